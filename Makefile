@@ -1,0 +1,71 @@
+# `make demo` and `make test` need make and Python 3.11 or newer with venv; everything else is installed into $(VENV).
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+DEMO_PROMPT ?= def read_config(path):
+
+BIN := $(VENV)/bin
+INPUTS := pyproject.toml constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test test-slow test-gpu lint format types wheel clean
+.DEFAULT_GOAL := test
+
+demo: $(VENV)/.runtime
+	@echo "==> generating with the embedded model, with and without MTP"
+	@$(BIN)/mtp-jax generate --compare --prompt '$(DEMO_PROMPT)'
+
+test: $(VENV)/.dev
+	@echo "==> running the fast tests"
+	@$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.dev
+	@echo "==> running the slow tests"
+	@$(BIN)/python -m pytest -q -m "slow and not gpu" $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	@echo "==> checking style"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+format: $(VENV)/.dev
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+types: $(VENV)/.dev
+	@echo "==> checking types"
+	@$(BIN)/pyright --pythonpath $(BIN)/python
+
+test-gpu: $(VENV)/.dev
+	@echo "==> running the tests that need a GPU (install the cuda extra first)"
+	@JAX_PLATFORMS=cuda,cpu $(BIN)/python -m pytest -q -m gpu $(PYTEST_ARGS)
+
+wheel: $(VENV)/.runtime
+	@echo "==> building dist/"
+	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+
+clean:
+	@rm -rf $(VENV) build dist *.egg-info .hypothesis .pytest_cache .ruff_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Stamps: an environment is made once, and filled again when the requirements change.
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "mtp-jax needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)."; \
+	  echo "Name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@echo "==> creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv --clear $(VENV) || { \
+	  echo "$(PYTHON) cannot create virtual environments. On Debian and Ubuntu: install the python3-venv package."; \
+	  rm -rf $(VENV); exit 1; }
+	@touch $@
+
+$(VENV)/.runtime: $(VENV)/.python $(INPUTS)
+	@echo "==> installing mtp-jax and what it needs to run (about 600 MB on disk; minutes the first time)"
+	@$(PIP_INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.python $(INPUTS)
+	@echo "==> installing mtp-jax with its development tools (about 1 GB on disk; minutes the first time)"
+	@$(PIP_INSTALL) --editable '.[dev]'
+	@touch $(VENV)/.runtime $@
