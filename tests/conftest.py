@@ -1,0 +1,18 @@
+"""Settings for every test: eight CPU devices, and compiled programs kept from one run to the next."""
+
+import os
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The float32 comparisons hold on the CPU; `make test-gpu` asks for a GPU. Set before jax is imported, and
+    # in the environment, so that programs started by tests follow.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import jax
+
+    # For the sharding tests. Programs on one device run as fast with eight virtual devices as with one.
+    jax.config.update("jax_num_cpu_devices", 8)
+    if config.cache is not None:
+        jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

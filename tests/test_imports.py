@@ -1,0 +1,148 @@
+"""Imports point one way only: from the command line down to the configuration, never back up."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Lowest first. A module may import from its own package and from the layers before its own.
+LAYERS = (
+    ("errors",),
+    ("config", "chat_template"),
+    ("model", "tokenizer"),
+    ("checkpoint",),
+    ("decode",),
+    ("engine",),
+    ("llm",),
+    ("__init__",),
+    ("batch", "bench", "profiling", "train"),
+    ("cli",),
+    ("__main__",),
+)
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+
+# The scheduler and the page allocator are host code: they must be testable, and fast, without a device.
+WITHOUT_JAX = ("config", "errors", "tokenizer", "engine.pages", "engine.request", "engine.scheduler")
+
+# A checkpoint fills parameters and places them; it knows nothing of what the model computes.
+OF_MODEL = ("mtp_jax.model.params", "mtp_jax.model.sharding")
+
+
+def modules(package: str) -> dict[str, str]:
+    """Dotted module name -> source of every file of a package; empty when the package does not exist."""
+    found = {}
+    for path in sorted((ROOT / package).rglob("*.py")):
+        found[".".join(path.relative_to(ROOT).with_suffix("").parts)] = path.read_text(encoding="utf-8")
+    return found
+
+
+def imports(module: str, source: str) -> Iterator[str]:
+    """Dotted names that a module imports anywhere in its text; `from a import b` gives "a.b"."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = module.split(".")[: -node.level] if node.level else []
+            base += [node.module] if node.module else []
+            yield from (".".join([*base, alias.name]) for alias in node.names)
+
+
+def part(name: str) -> str:
+    """The part of mtp_jax that a dotted name belongs to; names of the package itself are "__init__"."""
+    _, head, *_ = [*name.split("."), "__init__"]
+    return head if head in RANK or is_module(f"mtp_jax.{head}") else "__init__"
+
+
+def is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def faults_in_mtp_jax(module: str, source: str) -> Iterator[str]:
+    here = part(module)
+    if here not in RANK:
+        yield f"{module}: mtp_jax.{here} has no place in LAYERS of {Path(__file__).name}; give it one"
+        return
+    for name in imports(module, source):
+        top = name.split(".")[0]
+        if top == "kernels_pallas" and module != "mtp_jax.model.ops":
+            yield f"{module} imports {name}; only mtp_jax.model.ops may"
+        if top == "serve" and here != "cli":
+            yield f"{module} imports {name}; only mtp_jax.cli may"
+        if top == "jax" and module.removeprefix("mtp_jax.") in WITHOUT_JAX:
+            yield f"{module} imports {name}; it must work without jax"
+        if top == "mtp_jax" and part(name) != here and RANK.get(part(name), len(LAYERS)) >= RANK[here]:
+            yield f"{module} imports {name}, which is not below it"
+        if here == "checkpoint" and name.startswith("mtp_jax.model.") and not name.startswith(OF_MODEL):
+            yield f"{module} imports {name}; of the model it may know only {' and '.join(OF_MODEL)}"
+
+
+def faults_in_kernels(module: str, source: str) -> Iterator[str]:
+    for name in imports(module, source):
+        if name.split(".")[0] in ("mtp_jax", "serve", "tests", "configs"):
+            yield f"{module} imports {name}; kernels stand on jax and numpy alone"
+
+
+def faults_in_serve(module: str, source: str) -> Iterator[str]:
+    for name in imports(module, source):
+        top, *below = name.split(".")
+        inside = top == "mtp_jax" and bool(below) and (len(below) > 1 or is_module(name))
+        if top == "kernels_pallas" or inside:
+            yield f"{module} imports {name}; the server uses only what `from mtp_jax import ...` offers"
+
+
+FAULTS = {"mtp_jax": faults_in_mtp_jax, "kernels_pallas": faults_in_kernels, "serve": faults_in_serve}
+
+
+@pytest.mark.parametrize("package", FAULTS)
+def test_imports_point_downwards(package):
+    found = [f for module, source in modules(package).items() for f in FAULTS[package](module, source)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("package", FAULTS)
+def test_no_private_jax(package):
+    found = []
+    for module, source in modules(package).items():
+        found += [f"{module}: {name}" for name in imports(module, source) if "_src" in name.split(".")]
+        found += [
+            f"{module}: line {node.lineno}"
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.Attribute) and node.attr == "_src"
+        ]
+    assert not found, f"private JAX names break with its next release: {found}"
+
+
+@pytest.mark.parametrize(
+    ("package", "module", "source"),
+    [
+        ("mtp_jax", "mtp_jax.model.trunk", "from mtp_jax.checkpoint import load"),
+        ("mtp_jax", "mtp_jax.model.trunk", "def f():\n    from ..decode import cache"),
+        ("mtp_jax", "mtp_jax.config", "import mtp_jax"),
+        ("mtp_jax", "mtp_jax.engine.scheduler", "import jax.numpy as jnp"),
+        ("mtp_jax", "mtp_jax.checkpoint.hf", "from mtp_jax.model import trunk"),
+        ("mtp_jax", "mtp_jax.decode.step", "import kernels_pallas.mla_decode"),
+        ("mtp_jax", "mtp_jax.llm", "from serve.app import main"),
+        ("kernels_pallas", "kernels_pallas.mla_decode.api", "from mtp_jax.errors import ConfigError"),
+        ("serve", "serve.app", "from mtp_jax.errors import RequestError"),
+        ("serve", "serve.app", "from mtp_jax import errors"),
+    ],
+)
+def test_faults_are_found(package, module, source):
+    assert list(FAULTS[package](module, source))
+
+
+@pytest.mark.parametrize(
+    ("package", "module", "source"),
+    [
+        ("mtp_jax", "mtp_jax.cli", "from mtp_jax.llm import LLM\nfrom serve.app import main"),
+        ("mtp_jax", "mtp_jax.model.trunk", "from . import layers\nfrom ..errors import ConfigError"),
+        ("mtp_jax", "mtp_jax.checkpoint.hf", "from mtp_jax.model.params import Params"),
+        ("serve", "serve.app", "from mtp_jax import LLM, RequestError"),
+    ],
+)
+def test_allowed_imports_pass(package, module, source):
+    assert not list(FAULTS[package](module, source))
