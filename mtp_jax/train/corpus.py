@@ -1,8 +1,8 @@
 """The training text of the demo model: the source of the standard library of the running Python.
 
-Every Python installation has it, so the recipe needs no download. It differs between Python versions, therefore
-a training run records `fingerprint`. The split is a pure function of a file's path: a path held out of training
-under one Python version is held out under every other one too.
+Every Python installation has it, so the recipe needs no download. It differs between Python versions,
+therefore a training run records `fingerprint`. The split is a pure function of a file's path: a path held out
+of training under one Python version is held out under every other one too.
 """
 
 import hashlib
@@ -52,8 +52,8 @@ class Split:
 def read_files(root: str | Path | None = None) -> list[SourceFile]:
     """Read the Python files below `root` (default: the standard library), in path order, each content once.
 
-    Skipped: installed packages, fixtures with bad syntax or encoding, the codecs, files that are not UTF-8 and
-    files above `MAX_BYTES`. Line ends become "\\n", so that the text is the same on every system.
+    Skipped: installed packages, fixtures with bad syntax or encoding, the codecs, files that are not UTF-8
+    and files above `MAX_BYTES`. Line ends become "\\n", so that the text is the same on every system.
 
     Raises:
         ConfigError: `root` holds no usable file.
@@ -119,7 +119,7 @@ def held_out_prompts(
     """`n` prompts of exactly `length` ids (bos included), each beginning at the start of a line.
 
     They go round the files, one prompt per file and round, at a line that a hash of path and round picks. At
-    least `length` more ids follow each prompt in its file, so a continuation has something to be compared with.
+    least `length` more ids follow each prompt in its file, so a continuation can be compared with it.
     A prompt is returned once, wherever else its text may occur.
 
     Raises:

@@ -1,0 +1,165 @@
+"""The chat template of a checkpoint, rendered without transformers in Jinja's immutable sandbox.
+
+A template is code that came with the weights, so it gets none of Python's internals, a size limit and a time
+limit.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from mtp_jax.errors import CheckpointError, RequestError
+
+MAX_TEMPLATE_CHARS = 1_000_000
+MAX_PROMPT_CHARS = (
+    16_000_000  # beyond any context window: a rendering above this is a template that runs away
+)
+MAX_RENDER_SECONDS = 10.0
+_DEADLINE = "_render_deadline"
+
+
+class ChatTemplate:
+    """The template, or the named templates, of tokenizer_config.json's `chat_template`.
+
+    Attributes:
+        sources: template text by name; empty when the checkpoint has none.
+
+    Raises:
+        CheckpointError: `chat_template` is neither a string nor a list of objects with name and template.
+    """
+
+    def __init__(self, value: Any):
+        self.sources = _sources(value)
+        self._compile = lru_cache(maxsize=4)(_environment().from_string)
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """Render with `variables`; "tool_use" serves requests with `tools`, "default" all others.
+
+        Raises:
+            RequestError: no template, a broken one, one above the limits, or one that refuses the messages.
+        """
+        source = self._select(with_tools=variables.get("tools") is not None)
+        try:
+            return _generate(self._compile(source), variables)
+        except TemplateSyntaxError as error:
+            raise RequestError(
+                f"this model's chat template is broken at line {error.lineno}: {first_line(error)}; "
+                "use a raw completion"
+            ) from error
+        except TemplateError as error:
+            raise RequestError(f"the chat template refused the messages: {first_line(error)}") from error
+        except Exception as error:  # whatever template code can raise over unexpected messages
+            raise RequestError(
+                f"the chat template failed on the messages: {type(error).__name__}: {first_line(error)}"
+            ) from error
+
+    def _select(self, with_tools: bool) -> str:
+        names = ("tool_use", "default") if with_tools else ("default",)
+        source = next((self.sources[name] for name in names if name in self.sources), None)
+        if source is None:
+            raise RequestError(
+                f"this model has no chat template (found: {', '.join(self.sources) or 'none'}); "
+                "use a raw completion, or put a chat_template.jinja beside tokenizer.json"
+            )
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise RequestError(
+                f"the chat template has {len(source)} characters, at most {MAX_TEMPLATE_CHARS} are allowed; "
+                "use a raw completion"
+            )
+        return source
+
+
+def first_line(error: Exception) -> str:
+    """First line of an error's message, at most 300 characters."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Checks the time at every call: a loop over `range` calls at least that."""
+
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        _check_time(context.get(_DEADLINE))
+        return super().call(context, obj, *args, **kwargs)
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks training targets; here its body is simply printed."""
+
+    tags = frozenset({"generation"})  # pyright: ignore[reportAssignmentType]
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Jinja as chat templates expect it: the dialect of transformers' `apply_chat_template`."""
+    environment = _Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _generate(template: Template, variables: Mapping[str, Any]) -> str:
+    deadline = time.monotonic() + MAX_RENDER_SECONDS
+    pieces: list[str] = []
+    size = 0
+    for piece in template.generate({**variables, _DEADLINE: deadline}):
+        size += len(piece)
+        if size > MAX_PROMPT_CHARS:
+            raise TemplateError(f"the prompt exceeds {MAX_PROMPT_CHARS} characters")
+        _check_time(deadline)
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def _check_time(deadline: float | None) -> None:
+    if deadline is not None and time.monotonic() > deadline:
+        raise TemplateError(f"rendering took longer than {MAX_RENDER_SECONDS:.0f} s")
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes for HTML, which no model was trained on."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _sources(value: Any) -> dict[str, str]:
+    if value is None or isinstance(value, str):
+        return {} if value is None else {"default": value}
+    named = isinstance(value, list) and all(
+        isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("name", "template"))
+        for entry in value
+    )
+    if not named:
+        raise CheckpointError(
+            "tokenizer_config.json: chat_template must be a string or a list of objects with the strings "
+            f"name and template, got {type(value).__name__}; fix or remove it"
+        )
+    return {entry["name"]: entry["template"] for entry in value}
