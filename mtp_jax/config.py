@@ -1,0 +1,281 @@
+"""Model configuration: a Hugging Face ``config.json`` in either dialect becomes one frozen ``ModelConfig``.
+
+Released DeepSeek checkpoints write ``rope_theta`` + ``rope_scaling`` + ``torch_dtype``; transformers 5 writes
+``rope_parameters`` + ``dtype``. Both are read. What the engine cannot run is refused here, with the reason.
+"""
+
+import json
+import math
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from mtp_jax.errors import ConfigError
+
+FP8_BLOCK = 128
+
+_MODEL_TYPES = {"deepseek_v3", "deepseek_v3_mtp", "kimi_k2", "glm4_moe_lite", "joyai_llm_flash"}
+_REFUSED = {
+    "deepseek_v4": "its compressed sparse attention and hyper-connections are a different architecture",
+    "deepseek_v32": "its sparse attention indexer is not implemented",
+    "glm_moe_dsa": "its sparse attention indexer is not implemented",
+    "deepseek_v2": "its softmax router is not implemented",
+    "glm4_moe": "it uses grouped-query attention instead of MLA",
+}
+
+
+@dataclass(frozen=True)
+class YarnConfig:
+    """YaRN context extension (arXiv 2309.00071), in the names of ``rope_scaling``."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+
+    def _mscale(self, weight: float) -> float:
+        return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    @property
+    def rope_factor(self) -> float:
+        """What cos and sin are multiplied by."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
+        return self._mscale(1.0)
+
+    @property
+    def softmax_factor(self) -> float:
+        """What the softmax scale is multiplied by."""
+        return self._mscale(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+
+@dataclass(frozen=True)
+class Fp8Config:
+    """128x128 block-scaled e4m3 weights. ``ue8m0``: the scales are powers of two."""
+
+    ue8m0: bool = False
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A DeepSeek-V3-family model; fields keep their Hugging Face names.
+
+    ``nextn_moe[k]`` says whether NextN layer ``k`` has an MoE block; a checkpoint reader decides it from the
+    tensors present, since some models ship a dense one.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None = None
+    moe_intermediate_size: int = 0
+    n_routed_experts: int = 0
+    n_shared_experts: int = 0
+    num_experts_per_tok: int = 0
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+    norm_topk_prob: bool = True
+    first_k_dense_replace: int = 0
+    moe_layer_freq: int = 1
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_interleave: bool = True
+    rope_scaling: YarnConfig | None = None
+    max_position_embeddings: int = 4096
+    num_nextn_predict_layers: int = 0
+    nextn_moe: tuple[bool, ...] = ()
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = 0
+    eos_token_ids: tuple[int, ...] = (1,)
+    dtype: str = "bfloat16"
+    fp8: Fp8Config | None = None
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "ModelConfig":
+        """Read ``config.json``. Raises ConfigError for unreadable JSON or an unsupported model."""
+        return cls.from_dict(read_json(path))
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> "ModelConfig":
+        """Build from the parsed JSON of either dialect. Raises ConfigError."""
+        _refuse_unsupported(raw)
+        known = {f.name for f in fields(cls)}
+        values = {k: v for k, v in raw.items() if k in known and v is not None}
+        for key in ("rope_scaling", "fp8", "dtype", "nextn_moe"):
+            values.pop(key, None)
+        required = [n for n in _REQUIRED if n not in values]
+        if required:
+            raise ConfigError(f"config.json lacks {', '.join(required)}; a DeepSeek-V3 config has them all")
+        values["n_routed_experts"] = values.get("n_routed_experts", 0)
+        if not values["n_routed_experts"]:
+            values["first_k_dense_replace"] = values["num_hidden_layers"]
+        values |= _rope(raw) | {"dtype": _dtype(raw), "fp8": _fp8(raw)}
+        eos = raw.get("eos_token_id", 1)
+        eos = [] if eos is None else eos
+        values["eos_token_ids"] = tuple(eos) if isinstance(eos, list) else (eos,)
+        count = values.get("num_nextn_predict_layers", 0)
+        values["nextn_moe"] = tuple(raw.get("nextn_moe", [values["n_routed_experts"] > 0] * count))
+        try:
+            return cls(**values)
+        except TypeError as e:
+            raise ConfigError(f"config.json has a value of the wrong type: {e}") from e
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of one query or key head, rope part included."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """Values cached per token and layer: the latent and the shared rope key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor on attention scores, YaRN's part included."""
+        return self.qk_head_dim**-0.5 * (self.rope_scaling.softmax_factor if self.rope_scaling else 1.0)
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether trunk layer ``layer`` has an MoE block (first_k_dense_replace, moe_layer_freq)."""
+        return (
+            self.n_routed_experts > 0
+            and layer >= self.first_k_dense_replace
+            and layer % self.moe_layer_freq == 0
+        )
+
+    def with_nextn(self, moe: tuple[bool, ...]) -> "ModelConfig":
+        """The same model with ``len(moe)`` NextN layers."""
+        return replace(self, num_nextn_predict_layers=len(moe), nextn_moe=moe)
+
+
+_REQUIRED = (
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads kv_lora_rank "
+    "qk_nope_head_dim qk_rope_head_dim v_head_dim"
+).split()
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises ConfigError naming the file."""
+    path = Path(path)
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as e:
+        raise ConfigError(
+            f"{path} does not exist; a model directory holds config.json and safetensors"
+        ) from e
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
+        raise ConfigError(f"{path} is not readable JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds a JSON {type(value).__name__}; expected an object")
+    return value
+
+
+def _refuse_unsupported(raw: dict[str, Any]) -> None:
+    kind = raw.get("model_type", "deepseek_v3")
+    for prefix, reason in _REFUSED.items():
+        if kind == prefix or (prefix == "deepseek_v4" and str(kind).startswith(prefix)):
+            raise ConfigError(f"model_type {kind!r} is not supported: {reason}")
+    if kind not in _MODEL_TYPES:
+        raise ConfigError(f"model_type {kind!r} is not supported; expected one of {sorted(_MODEL_TYPES)}")
+    if "index_topk" in raw or "index_n_heads" in raw:
+        raise ConfigError("the config has a sparse attention indexer (index_topk): not supported")
+    for key, allowed in (
+        ("scoring_func", ("sigmoid",)),
+        ("topk_method", ("noaux_tc",)),
+        ("hidden_act", ("silu",)),
+        ("attention_bias", (False,)),
+    ):
+        got = raw.get(key)
+        if got is not None and got not in allowed:
+            raise ConfigError(f"{key} = {got!r} is not supported; expected {allowed[0]!r}")
+
+
+def _rope(raw: dict[str, Any]) -> dict[str, Any]:
+    rope = raw.get("rope_parameters") or {}
+    scaling = raw.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)
+    out: dict[str, Any] = {"rope_theta": float(raw.get("rope_theta") or rope.get("rope_theta") or 10000.0)}
+    if not scaling:
+        return out | {"rope_scaling": None}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "default":
+        return out | {"rope_scaling": None}
+    if kind != "yarn":
+        raise ConfigError(f"rope scaling {kind!r} is not supported; expected 'yarn' or null")
+    try:
+        original = scaling.get("original_max_position_embeddings") or raw["max_position_embeddings"]
+        keep = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
+        extra = {k: float(scaling[k]) for k in keep if scaling.get(k) is not None}
+        yarn = YarnConfig(float(scaling["factor"]), int(original), **extra)
+    except (KeyError, TypeError, ValueError) as e:
+        raise ConfigError(f"yarn rope scaling is incomplete: {e!r}; it needs factor and numbers only") from e
+    return out | {"rope_scaling": yarn}
+
+
+def _dtype(raw: dict[str, Any]) -> str:
+    name = str(raw.get("torch_dtype") or raw.get("dtype") or "bfloat16").removeprefix("torch.")
+    if name not in ("float32", "bfloat16"):
+        raise ConfigError(f"dtype {name!r} is not supported; expected float32 or bfloat16")
+    return name
+
+
+def _fp8(raw: dict[str, Any]) -> Fp8Config | None:
+    quant = raw.get("quantization_config")
+    if not quant:  # xLLM's export writes the empty string
+        return None
+    if not isinstance(quant, dict) or quant.get("quant_method") != "fp8":
+        method = quant.get("quant_method") if isinstance(quant, dict) else quant
+        raise ConfigError(f"quantization {method!r} is not supported; expected fp8 with 128x128 blocks")
+    if (
+        list(quant.get("weight_block_size", ())) != [FP8_BLOCK, FP8_BLOCK]
+        or quant.get("fmt", "e4m3") != "e4m3"
+    ):
+        raise ConfigError(
+            f"fp8 with weight_block_size {quant.get('weight_block_size')} and fmt {quant.get('fmt')} is not "
+            "supported; expected [128, 128] and e4m3"
+        )
+    return Fp8Config(ue8m0=quant.get("scale_fmt") == "ue8m0")
+
+
+def _check(c: ModelConfig) -> None:
+    for name in (*_REQUIRED, "max_position_embeddings", "n_group", "topk_group", "moe_layer_freq"):
+        value = getattr(c, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name} = {value!r}; expected a positive integer")
+    if c.qk_rope_head_dim % 2:
+        raise ConfigError(f"qk_rope_head_dim = {c.qk_rope_head_dim}; expected an even number")
+    if len(c.nextn_moe) != c.num_nextn_predict_layers:
+        raise ConfigError(
+            f"nextn_moe has {len(c.nextn_moe)} entries, num_nextn_predict_layers is {c.num_nextn_predict_layers}"
+        )
+    if c.n_routed_experts:
+        if c.n_routed_experts % c.n_group:
+            raise ConfigError(
+                f"n_group = {c.n_group} does not divide n_routed_experts = {c.n_routed_experts}"
+            )
+        reachable = c.n_routed_experts // c.n_group * c.topk_group
+        if not 1 <= c.num_experts_per_tok <= reachable or c.topk_group > c.n_group:
+            raise ConfigError(
+                f"num_experts_per_tok = {c.num_experts_per_tok}, topk_group = {c.topk_group}: at most {reachable} "
+                f"experts lie in {c.topk_group} of {c.n_group} groups"
+            )
+        if c.n_group > 1 and c.n_routed_experts // c.n_group < 2:
+            raise ConfigError("expert groups of one: a group's score is the sum of its two best experts")
+        if c.moe_intermediate_size < 1:
+            raise ConfigError(
+                f"moe_intermediate_size = {c.moe_intermediate_size}; expected a positive integer"
+            )

@@ -1,0 +1,94 @@
+"""The small parts every block uses: linear, RMSNorm, rotary embedding, SwiGLU, the vocabulary tables."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from mtp_jax.config import ModelConfig
+from mtp_jax.model.params import Mlp
+
+# Above this many rows the plain product is as fast on a CPU.
+_FEW_ROWS = 64
+
+
+def linear(x: Float[Array, "... i"], w: Float[Array, "*o i"]) -> Float[Array, "..."]:
+    """``x @ w.T`` with weights as in the checkpoint, output features first.
+
+    For few rows on a CPU the product is written ``w @ x.T`` behind a barrier: XLA would rewrite it into
+    ``x @ w.T``, which is several times slower there (docs/architecture.md).
+    """
+    rows = math.prod(x.shape[:-1])
+    flat_x, flat_w = x.reshape(rows, x.shape[-1]), w.reshape(-1, w.shape[-1])
+    contract_last = (((1,), (1,)), ((), ()))
+    if jax.default_backend() == "cpu" and rows <= _FEW_ROWS:
+        y = jax.lax.optimization_barrier(jax.lax.dot_general(flat_w, flat_x, contract_last)).T
+    else:
+        y = jax.lax.dot_general(flat_x, flat_w, contract_last)
+    return y.reshape(*x.shape[:-1], *w.shape[:-1])
+
+
+def rms_norm(x: Float[Array, "... d"], weight: Float[Array, " d"], eps: float) -> Float[Array, "... d"]:
+    """Root-mean-square normalisation in float32; the result has x's dtype (arXiv 1910.07467)."""
+    x32 = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * scale * weight).astype(x.dtype)
+
+
+def rope_frequencies(cfg: ModelConfig) -> Float[Array, " r"]:
+    """Inverse frequencies, YaRN's blend included (arXiv 2309.00071, section 3.2), float32 [R/2]."""
+    dims = cfg.qk_rope_head_dim
+    i = jnp.arange(dims // 2, dtype=jnp.float32)
+    inv = cfg.rope_theta ** (-2 * i / dims)
+    yarn = cfg.rope_scaling
+    if yarn is None:
+        return inv
+
+    def dim_of(rotations: float) -> float:
+        wavelength = yarn.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return dims * math.log(wavelength) / (2 * math.log(cfg.rope_theta))
+
+    low = max(math.floor(dim_of(yarn.beta_fast)), 0)
+    high = min(math.ceil(dim_of(yarn.beta_slow)), dims - 1)
+    ramp = jnp.clip((i - low) / max(high - low, 0.001), 0, 1)
+    return inv / yarn.factor * ramp + inv * (1 - ramp)
+
+
+def rope_angles(cfg: ModelConfig, positions: Int[Array, "B W"]) -> Float[Array, "B W 2 r"]:
+    """cos and sin of every position, stacked, float32."""
+    angle = positions[..., None].astype(jnp.float32) * rope_frequencies(cfg)
+    factor = cfg.rope_scaling.rope_factor if cfg.rope_scaling else 1.0
+    return jnp.stack([jnp.cos(angle), jnp.sin(angle)], axis=-2) * factor
+
+
+def rotate(
+    x: Float[Array, "B W ... R"], angles: Float[Array, "B W 2 r"], interleaved: bool
+) -> Float[Array, "B W ... R"]:
+    """Rotary embedding. Interleaved checkpoints pair (0,1), (2,3)...
+
+    Interleaved input leaves as evens then odds: q and k alike, so their products do not change.
+    """
+    x32 = x.astype(jnp.float32)
+    if interleaved:
+        pairs = x32.reshape(*x.shape[:-1], -1, 2)
+        a, b = pairs[..., 0], pairs[..., 1]
+    else:
+        a, b = jnp.split(x32, 2, axis=-1)
+    cos, sin = angles[..., 0, :], angles[..., 1, :]
+    if x.ndim == 4:
+        cos, sin = cos[:, :, None], sin[:, :, None]
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
+
+
+def swiglu(x: Float[Array, "... D"], p: Mlp) -> Float[Array, "... D"]:
+    """down(silu(gate(x)) * up(x))."""
+    gate_up = linear(x, p.gate_up)
+    return linear(jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :], p.down)
+
+
+def vocabulary_logits(hidden: Float[Array, "... D"], table: Float[Array, "V D"]) -> Float[Array, "... V"]:
+    """Logits in float32, products accumulated in float32."""
+    if table.dtype == jnp.float32:
+        return linear(hidden, table)
+    return jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)

@@ -1,0 +1,139 @@
+"""Mixture of experts: the sigmoid, group-limited router and interchangeable ways to run the experts.
+
+``dense`` is the obviously right one (and differentiable, so training uses it); ``loop`` visits only the experts that
+some row chose; ``expert_parallel`` runs ``loop`` on every device's own experts.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from mtp_jax.config import ModelConfig
+from mtp_jax.model.layers import linear, swiglu
+from mtp_jax.model.params import Moe
+from mtp_jax.model.sharding import constrain, sharded
+
+Experts = Literal["dense", "loop"]
+
+# Rows one visit to an expert handles. Decode windows fit in one visit, so that weights are read once.
+_TILE = 64
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Routing:
+    """Chosen experts and their weights."""
+
+    ids: Int[Array, "*b k"]
+    weights: Float[Array, "*b k"]
+
+
+def route(p: Moe, cfg: ModelConfig, x: Float[Array, "*b D"]) -> Routing:
+    """Sigmoid scores; groups, then experts, chosen by bias-corrected score (arXiv 2412.19437, eqs. 12-16).
+
+    All in float32. The bias only selects: weights come from the scores alone.
+    """
+    logits = jnp.einsum("...d,ed->...e", x.astype(jnp.float32), p.router, precision=jax.lax.Precision.HIGHEST)
+    scores = jax.nn.sigmoid(logits)
+    choice = scores + p.bias
+    if cfg.n_group > 1:
+        grouped = choice.reshape(*choice.shape[:-1], cfg.n_group, -1)
+        group_score = jax.lax.top_k(grouped, 2)[0].sum(axis=-1)
+        groups = jax.lax.top_k(group_score, cfg.topk_group)[1]
+        kept = jax.nn.one_hot(groups, cfg.n_group, dtype=bool).any(axis=-2)
+        choice = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(choice.shape)
+    ids = jax.lax.top_k(choice, cfg.num_experts_per_tok)[1]
+    weights = jnp.take_along_axis(scores, ids, axis=-1)
+    if cfg.norm_topk_prob:
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+    return Routing(ids, weights * cfg.routed_scaling_factor)
+
+
+def dense(
+    gate_up: Float[Array, "E 2 I D"], down: Float[Array, "E D I"], x: Float[Array, "T D"], r: Routing
+) -> Float[Array, "T D"]:
+    """Every expert on every row, weighted: the reference. Experts not chosen weigh zero."""
+    one_hot = jax.nn.one_hot(r.ids, down.shape[0], dtype=jnp.float32)
+    weight = jnp.einsum("tke,tk->te", one_hot, r.weights)
+    hidden = jnp.einsum("td,egid->tegi", x, gate_up)
+    act = jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1]
+    act = (act * weight[..., None]).astype(x.dtype)
+    return jnp.einsum("tei,edi->td", act, down, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def loop(
+    gate_up: Float[Array, "E 2 I D"], down: Float[Array, "E D I"], x: Float[Array, "T D"], r: Routing
+) -> Float[Array, "T D"]:
+    """Visit each chosen expert, ``_TILE`` of its rows at a time; ids outside ``[0, E)`` contribute nothing.
+
+    A row's experts are summed in float32 in router order, so its result does not depend on its neighbours.
+    """
+    (rows, k), experts = r.ids.shape, down.shape[0]
+    pairs, tile = rows * k, min(rows, _TILE)
+    local = jnp.where((r.ids >= 0) & (r.ids < experts), r.ids, experts).reshape(pairs)
+    order = jnp.argsort(local, stable=True)
+    counts = jnp.zeros(experts + 1, jnp.int32).at[local].add(1)[:experts]
+    first_pair = jnp.cumsum(counts) - counts
+    visits = (counts + tile - 1) // tile
+    last_visit = jnp.cumsum(visits)
+
+    def visit(i: Int[Array, ""], out: Float[Array, "p D"]) -> Float[Array, "p D"]:
+        e = jnp.searchsorted(last_visit, i, side="right")
+        start = (i - (last_visit[e] - visits[e])) * tile
+        lane = start + jnp.arange(tile)
+        pair = order[jnp.minimum(first_pair[e] + lane, pairs - 1)]
+        gu = linear(x[pair // k], jax.lax.dynamic_index_in_dim(gate_up, e, keepdims=False))
+        act = jax.nn.silu(gu[:, 0]) * gu[:, 1]
+        y = linear(act, jax.lax.dynamic_index_in_dim(down, e, keepdims=False))
+        return out.at[jnp.where(lane < counts[e], pair, pairs)].set(y, mode="drop")
+
+    out = jax.lax.fori_loop(0, last_visit[-1], visit, jnp.zeros((pairs, x.shape[1]), x.dtype))
+    mixed = jnp.einsum("tkd,tk->td", out.reshape(rows, k, -1).astype(jnp.float32), r.weights)
+    return mixed.astype(x.dtype)
+
+
+def expert_parallel(
+    gate_up: Float[Array, "E 2 I D"],
+    down: Float[Array, "E D I"],
+    x: Float[Array, "B W D"],
+    r: Routing,
+    mesh: Mesh,
+) -> Float[Array, "B W D"]:
+    """``loop`` on each device's experts: gather the rows over ``data``, sum the parts over both axes."""
+
+    def local(gate_up, down, x, ids, weights):
+        x, ids, weights = (jax.lax.all_gather(a, "data", tiled=True) for a in (x, ids, weights))
+        first = jax.lax.axis_index(("data", "model")) * down.shape[0]
+        mine = Routing((ids - first).reshape(-1, ids.shape[-1]), weights.reshape(-1, ids.shape[-1]))
+        part = loop(gate_up, down, x.reshape(-1, x.shape[-1]), mine).reshape(x.shape)
+        part = jax.lax.psum(part, "model")
+        return jax.lax.psum_scatter(part, "data", tiled=True)
+
+    experts, slots = PartitionSpec(("data", "model")), PartitionSpec("data")
+    run = sharded(local, mesh, (experts, experts, slots, slots, slots), slots)
+    return run(gate_up, down, x, r.ids, r.weights)
+
+
+def moe(
+    p: Moe, cfg: ModelConfig, x: Float[Array, "B W D"], *, experts: Experts, mesh: Mesh | None
+) -> tuple[Float[Array, "B W D"], Routing]:
+    """Routed experts plus the shared expert. Returns (output, routing)."""
+    with jax.named_scope("moe_route"):
+        r = route(p, cfg, x)
+    with jax.named_scope("moe_experts"):
+        if mesh is not None:
+            y = expert_parallel(p.gate_up, p.down, x, r, mesh)
+        else:
+            rows = math.prod(x.shape[:-1])
+            flat = Routing(r.ids.reshape(rows, -1), r.weights.reshape(rows, -1))
+            run = dense if experts == "dense" else loop
+            y = run(p.gate_up, p.down, x.reshape(rows, -1), flat).reshape(x.shape)
+    if p.shared is not None:
+        with jax.named_scope("moe_shared"):
+            y = y + swiglu(x, p.shared)
+    return constrain(y, mesh, "slots", None, None), r

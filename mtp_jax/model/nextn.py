@@ -1,0 +1,64 @@
+"""The NextN (Multi-Token-Prediction) module: arXiv 2412.19437, section 2.2, eqs. 21-23.
+
+Row i of layer 0 merges the trunk's hidden state of token i, after the final norm, with the embedding of token i+1 and
+predicts token i+2. Layer k merges layer k-1's output (after ``shared_head.norm``) with the next token again. Embedding
+first, post-norm in, post-norm recycled: other choices give the same text, only slower.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from mtp_jax.config import ModelConfig
+from mtp_jax.model.layers import linear, rms_norm, rope_angles, vocabulary_logits
+from mtp_jax.model.ops import PagedView
+from mtp_jax.model.params import NextN, Params
+from mtp_jax.model.trunk import Backend, block, embed
+
+
+def run(
+    params: Params,
+    cfg: ModelConfig,
+    k: int,
+    tokens: Int[Array, "B W"],
+    hidden: Float[Array, "B W D"],
+    positions: Int[Array, "B W"],
+    pages: Float[Array, "P S C"] | None,
+    view: PagedView | None,
+    on: Backend,
+) -> tuple[Float[Array, "B W D"], Float[Array, "P S C"] | None]:
+    """Layer ``k`` over rows (token, hidden of the token before it). Returns (z after the norm, pages).
+
+    ``positions`` are the tokens' own.
+    """
+    p: NextN = params.nextn[k]
+    with jax.named_scope(f"nextn_{k}"):
+        e = embed(params.embed if p.embed is None else p.embed, tokens, on.mesh)
+        e = rms_norm(e, p.token_norm, cfg.rms_norm_eps)
+        h = rms_norm(hidden.astype(e.dtype), p.hidden_norm, cfg.rms_norm_eps)
+        x = linear(jnp.concatenate([e, h], axis=-1), p.merge)
+        x, pages, _ = block(p.layer, cfg, x, rope_angles(cfg, positions), pages, view, on)
+        return rms_norm(x, p.norm, cfg.rms_norm_eps), pages
+
+
+def teacher_forced(
+    params: Params,
+    cfg: ModelConfig,
+    k: int,
+    tokens: Int[Array, "B n"],
+    hidden: Float[Array, "B n D"],
+    on: Backend = Backend(),
+) -> Float[Array, "B n D"]:
+    """Layer ``k`` over a whole sequence without a cache: row i merges ``tokens[i]`` with ``hidden[i]``.
+
+    For layer 0 ``tokens`` are the sequence from its second token on.
+    """
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return run(params, cfg, k, tokens, hidden, positions, None, None, on)[0]
+
+
+def logits(params: Params, k: int, z: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
+    """Draft logits of layer ``k``, float32, from z after its norm."""
+    p: NextN = params.nextn[k]
+    trunk_head = params.embed if params.head is None else params.head
+    return vocabulary_logits(z, trunk_head if p.head is None else p.head)

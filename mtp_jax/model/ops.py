@@ -1,0 +1,123 @@
+"""Attention over the paged latent cache: write this pass's rows, then attend. One signature for every backend."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from mtp_jax.model.sharding import partition, sharded
+
+Form = Literal["naive", "absorbed"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PagedView:
+    """Where one pass reads and writes in the cache. Page numbers are local to a slot's data shard.
+
+    Attributes:
+        page_table: pages of each slot in order, int32 [B, n].
+        positions: row that each window token is written to, int32 [B, W]; negative rows are not written.
+        mask: rows each window token attends to, bool [B, W, n * S].
+    """
+
+    page_table: Int[Array, "B n"]
+    positions: Int[Array, "B W"]
+    mask: Bool[Array, "B W L"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Queries:
+    """Queries after projection: the part matched with the up-projected latent, and the rope part."""
+
+    nope: Float[Array, "B W N h"]
+    rope: Float[Array, "B W N R"]
+
+
+def write_rows(
+    pages: Float[Array, "P S C"], rows: Float[Array, "B W C"], view: PagedView
+) -> Float[Array, "P S C"]:
+    """``pages`` with the window's rows written at ``view.positions``; in place when donated."""
+    count, size, width = pages.shape
+    column = jnp.clip(view.positions // size, 0, view.page_table.shape[1] - 1)
+    page = jnp.take_along_axis(view.page_table, column, axis=1)
+    index = jnp.where(view.positions < 0, count * size, page * size + view.positions % size)
+    flat = pages.reshape(count * size, width).at[index.reshape(-1)].set(rows.reshape(-1, width), mode="drop")
+    return flat.reshape(pages.shape)
+
+
+def read_rows(pages: Float[Array, "P S C"], view: PagedView) -> Float[Array, "B L C"]:
+    """Every row of each slot's pages, zero where no window token may see it.
+
+    Rows past the committed length hold garbage, NaN perhaps: a zero probability would not silence it.
+    """
+    rows = pages[view.page_table]
+    rows = rows.reshape(rows.shape[0], -1, rows.shape[-1])
+    return jnp.where(view.mask.any(axis=1)[..., None], rows, 0)
+
+
+def attend(
+    q: Queries,
+    k_up: Float[Array, "N h C"],
+    v_up: Float[Array, "N v C"],
+    rows: Float[Array, "B L c"],
+    mask: Bool[Array, "B W L"],
+    scale: float,
+    form: Form,
+) -> Float[Array, "B W N v"]:
+    """MLA over cached rows ``[latent | rope key]`` (arXiv 2405.04434, eqs. 9-19); softmax in float32.
+
+    ``naive`` expands the latent to keys and values of every head; ``absorbed`` moves the expansion to the
+    query and the output, so that all heads read the latent itself. Equal up to rounding.
+    """
+    latent, key_rope = jnp.split(rows, [k_up.shape[-1]], axis=-1)
+    if form == "naive":
+        keys = jnp.einsum("blc,nhc->blnh", latent, k_up)
+        scores = jnp.einsum("bwnh,blnh->bnwl", q.nope, keys, preferred_element_type=jnp.float32)
+    else:
+        absorbed = jnp.einsum("bwnh,nhc->bwnc", q.nope, k_up)
+        scores = jnp.einsum("bwnc,blc->bnwl", absorbed, latent, preferred_element_type=jnp.float32)
+    scores += jnp.einsum("bwnr,blr->bnwl", q.rope, key_rope, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask[:, None], scores * scale, -jnp.inf)
+    # A row that sees nothing (an idle slot) must give zeros, not NaN.
+    peak = jnp.maximum(scores.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
+    weights = jnp.exp(scores - peak)
+    weights = (weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)).astype(rows.dtype)
+    if form == "naive":
+        return jnp.einsum("bnwl,blnv->bwnv", weights, jnp.einsum("blc,nvc->blnv", latent, v_up))
+    return jnp.einsum("bwnc,nvc->bwnv", jnp.einsum("bnwl,blc->bwnc", weights, latent), v_up)
+
+
+def paged_attention(
+    q: Queries,
+    k_up: Float[Array, "N h C"],
+    v_up: Float[Array, "N v C"],
+    rows: Float[Array, "B W C"],
+    pages: Float[Array, "P S C"],
+    view: PagedView,
+    *,
+    scale: float,
+    form: Form,
+    mesh: Mesh | None,
+) -> tuple[Float[Array, "B W N v"], Float[Array, "P S C"]]:
+    """Write the window's ``rows``, attend over everything visible. Returns (context, pages).
+
+    With a mesh each device handles its own slots (``data``) and heads (``model``); the cache is replicated over
+    ``model`` because all heads share it.
+    """
+
+    def local(q, k_up, v_up, rows, pages, view):
+        with jax.named_scope("cache_write"):
+            pages = write_rows(pages, rows, view)
+        with jax.named_scope("attend"):
+            context = attend(q, k_up, v_up, read_rows(pages, view), view.mask, scale, form)
+        return context, pages
+
+    heads, per_slot = partition("slots", None, "heads", None), partition("slots")
+    up, paged = partition("heads"), partition("pages")
+    run = sharded(local, mesh, (heads, up, up, per_slot, paged, per_slot), (heads, paged))
+    return run(q, k_up, v_up, rows, pages, view)

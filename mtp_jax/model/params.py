@@ -1,0 +1,223 @@
+"""Parameters. One ``Spec`` per array gives shape, dtype, logical axes, initialiser and checkpoint tensors.
+
+Random initialisation, shardings and the tensors that a checkpoint must hold all derive from ``param_specs``.
+Layers are a tuple of per-layer trees: stacked layers cost a copy per use on a CPU (docs/architecture.md).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mtp_jax.config import ModelConfig
+
+type_of = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One parameter array.
+
+    Attributes:
+        shape: shape of the array.
+        axes: logical axis of each dimension (``sharding.RULES`` maps them to mesh axes).
+        names: checkpoint tensors, nested like the leading dimensions that stack them; a plain string if one
+            tensor is the whole array.
+        tensor_shape: shape of each such tensor in the checkpoint.
+        init: "normal" (1/sqrt(fan_in)), "embedding", "ones" or "zeros".
+        float32: kept in float32 whatever the model's dtype.
+        rows: part ``[start, stop)`` of every head's rows, of a tensor that holds ``heads`` groups of rows.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    names: Any
+    tensor_shape: tuple[int, ...]
+    init: str = "normal"
+    float32: bool = False
+    rows: tuple[int, int] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Attention:
+    """MLA (arXiv 2405.04434, section 2.1). ``q_a`` and ``q_norm`` are None when queries have no low rank."""
+
+    q_a: Any  # [Q, D]
+    q_norm: Any  # [Q]
+    q_b: Any  # [N, nope + R, Q or D]
+    kv_a: Any  # [C + R, D]
+    kv_norm: Any  # [C]
+    k_up: Any  # [N, nope, C]
+    v_up: Any  # [N, v, C]
+    o: Any  # [D, N, v]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Mlp:
+    """SwiGLU: gate and up stacked."""
+
+    gate_up: Any  # [2, I, D]
+    down: Any  # [D, I]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Moe:
+    """Routed experts and the shared expert (None when the model has none)."""
+
+    router: Any  # [E, D] float32
+    bias: Any  # [E] float32, selection only
+    gate_up: Any  # [E, 2, I, D]
+    down: Any  # [E, D, I]
+    shared: Mlp | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Layer:
+    """A pre-norm decoder block."""
+
+    attention_norm: Any  # [D]
+    attention: Attention
+    mlp_norm: Any  # [D]
+    mlp: Mlp | Moe
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class NextN:
+    """A Multi-Token-Prediction module. ``embed`` and ``head`` are None when they are the trunk's own."""
+
+    token_norm: Any  # [D], enorm
+    hidden_norm: Any  # [D], hnorm
+    merge: Any  # [D, 2D], eh_proj
+    layer: Layer
+    norm: Any  # [D], shared_head.norm
+    embed: Any
+    head: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Params:
+    """A whole model. ``head`` is None when the embedding is tied to it."""
+
+    embed: Any  # [V, D]
+    layers: tuple[Layer, ...]
+    norm: Any  # [D]
+    head: Any  # [V, D]
+    nextn: tuple[NextN, ...]
+
+
+def _norm(name: str, size: int) -> Spec:
+    return Spec((size,), (None,), name, (size,), "ones", float32=True)
+
+
+def _attention(cfg: ModelConfig, p: str) -> Attention:
+    n, d, c, q = cfg.num_attention_heads, cfg.hidden_size, cfg.kv_lora_rank, cfg.q_lora_rank
+    qk, nope, v = cfg.qk_head_dim, cfg.qk_nope_head_dim, cfg.v_head_dim
+    kv_b, kv_shape = f"{p}.kv_b_proj.weight", (n * (nope + v), c)
+    q_name = f"{p}.q_proj.weight" if q is None else f"{p}.q_b_proj.weight"
+    return Attention(
+        q_a=None if q is None else Spec((q, d), (None, None), f"{p}.q_a_proj.weight", (q, d)),
+        q_norm=None if q is None else _norm(f"{p}.q_a_layernorm.weight", q),
+        q_b=Spec((n, qk, q or d), ("heads", None, None), q_name, (n * qk, q or d)),
+        kv_a=Spec((cfg.latent_dim, d), (None, None), f"{p}.kv_a_proj_with_mqa.weight", (cfg.latent_dim, d)),
+        kv_norm=_norm(f"{p}.kv_a_layernorm.weight", c),
+        k_up=Spec((n, nope, c), ("heads", None, None), kv_b, kv_shape, rows=(0, nope)),
+        v_up=Spec((n, v, c), ("heads", None, None), kv_b, kv_shape, rows=(nope, nope + v)),
+        o=Spec((d, n, v), (None, "heads", None), f"{p}.o_proj.weight", (d, n * v)),
+    )
+
+
+def _mlp(p: str, width: int, d: int) -> Mlp:
+    gate_up = (f"{p}.gate_proj.weight", f"{p}.up_proj.weight")
+    return Mlp(
+        gate_up=Spec((2, width, d), (None, "mlp", None), gate_up, (width, d)),
+        down=Spec((d, width), (None, "mlp"), f"{p}.down_proj.weight", (d, width)),
+    )
+
+
+def _moe(cfg: ModelConfig, p: str) -> Moe:
+    e, i, d = cfg.n_routed_experts, cfg.moe_intermediate_size, cfg.hidden_size
+    experts = [f"{p}.experts.{k}" for k in range(e)]
+    pairs = tuple((f"{x}.gate_proj.weight", f"{x}.up_proj.weight") for x in experts)
+    downs = tuple(f"{x}.down_proj.weight" for x in experts)
+    return Moe(
+        router=Spec((e, d), (None, None), f"{p}.gate.weight", (e, d), float32=True),
+        bias=Spec((e,), (None,), f"{p}.gate.e_score_correction_bias", (e,), "zeros", float32=True),
+        gate_up=Spec((e, 2, i, d), ("experts", None, None, None), pairs, (i, d)),
+        down=Spec((e, d, i), ("experts", None, None), downs, (d, i)),
+        shared=_mlp(f"{p}.shared_experts", i * cfg.n_shared_experts, d) if cfg.n_shared_experts else None,
+    )
+
+
+def _layer(cfg: ModelConfig, p: str, moe: bool) -> Layer:
+    d = cfg.hidden_size
+    return Layer(
+        attention_norm=_norm(f"{p}.input_layernorm.weight", d),
+        attention=_attention(cfg, f"{p}.self_attn"),
+        mlp_norm=_norm(f"{p}.post_attention_layernorm.weight", d),
+        mlp=_moe(cfg, f"{p}.mlp") if moe else _mlp(f"{p}.mlp", cfg.intermediate_size, d),
+    )
+
+
+def _table(name: str, cfg: ModelConfig) -> Spec:
+    shape = (cfg.vocab_size, cfg.hidden_size)
+    return Spec(shape, ("vocab", None), name, shape, "embedding")
+
+
+def nextn_specs(cfg: ModelConfig, k: int, own_embed: bool = False, own_head: bool = False) -> NextN:
+    """Specs of NextN layer ``k``; ``own_*``: its copies of the tables differ from the trunk's and are kept."""
+    p, d = f"model.layers.{cfg.num_hidden_layers + k}", cfg.hidden_size
+    return NextN(
+        token_norm=_norm(f"{p}.enorm.weight", d),
+        hidden_norm=_norm(f"{p}.hnorm.weight", d),
+        merge=Spec((d, 2 * d), (None, None), f"{p}.eh_proj.weight", (d, 2 * d)),
+        layer=_layer(cfg, p, cfg.nextn_moe[k]),
+        norm=_norm(f"{p}.shared_head.norm.weight", d),
+        embed=_table(f"{p}.embed_tokens.weight", cfg) if own_embed else None,
+        head=_table(f"{p}.shared_head.head.weight", cfg) if own_head else None,
+    )
+
+
+def trunk_specs(cfg: ModelConfig) -> Params:
+    """Specs of everything but the NextN layers."""
+    layers = [_layer(cfg, f"model.layers.{i}", cfg.is_moe(i)) for i in range(cfg.num_hidden_layers)]
+    return Params(
+        embed=_table("model.embed_tokens.weight", cfg),
+        layers=tuple(layers),
+        norm=_norm("model.norm.weight", cfg.hidden_size),
+        head=None if cfg.tie_word_embeddings else _table("lm_head.weight", cfg),
+        nextn=(),
+    )
+
+
+def param_specs(cfg: ModelConfig) -> Params:
+    """The tree of ``Spec`` of a model whose NextN layers share the trunk's embedding and head."""
+    trunk = trunk_specs(cfg)
+    nextn = tuple(nextn_specs(cfg, k) for k in range(cfg.num_nextn_predict_layers))
+    return Params(trunk.embed, trunk.layers, trunk.norm, trunk.head, nextn)
+
+
+def dtype_of(spec: Spec, dtype: str) -> Any:
+    """The jax dtype an array of this spec has in a model of ``dtype``."""
+    return jnp.float32 if spec.float32 else type_of[dtype]
+
+
+def init_params(cfg: ModelConfig, key: jax.Array, dtype: str = "float32") -> Params:
+    """Random parameters: N(0, 1/fan_in) for matrices, N(0, 0.02^2) for embeddings, one for norms."""
+    leaves, tree = jax.tree.flatten(param_specs(cfg))
+
+    def init(i: int, spec: Spec) -> jax.Array:
+        kind = dtype_of(spec, dtype)
+        if spec.init in ("ones", "zeros"):
+            return jnp.full(spec.shape, float(spec.init == "ones"), kind)
+        std = 0.02 if spec.init == "embedding" else 1 / math.sqrt(spec.tensor_shape[-1])
+        return (jax.random.normal(jax.random.fold_in(key, i), spec.shape) * std).astype(kind)
+
+    return tree.unflatten([init(i, s) for i, s in enumerate(leaves)])

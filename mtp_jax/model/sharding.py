@@ -1,0 +1,84 @@
+"""Mesh axes ``data`` and ``model``, and the rules from logical axes to them.
+
+Slots and pages are split over ``data``; heads, MLP width and vocabulary over ``model``; experts over both. Without a
+mesh every function here is the identity, so that one code path serves one device and many.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from mtp_jax.config import ModelConfig
+from mtp_jax.errors import ConfigError
+from mtp_jax.model.params import Params, Spec, param_specs
+
+RULES: dict[str | None, Any] = {
+    None: None,
+    "slots": "data",
+    "pages": "data",
+    "heads": "model",
+    "mlp": "model",
+    "vocab": "model",
+    "experts": ("data", "model"),
+}
+
+
+def make_mesh(data: int, model: int) -> Mesh:
+    """A ``data`` x ``model`` mesh of the first devices. Raises ConfigError if there are too few."""
+    available = len(jax.devices())
+    if data * model > available:
+        raise ConfigError(f"a {data}x{model} mesh needs {data * model} devices; {available} are visible")
+    devices = jax.devices()[: data * model]
+    return jax.make_mesh((data, model), ("data", "model"), (AxisType.Auto, AxisType.Auto), devices=devices)
+
+
+def partition(*axes: str | None) -> PartitionSpec:
+    """The PartitionSpec of an array with these logical axes."""
+    return PartitionSpec(*(RULES[a] for a in axes))
+
+
+def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
+    """Annotate an activation with its logical axes."""
+    if mesh is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, partition(*axes)))
+
+
+def sharded(
+    f: Callable[..., Any], mesh: Mesh | None, in_specs: tuple[Any, ...], out_specs: Any
+) -> Callable[..., Any]:
+    """``f`` on each device's own shards; ``f`` itself without a mesh."""
+    if mesh is None:
+        return f
+    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def data_size(mesh: Mesh | None) -> int:
+    """Number of groups that slots and pages are split into."""
+    return 1 if mesh is None else mesh.shape["data"]
+
+
+def param_shardings(specs: Params, mesh: Mesh) -> Params:
+    """The NamedSharding of every parameter."""
+    return jax.tree.map(lambda s: NamedSharding(mesh, partition(*s.axes)), specs)
+
+
+def check_divisible(cfg: ModelConfig, mesh: Mesh | None) -> None:
+    """Raise ConfigError if a sharded dimension of the model does not divide over the mesh."""
+    if mesh is None:
+        return
+    if set(mesh.axis_names) != {"data", "model"}:
+        raise ConfigError(f"mesh axes are {mesh.axis_names}; expected ('data', 'model'), as make_mesh gives")
+    for spec in jax.tree.leaves(param_specs(cfg), is_leaf=lambda x: isinstance(x, Spec)):
+        for size, axis in zip(spec.shape, spec.axes, strict=True):
+            over = RULES[axis]
+            ways = 1
+            for name in (over,) if isinstance(over, str) else over or ():
+                ways *= mesh.shape[name]
+            if size % ways:
+                raise ConfigError(
+                    f"{axis} = {size} (of {spec.names if isinstance(spec.names, str) else 'the experts'}) does not "
+                    f"divide over {ways} devices of mesh {dict(mesh.shape)}; choose a mesh whose axes divide it"
+                )

@@ -1,0 +1,115 @@
+"""The trunk: embedding, decoder blocks, final norm, logits."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from mtp_jax.config import ModelConfig
+from mtp_jax.model.attention import attention
+from mtp_jax.model.layers import rms_norm, rope_angles, swiglu, vocabulary_logits
+from mtp_jax.model.moe import Experts, Routing, moe
+from mtp_jax.model.ops import Form, PagedView
+from mtp_jax.model.params import Layer, Moe, Params
+from mtp_jax.model.sharding import constrain
+
+
+@dataclass(frozen=True)
+class Backend:
+    """How a forward pass is carried out; never what it computes.
+
+    Attributes:
+        form: MLA form: "naive" (prefill, training) or "absorbed" (decode).
+        experts: "dense" or "loop" (moe.py); with a mesh experts always run in parallel.
+        mesh: device mesh, None for one device.
+    """
+
+    form: Form = "naive"
+    experts: Experts = "loop"
+    mesh: Mesh | None = None
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A forward pass with what tests and training look at.
+
+    Attributes:
+        hidden: after the final norm [B, T, D].
+        routing: of every MoE layer, in order.
+        pages: the cache after the pass, one array per layer; empty without a cache.
+    """
+
+    hidden: Float[Array, "B T D"]
+    routing: tuple[Routing, ...]
+    pages: tuple[Any, ...]
+
+
+def block(
+    p: Layer,
+    cfg: ModelConfig,
+    x: Float[Array, "B W D"],
+    angles: Float[Array, "B W 2 r"],
+    pages: Float[Array, "P S C"] | None,
+    view: PagedView | None,
+    on: Backend,
+) -> tuple[Float[Array, "B W D"], Float[Array, "P S C"] | None, Routing | None]:
+    """A pre-norm decoder block. Returns (x, pages, routing of an MoE block)."""
+    normed = rms_norm(x, p.attention_norm, cfg.rms_norm_eps)
+    out, pages = attention(p.attention, cfg, normed, angles, pages, view, form=on.form, mesh=on.mesh)
+    x = x + out
+    normed = rms_norm(x, p.mlp_norm, cfg.rms_norm_eps)
+    if isinstance(p.mlp, Moe):
+        out, routing = moe(p.mlp, cfg, normed, experts=on.experts, mesh=on.mesh)
+    else:
+        with jax.named_scope("mlp"):
+            out, routing = swiglu(normed, p.mlp), None
+    return constrain(x + out, on.mesh, "slots", None, None), pages, routing
+
+
+def embed(table: Float[Array, "V D"], tokens: Int[Array, "B W"], mesh: Mesh | None) -> Float[Array, "B W D"]:
+    """Rows of the embedding table."""
+    return constrain(jnp.take(table, tokens, axis=0, mode="clip"), mesh, "slots", None, None)
+
+
+def run(
+    params: Params,
+    cfg: ModelConfig,
+    tokens: Int[Array, "B W"],
+    positions: Int[Array, "B W"],
+    pages: tuple[Float[Array, "P S C"], ...] | None,
+    view: PagedView | None,
+    on: Backend,
+) -> Traced:
+    """The trunk over a window of every slot, reading and extending the cache if there is one."""
+    x, angles = embed(params.embed, tokens, on.mesh), rope_angles(cfg, positions)
+    new_pages, routings = [], []
+    for i, layer in enumerate(params.layers):
+        with jax.named_scope(f"layer_{i}"):
+            x, kept, routing = block(layer, cfg, x, angles, pages[i] if pages else None, view, on)
+        new_pages.append(kept)
+        routings += [] if routing is None else [routing]
+    hidden = rms_norm(x, params.norm, cfg.rms_norm_eps)
+    return Traced(hidden, tuple(routings), tuple(new_pages) if pages else ())
+
+
+def forward(
+    params: Params, cfg: ModelConfig, tokens: Int[Array, "B T"], on: Backend = Backend()
+) -> Float[Array, "B T D"]:
+    """Hidden states after the final norm, causal, without a cache."""
+    return forward_traced(params, cfg, tokens, on).hidden
+
+
+def forward_traced(
+    params: Params, cfg: ModelConfig, tokens: Int[Array, "B T"], on: Backend = Backend()
+) -> Traced:
+    """``forward`` with the routing of every MoE layer."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return run(params, cfg, tokens, positions, None, None, on)
+
+
+def logits(params: Params, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
+    """Next-token logits, float32."""
+    return vocabulary_logits(hidden, params.embed if params.head is None else params.head)
