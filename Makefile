@@ -57,11 +57,11 @@ $(VENV)/.python:
 	@touch $@
 
 $(VENV)/.runtime: $(VENV)/.python $(INPUTS)
-	@echo "==> installing mtp-jax and what it needs to run (about 600 MB on disk; minutes the first time)"
+	@echo "==> installing mtp-jax and what it needs to run (0.8 GB on disk; minutes the first time)"
 	@$(PIP_INSTALL) --editable .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.python $(INPUTS)
-	@echo "==> installing mtp-jax with its development tools (about 1 GB on disk; minutes the first time)"
+	@echo "==> installing mtp-jax with its development tools (1.2 GB on disk; minutes the first time)"
 	@$(PIP_INSTALL) --editable '.[dev]'
 	@touch $(VENV)/.runtime $@
