@@ -1,0 +1,1 @@
+"""The multi-token-prediction training objective and the recipe that made the demo model."""

@@ -1,0 +1,181 @@
+"""The training loop: a recipe in, checkpoints and a model directory out; resumes at any checkpoint."""
+
+import dataclasses
+import functools
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import numpy as np
+from tokenizers import Tokenizer
+
+from mtp_jax.config import ModelConfig
+from mtp_jax.errors import CheckpointError
+from mtp_jax.model.params import Params, init_params
+from mtp_jax.train import corpus
+from mtp_jax.train.data import batch_at, even_windows
+from mtp_jax.train.evaluate import evaluate
+from mtp_jax.train.optimizer import make_optimizer
+from mtp_jax.train.recipe import Recipe
+from mtp_jax.train.report import Reporter, plot_losses
+from mtp_jax.train.state_store import StateStore
+from mtp_jax.train.step import TrainState, make_step
+
+
+def train(
+    recipe: Recipe,
+    out_dir: str | Path,
+    resume: bool = True,
+    files: Sequence[corpus.SourceFile] | None = None,
+    stop_after: int | None = None,
+) -> Path:
+    """Run the recipe and return the directory of the finished model (release layout, bfloat16).
+
+    Args:
+        recipe: what to do.
+        out_dir: receives `state/` (Orbax), `metrics.jsonl`, `loss.png`, `run.json` and, at the end, `model/`.
+        resume: go on from the newest checkpoint below `out_dir`, at the same place in the token stream.
+        files: the corpus; by default the standard library of the running Python.
+        stop_after: stop, with a checkpoint, once this many steps are done; the result then is `out_dir`.
+
+    Raises:
+        CheckpointError: `out_dir` holds another run, or a checkpoint and `resume` is False.
+        ConfigError: the corpus is too short for the recipe.
+    """
+    out_dir = Path(out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    cfg = dataclasses.replace(ModelConfig.from_file(recipe.model_config), dtype="float32")
+    files = corpus.read_files() if files is None else files
+    tokenizer = Tokenizer.from_file(str(recipe.tokenizer))
+    parts = corpus.split(files)
+    stream = corpus.tokens(tokenizer, parts.train, recipe.seed)
+    held_out = corpus.tokens(tokenizer, parts.held_out, recipe.seed)
+    windows = even_windows(held_out, recipe.eval_seq_len + 1 + recipe.eval_depth, recipe.eval_sequences)
+
+    optimizer = make_optimizer(recipe)
+    params = initial_params(cfg, recipe.seed)
+    state = TrainState(params, optimizer.init(cast(Any, params)))
+    store = StateStore(out_dir / "state")
+    first = store.latest() or 0
+    if first and not resume:
+        raise CheckpointError(
+            f"{out_dir} holds a run of {first} steps and resume is off; resume it or name another directory"
+        )
+    _check_same_run(out_dir / "run.json", recipe, corpus.fingerprint(files), resuming=first > 0)
+    if first:
+        state = store.restore(first, state)
+
+    last = recipe.total_steps if stop_after is None else min(stop_after, recipe.total_steps)
+    reporter = Reporter(out_dir, first, recipe.total_steps, recipe.report_seconds)
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    reporter.say(f"{count:,} parameters, {len(stream):,} training tokens, steps {first}..{last}")
+    del params
+
+    @functools.cache
+    def step_of(stage: int) -> Callable[..., Any]:
+        return make_step(recipe, recipe.stages[stage], cfg, optimizer)
+
+    def checkpoint(done: int) -> None:
+        store.save(done, state)
+        found = evaluate(state.params, cfg, windows, recipe.eval_depth)
+        reporter.evaluation(done, dataclasses.asdict(found) | {"acceptance": found.acceptance})
+        plot_losses(out_dir)
+
+    saved_at, done = time.monotonic(), first
+    try:
+        for done in range(first, last):
+            state = _one_step(recipe, done, stream, state, step_of, reporter)
+            if time.monotonic() - saved_at > 60 * recipe.checkpoint_minutes:
+                checkpoint(done + 1)
+                saved_at = time.monotonic()
+    except KeyboardInterrupt:
+        store.save(done, state)
+        raise
+    checkpoint(last)
+    store.close()
+    if last < recipe.total_steps:
+        return out_dir
+    return export(cfg, state.params, recipe, out_dir / "model")
+
+
+def initial_params(cfg: ModelConfig, seed: int) -> Params:
+    """Random float32 parameters; maps that write to the residual stream are scaled by 1/sqrt(2 layers)."""
+    scale = 1 / math.sqrt(2 * cfg.num_hidden_layers)
+
+    def scaled(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        return leaf * scale if path[-1] in _TO_RESIDUAL else leaf
+
+    return jax.tree_util.tree_map_with_path(scaled, init_params(cfg, jax.random.key(seed), "float32"))
+
+
+_TO_RESIDUAL = tuple(jax.tree_util.GetAttrKey(name) for name in ("o", "down"))
+
+
+def export(cfg: ModelConfig, params: Params, recipe: Recipe, directory: Path) -> Path:
+    """Write the model in the release layout (bfloat16), with the tokenizer's files beside it."""
+    from mtp_jax.checkpoint.write import save_checkpoint
+
+    directory.mkdir(parents=True, exist_ok=True)
+    save_checkpoint(directory, dataclasses.replace(cfg, dtype="bfloat16"), params, dtype="bfloat16")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        source = recipe.tokenizer.with_name(name)
+        if source.exists():
+            shutil.copyfile(source, directory / name)
+    return directory
+
+
+def _one_step(
+    recipe: Recipe,
+    step: int,
+    stream: np.ndarray,
+    state: TrainState,
+    step_of: Callable[[int], Callable[..., Any]],
+    reporter: Reporter,
+) -> TrainState:
+    index, local = recipe.stage_at(step)
+    stage = recipe.stages[index]
+    tokens = batch_at(
+        stream,
+        stage.seq_len,
+        1 + stage.mtp_depth,
+        stage.batch * stage.micro_batches,
+        (recipe.seed, index),
+        local,
+    )
+    result = step_of(index)(state, tokens.reshape(stage.micro_batches, stage.batch, -1))
+    losses = np.asarray(result.aux.losses).tolist()
+    if not all(map(math.isfinite, losses)):
+        raise CheckpointError(f"the loss is {losses} at step {step}; resume with a lower learning rate")
+    loads = np.stack([np.asarray(load) for load in result.aux.loads]) if result.aux.loads else np.ones((1, 1))
+    metrics = {
+        "losses": losses,
+        "accuracy": np.asarray(result.aux.accuracy).tolist(),
+        "grad_norm": float(result.grad_norm),
+        "max_load": float((loads.max(-1) / loads.mean(-1)).max()),
+    }
+    reporter.step(step, stage.step_tokens, metrics)
+    return result.state
+
+
+def _check_same_run(path: Path, recipe: Recipe, fingerprint: str, resuming: bool) -> None:
+    """The text and its order must stay; the steps to come may be changed on purpose."""
+    now = {"corpus": fingerprint, "seed": recipe.seed}
+    if resuming and path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        changed = [key for key in now if before.get(key) != now[key]]
+        if changed:
+            raise CheckpointError(
+                f"{path.parent} holds a run with another {' and '.join(changed)}; resume with the recipe "
+                "and the Python that started it, or name another output directory"
+            )
+    path.write_text(json.dumps(now | {"recipe": _plain(recipe)}, indent=2) + "\n", encoding="utf-8")
+
+
+def _plain(recipe: Recipe) -> dict[str, Any]:
+    values = dataclasses.asdict(recipe)
+    return values | {key: Path(values[key]).name for key in ("model_config", "tokenizer")}

@@ -1,0 +1,65 @@
+"""The multi-token-prediction objective (DeepSeek-V3 report, arXiv 2412.19437, section 2.2, eqs. 21-25)."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from mtp_jax.config import ModelConfig
+from mtp_jax.model.layers import vocabulary_logits
+from mtp_jax.model.params import Params
+from mtp_jax.train import forward
+
+
+class Aux(NamedTuple):
+    """What a loss evaluation reports.
+
+    Attributes:
+        losses: cross entropy in nats per token of the trunk and of each MTP depth, [1 + depth].
+        accuracy: fraction of positions whose most likely token is the right one, [1 + depth].
+        loads: rows routed to each expert, [E] for every MoE layer of the trunk, then of the NextN layers.
+    """
+
+    losses: Float[Array, " depths"]
+    accuracy: Float[Array, " depths"]
+    loads: tuple[Float[Array, " E"], ...]
+
+
+def loss(
+    params: Params, cfg: ModelConfig, tokens: Int[Array, "B n"], mtp_weight: float, mtp_depth: int
+) -> tuple[jax.Array, Aux]:
+    """Next-token cross entropy + mtp_weight * mean over depths 1..mtp_depth of the MTP cross entropy.
+
+    A row of n tokens holds T + 1 + mtp_depth of them, so every depth predicts T tokens: the trunk predicts
+    tokens[:, 1 : T + 1], depth k predicts tokens[:, k + 1 : T + k + 1]. Gradients of the MTP terms flow into
+    the trunk, the embedding and the head, as in the report. Float32, a scalar.
+    """
+    length = tokens.shape[1] - 1 - mtp_depth
+    out = forward.trunk(params, cfg, tokens[:, :length])
+    states = [(out.x, params.head)]
+    nextn_loads: dict[int, tuple[jax.Array, ...]] = {}
+    if mtp_depth:
+        for k, draft in enumerate(forward.nextn(params, cfg, tokens, out.x, mtp_depth)):
+            layer = k % len(params.nextn)
+            states.append((draft.x, params.nextn[layer].head))
+            # A re-used layer routed rows at several depths: its load is their sum.
+            before = nextn_loads.get(layer, (0,) * len(draft.loads))
+            nextn_loads[layer] = tuple(a + b for a, b in zip(before, draft.loads, strict=True))
+    results = []
+    for k, (x, head) in enumerate(states):
+        table = head if head is not None else (params.head if params.head is not None else params.embed)
+        results.append(_cross_entropy(vocabulary_logits(x, table), tokens[:, k + 1 : k + 1 + length]))
+    losses = jnp.stack([r[0] for r in results])
+    total = losses[0] + (mtp_weight * losses[1:].mean() if mtp_depth else 0.0)
+    loads = sum((nextn_loads[layer] for layer in sorted(nextn_loads)), out.loads)
+    return total, Aux(losses, jnp.stack([r[1] for r in results]), loads)
+
+
+def _cross_entropy(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> tuple[jax.Array, jax.Array]:
+    """(mean cross entropy, accuracy)."""
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    nll = jax.nn.logsumexp(logits, axis=-1) - chosen
+    # A hit is "the target's logit is the maximum": cheaper than an argmax on a CPU.
+    hit = jax.lax.stop_gradient(chosen >= logits.max(-1))
+    return nll.mean(), hit.mean()

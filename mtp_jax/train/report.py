@@ -1,0 +1,105 @@
+"""What a training run tells: a progress bar or a line now and then, metrics.jsonl, a plot of the losses."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+
+class Reporter:
+    """Progress of one run, written to `out_dir/metrics.jsonl` and to the terminal."""
+
+    def __init__(self, out_dir: Path, first_step: int, total_steps: int, every_s: float) -> None:
+        """`every_s`: seconds between two lines when standard error is not a terminal."""
+        self._path = out_dir / "metrics.jsonl"
+        self._first, self._total, self._every_s = first_step, total_steps, every_s
+        self._start = self._last_line = time.monotonic()
+        self._tokens = 0
+        _drop_after(self._path, first_step)
+        tty = sys.stderr.isatty()
+        self._bar = tqdm(total=total_steps, initial=first_step, unit="step") if tty else None
+
+    def step(self, step: int, step_tokens: int, metrics: dict[str, Any]) -> None:
+        """Record step number `step` (0-based), which predicted `step_tokens` tokens."""
+        self._tokens += step_tokens
+        now = time.monotonic()
+        rate = self._tokens / max(now - self._start, 1e-9)
+        self._write({"step": step, **metrics, "tokens_per_s": round(rate, 1)})
+        text = " ".join(f"{key} {_short(value)}" for key, value in metrics.items())
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update()
+        elif now - self._last_line >= self._every_s or step + 1 == self._total:
+            self._last_line = now
+            left = (self._total - step - 1) * (now - self._start) / (step + 1 - self._first)
+            self.say(f"step {step + 1}/{self._total} {text} | {rate:.0f} tokens/s, {left / 60:.1f} min left")
+
+    def evaluation(self, step: int, metrics: dict[str, Any]) -> None:
+        """Record held-out numbers after `step` steps."""
+        self._write({"step": step, "held_out": metrics})
+        self.say(f"step {step} held out: " + " ".join(f"{k} {_short(v)}" for k, v in metrics.items()))
+
+    def say(self, text: str) -> None:
+        """One line for the reader, above the bar if there is one."""
+        if self._bar is not None:
+            self._bar.write(text)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def plot_losses(out_dir: Path) -> Path:
+    """Draw `loss.png` from `metrics.jsonl`: training losses (smoothed) and held-out losses against steps."""
+    import matplotlib  # imported here: slow, and only needed at checkpoints
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    records = _read(out_dir / "metrics.jsonl")
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    train = [r for r in records if "losses" in r]
+    held = [r for r in records if "held_out" in r]
+    for depth in range(max((len(r["losses"]) for r in train), default=0)):
+        name = "next token" if depth == 0 else f"MTP depth {depth}"
+        points = [(r["step"], r["losses"][depth]) for r in train if len(r["losses"]) > depth]
+        smooth, curve = points[0][1], []
+        for _, value in points:
+            smooth = 0.95 * smooth + 0.05 * value
+            curve.append(smooth)
+        (line,) = axes.plot([p[0] for p in points], curve, label=name)
+        dots = [
+            (r["step"], r["held_out"]["losses"][depth]) for r in held if len(r["held_out"]["losses"]) > depth
+        ]
+        axes.plot([d[0] for d in dots], [d[1] for d in dots], "o", color=line.get_color(), markersize=4)
+    axes.set(xlabel="step", ylabel="cross entropy, nats per token", title="training (lines), held out (dots)")
+    axes.grid(alpha=0.3)
+    if train:
+        axes.legend()
+    path = out_dir / "loss.png"
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)
+    return path
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return "/".join(_short(v) for v in value)
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+
+
+def _drop_after(path: Path, first_step: int) -> None:
+    """Forget the steps that a resumed run is going to repeat."""
+    kept = [r for r in _read(path) if r["step"] < first_step or ("held_out" in r and r["step"] == first_step)]
+    path.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")

@@ -1,0 +1,200 @@
+"""The recipe, the objective, the loop: loss falls, resuming is exact, a seed fixes the run."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtp_jax.config import ModelConfig
+from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.model import nextn, trunk
+from mtp_jax.model.params import Moe, Params, init_params
+from mtp_jax.train import forward, loop, step
+from mtp_jax.train.corpus import SourceFile
+from mtp_jax.train.data import batch_at, even_windows
+from mtp_jax.train.loss import loss
+from mtp_jax.train.recipe import Recipe, Stage
+
+DEMO = Path(__file__).parents[2] / "configs" / "demo"
+TINY = {
+    "vocab_size": 4096,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_nextn_predict_layers": 1,
+    "nextn_moe": [False],
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
+
+
+def source_files(count: int) -> list[SourceFile]:
+    """Small, repetitive modules whose names land on both sides of the split."""
+    body = "".join(f"def function_{i}(value):\n    return value + {i}\n\n\n" for i in range(12))
+    return [SourceFile(f"package/module_{i}.py", f"NUMBER = {i}\n\n\n{body}") for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def config() -> ModelConfig:
+    return ModelConfig.from_dict(TINY)
+
+
+@pytest.fixture(scope="module")
+def params(config: ModelConfig) -> Params:
+    return init_params(config, jax.random.key(0))
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY), encoding="utf-8")
+    return Recipe(
+        model_config=path,
+        tokenizer=DEMO / "tokenizer.json",
+        stages=(Stage(6, 24, 2, 2, 1), Stage(4, 24, 2, 2, 2)),
+        learning_rate=1e-2,
+        adam_learning_rate=1e-2,
+        warmup_steps=2,
+        eval_sequences=4,
+        eval_seq_len=24,
+        eval_depth=2,
+    )
+
+
+def run(recipe: Recipe, out: Path, **options: int) -> list[dict]:
+    """Train without the final export and return the metrics of every step."""
+    steps = options.pop("steps", recipe.total_steps)
+    recipe = dataclasses.replace(recipe, stages=(*recipe.stages, Stage(1, 24, 2)))
+    loop.train(recipe, out, files=source_files(60), stop_after=steps)
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_forward_equals_the_inference_model(config: ModelConfig, params: Params) -> None:
+    tokens = jax.random.randint(jax.random.key(1), (2, 14), 0, config.vocab_size)
+    hidden = jax.jit(trunk.forward, static_argnums=1)(params, config, tokens[:, :10])
+    ours = jax.jit(forward.trunk, static_argnums=1)(params, config, tokens[:, :10])
+    np.testing.assert_allclose(ours.x, hidden, atol=2e-5)
+    drafts = jax.jit(forward.nextn, static_argnums=(1, 4))(params, config, tokens, hidden, 3)
+    teacher_forced = jax.jit(nextn.teacher_forced, static_argnums=(1, 2))
+    first = teacher_forced(params, config, 0, tokens[:, 1:11], hidden)
+    np.testing.assert_allclose(drafts[0].x, first, atol=2e-5)
+    # Inference drafts from row i: rows 0..i hold the trunk's states, then the layer's own output is appended.
+    i = 4
+    rows = jnp.concatenate([hidden[:, : i + 1], first[:, i : i + 1]], axis=1)
+    for k in (1, 2):
+        z = teacher_forced(params, config, 0, tokens[:, 1 : i + 2 + k], rows)[:, -1:]
+        np.testing.assert_allclose(drafts[k].x[:, i : i + 1], z, atol=2e-5)
+        rows = jnp.concatenate([rows, z], axis=1)
+
+
+def test_loss_is_the_weighted_sum_of_its_terms(config: ModelConfig, params: Params) -> None:
+    tokens = jax.random.randint(jax.random.key(2), (2, 16), 0, config.vocab_size)
+    total, aux = jax.jit(loss, static_argnums=(1, 4))(params, config, tokens, 0.3, 2)
+    assert aux.losses.shape == aux.accuracy.shape == (3,)
+    assert float(total) == pytest.approx(float(aux.losses[0] + 0.3 * aux.losses[1:].mean()), rel=1e-6)
+    assert float(aux.loads[0].sum()) == 2 * 13 * config.num_experts_per_tok
+    hidden = jax.jit(trunk.forward, static_argnums=1)(params, config, tokens[:, :13])
+    logits = trunk.logits(params, hidden)
+    expected = -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:14, None], -1).mean()
+    assert float(aux.losses[0]) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_balance_moves_bias_towards_even_load(params: Params) -> None:
+    moved = step.balance(params, (jnp.array([9.0, 1.0, 4.0, 2.0]),), 0.5)
+    block = moved.layers[1].mlp
+    assert isinstance(block, Moe)
+    np.testing.assert_array_equal(block.bias, [-0.5, 0.5, 0.0, 0.5])
+
+
+def test_bias_gets_no_gradient_and_every_other_parameter_does(config: ModelConfig, params: Params) -> None:
+    tokens = jax.random.randint(jax.random.key(3), (2, 24), 0, config.vocab_size)
+    gradient = jax.jit(jax.grad(loss, has_aux=True), static_argnums=(1, 4))
+    grads, _ = gradient(params, config, tokens, 0.3, 2)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+        assert bool(jnp.any(leaf != 0)) != (path[-1] == jax.tree_util.GetAttrKey("bias")), path
+
+
+def test_batches_cover_the_stream_once_per_epoch() -> None:
+    stream = np.arange(10 * 8 + 3, dtype=np.uint16)
+    starts = [batch_at(stream, 8, 2, 3, (0,), i)[:, 0] for i in range(3)]
+    assert len({int(s) for batch in starts for s in batch}) == 9
+    assert batch_at(stream, 8, 2, 3, (0,), 0).shape == (3, 10)
+    assert not np.array_equal(starts[0], batch_at(stream, 8, 2, 3, (0,), 3)[:, 0])
+    with pytest.raises(ConfigError, match="corpus has 83 tokens"):
+        batch_at(stream, 8, 2, 30, (0,), 0)
+    with pytest.raises(ConfigError, match="at least 200"):
+        even_windows(stream, 200, 2)
+
+
+def test_loss_falls_and_a_resumed_run_equals_an_uninterrupted_one(recipe: Recipe, tmp_path: Path) -> None:
+    whole = [r for r in run(recipe, tmp_path / "whole") if "losses" in r]
+    assert whole[-1]["losses"][0] < whole[0]["losses"][0] - 0.5
+    run(recipe, tmp_path / "parts", steps=4)
+    parts = [r for r in run(recipe, tmp_path / "parts") if "losses" in r]
+    assert [r["losses"] for r in parts] == [r["losses"] for r in whole]
+    assert [r["step"] for r in parts] == list(range(recipe.total_steps))
+    assert (tmp_path / "whole" / "loss.png").stat().st_size > 0
+
+
+def test_a_run_refuses_another_seed_and_a_silent_restart(recipe: Recipe, tmp_path: Path) -> None:
+    short = dataclasses.replace(recipe, stages=(Stage(2, 24, 2),))
+    loop.train(short, tmp_path / "out", files=source_files(60), stop_after=1)
+    with pytest.raises(CheckpointError, match="another seed"):
+        loop.train(dataclasses.replace(short, seed=1), tmp_path / "out", files=source_files(60))
+    with pytest.raises(CheckpointError, match="resume is off"):
+        loop.train(short, tmp_path / "out", files=source_files(60), resume=False)
+
+
+def test_recipe_reads_the_demo_file_and_names_mistakes(tmp_path: Path) -> None:
+    recipe = Recipe.from_file(DEMO / "train.toml")
+    assert recipe.model_config == DEMO / "config.json"
+    assert recipe.stage_at(recipe.stages[0].steps) == (1, 0)
+    with pytest.raises(ConfigError, match="past the last stage"):
+        recipe.stage_at(recipe.total_steps)
+    good = 'model_config = "c"\ntokenizer = "t"\n'
+    stage = "[[stage]]\nsteps = 1\nseq_len = 8\nbatch = 1\n"
+    for text, message in (
+        (good + "nonsense = 1\n" + stage, "nonsense"),
+        (good, "stage"),
+        (good + 'optimizer = "sgd"\n' + stage, "sgd"),
+        (good + stage.replace("8", "0"), "at least 1"),
+        ("= 1", "cannot read"),
+    ):
+        path = tmp_path / "recipe.toml"
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match=message):
+            Recipe.from_file(path)
+
+
+@pytest.mark.slow
+def test_two_minutes_of_the_demo_recipe_learn_python(tmp_path: Path) -> None:
+    demo = Recipe.from_file(DEMO / "train.toml")
+    short = dataclasses.replace(
+        demo,
+        stages=(Stage(30, 128, 4, 2, 1), Stage(10, 128, 4, 2, 3), Stage(1, 128, 4)),
+        warmup_steps=5,
+        eval_sequences=4,
+        eval_seq_len=128,
+    )
+    loop.train(short, tmp_path, stop_after=40)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    held_out = records[-1]["held_out"]
+    uniform = math.log(4096)
+    assert held_out["losses"][0] < uniform - 1.5
+    assert held_out["losses"][1] < uniform - 1.0
+    assert held_out["acceptance"] > 1.2
