@@ -1,0 +1,1 @@
+"""Logits to tokens, on device: cache, sampling, verification and the compiled step."""

@@ -1,0 +1,243 @@
+"""From logits to tokens: one set of transforms for plain sampling, for verification and for drafting.
+
+    logits --adjust--> logits --distribution--> probabilities --sample--> tokens
+
+Every parameter is an array with one entry per slot, so requests with different settings share one executable.
+Nothing here sorts the vocabulary, leaves the device or depends on what the other slots hold.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped, UInt32
+
+NO_TOKEN = -1
+"""The token of a row that has no distribution: its logits hold NaN or +inf, or every token is masked."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SamplingState:
+    """What each slot asks of the sampler, and what it has seen. First axis of every field: slots."""
+
+    temperature: Float[Array, " B"]  # 0: greedy
+    top_k: Int[Array, " B"]  # 0: off
+    top_p: Float[Array, " B"]  # 1: off
+    min_p: Float[Array, " B"]  # 0: off; relative to the most likely token
+    presence: Float[Array, " B"]  # subtracted once from every token in the output
+    frequency: Float[Array, " B"]  # subtracted once per occurrence in the output
+    repetition: Float[Array, " B"]  # 1: off; over prompt and output
+    min_tokens: Int[Array, " B"]  # no stop token before this many output tokens
+    seed: UInt32[Array, " B"]
+    logit_bias: Float[Array, "B V"]
+    stop_mask: Bool[Array, "B V"]  # tokens that finish the row: eos and stop ids
+    prompt_mask: Bool[Array, "B V"]  # tokens that occur in the prompt
+    counts: Int[Array, "B V"]  # output tokens so far
+
+
+class Purpose(IntEnum):
+    """What a random number is for; see `row_keys`. DRAFT is last: draft i of a step uses DRAFT + i."""
+
+    SAMPLE = 0
+    ACCEPT = 1
+    RESIDUAL = 2
+    DRAFT = 3
+
+
+def neutral_state(slots: int, vocab: int) -> SamplingState:
+    """The state that changes nothing: temperature 1, every transform off, no output yet."""
+    return SamplingState(
+        temperature=jnp.ones(slots, jnp.float32),
+        top_k=jnp.zeros(slots, jnp.int32),
+        top_p=jnp.ones(slots, jnp.float32),
+        min_p=jnp.zeros(slots, jnp.float32),
+        presence=jnp.zeros(slots, jnp.float32),
+        frequency=jnp.zeros(slots, jnp.float32),
+        repetition=jnp.ones(slots, jnp.float32),
+        min_tokens=jnp.zeros(slots, jnp.int32),
+        seed=jnp.zeros(slots, jnp.uint32),
+        logit_bias=jnp.zeros((slots, vocab), jnp.float32),
+        stop_mask=jnp.zeros((slots, vocab), bool),
+        prompt_mask=jnp.zeros((slots, vocab), bool),
+        counts=jnp.zeros((slots, vocab), jnp.int32),
+    )
+
+
+def window_counts(counts: Int[Array, "B V"], tokens: Int[Array, "B W"]) -> Int[Array, "B W V"]:
+    """The output counts each window position would see without speculation.
+
+    `counts` already holds tokens[:, 0], the slot's newest token; position i adds tokens[:, 1..i], the drafts
+    it is conditioned on. Penalties therefore evolve inside the window exactly as they do token by token.
+    """
+    drafted = tokens[:, 1:, None] == jnp.arange(counts.shape[1], dtype=tokens.dtype)
+    inside = jnp.cumsum(drafted, axis=1, dtype=counts.dtype)
+    return counts[:, None] + jnp.pad(inside, ((0, 0), (1, 0), (0, 0)))
+
+
+def adjust(
+    logits: Float[Array, "B W V"],
+    s: SamplingState,
+    counts: Int[Array, "B W V"],
+    generated: Int[Array, "B W"],
+) -> Float[Array, "B W V"]:
+    """What a request adds to its logits, in vLLM's order: bias, stop tokens, repetition, frequency, presence.
+
+    logits: float32. counts: see `window_counts`. generated: output tokens before the one predicted here;
+    stop tokens are -inf where it is below min_tokens. Repetition divides positive logits and multiplies the
+    others, as in Hugging Face and vLLM. Neutral parameters change no logit, and NaN stays NaN.
+    """
+    # All of it is elementwise and fuses into one pass, so a lax.cond around it would cost more than it saves.
+    bias, stop, prompt = s.logit_bias[:, None], s.stop_mask[:, None], s.prompt_mask[:, None]
+    presence, frequency, repetition = (x[:, None, None] for x in (s.presence, s.frequency, s.repetition))
+    early = (generated < s.min_tokens[:, None])[..., None]
+    seen = counts > 0
+
+    logits = jnp.where(stop & early, -jnp.inf, logits + bias)
+    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where(seen | prompt, repeated, logits)
+    return logits - frequency * counts - presence * seen
+
+
+def distribution(logits: Float[Array, "B W V"], s: SamplingState) -> Float[Array, "B W V"]:
+    """The probabilities tokens are drawn from: temperature, then min_p, then top_k, then top_p, as vLLM does.
+
+    logits: float32, adjusted; -inf masks a token. Temperature 0 gives a one-hot at the largest logit, the
+    lowest id among equals. A token survives top_k while fewer than top_k tokens lie strictly above it, and
+    top_p while those hold less than top_p of the mass; so ties at the boundary are all kept, whatever their
+    ids. A row that holds NaN or +inf, or nothing but -inf, comes back as NaN throughout.
+    """
+    top = jnp.max(logits, -1, keepdims=True)
+    ids = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    # The lowest id at the maximum. Not jnp.argmax: two plain reductions are several times faster on a CPU.
+    first = jnp.min(jnp.where(logits == top, ids, logits.shape[-1]), -1, keepdims=True)
+    one_hot = (ids == first).astype(logits.dtype)
+    sampled = (s.temperature > 0)[:, None, None]
+
+    def soft() -> Array:
+        # The largest logit becomes 0 before the division: no temperature can overflow it.
+        scaled = (logits - top) / jnp.where(sampled, s.temperature[:, None, None], 1)
+        weights = jnp.exp(_truncate(scaled, s))
+        return jnp.where(sampled, weights / jnp.sum(weights, -1, keepdims=True), one_hot)
+
+    probs = lax.cond(jnp.any(sampled), soft, lambda: one_hot)
+    # The comparisons above lose NaN; a broken row must stay visibly broken, not turn into a distribution.
+    return jnp.where(jnp.isfinite(top), probs, jnp.nan)
+
+
+def _truncate(logits: Float[Array, "B W V"], s: SamplingState) -> Float[Array, "B W V"]:
+    """min_p, top_k and top_p on logits whose largest is 0. Removed tokens become -inf."""
+    min_p, top_k, top_p = (x[:, None, None] for x in (s.min_p, s.top_k, s.top_p))
+    sampled = (s.temperature > 0)[:, None, None]
+
+    def keep_top_k(x: Array) -> Array:
+        limit = jnp.where(top_k > 0, top_k, x.shape[-1])
+        return _keep_largest(x, jnp.ones((), jnp.int32), limit)
+
+    def keep_top_p(x: Array) -> Array:
+        weights = jnp.exp(x)
+        # At least the smallest positive limit: the most likely token always stays.
+        limit = jnp.maximum(top_p * jnp.sum(weights, -1, keepdims=True), jnp.finfo(x.dtype).tiny)
+        return _keep_largest(x, weights, jnp.where(top_p < 1, limit, jnp.inf))
+
+    logits = jnp.where(logits >= jnp.log(min_p), logits, -jnp.inf)
+    logits = _if_any(sampled & (top_k > 0), keep_top_k, logits)
+    return _if_any(sampled & (top_p < 1), keep_top_p, logits)
+
+
+def _if_any(rows: Bool[Array, "B 1 1"], transform: Callable[[Array], Array], x: Array) -> Array:
+    return lax.cond(jnp.any(rows), transform, lambda unchanged: unchanged, x)
+
+
+def _keep_largest(
+    x: Float[Array, "B W V"], weights: Shaped[Array, "..."], limit: Shaped[Array, "..."]
+) -> Float[Array, "B W V"]:
+    """Mask with -inf each element that has `limit` or more of `weights` strictly above it.
+
+    The boundary is the smallest threshold t with sum(weights[key > t]) < limit; it is the key of an element.
+    Its bits are fixed one by one from the highest: exact, without sorting, in 32 passes of compare and sum.
+    """
+    keys = _sortable(x)
+
+    def fix_bit(i: Array, t: Array) -> Array:
+        bit = jnp.uint32(1) << (31 - i).astype(jnp.uint32)
+        trial = t | (bit - 1)  # the largest threshold with this bit clear
+        above = jnp.sum(jnp.where(keys > trial, weights, 0), -1, keepdims=True)
+        return jnp.where(above < limit, t, t | bit)
+
+    threshold = lax.fori_loop(0, 32, fix_bit, jnp.zeros((*x.shape[:-1], 1), jnp.uint32))
+    return jnp.where(keys >= threshold, x, -jnp.inf)
+
+
+def _sortable(x: Float[Array, "..."]) -> UInt32[Array, "..."]:
+    """Integers in the order of the float32 values: all bits of negatives flipped, of others the sign bit."""
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)  # -0.0 and 0.0 are one value
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def row_keys(seed: UInt32[Array, " B"], position: Int[Array, " B"], purpose: int) -> Key[Array, " B"]:
+    """One key per row that depends on (seed, position, purpose) only, never on slot, batch or depth.
+
+    position: the slot's committed length when its drafting starts, for *every* number of the step; draft i
+    is told apart by purpose DRAFT + i. Were drafts keyed by their own position, the next step would draw the
+    same numbers again, and block verification has conditioned on them by then: the output would be biased.
+    """
+
+    def key(row_seed: Array, row_position: Array) -> Array:
+        # Named, because the default can be set to a generator whose rows are not independent under vmap.
+        root = jax.random.key(row_seed, impl="threefry2x32")
+        return jax.random.fold_in(jax.random.fold_in(root, row_position), purpose)
+
+    return jax.vmap(key)(seed, position)
+
+
+def sample(keys: Key[Array, " B"], probs: Float[Array, "B V"]) -> Int[Array, " B"]:
+    """Draw one token per row by inverting the cumulative distribution; probs need not be normalised.
+
+    Never returns a token of probability 0. A row with NaN, or without any mass, returns NO_TOKEN.
+    """
+    rows, vocab = probs.shape
+    width = 1 << (vocab.bit_length() + 1) // 2
+    # First a block of about sqrt(V) tokens, then a token inside: short cumulative sums round less, two
+    # numbers resolve smaller probabilities than one, and the vocabulary is read once.
+    blocks = jnp.pad(probs, ((0, 0), (0, -vocab % width))).reshape(rows, -1, width)
+    mass = jnp.sum(blocks, -1)
+    u = jax.vmap(functools.partial(jax.random.uniform, shape=(2,)))(keys)
+    block = _invert(u[:, 0], mass)
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    token = block * width + _invert(u[:, 1], inside)
+    return jnp.where(jnp.sum(mass, -1) > 0, token, NO_TOKEN).astype(jnp.int32)
+
+
+def _invert(u: Float[Array, " B"], weights: Float[Array, "B n"]) -> Int[Array, " B"]:
+    cumulative = jnp.cumsum(weights, -1)
+    # A parallel prefix sum may rise by a rounding error where the weight is 0, hence the second condition.
+    hit = (cumulative > u[:, None] * cumulative[:, -1:]) & (weights > 0)
+    return jnp.where(jnp.any(hit, -1), jnp.argmax(hit, -1), jnp.argmax(weights, -1))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TopLogprobs:
+    """Log-probabilities of the chosen token and of the n most likely ones, at every window position."""
+
+    chosen: Float[Array, "B W"]
+    rank: Int[Array, "B W"]  # tokens at least as likely as the chosen one, itself included: 1 is best
+    ids: Int[Array, "B W n"]  # most likely first, the lower id among equals
+    values: Float[Array, "B W n"]
+
+
+def top_logprobs(logits: Float[Array, "B W V"], chosen: Int[Array, "B W"], n: int) -> TopLogprobs:
+    """The model's own log-probabilities: pass the logits from before `adjust`, like vLLM's raw_logprobs.
+
+    n: static, 0 to V. Results at positions where `chosen` is negative mean nothing.
+    """
+    log_total = jax.nn.logsumexp(logits, -1, keepdims=True)
+    values, ids = lax.top_k(logits, n)
+    at = jnp.take_along_axis(logits, jnp.maximum(chosen, 0)[..., None], axis=-1)
+    rank = jnp.sum(logits >= at, -1, dtype=jnp.int32)
+    return TopLogprobs((at - log_total)[..., 0], rank, ids.astype(jnp.int32), values - log_total)
