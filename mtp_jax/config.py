@@ -126,8 +126,7 @@ class ModelConfig:
             values["first_k_dense_replace"] = values["num_hidden_layers"]
         values |= _rope(raw) | {"dtype": _dtype(raw), "fp8": _fp8(raw)}
         eos = raw.get("eos_token_id", 1)
-        eos = [] if eos is None else eos
-        values["eos_token_ids"] = tuple(eos) if isinstance(eos, list) else (eos,)
+        values["eos_token_ids"] = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
         count = values.get("num_nextn_predict_layers", 0)
         values["nextn_moe"] = tuple(raw.get("nextn_moe", [values["n_routed_experts"] > 0] * count))
         try:
@@ -162,11 +161,24 @@ class ModelConfig:
         """The same model with ``len(moe)`` NextN layers."""
         return replace(self, num_nextn_predict_layers=len(moe), nextn_moe=moe)
 
+    def with_eos(self, eos: int | list[int] | None) -> "ModelConfig":
+        """The same model with other end-of-text ids; None keeps them."""
+        if eos is None:
+            return self
+        return replace(self, eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,))
+
 
 _REQUIRED = (
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads kv_lora_rank "
-    "qk_nope_head_dim qk_rope_head_dim v_head_dim"
-).split()
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+)
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
@@ -260,7 +272,8 @@ def _check(c: ModelConfig) -> None:
         raise ConfigError(f"qk_rope_head_dim = {c.qk_rope_head_dim}; expected an even number")
     if len(c.nextn_moe) != c.num_nextn_predict_layers:
         raise ConfigError(
-            f"nextn_moe has {len(c.nextn_moe)} entries, num_nextn_predict_layers is {c.num_nextn_predict_layers}"
+            f"nextn_moe has {len(c.nextn_moe)} entries, num_nextn_predict_layers is "
+            f"{c.num_nextn_predict_layers}"
         )
     if c.n_routed_experts:
         if c.n_routed_experts % c.n_group:
@@ -270,8 +283,8 @@ def _check(c: ModelConfig) -> None:
         reachable = c.n_routed_experts // c.n_group * c.topk_group
         if not 1 <= c.num_experts_per_tok <= reachable or c.topk_group > c.n_group:
             raise ConfigError(
-                f"num_experts_per_tok = {c.num_experts_per_tok}, topk_group = {c.topk_group}: at most {reachable} "
-                f"experts lie in {c.topk_group} of {c.n_group} groups"
+                f"num_experts_per_tok = {c.num_experts_per_tok}, topk_group = {c.topk_group}: at most "
+                f"{reachable} experts lie in {c.topk_group} of {c.n_group} groups"
             )
         if c.n_group > 1 and c.n_routed_experts // c.n_group < 2:
             raise ConfigError("expert groups of one: a group's score is the sum of its two best experts")

@@ -1,0 +1,123 @@
+"""NextN layers: where they lie in the three layouts in use, and what they are called in the release.
+
+* in place: ``model.layers.{L + k}.*``, beside the trunk's layers or alone;
+* lmsys NextN (SGLang's export): ``model.layers.{k}.*``;
+* xLLM export: the block under ``model.layers.0.*``, the rest (enorm, ...) directly under ``model.*``.
+"""
+
+import re
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+from mtp_jax.checkpoint.folder import Folder, open_folder, shortlist
+from mtp_jax.checkpoint.safetensors_file import Tensor
+from mtp_jax.config import ModelConfig
+from mtp_jax.errors import CheckpointError
+
+IN_PLACE, LMSYS, XLLM = "in place", "lmsys NextN", "xLLM export"
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_ONLY_NEXTN = re.compile(r"model\.(?:layers\.(\d+)\.)?(?:enorm|hnorm|eh_proj|shared_head)\..+")
+_XLLM_SPECIAL = re.compile(r"model\.((?:enorm|hnorm|eh_proj|shared_head|embed_tokens)\..+)")
+# Fields in which a draft's config.json may differ from the trunk's: they describe the export or the trunk.
+_FREE = {
+    "num_hidden_layers", "first_k_dense_replace", "moe_layer_freq", "num_nextn_predict_layers", "nextn_moe",
+    "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_ids", "dtype", "fp8",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The NextN layers of a model.
+
+    Attributes:
+        folder: where they were found.
+        layout: IN_PLACE, LMSYS or XLLM.
+        tensors: their tensors under the names of the release.
+        fp8: whether config.json beside them announces fp8.
+        unknown: tensors in the folder that do not belong to the layout.
+    """
+
+    folder: Path
+    layout: str
+    tensors: dict[str, Tensor]
+    fp8: bool
+    unknown: dict[str, Tensor] = field(default_factory=dict)
+
+
+def layer_of(name: str) -> int | None:
+    """The layer number in a tensor's name, None outside the layers."""
+    match = _LAYER.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def nextn_layers(folder: Folder) -> list[int]:
+    """Numbers of the layers that have what only a NextN layer has; -1 for such tensors outside the layers."""
+    matches = (_ONLY_NEXTN.fullmatch(n) for n in folder.tensors)
+    return sorted({int(m[1] or -1) for m in matches if m})
+
+
+def in_place(folder: Folder, cfg: ModelConfig) -> Draft:
+    """The NextN layers of a model's own folder; none if it has none.
+
+    Raises CheckpointError if they do not follow the trunk's layers.
+    """
+    layers = nextn_layers(folder)
+    first = cfg.num_hidden_layers
+    if layers and layers != list(range(first, first + len(layers))):
+        raise CheckpointError(
+            f"{folder.path}: config.json says num_hidden_layers = {first}, but the tensors have NextN layers "
+            f"at {shortlist(map(str, layers))}; expected them from layer {first} on"
+        )
+    tensors = {n: t for n, t in folder.tensors.items() if layer_of(n) in layers}
+    return Draft(folder.path, IN_PLACE, tensors, cfg.fp8 is not None)
+
+
+def open_draft(path: str | Path, cfg: ModelConfig) -> Draft:
+    """The NextN layers of a separate folder for the model of ``cfg``; the layout is told from the tensors.
+
+    Raises CheckpointError for a folder without NextN layers, or whose layers do not fit the model.
+    """
+    folder = open_folder(path)
+    own = ModelConfig.from_file(folder.path / "config.json")
+    differing = [
+        f"{f.name} is {getattr(own, f.name)!r}, the model's is {getattr(cfg, f.name)!r}"
+        for f in fields(cfg)
+        if f.name not in _FREE and getattr(own, f.name) != getattr(cfg, f.name)
+    ]
+    if differing:
+        raise CheckpointError(f"{folder.path} does not fit the model: {'; '.join(differing)}")
+    fp8 = own.fp8 is not None
+    first, layers = cfg.num_hidden_layers, nextn_layers(folder)
+    if layers[:1] == [first]:
+        return replace(in_place(folder, cfg), fp8=fp8)
+    if layers == [-1]:
+        layout, rename = XLLM, _from_xllm
+    elif layers and layers == list(range(len(layers))):
+        layout, rename = LMSYS, _from_lmsys
+    else:
+        at = f"at layers {shortlist(map(str, layers))}" if layers else "nowhere"
+        raise CheckpointError(
+            f"{folder.path} has no NextN layer for this model: enorm.weight and the like are {at}; expected "
+            f"them in model.layers.{first} (in place), model.layers.0 (lmsys NextN) or model (xLLM export)"
+        )
+    draft = Draft(folder.path, layout, {}, fp8)
+    for name, tensor in folder.tensors.items():
+        new = rename(name, first)
+        if new is None:
+            draft.unknown[name] = tensor
+        else:
+            draft.tensors[new] = tensor
+    return draft
+
+
+def _from_lmsys(name: str, first: int) -> str | None:
+    match = _LAYER.fullmatch(name)
+    return f"model.layers.{first + int(match[1])}.{match[2]}" if match else None
+
+
+def _from_xllm(name: str, first: int) -> str | None:
+    special = _XLLM_SPECIAL.fullmatch(name)
+    if special:
+        return f"model.layers.{first}.{special[1]}"
+    return _from_lmsys(name, first) if layer_of(name) == 0 else None

@@ -1,0 +1,117 @@
+"""A checkpoint folder in Hugging Face layout: one file, or an index and its shards."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mtp_jax.checkpoint.safetensors_file import Tensor, open_file, strict_json
+from mtp_jax.config import ModelConfig, read_json
+from mtp_jax.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+_NAMES_IN_ERRORS = 12
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Tensors by name, in file order."""
+
+    path: Path
+    tensors: dict[str, Tensor]
+
+
+def shortlist(names: Iterable[str]) -> str:
+    """Names for an error message: the first dozen and how many more there are."""
+    names = list(names)
+    more = len(names) - _NAMES_IN_ERRORS
+    return ", ".join(names[:_NAMES_IN_ERRORS]) + (f" and {more} more" if more > 0 else "")
+
+
+def open_folder(path: str | Path) -> Folder:
+    """Check every header of a checkpoint folder; no tensor is read.
+
+    With an index its files are read and no others. Files may be links to elsewhere (the Hugging Face cache is
+    made of them), but the index may only name files of its own folder.
+    Raises CheckpointError naming file and tensor.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path} is not a directory; expected a folder with config.json and safetensors"
+        )
+    if not (path / INDEX).exists():
+        return Folder(path, open_file(_single_file(path)))
+    weight_map = _weight_map(path / INDEX)
+    missing = sorted(f for f in set(weight_map.values()) if not (path / f).is_file())
+    if missing:
+        raise CheckpointError(f"{path}: shards that {INDEX} names are missing: {shortlist(missing)}")
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(set(weight_map.values())):
+        for name, tensor in open_file(path / file).items():
+            if name in tensors:
+                raise CheckpointError(
+                    f"{tensor} is also in {tensors[name].file.path.name}; expected it in one shard, "
+                    f"{weight_map.get(name, 'which the index does not name')}"
+                )
+            tensors[name] = tensor
+    for name, file in weight_map.items():
+        got = tensors[name].file.path.name if name in tensors else "no shard"
+        if got != file:
+            raise CheckpointError(f"{path / INDEX}: tensor {name} should be in {file}; it is in {got}")
+    return Folder(path, tensors)
+
+
+def read_config(path: str | Path) -> tuple[ModelConfig, dict[str, Any]]:
+    """config.json of a folder, and its JSON. generation_config.json decides the end-of-text ids.
+
+    Raises ConfigError for an unsupported model or a folder without config.json.
+    """
+    path = Path(path)
+    raw = read_json(path / "config.json")
+    cfg = ModelConfig.from_dict(raw)
+    if (path / "generation_config.json").is_file():
+        cfg = cfg.with_eos(read_json(path / "generation_config.json").get("eos_token_id"))
+    return cfg, raw
+
+
+def _single_file(path: Path) -> Path:
+    files = sorted(p for p in path.glob("*.safetensors") if p.is_file())
+    if len(files) == 1:
+        return files[0]
+    if files:
+        raise CheckpointError(
+            f"{path} has {len(files)} safetensors files ({shortlist(p.name for p in files)}) and no {INDEX}; "
+            "expected a single file, or an index that says which tensor is where"
+        )
+    unsafe = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    hint = f"; {shortlist(unsafe)} is not read: that format can run code. Convert it" if unsafe else ""
+    raise CheckpointError(f"{path} has no safetensors file{hint}")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        value = strict_json(index.read_bytes(), str(index))
+    except OSError as e:
+        raise CheckpointError(f"{index} cannot be read: {e.strerror or e}") from e
+    weight_map = value.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map; expected an object from tensor to file name")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not _is_plain(file):
+            raise CheckpointError(
+                f"{index}: tensor {name} is said to be in {file!r:.200}; expected the name of a .safetensors "
+                "file in the same folder, without directories"
+            )
+    return weight_map
+
+
+def _is_plain(file: str) -> bool:
+    return file.endswith(".safetensors") and not any(c in file for c in "/\\:\0") and not file.startswith(".")
+
+
+def text_files(path: Path) -> Iterator[Path]:
+    """The small files that travel with a checkpoint: tokenizer, chat template, generation settings."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        if (path / name).is_file():
+            yield path / name

@@ -1,0 +1,249 @@
+"""What a load will read: every expected tensor found, every found tensor accounted for. Headers only."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from mtp_jax.checkpoint.draft import Draft, in_place, layer_of, open_draft
+from mtp_jax.checkpoint.folder import open_folder, read_config, shortlist
+from mtp_jax.checkpoint.fp8 import SCALE_SUFFIX, may_be_fp8, scale_shape
+from mtp_jax.checkpoint.safetensors_file import Tensor
+from mtp_jax.config import ModelConfig
+from mtp_jax.errors import CheckpointError
+from mtp_jax.model.params import NextN, Params, Spec, nextn_specs, param_specs
+
+_IGNORABLE = re.compile(r".*rotary_emb\.inv_freq")
+_PLAIN = ("F32", "BF16", "F16")
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checkpoint that matches its config.
+
+    Attributes:
+        config: the model, with the NextN layers that will be loaded.
+        tensors: what will be read, scales included, by name in the release.
+        duplicates: tensor that may be a copy of another: name -> name of the trunk's.
+        layout: layout of the NextN layers, None without any.
+        files: every safetensors file that is involved.
+    """
+
+    config: ModelConfig
+    tensors: dict[str, Tensor]
+    duplicates: dict[str, str]
+    layout: str | None
+    files: tuple[Path, ...]
+
+    def specs(self, own: frozenset[str] = frozenset()) -> Params:
+        """The tree of Spec to fill; ``own``: duplicates that turned out to differ."""
+        base = param_specs(self.config)
+        nextn: list[NextN] = []
+        for k in range(self.config.num_nextn_predict_layers):
+            embed, head = nextn_copies(self.config, k)
+            nextn.append(nextn_specs(self.config, k, own_embed=embed in own, own_head=head in own))
+        return Params(base.embed, base.layers, base.norm, base.head, tuple(nextn))
+
+
+def nextn_copies(cfg: ModelConfig, k: int) -> tuple[str, str]:
+    """Names of the copies of embedding and head that NextN layer ``k`` may carry."""
+    p = f"model.layers.{cfg.num_hidden_layers + k}"
+    return f"{p}.embed_tokens.weight", f"{p}.shared_head.head.weight"
+
+
+def spec_names(spec: Spec) -> np.ndarray:
+    """``spec.names`` as an object array whose shape is the stacked leading dimensions."""
+    return np.array(spec.names, dtype=object)
+
+
+def make_plan(
+    model_dir: str | Path, draft_model: str | Path | None = None, num_nextn_layers: int | None = None
+) -> Plan:
+    """Read config and headers and match them.
+
+    Args:
+        model_dir: folder in Hugging Face layout.
+        draft_model: folder with the NextN layers; None: those in ``model_dir``.
+        num_nextn_layers: how many NextN layers to load; None: all.
+    Raises:
+        ConfigError: an unsupported model.
+        CheckpointError: one error with everything that does not match.
+    """
+    cfg, raw = read_config(model_dir)
+    folder = open_folder(model_dir)
+    own = in_place(folder, cfg)
+    draft = own if draft_model is None else open_draft(draft_model, cfg)
+    declared = raw.get("num_nextn_predict_layers") if draft_model is None else None
+    trunk = {n: t for n, t in folder.tensors.items() if n not in own.tensors}
+    wanted = _count_nextn(cfg, draft, declared, num_nextn_layers)
+    cfg = cfg.with_nextn(tuple(_is_moe(cfg, k, draft.tensors) for k in range(wanted)))
+
+    found = trunk | draft.tensors
+    unread = _unread_layers(cfg, draft, num_nextn_layers)
+    duplicates = {}
+    head = "model.embed_tokens.weight" if cfg.tie_word_embeddings else HEAD
+    for k in range(wanted):
+        embed_copy, head_copy = nextn_copies(cfg, k)
+        duplicates |= {embed_copy: "model.embed_tokens.weight", head_copy: head}
+    if cfg.tie_word_embeddings:
+        duplicates[HEAD] = head
+    duplicates = {a: b for a, b in duplicates.items() if a in found}
+
+    check = _Accounting(
+        cfg, found, {n: draft.fp8 if n in draft.tensors else cfg.fp8 is not None for n in found}
+    )
+    for spec in jax.tree.leaves(param_specs(cfg)):
+        for name in spec_names(spec).flat:
+            check.expect(name, spec.tensor_shape)
+    for name in duplicates:
+        check.expect(name, (cfg.vocab_size, cfg.hidden_size))
+    rest = {n: t for n, t in found.items() if n not in check.used and n not in unread} | draft.unknown
+    unexpected = [t for n, t in rest.items() if not _IGNORABLE.fullmatch(n)]
+    check.finish(folder.path, draft.folder, unexpected)
+    files = sorted({t.file.path for t in found.values()})
+    layout = draft.layout if wanted else None
+    return Plan(cfg, {n: found[n] for n in check.used}, duplicates, layout, tuple(files))
+
+
+def _count_nextn(cfg: ModelConfig, draft: Draft, declared: int | None, wanted: int | None) -> int:
+    present = len({layer_of(n) for n in draft.tensors})
+    if wanted is not None and wanted > present:
+        raise CheckpointError(
+            f"num_nextn_layers = {wanted}, but {draft.folder} has {present}; expected 0 to {present}"
+        )
+    if wanted is not None:
+        return wanted
+    if declared is None or declared == present:
+        return present
+    fix = (
+        "name a folder that has them with draft_model=, or run without: num_speculative_tokens=0"
+        if declared > present
+        else "correct config.json"
+    )
+    raise CheckpointError(
+        f"{draft.folder}: config.json says num_nextn_predict_layers = {declared}, but tensors of {present} "
+        "NextN layers are present "
+        f"(model.layers.{cfg.num_hidden_layers + min(present, declared)}.enorm.weight "
+        f"{'is missing' if declared > present else 'is there'}); {fix}"
+    )
+
+
+def _is_moe(cfg: ModelConfig, k: int, tensors: dict[str, Tensor]) -> bool:
+    return (
+        f"model.layers.{cfg.num_hidden_layers + k}.mlp.gate_proj.weight" not in tensors
+        and cfg.n_routed_experts > 0
+    )
+
+
+def _unread_layers(cfg: ModelConfig, draft: Draft, wanted: int | None) -> set[str]:
+    """NextN tensors that the caller chose not to load."""
+    if wanted is None:
+        return set()
+    stop = cfg.num_hidden_layers + wanted
+    return {n for n in draft.tensors if (layer_of(n) or 0) >= stop}
+
+
+class _Accounting:
+    """Collects what is wrong, to say all of it at once."""
+
+    def __init__(self, cfg: ModelConfig, found: dict[str, Tensor], fp8: dict[str, bool]):
+        self.cfg, self.found, self.fp8 = cfg, found, fp8
+        self.used: dict[str, None] = {}
+        self.missing: list[str] = []
+        self.wrong: list[str] = []
+
+    def expect(self, name: str, shape: tuple[int, ...]) -> None:
+        """A weight that must be there with this shape and a dtype that it may have."""
+        if name in self.used:
+            return
+        tensor = self.found.get(name)
+        if tensor is None:
+            self.missing.append(name)
+            return
+        self.used[name] = None
+        if tensor.shape != shape:
+            self.wrong.append(
+                f"{tensor} has shape {list(tensor.shape)}; expected {list(shape)} from config.json"
+            )
+        allowed = (*_PLAIN, "F8_E4M3") if may_be_fp8(name) else _PLAIN
+        if tensor.dtype not in allowed:
+            self.wrong.append(f"{tensor} has dtype {tensor.dtype}; expected one of {', '.join(allowed)}")
+        elif tensor.dtype == "F8_E4M3":
+            self._expect_scale(name, tensor)
+
+    def _expect_scale(self, name: str, weight: Tensor) -> None:
+        if not self.fp8[name]:
+            self.wrong.append(
+                f"{weight} has dtype F8_E4M3, but config.json beside it has no quantization_config; expected "
+                f"quant_method fp8 there, or one of {', '.join(_PLAIN)}"
+            )
+        scale = self.found.get(name + SCALE_SUFFIX)
+        if scale is None:
+            self.missing.append(name + SCALE_SUFFIX)
+            return
+        self.used[name + SCALE_SUFFIX] = None
+        shape = scale_shape(weight.shape)
+        if (scale.dtype, scale.shape) != ("F32", shape):
+            self.wrong.append(
+                f"{scale} is {scale.dtype} {list(scale.shape)}; expected F32 {list(shape)}: one scale per "
+                f"128x128 block of {list(weight.shape)}"
+            )
+
+    def finish(self, folder: Path, draft: Path, unexpected: list[Tensor]) -> None:
+        """Raise one error if anything is wrong."""
+        if self.cfg.fp8 is not None and not any(t.dtype == "F8_E4M3" for t in self.found.values()):
+            self.wrong.append(f"{folder}: config.json announces fp8, but no tensor has dtype F8_E4M3")
+        if not (self.missing or self.wrong or unexpected):
+            return
+        where = str(folder) if draft == folder else f"{folder} with NextN layers of {draft}"
+        lines = [f"{where}: the tensors do not match config.json"]
+        lines += [f"missing ({len(self.missing)}): {shortlist(self.missing)}"] if self.missing else []
+        lines += [f"unexpected ({len(unexpected)}): {_by_file(unexpected)}"] if unexpected else []
+        lines += self.wrong[:20] + ([f"and {len(self.wrong) - 20} more"] if len(self.wrong) > 20 else [])
+        lines += _hints(self.cfg, self.found, self.missing)
+        raise CheckpointError("\n  ".join(lines))
+
+
+def _by_file(tensors: list[Tensor]) -> str:
+    files = {t.file.path: [u.name for u in tensors if u.file == t.file] for t in tensors}
+    return "; ".join(f"{path.name}: {shortlist(names)}" for path, names in files.items())
+
+
+def _hints(cfg: ModelConfig, found: dict[str, Tensor], missing: list[str]) -> list[str]:
+    """Config values that the tensors contradict."""
+
+    def numbers(pattern: str) -> set[int]:
+        matches = (re.fullmatch(pattern, n) for n in found)
+        return {int(m[1]) for m in matches if m}
+
+    def say(key: str, got: Any, tensors: str) -> str:
+        return f"config.json says {key} = {got}; {tensors}"
+
+    out = []
+    layers = numbers(r"model\.layers\.(\d+)\..*")
+    nextn = numbers(r"model\.layers\.(\d+)\.enorm\.weight")
+    depth = len(layers - nextn)
+    if layers and depth != cfg.num_hidden_layers:
+        out.append(say("num_hidden_layers", cfg.num_hidden_layers, f"the tensors have {depth} trunk layers"))
+    experts = numbers(r"model\.layers\.\d+\.mlp\.experts\.(\d+)\..*")
+    if experts and len(experts) != cfg.n_routed_experts:
+        out.append(say("n_routed_experts", cfg.n_routed_experts, f"the tensors have {len(experts)}"))
+    moe = sorted(numbers(r"model\.layers\.(\d+)\.mlp\.gate\.weight") - nextn)
+    expected = [i for i in range(cfg.num_hidden_layers) if cfg.is_moe(i)]
+    if moe != expected:
+        key = "first_k_dense_replace"
+        got = f"the layers with experts are {shortlist(map(str, moe)) or 'none'}"
+        out.append(say(key, f"{cfg.first_k_dense_replace} (moe_layer_freq {cfg.moe_layer_freq})", got))
+    if any("self_attn.q_proj.weight" in n for n in missing):
+        out.append(say("q_lora_rank", "null", "the tensors have no q_proj.weight"))
+    if any("self_attn.q_a_proj.weight" in n for n in missing):
+        out.append(say("q_lora_rank", cfg.q_lora_rank, "the tensors have no q_a_proj.weight"))
+    if HEAD in missing:
+        out.append(say("tie_word_embeddings", "false", f"the tensors have no {HEAD}"))
+    if any(".indexer." in n for n in found):
+        out.append("the tensors have a sparse attention indexer (DeepSeek-V3.2), which is not supported")
+    return out

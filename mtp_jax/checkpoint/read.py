@@ -1,0 +1,158 @@
+"""Load a checkpoint: each parameter is read, converted and placed on its devices before the next one."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from mtp_jax.checkpoint.fp8 import SCALE_SUFFIX, dequantise
+from mtp_jax.checkpoint.plan import HEAD, Plan, make_plan, spec_names
+from mtp_jax.checkpoint.safetensors_file import Tensor
+from mtp_jax.config import ModelConfig
+from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.model.params import Params, Spec, dtype_of, type_of
+from mtp_jax.model.sharding import check_divisible, partition
+
+_COMPARE_BYTES = 1 << 26
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in memory. ``config`` counts the NextN layers loaded, ``bytes_read`` what was read from
+    files."""
+
+    config: ModelConfig
+    params: Params
+    bytes_read: int
+
+
+def load_folder(
+    model_dir: str | Path,
+    draft_model: str | Path | None = None,
+    *,
+    dtype: str = "float32",
+    mesh: Mesh | None = None,
+    num_nextn_layers: int | None = None,
+    progress: Progress | None = None,
+) -> Loaded:
+    """Load a folder in Hugging Face layout; see ``mtp_jax.checkpoint.load``."""
+    if dtype not in type_of:
+        raise ConfigError(f"dtype {dtype!r} is not supported; expected one of {', '.join(type_of)}")
+    plan = make_plan(model_dir, draft_model, num_nextn_layers)
+    check_divisible(plan.config, mesh)
+    count = _Counter(plan.tensors, progress)
+    own = frozenset(name for name in plan.duplicates if not _is_copy(plan, name, count))
+    if HEAD in own:
+        raise CheckpointError(
+            f"{plan.tensors[HEAD]} differs from model.embed_tokens.weight, but config.json says "
+            "tie_word_embeddings = true; expected equal bytes, or false"
+        )
+    leaves, tree = jax.tree.flatten(plan.specs(own))
+    arrays = []
+    for spec in leaves:
+        arrays.append(_place(spec, plan.tensors, dtype_of(spec, dtype), mesh))
+        count.add(*spec_names(spec).flat)
+    return Loaded(plan.config, tree.unflatten(arrays), count.done)
+
+
+class _Counter:
+    """Bytes read so far; every tensor counts once, with its scale."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], progress: Progress | None):
+        self.tensors, self.progress, self.seen, self.done = tensors, progress, set(), 0
+        self.total = sum(t.nbytes for t in tensors.values())
+
+    def add(self, *names: str) -> None:
+        new = {n for name in names for n in (name, name + SCALE_SUFFIX) if n in self.tensors} - self.seen
+        self.seen |= new
+        self.done += sum(self.tensors[n].nbytes for n in new)
+        if self.progress:
+            self.progress(self.done, self.total)
+
+
+def _is_copy(plan: Plan, name: str, count: _Counter) -> bool:
+    """Whether a possible duplicate holds the same values as the trunk's tensor, compared in pieces."""
+    a, b = plan.tensors[name], plan.tensors[plan.duplicates[name]]
+    count.add(name)
+    same = a.dtype == b.dtype
+    x, y = (t.bytes() if same else t.array().reshape(-1) for t in (a, b))
+    return all(
+        np.array_equal(x[i : i + _COMPARE_BYTES], y[i : i + _COMPARE_BYTES])
+        if same
+        else np.array_equal(
+            x[i : i + _COMPARE_BYTES].astype(np.float32), y[i : i + _COMPARE_BYTES].astype(np.float32)
+        )
+        for i in range(0, len(x), _COMPARE_BYTES)
+    )
+
+
+def _place(spec: Spec, tensors: Mapping[str, Tensor], kind: Any, mesh: Mesh | None) -> jax.Array:
+    if mesh is None:
+        return jax.device_put(read_slice(spec, tensors, kind, (slice(None),) * len(spec.shape)))
+    pieces: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}
+
+    def piece(index: tuple[slice, ...] | None) -> np.ndarray:
+        index = index or ()
+        key = tuple(s.indices(n) for s, n in zip(index, spec.shape, strict=True))
+        if key not in pieces:
+            pieces[key] = read_slice(spec, tensors, kind, index)
+        return pieces[key]
+
+    sharding = NamedSharding(mesh, partition(*spec.axes))
+    return jax.make_array_from_callback(spec.shape, sharding, piece)
+
+
+def read_slice(spec: Spec, tensors: Mapping[str, Tensor], kind: Any, index: tuple[slice, ...]) -> np.ndarray:
+    """The part ``index`` of a parameter as a new array of dtype ``kind``; only its bytes are read.
+
+    Of a dimension of a tensor that the parameter splits (heads x head dim), only whole groups can be asked
+    for.
+    """
+    bounds = [s.indices(n)[:2] for s, n in zip(index, spec.shape, strict=True)]
+    names = spec_names(spec)
+    lead, rest = bounds[: names.ndim], bounds[names.ndim :]
+    chosen = np.asarray(names[tuple(slice(*b) for b in lead)], dtype=object)
+    out = np.empty([b - a for a, b in bounds], kind)
+    for at in np.ndindex(chosen.shape):
+        name = str(chosen[at])
+        _fill(out[at], spec, spec.shape[names.ndim :], rest, tensors[name], tensors.get(name + SCALE_SUFFIX))
+    return out
+
+
+def _fill(
+    out: np.ndarray,
+    spec: Spec,
+    shape: tuple[int, ...],
+    bounds: list[tuple[int, int]],
+    tensor: Tensor,
+    scale: Tensor | None,
+) -> None:
+    """Fill ``out`` with the part ``bounds`` of one tensor seen as ``shape``."""
+
+    def copy(to: np.ndarray, rows: range, columns: range) -> None:
+        if scale is not None:
+            dequantise(tensor.array(), scale.array(), rows, columns, to)
+        else:
+            source = tensor.array()[rows.start : rows.stop, columns.start : columns.stop]
+            np.copyto(to, source, casting="unsafe")
+
+    if len(tensor.shape) == 1:
+        np.copyto(out, tensor.array()[slice(*bounds[0])], casting="unsafe")
+    elif len(shape) == 2:
+        copy(out, range(*bounds[0]), range(*bounds[1]))
+    elif math.prod(shape[1:]) == tensor.shape[1]:  # columns are split into groups
+        width = shape[2]
+        columns = range(bounds[1][0] * width, bounds[1][1] * width)
+        copy(out.reshape(out.shape[0], -1), range(*bounds[0]), columns)
+    else:  # rows are split into groups, of which the parameter may be a part
+        height, (first, _) = tensor.shape[0] // shape[0], spec.rows or (0, 0)
+        for i, group in enumerate(range(*bounds[0])):
+            start = group * height + first
+            copy(out[i], range(start, start + shape[1]), range(*bounds[2]))
