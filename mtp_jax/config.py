@@ -6,7 +6,7 @@ Released DeepSeek checkpoints write ``rope_theta`` + ``rope_scaling`` + ``torch_
 
 import json
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +133,28 @@ class ModelConfig:
             return cls(**values)
         except TypeError as e:
             raise ConfigError(f"config.json has a value of the wrong type: {e}") from e
+
+    def to_dict(self) -> dict[str, Any]:
+        """``config.json`` in the dialect of the release, without quantisation."""
+        out: dict[str, Any] = {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "attention_bias": False,
+            "hidden_act": "silu",
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "num_key_value_heads": self.num_attention_heads,
+        }
+        out |= {f.name: getattr(self, f.name) for f in fields(self)}
+        del out["fp8"]
+        out["torch_dtype"] = out.pop("dtype")
+        ids = out.pop("eos_token_ids")
+        out["eos_token_id"] = ids[0] if len(ids) == 1 else list(ids) or None
+        if self.rope_scaling:
+            yarn = {k: v for k, v in asdict(self.rope_scaling).items() if v is not None}
+            out["rope_scaling"] = {"type": "yarn"} | yarn
+        out["nextn_moe"] = list(self.nextn_moe)
+        return out
 
     @property
     def qk_head_dim(self) -> int:

@@ -48,7 +48,8 @@ def load_folder(
     plan = make_plan(model_dir, draft_model, num_nextn_layers)
     check_divisible(plan.config, mesh)
     count = _Counter(plan.tensors, progress)
-    own = frozenset(name for name in plan.duplicates if not _is_copy(plan, name, count))
+    own = frozenset(name for name in plan.duplicates if not is_copy(plan, name))
+    count.add(*plan.duplicates)
     if HEAD in own:
         raise CheckpointError(
             f"{plan.tensors[HEAD]} differs from model.embed_tokens.weight, but config.json says "
@@ -77,10 +78,9 @@ class _Counter:
             self.progress(self.done, self.total)
 
 
-def _is_copy(plan: Plan, name: str, count: _Counter) -> bool:
+def is_copy(plan: Plan, name: str) -> bool:
     """Whether a possible duplicate holds the same values as the trunk's tensor, compared in pieces."""
     a, b = plan.tensors[name], plan.tensors[plan.duplicates[name]]
-    count.add(name)
     same = a.dtype == b.dtype
     x, y = (t.bytes() if same else t.array().reshape(-1) for t in (a, b))
     return all(

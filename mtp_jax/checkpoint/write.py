@@ -1,0 +1,202 @@
+"""Write checkpoints: the release layout, and the NextN layers alone in the lmsys layout."""
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from mtp_jax.checkpoint.draft import layer_of
+from mtp_jax.checkpoint.folder import INDEX, read_config
+from mtp_jax.checkpoint.plan import make_plan, spec_names
+from mtp_jax.checkpoint.read import is_copy
+from mtp_jax.checkpoint.safetensors_file import DTYPES
+from mtp_jax.config import ModelConfig
+from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.model.params import Params, Spec, nextn_specs, trunk_specs, type_of
+
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\..+")
+_OWN_FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor to write; ``data`` gives its values, of dtype ``DTYPES[dtype]`` or as raw bytes, when
+    asked."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: Callable[[], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+def save_checkpoint(
+    directory: str | Path,
+    cfg: ModelConfig,
+    params: Params,
+    dtype: str = "bfloat16",
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write ``params`` as a folder in the release layout: config.json and safetensors, sharded if large.
+
+    Norms, the router and its bias stay float32; everything else becomes ``dtype``. NextN layers are written
+    in place (layer L + k), their copies of embedding and head only where they are not the trunk's. Files of
+    an earlier checkpoint in the folder are replaced; others, such as a tokenizer, are left alone.
+    Raises ConfigError for an unknown dtype, CheckpointError for params of another model.
+    """
+    if dtype not in type_of:
+        raise ConfigError(f"dtype {dtype!r} is not supported; expected one of {', '.join(type_of)}")
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    shards = _split(_pieces(cfg, params, dtype), max_shard_bytes)
+    count = len(shards)
+    single = count == 1
+    files = ["model.safetensors" if single else f"model-{i:05d}-of-{count:06d}.safetensors"
+             for i in range(1, count + 1)]  # fmt: skip
+    for file, shard in zip(files, shards, strict=True):
+        write_file(directory / f"{file}.part", shard)
+    for file in files:
+        os.replace(directory / f"{file}.part", directory / file)
+    if not single:
+        _write_index(directory, dict(zip(files, shards, strict=True)))
+    else:
+        (directory / INDEX).unlink(missing_ok=True)
+    for path in directory.iterdir():
+        if _OWN_FILES.fullmatch(path.name) and path.name not in files:
+            path.unlink()
+    write_json(directory / "config.json", cfg.to_dict() | {"torch_dtype": dtype})
+
+
+def export_nextn(model_dir: str | Path, out_dir: str | Path) -> None:
+    """Write the NextN layers of a model to a folder of their own, in the lmsys layout that SGLang reads.
+
+    Tensors are copied byte for byte, fp8 with its scales; copies of the trunk's embedding and head are left
+    out.
+    Raises CheckpointError if the model has no NextN layer or the folder already holds safetensors.
+    """
+    plan, out = make_plan(model_dir), Path(out_dir)
+    first, layers = plan.config.num_hidden_layers, plan.config.num_nextn_predict_layers
+    if not layers:
+        raise CheckpointError(
+            f"{model_dir} has no NextN layer (num_nextn_predict_layers = 0): nothing to export"
+        )
+    if out.exists() and any(out.glob("*.safetensors")):
+        raise CheckpointError(f"{out} already holds safetensors files; expected an empty or a new folder")
+    copies = {name for name in plan.duplicates if is_copy(plan, name)}
+    pieces = []
+    for name, tensor in plan.tensors.items():
+        layer = layer_of(name)
+        if layer is not None and layer >= first and name not in copies:
+            new = name.replace(f"model.layers.{layer}.", f"model.layers.{layer - first}.", 1)
+            pieces.append(Piece(new, tensor.dtype, tensor.shape, tensor.bytes))
+    out.mkdir(parents=True, exist_ok=True)
+    file = "nextn_layer_parameters.safetensors"
+    write_file(out / file, pieces)
+    _write_index(out, {file: pieces})
+    changes = {"num_hidden_layers": layers, "architectures": ["DeepseekV3ForCausalLMNextN"]}
+    write_json(out / "config.json", read_config(model_dir)[1] | changes)
+
+
+def write_file(path: Path, pieces: Iterable[Piece]) -> None:
+    """Write one safetensors file. Wide dtypes come first so that every tensor is aligned to its items."""
+    ordered = sorted(pieces, key=lambda p: -DTYPES[p.dtype].itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for p in ordered:
+        header[p.name] = {"dtype": p.dtype, "shape": p.shape, "data_offsets": [at, at + p.nbytes]}
+        at += p.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        for p in ordered:
+            f.write(np.ascontiguousarray(p.data()).reshape(-1).view(np.uint8).data)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON so that a reader sees the old file or the new one, never a part."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(value, indent=2, sort_keys=path.name != INDEX) + "\n", encoding="utf-8")
+    os.replace(part, path)
+
+
+def _write_index(directory: Path, files: dict[str, Sequence[Piece]]) -> None:
+    total = sum(p.nbytes for pieces in files.values() for p in pieces)
+    weight_map = {p.name: file for file, pieces in files.items() for p in pieces}
+    write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _split(pieces: Iterable[Piece], limit: int) -> list[list[Piece]]:
+    shards: list[list[Piece]] = []
+    room = 0
+    for p in pieces:
+        if not shards or p.nbytes > room:
+            shards.append([])
+            room = limit
+        shards[-1].append(p)
+        room -= p.nbytes
+    return shards
+
+
+def _pieces(cfg: ModelConfig, params: Params, dtype: str) -> list[Piece]:
+    """Every tensor of ``params`` in the order of the release."""
+    nextn = tuple(
+        nextn_specs(cfg, k, own_embed=p.embed is not None, own_head=p.head is not None)
+        for k, p in enumerate(params.nextn)
+    )
+    trunk = trunk_specs(cfg)
+    specs, tree = jax.tree.flatten(Params(trunk.embed, trunk.layers, trunk.norm, trunk.head, nextn))
+    arrays, got = jax.tree.flatten(params)
+    if got != tree or [a.shape for a in arrays] != [s.shape for s in specs]:
+        raise CheckpointError("the parameters are not those of this config: their tree or shapes differ")
+
+    host = _Host(arrays)
+    sources: dict[str, list[tuple[int, tuple[int, ...]]]] = {}
+    for i, spec in enumerate(specs):
+        for at, name in np.ndenumerate(spec_names(spec)):
+            sources.setdefault(str(name), []).append((i, at))
+
+    def piece(name: str, parts: list[tuple[int, tuple[int, ...]]]) -> Piece:
+        spec: Spec = specs[parts[0][0]]
+        kind = "F32" if spec.float32 or dtype == "float32" else "BF16"
+
+        def data() -> np.ndarray:
+            values = [host.get(i)[at] for i, at in parts]
+            # kv_b_proj is held as two parts of every head's rows, in the order of these rows.
+            value = values[0] if len(values) == 1 else np.concatenate(values, axis=1)
+            return value.reshape(spec.tensor_shape).astype(DTYPES[kind])
+
+        return Piece(name, kind, spec.tensor_shape, data)
+
+    experts_at: dict[str, int] = {}
+
+    def order(name: str) -> tuple[int, int]:
+        place, match = sources[name][0][0], _EXPERT.fullmatch(name)
+        return (experts_at.setdefault(match[1], place), int(match[2])) if match else (place, 0)
+
+    return [piece(name, sources[name]) for name in sorted(sources, key=order)]
+
+
+class _Host:
+    """Host copies of the arrays in use; a few at a time, since tensors of one array are written together."""
+
+    def __init__(self, arrays: Sequence[jax.Array]):
+        self.arrays, self.kept = arrays, dict[int, np.ndarray]()
+
+    def get(self, i: int) -> np.ndarray:
+        if i not in self.kept:
+            if len(self.kept) > 2:
+                self.kept.pop(next(iter(self.kept)))
+            self.kept[i] = np.asarray(self.arrays[i])
+        return self.kept[i]
