@@ -1,16 +1,20 @@
-"""Settings for every test: eight CPU devices, and compiled programs kept from one run to the next."""
+"""Settings for every test: eight CPU devices, checked shapes, and compiled programs kept between runs."""
 
 import os
 
 import pytest
 
+from tests import shapes
+
+# The float32 comparisons hold on the CPU; `make test-gpu` asks for a GPU. Set before jax is imported, and in
+# the environment, so that programs started by tests follow.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
 
 def pytest_configure(config: pytest.Config) -> None:
-    # The float32 comparisons hold on the CPU; `make test-gpu` asks for a GPU. Set before jax is imported, and
-    # in the environment, so that programs started by tests follow.
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import jax
 
+    shapes.install()
     # For the sharding tests. Programs on one device run as fast with eight virtual devices as with one.
     jax.config.update("jax_num_cpu_devices", 8)
     if config.cache is not None:
