@@ -1,0 +1,254 @@
+"""Ahead-of-time compiled executables, one per bucket. Only these are ever called.
+
+A ``Compiled`` object refuses any other shape, so a recompile while serving is impossible. ``cover`` finds the
+cheapest executable that can do a piece of work, so that not every bucket needs its own.
+"""
+
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mtp_jax.config import ModelConfig
+from mtp_jax.decode.draft import draft
+from mtp_jax.decode.prefill import Chunk, PrefillResult, prefill
+from mtp_jax.decode.state import Slots, State, admit, release
+from mtp_jax.decode.step import SamplingMode, StepResult, step
+from mtp_jax.errors import ConfigError
+from mtp_jax.model.params import Params
+from mtp_jax.model.sharding import data_size
+from mtp_jax.model.trunk import Backend
+
+
+@dataclass(frozen=True)
+class StepKey:
+    """One draft-and-verify executable: slots, depth, page-table columns, static sampling choices."""
+
+    slots: int
+    depth: int
+    pages: int
+    mode: SamplingMode
+
+    def covers(self, need: "StepKey") -> bool:
+        """Whether this executable can do what ``need`` asks; a sampling step also serves greedy rows."""
+        sampling = need.mode.drafting in (None, self.mode.drafting) and (
+            need.mode.drafting is None or need.mode.verifier == self.mode.verifier
+        )
+        return (
+            self.slots >= need.slots
+            and self.depth >= need.depth
+            and self.pages >= need.pages
+            and sampling
+            and (self.mode.logprobs if self.mode.logprobs is not None else -1)
+            >= (need.mode.logprobs if need.mode.logprobs is not None else -1)
+        )
+
+    @property
+    def cost(self) -> tuple[int, ...]:
+        """Orders executables that can do the same work."""
+        mode = self.mode
+        logprobs = -1 if mode.logprobs is None else mode.logprobs
+        return (self.slots * (self.depth + 1), self.pages, mode.drafting is not None, logprobs)
+
+
+@dataclass(frozen=True)
+class PrefillKey:
+    """One prefill executable: chunk length, page-table columns, log-probability widths."""
+
+    tokens: int
+    pages: int
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def covers(self, need: "PrefillKey") -> bool:
+        """Whether this executable can do what ``need`` asks."""
+        own = (self.logprobs, self.prompt_logprobs)
+        wanted = (need.logprobs, need.prompt_logprobs)
+        enough = all(
+            (-1 if a is None else a) >= (-1 if b is None else b) for a, b in zip(own, wanted, strict=True)
+        )
+        return self.tokens >= need.tokens and self.pages >= need.pages and enough
+
+    @property
+    def cost(self) -> tuple[int, ...]:
+        """Orders executables that can do the same work."""
+        extra = [-1 if n is None else n for n in (self.logprobs, self.prompt_logprobs)]
+        return (self.tokens, self.pages, *extra)
+
+
+@dataclass(frozen=True)
+class DraftKey:
+    """An executable that only drafts, for ``LLM.draft``: depth and page-table columns."""
+
+    depth: int
+    pages: int
+
+
+Key = StepKey | PrefillKey | DraftKey
+
+
+class Executables:
+    """The compiled programs of one engine, by key."""
+
+    def __init__(
+        self, cfg: ModelConfig, params: Params, state: State, decode: Backend, prefill: Backend
+    ) -> None:
+        """``params`` and ``state`` may be ``ShapeDtypeStruct`` trees: nothing is run."""
+        self._cfg, self._params, self._state = cfg, params, state
+        self._decode, self._prefill = decode, prefill
+        self._compiled: dict[Key, Callable[..., Any]] = {}
+        self._lock = threading.Lock()
+        self._admit: Callable[..., State] | None = None
+        self._release: Callable[..., State] | None = None
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._compiled
+
+    def __len__(self) -> int:
+        return len(self._compiled)
+
+    @property
+    def keys(self) -> list[Key]:
+        """Everything compiled so far."""
+        return list(self._compiled)
+
+    def compile(self, keys: Iterable[Key], done: Callable[[int, int], None] | None = None) -> None:
+        """Compile what is missing, several at a time; ``done(i, n)`` is called as they finish."""
+        if self._admit is None:
+            self._compile_bookkeeping()
+        missing = [k for k in dict.fromkeys(keys) if k not in self._compiled]
+        count = 0
+
+        def one(key: Key) -> None:
+            nonlocal count
+            executable = self._lower(key).compile()
+            with self._lock:
+                self._compiled[key] = executable
+                count += 1
+                if done:
+                    done(count, len(missing))
+
+        with ThreadPoolExecutor(max_workers=max(1, min(4, os.cpu_count() or 1))) as pool:
+            for future in [pool.submit(one, k) for k in missing]:
+                future.result()
+
+    def cover(self, need: Key) -> Key:
+        """The cheapest compiled key that covers ``need``. Raises ConfigError if there is none."""
+        able = [k for k in self._compiled if isinstance(k, type(need)) and k.covers(need)]  # type: ignore[arg-type]
+        if not able:
+            raise ConfigError(f"no executable covers {need}; compile it first (Engine.prepare)")
+        return min(able, key=lambda k: k.cost)  # type: ignore[union-attr]
+
+    def step(self, key: StepKey, params: Params, state: State) -> tuple[State, StepResult]:
+        """Run a compiled step."""
+        return self._compiled[key](params, state)
+
+    def prefill(
+        self, key: PrefillKey, params: Params, state: State, chunk: Chunk
+    ) -> tuple[State, PrefillResult]:
+        """Run a compiled prefill."""
+        return self._compiled[key](params, state, chunk)
+
+    def draft(self, key: DraftKey, params: Params, state: State) -> Any:
+        """Run a compiled draft of slot 0: (tokens [1, K], logits [1, K, V])."""
+        return self._compiled[key](params, state)
+
+    def admit(self, state: State, slot: int, row: Slots) -> State:
+        """Put a request's row into a slot."""
+        assert self._admit is not None
+        return self._admit(state, jnp.int32(slot), row)
+
+    def release(self, state: State, keep: Any) -> State:
+        """Switch slots off."""
+        assert self._release is not None
+        return self._release(state, keep)
+
+    def _out(self, result_too: bool = True) -> dict[str, Any]:
+        if self._decode.mesh is None:
+            return {}
+        state = jax.tree.map(lambda a: a.sharding, self._state)
+        return {"out_shardings": (state, None) if result_too else state}
+
+    def _lower(self, key: Key) -> Any:
+        if isinstance(key, StepKey):
+            fixed = {"slots": key.slots, "depth": key.depth, "pages": key.pages, "mode": key.mode}
+            run = _named(
+                partial(step, cfg=self._cfg, on=self._decode, **fixed), f"step_b{key.slots}_k{key.depth}"
+            )
+            return jax.jit(run, donate_argnums=1, **self._out()).lower(self._params, self._state)
+        if isinstance(key, DraftKey):
+            only = _named(partial(self._draft_only, key), f"draft_k{key.depth}")
+            return jax.jit(only).lower(self._params, self._state)
+        widths = {"logprobs": key.logprobs, "prompt_logprobs": key.prompt_logprobs}
+        run = partial(prefill, cfg=self._cfg, pages=key.pages, on=self._prefill, **widths)
+        named = _named(run, f"prefill_t{key.tokens}")
+        chunk = abstract_chunk(data_size(self._prefill.mesh), key.tokens)
+        return jax.jit(named, donate_argnums=1, **self._out()).lower(self._params, self._state, chunk)
+
+    def _draft_only(self, key: DraftKey, params: Params, state: State) -> Any:
+        slots = jax.tree.map(lambda a: a[:1], state.slots)
+        slots = replace(slots, active=jnp.ones_like(slots.active))
+        table = slots.page_table[:, : key.pages]
+        drafts, _ = draft(params, self._cfg, state, slots, table, key.depth, None, self._decode)
+        return drafts.tokens, drafts.logits
+
+    def _compile_bookkeeping(self) -> None:
+        row = jax.tree.map(lambda a: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype), self._state.slots)
+        keep = jax.ShapeDtypeStruct((self._state.slots.length.shape[0],), jnp.bool_)
+        slot = jax.ShapeDtypeStruct((), jnp.int32)
+        out = self._out(result_too=False)
+        self._admit = jax.jit(admit, donate_argnums=0, **out).lower(self._state, slot, row).compile()
+        self._release = jax.jit(release, donate_argnums=0, **out).lower(self._state, keep).compile()
+
+
+def _named(f: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        return f(*args)
+
+    run.__name__ = run.__qualname__ = name
+    return run
+
+
+def abstract_chunk(groups: int, tokens: int) -> Chunk:
+    """Shapes of a prefill chunk."""
+    per_group = jax.ShapeDtypeStruct((groups,), jnp.int32)
+    ids = jax.ShapeDtypeStruct((groups, tokens), jnp.int32)
+    final = jax.ShapeDtypeStruct((groups,), jnp.bool_)
+    return Chunk(per_group, per_group, per_group, final, ids, ids)
+
+
+def buckets(largest: int, smallest: int, factor: int) -> Sequence[int]:
+    """``smallest, smallest * factor, ...``, ending at ``largest``."""
+    sizes = []
+    size = smallest
+    while size < largest:
+        sizes.append(size)
+        size *= factor
+    return (*sizes, largest)
+
+
+def use_compile_cache(directory: str | Path) -> None:
+    """Keep compiled programs in ``directory`` across processes.
+
+    JAX trusts what it finds there, so the folder must be ours alone: it is created 0700, and one that others
+    can write to is refused. Raises ConfigError.
+    """
+    path = Path(directory).expanduser()
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    info = path.stat()
+    if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o022:
+        raise ConfigError(
+            f"compile cache {path} is owned by uid {info.st_uid} with mode {stat.S_IMODE(info.st_mode):o}; it must be "
+            "yours and writable by you alone (chmod 700), because its programs are executed"
+        )
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

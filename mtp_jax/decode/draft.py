@@ -1,0 +1,159 @@
+"""The NextN layers at inference: extending their cache over known tokens, and drafting ahead of them."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from mtp_jax.config import ModelConfig
+from mtp_jax.decode.sampling import Purpose, adjust, distribution, row_keys, sample
+from mtp_jax.decode.state import Slots, State
+from mtp_jax.model import nextn
+from mtp_jax.model.ops import PagedView
+from mtp_jax.model.params import Params
+from mtp_jax.model.trunk import Backend
+
+Drafting = Literal["greedy", "sampled"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Drafts:
+    """K drafts of every slot, the NextN logits behind them, and the distribution each was drawn from.
+
+    ``probs`` is None in greedy steps.
+    """
+
+    tokens: Int[Array, "B K"]
+    logits: Float[Array, "B K V"]
+    probs: Float[Array, "B K V"] | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Extension:
+    """NextN outputs over a window: ``z[k]`` [B, W, D], and the caches."""
+
+    z: tuple[Array, ...]
+    pages: tuple[Array, ...]
+
+
+def extend(
+    params: Params,
+    cfg: ModelConfig,
+    pages: tuple[Array, ...],
+    page_table: Int[Array, "B n"],
+    tokens: Int[Array, "B W"],
+    positions: Int[Array, "B W"],
+    hidden: Float[Array, "B W D"],
+    before: Float[Array, "B k D"],
+    on: Backend,
+) -> Extension:
+    """Write the NextN rows of known tokens, every layer.
+
+    hidden: the trunk's state of the token before each of ``tokens``. before: z_k of the token before the window.
+    Rows with a negative position are computed but not written.
+    """
+    z: list[Array] = []
+    out: list[Array] = []
+    for k in range(len(pages)):
+        written = jnp.where(positions > k, positions, -1)
+        view = _view(page_table, written, positions, pages[k].shape[1], first_row=k + 1)
+        if k > 0:
+            hidden = jnp.concatenate([before[:, k - 1 : k], z[-1][:, :-1]], axis=1)
+        out_z, kept = nextn.run(params, cfg, k, tokens, hidden, positions, pages[k], view, on)
+        z.append(out_z)
+        out.append(kept)  # type: ignore[arg-type]
+    return Extension(tuple(z), tuple(out))
+
+
+def _view(
+    page_table: Int[Array, "B n"],
+    written: Int[Array, "B W"],
+    positions: Int[Array, "B W"],
+    page_size: int,
+    first_row: int,
+) -> PagedView:
+    row = jnp.arange(page_table.shape[1] * page_size)
+    mask = (row >= first_row) & (row <= positions[..., None])
+    return PagedView(page_table, written, mask)
+
+
+def draft(
+    params: Params,
+    cfg: ModelConfig,
+    state: State,
+    slots: Slots,
+    page_table: Int[Array, "B n"],
+    depth: int,
+    drafting: Drafting | None,
+    on: Backend,
+) -> tuple[Drafts, tuple[Array, ...]]:
+    """Draft ``depth`` tokens per slot by recursion; layers are reused, step modulo layers.
+
+    drafting: None for steps in which every row is greedy. Returns (drafts, NextN caches): the rows of the drafts are
+    past the committed length, garbage once the step is over.
+    """
+    pages, layers = list(state.nextn), len(state.nextn)
+    z, counts = slots.carry[:, 0], slots.sampling.counts
+    tokens: list[Array] = []
+    raw: list[Array] = []
+    probs: list[Array] = []
+    for k in range(depth):
+        layer = k % layers
+        if k > 0:
+            # Layer k's rows past the newest token exist only every `layers` positions.
+            position = slots.length + k
+            row = jnp.arange(page_table.shape[1] * pages[layer].shape[1])
+            ahead = row - slots.length[:, None]
+            seen = (row > layer) & (ahead <= k) & ((ahead <= 0) | (ahead % layers == layer))
+            mask = (seen & slots.active[:, None])[:, None]
+            write = jnp.where(slots.active, position, -1)[:, None]
+            window, kept = nextn.run(
+                params,
+                cfg,
+                layer,
+                tokens[-1][:, None],
+                z[:, None],
+                position[:, None],
+                pages[layer],
+                PagedView(page_table, write, mask),
+                on,
+            )
+            z, pages[layer] = window[:, 0], kept  # type: ignore[assignment]
+        with jax.named_scope("draft_sample"):
+            logits = nextn.logits(params, layer, z)
+            raw.append(logits)
+            if drafting is None:
+                tokens.append(jnp.argmax(logits, axis=-1).astype(jnp.int32))
+                continue
+            adjusted = adjust(
+                logits[:, None], slots.sampling, counts[:, None], (slots.generated + k)[:, None]
+            )
+            token, q = _choose(adjusted, slots, drafting, k)
+            counts = counts.at[jnp.arange(token.shape[0]), jnp.where(token < 0, counts.shape[1], token)].add(
+                1, mode="drop"
+            )
+            tokens.append(token)
+            probs.append(q)
+    stack = lambda rows: jnp.stack(rows, axis=1)  # noqa: E731
+    return Drafts(stack(tokens), stack(raw), stack(probs) if probs else None), tuple(pages)
+
+
+def _choose(
+    logits: Float[Array, "B one V"], slots: Slots, drafting: Drafting, k: int
+) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
+    """One draft per row and the distribution it comes from: a point mass when drafting greedily."""
+    if drafting == "greedy":
+        cold = replace(slots.sampling, temperature=jnp.zeros_like(slots.sampling.temperature))
+        q = distribution(logits, cold)[:, 0]
+        return jnp.argmax(q, axis=-1).astype(jnp.int32), q
+    q = distribution(logits, slots.sampling)[:, 0]
+    return sample(row_keys(slots.sampling.seed, slots.length, Purpose.DRAFT + k), q), q
+
+
+def window_positions(start: Int[Array, " B"], width: int, valid: Bool[Array, "B W"]) -> Int[Array, "B W"]:
+    """Rows ``start, start + 1, ...``; -1 where not valid."""
+    return jnp.where(valid, start[:, None] + jnp.arange(width), -1)

@@ -1,0 +1,144 @@
+"""Prefill: one chunk of a prompt per data shard into the cache; the last chunk emits the first token."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from mtp_jax.config import ModelConfig
+from mtp_jax.decode.draft import extend
+from mtp_jax.decode.sampling import Purpose, TopLogprobs, adjust, distribution, row_keys, sample, top_logprobs
+from mtp_jax.decode.state import Slots, State
+from mtp_jax.decode.step import Finish, StepResult, count_tokens
+from mtp_jax.model import trunk
+from mtp_jax.model.ops import PagedView
+from mtp_jax.model.params import Params
+from mtp_jax.model.trunk import Backend
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of one prompt per data shard (G of them). Idle shards have count 0.
+
+    Attributes:
+        slot: whose prompt it is; each must lie in its own data shard. Past the last slot for an idle shard.
+        start: position of the first token.
+        count: tokens that count, at most T.
+        final: whether the prompt ends here.
+        tokens: padded to T.
+        targets: the token after each, for prompt log-probabilities; -1 where there is none.
+    """
+
+    slot: Int[Array, " G"]
+    start: Int[Array, " G"]
+    count: Int[Array, " G"]
+    final: Bool[Array, " G"]
+    tokens: Int[Array, "G T"]
+    targets: Int[Array, "G T"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PrefillResult:
+    """``first``: a StepResult of width 1, its count 0 unless the chunk was final. ``prompt``: [G, T] log-probs."""
+
+    first: StepResult
+    prompt: TopLogprobs | None
+
+
+def prefill(
+    params: Params,
+    state: State,
+    chunk: Chunk,
+    *,
+    cfg: ModelConfig,
+    pages: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    on: Backend,
+) -> tuple[State, PrefillResult]:
+    """Write the chunk's rows in every cache; on a final chunk sample the first token and write its NextN rows."""
+    s = jax.tree.map(lambda a: jnp.take(a, chunk.slot, axis=0, mode="clip"), state.slots)
+    table = s.page_table[:, :pages]
+    index = jnp.arange(chunk.tokens.shape[1])
+    valid = index < chunk.count[:, None]
+    real = chunk.start[:, None] + index
+    positions = jnp.where(valid, real, -1)
+    with jax.named_scope("prefill_trunk"):
+        row = jnp.arange(pages * state.trunk[0].shape[1])
+        mask = (row <= real[..., None]) & valid[..., None]
+        view = PagedView(table, positions, mask)
+        traced = trunk.run(params, cfg, chunk.tokens, real, state.trunk, view, on)
+    hidden = traced.hidden
+    last = jnp.maximum(chunk.count - 1, 0)[:, None, None]
+    at_last = lambda x: jnp.take_along_axis(x, last, axis=1)  # noqa: E731
+    with jax.named_scope("prefill_nextn"):
+        before = jnp.concatenate([s.carry[:, :1], hidden[:, :-1]], axis=1) if state.nextn else hidden
+        # The carry between chunks is shifted by one layer against `before` of extend.
+        extension = extend(
+            params, cfg, state.nextn, table, chunk.tokens, positions, before, s.carry[:, 1:], on
+        )
+    merges = [at_last(x) for x in (hidden, *extension.z[:-1])] if state.nextn else []
+    with jax.named_scope("first_token"):
+        logits = trunk.logits(params, at_last(hidden))
+        token, finish = _first_token(logits, s, chunk)
+    with jax.named_scope("first_token_nextn"):
+        at = jnp.where(token >= 0, chunk.start + chunk.count, -1)[:, None]
+        before_first = jnp.concatenate([s.carry[:, :0], *merges[1:]], axis=1)
+        opening = extend(
+            params,
+            cfg,
+            extension.pages,
+            table,
+            jnp.maximum(token, 0)[:, None],
+            at,
+            at_last(hidden),
+            before_first,
+            on,
+        )
+    carry = s.carry
+    if merges:
+        decoding = (token >= 0)[:, None, None]
+        carry = jnp.where(decoding, jnp.concatenate(opening.z, axis=1), jnp.concatenate(merges, axis=1))
+    emitted = (token >= 0).astype(jnp.int32)
+    new = replace(
+        s,
+        length=chunk.start + chunk.count,
+        newest=jnp.maximum(token, 0),
+        active=(token >= 0) & (finish == Finish.RUNNING),
+        remaining=s.remaining - emitted,
+        generated=s.generated + emitted,
+        carry=carry,
+        sampling=count_tokens(s, token[:, None]),
+    )
+    slots = jax.tree.map(lambda a, b: a.at[chunk.slot].set(b, mode="drop"), state.slots, new)
+    zero = jnp.zeros_like(token)
+    packed = jnp.stack([token, emitted, zero, zero, finish], axis=1)
+    top = None if logprobs is None else top_logprobs(logits, token[:, None], logprobs)
+    prompt = None
+    if prompt_logprobs is not None:
+        with jax.named_scope("prompt_logprobs"):
+            prompt = top_logprobs(trunk.logits(params, hidden), chunk.targets, prompt_logprobs)
+    return State(traced.pages, opening.pages, slots), PrefillResult(StepResult(packed, top), prompt)
+
+
+def _first_token(
+    logits: Float[Array, "G one V"], s: Slots, chunk: Chunk
+) -> tuple[Int[Array, " G"], Int[Array, " G"]]:
+    """Sample after a final chunk. Returns (token or -1, Finish)."""
+    adjusted = adjust(logits, s.sampling, s.sampling.counts[:, None], s.generated[:, None])
+    probs = distribution(adjusted, s.sampling)[:, 0]
+    keys = row_keys(s.sampling.seed, chunk.start + chunk.count - 1, Purpose.SAMPLE)
+    token = sample(keys, probs)
+    final = chunk.final & (chunk.count > 0)
+    broken = final & ~(jnp.isfinite(logits).all(axis=(1, 2)) & (token >= 0))
+    token = jnp.where(final & ~broken, token, -1)
+    stop = jnp.take_along_axis(s.sampling.stop_mask, jnp.maximum(token, 0)[:, None], axis=1)[:, 0]
+    finish = jnp.select(
+        [broken, (token >= 0) & stop, (token >= 0) & (s.remaining <= 1)],
+        [Finish.NAN, Finish.STOP, Finish.LENGTH],
+        Finish.RUNNING,
+    )
+    return token, finish.astype(jnp.int32)

@@ -1,0 +1,142 @@
+"""Everything that lives on the device between steps: one donated pytree.
+
+Invariant *committed length*: whatever lies in the cache past a slot's ``length`` is garbage and harmless, so the
+rollback of rejected drafts is only a length.
+
+Invariant *warm draft cache*: the NextN cache is extended for every committed token, at every depth. Its rows are
+indexed by the token: row j of layer 0 holds the pair (h_{j-1}, t_j), row j of layer k the pair (z_{k-1} of row j-1,
+t_j), so rows 0..k of layer k do not exist. It runs one row ahead of the trunk: the newest token of a slot has its row
+there, but not yet in the trunk's cache.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Bool, Float, Int
+
+from mtp_jax.config import ModelConfig
+from mtp_jax.decode.sampling import SamplingState, neutral_state
+from mtp_jax.model.params import type_of
+from mtp_jax.model.sharding import data_size, partition
+
+Tree = TypeVar("Tree")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Slots:
+    """The rows of the decode batch. First axis of every field: slots.
+
+    Attributes:
+        length: committed length: rows of the trunk's cache that count; also the position of ``newest``.
+        newest: the last emitted token, not yet in the trunk's cache.
+        active: whether steps advance the slot; a finished slot switches itself off.
+        remaining: tokens the slot may still emit.
+        generated: tokens emitted so far.
+        depth: most drafts the slot's request wants verified per step.
+        page_table: pages in order, local to the slot's data shard; one past the last page where unallocated.
+        carry: hidden states the next NextN rows build on. While decoding entry k is z_k at ``newest``; between
+            prefill chunks it is what layer k's next row merges: h for layer 0, z_{k-1} for the others.
+        sampling: what the request asks of the sampler.
+    """
+
+    length: Int[Array, " B"]
+    newest: Int[Array, " B"]
+    active: Bool[Array, " B"]
+    remaining: Int[Array, " B"]
+    generated: Int[Array, " B"]
+    depth: Int[Array, " B"]
+    page_table: Int[Array, "B n"]
+    carry: Float[Array, "B k D"]
+    sampling: SamplingState
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """The paged latent cache, one array [P, S, C + R] per layer, and the slots."""
+
+    trunk: tuple[Any, ...]
+    nextn: tuple[Any, ...]
+    slots: Slots
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """Sizes of a ``State``. ``pages`` are per data shard; ``columns`` is the width of the page table."""
+
+    slots: int
+    pages: int
+    page_size: int
+    columns: int
+
+
+def abstract_state(cfg: ModelConfig, shape: StateShape, dtype: str, mesh: Mesh | None) -> State:
+    """The state's shapes, dtypes and shardings, without allocating it."""
+    kind, b = type_of[dtype], shape.slots
+
+    def array(*dims: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype)
+
+    pages = array(shape.pages * data_size(mesh), shape.page_size, cfg.latent_dim, dtype=kind)
+    count = cfg.num_nextn_predict_layers
+    state = State(
+        trunk=(pages,) * cfg.num_hidden_layers,
+        nextn=(pages,) * count,
+        slots=Slots(
+            length=array(b),
+            newest=array(b),
+            active=array(b, dtype=jnp.bool_),
+            remaining=array(b),
+            generated=array(b),
+            depth=array(b),
+            page_table=array(b, shape.columns),
+            carry=array(b, count, cfg.hidden_size, dtype=kind),
+            sampling=jax.eval_shape(lambda: neutral_state(b, cfg.vocab_size)),
+        ),
+    )
+    if mesh is None:
+        return state
+    over_data = NamedSharding(mesh, partition("slots"))
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=over_data), state)
+
+
+def empty_state(abstract: State) -> State:
+    """A zeroed state of these shapes: no slot is active."""
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), abstract)
+
+
+def first_slots(slots: Tree, count: int) -> Tree:
+    """The first ``count`` slots."""
+    return jax.tree.map(lambda a: a if a.shape[0] == count else a[:count], slots)
+
+
+def put_first_slots(slots: Tree, part: Tree) -> Tree:
+    """``slots`` with the first ones replaced by ``part``."""
+
+    def put(a: Array, b: Array) -> Array:
+        return b if a.shape[0] == b.shape[0] else jax.lax.dynamic_update_slice_in_dim(a, b, 0, axis=0)
+
+    return jax.tree.map(put, slots, part)
+
+
+def admit(state: State, slot: Int[Array, ""], row: Slots) -> State:
+    """Put one request's row (first axis 1) into ``slot``."""
+    put = lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b.astype(a.dtype), slot, axis=0)  # noqa: E731
+    return replace(state, slots=jax.tree.map(put, state.slots, row))
+
+
+def release(state: State, keep: Bool[Array, " B"]) -> State:
+    """Switch off the slots whose requests the host ended."""
+    return replace(state, slots=replace(state.slots, active=state.slots.active & keep))
+
+
+def mask_row(ids: Any, vocab: int) -> np.ndarray:
+    """A bool [1, V] row that is True at ``ids``."""
+    row = np.zeros((1, vocab), bool)
+    row[0, list(ids)] = True
+    return row

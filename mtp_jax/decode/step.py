@@ -1,0 +1,222 @@
+"""The draft-and-verify step: one donated, compiled program per (slots, depth, pages) bucket.
+
+    draft    K recursive NextN passes from the newest token
+    verify   the trunk over the window [newest, drafts]: logits and hidden states of W = K + 1 tokens
+    accept   the same transforms as plain sampling; the accepted drafts and one corrected or bonus token
+    commit   lengths grow, finished slots switch themselves off, NextN rows of the emitted tokens are written
+
+Drafting first lets every step have its own depth: nothing that depends on the depth crosses steps.
+"""
+
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from mtp_jax.config import ModelConfig
+from mtp_jax.decode import verify
+from mtp_jax.decode.draft import Drafting, Drafts, draft, extend, window_positions
+from mtp_jax.decode.sampling import (
+    Purpose,
+    SamplingState,
+    TopLogprobs,
+    adjust,
+    distribution,
+    row_keys,
+    top_logprobs,
+    window_counts,
+)
+from mtp_jax.decode.state import Slots, State, first_slots, put_first_slots
+from mtp_jax.model import trunk
+from mtp_jax.model.ops import PagedView
+from mtp_jax.model.params import Params
+from mtp_jax.model.trunk import Backend
+
+Verifier = Literal["rejection", "block"]
+
+
+@dataclass(frozen=True)
+class SamplingMode:
+    """Static choices of a step. ``drafting`` None: every row is greedy and unadjusted, so argmax decides."""
+
+    drafting: Drafting | None = None
+    verifier: Verifier = "rejection"
+    logprobs: int | None = None
+
+
+class Finish(IntEnum):
+    """Why a slot switched itself off, in the last column of ``StepResult.packed``."""
+
+    RUNNING = 0
+    STOP = 1
+    LENGTH = 2
+    NAN = 3
+
+
+# Columns of StepResult.packed after the W tokens.
+COUNT, ACCEPTED, DRAFTED, FINISH = range(4)
+EXTRA_COLUMNS = 4
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepResult:
+    """What the host reads, one step late.
+
+    Attributes:
+        packed: int32 [B, W + 4]: emitted tokens (-1 past the end), their count, accepted drafts, verified drafts,
+            ``Finish``. One array, because one copy is cheaper than several.
+        logprobs: of the emitted tokens, if the step computes them.
+    """
+
+    packed: Int[Array, "B C"]
+    logprobs: TopLogprobs | None
+
+
+def step(
+    params: Params,
+    state: State,
+    *,
+    cfg: ModelConfig,
+    slots: int,
+    depth: int,
+    pages: int,
+    mode: SamplingMode,
+    on: Backend,
+) -> tuple[State, StepResult]:
+    """Draft ``depth`` tokens for the first ``slots`` slots, verify them, emit 1 to depth + 1 tokens each.
+
+    pages: columns of the page table to look at; must cover every active slot's length + depth + 1 rows.
+    """
+    s = first_slots(state.slots, slots)
+    table = s.page_table[:, :pages]
+    with jax.named_scope("draft"):
+        if depth:
+            drafts, nextn_pages = draft(params, cfg, state, s, table, depth, mode.drafting, on)
+        else:
+            drafts, nextn_pages = _no_drafts(cfg, slots, mode), state.nextn
+    with jax.named_scope("verify"):
+        window = jnp.concatenate([s.newest[:, None], drafts.tokens], axis=1)
+        traced = _verify(params, cfg, state, s, table, jnp.maximum(window, 0), on)
+        logits = trunk.logits(params, traced.hidden)
+    with jax.named_scope("accept"):
+        healthy = jnp.isfinite(logits).all(axis=-1)
+        verdict = _accept(logits, window, drafts, s, mode)
+        emitted = _emit(verdict, drafts.tokens, s, healthy)
+    with jax.named_scope("commit"):
+        tokens = emitted.tokens
+        valid = tokens >= 0
+        positions = window_positions(s.length + 1, depth + 1, valid)
+        extension = extend(
+            params, cfg, nextn_pages, table, jnp.maximum(tokens, 0), positions, traced.hidden, s.carry, on
+        )
+        advanced = _advance(s, emitted, extension.z)
+    num_drafts = jnp.where(s.active, jnp.minimum(s.depth, depth), 0)
+    counts = (emitted.count, jnp.where(s.active, verdict.accepted, 0), num_drafts, emitted.finish)
+    packed = jnp.concatenate([tokens, jnp.stack(counts, axis=1)], axis=1)
+    top = None if mode.logprobs is None else top_logprobs(logits, tokens, mode.logprobs)
+    new = State(traced.pages, extension.pages, put_first_slots(state.slots, advanced))
+    return new, StepResult(packed, top)
+
+
+def _no_drafts(cfg: ModelConfig, slots: int, mode: SamplingMode) -> Drafts:
+    nothing = jnp.zeros((slots, 0, cfg.vocab_size), jnp.float32)
+    return Drafts(jnp.zeros((slots, 0), jnp.int32), nothing, None if mode.drafting is None else nothing)
+
+
+def _verify(
+    params: Params,
+    cfg: ModelConfig,
+    state: State,
+    s: Slots,
+    table: Int[Array, "B n"],
+    window: Int[Array, "B W"],
+    on: Backend,
+) -> trunk.Traced:
+    width = window.shape[1]
+    positions = s.length[:, None] + jnp.arange(width)
+    row = jnp.arange(table.shape[1] * state.trunk[0].shape[1])
+    mask = (row <= positions[..., None]) & s.active[:, None, None]
+    written = jnp.where(s.active[:, None], positions, -1)
+    return trunk.run(params, cfg, window, positions, state.trunk, PagedView(table, written, mask), on)
+
+
+def _accept(
+    logits: Float[Array, "B W V"], window: Int[Array, "B W"], drafts: Drafts, s: Slots, mode: SamplingMode
+) -> verify.Verdict:
+    num_drafts = jnp.minimum(s.depth, drafts.tokens.shape[1])
+    if drafts.probs is None:
+        return verify.greedy(jnp.argmax(logits, axis=-1).astype(jnp.int32), drafts.tokens, num_drafts)
+    counts = window_counts(s.sampling.counts, window)
+    generated = s.generated[:, None] + jnp.arange(window.shape[1])
+    target = distribution(adjust(logits, s.sampling, counts, generated), s.sampling)
+    accept = row_keys(s.sampling.seed, s.length, Purpose.ACCEPT)
+    residual = row_keys(s.sampling.seed, s.length, Purpose.RESIDUAL)
+    run = verify.block if mode.verifier == "block" else verify.rejection
+    return run(accept, residual, target, drafts.probs, drafts.tokens, num_drafts)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Emitted:
+    """Tokens that reach the output (-1 past the end), their count, and why the slot ends, if it does."""
+
+    tokens: Int[Array, "B W"]
+    count: Int[Array, " B"]
+    finish: Int[Array, " B"]
+
+
+def _emit(
+    verdict: verify.Verdict, drafts: Int[Array, "B K"], s: Slots, healthy: Bool[Array, "B W"]
+) -> Emitted:
+    """Cut the accepted tokens at the first stop token, at max_tokens, and before the first NaN."""
+    width = drafts.shape[1] + 1
+    index = jnp.arange(width)
+    accepted = verdict.accepted[:, None]
+    tokens = jnp.where(index < accepted, jnp.pad(drafts, ((0, 0), (0, 1))), verdict.token[:, None])
+    safe = jnp.maximum(tokens, 0)
+    stops = jnp.take_along_axis(s.sampling.stop_mask, safe, axis=1)
+    proposed = index <= accepted
+    broken = proposed & (~healthy | (tokens < 0))
+    first = lambda flags: jnp.where(flags.any(axis=1), jnp.argmax(flags, axis=1), width + 1)  # noqa: E731
+    first_stop, first_broken = first(stops & proposed), first(broken)
+    count = jnp.minimum(jnp.minimum(verdict.accepted, first_stop) + 1, jnp.minimum(s.remaining, first_broken))
+    count = jnp.where(s.active, count, 0)
+    finish = jnp.select(
+        [~s.active, first_stop < count, count == s.remaining, first_broken <= count],
+        [Finish.RUNNING, Finish.STOP, Finish.LENGTH, Finish.NAN],
+        Finish.RUNNING,
+    ).astype(jnp.int32)
+    return Emitted(jnp.where(index < count[:, None], tokens, -1), count, finish)
+
+
+def _advance(s: Slots, emitted: Emitted, z: tuple[Array, ...]) -> Slots:
+    """Commit: rows up to the new length are now part of the sequence."""
+    some = emitted.count > 0
+    last = jnp.maximum(emitted.count - 1, 0)
+    newest = jnp.take_along_axis(emitted.tokens, last[:, None], axis=1)[:, 0]
+    carry = s.carry
+    if z:
+        at_newest = [jnp.take_along_axis(zk, last[:, None, None], axis=1) for zk in z]
+        carry = jnp.where(some[:, None, None], jnp.concatenate(at_newest, axis=1), carry)
+    return replace(
+        s,
+        length=s.length + emitted.count,
+        newest=jnp.where(some, newest, s.newest),
+        active=s.active & (emitted.finish == Finish.RUNNING),
+        remaining=s.remaining - emitted.count,
+        generated=s.generated + emitted.count,
+        carry=carry,
+        sampling=count_tokens(s, emitted.tokens),
+    )
+
+
+def count_tokens(s: Slots, tokens: Int[Array, "B W"]) -> SamplingState:
+    """The sampling state with the emitted tokens (-1: none) added to the output counts."""
+    vocab = s.sampling.counts.shape[1]
+    row = jnp.arange(tokens.shape[0])[:, None]
+    counts = s.sampling.counts.at[row, jnp.where(tokens < 0, vocab, tokens)].add(1, mode="drop")
+    return replace(s.sampling, counts=counts)

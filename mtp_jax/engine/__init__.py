@@ -1,0 +1,1 @@
+"""Requests to steps, on the host. Only ``engine.py`` touches jax; the page allocator and the requests do not."""

@@ -1,0 +1,64 @@
+"""Sizes and choices of an engine."""
+
+from dataclasses import dataclass
+
+from mtp_jax.decode.draft import Drafting
+from mtp_jax.decode.step import Verifier
+from mtp_jax.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes and choices of an engine.
+
+    Attributes:
+        num_speculative_tokens: depth K: drafts per step unless a request asks for fewer.
+        max_num_seqs: slots.
+        max_model_len: most tokens of prompt and output together.
+        page_size: cache rows per page.
+        num_pages: pages per data shard; None: enough for every slot at max_model_len.
+        prefill_chunk: most prompt tokens per prefill launch.
+        drafting: "sampled" draws drafts from the draft distribution, "greedy" takes its argmax; both lossless.
+        verifier: "rejection" (arXiv 2211.17192) or "block" (arXiv 2403.10444).
+        dtype: of weights and cache.
+        seed: from which seeds of requests without one are drawn.
+    """
+
+    num_speculative_tokens: int = 3
+    max_num_seqs: int = 8
+    max_model_len: int = 2048
+    page_size: int = 64
+    num_pages: int | None = None
+    prefill_chunk: int = 256
+    drafting: Drafting = "sampled"
+    verifier: Verifier = "block"
+    dtype: str = "float32"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("num_speculative_tokens", 0, 64),
+            ("max_num_seqs", 1, 4096),
+            ("max_model_len", 2, 2**24),
+            ("page_size", 1, 4096),
+            ("prefill_chunk", 1, 2**16),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+                raise ConfigError(f"{name} = {value!r}; expected an integer from {low} to {high}")
+        for name, allowed in (
+            ("drafting", ("sampled", "greedy")),
+            ("verifier", ("rejection", "block")),
+            ("dtype", ("float32", "bfloat16")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} = {getattr(self, name)!r}; expected one of {allowed}")
+
+    @property
+    def columns(self) -> int:
+        """Width of the page table: the pages of the longest request."""
+        return self.pages_for(self.max_model_len)
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that a sequence of this many tokens needs, the drafts past its end included."""
+        return -(-(tokens + self.num_speculative_tokens + 1) // self.page_size)

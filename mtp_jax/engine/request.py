@@ -1,0 +1,222 @@
+"""What a user asks for (SamplingParams), what they get (RequestOutput), and a request on its way between the two."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from mtp_jax.errors import RequestError
+
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens. Names and defaults follow vLLM's.
+
+    Attributes:
+        n: completions per prompt.
+        temperature: 0 is greedy.
+        top_p: smallest set of tokens with at least this mass; 1 is off.
+        top_k: most likely tokens to keep; 0 or -1 is off.
+        min_p: least probability relative to the most likely token; 0 is off.
+        max_tokens: most tokens to emit; None: as many as fit.
+        min_tokens: no stop token before this many.
+        stop: strings that end the text; not part of it unless ``include_stop_str_in_output``.
+        stop_token_ids: tokens that end the output beside the model's own, emitted.
+        ignore_eos: go on after the model's end-of-sequence tokens.
+        seed: makes sampling reproducible, whatever shares the batch.
+        presence_penalty: subtracted from every token already in the output.
+        frequency_penalty: subtracted once per occurrence in the output.
+        repetition_penalty: divides (positive) or multiplies the logits of tokens in prompt or output; 1 is off.
+        logit_bias: added to the logits of these token ids.
+        logprobs: log-probabilities of the chosen token and of this many most likely ones, at most 20.
+        prompt_logprobs: the same for the tokens of the prompt.
+        num_speculative_tokens: most drafts per step for this request; None: the engine's. 0: no speculation.
+        skip_special_tokens: leave special tokens out of the text.
+        include_stop_str_in_output: keep the stop string in the text.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    num_speculative_tokens: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        _check_number(self, "temperature", 0, 1e6)
+        _check_number(self, "top_p", 0, 1, low_open=True)
+        _check_number(self, "min_p", 0, 1)
+        _check_number(self, "presence_penalty", -2, 2)
+        _check_number(self, "frequency_penalty", -2, 2)
+        _check_number(self, "repetition_penalty", 0, 1e6, low_open=True)
+        _check_integer(self, "n", 1, 1024)
+        _check_integer(self, "top_k", -1, 2**31 - 1)
+        _check_integer(self, "max_tokens", 1, 2**31 - 1, optional=True)
+        _check_integer(self, "min_tokens", 0, 2**31 - 1)
+        _check_integer(self, "seed", 0, 2**32 - 1, optional=True)
+        _check_integer(self, "logprobs", 0, MAX_LOGPROBS, optional=True)
+        _check_integer(self, "prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
+        _check_integer(self, "num_speculative_tokens", 0, 64, optional=True)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens = {self.min_tokens} is above max_tokens = {self.max_tokens}")
+        if any(not isinstance(s, str) or not s for s in self.stop_strings):
+            raise RequestError(f"stop = {self.stop!r}; expected non-empty strings")
+        for token, bias in self.logit_bias.items():
+            if not isinstance(token, int) or not math.isfinite(bias) or abs(bias) > 100:
+                raise RequestError(
+                    f"logit_bias {token!r}: {bias!r}; expected token id: number from -100 to 100"
+                )
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """``stop`` as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether argmax of the unadjusted logits decides."""
+        penalties = (
+            self.presence_penalty,
+            self.frequency_penalty,
+            self.repetition_penalty - 1,
+            self.min_tokens,
+        )
+        return self.temperature == 0 and not any(penalties) and not self.logit_bias
+
+
+def _check_number(p: SamplingParams, name: str, low: float, high: float, low_open: bool = False) -> None:
+    value = getattr(p, name)
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not ok or not low <= value <= high or (low_open and value == low):
+        raise RequestError(
+            f"{name} = {value!r}; expected a number {'above' if low_open else 'from'} {low} to {high}"
+        )
+
+
+def _check_integer(p: SamplingParams, name: str, low: int, high: int, optional: bool = False) -> None:
+    value = getattr(p, name)
+    if value is None and optional:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        none = " or None" if optional else ""
+        raise RequestError(f"{name} = {value!r}; expected an integer from {low} to {high}{none}")
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Natural log of a token's probability under the model itself, before any transform; rank 1 is the best."""
+
+    logprob: float
+    rank: int
+
+
+@dataclass
+class Speculation:
+    """What drafting achieved for one request. Drafts verified after its last token are counted too."""
+
+    accepted_per_step: list[int] = field(default_factory=list)
+    drafted_per_step: list[int] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        """Draft-and-verify steps."""
+        return len(self.accepted_per_step)
+
+    @property
+    def drafted(self) -> int:
+        """Drafts verified."""
+        return sum(self.drafted_per_step)
+
+    @property
+    def accepted(self) -> int:
+        """Drafts accepted."""
+        return sum(self.accepted_per_step)
+
+    @property
+    def accepted_per_position(self) -> tuple[int, ...]:
+        """How often the draft at each position was accepted."""
+        deepest = max(self.drafted_per_step, default=0)
+        return tuple(sum(a > i for a in self.accepted_per_step) for i in range(deepest))
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per step: accepted drafts + 1, on average; 0.0 before the first step."""
+        return (self.accepted + self.steps) / self.steps if self.steps else 0.0
+
+    def __add__(self, other: "Speculation") -> "Speculation":
+        return Speculation(
+            self.accepted_per_step + other.accepted_per_step, self.drafted_per_step + other.drafted_per_step
+        )
+
+
+class Status(Enum):
+    """Where a request is."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+TokenLogprobs = dict[int, Logprob]
+
+
+@dataclass
+class Request:
+    """One completion on its way through the engine. Only the engine changes it."""
+
+    id: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    max_tokens: int
+    depth: int
+    # Tokens its pages hold.
+    capacity: int
+    status: Status = Status.WAITING
+    output: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    finish_reason: str | None = None
+    speculation: Speculation = field(default_factory=Speculation)
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    prefilled: int = 0
+    # Launched, not yet read: results that will hold at least one token, and the most rows they can commit.
+    unread: int = 0
+    rows_bound: int = 0
+    arrived: float = field(default_factory=time.perf_counter)
+    first_token_at: float | None = None
+    finished_at: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether no further token will come."""
+        return self.status is Status.FINISHED
+
+    def emit(self, tokens: list[int]) -> None:
+        """Take tokens that a launch produced."""
+        self.output += tokens
+        if tokens and self.first_token_at is None:
+            self.first_token_at = time.perf_counter()
+
+    def end(self, reason: str) -> None:
+        """No more tokens: "stop", "length", "abort" or "error"."""
+        self.status, self.finish_reason, self.finished_at = Status.FINISHED, reason, time.perf_counter()

@@ -1,0 +1,75 @@
+"""What ``LLM.generate`` returns."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mtp_jax.engine.request import Speculation, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One completion.
+
+    Attributes:
+        index: which of the prompt's n completions.
+        text: detokenised; empty without a tokenizer.
+        token_ids: emitted tokens, a final stop token included.
+        finish_reason: "stop", "length", "abort", "error" (the model produced NaN), None while running.
+        logprobs: per token, if asked for: the chosen token first, then the most likely ones.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    logprobs: list[TokenLogprobs] | None
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds from submission: to the first token and to the end; None while it has not come."""
+
+    first_token: float | None
+    finished: float | None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """All completions of one prompt, and what speculation did for them together.
+
+    Attributes:
+        prompt: the prompt as a string, None if token ids were given.
+        prompt_token_ids: the prompt as tokens.
+        outputs: completions, in order.
+        speculation: drafts verified and accepted over all completions.
+        prompt_logprobs: per prompt token, if asked for; the first is None.
+        timing: of the first completion.
+    """
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    speculation: Speculation
+    prompt_logprobs: list[TokenLogprobs | None] | None
+    timing: Timing
+
+    @property
+    def finished(self) -> bool:
+        """Whether every completion has ended."""
+        return all(o.finish_reason is not None for o in self.outputs)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What the NextN layers propose after a prompt.
+
+    Attributes:
+        next_token: the trunk's own greedy next token, which the drafts follow.
+        token_ids: the greedy drafts.
+        logits: [n, V] float32, from which each draft is the argmax.
+    """
+
+    next_token: int
+    token_ids: list[int]
+    logits: np.ndarray
