@@ -11,16 +11,19 @@ from mtp_jax.model.ops import Form, PagedView, Queries, attend, paged_attention
 from mtp_jax.model.params import Attention
 from mtp_jax.model.sharding import constrain
 
+# Of the two norms on low-rank projections, whatever rms_norm_eps says: the reference implementation fixes it.
+_LOW_RANK_EPS = 1e-6
+
 
 def project(
     p: Attention, cfg: ModelConfig, x: Float[Array, "B W D"], angles: Float[Array, "B W 2 r"]
 ) -> tuple[Queries, Float[Array, "B W C"]]:
     """Queries, and the rows to cache: the normed latent and the rotated shared key (eqs. 9-15)."""
-    low = x if p.q_a is None else rms_norm(linear(x, p.q_a), p.q_norm, cfg.rms_norm_eps)
+    low = x if p.q_a is None else rms_norm(linear(x, p.q_a), p.q_norm, _LOW_RANK_EPS)
     q = linear(low, p.q_b)
     q_nope, q_rope = jnp.split(q, [cfg.qk_nope_head_dim], axis=-1)
     latent, key_rope = jnp.split(linear(x, p.kv_a), [cfg.kv_lora_rank], axis=-1)
-    latent = rms_norm(latent, p.kv_norm, cfg.rms_norm_eps)
+    latent = rms_norm(latent, p.kv_norm, _LOW_RANK_EPS)
     key_rope = rotate(key_rope, angles, cfg.rope_interleave)
     queries = Queries(q_nope, rotate(q_rope, angles, cfg.rope_interleave))
     return queries, jnp.concatenate([latent, key_rope], axis=-1)
