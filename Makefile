@@ -1,7 +1,8 @@
 # `make demo` and `make test` need make and Python 3.11 or newer with venv; everything else is installed into $(VENV).
 PYTHON ?= python3
 VENV ?= .venv
-PYTEST_ARGS ?=
+# One process per core, four at most: each runs jax with threads of its own.
+PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist loadfile
 DEMO_PROMPT ?= def read_config(path):
 
 BIN := $(VENV)/bin
@@ -21,7 +22,7 @@ test: $(VENV)/.dev
 
 test-slow: $(VENV)/.dev
 	@echo "==> running the slow tests"
-	@$(BIN)/python -m pytest -q -m "slow and not gpu" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -q -m "slow and not gpu"
 
 lint: $(VENV)/.dev
 	@echo "==> checking style"
@@ -38,7 +39,7 @@ types: $(VENV)/.dev
 
 test-gpu: $(VENV)/.dev
 	@echo "==> running the tests that need a GPU (install the cuda extra first)"
-	@JAX_PLATFORMS=cuda,cpu $(BIN)/python -m pytest -q -m gpu $(PYTEST_ARGS)
+	@JAX_PLATFORMS=cuda,cpu $(BIN)/python -m pytest -q -m gpu
 
 clean:
 	@rm -rf $(VENV) build dist *.egg-info .hypothesis .pytest_cache .ruff_cache
