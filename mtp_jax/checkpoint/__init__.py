@@ -1,8 +1,68 @@
 """Files to parameters and back: Hugging Face folders, FP8 blocks, NextN draft folders, Orbax."""
 
-from mtp_jax.checkpoint.read import Loaded, load_folder
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+from mtp_jax.checkpoint.orbax_store import convert, is_orbax, restore, save
+from mtp_jax.checkpoint.read import Loaded, Progress, load_folder
+from mtp_jax.checkpoint.summary import Summary, summarise
 from mtp_jax.checkpoint.write import export_nextn, save_checkpoint
+from mtp_jax.errors import CheckpointError
 
-load = load_folder
+__all__ = [
+    "Loaded",
+    "Progress",
+    "Summary",
+    "convert",
+    "export_nextn",
+    "is_orbax",
+    "load",
+    "restore",
+    "save",
+    "save_checkpoint",
+    "summarise",
+]
 
-__all__ = ["Loaded", "export_nextn", "load", "save_checkpoint"]
+
+def load(
+    model_dir: str | Path,
+    draft_model: str | Path | None = None,
+    *,
+    dtype: str = "float32",
+    mesh: Mesh | None = None,
+    num_nextn_layers: int | None = None,
+    progress: Progress | None = None,
+) -> Loaded:
+    """Load a model.
+
+    Args:
+        model_dir: a folder in Hugging Face layout, or one written by ``mtp-jax convert``.
+        draft_model: a folder with the NextN layers: in place, lmsys NextN or xLLM export. None: those of
+            ``model_dir``.
+        dtype: "float32" or "bfloat16", of everything but norms and routers, which are float32.
+        mesh: devices to place the parameters on; each device reads only its part. None: one device.
+        num_nextn_layers: how many NextN layers to load; 0 for none, None for all.
+        progress: called with (bytes read, bytes to read) after every array.
+    Raises:
+        ConfigError: an unsupported model, or one that does not divide over the mesh.
+        CheckpointError: files that are damaged, incomplete or of another model.
+    """
+    if not is_orbax(model_dir):
+        return load_folder(
+            model_dir,
+            draft_model,
+            dtype=dtype,
+            mesh=mesh,
+            num_nextn_layers=num_nextn_layers,
+            progress=progress,
+        )
+    if draft_model is not None:
+        raise CheckpointError(
+            f"{model_dir} is an Orbax folder, which holds its own NextN layers: draft_model = {draft_model} "
+            "has no place in it; give draft_model to `mtp-jax convert` instead"
+        )
+    loaded = restore(model_dir, mesh, dtype, num_nextn_layers)
+    if progress:
+        progress(loaded.bytes_read, loaded.bytes_read)
+    return loaded

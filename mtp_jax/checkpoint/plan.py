@@ -29,6 +29,7 @@ class Plan:
         config: the model, with the NextN layers that will be loaded.
         tensors: what will be read, scales included, by name in the release.
         duplicates: tensor that may be a copy of another: name -> name of the trunk's.
+        architecture: model_type of config.json.
         layout: layout of the NextN layers, None without any.
         files: every safetensors file that is involved.
     """
@@ -36,6 +37,7 @@ class Plan:
     config: ModelConfig
     tensors: dict[str, Tensor]
     duplicates: dict[str, str]
+    architecture: str
     layout: str | None
     files: tuple[Path, ...]
 
@@ -106,7 +108,9 @@ def make_plan(
     check.finish(folder.path, draft.folder, unexpected)
     files = sorted({t.file.path for t in found.values()})
     layout = draft.layout if wanted else None
-    return Plan(cfg, {n: found[n] for n in check.used}, duplicates, layout, tuple(files))
+    tensors = {n: found[n] for n in check.used}
+    architecture = str(raw.get("model_type", "deepseek_v3"))
+    return Plan(cfg, tensors, duplicates, architecture, layout, tuple(files))
 
 
 def _count_nextn(cfg: ModelConfig, draft: Draft, declared: int | None, wanted: int | None) -> int:

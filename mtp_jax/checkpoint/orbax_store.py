@@ -1,0 +1,180 @@
+"""Orbax checkpoints: parameters in the engine's own shapes, restored straight to their shardings.
+
+A folder holds config.json (the dialect of the release), ``params/`` (Orbax) and, written last,
+``orbax.json``.
+"""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+
+from mtp_jax.checkpoint.folder import read_config, text_files
+from mtp_jax.checkpoint.read import Loaded, Progress, load_folder
+from mtp_jax.checkpoint.write import write_json
+from mtp_jax.config import ModelConfig, read_json
+from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.model.params import Params, Spec, dtype_of, nextn_specs, trunk_specs, type_of
+from mtp_jax.model.sharding import check_divisible, partition
+
+MARKER = "orbax.json"
+_FORMAT = 1
+
+
+def is_orbax(path: str | Path) -> bool:
+    """Whether a folder was written by ``save``."""
+    return (Path(path) / MARKER).is_file()
+
+
+@dataclass(frozen=True)
+class About:
+    """What a folder of Orbax holds: its model, the tree of Spec and the dtype it was saved in."""
+
+    config: ModelConfig
+    specs: Params
+    dtype: str
+
+
+def read_about(path: Path) -> About:
+    """Read the small files of an Orbax folder. Raises CheckpointError for another kind of folder."""
+    if not is_orbax(path):
+        raise CheckpointError(f"{path} has no {MARKER}; expected a folder written by `mtp-jax convert`")
+    marker = read_json(path / MARKER)
+    if marker.get("format") != _FORMAT or marker.get("dtype") not in type_of:
+        raise CheckpointError(
+            f"{path / MARKER} has format {marker.get('format')!r} and dtype {marker.get('dtype')!r}; "
+            f"expected {_FORMAT} and one of {', '.join(type_of)}"
+        )
+    cfg, _ = read_config(path)
+    own = marker.get("nextn_own")
+    if not isinstance(own, list) or len(own) != cfg.num_nextn_predict_layers:
+        raise CheckpointError(
+            f"{path / MARKER}: nextn_own is {own!r}; expected {cfg.num_nextn_predict_layers} entries, "
+            "num_nextn_predict_layers of config.json"
+        )
+    trunk = trunk_specs(cfg)
+    nextn = tuple(nextn_specs(cfg, k, "embed" in o, "head" in o) for k, o in enumerate(own))
+    specs = Params(trunk.embed, trunk.layers, trunk.norm, trunk.head, nextn)
+    return About(cfg, specs, marker["dtype"])
+
+
+def save(path: str | Path, cfg: ModelConfig, params: Params) -> None:
+    """Write parameters, sharded or not, to a new folder. Raises CheckpointError if one is there already."""
+    path = Path(path).absolute()
+    if is_orbax(path) or (path / "params").exists():
+        raise CheckpointError(f"{path} already holds an Orbax checkpoint; name a new folder or remove it")
+    path.mkdir(parents=True, exist_ok=True)
+    with _checkpointer() as store:
+        store.save(path / "params", _flat(params))
+    write_json(path / "config.json", cfg.to_dict() | {"torch_dtype": _dtype_name(params)})
+    own = [[name for name in ("embed", "head") if getattr(p, name) is not None] for p in params.nextn]
+    write_json(path / MARKER, {"format": _FORMAT, "dtype": _dtype_name(params), "nextn_own": own})
+
+
+def restore(
+    path: str | Path,
+    mesh: Mesh | None = None,
+    dtype: str | None = None,
+    num_nextn_layers: int | None = None,
+) -> Loaded:
+    """Read what ``save`` wrote, every array straight to its devices.
+
+    Args:
+        path: the folder.
+        mesh: where to; None for one device. It need not be the mesh it was saved from.
+        dtype: "float32" or "bfloat16"; None keeps the saved one.
+        num_nextn_layers: how many NextN layers to keep; None for all.
+    Raises:
+        CheckpointError: a folder that is damaged or of another kind.
+    """
+    path = Path(path).absolute()
+    about = read_about(path)
+    cfg, specs, dtype = about.config, about.specs, about.dtype if dtype is None else dtype
+    if dtype not in type_of:
+        raise ConfigError(f"dtype {dtype!r} is not supported; expected one of {', '.join(type_of)}")
+    check_divisible(cfg, mesh)
+    present = cfg.num_nextn_predict_layers
+    kept = present if num_nextn_layers is None else num_nextn_layers
+    if not 0 <= kept <= present:
+        raise CheckpointError(
+            f"num_nextn_layers = {kept}, but {path} has {present} NextN layers; expected 0 to {present}"
+        )
+    with _checkpointer() as store:
+        try:
+            stored = store.metadata(path / "params").item_metadata
+            _check_stored(path, _flat(specs), {k: tuple(v.shape) for k, v in dict(stored).items()})
+            flat = store.restore(path / "params", _flat(jax.tree.map(_target(mesh, dtype), specs)))
+        except CheckpointError:
+            raise
+        except Exception as e:  # Orbax and TensorStore raise many kinds for damaged folders
+            raise CheckpointError(f"{path / 'params'} cannot be restored: {e}") from e
+    params = jax.tree.structure(specs).unflatten([flat[name] for name in _flat(specs)])
+    cfg = cfg.with_nextn(cfg.nextn_moe[:kept])
+    params = Params(params.embed, params.layers, params.norm, params.head, params.nextn[:kept])
+    return Loaded(cfg, params, sum(x.nbytes for x in jax.tree.leaves(params)))
+
+
+def convert(
+    model_dir: str | Path,
+    out_dir: str | Path,
+    draft_model: str | Path | None = None,
+    *,
+    dtype: str = "bfloat16",
+    mesh: Mesh | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Load a folder in Hugging Face layout and write it with Orbax, its tokenizer files beside it."""
+    loaded = load_folder(model_dir, draft_model, dtype=dtype, mesh=mesh, progress=progress)
+    save(out_dir, loaded.config, loaded.params)
+    for file in text_files(Path(model_dir)):
+        shutil.copyfile(file, Path(out_dir) / file.name)
+
+
+@contextmanager
+def _checkpointer() -> Iterator[Any]:
+    import orbax.checkpoint as ocp  # slow to import, and most runs do without
+
+    with ocp.StandardCheckpointer() as store:
+        yield store
+
+
+def _flat(tree: Params) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def _dtype_name(params: Params) -> str:
+    return str(params.embed.dtype)
+
+
+def _target(mesh: Mesh | None, dtype: str) -> Any:
+    device = next(iter(jnp.zeros(()).devices()))
+
+    def target(spec: Spec) -> jax.ShapeDtypeStruct:
+        sharding = (
+            SingleDeviceSharding(device) if mesh is None else NamedSharding(mesh, partition(*spec.axes))
+        )
+        return jax.ShapeDtypeStruct(spec.shape, dtype_of(spec, dtype), sharding=sharding)
+
+    return target
+
+
+def _check_stored(path: Path, specs: dict[str, Spec], stored: dict[str, tuple[int, ...]]) -> None:
+    if specs.keys() != stored.keys():
+        missing, unexpected = sorted(specs.keys() - stored.keys()), sorted(stored.keys() - specs.keys())
+        raise CheckpointError(
+            f"{path / 'params'} does not match config.json: missing {missing[:5]}, unexpected "
+            f"{unexpected[:5]}"
+        )
+    for name, spec in specs.items():
+        if stored[name] != spec.shape:
+            raise CheckpointError(
+                f"{path / 'params'}: array {name} has shape {list(stored[name])}; expected "
+                f"{list(spec.shape)} from config.json"
+            )

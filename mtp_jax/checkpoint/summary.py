@@ -1,0 +1,156 @@
+"""What a checkpoint holds and needs, from its config and headers alone."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from mtp_jax.checkpoint.orbax_store import is_orbax, read_about
+from mtp_jax.checkpoint.plan import make_plan
+from mtp_jax.config import ModelConfig
+from mtp_jax.model.params import Moe, Params, Spec, dtype_of, param_specs, type_of
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Tensors of one dtype: how many, their elements and their bytes."""
+
+    tensors: int
+    elements: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What ``mtp-jax info`` prints.
+
+    Attributes:
+        architecture: model_type of config.json.
+        config: the model, with the NextN layers that are present.
+        nextn_layout: where the NextN layers are: "in place", "lmsys NextN", "xLLM export", "Orbax"; None
+            without any.
+        files: how many safetensors files there are.
+        stored: what is on disk and will be read, by dtype ("BF16", "F8_E4M3", ...).
+        parameters: of the trunk, embedding and head included (a tied one once).
+        active_parameters: of the trunk, those that one token uses.
+        nextn_parameters: of the NextN layers, copies of the trunk's embedding and head left out.
+        weight_bytes: memory for all parameters, by engine dtype.
+        cache_bytes_per_token: latent cache of all layers, NextN included, by engine dtype.
+    """
+
+    architecture: str
+    config: ModelConfig
+    nextn_layout: str | None
+    files: int
+    stored: dict[str, Stored]
+    parameters: int
+    active_parameters: int
+    nextn_parameters: int
+    weight_bytes: dict[str, int]
+    cache_bytes_per_token: dict[str, int]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that a load will read."""
+        return sum(s.nbytes for s in self.stored.values())
+
+    def text(self) -> str:
+        """The summary as lines for people."""
+        c = self.config
+        moe = sum(map(c.is_moe, range(c.num_hidden_layers)))
+        kinds = ", ".join("MoE" if m else "dense" for m in c.nextn_moe)
+        experts = (
+            f"{c.n_routed_experts} routed, {c.num_experts_per_tok} per token, {c.n_shared_experts} shared"
+        )
+        stored = [f"{_size(s.nbytes)} {name} ({s.tensors:,})" for name, s in sorted(self.stored.items())]
+        rows = {
+            "architecture": self.architecture,
+            "layers": f"{c.num_hidden_layers} ({c.num_hidden_layers - moe} dense, {moe} MoE)",
+            "experts": experts if moe or any(c.nextn_moe) else "none",
+            "hidden, heads": f"{c.hidden_size}, {c.num_attention_heads}",
+            "vocabulary": f"{c.vocab_size:,}{' (tied)' if c.tie_word_embeddings else ''}",
+            "context": f"{c.max_position_embeddings:,} tokens",
+            "NextN layers": f"{len(c.nextn_moe)} ({kinds}; {self.nextn_layout})" if c.nextn_moe else "none",
+            "parameters": f"{self.parameters:,} ({self.active_parameters:,} active per token)",
+            "NextN parameters": f"{self.nextn_parameters:,}",
+            "on disk": f"{_size(self.stored_bytes)}: {', '.join(stored)}",
+            "memory for weights": ", ".join(f"{_size(n)} as {k}" for k, n in self.weight_bytes.items()),
+            "cache per token": ", ".join(f"{n:,} B as {k}" for k, n in self.cache_bytes_per_token.items()),
+        }
+        return "\n".join(f"{name:<20}{value}" for name, value in rows.items())
+
+
+def summarise(model_dir: str | Path, draft_model: str | Path | None = None) -> Summary:
+    """Check a folder in Hugging Face layout, or one of Orbax, and count what it holds; no weights are read.
+
+    Raises ConfigError or CheckpointError as ``load`` would.
+    """
+    stored: dict[str, Stored] = {}
+    if is_orbax(model_dir):
+        about = read_about(Path(model_dir))
+        for spec in jax.tree.leaves(about.specs):
+            kind = np.dtype(dtype_of(spec, about.dtype))
+            name = "F32" if kind == np.float32 else "BF16"
+            _add(stored, name, math.prod(spec.shape), math.prod(spec.shape) * kind.itemsize)
+        return _summary("deepseek_v3", about.config, "Orbax", 0, stored)
+    plan = make_plan(model_dir, draft_model)
+    for t in plan.tensors.values():
+        _add(stored, t.dtype, math.prod(t.shape), t.nbytes)
+    return _summary(plan.architecture, plan.config, plan.layout, len(plan.files), stored)
+
+
+def parameter_counts(cfg: ModelConfig) -> tuple[int, int, int]:
+    """Parameters of (trunk, trunk active per token, NextN layers without copies of embedding and head)."""
+    specs = param_specs(cfg)
+    total = _count(Params(specs.embed, specs.layers, specs.norm, specs.head, ()))
+    idle = 0
+    for layer in specs.layers:
+        if isinstance(layer.mlp, Moe):
+            routed = _count((layer.mlp.gate_up, layer.mlp.down))
+            idle += routed - routed // cfg.n_routed_experts * cfg.num_experts_per_tok
+    return total, total - idle, _count(specs.nextn)
+
+
+def _summary(
+    architecture: str, cfg: ModelConfig, layout: str | None, files: int, stored: dict[str, Stored]
+) -> Summary:
+    specs = jax.tree.leaves(param_specs(cfg))
+    total, active, nextn = parameter_counts(cfg)
+    layers = cfg.num_hidden_layers + cfg.num_nextn_predict_layers
+
+    def weight_bytes(dtype: str) -> int:
+        return sum(math.prod(s.shape) * np.dtype(dtype_of(s, dtype)).itemsize for s in specs)
+
+    return Summary(
+        architecture=architecture,
+        config=cfg,
+        nextn_layout=layout if cfg.nextn_moe else None,
+        files=files,
+        stored=stored,
+        parameters=total,
+        active_parameters=active,
+        nextn_parameters=nextn,
+        weight_bytes={d: weight_bytes(d) for d in type_of},
+        cache_bytes_per_token={d: layers * cfg.latent_dim * np.dtype(k).itemsize for d, k in type_of.items()},
+    )
+
+
+def _add(stored: dict[str, Stored], name: str, elements: int, nbytes: int) -> None:
+    s = stored.get(name, Stored(0, 0, 0))
+    stored[name] = Stored(s.tensors + 1, s.elements + elements, s.nbytes + nbytes)
+
+
+def _size(nbytes: int) -> str:
+    """A byte count for people: four digits and a unit."""
+    value, units = float(nbytes), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 1000 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{value:.4g} {units[0]}"
+
+
+def _count(specs: object) -> int:
+    leaves: Iterable[Spec] = jax.tree.leaves(specs)
+    return sum(math.prod(s.shape) for s in leaves)
