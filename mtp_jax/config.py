@@ -15,12 +15,19 @@ from mtp_jax.errors import ConfigError
 FP8_BLOCK = 128
 
 _MODEL_TYPES = {"deepseek_v3", "deepseek_v3_mtp", "kimi_k2", "glm4_moe_lite", "joyai_llm_flash"}
+_INDEXER = "its sparse attention indexer is not implemented"
+_HYBRID = "its layers mix other kinds of attention with MLA"
 _REFUSED = {
     "deepseek_v4": "its compressed sparse attention and hyper-connections are a different architecture",
-    "deepseek_v32": "its sparse attention indexer is not implemented",
-    "glm_moe_dsa": "its sparse attention indexer is not implemented",
+    "deepseek_v32": _INDEXER,
     "deepseek_v2": "its softmax router is not implemented",
+    "glm_moe_dsa": _INDEXER,
+    "glm5_next": _HYBRID,
     "glm4_moe": "it uses grouped-query attention instead of MLA",
+    "kimi_k3": _HYBRID,
+    "kimi_k25": "it nests a text model beside a vision model",
+    "mistral4": "its softmax router and query scaling are not implemented",
+    "longcat_flash": "its double attention blocks and zero experts are not implemented",
 }
 
 
@@ -115,23 +122,23 @@ class ModelConfig:
         """Build from the parsed JSON of either dialect. Raises ConfigError."""
         _refuse_unsupported(raw)
         known = {f.name for f in fields(cls)}
-        values = {k: v for k, v in raw.items() if k in known and v is not None}
+        values = _dense_layers(raw) | {k: v for k, v in raw.items() if k in known and v is not None}
         for key in ("rope_scaling", "fp8", "dtype", "nextn_moe"):
             values.pop(key, None)
-        required = [n for n in _REQUIRED if n not in values]
+        moe = bool(values.get("n_routed_experts"))
+        required = [n for n in (*_REQUIRED, *(_REQUIRED_OF_MOE if moe else ())) if n not in values]
         if required:
             raise ConfigError(f"config.json lacks {', '.join(required)}; a DeepSeek-V3 config has them all")
-        values["n_routed_experts"] = values.get("n_routed_experts", 0)
-        if not values["n_routed_experts"]:
+        if not moe:
             values["first_k_dense_replace"] = values["num_hidden_layers"]
         values |= _rope(raw) | {"dtype": _dtype(raw), "fp8": _fp8(raw)}
         eos = raw.get("eos_token_id", 1)
         values["eos_token_ids"] = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-        count = values.get("num_nextn_predict_layers", 0)
-        values["nextn_moe"] = tuple(raw.get("nextn_moe", [values["n_routed_experts"] > 0] * count))
         try:
+            count = values.get("num_nextn_predict_layers", 0)
+            values["nextn_moe"] = tuple(raw.get("nextn_moe", [moe] * count))
             return cls(**values)
-        except TypeError as e:
+        except (TypeError, OverflowError) as e:
             raise ConfigError(f"config.json has a value of the wrong type: {e}") from e
 
     def to_dict(self) -> dict[str, Any]:
@@ -202,6 +209,10 @@ _REQUIRED = (
     "v_head_dim",
 )
 
+# Their defaults in transformers are DeepSeek-V3's own values, which a file of another model must not fall
+# back to.
+_REQUIRED_OF_MOE = ("moe_intermediate_size", "num_experts_per_tok", "routed_scaling_factor")
+
 
 def read_json(path: str | Path) -> dict[str, Any]:
     """A JSON object from a file. Raises ConfigError naming the file."""
@@ -220,23 +231,41 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 
 def _refuse_unsupported(raw: dict[str, Any]) -> None:
-    kind = raw.get("model_type", "deepseek_v3")
-    for prefix, reason in _REFUSED.items():
-        if kind == prefix or (prefix == "deepseek_v4" and str(kind).startswith(prefix)):
-            raise ConfigError(f"model_type {kind!r} is not supported: {reason}")
+    kind = raw.get("model_type")
+    if kind is None:  # the architecture's name says it as well
+        named = raw.get("architectures")
+        first = str(named[0]) if isinstance(named, list) and named else "DeepseekV3ForCausalLM"
+        kind = "deepseek_v3" if first.startswith(("DeepseekV3For", "DeepseekMTPFor")) else first
     if kind not in _MODEL_TYPES:
-        raise ConfigError(f"model_type {kind!r} is not supported; expected one of {sorted(_MODEL_TYPES)}")
-    if "index_topk" in raw or "index_n_heads" in raw:
-        raise ConfigError("the config has a sparse attention indexer (index_topk): not supported")
+        plain = str(kind).lower().replace("_", "")
+        reasons = [r for k, r in _REFUSED.items() if plain.startswith(k.replace("_", ""))]
+        why = f": {reasons[0]}" if reasons else f"; expected one of {', '.join(sorted(_MODEL_TYPES))}"
+        raise ConfigError(f"model_type {kind!r} is not supported{why}")
+    if raw.get("index_topk") is not None or raw.get("index_n_heads") is not None:
+        raise ConfigError(f"the config has index_topk, as DeepSeek-V3.2 does: {_INDEXER}")
     for key, allowed in (
-        ("scoring_func", ("sigmoid",)),
-        ("topk_method", ("noaux_tc",)),
-        ("hidden_act", ("silu",)),
-        ("attention_bias", (False,)),
+        ("scoring_func", "sigmoid"),
+        ("topk_method", "noaux_tc"),
+        ("hidden_act", "silu"),
+        ("attention_bias", False),
+        ("partial_rotary_factor", 1),
     ):
         got = raw.get(key)
-        if got is not None and got not in allowed:
-            raise ConfigError(f"{key} = {got!r} is not supported; expected {allowed[0]!r}")
+        if got is not None and got != allowed:
+            raise ConfigError(f"{key} = {got!r} is not supported; expected {allowed!r}")
+
+
+def _dense_layers(raw: dict[str, Any]) -> dict[str, Any]:
+    """first_k_dense_replace from transformers 5's list of layer types."""
+    kinds = raw.get("mlp_layer_types")
+    if kinds is None:
+        return {}
+    dense = kinds.count("dense") if isinstance(kinds, list) else 0
+    if not isinstance(kinds, list) or kinds != ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
+        raise ConfigError(
+            f"mlp_layer_types = {kinds!r:.200} is not supported; expected 'dense's, then 'sparse's"
+        )
+    return {"first_k_dense_replace": dense}
 
 
 def _rope(raw: dict[str, Any]) -> dict[str, Any]:
@@ -250,6 +279,10 @@ def _rope(raw: dict[str, Any]) -> dict[str, Any]:
         return out | {"rope_scaling": None}
     if kind != "yarn":
         raise ConfigError(f"rope scaling {kind!r} is not supported; expected 'yarn' or null")
+    if scaling.get("truncate") is False:
+        raise ConfigError(
+            "yarn rope scaling with truncate = false is not supported; expected true or no such key"
+        )
     try:
         original = scaling.get("original_max_position_embeddings") or raw["max_position_embeddings"]
         keep = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
@@ -282,16 +315,55 @@ def _fp8(raw: dict[str, Any]) -> Fp8Config | None:
             f"fp8 with weight_block_size {quant.get('weight_block_size')} and fmt {quant.get('fmt')} is not "
             "supported; expected [128, 128] and e4m3"
         )
+    if quant.get("activation_scheme", "dynamic") != "dynamic":
+        raise ConfigError(
+            f"fp8 with activation_scheme {quant['activation_scheme']!r} is not supported; expected 'dynamic'"
+        )
     return Fp8Config(ue8m0=quant.get("scale_fmt") == "ue8m0")
 
 
+_POSITIVE = (*_REQUIRED, "max_position_embeddings", "n_group", "topk_group", "moe_layer_freq")
+_NATURAL = (
+    "moe_intermediate_size",
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "first_k_dense_replace",
+    "num_nextn_predict_layers",
+)
+
+
 def _check(c: ModelConfig) -> None:
-    for name in (*_REQUIRED, "max_position_embeddings", "n_group", "topk_group", "moe_layer_freq"):
+    def need(ok: bool, name: str, expected: str) -> None:
+        if not ok:
+            raise ConfigError(f"{name} = {getattr(c, name)!r:.200}; expected {expected}")
+
+    def whole(value: Any, least: int) -> bool:
+        return type(value) is int and value >= least
+
+    for name in _POSITIVE:
+        need(whole(getattr(c, name), 1), name, "a positive integer")
+    for name in _NATURAL:
+        need(whole(getattr(c, name), 0), name, "an integer >= 0")
+    for name in ("rms_norm_eps", "rope_theta", "routed_scaling_factor"):
         value = getattr(c, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} = {value!r}; expected a positive integer")
-    if c.qk_rope_head_dim % 2:
-        raise ConfigError(f"qk_rope_head_dim = {c.qk_rope_head_dim}; expected an even number")
+        need(type(value) in (int, float) and 0 < value < math.inf, name, "a positive number")
+    for name in ("norm_topk_prob", "rope_interleave", "tie_word_embeddings"):
+        need(type(getattr(c, name)) is bool, name, "true or false")
+    need(c.q_lora_rank is None or whole(c.q_lora_rank, 1), "q_lora_rank", "a positive integer or null")
+    need(c.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", "an even number")
+    need(all(whole(i, 0) for i in c.eos_token_ids), "eos_token_ids", "token ids")
+    need(c.bos_token_id is None or whole(c.bos_token_id, 0), "bos_token_id", "a token id or null")
+    need(c.dtype in ("float32", "bfloat16"), "dtype", "float32 or bfloat16")
+    need(all(type(m) is bool for m in c.nextn_moe), "nextn_moe", "true or false for each layer")
+    if c.rope_scaling:
+        y = c.rope_scaling
+        if not (
+            1 <= y.factor < math.inf
+            and y.original_max_position_embeddings > 0
+            and y.beta_fast >= y.beta_slow > 0
+        ):
+            raise ConfigError(f"rope_scaling = {y}; expected factor >= 1 and beta_fast >= beta_slow > 0")
     if len(c.nextn_moe) != c.num_nextn_predict_layers:
         raise ConfigError(
             f"nextn_moe has {len(c.nextn_moe)} entries, num_nextn_predict_layers is "
@@ -310,7 +382,4 @@ def _check(c: ModelConfig) -> None:
             )
         if c.n_group > 1 and c.n_routed_experts // c.n_group < 2:
             raise ConfigError("expert groups of one: a group's score is the sum of its two best experts")
-        if c.moe_intermediate_size < 1:
-            raise ConfigError(
-                f"moe_intermediate_size = {c.moe_intermediate_size}; expected a positive integer"
-            )
+        need(c.moe_intermediate_size > 0, "moe_intermediate_size", "a positive integer")
