@@ -38,7 +38,7 @@ class Scorer:
 
     def __init__(self, cfg: ModelConfig, params: Params, mesh: Mesh | None) -> None:
         self._cfg, self._params = cfg, params
-        self._on = Backend("naive", "loop", mesh)
+        self._on = Backend("naive", "sparse", mesh)
         # A sharded batch must divide over the data axis; a copy of the row per shard does.
         self._rows = 1 if mesh is None else mesh.shape["data"]
         self._compiled: dict[int, Any] = {}

@@ -75,7 +75,7 @@ class Engine:
         pages = self.scheduler.allocator.pages
         shape = StateShape(config.max_num_seqs, pages, config.page_size, config.columns)
         abstract = abstract_state(cfg, shape, config.dtype, mesh)
-        decode, prefill = Backend("absorbed", "loop", mesh), Backend("naive", "loop", mesh)
+        decode, prefill = Backend("absorbed", "sparse", mesh), Backend("naive", "sparse", mesh)
         self.executables = Executables(cfg, params, abstract, decode, prefill)
         self.state = empty_state(abstract)
         self._inflight: deque[_Launch] = deque()

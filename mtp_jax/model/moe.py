@@ -1,10 +1,9 @@
 """Mixture of experts: the sigmoid, group-limited router and interchangeable ways to run the experts.
 
-``dense`` is the obviously right one (and differentiable, so training uses it); ``loop`` visits only the experts that
-some row chose; ``expert_parallel`` runs ``loop`` on every device's own experts.
+``dense`` is the obviously right one; ``sparse`` visits only the experts that some row chose;
+``expert_parallel`` runs ``sparse`` on every device's own experts.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,9 +17,9 @@ from mtp_jax.model.layers import linear, swiglu
 from mtp_jax.model.params import Moe
 from mtp_jax.model.sharding import constrain, sharded
 
-Experts = Literal["dense", "loop"]
+Experts = Literal["dense", "sparse"]
 
-# Rows one visit to an expert handles. Decode windows fit in one visit, so that weights are read once.
+# Rows one visit to an expert handles: few enough that its weights are what a visit costs.
 _TILE = 64
 
 
@@ -38,20 +37,28 @@ def route(p: Moe, cfg: ModelConfig, x: Float[Array, "*b D"]) -> Routing:
 
     All in float32. The bias only selects: weights come from the scores alone.
     """
-    logits = jnp.einsum("...d,ed->...e", x.astype(jnp.float32), p.router, precision=jax.lax.Precision.HIGHEST)
-    scores = jax.nn.sigmoid(logits)
+    flat = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+    scores = jax.nn.sigmoid(linear(flat, p.router))
     choice = scores + p.bias
+    rows, experts = choice.shape
     if cfg.n_group > 1:
-        grouped = choice.reshape(*choice.shape[:-1], cfg.n_group, -1)
-        group_score = jax.lax.top_k(grouped, 2)[0].sum(axis=-1)
-        groups = jax.lax.top_k(group_score, cfg.topk_group)[1]
-        kept = jax.nn.one_hot(groups, cfg.n_group, dtype=bool).any(axis=-2)
-        choice = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(choice.shape)
+        # Two dimensions throughout: for others XLA on a CPU sorts instead of taking the top k.
+        groups = choice.reshape(rows * cfg.n_group, -1)
+        group_score = jax.lax.top_k(groups, 2)[0].sum(axis=-1).reshape(rows, cfg.n_group)
+        best = jax.lax.top_k(group_score, cfg.topk_group)[1]
+        kept = (best[..., None] == jnp.arange(cfg.n_group)).any(axis=1)
+        choice = jnp.where(jnp.repeat(kept, experts // cfg.n_group, axis=1), choice, -jnp.inf)
     ids = jax.lax.top_k(choice, cfg.num_experts_per_tok)[1]
     weights = jnp.take_along_axis(scores, ids, axis=-1)
     if cfg.norm_topk_prob:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
-    return Routing(ids, weights * cfg.routed_scaling_factor)
+    shape = (*x.shape[:-1], cfg.num_experts_per_tok)
+    return Routing(ids.reshape(shape), (weights * cfg.routed_scaling_factor).reshape(shape))
+
+
+def _flat(r: Routing) -> Routing:
+    k = r.ids.shape[-1]
+    return Routing(r.ids.reshape(-1, k), r.weights.reshape(-1, k))
 
 
 def dense(
@@ -69,9 +76,34 @@ def dense(
 def loop(
     gate_up: Float[Array, "E 2 I D"], down: Float[Array, "E D I"], x: Float[Array, "T D"], r: Routing
 ) -> Float[Array, "T D"]:
-    """Visit each chosen expert, ``_TILE`` of its rows at a time; ids outside ``[0, E)`` contribute nothing.
+    """Visit each expert that some row chose, once, with every row: for the few rows of a decode step.
 
-    A row's experts are summed in float32 in router order, so its result does not depend on its neighbours.
+    Ids outside ``[0, E)`` contribute nothing. A row's experts are summed in float32 by ascending id, whatever its
+    neighbours chose: others only add zeros.
+    """
+    experts = down.shape[0]
+    one_hot = r.ids[..., None] == jnp.arange(experts)
+    weight = jnp.einsum("tke,tk->te", one_hot.astype(jnp.float32), r.weights)
+    chosen = one_hot.any(axis=(0, 1))
+    place = jnp.where(chosen, jnp.cumsum(chosen) - 1, experts)
+    visits = jnp.zeros(experts, jnp.int32).at[place].set(jnp.arange(experts), mode="drop")
+
+    def visit(i: Int[Array, ""], out: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        e = visits[i]
+        y = _expert(gate_up, down, e, x).astype(jnp.float32)
+        w = jax.lax.dynamic_index_in_dim(weight, e, axis=1)
+        return out + jnp.where(w != 0, y * w, 0)
+
+    total = jax.lax.fori_loop(0, chosen.sum(), visit, jnp.zeros(x.shape, jnp.float32))
+    return total.astype(x.dtype)
+
+
+def grouped(
+    gate_up: Float[Array, "E 2 I D"], down: Float[Array, "E D I"], x: Float[Array, "T D"], r: Routing
+) -> Float[Array, "T D"]:
+    """Visit each chosen expert with its own rows only, ``_TILE`` at a time: for the many rows of a prefill.
+
+    Ids outside ``[0, E)`` contribute nothing. A row's experts are summed in float32 in router order.
     """
     (rows, k), experts = r.ids.shape, down.shape[0]
     pairs, tile = rows * k, min(rows, _TILE)
@@ -84,17 +116,29 @@ def loop(
 
     def visit(i: Int[Array, ""], out: Float[Array, "p D"]) -> Float[Array, "p D"]:
         e = jnp.searchsorted(last_visit, i, side="right")
-        start = (i - (last_visit[e] - visits[e])) * tile
-        lane = start + jnp.arange(tile)
+        lane = (i - (last_visit[e] - visits[e])) * tile + jnp.arange(tile)
         pair = order[jnp.minimum(first_pair[e] + lane, pairs - 1)]
-        gu = linear(x[pair // k], jax.lax.dynamic_index_in_dim(gate_up, e, keepdims=False))
-        act = jax.nn.silu(gu[:, 0]) * gu[:, 1]
-        y = linear(act, jax.lax.dynamic_index_in_dim(down, e, keepdims=False))
+        y = _expert(gate_up, down, e, x[pair // k])
         return out.at[jnp.where(lane < counts[e], pair, pairs)].set(y, mode="drop")
 
     out = jax.lax.fori_loop(0, last_visit[-1], visit, jnp.zeros((pairs, x.shape[1]), x.dtype))
     mixed = jnp.einsum("tkd,tk->td", out.reshape(rows, k, -1).astype(jnp.float32), r.weights)
     return mixed.astype(x.dtype)
+
+
+def _expert(
+    gate_up: Float[Array, "E 2 I D"], down: Float[Array, "E D I"], e: Int[Array, ""], x: Float[Array, "T D"]
+) -> Float[Array, "T D"]:
+    gu = linear(x, jax.lax.dynamic_index_in_dim(gate_up, e, keepdims=False))
+    act = jax.nn.silu(gu[:, 0]) * gu[:, 1]
+    return linear(act, jax.lax.dynamic_index_in_dim(down, e, keepdims=False))
+
+
+def sparse(
+    gate_up: Float[Array, "E 2 I D"], down: Float[Array, "E D I"], x: Float[Array, "T D"], r: Routing
+) -> Float[Array, "T D"]:
+    """Only the chosen experts: ``loop`` for few rows, ``grouped`` for many."""
+    return (loop if x.shape[0] <= _TILE else grouped)(gate_up, down, x, r)
 
 
 def expert_parallel(
@@ -104,13 +148,13 @@ def expert_parallel(
     r: Routing,
     mesh: Mesh,
 ) -> Float[Array, "B W D"]:
-    """``loop`` on each device's experts: gather the rows over ``data``, sum the parts over both axes."""
+    """``sparse`` on each device's experts: gather the rows over ``data``, sum the parts over both axes."""
 
     def local(gate_up, down, x, ids, weights):
         x, ids, weights = (jax.lax.all_gather(a, "data", tiled=True) for a in (x, ids, weights))
         first = jax.lax.axis_index(("data", "model")) * down.shape[0]
-        mine = Routing((ids - first).reshape(-1, ids.shape[-1]), weights.reshape(-1, ids.shape[-1]))
-        part = loop(gate_up, down, x.reshape(-1, x.shape[-1]), mine).reshape(x.shape)
+        mine = _flat(Routing(ids - first, weights))
+        part = sparse(gate_up, down, x.reshape(-1, x.shape[-1]), mine).reshape(x.shape)
         part = jax.lax.psum(part, "model")
         return jax.lax.psum_scatter(part, "data", tiled=True)
 
@@ -129,10 +173,8 @@ def moe(
         if mesh is not None:
             y = expert_parallel(p.gate_up, p.down, x, r, mesh)
         else:
-            rows = math.prod(x.shape[:-1])
-            flat = Routing(r.ids.reshape(rows, -1), r.weights.reshape(rows, -1))
-            run = dense if experts == "dense" else loop
-            y = run(p.gate_up, p.down, x.reshape(rows, -1), flat).reshape(x.shape)
+            run = dense if experts == "dense" else sparse
+            y = run(p.gate_up, p.down, x.reshape(-1, x.shape[-1]), _flat(r)).reshape(x.shape)
     if p.shared is not None:
         with jax.named_scope("moe_shared"):
             y = y + swiglu(x, p.shared)

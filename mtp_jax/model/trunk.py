@@ -23,12 +23,12 @@ class Backend:
 
     Attributes:
         form: MLA form: "naive" (prefill, training) or "absorbed" (decode).
-        experts: "dense" or "loop" (moe.py); with a mesh experts always run in parallel.
+        experts: "dense" or "sparse" (moe.py); with a mesh they always run in parallel.
         mesh: device mesh, None for one device.
     """
 
     form: Form = "naive"
-    experts: Experts = "loop"
+    experts: Experts = "sparse"
     mesh: Mesh | None = None
 
 
