@@ -27,13 +27,21 @@ class Aux(NamedTuple):
 
 
 def loss(
-    params: Params, cfg: ModelConfig, tokens: Int[Array, "B n"], mtp_weight: float, mtp_depth: int
+    params: Params,
+    cfg: ModelConfig,
+    tokens: Int[Array, "B n"],
+    mtp_weight: float,
+    mtp_depth: int,
+    mtp_targets: str = "data",
 ) -> tuple[jax.Array, Aux]:
     """Next-token cross entropy + mtp_weight * mean over depths 1..mtp_depth of the MTP cross entropy.
 
     A row of n tokens holds T + 1 + mtp_depth of them, so every depth predicts T tokens: the trunk predicts
     tokens[:, 1 : T + 1], depth k predicts tokens[:, k + 1 : T + k + 1]. Gradients of the MTP terms flow into
     the trunk, the embedding and the head, as in the report. Float32, a scalar.
+
+    mtp_targets: "data", or "trunk": the drafts learn the trunk's own distribution of the same token, which is what
+    verification compares them with, instead of the text.
     """
     length = tokens.shape[1] - 1 - mtp_depth
     out = forward.trunk(params, cfg, tokens[:, :length])
@@ -47,9 +55,16 @@ def loss(
             before = nextn_loads.get(layer, (0,) * len(draft.loads))
             nextn_loads[layer] = tuple(a + b for a, b in zip(before, draft.loads, strict=True))
     results = []
+    trunk_logits: jax.Array | None = None
     for k, (x, head) in enumerate(states):
         table = head if head is not None else (params.head if params.head is not None else params.embed)
-        results.append(_cross_entropy(vocabulary_logits(x, table), tokens[:, k + 1 : k + 1 + length]))
+        logits = vocabulary_logits(x, table)
+        if trunk_logits is None:
+            trunk_logits = logits
+        if k == 0 or mtp_targets == "data":
+            results.append(_cross_entropy(logits, tokens[:, k + 1 : k + 1 + length]))
+        else:
+            results.append(_distillation(logits[:, :-k], trunk_logits[:, k:]))
     losses = jnp.stack([r[0] for r in results])
     total = losses[0] + (mtp_weight * losses[1:].mean() if mtp_depth else 0.0)
     loads = sum((nextn_loads[layer] for layer in sorted(nextn_loads)), out.loads)
@@ -63,3 +78,14 @@ def _cross_entropy(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) ->
     # A hit is "the target's logit is the maximum": cheaper than an argmax on a CPU.
     hit = jax.lax.stop_gradient(chosen >= logits.max(-1))
     return nll.mean(), hit.mean()
+
+
+def _distillation(
+    logits: Float[Array, "B T V"], teacher: Float[Array, "B T V"]
+) -> tuple[jax.Array, jax.Array]:
+    """(mean cross entropy against the teacher's distribution, agreement of the most likely tokens)."""
+    teacher = jax.lax.stop_gradient(teacher)
+    chosen = jnp.sum(jax.nn.softmax(teacher) * logits, axis=-1)
+    nll = jax.nn.logsumexp(logits, axis=-1) - chosen
+    best = jnp.where(teacher >= teacher.max(-1, keepdims=True), logits, -jnp.inf).max(-1)
+    return nll.mean(), jax.lax.stop_gradient(best >= logits.max(-1)).mean()

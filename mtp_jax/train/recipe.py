@@ -14,6 +14,7 @@ class Stage:
     """Optimiser steps of one shape: `micro_batches` times `batch` sequences of `seq_len` predicted tokens.
 
     Gradients are summed over the micro-batches, so that one micro-batch's activations fit in a CPU's cache.
+    ``mtp_targets``: what the drafts learn, the text ("data") or the trunk's own predictions ("trunk").
     """
 
     steps: int
@@ -21,6 +22,7 @@ class Stage:
     batch: int
     micro_batches: int = 1
     mtp_depth: int = 1
+    mtp_targets: str = "data"
 
     @property
     def step_tokens(self) -> int:
@@ -116,6 +118,8 @@ class Recipe:
         if self.optimizer not in ("muon", "adamw"):
             raise ConfigError(f"optimizer is {self.optimizer!r}; allowed: 'muon' or 'adamw'; change it")
         for stage in self.stages:
+            if stage.mtp_targets not in ("data", "trunk"):
+                raise ConfigError(f'mtp_targets = {stage.mtp_targets!r}; expected "data" or "trunk"')
             if min(stage.steps, stage.seq_len, stage.batch, stage.micro_batches) < 1 or stage.mtp_depth < 0:
                 raise ConfigError(
                     f"{stage} is empty; steps, seq_len, batch and micro_batches must be at least 1, "
