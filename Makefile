@@ -26,8 +26,7 @@ test-slow: $(VENV)/.dev
 
 lint: $(VENV)/.dev
 	@echo "==> checking style"
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check . && ok=0 || ok=1; $(BIN)/ruff format --check . && exit $$ok
 
 format: $(VENV)/.dev
 	@$(BIN)/ruff check --fix .

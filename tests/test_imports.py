@@ -11,21 +11,34 @@ ROOT = Path(__file__).resolve().parent.parent
 # Lowest first. A module may import from its own package and from the layers before its own.
 LAYERS = (
     ("errors",),
-    ("config", "chat_template"),
+    ("config", "chat_template", "demo", "progress"),
     ("model", "tokenizer"),
-    ("checkpoint",),
+    ("checkpoint", "score"),
     ("decode",),
     ("engine",),
+    ("outputs", "synthetic"),
+    ("jobs",),
     ("llm",),
     ("__init__",),
-    ("batch", "bench", "profiling", "train"),
+    ("train",),
+    ("bench",),
+    ("commands",),
     ("cli",),
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 # The scheduler and the page allocator are host code: they must be testable, and fast, without a device.
-WITHOUT_JAX = ("config", "errors", "tokenizer", "engine.pages", "engine.request", "engine.scheduler")
+WITHOUT_JAX = (
+    "chat_template",
+    "config",
+    "engine.pages",
+    "engine.plan",
+    "engine.request",
+    "engine.scheduler",
+    "errors",
+    "tokenizer",
+)
 
 # A checkpoint fills parameters and places them; it knows nothing of what the model computes.
 OF_MODEL = ("mtp_jax.model.params", "mtp_jax.model.sharding")
@@ -70,8 +83,8 @@ def faults_in_mtp_jax(module: str, source: str) -> Iterator[str]:
         top = name.split(".")[0]
         if top == "kernels_pallas" and module != "mtp_jax.model.ops":
             yield f"{module} imports {name}; only mtp_jax.model.ops may"
-        if top == "serve" and here != "cli":
-            yield f"{module} imports {name}; only mtp_jax.cli may"
+        if top == "serve" and here != "commands":
+            yield f"{module} imports {name}; only mtp_jax.commands may"
         if top == "jax" and module.removeprefix("mtp_jax.") in WITHOUT_JAX:
             yield f"{module} imports {name}; it must work without jax"
         if top == "mtp_jax" and part(name) != here and RANK.get(part(name), len(LAYERS)) >= RANK[here]:
@@ -138,7 +151,7 @@ def test_faults_are_found(package, module, source):
 @pytest.mark.parametrize(
     ("package", "module", "source"),
     [
-        ("mtp_jax", "mtp_jax.cli", "from mtp_jax.llm import LLM\nfrom serve.app import main"),
+        ("mtp_jax", "mtp_jax.commands.serve", "from mtp_jax.llm import LLM\nfrom serve.app import main"),
         ("mtp_jax", "mtp_jax.model.trunk", "from . import layers\nfrom ..errors import ConfigError"),
         ("mtp_jax", "mtp_jax.checkpoint.hf", "from mtp_jax.model.params import Params"),
         ("serve", "serve.app", "from mtp_jax import LLM, RequestError"),
