@@ -1,10 +1,17 @@
-"""DeepSeek-V3-family inference in JAX, the model's own NextN layer drafting."""
+"""DeepSeek-V3-family inference in JAX, the model's own NextN layer drafting.
 
-from mtp_jax.engine.request import SamplingParams
-from mtp_jax.errors import CheckpointError, ConfigError, MtpJaxError, RequestError
-from mtp_jax.llm import LLM
-from mtp_jax.model.sharding import make_mesh
-from mtp_jax.outputs import CompletionOutput, Draft, RequestOutput
+Names are imported when first used, so that `import mtp_jax` does not wait for jax.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mtp_jax.engine.request import SamplingParams
+    from mtp_jax.errors import CheckpointError, ConfigError, MtpJaxError, RequestError
+    from mtp_jax.llm import LLM
+    from mtp_jax.model.sharding import make_mesh
+    from mtp_jax.outputs import CompletionOutput, Draft, RequestOutput
 
 __all__ = [
     "LLM",
@@ -18,3 +25,24 @@ __all__ = [
     "SamplingParams",
     "make_mesh",
 ]
+
+_HOMES = {
+    "LLM": "llm",
+    "CompletionOutput": "outputs",
+    "Draft": "outputs",
+    "RequestOutput": "outputs",
+    "SamplingParams": "engine.request",
+    "make_mesh": "model.sharding",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
