@@ -1,9 +1,10 @@
 """Start-up progress: one line per phase with its seconds, and a bar where a person is waiting."""
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from tqdm import tqdm
@@ -12,13 +13,15 @@ Update = Callable[[int, int], None]
 """``update(done, total)``, in the phase's unit."""
 
 _LINE_EVERY_SECONDS = 10.0
+_REDRAW_EVERY_SECONDS = 1.0
+_NOTHING_DONE_SECONDS = 0.5
 
 
 class Reporter(Protocol):
     """Where start-up phases are reported."""
 
-    def phase(self, name: str, unit: str = "") -> "contextmanager[Update]":  # type: ignore[type-arg]
-        """A context that times one phase and yields its ``Update``."""
+    def phase(self, name: str, unit: str = "") -> AbstractContextManager[Update]:
+        """A context that times one phase and yields its ``Update``. Without a unit nothing is counted."""
         ...
 
 
@@ -33,42 +36,80 @@ class Silent:
 
 
 class Terminal:
-    """Lines on stderr; a bar while a phase runs if stderr is a terminal, else a line every 10 s."""
+    """Lines on stderr; a bar while a phase runs if stderr is a terminal, else a line every 10 s.
+
+    Attributes:
+        started: ``time.perf_counter()`` at its creation.
+    """
 
     def __init__(self) -> None:
-        self._started = time.perf_counter()
+        self.started = time.perf_counter()
 
     @contextmanager
     def phase(self, name: str, unit: str = "") -> Iterator[Update]:
-        """Show progress of one phase, then its time and the time since the process's start-up began."""
+        """Show progress of one phase, then its time. A counted phase with nothing to do is not shown."""
         start = time.perf_counter()
+        done, total = 0, 0
         bar = tqdm(
             desc=name, unit=unit or "it", unit_scale=unit == "B", leave=False, disable=not sys.stderr.isatty()
         )
-        last, seen = start, 0
 
-        def update(done: int, total: int) -> None:
-            nonlocal last, seen
-            bar.total = total
-            bar.update(done - seen)
-            seen = done
-            now = time.perf_counter()
-            if bar.disable and now - last > _LINE_EVERY_SECONDS:
-                print(f"{name}: {_amount(done, unit)} of {_amount(total, unit)}", file=sys.stderr, flush=True)
-                last = now
+        def update(now_done: int, now_total: int) -> None:
+            nonlocal done, total
+            bar.total = now_total
+            bar.update(now_done - done)
+            done, total = now_done, now_total
+
+        def still_alive() -> None:
+            # A compilation calls nobody for minutes; silence would look like a hang.
+            if bar.disable:
+                so_far = f"{_amount(done, total, unit)}, " if total else ""
+                _say(f"{name}: {so_far}{time.perf_counter() - start:.0f} s so far")
+            else:
+                bar.refresh()
 
         try:
-            yield update
+            with _every(_LINE_EVERY_SECONDS if bar.disable else _REDRAW_EVERY_SECONDS, still_alive):
+                yield update
         finally:
             bar.close()
-        amount = f" {_amount(seen, unit)}" if seen else ""
         seconds = time.perf_counter() - start
-        print(f"{name}{amount}: {seconds:.2f} s", file=sys.stderr, flush=True)
+        if done or not unit or seconds > _NOTHING_DONE_SECONDS:
+            _say(f"{name}{' ' + _amount(done, done, unit) if done else ''}: {seconds:.2f} s")
+
+    def ready(self, summary: str) -> None:
+        """The last line of start-up: what is ready, and the seconds since this object was made."""
+        _say(f"ready in {time.perf_counter() - self.started:.2f} s: {summary}")
 
 
-def _amount(count: int, unit: str) -> str:
-    if unit != "B":
-        return f"{count} {unit}".rstrip()
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _every(seconds: float, action: Callable[[], None]) -> Iterator[None]:
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(seconds):
+            action()
+
+    thread = threading.Thread(target=run, daemon=True, name="progress")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _amount(done: int, total: int, unit: str) -> str:
+    if unit == "B":
+        return _bytes(done) if done == total else f"{_bytes(done)} of {_bytes(total)}"
+    return f"{done} {unit}" if done == total else f"{done} of {total} {unit}"
+
+
+def _bytes(count: int) -> str:
     for name, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
             return f"{count / size:.1f} {name}"
