@@ -1,10 +1,14 @@
 """The Python API: ``LLM`` loads a model and generates, scores and drafts.
 
-generate -> Engine.step -> compiled step -> tokens -> StreamDecoder -> text
+generate -> Engine.step -> compiled step -> tokens -> Part.advance -> text
 """
 
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 
 import jax
@@ -15,24 +19,18 @@ from mtp_jax.config import ModelConfig
 from mtp_jax.decode.compiled import use_compile_cache
 from mtp_jax.decode.draft import Drafting
 from mtp_jax.decode.step import Verifier
+from mtp_jax.demo import demo_model
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams, Speculation
+from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import ConfigError, RequestError
-from mtp_jax.outputs import CompletionOutput, Draft, RequestOutput, Timing
+from mtp_jax.jobs import Job, Part, Prompt
+from mtp_jax.outputs import Draft, RequestOutput
 from mtp_jax.progress import Reporter, Silent
 from mtp_jax.score import Scorer, Scores
-from mtp_jax.tokenizer import StopStrings, StreamDecoder, Tokenizer
-
-Prompt = str | Sequence[int]
+from mtp_jax.tokenizer import Tokenizer
 
 _DEFAULT_MAX_MODEL_LEN = 8192
-
-
-def demo_model() -> Path:
-    """The directory of the embedded demo model."""
-    inside, beside = Path(__file__).parent / "configs", Path(__file__).parent.parent / "configs"
-    return (inside if inside.exists() else beside) / "demo"
 
 
 class LLM:
@@ -61,7 +59,8 @@ class LLM:
         """Load a model; executables are compiled when first needed, before any token is generated.
 
         Args:
-            model: directory with config.json and safetensors, or one that ``convert`` wrote; None: the demo model.
+            model: directory with config.json and weights, as released or as ``convert`` wrote it; None: the
+                demo model.
             draft_model: directory of separately exported NextN layers.
             num_speculative_tokens: depth K; 0 turns speculation off.
             dtype: "float32", "bfloat16", or "auto": float32 on a CPU, the checkpoint's elsewhere.
@@ -85,10 +84,27 @@ class LLM:
         if compile_cache is not None:
             use_compile_cache(compile_cache)
         directory = Path(model) if model is not None else demo_model()
+        # Everything that can be wrong with the arguments is found before the weights are read.
+        described = ModelConfig.from_file(directory / "config.json")
         kind = dtype
         if dtype == "auto":
-            on_cpu = jax.default_backend() == "cpu"
-            kind = "float32" if on_cpu else ModelConfig.from_file(directory / "config.json").dtype
+            kind = "float32" if jax.default_backend() == "cpu" else described.dtype
+        limit = described.max_position_embeddings
+        if max_model_len is not None and max_model_len > limit:
+            raise ConfigError(f"max_model_len = {max_model_len}; the model's positions end at {limit}")
+        engine_config = EngineConfig(
+            num_speculative_tokens=num_speculative_tokens,
+            max_num_seqs=max_num_seqs,
+            max_model_len=min(limit, _DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len,
+            page_size=page_size,
+            num_pages=num_pages,
+            prefill_chunk=prefill_chunk,
+            drafting=drafting,
+            verifier=verifier,
+            dtype=kind,
+            seed=seed,
+        )
+        self.tokenizer = Tokenizer.from_dir(directory)
         with self._report.phase("read", "B") as update:
             loaded = checkpoint.load(
                 directory,
@@ -101,29 +117,25 @@ class LLM:
         with self._report.phase("place"):
             jax.block_until_ready(loaded.params)
         self.config: ModelConfig = loaded.config
-        limit = self.config.max_position_embeddings
-        if max_model_len is not None and max_model_len > limit:
-            raise ConfigError(f"max_model_len = {max_model_len}; the model's positions end at {limit}")
-        engine_config = EngineConfig(
-            num_speculative_tokens=num_speculative_tokens,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len or min(limit, _DEFAULT_MAX_MODEL_LEN),
-            page_size=page_size,
-            num_pages=num_pages,
-            prefill_chunk=prefill_chunk,
-            drafting=drafting,
-            verifier=verifier,
-            dtype=kind,
-            seed=seed,
-        )
-        # Without speculation the NextN layers cost nothing: they are left out of the step altogether.
-        speculative = num_speculative_tokens > 0
-        cfg = self.config if speculative else self.config.with_nextn(())
-        params = loaded.params if speculative else replace(loaded.params, nextn=())
-        with self._report.phase("allocate cache"):
-            self.engine = Engine(cfg, params, engine_config, mesh)
-        self.tokenizer = Tokenizer.from_dir(directory)
+        self._params, self._mesh = loaded.params, mesh
+        self.engine = self._make_engine(engine_config)
+        self._parts: dict[int, Part] = {}
         self._scorer = Scorer(self.config, loaded.params, mesh)
+
+    def _make_engine(self, config: EngineConfig) -> Engine:
+        cfg, params = self.config, self._params
+        if not config.num_speculative_tokens:
+            # Without speculation the NextN layers cost nothing: they are left out of the step altogether.
+            cfg, params = cfg.with_nextn(()), replace(params, nextn=())
+        with self._report.phase("allocate cache"):
+            return Engine(cfg, params, config, self._mesh)
+
+    def without_speculation(self) -> "LLM":
+        """The same weights, not a copy, with an engine of its own that never drafts: to compare with."""
+        other = copy(self)
+        other._parts = {}
+        other.engine = self._make_engine(replace(self.engine.config, num_speculative_tokens=0))
+        return other
 
     def generate(
         self,
@@ -140,21 +152,33 @@ class LLM:
             RequestError: a prompt or option that cannot be served; nothing has been generated then.
         """
         jobs = self._jobs(prompts, sampling_params)
-        for _ in self._run(jobs):
-            pass
+        self._prepare(jobs)
+        with self._serving(jobs) as parts:
+            for part in parts:
+                while not part.done:
+                    self._step()
         return [job.output() for job in jobs]
+
+    def warm_up(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> None:
+        """Compile what ``generate`` with the same arguments will need. Raises RequestError likewise."""
+        self._prepare(self._jobs(prompts, sampling_params))
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Complete one prompt, yielding the output so far whenever it has grown. Closing the iterator aborts."""
+        """Complete one prompt, yielding the output so far whenever it has grown. Closing the iterator aborts.
+
+        Several streams may be open at once, and ``generate`` called meanwhile.
+
+        Raises:
+            RequestError: at the call, not at the first output.
+        """
         jobs = self._jobs([prompt], sampling_params)
-        try:
-            for job in self._run(jobs):
-                yield job.output()
-        finally:
-            for part in jobs[0].parts:
-                self.engine.abort(part.request)
+        return self._outputs(jobs[0])
 
     def score(self, token_ids: Sequence[int]) -> Scores:
         """Teacher-forced logits and hidden states of a sequence. Raises RequestError for bad ids."""
@@ -164,8 +188,8 @@ class LLM:
         wrong = next((t for t in ids if not 0 <= t < self.config.vocab_size), None)
         if wrong is not None or len(ids) > limit:
             raise RequestError(
-                f"score takes up to {limit} tokens from 0 to {self.config.vocab_size - 1}; got {len(ids)} tokens"
-                + ("" if wrong is None else f", {wrong} among them")
+                f"score takes up to {limit} tokens from 0 to {self.config.vocab_size - 1}; got {len(ids)} "
+                f"tokens{'' if wrong is None else f', {wrong} among them'}"
             )
         return self._scorer.score(ids)
 
@@ -182,7 +206,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> "list[_Job]":
+    ) -> list[Job]:
         many = _as_prompts(prompts)
         params = sampling_params or SamplingParams()
         each = [params] * len(many) if isinstance(params, SamplingParams) else list(params)
@@ -191,99 +215,57 @@ class LLM:
         jobs = []
         for i, (prompt, p) in enumerate(zip(many, each, strict=True)):
             try:
-                jobs.append(_Job(self, prompt, p))
+                jobs.append(Job(self.engine, self.tokenizer, prompt, p))
             except RequestError as e:
                 raise RequestError(f"prompt {i}: {e}" if len(many) > 1 else str(e)) from e
         return jobs
 
-    def _run(self, jobs: "list[_Job]") -> "Iterator[_Job]":
-        parts = {part.request.id: (job, part) for job in jobs for part in job.parts}
-        requests = [part.request for _, part in parts.values()]
+    def _prepare(self, jobs: list[Job]) -> None:
+        """Compile what these jobs need together with those being served."""
+        parts = [*self._parts.values(), *(part for job in jobs for part in job.parts)]
         with self._report.phase("compile", "executables") as update:
-            self.engine.prepare(requests, update)
-        for request in requests:
-            self.engine.submit(request)
-        while any(not r.finished for r in requests):
-            for request in self.engine.step():
-                if request.id in parts:
-                    job, part = parts[request.id]
-                    part.advance(self.engine)
-                    yield job
+            self.engine.prepare([part.request for part in parts], update)
+
+    def _outputs(self, job: Job) -> Iterator[RequestOutput]:
+        self._prepare([job])
+        with self._serving([job]) as parts:
+            before = 0
+            while any(not part.done for part in parts):
+                self._step()
+                now = sum(part.seen + part.done for part in parts)
+                if now > before:
+                    yield job.output()
+                before = now
+
+    @contextmanager
+    def _serving(self, jobs: list[Job]) -> Iterator[list[Part]]:
+        """Submits; whatever is unfinished at the end is aborted."""
+        parts = [part for job in jobs for part in job.parts]
+        try:
+            for part in parts:
+                part.request.arrived = time.perf_counter()
+                self.engine.submit(part.request)
+                self._parts[part.request.id] = part
+            yield parts
+        finally:
+            for part in parts:
+                if self._parts.pop(part.request.id, None):
+                    self.engine.abort(part.request)
+
+    def _step(self) -> None:
+        """One step for everybody: the texts of other streams advance too."""
+        for request in self.engine.step():
+            part = self._parts.get(request.id)
+            if part:
+                part.advance(self.engine)
+            if part and part.done:
+                del self._parts[request.id]
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     items = list(prompts)
-    if items and not isinstance(items[0], str | Sequence):
+    if items and isinstance(items[0], Integral):
         return [items]  # type: ignore[list-item]
     return items  # type: ignore[return-value]
-
-
-class _Part:
-    """One completion: a request and its text."""
-
-    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
-        self.request, self.text, self.seen = request, "", 0
-        p = request.params
-        self._decoder = tokenizer and StreamDecoder(tokenizer, p.skip_special_tokens)
-        self._stops = StopStrings(p.stop_strings, p.include_stop_str_in_output)
-
-    def advance(self, engine: Engine) -> None:
-        """Detokenise what is new; a stop string cuts the tokens that follow it."""
-        request = self.request
-        if self._decoder is None:
-            return
-        while self.seen < len(request.output):
-            self.seen += 1
-            visible, stopped = self._stops.push(self._decoder.push([request.output[self.seen - 1]]))
-            self.text += visible
-            if stopped:
-                del request.output[self.seen :], request.logprobs[self.seen :]
-                engine.abort(request, "stop")
-                request.finish_reason = "stop"
-                return
-        if request.finished:
-            visible, stopped = self._stops.push(self._decoder.flush())
-            self.text += visible + ("" if stopped else self._stops.flush())
-
-
-class _Job:
-    """One prompt and its n completions."""
-
-    def __init__(self, llm: LLM, prompt: Prompt, params: SamplingParams) -> None:
-        tokenizer = llm.tokenizer
-        if isinstance(prompt, str) or params.stop_strings:
-            if tokenizer is None:
-                raise RequestError(
-                    "the model directory has no tokenizer.json; give token ids and no stop strings"
-                )
-        ids = tokenizer.encode(prompt) if isinstance(prompt, str) and tokenizer else list(prompt)
-        self.prompt = prompt if isinstance(prompt, str) else None
-        self.params = params
-        seeds = [None if params.seed is None else (params.seed + i) % 2**32 for i in range(params.n)]
-        make = llm.engine.make_request
-        self.parts = [_Part(make(ids, params, seed), tokenizer) for seed in seeds]  # type: ignore[arg-type]
-
-    def output(self) -> RequestOutput:
-        """The output so far."""
-        first = self.parts[0].request
-        outputs = [
-            CompletionOutput(
-                index=i,
-                text=part.text,
-                token_ids=list(part.request.output),
-                finish_reason=part.request.finish_reason,
-                logprobs=list(part.request.logprobs) if self.params.logprobs is not None else None,
-            )
-            for i, part in enumerate(self.parts)
-        ]
-        since = lambda at: None if at is None else at - first.arrived  # noqa: E731
-        return RequestOutput(
-            prompt=self.prompt,
-            prompt_token_ids=list(first.prompt),
-            outputs=outputs,
-            speculation=sum((part.request.speculation for part in self.parts), Speculation()),
-            prompt_logprobs=list(first.prompt_logprobs) if self.params.prompt_logprobs is not None else None,
-            timing=Timing(since(first.first_token_at), since(first.finished_at)),
-        )

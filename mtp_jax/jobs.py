@@ -1,0 +1,96 @@
+"""A prompt on its way to its completions: tokens come out of the engine, text and outputs go to the user."""
+
+from collections.abc import Sequence
+from numbers import Integral
+
+from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.request import Request, SamplingParams, Speculation
+from mtp_jax.errors import RequestError
+from mtp_jax.outputs import CompletionOutput, RequestOutput, Timing
+from mtp_jax.tokenizer import StopStrings, StreamDecoder, Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+class Part:
+    """One completion: a request and its text so far.
+
+    Attributes:
+        request: on its way through the engine.
+        text: what may be shown.
+        seen: tokens of the request's output that are in the text.
+        done: whether nothing more will come.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
+        self.request, self.text, self.seen, self.done = request, "", 0, False
+        p = request.params
+        self._decoder = tokenizer and StreamDecoder(tokenizer, p.skip_special_tokens)
+        self._stops = StopStrings(p.stop_strings, p.include_stop_str_in_output)
+
+    def advance(self, engine: Engine) -> None:
+        """Detokenise what is new; a stop string cuts the tokens that follow it."""
+        request = self.request
+        while self.seen < len(request.output):
+            self.seen += 1
+            if self._show(request.output[self.seen - 1]):
+                del request.output[self.seen :], request.logprobs[self.seen :]
+                engine.abort(request, "stop")
+                request.finish_reason = "stop"
+                self.done = True
+                return
+        if request.finished:
+            self.done = True
+            rest, stopped = self._stops.push(self._decoder.flush() if self._decoder else "")
+            self.text += rest + ("" if stopped else self._stops.flush())
+
+    def _show(self, token: int) -> bool:
+        """Add a token's text; returns whether it completed a stop string."""
+        if self._decoder is None:
+            return False
+        visible, stopped = self._stops.push(self._decoder.push([token]))
+        self.text += visible
+        return stopped
+
+
+class Job:
+    """One prompt and its n completions. Raises RequestError for what cannot be served."""
+
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer | None, prompt: Prompt, params: SamplingParams
+    ) -> None:
+        if tokenizer is None and (isinstance(prompt, str) or params.stop_strings):
+            raise RequestError(
+                "the model directory has no tokenizer.json; give token ids and no stop strings"
+            )
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) and tokenizer else list(prompt)
+        wrong = next((t for t in ids if not isinstance(t, Integral)), None)
+        if wrong is not None:
+            raise RequestError(f"the prompt holds {wrong!r}; expected a string or a list of token ids")
+        self.prompt = prompt if isinstance(prompt, str) else None
+        self.params = params
+        seeds = [None if params.seed is None else (params.seed + i) % 2**32 for i in range(params.n)]
+        self.parts = [Part(engine.make_request(ids, params, seed), tokenizer) for seed in seeds]  # type: ignore[arg-type]
+
+    def output(self) -> RequestOutput:
+        """The output so far."""
+        first = self.parts[0].request
+        outputs = [
+            CompletionOutput(
+                index=i,
+                text=part.text,
+                token_ids=list(part.request.output[: part.seen]),
+                finish_reason=part.request.finish_reason if part.done else None,
+                logprobs=part.request.logprobs[: part.seen] if self.params.logprobs is not None else None,
+            )
+            for i, part in enumerate(self.parts)
+        ]
+        since = lambda at: None if at is None else at - first.arrived  # noqa: E731
+        return RequestOutput(
+            prompt=self.prompt,
+            prompt_token_ids=list(first.prompt),
+            outputs=outputs,
+            speculation=sum((part.request.speculation for part in self.parts), Speculation()),
+            prompt_logprobs=list(first.prompt_logprobs) if self.params.prompt_logprobs is not None else None,
+            timing=Timing(since(first.first_token_at), since(first.finished_at)),
+        )
