@@ -1,0 +1,7 @@
+"""`python -m mtp_jax`."""
+
+import sys
+
+from mtp_jax.cli import main
+
+sys.exit(main())

@@ -1,0 +1,74 @@
+"""The command line: `mtp-jax generate`, `chat`, `info`, ... Errors are one line on standard error.
+
+Exit status: 0 success, 1 a comparison that failed, 2 an error the user can mend, 130 after Ctrl-C, 141 when
+whoever reads the output has gone.
+"""
+
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+from mtp_jax.commands import chat, checkpoints, generate, info, train
+from mtp_jax.commands.parser import Parser, Subparsers
+from mtp_jax.errors import MtpJaxError
+
+_COMMANDS = (generate, chat, info, train, checkpoints)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status.
+
+    argv: arguments without the program's name; None: those of the process.
+    """
+    try:
+        args = make_parser().parse_args(argv)
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
+    except SystemExit as stop:  # argparse: help has been printed, or an error
+        return int(stop.code or 0)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # What is left in the buffer must not fail again when Python closes the stream.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (MtpJaxError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def make_parser() -> Parser:
+    """The parser of everything."""
+    parser = Parser(
+        prog="mtp-jax", description="DeepSeek-V3 models that draft with their own MTP layer, in JAX."
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    commands: Subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in _COMMANDS:
+        command.register(commands)
+    version = commands.add_parser("version", help="print versions")
+    version.set_defaults(run=_print_version)
+    return parser
+
+
+def _print_version(args: object) -> int:
+    del args
+    print(_version())
+    return 0
+
+
+def _version() -> str:
+    def of(name: str) -> str:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            return "(not installed)"
+
+    return f"mtp-jax {of('mtp-jax')}, jax {of('jax')}, Python {platform.python_version()}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""`mtp-jax chat`: a conversation in the terminal."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mtp_jax.commands import show
+from mtp_jax.commands.options import (
+    add_engine,
+    add_sampling,
+    model_dir,
+    open_llm,
+    ready,
+    reporter,
+    sampling_params,
+)
+from mtp_jax.commands.parser import Subparsers
+from mtp_jax.engine.request import SamplingParams
+from mtp_jax.errors import RequestError
+from mtp_jax.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from mtp_jax.llm import LLM
+
+_HELP = "/reset begins anew, /system TEXT does so with a system message, /exit ends; Ctrl-C stops an answer"
+_DEMO = "The demo model completes Python code; it has not learnt to converse. Try: def read_config(path):"
+_HISTORY = Path("~/.cache/mtp-jax/chat_history")
+_HISTORY_LINES = 1000
+
+
+def register(subparsers: Subparsers) -> None:
+    """Declare the subcommand."""
+    parser = subparsers.add_parser("chat", help="talk to a model", description=f"Talk to a model. {_HELP}.")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    add_engine(parser)
+    add_sampling(parser, max_tokens=512, several=False)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Talk until the end of the input. Returns the exit status."""
+    params = sampling_params(args)
+    directory = model_dir(args)
+    tokenizer = Tokenizer.from_dir(directory)
+    if tokenizer is None or not tokenizer.has_chat_template:
+        missing = "no tokenizer.json" if tokenizer is None else "no chat template"
+        raise RequestError(f"{directory} has {missing}, so it cannot chat; use `mtp-jax generate`")
+    report = reporter(args)
+    llm = open_llm(args, report, 1)
+    ready(report, llm)
+    if args.model is None:
+        show.note(_DEMO)
+    if not args.quiet:
+        show.note(_HELP)
+    _Chat(llm, tokenizer, params, args.system, args.quiet).talk()
+    return 0
+
+
+class _Chat:
+    """The conversation so far."""
+
+    def __init__(
+        self, llm: "LLM", tokenizer: Tokenizer, params: SamplingParams, system: str | None, quiet: bool
+    ) -> None:
+        self.llm, self.tokenizer, self.params, self.quiet = llm, tokenizer, params, quiet
+        self.system = system
+        self.turns: list[dict[str, Any]] = []
+
+    def talk(self) -> None:
+        """Read lines until /exit or the end of the input."""
+        with _history():
+            while (line := _ask()) is not None:
+                command, _, rest = line.strip().partition(" ")
+                if command == "/exit":
+                    return
+                if command == "/reset":
+                    self.turns.clear()
+                elif command == "/system":
+                    self.system = rest.strip() or None
+                    self.turns.clear()
+                elif command.startswith("/"):
+                    show.note(_HELP)
+                elif line.strip():
+                    self._answer(line)
+
+    def _answer(self, line: str) -> None:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        turns = [*self.turns, {"role": "user", "content": line}]
+        try:
+            prompt = self.tokenizer.apply_chat_template([*system, *turns])
+            ids = self.tokenizer.encode(prompt, add_special_tokens=False)
+            with _interruptible() as stopped:
+                output = show.stream(self.llm, ids, self.params, stopped.is_set)
+        except RequestError as error:
+            show.note(f"error: {error}; /reset starts anew")
+            return
+        if output is None:
+            return
+        self.turns = [*turns, {"role": "assistant", "content": output.outputs[0].text}]
+        if not self.quiet:
+            show.note(f"[{show.stats(output)}]")
+
+
+def _ask() -> str | None:
+    """The next line; None at the end of the input. Ctrl-C empties the line."""
+    while True:
+        try:
+            return input("> " if sys.stdin.isatty() else "")
+        except KeyboardInterrupt:
+            show.note("")
+        except EOFError:
+            return None
+
+
+class _Flag:
+    """Whether Ctrl-C has been pressed."""
+
+    def __init__(self) -> None:
+        self.pressed = False
+
+    def is_set(self) -> bool:
+        return self.pressed
+
+
+@contextmanager
+def _interruptible() -> Iterator[_Flag]:
+    """Ctrl-C sets a flag: an exception in the middle of a step would leave the engine without its state.
+
+    A second one, while the first is not heeded yet, interrupts after all.
+    """
+    flag = _Flag()
+
+    def press(signum: int, frame: Any) -> None:
+        if flag.pressed:
+            signal.default_int_handler(signum, frame)
+        flag.pressed = True
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield flag
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _history() -> Iterator[None]:
+    """Lines can be edited and come back with the arrow keys, in later conversations, too."""
+    try:
+        import readline
+    except ImportError:  # not on every platform
+        yield
+        return
+    if not sys.stdin.isatty():
+        yield
+        return
+    file = _HISTORY.expanduser()
+    with suppress(OSError):
+        readline.read_history_file(file)
+    readline.set_history_length(_HISTORY_LINES)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            readline.write_history_file(file)

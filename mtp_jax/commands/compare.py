@@ -1,0 +1,114 @@
+"""`generate --compare`: the same completion with and without speculation, measured side by side."""
+
+import argparse
+import json
+import statistics
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from mtp_jax.commands import show
+from mtp_jax.commands.options import ready
+from mtp_jax.engine.request import SamplingParams
+from mtp_jax.progress import Reporter
+
+if TYPE_CHECKING:
+    from mtp_jax.jobs import Prompt
+    from mtp_jax.llm import LLM
+    from mtp_jax.outputs import RequestOutput
+
+_RUNS = 3
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Medians over the runs of one side.
+
+    Attributes:
+        depth: drafts per step.
+        tokens_per_second: after the first token; 0.0 with fewer than two tokens.
+        first_token: seconds from the request to its first token.
+        finished: seconds from the request to its end.
+        acceptance_length: tokens per step.
+    """
+
+    depth: int
+    tokens_per_second: float
+    first_token: float
+    finished: float
+    acceptance_length: float
+
+
+def compare(
+    args: argparse.Namespace, llm: "LLM", prompt: "Prompt", params: SamplingParams, report: Reporter
+) -> int:
+    """Measure and print. Returns 1 if greedy float32 tokens differ, which must not happen, else 0."""
+    plain = llm.without_speculation()
+    sides = (llm, plain)
+    for side in sides:
+        side.warm_up(prompt, params)
+    ready(report, llm)
+    # The first run of each is not measured: caches are cold, and the text is printed meanwhile.
+    if not args.json:
+        show.stream(llm, prompt, params)
+    runs: list[list[RequestOutput]] = [[], []]
+    for i in range((args.runs or _RUNS) + 1):
+        for side, outputs in zip(sides, runs, strict=True):
+            output = side.generate([prompt], params)[0]
+            if i > 0:
+                outputs.append(output)
+    fast, slow = (_measured(side, outputs) for side, outputs in zip(sides, runs, strict=True))
+    tokens = [outputs[-1].outputs[0].token_ids for outputs in runs]
+    same = tokens[0] == tokens[1] if params.temperature == 0 else None
+    if args.json:
+        result = {
+            "with": asdict(fast),
+            "without": asdict(slow),
+            "speedup": _ratio(fast.tokens_per_second, slow.tokens_per_second),
+            "speedup_end_to_end": _ratio(slow.finished, fast.finished),
+            "same_tokens": same,
+            "runs": len(runs[0]),
+        }
+        show.write(json.dumps(result | {"output": show.as_json(runs[0][-1])}, ensure_ascii=False) + "\n")
+    else:
+        show.write("\n" + _lines(fast, slow, runs, _verdict(tokens, same, llm.engine.config.dtype)))
+    return 1 if same is False and llm.engine.config.dtype == "float32" else 0
+
+
+def _measured(llm: "LLM", outputs: "list[RequestOutput]") -> Measured:
+    return Measured(
+        llm.engine.config.num_speculative_tokens,
+        statistics.median(map(show.decode_rate, outputs)),
+        statistics.median(o.timing.first_token or 0.0 for o in outputs),
+        statistics.median(o.timing.finished or 0.0 for o in outputs),
+        outputs[-1].speculation.acceptance_length,
+    )
+
+
+def _lines(fast: Measured, slow: Measured, runs: "list[list[RequestOutput]]", verdict: str) -> str:
+    rate, end = _ratio(fast.tokens_per_second, slow.tokens_per_second), _ratio(slow.finished, fast.finished)
+    counts = [len(outputs[-1].outputs[0].token_ids) for outputs in runs]
+    many = f"{counts[0]}" if counts[0] == counts[1] else f"{counts[0]} and {counts[1]}"
+    accepted = "; ".join(show.speculation(runs[0][-1].speculation)[1:])
+    return (
+        f"depth {fast.depth}: {fast.tokens_per_second:.0f} tokens/s, acceptance length "
+        f"{fast.acceptance_length:.2f} | depth 0: {slow.tokens_per_second:.0f} tokens/s | "
+        f"{rate:.2f}x, {verdict}\n"
+        f"end to end: {fast.finished:.3f} s, first token after {fast.first_token * 1000:.0f} ms | "
+        f"{slow.finished:.3f} s, first token after {slow.first_token * 1000:.0f} ms | {end:.2f}x\n"
+        f"{many} tokens, medians of {len(runs[0])} alternating runs{'; ' if accepted else ''}{accepted}\n"
+    )
+
+
+def _verdict(tokens: list[list[int]], same: bool | None, dtype: str) -> str:
+    if same is None:
+        return "sampled, so tokens differ by chance"
+    if same:
+        return "same tokens"
+    pairs = zip(*tokens, strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(map(len, tokens)))
+    why = "" if dtype == "float32" else f", as {dtype} rounding can"
+    return f"TOKENS DIFFER from number {at} on{why}"
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else 0.0

@@ -1,0 +1,153 @@
+"""`mtp-jax generate`: prompts in, text out."""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mtp_jax.commands import show
+from mtp_jax.commands.options import (
+    add_engine,
+    add_sampling,
+    model_dir,
+    open_llm,
+    ready,
+    reporter,
+    sampling_params,
+)
+from mtp_jax.commands.parser import Subparsers, integers
+from mtp_jax.engine.request import SamplingParams
+from mtp_jax.errors import RequestError
+
+if TYPE_CHECKING:
+    from mtp_jax.jobs import Prompt
+    from mtp_jax.llm import LLM
+
+_DESCRIPTION = """\
+Complete a prompt, given by -p, -f or standard input. Text goes to standard output as it is generated, numbers
+to standard error. A final line end of a file or of standard input is not part of the prompt."""
+_USAGE = "%(prog)s [MODEL] [-p TEXT | -f FILE | --token-ids IDS] [options]"
+
+
+def register(subparsers: Subparsers) -> None:
+    """Declare the subcommand."""
+    parser = subparsers.add_parser(
+        "generate", help="complete prompts", description=_DESCRIPTION, usage=_USAGE
+    )
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt")
+    source.add_argument("-f", "--file", type=Path, help="read the prompt from a file; - is standard input")
+    source.add_argument("--token-ids", type=integers, metavar="IDS", help="the prompt as token ids: 1,2,3")
+    parser.add_argument("--lines", action="store_true", help="every line of the input is a prompt of its own")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object per prompt instead of text"
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="measure the same without speculation beside it: speed and tokens",
+    )
+    parser.add_argument("--runs", type=int, metavar="N", help="runs of each side to compare (default: 3)")
+    add_engine(parser)
+    add_sampling(parser, max_tokens=128, several=True)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate and print. Returns the exit status."""
+    params = sampling_params(args)
+    _check(args, params)
+    directory = model_dir(args)
+    if not (directory / "tokenizer.json").exists() and (args.token_ids is None or params.stop_strings):
+        raise RequestError(f"{directory} has no tokenizer.json; give --token-ids, and no --stop")
+    prompts = _prompts(args)
+    report = reporter(args)
+    llm = open_llm(args, report, len(prompts) * params.n)
+    if args.compare:
+        from mtp_jax.commands.compare import compare
+
+        return compare(args, llm, prompts[0], params, report)
+    llm.warm_up(prompts, params)
+    ready(report, llm)
+    if len(prompts) == params.n == 1 and not args.json:
+        numbers = _one(llm, prompts[0], params)
+    else:
+        numbers = _many(llm, prompts, params, args.json)
+    if not args.quiet:
+        show.note(numbers)
+    return 0
+
+
+def _check(args: argparse.Namespace, params: SamplingParams) -> None:
+    if args.lines and (args.prompt is not None or args.token_ids is not None):
+        raise RequestError("--lines splits -f FILE or standard input; leave out -p and --token-ids")
+    if not args.compare:
+        if args.runs is not None:
+            raise RequestError("--runs has no effect without --compare; add it, or leave --runs out")
+        return
+    if args.runs is not None and args.runs < 1:
+        raise RequestError(f"--runs {args.runs}; expected at least 1")
+    if args.num_speculative_tokens == 0:
+        raise RequestError("--compare needs drafts to compare with none: --num-speculative-tokens 1 or more")
+    wrong = [o for o, given in (("--lines", args.lines), ("-n", params.n > 1)) if given]
+    wrong += ["--logprobs"] * (params.logprobs is not None)
+    wrong += ["--prompt-logprobs"] * (params.prompt_logprobs is not None)
+    if wrong:
+        raise RequestError(f"--compare measures one completion and prints no scores; leave out {wrong[0]}")
+
+
+def _prompts(args: argparse.Namespace) -> "list[Prompt]":
+    if args.prompt is not None:
+        return [args.prompt]
+    if args.token_ids is not None:
+        return [args.token_ids]
+    text = _read(args.file).removesuffix("\n").removesuffix("\r")
+    if not args.lines:
+        return [text]
+    # Not splitlines(): form feeds and Unicode separators belong to the prompts.
+    return [line.removesuffix("\r") for line in text.split("\n")] if text else []
+
+
+def _read(file: Path | None) -> str:
+    if file is None and sys.stdin.isatty():
+        raise RequestError("no prompt; give -p TEXT, -f FILE, or text on standard input")
+    stdin = file is None or file == Path("-")
+    name = "standard input" if stdin else str(file)
+    try:
+        data = sys.stdin.buffer.read() if file is None or stdin else file.read_bytes()
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{name} is not UTF-8 text: byte {error.start} is wrong; convert it") from error
+    except OSError as error:
+        raise RequestError(f"{name} cannot be read: {error.strerror}") from error
+
+
+def _one(llm: "LLM", prompt: "Prompt", params: SamplingParams) -> str:
+    output = show.stream(llm, prompt, params)
+    assert output is not None
+    if output.prompt_logprobs is not None:
+        show.write(f"\nprompt:\n{show.logprob_table(llm, output.prompt_logprobs)}")
+    if output.outputs[0].logprobs is not None:
+        show.write(f"\noutput:\n{show.logprob_table(llm, list(output.outputs[0].logprobs))}")
+    return show.stats(output)
+
+
+def _many(llm: "LLM", prompts: "list[Prompt]", params: SamplingParams, json_lines: bool) -> str:
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params)
+    seconds = time.perf_counter() - start
+    for i, output in enumerate(outputs, start=1):
+        if json_lines:
+            show.write(json.dumps(show.as_json(output), ensure_ascii=False) + "\n")
+            continue
+        if output.prompt_logprobs is not None:
+            show.write(f"==> prompt {i}\n{show.logprob_table(llm, output.prompt_logprobs)}")
+        for c in output.outputs:
+            text = show.visible(llm, c)
+            number = f", completion {c.index + 1}" if params.n > 1 else ""
+            show.write(f"==> prompt {i}{number}\n{text}{'' if text.endswith(chr(10)) else chr(10)}")
+            if c.logprobs is not None:
+                show.write(show.logprob_table(llm, list(c.logprobs)))
+    return show.totals(outputs, seconds)

@@ -1,0 +1,67 @@
+"""`mtp-jax info`: what a checkpoint is and what it needs, from its headers alone."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mtp_jax.commands import show
+from mtp_jax.commands.options import model_dir
+from mtp_jax.commands.parser import Subparsers
+from mtp_jax.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from mtp_jax.checkpoint import Summary
+
+_GIB = 2**30
+
+
+def register(subparsers: Subparsers) -> None:
+    """Declare the subcommand."""
+    parser = subparsers.add_parser(
+        "info", help="describe a checkpoint", description="Describe a checkpoint. No weights are read."
+    )
+    parser.add_argument("model", nargs="?", type=Path, help="directory (default: the demo model)")
+    parser.add_argument(
+        "--draft-model", type=Path, metavar="DIR", help="NextN layers in a directory of their own"
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the summary. Returns the exit status."""
+    from mtp_jax.checkpoint import summarise
+
+    directory = model_dir(args)
+    summary = summarise(directory, args.draft_model)
+    tokenizer = Tokenizer.from_dir(directory)
+    if args.json:
+        show.write(json.dumps(_object(summary, tokenizer), indent=2) + "\n")
+        return 0
+    per_gib = ", ".join(f"{_GIB // n:,} tokens as {k}" for k, n in summary.cache_bytes_per_token.items())
+    has = "none"
+    if tokenizer:
+        has = f"{tokenizer.vocab_size:,} ids, {'a' if tokenizer.has_chat_template else 'no'} chat template"
+    rows = {"cache per GiB": per_gib, "tokenizer": has}
+    show.write(f"{directory}\n{summary.text()}\n")
+    show.write("".join(f"{name:<20}{value}\n" for name, value in rows.items()))
+    return 0
+
+
+def _object(s: "Summary", tokenizer: Tokenizer | None) -> dict[str, Any]:
+    return {
+        "architecture": s.architecture,
+        "config": s.config.to_dict(),
+        "nextn_layout": s.nextn_layout,
+        "files": s.files,
+        "stored": {k: vars(v) for k, v in s.stored.items()},
+        "parameters": s.parameters,
+        "active_parameters": s.active_parameters,
+        "nextn_parameters": s.nextn_parameters,
+        "weight_bytes": s.weight_bytes,
+        "cache_bytes_per_token": s.cache_bytes_per_token,
+        "cache_tokens_per_gib": {k: _GIB // n for k, n in s.cache_bytes_per_token.items()},
+        "tokenizer": tokenizer
+        and {"ids": tokenizer.vocab_size, "chat_template": tokenizer.has_chat_template},
+    }

@@ -1,0 +1,51 @@
+"""argparse with one-line errors, and the types that options have."""
+
+import argparse
+from typing import Any, NoReturn, Protocol
+
+
+class Parser(argparse.ArgumentParser):
+    """Options are written out in full, and an error is one line that says where they are listed."""
+
+    def __init__(self, **options: Any) -> None:
+        options["allow_abbrev"] = False
+        super().__init__(**options)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2."""
+        self.exit(2, f"error: {message}; see `{self.prog} --help`\n")
+
+
+class Subparsers(Protocol):
+    """What declares a subcommand."""
+
+    def add_parser(self, name: str, *, help: str, **options: Any) -> Parser:
+        """The parser of a new subcommand; ``help`` is its line in the list of all."""
+        ...
+
+
+def integers(text: str) -> list[int]:
+    """Token ids: "1,2,3"."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers; write 1,2,3") from None
+
+
+def mesh_shape(text: str) -> tuple[int, int]:
+    """A mesh of devices, data x model: "2x4"."""
+    try:
+        data, model = (int(part) for part in text.lower().split("x"))
+    except ValueError:
+        data = model = 0
+    if data < 1 or model < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not DATAxMODEL; write 2x4 for eight devices")
+    return data, model
+
+
+def biases(text: str) -> dict[int, float]:
+    """Logit biases by token id: "17:2.5,4:-100"."""
+    try:
+        return {int(token): float(bias) for token, bias in (part.split(":") for part in text.split(","))}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ID:BIAS,...; write 17:2.5,4:-100") from None

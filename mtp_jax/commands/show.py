@@ -1,0 +1,142 @@
+"""What the user sees: text, log-probabilities, JSON, and the line of numbers after it."""
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mtp_jax.engine.request import SamplingParams, Speculation, TokenLogprobs
+
+if TYPE_CHECKING:
+    from mtp_jax.jobs import Prompt
+    from mtp_jax.llm import LLM
+    from mtp_jax.outputs import CompletionOutput, RequestOutput
+
+# A model's output must not drive a terminal: only line ends and tabs pass.
+_CONTROL = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "�")
+
+
+def write(text: str) -> None:
+    """To stdout, at once."""
+    sys.stdout.write(text.translate(_CONTROL) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """A line on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def stream(
+    llm: "LLM", prompt: "Prompt", params: SamplingParams, stopped: Callable[[], bool] = lambda: False
+) -> "RequestOutput | None":
+    """Print a completion as it grows, its token ids if there is no tokenizer, until it ends or ``stopped``.
+
+    Returns the output as last seen; None if stopped before there was any.
+    """
+    output, shown = None, ""
+    updates = llm.stream(prompt, params)
+    for output in updates:
+        text = visible(llm, output.outputs[0])
+        write(text[len(shown) :])
+        shown = text
+        if stopped():
+            break
+    updates.close()  # type: ignore[attr-defined]
+    if not shown.endswith("\n"):
+        write("\n")
+    return output
+
+
+def visible(llm: "LLM", completion: "CompletionOutput") -> str:
+    """A completion's text; its token ids if the model has no tokenizer."""
+    return completion.text if llm.tokenizer else "".join(f"{t} " for t in completion.token_ids)
+
+
+def logprob_table(llm: "LLM", rows: "list[TokenLogprobs | None]") -> str:
+    """A line per token: its log-probability and rank, then the alternatives."""
+
+    def name(token: int) -> str:
+        return f"{token} {llm.tokenizer.decode([token], False)!r}" if llm.tokenizer else str(token)
+
+    lines = []
+    for row in rows:
+        if row is None:  # nothing comes before the first token of a prompt
+            continue
+        (token, chosen), *others = row.items()
+        rest = "".join(f"  {name(t)} {p.logprob:.4f}" for t, p in others)
+        lines.append(
+            f"{chosen.logprob:9.4f}  rank {chosen.rank:<6} {name(token)}{'  |' if rest else ''}{rest}\n"
+        )
+    return "".join(lines)
+
+
+def stats(output: "RequestOutput") -> str:
+    """Tokens, time to the first one, tokens per second after it, and what speculation did."""
+    (completion,) = output.outputs
+    count, first = len(completion.token_ids), output.timing.first_token
+    parts = [f"{count} tokens ({completion.finish_reason or 'stopped'})"]
+    if first is not None:
+        parts.append(f"first after {first * 1000:.0f} ms")
+    if rate := decode_rate(output):
+        parts.append(f"then {rate:.0f} tokens/s")
+    return ", ".join([*parts, *speculation(output.speculation)])
+
+
+def totals(outputs: "list[RequestOutput]", seconds: float) -> str:
+    """The same for many completions that shared the engine for ``seconds``."""
+    completions = [c for output in outputs for c in output.outputs]
+    count = sum(len(c.token_ids) for c in completions)
+    parts = [
+        f"{count} tokens of {len(completions)} completions in {seconds:.2f} s: {count / seconds:.0f} tokens/s"
+    ]
+    firsts = sorted(f for output in outputs if (f := output.timing.first_token) is not None)
+    if firsts:
+        parts.append(f"median first token after {firsts[len(firsts) // 2] * 1000:.0f} ms")
+    return ", ".join([*parts, *speculation(sum((o.speculation for o in outputs), Speculation()))])
+
+
+def decode_rate(output: "RequestOutput") -> float:
+    """Tokens per second after the first token; 0.0 with fewer than two tokens."""
+    first, last = output.timing.first_token, output.timing.finished
+    count = len(output.outputs[0].token_ids) - 1
+    return count / (last - first) if count > 0 and first is not None and last is not None else 0.0
+
+
+def speculation(s: Speculation) -> list[str]:
+    """Acceptance length and how often the draft at each position was accepted; nothing without drafts."""
+    if not s.drafted:
+        return []
+    verified = [sum(d > i for d in s.drafted_per_step) for i in range(len(s.accepted_per_position))]
+    rates = [f"{a / v:.0%}" for a, v in zip(s.accepted_per_position, verified, strict=True)]
+    return [f"acceptance length {s.acceptance_length:.2f}", f"drafts accepted {' '.join(rates)} by position"]
+
+
+def as_json(output: "RequestOutput") -> dict[str, Any]:
+    """One object per prompt."""
+
+    def entries(row: "TokenLogprobs | None") -> list[dict[str, Any]] | None:
+        if row is None:
+            return None
+        return [{"token_id": t, "logprob": p.logprob, "rank": p.rank} for t, p in row.items()]
+
+    s = output.speculation
+    result: dict[str, Any] = {
+        "prompt": output.prompt,
+        "prompt_token_ids": output.prompt_token_ids,
+        "outputs": [
+            {"index": c.index, "text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason}
+            | ({} if c.logprobs is None else {"logprobs": [entries(row) for row in c.logprobs]})
+            for c in output.outputs
+        ],
+        "speculation": {
+            "steps": s.steps,
+            "drafted": s.drafted,
+            "accepted": s.accepted,
+            "acceptance_length": s.acceptance_length,
+            "accepted_per_position": s.accepted_per_position,
+        },
+        "seconds": {"first_token": output.timing.first_token, "finished": output.timing.finished},
+    }
+    if output.prompt_logprobs is not None:
+        result["prompt_logprobs"] = [entries(row) for row in output.prompt_logprobs]
+    return result

@@ -1,0 +1,35 @@
+"""`mtp-jax train`: run or resume a training recipe."""
+
+import argparse
+from pathlib import Path
+
+from mtp_jax.commands import show
+from mtp_jax.commands.parser import Subparsers
+from mtp_jax.errors import ConfigError
+
+
+def register(subparsers: Subparsers) -> None:
+    """Declare the subcommand."""
+    parser = subparsers.add_parser(
+        "train",
+        help="train a small model with its NextN layer",
+        description="Run a training recipe, or resume it where it was interrupted.",
+    )
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the recipe, a TOML file")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="checkpoints, losses, the model"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train. Returns the exit status."""
+    try:
+        from mtp_jax.train.loop import train
+        from mtp_jax.train.recipe import Recipe
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"training needs {error.name}; install it with: pip install 'mtp-jax[train]'"
+        ) from error
+    show.write(f"{train(Recipe.from_file(args.config), args.out)}\n")
+    return 0
