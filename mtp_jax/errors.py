@@ -1,4 +1,4 @@
-"""Every error a user can cause. Messages say what was wrong, what was got, what is allowed and what to change."""
+"""Errors a user can cause. Messages say what was wrong, what was got, what is allowed, what to change."""
 
 
 class MtpJaxError(Exception):

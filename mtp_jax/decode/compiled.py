@@ -219,10 +219,12 @@ def _named(f: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 def abstract_chunk(groups: int, tokens: int) -> Chunk:
     """Shapes of a prefill chunk."""
-    per_group = jax.ShapeDtypeStruct((groups,), jnp.int32)
-    ids = jax.ShapeDtypeStruct((groups, tokens), jnp.int32)
-    final = jax.ShapeDtypeStruct((groups,), jnp.bool_)
-    return Chunk(per_group, per_group, per_group, final, ids, ids)
+
+    def zeros() -> Chunk:
+        per_group, ids = jnp.zeros(groups, jnp.int32), jnp.zeros((groups, tokens), jnp.int32)
+        return Chunk(per_group, per_group, per_group, jnp.zeros(groups, bool), ids, ids)
+
+    return jax.eval_shape(zeros)
 
 
 def buckets(largest: int, smallest: int, factor: int) -> Sequence[int]:
@@ -246,8 +248,8 @@ def use_compile_cache(directory: str | Path) -> None:
     info = path.stat()
     if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o022:
         raise ConfigError(
-            f"compile cache {path} is owned by uid {info.st_uid} with mode {stat.S_IMODE(info.st_mode):o}; it must be "
-            "yours and writable by you alone (chmod 700), because its programs are executed"
+            f"compile cache {path} is owned by uid {info.st_uid} with mode {stat.S_IMODE(info.st_mode):o}; "
+            "it must be yours and writable by you alone (chmod 700), because its programs are executed"
         )
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

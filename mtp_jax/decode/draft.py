@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.config import ModelConfig
-from mtp_jax.decode.sampling import Purpose, adjust, distribution, row_keys, sample
+from mtp_jax.decode.sampling import Purpose, adjust, argmax, distribution, row_keys, sample
 from mtp_jax.decode.state import Slots, State
 from mtp_jax.model import nextn
 from mtp_jax.model.ops import PagedView
@@ -53,8 +53,8 @@ def extend(
 ) -> Extension:
     """Write the NextN rows of known tokens, every layer.
 
-    hidden: the trunk's state of the token before each of ``tokens``. before: z_k of the token before the window.
-    Rows with a negative position are computed but not written.
+    hidden: the trunk's state of the token before each of ``tokens``. before: z_k of the token before the
+    window. Rows with a negative position are computed but not written.
     """
     z: list[Array] = []
     out: list[Array] = []
@@ -93,8 +93,8 @@ def draft(
 ) -> tuple[Drafts, tuple[Array, ...]]:
     """Draft ``depth`` tokens per slot by recursion; layers are reused, step modulo layers.
 
-    drafting: None for steps in which every row is greedy. Returns (drafts, NextN caches): the rows of the drafts are
-    past the committed length, garbage once the step is over.
+    drafting: None for steps in which every row is greedy. Returns (drafts, NextN caches): the rows of the
+    drafts are past the committed length, garbage once the step is over.
     """
     pages, layers = list(state.nextn), len(state.nextn)
     z, counts = slots.carry[:, 0], slots.sampling.counts
@@ -127,7 +127,7 @@ def draft(
             logits = nextn.logits(params, layer, z)
             raw.append(logits)
             if drafting is None:
-                tokens.append(jnp.argmax(logits, axis=-1).astype(jnp.int32))
+                tokens.append(argmax(logits))
                 continue
             adjusted = adjust(
                 logits[:, None], slots.sampling, counts[:, None], (slots.generated + k)[:, None]
@@ -149,7 +149,7 @@ def _choose(
     if drafting == "greedy":
         cold = replace(slots.sampling, temperature=jnp.zeros_like(slots.sampling.temperature))
         q = distribution(logits, cold)[:, 0]
-        return jnp.argmax(q, axis=-1).astype(jnp.int32), q
+        return argmax(q), q
     q = distribution(logits, slots.sampling)[:, 0]
     return sample(row_keys(slots.sampling.seed, slots.length, Purpose.DRAFT + k), q), q
 

@@ -42,7 +42,7 @@ class Chunk:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PrefillResult:
-    """``first``: a StepResult of width 1, its count 0 unless the chunk was final. ``prompt``: [G, T] log-probs."""
+    """``first``: a StepResult of width 1, count 0 unless the chunk was final. ``prompt``: [G, T]."""
 
     first: StepResult
     prompt: TopLogprobs | None
@@ -59,7 +59,7 @@ def prefill(
     prompt_logprobs: int | None,
     on: Backend,
 ) -> tuple[State, PrefillResult]:
-    """Write the chunk's rows in every cache; on a final chunk sample the first token and write its NextN rows."""
+    """Write the chunk's rows in every cache; the last one emits the first token, with its NextN rows."""
     s = jax.tree.map(lambda a: jnp.take(a, chunk.slot, axis=0, mode="clip"), state.slots)
     table = s.page_table[:, :pages]
     index = jnp.arange(chunk.tokens.shape[1])

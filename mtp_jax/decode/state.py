@@ -1,14 +1,15 @@
 """Everything that lives on the device between steps: one donated pytree.
 
-Invariant *committed length*: whatever lies in the cache past a slot's ``length`` is garbage and harmless, so the
-rollback of rejected drafts is only a length.
+Invariant *committed length*: whatever lies in the cache past a slot's ``length`` is garbage and harmless, so
+the rollback of rejected drafts is only a length.
 
-Invariant *warm draft cache*: the NextN cache is extended for every committed token, at every depth. Its rows are
-indexed by the token: row j of layer 0 holds the pair (h_{j-1}, t_j), row j of layer k the pair (z_{k-1} of row j-1,
-t_j), so rows 0..k of layer k do not exist. It runs one row ahead of the trunk: the newest token of a slot has its row
-there, but not yet in the trunk's cache.
+Invariant *warm draft cache*: the NextN cache is extended for every committed token, at every depth. Its rows
+are indexed by the token: row j of layer 0 holds the pair (h_{j-1}, t_j), row j of layer k the pair (z_{k-1}
+of row j-1, t_j), so rows 0..k of layer k do not exist. It runs one row ahead of the trunk: the newest token of a
+slot has its row there, but not yet in the trunk's cache.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -39,8 +40,8 @@ class Slots:
         generated: tokens emitted so far.
         depth: most drafts the slot's request wants verified per step.
         page_table: pages in order, local to the slot's data shard; one past the last page where unallocated.
-        carry: hidden states the next NextN rows build on. While decoding entry k is z_k at ``newest``; between
-            prefill chunks it is what layer k's next row merges: h for layer 0, z_{k-1} for the others.
+        carry: hidden states the next NextN rows build on. While decoding, entry k is z_k at ``newest``;
+            between prefill chunks, what layer k's next row merges: h for layer 0, z_{k-1} for the others.
         sampling: what the request asks of the sampler.
     """
 
@@ -77,28 +78,25 @@ class StateShape:
 
 def abstract_state(cfg: ModelConfig, shape: StateShape, dtype: str, mesh: Mesh | None) -> State:
     """The state's shapes, dtypes and shardings, without allocating it."""
-    kind, b = type_of[dtype], shape.slots
+    pages, layers = shape.pages * data_size(mesh), cfg.num_nextn_predict_layers
 
-    def array(*dims: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, dtype)
+    def zeros() -> State:
+        cache = jnp.zeros((pages, shape.page_size, cfg.latent_dim), type_of[dtype])
+        number = jnp.zeros(shape.slots, jnp.int32)
+        slots = Slots(
+            length=number,
+            newest=number,
+            active=jnp.zeros(shape.slots, bool),
+            remaining=number,
+            generated=number,
+            depth=number,
+            page_table=jnp.zeros((shape.slots, shape.columns), jnp.int32),
+            carry=jnp.zeros((shape.slots, layers, cfg.hidden_size), type_of[dtype]),
+            sampling=neutral_state(shape.slots, cfg.vocab_size),
+        )
+        return State((cache,) * cfg.num_hidden_layers, (cache,) * layers, slots)
 
-    pages = array(shape.pages * data_size(mesh), shape.page_size, cfg.latent_dim, dtype=kind)
-    count = cfg.num_nextn_predict_layers
-    state = State(
-        trunk=(pages,) * cfg.num_hidden_layers,
-        nextn=(pages,) * count,
-        slots=Slots(
-            length=array(b),
-            newest=array(b),
-            active=array(b, dtype=jnp.bool_),
-            remaining=array(b),
-            generated=array(b),
-            depth=array(b),
-            page_table=array(b, shape.columns),
-            carry=array(b, count, cfg.hidden_size, dtype=kind),
-            sampling=jax.eval_shape(lambda: neutral_state(b, cfg.vocab_size)),
-        ),
-    )
+    state = jax.eval_shape(zeros)
     if mesh is None:
         return state
     over_data = NamedSharding(mesh, partition("slots"))
@@ -135,7 +133,7 @@ def release(state: State, keep: Bool[Array, " B"]) -> State:
     return replace(state, slots=replace(state.slots, active=state.slots.active & keep))
 
 
-def mask_row(ids: Any, vocab: int) -> np.ndarray:
+def mask_row(ids: Iterable[int], vocab: int) -> Any:
     """A bool [1, V] row that is True at ``ids``."""
     row = np.zeros((1, vocab), bool)
     row[0, list(ids)] = True

@@ -24,6 +24,7 @@ from mtp_jax.decode.sampling import (
     SamplingState,
     TopLogprobs,
     adjust,
+    argmax,
     distribution,
     row_keys,
     top_logprobs,
@@ -67,8 +68,8 @@ class StepResult:
     """What the host reads, one step late.
 
     Attributes:
-        packed: int32 [B, W + 4]: emitted tokens (-1 past the end), their count, accepted drafts, verified drafts,
-            ``Finish``. One array, because one copy is cheaper than several.
+        packed: int32 [B, W + 4]: emitted tokens (-1 past the end), their count, accepted drafts, verified
+            drafts, ``Finish``. One array, because one copy is cheaper than several.
         logprobs: of the emitted tokens, if the step computes them.
     """
 
@@ -149,7 +150,7 @@ def _accept(
 ) -> verify.Verdict:
     num_drafts = jnp.minimum(s.depth, drafts.tokens.shape[1])
     if drafts.probs is None:
-        return verify.greedy(jnp.argmax(logits, axis=-1).astype(jnp.int32), drafts.tokens, num_drafts)
+        return verify.greedy(argmax(logits), drafts.tokens, num_drafts)
     counts = window_counts(s.sampling.counts, window)
     generated = s.generated[:, None] + jnp.arange(window.shape[1])
     target = distribution(adjust(logits, s.sampling, counts, generated), s.sampling)

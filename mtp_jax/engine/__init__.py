@@ -1,1 +1,1 @@
-"""Requests to steps, on the host. Only ``engine.py`` touches jax; the page allocator and the requests do not."""
+"""Requests to steps, on the host. The scheduler, the page allocator and the requests know no jax."""

@@ -18,7 +18,7 @@ class EngineConfig:
         page_size: cache rows per page.
         num_pages: pages per data shard; None: enough for every slot at max_model_len.
         prefill_chunk: most prompt tokens per prefill launch.
-        drafting: "sampled" draws drafts from the draft distribution, "greedy" takes its argmax; both lossless.
+        drafting: "sampled" draws from the draft distribution, "greedy" takes its argmax; both lossless.
         verifier: "rejection" (arXiv 2211.17192) or "block" (arXiv 2403.10444).
         dtype: of weights and cache.
         seed: from which seeds of requests without one are drawn.

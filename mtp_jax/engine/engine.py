@@ -1,6 +1,6 @@
 """The engine: admits requests to slots, launches prefill chunks and steps, reads results one launch late.
 
-    submit -> waiting -> (admit: slot + pages) -> prefill chunk by chunk -> running -> finished -> slot + pages free
+    submit -> waiting -> (admit: slot + pages) -> prefill, chunk by chunk -> running -> finished
 
 The host never needs a step's outcome to launch the next one: lengths, stops and drafts live on the device.
 """
@@ -63,12 +63,12 @@ class Engine:
         self.shards = data_size(mesh)
         if config.max_num_seqs % self.shards:
             raise ConfigError(
-                f"max_num_seqs = {config.max_num_seqs} does not divide over the mesh's data axis of {self.shards}"
+                f"max_num_seqs = {config.max_num_seqs} does not divide over a data axis of {self.shards}"
             )
         if config.num_speculative_tokens and not cfg.num_nextn_predict_layers:
             raise ConfigError(
-                f"num_speculative_tokens = {config.num_speculative_tokens}, but the checkpoint has no NextN layer; "
-                "give draft_model=, or num_speculative_tokens=0"
+                f"num_speculative_tokens = {config.num_speculative_tokens}, but the checkpoint has no NextN "
+                "layer; give draft_model=, or num_speculative_tokens=0"
             )
         self.cfg, self.config, self.params = cfg, config, params
         self.scheduler = Scheduler(config, self.shards)
@@ -103,13 +103,14 @@ class Engine:
         room = config.max_model_len - len(ids)
         if room < 1:
             raise RequestError(
-                f"the prompt has {len(ids)} tokens; max_model_len = {config.max_model_len} leaves no room for an answer"
+                f"the prompt has {len(ids)} tokens; max_model_len = {config.max_model_len} leaves no room "
+                "for an answer"
             )
         depth = config.num_speculative_tokens
         if params.num_speculative_tokens is not None:
             if params.num_speculative_tokens > depth:
                 raise RequestError(
-                    f"num_speculative_tokens = {params.num_speculative_tokens}; the engine drafts at most {depth}"
+                    f"num_speculative_tokens = {params.num_speculative_tokens}; the engine's is {depth}"
                 )
             depth = params.num_speculative_tokens
         if seed is None:
@@ -119,7 +120,8 @@ class Engine:
         needed, pages = config.pages_for(capacity), self.scheduler.allocator.pages
         if needed > pages:
             raise RequestError(
-                f"the request needs {needed} cache pages, the engine has {pages}; lower max_tokens or raise num_pages"
+                f"the request needs {needed} cache pages, the engine has {pages}; lower max_tokens or raise "
+                "num_pages"
             )
         return Request(next(self._ids), ids, params, seed, max_tokens, depth, capacity)
 
@@ -167,7 +169,8 @@ class Engine:
         request = self.make_request(prompt, one, spare=depth)
         if len(request.prompt) + depth >= self.config.max_model_len:
             raise RequestError(
-                f"{len(request.prompt)} prompt tokens and {depth} drafts; max_model_len = {self.config.max_model_len}"
+                f"{len(request.prompt)} prompt tokens and {depth} drafts do not fit in max_model_len = "
+                f"{self.config.max_model_len}"
             )
         key = DraftKey(depth, self.config.columns)
         self.prepare([request])
@@ -183,16 +186,18 @@ class Engine:
     def _row(self, request: Request) -> Slots:
         """The request's row of every per-slot array."""
         p, vocab = request.params, self.cfg.vocab_size
-        table = np.full((1, self.config.columns), self.scheduler.allocator.pages, np.int32)
+        table: Any = np.full((1, self.config.columns), self.scheduler.allocator.pages, np.int32)
         table[0, : len(request.pages)] = request.pages
-        bias = np.zeros((1, vocab), np.float32)
+        bias: Any = np.zeros((1, vocab), np.float32)
         bias[0, list(p.logit_bias)] = list(p.logit_bias.values())
         stops = {*p.stop_token_ids, *(() if p.ignore_eos else self.cfg.eos_token_ids)}
 
-        def one(value: Any, dtype: Any = np.int32) -> np.ndarray:
+        def one(value: Any, dtype: Any = np.int32) -> Any:
             return np.full(1, value, dtype)
 
-        carry = self.state.slots.carry
+        carry: Any = self.state.slots.carry
+        no_carry: Any = np.zeros((1, *carry.shape[1:]), carry.dtype)
+        no_counts: Any = np.zeros((1, vocab), np.int32)
         return Slots(
             length=one(0),
             newest=one(0),
@@ -201,7 +206,7 @@ class Engine:
             generated=one(0),
             depth=one(request.depth),
             page_table=table,
-            carry=np.zeros((1, *carry.shape[1:]), carry.dtype),
+            carry=no_carry,
             sampling=SamplingState(
                 temperature=one(p.temperature, np.float32),
                 top_k=one(max(p.top_k, 0)),
@@ -215,7 +220,7 @@ class Engine:
                 logit_bias=bias,
                 stop_mask=mask_row([t for t in stops if t < vocab], vocab),
                 prompt_mask=mask_row(request.prompt, vocab),
-                counts=np.zeros((1, vocab), np.int32),
+                counts=no_counts,
             ),
         )
 

@@ -1,4 +1,4 @@
-"""What a user asks for (SamplingParams), what they get (RequestOutput), and a request on its way between the two."""
+"""What a user asks for, SamplingParams, and a request on its way through the engine."""
 
 import math
 import time
@@ -29,7 +29,7 @@ class SamplingParams:
         seed: makes sampling reproducible, whatever shares the batch.
         presence_penalty: subtracted from every token already in the output.
         frequency_penalty: subtracted once per occurrence in the output.
-        repetition_penalty: divides (positive) or multiplies the logits of tokens in prompt or output; 1 is off.
+        repetition_penalty: divides (positive) or multiplies logits of tokens in prompt or output; 1 is off.
         logit_bias: added to the logits of these token ids.
         logprobs: log-probabilities of the chosen token and of this many most likely ones, at most 20.
         prompt_logprobs: the same for the tokens of the prompt.
@@ -121,7 +121,7 @@ def _check_integer(p: SamplingParams, name: str, low: int, high: int, optional: 
 
 @dataclass(frozen=True)
 class Logprob:
-    """Natural log of a token's probability under the model itself, before any transform; rank 1 is the best."""
+    """Natural log of a token's probability under the model, before any transform; rank 1 is the best."""
 
     logprob: float
     rank: int

@@ -78,8 +78,8 @@ def loop(
 ) -> Float[Array, "T D"]:
     """Visit each expert that some row chose, once, with every row: for the few rows of a decode step.
 
-    Ids outside ``[0, E)`` contribute nothing. A row's experts are summed in float32 by ascending id, whatever its
-    neighbours chose: others only add zeros.
+    Ids outside ``[0, E)`` contribute nothing. A row's experts are summed in float32 by ascending id, whatever
+    its neighbours chose: others only add zeros.
     """
     experts = down.shape[0]
     one_hot = r.ids[..., None] == jnp.arange(experts)

@@ -1,8 +1,8 @@
 """The NextN (Multi-Token-Prediction) module: arXiv 2412.19437, section 2.2, eqs. 21-23.
 
-Row i of layer 0 merges the trunk's hidden state of token i, after the final norm, with the embedding of token i+1 and
-predicts token i+2. Layer k merges layer k-1's output (after ``shared_head.norm``) with the next token again. Embedding
-first, post-norm in, post-norm recycled: other choices give the same text, only slower.
+Row i of layer 0 merges the trunk's hidden state of token i, after the final norm, with the embedding of token
+i+1 and predicts token i+2. Layer k merges layer k-1's output (after ``shared_head.norm``) with the next token
+again. Embedding first, post-norm in, post-norm recycled: other choices give the same text, only slower.
 """
 
 import jax
@@ -13,7 +13,7 @@ from mtp_jax.config import ModelConfig
 from mtp_jax.model.layers import linear, rms_norm, rope_angles, vocabulary_logits
 from mtp_jax.model.ops import PagedView
 from mtp_jax.model.params import NextN, Params
-from mtp_jax.model.trunk import Backend, block, embed
+from mtp_jax.model.trunk import UNSHARDED, Backend, block, embed
 
 
 def run(
@@ -47,7 +47,7 @@ def teacher_forced(
     k: int,
     tokens: Int[Array, "B n"],
     hidden: Float[Array, "B n D"],
-    on: Backend = Backend(),
+    on: Backend = UNSHARDED,
 ) -> Float[Array, "B n D"]:
     """Layer ``k`` over a whole sequence without a cache: row i merges ``tokens[i]`` with ``hidden[i]``.
 

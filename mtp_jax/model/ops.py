@@ -1,4 +1,4 @@
-"""Attention over the paged latent cache: write this pass's rows, then attend. One signature for every backend."""
+"""Attention over the paged latent cache: write this pass's rows, then attend."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -106,8 +106,8 @@ def paged_attention(
 ) -> tuple[Float[Array, "B W N v"], Float[Array, "P S C"]]:
     """Write the window's ``rows``, attend over everything visible. Returns (context, pages).
 
-    With a mesh each device handles its own slots (``data``) and heads (``model``); the cache is replicated over
-    ``model`` because all heads share it.
+    With a mesh each device handles its own slots (``data``) and heads (``model``); the cache is replicated
+    over ``model`` because all heads share it.
     """
 
     def local(q, k_up, v_up, rows, pages, view):

@@ -172,7 +172,7 @@ def _table(name: str, cfg: ModelConfig) -> Spec:
 
 
 def nextn_specs(cfg: ModelConfig, k: int, own_embed: bool = False, own_head: bool = False) -> NextN:
-    """Specs of NextN layer ``k``; ``own_*``: its copies of the tables differ from the trunk's and are kept."""
+    """Specs of NextN layer ``k``; ``own_*``: its tables differ from the trunk's and are kept."""
     p, d = f"model.layers.{cfg.num_hidden_layers + k}", cfg.hidden_size
     return NextN(
         token_norm=_norm(f"{p}.enorm.weight", d),

@@ -1,7 +1,7 @@
 """Mesh axes ``data`` and ``model``, and the rules from logical axes to them.
 
-Slots and pages are split over ``data``; heads, MLP width and vocabulary over ``model``; experts over both. Without a
-mesh every function here is the identity, so that one code path serves one device and many.
+Slots and pages are split over ``data``; heads, MLP width and vocabulary over ``model``; experts over both.
+Without a mesh every function here is the identity, so that one code path serves one device and many.
 """
 
 from collections.abc import Callable
@@ -79,6 +79,6 @@ def check_divisible(cfg: ModelConfig, mesh: Mesh | None) -> None:
                 ways *= mesh.shape[name]
             if size % ways:
                 raise ConfigError(
-                    f"{axis} = {size} (of {spec.names if isinstance(spec.names, str) else 'the experts'}) does not "
-                    f"divide over {ways} devices of mesh {dict(mesh.shape)}; choose a mesh whose axes divide it"
+                    f"{axis} = {size} does not divide over {ways} devices of mesh {dict(mesh.shape)}; "
+                    "choose a mesh whose axes divide it"
                 )

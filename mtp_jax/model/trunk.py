@@ -32,6 +32,9 @@ class Backend:
     mesh: Mesh | None = None
 
 
+UNSHARDED = Backend()
+
+
 @dataclass(frozen=True)
 class Traced:
     """A forward pass with what tests and training look at.
@@ -96,14 +99,14 @@ def run(
 
 
 def forward(
-    params: Params, cfg: ModelConfig, tokens: Int[Array, "B T"], on: Backend = Backend()
+    params: Params, cfg: ModelConfig, tokens: Int[Array, "B T"], on: Backend = UNSHARDED
 ) -> Float[Array, "B T D"]:
     """Hidden states after the final norm, causal, without a cache."""
     return forward_traced(params, cfg, tokens, on).hidden
 
 
 def forward_traced(
-    params: Params, cfg: ModelConfig, tokens: Int[Array, "B T"], on: Backend = Backend()
+    params: Params, cfg: ModelConfig, tokens: Int[Array, "B T"], on: Backend = UNSHARDED
 ) -> Traced:
     """``forward`` with the routing of every MoE layer."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
