@@ -1,0 +1,96 @@
+"""Decoding against an independent implementation: tokens, accepted drafts of every step, and draft logits.
+
+Texts alone would not show a broken drafter, so acceptance must be the oracle's, step by step. Its loop reuses NextN
+layer 0, so the variants with two layers are loaded with one; their chain of two layers is compared as drafts.
+"""
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mtp_jax.checkpoint import Loaded, load
+from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.request import SamplingParams
+from tests.golden import expected, model_dir
+from tests.models import Reference, accepted, make_engine, serve
+
+VARIANTS = ("rigged", "rigged_mtp2", "v3", "mtp2", "no_q_lora", "tied")
+TWO_LAYERS = ("rigged_mtp2", "mtp2")
+
+
+@functools.cache
+def loaded(variant: str, layers: int = 1) -> Loaded:
+    return load(model_dir(variant), dtype="float32", num_nextn_layers=layers)
+
+
+def engine_of(variant: str, layers: int = 1) -> Engine:
+    found = loaded(variant, layers)
+    return make_engine(found.params, found.config, max_num_seqs=1, prefill_chunk=64)
+
+
+def jobs(variant: str):
+    want = expected(variant)
+    greedy = SamplingParams(temperature=0, max_tokens=len(want["greedy_ids"]))
+    prompt = want["input_ids"].tolist()
+    return [(prompt, replace(greedy, num_speculative_tokens=depth)) for depth in range(4)]
+
+
+def close(got: np.ndarray, want: np.ndarray) -> None:
+    np.testing.assert_allclose(got, want, rtol=0, atol=max(2e-4, 1e-5 * np.abs(want).max()))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tokens_and_acceptance(variant):
+    want = expected(variant)
+    for depth, request in enumerate(serve(engine_of(variant), jobs(variant))):
+        assert request.output == want["greedy_ids"].tolist()
+        if depth:
+            assert accepted(request) == want[f"spec_accept.{depth}"].tolist()
+            assert not variant.startswith("rigged") or request.speculation.accepted > 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.slow
+def test_tokens_and_acceptance_of_shallow_executables(depth):
+    """The same in executables that are compiled for the depth, not deeper ones that stop early."""
+    want = expected("rigged")
+    (request,) = serve(engine_of("rigged"), [jobs("rigged")[depth]])
+    assert request.output == want["greedy_ids"].tolist()
+    assert accepted(request) == want[f"spec_accept.{depth}"].tolist()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_drafts_by_recursion(variant):
+    want = expected(variant)
+    first, ids, logits = engine_of(variant).draft(want["input_ids"].tolist(), 4)
+    assert first == want["greedy_ids"][0]
+    assert ids.tolist() == want["draft_rec_ids"].tolist()
+    close(logits, want["draft_rec_logits"])
+
+
+def test_the_state_before_the_norm_gives_other_drafts():
+    """Recycling the wrong hidden state would be noticed: somewhere the oracle's two answers differ."""
+    assert any((expected(v)["draft_rec_prenorm_ids"] != expected(v)["draft_rec_ids"]).any() for v in VARIANTS)
+
+
+@pytest.mark.parametrize("variant", TWO_LAYERS)
+def test_drafts_by_a_chain_of_layers(variant):
+    want = expected(variant)
+    _, ids, logits = engine_of(variant, layers=2).draft(want["input_ids"].tolist(), 2)
+    assert ids.tolist() == want["draft_chain_ids"].tolist()
+    close(logits, want["draft_chain_logits"])
+
+
+def test_tokens_and_acceptance_of_two_layers():
+    found, want = loaded("rigged_mtp2", 2), expected("rigged_mtp2")
+    requests = serve(engine_of("rigged_mtp2", layers=2), jobs("rigged_mtp2"))
+    assert all(r.output == want["greedy_ids"].tolist() for r in requests)
+    reference = Reference(found.params, found.config)
+    for depth in (1, 2):
+        told = reference.speculate(want["input_ids"].tolist(), len(want["greedy_ids"]), depth)
+        assert accepted(requests[depth]) == told.accepted
+        assert sum(told.accepted) > 0
+    # The third draft reuses layer 0. It changes no earlier one.
+    assert requests[3].speculation.accepted_per_position[2] > 0

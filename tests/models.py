@@ -1,0 +1,237 @@
+"""Tiny models in memory whose NextN layer really predicts the trunk, a plain reference loop, and engine helpers.
+
+Random weights accept no drafts, so they test nothing of speculation. Here the next token is mostly a fixed
+permutation of the current one: the head's row of token next(t) points along the embedding of t, and NextN's merge
+passes the token's embedding through, with noise that decides how often it is right. Blocks add enough on top that
+the text depends on the whole history, so a cache that is wrong anywhere shows.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from mtp_jax.config import ModelConfig
+from mtp_jax.decode.compiled import Executables
+from mtp_jax.engine.config import EngineConfig
+from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.model import nextn, trunk
+from mtp_jax.model.params import Layer, Mlp, Moe, Params, Spec, param_specs
+
+# Heads, vocabulary, experts and widths divide by eight, so that every mesh of eight devices fits.
+TINY = ModelConfig(
+    vocab_size=48,
+    hidden_size=32,
+    intermediate_size=48,
+    moe_intermediate_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=8,
+    n_routed_experts=8,
+    n_shared_experts=1,
+    num_experts_per_tok=2,
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=1.5,
+    first_k_dense_replace=1,
+    max_position_embeddings=1024,
+    num_nextn_predict_layers=1,
+    nextn_moe=(True,),
+    dtype="float32",
+)
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
+
+
+def rigged(
+    cfg: ModelConfig = TINY, seed: int = 1, *, noise: float = 0.6, loud: float = 1.5, contrast: float = 6.0
+) -> Params:
+    """Float32 parameters. noise: of the drafter; loud: blocks beside the residual stream; contrast: of the head."""
+    rng = np.random.default_rng(seed)
+
+    def draw(spec: Spec) -> np.ndarray:
+        x = rng.normal(size=spec.shape)
+        if spec.init == "ones":
+            return 1 + 0.05 * x
+        if spec.init == "zeros":
+            return 0.2 * x
+        return x if spec.init == "embedding" else x / np.sqrt(spec.tensor_shape[-1])
+
+    def quiet(layer: Layer) -> Layer:
+        def scale(mlp: Mlp | Moe) -> Any:
+            shared = scale(mlp.shared) if isinstance(mlp, Moe) and mlp.shared else None
+            return replace(mlp, down=loud * mlp.down, **({"shared": shared} if shared else {}))
+
+        attention = replace(layer.attention, o=loud * layer.attention.o)
+        return replace(layer, attention=attention, mlp=scale(layer.mlp))
+
+    raw: Params = jax.tree.map(draw, param_specs(cfg))
+    follower = rng.permutation(cfg.vocab_size)
+    head = rng.normal(size=raw.embed.shape) / np.sqrt(cfg.hidden_size)
+    head[follower] += contrast * raw.embed / np.linalg.norm(raw.embed, axis=1, keepdims=True)
+    through = np.concatenate([np.eye(cfg.hidden_size), np.zeros((cfg.hidden_size,) * 2)], axis=1)
+    merges = [replace(m, layer=quiet(m.layer), merge=through + noise * m.merge) for m in raw.nextn]
+    layers = tuple(quiet(layer) for layer in raw.layers)
+    params = replace(raw, layers=layers, head=head, nextn=tuple(merges))
+    return jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), params)
+
+
+@functools.cache
+def tiny_params(cfg: ModelConfig = TINY) -> Params:
+    """The rigged parameters most tests share."""
+    return rigged(cfg)
+
+
+def prompts(count: int, shortest: int = 3, seed: int = 0, vocab: int = TINY.vocab_size) -> list[list[int]]:
+    """Random prompts of ``shortest``, ``shortest + 4``, ... tokens."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(2, vocab, shortest + 4 * i).tolist() for i in range(count)]
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the plain loop says: tokens, accepted drafts per step, smallest gap between the two best logits."""
+
+    ids: list[int]
+    accepted: list[int]
+    margin: float
+
+
+class Reference:
+    """Greedy decoding and speculation in the plainest way: no cache, everything recomputed for every token."""
+
+    def __init__(self, params: Params, cfg: ModelConfig = TINY, longest: int = 96) -> None:
+        self.params, self.cfg, self.longest = params, cfg, longest
+        self._trunk = jax.jit(self._run_trunk)
+        self._nextn = [jax.jit(functools.partial(self._run_nextn, k)) for k in range(len(params.nextn))]
+
+    def _run_trunk(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        hidden = trunk.forward(self.params, self.cfg, tokens)
+        return hidden[0], trunk.logits(self.params, hidden[0])
+
+    def _run_nextn(self, k: int, tokens: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+        z = nextn.teacher_forced(self.params, self.cfg, k, tokens, hidden[None])[0]
+        return z, nextn.logits(self.params, k, z)
+
+    def _padded(self, ids: Sequence[int]) -> np.ndarray:
+        row = np.zeros((1, self.longest), np.int32)
+        row[0, : len(ids)] = ids
+        return row
+
+    def logits(self, ids: Sequence[int]) -> np.ndarray:
+        """[T, V]; row i predicts token i + 1."""
+        return np.asarray(self._trunk(self._padded(ids))[1])[: len(ids)]
+
+    def logprobs(self, ids: Sequence[int]) -> np.ndarray:
+        """Log-probability [T, V] after each token."""
+        x = self.logits(ids).astype(np.float64)
+        x -= x.max(-1, keepdims=True)
+        return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+    def drafts(self, ids: Sequence[int], depth: int) -> tuple[list[int], np.ndarray]:
+        """Greedy drafts after ``ids``, whose last token is the newest: (ids, logits [K, V]).
+
+        One layer is reused; several run one after the other, each over every row of the one before.
+        """
+        rows = np.array(self._trunk(self._padded(ids))[0])
+        drafts: list[int] = []
+        logits = []
+        for k in range(depth):
+            layer = k % len(self._nextn)
+            assert len(self._nextn) == 1 or k < len(self._nextn), "the reference reuses only a single layer"
+            last = len(ids) - 2
+            if len(self._nextn) == 1:
+                tokens = [*ids[1:], *drafts]
+                last += k
+            else:
+                tokens = [*ids, *drafts][k + 1 :]
+            z, out = self._nextn[layer](self._padded(tokens), rows)
+            logits.append(np.asarray(out[last]))
+            drafts.append(int(logits[-1].argmax()))
+            if len(self._nextn) == 1:
+                rows[last + 1] = z[last]
+            else:
+                rows = np.array(z)
+        return drafts, np.stack(logits) if logits else np.zeros((0, self.cfg.vocab_size))
+
+    def speculate(self, prompt: Sequence[int], tokens: int, depth: int = 0) -> Told:
+        """``tokens`` greedy tokens after a prompt, drafting ``depth`` of them at a time."""
+        ids, accepted, margins = list(prompt), [], []
+
+        def best(row: np.ndarray) -> int:
+            low, high = np.sort(row)[-2:]
+            margins.append(float(high - low))
+            return int(row.argmax())
+
+        ids.append(best(self.logits(ids)[-1]))
+        while len(ids) < len(prompt) + tokens:
+            drafts = self.drafts(ids, depth)[0]
+            after = self.logits([*ids, *drafts])[len(ids) - 1 :]
+            count = 0
+            while count < depth and best(after[count]) == drafts[count]:
+                count += 1
+            ids += [*drafts[:count], best(after[count])]
+            accepted.append(count)
+        return Told(ids[len(prompt) : len(prompt) + tokens], accepted, min(margins))
+
+
+@functools.cache
+def _executables(
+    cfg: ModelConfig, config: EngineConfig, mesh: Mesh | None, tree: Any, leaves: tuple[Any, ...]
+) -> Executables:
+    return Engine(cfg, tree.unflatten(leaves), config, mesh).executables
+
+
+def make_engine(
+    params: Params | None = None, cfg: ModelConfig = TINY, mesh: Mesh | None = None, **config: Any
+) -> Engine:
+    """A new engine. Engines of one shape share their compiled programs: compiling is what tests wait for."""
+    params = tiny_params(cfg) if params is None else params
+    sizes = {"max_num_seqs": 4, "max_model_len": 64, "page_size": 16, "prefill_chunk": 16} | config
+    engine = Engine(cfg, params, EngineConfig(**sizes), mesh)
+    leaves, tree = jax.tree.flatten(params)
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding if mesh else None) for a in leaves]
+    same = replace(engine.config, seed=0, drafting="sampled", verifier="block")
+    engine.executables = _executables(cfg, same, mesh, tree, tuple(shapes))
+    return engine
+
+
+Job = tuple[Sequence[int], SamplingParams]
+
+
+def serve(engine: Engine, jobs: Sequence[Job]) -> list[Request]:
+    """Run these requests together to their end, compiling what is missing."""
+    requests = [engine.make_request(prompt, params) for prompt, params in jobs]
+    engine.prepare(requests)
+    for request in requests:
+        engine.submit(request)
+    finish(engine)
+    return requests
+
+
+def finish(engine: Engine) -> None:
+    """Step until nothing is left to do."""
+    for _ in range(10_000):
+        if not engine.busy:
+            return
+        engine.step()
+    raise AssertionError("the engine does not come to an end")
+
+
+def accepted(request: Request) -> list[int]:
+    """Accepted drafts of every step."""
+    return request.speculation.accepted_per_step
+
+
+def chosen_logprobs(request: Request) -> np.ndarray:
+    """The log-probability of every emitted token."""
+    return np.array([each[token].logprob for each, token in zip(request.logprobs, request.output, strict=True)])
