@@ -1,0 +1,111 @@
+"""Decode speed against the number of drafts per step: one request at a time, greedy."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mtp_jax.bench.report import Report, Spread
+from mtp_jax.bench.subject import Prompts, Subject, prompts_for
+from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.request import Request, Speculation
+from mtp_jax.errors import ConfigError
+from mtp_jax.synthetic import greedy
+
+
+@dataclass(frozen=True)
+class Decode:
+    """One depth over all prompts.
+
+    Attributes:
+        seconds: per prompt, from the first token to the last.
+        tokens: decoded in that time, all prompts together.
+        speculation: of all prompts.
+        texts: output ids per prompt.
+    """
+
+    seconds: list[float]
+    tokens: int
+    speculation: Speculation
+    texts: list[list[int]]
+
+    @property
+    def rate(self) -> float:
+        """Decoded tokens per second, prefill not counted."""
+        return self.tokens / sum(self.seconds)
+
+
+def decode_alternating(engines: dict[int, Engine], prompts: Prompts, max_tokens: int) -> dict[int, Decode]:
+    """Decode every prompt at every depth before the next prompt, the depths in rotating order.
+
+    The first prompt is run once more before, so that no measured run is an engine's first.
+    """
+    runs: dict[int, list[Request]] = {depth: [] for depth in engines}
+    order = list(engines)
+    for engine in engines.values():
+        greedy(engine, prompts.ids[:1], max_tokens)
+    for i, prompt in enumerate(prompts.ids):
+        for depth in order[i % len(order) :] + order[: i % len(order)]:
+            runs[depth] += greedy(engines[depth], [prompt], max_tokens)
+    return {depth: _decode(requests) for depth, requests in runs.items()}
+
+
+def _decode(requests: list[Request]) -> Decode:
+    seconds = []
+    for r in requests:
+        assert r.first_token_at is not None
+        assert r.finished_at is not None
+        seconds.append(r.finished_at - r.first_token_at)
+    return Decode(
+        seconds,
+        sum(len(r.output) - 1 for r in requests),
+        sum((r.speculation for r in requests), Speculation()),
+        [r.output for r in requests],
+    )
+
+
+def speedup(plain: Decode, other: Decode) -> Spread:
+    """Per prompt the time of ``plain`` over that of ``other``."""
+    return Spread.of([a / b for a, b in zip(plain.seconds, other.seconds, strict=True)])
+
+
+def run(subject: Subject, depths: Sequence[int], prompts: int, prompt_tokens: int, max_tokens: int) -> Report:
+    """Decode the same prompts at each depth; depth 0 is always among them, as the baseline."""
+    depths = sorted({0, *depths})
+    if max_tokens < 2:
+        raise ConfigError(f"max_tokens = {max_tokens}; expected at least 2: the first comes from the prefill")
+    given = prompts_for(subject, prompts, prompt_tokens)
+    engines = {d: subject.engine(d, 1, prompt_tokens + max_tokens) for d in depths}
+    measured = decode_alternating(engines, given, max_tokens)
+    plain = measured[0]
+    rows, figures = [], []
+    for depth, decode in measured.items():
+        ratio, spec = speedup(plain, decode), decode.speculation
+        same = decode.texts == plain.texts
+        position = [n / spec.steps for n in spec.accepted_per_position]
+        rows.append(
+            (
+                depth,
+                f"{decode.rate:.1f}",
+                f"{spec.acceptance_length:.3f}",
+                ratio.show(),
+                f"{sum(decode.seconds) / spec.steps * 1e3:.2f}",
+                "yes" if same else "NO",
+            )
+        )
+        figures.append(
+            {
+                "depth": depth,
+                "tokens_per_second": decode.rate,
+                "acceptance_length": spec.acceptance_length,
+                "acceptance_per_position": position,
+                "speedup": ratio,
+                "step_seconds": sum(decode.seconds) / spec.steps,
+                "same_tokens": same,
+                "seconds": decode.seconds,
+            }
+        )
+    headers = ("depth", "tokens/s", "acceptance length", "speed-up (quartiles)", "ms/step", "same tokens")
+    notes = [
+        f"{prompts} prompts of {prompt_tokens} tokens ({given.source}), {max_tokens} tokens each, batch 1, "
+        "greedy; time from the first token to the last; speed-up per prompt against depth 0."
+    ]
+    return Report(f"Decode speed by depth: {subject.name}", headers, rows, notes, {"depths": figures})

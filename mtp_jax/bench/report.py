@@ -1,0 +1,115 @@
+"""What every measurement prints and writes: a Markdown table and a JSON file that says how it was made."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles of repeated measurements, and how many there were."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """Of at least one value."""
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0], 1)
+        low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(statistics.median(values), low, high, len(values))
+
+    def show(self, digits: int = 2, scale: float = 1.0) -> str:
+        """``median (low-high)``."""
+        median, low, high = (f"{v * scale:.{digits}f}" for v in (self.median, self.low, self.high))
+        return f"{median} ({low}-{high})"
+
+
+@dataclass(frozen=True)
+class Report:
+    """One measurement: a table for people, figures for programs.
+
+    Attributes:
+        title: what was measured, with the model.
+        headers: of the table.
+        rows: of the table.
+        notes: lines below it.
+        figures: everything measured, ready for JSON.
+    """
+
+    title: str
+    headers: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    notes: Sequence[str] = ()
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """The title, the table in Markdown, the notes."""
+        return "\n".join([f"{self.title}\n", table(self.headers, self.rows), *(f"\n{n}" for n in self.notes)])
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A Markdown table with aligned columns: text to the left, numbers to the right."""
+    columns = [[str(c) for c in column] for column in zip(headers, *rows, strict=True)]
+    padded, rule = [], []
+    for column in columns:
+        width, number = max(map(len, column)), all(c[:1].isdigit() or c[:1] == "-" for c in column[1:])
+        padded.append([c.rjust(width) if number else c.ljust(width) for c in column])
+        rule.append("-" * (width + 1) + ":" if number else ":" + "-" * (width + 1))
+    lines = ["| " + " | ".join(cells) + " |" for cells in zip(*padded, strict=True)]
+    return "\n".join([lines[0], f"|{'|'.join(rule)}|", *lines[1:]])
+
+
+def environment() -> dict[str, Any]:
+    """Versions, processor, cores, and how busy the machine was at the start."""
+    packages = ("mtp-jax", "jax", "jaxlib", "numpy")
+    return {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        **{name: _version(name) for name in packages},
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "backend": jax.default_backend(),
+        "device": jax.devices()[0].device_kind,
+        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
+    }
+
+
+def cpu_model() -> str:
+    """The processor's name as the system gives it."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def write(report: Report, path: str | Path, made_by: Mapping[str, Any]) -> None:
+    """Write ``report`` as JSON; ``made_by``: the command, its options and ``environment()``."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"title": report.title, **made_by, "figures": report.figures}
+    path.write_text(json.dumps(content, indent=2, default=_plain) + "\n", encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    return asdict(value) if isinstance(value, Spread) else value.tolist()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

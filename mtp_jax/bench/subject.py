@@ -1,0 +1,74 @@
+"""What is measured: a model in memory, engines over it, and prompts."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+from tokenizers import Tokenizer
+
+from mtp_jax import checkpoint
+from mtp_jax.config import ModelConfig
+from mtp_jax.demo import demo_model
+from mtp_jax.engine.config import EngineConfig
+from mtp_jax.engine.engine import Engine
+from mtp_jax.errors import ConfigError
+from mtp_jax.model.params import Params
+from mtp_jax.synthetic import random_prompts
+from mtp_jax.train import corpus
+
+DEMO = "demo"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model; engines of several depths share its parameters."""
+
+    name: str
+    directory: Path
+    config: ModelConfig
+    params: Params
+    dtype: str
+
+    def engine(self, depth: int, slots: int, max_model_len: int) -> Engine:
+        """An engine of one depth; at depth 0 without the NextN layers, so that they cost nothing.
+
+        Raises ConfigError for a depth above 0 of a model without NextN layers.
+        """
+        sizes = EngineConfig(depth, max_num_seqs=slots, max_model_len=max_model_len, dtype=self.dtype)
+        if depth:
+            return Engine(self.config, self.params, sizes)
+        return Engine(self.config.with_nextn(()), replace(self.params, nextn=()), sizes)
+
+
+def load(model: str) -> Subject:
+    """ "demo" or a model directory, in float32 on a CPU and in the checkpoint's dtype elsewhere."""
+    directory = demo_model() if model == DEMO else Path(model)
+    on_cpu = jax.default_backend() == "cpu"
+    dtype = "float32" if on_cpu else ModelConfig.from_file(directory / "config.json").dtype
+    loaded = checkpoint.load(directory, dtype=dtype)
+    return Subject(model, directory, loaded.config, jax.block_until_ready(loaded.params), dtype)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts of equal length, and where they come from."""
+
+    ids: list[list[int]]
+    source: str
+
+
+def prompts_for(subject: Subject, count: int, length: int) -> Prompts:
+    """Prompts for the demo model: text held out of its training; for any other: random ids.
+
+    Raises ConfigError if there is not enough text.
+    """
+    if count < 1:
+        raise ConfigError(f"{count} prompts; expected at least 1")
+    if subject.name != DEMO:
+        return Prompts(random_prompts(subject.config, count, length), "random token ids, seed 0")
+    tokenizer = Tokenizer.from_file(str(subject.directory / "tokenizer.json"))
+    files = corpus.read_files()
+    held_out = corpus.split(files).held_out
+    ids = corpus.held_out_prompts(tokenizer, held_out, count, length)
+    digest = corpus.fingerprint(files)[:12]
+    return Prompts(ids, f"standard library files held out of training, corpus {digest}")

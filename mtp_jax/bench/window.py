@@ -1,0 +1,188 @@
+"""What a wider window costs the trunk, in time and in bytes of weights, and how much of the promise is kept.
+
+predicted speed-up = acceptance length * bytes(plain step) / bytes(speculative step), drafts included
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from mtp_jax.bench import cost
+from mtp_jax.bench.depth import Decode, decode_alternating, speedup
+from mtp_jax.bench.report import Report, Spread
+from mtp_jax.bench.subject import Subject, prompts_for
+from mtp_jax.config import ModelConfig
+from mtp_jax.errors import ConfigError
+from mtp_jax.model import trunk
+from mtp_jax.model.moe import Routing
+from mtp_jax.model.ops import PagedView
+from mtp_jax.model.params import Params, type_of
+from mtp_jax.model.trunk import Backend
+from mtp_jax.synthetic import greedy
+
+# One slot of 256 rows, prompts of 16 tokens: short enough that weights, not the cache, are what is read.
+_PAGE_SIZE, _ROWS, _PROMPT = 64, 256, 16
+
+
+@dataclass(frozen=True)
+class Cached:
+    """The trunk's cache of one slot: pages of every layer, as in the engine."""
+
+    pages: tuple[Any, ...]
+    table: Any
+
+
+def _empty_cache(cfg: ModelConfig, dtype: str) -> Cached:
+    count = _ROWS // _PAGE_SIZE
+    pages = [
+        jnp.zeros((count, _PAGE_SIZE, cfg.latent_dim), type_of[dtype]) for _ in range(cfg.num_hidden_layers)
+    ]
+    return Cached(tuple(pages), jnp.arange(count, dtype=jnp.int32)[None])
+
+
+def verify(
+    params: Params,
+    pages: tuple[Array, ...],
+    tokens: Int[Array, "B W"],
+    start: Int[Array, " B"],
+    table: Int[Array, "B n"],
+    cfg: ModelConfig,
+) -> tuple[tuple[Array, ...], Int[Array, "B W"]]:
+    """The verify part of a step and nothing else: (pages, the trunk's greedy choices)."""
+    positions = start[:, None] + jnp.arange(tokens.shape[1])
+    mask = jnp.arange(table.shape[1] * pages[0].shape[1]) <= positions[..., None]
+    view = PagedView(table, positions, mask)
+    traced = trunk.run(params, cfg, tokens, positions, pages, view, Backend("absorbed"))
+    return traced.pages, jnp.argmax(trunk.logits(params, traced.hidden), axis=-1).astype(jnp.int32)
+
+
+def time_windows(
+    subject: Subject, text: Sequence[int], windows: Sequence[int], rounds: int
+) -> dict[int, list[float]]:
+    """Seconds per call of ``verify`` for each width, over the same text; the widths alternate call by call.
+
+    Each call lands elsewhere in the text, so that an MoE model visits different experts every time.
+    """
+    cfg, params = subject.config, subject.params
+    cached, ids = _empty_cache(cfg, subject.dtype), np.asarray(text, np.int32)[None]
+    compiled = {w: _compile(cfg, params, cached, w) for w in {*windows, max(windows)}}
+    pages, widest = cached.pages, max(windows)
+
+    def call(width: int, at: int) -> float:
+        nonlocal pages
+        tokens, start = jnp.asarray(ids[:, at : at + width]), jnp.full(1, at, jnp.int32)
+        began = time.perf_counter()
+        pages, chosen = compiled[width](params, pages, tokens, start, cached.table)
+        jax.block_until_ready((pages, chosen))
+        return time.perf_counter() - began
+
+    for at in range(0, ids.shape[1] - widest + 1, widest):  # fill the cache
+        call(widest, at)
+    places = np.random.default_rng(0).integers(0, ids.shape[1] - widest + 1, rounds)
+    seconds: dict[int, list[float]] = {w: [] for w in windows}
+    for i, at in enumerate(places.tolist()):
+        for w in [*windows[i % len(windows) :], *windows[: i % len(windows)]]:
+            seconds[w].append(call(w, at))
+    return seconds
+
+
+def _compile(cfg: ModelConfig, params: Params, cached: Cached, width: int) -> Callable[..., Any]:
+    tokens, start = jax.ShapeDtypeStruct((1, width), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    jitted = jax.jit(verify, donate_argnums=1, static_argnames="cfg")
+    return jitted.lower(params, cached.pages, tokens, start, cached.table, cfg=cfg).compile()
+
+
+def run(
+    subject: Subject, windows: Sequence[int], rounds: int, depth: int, prompts: int, max_tokens: int
+) -> Report:
+    """Time windows alone; then decode at depth 0 and ``depth`` and compare with what the bytes promise."""
+    windows = sorted({1, *windows})
+    longest = _ROWS - _PROMPT
+    if max(windows) > 64 or max_tokens > longest or depth < 1:
+        raise ConfigError(
+            f"windows up to {max(windows)}, max_tokens = {max_tokens}, depth = {depth}; expected windows "
+            f"of at most 64, max_tokens of at most {longest}, and depth of at least 1"
+        )
+    given = prompts_for(subject, prompts, _PROMPT)
+    engines = {d: subject.engine(d, 1, _ROWS) for d in (0, depth)}
+    [request] = greedy(engines[0], given.ids[:1], longest - 1)
+    text = [*request.prompt, *request.output]
+    experts = cost.experts_per_window(_routing(subject, text), sorted({*windows, depth + 1}))
+    timed = _by_window(subject.params, time_windows(subject, text, windows, rounds), experts)
+    decoded = decode_alternating(engines, given, max_tokens)
+    overall = _end_to_end(subject.params, decoded, depth, experts)
+    rows = [
+        (
+            f["window"],
+            f["seconds"].show(2, 1e3),
+            f["ratio"].show(),
+            f"{f['predicted_ratio']:.2f}",
+            f"{f['experts_per_layer']:.1f}" if experts[1] else "-",
+            f"{f['bytes'] / 1e6:.0f}",
+            f"{f['bytes'] / f['seconds'].median / 1e9:.1f}",
+        )
+        for f in timed
+    ]
+    headers = ("window", "ms (quartiles)", "over window 1", "by bytes", "experts/layer", "MB touched", "GB/s")
+    notes = [
+        f"End to end at depth {depth}: acceptance length {overall['acceptance_length']:.3f}; a step touches "
+        f"{overall['bytes_plain'] / 1e6:.0f} MB at depth 0, {overall['bytes_speculative'] / 1e6:.0f} MB with "
+        f"its drafts; predicted speed-up {overall['predicted_speedup']:.2f}, measured "
+        f"{overall['measured_speedup'].show()}: {overall['measured_over_predicted']:.0%} of the prediction; "
+        f"same tokens: {'yes' if overall['same_tokens'] else 'NO'}.",
+        f"Windows: {rounds} alternating calls each. End to end: {prompts} prompts ({given.source}), "
+        f"{max_tokens} tokens each, batch 1, greedy, alternating. A NextN layer is taken to visit as "
+        "many experts as the trunk's average layer.",
+    ]
+    figures = {"windows": timed, "end_to_end": overall}
+    return Report(f"Trunk time by window: {subject.name}", headers, rows, notes, figures)
+
+
+def _routing(subject: Subject, text: Sequence[int]) -> tuple[Routing, ...]:
+    def routing(params: Params, tokens: Array) -> tuple[Routing, ...]:
+        return trunk.forward_traced(params, subject.config, tokens).routing
+
+    return jax.jit(routing)(subject.params, jnp.asarray([text], jnp.int32))
+
+
+def _by_window(
+    params: Params, seconds: Mapping[int, list[float]], experts: Mapping[int, float]
+) -> list[dict[str, Any]]:
+    weights = cost.of_trunk(params) + cost.of_head(params)
+    plain = weights.touched(experts[1])
+    return [
+        {
+            "window": w,
+            "seconds": Spread.of(spent),
+            "ratio": Spread.of([b / a for a, b in zip(seconds[1], spent, strict=True)]),
+            "predicted_ratio": weights.touched(experts[w]) / plain,
+            "experts_per_layer": experts[w],
+            "bytes": weights.touched(experts[w]),
+        }
+        for w, spent in seconds.items()
+    ]
+
+
+def _end_to_end(
+    params: Params, decoded: Mapping[int, Decode], depth: int, experts: Mapping[int, float]
+) -> dict[str, Any]:
+    gain, acceptance = speedup(decoded[0], decoded[depth]), decoded[depth].speculation.acceptance_length
+    plain, speculative = (cost.step_bytes(params, d, experts) for d in (0, depth))
+    predicted = cost.predicted_speedup(acceptance, plain, speculative)
+    return {
+        "depth": depth,
+        "acceptance_length": acceptance,
+        "bytes_plain": plain,
+        "bytes_speculative": speculative,
+        "predicted_speedup": predicted,
+        "measured_speedup": gain,
+        "measured_over_predicted": gain.median / predicted,
+        "same_tokens": decoded[0].texts == decoded[depth].texts,
+        "tokens_per_second": {str(d): run.rate for d, run in decoded.items()},
+    }
