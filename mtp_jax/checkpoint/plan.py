@@ -115,7 +115,7 @@ def make_plan(
 
 def _count_nextn(cfg: ModelConfig, draft: Draft, declared: int | None, wanted: int | None) -> int:
     present = len({layer_of(n) for n in draft.tensors})
-    if wanted is not None and wanted > present:
+    if wanted is not None and not 0 <= wanted <= present:
         raise CheckpointError(
             f"num_nextn_layers = {wanted}, but {draft.folder} has {present}; expected 0 to {present}"
         )
@@ -213,7 +213,9 @@ class _Accounting:
 
 
 def _by_file(tensors: list[Tensor]) -> str:
-    files = {t.file.path: [u.name for u in tensors if u.file == t.file] for t in tensors}
+    files: dict[Path, list[str]] = {}
+    for t in tensors:
+        files.setdefault(t.file.path, []).append(t.name)
     return "; ".join(f"{path.name}: {shortlist(names)}" for path, names in files.items())
 
 
