@@ -151,14 +151,16 @@ def _split(pieces: Iterable[Piece], limit: int) -> list[list[Piece]]:
 
 def _pieces(cfg: ModelConfig, params: Params, dtype: str) -> list[Piece]:
     """Every tensor of ``params`` in the order of the release."""
-    nextn = tuple(
-        nextn_specs(cfg, k, own_embed=p.embed is not None, own_head=p.head is not None)
-        for k, p in enumerate(params.nextn)
-    )
+    own = [(p.embed is not None, p.head is not None) for p in params.nextn]
+    nextn = tuple(nextn_specs(cfg, k, *own[k]) for k in range(min(len(own), cfg.num_nextn_predict_layers)))
     trunk = trunk_specs(cfg)
     specs, tree = jax.tree.flatten(Params(trunk.embed, trunk.layers, trunk.norm, trunk.head, nextn))
     arrays, got = jax.tree.flatten(params)
-    if got != tree or [a.shape for a in arrays] != [s.shape for s in specs]:
+    if (
+        len(own) != cfg.num_nextn_predict_layers
+        or got != tree
+        or [a.shape for a in arrays] != [s.shape for s in specs]
+    ):
         raise CheckpointError("the parameters are not those of this config: their tree or shapes differ")
 
     host = _Host(arrays)

@@ -1,0 +1,153 @@
+"""Orbax folders: saved from any sharding, restored to any other."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import pytest
+
+from mtp_jax.checkpoint import convert, is_orbax, load, restore, save, summarise
+from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.model.params import param_specs
+from mtp_jax.model.sharding import make_mesh, partition
+from tests.checkpoint.files import assert_same, edit_json
+from tests.golden import model_dir
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("orbax") / "mtp2"
+    whole = load(model_dir("mtp2"))
+    save(folder, whole.config, whole.params)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [None, (2, 2), (1, 2)])
+def test_restored_straight_to_its_shardings(stored: Path, shape: tuple[int, int] | None, dtype: str):
+    mesh = make_mesh(*shape) if shape else None
+    found, want = load(stored, dtype=dtype, mesh=mesh), load(model_dir("mtp2"), dtype=dtype)
+    assert found.config == want.config
+    assert_same(found.params, want.params)
+    if mesh is not None:
+        for spec, array in zip(
+            jax.tree.leaves(param_specs(found.config)), jax.tree.leaves(found.params), strict=True
+        ):
+            assert array.sharding.spec == partition(*spec.axes)
+
+
+def test_saved_from_a_mesh(tmp_path: Path):
+    whole = load(model_dir("tied"), mesh=make_mesh(2, 2))
+    save(tmp_path / "x", whole.config, whole.params)
+    found = restore(tmp_path / "x")
+    assert_same(found.params, load(model_dir("tied")).params)
+    assert found.bytes_read == sum(x.nbytes for x in jax.tree.leaves(whole.params))
+
+
+def test_own_tables_and_dtype_come_back(tmp_path: Path):
+    whole = load(model_dir("v3"), dtype="bfloat16")
+    own = replace(whole.params.nextn[0], head=whole.params.embed)
+    params = replace(whole.params, nextn=(own,))
+    save(tmp_path / "x", whole.config, params)
+    assert_same(restore(tmp_path / "x").params, params)
+
+
+def test_fewer_nextn_layers(stored: Path):
+    found = load(stored, num_nextn_layers=1)
+    assert_same(found.params, load(model_dir("mtp2"), num_nextn_layers=1).params)
+    assert found.config.nextn_moe == (True,)
+
+
+def test_convert(tmp_path: Path):
+    source = tmp_path / "model"
+    shutil.copytree(model_dir("v3"), source)
+    (source / "tokenizer.json").write_text("{}")
+    edit_json(source / "generation_config.json", eos_token_id=[1, 5])
+    convert(source, tmp_path / "out", dtype="float32")
+    assert is_orbax(tmp_path / "out")
+    assert not is_orbax(source)
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    found = load(tmp_path / "out")
+    assert found.config.eos_token_ids == (1, 5)
+    assert_same(found.params, load(model_dir("v3")).params)
+
+
+def test_a_draft_has_no_place_beside_it(stored: Path):
+    with pytest.raises(CheckpointError, match="give draft_model to `mtp-jax convert` instead"):
+        load(stored, model_dir("v3"))
+
+
+def test_summary(stored: Path):
+    ours, theirs = summarise(stored), summarise(model_dir("mtp2"))
+    assert ours.nextn_layout == "Orbax"
+    assert ours.parameters == theirs.parameters
+    assert ours.stored_bytes == ours.weight_bytes["float32"]
+
+
+def test_existing_folders_are_kept(stored: Path):
+    whole = load(model_dir("mtp2"))
+    with pytest.raises(CheckpointError, match="already holds an Orbax checkpoint"):
+        save(stored, whole.config, whole.params)
+
+
+def remove_array(folder: Path) -> None:
+    shutil.rmtree(folder / "params")
+
+
+def remove_data(folder: Path) -> None:
+    for path in (folder / "params").rglob("*"):
+        if path.is_file() and not path.name.startswith("_") and path.stat().st_size > 10_000:
+            path.write_bytes(path.read_bytes()[:100])
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "no marker": (lambda f: (f / "orbax.json").unlink(), ("config.json",)),
+    "another format": (
+        lambda f: edit_json(f / "orbax.json", format=9),
+        ("orbax.json", "format 9", "expected 1"),
+    ),
+    "another dtype": (
+        lambda f: edit_json(f / "orbax.json", dtype="int4"),
+        ("orbax.json", "'int4'", "float32"),
+    ),
+    "own tables": (
+        lambda f: edit_json(f / "orbax.json", nextn_own=[[]]),
+        ("nextn_own is [[]]; expected 2 entries",),
+    ),
+    "config": (
+        lambda f: edit_json(f / "config.json", hidden_size=128),
+        ("params", "array embed has shape [160, 136]; expected [160, 128]"),
+    ),
+    "fewer layers": (
+        lambda f: edit_json(f / "config.json", num_hidden_layers=2),
+        ("unexpected ['layers.2.",),
+    ),
+    "no arrays": (remove_array, ("params", "cannot be restored")),
+    "cut arrays": (remove_data, ("params", "cannot be restored")),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_named(stored: Path, tmp_path: Path, kind: str):
+    folder = tmp_path / "x"
+    shutil.copytree(stored, folder)
+    damage, fragments = DAMAGE[kind]
+    damage(folder)
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    for fragment in fragments[: None if kind != "no marker" else 0]:
+        assert fragment in str(caught.value)
+    assert str(folder) in str(caught.value)
+
+
+def test_wrong_arguments(stored: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match="'int8' is not supported"):
+        restore(stored, dtype="int8")
+    with pytest.raises(CheckpointError, match="expected 0 to 2"):
+        restore(stored, num_nextn_layers=3)
+    with pytest.raises(CheckpointError, match=r"has no orbax\.json"):
+        restore(tmp_path)
+    assert json.loads((stored / "orbax.json").read_text())["format"] == 1

@@ -1,0 +1,74 @@
+"""Numbers about a checkpoint, from its headers: checked by hand and against DeepSeek-V3's published ones."""
+
+import jax
+import pytest
+
+from mtp_jax.checkpoint import load, summarise
+from mtp_jax.checkpoint.summary import parameter_counts
+from mtp_jax.config import ModelConfig
+from tests.checkpoint.files import read_folder
+from tests.golden import GOLDEN, VARIANTS, model_dir
+
+V3 = ModelConfig(
+    vocab_size=129280,
+    hidden_size=7168,
+    intermediate_size=18432,
+    moe_intermediate_size=2048,
+    num_hidden_layers=61,
+    num_attention_heads=128,
+    n_routed_experts=256,
+    n_shared_experts=1,
+    num_experts_per_tok=8,
+    n_group=8,
+    topk_group=4,
+    first_k_dense_replace=3,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    num_nextn_predict_layers=1,
+    nextn_moe=(True,),
+)
+
+
+def test_deepseek_v3():
+    total, active, nextn = parameter_counts(V3)
+    assert total == 671_026_419_200
+    assert round(active / 1e9, 1) == 37.6
+    assert round(nextn / 1e9, 2) == 11.61
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_counts_are_those_of_the_loaded_model(variant: str):
+    summary, found = summarise(model_dir(variant)), load(model_dir(variant))
+    leaves = jax.tree.leaves(found.params)
+    assert summary.config == found.config
+    assert summary.parameters + summary.nextn_parameters == sum(x.size for x in leaves)
+    assert summary.weight_bytes["float32"] == sum(x.nbytes for x in leaves)
+    half = jax.tree.leaves(load(model_dir(variant), dtype="bfloat16").params)
+    assert summary.weight_bytes["bfloat16"] == sum(x.nbytes for x in half)
+    raw = read_folder(model_dir(variant))
+    assert {n: (s.tensors, s.nbytes) for n, s in summary.stored.items()} == {
+        dtype: (len(sizes), sum(sizes))
+        for dtype in {t.dtype for t in raw.values()}
+        if (sizes := [len(t.data) for t in raw.values() if t.dtype == dtype])
+    }
+    layers = found.config.num_hidden_layers + len(found.config.nextn_moe)
+    assert summary.cache_bytes_per_token == {"float32": layers * 32 * 4, "bfloat16": layers * 32 * 2}
+
+
+def test_text():
+    text = summarise(model_dir("fp8")).text()
+    for fragment in (
+        "architecture        deepseek_v3",
+        "3 (1 dense, 2 MoE)",
+        "8 routed, 2 per token, 1 shared",
+        "1 (MoE; in place)",
+        "305,288 (187,784 active per token)",
+        "F8_E4M3 (104)",
+        "512 B as float32, 256 B as bfloat16",
+    ):
+        assert fragment in text
+    assert "160 (tied)" in summarise(model_dir("tied")).text()
+    assert "lmsys NextN" in summarise(model_dir("v3"), GOLDEN / "v3" / "nextn").text()
