@@ -23,12 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv: arguments without the program's name; None: those of the process.
     """
     try:
-        args = make_parser().parse_args(argv)
-        status = args.run(args)
+        status = _run(argv)
         sys.stdout.flush()
         return status
-    except SystemExit as stop:  # argparse: help has been printed, or an error
-        return int(stop.code or 0)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -38,6 +35,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (MtpJaxError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        args = make_parser().parse_args(argv)
+    except SystemExit as stop:  # help has been printed, or an error
+        return int(stop.code or 0)
+    return args.run(args)
 
 
 def make_parser() -> Parser:

@@ -229,13 +229,16 @@ class LLM:
     def _outputs(self, job: Job) -> Iterator[RequestOutput]:
         self._prepare([job])
         with self._serving([job]) as parts:
-            before = 0
-            while any(not part.done for part in parts):
-                self._step()
-                now = sum(part.seen + part.done for part in parts)
-                if now > before:
+            shown = 0
+            while True:
+                grown = sum(part.seen + part.done for part in parts)
+                if grown > shown:
+                    shown = grown
                     yield job.output()
-                before = now
+                elif all(part.done for part in parts):
+                    return
+                else:
+                    self._step()
 
     @contextmanager
     def _serving(self, jobs: list[Job]) -> Iterator[list[Part]]:

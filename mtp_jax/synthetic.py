@@ -60,7 +60,7 @@ def preset(name: str) -> Preset:
     if name == "dense":
         return Preset("24 dense layers, 0.8 GB in float32", _dense(), noise=5.125)
     if name == "moe":
-        return Preset("2 dense and 22 MoE layers, 0.8 GB in float32", _moe(), noise=5.0)
+        return Preset("2 dense and 22 MoE layers, 0.8 GB in float32", _moe(), noise=4.384)
     raise ConfigError(f"preset {name!r} is unknown; expected 'dense' or 'moe'")
 
 

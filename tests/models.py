@@ -1,9 +1,9 @@
-"""Tiny models in memory whose NextN layer really predicts the trunk, a plain reference loop, and engine helpers.
+"""Tiny models in memory whose NextN layer really predicts the trunk, a plain reference loop, engine helpers.
 
 Random weights accept no drafts, so they test nothing of speculation. Here the next token is mostly a fixed
-permutation of the current one: the head's row of token next(t) points along the embedding of t, and NextN's merge
-passes the token's embedding through, with noise that decides how often it is right. Blocks add enough on top that
-the text depends on the whole history, so a cache that is wrong anywhere shows.
+permutation of the current one: the head's row of token next(t) points along the embedding of t, and NextN's
+merge passes the token's embedding through, with noise that decides how often it is right. Blocks add enough
+on top that the text depends on the whole history, so a cache that is wrong anywhere shows.
 """
 
 import functools
@@ -55,7 +55,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=
 def rigged(
     cfg: ModelConfig = TINY, seed: int = 1, *, noise: float = 0.6, loud: float = 1.5, contrast: float = 6.0
 ) -> Params:
-    """Float32 parameters. noise: of the drafter; loud: blocks beside the residual stream; contrast: of the head."""
+    """Float32 parameters. noise: of the drafter; loud: of the blocks; contrast: of the head."""
     rng = np.random.default_rng(seed)
 
     def draw(spec: Spec) -> np.ndarray:
@@ -91,7 +91,7 @@ def tiny_params(cfg: ModelConfig = TINY) -> Params:
     return rigged(cfg)
 
 
-def prompts(count: int, shortest: int = 3, seed: int = 0, vocab: int = TINY.vocab_size) -> list[list[int]]:
+def prompts(count: int, shortest: int = 3, seed: int = 3, vocab: int = TINY.vocab_size) -> list[list[int]]:
     """Random prompts of ``shortest``, ``shortest + 4``, ... tokens."""
     rng = np.random.default_rng(seed)
     return [rng.integers(2, vocab, shortest + 4 * i).tolist() for i in range(count)]
@@ -99,7 +99,7 @@ def prompts(count: int, shortest: int = 3, seed: int = 0, vocab: int = TINY.voca
 
 @dataclass(frozen=True)
 class Told:
-    """What the plain loop says: tokens, accepted drafts per step, smallest gap between the two best logits."""
+    """The plain loop's tokens, accepted drafts per step, and smallest gap between the two best logits."""
 
     ids: list[int]
     accepted: list[int]
@@ -107,7 +107,7 @@ class Told:
 
 
 class Reference:
-    """Greedy decoding and speculation in the plainest way: no cache, everything recomputed for every token."""
+    """Greedy decoding and speculation in the plainest way: no cache, all recomputed for every token."""
 
     def __init__(self, params: Params, cfg: ModelConfig = TINY, longest: int = 96) -> None:
         self.params, self.cfg, self.longest = params, cfg, longest
@@ -208,10 +208,18 @@ def make_engine(
 Job = tuple[Sequence[int], SamplingParams]
 
 
-def serve(engine: Engine, jobs: Sequence[Job]) -> list[Request]:
-    """Run these requests together to their end, compiling what is missing."""
+def prepare(engine: Engine, requests: Sequence[Request]) -> None:
+    """Compile for a full batch, so that few requests need no programs of their own."""
+    engine.prepare([*requests, *[requests[0]] * engine.config.max_num_seqs])
+
+
+def serve(engine: Engine, jobs: Sequence[Job], *, exactly: bool = False) -> list[Request]:
+    """Run these requests together to their end. exactly: compile for their number, not for a full batch."""
     requests = [engine.make_request(prompt, params) for prompt, params in jobs]
-    engine.prepare(requests)
+    if exactly:
+        engine.prepare(requests)
+    else:
+        prepare(engine, requests)
     for request in requests:
         engine.submit(request)
     finish(engine)
@@ -234,4 +242,5 @@ def accepted(request: Request) -> list[int]:
 
 def chosen_logprobs(request: Request) -> np.ndarray:
     """The log-probability of every emitted token."""
-    return np.array([each[token].logprob for each, token in zip(request.logprobs, request.output, strict=True)])
+    pairs = zip(request.logprobs, request.output, strict=True)
+    return np.array([each[token].logprob for each, token in pairs])

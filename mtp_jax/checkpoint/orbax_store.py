@@ -108,6 +108,10 @@ def restore(
     with _checkpointer() as store:
         try:
             stored = store.metadata(path / "params").item_metadata
+            if stored is None:
+                raise CheckpointError(
+                    f"{path / 'params'} cannot be restored: its _METADATA is missing or damaged"
+                )
             _check_stored(path, _flat(specs), {k: tuple(v.shape) for k, v in dict(stored).items()})
             flat = store.restore(path / "params", _flat(jax.tree.map(_target(mesh, dtype), specs)))
         except CheckpointError:

@@ -104,10 +104,14 @@ def _prompts(args: argparse.Namespace) -> "list[Prompt]":
     if args.token_ids is not None:
         return [args.token_ids]
     text = _read(args.file).removesuffix("\n").removesuffix("\r")
+    if not text:
+        raise RequestError(
+            "the input is empty; give a prompt with -p, in a file with -f, or on standard input"
+        )
     if not args.lines:
         return [text]
     # Not splitlines(): form feeds and Unicode separators belong to the prompts.
-    return [line.removesuffix("\r") for line in text.split("\n")] if text else []
+    return [line.removesuffix("\r") for line in text.split("\n")]
 
 
 def _read(file: Path | None) -> str:

@@ -140,9 +140,9 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     if params.temperature == 0:
         _without_effect(args, _NEED_TEMPERATURE, "at temperature 0; add --temperature 1")
     if params.include_stop_str_in_output and not params.stop_strings:
-        _without_effect(args, ("include_stop_str_in_output",), "without --stop")
+        _without_effect(args, ("include_stop_str_in_output",), "without --stop; add one")
     if args.num_speculative_tokens == 0:
-        _without_effect(args, _NEED_DRAFTS, "with --num-speculative-tokens 0")
+        _without_effect(args, _NEED_DRAFTS, "with --num-speculative-tokens 0; raise that")
     return params
 
 

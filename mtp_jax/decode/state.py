@@ -39,7 +39,7 @@ class Slots:
         remaining: tokens the slot may still emit.
         generated: tokens emitted so far.
         depth: most drafts the slot's request wants verified per step.
-        page_table: pages in order, local to the slot's data shard; one past the last page where unallocated.
+        page_table: pages in order, local to the slot's data shard; the spare last page where unallocated.
         carry: hidden states the next NextN rows build on. While decoding, entry k is z_k at ``newest``;
             between prefill chunks, what layer k's next row merges: h for layer 0, z_{k-1} for the others.
         sampling: what the request asks of the sampler.
@@ -68,7 +68,10 @@ class State:
 
 @dataclass(frozen=True)
 class StateShape:
-    """Sizes of a ``State``. ``pages`` are per data shard; ``columns`` is the width of the page table."""
+    """Sizes of a ``State``. ``columns`` is the width of the page table.
+
+    ``pages`` are per data shard and can be handed out; each shard has one more, for rows nobody wants.
+    """
 
     slots: int
     pages: int
@@ -78,7 +81,7 @@ class StateShape:
 
 def abstract_state(cfg: ModelConfig, shape: StateShape, dtype: str, mesh: Mesh | None) -> State:
     """The state's shapes, dtypes and shardings, without allocating it."""
-    pages, layers = shape.pages * data_size(mesh), cfg.num_nextn_predict_layers
+    pages, layers = (shape.pages + 1) * data_size(mesh), cfg.num_nextn_predict_layers
 
     def zeros() -> State:
         cache = jnp.zeros((pages, shape.page_size, cfg.latent_dim), type_of[dtype])

@@ -19,7 +19,7 @@ class PagedView:
     """Where one pass reads and writes in the cache. Page numbers are local to a slot's data shard.
 
     Attributes:
-        page_table: pages of each slot in order, int32 [B, n].
+        page_table: pages of each slot in order, int32 [B, n]; the last page of all where there is none.
         positions: row that each window token is written to, int32 [B, W]; negative rows are not written.
         mask: rows each window token attends to, bool [B, W, n * S].
     """
@@ -41,13 +41,26 @@ class Queries:
 def write_rows(
     pages: Float[Array, "P S C"], rows: Float[Array, "B W C"], view: PagedView
 ) -> Float[Array, "P S C"]:
-    """``pages`` with the window's rows written at ``view.positions``; in place when donated."""
-    count, size, width = pages.shape
+    """``pages`` with the window's rows written at ``view.positions``; in place when donated.
+
+    Rows that are not to be written go to the last page, which no sequence owns.
+    """
+    count, size, _ = pages.shape
+    written = view.positions >= 0
     column = jnp.clip(view.positions // size, 0, view.page_table.shape[1] - 1)
-    page = jnp.take_along_axis(view.page_table, column, axis=1)
-    index = jnp.where(view.positions < 0, count * size, page * size + view.positions % size)
-    flat = pages.reshape(count * size, width).at[index.reshape(-1)].set(rows.reshape(-1, width), mode="drop")
-    return flat.reshape(pages.shape)
+    page = jnp.where(written, jnp.take_along_axis(view.page_table, column, axis=1), count - 1).reshape(-1)
+    offset = (view.positions % size).reshape(-1)
+    rows = rows.reshape(-1, 1, 1, rows.shape[-1])
+    if jax.default_backend() != "cpu":
+        return pages.at[page, offset].set(rows[:, 0, 0], mode="promise_in_bounds")
+
+    # A scatter checks its bounds by a select, for which XLA on a CPU copies the whole cache several times.
+    def write(i: Int[Array, ""], pages: Float[Array, "P S C"]) -> Float[Array, "P S C"]:
+        return jax.lax.dynamic_update_slice(pages, rows[i], (page[i], offset[i], 0))
+
+    # A loop of a length XLA cannot know is not unrolled and fused into the cache's readers, with copies.
+    last = jnp.max(jnp.where(written.reshape(-1), jnp.arange(1, len(page) + 1), 0))
+    return jax.lax.fori_loop(0, last, write, pages)
 
 
 def read_rows(pages: Float[Array, "P S C"], view: PagedView) -> Float[Array, "B L C"]:
@@ -74,22 +87,25 @@ def attend(
     ``naive`` expands the latent to keys and values of every head; ``absorbed`` moves the expansion to the
     query and the output, so that all heads read the latent itself. Equal up to rounding.
     """
-    latent, key_rope = jnp.split(rows, [k_up.shape[-1]], axis=-1)
+    rank = k_up.shape[-1]
     if form == "naive":
+        latent, key_rope = jnp.split(rows, [rank], axis=-1)
         keys = jnp.einsum("blc,nhc->blnh", latent, k_up)
         scores = jnp.einsum("bwnh,blnh->bnwl", q.nope, keys, preferred_element_type=jnp.float32)
+        scores += jnp.einsum("bwnr,blr->bnwl", q.rope, key_rope, preferred_element_type=jnp.float32)
     else:
-        absorbed = jnp.einsum("bwnh,nhc->bwnc", q.nope, k_up)
-        scores = jnp.einsum("bwnc,blc->bnwl", absorbed, latent, preferred_element_type=jnp.float32)
-    scores += jnp.einsum("bwnr,blr->bnwl", q.rope, key_rope, preferred_element_type=jnp.float32)
+        whole = jnp.concatenate([jnp.einsum("bwnh,nhc->bwnc", q.nope, k_up), q.rope], axis=-1)
+        scores = jnp.einsum("bwnc,blc->bnwl", whole, rows, preferred_element_type=jnp.float32)
     scores = jnp.where(mask[:, None], scores * scale, -jnp.inf)
     # A row that sees nothing (an idle slot) must give zeros, not NaN.
     peak = jnp.maximum(scores.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
     weights = jnp.exp(scores - peak)
     weights = (weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)).astype(rows.dtype)
     if form == "naive":
-        return jnp.einsum("bnwl,blnv->bwnv", weights, jnp.einsum("blc,nvc->blnv", latent, v_up))
-    return jnp.einsum("bwnc,nvc->bwnv", jnp.einsum("bnwl,blc->bwnc", weights, latent), v_up)
+        return jnp.einsum("bnwl,blnv->bwnv", weights, jnp.einsum("blc,nvc->blnv", rows[..., :rank], v_up))
+    # Whole rows again: slicing the rope part off the result is cheaper than off the cache.
+    mixed = jnp.einsum("bnwl,blc->bwnc", weights, rows)[..., :rank]
+    return jnp.einsum("bwnc,nvc->bwnv", mixed, v_up)
 
 
 def paged_attention(

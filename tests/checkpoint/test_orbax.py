@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -93,16 +95,6 @@ def test_existing_folders_are_kept(stored: Path):
         save(stored, whole.config, whole.params)
 
 
-def remove_array(folder: Path) -> None:
-    shutil.rmtree(folder / "params")
-
-
-def remove_data(folder: Path) -> None:
-    for path in (folder / "params").rglob("*"):
-        if path.is_file() and not path.name.startswith("_") and path.stat().st_size > 10_000:
-            path.write_bytes(path.read_bytes()[:100])
-
-
 DAMAGE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "no marker": (lambda f: (f / "orbax.json").unlink(), ("config.json",)),
     "another format": (
@@ -125,8 +117,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         lambda f: edit_json(f / "config.json", num_hidden_layers=2),
         ("unexpected ['layers.2.",),
     ),
-    "no arrays": (remove_array, ("params", "cannot be restored")),
-    "cut arrays": (remove_data, ("params", "cannot be restored")),
+    "no arrays": (lambda f: shutil.rmtree(f / "params"), ("params", "cannot be restored")),
+    "cut metadata": (
+        lambda f: (f / "params" / "_METADATA").write_text("{"),
+        ("params", "cannot be restored: its _METADATA is missing or damaged"),
+    ),
 }
 
 
@@ -141,6 +136,19 @@ def test_damage_is_named(stored: Path, tmp_path: Path, kind: str):
     for fragment in fragments[: None if kind != "no marker" else 0]:
         assert fragment in str(caught.value)
     assert str(folder) in str(caught.value)
+
+
+def test_cut_arrays(stored: Path, tmp_path: Path):
+    """In a process of its own: after an error Orbax leaves reads behind that complain to nobody later on."""
+    folder = tmp_path / "x"
+    shutil.copytree(stored, folder)
+    for path in (folder / "params").rglob("*"):
+        if path.is_file() and path.stat().st_size > 10_000 and not path.name.startswith("_"):
+            path.write_bytes(path.read_bytes()[:100])
+    code = "import sys; from mtp_jax.checkpoint import load; load(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert f"CheckpointError: {folder / 'params'} cannot be restored" in done.stderr
 
 
 def test_wrong_arguments(stored: Path, tmp_path: Path):

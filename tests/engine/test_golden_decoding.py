@@ -1,7 +1,7 @@
 """Decoding against an independent implementation: tokens, accepted drafts of every step, and draft logits.
 
-Texts alone would not show a broken drafter, so acceptance must be the oracle's, step by step. Its loop reuses NextN
-layer 0, so the variants with two layers are loaded with one; their chain of two layers is compared as drafts.
+Texts alone would not show a broken drafter, so acceptance must be the oracle's, step by step. Its loop reuses
+NextN layer 0, so the variants with two layers are loaded with one; their chain is compared as drafts.
 """
 
 import functools
