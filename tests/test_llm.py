@@ -1,0 +1,284 @@
+"""The Python API, on a checkpoint whose numbers another implementation computed."""
+
+import itertools
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import mtp_jax
+from mtp_jax import LLM, CheckpointError, ConfigError, RequestError, SamplingParams
+from tests import golden, tiny_tokenizer
+
+SIZES = {"max_num_seqs": 2, "max_model_len": 96, "page_size": 16, "prefill_chunk": 16, "compile_cache": None}
+PROMPT = golden.expected("rigged")["input_ids"].tolist()
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+SCORED = replace(GREEDY, logprobs=2, prompt_logprobs=1)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A golden checkpoint with a tokenizer."""
+    path = tmp_path_factory.mktemp("llm") / "model"
+    shutil.copytree(golden.model_dir("rigged"), path)
+    return tiny_tokenizer.write(path, golden.raw_config("rigged")["vocab_size"])
+
+
+@pytest.fixture(scope="module")
+def llm(directory):
+    return LLM(directory, **SIZES)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(request):
+    """After every test all pages are free and no request lives."""
+    yield
+    if "llm" in request.fixturenames:
+        engine = request.getfixturevalue("llm").engine
+        assert not engine.scheduler.busy
+        assert engine.scheduler.allocator.free() == engine.scheduler.allocator.pages
+
+
+def tokens(output, index=0):
+    return output.outputs[index].token_ids
+
+
+def test_greedy_tokens_and_acceptance_are_the_golden_ones(llm):
+    expected = golden.expected("rigged")
+    (output,) = llm.generate(PROMPT, GREEDY)
+    assert tokens(output) == expected["greedy_ids"].tolist()
+    assert output.speculation.accepted_per_step == expected["spec_accept.3"].tolist()
+    assert output.outputs[0].finish_reason == "length"
+    assert output.outputs[0].text == llm.tokenizer.decode(tokens(output))
+    assert output.finished
+    assert output.prompt is None
+    assert output.prompt_token_ids == PROMPT
+
+
+def test_without_speculation_gives_the_same_tokens(llm):
+    plain = llm.without_speculation()
+    assert tokens(plain.generate(PROMPT, GREEDY)[0]) == golden.expected("rigged")["greedy_ids"].tolist()
+    assert plain.engine.params.nextn == ()
+    assert plain.engine.params.layers is llm.engine.params.layers
+    assert llm.engine.config.num_speculative_tokens == 3
+
+
+def test_order_is_kept_for_mixed_prompts_with_params_of_their_own(llm):
+    prompts = ["def f", PROMPT, "x", [5, 6, 7]]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (9, 3, 6, 1)]
+    outputs = llm.generate(prompts, params)
+    assert [o.prompt for o in outputs] == ["def f", None, "x", None]
+    assert [o.prompt_token_ids for o in outputs] == [llm.tokenizer.encode("def f"), PROMPT,
+                                                     llm.tokenizer.encode("x"), [5, 6, 7]]  # fmt: skip
+    assert [len(tokens(o)) for o in outputs] == [9, 3, 6, 1]
+    for prompt, p, output in zip(prompts, params, outputs, strict=True):
+        assert tokens(llm.generate(prompt, p)[0]) == tokens(output)
+
+
+@pytest.mark.parametrize(
+    "prompts", [[], "ab", ["ab"], [3, 4], [[3, 4]], np.array([3, 4]), [np.array([3, 4])]]
+)
+def test_one_prompt_or_many(llm, prompts):
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+    assert [len(tokens(o)) for o in outputs] == [1] * (0 if isinstance(prompts, list) and not prompts else 1)
+
+
+def test_n_completions_are_seeded_one_by_one(llm):
+    # The golden model is sure of itself: at this temperature, too, but less so.
+    seeded = SamplingParams(temperature=20, max_tokens=8, ignore_eos=True, seed=7)
+    (output,) = llm.generate(PROMPT, replace(seeded, n=2))
+    assert [c.index for c in output.outputs] == [0, 1]
+    assert tokens(output) != tokens(output, 1)
+    alone = llm.generate([PROMPT, PROMPT], [replace(seeded, seed=8), seeded])
+    assert [tokens(o) for o in alone] == [tokens(output, 1), tokens(output)]
+
+
+def test_stop_strings_cut_text_and_tokens(llm):
+    whole = llm.generate(PROMPT, GREEDY)[0].outputs[0]
+    stop = whole.text[10:13]
+    at = whole.text.index(stop)
+    for keep in (False, True):
+        params = replace(SCORED, stop=[stop], include_stop_str_in_output=keep)
+        (output,) = llm.generate(PROMPT, params)
+        cut = output.outputs[0]
+        assert cut.text == whole.text[: at + len(stop) * keep]
+        assert cut.finish_reason == "stop"
+        assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+        assert stop in llm.tokenizer.decode(cut.token_ids)
+        assert stop not in llm.tokenizer.decode(cut.token_ids[:-1])
+        assert len(cut.logprobs) == len(cut.token_ids)
+
+
+def test_stop_token_ends_the_output(llm):
+    expected = golden.expected("rigged")["greedy_ids"].tolist()
+    output = llm.generate(PROMPT, replace(GREEDY, stop_token_ids=[expected[4]]))[0].outputs[0]
+    assert output.token_ids == expected[: expected.index(expected[4]) + 1]
+    assert output.finish_reason == "stop"
+
+
+def log_softmax(logits):
+    x = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def test_logprobs_are_those_of_score(llm):
+    (output,) = llm.generate(PROMPT, replace(SCORED, max_tokens=6))
+    ids = [*PROMPT, *tokens(output)]
+    expected = log_softmax(llm.score(ids).logits)
+
+    assert len(output.prompt_logprobs) == len(PROMPT)
+    assert output.prompt_logprobs[0] is None
+    assert len(output.outputs[0].logprobs) == 6
+    rows = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+    for i, row in enumerate(rows):
+        chosen, width = ids[i + 1], 1 if i < len(PROMPT) - 1 else 2
+        assert next(iter(row)) == chosen
+        assert set(row) == {chosen, *np.argsort(-expected[i])[:width]}
+        for token, entry in row.items():
+            assert entry.logprob == pytest.approx(expected[i, token], abs=1e-3)
+            assert entry.rank == 1 + (expected[i] > expected[i, token]).sum()
+
+
+def test_stream_grows_and_ends_as_generate_does(llm):
+    seen = list(llm.stream(PROMPT, GREEDY))
+    lengths = [len(tokens(o)) for o in seen]
+    assert lengths == sorted(set(lengths))
+    assert len(lengths) > 5
+    assert all(b.outputs[0].text.startswith(a.outputs[0].text) for a, b in itertools.pairwise(seen))
+    assert [o.finished for o in seen] == [False] * (len(seen) - 1) + [True]
+    assert tokens(seen[-1]) == golden.expected("rigged")["greedy_ids"].tolist()
+
+
+def test_closing_a_stream_aborts(llm):
+    updates = llm.stream(PROMPT, GREEDY)
+    next(updates)
+    allocator = llm.engine.scheduler.allocator
+    assert allocator.free() < allocator.pages
+    updates.close()
+    assert allocator.free() == allocator.pages
+
+
+def test_streams_may_be_interleaved_and_generate_called_meanwhile(llm):
+    prompts = (PROMPT, "def f")
+    alone = [llm.generate(p, GREEDY)[0].outputs[0] for p in prompts]
+    updates = list(itertools.zip_longest(*(llm.stream(p, GREEDY) for p in prompts)))
+    together = [[u for u in column if u][-1] for column in zip(*updates, strict=True)]
+    assert [o.outputs[0] for o in together] == alone
+
+    first = llm.stream(PROMPT, GREEDY)
+    next(first)
+    assert llm.generate("def f", GREEDY)[0].outputs[0] == alone[1]
+    *_, last = first
+    assert last.outputs[0] == alone[0]
+
+
+def test_time_is_counted_from_submission_not_from_compilation(llm, monkeypatch):
+    prepared, arrived = [], []
+    prepare, submit = llm.engine.prepare, llm.engine.submit
+    monkeypatch.setattr(llm.engine, "prepare", lambda *a: (prepare(*a), prepared.append(time.perf_counter())))
+    monkeypatch.setattr(llm.engine, "submit", lambda r: (arrived.append(r.arrived), submit(r)))
+    timing = llm.generate(PROMPT, GREEDY)[0].timing
+    assert arrived[0] >= prepared[0]
+    assert 0 < timing.first_token < timing.finished
+
+
+def test_warm_up_prepares_and_serves_nothing(llm, monkeypatch):
+    prepared = []
+    monkeypatch.setattr(llm.engine, "prepare", lambda requests, update: prepared.extend(requests))
+    llm.warm_up(["a", "bc"], replace(GREEDY, n=2))
+    assert [r.prompt for r in prepared] == [tuple(llm.tokenizer.encode(p)) for p in ("a", "a", "bc", "bc")]
+    assert not llm.engine.scheduler.busy
+
+
+def test_score_gives_the_golden_numbers(llm):
+    expected = golden.expected("rigged")
+    scores = llm.score(PROMPT)
+    np.testing.assert_allclose(scores.logits, expected["logits"], atol=2e-3, rtol=1e-4)
+    np.testing.assert_allclose(scores.hidden, expected["hidden"], atol=1e-3, rtol=1e-4)
+    assert len(scores.mtp_logits) == sum(key.startswith("mtp_logits.") for key in expected)
+    for k, (logits, hidden) in enumerate(zip(scores.mtp_logits, scores.mtp_hidden, strict=True)):
+        np.testing.assert_allclose(logits, expected[f"mtp_logits.{k}"], atol=2e-3, rtol=1e-4)
+        np.testing.assert_allclose(hidden, expected[f"mtp_hidden.{k}"], atol=1e-3, rtol=1e-4)
+
+
+def test_draft_gives_the_golden_drafts(llm):
+    expected = golden.expected("rigged")
+    draft = llm.draft(PROMPT, 4)
+    assert draft.next_token == expected["greedy_ids"][0]
+    assert draft.token_ids == expected["draft_rec_ids"].tolist()
+    np.testing.assert_allclose(draft.logits, expected["draft_rec_logits"], atol=2e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: m.generate([[]]), "the prompt is empty"),
+        (
+            lambda m: m.generate(["ab", [999]]),
+            "prompt 1: the prompt names token 999; expected ids from 0 to 159",
+        ),
+        (lambda m: m.generate([3, -1]), "token -1"),
+        (lambda m: m.generate([[3, "x"]]), "holds 'x'; expected a string or a list of token ids"),
+        (lambda m: m.generate([3] * 96), "96 tokens; max_model_len = 96 leaves no room"),
+        (lambda m: m.generate("a\ud800"), "lone surrogates"),
+        (lambda m: m.generate(["a", "b"], [GREEDY]), "2 prompts with 1 sampling_params"),
+        (lambda m: m.generate("a", SamplingParams(num_speculative_tokens=4)), "num_speculative_tokens = 4"),
+        (lambda m: m.generate("a", SamplingParams(stop_token_ids=[160])), "stop_token_ids names token 160"),
+        (lambda m: m.generate("a", SamplingParams(logit_bias={160: 1.0})), "logit_bias names token 160"),
+        (lambda m: m.stream([999]), "token 999"),
+        (lambda m: m.warm_up([999]), "token 999"),
+        (lambda m: m.score([]), "empty"),
+        (lambda m: m.score([3, 160]), "from 0 to 159"),
+        (lambda m: m.score([3] * 5000), "up to 2560 tokens"),
+        (lambda m: m.draft([3], 0), "num_tokens = 0; expected at least 1"),
+        (lambda m: m.draft([3] * 90, 20), "90 prompt tokens and 20 drafts"),
+        (lambda m: m.without_speculation().draft([3], 1), "num_speculative_tokens of 1 or more"),
+    ],
+)
+def test_requests_that_cannot_be_served(llm, call, message):
+    with pytest.raises(RequestError, match=message):
+        call(llm)
+
+
+@pytest.mark.parametrize(
+    ("variant", "options", "error", "message"),
+    [
+        (
+            "rigged",
+            {"max_model_len": 9999},
+            ConfigError,
+            "max_model_len = 9999; the model's positions end at 2560",
+        ),
+        ("rigged", {"max_model_len": 0}, ConfigError, "max_model_len = 0"),
+        ("rigged", {"num_speculative_tokens": -1}, ConfigError, "num_speculative_tokens = -1"),
+        ("rigged", {"dtype": "float64"}, ConfigError, "float64"),
+        ("rigged", {"drafting": "often"}, ConfigError, "drafting = 'often'; expected one of"),
+        ("rigged", {"num_nextn_layers": 0}, ConfigError, "no NextN layer"),
+        ("rigged", {"num_nextn_layers": 2}, CheckpointError, "expected 0 to 1"),
+        ("nothing", {}, ConfigError, "config.json does not exist"),
+    ],
+)
+def test_models_that_cannot_be_opened(variant, options, error, message):
+    with pytest.raises(error, match=message):
+        LLM(golden.model_dir(variant), **SIZES | options)
+
+
+def test_text_needs_a_tokenizer():
+    llm = LLM(golden.model_dir("rigged"), **SIZES)
+    for prompt, params in (("text", GREEDY), ([3], SamplingParams(stop="x"))):
+        with pytest.raises(RequestError, match=r"no tokenizer\.json; give token ids"):
+            llm.generate(prompt, params)
+
+
+def test_the_package_offers_its_names_without_importing_jax():
+    for name in mtp_jax.__all__:
+        assert getattr(mtp_jax, name).__name__ == name
+    assert set(mtp_jax.__all__) <= set(dir(mtp_jax))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        mtp_jax.nothing  # noqa: B018
+    code = "import sys, mtp_jax.cli; from mtp_jax import SamplingParams; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
