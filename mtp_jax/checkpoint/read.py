@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from mtp_jax.model.params import Params, Spec, dtype_of, type_of
 from mtp_jax.model.sharding import check_divisible, partition
 
 _COMPARE_BYTES = 1 << 26
+_MANY = 4
 
 Progress = Callable[[int, int], None]
 
@@ -120,9 +122,17 @@ def read_slice(spec: Spec, tensors: Mapping[str, Tensor], kind: Any, index: tupl
     lead, rest = bounds[: names.ndim], bounds[names.ndim :]
     chosen = np.asarray(names[tuple(slice(*b) for b in lead)], dtype=object)
     out = np.empty([b - a for a, b in bounds], kind)
-    for at in np.ndindex(chosen.shape):
+
+    def fill(at: tuple[int, ...]) -> None:
         name = str(chosen[at])
         _fill(out[at], spec, spec.shape[names.ndim :], rest, tensors[name], tensors.get(name + SCALE_SUFFIX))
+
+    if chosen.size < _MANY:
+        for at in np.ndindex(chosen.shape):
+            fill(at)
+    else:  # experts, nearly all of a model: numpy reads and converts them without the interpreter's lock
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(fill, np.ndindex(chosen.shape)))
     return out
 
 

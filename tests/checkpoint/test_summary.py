@@ -1,11 +1,16 @@
 """Numbers about a checkpoint, from its headers: checked by hand and against DeepSeek-V3's published ones."""
 
+import math
+
 import jax
 import pytest
 
 from mtp_jax.checkpoint import load, summarise
+from mtp_jax.checkpoint.fp8 import may_be_fp8, scale_shape
+from mtp_jax.checkpoint.plan import nextn_copies, spec_names
 from mtp_jax.checkpoint.summary import parameter_counts
 from mtp_jax.config import ModelConfig
+from mtp_jax.model.params import param_specs
 from tests.checkpoint.files import read_folder
 from tests.golden import GOLDEN, VARIANTS, model_dir
 
@@ -37,6 +42,18 @@ def test_deepseek_v3():
     assert total == 671_026_419_200
     assert round(active / 1e9, 1) == 37.6
     assert round(nextn / 1e9, 2) == 11.61
+
+
+def test_deepseek_v3_on_disk():
+    """The release: 91,991 tensors of 688,574,839,360 bytes, fp8 where the reader expects it."""
+    shapes = {str(n): s.tensor_shape for s in jax.tree.leaves(param_specs(V3)) for n in spec_names(s).flat}
+    shapes |= dict.fromkeys(nextn_copies(V3, 0), (V3.vocab_size, V3.hidden_size))
+    tensors, nbytes = 0, 0
+    for name, shape in shapes.items():
+        fp8, width = may_be_fp8(name), 4 if name.endswith("e_score_correction_bias") else 2
+        tensors += 2 if fp8 else 1
+        nbytes += math.prod(shape) * (1 if fp8 else width) + (math.prod(scale_shape(shape)) * 4 if fp8 else 0)
+    assert (tensors, nbytes) == (91_991, 688_574_839_360)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
