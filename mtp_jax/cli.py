@@ -27,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
+        if sys.stderr.isatty():  # where ^C is on the line
+            print(file=sys.stderr)
         return 130
     except BrokenPipeError:
         # What is left in the buffer must not fail again when Python closes the stream.
