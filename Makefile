@@ -13,7 +13,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.runtime
-	@echo "==> generating with the embedded model, with and without MTP"
+	@echo "==> the embedded model completes a prompt, with and without MTP"
+	@echo '==> $(DEMO_PROMPT)'
 	@$(BIN)/mtp-jax generate --compare --prompt '$(DEMO_PROMPT)'
 
 test: $(VENV)/.dev
