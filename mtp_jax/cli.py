@@ -4,6 +4,7 @@ Exit status: 0 success, 1 a comparison that failed, 2 an error the user can mend
 whoever reads the output has gone.
 """
 
+import io
 import os
 import platform
 import sys
@@ -15,6 +16,7 @@ from mtp_jax.commands.parser import Parser, Subparsers
 from mtp_jax.errors import MtpJaxError
 
 _COMMANDS = (generate, chat, info, train, checkpoints)
+_OUT_OF_MEMORY = "out of device memory; lower --max-num-seqs or --max-model-len, or give --mesh more devices"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     argv: arguments without the program's name; None: those of the process.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model's text need not fit the terminal's encoding
     try:
         status = _run(argv)
         sys.stdout.flush()
@@ -36,6 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except (MtpJaxError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):  # jax has no narrower class for it
+            raise
+        print(f"error: {_OUT_OF_MEMORY}: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
 
 

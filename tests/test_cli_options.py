@@ -316,6 +316,18 @@ def test_ctrl_c_and_system_errors(capsys, monkeypatch):
     assert capsys.readouterr() == ("", "")
     assert fail(PermissionError(13, "Permission denied", "/x")) == 2
     assert capsys.readouterr().err == "error: [Errno 13] Permission denied: '/x'\n"
+    assert fail(RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore")) == 2
+    assert capsys.readouterr().err.startswith("error: out of device memory; lower --max-num-seqs")
+    with pytest.raises(RuntimeError, match="a bug"):  # these need their traceback
+        fail(RuntimeError("a bug"))
+
+
+def test_text_that_the_terminal_cannot_show(monkeypatch):
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(cli, "_version", lambda: "\u00e9")
+    assert cli.main(["version"]) == 0
+    assert screen.buffer.getvalue() == b"?\n"  # type: ignore[attr-defined]
 
 
 def process(*argv, **options):
