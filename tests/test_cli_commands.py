@@ -1,0 +1,143 @@
+"""The small subcommands of `mtp-jax`, and what holds for all: exit statuses, streams, a quick start."""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mtp_jax import cli
+from mtp_jax.commands import options
+from tests import golden, tiny_tokenizer
+
+V3 = golden.model_dir("v3")
+
+
+def test_info(capsys):
+    assert cli.main(["info", str(V3), "--draft-model", str(V3.parent / "nextn")]) == 0
+    rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines()[1:])
+    rows = {name: value.strip() for name, value in rows.items()}
+    assert rows["architecture"] == "deepseek_v3"
+    assert rows["layers"] == "3 (1 dense, 2 MoE)"
+    assert rows["NextN layers"] == "1 (MoE; lmsys NextN)"
+    assert rows["tokenizer"] == "none"
+    assert rows["cache per GiB"] == "2,097,152 tokens as float32, 4,194,304 tokens as bfloat16"
+
+
+def test_info_of_the_demo_model_as_json(capsys, monkeypatch, tmp_path):
+    shutil.copytree(V3, tmp_path / "demo")
+    demo = tiny_tokenizer.write(tmp_path / "demo", 160)
+    monkeypatch.setattr(options, "demo_model", lambda: demo)
+    assert cli.main(["info", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["nextn_layout"] == "in place"
+    assert result["config"]["num_hidden_layers"] == 3
+    assert result["parameters"] > result["active_parameters"] > 0
+    assert result["tokenizer"] == {"ids": 160, "chat_template": True}
+    assert result["stored"]["F32"]["nbytes"] > 1e6
+    assert result["cache_tokens_per_gib"]["float32"] * result["cache_bytes_per_token"]["float32"] == 2**30
+
+
+def test_export_and_convert(capsys, tmp_path):
+    nextn, orbax = tmp_path / "nextn", tmp_path / "orbax"
+    assert cli.main(["export-nextn", str(V3), str(nextn)]) == 0
+    argv = [
+        "convert",
+        str(V3),
+        str(orbax),
+        "--draft-model",
+        str(nextn),
+        "--dtype",
+        "float32",
+        "--mesh",
+        "1x2",
+    ]
+    assert cli.main(argv) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{nextn}\n{orbax}\n"
+    assert [line.split()[0] for line in err.splitlines()] == ["export:", "convert"]
+    assert cli.main(["info", str(orbax), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["nextn_layout"] == "Orbax"
+    assert cli.main(["export-nextn", str(V3), str(nextn)]) == 2
+    assert "already holds safetensors files" in capsys.readouterr().err
+
+
+def test_train(capsys, monkeypatch, tmp_path):
+    from mtp_jax.train import loop
+
+    recipe = Path(cli.__file__).parent.parent / "configs" / "demo" / "train.toml"
+    monkeypatch.setattr(loop, "train", lambda recipe, out: out / "model")
+    assert cli.main(["train", "--config", str(recipe), "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/model\n"
+
+
+def test_train_without_its_packages(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optax", None)
+    for name in [n for n in sys.modules if n.startswith("mtp_jax.train.")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert cli.main(["train", "--config", "c", "--out", "o"]) == 2
+    assert (
+        capsys.readouterr().err
+        == "error: training needs optax; install it with: pip install 'mtp-jax[train]'\n"
+    )
+
+
+def test_version(capsys):
+    for argv in (["version"], ["--version"]):
+        assert cli.main(argv) == 0
+        assert capsys.readouterr().out.startswith("mtp-jax ")
+
+
+def test_ctrl_c_and_system_errors(capsys, monkeypatch):
+    def fail(error):
+        def run(args):
+            raise error
+
+        monkeypatch.setattr(cli, "_print_version", run)
+        return cli.main(["version"])
+
+    assert fail(KeyboardInterrupt()) == 130
+    assert capsys.readouterr() == ("", "")
+    assert fail(PermissionError(13, "Permission denied", "/x")) == 2
+    assert capsys.readouterr().err == "error: [Errno 13] Permission denied: '/x'\n"
+    assert fail(RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore")) == 2
+    assert capsys.readouterr().err.startswith("error: out of device memory; lower --max-num-seqs")
+    with pytest.raises(RuntimeError, match="a bug"):  # these need their traceback
+        fail(RuntimeError("a bug"))
+
+
+def test_text_that_the_terminal_cannot_show(monkeypatch):
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(cli, "_version", lambda: "\u00e9")
+    assert cli.main(["version"]) == 0
+    assert screen.buffer.getvalue() == b"?\n"  # type: ignore[attr-defined]
+
+
+def process(*argv, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "mtp_jax", *map(str, argv)], capture_output=True, text=True, **options
+    )
+
+
+def test_help_and_errors_do_not_wait_for_jax(tmp_path):
+    (tmp_path / "jax.py").write_text("raise SystemExit('jax was imported')")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(cli.__file__).parent.parent}"}
+    for argv in (["--help"], ["generate", "--help"], ["chat", "--help"], ["version"]):
+        done = process(*argv, env=environment)
+        assert (done.returncode, done.stderr) == (0, "")
+    assert process("generate", V3, "-p", "x", env=environment).returncode == 2
+    assert "jax was imported" in process("info", V3, env=environment).stderr
+
+
+def test_a_reader_that_goes_away(tmp_path):
+    command = f"{sys.executable} -m mtp_jax generate --help | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, cwd=Path(cli.__file__).parent.parent
+    )
+    assert done.returncode in (0, 141)
+    assert done.stderr == ""
