@@ -1,0 +1,119 @@
+"""MLA over the paged cache: both forms, against attention without a cache, whatever the pages are."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtp_jax.config import ModelConfig
+from mtp_jax.model.attention import attention
+from mtp_jax.model.layers import rope_angles
+from mtp_jax.model.ops import PagedView, Queries, attend, read_rows, write_rows
+from mtp_jax.model.params import Attention
+from tests.models import TINY, rigged
+
+B, T, SIZE = 2, 11, 4  # slots, tokens, rows per page
+COLUMNS = 4
+NO_LOW_RANK = replace(TINY, q_lora_rank=None)
+HALF_SPLIT = replace(TINY, rope_interleave=False)
+CONFIGS = {"low rank": TINY, "no low rank": NO_LOW_RANK, "half-split rope": HALF_SPLIT}
+
+
+@functools.cache
+def block(name: str) -> tuple[Attention, np.ndarray, np.ndarray]:
+    """Weights, inputs [B, T, D] and what attention without a cache makes of them."""
+    cfg = CONFIGS[name]
+    p = rigged(cfg).layers[0].attention
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(B, T, cfg.hidden_size)), jnp.float32)
+    positions = jnp.broadcast_to(jnp.arange(T), (B, T))
+    out, _ = attention(p, cfg, x, rope_angles(cfg, positions), None, None, form="naive", mesh=None)
+    return p, np.asarray(x), np.asarray(out)
+
+
+@functools.cache
+def compiled(name: str, form: str):
+    def run(x, positions, pages, view):
+        cfg: ModelConfig = CONFIGS[name]
+        angles = rope_angles(cfg, jnp.maximum(positions, 0))
+        return attention(block(name)[0], cfg, x, angles, pages, view, form=form, mesh=None)  # type: ignore[arg-type]
+
+    return jax.jit(run)
+
+
+def view_of(table: np.ndarray, positions: np.ndarray) -> PagedView:
+    """Every window token sees the rows up to its own position."""
+    row = np.arange(table.shape[1] * SIZE)
+    mask = (row <= positions[..., None]) & (positions >= 0)[..., None]
+    return PagedView(jnp.asarray(table, jnp.int32), jnp.asarray(positions, jnp.int32), jnp.asarray(mask))
+
+
+@pytest.mark.parametrize("form", ["naive", "absorbed"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_windows_through_the_cache_equal_one_pass_without(name, form):
+    """Windows of 3 with garbage behind them, NaN everywhere else, pages in any order."""
+    _, x, want = block(name)
+    rng = np.random.default_rng(2)
+    table = rng.permutation(B * COLUMNS).reshape(B, COLUMNS)
+    pages = jnp.full((B * COLUMNS + 1, SIZE, CONFIGS[name].latent_dim), jnp.nan, jnp.float32)
+    width, got = 3, np.zeros_like(want)
+    for start in range(0, T, width):
+        real = min(width, T - start)
+        positions = np.full((B, width), -1)
+        positions[:, :real] = np.arange(start, start + real)
+        window = np.zeros((B, width, x.shape[-1]), np.float32)
+        window[:, :real] = x[:, start : start + real]
+        out, pages = compiled(name, form)(window, jnp.asarray(positions), pages, view_of(table, positions))
+        got[:, start : start + real] = np.asarray(out)[:, :real]
+    np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+def queries(rng: np.random.Generator, width: int) -> Queries:
+    n, nope, r = TINY.num_attention_heads, TINY.qk_nope_head_dim, TINY.qk_rope_head_dim
+    return Queries(*(jnp.asarray(rng.normal(size=(B, width, n, d)), jnp.float32) for d in (nope, r)))
+
+
+def test_the_two_forms_agree_under_any_mask():
+    rng = np.random.default_rng(3)
+    p, q = block("low rank")[0], queries(rng, 3)
+    rows = jnp.asarray(rng.normal(size=(B, 9, TINY.latent_dim)), jnp.float32)
+    mask = rng.random((B, 3, 9)) < 0.6
+    mask[0, 1] = False
+    both = [attend(q, p.k_up, p.v_up, rows, jnp.asarray(mask), 0.3, f) for f in ("naive", "absorbed")]
+    np.testing.assert_allclose(*both, atol=2e-6)
+    # A window token that sees nothing gives zeros.
+    np.testing.assert_array_equal(both[0][0, 1], 0)
+    np.testing.assert_array_equal(both[1][0, 1], 0)
+
+
+@pytest.mark.parametrize("form", ["naive", "absorbed"])
+def test_large_scores_do_not_overflow(form):
+    rng = np.random.default_rng(4)
+    p, q = block("low rank")[0], queries(rng, 1)
+    rows = jnp.asarray(rng.normal(size=(B, 5, TINY.latent_dim)), jnp.float32)
+    out = attend(q, p.k_up, p.v_up, rows, jnp.ones((B, 1, 5), bool), 1e4, form)
+    assert np.isfinite(out).all()
+
+
+def test_write_rows_writes_what_is_asked_and_nothing_else():
+    rng = np.random.default_rng(5)
+    table = np.array([[2, 0], [1, 4]])
+    pages = rng.normal(size=(6, SIZE, 3)).astype(np.float32)  # page 5 is for rows nobody wants
+    positions = np.array([[3, 4, -1], [-1, 6, 0]])
+    rows = rng.normal(size=(2, 3, 3)).astype(np.float32)
+    got = jax.jit(write_rows)(jnp.asarray(pages), jnp.asarray(rows), view_of(table, positions))
+    want = pages.copy()
+    want[2, 3], want[0, 0], want[4, 2], want[1, 0] = rows[0, 0], rows[0, 1], rows[1, 1], rows[1, 2]
+    np.testing.assert_array_equal(got[:5], want[:5])
+
+
+def test_read_rows_hides_what_no_window_token_may_see():
+    table = np.array([[1, 0]])
+    pages = np.full((3, SIZE, 2), np.nan, np.float32)
+    pages[1] = 7
+    positions = np.array([[1, 2]])
+    rows = read_rows(jnp.asarray(pages), view_of(table, positions))
+    np.testing.assert_array_equal(rows[0, :3], 7)
+    np.testing.assert_array_equal(rows[0, 3:], 0)

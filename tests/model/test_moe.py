@@ -1,0 +1,190 @@
+"""Experts and router: every way to run the experts agrees, as does the router with plain numpy."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtp_jax.model import moe
+from mtp_jax.model.layers import swiglu
+from mtp_jax.model.moe import Routing
+from mtp_jax.model.params import Mlp, Moe
+from tests.models import TINY
+
+E, D, WIDTH, K = 8, 16, 12, 3
+RNG = np.random.default_rng(0)
+GATE_UP = RNG.normal(size=(E, 2, WIDTH, D)).astype(np.float32) / 4
+DOWN = RNG.normal(size=(E, D, WIDTH)).astype(np.float32) / 4
+WAYS = {"loop": moe.loop, "grouped": moe.grouped, "sparse": moe.sparse, "dense": moe.dense}
+ROWS = (1, 5, 200)  # 200 rows of one expert take several tiles
+
+
+@functools.cache
+def compiled(way: str):
+    return jax.jit(
+        lambda x, ids, weights: WAYS[way](jnp.asarray(GATE_UP), jnp.asarray(DOWN), x, Routing(ids, weights))
+    )
+
+
+def run(way: str, x: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    return np.asarray(compiled(way)(x, ids, weights))
+
+
+def plain(x: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Row by row, expert by expert, in float64; ids that name no expert contribute nothing."""
+    out = np.zeros(x.shape)
+    for t, row in enumerate(x.astype(np.float64)):
+        for e, w in zip(ids[t], weights[t], strict=True):
+            if 0 <= e < E:
+                gate, up = GATE_UP[e].astype(np.float64) @ row
+                out[t] += w * (DOWN[e].astype(np.float64) @ (gate / (1 + np.exp(-gate)) * up))
+    return out
+
+
+def draw(rows: int, seed: int, pool: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Random rows, different experts for each from ``pool``, and weights."""
+    rng = np.random.default_rng(seed)
+    ids = np.stack([rng.permutation(pool)[:K] for _ in range(rows)]).astype(np.int32)
+    return rng.normal(size=(rows, D)).astype(np.float32), ids, rng.random((rows, K)).astype(np.float32)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    rows=st.sampled_from(ROWS),
+    seed=st.integers(0, 2**20),
+    # From "all rows to the same experts, the others empty" to "any experts".
+    pool=st.integers(K, E).flatmap(lambda n: st.permutations(range(E)).map(lambda p: sorted(p[:n]))),
+    outside=st.booleans(),
+)
+def test_every_way_agrees_with_a_plain_loop(rows, seed, pool, outside):
+    """``outside``: some ids belong to other devices."""
+    x, ids, weights = draw(rows, seed, pool)
+    want = plain(x, ids, weights)
+    np.testing.assert_allclose(run("dense", x, ids, weights), want, atol=1e-5)
+    if outside:
+        ids = ids - E // 2
+        want = plain(x, ids, weights)
+    for way in ("loop", "grouped", "sparse"):
+        np.testing.assert_allclose(run(way, x, ids, weights), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["loop", "grouped"])
+@pytest.mark.parametrize("rows", ROWS)
+def test_all_rows_to_one_expert(way, rows):
+    """The same expert in every place, which no router does: the largest load an expert can have."""
+    x, ids, weights = draw(rows, 1, list(range(E)))
+    ids[:] = 5
+    np.testing.assert_allclose(run(way, x, ids, weights), plain(x, ids, weights), atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["loop", "grouped"])
+def test_no_expert_at_all(way):
+    x, ids, weights = draw(5, 1, list(range(E)))
+    np.testing.assert_array_equal(run(way, x, ids * 0 - 1, weights), np.zeros((5, D)))
+
+
+@pytest.mark.parametrize("way", ["loop", "grouped"])
+@pytest.mark.parametrize("rows", [5, 200])
+@pytest.mark.parametrize("neighbours", ["others", "nan"])
+def test_batch_invariance(way, rows, neighbours):
+    """A row's bits do not depend on its neighbours, not even on broken ones."""
+    x, ids, weights = draw(rows, 2, list(range(E)))
+    other_x, other_ids, other_weights = draw(rows, 3, [1, 4, 6])
+    if neighbours == "nan":
+        other_x[:], other_weights[:] = np.nan, np.nan
+    alone = run(way, x, ids, weights)
+    keep = rows // 2
+    for a, b in ((x, other_x), (ids, other_ids), (weights, other_weights)):
+        a[:keep], a[keep + 1 :] = b[:keep], b[keep + 1 :]
+    np.testing.assert_array_equal(run(way, x, ids, weights)[keep], alone[keep])
+
+
+def test_low_precision_rows_are_summed_in_float32():
+    x, ids, weights = draw(5, 4, list(range(E)))
+    low = [jnp.asarray(a, jnp.bfloat16) for a in (GATE_UP, DOWN, x)]
+    for way in WAYS.values():
+        got = way(*low, Routing(jnp.asarray(ids), jnp.asarray(weights)))
+        assert got.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(got, np.float32), plain(x, ids, weights), atol=0.1)
+
+
+# The router
+
+
+def plain_route(x, router, bias, cfg) -> tuple[np.ndarray, np.ndarray]:
+    """Equations 12-16 of arXiv 2412.19437 with groups, row by row in float64. Returns (ids, weights)."""
+    ids, weights = [], []
+    for row in x.astype(np.float64):
+        scores = 1 / (1 + np.exp(-(router.astype(np.float64) @ row)))
+        choice = scores + bias.astype(np.float64)
+        groups = choice.reshape(cfg.n_group, -1)
+        best = np.argsort(-np.sort(groups, axis=1)[:, -2:].sum(axis=1))[: cfg.topk_group]
+        allowed = np.isin(np.arange(len(choice)) // groups.shape[1], best)
+        chosen = np.argsort(-np.where(allowed, choice, -np.inf))[: cfg.num_experts_per_tok]
+        w = scores[chosen]
+        if cfg.norm_topk_prob:
+            w = w / (w.sum() + 1e-20)
+        ids.append(chosen)
+        weights.append(w * cfg.routed_scaling_factor)
+    return np.stack(ids), np.stack(weights)
+
+
+ROUTERS = {
+    "groups": {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4},
+    "one group": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 3},
+    "all groups": {"n_group": 4, "topk_group": 4, "num_experts_per_tok": 5},
+    "not normalised": {"n_group": 4, "topk_group": 2, "norm_topk_prob": False, "routed_scaling_factor": 2.5},
+    "everything": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 16},
+}
+
+
+@pytest.mark.parametrize("shift", [0.0, -5.0, 3.0])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_router(name, shift):
+    """``shift`` moves every bias: scores that are all negative must still beat the groups left out."""
+    rng = np.random.default_rng(7)
+    cfg = replace(TINY, n_routed_experts=16, num_experts_per_tok=2)
+    cfg = replace(cfg, **ROUTERS[name])
+    x = rng.normal(size=(2, 30, cfg.hidden_size)).astype(np.float32)
+    router = (rng.normal(size=(16, cfg.hidden_size)) / 3).astype(np.float32)
+    bias = (rng.normal(size=16) * 0.3 + shift).astype(np.float32)
+    p = Moe(jnp.asarray(router), jnp.asarray(bias), None, None, None)
+    got = moe.route(p, cfg, jnp.asarray(x))
+    ids, weights = plain_route(x.reshape(60, -1), router, bias, cfg)
+    assert got.ids.shape == (2, 30, cfg.num_experts_per_tok)
+    np.testing.assert_array_equal(np.asarray(got.ids).reshape(ids.shape), ids)
+    np.testing.assert_allclose(np.asarray(got.weights).reshape(ids.shape), weights, rtol=2e-5)
+
+
+def test_router_computes_in_float32_whatever_the_model_does():
+    rng = np.random.default_rng(8)
+    p = Moe(jnp.asarray(rng.normal(size=(8, 32)), jnp.float32), jnp.zeros(8), None, None, None)
+    low = jnp.asarray(rng.normal(size=(1, 9, 32)), jnp.bfloat16)
+    got, want = moe.route(p, TINY, low), moe.route(p, TINY, low.astype(jnp.float32))
+    assert got.weights.dtype == jnp.float32
+    np.testing.assert_array_equal(got.ids, want.ids)
+    np.testing.assert_array_equal(got.weights, want.weights)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_block_adds_the_shared_expert(shared):
+    rng = np.random.default_rng(9)
+    cfg = replace(TINY, hidden_size=D, n_routed_experts=E)
+
+    def array(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape) / 4, jnp.float32)
+
+    mlp = Mlp(array(2, WIDTH, D), array(D, WIDTH)) if shared else None
+    p = Moe(array(E, D), array(E), jnp.asarray(GATE_UP), jnp.asarray(DOWN), mlp)
+    x = array(2, 3, D)
+    got, routing = moe.moe(p, cfg, x, experts="sparse", mesh=None)
+    ids, weights = np.asarray(routing.ids).reshape(6, -1), np.asarray(routing.weights).reshape(6, -1)
+    want = plain(np.asarray(x).reshape(6, D), ids, weights).reshape(2, 3, D)
+    if mlp:
+        want = want + np.asarray(swiglu(x, mlp))
+    np.testing.assert_allclose(got, want, atol=1e-5)
