@@ -137,8 +137,12 @@ class Executables:
                     done(count, len(missing))
 
         with ThreadPoolExecutor(max_workers=max(1, min(4, os.cpu_count() or 1))) as pool:
-            for future in [pool.submit(one, k) for k in missing]:
-                future.result()
+            try:
+                for future in [pool.submit(one, k) for k in missing]:
+                    future.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
 
     def cover(self, need: Key) -> Key:
         """The cheapest compiled key that covers ``need``. Raises ConfigError if there is none."""
@@ -244,8 +248,11 @@ def use_compile_cache(directory: str | Path) -> None:
     can write to is refused. Raises ConfigError.
     """
     path = Path(directory).expanduser()
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    info = path.stat()
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = path.stat()
+    except OSError as e:
+        raise ConfigError(f"compile cache {path} cannot be made: {e}; name another folder, or none") from e
     if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o022:
         raise ConfigError(
             f"compile cache {path} is owned by uid {info.st_uid} with mode {stat.S_IMODE(info.st_mode):o}; "

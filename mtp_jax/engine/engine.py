@@ -6,6 +6,7 @@ The host never needs a step's outcome to launch the next one: lengths, stops and
 """
 
 import itertools
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -94,7 +95,10 @@ class Engine:
 
         seed: overrides ``params.seed``. spare: further tokens its pages must hold.
         """
-        ids, config = tuple(int(t) for t in prompt), self.config
+        try:
+            ids, config = tuple(operator.index(t) for t in prompt), self.config
+        except TypeError as e:
+            raise RequestError(f"a prompt is a list of integers: {e}") from e
         _check_ids("the prompt", ids, self.cfg.vocab_size)
         _check_ids("logit_bias", params.logit_bias, self.cfg.vocab_size)
         _check_ids("stop_token_ids", params.stop_token_ids, self.cfg.vocab_size)
@@ -134,12 +138,14 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether anything is left to do."""
-        return self.scheduler.busy or bool(self._inflight)
+        """Whether a request is left to serve."""
+        return self.scheduler.busy
 
     def prepare(self, requests: Iterable[Request], done: Callable[[int, int], None] | None = None) -> None:
-        """Compile what serving these requests together needs and is missing."""
-        self.executables.compile(keys_for(self.config, list(requests), self.shards), done)
+        """Compile what is missing to serve these requests, beside those that are being served."""
+        together = [*self.scheduler.live(), *requests]
+        slots = max((r.slot + 1 for r in together), default=0)
+        self.executables.compile(keys_for(self.config, together, self.shards, slots), done)
 
     def step(self) -> list[Request]:
         """Launch what can be launched, then read what was launched before. Returns requests that advanced."""
@@ -155,7 +161,10 @@ class Engine:
         self._launch_step()
         if len(self._inflight) == unread:
             unread = min(unread, 1)
-        return [r for _ in range(unread) for r in self._collect(self._inflight.popleft())]
+        advanced = [r for _ in range(unread) for r in self._collect(self._inflight.popleft())]
+        if not self.busy:
+            self._inflight.clear()
+        return advanced
 
     def draft(self, prompt: Iterable[int], depth: int) -> tuple[int, np.ndarray, np.ndarray]:
         """The token that greedily follows a prompt, and the drafts after it: (token, ids [K], logits [K, V]).
@@ -164,7 +173,6 @@ class Engine:
         """
         if self.scheduler.busy:
             raise RequestError("the engine is serving requests; draft needs it idle")
-        self._inflight.clear()
         one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
         request = self.make_request(prompt, one, spare=depth)
         if len(request.prompt) + depth >= self.config.max_model_len:

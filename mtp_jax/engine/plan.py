@@ -26,13 +26,17 @@ def prefill_key(config: EngineConfig, requests: list[Request]) -> PrefillKey:
     return PrefillKey(tokens, -(-rows // config.page_size), *_widths(requests))
 
 
-def keys_for(config: EngineConfig, requests: list[Request], shards: int) -> list[Key]:
-    """The executables to compile so that these requests can be served together."""
+def keys_for(config: EngineConfig, requests: list[Request], shards: int, slots: int = 0) -> list[Key]:
+    """The executables to compile so that these requests can be served together.
+
+    slots: the highest slot in use, which a step must reach however few requests there are.
+    """
     if not requests:
         return []
-    slots = config.max_num_seqs
+    needed = config.max_num_seqs
     if shards == 1:
-        slots = next(b for b in buckets(slots, 1, 2) if b >= min(len(requests), slots))
+        needed = max(slots, min(len(requests), needed))
+    slots = next(b for b in buckets(config.max_num_seqs, 1, 2) if b >= needed)
     depth, mode = max(r.depth for r in requests), mode_of(config, requests)
     pages = _page_buckets(config, max(config.pages_for(r.capacity) for r in requests))
     keys: list[Key] = [StepKey(slots, depth, p, mode) for p in pages]

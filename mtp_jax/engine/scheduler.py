@@ -25,6 +25,10 @@ class Scheduler:
         """Whether any request is waiting or has a slot."""
         return bool(self.waiting) or any(self.slots)
 
+    def live(self) -> list[Request]:
+        """Requests that wait or have a slot."""
+        return [*(r for r in self.slots if r), *self.waiting]
+
     def admit(self) -> list[Request]:
         """Give slots and pages to waiting requests, in order, as far as they go."""
         admitted = []

@@ -40,8 +40,8 @@ def loss(
     tokens[:, 1 : T + 1], depth k predicts tokens[:, k + 1 : T + k + 1]. Gradients of the MTP terms flow into
     the trunk, the embedding and the head, as in the report. Float32, a scalar.
 
-    mtp_targets: "data", or "trunk": the drafts learn the trunk's own distribution of the same token, which is what
-    verification compares them with, instead of the text.
+    mtp_targets: "data", or "trunk": the drafts learn the trunk's own distribution of the same token, which is
+    what verification compares them with, instead of the text.
     """
     length = tokens.shape[1] - 1 - mtp_depth
     out = forward.trunk(params, cfg, tokens[:, :length])
