@@ -14,7 +14,7 @@ from mtp_jax.errors import ConfigError
 
 FP8_BLOCK = 128
 
-_MODEL_TYPES = {"deepseek_v3", "deepseek_v3_mtp", "kimi_k2", "glm4_moe_lite", "joyai_llm_flash"}
+_MODEL_TYPES = {"deepseek_v3", "kimi_k2", "glm4_moe_lite", "joyai_llm_flash"}
 _INDEXER = "its sparse attention indexer is not implemented"
 _HYBRID = "its layers mix other kinds of attention with MLA"
 _REFUSED = {
@@ -236,7 +236,7 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
         named = raw.get("architectures")
         first = str(named[0]) if isinstance(named, list) and named else "DeepseekV3ForCausalLM"
         kind = "deepseek_v3" if first.startswith(("DeepseekV3For", "DeepseekMTPFor")) else first
-    if kind not in _MODEL_TYPES:
+    if str(kind).removesuffix("_mtp") not in _MODEL_TYPES:  # xLLM's name for an export of the NextN layer
         plain = str(kind).lower().replace("_", "")
         reasons = [r for k, r in _REFUSED.items() if plain.startswith(k.replace("_", ""))]
         why = f": {reasons[0]}" if reasons else f"; expected one of {', '.join(sorted(_MODEL_TYPES))}"

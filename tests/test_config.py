@@ -124,6 +124,7 @@ def test_defaults():
         ({"num_nextn_predict_layers": 2}, "nextn_moe", (True, True)),
         ({"nextn_moe": [False]}, "nextn_moe", (False,)),
         ({"model_type": "kimi_k2"}, "vocab_size", 129280),
+        ({"model_type": "joyai_llm_flash_mtp"}, "vocab_size", 129280),
         ({"model_type": None, "architectures": ["DeepseekMTPForCausalLM"]}, "vocab_size", 129280),
         ({"n_routed_experts": None}, "first_k_dense_replace", 61),
         ({"n_routed_experts": None}, "nextn_moe", (False,)),

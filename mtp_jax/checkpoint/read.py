@@ -145,6 +145,10 @@ def _fill(
     scale: Tensor | None,
 ) -> None:
     """Fill ``out`` with the part ``bounds`` of one tensor seen as ``shape``."""
+    if scale is not None and not np.isfinite(scale.array()).all():
+        raise CheckpointError(
+            f"{scale} has NaN or infinite scales; expected finite ones: the file is damaged"
+        )
 
     def copy(to: np.ndarray, rows: range, columns: range) -> None:
         if scale is not None:

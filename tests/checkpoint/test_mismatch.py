@@ -92,6 +92,11 @@ TENSORS: dict[str, tuple[str, Callable[[Tensors], object], tuple[str, ...]]] = {
         lambda t: t.update({SCALE: Raw("BF16", [1, 2], bytes(4))}),
         (f"tensor {SCALE} is BF16 [1, 2]; expected F32 [1, 2]",),
     ),
+    "scale not finite": (
+        "fp8",
+        lambda t: t.update({SCALE: t[SCALE].filled(255)}),
+        (f"model.safetensors: tensor {SCALE} has NaN or infinite scales; expected finite",),
+    ),
     "scale of nothing": (
         "v3",
         lambda t: t.update({SCALE: Raw("F32", [1, 2], bytes(8))}),
