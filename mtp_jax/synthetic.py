@@ -54,7 +54,7 @@ class Preset:
 def preset(name: str) -> Preset:
     """The preset "dense" or "moe": about 200 million parameters in 24 layers. Raises ConfigError.
 
-    A vocabulary of 4096 keeps the head's share of a step near the release's: 2 to 7 % of the weights a token
+    A vocabulary of 4096 keeps the head's share of a step near the release's: 2 to 5 % of the weights a token
     touches (DeepSeek-V3: 2.5 %), so that a draft, which needs the head too, is as cheap as it is there.
     """
     if name == "dense":

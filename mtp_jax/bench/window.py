@@ -18,11 +18,13 @@ from mtp_jax.bench.depth import Decode, decode_alternating, speedup
 from mtp_jax.bench.report import Report, Spread
 from mtp_jax.bench.subject import Subject, prompts_for
 from mtp_jax.config import ModelConfig
+from mtp_jax.decode.sampling import argmax
+from mtp_jax.decode.state import StateShape, abstract_state, empty_state
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import trunk
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.ops import PagedView
-from mtp_jax.model.params import Params, type_of
+from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Backend
 from mtp_jax.synthetic import greedy
 
@@ -40,10 +42,8 @@ class Cached:
 
 def _empty_cache(cfg: ModelConfig, dtype: str) -> Cached:
     count = _ROWS // _PAGE_SIZE
-    pages = [
-        jnp.zeros((count, _PAGE_SIZE, cfg.latent_dim), type_of[dtype]) for _ in range(cfg.num_hidden_layers)
-    ]
-    return Cached(tuple(pages), jnp.arange(count, dtype=jnp.int32)[None])
+    state = empty_state(abstract_state(cfg, StateShape(1, count, _PAGE_SIZE, count), dtype, None))
+    return Cached(state.trunk, jnp.arange(count, dtype=jnp.int32)[None])
 
 
 def verify(
@@ -59,7 +59,7 @@ def verify(
     mask = jnp.arange(table.shape[1] * pages[0].shape[1]) <= positions[..., None]
     view = PagedView(table, positions, mask)
     traced = trunk.run(params, cfg, tokens, positions, pages, view, Backend("absorbed"))
-    return traced.pages, jnp.argmax(trunk.logits(params, traced.hidden), axis=-1).astype(jnp.int32)
+    return traced.pages, argmax(trunk.logits(params, traced.hidden))
 
 
 def time_windows(
@@ -71,7 +71,7 @@ def time_windows(
     """
     cfg, params = subject.config, subject.params
     cached, ids = _empty_cache(cfg, subject.dtype), np.asarray(text, np.int32)[None]
-    compiled = {w: _compile(cfg, params, cached, w) for w in {*windows, max(windows)}}
+    compiled = {w: _compile(cfg, params, cached, w) for w in windows}
     pages, widest = cached.pages, max(windows)
 
     def call(width: int, at: int) -> float:

@@ -3,10 +3,10 @@
 Invariant *committed length*: whatever lies in the cache past a slot's ``length`` is garbage and harmless, so
 the rollback of rejected drafts is only a length.
 
-Invariant *warm draft cache*: the NextN cache is extended for every committed token, at every depth. Its rows
-are indexed by the token: row j of layer 0 holds the pair (h_{j-1}, t_j), row j of layer k the pair (z_{k-1}
-of row j-1, t_j), so rows 0..k of layer k do not exist. It runs one row ahead of the trunk: the newest token of
-a slot has its row there, but not yet in the trunk's cache.
+Invariant *warm draft cache*: the NextN cache is extended for every committed token, at every depth. Its
+rows are indexed by the token: row j of layer 0 holds the pair (h_{j-1}, t_j), row j of layer k the pair
+(z_{k-1} of row j-1, t_j), so rows 0..k of layer k do not exist. It runs one row ahead of the trunk: the
+newest token of a slot has its row there, but not yet in the trunk's cache.
 """
 
 from collections.abc import Iterable
