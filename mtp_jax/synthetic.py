@@ -178,9 +178,11 @@ def _head(embed: np.ndarray, following: np.ndarray, seed: int) -> np.ndarray:
     return head
 
 
-def greedy(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Request]:
-    """Greedy completions of ``max_tokens`` tokens each, end-of-text ignored; leaves the engine idle."""
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+def complete(
+    engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float = 0.0
+) -> list[Request]:
+    """Completions of ``max_tokens`` tokens each, end-of-text ignored, seed 0; leaves the engine idle."""
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=0)
     requests = [engine.make_request(p, params) for p in prompts]
     engine.prepare(requests)
     for request in requests:
@@ -228,7 +230,7 @@ def tune(
 
     def acceptance(noise: float) -> float:
         engine.params = with_noise(params, noise, seed)
-        runs = [r.speculation for r in greedy(engine, given, max_tokens)]
+        runs = [r.speculation for r in complete(engine, given, max_tokens)]
         return sum(s.accepted for s in runs) / sum(s.steps for s in runs) + 1
 
     low, high = 0.0, math.sqrt(cfg.hidden_size)

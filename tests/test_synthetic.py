@@ -8,6 +8,7 @@ import pytest
 
 from mtp_jax.bench import cost
 from mtp_jax.bench.__main__ import main as bench
+from mtp_jax.bench.acceptance import repeated
 from mtp_jax.bench.report import Spread, table
 from mtp_jax.checkpoint import load
 from mtp_jax.config import ModelConfig
@@ -15,7 +16,7 @@ from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.params import param_specs
-from mtp_jax.synthetic import chain, greedy, main, preset, random_prompts, rigged_params, tune, with_noise
+from mtp_jax.synthetic import chain, complete, main, preset, random_prompts, rigged_params, tune, with_noise
 
 CFG = ModelConfig(
     vocab_size=320,
@@ -70,7 +71,7 @@ def test_tuned_noise_gives_the_acceptance_asked_for_and_greedy_text_is_the_chain
 
     def acceptance(noise):
         engine.params = with_noise(params, noise, seed=1)
-        requests = greedy(engine, other_prompts, 48)
+        requests = complete(engine, other_prompts, 48)
         for r in requests:
             assert r.output == following[[r.prompt[-1], *r.output[:-1]]].tolist()
         runs = [r.speculation for r in requests]
@@ -139,6 +140,12 @@ def test_distinct_experts_over_sliding_windows():
     assert cost.experts_per_window([], [1, 4]) == {1: 0.0, 4: 0.0}
 
 
+def test_share_of_repeated_text():
+    assert repeated(list(range(20))) == repeated([1, 2]) == 0
+    assert repeated([7] * 17) == pytest.approx(0.9)
+    assert repeated([1, 2, 3, 1, 2, 3, 1], gram=3) == pytest.approx(2 / 5)
+
+
 def test_spread_and_table():
     assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0, 1)
     assert Spread.of([1.0, 2.0, 3.0, 4.0, 5.0]).show(1) == "3.0 (2.0-4.0)"
@@ -187,4 +194,6 @@ def test_bench_window_host_and_acceptance(checkpoint, tmp_path):
     host = run_bench(tmp_path, "host", *model, "--batch", "2", "--steps", "8", "--rounds", "2")["figures"]
     assert len(host["rounds"]) == 2
     found = run_bench(tmp_path, "acceptance", *model, "--prompt-tokens", "8", *sizes)["figures"]
-    assert found["acceptance_length"] == pytest.approx(1 + sum(found["acceptance_per_position"]))
+    assert [f["temperature"] for f in found["temperatures"]] == [0.0, 0.7, 1.0]
+    for f in found["temperatures"]:
+        assert f["acceptance_length"] == pytest.approx(1 + sum(f["acceptance_per_position"]))

@@ -15,11 +15,13 @@ Arguments = argparse.Namespace
 
 
 def _depth(a: Arguments) -> Report:
-    return depth.run(load(a.model), a.depths, a.prompts, a.prompt_tokens, a.max_tokens)
+    return depth.run(load(a.model), a.depths, a.temperature, a.prompts, a.prompt_tokens, a.max_tokens)
 
 
 def _acceptance(a: Arguments) -> Report:
-    return acceptance.run(a.model, a.depth, a.prompts, a.prompt_tokens, a.max_tokens, a.samples)
+    return acceptance.run(
+        a.model, a.temperatures, a.depth, a.prompts, a.prompt_tokens, a.max_tokens, a.samples
+    )
 
 
 def _window(a: Arguments) -> Report:
@@ -38,6 +40,10 @@ def _integers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def _numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m mtp_jax.bench", description=__doc__)
     commands = parser.add_subparsers(dest="name", required=True)
@@ -54,11 +60,13 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command("depth", _depth, "decode speed against the number of drafts per step")
     sub.add_argument("--depths", type=_integers, default=[0, 1, 2, 3, 4, 5])
+    sub.add_argument("--temperature", type=float, default=0.0, help="0: greedy, and tokens are compared")
     sub.add_argument("--prompts", type=int, default=64)
     sub.add_argument("--prompt-tokens", type=int, default=64)
     sub.add_argument("--max-tokens", type=int, default=128)
 
     sub = command("acceptance", _acceptance, "how many drafts come true on held-out text")
+    sub.add_argument("--temperatures", type=_numbers, default=[0.0, 0.7, 1.0])
     sub.add_argument("--depth", type=int, default=3)
     sub.add_argument("--prompts", type=int, default=64)
     sub.add_argument("--prompt-tokens", type=int, default=64)

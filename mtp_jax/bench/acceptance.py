@@ -1,13 +1,40 @@
-"""How many drafts come true on held-out text, greedy."""
+"""How many drafts come true on held-out text, greedy and sampled.
+
+Greedy text of a small model runs into loops, and loops are easy to foresee: the share of repeated text stands
+beside every acceptance length, and sampled text shows what is left without them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
 
 from mtp_jax.bench.report import Report
 from mtp_jax.bench.subject import DEMO, load, prompts_for
 from mtp_jax.engine.request import SamplingParams, Speculation
+from mtp_jax.errors import ConfigError
 from mtp_jax.llm import LLM
+from mtp_jax.outputs import RequestOutput
+
+_GRAM = 8
 
 
-def run(model: str, depth: int, prompts: int, prompt_tokens: int, max_tokens: int, samples: int) -> Report:
-    """Complete ``prompts`` prompts, eight at a time, up to end-of-text; quote the first few texts."""
+def repeated(tokens: Sequence[int], gram: int = _GRAM) -> float:
+    """The share of runs of ``gram`` tokens that came before in the same text; 0 for a text too short."""
+    grams = [tuple(tokens[i : i + gram]) for i in range(len(tokens) - gram + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def run(
+    model: str,
+    temperatures: Sequence[float],
+    depth: int,
+    prompts: int,
+    prompt_tokens: int,
+    max_tokens: int,
+    samples: int,
+) -> Report:
+    """Complete every prompt at every temperature, eight at a time, up to end-of-text; quote the first."""
+    if depth < 1:
+        raise ConfigError(f"depth = {depth}; expected at least 1: without drafts there is nothing to accept")
     given = prompts_for(load(model), prompts, prompt_tokens)
     llm = LLM(
         None if model == DEMO else model,
@@ -16,43 +43,53 @@ def run(model: str, depth: int, prompts: int, prompt_tokens: int, max_tokens: in
         max_model_len=prompt_tokens + max_tokens,
         compile_cache=None,
     )
-    outputs = llm.generate(given.ids, SamplingParams(temperature=0, max_tokens=max_tokens))
-    spec = sum((o.speculation for o in outputs), Speculation())
-    accepted, steps = spec.accepted_per_position, max(spec.steps, 1)
-    reached = (spec.steps, *accepted)
-    rows = [
-        (i + 1, f"{n / steps:.3f}", f"{n / max(before, 1):.3f}")
-        for i, (n, before) in enumerate(zip(accepted, reached, strict=False))
-    ]
-    lengths = sorted(o.speculation.acceptance_length for o in outputs if o.speculation.steps)
-    texts = [
-        {
-            "prompt": llm.tokenizer.decode(o.prompt_token_ids) if llm.tokenizer else o.prompt_token_ids,
-            "completion": o.outputs[0].text or o.outputs[0].token_ids,
-            "acceptance_length": o.speculation.acceptance_length,
-        }
-        for o in outputs[:samples]
-    ]
-    tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
-    summary = "every request ended with its first token."
-    if lengths:
-        summary = (
-            f"acceptance length {spec.acceptance_length:.3f} at depth {depth}, per prompt {lengths[0]:.2f} "
-            f"to {lengths[-1]:.2f}: {tokens} tokens in {spec.steps} steps."
+    figures, rows, quotes = [], [], []
+    for temperature in temperatures:
+        params = [
+            SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=i) for i in range(prompts)
+        ]
+        outputs = llm.generate(given.ids, params)
+        found = {"temperature": temperature, **_figures(outputs, depth)}
+        texts = [_sample(llm, o) for o in outputs[:samples]]
+        figures.append(found | {"samples": texts})
+        rows.append(
+            (
+                f"{temperature:g}",
+                f"{found['acceptance_length']:.3f}",
+                *(f"{p:.3f}" for p in found["acceptance_per_position"]),
+                f"{found['repeated']:.0%}",
+            )
         )
-    notes = [
-        summary,
+        for t in texts:
+            label = f"temperature {temperature:g}, acceptance length {t['acceptance_length']:.2f}"
+            quotes.append(f"[{label}] {t['prompt']!r}\n  -> {t['completion']!r}")
+    positions = [f"draft {i + 1}" for i in range(depth)]
+    headers = ("temperature", "acceptance length", *positions, f"repeated {_GRAM}-grams")
+    note = (
         f"{prompts} prompts of {prompt_tokens} tokens ({given.source}), up to {max_tokens} tokens each, "
-        "batch 8, greedy.",
-        *(f"[{t['acceptance_length']:.2f}] {t['prompt']!r}\n  -> {t['completion']!r}" for t in texts),
-    ]
-    figures = {
+        f"depth {depth}, batch 8. draft i: share of steps in which drafts 1 to i were all accepted."
+    )
+    return Report(f"Acceptance: {model}", headers, rows, [note, *quotes], {"temperatures": figures})
+
+
+def _figures(outputs: Sequence[RequestOutput], depth: int) -> dict[str, Any]:
+    spec = sum((o.speculation for o in outputs), Speculation())
+    accepted = [*spec.accepted_per_position, *[0] * depth][:depth]
+    tokens = [o.outputs[0].token_ids for o in outputs]
+    return {
         "acceptance_length": spec.acceptance_length,
-        "acceptance_per_position": [n / steps for n in accepted],
-        "per_prompt": lengths,
+        "acceptance_per_position": [n / max(spec.steps, 1) for n in accepted],
+        "per_prompt": [o.speculation.acceptance_length for o in outputs],
+        "repeated": sum(map(repeated, tokens)) / len(tokens),
         "steps": spec.steps,
-        "tokens": tokens,
-        "samples": texts,
+        "tokens": sum(map(len, tokens)),
     }
-    headers = ("draft", "accepted", "accepted if the ones before were")
-    return Report(f"Acceptance: {model}", headers, rows, notes, figures)
+
+
+def _sample(llm: LLM, output: RequestOutput) -> dict[str, Any]:
+    done = output.outputs[0]
+    return {
+        "prompt": llm.tokenizer.decode(output.prompt_token_ids) if llm.tokenizer else output.prompt_token_ids,
+        "completion": done.text if llm.tokenizer else done.token_ids,
+        "acceptance_length": output.speculation.acceptance_length,
+    }

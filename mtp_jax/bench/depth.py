@@ -1,14 +1,15 @@
-"""Decode speed against the number of drafts per step: one request at a time, greedy."""
+"""Decode speed against the number of drafts per step: one request at a time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mtp_jax.bench.acceptance import repeated
 from mtp_jax.bench.report import Report, Spread
 from mtp_jax.bench.subject import Prompts, Subject, prompts_for
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request, Speculation
 from mtp_jax.errors import ConfigError
-from mtp_jax.synthetic import greedy
+from mtp_jax.synthetic import complete
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,9 @@ class Decode:
         return self.tokens / sum(self.seconds)
 
 
-def decode_alternating(engines: dict[int, Engine], prompts: Prompts, max_tokens: int) -> dict[int, Decode]:
+def decode_alternating(
+    engines: dict[int, Engine], prompts: Prompts, max_tokens: int, temperature: float = 0.0
+) -> dict[int, Decode]:
     """Decode every prompt at every depth before the next prompt, the depths in rotating order.
 
     The first prompt is run once more before, so that no measured run is an engine's first.
@@ -41,10 +44,10 @@ def decode_alternating(engines: dict[int, Engine], prompts: Prompts, max_tokens:
     runs: dict[int, list[Request]] = {depth: [] for depth in engines}
     order = list(engines)
     for engine in engines.values():
-        greedy(engine, prompts.ids[:1], max_tokens)
+        complete(engine, prompts.ids[:1], max_tokens, temperature)
     for i, prompt in enumerate(prompts.ids):
         for depth in order[i % len(order) :] + order[: i % len(order)]:
-            runs[depth] += greedy(engines[depth], [prompt], max_tokens)
+            runs[depth] += complete(engines[depth], [prompt], max_tokens, temperature)
     return {depth: _decode(requests) for depth, requests in runs.items()}
 
 
@@ -67,19 +70,27 @@ def speedup(plain: Decode, other: Decode) -> Spread:
     return Spread.of([a / b for a, b in zip(plain.seconds, other.seconds, strict=True)])
 
 
-def run(subject: Subject, depths: Sequence[int], prompts: int, prompt_tokens: int, max_tokens: int) -> Report:
+def run(
+    subject: Subject,
+    depths: Sequence[int],
+    temperature: float,
+    prompts: int,
+    prompt_tokens: int,
+    max_tokens: int,
+) -> Report:
     """Decode the same prompts at each depth; depth 0 is always among them, as the baseline."""
     depths = sorted({0, *depths})
     if max_tokens < 2:
         raise ConfigError(f"max_tokens = {max_tokens}; expected at least 2: the first comes from the prefill")
     given = prompts_for(subject, prompts, prompt_tokens)
     engines = {d: subject.engine(d, 1, prompt_tokens + max_tokens) for d in depths}
-    measured = decode_alternating(engines, given, max_tokens)
+    measured = decode_alternating(engines, given, max_tokens, temperature)
     plain = measured[0]
     rows, figures = [], []
     for depth, decode in measured.items():
         ratio, spec = speedup(plain, decode), decode.speculation
-        same = decode.texts == plain.texts
+        same = decode.texts == plain.texts if temperature == 0 else None
+        repeats = sum(map(repeated, decode.texts)) / prompts
         position = [n / spec.steps for n in spec.accepted_per_position]
         rows.append(
             (
@@ -88,7 +99,8 @@ def run(subject: Subject, depths: Sequence[int], prompts: int, prompt_tokens: in
                 f"{spec.acceptance_length:.3f}",
                 ratio.show(),
                 f"{sum(decode.seconds) / spec.steps * 1e3:.2f}",
-                "yes" if same else "NO",
+                f"{repeats:.0%}",
+                {True: "yes", False: "NO", None: "sampled"}[same],
             )
         )
         figures.append(
@@ -100,12 +112,22 @@ def run(subject: Subject, depths: Sequence[int], prompts: int, prompt_tokens: in
                 "speedup": ratio,
                 "step_seconds": sum(decode.seconds) / spec.steps,
                 "same_tokens": same,
+                "repeated": repeats,
                 "seconds": decode.seconds,
             }
         )
-    headers = ("depth", "tokens/s", "acceptance length", "speed-up (quartiles)", "ms/step", "same tokens")
+    headers = (
+        "depth",
+        "tokens/s",
+        "acceptance length",
+        "speed-up (quartiles)",
+        "ms/step",
+        "repeated",
+        "same tokens",
+    )
+    how = f"temperature {temperature:g}" if temperature else "greedy"
     notes = [
         f"{prompts} prompts of {prompt_tokens} tokens ({given.source}), {max_tokens} tokens each, batch 1, "
-        "greedy; time from the first token to the last; speed-up per prompt against depth 0."
+        f"{how}; time from the first token to the last; speed-up per prompt against depth 0."
     ]
     return Report(f"Decode speed by depth: {subject.name}", headers, rows, notes, {"depths": figures})

@@ -26,7 +26,7 @@ from mtp_jax.model.moe import Routing
 from mtp_jax.model.ops import PagedView
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Backend
-from mtp_jax.synthetic import greedy
+from mtp_jax.synthetic import complete
 
 # One slot of 256 rows, prompts of 16 tokens: short enough that weights, not the cache, are what is read.
 _PAGE_SIZE, _ROWS, _PROMPT = 64, 256, 16
@@ -111,7 +111,7 @@ def run(
         )
     given = prompts_for(subject, prompts, _PROMPT)
     engines = {d: subject.engine(d, 1, _ROWS) for d in (0, depth)}
-    [request] = greedy(engines[0], given.ids[:1], longest - 1)
+    [request] = complete(engines[0], given.ids[:1], longest - 1)
     text = [*request.prompt, *request.output]
     experts = cost.experts_per_window(_routing(subject, text), sorted({*windows, depth + 1}))
     timed = _by_window(subject.params, time_windows(subject, text, windows, rounds), experts)
