@@ -85,7 +85,10 @@ class Job:
             )
             for i, part in enumerate(self.parts)
         ]
-        since = lambda at: None if at is None else at - first.arrived  # noqa: E731
+
+        def since(at: float | None) -> float | None:
+            return None if at is None else at - first.arrived
+
         return RequestOutput(
             prompt=self.prompt,
             prompt_token_ids=list(first.prompt),

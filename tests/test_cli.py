@@ -248,12 +248,18 @@ def test_ctrl_c_stops_one_answer(run, model, monkeypatch):
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(show, "write", press_once)
-    status, _, err = chat(run, model, ["a", "a"])
+    # A background job starts with the signal ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        status, _, err = chat(run, model, ["a", "a"])
+        handler = signal.getsignal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
     first, second = [line for line in err.splitlines() if line.startswith("[")]
     assert status == 0
     assert "(stopped)" in first
     assert "[24 tokens (length)" in second
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert handler is signal.default_int_handler
 
 
 def test_a_chat_that_is_too_long_goes_on(run, model):

@@ -12,7 +12,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}as
 
 
 def write(folder: Path, vocab_size: int, template: str | None = TEMPLATE) -> Path:
-    """Add tokenizer.json and tokenizer_config.json to a folder; ids 0 and 1 are bos and eos. Returns the folder."""
+    """Add tokenizer.json and tokenizer_config.json to a folder and return it; ids 0 and 1 are bos and eos."""
     # Byte-level BPE writes a line end as U+010A and a space as U+0120.
     characters = ["\u010a", "\u0120", *map(chr, range(0x21, 0x7F))]
     pairs = map("".join, product(ascii_lowercase, repeat=2))

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +93,7 @@ class DraftKey:
 
 
 Key = StepKey | PrefillKey | DraftKey
+Covering = TypeVar("Covering", StepKey, PrefillKey)
 
 
 class Executables:
@@ -144,12 +145,12 @@ class Executables:
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def cover(self, need: Key) -> Key:
+    def cover(self, need: Covering) -> Covering:
         """The cheapest compiled key that covers ``need``. Raises ConfigError if there is none."""
-        able = [k for k in self._compiled if isinstance(k, type(need)) and k.covers(need)]  # type: ignore[arg-type]
+        able = [k for k in self._compiled if isinstance(k, type(need)) and k.covers(need)]
         if not able:
             raise ConfigError(f"no executable covers {need}; compile it first (Engine.prepare)")
-        return min(able, key=lambda k: k.cost)  # type: ignore[union-attr]
+        return min(able, key=lambda k: k.cost)
 
     def step(self, key: StepKey, params: Params, state: State) -> tuple[State, StepResult]:
         """Run a compiled step."""

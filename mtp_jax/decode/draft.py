@@ -65,7 +65,7 @@ def extend(
             hidden = jnp.concatenate([before[:, k - 1 : k], z[-1][:, :-1]], axis=1)
         out_z, kept = nextn.run(params, cfg, k, tokens, hidden, positions, pages[k], view, on)
         z.append(out_z)
-        out.append(kept)  # type: ignore[arg-type]
+        out.append(kept)
     return Extension(tuple(z), tuple(out))
 
 
@@ -122,7 +122,7 @@ def draft(
                 PagedView(page_table, write, mask),
                 on,
             )
-            z, pages[layer] = window[:, 0], kept  # type: ignore[assignment]
+            z, pages[layer] = window[:, 0], kept
         with jax.named_scope("draft_sample"):
             logits = nextn.logits(params, layer, z)
             raw.append(logits)
@@ -138,8 +138,8 @@ def draft(
             )
             tokens.append(token)
             probs.append(q)
-    stack = lambda rows: jnp.stack(rows, axis=1)  # noqa: E731
-    return Drafts(stack(tokens), stack(raw), stack(probs) if probs else None), tuple(pages)
+    distributions = jnp.stack(probs, axis=1) if probs else None
+    return Drafts(jnp.stack(tokens, axis=1), jnp.stack(raw, axis=1), distributions), tuple(pages)
 
 
 def _choose(

@@ -73,7 +73,10 @@ def prefill(
         traced = trunk.run(params, cfg, chunk.tokens, real, state.trunk, view, on)
     hidden = traced.hidden
     last = jnp.maximum(chunk.count - 1, 0)[:, None, None]
-    at_last = lambda x: jnp.take_along_axis(x, last, axis=1)  # noqa: E731
+
+    def at_last(x: Float[Array, "G T D"]) -> Float[Array, "G one D"]:
+        return jnp.take_along_axis(x, last, axis=1)
+
     with jax.named_scope("prefill_nextn"):
         before = jnp.concatenate([s.carry[:, :1], hidden[:, :-1]], axis=1) if state.nextn else hidden
         # The carry between chunks is shifted by one layer against `before` of extend.

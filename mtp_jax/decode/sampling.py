@@ -83,7 +83,7 @@ def adjust(
     logits: Float[Array, "B W V"],
     s: SamplingState,
     counts: Int[Array, "B W V"],
-    generated: Int[Array, "B W"],
+    generated: Int[Array, "#B W"],
 ) -> Float[Array, "B W V"]:
     """What a request adds to its logits, in vLLM's order: bias, stop tokens, repetition, frequency, presence.
 

@@ -127,7 +127,10 @@ def put_first_slots(slots: Tree, part: Tree) -> Tree:
 
 def admit(state: State, slot: Int[Array, ""], row: Slots) -> State:
     """Put one request's row (first axis 1) into ``slot``."""
-    put = lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b.astype(a.dtype), slot, axis=0)  # noqa: E731
+
+    def put(a: Array, b: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(a, b.astype(a.dtype), slot, axis=0)
+
     return replace(state, slots=jax.tree.map(put, state.slots, row))
 
 

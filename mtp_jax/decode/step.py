@@ -182,8 +182,7 @@ def _emit(
     stops = jnp.take_along_axis(s.sampling.stop_mask, safe, axis=1)
     proposed = index <= accepted
     broken = proposed & (~healthy | (tokens < 0))
-    first = lambda flags: jnp.where(flags.any(axis=1), jnp.argmax(flags, axis=1), width + 1)  # noqa: E731
-    first_stop, first_broken = first(stops & proposed), first(broken)
+    first_stop, first_broken = _first(stops & proposed), _first(broken)
     count = jnp.minimum(jnp.minimum(verdict.accepted, first_stop) + 1, jnp.minimum(s.remaining, first_broken))
     count = jnp.where(s.active, count, 0)
     finish = jnp.select(
@@ -192,6 +191,11 @@ def _emit(
         Finish.RUNNING,
     ).astype(jnp.int32)
     return Emitted(jnp.where(index < count[:, None], tokens, -1), count, finish)
+
+
+def _first(flags: Bool[Array, "B W"]) -> Int[Array, " B"]:
+    """Index of the first true flag of each row; past the end if there is none."""
+    return jnp.where(flags.any(axis=1), jnp.argmax(flags, axis=1), flags.shape[1] + 1)
 
 
 def _advance(s: Slots, emitted: Emitted, z: tuple[Array, ...]) -> Slots:

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mtp_jax.config import ModelConfig
-from mtp_jax.decode.compiled import DraftKey, Executables, PrefillKey, StepKey
+from mtp_jax.decode.compiled import DraftKey, Executables
 from mtp_jax.decode.prefill import Chunk
 from mtp_jax.decode.sampling import SamplingState
 from mtp_jax.decode.state import Slots, StateShape, abstract_state, empty_state, mask_row
@@ -240,7 +240,6 @@ class Engine:
             return
         need = prefill_key(self.config, requests)
         key = self.executables.cover(need)
-        assert isinstance(key, PrefillKey)
         chunk = self._chunk(chosen, need.tokens, key.tokens)
         self.state, result = self.executables.prefill(key, self.params, self.state, chunk)
         rows = [(shard, r) for shard, r in enumerate(chosen) if r]
@@ -266,14 +265,14 @@ class Engine:
             following = r.prompt[begin + 1 : end + 1]
             targets[g, : len(following)] = following
             r.prefilled = end
-        return Chunk(slot, start, count, final, tokens, targets)  # type: ignore[arg-type]
+        arrays: tuple[Any, ...] = (slot, start, count, final, tokens, targets)
+        return Chunk(*arrays)
 
     def _launch_step(self) -> None:
         running = self.scheduler.running()
         if not running:
             return
         key = self.executables.cover(step_key(self.config, running))
-        assert isinstance(key, StepKey)
         self.state, result = self.executables.step(key, self.params, self.state)
         width = key.depth + 1
         for r in running:

@@ -63,7 +63,7 @@ def rope_angles(cfg: ModelConfig, positions: Int[Array, "B W"]) -> Float[Array, 
 
 
 def rotate(
-    x: Float[Array, "B W ... R"], angles: Float[Array, "B W 2 r"], interleaved: bool
+    x: Float[Array, "B W ... R"], angles: Float[Array, "#B W 2 r"], interleaved: bool
 ) -> Float[Array, "B W ... R"]:
     """Rotary embedding. Interleaved checkpoints pair (0,1), (2,3)...
 

@@ -5,6 +5,8 @@ i+1 and predicts token i+2. Layer k merges layer k-1's output (after ``shared_he
 again. Embedding first, post-norm in, post-norm recycled: other choices give the same text, only slower.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -26,7 +28,7 @@ def run(
     pages: Float[Array, "P S C"] | None,
     view: PagedView | None,
     on: Backend,
-) -> tuple[Float[Array, "B W D"], Float[Array, "P S C"] | None]:
+) -> tuple[Float[Array, "B W D"], Any]:
     """Layer ``k`` over rows (token, hidden of the token before it). Returns (z after the norm, pages).
 
     ``positions`` are the tokens' own.

@@ -124,14 +124,14 @@ def paged_attention(
     q: Queries,
     k_up: Float[Array, "N h C"],
     v_up: Float[Array, "N v C"],
-    rows: Float[Array, "B W C"],
-    pages: Float[Array, "P S C"],
+    rows: Float[Array, "B W c"],
+    pages: Float[Array, "P S c"],
     view: PagedView,
     *,
     scale: float,
     form: Form,
     mesh: Mesh | None,
-) -> tuple[Float[Array, "B W N v"], Float[Array, "P S C"]]:
+) -> tuple[Float[Array, "B W N v"], Float[Array, "P S c"]]:
     """Write the window's ``rows``, attend over everything visible. Returns (context, pages).
 
     With a mesh each device handles its own slots (``data``) and heads (``model``); the cache is replicated

@@ -105,7 +105,7 @@ def test_bfloat16_is_near(variant: str):
         # A row where rounding flips the choice of an expert is off by more: rare, but it depends on the
         # machine.
         assert np.mean(error.max(axis=-1) < 0.25) >= 0.9, name
-        assert error.mean() < 0.05, name
+        assert error.mean() < 0.1, name
     assert np.mean(np.argmax(out["logits"][0], -1) == np.argmax(want["logits"], -1)) >= 0.9
 
 

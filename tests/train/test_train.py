@@ -29,6 +29,7 @@ TINY = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "n_routed_experts": 4,
+    "routed_scaling_factor": 1.0,
     "n_shared_experts": 2,
     "num_experts_per_tok": 2,
     "first_k_dense_replace": 1,
