@@ -1,0 +1,187 @@
+"""Executables: which covers a need, that nothing compiles while serving, that the state is donated."""
+
+from dataclasses import replace
+
+import jax
+import pytest
+
+from mtp_jax.decode.compiled import DraftKey, PrefillKey, StepKey, buckets, use_compile_cache
+from mtp_jax.decode.step import SamplingMode
+from mtp_jax.engine.request import SamplingParams
+from mtp_jax.errors import ConfigError
+from tests.models import GREEDY, finish, make_engine, prepare, prompts, serve
+
+SAMPLED = SamplingParams(temperature=0.8, top_k=5, seed=3, max_tokens=9, ignore_eos=True)
+PLAIN = SamplingMode()
+BLOCK = SamplingMode("sampled", "block")
+
+
+@pytest.mark.parametrize(
+    ("own", "need", "able"),
+    [
+        (StepKey(4, 3, 8, PLAIN), StepKey(4, 3, 8, PLAIN), True),
+        (StepKey(4, 3, 8, PLAIN), StepKey(1, 0, 1, PLAIN), True),
+        (StepKey(4, 3, 8, PLAIN), StepKey(5, 3, 8, PLAIN), False),
+        (StepKey(4, 3, 8, PLAIN), StepKey(4, 4, 8, PLAIN), False),
+        (StepKey(4, 3, 8, PLAIN), StepKey(4, 3, 9, PLAIN), False),
+        (StepKey(4, 3, 8, BLOCK), StepKey(4, 3, 8, PLAIN), True),
+        (StepKey(4, 3, 8, PLAIN), StepKey(4, 3, 8, BLOCK), False),
+        (StepKey(4, 3, 8, replace(BLOCK, verifier="rejection")), StepKey(4, 3, 8, BLOCK), False),
+        (StepKey(4, 3, 8, replace(BLOCK, drafting="greedy")), StepKey(4, 3, 8, BLOCK), False),
+        (StepKey(4, 3, 8, replace(PLAIN, logprobs=5)), StepKey(4, 3, 8, replace(PLAIN, logprobs=0)), True),
+        (StepKey(4, 3, 8, PLAIN), StepKey(4, 3, 8, replace(PLAIN, logprobs=0)), False),
+        (PrefillKey(16, 4), PrefillKey(16, 4), True),
+        (PrefillKey(16, 4), PrefillKey(1, 1), True),
+        (PrefillKey(16, 4), PrefillKey(17, 4), False),
+        (PrefillKey(16, 4), PrefillKey(16, 5), False),
+        (PrefillKey(16, 4), PrefillKey(16, 4, 0), False),
+        (PrefillKey(16, 4, 5), PrefillKey(16, 4, 0), True),
+        (PrefillKey(16, 4, 5), PrefillKey(16, 4, 0, 0), False),
+        (PrefillKey(16, 4, 5, 5), PrefillKey(16, 4, None, 0), True),
+    ],
+)
+def test_covers(own, need, able):
+    assert own.covers(need) is able
+
+
+def test_cost_prefers_fewer_rows_then_fewer_pages_then_less_sampling():
+    ranked = [
+        StepKey(1, 0, 8, BLOCK),
+        StepKey(1, 3, 4, PLAIN),
+        StepKey(1, 3, 4, BLOCK),
+        StepKey(1, 3, 8, PLAIN),
+        StepKey(4, 3, 1, PLAIN),
+    ]
+    shuffled = [ranked[i] for i in (3, 0, 4, 2, 1)]
+    assert sorted(shuffled, key=lambda k: k.cost) == ranked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((8, 1, 2), (1, 2, 4, 8)),
+        ((6, 1, 2), (1, 2, 4, 6)),
+        ((1, 1, 2), (1,)),
+        ((300, 16, 4), (16, 64, 256, 300)),
+    ],
+)
+def test_buckets(arguments, expected):
+    assert tuple(buckets(*arguments)) == expected
+
+
+def test_an_uncovered_need_is_an_error_not_a_compilation():
+    engine = make_engine(num_pages=19)  # a shape of its own, so that no other test has compiled for it
+    with pytest.raises(ConfigError, match="no executable covers"):
+        engine.executables.cover(StepKey(1, 3, 1, PLAIN))
+    engine.submit(engine.make_request([5, 6], GREEDY))
+    with pytest.raises(ConfigError, match="compile it first"):
+        engine.executables.cover(PrefillKey(1, 1))
+    assert len(engine.executables) == 0
+    assert DraftKey(1, 1) not in engine.executables
+
+
+@pytest.fixture
+def compilations():
+    """The names of compilation events since the fixture began."""
+    seen: list[str] = []
+    recording = True
+
+    def listen(name: str, *_: object, **__: object) -> None:
+        if recording and "/compile/" in name:
+            seen.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    recording = False
+
+
+def test_serving_compiles_nothing(compilations):
+    """Mixed lengths, depths, modes, aborts and a full queue: all of it runs on what ``prepare`` compiled."""
+    engine = make_engine()
+    mix = [
+        GREEDY,
+        SAMPLED,
+        replace(GREEDY, num_speculative_tokens=0),
+        replace(SAMPLED, num_speculative_tokens=1),
+    ]
+    requests = [engine.make_request(p, mix[i % 4]) for i, p in enumerate(prompts(8))]
+    prepare(engine, requests)
+    compiled = len(engine.executables)
+    for r in requests:
+        engine.submit(r)
+    engine.step()
+    compilations.clear()
+    for _ in range(4):
+        engine.step()
+    engine.abort(requests[1])
+    engine.abort(requests[7])
+    finish(engine)
+    assert compilations == []
+    assert len(engine.executables) == compiled
+    assert sum(r.speculation.accepted for r in requests) > 0
+    assert [r.finish_reason for r in requests] == ["length", "abort"] + ["length"] * 5 + ["abort"]
+    # The listener does hear compilations.
+    jax.jit(lambda x: x * 3 + 1).lower(1.0).compile()
+    assert compilations
+
+
+def test_the_state_is_donated():
+    """Each program takes the cache over: the old buffers are gone, and the new ones are the same memory."""
+    engine = make_engine()
+    programs = engine.executables
+    request = engine.make_request(prompts(1)[0], GREEDY)
+    serve(engine, [(prompts(1)[0], GREEDY)])
+    gone = 0
+    for name in ("admit", "prefill", "step", "release"):
+        run = getattr(programs, name)
+
+        def donating(*args, run=run):
+            nonlocal gone
+            state = next(a for a in args if hasattr(a, "trunk"))
+            before = {a.unsafe_buffer_pointer() for a in (*state.trunk, *state.nextn)}
+            out = run(*args)
+            new = out if hasattr(out, "trunk") else out[0]
+            assert all(a.is_deleted() for a in jax.tree.leaves(state) if a.ndim)
+            assert {a.unsafe_buffer_pointer() for a in (*new.trunk, *new.nextn)} == before
+            gone += 1
+            return out
+
+        setattr(engine.executables, name, donating)
+    try:
+        engine.submit(request)
+        for _ in range(3):
+            engine.step()
+        engine.abort(request)
+        engine.step()
+    finally:
+        for name in ("admit", "prefill", "step", "release"):
+            delattr(engine.executables, name)
+    assert gone >= 5
+
+
+def test_steps_allocate_no_second_cache():
+    engine = make_engine()
+    serve(engine, [(prompts(1)[0], GREEDY)])
+    cache = sum(a.nbytes for a in (*engine.state.trunk, *engine.state.nextn))
+    for key in engine.executables.keys:
+        if not isinstance(key, DraftKey):
+            used = engine.executables._compiled[key].memory_analysis()
+            assert used.alias_size_in_bytes >= cache, key
+
+
+def test_compile_cache_must_be_private(tmp_path):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    before = jax.config.jax_compilation_cache_dir
+    with pytest.raises(ConfigError, match="writable by you alone"):
+        use_compile_cache(shared)
+    assert jax.config.jax_compilation_cache_dir == before
+
+
+def test_compile_cache_is_created_private(tmp_path, monkeypatch):
+    changed = {}
+    monkeypatch.setattr(jax.config, "update", lambda name, value: changed.update({name: value}))
+    use_compile_cache(tmp_path / "new")
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    assert changed["jax_compilation_cache_dir"] == str(tmp_path / "new")

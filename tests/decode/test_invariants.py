@@ -1,0 +1,252 @@
+"""The invariants of the step, tested by breaking what they say is harmless: see mtp_jax/decode/state.py."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtp_jax.decode.draft import draft
+from mtp_jax.decode.state import Slots, State
+from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.request import Request, SamplingParams, Status
+from mtp_jax.model.params import Params
+from mtp_jax.model.trunk import Backend
+from tests.models import (
+    GREEDY,
+    TINY,
+    Reference,
+    accepted,
+    chosen_logprobs,
+    finish,
+    make_engine,
+    prepare,
+    prompts,
+    serve,
+    tiny_params,
+)
+
+PROMPTS = prompts(6)
+SAMPLED = SamplingParams(temperature=0.9, seed=11, max_tokens=24, ignore_eos=True, logprobs=0)
+TWO_LAYERS = replace(TINY, num_nextn_predict_layers=2, nextn_moe=(True, False))
+
+
+@functools.cache
+def reference() -> Reference:
+    return Reference(tiny_params())
+
+
+def rows_in_use(engine: Engine, slots: Slots, behind: int) -> np.ndarray:
+    """Bool [P, S]: cache rows that hold committed tokens, ``behind`` the newest token or up to it."""
+    used = np.zeros(engine.state.trunk[0].shape[:2], bool)
+    size = used.shape[1]
+    for i, request in enumerate(engine.scheduler.slots):
+        prefilling = request is not None and request.status is Status.PREFILL
+        if prefilling or slots.active[i]:
+            newest = request is not None and not prefilling
+            rows = np.arange(int(slots.length[i]) + (newest and not behind))
+            used[np.asarray(slots.page_table)[i, rows // size], rows % size] = True
+    return used
+
+
+def poison(engine: Engine) -> None:
+    """NaN into every cache row that is not committed, every free page and every carry without a use."""
+    slots: Slots = jax.tree.map(np.asarray, engine.state.slots)
+
+    def spoil(pages: jax.Array, used: np.ndarray) -> jax.Array:
+        return jnp.asarray(np.where(used[..., None], np.asarray(pages), np.nan).astype(pages.dtype))
+
+    def waits(request: Request | None) -> bool:
+        return request is None or (request.status is Status.PREFILL and request.prefilled == 0)
+
+    idle = np.array([waits(r) for r in engine.scheduler.slots]) & ~slots.active
+    carry = np.where(idle[:, None, None], np.nan, slots.carry).astype(slots.carry.dtype)
+    trunk, nextn = (rows_in_use(engine, slots, behind) for behind in (1, 0))
+    engine.state = State(
+        tuple(spoil(p, trunk) for p in engine.state.trunk),
+        tuple(spoil(p, nextn) for p in engine.state.nextn),
+        replace(engine.state.slots, carry=jnp.asarray(carry)),
+    )
+
+
+def outcome(requests: list[Request]) -> list[tuple]:
+    return [(r.output, accepted(r), r.finish_reason, chosen_logprobs(r).tolist()) for r in requests]
+
+
+@pytest.mark.parametrize(
+    ("cfg", "params"),
+    [(TINY, GREEDY), (TINY, SAMPLED), (TWO_LAYERS, GREEDY)],
+    ids=["greedy", "sampled", "two"],
+)
+def test_committed_length(cfg, params):
+    """Whatever lies past a slot's committed length is harmless: bit-equal results with NaN there."""
+    jobs = [(p, replace(params, max_tokens=24 - 3 * i)) for i, p in enumerate(PROMPTS)]
+    clean = serve(make_engine(cfg=cfg), jobs)
+    engine = make_engine(cfg=cfg)
+    requests = [engine.make_request(*job) for job in jobs]
+    prepare(engine, requests)
+    poison(engine)
+    for r in requests:
+        engine.submit(r)
+    while engine.busy:
+        engine.step()
+        poison(engine)
+    assert outcome(requests) == outcome(clean)
+    assert sum(r.speculation.accepted for r in requests) > 0
+
+
+# Warm draft cache
+
+
+@functools.partial(jax.jit, static_argnames="depth")
+def next_drafts(params: Params, state: State, depth: int = 3) -> jax.Array:
+    """NextN logits [B, K, V] of the drafts that the next step would make."""
+    on = Backend("absorbed", "dense")
+    return draft(params, TINY, state, state.slots, state.slots.page_table, depth, None, on)[0].logits
+
+
+@pytest.mark.parametrize(
+    ("depth", "compiled"),
+    [(0, 0), (0, 3), (1, 3), (3, 3)],
+    ids=["off", "off-in-deep-step", "shallow", "full"],
+)
+def test_warm_draft_cache(depth, compiled):
+    """Whatever the depth so far, the next drafts are those of a cache-free NextN pass over the whole text."""
+    engine = make_engine()
+    job = (PROMPTS[5], replace(GREEDY, num_speculative_tokens=depth))
+    request = engine.make_request(*job)
+    deepest = engine.make_request(PROMPTS[5], replace(GREEDY, num_speculative_tokens=compiled))
+    prepare(engine, [deepest, request])
+    if depth != compiled:  # another test has compiled the shallow step too: leave it out
+        cover = engine.executables.cover
+        engine.executables.cover = lambda need: cover(
+            replace(need, depth=max(need.depth, compiled)) if hasattr(need, "depth") else need
+        )
+    text = [*PROMPTS[5], *reference().speculate(PROMPTS[5], 24).ids]
+    try:
+        engine.submit(request)
+        checked = 0
+        while not request.finished:
+            engine.step()
+            if not engine.state.slots.active[0]:
+                continue
+            known = int(engine.state.slots.length[0]) + 1
+            got = np.asarray(next_drafts(engine.params, engine.state))[0]
+            np.testing.assert_allclose(got, reference().drafts(text[:known], 3)[1], atol=2e-4)
+            checked += 1
+    finally:
+        vars(engine.executables).pop("cover", None)
+    assert checked >= 5
+
+
+@pytest.mark.parametrize("steps", [1, 7])
+def test_speculation_switched_on_later(steps):
+    """After steps at depth 0, depth 3 accepts what it would have accepted with depth 3 from the start."""
+    engine = make_engine()
+    plain, deep = replace(GREEDY, num_speculative_tokens=0), GREEDY
+    requests = [engine.make_request(PROMPTS[5], p) for p in (plain, deep)]
+    for r in requests:
+        prepare(engine, [r])
+    request = requests[0]
+    engine.submit(request)
+    while int(engine.state.slots.generated[0]) < 1 + steps:
+        engine.step()
+    request.depth = 3
+    slots = engine.state.slots
+    launched = int(slots.generated[0]) - 1
+    engine.state = replace(engine.state, slots=replace(slots, depth=jnp.full_like(slots.depth, 3)))
+    finish(engine)
+    ids = reference().speculate(PROMPTS[5], 24).ids
+    later = reference().speculate([*PROMPTS[5], *ids[:launched]], 24 - launched, 3)
+    assert request.output == ids
+    assert accepted(request) == [0] * launched + later.accepted
+    assert sum(later.accepted) > 0
+
+
+# Broken rows
+
+
+def spoil_slot(engine: Engine, slot: int, cache: str) -> None:
+    """NaN into the committed rows of one slot, in the ``trunk`` or the ``nextn`` cache."""
+    table = np.asarray(engine.state.slots.page_table[slot])
+    rows, size = np.arange(int(engine.state.slots.length[slot])), engine.state.trunk[0].shape[1]
+    at = (table[rows // size], rows % size)
+    spoiled = tuple(p.at[at].set(jnp.nan) for p in getattr(engine.state, cache))
+    engine.state = replace(engine.state, **{cache: spoiled})
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_nan_in_one_row_ends_that_request_only(params):
+    jobs = [(p, params) for p in PROMPTS[:4]]
+    clean = serve(make_engine(), jobs)
+    engine = make_engine()
+    requests = [engine.make_request(*job) for job in jobs]
+    for r in requests:
+        engine.submit(r)
+    while len(requests[3].output) < 4:
+        engine.step()
+    spoil_slot(engine, 1, "trunk")
+    finish(engine)
+    assert requests[1].finish_reason == "error"
+    cut = len(requests[1].output)
+    assert 0 < cut < 24
+    assert requests[1].output == clean[1].output[:cut]
+    others = [0, 2, 3]
+    assert outcome([requests[i] for i in others]) == outcome([clean[i] for i in others])
+    assert engine.scheduler.allocator.free() == engine.scheduler.allocator.pages
+    # The pages with NaN are free now; whoever gets them is not harmed.
+    assert outcome(serve(engine, jobs)) == outcome(clean)
+
+
+def test_nan_while_prefilling_ends_the_request_without_tokens():
+    engine = make_engine()
+    requests = [engine.make_request(p, GREEDY) for p in (PROMPTS[5], PROMPTS[0])]
+    assert len(PROMPTS[5]) > engine.config.prefill_chunk
+    prepare(engine, requests)
+    for r in requests:
+        engine.submit(r)
+    engine.step()
+    assert requests[0].status is Status.PREFILL
+    spoil_slot(engine, 0, "trunk")
+    finish(engine)
+    assert (requests[0].finish_reason, requests[0].output) == ("error", [])
+    assert requests[1].output == reference().speculate(PROMPTS[0], 24).ids
+    assert engine.scheduler.allocator.free() == engine.scheduler.allocator.pages
+
+
+def by_chance(request: Request) -> int:
+    """How often argmax over NaN, which is the last id, may be right."""
+    return request.output.count(TINY.vocab_size - 1)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_broken_drafter_costs_speed_never_the_request(params):
+    """NaN in a slot's NextN cache: hardly anything is accepted there any more, and the text goes on."""
+    jobs = [(p, params) for p in PROMPTS[:4]]
+    engine = make_engine()
+    requests = [engine.make_request(*job) for job in jobs]
+    prepare(engine, requests)
+    for r in requests:
+        engine.submit(r)
+    while len(requests[3].output) < 4:
+        engine.step()
+    spoil_slot(engine, 1, "nextn")
+    before = requests[1].speculation.steps + 1
+    finish(engine)
+    assert [r.finish_reason for r in requests] == ["length"] * 4
+    assert sum(accepted(requests[1])[before + 1 :]) <= by_chance(requests[1])
+    assert sum(accepted(requests[0])[before + 1 :]) > 0
+    if params is GREEDY:
+        told = [reference().speculate(p, 24).ids for p in PROMPTS[:4]]
+        assert [r.output for r in requests] == told
+
+
+def test_broken_nextn_weights_cost_speed_only():
+    params = tiny_params()
+    broken = replace(params, nextn=tuple(replace(n, merge=n.merge * jnp.nan) for n in params.nextn))
+    for r in serve(make_engine(broken), [(p, GREEDY) for p in PROMPTS[:4]]):
+        assert r.output == reference().speculate(r.prompt, 24).ids
+        assert r.speculation.accepted <= by_chance(r)
+        assert r.speculation.drafted > 0
