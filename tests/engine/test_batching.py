@@ -1,0 +1,157 @@
+"""A greedy request's tokens and its accepted drafts do not depend on depth, batch, slot, pages or chunks.
+
+Both are compared with a loop that has no cache and no batch: a broken drafter still gives the right text,
+only slower, and a wrong cache row may still give the right token, so the log-probabilities are compared too.
+"""
+
+import functools
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mtp_jax.engine.request import Request
+from tests.models import (
+    GREEDY,
+    Reference,
+    Told,
+    accepted,
+    chosen_logprobs,
+    make_engine,
+    prepare,
+    prompts,
+    serve,
+    tiny_params,
+)
+
+PROMPTS = prompts(8)
+TOKENS = 24
+assert GREEDY.max_tokens == TOKENS
+
+
+@functools.cache
+def reference() -> Reference:
+    return Reference(tiny_params())
+
+
+@functools.cache
+def told(prompt: tuple[int, ...], depth: int = 3) -> Told:
+    result = reference().speculate(prompt, TOKENS, depth)
+    assert result.margin > 1e-2, "almost a tie: rounding may decide; choose another prompt"
+    return result
+
+
+def check(requests: Iterable[Request]) -> None:
+    """Tokens, acceptance and log-probabilities are the reference's; somebody accepts a draft."""
+    total = 0
+    for r in requests:
+        expected = told(r.prompt, r.depth)
+        assert r.output == expected.ids[: len(r.output)]
+        assert r.finish_reason == "length"
+        assert len(r.output) == r.max_tokens
+        assert accepted(r) == expected.accepted[: r.speculation.steps]
+        rows = reference().logprobs([*r.prompt, *r.output])[len(r.prompt) - 1 : -1]
+        np.testing.assert_allclose(chosen_logprobs(r), rows[range(len(r.output)), r.output], atol=1e-4)
+        total += r.speculation.accepted
+    assert total > 0 or all(r.depth == 0 for r in requests)
+
+
+def at(depth: int):
+    return replace(GREEDY, num_speculative_tokens=depth)
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize("depth", [0, 1, pytest.param(2, marks=slow), 3, pytest.param(4, marks=slow), 5])
+def test_every_depth(depth):
+    engine = make_engine(num_speculative_tokens=5)
+    requests = serve(engine, [(p, at(depth)) for p in PROMPTS[:4]])
+    check(requests)
+    assert all(set(r.speculation.drafted_per_step) == {depth} for r in requests)
+
+
+def test_rows_of_one_batch_have_their_own_depth():
+    engine = make_engine(num_speculative_tokens=5)
+    requests = serve(engine, [(p, at(d)) for p, d in zip(PROMPTS[:4], (5, 0, 3, 1), strict=True)])
+    check(requests)
+    assert [r.speculation.drafted_per_step[0] for r in requests] == [5, 0, 3, 1]
+
+
+@pytest.mark.parametrize("count", [1, 2, pytest.param(3, marks=slow), 5])
+def test_every_batch_size(count):
+    check(serve(make_engine(max_num_seqs=8), [(p, GREEDY) for p in PROMPTS[:count]], exactly=True))
+
+
+@pytest.mark.parametrize("shift", [3, 6])
+def test_every_slot(shift):
+    order = [*PROMPTS[shift:], *PROMPTS[:shift]]
+    requests = serve(make_engine(max_num_seqs=8), [(p, GREEDY) for p in order])
+    assert [r.slot for r in requests] == list(range(8))
+    check(requests)
+
+
+def test_reversed_order():
+    check(serve(make_engine(max_num_seqs=8), [(p, GREEDY) for p in reversed(PROMPTS)]))
+
+
+def test_more_requests_than_slots():
+    engine = make_engine()
+    lengths = [24, 3, 1, 9, 24, 2, 5, 24]
+    jobs = [(p, replace(GREEDY, max_tokens=n)) for p, n in zip(PROMPTS, lengths, strict=True)]
+    requests = serve(engine, [*jobs, *reversed(jobs)])
+    check(requests)
+    assert {r.slot for r in requests} == {0, 1, 2, 3}
+
+
+def test_requests_join_and_leave_a_running_batch():
+    engine = make_engine()
+    requests = [engine.make_request(p, replace(GREEDY, max_tokens=24 - 3 * i)) for i, p in enumerate(PROMPTS)]
+    prepare(engine, requests)
+    waiting = list(requests)
+    while waiting or engine.busy:
+        if waiting:
+            engine.submit(waiting.pop(0))
+        engine.step()
+        engine.step()
+    check(requests)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "chunk"),
+    [
+        (1, 64),
+        (64, 1),
+        (16, 7),
+        pytest.param(16, 64, marks=slow),
+        pytest.param(1, 3, marks=slow),
+        pytest.param(7, 5, marks=slow),
+    ],
+)
+def test_pages_and_chunks(page_size, chunk):
+    engine = make_engine(page_size=page_size, prefill_chunk=chunk)
+    check(serve(engine, [(p, GREEDY) for p in PROMPTS[4:]]))
+
+
+def test_prompt_lengths_around_page_and_chunk_edges():
+    long = prompts(1, shortest=40)[0]
+    lengths = (1, 2, 3, 15, 16, 17, 18, 31, 32, 33, 40)  # the last one fills max_model_len
+    check(serve(make_engine(), [(long[:n], GREEDY) for n in lengths]))
+
+
+def test_a_deeper_executable_than_needed_stays_inside_its_page_table():
+    """Drafts that a shallow row does not verify must not be written over its own rows.
+
+    The depth-0 request reaches the edge of a page-table bucket (256 rows) after the deep one has ended,
+    when only the depth-3 executable exists.
+    """
+    engine = make_engine(max_model_len=300)
+    long = prompts(1, shortest=254, seed=5)[0]
+    requests = serve(engine, [(long, at(0)), (PROMPTS[0], replace(GREEDY, max_tokens=4))])
+    plain = Reference(tiny_params(), longest=300)
+    rows = plain.logprobs([*long, *requests[0].output])[len(long) - 1 : -1]
+    np.testing.assert_allclose(
+        chosen_logprobs(requests[0]), rows[range(TOKENS), requests[0].output], atol=1e-4
+    )
+    assert requests[0].output == rows.argmax(-1).tolist()

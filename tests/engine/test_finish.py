@@ -1,0 +1,171 @@
+"""Finished rows switch themselves off on the device, inside a window too; penalties and min_tokens."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mtp_jax.engine.request import SamplingParams
+from tests.models import (
+    GREEDY,
+    TINY,
+    Reference,
+    accepted,
+    chosen_logprobs,
+    make_engine,
+    prompts,
+    serve,
+    tiny_params,
+)
+
+PROMPTS = prompts(8)
+VARIED = PROMPTS[3]  # its text has many different tokens
+EOS = TINY.eos_token_ids[0]
+
+
+@functools.cache
+def reference() -> Reference:
+    return Reference(tiny_params())
+
+
+@functools.cache
+def text(prompt: tuple[int, ...]) -> list[int]:
+    return reference().speculate(prompt, 24).ids
+
+
+def adjusted_greedy(prompt: Sequence[int], p: SamplingParams, stops: Sequence[int] = ()) -> list[int]:
+    """Greedy decoding with penalties, bias and min_tokens, one token at a time in plain numpy."""
+    out: list[int] = []
+    while len(out) < (p.max_tokens or 0):
+        x = reference().logits([*prompt, *out])[-1].astype(np.float64)
+        for token, bias in p.logit_bias.items():
+            x[token] += bias
+        if len(out) < p.min_tokens:
+            x[list(stops)] = -np.inf
+        seen = np.bincount(out, minlength=len(x))
+        repeated = (seen > 0) | np.isin(np.arange(len(x)), prompt)
+        x = np.where(repeated, np.where(x > 0, x / p.repetition_penalty, x * p.repetition_penalty), x)
+        x -= p.frequency_penalty * seen + p.presence_penalty * (seen > 0)
+        best, second = np.sort(x)[::-1][:2]
+        assert best - second > 1e-3, "almost a tie: choose another prompt"
+        out.append(int(x.argmax()))
+        if out[-1] in stops:
+            break
+    return out
+
+
+def test_a_stop_token_cuts_inside_the_window():
+    """Every token of a text in turn as the stop token: the output ends with its first occurrence."""
+    whole = text(tuple(VARIED))
+    stops = sorted(set(whole), key=whole.index)
+    jobs = [(VARIED, replace(GREEDY, stop_token_ids=[t])) for t in stops]
+    requests = serve(make_engine(), jobs)
+    inside = 0
+    for token, r in zip(stops, requests, strict=True):
+        assert r.output == whole[: whole.index(token) + 1]
+        assert r.finish_reason == "stop"
+        assert len(r.logprobs) == len(r.output)
+        # Tokens that a step would have emitted without the cut: it fell inside an accepted window.
+        inside += 1 + sum(a + 1 for a in accepted(r)) > len(r.output)
+    assert inside >= 3
+
+
+def test_max_tokens_cuts_inside_the_window():
+    whole = text(tuple(VARIED))
+    requests = serve(make_engine(), [(VARIED, replace(GREEDY, max_tokens=n)) for n in range(1, 13)])
+    inside = 0
+    for n, r in enumerate(requests, start=1):
+        assert (r.output, r.finish_reason) == (whole[:n], "length")
+        inside += 1 + sum(a + 1 for a in accepted(r)) > n
+    assert inside >= 3
+
+
+def test_a_stop_token_at_max_tokens_counts_as_a_stop():
+    whole = text(tuple(VARIED))
+    n = next(i for i, t in enumerate(whole) if i > 3 and t not in whole[:i]) + 1
+    (r,) = serve(make_engine(), [(VARIED, replace(GREEDY, max_tokens=n, stop_token_ids=whole[n - 1 : n]))])
+    assert (r.output, r.finish_reason) == (whole[:n], "stop")
+
+
+def test_end_of_sequence_and_ignore_eos():
+    found = [p for p in PROMPTS if EOS in text(tuple(p))[1:]]
+    assert found, "no text holds the end-of-sequence token: choose other prompts"
+    whole = text(tuple(found[0]))
+    jobs = [(found[0], GREEDY), (found[0], replace(GREEDY, ignore_eos=False))]
+    ignoring, stopping = serve(make_engine(), jobs)
+    assert (ignoring.output, ignoring.finish_reason) == (whole, "length")
+    assert (stopping.output, stopping.finish_reason) == (whole[: whole.index(EOS) + 1], "stop")
+
+
+def test_the_first_token_may_be_the_last():
+    whole = text(tuple(VARIED))
+    jobs = [(VARIED, replace(GREEDY, stop_token_ids=whole[:1])), (VARIED, replace(GREEDY, max_tokens=1))]
+    engine = make_engine()
+    stopped, short = serve(engine, jobs)
+    assert (stopped.output, stopped.finish_reason) == (whole[:1], "stop")
+    assert (short.output, short.finish_reason) == (whole[:1], "length")
+    assert not np.asarray(engine.state.slots.active).any()
+
+
+PENALTIES = {
+    "repetition": {"repetition_penalty": 1.3},
+    "frequency": {"frequency_penalty": 1.2},
+    "presence": {"presence_penalty": 2.0},
+    "negative": {"presence_penalty": -1.0, "frequency_penalty": -0.2, "repetition_penalty": 0.9},
+    "bias": {"logit_bias": {7: 6.0, 21: -100.0}},
+    "all": {
+        "repetition_penalty": 1.1,
+        "frequency_penalty": 0.6,
+        "presence_penalty": 0.4,
+        "logit_bias": {3: 2.0},
+    },
+}
+
+
+@pytest.mark.parametrize("drafting", ["sampled", "greedy"])
+def test_penalties_evolve_inside_the_window(drafting):
+    """At depth 3 as at depth 0 as in the plain loop; drafts see penalties too, or few would pass."""
+    jobs = [
+        (prompt, replace(GREEDY, num_speculative_tokens=depth, **options))
+        for options in PENALTIES.values()
+        for prompt in PROMPTS[:2]
+        for depth in (3, 0)
+    ]
+    requests = serve(make_engine(drafting=drafting), jobs)
+    for r in requests:
+        assert r.output == adjusted_greedy(r.prompt, r.params)
+        rows = reference().logprobs([*r.prompt, *r.output])[len(r.prompt) - 1 : -1]
+        want = rows[range(len(r.output)), r.output]  # of the model itself, before penalties
+        np.testing.assert_allclose(chosen_logprobs(r), want, atol=1e-3)
+    changed = [r for r in requests if r.output != text(r.prompt)]
+    assert len(changed) > len(requests) / 2
+    deep = [r for r in requests if r.depth]
+    assert sum(r.speculation.accepted for r in deep) > len(deep)
+
+
+def test_min_tokens():
+    """Stop tokens are impossible before, and end the text as usual after, wherever the window begins."""
+    whole = text(tuple(VARIED))
+    stops = [whole[1], whole[8]]
+    jobs = [
+        (VARIED, replace(GREEDY, stop_token_ids=stops, min_tokens=n, num_speculative_tokens=depth))
+        for n in range(10)
+        for depth in (3, 0)
+    ]
+    requests = serve(make_engine(), jobs)
+    for r in requests:
+        assert r.output == adjusted_greedy(r.prompt, r.params, stops)
+        assert len(r.output) >= r.params.min_tokens
+        assert r.finish_reason == ("stop" if r.output[-1] in stops else "length")
+    assert len({len(r.output) for r in requests}) > 3
+    assert sum(r.speculation.accepted for r in requests) > 0
+
+
+def test_min_tokens_holds_back_end_of_sequence():
+    prompt = next(p for p in PROMPTS if EOS in text(tuple(p))[:12])
+    params = replace(GREEDY, ignore_eos=False, min_tokens=20)
+    (r,) = serve(make_engine(), [(prompt, params)])
+    assert r.output == adjusted_greedy(prompt, params, [EOS])
+    assert len(r.output) >= 20

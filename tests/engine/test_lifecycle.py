@@ -1,0 +1,207 @@
+"""Requests end at any moment, and slots and pages are free again: nothing leaks, nobody else notices."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.request import Request, Status
+from mtp_jax.errors import ConfigError, RequestError
+from tests.models import (
+    GREEDY,
+    TINY,
+    Reference,
+    finish,
+    make_engine,
+    prepare,
+    prompts,
+    rigged,
+    serve,
+    tiny_params,
+)
+
+PROMPTS = prompts(8)
+LONG = PROMPTS[7]
+
+
+@functools.cache
+def text(prompt: tuple[int, ...]) -> list[int]:
+    return Reference(tiny_params()).speculate(prompt, 24).ids
+
+
+def is_free(engine: Engine) -> bool:
+    allocator = engine.scheduler.allocator
+    pages = all(allocator.free(s) == allocator.pages for s in range(engine.shards))
+    return pages and not any(engine.scheduler.slots) and not engine.busy
+
+
+MOMENTS: dict[str, Callable[[Request], bool]] = {
+    "waiting": lambda r: r.status is Status.WAITING,
+    "prefilling": lambda r: r.status is Status.PREFILL and 0 < r.prefilled < len(r.prompt),
+    "first token on its way": lambda r: r.status is Status.RUNNING and not r.output,
+    "running": lambda r: len(r.output) > 5,
+    "nearly done": lambda r: len(r.output) >= 9,
+    "finished": lambda r: r.finished,
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_abort_at_every_moment(moment):
+    engine = make_engine()
+    others = [engine.make_request(p, GREEDY) for p in PROMPTS[:3]]
+    target = engine.make_request(LONG, replace(GREEDY, max_tokens=16))
+    prepare(engine, [*others, target])
+    for r in (*others, target):
+        engine.submit(r)
+    while not MOMENTS[moment](target):
+        engine.step()
+    engine.abort(target)
+    engine.abort(target)  # twice is no mistake
+    held = len(target.output)
+    assert target.finish_reason == ("length" if moment == "finished" else "abort")
+    assert target.pages == []
+    late = engine.make_request(LONG, GREEDY)  # takes the free slot, and pages with somebody else's rows
+    engine.submit(late)
+    finish(engine)
+    assert len(target.output) == held
+    assert target.output == text(target.prompt)[:held]
+    for r in (*others, late):
+        assert r.output == text(r.prompt)
+        assert r.speculation.accepted > 0
+    assert is_free(engine)
+    assert not np.asarray(engine.state.slots.active).any()
+
+
+def test_abort_all_then_serve():
+    engine = make_engine()
+    requests = [engine.make_request(p, GREEDY) for p in PROMPTS]
+    prepare(engine, requests)
+    for r in requests:
+        engine.submit(r)
+    for _ in range(4):
+        engine.step()
+    for r in requests:
+        engine.abort(r)
+    finish(engine)
+    assert is_free(engine)
+    assert [r.output for r in serve(engine, [(p, GREEDY) for p in PROMPTS])] == [
+        text(tuple(p)) for p in PROMPTS
+    ]
+
+
+def test_free_pages_return_after_every_end():
+    engine = make_engine()
+    whole = text(tuple(LONG))
+    jobs = [
+        (LONG, GREEDY),
+        (LONG, replace(GREEDY, max_tokens=1)),
+        (LONG, replace(GREEDY, stop_token_ids=[whole[4]])),
+        ([3], replace(GREEDY, max_tokens=63)),
+    ]
+    for _ in range(3):
+        requests = serve(engine, jobs)
+        assert [r.finish_reason for r in requests] == ["length", "length", "stop", "length"]
+        assert is_free(engine)
+
+
+def test_too_few_pages_for_all_at_once():
+    """Requests wait for pages, in order, and everybody is served."""
+    engine = make_engine()
+    allocator = engine.scheduler.allocator
+    held = allocator.allocate(allocator.pages - 7)  # room for two requests at a time
+    assert held
+    requests = serve(engine, [(p, GREEDY) for p in PROMPTS])
+    assert [r.output for r in requests] == [text(r.prompt) for r in requests]
+    assert 3 not in {r.slot for r in requests}
+    allocator.release(held)
+    assert is_free(engine)
+
+
+def test_an_error_ends_only_its_request_and_frees_its_pages():
+    """A weight that is NaN for one token: whoever has it in the prompt fails, the others do not."""
+    params = tiny_params()
+    victim = next(
+        t for t in range(TINY.vocab_size) if not any(t in [*p, *text(tuple(p))] for p in PROMPTS[:3])
+    )
+    broken = replace(params, embed=params.embed.at[victim].set(np.nan))
+    engine = make_engine(broken, drafting="sampled")
+    requests = serve(engine, [*[(p, GREEDY) for p in PROMPTS[:3]], ([5, victim, 6], GREEDY)])
+    assert [r.finish_reason for r in requests] == ["length", "length", "length", "error"]
+    assert [r.output for r in requests[:3]] == [text(r.prompt) for r in requests[:3]]
+    assert requests[3].output == []
+    assert is_free(engine)
+
+
+def test_engines_do_not_share_state():
+    first, second = make_engine(), make_engine(rigged(seed=7))
+    both = [e.make_request(LONG, GREEDY) for e in (first, second)]
+    for e, r in zip((first, second), both, strict=True):
+        prepare(e, [r])
+        e.submit(r)
+    while first.busy or second.busy:
+        first.step()
+        second.step()
+    assert both[0].output == text(tuple(LONG))
+    assert both[1].output == Reference(rigged(seed=7)).speculate(LONG, 24).ids
+
+
+def test_draft_needs_an_idle_engine():
+    engine = make_engine()
+    request = engine.make_request(LONG, GREEDY)
+    engine.submit(request)
+    with pytest.raises(RequestError, match="needs it idle"):
+        engine.draft(LONG, 2)
+    engine.abort(request)
+
+
+def test_draft_leaves_nothing_behind():
+    engine = make_engine()
+    first, ids, logits = engine.draft(LONG, 2)
+    reference = Reference(tiny_params())
+    want, rows = reference.drafts([*LONG, text(tuple(LONG))[0]], 2)
+    assert (first, ids.tolist()) == (text(tuple(LONG))[0], want)
+    np.testing.assert_allclose(logits, rows, atol=2e-4)
+    assert is_free(engine)
+    assert serve(engine, [(LONG, GREEDY)])[0].output == text(tuple(LONG))
+
+
+def test_preparing_nothing_compiles_nothing_for_nobody():
+    engine = make_engine(num_pages=21)
+    engine.prepare([])
+    assert len(engine.executables) == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([], {}, "the prompt is empty"),
+        ([48], {}, r"the prompt names token 48; expected ids from 0 to 47"),
+        ([-1], {}, r"the prompt names token -1; expected ids from 0 to 47"),
+        ([3] * 64, {}, r"64 tokens; max_model_len = 64 leaves no room"),
+        ([3], {"logit_bias": {50: 1.0}}, r"logit_bias names token 50; expected ids from 0 to 47"),
+        ([3], {"stop_token_ids": [48]}, r"stop_token_ids names token 48; expected ids from 0 to 47"),
+        ([3], {"num_speculative_tokens": 4}, r"num_speculative_tokens = 4.*3"),
+        ([3] * 40, {}, r"needs 5 cache pages, the engine has 4; lower max_tokens or raise num_pages"),
+    ],
+)
+def test_requests_that_cannot_be_served(prompt, options, message):
+    engine = make_engine(num_pages=4)
+    with pytest.raises(RequestError, match=message):
+        engine.make_request(prompt, replace(GREEDY, **options))
+    assert is_free(engine)
+
+
+def test_speculation_needs_a_nextn_layer():
+    cfg = TINY.with_nextn(())
+    with pytest.raises(ConfigError, match="no NextN layer"):
+        make_engine(replace(tiny_params(), nextn=()), cfg)
+
+
+def test_without_nextn_layers_the_engine_decodes_plainly():
+    cfg = TINY.with_nextn(())
+    engine = make_engine(replace(tiny_params(), nextn=()), cfg, num_speculative_tokens=0)
+    for r in serve(engine, [(p, GREEDY) for p in PROMPTS[:3]]):
+        assert r.output == text(r.prompt)

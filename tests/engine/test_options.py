@@ -1,0 +1,146 @@
+"""Options out of range are refused at once; the message names the option, the value and what is allowed."""
+
+import pytest
+
+from mtp_jax.engine.config import EngineConfig
+from mtp_jax.engine.request import Request, SamplingParams, Speculation, Status
+from mtp_jax.errors import ConfigError, MtpJaxError, RequestError
+from tests.models import make_engine
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "allowed"),
+    [
+        ("temperature", [-0.1, NAN, INF, "1", None, True], "from 0"),
+        ("top_p", [0, -1, 1.1, NAN, None], "above 0 to 1"),
+        ("min_p", [-0.1, 1.5, NAN], "from 0 to 1"),
+        ("top_k", [-2, 1.5, "3", None, True], "an integer from -1"),
+        ("presence_penalty", [-2.1, 2.1, NAN], "from -2 to 2"),
+        ("frequency_penalty", [-2.1, 2.1, INF], "from -2 to 2"),
+        ("repetition_penalty", [0, -1, INF, NAN], "above 0"),
+        ("n", [0, -1, 1025, 1.0, None], "an integer from 1 to 1024"),
+        ("max_tokens", [0, -5, 2.0, True], "an integer from 1"),
+        ("min_tokens", [-1, 0.5, None], "an integer from 0"),
+        ("seed", [-1, 2**32, 1.5], "an integer from 0"),
+        ("logprobs", [-1, 21, 1.5], "an integer from 0 to 20"),
+        ("prompt_logprobs", [-1, 21, True], "an integer from 0 to 20"),
+        ("num_speculative_tokens", [-1, 65, 1.5], "an integer from 0 to 64"),
+        ("stop", ["", ["a", ""], [3]], "non-empty strings"),
+        ("logit_bias", [{1: 101}, {1: NAN}, {"1": 1}], "from -100 to 100"),
+    ],
+)
+def test_sampling_params(name, wrong, allowed):
+    for value in wrong:
+        with pytest.raises(RequestError) as caught:
+            SamplingParams(**{name: value})
+        message = str(caught.value)
+        assert message.startswith(name)
+        assert allowed in message
+        if name not in ("stop", "logit_bias"):
+            assert repr(value) in message
+
+
+@pytest.mark.parametrize(
+    "edge",
+    [
+        {"temperature": 0},
+        {"top_p": 1},
+        {"top_p": 1e-9},
+        {"min_p": 1},
+        {"top_k": -1},
+        {"top_k": 10**9},
+        {"max_tokens": None},
+        {"max_tokens": 5, "min_tokens": 5},
+        {"max_tokens": None, "min_tokens": 5},
+        {"seed": 2**32 - 1},
+        {"logprobs": 20, "prompt_logprobs": 0},
+        {"logit_bias": {3: -100}},
+        {"stop": "x"},
+        {"stop": ["x", "y"]},
+    ],
+)
+def test_the_edges_are_allowed(edge):
+    params = SamplingParams(**edge)
+    for name, value in edge.items():
+        assert getattr(params, name) == value
+
+
+def test_min_tokens_above_max_tokens():
+    with pytest.raises(RequestError, match="min_tokens = 6 is above max_tokens = 5"):
+        SamplingParams(min_tokens=6, max_tokens=5)
+
+
+def test_stop_strings_are_a_tuple():
+    assert SamplingParams(stop="end").stop_strings == ("end",)
+    assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
+    assert SamplingParams().stop_strings == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "allowed"),
+    [
+        ("num_speculative_tokens", [-1, 65, 1.0, None, True], "an integer from 0 to 64"),
+        ("max_num_seqs", [0, 5000, "8"], "an integer from 1 to 4096"),
+        ("max_model_len", [1, 0, 2.5], "an integer from 2"),
+        ("page_size", [0, 5000], "an integer from 1 to 4096"),
+        ("prefill_chunk", [0, 2**17], "an integer from 1"),
+        ("drafting", ["none", None], "one of ('sampled', 'greedy')"),
+        ("verifier", ["typical", 1], "one of ('rejection', 'block')"),
+        ("dtype", ["float16", "fp8"], "one of ('float32', 'bfloat16')"),
+    ],
+)
+def test_engine_config(name, wrong, allowed):
+    for value in wrong:
+        with pytest.raises(ConfigError) as caught:
+            EngineConfig(**{name: value})
+        message = str(caught.value)
+        assert message.startswith(f"{name} = {value!r}")
+        assert allowed in message
+
+
+@pytest.mark.parametrize("pages", [0, -3, 1.5, "9"])
+def test_num_pages(pages):
+    with pytest.raises(ConfigError, match=f"num_pages = {pages!r}"):
+        make_engine(num_pages=pages)
+
+
+def test_errors_are_of_one_family():
+    assert issubclass(ConfigError, MtpJaxError)
+    assert issubclass(RequestError, MtpJaxError)
+    assert issubclass(ConfigError, ValueError)
+    assert issubclass(RequestError, ValueError)
+
+
+def test_pages_hold_the_window_past_the_end():
+    config = EngineConfig(num_speculative_tokens=3, max_model_len=64, page_size=16)
+    assert [config.pages_for(n) for n in (1, 12, 13, 28, 29)] == [1, 1, 2, 2, 3]
+    assert config.columns == config.pages_for(64) == 5
+
+
+def test_speculation_adds_up():
+    one = Speculation([3, 0, 1], [3, 3, 3])
+    assert (one.steps, one.drafted, one.accepted) == (3, 9, 4)
+    assert one.accepted_per_position == (2, 1, 1)
+    assert one.acceptance_length == pytest.approx(7 / 3)
+    both = one + Speculation([1], [1])
+    assert (both.steps, both.drafted, both.accepted) == (4, 10, 5)
+    assert Speculation().acceptance_length == 0.0
+    assert Speculation().accepted_per_position == ()
+
+
+def test_a_request_knows_its_times():
+    r = Request(0, (1,), SamplingParams(), 0, 4, 3, 5)
+    r.emit([])
+    assert r.first_token_at is None
+    r.emit([4])
+    first = r.first_token_at
+    assert first is not None
+    assert first >= r.arrived
+    r.emit([5])
+    assert r.first_token_at == first
+    r.end("stop")
+    assert (r.status, r.finish_reason, r.output) == (Status.FINISHED, "stop", [4, 5])
+    assert r.finished_at is not None
+    assert r.finished_at >= first

@@ -1,0 +1,74 @@
+"""Invariant *no host in the loop*: the host launches the next step before it reads this one.
+
+The device is a stand-in whose state holds nothing: any look at it fails.
+"""
+
+import itertools
+
+import pytest
+
+from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.request import Request, SamplingParams
+from tests.engine.device import Device
+from tests.models import finish, make_engine, prompts
+
+PARAMS = SamplingParams(temperature=0, max_tokens=20)
+
+
+def start(count: int = 1, max_tokens: int = 20, **device: float) -> tuple[Engine, Device, list[Request]]:
+    engine = make_engine()
+    fake = Device(engine, **device)  # type: ignore[arg-type]
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    requests = [engine.make_request(p, params) for p in prompts(count)]
+    engine.prepare(requests)
+    for r in requests:
+        engine.submit(r)
+    return engine, fake, requests
+
+
+def test_every_result_is_copied_at_once_and_read_a_launch_later():
+    engine, device, (request,) = start()
+    finish(engine)
+    assert request.finish_reason == "length"
+    steps = [entry.removeprefix("launch ") for entry in device.log if entry.startswith("launch step")]
+    assert len(steps) > 3
+    for this, following in itertools.pairwise(steps):
+        assert device.log.index(f"copy {this}") == device.log.index(f"launch {this}") + 1
+        assert device.log.index(f"launch {following}") < device.log.index(f"read {this}")
+    assert all(device.log.count(f"read {s}") == 1 for s in steps)
+
+
+def test_at_most_two_results_wait():
+    engine, device, _ = start(6, stop=0.05)
+    while engine.busy:
+        engine.step()
+        launched = sum(e.startswith("launch") for e in device.log)
+        read = sum(e.startswith("read") for e in device.log)
+        # One prefill chunk and one step go out per call.
+        assert launched - read <= 2
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_no_step_is_launched_that_cannot_emit(tokens):
+    """Every step emits a token at least, so a row that accepts nothing takes exactly max_tokens - 1 steps."""
+    engine, device, (request,) = start(max_tokens=tokens, keep=0.0)
+    finish(engine)
+    assert len(request.output) == tokens
+    assert sum(e.startswith("launch step") for e in device.log) == tokens - 1
+
+
+def test_a_stop_costs_two_steps_in_vain_at_most():
+    """The step after the first token goes out at once, the next one before the first token is read."""
+    engine, device, (request,) = start(stop=1.0)
+    finish(engine)
+    assert (len(request.output), request.finish_reason) == (1, "stop")
+    assert sum(e.startswith("launch step") for e in device.log) <= 2
+
+
+def test_steps_wait_for_no_prefill():
+    """A long prompt is prefilled chunk by chunk between the steps of a running request."""
+    engine, device, _ = start(8)
+    finish(engine)
+    kinds = "".join(e.split()[1][0] for e in device.log if e.startswith("launch"))
+    assert "psps" in kinds
+    assert "pp" not in kinds.lstrip("p")[:-1]

@@ -1,0 +1,102 @@
+"""Whatever is served together, prepared executables cover every launch, and each writes inside its pages."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
+
+from mtp_jax.engine.config import EngineConfig
+from mtp_jax.engine.plan import chunks, keys_for, mode_of
+from mtp_jax.engine.request import Request, SamplingParams
+from tests.engine.device import Device
+from tests.models import finish, make_engine
+
+CONFIG = EngineConfig(num_speculative_tokens=3, max_num_seqs=8, max_model_len=512, page_size=16)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "tokens", "sizes"),
+    [
+        (256, 1, [16]),
+        (256, 16, [16]),
+        (256, 17, [64]),
+        (256, 256, [256]),
+        (256, 300, [256, 64]),
+        (256, 512, [256, 256]),
+        (100, 230, [100, 100, 64]),
+        (7, 15, [7, 7, 7]),
+        (1, 2, [1, 1]),
+    ],
+)
+def test_chunks(chunk, tokens, sizes):
+    assert list(chunks(replace(CONFIG, prefill_chunk=chunk), tokens)) == sizes
+
+
+@pytest.mark.parametrize(
+    ("wanted", "drafting", "logprobs"),
+    [
+        ([{"temperature": 0}], None, None),
+        ([{"temperature": 0, "logprobs": 0}], None, 0),
+        ([{"temperature": 0, "logprobs": 3}, {"temperature": 0}], None, 5),
+        ([{"temperature": 0, "logprobs": 6}], None, 20),
+        ([{"temperature": 0}, {"temperature": 0.1}], "sampled", None),
+        ([{"temperature": 0, "repetition_penalty": 1.1}], "sampled", None),
+        ([{"temperature": 0, "presence_penalty": 0.1}], "sampled", None),
+        ([{"temperature": 0, "frequency_penalty": -0.1}], "sampled", None),
+        ([{"temperature": 0, "logit_bias": {1: 1.0}}], "sampled", None),
+        ([{"temperature": 0, "min_tokens": 1}], "sampled", None),
+        ([{"temperature": 0, "top_k": 3, "top_p": 0.5, "min_p": 0.1}], None, None),
+    ],
+)
+def test_mode_is_greedy_only_if_argmax_decides_for_all(wanted, drafting, logprobs):
+    requests = [Request(i, (1,), SamplingParams(**w), 0, 1, 3, 2) for i, w in enumerate(wanted)]
+    mode = mode_of(CONFIG, requests)
+    assert (mode.drafting, mode.logprobs) == (drafting, logprobs)
+
+
+def test_nothing_is_compiled_for_nobody():
+    assert keys_for(CONFIG, [], 1) == []
+
+
+JOB = st.tuples(
+    st.integers(1, 300), st.integers(1, 60), st.sampled_from([None, 0, 1, 3]), st.sampled_from([0.0, 1.0])
+)
+
+
+@settings(deadline=None, max_examples=100, phases=[Phase.explicit, Phase.generate])
+@example(  # one deep request ends early; only its deep executable is there when the long one fills 256 rows
+    jobs=[(254, 24, 0, 0.0), (3, 4, 3, 0.0)],
+    page_size=16,
+    chunk=16,
+    slots=3,
+    seed=0,
+    stop=0.0,
+    keep=1.0,
+)
+@given(
+    jobs=st.lists(JOB, min_size=1, max_size=10),
+    page_size=st.sampled_from([1, 7, 16, 64]),
+    chunk=st.sampled_from([1, 16, 50, 256]),
+    slots=st.sampled_from([1, 3, 8]),
+    seed=st.integers(0, 1000),
+    stop=st.sampled_from([0.0, 0.1]),
+    keep=st.sampled_from([0.0, 0.7, 1.0]),
+)
+def test_prepared_executables_cover_everything(jobs, page_size, chunk, slots, seed, stop, keep):
+    engine = make_engine(max_model_len=360, page_size=page_size, prefill_chunk=chunk, max_num_seqs=slots)
+    Device(engine, seed, stop, keep)
+    requests = [
+        engine.make_request(
+            [5] * prompt,
+            SamplingParams(temperature=heat, max_tokens=tokens, num_speculative_tokens=depth),
+        )
+        for prompt, tokens, depth, heat in jobs
+    ]
+    engine.prepare(requests)
+    for r in requests:
+        engine.submit(r)
+    finish(engine)
+    assert all(r.finish_reason in ("length", "stop") for r in requests)
+    assert all(len(r.output) == r.max_tokens for r in requests if r.finish_reason == "length")
+    assert engine.scheduler.allocator.free() == engine.scheduler.allocator.pages

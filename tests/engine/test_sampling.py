@@ -1,0 +1,99 @@
+"""Sampled requests: reproducible by their seed alone, whatever shares the batch."""
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mtp_jax.engine.request import Request, SamplingParams
+from tests.models import (
+    GREEDY,
+    Reference,
+    accepted,
+    chosen_logprobs,
+    make_engine,
+    prompts,
+    serve,
+    tiny_params,
+)
+
+PROMPTS = prompts(8)
+HOT = SamplingParams(temperature=1.0, seed=1, max_tokens=24, ignore_eos=True, logprobs=0)
+OPTIONS = [
+    {},
+    {"temperature": 2.0, "top_k": 6},
+    {"top_p": 0.9, "repetition_penalty": 1.3},
+    {"temperature": 0.7, "frequency_penalty": 0.5, "presence_penalty": 0.5},
+    {"temperature": 0.0},
+    {"temperature": 1.5, "min_p": 0.05, "logit_bias": {3: 4.0}},
+    {"temperature": 3.0, "min_tokens": 9, "ignore_eos": False},
+    {"num_speculative_tokens": 1},
+]
+JOBS = [(p, replace(HOT, seed=i, **o)) for i, (p, o) in enumerate(zip(PROMPTS, OPTIONS, strict=True))]
+
+
+@functools.cache
+def alone(i: int, drafting: str, verifier: str) -> Request:
+    engine = make_engine(drafting=drafting, verifier=verifier)
+    return serve(engine, JOBS[i : i + 1])[0]
+
+
+def same(one: Request, other: Request) -> None:
+    assert one.output == other.output
+    assert accepted(one) == accepted(other)
+    assert one.finish_reason == other.finish_reason
+    np.testing.assert_allclose(chosen_logprobs(one), chosen_logprobs(other), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("drafting", "verifier"),
+    [
+        ("sampled", "block"),
+        ("greedy", "block"),
+        pytest.param("sampled", "rejection", marks=pytest.mark.slow),
+        pytest.param("greedy", "rejection", marks=pytest.mark.slow),
+    ],
+)
+def test_same_seed_same_output_in_any_company(drafting, verifier):
+    """Different options side by side, in both orders, more than there are slots, and each alone."""
+    for order in (range(8), range(7, -1, -1)):
+        requests = serve(make_engine(drafting=drafting, verifier=verifier), [JOBS[i] for i in order])
+        for i, r in zip(order, requests, strict=True):
+            same(r, alone(i, drafting, verifier))
+        assert len({r.slot for r in requests}) == 4
+        assert sum(r.speculation.accepted for r in requests) > len(requests)
+
+
+def test_same_seed_same_output_in_a_smaller_executable():
+    (small,) = serve(make_engine(), JOBS[:1], exactly=True)
+    same(small, alone(0, "sampled", "block"))
+
+
+def test_other_seeds_other_outputs():
+    jobs = [(PROMPTS[0], replace(HOT, temperature=1.5, seed=seed)) for seed in range(8)]
+    requests = serve(make_engine(), jobs)
+    assert len({tuple(r.output) for r in requests}) == 8
+    # The very first token, from prefill, is drawn too.
+    assert len({r.output[0] for r in requests}) > 1
+
+
+def test_greedy_rows_of_a_sampling_step_are_greedy():
+    jobs = [(p, GREEDY if i % 2 else replace(HOT, seed=i)) for i, p in enumerate(PROMPTS)]
+    requests = serve(make_engine(), jobs)
+    reference = Reference(tiny_params())
+    for r in requests[1::2]:
+        told = reference.speculate(r.prompt, 24, 3)
+        assert (r.output, accepted(r)) == (told.ids, told.accepted)
+    assert any(r.output != reference.speculate(r.prompt, 24).ids for r in requests[::2])
+
+
+def test_requests_without_a_seed_follow_the_engines():
+    def outputs(seed: int) -> list[list[int]]:
+        jobs = [(PROMPTS[0], replace(HOT, seed=None, temperature=2.0))] * 4
+        return [r.output for r in serve(make_engine(seed=seed), jobs)]
+
+    first = outputs(0)
+    assert outputs(0) == first
+    assert outputs(1) != first
+    assert len({tuple(o) for o in first}) == 4

@@ -1,0 +1,90 @@
+"""Eight devices compute what one does: tokens, acceptance and sampled output, on every shape of mesh."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.model.params import param_specs
+from mtp_jax.model.sharding import make_mesh, param_shardings
+from tests.models import (
+    GREEDY,
+    TINY,
+    Reference,
+    accepted,
+    chosen_logprobs,
+    make_engine,
+    prompts,
+    serve,
+    tiny_params,
+)
+
+MESHES = [(4, 2), *(pytest.param(*m, marks=pytest.mark.slow) for m in ((8, 1), (2, 4), (1, 8)))]
+SAMPLED = SamplingParams(temperature=1.2, top_k=20, max_tokens=16, ignore_eos=True, logprobs=0)
+JOBS = [
+    (p, replace(GREEDY, max_tokens=16) if i % 2 else replace(SAMPLED, seed=i))
+    for i, p in enumerate([*prompts(6), *prompts(5, seed=1)])
+]
+
+
+@functools.cache
+def on_one_device() -> list[Request]:
+    return serve(make_engine(max_num_seqs=8), JOBS)
+
+
+def engine_on(mesh: Mesh) -> Engine:
+    params = jax.device_put(tiny_params(), param_shardings(param_specs(TINY), mesh))
+    return make_engine(params, mesh=mesh, max_num_seqs=8)
+
+
+@pytest.mark.parametrize(("data", "model"), MESHES)
+def test_same_as_one_device(data, model):
+    """Greedy and sampled requests side by side, more than there are slots, some prompts in several chunks."""
+    engine = engine_on(make_mesh(data, model))
+    requests = serve(engine, JOBS)
+    for got, want in zip(requests, on_one_device(), strict=True):
+        assert got.output == want.output
+        assert accepted(got) == accepted(want)
+        assert got.finish_reason == want.finish_reason == "length"
+        np.testing.assert_allclose(chosen_logprobs(got), chosen_logprobs(want), atol=1e-4)
+    assert sum(r.speculation.accepted for r in requests) > len(requests)
+    assert {engine.scheduler.shard_of(r.slot) for r in requests} == set(range(data))
+    assert all(engine.scheduler.allocator.free(s) == engine.scheduler.allocator.pages for s in range(data))
+    # The state stays where it was: each data shard holds its own pages and slots.
+    cache = engine.state.trunk[0]
+    assert {s.data.shape[0] for s in cache.addressable_shards} == {cache.shape[0] // data}
+    assert {s.data.shape[0] for s in engine.state.slots.length.addressable_shards} == {8 // data}
+
+
+def test_one_device_agrees_with_the_plain_loop():
+    reference = Reference(tiny_params())
+    for r in on_one_device()[1::2]:
+        told = reference.speculate(r.prompt, 16, 3)
+        assert (r.output, accepted(r)) == (told.ids, told.accepted)
+
+
+def test_parameters_lie_where_the_specs_say():
+    mesh = make_mesh(2, 4)
+    params = engine_on(mesh).params
+    wanted = param_shardings(param_specs(TINY), mesh)
+    for array, sharding in zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True):
+        assert array.sharding.is_equivalent_to(sharding, array.ndim)
+    experts = params.layers[1].mlp.gate_up
+    assert {s.data.shape[0] for s in experts.addressable_shards} == {1}  # 8 experts on 8 devices
+    heads = params.layers[0].attention.q_b
+    assert {s.data.shape[0] for s in heads.addressable_shards} == {2}
+    assert {s.data.shape[0] for s in params.head.addressable_shards} == {TINY.vocab_size // 4}
+
+
+def test_a_request_cannot_have_more_than_its_shards_pages():
+    engine = make_engine(mesh=make_mesh(8, 1), max_num_seqs=8)
+    assert engine.scheduler.allocator.pages == engine.config.columns
+    request = engine.make_request([3] * 40, replace(GREEDY, max_tokens=24))
+    engine.submit(request)
+    assert engine.scheduler.admit() == [request]
+    assert len(request.pages) == engine.config.columns
