@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.plan import chunks, keys_for, mode_of
 from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.model.sharding import make_mesh
 from tests.engine.device import Device
 from tests.models import finish, make_engine
 
@@ -64,27 +65,37 @@ JOB = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=100, phases=[Phase.explicit, Phase.generate])
+@settings(deadline=None, max_examples=120, phases=[Phase.explicit, Phase.generate])
 @example(  # one deep request ends early; only its deep executable is there when the long one fills 256 rows
     jobs=[(254, 24, 0, 0.0), (3, 4, 3, 0.0)],
     page_size=16,
     chunk=16,
-    slots=3,
+    slots=4,
+    shards=1,
     seed=0,
     stop=0.0,
     keep=1.0,
+    later=0,
 )
 @given(
     jobs=st.lists(JOB, min_size=1, max_size=10),
     page_size=st.sampled_from([1, 7, 16, 64]),
     chunk=st.sampled_from([1, 16, 50, 256]),
-    slots=st.sampled_from([1, 3, 8]),
+    slots=st.sampled_from([2, 6, 8]),
+    shards=st.sampled_from([1, 2]),
     seed=st.integers(0, 1000),
     stop=st.sampled_from([0.0, 0.1]),
     keep=st.sampled_from([0.0, 0.7, 1.0]),
+    later=st.integers(0, 12),
 )
-def test_prepared_executables_cover_everything(jobs, page_size, chunk, slots, seed, stop, keep):
-    engine = make_engine(max_model_len=360, page_size=page_size, prefill_chunk=chunk, max_num_seqs=slots)
+def test_prepared_executables_cover_everything(
+    jobs, page_size, chunk, slots, shards, seed, stop, keep, later
+):
+    """Half of the requests come ``later``: so many steps after the others, prepared for what runs by then."""
+    mesh = None if shards == 1 else make_mesh(shards, 1)
+    engine = make_engine(
+        mesh=mesh, max_model_len=360, page_size=page_size, prefill_chunk=chunk, max_num_seqs=slots
+    )
     Device(engine, seed, stop, keep)
     requests = [
         engine.make_request(
@@ -93,10 +104,15 @@ def test_prepared_executables_cover_everything(jobs, page_size, chunk, slots, se
         )
         for prompt, tokens, depth, heat in jobs
     ]
-    engine.prepare(requests)
-    for r in requests:
-        engine.submit(r)
+    for group in (requests[::2], requests[1::2]):
+        engine.prepare(group)
+        for r in group:
+            engine.submit(r)
+        for _ in range(later):
+            if engine.busy:
+                engine.step()
     finish(engine)
     assert all(r.finish_reason in ("length", "stop") for r in requests)
     assert all(len(r.output) == r.max_tokens for r in requests if r.finish_reason == "length")
-    assert engine.scheduler.allocator.free() == engine.scheduler.allocator.pages
+    allocator = engine.scheduler.allocator
+    assert all(allocator.free(s) == allocator.pages for s in range(shards))
