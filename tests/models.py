@@ -198,7 +198,12 @@ def make_engine(
 ) -> Engine:
     """A new engine. Engines of one shape share their compiled programs: compiling is what tests wait for."""
     params = tiny_params(cfg) if params is None else params
-    sizes = {"max_num_seqs": 4, "max_model_len": 64, "page_size": 16, "prefill_chunk": 16} | config
+    sizes: dict[str, Any] = {
+        "max_num_seqs": 4,
+        "max_model_len": 64,
+        "page_size": 16,
+        "prefill_chunk": 16,
+    } | config
     engine = Engine(cfg, params, EngineConfig(**sizes), mesh)
     leaves, tree = jax.tree.flatten(params)
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding if mesh else None) for a in leaves]

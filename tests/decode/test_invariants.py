@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtp_jax.decode.compiled import StepKey
 from mtp_jax.decode.draft import draft
 from mtp_jax.decode.state import Slots, State
 from mtp_jax.engine.engine import Engine
@@ -40,8 +41,8 @@ def reference() -> Reference:
 
 def rows_in_use(engine: Engine, slots: Slots, behind: int) -> np.ndarray:
     """Bool [P, S]: cache rows that hold committed tokens, ``behind`` the newest token or up to it."""
-    used = np.zeros(engine.state.trunk[0].shape[:2], bool)
-    size = used.shape[1]
+    pages, size, _ = engine.state.trunk[0].shape
+    used = np.zeros((pages, size), bool)
     for i, request in enumerate(engine.scheduler.slots):
         prefilling = request is not None and request.status is Status.PREFILL
         if prefilling or slots.active[i]:
@@ -122,7 +123,7 @@ def test_warm_draft_cache(depth, compiled):
     if depth != compiled:  # another test has compiled the shallow step too: leave it out
         cover = engine.executables.cover
         engine.executables.cover = lambda need: cover(
-            replace(need, depth=max(need.depth, compiled)) if hasattr(need, "depth") else need
+            replace(need, depth=max(need.depth, compiled)) if isinstance(need, StepKey) else need
         )
     text = [*PROMPTS[5], *reference().speculate(PROMPTS[5], 24).ids]
     try:

@@ -81,7 +81,10 @@ class Emitted:
 @functools.cache
 def emitted(drafting: Any, verifier: Any) -> Emitted:
     slots = ROWS * len(OPTIONS)
-    full = lambda x, dtype=np.int32: jnp.full(slots, x, dtype)  # noqa: E731
+
+    def full(x: Any, dtype: Any = np.int32) -> jax.Array:
+        return jnp.full(slots, x, dtype)
+
     tokens = jnp.tile(jnp.asarray(PROMPT, jnp.int32), (slots, 1))
     each = jnp.arange(slots, dtype=jnp.int32)
     chunk = Chunk(each, full(0), full(len(PROMPT)), full(True, bool), tokens, -jnp.ones_like(tokens))

@@ -106,9 +106,9 @@ def test_batch_invariance(way, rows, neighbours):
 
 def test_low_precision_rows_are_summed_in_float32():
     x, ids, weights = draw(5, 4, list(range(E)))
-    low = [jnp.asarray(a, jnp.bfloat16) for a in (GATE_UP, DOWN, x)]
+    gate_up, down, rows = (jnp.asarray(a, jnp.bfloat16) for a in (GATE_UP, DOWN, x))
     for way in WAYS.values():
-        got = way(*low, Routing(jnp.asarray(ids), jnp.asarray(weights)))
+        got = way(gate_up, down, rows, Routing(jnp.asarray(ids), jnp.asarray(weights)))
         assert got.dtype == jnp.bfloat16
         np.testing.assert_allclose(np.asarray(got, np.float32), plain(x, ids, weights), atol=0.1)
 
