@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow test-gpu lint format types clean
+.PHONY: demo test test-slow test-gpu lint format types bench clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.runtime
@@ -40,6 +40,16 @@ types: $(VENV)/.dev
 test-gpu: $(VENV)/.dev
 	@echo "==> running the tests that need a GPU (install the cuda extra first)"
 	@JAX_PLATFORMS=cuda,cpu $(BIN)/python -m pytest -q -m gpu
+
+BENCH = $(BIN)/python -m mtp_jax.bench
+
+bench: $(VENV)/.runtime
+	@for p in dense moe; do $(BIN)/python -m mtp_jax.synthetic --preset $$p --out build/bench/$$p || exit 1; done
+	@$(BENCH) depth && $(BENCH) depth --temperature 1 --json build/bench/depth-demo-sampled.json
+	@$(BENCH) acceptance && $(BENCH) host && $(BENCH) startup
+	@for p in dense moe; do $(BENCH) window --model build/bench/$$p && \
+	  $(BENCH) depth --model build/bench/$$p --prompts 8 --max-tokens 64 || exit 1; done
+	@$(BENCH) host --model build/bench/dense --steps 12
 
 clean:
 	@rm -rf $(VENV) build dist *.egg-info .hypothesis .pytest_cache .ruff_cache
