@@ -36,7 +36,9 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        sizes = (("num_pages", 1, 2**31 - 1),) if self.num_pages is not None else ()
         for name, low, high in (
+            *sizes,
             ("num_speculative_tokens", 0, 64),
             ("max_num_seqs", 1, 4096),
             ("max_model_len", 2, 2**24),

@@ -43,11 +43,13 @@ def write_rows(
 ) -> Float[Array, "P S C"]:
     """``pages`` with the window's rows written at ``view.positions``; in place when donated.
 
-    Rows that are not to be written go to the last page, which no sequence owns.
+    Rows that are not to be written go to the last page, which no sequence owns; so do rows past the table,
+    which an executable deeper than its slots ask for has.
     """
     count, size, _ = pages.shape
-    written = view.positions >= 0
-    column = jnp.clip(view.positions // size, 0, view.page_table.shape[1] - 1)
+    columns = view.page_table.shape[1]
+    written = (view.positions >= 0) & (view.positions < columns * size)
+    column = jnp.clip(view.positions // size, 0, columns - 1)
     page = jnp.where(written, jnp.take_along_axis(view.page_table, column, axis=1), count - 1).reshape(-1)
     offset = (view.positions % size).reshape(-1)
     rows = rows.reshape(-1, 1, 1, rows.shape[-1])
