@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 # One process per core, four at most: each runs jax with threads of its own.
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist loadfile
-DEMO_PROMPT ?= def main(
+DEMO_PROMPT ?= class Parser:
 
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt
