@@ -1,0 +1,55 @@
+"""What a kernel declares of each shape, so that every check can find it, run it and judge it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+import jax
+
+Inputs = tuple[Any, ...]
+
+
+class UnavailableError(Exception):
+    """A baseline needs what this machine does not have; the message says what."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """The least a device has to do.
+
+    Attributes:
+        flops: floating-point operations, a multiply-add counted as two.
+        bytes: bytes that have to cross the device's memory bus once.
+        format: what the tensor cores multiply; decides their peak rate.
+    """
+
+    flops: float
+    bytes: float
+    format: Literal["bf16", "fp8"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape of one kernel.
+
+    Attributes:
+        name: "kernel/shape", unique among all cases.
+        inputs: random inputs from a key. Traceable: ``jax.eval_shape`` gives their shapes without memory.
+        kernel: the Mosaic GPU kernel with every static option bound; takes the inputs, and by keyword
+            ``interpret``, the parameters of Pallas' interpreter or None.
+        reference: the same result in jnp, from the same inputs, in float32 or better.
+        work: what the floor of its time is computed from.
+        tolerance: largest accepted norm(kernel - reference) / norm(reference), per output.
+        small: few enough thread blocks for Pallas' interpreter (30 at most); too small to be worth timing.
+        baselines: other ways to compute it, by name, from the same inputs; they raise `UnavailableError`.
+    """
+
+    name: str
+    inputs: Callable[[jax.Array], Inputs]
+    kernel: Callable[..., Any]
+    reference: Callable[..., Any]
+    work: Work
+    tolerance: float = 1e-2
+    small: bool = False
+    baselines: Mapping[str, Callable[..., Any]] = field(default_factory=lambda: MappingProxyType({}))

@@ -1,0 +1,14 @@
+"""All cases of all kernels."""
+
+from importlib import import_module
+
+from kernels_pallas.checking.case import Case
+
+# Folders of kernels_pallas with a cases.py.
+KERNELS: tuple[str, ...] = ()
+
+
+def cases(pattern: str = "") -> tuple[Case, ...]:
+    """The cases whose name contains ``pattern``, in the order their kernels declare them."""
+    found = [c for k in KERNELS for c in import_module(f"kernels_pallas.{k}.cases").cases()]
+    return tuple(c for c in found if pattern in c.name)
