@@ -7,31 +7,49 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mtp_jax.engine.request import SamplingParams
-    from mtp_jax.errors import CheckpointError, ConfigError, MtpJaxError, RequestError
+    from mtp_jax.async_llm import AsyncLLM, Stream
+    from mtp_jax.engine.request import Logprob, SamplingParams, Speculation
+    from mtp_jax.errors import (
+        CheckpointError,
+        ConfigError,
+        EngineStopped,
+        MtpJaxError,
+        Overloaded,
+        RequestError,
+    )
     from mtp_jax.llm import LLM
     from mtp_jax.model.sharding import make_mesh
     from mtp_jax.outputs import CompletionOutput, Draft, RequestOutput
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",
     "Draft",
+    "EngineStopped",
+    "Logprob",
     "MtpJaxError",
+    "Overloaded",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "Speculation",
+    "Stream",
     "make_mesh",
 ]
 
 _HOMES = {
     "LLM": "llm",
+    "AsyncLLM": "async_llm",
     "CompletionOutput": "outputs",
     "Draft": "outputs",
+    "Logprob": "engine.request",
     "RequestOutput": "outputs",
     "SamplingParams": "engine.request",
+    "Speculation": "engine.request",
+    "Stream": "async_llm",
     "make_mesh": "model.sharding",
 }
 

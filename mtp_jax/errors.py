@@ -15,3 +15,19 @@ class CheckpointError(MtpJaxError, ValueError):
 
 class RequestError(MtpJaxError, ValueError):
     """A prompt or sampling option that cannot be served."""
+
+
+class Overloaded(MtpJaxError):
+    """The queue is full.
+
+    Attributes:
+        retry_after: seconds after which to try again.
+    """
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineStopped(MtpJaxError):
+    """The engine has failed, is shutting down, or has not been started: it takes no requests."""

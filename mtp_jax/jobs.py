@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from numbers import Integral
+from typing import Any
 
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request, SamplingParams, Speculation
@@ -54,10 +55,18 @@ class Part:
 
 
 class Job:
-    """One prompt and its n completions. Raises RequestError for what cannot be served."""
+    """One prompt and its n completions. Raises RequestError for what cannot be served.
+
+    ``options``: keyword arguments of ``Engine.make_request``.
+    """
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer | None, prompt: Prompt, params: SamplingParams
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer | None,
+        prompt: Prompt,
+        params: SamplingParams,
+        **options: Any,
     ) -> None:
         if tokenizer is None and (isinstance(prompt, str) or params.stop_strings):
             raise RequestError(
@@ -70,7 +79,7 @@ class Job:
         self.prompt = prompt if isinstance(prompt, str) else None
         self.params = params
         seeds = [None if params.seed is None else (params.seed + i) % 2**32 for i in range(params.n)]
-        self.parts = [Part(engine.make_request(ids, params, seed), tokenizer) for seed in seeds]  # type: ignore[arg-type]
+        self.parts = [Part(engine.make_request(ids, params, seed, **options), tokenizer) for seed in seeds]  # type: ignore[arg-type]
 
     def output(self) -> RequestOutput:
         """The output so far."""

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Lowest first. A module may import from its own package and from the layers before its own.
 LAYERS = (
     ("errors",),
-    ("config", "chat_template", "demo", "progress"),
+    ("admission", "config", "chat_template", "demo", "progress"),
     ("model", "tokenizer"),
     ("checkpoint", "score"),
     ("decode",),
@@ -19,6 +19,7 @@ LAYERS = (
     ("outputs", "synthetic"),
     ("jobs",),
     ("llm",),
+    ("async_llm",),
     ("__init__",),
     ("train",),
     ("bench",),
@@ -30,6 +31,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 # The scheduler and the page allocator are host code: they must be testable, and fast, without a device.
 WITHOUT_JAX = (
+    "admission",
     "chat_template",
     "config",
     "engine.pages",

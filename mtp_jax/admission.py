@@ -1,0 +1,95 @@
+"""How much may wait: a bound on queued requests and on their prompt tokens, taken before any work is done."""
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from mtp_jax.errors import Overloaded, RequestError
+
+_FINISHES_REMEMBERED = 32
+_LONGEST_RETRY_SECONDS = 60
+
+
+@dataclass(eq=False)
+class Place:
+    """A place in the queue: so many requests (the n of one prompt) and prompt tokens."""
+
+    requests: int
+    tokens: int
+
+
+class Admission:
+    """The queue's bounds. Thread-safe.
+
+    Attributes:
+        max_requests: most requests that may wait for a slot.
+        max_tokens: most prompt tokens that may wait; a prompt alone in the queue is always taken.
+    """
+
+    def __init__(self, max_requests: int, max_tokens: int) -> None:
+        for name, value in (("max_queued_requests", max_requests), ("max_queued_tokens", max_tokens)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise RequestError(f"{name} = {value!r}; expected an integer of 1 or more")
+        self.max_requests, self.max_tokens = max_requests, max_tokens
+        self._places: set[Place] = set()
+        self._requests = self._tokens = 0
+        self._finishes: deque[float] = deque(maxlen=_FINISHES_REMEMBERED)
+        self._lock = threading.Lock()
+
+    @property
+    def requests(self) -> int:
+        """Requests that wait."""
+        return self._requests
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens that wait; those of a prompt not yet tokenised are an estimate."""
+        return self._tokens
+
+    def take(self, requests: int, tokens: int) -> Place:
+        """A place in the queue. Raises Overloaded when it is full, RequestError when it is too small."""
+        if requests > self.max_requests:
+            raise RequestError(f"n = {requests}; the queue takes {self.max_requests} requests at most")
+        with self._lock:
+            if self._requests + requests > self.max_requests:
+                raise self._overloaded(f"{self._requests} requests wait, {self.max_requests} may")
+            self._check_tokens(tokens)
+            place = Place(requests, tokens)
+            self._places.add(place)
+            self._requests += requests
+            self._tokens += tokens
+            return place
+
+    def correct(self, place: Place, tokens: int) -> None:
+        """The prompt turned out to have this many tokens. Raises Overloaded when they do not fit."""
+        with self._lock:
+            self._tokens -= place.tokens
+            place.tokens = 0
+            self._check_tokens(tokens)
+            place.tokens = tokens
+            self._tokens += tokens
+
+    def leave(self, place: Place) -> None:
+        """The requests got slots, or ended. Leaving twice is fine."""
+        with self._lock:
+            if place in self._places:
+                self._places.remove(place)
+                self._requests -= place.requests
+                self._tokens -= place.tokens
+
+    def finished(self) -> None:
+        """A prompt has been answered: what ``retry_after`` is estimated from."""
+        self._finishes.append(time.monotonic())
+
+    def _check_tokens(self, tokens: int) -> None:
+        if self._tokens and self._tokens + tokens > self.max_tokens:
+            raise self._overloaded(f"{self._tokens} prompt tokens wait, {self.max_tokens} may")
+
+    def _overloaded(self, why: str) -> Overloaded:
+        """With the seconds until the queue has passed, at the rate of the last answers."""
+        retry = 1.0
+        if len(self._finishes) > 1:
+            rate = (len(self._finishes) - 1) / max(self._finishes[-1] - self._finishes[0], 1e-3)
+            retry = min(max(retry, len(self._places) / rate), _LONGEST_RETRY_SECONDS)
+        return Overloaded(f"the queue is full: {why}; try again in {retry:.0f} s", retry)

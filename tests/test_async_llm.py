@@ -1,0 +1,297 @@
+"""AsyncLLM: what coroutines see of the engine."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from mtp_jax import (
+    LLM,
+    AsyncLLM,
+    EngineStopped,
+    Overloaded,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    Stream,
+)
+
+RIGGED = Path(__file__).parent / "golden" / "rigged" / "model"
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+PROMPTS = [[5, 9, 11], [7, 3, 2, 8, 6], [40, 41, 42, 43]]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(RIGGED, max_num_seqs=2, max_model_len=128, page_size=16, prefill_chunk=32)
+
+
+@asynccontextmanager
+async def serving(llm: LLM, **limits: int) -> AsyncIterator[AsyncLLM]:
+    """A served LLM that must be idle, with every page free, at the end."""
+    async with AsyncLLM(llm, **limits) as allm:
+        yield allm
+        await until(lambda: not llm.engine.busy)
+    if allm.error is None:
+        scheduler = llm.engine.scheduler
+        assert scheduler.allocator.free() == scheduler.allocator.pages
+        assert (allm.live, allm.admission.requests, allm.admission.tokens) == (0, 0, 0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
+    return [output async for output in outputs][-1]
+
+
+def ids(output: RequestOutput) -> list[list[int]]:
+    return [o.token_ids for o in output.outputs]
+
+
+def test_concurrent_outputs_equal_those_of_llm(llm):
+    params = [GREEDY, SamplingParams(temperature=1, seed=3, max_tokens=20, n=2), GREEDY]
+    expected = llm.generate(PROMPTS, params)
+
+    async def run() -> list[RequestOutput]:
+        async with serving(llm) as allm:
+            return await asyncio.gather(
+                *(last(allm.generate(p, q)) for p, q in zip(PROMPTS, params, strict=True))
+            )
+
+    outputs = asyncio.run(run())
+    assert [ids(o) for o in outputs] == [ids(o) for o in expected]
+    assert outputs[0].speculation.acceptance_length > 1.5
+
+
+def test_the_output_grows(llm):
+    async def run() -> list[RequestOutput]:
+        async with serving(llm) as allm:
+            return [output async for output in allm.generate(PROMPTS[0], GREEDY)]
+
+    outputs = asyncio.run(run())
+    lengths = [len(o.outputs[0].token_ids) for o in outputs]
+    assert lengths == sorted(lengths)
+    assert lengths[-1] == 24
+    assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
+    full = outputs[-1].outputs[0].token_ids
+    assert [o.outputs[0].token_ids for o in outputs] == [full[:n] for n in lengths]
+
+
+def test_a_slow_reader_sees_the_newest_state(llm):
+    async def run() -> list[RequestOutput]:
+        async with serving(llm) as allm:
+            stream = await allm.submit(PROMPTS[0], GREEDY)
+            await until(lambda: allm.live == 0)
+            return [output async for output in stream]
+
+    (only,) = asyncio.run(run())
+    assert len(only.outputs[0].token_ids) == 24
+
+
+def test_leaving_the_iteration_aborts(llm):
+    async def run() -> None:
+        async with serving(llm) as allm:
+            outputs = allm.generate(
+                PROMPTS[0], SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+            )
+            async for _ in outputs:
+                break
+            await outputs.aclose()
+            await until(lambda: allm.live == 0)
+
+    asyncio.run(run())
+
+
+def test_cancelling_aborts_wherever_the_request_is(llm):
+    async def run() -> None:
+        async with serving(llm) as allm:
+            long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+            tasks = [asyncio.create_task(last(allm.generate(PROMPTS[i % 3], long))) for i in range(8)]
+            await until(lambda: allm.live == 8)
+            for task in tasks[2:]:
+                task.cancel()
+            done = await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(isinstance(d, asyncio.CancelledError) for d in done[2:])
+            kept = [d for d in done if isinstance(d, RequestOutput)]
+            assert [o.outputs[0].finish_reason for o in kept] == ["length"] * 2
+
+    asyncio.run(run())
+
+
+def test_abort_by_name_gives_the_text_so_far(llm):
+    async def run() -> RequestOutput:
+        async with serving(llm) as allm:
+            params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+            stream = await allm.submit(PROMPTS[0], params, "mine")
+            with pytest.raises(RequestError, match="in use"):
+                await allm.submit(PROMPTS[0], params, "mine")
+            await anext(stream)
+            allm.abort("mine")
+            allm.abort("nobody's")
+            return await last(stream)
+
+    output = asyncio.run(run())
+    assert output.outputs[0].finish_reason == "abort"
+    assert 0 < len(output.outputs[0].token_ids) < 120
+
+
+def test_a_full_queue_refuses_before_it_tokenises(llm):
+    async def run() -> None:
+        async with serving(llm, max_queued_requests=3, max_queued_tokens=64) as allm:
+            made = []
+
+            def prompt() -> list[int]:
+                made.append(threading.current_thread().name)
+                return PROMPTS[0]
+
+            tries = [allm.submit(prompt, GREEDY) for _ in range(50)]
+            got = await asyncio.gather(*tries, return_exceptions=True)
+            refused = [g for g in got if isinstance(g, Overloaded)]
+            assert len(made) == 50 - len(refused) == 3
+            assert all(name.startswith("tokenise") for name in made)
+            assert all(1 <= r.retry_after <= 60 for r in refused)
+            for stream in got:
+                if isinstance(stream, Stream):
+                    assert len((await last(stream)).outputs[0].token_ids) == 24
+            with pytest.raises(RequestError, match="n = 4"):
+                await allm.submit(PROMPTS[0], SamplingParams(n=4))
+
+    asyncio.run(run())
+
+
+def test_prompt_tokens_are_bounded_too(llm):
+    async def run() -> None:
+        async with serving(llm, max_queued_tokens=64) as allm:
+            long = [[5] * 40] * 6
+            got = await asyncio.gather(*(allm.submit(p, GREEDY) for p in long), return_exceptions=True)
+            assert [type(g) for g in got] == [Stream] + [Overloaded] * 5
+            assert isinstance(got[0], Stream)
+            await last(got[0])
+            alone = await allm.submit([5] * 100, GREEDY)  # more than the limit, but nobody else waits
+            assert (await last(alone)).finished
+
+    asyncio.run(run())
+
+
+def test_what_cannot_be_served_leaves_no_trace(llm):
+    async def run() -> None:
+        async with serving(llm) as allm:
+            for prompt in ([], [10**6], [5] * 1000):
+                with pytest.raises(RequestError):
+                    await allm.submit(prompt, GREEDY)
+
+    asyncio.run(run())
+
+
+def test_drain_ends_what_runs_and_takes_nothing_new(llm):
+    async def run() -> None:
+        async with serving(llm) as allm:
+            task = asyncio.create_task(last(allm.generate(PROMPTS[0], GREEDY)))
+            await until(lambda: allm.live == 1)
+            assert await allm.drain(60)
+            with pytest.raises(EngineStopped, match="shutting down"):
+                await allm.submit(PROMPTS[0], GREEDY)
+            assert len((await task).outputs[0].token_ids) == 24
+
+    asyncio.run(run())
+
+
+def test_drain_aborts_what_takes_too_long(llm):
+    async def run() -> None:
+        async with serving(llm) as allm:
+            step, go = llm.engine.step, threading.Event()
+            llm.engine.step = lambda: go.wait(60) and step()  # type: ignore[method-assign]
+            try:
+                stream = await allm.submit(PROMPTS[0], GREEDY)
+                drained = await allm.drain(0.05)
+                go.set()
+                assert not drained
+                assert (await last(stream)).outputs[0].finish_reason == "abort"
+            finally:
+                go.set()
+                del llm.engine.step
+
+    asyncio.run(run())
+
+
+def test_a_stuck_step_shows_in_its_age(llm):
+    async def run() -> None:
+        async with serving(llm) as allm:
+            assert allm.step_age == 0
+            step, go = llm.engine.step, threading.Event()
+            llm.engine.step = lambda: go.wait(60) and step()  # type: ignore[method-assign]
+            try:
+                stream = await allm.submit(PROMPTS[0], GREEDY)
+                await until(lambda: allm.step_age > 0.2)
+            finally:
+                go.set()
+                del llm.engine.step
+            await last(stream)
+            await until(lambda: allm.step_age == 0)
+
+    asyncio.run(run())
+
+
+def test_an_idle_engine_does_not_step(llm, monkeypatch):
+    calls = []
+    step = llm.engine.step
+    monkeypatch.setattr(llm.engine, "step", lambda: calls.append(1) or step())
+
+    async def run() -> None:
+        async with serving(llm) as allm:
+            await last(allm.generate(PROMPTS[0], GREEDY))
+            await until(lambda: allm.step_age == 0)
+            before = len(calls)
+            await asyncio.sleep(0.1)
+            assert len(calls) == before > 0
+            assert await allm.on_engine(lambda: threading.current_thread().name) == "engine"
+
+    asyncio.run(run())
+
+
+def test_a_failure_of_one_text_fails_that_request_alone(llm, monkeypatch):
+    async def run() -> None:
+        async with serving(llm) as allm:
+            bad = await allm.submit(PROMPTS[0], GREEDY)
+            monkeypatch.setattr(bad._job.parts[0], "advance", lambda engine: 1 / 0)
+            good = await last(allm.generate(PROMPTS[1], GREEDY))
+            assert (await last(bad)).outputs[0].finish_reason == "error"
+            assert good.outputs[0].finish_reason == "length"
+
+    asyncio.run(run())
+
+
+def test_a_failed_engine_fails_everybody_and_says_so(caplog):
+    llm = LLM(RIGGED, max_num_seqs=2, max_model_len=128, page_size=16, prefill_chunk=32)
+
+    async def run() -> None:
+        async with AsyncLLM(llm) as allm:
+            llm.engine.step = lambda: 1 / 0  # type: ignore[method-assign, return-value]
+            streams = [await allm.submit(p, GREEDY) for p in PROMPTS]
+            for stream in streams:
+                with pytest.raises(EngineStopped, match="ZeroDivisionError"):
+                    await last(stream)
+            assert isinstance(allm.error, ZeroDivisionError)
+            with pytest.raises(EngineStopped, match="has failed"):
+                await allm.submit(PROMPTS[0], GREEDY)
+            with pytest.raises(EngineStopped, match="has failed"):
+                await allm.on_engine(lambda: None)
+            assert (allm.live, allm.admission.requests) == (0, 0)
+
+    asyncio.run(run())
+    assert "the engine failed" in caplog.text
+
+
+def test_an_engine_that_was_not_started_takes_nothing(llm):
+    async def run() -> None:
+        with pytest.raises(EngineStopped, match="not been started"):
+            await AsyncLLM(llm).submit(PROMPTS[0])
+
+    asyncio.run(run())
