@@ -79,6 +79,7 @@ def window_counts(counts: Int[Array, "B V"], tokens: Int[Array, "B W"]) -> Int[A
     return counts[:, None] + jnp.pad(inside, ((0, 0), (1, 0), (0, 0)))
 
 
+@jax.named_scope("sample")
 def adjust(
     logits: Float[Array, "B W V"],
     s: SamplingState,
@@ -103,6 +104,7 @@ def adjust(
     return logits - frequency * counts - presence * seen
 
 
+@jax.named_scope("sample")
 def argmax(logits: Float[Array, "*b V"]) -> Int[Array, "*b"]:
     """The lowest id at the largest logit, int32; some id for a row of NaN.
 
@@ -113,6 +115,7 @@ def argmax(logits: Float[Array, "*b V"]) -> Int[Array, "*b"]:
     return jnp.min(at_top, -1)
 
 
+@jax.named_scope("sample")
 def distribution(logits: Float[Array, "B W V"], s: SamplingState) -> Float[Array, "B W V"]:
     """The probabilities tokens are drawn from: temperature, then min_p, then top_k, then top_p, as vLLM does.
 
@@ -203,6 +206,7 @@ def row_keys(seed: UInt32[Array, " B"], position: Int[Array, " B"], purpose: int
     return jax.vmap(key)(seed, position)
 
 
+@jax.named_scope("sample")
 def sample(keys: Key[Array, " B"], probs: Float[Array, "B V"]) -> Int[Array, " B"]:
     """Draw one token per row by inverting the cumulative distribution; probs need not be normalised.
 
@@ -239,6 +243,7 @@ class TopLogprobs:
     values: Float[Array, "B W n"]
 
 
+@jax.named_scope("logprobs")
 def top_logprobs(logits: Float[Array, "B W V"], chosen: Int[Array, "B W"], n: int) -> TopLogprobs:
     """The model's own log-probabilities: pass the logits from before `adjust`, like vLLM's raw_logprobs.
 

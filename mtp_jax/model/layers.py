@@ -29,6 +29,7 @@ def linear(x: Float[Array, "... i"], w: Float[Array, "*o i"]) -> Float[Array, ".
     return y.reshape(*x.shape[:-1], *w.shape[:-1])
 
 
+@jax.named_scope("norm")
 def rms_norm(x: Float[Array, "... d"], weight: Float[Array, " d"], eps: float) -> Float[Array, "... d"]:
     """Root-mean-square normalisation in float32; the result has x's dtype (arXiv 1910.07467)."""
     x32 = x.astype(jnp.float32)
@@ -87,6 +88,7 @@ def swiglu(x: Float[Array, "... D"], p: Mlp) -> Float[Array, "... D"]:
     return linear(jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :], p.down)
 
 
+@jax.named_scope("head")
 def vocabulary_logits(hidden: Float[Array, "... D"], table: Float[Array, "V D"]) -> Float[Array, "... V"]:
     """Logits in float32, products accumulated in float32."""
     if table.dtype == jnp.float32:

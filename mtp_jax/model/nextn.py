@@ -38,7 +38,8 @@ def run(
         e = embed(params.embed if p.embed is None else p.embed, tokens, on.mesh)
         e = rms_norm(e, p.token_norm, cfg.rms_norm_eps)
         h = rms_norm(hidden.astype(e.dtype), p.hidden_norm, cfg.rms_norm_eps)
-        x = linear(jnp.concatenate([e, h], axis=-1), p.merge)
+        with jax.named_scope("merge"):
+            x = linear(jnp.concatenate([e, h], axis=-1), p.merge)
         x, pages, _ = block(p.layer, cfg, x, rope_angles(cfg, positions), pages, view, on)
         return rms_norm(x, p.norm, cfg.rms_norm_eps), pages
 

@@ -72,6 +72,7 @@ def block(
     return constrain(x + out, on.mesh, "slots", None, None), pages, routing
 
 
+@jax.named_scope("embed")
 def embed(table: Float[Array, "V D"], tokens: Int[Array, "B W"], mesh: Mesh | None) -> Float[Array, "B W D"]:
     """Rows of the embedding table."""
     return constrain(jnp.take(table, tokens, axis=0, mode="clip"), mesh, "slots", None, None)
