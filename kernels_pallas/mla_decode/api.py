@@ -1,0 +1,106 @@
+"""The function that a model calls."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.mla_decode import mosaic_gpu, reference
+from kernels_pallas.mla_decode.visible import Visible
+
+Implementation = Literal["xla", "mosaic_gpu"]
+
+# Streaming multiprocessors of an H100 or H200: a thread block of the kernel fills one.
+_PROCESSORS = 132
+# What a split costs beside its rows - loading queries, an output to merge - in steps of two pages.
+_SPLIT_COST = 3
+
+
+def mla_decode(
+    q: jax.Array,
+    pages: jax.Array,
+    page_table: jax.Array,
+    visible: Visible,
+    *,
+    scale: float,
+    rank: int,
+    implementation: Implementation,
+    splits: int | None = None,
+    interpret: Any = None,
+) -> jax.Array:
+    """Absorbed multi-head latent attention over a paged cache (arXiv 2405.04434, eqs. 9-19).
+
+    Args:
+        q: queries in the latent space beside their rope part, [B, W, N, C + R].
+        pages: the cache, [P, S, C + R]; latent first. Rows that no token sees may hold anything, NaN too.
+        page_table: pages of each slot in order, int32 [B, n]; every entry must be a page of the cache.
+        visible: rows each token attends to; none at or past n * S.
+        scale: factor of the scores before the softmax.
+        rank: C.
+        implementation: "mosaic_gpu" needs a Hopper GPU, bfloat16, C 512, R 64 and pages of 64 rows.
+        splits: parts of a slot's rows that run at the same time; None chooses.
+        interpret: parameters of Pallas' interpreter; None compiles.
+
+    Returns:
+        What each head mixes from the latents, [B, W, N, C], of q's dtype; zero where a token sees no row.
+
+    Raises:
+        ValueError: for what an implementation cannot do.
+    """
+    if implementation == "xla":
+        return reference.mla_decode(q, pages, page_table, visible, scale=scale, rank=rank).astype(q.dtype)
+    check(q, pages, rank)
+    slots, window, heads, width = q.shape
+    height = window * heads
+    padding = -height % mosaic_gpu.ROWS
+    blocks = slots * (height + padding) // mosaic_gpu.ROWS
+    splits = splits or choose_splits(blocks, page_table.shape[1])
+    q = jnp.pad(q.reshape(slots, height, width), ((0, 0), (0, padding), (0, 0)))
+    ahead = jnp.pad(jnp.repeat(visible.ahead, heads, axis=1), ((0, 0), (0, padding)))
+    rows = jnp.stack([visible.first, visible.length, visible.end(), visible.seen()])
+    out, lse = mosaic_gpu.mla_decode(
+        q,
+        pages,
+        page_table,
+        rows,
+        ahead,
+        scale=scale,
+        splits=splits,
+        out_dtype=q.dtype if splits == 1 else jnp.float32,
+        interpret=interpret,
+    )
+    mixed = out[0] if splits == 1 else merge(out[:, :, :height], lse[:, :, :height]).astype(q.dtype)
+    return mixed[:, :height].reshape(slots, window, heads, rank)
+
+
+def merge(out: jax.Array, lse: jax.Array) -> jax.Array:
+    """Outputs [splits, ..., C] of disjoint parts of the rows, by the log2 of their sums of exponentials."""
+    weights = jnp.exp2(lse - lse.max(axis=0))
+    return jnp.sum(out * (weights / weights.sum(axis=0))[..., None], axis=0)
+
+
+def choose_splits(blocks: int, columns: int) -> int:
+    """Splits that finish soonest if slots fill ``columns`` pages; unsplit, ``blocks`` thread blocks run."""
+    steps = -(-columns // mosaic_gpu.COMPUTE)
+
+    def time(splits: int) -> tuple[int, int]:
+        waves = -(-blocks * splits // _PROCESSORS)
+        return waves * (-(-steps // splits) + _SPLIT_COST), splits
+
+    return min(range(1, steps + 1), key=time)
+
+
+def check(q: jax.Array, pages: jax.Array, rank: int) -> None:
+    """Refuse what the Mosaic GPU kernel cannot do, with a ValueError that says so."""
+    width, size = q.shape[-1], pages.shape[1]
+    needs = (
+        ("dtype of queries and cache", {str(q.dtype), str(pages.dtype)}, {"bfloat16"}),
+        ("latent rank", rank, mosaic_gpu.RANK),
+        ("rope dimensions", width - rank, mosaic_gpu.ROPE),
+        ("rows per page", size, mosaic_gpu.PAGE),
+    )
+    for what, got, allowed in needs:
+        if got != allowed:
+            raise ValueError(
+                f"mla_decode on mosaic_gpu: {what} is {got}, must be {allowed}; use implementation='xla'"
+            )

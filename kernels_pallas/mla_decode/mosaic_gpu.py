@@ -1,0 +1,240 @@
+"""Paged MLA decode for Hopper, after FlashMLA's schedule.
+
+Source: github.com/deepseek-ai/FlashMLA, docs/20250422-new-kernel-deep-dive.md.
+
+A thread block owns 64 query rows (window token x head) of one slot and one split of its cached rows. The
+output, 64 x 512 in float32, fills half the register file, so two compute warpgroups hold one half each. Per
+step they take two pages: each scores one, publishes its probabilities in shared memory - over the page's
+rope part, dead by then - and both multiply both pages into their half. A third warpgroup copies the pages.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas.mosaic import WGMMA_ROWS, Ref, Warpgroup, operand_tiles, per_row
+
+RANK, ROPE, PAGE = 512, 64, 64
+ROWS = WGMMA_ROWS
+HALF = RANK // 2
+COMPUTE = 2  # warpgroups, and pages per step
+LOG2E = 1.4426950408889634
+
+# A maximum of nothing; finite, so that differences of it are not NaN.
+NOTHING = -1e30
+
+# Scores' peak, sum of exponentials over the own pages, output: what a warpgroup keeps per row.
+Carry = tuple[jax.Array, jax.Array, jax.Array]
+
+# Lines of the integer array that describes a slot's rows.
+FIRST, LENGTH, END, SEEN = range(4)
+
+
+def mla_decode(
+    q: jax.Array,
+    pages: jax.Array,
+    page_table: jax.Array,
+    rows: jax.Array,
+    ahead: jax.Array,
+    *,
+    scale: float,
+    splits: int,
+    out_dtype: Any,
+    interpret: Any = None,
+) -> list[jax.Array]:
+    """Attention of each split over its share of the rows.
+
+    Args:
+        q: [B, M, 576] bf16, M a multiple of 64.
+        pages: [P, 64, 576] bf16.
+        page_table: [B, n] int32.
+        rows: [4, B] int32: the first row, the end of those all tokens see, the end of those any token sees,
+            and bits: which rows between the two ends some token sees.
+        ahead: [B, M] int32, bit i: this query row sees cached row ``length + i``.
+        scale: factor of the scores.
+        splits: parts that the rows are divided into.
+        out_dtype: of the output.
+        interpret: parameters of Pallas' interpreter, or None.
+
+    Returns:
+        [splits, B, M, 512] out_dtype, normalised per split; [splits, B, M] float32, log2 of the sums of
+        exponentials.
+    """
+    slots, height, _ = q.shape
+    wg = Warpgroup(interpreted=interpret is not None)
+
+    def kernel(
+        q_ref: Ref, pages_ref: Ref, table_ref: Ref, rows_ref: Ref, ahead_ref: Ref, out_ref: Ref, lse_ref: Ref,
+        q_s: Ref, ahead_s: Ref, latent_s: Ref, rope_s: Ref, peak_s: Ref, decay_s: Ref, sum_s: Ref,
+        q_ready: Ref, latent_ready: Ref, rope_ready: Ref, freed: Ref, probs_ready: Ref, sums_ready: Ref,
+    ) -> None:  # fmt: skip
+        block, split, slot = lax.axis_index("block"), lax.axis_index("split"), lax.axis_index("slot")
+        first, length, end = rows_ref[FIRST, slot], rows_ref[LENGTH, slot], rows_ref[END, slot]
+        num_pages = lax.div(end + (PAGE - 1), PAGE)
+        all_steps = lax.div(num_pages + (COMPUTE - 1), COMPUTE)
+        share = lax.div(all_steps + (splits - 1), splits)
+        start = split * share
+        steps = jnp.maximum(jnp.minimum(start + share, all_steps) - start, 0)
+        mine = pl.ds(block * ROWS, ROWS)
+
+        def copy() -> None:
+            plgpu.copy_gmem_to_smem(q_ref.at[slot, mine], q_s, q_ready)
+            plgpu.copy_gmem_to_smem(ahead_ref.at[slot, mine], ahead_s, q_ready)
+
+            def step(i: jax.Array, _: None) -> None:
+                for buffer in range(COMPUTE):
+                    # An odd last page is copied twice; the mask hides the second copy.
+                    page = table_ref[slot, jnp.minimum(COMPUTE * (start + i) + buffer, num_pages - 1)]
+                    pl.when(i > 0)(lambda b=buffer: plgpu.barrier_wait(freed.at[b]))
+                    plgpu.copy_gmem_to_smem(
+                        pages_ref.at[page, :, pl.ds(RANK, ROPE)], rope_s.at[buffer], rope_ready.at[buffer]
+                    )
+                    plgpu.copy_gmem_to_smem(
+                        pages_ref.at[page, :, pl.ds(0, RANK)], latent_s.at[buffer], latent_ready.at[buffer]
+                    )
+
+            lax.fori_loop(0, steps, step, None)
+
+            @pl.when(steps > 0)
+            def _() -> None:
+                for buffer in range(COMPUTE):
+                    plgpu.barrier_wait(freed.at[buffer])
+
+        def scores(buffer: int, page: jax.Array) -> jax.Array:
+            plgpu.barrier_wait(rope_ready.at[buffer])
+            plgpu.barrier_wait(latent_ready.at[buffer])
+            s = wg.product(
+                (ROWS, PAGE),
+                lambda: (q_s.at[:, pl.ds(RANK, ROPE)], rope_s.at[buffer]),
+                lambda: (q_s.at[:, pl.ds(0, RANK)], latent_s.at[buffer]),
+            )
+            s = s * (scale * LOG2E)
+
+            def masked(s: jax.Array) -> jax.Array:
+                seen = rows_ref[SEEN, slot]
+
+                def visible(row: jax.Array, bits: jax.Array) -> jax.Array:
+                    bit = lax.shift_right_logical(bits, jnp.clip(row - length, 0, 31)) & 1
+                    return (row >= first) & ((row < length) | (bit == 1))
+
+                # Rows nobody sees may hold NaN, which a probability of zero does not silence.
+                def silence(j: jax.Array, _: None) -> None:
+                    part = latent_s.at[buffer, :, pl.ds(j * ROPE, ROPE)]
+                    row = wg.iota((PAGE, ROPE), 0) + page * PAGE
+                    kept = visible(row, jnp.full_like(row, seen))
+                    part[...] = jnp.where(kept, wg.laid_out(part[...]), 0).astype(part.dtype)
+
+                lax.fori_loop(0, RANK // ROPE, silence, None)
+                row = wg.iota((ROWS, PAGE), 1) + page * PAGE
+                bits = per_row(wg.row(ahead_s), PAGE)
+                return jnp.where(visible(row, bits), s, -jnp.inf)
+
+            # Only the pages at either end pay for a mask.
+            at_edge = ((page + 1) * PAGE > length) | (page * PAGE < first)
+            return lax.cond(at_edge, masked, lambda s: s, s)
+
+        def publish(buffer: int, peak: jax.Array, decay: jax.Array, probs: jax.Array) -> None:
+            peak_s[buffer, :] = peak
+            decay_s[buffer, :] = decay
+            rope_s[buffer, :, :] = probs.astype(q.dtype)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(probs_ready.at[buffer])
+
+        def apply(acc: jax.Array, decay: jax.Array, buffer: int, half: int) -> jax.Array:
+            """The output decayed, plus a page's probabilities times its latents; frees the page."""
+            acc = wg.accumulated(
+                acc * per_row(decay, HALF),
+                lambda: (rope_s.at[buffer], latent_s.at[buffer, :, pl.ds(half * HALF, HALF)]),
+            )
+            plgpu.barrier_arrive(freed.at[buffer])
+            return acc
+
+        def finish(half: int, peak: jax.Array, total: jax.Array, acc: jax.Array) -> None:
+            sum_s[half, :] = total
+            plgpu.barrier_arrive(sums_ready)
+            plgpu.barrier_wait(sums_ready)
+            total = jnp.maximum(wg.row(sum_s.at[0]) + wg.row(sum_s.at[1]), 1e-30)
+            out = acc * per_row(1 / total, HALF)
+            out_ref[split, slot, mine, pl.ds(half * HALF, HALF)] = out.astype(out_dtype)
+            if half == 0:
+                lse_ref[split, slot, mine] = peak + jnp.log2(total)
+
+        def even_step(i: jax.Array, carry: Carry) -> Carry:
+            peak, total, acc = carry
+            s = scores(0, COMPUTE * (start + i))
+            new = jnp.maximum(peak, s.max(axis=1))
+            decay = jnp.exp2(peak - new)
+            probs = jnp.exp2(s - per_row(new, PAGE))
+            publish(0, new, decay, probs)
+            total = total * decay + probs.sum(axis=1)
+            acc = apply(acc, decay, 0, 0)
+            plgpu.barrier_wait(probs_ready.at[1])
+            new, decay = wg.row(peak_s.at[1]), wg.row(decay_s.at[1])
+            return new, total * decay, apply(acc, decay, 1, 0)
+
+        def odd_step(i: jax.Array, carry: Carry) -> Carry:
+            _, total, acc = carry
+            s = scores(1, COMPUTE * (start + i) + 1)
+            peak = s.max(axis=1)
+            plgpu.barrier_wait(probs_ready.at[0])
+            before, even_decay = wg.row(peak_s.at[0]), wg.row(decay_s.at[0])
+            new = jnp.maximum(before, peak)
+            decay = jnp.exp2(before - new)
+            probs = jnp.exp2(s - per_row(new, PAGE))
+            publish(1, new, decay, probs)
+            total = total * even_decay * decay + probs.sum(axis=1)
+            return new, total, apply(apply(acc, even_decay, 0, 1), decay, 1, 1)
+
+        def compute(half: int) -> None:
+            plgpu.barrier_wait(q_ready)
+            carry = wg.full((ROWS,), NOTHING), wg.full((ROWS,), 0), wg.full((ROWS, HALF), 0)
+            finish(half, *lax.fori_loop(0, steps, odd_step if half else even_step, carry))
+
+        role = lax.axis_index("warpgroup")
+
+        @pl.when(role == COMPUTE)
+        def _() -> None:
+            plgpu.set_max_registers(24, action="decrease")
+            copy()
+
+        for half in range(COMPUTE):
+
+            @pl.when(role == half)
+            def _(half: int = half) -> None:
+                plgpu.set_max_registers(240, action="increase")
+                compute(half)
+
+    tiles, per_buffer = operand_tiles(q.dtype), (COMPUTE, ROWS)
+    run = plgpu.kernel(
+        kernel,
+        out_type=[
+            jax.ShapeDtypeStruct((splits, slots, height, RANK), out_dtype),
+            jax.ShapeDtypeStruct((splits, slots, height), jnp.float32),
+        ],
+        scratch_types=[
+            plgpu.SMEM((ROWS, RANK + ROPE), q.dtype, transforms=tiles),
+            plgpu.SMEM((ROWS,), jnp.int32),
+            plgpu.SMEM((COMPUTE, PAGE, RANK), q.dtype, transforms=tiles),
+            plgpu.SMEM((COMPUTE, PAGE, ROPE), q.dtype, transforms=tiles),
+            plgpu.SMEM(per_buffer, jnp.float32),
+            plgpu.SMEM(per_buffer, jnp.float32),
+            plgpu.SMEM(per_buffer, jnp.float32),
+            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_barriers=COMPUTE),
+            plgpu.Barrier(num_barriers=COMPUTE),
+            plgpu.Barrier(num_barriers=COMPUTE, num_arrivals=COMPUTE),
+            plgpu.Barrier(num_barriers=COMPUTE),
+            plgpu.Barrier(num_arrivals=COMPUTE),
+        ],
+        grid=(height // ROWS, splits, slots),
+        grid_names=("block", "split", "slot"),
+        num_threads=COMPUTE + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    return run(q, pages, page_table, rows, ahead)

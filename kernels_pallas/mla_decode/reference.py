@@ -1,0 +1,27 @@
+"""The operation in jnp: every slot's rows gathered, scores of all heads, one softmax."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels_pallas.mla_decode.visible import Visible
+
+EXACT = lax.Precision.HIGHEST
+
+
+def mla_decode(
+    q: jax.Array, pages: jax.Array, page_table: jax.Array, visible: Visible, *, scale: float, rank: int
+) -> jax.Array:
+    """As `kernels_pallas.mla_decode.api.mla_decode`, computed in float32; returns float32 [B, W, N, C]."""
+    rows = pages[page_table].astype(jnp.float32)
+    rows = rows.reshape(rows.shape[0], -1, rows.shape[-1])
+    mask = visible.mask(rows.shape[1])
+    # Rows nobody sees may hold NaN, which a probability of zero does not silence.
+    rows = jnp.where(mask.any(axis=1)[..., None], rows, 0)
+    scores = jnp.einsum("bwnc,blc->bwnl", q.astype(jnp.float32), rows, precision=EXACT) * scale
+    scores = jnp.where(mask[:, :, None], scores, -jnp.inf)
+    # A token that sees nothing must give zeros, not NaN.
+    peak = jnp.maximum(scores.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
+    weights = jnp.exp(scores - peak)
+    weights /= jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)
+    return jnp.einsum("bwnl,blc->bwnc", weights, rows[..., :rank], precision=EXACT)

@@ -1,0 +1,97 @@
+"""The few operations a Mosaic GPU kernel has to write differently when Pallas interprets it.
+
+The interpreter knows no register layouts and cannot carry an accumulator through ``pl.run_state``. Everything
+else of a kernel - control flow, shared memory, copies, barriers - is the same compiled and interpreted.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+Ref = Any  # Pallas names no public type for what a kernel reads and writes.
+
+WGMMA = plgpu.Layout.WGMMA
+WGMMA_ROW = WGMMA.reduce(1)
+
+# Rows of a wgmma: one warpgroup multiplies 64 rows at a time.
+WGMMA_ROWS = 64
+# Widest shared-memory row that a tensor-core operand of 128-byte swizzle has.
+SWIZZLE = 128
+
+
+def operand_tiles(dtype: Any) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
+    """Shared-memory transforms of an array that feeds a wgmma."""
+    return plgpu.TilingTransform((8, SWIZZLE // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(SWIZZLE)
+
+
+@dataclass(frozen=True)
+class Warpgroup:
+    """What one warpgroup does with its registers."""
+
+    interpreted: bool
+
+    def laid_out(self, x: jax.Array, layout: Any = WGMMA) -> jax.Array:
+        """``x`` in the given register layout."""
+        return x if self.interpreted else plgpu.layout_cast(x, layout)
+
+    def full(self, shape: tuple[int, ...], value: float) -> jax.Array:
+        """A float32 matrix, or a value per row of one, in registers."""
+        return self.laid_out(jnp.full(shape, value, jnp.float32), WGMMA if len(shape) == 2 else WGMMA_ROW)
+
+    def row(self, ref: Ref) -> jax.Array:
+        """One value per row of an accumulator, read from ``ref``."""
+        return self.laid_out(ref[...], WGMMA_ROW)
+
+    def iota(self, shape: tuple[int, int], axis: int) -> jax.Array:
+        """Row (axis 0) or column (axis 1) numbers, int32."""
+        if self.interpreted:
+            return lax.broadcasted_iota(jnp.int32, shape, axis)
+        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA)
+
+    def product(self, shape: tuple[int, int], *pairs: Callable[[], tuple[Ref, Ref]]) -> jax.Array:
+        """Sum of ``a @ b.T`` over pairs of shared-memory refs, float32 of ``shape``.
+
+        A pair is a function: refs have to be indexed inside the scope that uses them.
+        """
+        if self.interpreted:
+            operands = [pair() for pair in pairs]
+            return sum((_dot(a[...], b[...].T) for a, b in operands), jnp.zeros(shape, jnp.float32))
+
+        def multiply(acc: Ref) -> jax.Array:
+            for pair in pairs:
+                a, b = pair()
+                plgpu.wgmma(acc, a, b.T)
+            plgpu.wgmma_wait(0)
+            return acc[...]
+
+        return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+
+    def accumulated(self, acc: jax.Array, pair: Callable[[], tuple[Ref, Ref]]) -> jax.Array:
+        """``acc + a @ b`` of two shared-memory refs."""
+        if self.interpreted:
+            a, b = pair()
+            return acc + _dot(a[...], b[...])
+
+        def multiply(acc: Ref) -> None:
+            a, b = pair()
+            plgpu.wgmma(acc, a, b)
+            plgpu.wgmma_wait(0)
+
+        result: Any = pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(acc))
+        return result
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """A product of low-precision operands accumulated in float32, as the tensor cores do."""
+    return jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+
+
+def per_row(x: jax.Array, columns: int) -> jax.Array:
+    """A value per row, repeated over the columns of an accumulator."""
+    return lax.broadcast_in_dim(x, (x.shape[0], columns), [0])
