@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     ("errors",),
     ("admission", "config", "chat_template", "demo", "progress"),
-    ("model", "tokenizer"),
+    ("grammar", "model", "tokenizer"),
     ("checkpoint", "score"),
     ("decode",),
     ("engine",),
@@ -39,6 +39,7 @@ WITHOUT_JAX = (
     "engine.request",
     "engine.scheduler",
     "errors",
+    "grammar",
     "tokenizer",
 )
 

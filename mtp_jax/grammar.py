@@ -1,0 +1,181 @@
+"""Structured output: what may come next under a JSON schema, an expression or a choice, as token masks.
+
+llguidance parses the output so far on the host and says which tokens can go on. It bounds the work of
+compiling a grammar and of every mask; what exceeds the bounds is refused, or ends its own request.
+"""
+
+import functools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import tokenizers
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
+
+from mtp_jax.errors import RequestError
+
+MAX_GRAMMAR_LENGTH = 2**17
+"""Characters of a schema, an expression or all choices together."""
+
+WORD = 32
+"""Tokens per word of a packed mask: token t is bit t % 32 of word t // 32."""
+
+_CACHED_GRAMMARS = 64
+# Some white space is how models write JSON; without a limit, a weak one writes nothing else.
+_JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n\r\t]{1,32}", "lenient": False}
+
+
+@dataclass(frozen=True)
+class StructuredOutput:
+    """What the output must be. Exactly one field is given.
+
+    Attributes:
+        json_schema: JSON that fits this JSON Schema, an object or its text.
+        json_object: any JSON object.
+        regex: text that the expression matches from beginning to end (Rust's syntax: no look-around).
+        choice: one of these strings.
+    """
+
+    json_schema: Mapping[str, Any] | str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.json_object, bool):
+            raise RequestError(f"json_object = {self.json_object!r}; expected True or False")
+        given = [name for name in ("json_schema", "regex", "choice") if getattr(self, name) is not None]
+        given += ["json_object"] if self.json_object else []
+        if len(given) != 1:
+            raise RequestError(
+                f"a structured output names {given or 'nothing'}; give exactly one of json_schema, "
+                "json_object=True, regex, choice"
+            )
+        length = len(self.grammar)
+        if length > MAX_GRAMMAR_LENGTH:
+            raise RequestError(
+                f"{given[0]} makes a grammar of {length} characters; at most {MAX_GRAMMAR_LENGTH} are allowed"
+            )
+
+    @functools.cached_property
+    def grammar(self) -> str:
+        """In llguidance's form. Raises RequestError where the text alone shows that it is none."""
+        try:
+            if self.json_object:
+                return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON_OPTIONS)
+            if self.json_schema is not None:
+                return LLMatcher.grammar_from_json_schema(_schema(self.json_schema), overrides=_JSON_OPTIONS)
+            return LLMatcher.grammar_from_regex(_text(self.regex) if self.choice is None else self._choices())
+        except (TypeError, ValueError, RecursionError) as e:
+            raise RequestError(f"the structured output is not valid: {e}") from e
+
+    def _choices(self) -> str:
+        choices = self.choice if isinstance(self.choice, list | tuple) else []
+        if not choices or any(not isinstance(c, str) or not c for c in choices):
+            raise RequestError(f"choice = {self.choice!r}; expected a list of non-empty strings")
+        return "|".join("".join(map(_literal, choice)) for choice in choices)
+
+
+def _schema(schema: Any) -> str:
+    value = json.loads(_text(schema)) if isinstance(schema, str) else schema
+    if not isinstance(value, Mapping):
+        raise RequestError(f"json_schema is a {type(value).__name__}; expected an object")
+    return json.dumps(value, allow_nan=False)
+
+
+def _text(text: Any) -> str:
+    if not isinstance(text, str):
+        raise RequestError(f"{text!r} is a {type(text).__name__}; expected a string")
+    text.encode()  # a lone surrogate raises ValueError
+    return text
+
+
+def _literal(character: str) -> str:
+    plain = character.isascii() and character.isalnum()
+    return character if plain else f"\\x{{{ord(_text(character)):x}}}"
+
+
+class Matcher:
+    """Where one output stands in its grammar."""
+
+    def __init__(self, matcher: LLMatcher, stops: np.ndarray) -> None:
+        """stops: packed mask of the tokens that may end the output once it is complete."""
+        self.inner, self.stops = matcher, stops
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Take emitted tokens, up to but not including one that ended the output."""
+        self.inner.consume_tokens(list(tokens))
+
+    @property
+    def failed(self) -> bool:
+        """Whether the grammar exceeded llguidance's bounds on the way: nothing can follow."""
+        return self.inner.is_error()
+
+
+class Window(NamedTuple):
+    """Where the masks of one output go, and the drafts they are to follow."""
+
+    row: int
+    matcher: Matcher
+    drafts: Sequence[int]
+
+
+class Grammars:
+    """Compiles grammars for one vocabulary and computes masks. Threads may share it."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        """vocab_size: of the model; its ids without a token are never allowed. eos_ids: at least one."""
+        self.words = -(-vocab_size // WORD)
+        self._eos = eos_ids[0]
+        self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=list(eos_ids))
+        self._executor = LLExecutor()
+        # Every request starts from a copy of the compiled grammar.
+        self._compiled = functools.lru_cache(_CACHED_GRAMMARS)(self._compile)
+
+    def matcher(self, wanted: StructuredOutput, stop_ids: Iterable[int]) -> Matcher:
+        """The beginning of an output. stop_ids: what may end it. Raises RequestError."""
+        stops = np.zeros(self.words, np.uint32)
+        for token in stop_ids:
+            stops[token // WORD] |= np.uint32(1 << token % WORD)
+        return Matcher(self._compiled(wanted.grammar).deep_copy(), stops)
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        matcher = LLMatcher(
+            self._tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False)
+        )
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # some grammars only now turn out to be empty, or too large
+        if matcher.is_error():
+            reason = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
+            if reason.startswith("NoExtension"):
+                reason = "no text the model can write fits it"
+            raise RequestError(f"the structured output cannot be compiled: {reason[:300]}; change it")
+        return matcher
+
+    def masks(self, windows: Sequence[Window], rows: int, width: int) -> np.ndarray:
+        """Allowed tokens at every position of every window, uint32 [rows, width, words].
+
+        Position i is what may follow i drafts. Rows that are not named, and positions after a draft that is
+        not allowed, which is never kept, are all ones.
+        """
+        masks = np.full((rows * width, self.words), -1, np.int32)
+        work = [(w.matcher.inner, w.row * width, _tokens(w.drafts)) for w in windows]
+        # llguidance has a function of its own for no drafts, and both refuse an empty list.
+        if plain := [(inner, at) for inner, at, drafts in work if not drafts]:
+            fill_next_token_bitmask_par(self._executor, plain, masks)
+        if drafted := [w for w in work if w[2]]:
+            fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, masks)
+        bits = masks.view(np.uint32).reshape(rows, width, self.words)
+        word, bit = self._eos // WORD, np.uint32(self._eos % WORD)
+        for w in windows:
+            row = bits[w.row]
+            row[(row[:, word] >> bit & 1).astype(bool)] |= w.matcher.stops
+        return bits
+
+
+def _tokens(drafts: Sequence[int]) -> list[int]:
+    """Up to the first draft that a broken drafter left without a token."""
+    return list(drafts[: next((i for i, t in enumerate(drafts) if t < 0), len(drafts))])

@@ -1,0 +1,210 @@
+"""Masks against finite languages spelt out: a token may follow if some sentence goes on with its text."""
+
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mtp_jax.errors import RequestError
+from mtp_jax.grammar import MAX_GRAMMAR_LENGTH, Grammars, Matcher, StructuredOutput, Window
+from mtp_jax.tokenizer import Tokenizer
+from tests import tiny_tokenizer
+
+# 104 tokens: characters and some pairs of letters. The model's vocabulary is padded to 112.
+TOKENS, VOCAB, EOS, OTHER_EOS, STOP = 104, 112, 1, 97, 30
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    found = Tokenizer.from_dir(tiny_tokenizer.write(tmp_path_factory.mktemp("tokenizer"), TOKENS))
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(tokenizer.backend, VOCAB, [EOS, OTHER_EOS])
+
+
+def unpack(masks: np.ndarray) -> list[set[int]]:
+    """Token ids allowed in each row."""
+    bits = np.unpackbits(masks.view(np.uint8), axis=-1, bitorder="little")
+    return [set(np.flatnonzero(row).tolist()) for row in bits]
+
+
+def one(grammars: Grammars, matcher: Matcher, drafts: Sequence[int] = ()) -> list[set[int]]:
+    return unpack(grammars.masks([Window(0, matcher, drafts)], 1, len(drafts) + 1)[0])
+
+
+ALL = set(range(-(-VOCAB // 32) * 32))
+LANGUAGES: dict[str, tuple[StructuredOutput, set[str]]] = {
+    "choice": (StructuredOutput(choice=["ab", "abc", "a", "x.z "]), {"ab", "abc", "a", "x.z "}),
+    "regex": (
+        StructuredOutput(regex="[a-c]{1,3}(/|\n)?"),
+        {
+            "".join(letters) + end
+            for n in (1, 2, 3)
+            for letters in itertools.product("abc", repeat=n)
+            for end in ("", "/", "\n")
+        },
+    ),
+    "integer": (
+        StructuredOutput(json_schema={"type": "integer", "minimum": 8, "maximum": 112}),
+        {str(i) for i in range(8, 113)},
+    ),
+    "enum": (StructuredOutput(json_schema='{"enum": ["a4", true, null]}'), {'"a4"', "true", "null"}),
+}
+
+
+@pytest.mark.parametrize("name", LANGUAGES)
+def test_masks_are_the_prefixes_of_the_language(name, grammars, tokenizer):
+    wanted, language = LANGUAGES[name]
+    prefixes = {text[:n] for text in language for n in range(len(text) + 1)}
+    texts = {i: tokenizer.token_bytes(i).decode() for i in range(2, TOKENS)}
+
+    def follows(text: str) -> set[int]:
+        ends = {EOS, OTHER_EOS, STOP} if text in language else set()
+        return ends | {i for i, t in texts.items() if i != OTHER_EOS and text + t in prefixes}
+
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        matcher, text = grammars.matcher(wanted, [EOS, STOP]), ""
+        while True:
+            # Drafts that are allowed, mostly; the masks after one that is not are never used.
+            drafts, expected, ahead = [], [follows(text)], text
+            for _ in range(3):
+                choices = sorted(expected[-1] - {EOS, OTHER_EOS, STOP})
+                if not choices or rng.random() < 0.2:
+                    drafts.append(int(rng.integers(TOKENS)))
+                else:
+                    drafts.append(int(rng.choice(choices)))
+                if drafts[-1] not in choices:
+                    break
+                ahead += texts[drafts[-1]]
+                expected.append(follows(ahead))
+            assert one(grammars, matcher, drafts)[: len(expected)] == expected
+            choices = sorted(expected[0] - {EOS, OTHER_EOS, STOP})
+            if not choices:
+                break
+            token = int(rng.choice(choices))
+            matcher.advance([token])
+            assert not matcher.failed
+            text += texts[token]
+
+
+def test_masks_token_by_token_of_an_endless_language(grammars, tokenizer):
+    """Every token is tried on a copy."""
+    matcher = grammars.matcher(StructuredOutput(json_object=True), [EOS])
+    text = '{"a b": [1, {"c": -0.5}, "\\n"]}'
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    windows = one(grammars, matcher, ids)
+    for allowed, following in zip(windows, [*ids, EOS], strict=True):
+        tried = {t for t in range(TOKENS) if matcher.inner.deep_copy().try_consume_tokens([t])}
+        assert allowed - {EOS, OTHER_EOS} == tried - {EOS, OTHER_EOS}
+        assert (EOS in allowed) == matcher.inner.is_accepting()
+        assert following in allowed
+        if following != EOS:
+            matcher.advance([following])
+
+
+def test_rows_of_a_batch(grammars, tokenizer):
+    """Each window gets its own masks; rows without a grammar, or past a bad draft, allow everything."""
+    a, b = (grammars.matcher(StructuredOutput(choice=[c]), [EOS]) for c in ("ab!", "xy?"))
+    ids = tokenizer.encode("ab!", add_special_tokens=False)
+    masks = grammars.masks([Window(2, a, ids), Window(0, b, [])], 4, 4)
+    assert masks.shape == (4, 4, 4)
+    assert masks.dtype == np.uint32
+    together = [unpack(row) for row in masks]
+    assert together[1] == together[3] == [ALL] * 4
+    assert together[2] == one(grammars, a, ids)
+    assert together[2][3] == {EOS, OTHER_EOS}
+    assert together[0] == [one(grammars, b)[0], ALL, ALL, ALL]
+    broken = unpack(grammars.masks([Window(0, a, [-1, ids[0]]), Window(1, b, ids)], 2, 3)[0])
+    assert broken == [one(grammars, a)[0], ALL, ALL]
+
+
+def test_special_and_missing_tokens_are_never_allowed(grammars):
+    anything = grammars.matcher(StructuredOutput(regex="(.|\n)*"), [EOS])
+    assert one(grammars, anything)[0] == set(range(TOKENS)) - {0}
+
+
+def test_requests_of_one_grammar_do_not_meet(grammars, tokenizer):
+    wanted = StructuredOutput(choice=["ab!", "xy?"])
+    first, second = grammars.matcher(wanted, [EOS]), grammars.matcher(wanted, [EOS])
+    first.advance(tokenizer.encode("ab", add_special_tokens=False))
+    assert one(grammars, first) == [{tokenizer.encode("!", add_special_tokens=False)[0]}]
+    assert len(one(grammars, second)[0]) == 3
+
+
+def test_white_space_in_json_is_limited(grammars, tokenizer):
+    matcher = grammars.matcher(StructuredOutput(json_schema={"type": "array"}), [EOS])
+    space, bracket = tokenizer.encode(" [", add_special_tokens=False)
+    matcher.advance([bracket])
+    matcher.advance([space] * 31)
+    assert space in one(grammars, matcher)[0]
+    matcher.advance([space])
+    assert space not in one(grammars, matcher)[0]
+    assert not matcher.failed
+
+
+def test_a_failure_on_the_way_shows(grammars):
+    matcher = grammars.matcher(StructuredOutput(choice=["a"]), [EOS])
+    matcher.advance([0])
+    assert matcher.failed
+    one(grammars, matcher)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "exactly one"),
+        ({"regex": "a", "json_object": True}, "exactly one"),
+        ({"json_object": "yes"}, "True or False"),
+        ({"json_schema": "{"}, "not valid"),
+        ({"json_schema": "[]"}, "expected an object"),
+        ({"json_schema": [1]}, "expected an object"),
+        ({"json_schema": {"const": float("nan")}}, "not valid"),
+        ({"json_schema": '{"items":' * 200 + "{}" + "}" * 200}, "recursion"),
+        ({"regex": 3}, "expected a string"),
+        ({"regex": "\ud800"}, "surrogates"),
+        ({"regex": "a" * MAX_GRAMMAR_LENGTH}, "at most"),
+        ({"choice": []}, "non-empty"),
+        ({"choice": "abc"}, "list"),
+        ({"choice": ["a", ""]}, "non-empty"),
+        ({"choice": ["\ud800"]}, "surrogates"),
+    ],
+)
+def test_what_is_no_structured_output(options: Any, says):
+    with pytest.raises(RequestError, match=says):
+        StructuredOutput(**options)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "says"),
+    [
+        (StructuredOutput(json_schema={"type": "foo"}), "Invalid type: foo"),
+        (StructuredOutput(json_schema={"type": "string", "pattern": "(?=a)b"}), "look-ahead"),
+        (StructuredOutput(json_schema={"not": {"type": "string"}}), "Unimplemented"),
+        (StructuredOutput(json_schema={"x-guidance": {"lenient": True}, "not": {}}), "Unimplemented"),
+        (StructuredOutput(json_schema={"$ref": "https://example.com/schema"}), "not fetch"),
+        (StructuredOutput(json_schema={"$ref": "#"}), "no text"),
+        (StructuredOutput(json_schema={"type": "integer", "minimum": 3, "maximum": 2}), "Unsatisfiable"),
+        (StructuredOutput(regex="(a"), "unclosed group"),
+        (StructuredOutput(regex="(" * 1000 + ")" * 1000), "regex"),
+        (StructuredOutput(regex="\\x{4e00}"), "no text"),
+        # Sizes that llguidance bounds.
+        (
+            StructuredOutput(
+                json_schema={"allOf": [{"type": "string", "pattern": f"(.*a.{{{i}}})"} for i in range(12)]}
+            ),
+            "compiled",
+        ),
+    ],
+    ids=lambda x: x if isinstance(x, str) else json.dumps(x.json_schema or x.regex)[:30],
+)
+def test_what_cannot_be_compiled(wanted, says, grammars):
+    with pytest.raises(RequestError, match=says):
+        grammars.matcher(wanted, [EOS])
