@@ -19,12 +19,14 @@ class Part:
     Attributes:
         request: on its way through the engine.
         text: what may be shown.
+        token_texts: what each token added to it.
         seen: tokens of the request's output that are in the text.
         done: whether nothing more will come.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
         self.request, self.text, self.seen, self.done = request, "", 0, False
+        self.token_texts: list[str] = []
         p = request.params
         self._decoder = tokenizer and StreamDecoder(tokenizer, p.skip_special_tokens)
         self._stops = StopStrings(p.stop_strings, p.include_stop_str_in_output)
@@ -43,14 +45,16 @@ class Part:
         if request.finished:
             self.done = True
             rest, stopped = self._stops.push(self._decoder.flush() if self._decoder else "")
-            self.text += rest + ("" if stopped else self._stops.flush())
+            rest += "" if stopped else self._stops.flush()
+            self.text += rest
+            if self.token_texts:
+                self.token_texts[-1] += rest
 
     def _show(self, token: int) -> bool:
         """Add a token's text; returns whether it completed a stop string."""
-        if self._decoder is None:
-            return False
-        visible, stopped = self._stops.push(self._decoder.push([token]))
+        visible, stopped = self._stops.push(self._decoder.push([token]) if self._decoder else "")
         self.text += visible
+        self.token_texts.append(visible)
         return stopped
 
 
@@ -80,6 +84,7 @@ class Job:
         self.params = params
         seeds = [None if params.seed is None else (params.seed + i) % 2**32 for i in range(params.n)]
         self.parts = [Part(engine.make_request(ids, params, seed, **options), tokenizer) for seed in seeds]  # type: ignore[arg-type]
+        self._ids = list(self.parts[0].request.prompt)
 
     def output(self) -> RequestOutput:
         """The output so far."""
@@ -91,6 +96,8 @@ class Job:
                 token_ids=list(part.request.output[: part.seen]),
                 finish_reason=part.request.finish_reason if part.done else None,
                 logprobs=part.request.logprobs[: part.seen] if self.params.logprobs is not None else None,
+                token_texts=list(part.token_texts),
+                speculation=part.request.speculation + Speculation(),
             )
             for i, part in enumerate(self.parts)
         ]
@@ -100,9 +107,14 @@ class Job:
 
         return RequestOutput(
             prompt=self.prompt,
-            prompt_token_ids=list(first.prompt),
+            prompt_token_ids=self._ids,
             outputs=outputs,
-            speculation=sum((part.request.speculation for part in self.parts), Speculation()),
+            speculation=sum((o.speculation for o in outputs[1:]), outputs[0].speculation),
             prompt_logprobs=list(first.prompt_logprobs) if self.params.prompt_logprobs is not None else None,
-            timing=Timing(since(first.first_token_at), since(first.finished_at)),
+            timing=Timing(
+                since(getattr(first, "admitted_at", None)),
+                since(first.first_token_at),
+                since(first.finished_at),
+            ),
+            cached_tokens=getattr(first, "cached_tokens", 0),
         )

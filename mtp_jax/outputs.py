@@ -15,8 +15,10 @@ class CompletionOutput:
         index: which of the prompt's n completions.
         text: detokenised; empty without a tokenizer.
         token_ids: emitted tokens, a final stop token included.
-        finish_reason: "stop", "length", "abort", "error" (the model produced NaN), None while running.
+        finish_reason: "stop", "length", "abort", "timeout", "error" (the model produced NaN); None: it runs.
         logprobs: per token, if asked for: the chosen token first, then the most likely ones.
+        token_texts: what each token added to ``text``: nothing while it is held back, more once it is not.
+        speculation: drafts verified and accepted.
     """
 
     index: int
@@ -24,12 +26,24 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None
     logprobs: list[TokenLogprobs] | None
+    token_texts: list[str]
+    speculation: Speculation
+
+    @property
+    def drafted(self) -> list[bool]:
+        """Per token whether it was drafted; the others are a prefill's first and each step's last token."""
+        flags = [False]
+        for accepted in self.speculation.accepted_per_step:
+            flags += [True] * accepted
+            flags.append(False)
+        return flags[: len(self.token_ids)]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds from submission: to the first token and to the end; None while it has not come."""
+    """Seconds from submission: to a slot, to the first token and to the end; None while it has not come."""
 
+    admitted: float | None
     first_token: float | None
     finished: float | None
 
@@ -45,6 +59,7 @@ class RequestOutput:
         speculation: drafts verified and accepted over all completions.
         prompt_logprobs: per prompt token, if asked for; the first is None.
         timing: of the first completion.
+        cached_tokens: tokens of the prompt whose cache was there already.
     """
 
     prompt: str | None
@@ -53,6 +68,7 @@ class RequestOutput:
     speculation: Speculation
     prompt_logprobs: list[TokenLogprobs | None] | None
     timing: Timing
+    cached_tokens: int
 
     @property
     def finished(self) -> bool:
