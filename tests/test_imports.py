@@ -23,6 +23,7 @@ LAYERS = (
     ("__init__",),
     ("train",),
     ("bench",),
+    ("profiling",),
     ("commands",),
     ("cli",),
     ("__main__",),

@@ -1,0 +1,37 @@
+"""`mtp-jax profile`: where the time of a step goes."""
+
+import argparse
+from pathlib import Path
+
+from mtp_jax.commands import show
+from mtp_jax.commands.parser import Subparsers
+
+_DESCRIPTION = """\
+Keep an engine in one phase, time its steps, trace them, and write a folder: report.md with the time by named
+scope, trace/ for xprof, perfetto.json.gz, hlo/ with every program, cost.json, memory.json, compiles.jsonl."""
+
+
+def register(subparsers: Subparsers) -> None:
+    """Declare the subcommand."""
+    parser = subparsers.add_parser("profile", help="trace steps of one phase", description=_DESCRIPTION)
+    add = parser.add_argument
+    add("--phase", required=True, choices=("prefill", "decode", "verify", "mixed"), help="what the steps do")
+    add("--model", default="demo", metavar="DIR", help="model directory (default: the demo model)")
+    add("--batch", type=int, default=8, metavar="N", help="slots (default: 8)")
+    add("--input-len", type=int, default=128, metavar="N", help="tokens of every prompt (default: 128)")
+    add("--steps", type=int, default=10, metavar="N", help="steps to time, and to trace (default: 10)")
+    add("--depth", type=int, default=3, metavar="K", help="drafts per step; decode has none (default: 3)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
+    add("--out", type=Path, required=True, metavar="DIR", help="where to write")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Profile and print the report. Returns the exit status."""
+    from mtp_jax.bench.subject import load
+    from mtp_jax.profiling.run import Options, profile
+
+    options = Options(args.phase, args.batch, args.input_len, args.steps, args.depth, args.temperature)
+    result = profile(load(args.model), options, args.out)
+    show.write(f"{result.text()}\nwritten to {args.out}\n")
+    return 0

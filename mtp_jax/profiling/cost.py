@@ -1,0 +1,77 @@
+"""What a program must at least read and compute, and what XLA says of it.
+
+XLA counts the body of a loop once, however often it runs, so its figures leave most of the experts out; and
+it counts an operand again for everything that reads it. The count here is from the model: weights once per
+pass, the experts that this many rows visit if routing is uniform, the cached rows of the bucket, two
+operations per weight and row. Activations count as free.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from mtp_jax.bench import cost
+from mtp_jax.bench.cost import Weights
+from mtp_jax.config import ModelConfig
+from mtp_jax.decode.compiled import PrefillKey, StepKey
+from mtp_jax.model.params import Params, type_of
+
+
+@dataclass(frozen=True)
+class Work:
+    """Bytes read and floating-point operations of one launch."""
+
+    bytes: float
+    flops: float
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.bytes + other.bytes, self.flops + other.flops)
+
+
+def of_launch(
+    key: StepKey | PrefillKey, cfg: ModelConfig, params: Params, page_size: int, dtype: str, shards: int
+) -> Work:
+    """The work of one launch of an executable, over all devices; padding counts, as it is computed too."""
+    itemsize = type_of[dtype].dtype.itemsize
+    nextn = [cost.of_nextn(p) for p in params.nextn]
+    head, trunk = cost.of_head(params), cost.of_trunk(params)
+    cached = key.pages * page_size
+
+    def run(part: Weights, layers: int, slots: int, width: int) -> Work:
+        """One pass of ``width`` tokens in each slot."""
+        rows, experts = slots * width, expected_experts(cfg, slots * width)
+        active = part.always + part.expert * min(cfg.num_experts_per_tok or 0, experts)
+        weights = Work(part.touched(experts), 2 * rows * active / itemsize)
+        latent = cfg.latent_dim * layers
+        attention = 4 * rows * cached * cfg.num_attention_heads * latent
+        return weights + Work(slots * cached * latent * itemsize, attention)
+
+    if isinstance(key, PrefillKey):
+        passes = [run(trunk, cfg.num_hidden_layers, shards, key.tokens), run(head, 0, shards, 1)]
+        passes += [run(p, 1, shards, width) for p in nextn for width in (key.tokens, 1)]
+        return sum(passes, Work(0, 0))
+    window = key.depth + 1
+    passes = [run(trunk, cfg.num_hidden_layers, key.slots, window), run(head, 0, key.slots, window)]
+    passes += [run(head, 0, key.slots, 1)] * key.depth
+    passes += [run(nextn[k % len(nextn)], 1, key.slots, 1) for k in range(1, key.depth)]
+    passes += [run(p, 1, key.slots, window) for p in nextn]
+    return sum(passes, Work(0, 0))
+
+
+def expected_experts(cfg: ModelConfig, rows: int) -> float:
+    """Different experts of a layer that ``rows`` tokens visit, if each chooses evenly; 0 in a dense model."""
+    if not cfg.n_routed_experts:
+        return 0.0
+    return cfg.n_routed_experts * (1 - (1 - cfg.num_experts_per_tok / cfg.n_routed_experts) ** rows)
+
+
+def by_xla(program: Any) -> dict[str, float]:
+    """FLOPs and bytes as XLA counts them; empty where the backend does not say."""
+    found = program.cost_analysis() or {}
+    return {name: found[name] for name in ("flops", "bytes accessed", "transcendentals") if name in found}
+
+
+def memory(program: Any) -> dict[str, int]:
+    """Bytes of a program's arguments, outputs, aliased buffers, temporaries and code; empty where unknown."""
+    found = program.memory_analysis()
+    kinds = ("argument", "output", "alias", "temp", "generated_code")
+    return {} if found is None else {k: getattr(found, f"{k}_size_in_bytes") for k in kinds}

@@ -1,0 +1,44 @@
+"""What this machine can do at best: the two lines of the roofline, measured rather than looked up."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_REPEATS = 5
+_MATRIX = 2048
+_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """FLOP/s of a large matrix product and bytes/s read by a large sum, in ``dtype``, best of several."""
+
+    flops: float
+    bandwidth: float
+    dtype: str
+
+    def seconds(self, flops: float, nbytes: float) -> float:
+        """The least time this work can take: the slower of arithmetic and memory."""
+        return max(flops / self.flops, nbytes / self.bandwidth)
+
+
+def measure(dtype: str) -> Peaks:
+    """Measure for about a second."""
+    square = jnp.ones((_MATRIX, _MATRIX), dtype)
+    long = jnp.ones(_BYTES // square.dtype.itemsize, dtype)
+    product = jax.jit(lambda a: a @ a).lower(square).compile()
+    total = jax.jit(lambda a: a.sum(dtype=jnp.float32)).lower(long).compile()
+    return Peaks(2 * _MATRIX**3 / _best(product, square), _BYTES / _best(total, long), dtype)
+
+
+def _best(run: Callable[..., Any], argument: jax.Array) -> float:
+    def once() -> float:
+        began = time.perf_counter()
+        jax.block_until_ready(run(argument))
+        return time.perf_counter() - began
+
+    return min(once() for _ in range(_REPEATS))

@@ -1,0 +1,152 @@
+"""Profile one phase: trace, programs, costs, memory, compilations and a report, in one folder."""
+
+import json
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from mtp_jax.bench.report import Spread, environment
+from mtp_jax.bench.subject import Subject
+from mtp_jax.decode.compiled import PrefillKey, StepKey, name_of
+from mtp_jax.engine.engine import Engine
+from mtp_jax.errors import MtpJaxError
+from mtp_jax.profiling import compiles, cost, machine, trace, workload
+from mtp_jax.profiling.compiles import Compile
+from mtp_jax.profiling.report import Profile, Program
+from mtp_jax.profiling.scopes import scopes_of
+from mtp_jax.profiling.workload import Phase, Workload
+
+_WINDOW = "mtp-jax measured steps"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to profile. ``depth`` has no effect on "decode"; ``temperature`` 0 is greedy."""
+
+    phase: Phase
+    batch: int
+    input_len: int
+    steps: int
+    depth: int
+    temperature: float
+
+
+def profile(subject: Subject, options: Options, out: Path) -> Profile:
+    """Write everything to ``out`` and return what the report says.
+
+    The steps are measured twice: without the profiler, which makes small instructions slow, and with it, for
+    the shares of the scopes. Raises ConfigError for options that do not go together, MtpJaxError if a
+    compilation falls into the measured time.
+    """
+    o = options
+    out.mkdir(parents=True, exist_ok=True)
+    with compiles.recorded() as compiled:
+        peaks = machine.measure(subject.dtype)
+        work = workload.start(subject, o.phase, o.batch, o.input_len, o.depth, 2 * o.steps, o.temperature)
+        before = len(compiled)
+        seconds = _timed(work, o.steps)
+        traced = _traced(work, o.steps, out)
+        compiles.write(compiled, out / "compiles.jsonl")
+        _refuse(compiled[before:])
+    found = trace.read(_newest(out / "trace", "*.xplane.pb"), _WINDOW)
+    engine, ran = work.engine, {op.module for line in found.lines for op in line}
+    programs, scopes = [], {}
+    (out / "hlo").mkdir(exist_ok=True)
+    for key in engine.executables.keys:
+        text = engine.executables.program(key).as_text()
+        (out / "hlo" / f"{name_of(key)}.txt").write_text(text, encoding="utf-8")
+        if f"jit_{name_of(key)}" in ran and isinstance(key, StepKey | PrefillKey):
+            scopes[f"jit_{name_of(key)}"] = scopes_of(text)
+            programs.append(_program(subject, engine, key, found))
+    result = Profile(
+        model=subject.name,
+        options=asdict(o),
+        environment=environment(),
+        seconds=Spread.of(seconds),
+        traced=Spread.of(traced),
+        scopes={s: t / o.steps / 1e9 for s, t in trace.by_scope(found, scopes).items()},
+        programs=programs,
+        peaks=peaks,
+        compiles=compiled,
+    )
+    step = {"seconds": asdict(result.seconds), "traced_seconds": asdict(result.traced)}
+    _write(
+        out / "cost.json",
+        {"peaks": asdict(peaks), "step": step, "programs": [p.costs(peaks) for p in programs]},
+    )
+    _write(out / "memory.json", _memory(subject, engine))
+    (out / "report.md").write_text(result.text(), encoding="utf-8")
+    return result
+
+
+def _timed(work: Workload, steps: int) -> list[float]:
+    """Seconds of every step. The engine reads one step late, so that they keep the device's pace."""
+    seconds = []
+    jax.block_until_ready(work.engine.state)
+    for i in range(steps):
+        began = time.perf_counter()
+        with jax.profiler.StepTraceAnnotation("engine step", step_num=i):
+            work.step()
+            if i == steps - 1:
+                jax.block_until_ready(work.engine.state)
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def _traced(work: Workload, steps: int, out: Path) -> list[float]:
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    jax.block_until_ready(work.engine.state)
+    to = jax.profiler.trace(str(out / "trace"), create_perfetto_trace=True, profiler_options=options)
+    with to, jax.profiler.TraceAnnotation(_WINDOW):
+        seconds = _timed(work, steps)
+    _newest(out / "trace", "perfetto_trace.json.gz").replace(out / "perfetto.json.gz")
+    return seconds
+
+
+def _refuse(late: Sequence[Compile]) -> None:
+    if late:
+        names = ", ".join(sorted({c.program for c in late}))
+        raise MtpJaxError(
+            f"{len(late)} compilations fell into the measured steps ({names}), so their times mean nothing; "
+            "this is a defect of mtp-jax: a step must never compile"
+        )
+
+
+def _newest(folder: Path, pattern: str) -> Path:
+    """A trace folder keeps the traces of earlier runs, too."""
+    return max(folder.rglob(pattern), key=lambda path: path.stat().st_mtime)
+
+
+def _program(subject: Subject, engine: Engine, key: StepKey | PrefillKey, found: trace.Trace) -> Program:
+    spans = [
+        end - start for (m, _), (start, end) in trace.launches(found).items() if m == f"jit_{name_of(key)}"
+    ]
+    compiled, config = engine.executables.program(key), engine.config
+    work = cost.of_launch(key, engine.cfg, engine.params, config.page_size, subject.dtype, engine.shards)
+    mean = sum(spans) / len(spans) / 1e9 if spans else 0.0
+    return Program(name_of(key), len(spans), mean, work, cost.by_xla(compiled), cost.memory(compiled))
+
+
+def _memory(subject: Subject, engine: Engine) -> dict[str, Any]:
+    def size(tree: Any) -> int:
+        return sum(a.nbytes for a in jax.tree.leaves(tree))
+
+    programs = {name_of(k): cost.memory(engine.executables.program(k)) for k in engine.executables.keys}
+    return {
+        "weights_bytes": size(subject.params),
+        "cache_bytes": size((engine.state.trunk, engine.state.nextn)),
+        "slots_bytes": size(engine.state.slots),
+        "device": {str(d): d.memory_stats() for d in jax.local_devices()},
+        "process_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "programs": programs,
+    }
+
+
+def _write(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,99 @@
+"""Named scopes: which part of which phase an instruction of the compiled program belongs to.
+
+``jax.named_scope`` puts a path into every instruction's ``op_name``; the compiler keeps it. The names below
+are an interface: reports are keyed by them, and a test asserts that compiled programs have them.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# What a step does, in order, and what a prefill does.
+STEP_PHASES = ("draft", "verify", "accept", "commit")
+PREFILL_PHASES = ("prefill_trunk", "prefill_nextn", "first_token", "first_token_nextn")
+PHASES = (*STEP_PHASES, *PREFILL_PHASES, "prompt_logprobs")
+
+# Innermost names, and the row of the report that they belong to.
+PARTS = {
+    "attention_project": "attention",
+    "cache_write": "attention",
+    "attend": "attention",
+    "attention_out": "attention",
+    "moe_route": "MoE route",
+    "moe_experts": "experts",
+    "moe_shared": "experts",
+    "mlp": "MLP",
+    "embed": "embedding",
+    "merge": "NextN merge",
+    "norm": "norm",
+    "head": "head",
+    "sample": "sample",
+    "logprobs": "log-probabilities",
+}
+OTHER = "other"
+
+
+@dataclass(frozen=True, order=True)
+class Scope:
+    """A phase of ``PHASES`` and a part of ``PARTS``; ``OTHER`` where the program says neither."""
+
+    phase: str
+    part: str
+
+
+NOWHERE = Scope(OTHER, OTHER)
+
+
+def scope_of(op_name: str) -> Scope:
+    """The scope of a path such as ``jit(step_b1_k3_p4)/verify/layer_0/attend/dot_general``."""
+    names = op_name.split("/")
+    phase = next((n for n in names if n in PHASES), OTHER)
+    # Outermost names first: what lies deepest says it best.
+    part = next((PARTS[n] for n in reversed(names) if n in PARTS), OTHER)
+    return Scope(phase, part)
+
+
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_NAME = re.compile(r"%([\w.\-]+)")
+_ROUNDS = 4
+
+
+def scopes_of(hlo: str) -> dict[str, Scope]:
+    """Instruction name -> scope, from a compiled program's HLO text.
+
+    The compiler drops the path of some instructions that it rewrites. Such a one has the scope of what it
+    calls (fusions, loops), else of what uses it, else of what it uses.
+    """
+    inside: dict[str, list[str]] = defaultdict(list)
+    scopes: dict[str, Scope] = {}
+    mentions: dict[str, list[str]] = {}
+    computation = ""
+    for line in hlo.splitlines():
+        if started := _COMPUTATION.match(line):
+            computation = started[1]
+        elif found := _INSTRUCTION.match(line):
+            name, path = found[1], _OP_NAME.search(line)
+            inside[computation].append(name)
+            scopes[name] = scope_of(path[1]) if path else NOWHERE
+            mentions[name] = _NAME.findall(found[2])
+    users: dict[str, list[str]] = defaultdict(list)
+    for name, others in mentions.items():
+        for other in others:
+            users[other].append(name)
+    for _ in range(_ROUNDS):
+        for name in [n for n, s in scopes.items() if s.phase == OTHER]:
+            called = [n for m in mentions[name] for n in inside.get(m, ())]
+            for neighbours in (called, users[name], mentions[name]):
+                if (near := _most(scopes.get(n, NOWHERE) for n in neighbours)) != NOWHERE:
+                    scopes[name] = near
+                    break
+    return scopes
+
+
+def _most(scopes: Iterable[Scope]) -> Scope:
+    """The most frequent scope, one that names a part before one that does not."""
+    counted = Counter(s for s in scopes if s.phase != OTHER)
+    return max(counted, key=lambda s: (s.part != OTHER, counted[s]), default=NOWHERE)

@@ -1,0 +1,82 @@
+"""What is profiled: an engine kept busy with one kind of step for as long as it is stepped."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from mtp_jax.bench.subject import Subject, prompts_for
+from mtp_jax.decode.compiled import Key, PrefillKey
+from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.plan import keys_for
+from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.errors import ConfigError
+
+Phase = Literal["prefill", "decode", "verify", "mixed"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+# Steps before the measured ones: the first ones find caches cold.
+_SETTLE = 4
+# A prompt's slot is free again two steps later: with three there is a prompt for every step.
+_PROMPT_SLOTS = 3
+
+
+@dataclass(frozen=True)
+class Workload:
+    """An engine in the midst of a phase, and what steps it there."""
+
+    engine: Engine
+    step: Callable[[], None]
+
+
+def start(
+    subject: Subject, phase: Phase, batch: int, input_len: int, depth: int, steps: int, temperature: float
+) -> Workload:
+    """An engine that can be stepped ``steps`` times within one phase; everything is compiled.
+
+    prefill  prompts one after the other, each ended by its first token
+    decode   every slot decodes, without drafts
+    verify   every slot drafts and verifies
+    mixed    every slot drafts and verifies, and prompts go through further slots
+
+    Raises ConfigError for what a phase or the model cannot do.
+    """
+    for name, value in (("--batch", batch), ("--input-len", input_len), ("--steps", steps)):
+        if value < 1:
+            raise ConfigError(f"{name} {value}; expected 1 or more")
+    if phase in ("verify", "mixed") and depth < 1:
+        raise ConfigError(f"--phase {phase} verifies drafts: --depth 1 or more")
+    depth = 0 if phase == "decode" else depth
+    decoding = 0 if phase == "prefill" else batch
+    fed = steps + _SETTLE + 1 if phase in ("prefill", "mixed") else 0
+    # Slots decode already while the prompts of the others are read, 16 tokens at a time at worst.
+    longest = (depth + 1) * (steps + _SETTLE + decoding * -(-input_len // 16))
+    engine = subject.engine(depth, decoding + (_PROMPT_SLOTS if fed else 0), input_len + max(longest, 1))
+    prompts = prompts_for(subject, decoding + fed, input_len).ids
+    endless = SamplingParams(temperature=temperature, max_tokens=None, ignore_eos=True, seed=0)
+    short = SamplingParams(temperature=temperature, max_tokens=1, ignore_eos=True, seed=0)
+    running = [engine.make_request(p, endless) for p in prompts[:decoding]]
+    feed = iter([engine.make_request(p, short) for p in prompts[decoding:]])
+
+    def step() -> None:
+        if not engine.scheduler.waiting and (request := next(feed, None)):
+            engine.submit(request)
+        engine.step()
+
+    another = [engine.make_request(p, short) for p in prompts[decoding:][:1]]
+    prefills = [k for k in _keys(engine, another) if isinstance(k, PrefillKey)]
+    engine.executables.compile([*_keys(engine, running), *prefills])
+    _settle(engine, running, step)
+    return Workload(engine, step)
+
+
+def _keys(engine: Engine, requests: list[Request]) -> list[Key]:
+    return keys_for(engine.config, requests, engine.shards, slots=0, pages=engine.pages)
+
+
+def _settle(engine: Engine, running: list[Request], step: Callable[[], None]) -> None:
+    for request in running:
+        engine.submit(request)
+    while not all(r.output for r in running):
+        engine.step()
+    for _ in range(_SETTLE):
+        step()

@@ -1,0 +1,124 @@
+"""`mtp-jax profile` on a small checkpoint: what it writes, what the scopes are, and what it refuses."""
+
+import gzip
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mtp_jax import cli
+from mtp_jax.bench.subject import load
+from mtp_jax.errors import ConfigError, MtpJaxError
+from mtp_jax.profiling import run, scopes, workload
+from mtp_jax.profiling.run import Options
+from mtp_jax.profiling.trace import DISPATCH, HOST_GAP
+from tests import golden
+
+MIXED = Options("mixed", batch=2, input_len=12, steps=3, depth=2, temperature=1.0)
+
+
+@pytest.fixture(scope="module")
+def subject():
+    return load(str(golden.model_dir("rigged")))
+
+
+@pytest.fixture(scope="module")
+def profiled(subject, tmp_path_factory):
+    """(folder, profile) of steps that draft, verify and sample beside prompts."""
+    out = tmp_path_factory.mktemp("profile")
+    return out, run.profile(subject, MIXED, out)
+
+
+def test_all_files_are_written(profiled):
+    out, _ = profiled
+    assert {p.name for p in out.iterdir()} == {
+        *("trace", "perfetto.json.gz", "hlo", "cost.json", "memory.json", "compiles.jsonl", "report.md")
+    }
+    assert list((out / "trace").rglob("*.xplane.pb"))
+    assert json.loads(gzip.decompress((out / "perfetto.json.gz").read_bytes()))["traceEvents"]
+    assert {p.stem for p in (out / "hlo").iterdir()} >= {"prefill_t16_p1", "step_b2_k2_p1_sampled"}
+    memory = json.loads((out / "memory.json").read_text())
+    assert memory["weights_bytes"] > memory["cache_bytes"] > 0
+    compiled = [json.loads(line) for line in (out / "compiles.jsonl").read_text().splitlines()]
+    assert "jit(step_b2_k2_p1_sampled)" in {c["program"] for c in compiled}
+    report = (out / "report.md").read_text()
+    for expected in ("| attention ", "| MoE route ", "| experts ", "| sample ", "| host gap ", "| verify "):
+        assert expected in report
+
+
+def test_times_of_the_scopes_add_up(profiled):
+    _, profile = profiled
+    total, traced = sum(profile.scopes.values()), profile.traced
+    assert traced.median <= total * MIXED.steps <= 100 * traced.high
+    found = {scope.phase for scope in profile.scopes}
+    assert found >= {*scopes.STEP_PHASES, *scopes.PREFILL_PHASES, DISPATCH.phase, HOST_GAP.phase}
+    unknown = sum(t for s, t in profile.scopes.items() if s.phase == scopes.OTHER)
+    assert unknown < 0.05 * total
+
+
+def test_launches_are_counted_and_costed(profiled):
+    out, profile = profiled
+    assert {p.name: p.launches for p in profile.programs} == {
+        "prefill_t16_p1": MIXED.steps,
+        "step_b2_k2_p1_sampled": MIXED.steps,
+    }
+    for program in json.loads((out / "cost.json").read_text())["programs"]:
+        assert 0 < program["roofline_seconds"] < program["traced_seconds"]
+        assert program["counted_by_xla"]["flops"] > 0
+        assert program["memory_bytes"]["argument"] > program["bytes"] / 4
+
+
+def test_named_scopes_are_in_the_metadata_of_compiled_programs(profiled):
+    out, _ = profiled
+    hlo = {path.stem: path.read_text() for path in (out / "hlo").iterdir()}
+    step, prefill = hlo["step_b2_k2_p1_sampled"], hlo["prefill_t16_p1"]
+    for phase in scopes.STEP_PHASES:
+        assert f"/{phase}/" in step
+    for phase in scopes.PREFILL_PHASES:
+        assert f"/{phase}/" in prefill
+    for part in set(scopes.PARTS) - {"logprobs"}:
+        assert f"/{part}/" in step, part
+    known = {s.phase for s in scopes.scopes_of(step).values()}
+    assert known >= set(scopes.STEP_PHASES)
+
+
+def test_a_compilation_among_the_measured_steps_is_an_error(subject, profiled, monkeypatch, tmp_path):
+    def start(*given):
+        work = begin(*given)
+
+        def step():
+            jax.jit(lambda x: x + len(shapes))(jnp.zeros(len(shapes)))
+            shapes.append(0)
+            work.step()
+
+        return workload.Workload(work.engine, step)
+
+    shapes, begin = [0], workload.start
+    monkeypatch.setattr(workload, "start", start)
+    with pytest.raises(MtpJaxError, match=r"compilations fell into the measured steps \(jit\(<lambda>\)"):
+        run.profile(subject, MIXED, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"phase": "verify", "depth": 0}, "--depth 1 or more"),
+        ({"steps": 0}, "--steps 0; expected 1 or more"),
+    ],
+)
+def test_refusals(subject, changed, message):
+    given = {"phase": "verify", "batch": 2, "input_len": 8, "depth": 2, "steps": 2, "temperature": 0.0}
+    with pytest.raises(ConfigError, match=message):
+        workload.start(subject, **given | changed)
+
+
+def test_the_command_prints_the_report(subject, profiled, monkeypatch, capsys, tmp_path):
+    _, profile = profiled
+    asked = []
+    monkeypatch.setattr(run, "profile", lambda *given: asked.append(given) or profile)
+    model = str(golden.model_dir("rigged"))
+    command = ["profile", "--phase", "verify", "--model", model, "--batch", "3", "--out", str(tmp_path)]
+    assert cli.main(command) == 0
+    assert "## Time by scope" in capsys.readouterr().out
+    assert asked[0][1:] == (Options("verify", 3, 128, 10, 3, 0.0), tmp_path)
