@@ -52,6 +52,8 @@ class LLM:
         prefill_chunk: int = 256,
         drafting: Drafting = "sampled",
         verifier: Verifier = "block",
+        prefix_cache: bool = True,
+        adaptive_depth: bool = False,
         seed: int = 0,
         compile_cache: str | Path | None = "~/.cache/mtp-jax/xla",
         reporter: Reporter | None = None,
@@ -70,9 +72,11 @@ class LLM:
             num_nextn_layers: NextN layers to load; None: all there are.
             page_size: cache rows per page.
             num_pages: cache pages per data shard; None: enough for every slot at max_model_len.
-            prefill_chunk: most prompt tokens per prefill launch.
+            prefill_chunk: most prompt tokens per prefill launch, and between two steps.
             drafting: "sampled" or "greedy" drafts for sampling requests.
             verifier: "block" or "rejection"; both lossless.
+            prefix_cache: keep the cache pages of past requests for prompts that begin the same.
+            adaptive_depth: choose each step's depth by measured speed, from 0 to num_speculative_tokens.
             seed: seeds requests that give none.
             compile_cache: folder of compiled programs, trusted, so it must be yours alone; None: no cache.
             reporter: where start-up phases are shown.
@@ -101,6 +105,8 @@ class LLM:
             prefill_chunk=prefill_chunk,
             drafting=drafting,
             verifier=verifier,
+            prefix_cache=prefix_cache,
+            adaptive_depth=adaptive_depth,
             dtype=kind,
             seed=seed,
         )

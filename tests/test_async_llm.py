@@ -36,8 +36,7 @@ async def serving(llm: LLM, **limits: int) -> AsyncIterator[AsyncLLM]:
         yield allm
         await until(lambda: not llm.engine.busy)
     if allm.error is None:
-        scheduler = llm.engine.scheduler
-        assert scheduler.allocator.free() == scheduler.allocator.pages
+        assert llm.engine.stats().pages_used == 0
         assert (allm.live, allm.admission.requests, allm.admission.tokens) == (0, 0, 0)
 
 
@@ -295,3 +294,13 @@ def test_an_engine_that_was_not_started_takes_nothing(llm):
             await AsyncLLM(llm).submit(PROMPTS[0])
 
     asyncio.run(run())
+
+
+def test_texts_and_origins_of_tokens(llm):
+    output = llm.generate(PROMPTS[0], GREEDY)[0].outputs[0]
+    accepted = output.speculation.accepted_per_step
+    assert output.drafted[0] is False
+    assert len(output.drafted) == len(output.token_ids) == len(output.token_texts)
+    assert 0 < sum(output.drafted) <= sum(accepted)
+    # Every step ends with a token of the model itself.
+    assert output.drafted[1 : accepted[0] + 2] == [True] * accepted[0] + [False]

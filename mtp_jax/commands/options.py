@@ -174,7 +174,7 @@ def ready(report: Reporter, llm: "LLM") -> None:
         return
     engine, c = llm.engine.config, llm.config
     layers = f"{c.num_nextn_predict_layers} NextN layer{'s' if c.num_nextn_predict_layers != 1 else ''}"
-    pages = llm.engine.scheduler.allocator.pages * llm.engine.shards
+    pages = llm.engine.pages * llm.engine.shards
     report.ready(
         f"{c.num_hidden_layers} layers and {layers} in {engine.dtype}, "
         f"depth {engine.num_speculative_tokens}, cache for {pages * engine.page_size:,} tokens, "

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from mtp_jax.config import ModelConfig
 from mtp_jax.decode.draft import draft
 from mtp_jax.decode.prefill import Chunk, PrefillResult, prefill
-from mtp_jax.decode.state import Slots, State, admit, release
+from mtp_jax.decode.state import Slots, State, admit, update
 from mtp_jax.decode.step import SamplingMode, StepResult, step
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.params import Params
@@ -106,9 +106,10 @@ class Executables:
         self._cfg, self._params, self._state = cfg, params, state
         self._decode, self._prefill = decode, prefill
         self._compiled: dict[Key, Callable[..., Any]] = {}
+        self._covering: dict[Key, Key] = {}
         self._lock = threading.Lock()
         self._admit: Callable[..., State] | None = None
-        self._release: Callable[..., State] | None = None
+        self._update: Callable[..., State] | None = None
 
     def __contains__(self, key: Key) -> bool:
         return key in self._compiled
@@ -121,8 +122,17 @@ class Executables:
         """Everything compiled so far."""
         return list(self._compiled)
 
-    def compile(self, keys: Iterable[Key], done: Callable[[int, int], None] | None = None) -> None:
-        """Compile what is missing, several at a time; ``done(i, n)`` is called as they finish."""
+    def program(self, key: Key) -> Any:
+        """The ``jax.stages.Compiled`` behind a key, for its HLO text and its cost and memory analysis."""
+        return self._compiled[key]
+
+    def compile(
+        self, keys: Iterable[Key], done: Callable[[int, int], None] | None = None, workers: int | None = None
+    ) -> None:
+        """Compile what is missing, ``workers`` at a time; ``done(i, n)`` is called as they finish.
+
+        It may run in a thread of its own while others use what is compiled already.
+        """
         if self._admit is None:
             self._compile_bookkeeping()
         missing = [k for k in dict.fromkeys(keys) if k not in self._compiled]
@@ -133,11 +143,12 @@ class Executables:
             executable = self._lower(key).compile()
             with self._lock:
                 self._compiled[key] = executable
+                self._covering = {}
                 count += 1
                 if done:
                     done(count, len(missing))
 
-        with ThreadPoolExecutor(max_workers=max(1, min(4, os.cpu_count() or 1))) as pool:
+        with ThreadPoolExecutor(max_workers=workers or max(1, min(4, os.cpu_count() or 1))) as pool:
             try:
                 for future in [pool.submit(one, k) for k in missing]:
                     future.result()
@@ -147,10 +158,14 @@ class Executables:
 
     def cover(self, need: Covering) -> Covering:
         """The cheapest compiled key that covers ``need``. Raises ConfigError if there is none."""
-        able = [k for k in self._compiled if isinstance(k, type(need)) and k.covers(need)]
-        if not able:
-            raise ConfigError(f"no executable covers {need}; compile it first (Engine.prepare)")
-        return min(able, key=lambda k: k.cost)
+        found = self._covering.get(need)
+        if found is None:
+            with self._lock:
+                able = [k for k in self._compiled if isinstance(k, type(need)) and k.covers(need)]
+                if not able:
+                    raise ConfigError(f"no executable covers {need}; compile it first (Engine.prepare)")
+                found = self._covering[need] = min(able, key=lambda k: k.cost)
+        return found  # type: ignore[return-value]
 
     def step(self, key: StepKey, params: Params, state: State) -> tuple[State, StepResult]:
         """Run a compiled step."""
@@ -166,15 +181,15 @@ class Executables:
         """Run a compiled draft of slot 0: (tokens [1, K], logits [1, K, V])."""
         return self._compiled[key](params, state)
 
-    def admit(self, state: State, slot: int, row: Slots) -> State:
-        """Put a request's row into a slot."""
+    def admit(self, state: State, slot: int, row: Slots, tail: int) -> State:
+        """Put a request's row into a slot; ``tail``: the page it goes on from, counted over all shards."""
         assert self._admit is not None
-        return self._admit(state, jnp.int32(slot), row)
+        return self._admit(state, jnp.int32(slot), row, jnp.int32(tail))
 
-    def release(self, state: State, keep: Any) -> State:
-        """Switch slots off."""
-        assert self._release is not None
-        return self._release(state, keep)
+    def update(self, state: State, keep: Any, page_table: Any) -> State:
+        """Switch slots off and renew the page table."""
+        assert self._update is not None
+        return self._update(state, keep, page_table)
 
     def _out(self, result_too: bool = True) -> dict[str, Any]:
         if self._decode.mesh is None:
@@ -185,16 +200,14 @@ class Executables:
     def _lower(self, key: Key) -> Any:
         if isinstance(key, StepKey):
             fixed = {"slots": key.slots, "depth": key.depth, "pages": key.pages, "mode": key.mode}
-            run = _named(
-                partial(step, cfg=self._cfg, on=self._decode, **fixed), f"step_b{key.slots}_k{key.depth}"
-            )
+            run = _named(partial(step, cfg=self._cfg, on=self._decode, **fixed), name_of(key))
             return jax.jit(run, donate_argnums=1, **self._out()).lower(self._params, self._state)
         if isinstance(key, DraftKey):
-            only = _named(partial(self._draft_only, key), f"draft_k{key.depth}")
+            only = _named(partial(self._draft_only, key), name_of(key))
             return jax.jit(only).lower(self._params, self._state)
         widths = {"logprobs": key.logprobs, "prompt_logprobs": key.prompt_logprobs}
         run = partial(prefill, cfg=self._cfg, pages=key.pages, on=self._prefill, **widths)
-        named = _named(run, f"prefill_t{key.tokens}")
+        named = _named(run, name_of(key))
         chunk = abstract_chunk(data_size(self._prefill.mesh), key.tokens)
         return jax.jit(named, donate_argnums=1, **self._out()).lower(self._params, self._state, chunk)
 
@@ -207,11 +220,21 @@ class Executables:
 
     def _compile_bookkeeping(self) -> None:
         row = jax.tree.map(lambda a: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype), self._state.slots)
-        keep = jax.ShapeDtypeStruct((self._state.slots.length.shape[0],), jnp.bool_)
-        slot = jax.ShapeDtypeStruct((), jnp.int32)
+        table = jax.ShapeDtypeStruct(self._state.slots.page_table.shape, jnp.int32)
+        keep = jax.ShapeDtypeStruct(table.shape[:1], jnp.bool_)
+        index = jax.ShapeDtypeStruct((), jnp.int32)
         out = self._out(result_too=False)
-        self._admit = jax.jit(admit, donate_argnums=0, **out).lower(self._state, slot, row).compile()
-        self._release = jax.jit(release, donate_argnums=0, **out).lower(self._state, keep).compile()
+        self._admit = jax.jit(admit, donate_argnums=0, **out).lower(self._state, index, row, index).compile()
+        self._update = jax.jit(update, donate_argnums=0, **out).lower(self._state, keep, table).compile()
+
+
+def name_of(key: Key) -> str:
+    """The program's name in HLO and in traces: step_b8_k3_p16, prefill_t256_p16."""
+    if isinstance(key, StepKey):
+        sampled = "_sampled" if key.mode.drafting else ""
+        logprobs = "" if key.mode.logprobs is None else f"_logprobs{key.mode.logprobs}"
+        return f"step_b{key.slots}_k{key.depth}_p{key.pages}{sampled}{logprobs}"
+    return f"draft_k{key.depth}" if isinstance(key, DraftKey) else f"prefill_t{key.tokens}_p{key.pages}"
 
 
 def _named(f: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -227,7 +250,7 @@ def abstract_chunk(groups: int, tokens: int) -> Chunk:
 
     def zeros() -> Chunk:
         per_group, ids = jnp.zeros(groups, jnp.int32), jnp.zeros((groups, tokens), jnp.int32)
-        return Chunk(per_group, per_group, per_group, jnp.zeros(groups, bool), ids, ids)
+        return Chunk(per_group, per_group, per_group, jnp.zeros(groups, bool), ids, ids, per_group)
 
     return jax.eval_shape(zeros)
 

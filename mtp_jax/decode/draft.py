@@ -5,13 +5,13 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from mtp_jax.config import ModelConfig
-from mtp_jax.decode.sampling import Purpose, adjust, argmax, distribution, row_keys, sample
+from mtp_jax.decode.sampling import Purpose, adjust, argmax, distribution, restrict, row_keys, sample
 from mtp_jax.decode.state import Slots, State
 from mtp_jax.model import nextn
-from mtp_jax.model.ops import PagedView
+from mtp_jax.model.ops import PagedView, write_tails
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Backend
 
@@ -23,27 +23,29 @@ Drafting = Literal["greedy", "sampled"]
 class Drafts:
     """K drafts of every slot, the NextN logits behind them, and the distribution each was drawn from.
 
-    ``probs`` is None in greedy steps.
+    ``logits`` is None where only the drafts are handed on, ``probs`` in greedy steps.
     """
 
     tokens: Int[Array, "B K"]
-    logits: Float[Array, "B K V"]
+    logits: Float[Array, "B K V"] | None
     probs: Float[Array, "B K V"] | None
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Extension:
-    """NextN outputs over a window: ``z[k]`` [B, W, D], and the caches."""
+    """NextN outputs over a window: ``z[k]`` [B, W, D], the caches, and the page tails."""
 
     z: tuple[Array, ...]
     pages: tuple[Array, ...]
+    tails: Array
 
 
 def extend(
     params: Params,
     cfg: ModelConfig,
     pages: tuple[Array, ...],
+    tails: Float[Array, "P one C"],
     page_table: Int[Array, "B n"],
     tokens: Int[Array, "B W"],
     positions: Int[Array, "B W"],
@@ -54,10 +56,12 @@ def extend(
     """Write the NextN rows of known tokens, every layer.
 
     hidden: the trunk's state of the token before each of ``tokens``. before: z_k of the token before the
-    window. Rows with a negative position are computed but not written.
+    window. Rows with a negative position are computed but not written. The first row of a page also leaves
+    what it merged as the tail of the page before.
     """
     z: list[Array] = []
     out: list[Array] = []
+    merged: list[Array] = []
     for k in range(len(pages)):
         written = jnp.where(positions > k, positions, -1)
         view = _view(page_table, written, positions, pages[k].shape[1], first_row=k + 1)
@@ -66,7 +70,12 @@ def extend(
         out_z, kept = nextn.run(params, cfg, k, tokens, hidden, positions, pages[k], view, on)
         z.append(out_z)
         out.append(kept)
-    return Extension(tuple(z), tuple(out))
+        merged.append(hidden)
+    if merged:
+        size = pages[0].shape[1]
+        full = jnp.where((positions > 0) & (positions % size == 0), positions // size - 1, -1)
+        tails = write_tails(tails, jnp.concatenate(merged, axis=-1), page_table, full, on.mesh)
+    return Extension(tuple(z), tuple(out), tails)
 
 
 def _view(
@@ -90,11 +99,13 @@ def draft(
     depth: int,
     drafting: Drafting | None,
     on: Backend,
+    first: UInt32[Array, "B n"] | None = None,
 ) -> tuple[Drafts, tuple[Array, ...]]:
     """Draft ``depth`` tokens per slot by recursion; layers are reused, step modulo layers.
 
-    drafting: None for steps in which every row is greedy. Returns (drafts, NextN caches): the rows of the
-    drafts are past the committed length, garbage once the step is over.
+    drafting: None for steps in which every row is greedy. first: what grammars allow next (see ``restrict``);
+    what they allow after a draft is not known yet. Returns (drafts, NextN caches): the rows of the drafts are
+    past the committed length, garbage once the step is over.
     """
     pages, layers = list(state.nextn), len(state.nextn)
     z, counts = slots.carry[:, 0], slots.sampling.counts
@@ -126,12 +137,12 @@ def draft(
         with jax.named_scope("draft_sample"):
             logits = nextn.logits(params, layer, z)
             raw.append(logits)
+            allowed = first[:, None] if first is not None and k == 0 else None
             if drafting is None:
-                tokens.append(argmax(logits))
+                tokens.append(argmax(restrict(logits[:, None], allowed))[:, 0])
                 continue
-            adjusted = adjust(
-                logits[:, None], slots.sampling, counts[:, None], (slots.generated + k)[:, None]
-            )
+            generated = (slots.generated + k)[:, None]
+            adjusted = adjust(logits[:, None], slots.sampling, counts[:, None], generated, allowed)
             token, q = _choose(adjusted, slots, drafting, k)
             counts = counts.at[jnp.arange(token.shape[0]), jnp.where(token < 0, counts.shape[1], token)].add(
                 1, mode="drop"

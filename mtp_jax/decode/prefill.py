@@ -1,4 +1,7 @@
-"""Prefill: one chunk of a prompt per data shard into the cache; the last chunk emits the first token."""
+"""Prefill: one chunk of a prompt per data shard into the cache; the last chunk emits the first token.
+
+The prompt of a request that was preempted is all that it had; its last token is known and only resumed from.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -29,6 +32,7 @@ class Chunk:
         final: whether the prompt ends here.
         tokens: padded to T.
         targets: the token after each, for prompt log-probabilities; -1 where there is none.
+        follows: the token after a final chunk where it is known already; -1: sample and emit it.
     """
 
     slot: Int[Array, " G"]
@@ -37,12 +41,13 @@ class Chunk:
     final: Bool[Array, " G"]
     tokens: Int[Array, "G T"]
     targets: Int[Array, "G T"]
+    follows: Int[Array, " G"]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PrefillResult:
-    """``first``: a StepResult of width 1, count 0 unless the chunk was final. ``prompt``: [G, T]."""
+    """``first``: a StepResult of width 1, count 0 unless a token was emitted. ``prompt``: [G, T]."""
 
     first: StepResult
     prompt: TopLogprobs | None
@@ -81,12 +86,13 @@ def prefill(
         before = jnp.concatenate([s.carry[:, :1], hidden[:, :-1]], axis=1) if state.nextn else hidden
         # The carry between chunks is shifted by one layer against `before` of extend.
         extension = extend(
-            params, cfg, state.nextn, table, chunk.tokens, positions, before, s.carry[:, 1:], on
+            params, cfg, state.nextn, state.tails, table, chunk.tokens, positions, before, s.carry[:, 1:], on
         )
     merges = [at_last(x) for x in (hidden, *extension.z[:-1])] if state.nextn else []
     with jax.named_scope("first_token"):
         logits = trunk.logits(params, at_last(hidden))
-        token, finish = _first_token(logits, s, chunk)
+        healthy = (jnp.isfinite(hidden).all(axis=-1) | ~valid).all(axis=1)
+        token, finish = _first_token(logits, s, chunk, healthy)
     with jax.named_scope("first_token_nextn"):
         at = jnp.where(token >= 0, chunk.start + chunk.count, -1)[:, None]
         before_first = jnp.concatenate([s.carry[:, :0], *merges[1:]], axis=1)
@@ -94,6 +100,7 @@ def prefill(
             params,
             cfg,
             extension.pages,
+            extension.tails,
             table,
             jnp.maximum(token, 0)[:, None],
             at,
@@ -105,7 +112,8 @@ def prefill(
     if merges:
         decoding = (token >= 0)[:, None, None]
         carry = jnp.where(decoding, jnp.concatenate(opening.z, axis=1), jnp.concatenate(merges, axis=1))
-    emitted = (token >= 0).astype(jnp.int32)
+    fresh = (token >= 0) & (chunk.follows < 0)
+    emitted = fresh.astype(jnp.int32)
     new = replace(
         s,
         length=chunk.start + chunk.count,
@@ -114,7 +122,7 @@ def prefill(
         remaining=s.remaining - emitted,
         generated=s.generated + emitted,
         carry=carry,
-        sampling=count_tokens(s, token[:, None]),
+        sampling=count_tokens(s, jnp.where(fresh, token, -1)[:, None]),
     )
     slots = jax.tree.map(lambda a, b: a.at[chunk.slot].set(b, mode="drop"), state.slots, new)
     zero = jnp.zeros_like(token)
@@ -124,23 +132,26 @@ def prefill(
     if prompt_logprobs is not None:
         with jax.named_scope("prompt_logprobs"):
             prompt = top_logprobs(trunk.logits(params, hidden), chunk.targets, prompt_logprobs)
-    return State(traced.pages, opening.pages, slots), PrefillResult(StepResult(packed, top), prompt)
+    new_state = State(traced.pages, opening.pages, opening.tails, slots)
+    return new_state, PrefillResult(StepResult(packed, top), prompt)
 
 
 def _first_token(
-    logits: Float[Array, "G one V"], s: Slots, chunk: Chunk
+    logits: Float[Array, "G one V"], s: Slots, chunk: Chunk, healthy: Bool[Array, " G"]
 ) -> tuple[Int[Array, " G"], Int[Array, " G"]]:
-    """Sample after a final chunk. Returns (token or -1, Finish)."""
+    """The token after a final chunk. Returns (token or -1, Finish)."""
     adjusted = adjust(logits, s.sampling, s.sampling.counts[:, None], s.generated[:, None])
     probs = distribution(adjusted, s.sampling)[:, 0]
     keys = row_keys(s.sampling.seed, chunk.start + chunk.count - 1, Purpose.SAMPLE)
     token = sample(keys, probs)
-    final = chunk.final & (chunk.count > 0)
-    broken = final & ~(jnp.isfinite(logits).all(axis=(1, 2)) & (token >= 0))
+    some, known = chunk.count > 0, chunk.follows >= 0
+    final = chunk.final & some
+    token = jnp.where(known, chunk.follows, token)
+    broken = some & ~healthy | final & ~(jnp.isfinite(logits).all(axis=(1, 2)) & (token >= 0))
     token = jnp.where(final & ~broken, token, -1)
-    stop = jnp.take_along_axis(s.sampling.stop_mask, jnp.maximum(token, 0)[:, None], axis=1)[:, 0]
+    stop = ~known & jnp.take_along_axis(s.sampling.stop_mask, jnp.maximum(token, 0)[:, None], axis=1)[:, 0]
     finish = jnp.select(
-        [broken, (token >= 0) & stop, (token >= 0) & (s.remaining <= 1)],
+        [broken, (token >= 0) & stop, (token >= 0) & ~known & (s.remaining <= 1)],
         [Finish.NAN, Finish.STOP, Finish.LENGTH],
         Finish.RUNNING,
     )

@@ -85,12 +85,14 @@ def adjust(
     s: SamplingState,
     counts: Int[Array, "B W V"],
     generated: Int[Array, "#B W"],
+    allowed: UInt32[Array, "B W n"] | None = None,
 ) -> Float[Array, "B W V"]:
     """What a request adds to its logits, in vLLM's order: bias, stop tokens, repetition, frequency, presence.
 
     logits: float32. counts: see `window_counts`. generated: output tokens before the one predicted here;
     stop tokens are -inf where it is below min_tokens. Repetition divides positive logits and multiplies the
-    others, as in Hugging Face and vLLM. Neutral parameters change no logit, and NaN stays NaN.
+    others, as in Hugging Face and vLLM. allowed: see `restrict`. Neutral parameters change no logit, and NaN
+    stays NaN.
     """
     # All of it is elementwise and fuses into one pass, so a lax.cond around it would cost more than it saves.
     bias, stop, prompt = s.logit_bias[:, None], s.stop_mask[:, None], s.prompt_mask[:, None]
@@ -101,7 +103,16 @@ def adjust(
     logits = jnp.where(stop & early, -jnp.inf, logits + bias)
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(seen | prompt, repeated, logits)
-    return logits - frequency * counts - presence * seen
+    return restrict(logits - frequency * counts - presence * seen, allowed)
+
+
+def restrict(logits: Float[Array, "B W V"], allowed: UInt32[Array, "B W n"] | None) -> Float[Array, "B W V"]:
+    """-inf where a grammar forbids token t: where bit t % 32 of word t // 32 is clear. None: no change."""
+    if allowed is None:
+        return logits
+    bits = allowed[..., None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    bits = bits.reshape(*allowed.shape[:-1], -1)[..., : logits.shape[-1]]
+    return logits + jnp.where(bits == 1, 0, -jnp.inf)  # a sum, so that NaN stays NaN
 
 
 @jax.named_scope("sample")

@@ -7,6 +7,10 @@ Invariant *warm draft cache*: the NextN cache is extended for every committed to
 rows are indexed by the token: row j of layer 0 holds the pair (h_{j-1}, t_j), row j of layer k the pair
 (z_{k-1} of row j-1, t_j), so rows 0..k of layer k do not exist. It runs one row ahead of the trunk: the
 newest token of a slot has its row there, but not yet in the trunk's cache.
+
+Invariant *page tails*: what a full page holds, in every cache, depends on the tokens up to its end alone. Its
+tail holds the hidden states that the next NextN rows merge, so a sequence that begins with cached pages goes
+on, drafting too, as if it had computed them. It is written with the first NextN row after the page.
 """
 
 from collections.abc import Iterable
@@ -59,10 +63,11 @@ class Slots:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """The paged latent cache, one array [P, S, C + R] per layer, and the slots."""
+    """The paged latent cache, one array [P, S, C + R] per layer, page tails [P, 1, k * D], and the slots."""
 
     trunk: tuple[Any, ...]
     nextn: tuple[Any, ...]
+    tails: Any
     slots: Slots
 
 
@@ -97,7 +102,8 @@ def abstract_state(cfg: ModelConfig, shape: StateShape, dtype: str, mesh: Mesh |
             carry=jnp.zeros((shape.slots, layers, cfg.hidden_size), type_of[dtype]),
             sampling=neutral_state(shape.slots, cfg.vocab_size),
         )
-        return State((cache,) * cfg.num_hidden_layers, (cache,) * layers, slots)
+        tails = jnp.zeros((pages, 1, layers * cfg.hidden_size), type_of[dtype])
+        return State((cache,) * cfg.num_hidden_layers, (cache,) * layers, tails, slots)
 
     state = jax.eval_shape(zeros)
     if mesh is None:
@@ -125,8 +131,10 @@ def put_first_slots(slots: Tree, part: Tree) -> Tree:
     return jax.tree.map(put, slots, part)
 
 
-def admit(state: State, slot: Int[Array, ""], row: Slots) -> State:
-    """Put one request's row (first axis 1) into ``slot``."""
+def admit(state: State, slot: Int[Array, ""], row: Slots, tail: Int[Array, ""]) -> State:
+    """Put one request's row (first axis 1) into ``slot``; it goes on from the tail of page ``tail``."""
+    carry = jax.lax.dynamic_index_in_dim(state.tails, tail, axis=0)
+    row = replace(row, carry=carry.reshape(row.carry.shape))
 
     def put(a: Array, b: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(a, b.astype(a.dtype), slot, axis=0)
@@ -134,9 +142,10 @@ def admit(state: State, slot: Int[Array, ""], row: Slots) -> State:
     return replace(state, slots=jax.tree.map(put, state.slots, row))
 
 
-def release(state: State, keep: Bool[Array, " B"]) -> State:
-    """Switch off the slots whose requests the host ended."""
-    return replace(state, slots=replace(state.slots, active=state.slots.active & keep))
+def update(state: State, keep: Bool[Array, " B"], page_table: Int[Array, "B n"]) -> State:
+    """Switch off the slots whose requests the host ended or preempted, and give the others further pages."""
+    slots = replace(state.slots, active=state.slots.active & keep, page_table=page_table)
+    return replace(state, slots=slots)
 
 
 def mask_row(ids: Iterable[int], vocab: int) -> Any:

@@ -6,6 +6,10 @@
     commit   lengths grow, finished slots switch themselves off, NextN rows of the emitted tokens are written
 
 Drafting first lets every step have its own depth: nothing that depends on the depth crosses steps.
+
+What a grammar allows after a draft is known on the host alone, once it has read the draft. A step with such a
+row is therefore launched as two programs, ``draft_phase`` and ``verify_phase``; every other step is the two
+of them in one.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +18,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from mtp_jax.config import ModelConfig
 from mtp_jax.decode import verify
@@ -26,6 +30,7 @@ from mtp_jax.decode.sampling import (
     adjust,
     argmax,
     distribution,
+    restrict,
     row_keys,
     top_logprobs,
     window_counts,
@@ -41,11 +46,15 @@ Verifier = Literal["rejection", "block"]
 
 @dataclass(frozen=True)
 class SamplingMode:
-    """Static choices of a step. ``drafting`` None: every row is greedy and unadjusted, so argmax decides."""
+    """Static choices of a step. ``drafting`` None: every row is greedy and unadjusted, so argmax decides.
+
+    ``structured``: the step is two programs and takes what grammars allow.
+    """
 
     drafting: Drafting | None = None
     verifier: Verifier = "rejection"
     logprobs: int | None = None
+    structured: bool = False
 
 
 class Finish(IntEnum):
@@ -92,40 +101,86 @@ def step(
 
     pages: columns of the page table to look at; must cover every active slot's length + depth + 1 rows.
     """
+    state, drafts = draft_phase(
+        params, state, None, cfg=cfg, slots=slots, depth=depth, pages=pages, mode=mode, on=on
+    )
+    return verify_phase(params, state, drafts, None, cfg=cfg, pages=pages, mode=mode, on=on)
+
+
+def draft_phase(
+    params: Params,
+    state: State,
+    allowed: UInt32[Array, "B n"] | None,
+    *,
+    cfg: ModelConfig,
+    slots: int,
+    depth: int,
+    pages: int,
+    mode: SamplingMode,
+    on: Backend,
+) -> tuple[State, Drafts]:
+    """The first half of ``step``. allowed: what grammars allow next, if they say (see ``restrict``)."""
+    s = first_slots(state.slots, slots)
+    if not depth:
+        return state, _no_drafts(cfg, slots, mode)
+    with jax.named_scope("draft"):
+        drafts, nextn_pages = draft(
+            params, cfg, state, s, s.page_table[:, :pages], depth, mode.drafting, on, allowed
+        )
+    return replace(state, nextn=nextn_pages), replace(drafts, logits=None)
+
+
+def verify_phase(
+    params: Params,
+    state: State,
+    drafts: Drafts,
+    allowed: UInt32[Array, "B W n"] | None,
+    *,
+    cfg: ModelConfig,
+    pages: int,
+    mode: SamplingMode,
+    on: Backend,
+) -> tuple[State, StepResult]:
+    """The second half. allowed: what grammars allow at every position of the window, if they say."""
+    slots, depth = drafts.tokens.shape
     s = first_slots(state.slots, slots)
     table = s.page_table[:, :pages]
-    with jax.named_scope("draft"):
-        if depth:
-            drafts, nextn_pages = draft(params, cfg, state, s, table, depth, mode.drafting, on)
-        else:
-            drafts, nextn_pages = _no_drafts(cfg, slots, mode), state.nextn
     with jax.named_scope("verify"):
         window = jnp.concatenate([s.newest[:, None], drafts.tokens], axis=1)
         traced = _verify(params, cfg, state, s, table, jnp.maximum(window, 0), on)
         logits = trunk.logits(params, traced.hidden)
     with jax.named_scope("accept"):
         healthy = jnp.isfinite(logits).all(axis=-1)
-        verdict = _accept(logits, window, drafts, s, mode)
+        verdict = _accept(logits, window, drafts, s, mode, allowed)
         emitted = _emit(verdict, drafts.tokens, s, healthy)
     with jax.named_scope("commit"):
         tokens = emitted.tokens
         valid = tokens >= 0
         positions = window_positions(s.length + 1, depth + 1, valid)
         extension = extend(
-            params, cfg, nextn_pages, table, jnp.maximum(tokens, 0), positions, traced.hidden, s.carry, on
+            params,
+            cfg,
+            state.nextn,
+            state.tails,
+            table,
+            jnp.maximum(tokens, 0),
+            positions,
+            traced.hidden,
+            s.carry,
+            on,
         )
         advanced = _advance(s, emitted, extension.z)
     num_drafts = jnp.where(s.active, jnp.minimum(s.depth, depth), 0)
     counts = (emitted.count, jnp.where(s.active, verdict.accepted, 0), num_drafts, emitted.finish)
     packed = jnp.concatenate([tokens, jnp.stack(counts, axis=1)], axis=1)
     top = None if mode.logprobs is None else top_logprobs(logits, tokens, mode.logprobs)
-    new = State(traced.pages, extension.pages, put_first_slots(state.slots, advanced))
+    new = State(traced.pages, extension.pages, extension.tails, put_first_slots(state.slots, advanced))
     return new, StepResult(packed, top)
 
 
 def _no_drafts(cfg: ModelConfig, slots: int, mode: SamplingMode) -> Drafts:
     nothing = jnp.zeros((slots, 0, cfg.vocab_size), jnp.float32)
-    return Drafts(jnp.zeros((slots, 0), jnp.int32), nothing, None if mode.drafting is None else nothing)
+    return Drafts(jnp.zeros((slots, 0), jnp.int32), None, None if mode.drafting is None else nothing)
 
 
 def _verify(
@@ -146,14 +201,19 @@ def _verify(
 
 
 def _accept(
-    logits: Float[Array, "B W V"], window: Int[Array, "B W"], drafts: Drafts, s: Slots, mode: SamplingMode
+    logits: Float[Array, "B W V"],
+    window: Int[Array, "B W"],
+    drafts: Drafts,
+    s: Slots,
+    mode: SamplingMode,
+    allowed: UInt32[Array, "B W n"] | None,
 ) -> verify.Verdict:
     num_drafts = jnp.minimum(s.depth, drafts.tokens.shape[1])
     if drafts.probs is None:
-        return verify.greedy(argmax(logits), drafts.tokens, num_drafts)
+        return verify.greedy(argmax(restrict(logits, allowed)), drafts.tokens, num_drafts)
     counts = window_counts(s.sampling.counts, window)
     generated = s.generated[:, None] + jnp.arange(window.shape[1])
-    target = distribution(adjust(logits, s.sampling, counts, generated), s.sampling)
+    target = distribution(adjust(logits, s.sampling, counts, generated, allowed), s.sampling)
     accept = row_keys(s.sampling.seed, s.length, Purpose.ACCEPT)
     residual = row_keys(s.sampling.seed, s.length, Purpose.RESIDUAL)
     run = verify.block if mode.verifier == "block" else verify.rejection

@@ -17,7 +17,9 @@ class EngineConfig:
         max_model_len: most tokens of prompt and output together.
         page_size: cache rows per page.
         num_pages: pages per data shard; None: enough for every slot at max_model_len.
-        prefill_chunk: most prompt tokens per prefill launch.
+        prefill_chunk: most prompt tokens per prefill launch, and between two steps.
+        prefix_cache: keep the pages of past requests for prompts that begin the same.
+        adaptive_depth: choose the depth of each step by measured speed; num_speculative_tokens is the most.
         drafting: "sampled" draws from the draft distribution, "greedy" takes its argmax; both lossless.
         verifier: "rejection" (arXiv 2211.17192) or "block" (arXiv 2403.10444).
         dtype: of weights and cache.
@@ -30,6 +32,8 @@ class EngineConfig:
     page_size: int = 64
     num_pages: int | None = None
     prefill_chunk: int = 256
+    prefix_cache: bool = True
+    adaptive_depth: bool = False
     drafting: Drafting = "sampled"
     verifier: Verifier = "block"
     dtype: str = "float32"
@@ -49,6 +53,8 @@ class EngineConfig:
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
                 raise ConfigError(f"{name} = {value!r}; expected an integer from {low} to {high}")
         for name, allowed in (
+            ("prefix_cache", (True, False)),
+            ("adaptive_depth", (True, False)),
             ("drafting", ("sampled", "greedy")),
             ("verifier", ("rejection", "block")),
             ("dtype", ("float32", "bfloat16")),
@@ -64,3 +70,7 @@ class EngineConfig:
     def pages_for(self, tokens: int) -> int:
         """Pages that a sequence of this many tokens needs, the drafts past its end included."""
         return -(-(tokens + self.num_speculative_tokens + 1) // self.page_size)
+
+    def pages_for_step(self, rows: int, depth: int, capacity: int) -> int:
+        """Pages that a step of ``depth`` drafts after ``rows`` rows needs; ``capacity``: all tokens."""
+        return min(-(-(rows + depth + 1) // self.page_size), self.pages_for(capacity))

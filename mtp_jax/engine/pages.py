@@ -1,30 +1,109 @@
-"""The page allocator: free lists of cache pages, one per data shard."""
+"""The pages of one data shard: free, in use by requests, or kept by the prefix cache. No jax here.
+
+A full page that somebody computed is registered under a digest of all tokens up to its end. When nobody uses
+it any more it stays, least recently used first to go, until its room is needed.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+
+import numpy as np
 
 from mtp_jax.errors import ConfigError
 
 
-class PageAllocator:
-    """Hands out page numbers local to a data shard. Invariant: with no live request every page is free."""
+class PagePool:
+    """Hands out page numbers. Invariant: with no live request every page is free or kept as a prefix."""
 
-    def __init__(self, pages: int, shards: int = 1) -> None:
+    def __init__(self, pages: int) -> None:
         if pages < 1:
             raise ConfigError(f"num_pages = {pages}; expected at least 1")
         self.pages = pages
-        self._free = [list(range(pages - 1, -1, -1)) for _ in range(shards)]
+        self._free = list(range(pages - 1, -1, -1))
+        self._users = [0] * pages
+        self._page_of: dict[bytes, int] = {}
+        self._digest_of: dict[int, bytes] = {}
+        # Cached pages that nobody uses, the one to go first in front.
+        self._idle: OrderedDict[int, None] = OrderedDict()
 
-    def free(self, shard: int = 0) -> int:
-        """Pages that ``shard`` can still hand out."""
-        return len(self._free[shard])
+    @property
+    def available(self) -> int:
+        """Pages that ``allocate`` can hand out, cached ones that nobody uses included."""
+        return len(self._free) + len(self._idle)
 
-    def allocate(self, count: int, shard: int = 0) -> list[int] | None:
-        """``count`` pages, or None if the shard has fewer."""
-        if count > len(self._free[shard]):
+    @property
+    def cached(self) -> int:
+        """Pages that the prefix cache keeps for nobody in particular."""
+        return len(self._idle)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """``count`` pages for one user, or None if there are fewer."""
+        if count > self.available:
             return None
-        return [self._free[shard].pop() for _ in range(count)]
+        while len(self._free) < count:
+            page, _ = self._idle.popitem(last=False)
+            self._forget(page)
+            self._free.append(page)
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._users[page] = 1
+        return pages
 
-    def release(self, pages: list[int], shard: int = 0) -> None:
-        """Give pages back. Raises ValueError if one is free already."""
-        twice = set(pages) & set(self._free[shard])
-        if twice or len(set(pages)) != len(pages):
-            raise ValueError(f"pages {sorted(twice) or pages} released twice")
-        self._free[shard].extend(reversed(pages))
+    def match(self, digests: Iterable[bytes]) -> list[int]:
+        """The cached pages of the longest known prefix."""
+        pages = []
+        for digest in digests:
+            page = self._page_of.get(digest)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """One more user for pages that ``match`` found."""
+        for page in pages:
+            self._users[page] += 1
+            self._idle.pop(page, None)
+
+    def release(self, pages: Sequence[int]) -> None:
+        """A user gives its pages back. Raises ValueError if one has no user."""
+        unused = [p for p in pages if not self._users[p]]
+        if unused or len(set(pages)) != len(pages):
+            raise ValueError(f"pages {unused or pages} released twice")
+        # From the end: the longest prefixes are the first to go.
+        for page in reversed(pages):
+            self._users[page] -= 1
+            if self._users[page]:
+                continue
+            if page in self._digest_of:
+                self._idle[page] = None
+            else:
+                self._free.append(page)
+
+    def register(self, page: int, digest: bytes) -> None:
+        """Let later requests find a full page, unless it or a copy of it is known already."""
+        if digest not in self._page_of and page not in self._digest_of:
+            self._page_of[digest], self._digest_of[page] = page, digest
+
+    def forget(self, pages: Iterable[int] | None = None) -> None:
+        """Let nobody find these pages any more, or any page; whoever uses them keeps them."""
+        for page in list(self._digest_of) if pages is None else pages:
+            if page in self._digest_of:
+                self._forget(page)
+            if page in self._idle:
+                del self._idle[page]
+                self._free.append(page)
+
+    def _forget(self, page: int) -> None:
+        del self._page_of[self._digest_of.pop(page)]
+
+
+def extend_digests(digests: list[bytes], salt: str, tokens: Sequence[int], page_size: int) -> None:
+    """Append the digests of further full pages of ``tokens``: SHA-256 over (salt, parent, tokens)."""
+    parent = digests[-1] if digests else sha256(salt.encode()).digest()
+    while (len(digests) + 1) * page_size <= len(tokens):
+        begin = len(digests) * page_size
+        page = np.asarray(tokens[begin : begin + page_size], "<i4").tobytes()
+        parent = sha256(parent + page).digest()
+        digests.append(parent)

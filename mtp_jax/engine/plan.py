@@ -1,10 +1,12 @@
 """Which executable a piece of work needs: buckets of slots, pages, prompt chunks and sampling modes."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from mtp_jax.decode.compiled import Key, PrefillKey, StepKey, buckets
 from mtp_jax.decode.step import SamplingMode
 from mtp_jax.engine.config import EngineConfig
+from mtp_jax.engine.depth import adaptive_depths
 from mtp_jax.engine.request import MAX_LOGPROBS, Request
 
 _LOGPROB_WIDTHS = (0, 5, MAX_LOGPROBS)
@@ -12,54 +14,86 @@ _SMALLEST_ROWS = 256
 _SMALLEST_CHUNK = 16
 
 
-def step_key(config: EngineConfig, running: list[Request]) -> StepKey:
-    """What one step over these requests needs at least."""
-    depth = max(r.depth for r in running)
-    pages = max(min(-(-(r.rows_bound + depth + 1) // config.page_size), len(r.pages)) for r in running)
+def step_key(config: EngineConfig, running: list[Request], depth: int) -> StepKey:
+    """What one step of ``depth`` drafts over these requests needs at least."""
+    pages = max(config.pages_for_step(r.rows_bound, depth, r.capacity) for r in running)
     return StepKey(max(r.slot for r in running) + 1, depth, pages, mode_of(config, running))
 
 
 def prefill_key(config: EngineConfig, requests: list[Request]) -> PrefillKey:
     """What prefilling the next chunk of these requests together needs at least."""
-    tokens = max(next(chunks(config, len(r.prompt) - r.prefilled)) for r in requests)
-    rows = max(min(r.prefilled + tokens, len(r.prompt)) + 1 for r in requests)
+    tokens = max(next(chunks(config, len(r.tokens) - r.prefilled)) for r in requests)
+    rows = max(min(r.prefilled + tokens, len(r.tokens)) + 1 for r in requests)
     return PrefillKey(tokens, -(-rows // config.page_size), *_widths(requests))
 
 
-def keys_for(config: EngineConfig, requests: list[Request], shards: int, slots: int = 0) -> list[Key]:
+def keys_for(
+    config: EngineConfig, requests: list[Request], shards: int, *, slots: int, pages: int
+) -> list[Key]:
     """The executables to compile so that these requests can be served together.
 
-    slots: the highest slot in use, which a step must reach however few requests there are.
+    slots: the highest slot in use, which a step must reach however few requests there are. pages: that a
+    data shard has; requests that need more together may be preempted, and prefilled again with their output.
     """
     if not requests:
         return []
     needed = config.max_num_seqs
     if shards == 1:
         needed = max(slots, min(len(requests), needed))
-    slots = next(b for b in buckets(config.max_num_seqs, 1, 2) if b >= needed)
-    depth, mode = max(r.depth for r in requests), mode_of(config, requests)
-    pages = _page_buckets(config, max(config.pages_for(r.capacity) for r in requests))
-    keys: list[Key] = [StepKey(slots, depth, p, mode) for p in pages]
-    largest = PrefillKey(0, 0, *_widths(requests))
+    slots = next(b for b in _slot_buckets(config) if b >= needed)
+    deepest, mode = max(r.depth for r in requests), mode_of(config, requests)
+    depths = {deepest} if all(r.fixed_depth for r in requests) else adaptive_depths(deepest)
+    widest = _page_buckets(config, max(config.pages_for(r.capacity) for r in requests))
+    keys: list[Key] = [StepKey(slots, d, p, mode) for p in widest for d in sorted(depths, reverse=True)]
+    widths = _widths(requests)
+    # A prompt that begins in the prefix cache, or meets another shard's, may need the longest chunk with the
+    # longest history.
+    tokens, columns = 0, 0
     for r in requests:
         start = 0
         while start < len(r.prompt):
             size = next(chunks(config, len(r.prompt) - start))
             rows = min(start + size, len(r.prompt)) + 1
             page = _page_buckets(config, -(-rows // config.page_size))[-1]
-            keys.append(PrefillKey(size, page, largest.logprobs, largest.prompt_logprobs))
-            largest = PrefillKey(max(size, largest.tokens), max(page, largest.pages), *_widths(requests))
+            keys.append(PrefillKey(size, page, *_widths([r])))
+            tokens, columns = max(tokens, size), max(columns, page)
             start += size
-    # Shards prefill different prompts in one launch: the longest chunk may meet the longest history.
-    return list(dict.fromkeys([*keys, largest] if shards > 1 else keys))
+    if sum(config.pages_for(r.capacity) for r in requests) > pages:
+        tokens = max(next(chunks(config, r.capacity)) for r in requests)
+        columns = widest[-1]
+    return list(dict.fromkeys([*keys, PrefillKey(tokens, columns, *widths)]))
+
+
+def warm_up_keys(config: EngineConfig) -> tuple[list[Key], list[Key]]:
+    """The executables of a server: a few that can serve anything, and the rest, cheaper, likely ones first.
+
+    Long histories get fewer buckets: their steps are dominated by attention, not by slots that idle.
+    """
+    deepest = config.num_speculative_tokens
+    depths = adaptive_depths(deepest) if config.adaptive_depth else (deepest,)
+    greedy, sampled = SamplingMode(), SamplingMode(config.drafting, config.verifier)
+    scored = replace(sampled, logprobs=MAX_LOGPROBS)
+    slots, pages = _slot_buckets(config), _page_buckets(config, config.columns)
+    chunk = config.prefill_chunk
+    first: list[Key] = [
+        PrefillKey(chunk, pages[-1]),
+        StepKey(slots[-1], deepest, pages[-1], sampled),
+        PrefillKey(chunk, pages[-1], MAX_LOGPROBS, MAX_LOGPROBS),
+        StepKey(slots[-1], deepest, pages[-1], scored),
+    ]
+    rest: list[Key] = []
+    for i, p in enumerate(pages):
+        rest += [PrefillKey(size, p) for size in _chunk_buckets(config)]
+        some = slots if i < 2 else (slots[0], slots[-1])
+        rest += [StepKey(b, d, p, mode) for mode in (greedy, sampled) for d in reversed(depths) for b in some]
+    return first, [k for k in rest if k not in first]
 
 
 def chunks(config: EngineConfig, tokens: int) -> Iterator[int]:
     """Chunk sizes of a prompt: full chunks, then the smallest bucket that holds the rest."""
-    full = config.prefill_chunk
-    sizes = buckets(full, min(_SMALLEST_CHUNK, full), 4)
+    sizes = _chunk_buckets(config)
     while tokens > 0:
-        size = next((b for b in sizes if b >= tokens), full)
+        size = next((b for b in sizes if b >= tokens), config.prefill_chunk)
         yield size
         tokens -= size
 
@@ -71,6 +105,14 @@ def mode_of(config: EngineConfig, requests: Iterable[Request]) -> SamplingMode:
     if all(r.params.is_plain_greedy for r in requests):
         return SamplingMode(logprobs=logprobs)
     return SamplingMode(config.drafting, config.verifier, logprobs)
+
+
+def _slot_buckets(config: EngineConfig) -> Sequence[int]:
+    return buckets(config.max_num_seqs, 1, 2)
+
+
+def _chunk_buckets(config: EngineConfig) -> Sequence[int]:
+    return buckets(config.prefill_chunk, min(_SMALLEST_CHUNK, config.prefill_chunk), 4)
 
 
 def _page_buckets(config: EngineConfig, needed: int) -> list[int]:

@@ -180,7 +180,25 @@ TokenLogprobs = dict[int, Logprob]
 
 @dataclass
 class Request:
-    """One completion on its way through the engine. Only the engine changes it."""
+    """One completion on its way through the engine. Only the engine changes it.
+
+    Attributes:
+        capacity: tokens its pages may have to hold.
+        fixed_depth: whether every step must offer it ``depth`` drafts, or adaptive depth decides.
+        spare: further tokens its pages hold from the start.
+        priority: lower numbers are served first.
+        deadline: ``time.perf_counter()`` at which it is ended, finished or not.
+        salt: only requests of the same salt share cached pages.
+        tokens: to prefill: the prompt, and once preempted all it had emitted but the newest token.
+        follows: that newest token; -1 before the first.
+        prefilled: how many of ``tokens`` are in the cache or on their way into it.
+        registered: full pages the prefix cache knows of.
+        digests: of its full pages.
+        inflight: launches that have not been read.
+        unread: those among them that will hold at least one token.
+        rows_bound: the most cache rows that all launches can commit.
+        cached_tokens: prompt tokens found in the prefix cache at its first admission.
+    """
 
     id: int
     prompt: tuple[int, ...]
@@ -188,8 +206,12 @@ class Request:
     seed: int
     max_tokens: int
     depth: int
-    # Tokens its pages hold.
     capacity: int
+    spare: int = 0
+    fixed_depth: bool = True
+    priority: int = 0
+    deadline: float | None = None
+    salt: str = ""
     status: Status = Status.WAITING
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -198,11 +220,18 @@ class Request:
     speculation: Speculation = field(default_factory=Speculation)
     slot: int = -1
     pages: list[int] = field(default_factory=list)
+    tokens: Sequence[int] = ()
+    follows: int = -1
     prefilled: int = 0
-    # Launched, not yet read: results that will hold at least one token, and the most rows they can commit.
+    registered: int = 0
+    digests: list[bytes] = field(default_factory=list)
+    inflight: int = 0
     unread: int = 0
     rows_bound: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
     arrived: float = field(default_factory=time.perf_counter)
+    admitted_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
 
@@ -211,6 +240,12 @@ class Request:
         """Whether no further token will come."""
         return self.status is Status.FINISHED
 
+    def take_up(self) -> None:
+        """Prepare for admission: everything known so far is to be prefilled."""
+        self.tokens, self.follows = self.prompt, -1
+        if self.output:
+            self.tokens, self.follows = (*self.prompt, *self.output[:-1]), self.output[-1]
+
     def emit(self, tokens: list[int]) -> None:
         """Take tokens that a launch produced."""
         self.output += tokens
@@ -218,5 +253,5 @@ class Request:
             self.first_token_at = time.perf_counter()
 
     def end(self, reason: str) -> None:
-        """No more tokens: "stop", "length", "abort" or "error"."""
+        """No more tokens: "stop", "length", "abort", "timeout" or "error"."""
         self.status, self.finish_reason, self.finished_at = Status.FINISHED, reason, time.perf_counter()

@@ -1,24 +1,31 @@
 """Which request has which slot and pages, and what runs next. No jax here.
 
-Invariant *free pages return*: when no request lives, every page is free.
+Invariant *free pages return*: when no request lives, every page is free or kept by the prefix cache.
 """
 
-from collections import deque
+from bisect import insort
+from collections.abc import Iterable
 
 from mtp_jax.engine.config import EngineConfig
-from mtp_jax.engine.pages import PageAllocator
+from mtp_jax.engine.pages import PagePool, extend_digests
 from mtp_jax.engine.request import Request, Status
 
 
 class Scheduler:
-    """First come, first served: a request takes a slot and all the pages it can need, or waits."""
+    """By priority, then first come, first served: a request takes a slot and pages for its prompt, or waits.
+
+    Pages for its output come as it grows. When they run out, the request that would be served last gives its
+    own back and waits for them again: preemption.
+    """
 
     def __init__(self, config: EngineConfig, shards: int) -> None:
         self.config, self.shards = config, shards
         self.slots_per_shard = config.max_num_seqs // shards
-        self.allocator = PageAllocator(config.num_pages or self.slots_per_shard * config.columns, shards)
-        self.waiting: deque[Request] = deque()
+        pages = config.num_pages or self.slots_per_shard * config.columns
+        self.pools = [PagePool(pages) for _ in range(shards)]
+        self.waiting: list[Request] = []
         self.slots: list[Request | None] = [None] * config.max_num_seqs
+        self.preemptions = 0
 
     @property
     def busy(self) -> bool:
@@ -29,36 +36,85 @@ class Scheduler:
         """Requests that wait or have a slot."""
         return [*(r for r in self.slots if r), *self.waiting]
 
+    def enqueue(self, request: Request) -> None:
+        """Let a request wait for its turn."""
+        insort(self.waiting, request, key=_turn)
+
+    def shard_of(self, slot: int) -> int:
+        """The data shard that holds a slot and its pages."""
+        return slot // self.slots_per_shard
+
+    def _in_shard(self, shard: int) -> list[Request]:
+        first = shard * self.slots_per_shard
+        return [r for r in self.slots[first : first + self.slots_per_shard] if r]
+
+    def pool_of(self, request: Request) -> PagePool:
+        """Where the pages of a request that has a slot come from."""
+        return self.pools[self.shard_of(request.slot)]
+
+    # Admission
+
     def admit(self) -> list[Request]:
         """Give slots and pages to waiting requests, in order, as far as they go."""
         admitted = []
-        while self.waiting and self._place(self.waiting[0]):
-            request = self.waiting.popleft()
+        # A preempted request is resumed from its newest token, so all its launches must have been read.
+        while self.waiting and not self.waiting[0].inflight and self._place(self.waiting[0]):
+            request = self.waiting.pop(0)
             request.status = Status.PREFILL
             self.slots[request.slot] = request
             admitted.append(request)
         return admitted
 
     def _place(self, request: Request) -> bool:
-        """Take the lowest free slot whose shard has the pages: low slots keep the slot bucket small."""
-        needed = self.config.pages_for(request.capacity)
-        by_height = sorted(range(len(self.slots)), key=lambda slot: slot % self.slots_per_shard)
-        for slot in by_height:
-            if self.slots[slot] is None:
-                pages = self.allocator.allocate(needed, self.shard_of(slot))
-                if pages is not None:
-                    request.slot, request.pages = slot, pages
-                    return True
-        return False
+        """Take a free slot whose shard has the pages, where most of the prompt is cached.
 
-    def shard_of(self, slot: int) -> int:
-        """The data shard that holds a slot and its pages."""
-        return slot // self.slots_per_shard
+        Low slots come first: they keep the slot bucket small.
+        """
+        free = [slot for slot, r in enumerate(self.slots) if r is None]
+        if not free:
+            return False
+        request.take_up()
+        cached = self._cached(request)
+        free.sort(key=lambda slot: (-len(cached[self.shard_of(slot)]), slot % self.slots_per_shard, slot))
+        return any(self._place_in(request, slot, cached[self.shard_of(slot)]) for slot in free)
+
+    def looks_up(self, request: Request) -> bool:
+        """Whether it may begin with cached pages: log-probabilities of the prompt need all of it computed."""
+        return self.config.prefix_cache and request.params.prompt_logprobs is None
+
+    def _cached(self, request: Request) -> list[list[int]]:
+        """Per shard, the cached pages of the request's first tokens.
+
+        At least one token is left to compute: its hidden state gives the first logits.
+        """
+        if not self.looks_up(request):
+            return [[] for _ in self.pools]
+        extend_digests(request.digests, request.salt, request.tokens, self.config.page_size)
+        known = request.digests[: (len(request.tokens) - 1) // self.config.page_size]
+        return [pool.match(known) for pool in self.pools]
+
+    def _place_in(self, request: Request, slot: int, cached: list[int]) -> bool:
+        shard = self.shard_of(slot)
+        pool = self.pools[shard]
+        pool.share(cached)
+        fresh = self.config.pages_for(len(request.tokens) + request.spare) - len(cached)
+        # A page more for whoever may need one soon: a request admitted too early would be preempted at once.
+        growing = sum(len(r.pages) < self.config.pages_for(r.capacity) for r in self._in_shard(shard))
+        pages = pool.allocate(fresh) if fresh + growing <= pool.available else None
+        if pages is None:
+            pool.release(cached)
+            return False
+        request.slot, request.pages = slot, [*cached, *pages]
+        request.prefilled = len(cached) * self.config.page_size
+        request.registered = len(cached)
+        return True
+
+    # What runs
 
     def prefilling(self) -> list[Request | None]:
-        """Per data shard the oldest request whose prompt is not in the cache yet."""
+        """Per data shard the request to prefill next."""
         chosen: list[Request | None] = [None] * self.shards
-        for request in sorted(filter(None, self.slots), key=lambda r: r.id):
+        for request in sorted(filter(None, self.slots), key=_turn):
             shard = self.shard_of(request.slot)
             if request.status is Status.PREFILL and chosen[shard] is None:
                 chosen[shard] = request
@@ -69,12 +125,64 @@ class Scheduler:
         live = [r for r in self.slots if r and r.status is Status.RUNNING]
         return [r for r in live if len(r.output) + r.unread < r.max_tokens]
 
+    def grow(self, running: Iterable[Request], depth: int) -> bool:
+        """Give each its pages for a step of ``depth`` drafts, preempting others for them.
+
+        Returns whether pages or slots changed hands.
+        """
+        changed = False
+        for request in sorted(running, key=_turn):
+            drafts = min(depth, request.depth)
+            needed = self.config.pages_for_step(request.rows_bound, drafts, request.capacity)
+            while request.slot >= 0 and len(request.pages) < needed:
+                changed = True
+                pages = self.pool_of(request).allocate(needed - len(request.pages))
+                if pages is not None:
+                    request.pages += pages
+                else:
+                    self._preempt(max(self._in_shard(self.shard_of(request.slot)), key=_turn))
+        return changed
+
+    def _preempt(self, request: Request) -> None:
+        self._vacate(request)
+        request.slot, request.status = -1, Status.WAITING
+        request.preemptions += 1
+        self.preemptions += 1
+        self.enqueue(request)
+
+    # What is left behind
+
+    def committed(self, request: Request, rows: int) -> None:
+        """``rows`` of the request's cache are known to be complete, and their tokens are known."""
+        if not self.config.prefix_cache or request.slot < 0:
+            return
+        full = rows // self.config.page_size
+        if full > request.registered:
+            tokens = [*request.prompt, *request.output]
+            extend_digests(request.digests, request.salt, tokens, self.config.page_size)
+            for i in range(request.registered, full):
+                self.pool_of(request).register(request.pages[i], request.digests[i])
+            request.registered = full
+
+    def broken(self, request: Request) -> None:
+        """NaN came out of the request's cache: nobody else may begin with its pages."""
+        if request.slot >= 0:
+            self.pool_of(request).forget(request.pages)
+
     def finish(self, request: Request, reason: str) -> None:
         """End a request, wherever it is, and take back what it holds."""
         if request.status is Status.WAITING:
             self.waiting.remove(request)
         else:
-            self.slots[request.slot] = None
-            self.allocator.release(request.pages, self.shard_of(request.slot))
-            request.pages = []
+            self._vacate(request)
         request.end(reason)
+
+    def _vacate(self, request: Request) -> None:
+        self.pool_of(request).release(request.pages)
+        self.slots[request.slot] = None
+        request.pages = []
+
+
+def _turn(request: Request) -> tuple[int, int]:
+    """Whose turn it is first: the lower priority number, then the older request."""
+    return request.priority, request.id

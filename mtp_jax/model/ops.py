@@ -39,19 +39,22 @@ class Queries:
 
 
 def write_rows(
-    pages: Float[Array, "P S C"], rows: Float[Array, "B W C"], view: PagedView
+    pages: Float[Array, "P S C"],
+    rows: Float[Array, "B W C"],
+    page_table: Int[Array, "B n"],
+    positions: Int[Array, "B W"],
 ) -> Float[Array, "P S C"]:
-    """``pages`` with the window's rows written at ``view.positions``; in place when donated.
+    """``pages`` with the window's rows written at ``positions``; in place when donated.
 
-    Rows that are not to be written go to the last page, which no sequence owns; so do rows past the table,
-    which an executable deeper than its slots ask for has.
+    Rows that are not to be written (negative positions) go to the last page, which no sequence owns; so do
+    rows past the table, which an executable deeper than its slots ask for has.
     """
     count, size, _ = pages.shape
-    columns = view.page_table.shape[1]
-    written = (view.positions >= 0) & (view.positions < columns * size)
-    column = jnp.clip(view.positions // size, 0, columns - 1)
-    page = jnp.where(written, jnp.take_along_axis(view.page_table, column, axis=1), count - 1).reshape(-1)
-    offset = (view.positions % size).reshape(-1)
+    columns = page_table.shape[1]
+    written = (positions >= 0) & (positions < columns * size)
+    column = jnp.clip(positions // size, 0, columns - 1)
+    page = jnp.where(written, jnp.take_along_axis(page_table, column, axis=1), count - 1).reshape(-1)
+    offset = (positions % size).reshape(-1)
     rows = rows.reshape(-1, 1, 1, rows.shape[-1])
     if jax.default_backend() != "cpu":
         return pages.at[page, offset].set(rows[:, 0, 0], mode="promise_in_bounds")
@@ -142,7 +145,7 @@ def paged_attention(
 
     def local(q, k_up, v_up, rows, pages, view):
         with jax.named_scope("cache_write"):
-            pages = write_rows(pages, rows, view)
+            pages = write_rows(pages, rows, view.page_table, view.positions)
         with jax.named_scope("attend"):
             context = attend(q, k_up, v_up, read_rows(pages, view), view.mask, scale, form)
         return context, pages
@@ -151,3 +154,18 @@ def paged_attention(
     up, paged = partition("heads"), partition("pages")
     run = sharded(local, mesh, (heads, up, up, per_slot, paged, per_slot), (heads, paged))
     return run(q, k_up, v_up, rows, pages, view)
+
+
+def write_tails(
+    tails: Float[Array, "P one C"],
+    rows: Float[Array, "B W C"],
+    page_table: Int[Array, "B n"],
+    page: Int[Array, "B W"],
+    mesh: Mesh | None,
+) -> Float[Array, "P one C"]:
+    """``tails`` with ``rows`` written for the slot's ``page``-th page; negative: not written."""
+    paged, per_slot = partition("pages"), partition("slots")
+    with jax.named_scope("cache_write"):
+        return sharded(write_rows, mesh, (paged, per_slot, per_slot, per_slot), paged)(
+            tails, rows, page_table, page
+        )

@@ -37,7 +37,7 @@ class Device:
     def __init__(self, engine: Engine, seed: int = 0, stop: float = 0.0, keep: float = 0.5) -> None:
         self.random = random.Random(seed)
         self.stop, self.keep = stop, keep
-        self.size, self.pages = engine.config.page_size, engine.scheduler.allocator.pages
+        self.size, self.pages = engine.config.page_size, engine.pages
         self.rows: dict[int, SimpleNamespace] = {}
         self.log: list[str] = []
         self.launches = 0
@@ -52,17 +52,19 @@ class Device:
     def compile(self, keys: Any, done: Any = None) -> None:
         self._compiled |= dict.fromkeys(keys)
 
-    def admit(self, state: Any, slot: int, row: Slots) -> Any:
-        held = int((np.asarray(row.page_table[0]) < self.pages).sum())
+    def admit(self, state: Any, slot: int, row: Slots, tail: int) -> Any:
         remaining, depth = int(row.remaining[0]), int(row.depth[0])
-        self.rows[slot] = SimpleNamespace(
-            length=0, active=False, remaining=remaining, depth=depth, held=held * self.size
-        )
+        self.rows[slot] = SimpleNamespace(active=False, remaining=remaining, depth=depth, length=None)
+        self._hold(slot, row.page_table[0])
         return state
 
-    def release(self, state: Any, keep: np.ndarray) -> Any:
-        for slot in np.flatnonzero(~keep):
-            self.rows[int(slot)].active = False
+    def _hold(self, slot: int, table: Any) -> None:
+        self.rows[slot].held = int((np.asarray(table) < self.pages).sum()) * self.size
+
+    def update(self, state: Any, keep: np.ndarray, page_table: np.ndarray) -> Any:
+        for slot, row in self.rows.items():
+            row.active &= bool(keep[slot])
+            self._hold(slot, page_table[slot])
         return state
 
     def _emit(self, row: SimpleNamespace, width: int) -> tuple[list[int], Finish]:
@@ -99,12 +101,18 @@ class Device:
             count = int(chunk.count[g])
             if count:
                 row = self.rows[int(slot)]
-                assert int(chunk.start[g]) == row.length, "a chunk begins where the last one ended"
+                begin = int(chunk.start[g])
+                if row.length is None:
+                    assert begin % self.size == 0, "a prompt begins after whole cached pages"
+                    row.length = begin
+                assert begin == row.length, "a chunk begins where the last one ended"
                 assert count <= key.tokens
                 row.length += count
                 # One row more: the NextN cache runs ahead by the first token.
                 assert row.length + 1 <= min(key.pages * self.size, row.held)
-                if chunk.final[g]:
+                if chunk.final[g] and chunk.follows[g] >= 0:
+                    row.active = True
+                elif chunk.final[g]:
                     tokens, finish = self._emit(row, 1)
             emitted.append((tokens, finish))
         return state, PrefillResult(self._result("prefill", emitted, 1), None)

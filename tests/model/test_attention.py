@@ -103,7 +103,9 @@ def test_write_rows_writes_what_is_asked_and_nothing_else():
     pages = rng.normal(size=(6, SIZE, 3)).astype(np.float32)  # page 5 is for rows nobody wants
     positions = np.array([[3, 4, -1], [-1, 6, 0]])
     rows = rng.normal(size=(2, 3, 3)).astype(np.float32)
-    got = jax.jit(write_rows)(jnp.asarray(pages), jnp.asarray(rows), view_of(table, positions))
+    got = jax.jit(write_rows)(
+        jnp.asarray(pages), jnp.asarray(rows), jnp.asarray(table), jnp.asarray(positions)
+    )
     want = pages.copy()
     want[2, 3], want[0, 0], want[4, 2], want[1, 0] = rows[0, 0], rows[0, 1], rows[1, 1], rows[1, 2]
     np.testing.assert_array_equal(got[:5], want[:5])

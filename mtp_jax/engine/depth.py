@@ -1,0 +1,119 @@
+"""Adaptive depth: each step runs the executable that promises the most tokens per second.
+
+What a step costs is measured while serving; what it yields is estimated from how often the draft at each
+position is accepted. Depth 0 takes part, so speculation is given up where it does not pay. Whatever is
+chosen, the tokens are right: trying a depth out costs time only.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+
+from mtp_jax.decode.compiled import StepKey
+
+_ENOUGH = 2  # measurements before a cost is believed
+_KEPT = 9
+_PROBE_EVERY = 100  # steps between looks at what is not chosen: at most 1 % of the time
+_MEMORY = 0.98  # weight of a step's acceptance one step later
+_PRIOR, _PRIOR_WEIGHT = 0.6, 4.0
+_HOPELESS = 0.85
+
+
+def adaptive_depths(most: int) -> tuple[int, ...]:
+    """The depths that adaptive steps choose from: 0, the odd ones and the deepest."""
+    return tuple(sorted({0, *range(1, most + 1, 2), most}))
+
+
+class StepCosts:
+    """Measured seconds of every step executable."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[StepKey, deque[float]] = {}
+
+    def add(self, key: StepKey, seconds: float) -> None:
+        """Take a measurement."""
+        self._seconds.setdefault(key, deque(maxlen=_KEPT)).append(seconds)
+
+    def known(self, key: StepKey) -> bool:
+        """Whether there are enough measurements."""
+        return len(self._seconds.get(key, ())) >= _ENOUGH
+
+    def seconds(self, key: StepKey) -> float:
+        """What the step takes: the median, or of two measurements the lower, as first runs are slow."""
+        seen = self._seconds[key]
+        return median(seen) if len(seen) > _ENOUGH else min(seen)
+
+    def largest_below(self, key: StepKey) -> StepKey | None:
+        """The measured key that differs in having fewer slots."""
+        fewer = [
+            k
+            for k in self._seconds
+            if (k.depth, k.pages, k.mode) == (key.depth, key.pages, key.mode) and k.slots < key.slots
+        ]
+        return max((k for k in fewer if self.known(k)), key=lambda k: k.slots, default=None)
+
+
+class Acceptance:
+    """How often the draft at each position is accepted, given that those before it were; the past fades."""
+
+    def __init__(self, most: int) -> None:
+        self._tried = [_PRIOR_WEIGHT] * most
+        self._held = [_PRIOR_WEIGHT * _PRIOR] * most
+
+    def add(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Take one step's rows: drafts verified and drafts accepted of each."""
+        deepest = max(drafted, default=0)
+        for i in range(deepest):
+            tried = sum(n > i and a >= i for n, a in zip(drafted, accepted, strict=True))
+            held = sum(a > i for a in accepted)
+            self._tried[i] = self._tried[i] * _MEMORY + tried
+            self._held[i] = self._held[i] * _MEMORY + held
+
+    def tokens(self) -> list[float]:
+        """Expected tokens of a row per step, at depth 0, 1, 2, ..."""
+        expected, reach = [1.0], 1.0
+        for tried, held in zip(self._tried, self._held, strict=True):
+            reach *= held / tried
+            expected.append(expected[-1] + reach)
+        return expected
+
+
+class DepthController:
+    """Chooses the executable of every step, from measured costs and acceptance."""
+
+    def __init__(self, most: int) -> None:
+        self.costs, self.acceptance = StepCosts(), Acceptance(most)
+        self._steps = 0
+
+    def choose(self, keys: Iterable[StepKey], depths: Sequence[int]) -> StepKey:
+        """The best of ``keys``, or one that must be measured. ``depths``: the most each row verifies."""
+        candidates = list(dict.fromkeys(keys))
+        if len(candidates) == 1:
+            return candidates[0]
+        tokens = self.acceptance.tokens()
+
+        def rate(key: StepKey, like: StepKey | None = None) -> float:
+            expected = sum(tokens[min(key.depth, d)] for d in depths)
+            return expected / self.costs.seconds(like or key)
+
+        self._steps += 1
+        known = [k for k in candidates if self.costs.known(k)]
+        unknown = [
+            k for k in candidates if not self.costs.known(k) and not self._hopeless(k, candidates, rate)
+        ]
+        if unknown:
+            return max(unknown, key=lambda k: k.depth)
+        best = max(known, key=rate) if known else min(candidates, key=lambda k: k.depth)
+        others = [k for k in candidates if k != best]
+        if self._steps % _PROBE_EVERY == 0:
+            return others[self._steps // _PROBE_EVERY % len(others)]
+        return best
+
+    def _hopeless(self, key: StepKey, candidates: list[StepKey], rate: Callable[..., float]) -> bool:
+        """Whether fewer slots at this depth already lost clearly: more rows make drafts dearer still."""
+        below = {k: self.costs.largest_below(k) for k in candidates}
+        own = below[key]
+        if own is None:
+            return False
+        rates = [rate(k, b) for k, b in below.items() if b and b.slots == own.slots]
+        return rate(key, own) < _HOPELESS * max(rates)
