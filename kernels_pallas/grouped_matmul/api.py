@@ -1,0 +1,114 @@
+"""The functions that a model calls."""
+
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas.grouped_matmul import mosaic_gpu, reference
+from kernels_pallas.grouped_matmul.layout import Groups, group_rows
+from kernels_pallas.grouped_matmul.reference import BLOCK, quantise
+from kernels_pallas.grouped_matmul.tile import Tile
+
+Implementation = Literal["xla", "mosaic_gpu"]
+
+
+def expert_mlp(
+    x: Float[Array, "T D"],
+    ids: Int[Array, "T k"],
+    weights: Float[Array, "T k"],
+    gate_up: Float[Array, "E 2 I D"],
+    down: Float[Array, "E D I"],
+    gate_up_scale: Float[Array, "E 2 i d"] | None,
+    down_scale: Float[Array, "E d i"] | None,
+    *,
+    rows_per_expert: float,
+    implementation: Implementation,
+    interpret: Any = None,
+) -> Float[Array, "T D"]:
+    """Each row's chosen experts, weighted: ``sum_k weights * down(silu(gate(x)) * up(x))``.
+
+    FP8 weights multiply activations quantised to e4m3 in 1x128 blocks, once before each product.
+
+    Args:
+        x: bfloat16.
+        ids: experts chosen by each row, int32; those outside ``[0, E)`` contribute nothing.
+        weights: float32.
+        gate_up: e4m3 with ``gate_up_scale``, or bfloat16 without; output features first.
+        down: likewise, with ``down_scale``.
+        gate_up_scale: float32 scales of 128x128 blocks.
+        down_scale: likewise.
+        rows_per_expert: rows that an expert has on average; decides how the work is cut.
+        implementation: who multiplies: "mosaic_gpu" needs a Hopper GPU; "xla" is the oracle in plain jnp.
+        interpret: parameters of Pallas' interpreter; None compiles.
+
+    Returns:
+        bfloat16, summed in float32.
+
+    Raises:
+        ValueError: for what the kernel cannot do.
+    """
+    check(x, gate_up, gate_up_scale)
+    check(x, down, down_scale)
+    experts, _, inner, _ = gate_up.shape
+    gated = choose_tile(rows_per_expert, inner, gated=True)
+    groups = group_rows(ids.reshape(-1), experts, gated.rows)
+    token = groups.source // ids.shape[1]
+    if gate_up_scale is None:
+        rows, scale = x[token], None
+    else:
+        values, of_blocks = quantise(x)
+        rows, scale = values[token], of_blocks[:, token]
+    hidden = grouped_matmul(rows, gate_up, scale, gate_up_scale, groups, gated, implementation, interpret)
+    plain = choose_tile(rows_per_expert, down.shape[1], gated=False)
+    hidden, scale = hidden if len(hidden) == 2 else (hidden[0], None)
+    down_scale = None if down_scale is None else down_scale[:, None]
+    (y,) = grouped_matmul(hidden, down[:, None], scale, down_scale, groups, plain, implementation, interpret)
+    # Slots of no pair hold anything, NaN perhaps: a zero weight would not silence it.
+    mine = (groups.place < y.shape[0]).reshape(ids.shape)
+    parts = y[jnp.minimum(groups.place, y.shape[0] - 1)].reshape(*ids.shape, -1).astype(jnp.float32)
+    return jnp.where(mine[..., None], parts * weights[..., None], 0).sum(axis=1).astype(x.dtype)
+
+
+def grouped_matmul(
+    x: Float[Array, "M K"],
+    w: Float[Array, "E b N K"],
+    x_scale: Float[Array, "k M"] | None,
+    w_scale: Float[Array, "E b n k"] | None,
+    groups: Groups,
+    tile: Tile,
+    implementation: Implementation,
+    interpret: Any = None,
+) -> tuple[Array, ...]:
+    """``mosaic_gpu.grouped_matmul``, or the same in plain jnp with implementation "xla"."""
+    if implementation == "mosaic_gpu":
+        return mosaic_gpu.grouped_matmul(
+            x, w, x_scale, w_scale, groups.tile_group, groups.active, tile=tile, interpret=interpret
+        )
+    y = reference.grouped_matmul(x, w, x_scale, w_scale, groups.tile_group, groups.active)
+    return y if len(y) == 2 else (y[0].astype(jnp.bfloat16),)
+
+
+def choose_tile(rows_per_group: float, columns: int, *, gated: bool) -> Tile:
+    """How to cut a product whose groups have this many rows on average."""
+    if rows_per_group > 64:
+        return Tile(128, BLOCK, stages=4)
+    if gated:
+        return Tile(64, BLOCK, stages=5)
+    return Tile(64, 256 if columns % 256 == 0 else BLOCK, stages=4)
+
+
+def check(x: Float[Array, "T D"], w: Float[Array, "*E N K"], w_scale: Float[Array, "*E n k"] | None) -> None:
+    """Refuse what the Mosaic GPU kernel cannot do, with a ValueError that says so."""
+    columns, terms = w.shape[-2:]
+    needs = (
+        ("dtype of activations", str(x.dtype), "bfloat16"),
+        ("dtype of weights", str(w.dtype), "bfloat16" if w_scale is None else "float8_e4m3fn"),
+        (f"rest of output features over {BLOCK}", columns % BLOCK, 0),
+        (f"rest of input features over {BLOCK}", terms % BLOCK, 0),
+    )
+    for what, got, allowed in needs:
+        if got != allowed:
+            raise ValueError(
+                f"grouped_matmul on mosaic_gpu: {what} is {got}, must be {allowed}; use implementation='xla'"
+            )

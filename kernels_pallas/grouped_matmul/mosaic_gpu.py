@@ -1,0 +1,267 @@
+"""Grouped matrix product for Hopper: persistent, warp-specialised, block-scaled FP8 or bfloat16.
+
+Two warpgroups multiply and one loads. Each thread block walks over output tiles, group by group, and its
+loader runs ahead across tiles, so that reading weights never stops: at decode batch sizes that is where the
+time goes. FP8 products are summed in two levels (arXiv 2412.19437, section 3.3.2; github.com/deepseek-ai/
+DeepGEMM): the tensor cores sum 128 terms, which are scaled while they are added to a float32 sum in registers.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas.grouped_matmul.reference import BLOCK, FP8_MAX, TINY
+from kernels_pallas.grouped_matmul.tile import COMPUTE, Plan, Tile
+from kernels_pallas.mosaic import WGMMA, WGMMA_ROW, WGMMA_ROWS, Ref, per_row
+
+_LOADER = COMPUTE
+# Of 504 for three warpgroups. With more for the computing ones ptxas 13.5 hoists more, and spills.
+_LOADER_REGISTERS, _COMPUTE_REGISTERS = 56, 224
+
+Place = tuple[Any, Any, Any]  # row tile, column tile, part of K
+
+
+def grouped_matmul(
+    x: Float[Array, "M K"],
+    w: Float[Array, "E b N K"],
+    x_scale: Float[Array, "k M"] | None,
+    w_scale: Float[Array, "E b n k"] | None,
+    tile_group: Int[Array, " t"],
+    active: Int[Array, " 1"],
+    *,
+    tile: Tile,
+    interpret: Any = None,
+) -> tuple[Array, ...]:
+    """``x @ w[group].T`` for tiles of rows that belong to one group each; SwiGLU of two products if b is 2.
+
+    Args:
+        x: e4m3 or bfloat16; the i-th tile of rows is multiplied with ``w[tile_group[i]]``.
+        w: of x's dtype, output features before input features; b is 1, or 2 for gate and up.
+        x_scale: float32 scales of 1x128 blocks of x, transposed; None for bfloat16.
+        w_scale: float32 scales of 128x128 blocks of w, the last ones perhaps partial; None for bfloat16.
+        tile_group: int32, group of each tile of ``tile.rows`` rows.
+        active: int32, number of tiles of rows that hold anything. The others are neither computed nor written.
+        tile: how the work is cut.
+        interpret: parameters of Pallas' interpreter; None compiles.
+
+    Returns:
+        b = 1: bfloat16 [M, N], or float32 [splits, M, N] parts to be summed when ``splits`` is not 1.
+        b = 2: silu(gate) * up: bfloat16 [M, N]; of e4m3, e4m3 [M, N] and its scales [N/128, M].
+
+    Raises:
+        ValueError: for dtypes and sizes that the tile does not fit.
+    """
+    plan = Plan(tile, x.dtype, w.shape[1] == 2, x.shape[0], w.shape[2], x.shape[1])
+    scales = (x_scale, w_scale) if plan.fp8 else ()
+
+    def body(*refs: Ref, **scratch: Ref) -> None:
+        inputs = 4 + len(scales)
+        operands, out = refs[: inputs - 2], refs[inputs:]
+        walk = _Walk(plan, operands, refs[inputs - 2], out, scratch)
+        wg, block = lax.axis_index("wg"), lax.axis_index("block")
+        total = refs[inputs - 1][0] * (plan.column_tiles * tile.splits)
+        mine = lax.div(total - block + (tile.thread_blocks - 1), tile.thread_blocks)
+
+        @pl.when(wg == _LOADER)
+        def _load() -> None:
+            plgpu.set_max_registers(_LOADER_REGISTERS, action="decrease")
+            walk.load(block, mine)
+
+        @pl.when(wg < COMPUTE)
+        def _compute() -> None:
+            plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+            walk.compute(wg, block, mine)
+
+    interpreted: dict[str, Any] = {} if interpret is None else {"interpret": interpret}
+    out = plgpu.kernel(
+        body,
+        out_type=plan.out_type(),
+        scratch_types=plan.scratch(),
+        grid=(tile.thread_blocks,),
+        grid_names=("block",),
+        num_threads=COMPUTE + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        **interpreted,
+    )(x, w, *scales, tile_group, active)
+    return tuple(out)
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """A thread block's walk over its tiles: what the loader and the computing warpgroups do."""
+
+    plan: Plan
+    operands: tuple[Ref, ...]
+    tile_group: Ref
+    out: tuple[Ref, ...]
+    scratch: dict[str, Ref]
+
+    def place(self, i: Any) -> Place:
+        """Where the i-th tile of all thread blocks is; those of one group follow each other."""
+        splits, columns = self.plan.tile.splits, self.plan.column_tiles
+        return lax.div(i, columns * splits), lax.rem(lax.div(i, splits), columns), lax.rem(i, splits)
+
+    def share(self, wg: Any) -> tuple[Any, Any]:
+        """First row and first column of a computing warpgroup within a tile."""
+        return (0, wg * self.plan.width) if self.plan.tile.rows == WGMMA_ROWS else (wg * WGMMA_ROWS, 0)
+
+    def load(self, block: Any, mine: Any) -> None:
+        """Fill the ring with the operands of every step of every tile."""
+        plan, tile, s = self.plan, self.plan.tile, self.scratch
+        x, w = self.operands[:2]
+
+        def one_tile(i: Any, _: None) -> None:
+            row_tile, column_tile, part = self.place(block + i * tile.thread_blocks)
+            group = self.tile_group[row_tile]
+            rows, columns = pl.ds(row_tile * tile.rows, tile.rows), pl.ds(column_tile * tile.columns, tile.columns)
+
+            def step(k: Any, _: None) -> None:
+                filled = i * plan.steps + k
+                slot = lax.rem(filled, tile.stages)
+                terms = pl.ds((part * plan.steps + k) * plan.stage_terms, plan.stage_terms)
+                pl.when(filled >= tile.stages)(lambda: plgpu.barrier_wait(s["free"].at[slot]))
+                plgpu.copy_gmem_to_smem(x.at[rows, terms], s["xs"].at[slot], s["full"].at[slot])
+                for b in range(plan.blocks):
+                    weights = w.at[group, b, columns, terms]
+                    plgpu.copy_gmem_to_smem(weights, s["ws"].at[slot, b], s["full"].at[slot])
+
+            lax.fori_loop(0, plan.steps, step, None)
+
+        def drain(filled: Any, _: None) -> None:
+            plgpu.barrier_wait(s["free"].at[lax.rem(filled, tile.stages)])
+
+        lax.fori_loop(0, mine, one_tile, None)
+        # Nobody may leave while others still arrive at a barrier.
+        lax.fori_loop(jnp.maximum(mine * plan.steps - tile.stages, 0), mine * plan.steps, drain, None)
+
+    def compute(self, wg: Any, block: Any, mine: Any) -> None:
+        """Multiply, finish and store every tile."""
+
+        def one_tile(i: Any, _: None) -> None:
+            place = self.place(block + i * self.plan.tile.thread_blocks)
+            sums = (self.scaled_sums if self.plan.fp8 else self.plain_sums)(wg, i, place)
+            if not self.plan.gated:
+                self.store(wg, place, sums[0])
+            elif self.plan.fp8:
+                self.store_quantised(wg, i, place, _swiglu(*sums))
+            else:
+                self.store(wg, place, _swiglu(*sums))
+
+        lax.fori_loop(0, mine, one_tile, None)
+        plgpu.wait_smem_to_gmem(0)
+
+    def scaled_sums(self, wg: Any, i: Any, place: Place) -> tuple[jax.Array, ...]:
+        """FP8: sums over K of products of blocks, each times its scales."""
+        plan, s = self.plan, self.scratch
+        _, _, x_scale, w_scale = self.operands
+        row_tile, column_tile, part = place
+        row, column = self.share(wg)
+        rows = pl.ds(row_tile * plan.tile.rows + row, WGMMA_ROWS)
+        group, of_columns = self.tile_group[row_tile], lax.div(column_tile * plan.tile.columns + column, BLOCK)
+
+        def scales(k: Any) -> tuple[Any, ...]:
+            depth = part * plan.steps + k
+            of_weights = (w_scale[group, b, of_columns, depth] for b in range(plan.blocks))
+            return _load_rows(x_scale, (depth, rows)), *of_weights
+
+        def step(k: Any, carry: Any) -> Any:
+            sums, (of_rows, *of_weights) = carry
+            slot = lax.rem(i * plan.steps + k, plan.tile.stages)
+            ahead = scales(jnp.minimum(k + 1, plan.steps - 1))  # a step is time enough to load them
+            plgpu.barrier_wait(s["full"].at[slot])
+            new = []
+            for b in range(plan.blocks):
+                product = self.product(slot, b, wg)
+                if b == plan.blocks - 1:
+                    plgpu.barrier_arrive(s["free"].at[slot])
+                new.append(sums[b] + product * per_row(of_rows * of_weights[b], plan.width))
+            return tuple(new), ahead
+
+        zero = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, plan.width), jnp.float32), WGMMA)
+        return lax.fori_loop(0, plan.steps, step, ((zero,) * plan.blocks, scales(0)))[0]
+
+    def plain_sums(self, wg: Any, i: Any, place: Place) -> tuple[jax.Array, ...]:
+        """bfloat16: sums over K, kept by the tensor cores."""
+        del place  # its scales are what differs
+        plan, s = self.plan, self.scratch
+
+        def over_k(*accs: Ref) -> tuple[jax.Array, ...]:
+            def step(k: Any, _: None) -> None:
+                slot = lax.rem(i * plan.steps + k, plan.tile.stages)
+                plgpu.barrier_wait(s["full"].at[slot])
+                for b, acc in enumerate(accs):
+                    self.multiply(acc, slot, b, wg)
+                plgpu.barrier_arrive(s["free"].at[slot])
+
+            lax.fori_loop(0, plan.steps, step, None)
+            return tuple(acc[...] for acc in accs)
+
+        return pl.run_scoped(over_k, *[plgpu.ACC((WGMMA_ROWS, plan.width), jnp.float32)] * plan.blocks)
+
+    def product(self, slot: Any, b: int, wg: Any) -> jax.Array:
+        """One stage's product by itself."""
+
+        def alone(acc: Ref) -> jax.Array:
+            self.multiply(acc, slot, b, wg)
+            return acc[...]
+
+        return pl.run_scoped(alone, plgpu.ACC((WGMMA_ROWS, self.plan.width), jnp.float32))
+
+    def multiply(self, acc: Ref, slot: Any, b: int, wg: Any) -> None:
+        """Add one stage's product to an accumulator of the tensor cores."""
+        row, column = self.share(wg)
+        x = self.scratch["xs"].at[slot, pl.ds(row, WGMMA_ROWS)]
+        w = self.scratch["ws"].at[slot, b, pl.ds(column, self.plan.width)]
+        plgpu.wgmma(acc, x, w.T)
+        plgpu.wgmma_wait(0)
+
+    def store(self, wg: Any, place: Place, value: jax.Array) -> None:
+        """Write a warpgroup's share of a tile, through shared memory."""
+        tile, staged = self.plan.tile, self.scratch["staged"]
+        row_tile, column_tile, part = place
+        row, column = self.share(wg)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
+        staged[wg] = value.astype(staged.dtype)
+        plgpu.commit_smem()
+        out = self.out[0].at[part] if tile.splits > 1 else self.out[0]
+        rows = pl.ds(row_tile * tile.rows + row, WGMMA_ROWS)
+        columns = pl.ds(column_tile * tile.columns + column, self.plan.width)
+        plgpu.copy_smem_to_gmem(staged.at[wg], out.at[rows, columns])
+
+    def store_quantised(self, wg: Any, i: Any, place: Place, value: jax.Array) -> None:
+        """Write a tile as e4m3, with a scale for each row of its 128 columns."""
+        tile, s = self.plan.tile, self.scratch
+        row_tile, column_tile, _ = place
+        peak = jnp.max(jnp.abs(value), axis=1)
+        if tile.rows == WGMMA_ROWS:  # the other warpgroup has the other half of each row
+            turn = lax.rem(i, 2)  # it may be a tile ahead, never two
+            s["peaks"][turn, wg] = peak
+            plgpu.barrier_arrive(s["met"])
+            plgpu.barrier_wait(s["met"])
+            peak = jnp.maximum(peak, plgpu.layout_cast(s["peaks"][turn, 1 - wg], WGMMA_ROW))
+        scale = jnp.maximum(peak, TINY) * (1 / FP8_MAX)
+        self.store(wg, place, value * per_row(1 / scale, self.plan.width))
+        rows = pl.ds(row_tile * tile.rows + self.share(wg)[0], WGMMA_ROWS)
+
+        @pl.when(jnp.logical_or(wg == 0, tile.rows != WGMMA_ROWS))
+        def _scales() -> None:
+            self.out[1][column_tile, rows] = scale
+
+
+def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return gate / (1 + jnp.exp(-gate)) * up
+
+
+def _load_rows(ref: Ref, index: tuple[Any, ...]) -> jax.Array:
+    """A value for each row of a warpgroup, straight from global memory."""
+    load: Any = plgpu.load
+    if jax.__version_info__ < (0, 11):
+        return load(ref, index, layout=WGMMA_ROW, optimized=False)
+    return load(ref.at[index], layout=WGMMA_ROW, optimized=False)

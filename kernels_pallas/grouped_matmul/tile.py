@@ -1,0 +1,137 @@
+"""How a grouped matrix product is cut into tiles, and what a tile keeps in shared memory."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas.grouped_matmul.reference import BLOCK
+from kernels_pallas.mosaic import SWIZZLE, WGMMA_ROWS
+
+COMPUTE = 2  # computing warpgroups
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How the work is cut.
+
+    Attributes:
+        rows: rows of x per tile. 128: each computing warpgroup has 64 of them and all columns. 64: both have
+            all rows and half of the columns, for groups of few rows.
+        columns: output columns per tile; of a gated product, of gate and up each.
+        stages: depth of the ring of operands in shared memory.
+        splits: parts of K that are summed apart, for outputs too small to fill the GPU.
+        thread_blocks: size of the persistent grid; an H100 or H200 has 132 multiprocessors.
+    """
+
+    rows: int
+    columns: int
+    stages: int = 4
+    splits: int = 1
+    thread_blocks: int = 132
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of one call.
+
+    Attributes:
+        tile: how the work is cut.
+        dtype: of x and w.
+        gated: whether there are two products, gate and up.
+        rows, columns, terms: M, N and K.
+    """
+
+    tile: Tile
+    dtype: Any
+    gated: bool
+    rows: int
+    columns: int
+    terms: int
+
+    def __post_init__(self) -> None:
+        tile = self.tile
+        if self.dtype not in (jnp.float8_e4m3fn, jnp.bfloat16):
+            raise ValueError(f"operands are {self.dtype}; expected float8_e4m3fn or bfloat16")
+        columns = (64, 128, 256) if tile.rows == WGMMA_ROWS else (64, 128)
+        if tile.rows not in (WGMMA_ROWS, 2 * WGMMA_ROWS) or tile.columns not in columns:
+            raise ValueError(f"{tile}; expected 64 x (64, 128 or 256) or 128 x (64 or 128) rows x columns")
+        if self.gated and (tile.columns, tile.splits) != (BLOCK, 1):
+            raise ValueError(f"{tile} of a gated product; expected {BLOCK} columns and no splits")
+        for what, size, part in (
+            ("rows", self.rows, tile.rows),
+            ("columns", self.columns, tile.columns),
+            ("terms", self.terms, self.stage_terms * tile.splits),
+        ):
+            if size % part:
+                raise ValueError(f"{size} {what} are not a multiple of {part}; expected one for {tile}")
+
+    @property
+    def fp8(self) -> bool:
+        """Whether operands have block scales."""
+        return self.dtype == jnp.float8_e4m3fn
+
+    @property
+    def blocks(self) -> int:
+        """Products per tile."""
+        return 2 if self.gated else 1
+
+    @property
+    def stage_terms(self) -> int:
+        """Terms of K in one stage: as many bytes as the widest swizzle."""
+        return SWIZZLE // jnp.dtype(self.dtype).itemsize
+
+    @property
+    def steps(self) -> int:
+        """Stages that one tile goes through."""
+        return self.terms // self.stage_terms // self.tile.splits
+
+    @property
+    def column_tiles(self) -> int:
+        """Tiles side by side."""
+        return self.columns // self.tile.columns
+
+    @property
+    def width(self) -> int:
+        """Columns of one warpgroup, per product."""
+        return self.tile.columns // (COMPUTE if self.tile.rows == WGMMA_ROWS else 1)
+
+    @property
+    def out_dtype(self) -> Any:
+        """Of the values written."""
+        if self.gated and self.fp8:
+            return jnp.float8_e4m3fn
+        return jnp.float32 if self.tile.splits > 1 else jnp.bfloat16
+
+    def out_type(self) -> tuple[Any, ...]:
+        """What the kernel returns."""
+        splits = (self.tile.splits,) if self.tile.splits > 1 else ()
+        values = jax.ShapeDtypeStruct((*splits, self.rows, self.columns), self.out_dtype)
+        if self.out_dtype != jnp.float8_e4m3fn:
+            return (values,)
+        return values, jax.ShapeDtypeStruct((self.columns // BLOCK, self.rows), jnp.float32)
+
+    def scratch(self) -> dict[str, Any]:
+        """Shared memory and barriers of a thread block."""
+        tile = self.tile
+        scratch = {
+            "xs": _operand((tile.stages, tile.rows, self.stage_terms), self.dtype),
+            "ws": _operand((tile.stages, self.blocks, tile.columns, self.stage_terms), self.dtype),
+            "staged": _operand((COMPUTE, WGMMA_ROWS, self.width), self.out_dtype),
+            "full": plgpu.Barrier(num_arrivals=1 + self.blocks, num_barriers=tile.stages),
+            "free": plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=tile.stages),
+        }
+        if self.out_dtype == jnp.float8_e4m3fn and tile.rows == WGMMA_ROWS:
+            scratch["peaks"] = plgpu.SMEM((2, COMPUTE, WGMMA_ROWS), jnp.float32)
+            scratch["met"] = plgpu.Barrier(num_arrivals=COMPUTE)
+        return scratch
+
+
+def _operand(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory laid out for wgmma and TMA, swizzled as wide as a row allows."""
+    size = jnp.dtype(dtype).itemsize
+    width = min(SWIZZLE, shape[-1] * size)
+    transforms = (plgpu.TilingTransform((8, width // size)), plgpu.SwizzleTransform(width))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
