@@ -84,7 +84,7 @@ class Profile:
             f"{env['device']}, {env['cpu']}, {env['cores']} cores, jax {env['jax']}, Python {env['python']}, "
             f"load {env['load_average']}",
             f"A step takes {self.seconds.show(3, 1e3)} ms, median and quartiles of {self.seconds.count}, and "
-            f"{self.traced.show(3, 1e3)} ms while it is traced. Read the tables as shares: tracing costs time,"
+            f"{self.traced.show(3, 1e3)} ms while traced. Read the tables as shares: tracing costs time,"
             " small instructions most of all.",
             "## Time by scope",
             self._scopes(),
