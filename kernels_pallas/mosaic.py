@@ -1,7 +1,7 @@
 """The few operations a Mosaic GPU kernel has to write differently when Pallas interprets it.
 
-The interpreter knows no register layouts and cannot carry an accumulator through ``pl.run_state``. Everything
-else of a kernel - control flow, shared memory, copies, barriers - is the same compiled and interpreted.
+The interpreter knows no register layouts and starts every accumulator at zero. Everything else of a kernel -
+control flow, shared memory, copies, barriers - is the same compiled and interpreted.
 """
 
 from collections.abc import Callable
@@ -21,6 +21,8 @@ WGMMA_ROW = WGMMA.reduce(1)
 
 # Rows of a wgmma: one warpgroup multiplies 64 rows at a time.
 WGMMA_ROWS = 64
+# jax 0.10 interprets no product of a transposed operand.
+_INTERPRETS_TRANSPOSED = hasattr(plgpu, "InterpretGPUParams")
 # Widest shared-memory row that a tensor-core operand of 128-byte swizzle has.
 SWIZZLE = 128
 
@@ -59,7 +61,7 @@ class Warpgroup:
 
         A pair is a function: refs have to be indexed inside the scope that uses them.
         """
-        if self.interpreted:
+        if self.interpreted and not _INTERPRETS_TRANSPOSED:
             operands = [pair() for pair in pairs]
             return sum((_dot(a[...], b[...].T) for a, b in operands), jnp.zeros(shape, jnp.float32))
 
@@ -74,15 +76,19 @@ class Warpgroup:
 
     def accumulated(self, acc: jax.Array, pair: Callable[[], tuple[Ref, Ref]]) -> jax.Array:
         """``acc + a @ b`` of two shared-memory refs."""
-        if self.interpreted:
-            a, b = pair()
-            return acc + _dot(a[...], b[...])
 
-        def multiply(acc: Ref) -> None:
+        def multiply(ref: Ref) -> None:
             a, b = pair()
-            plgpu.wgmma(acc, a, b)
+            plgpu.wgmma(ref, a, b)
             plgpu.wgmma_wait(0)
 
+        def from_zero(ref: Ref) -> jax.Array:
+            multiply(ref)
+            return ref[...]
+
+        if self.interpreted:
+            rows, columns = acc.shape
+            return acc + pl.run_scoped(from_zero, plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32))
         result: Any = pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(acc))
         return result
 

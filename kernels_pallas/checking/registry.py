@@ -5,7 +5,7 @@ from importlib import import_module
 from kernels_pallas.checking.case import Case
 
 # Folders of kernels_pallas with a cases.py.
-KERNELS: tuple[str, ...] = ()
+KERNELS: tuple[str, ...] = ("mla_decode",)
 
 
 def cases(pattern: str = "") -> tuple[Case, ...]:

@@ -1,0 +1,117 @@
+"""The shapes mla_decode is checked, compiled and timed at."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.checking.case import Case, Inputs, Work
+from kernels_pallas.mla_decode import bench, reference
+from kernels_pallas.mla_decode.api import mla_decode
+from kernels_pallas.mla_decode.visible import Visible, causal
+
+RANK, ROPE, PAGE = 512, 64, 64
+# DeepSeek-V3's scale without the factor for long contexts: it multiplies queries of 128 + 64 dimensions.
+SCALE = 192**-0.5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Slots with ``lengths`` rows before their windows of ``window`` tokens, on a device with some heads."""
+
+    heads: int
+    window: int
+    lengths: tuple[int, ...]
+    splits: int | None = None
+    nextn: bool = False
+
+    @property
+    def pages_per_slot(self) -> int:
+        """Columns of the page table: as many as the longest slot needs."""
+        return -(-(max(self.lengths) + self.window) // PAGE)
+
+
+def shapes() -> dict[str, Shape]:
+    """The shapes by name. "small" ones have few thread blocks."""
+    edges = (0, 1, 63, 64, 127, 128, 129)
+    ragged = tuple(1 + i * 8191 // 31 for i in range(32))
+    small = {
+        "small-one-token": Shape(8, 1, (70,), splits=1),
+        "small-edges": Shape(16, 1, (*edges, -1), splits=1),
+        "small-window": Shape(16, 4, (60, 63, 126, -1), splits=2),
+        "small-window8": Shape(8, 8, (57, 190), splits=2),
+        "small-heads128": Shape(128, 1, (130, 40), splits=2),
+        "small-uneven-heads": Shape(24, 3, (61, 320), splits=3),
+        "small-nextn": Shape(8, 1, (3, 66, 130), splits=2, nextn=True),
+    }
+    real = {
+        "heads128-window2-batch128-4k": Shape(128, 2, (4096,) * 128),
+        "heads128-window1-batch128-4k": Shape(128, 1, (4096,) * 128),
+        "heads128-window4-batch32-ragged8k": Shape(128, 4, ragged),
+        "heads128-window4-batch1-64k": Shape(128, 4, (65536,)),
+        "heads128-window8-batch8-4k": Shape(128, 8, (4096,) * 8),
+        "heads64-window3-batch16-2k": Shape(64, 3, (2048,) * 16),
+        "heads16-window1-batch128-4k": Shape(16, 1, (4096,) * 128),
+        "heads16-window4-batch128-4k": Shape(16, 4, (4096,) * 128),
+        "heads16-window4-batch32-ragged8k": Shape(16, 4, ragged),
+        "heads16-window4-batch1-32k": Shape(16, 4, (32768,)),
+        "heads16-window2-batch8-1k": Shape(16, 2, (1024,) * 8),
+        "heads8-window1-batch1-1k": Shape(8, 1, (1024,)),
+        "heads8-window8-batch64-16k": Shape(8, 8, (16384,) * 64),
+    }
+    return small | real
+
+
+def cases() -> tuple[Case, ...]:
+    """One case per shape."""
+    return tuple(case(name, shape) for name, shape in shapes().items())
+
+
+def case(name: str, shape: Shape) -> Case:
+    """What is checked of one shape."""
+    static = {"scale": SCALE, "rank": RANK}
+    return Case(
+        name=f"mla_decode/{name}",
+        inputs=partial(inputs, shape),
+        kernel=partial(mla_decode, implementation="mosaic_gpu", splits=shape.splits, **static),
+        reference=partial(reference.mla_decode, **static),
+        work=work(shape),
+        small=name.startswith("small-"),
+        baselines=bench.baselines(SCALE, RANK),
+    )
+
+
+def inputs(shape: Shape, key: jax.Array) -> Inputs:
+    """Pages scattered over the cache, and NaN in every row that no token sees."""
+    slots, columns = len(shape.lengths), shape.pages_per_slot
+    count = slots * columns + 1
+    keys = jax.random.split(key, 3)
+    q = jax.random.normal(keys[0], (slots, shape.window, shape.heads, RANK + ROPE), jnp.bfloat16)
+    pages = jax.random.normal(keys[1], (count, PAGE, RANK + ROPE), jnp.bfloat16)
+    page_table = jax.random.permutation(keys[2], count)[:-1].reshape(slots, columns).astype(jnp.int32)
+    visible = rows_seen(shape)
+    hidden = ~visible.mask(columns * PAGE).any(axis=1).reshape(slots, columns, PAGE)
+    hidden = jnp.ones((count, PAGE), bool).at[page_table].set(hidden)
+    return q, jnp.where(hidden[..., None], jnp.nan, pages), page_table, visible
+
+
+def rows_seen(shape: Shape) -> Visible:
+    """A causal window; of a second NextN layer, the rows of every other draft and no first two rows."""
+    length = jnp.array(shape.lengths, jnp.int32)
+    if not shape.nextn:
+        return causal(length, shape.window)
+    every_other = jnp.full((len(shape.lengths), shape.window), 0b10101, jnp.int32)
+    return Visible(jnp.full_like(length, 2), length, every_other)
+
+
+def work(shape: Shape) -> Work:
+    """Two products over every visible row; every row, query and output moved once."""
+    visible = [max(0, n + 1 + w) for n in shape.lengths for w in range(shape.window)]
+    stored = sum(max(0, n + shape.window) for n in shape.lengths)
+    tokens = len(shape.lengths) * shape.window * shape.heads
+    return Work(
+        flops=2 * shape.heads * sum(visible) * (2 * RANK + ROPE),
+        bytes=2 * (stored * (RANK + ROPE) + tokens * (2 * RANK + ROPE)),
+        format="bf16",
+    )
