@@ -17,9 +17,11 @@ if TYPE_CHECKING:
         Overloaded,
         RequestError,
     )
+    from mtp_jax.grammar import StructuredOutput
     from mtp_jax.llm import LLM
     from mtp_jax.model.sharding import make_mesh
     from mtp_jax.outputs import CompletionOutput, Draft, RequestOutput
+    from mtp_jax.tokenizer import Tokenizer
 
 __all__ = [
     "LLM",
@@ -37,6 +39,8 @@ __all__ = [
     "SamplingParams",
     "Speculation",
     "Stream",
+    "StructuredOutput",
+    "Tokenizer",
     "make_mesh",
 ]
 
@@ -50,6 +54,8 @@ _HOMES = {
     "SamplingParams": "engine.request",
     "Speculation": "engine.request",
     "Stream": "async_llm",
+    "StructuredOutput": "grammar",
+    "Tokenizer": "tokenizer",
     "make_mesh": "model.sharding",
 }
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from mtp_jax.admission import Admission, Place
 from mtp_jax.engine.request import Request, SamplingParams, Status
-from mtp_jax.errors import EngineStopped, MtpJaxError, RequestError
+from mtp_jax.errors import EngineStopped, RequestError
 from mtp_jax.jobs import Job, Part, Prompt
 from mtp_jax.llm import LLM
 from mtp_jax.outputs import RequestOutput
@@ -116,7 +116,7 @@ class AsyncLLM:
     async def start(self, reporter: Reporter | None = None) -> None:
         """Compile enough to serve anything, then start to; cheaper executables follow in the background."""
         self._loop = asyncio.get_running_loop()
-        first, self._rest = [], []
+        first, self._rest = self.llm.engine.warm_up_keys()
         with (reporter or Silent()).phase("compile", "executables") as update:
             await asyncio.to_thread(self.llm.engine.executables.compile, first, update)
         self._thread.start()
@@ -298,8 +298,8 @@ class AsyncLLM:
             if output.finished:
                 self._forget(stream)
 
-    def _deliver_error(self, streams: Sequence[Stream], error: Exception) -> None:
-        for stream in streams:
+    def _fail_all(self, error: Exception) -> None:
+        for stream in list(self._streams.values()):
             stream._deliver(None, error)
             self._forget(stream)
 
@@ -340,18 +340,9 @@ class AsyncLLM:
             wait = False
 
     def _enter(self, stream: Stream) -> None:
-        """Submit every part; an error here is that of this prompt alone."""
-        parts = stream._job.parts
-        try:
-            self.llm.engine.prepare([part.request for part in parts])
-            for part in parts:
-                self.llm.engine.submit(part.request)
-        except MtpJaxError as error:
-            for part in parts:
-                self.llm.engine.abort(part.request)
-            self._call(self._deliver_error, [stream], error)
-            return
-        self._parts |= {part.request.id: (stream, part) for part in parts}
+        for part in stream._job.parts:
+            self.llm.engine.submit(part.request)
+            self._parts[part.request.id] = (stream, part)
         self._queued.append(stream)
 
     def _end(self, stream: Stream) -> None:
@@ -383,9 +374,6 @@ class AsyncLLM:
             self._queued = waiting
         if changed:
             self._call(self._deliver, [(stream, stream._job.output()) for stream in changed.values()])
-
-    def _fail_all(self, error: Exception) -> None:
-        self._deliver_error(list(self._streams.values()), error)
 
     def _call(self, function: Callable[..., None], *args: Any) -> None:
         assert self._loop is not None

@@ -112,9 +112,9 @@ class Job:
             speculation=sum((o.speculation for o in outputs[1:]), outputs[0].speculation),
             prompt_logprobs=list(first.prompt_logprobs) if self.params.prompt_logprobs is not None else None,
             timing=Timing(
-                since(getattr(first, "admitted_at", None)),
+                since(first.admitted_at),
                 since(first.first_token_at),
                 since(first.finished_at),
             ),
-            cached_tokens=getattr(first, "cached_tokens", 0),
+            cached_tokens=first.cached_tokens,
         )
