@@ -21,7 +21,7 @@ from mtp_jax.config import ModelConfig
 from mtp_jax.decode.draft import draft
 from mtp_jax.decode.prefill import Chunk, PrefillResult, prefill
 from mtp_jax.decode.state import Slots, State, admit, update
-from mtp_jax.decode.step import SamplingMode, StepResult, step
+from mtp_jax.decode.step import Accept, SamplingMode, StepResult, step
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.params import Params
 from mtp_jax.model.sharding import data_size
@@ -100,11 +100,17 @@ class Executables:
     """The compiled programs of one engine, by key."""
 
     def __init__(
-        self, cfg: ModelConfig, params: Params, state: State, decode: Backend, prefill: Backend
+        self,
+        cfg: ModelConfig,
+        params: Params,
+        state: State,
+        decode: Backend,
+        prefill: Backend,
+        accept: Accept | None = None,
     ) -> None:
-        """``params`` and ``state`` may be ``ShapeDtypeStruct`` trees: nothing is run."""
+        """``params`` and ``state`` may be ``ShapeDtypeStruct`` trees: nothing runs. accept: see ``step``."""
         self._cfg, self._params, self._state = cfg, params, state
-        self._decode, self._prefill = decode, prefill
+        self._decode, self._prefill, self._accept = decode, prefill, accept
         self._compiled: dict[Key, Callable[..., Any]] = {}
         self._covering: dict[Key, Key] = {}
         self._lock = threading.Lock()
@@ -116,6 +122,10 @@ class Executables:
 
     def __len__(self) -> int:
         return len(self._compiled)
+
+    def accepting(self, accept: Accept) -> "Executables":
+        """The same, nothing compiled yet, with other rules of acceptance: for measurements."""
+        return Executables(self._cfg, self._params, self._state, self._decode, self._prefill, accept)
 
     @property
     def keys(self) -> list[Key]:
@@ -200,7 +210,9 @@ class Executables:
     def _lower(self, key: Key) -> Any:
         if isinstance(key, StepKey):
             fixed = {"slots": key.slots, "depth": key.depth, "pages": key.pages, "mode": key.mode}
-            run = _named(partial(step, cfg=self._cfg, on=self._decode, **fixed), name_of(key))
+            run = _named(
+                partial(step, cfg=self._cfg, on=self._decode, accept=self._accept, **fixed), name_of(key)
+            )
             return jax.jit(run, donate_argnums=1, **self._out()).lower(self._params, self._state)
         if isinstance(key, DraftKey):
             only = _named(partial(self._draft_only, key), name_of(key))

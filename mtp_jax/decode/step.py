@@ -12,6 +12,7 @@ row is therefore launched as two programs, ``draft_phase`` and ``verify_phase``;
 of them in one.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Literal
@@ -96,15 +97,17 @@ def step(
     pages: int,
     mode: SamplingMode,
     on: Backend,
+    accept: "Accept | None" = None,
 ) -> tuple[State, StepResult]:
     """Draft ``depth`` tokens for the first ``slots`` slots, verify them, emit 1 to depth + 1 tokens each.
 
     pages: columns of the page table to look at; must cover every active slot's length + depth + 1 rows.
+    accept: stands in for ``accept_drafts`` in measurements.
     """
     state, drafts = draft_phase(
         params, state, None, cfg=cfg, slots=slots, depth=depth, pages=pages, mode=mode, on=on
     )
-    return verify_phase(params, state, drafts, None, cfg=cfg, pages=pages, mode=mode, on=on)
+    return verify_phase(params, state, drafts, None, cfg=cfg, pages=pages, mode=mode, on=on, accept=accept)
 
 
 def draft_phase(
@@ -140,6 +143,7 @@ def verify_phase(
     pages: int,
     mode: SamplingMode,
     on: Backend,
+    accept: "Accept | None" = None,
 ) -> tuple[State, StepResult]:
     """The second half. allowed: what grammars allow at every position of the window, if they say."""
     slots, depth = drafts.tokens.shape
@@ -151,7 +155,7 @@ def verify_phase(
         logits = trunk.logits(params, traced.hidden)
     with jax.named_scope("accept"):
         healthy = jnp.isfinite(logits).all(axis=-1)
-        verdict = _accept(logits, window, drafts, s, mode, allowed)
+        verdict = (accept or accept_drafts)(logits, window, drafts, s, mode, allowed)
         emitted = _emit(verdict, drafts.tokens, s, healthy)
     with jax.named_scope("commit"):
         tokens = emitted.tokens
@@ -200,7 +204,7 @@ def _verify(
     return trunk.run(params, cfg, window, positions, state.trunk, PagedView(table, written, mask), on)
 
 
-def _accept(
+def accept_drafts(
     logits: Float[Array, "B W V"],
     window: Int[Array, "B W"],
     drafts: Drafts,
@@ -208,6 +212,7 @@ def _accept(
     mode: SamplingMode,
     allowed: UInt32[Array, "B W n"] | None,
 ) -> verify.Verdict:
+    """Which drafts each row keeps, and the token after them."""
     num_drafts = jnp.minimum(s.depth, drafts.tokens.shape[1])
     if drafts.probs is None:
         return verify.greedy(argmax(restrict(logits, allowed)), drafts.tokens, num_drafts)
@@ -218,6 +223,10 @@ def _accept(
     residual = row_keys(s.sampling.seed, s.length, Purpose.RESIDUAL)
     run = verify.block if mode.verifier == "block" else verify.rejection
     return run(accept, residual, target, drafts.probs, drafts.tokens, num_drafts)
+
+
+Accept = Callable[..., verify.Verdict]
+"""Something called as ``accept_drafts`` is."""
 
 
 @jax.tree_util.register_dataclass
