@@ -31,7 +31,7 @@ class Groups:
 def group_rows(ids: Int[Array, " p"], groups: int, rows: int) -> Groups:
     """Slots for pairs of groups ``ids``, in tiles of ``rows`` slots, ordered by group and then by pair.
 
-    Ids outside ``[0, groups)`` get none. Written for few launches on a GPU: no scan, and no sort of few pairs.
+    Ids outside ``[0, groups)`` get none. Few launches on a GPU: no scan, and no sort of few pairs.
     """
     pairs = ids.shape[0]
     tiles = (pairs + min(groups, pairs) * (rows - 1)) // rows
@@ -60,3 +60,9 @@ def _rank(ids: Int[Array, " p"]) -> Int[Array, " p"]:
     starts = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])
     first = jax.lax.cummax(jnp.where(starts, index, 0))
     return jnp.zeros_like(index).at[order].set(index - first)
+
+
+def one_group(tiles: int) -> Groups:
+    """Tiles of rows that all belong to group 0."""
+    nothing = jnp.zeros(0, jnp.int32)
+    return Groups(nothing, nothing, jnp.zeros(tiles, jnp.int32), jnp.full(1, tiles, jnp.int32))

@@ -1,9 +1,9 @@
 """Grouped matrix product for Hopper: persistent, warp-specialised, block-scaled FP8 or bfloat16.
 
 Two warpgroups multiply and one loads. Each thread block walks over output tiles, group by group, and its
-loader runs ahead across tiles, so that reading weights never stops: at decode batch sizes that is where the
-time goes. FP8 products are summed in two levels (arXiv 2412.19437, section 3.3.2; github.com/deepseek-ai/
-DeepGEMM): the tensor cores sum 128 terms, which are scaled while they are added to a float32 sum in registers.
+loader runs ahead across tiles, so that reading weights never stops: at decode batch sizes the time goes there.
+FP8 products are summed in two levels (arXiv 2412.19437, section 3.3.2; github.com/deepseek-ai/DeepGEMM): the
+tensor cores sum 128 terms, which are scaled while they are added to a float32 sum in registers.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ def grouped_matmul(
         x_scale: float32 scales of 1x128 blocks of x, transposed; None for bfloat16.
         w_scale: float32 scales of 128x128 blocks of w, the last ones perhaps partial; None for bfloat16.
         tile_group: int32, group of each tile of ``tile.rows`` rows.
-        active: int32, number of tiles of rows that hold anything. The others are neither computed nor written.
+        active: int32, number of tiles of rows that hold anything. The others are not written.
         tile: how the work is cut.
         interpret: parameters of Pallas' interpreter; None compiles.
 
@@ -120,7 +120,10 @@ class _Walk:
         def one_tile(i: Any, _: None) -> None:
             row_tile, column_tile, part = self.place(block + i * tile.thread_blocks)
             group = self.tile_group[row_tile]
-            rows, columns = pl.ds(row_tile * tile.rows, tile.rows), pl.ds(column_tile * tile.columns, tile.columns)
+            rows, columns = (
+                pl.ds(row_tile * tile.rows, tile.rows),
+                pl.ds(column_tile * tile.columns, tile.columns),
+            )
 
             def step(k: Any, _: None) -> None:
                 filled = i * plan.steps + k
@@ -164,7 +167,10 @@ class _Walk:
         row_tile, column_tile, part = place
         row, column = self.share(wg)
         rows = pl.ds(row_tile * plan.tile.rows + row, WGMMA_ROWS)
-        group, of_columns = self.tile_group[row_tile], lax.div(column_tile * plan.tile.columns + column, BLOCK)
+        group, of_columns = (
+            self.tile_group[row_tile],
+            lax.div(column_tile * plan.tile.columns + column, BLOCK),
+        )
 
         def scales(k: Any) -> tuple[Any, ...]:
             depth = part * plan.steps + k
@@ -203,7 +209,9 @@ class _Walk:
             lax.fori_loop(0, plan.steps, step, None)
             return tuple(acc[...] for acc in accs)
 
-        return pl.run_scoped(over_k, *[plgpu.ACC((WGMMA_ROWS, plan.width), jnp.float32)] * plan.blocks)
+        return pl.run_scoped(
+            over_k, *[plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, plan.width), jnp.float32)] * plan.blocks
+        )
 
     def product(self, slot: Any, b: int, wg: Any) -> jax.Array:
         """One stage's product by itself."""
@@ -212,7 +220,7 @@ class _Walk:
             self.multiply(acc, slot, b, wg)
             return acc[...]
 
-        return pl.run_scoped(alone, plgpu.ACC((WGMMA_ROWS, self.plan.width), jnp.float32))
+        return pl.run_scoped(alone, plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, self.plan.width), jnp.float32))
 
     def multiply(self, acc: Ref, slot: Any, b: int, wg: Any) -> None:
         """Add one stage's product to an accumulator of the tensor cores."""

@@ -1,0 +1,112 @@
+"""The functions that a model calls."""
+
+from functools import partial
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kernels_pallas.fp8_matmul import mosaic_gpu, reference
+from kernels_pallas.grouped_matmul.reference import BLOCK, quantise
+from kernels_pallas.grouped_matmul.tile import Tile
+
+Implementation = Literal["xla", "mosaic_gpu"]
+
+_PROCESSORS = 132
+# Of a tile, in rows of 128 bytes: what filling its ring costs, beside the rows it loads.
+_START = 512
+
+
+def fp8_matmul(
+    x: Float[Array, "T K"],
+    w: Float[Array, "N K"],
+    w_scale: Float[Array, "n k"],
+    *,
+    implementation: Implementation,
+    interpret: Any = None,
+) -> Float[Array, "T N"]:
+    """``x @ w.T`` with x quantised to e4m3 in 1x128 blocks, summed in float32.
+
+    Args:
+        x: bfloat16.
+        w: e4m3, output features first; N a multiple of 64, K of 128.
+        w_scale: float32 scales of 128x128 blocks, the last ones perhaps partial.
+        implementation: who multiplies: "mosaic_gpu" needs a Hopper GPU; "xla" is the oracle in plain jnp.
+        interpret: parameters of Pallas' interpreter; None compiles.
+
+    Returns:
+        bfloat16.
+
+    Raises:
+        ValueError: for what the kernel cannot do.
+    """
+    check(x, w, 64)
+    tile = choose_tile(x.shape[0], w.shape[0], w.shape[1])
+    rows = quantise(_padded(x, tile))
+    (y,) = _product(implementation, tile, interpret)(rows[0], w[None], rows[1], w_scale[None])
+    return y[: x.shape[0]].astype(x.dtype)
+
+
+def fp8_mlp(
+    x: Float[Array, "T D"],
+    gate_up: Float[Array, "2 I D"],
+    down: Float[Array, "D I"],
+    gate_up_scale: Float[Array, "2 i d"],
+    down_scale: Float[Array, "d i"],
+    *,
+    implementation: Implementation,
+    interpret: Any = None,
+) -> Float[Array, "T D"]:
+    """``down(silu(gate(x)) * up(x))`` of FP8 weights, as ``fp8_matmul``; I and D multiples of 128."""
+    check(x, gate_up, BLOCK)
+    check(x, down, BLOCK)
+    gated = Tile(64, BLOCK, stages=5) if x.shape[0] <= 64 else Tile(128, BLOCK)
+    rows = quantise(_padded(x, gated))
+    hidden, scale = _product(implementation, gated, interpret)(rows[0], gate_up, rows[1], gate_up_scale)
+    tile = choose_tile(x.shape[0], *down.shape)
+    (y,) = _product(implementation, tile, interpret)(hidden, down[None], scale, down_scale[None])
+    return y[: x.shape[0]].astype(x.dtype)
+
+
+def choose_tile(rows: int, columns: int, terms: int) -> Tile:
+    """How to cut a product so that it ends soonest, by the rows of operands that each thread block loads.
+
+    Parts of K are written and read again as float32: more parts keep more of the GPU busy, and cost that.
+    """
+    height = 64 if rows <= 64 else 128
+    tiles = -(-rows // height)
+
+    def cost(width: int, splits: int) -> tuple[int, int]:
+        waves = -(-tiles * (columns // width) * splits // _PROCESSORS)
+        partial_sums = height * width * 8 // BLOCK if splits > 1 else 0
+        return waves * (terms // BLOCK // splits * (height + width) + partial_sums + _START), splits
+
+    widths = [n for n in ((256, 128, 64) if height == 64 else (128, 64)) if columns % n == 0]
+    splits = [n for n in range(1, 17) if terms // BLOCK % n == 0]
+    width, parts = min(((n, s) for n in widths for s in splits), key=lambda c: cost(*c))
+    return Tile(height, width, splits=parts)
+
+
+def _padded(x: Float[Array, "T K"], tile: Tile) -> Float[Array, "M K"]:
+    return jnp.pad(x, ((0, -x.shape[0] % tile.rows), (0, 0)))
+
+
+def _product(implementation: Implementation, tile: Tile, interpret: Any) -> Any:
+    if implementation == "mosaic_gpu":
+        return partial(mosaic_gpu.fp8_matmul, tile=tile, interpret=interpret)
+    return reference.fp8_matmul
+
+
+def check(x: Float[Array, "T K"], w: Float[Array, "*b N K"], columns: int) -> None:
+    """Refuse what the Mosaic GPU kernel cannot do, with a ValueError that says so."""
+    needs = (
+        ("dtype of activations", str(x.dtype), "bfloat16"),
+        ("dtype of weights", str(w.dtype), "float8_e4m3fn"),
+        (f"rest of output features over {columns}", w.shape[-2] % columns, 0),
+        (f"rest of input features over {BLOCK}", w.shape[-1] % BLOCK, 0),
+    )
+    for what, got, allowed in needs:
+        if got != allowed:
+            raise ValueError(
+                f"fp8_matmul on mosaic_gpu: {what} is {got}, must be {allowed}; use implementation='xla'"
+            )

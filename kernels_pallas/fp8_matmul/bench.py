@@ -1,0 +1,28 @@
+"""What else multiplies with block-scaled FP8 weights on a GPU."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kernels_pallas.grouped_matmul.reference import expand_rows, expand_weights
+
+
+def baselines() -> Mapping[str, Callable[..., Any]]:
+    """By name: functions of the kernel's inputs."""
+    return MappingProxyType({"xla": xla})
+
+
+def xla(
+    x: Float[Array, "M K"],
+    w: Float[Array, "b N K"],
+    x_scale: Float[Array, "k M"],
+    w_scale: Float[Array, "b n k"],
+) -> Array:
+    """XLA's own lowering: the weight expanded to bfloat16, then a bfloat16 product."""
+    left = expand_rows(x, x_scale).astype(jnp.bfloat16)
+    y = jnp.einsum("mk,bnk->bmn", left, expand_weights(w, w_scale, jnp.bfloat16))
+    return y[0] if w.shape[0] == 1 else jax.nn.silu(y[0]) * y[1]

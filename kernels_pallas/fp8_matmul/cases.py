@@ -1,0 +1,89 @@
+"""The shapes fp8_matmul is checked, compiled and timed at."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.checking.case import Case, Inputs, Work
+from kernels_pallas.fp8_matmul import bench, mosaic_gpu, reference
+from kernels_pallas.fp8_matmul.api import choose_tile
+from kernels_pallas.grouped_matmul.reference import BLOCK, quantise
+from kernels_pallas.grouped_matmul.tile import Tile
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``rows`` x ``terms`` times ``columns`` x ``terms``; ``gated``: gate and up, SwiGLU of them."""
+
+    rows: int
+    columns: int
+    terms: int
+    tile: Tile
+    gated: bool = False
+
+
+def shapes() -> dict[str, Shape]:
+    """The shapes by name. "small" ones have few thread blocks."""
+    shapes = {
+        "small-split": Shape(64, 192, 512, Tile(64, 64, 2, splits=2, thread_blocks=3)),
+        "small-split-many": Shape(128, 128, 512, Tile(128, 128, 2, splits=4, thread_blocks=2)),
+        "small-gated": Shape(64, 128, 256, Tile(64, BLOCK, 2, thread_blocks=1), gated=True),
+    }
+    # DeepSeek-V3 on one GPU and on one of eight: kv_a, q_a, q_b, o, the shared expert's down.
+    linears = {
+        "kv_a": (576, 7168),
+        "q_a": (1536, 7168),
+        "q_b": (24576, 1536),
+        "o": (7168, 16384),
+        "q_b-of8": (3072, 1536),
+        "o-of8": (7168, 2048),
+        "shared-down-of8": (7168, 256),
+    }
+    for rows in (64, 512):
+        for name, (columns, terms) in linears.items():
+            shapes[f"{name}-{rows}"] = Shape(rows, columns, terms, choose_tile(rows, columns, terms))
+    shapes["o-4096"] = Shape(4096, 7168, 16384, choose_tile(4096, 7168, 16384))
+    shapes["mlp-gated-64"] = Shape(64, 18432, 7168, Tile(64, BLOCK, stages=5), gated=True)
+    shapes["mlp-gated-512"] = Shape(512, 18432, 7168, Tile(128, BLOCK), gated=True)
+    return shapes
+
+
+def cases() -> tuple[Case, ...]:
+    """One case per shape."""
+    return tuple(case(name, shape) for name, shape in shapes().items())
+
+
+def case(name: str, shape: Shape) -> Case:
+    """What is checked of one shape."""
+    return Case(
+        name=f"fp8_matmul/{name}",
+        inputs=partial(inputs, shape),
+        kernel=partial(mosaic_gpu.fp8_matmul, tile=shape.tile),
+        reference=reference.fp8_matmul,
+        work=work(shape),
+        small=name.startswith("small-"),
+        baselines=bench.baselines(),
+    )
+
+
+def inputs(shape: Shape, key: jax.Array) -> Inputs:
+    """Random operands."""
+    keys = jax.random.split(key, 3)
+    blocks = 2 if shape.gated else 1
+    x, x_scale = quantise(jax.random.normal(keys[0], (shape.rows, shape.terms), jnp.bfloat16))
+    w = jax.random.normal(keys[1], (blocks, shape.columns, shape.terms), jnp.bfloat16)
+    blocked = (blocks, -(-shape.columns // BLOCK), shape.terms // BLOCK)
+    w_scale = jax.random.uniform(keys[2], blocked, minval=0.5, maxval=1.5) * shape.terms**-0.5
+    return x, w.astype(jnp.float8_e4m3fn), x_scale, w_scale
+
+
+def work(shape: Shape) -> Work:
+    """The weight, the rows and the results moved once."""
+    weights = shape.columns * (2 if shape.gated else 1)
+    return Work(
+        flops=2 * shape.rows * weights * shape.terms,
+        bytes=(weights + shape.rows) * shape.terms + shape.rows * shape.columns * (1 if shape.gated else 2),
+        format="fp8",
+    )

@@ -1,0 +1,39 @@
+"""The grouped product of kernels_pallas.grouped_matmul with a single group, and the sum of its splits."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kernels_pallas.grouped_matmul import mosaic_gpu as grouped
+from kernels_pallas.grouped_matmul.layout import one_group
+from kernels_pallas.grouped_matmul.tile import Tile
+
+
+def fp8_matmul(
+    x: Float[Array, "M K"],
+    w: Float[Array, "b N K"],
+    x_scale: Float[Array, "k M"],
+    w_scale: Float[Array, "b n k"],
+    *,
+    tile: Tile,
+    interpret: Any = None,
+) -> tuple[Array, ...]:
+    """``x @ w.T``: bfloat16 [M, N]. With b = 2, silu(gate) * up: e4m3 [M, N] and its scales [N/128, M].
+
+    Args:
+        x: e4m3; M is a multiple of ``tile.rows``.
+        w: e4m3, output features first; b is 1, or 2 for gate and up.
+        x_scale: float32 scales of 1x128 blocks of x, transposed.
+        w_scale: float32 scales of 128x128 blocks of w.
+        tile: how the work is cut.
+        interpret: parameters of Pallas' interpreter; None compiles.
+
+    Raises:
+        ValueError: for dtypes and sizes that the tile does not fit.
+    """
+    groups = one_group(x.shape[0] // tile.rows)
+    out = grouped.grouped_matmul(
+        x, w[None], x_scale, w_scale[None], groups.tile_group, groups.active, tile=tile, interpret=interpret
+    )
+    return out if tile.splits == 1 else (out[0].sum(axis=0).astype(jnp.bfloat16),)

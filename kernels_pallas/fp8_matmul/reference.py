@@ -1,0 +1,17 @@
+"""Products with FP8 weights in plain jnp: the oracle, and what runs where there is no Hopper GPU."""
+
+from jaxtyping import Array, Float
+
+from kernels_pallas.grouped_matmul import reference as grouped
+from kernels_pallas.grouped_matmul.layout import one_group
+
+
+def fp8_matmul(
+    x: Float[Array, "M K"],
+    w: Float[Array, "b N K"],
+    x_scale: Float[Array, "k M"],
+    w_scale: Float[Array, "b n k"],
+) -> tuple[Array, ...]:
+    """What ``mosaic_gpu.fp8_matmul`` computes: float32 [M, N], or e4m3 and its scales when gated."""
+    groups = one_group(1)
+    return grouped.grouped_matmul(x, w[None], x_scale, w_scale[None], groups.tile_group, groups.active)

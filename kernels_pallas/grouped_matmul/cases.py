@@ -1,0 +1,128 @@
+"""The shapes grouped_matmul is checked, compiled and timed at."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from kernels_pallas.checking.case import Case, Inputs, Work
+from kernels_pallas.grouped_matmul import bench, mosaic_gpu, reference
+from kernels_pallas.grouped_matmul.api import choose_tile
+from kernels_pallas.grouped_matmul.reference import BLOCK
+from kernels_pallas.grouped_matmul.tile import Tile
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One product of experts with ``rows`` rows each.
+
+    Attributes:
+        rows: of each group, in order.
+        columns, terms: N and K.
+        gated: gate and up, SwiGLU of them.
+        fp8: e4m3 with block scales, or bfloat16.
+        tile: how the work is cut.
+        spare: tiles at the end that hold nothing.
+    """
+
+    rows: tuple[int, ...]
+    columns: int
+    terms: int
+    gated: bool
+    tile: Tile
+    fp8: bool = True
+    spare: int = 0
+
+    @property
+    def tiles(self) -> tuple[int, ...]:
+        """Group of each tile that holds anything."""
+        return tuple(g for g, n in enumerate(self.rows) for _ in range(-(-n // self.tile.rows)))
+
+
+def shapes() -> dict[str, Shape]:
+    """The shapes by name. "small" ones have few thread blocks."""
+    few, many = Tile(64, 128, 2, thread_blocks=2), Tile(128, 128, 3, thread_blocks=2)
+    wide, narrow = Tile(64, 256, 2, thread_blocks=3), Tile(128, 64, 2, thread_blocks=2)
+    shapes = {
+        "small-gated": Shape((3, 0, 70), 256, 256, True, few, spare=1),
+        "small-gated-many": Shape((130,), 256, 256, True, many, spare=1),
+        "small-down": Shape((5, 64, 1), 256, 384, False, wide, spare=2),
+        "small-down-many": Shape((1, 130), 128, 256, False, many),
+        "small-edge-columns": Shape((9,), 192, 256, False, narrow),
+        "small-bf16-gated": Shape((3, 65), 128, 128, True, few, fp8=False, spare=1),
+        "small-bf16-down": Shape((100, 28), 128, 256, False, many, fp8=False),
+    }
+    for rows in (8, 64, 256, 2048):  # of each of the experts that one of eight GPUs has, in DeepSeek-V3
+        groups = (rows,) * 32
+        shapes[f"gated-32x{rows}"] = Shape(groups, 2048, 7168, True, choose_tile(rows, 2048, gated=True))
+        shapes[f"down-32x{rows}"] = Shape(groups, 7168, 2048, False, choose_tile(rows, 7168, gated=False))
+    one = (1,) * 8 + (0,) * 24
+    shapes["gated-8x1"] = Shape(one, 2048, 7168, True, choose_tile(1, 2048, gated=True), spare=24)
+    shapes["down-8x1"] = Shape(one, 7168, 2048, False, choose_tile(1, 7168, gated=False), spare=24)
+    for name in ("gated-32x64", "down-32x64", "gated-32x256"):
+        shapes[f"bf16-{name}"] = replace(shapes[name], fp8=False)
+    return shapes
+
+
+def cases() -> tuple[Case, ...]:
+    """One case per shape."""
+    return tuple(case(name, shape) for name, shape in shapes().items())
+
+
+def case(name: str, shape: Shape) -> Case:
+    """What is checked of one shape."""
+    return Case(
+        name=f"grouped_matmul/{name}",
+        inputs=partial(inputs, shape),
+        kernel=partial(run, shape),
+        reference=reference.grouped_matmul,
+        work=work(shape),
+        small=name.startswith("small-"),
+        baselines=bench.baselines(),
+    )
+
+
+def inputs(shape: Shape, key: jax.Array) -> Inputs:
+    """Random operands; every slot of a tile that holds anything is filled."""
+    keys = jax.random.split(key, 3)
+    tiles = shape.tiles
+    rows = (len(tiles) + shape.spare) * shape.tile.rows
+    blocks = 2 if shape.gated else 1
+    x = jax.random.normal(keys[0], (rows, shape.terms), jnp.bfloat16)
+    w = jax.random.normal(keys[1], (len(shape.rows), blocks, shape.columns, shape.terms), jnp.bfloat16)
+    tile_group = jnp.array(tiles + (0,) * shape.spare, jnp.int32)
+    active = jnp.array([len(tiles)], jnp.int32)
+    if not shape.fp8:
+        return x, w / jnp.bfloat16(shape.terms**0.5), None, None, tile_group, active
+    values, x_scale = reference.quantise(x)
+    blocked = (*w.shape[:2], -(-shape.columns // BLOCK), shape.terms // BLOCK)
+    w_scale = jax.random.uniform(keys[2], blocked, minval=0.5, maxval=1.5) * shape.terms**-0.5
+    return values, w.astype(jnp.float8_e4m3fn), x_scale, w_scale, tile_group, active
+
+
+def run(shape: Shape, *inputs: Any, interpret: Any = None) -> tuple[Array, ...]:
+    """The kernel, and what the reference has where it writes nothing."""
+    out = mosaic_gpu.grouped_matmul(*inputs, tile=shape.tile, interpret=interpret)
+    written = jnp.arange(inputs[0].shape[0]) < inputs[-1][0] * shape.tile.rows
+    if len(out) == 2:
+        nothing = reference.TINY / reference.FP8_MAX
+        return jnp.where(written[:, None], out[0], 0).astype(out[0].dtype), jnp.where(
+            written, out[1], nothing
+        )
+    return (jnp.where(written[:, None], out[0], 0),)
+
+
+def work(shape: Shape) -> Work:
+    """Weights of the groups that have rows, the rows and the results, all moved once."""
+    rows, used = sum(shape.rows), sum(n > 0 for n in shape.rows)
+    products = 2 if shape.gated else 1
+    size = 1 if shape.fp8 else 2
+    out = size if shape.gated else 2
+    return Work(
+        flops=2 * rows * products * shape.columns * shape.terms,
+        bytes=size * (used * products * shape.columns + rows) * shape.terms + out * rows * shape.columns,
+        format="fp8" if shape.fp8 else "bf16",
+    )
