@@ -97,7 +97,7 @@ def _product(implementation: Implementation, tile: Tile, interpret: Any) -> Any:
     return reference.fp8_matmul
 
 
-def check(x: Float[Array, "T K"], w: Float[Array, "*b N K"], columns: int) -> None:
+def check(x: Float[Array, "T D"], w: Float[Array, "*b N K"], columns: int) -> None:
     """Refuse what the Mosaic GPU kernel cannot do, with a ValueError that says so."""
     needs = (
         ("dtype of activations", str(x.dtype), "bfloat16"),

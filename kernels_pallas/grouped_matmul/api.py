@@ -22,7 +22,7 @@ def expert_mlp(
     gate_up_scale: Float[Array, "E 2 i d"] | None,
     down_scale: Float[Array, "E d i"] | None,
     *,
-    rows_per_expert: float,
+    rows_per_expert: int,
     implementation: Implementation,
     interpret: Any = None,
 ) -> Float[Array, "T D"]:
@@ -89,7 +89,7 @@ def grouped_matmul(
     return y if len(y) == 2 else (y[0].astype(jnp.bfloat16),)
 
 
-def choose_tile(rows_per_group: float, columns: int, *, gated: bool) -> Tile:
+def choose_tile(rows_per_group: int, columns: int, *, gated: bool) -> Tile:
     """How to cut a product whose groups have this many rows on average."""
     if rows_per_group > 64:
         return Tile(128, BLOCK, stages=4)

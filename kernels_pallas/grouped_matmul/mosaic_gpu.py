@@ -1,8 +1,8 @@
 """Grouped matrix product for Hopper: persistent, warp-specialised, block-scaled FP8 or bfloat16.
 
 Two warpgroups multiply and one loads. Each thread block walks over output tiles, group by group, and its
-loader runs ahead across tiles, so that reading weights never stops: at decode batch sizes the time goes there.
-FP8 products are summed in two levels (arXiv 2412.19437, section 3.3.2; github.com/deepseek-ai/DeepGEMM): the
+loader runs ahead across tiles, so that reading weights, which decoding takes longest for, never stops. FP8
+products are summed in two levels (arXiv 2412.19437, section 3.3.2; github.com/deepseek-ai/DeepGEMM): the
 tensor cores sum 128 terms, which are scaled while they are added to a float32 sum in registers.
 """
 

@@ -1,0 +1,202 @@
+"""Products of experts and linear layers: oracles, layout, and what the interpreter finds."""
+
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas.checking.case import Case
+from kernels_pallas.fp8_matmul import api as fp8
+from kernels_pallas.fp8_matmul.cases import cases as fp8_cases
+from kernels_pallas.grouped_matmul import api, mosaic_gpu, reference
+from kernels_pallas.grouped_matmul.cases import cases as grouped_cases
+from kernels_pallas.grouped_matmul.layout import group_rows
+from kernels_pallas.grouped_matmul.tile import Tile
+
+CASES = {c.name: c for c in (*grouped_cases(), *fp8_cases())}
+SMALL = [name for name, case in CASES.items() if case.small]
+# One of each way through the kernel; the others are slow.
+FAST = ("grouped_matmul/small-gated", "fp8_matmul/small-split")
+needs_interpreter = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason="Pallas interprets these kernels from jax 0.11 on"
+)
+
+
+def distance(got, expected) -> float:
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+
+
+def random_fp8(key, shape):
+    w = jax.random.normal(key, shape, jnp.float32).astype(jnp.float8_e4m3fn)
+    scale = jax.random.uniform(key, (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128)), minval=0.5)
+    return w, scale / shape[-1] ** 0.5
+
+
+def expanded(w, scale) -> np.ndarray:
+    """The weight in float64, element by element."""
+    w, scale = np.asarray(w.astype(jnp.float32), np.float64), np.asarray(scale, np.float64)
+    rows, columns = np.arange(w.shape[-2]) // 128, np.arange(w.shape[-1]) // 128
+    return w * scale[..., rows[:, None], columns]
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def test_quantised_blocks_reach_the_largest_value_and_are_near():
+    x = jax.random.normal(jax.random.key(0), (5, 384), jnp.float32) * 1e-3
+    x = x.at[2, :128].set(0)
+    values, scale = reference.quantise(x)
+    blocks = np.abs(np.asarray(values.astype(jnp.float32))).reshape(5, 3, 128).max(-1)
+    assert (np.delete(blocks.reshape(-1), 6) == 448).all()
+    assert blocks[2, 0] == 0
+    back = np.asarray(reference.expand_rows(values, scale))
+    # Half a unit of three bits of mantissa, or of the smallest subnormal number.
+    bound = np.maximum(np.abs(np.asarray(x)) / 16, np.repeat(np.asarray(scale).T, 128, 1) * 2**-10)
+    assert (np.abs(back - np.asarray(x)) <= bound * 1.001).all()
+
+
+def test_weights_of_partial_blocks_expand():
+    w, scale = random_fp8(jax.random.key(1), (2, 200, 130))
+    np.testing.assert_allclose(reference.expand_weights(w, scale), expanded(w, scale), rtol=1e-6)
+
+
+@pytest.mark.parametrize("pairs", [1, 50, 9000])
+def test_every_pair_has_a_slot_in_a_tile_of_its_group(pairs):
+    ids = jax.random.randint(jax.random.key(pairs), (pairs,), -2, 9)
+    groups = jax.jit(group_rows, static_argnums=(1, 2))(ids, 7, 64)
+    ids, place = np.asarray(ids), np.asarray(groups.place)
+    inside = (ids >= 0) & (ids < 7)
+    assert (place[~inside] == groups.source.shape[0]).all()
+    assert len(set(place[inside])) == inside.sum()
+    assert (np.asarray(groups.tile_group)[place[inside] // 64] == ids[inside]).all()
+    assert (np.asarray(groups.source)[place[inside]] == np.flatnonzero(inside)).all()
+    assert int(groups.active[0]) == sum(-(-int((ids == g).sum()) // 64) for g in range(7))
+    # Rows of a group keep their order: sums do not depend on what other rows choose.
+    for g in range(7):
+        assert (np.diff(place[ids == g]) > 0).all()
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+def test_experts_equal_those_of_float64(quantised):
+    keys = jax.random.split(jax.random.key(2), 5)
+    x = jax.random.normal(keys[0], (20, 256), jnp.bfloat16)
+    ids = jax.random.randint(keys[1], (20, 2), -1, 6)
+    weights = jax.random.uniform(keys[2], (20, 2))
+    gate_up, gate_up_scale = random_fp8(keys[3], (5, 2, 128, 256))
+    down, down_scale = random_fp8(keys[4], (5, 256, 128))
+    big, small = expanded(gate_up, gate_up_scale), expanded(down, down_scale)
+    if not quantised:
+        gate_up, down = jnp.bfloat16(big), jnp.bfloat16(small)
+        gate_up_scale = down_scale = None
+    run = jax.jit(partial(api.expert_mlp, rows_per_expert=8, implementation="xla"))
+    y = run(x, ids, weights, gate_up, down, gate_up_scale, down_scale)
+    expected = np.zeros((20, 256))
+    for t, (row, chosen) in enumerate(zip(np.asarray(x, np.float64), np.asarray(ids), strict=True)):
+        for k, e in enumerate(chosen):
+            if 0 <= e < 5:
+                gate, up = big[e] @ row
+                expected[t] += float(weights[t, k]) * (small[e] @ (silu(gate) * up))
+    assert distance(y, expected) < (0.06 if quantised else 0.01)
+
+
+def test_linear_and_mlp_equal_those_of_float64():
+    keys = jax.random.split(jax.random.key(3), 3)
+    x = jax.random.normal(keys[0], (7, 256), jnp.bfloat16)
+    gate_up, gate_up_scale = random_fp8(keys[1], (2, 128, 256))
+    down, down_scale = random_fp8(keys[2], (256, 128))
+    row, big, small = np.asarray(x, np.float64), expanded(gate_up, gate_up_scale), expanded(down, down_scale)
+    y = jax.jit(partial(fp8.fp8_matmul, implementation="xla"))(x, gate_up[0], gate_up_scale[0])
+    assert distance(y, row @ big[0].T) < 0.05
+    y = jax.jit(partial(fp8.fp8_mlp, implementation="xla"))(x, gate_up, down, gate_up_scale, down_scale)
+    assert distance(y, (silu(row @ big[0].T) * (row @ big[1].T)) @ small.T) < 0.06
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "match"),
+    [
+        ((8, 128, "float32"), (128, 128, "float8_e4m3fn"), "activations is float32"),
+        ((8, 128, "bfloat16"), (128, 128, "bfloat16"), "weights is bfloat16"),
+        ((8, 128, "bfloat16"), (96, 128, "float8_e4m3fn"), "output features over 64 is 32"),
+        ((8, 192, "bfloat16"), (128, 192, "float8_e4m3fn"), "input features over 128 is 64"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_refused(x, w, match):
+    x, w = jnp.zeros(x[:2], x[2]), jnp.zeros(w[:2], w[2])
+    with pytest.raises(ValueError, match=match):
+        fp8.fp8_matmul(x, w, jnp.ones((1, 1)), implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize(
+    ("tile", "match"),
+    [
+        (Tile(96, 128), "expected 64 x"),
+        (Tile(128, 256), "expected 64 x"),
+        (Tile(64, 128, splits=3), "256 terms are not a multiple of 384"),
+        (Tile(128, 128), "64 rows are not a multiple of 128"),
+    ],
+)
+def test_tiles_that_do_not_fit_are_refused(tile, match):
+    x, w = jnp.zeros((64, 256), jnp.float8_e4m3fn), jnp.zeros((1, 1, 128, 256), jnp.float8_e4m3fn)
+    one = jnp.ones(1, jnp.int32)
+    with pytest.raises(ValueError, match=match):
+        mosaic_gpu.grouped_matmul(x, w, jnp.ones((2, 64)), jnp.ones((1, 1, 1, 2)), one, one, tile=tile)
+
+
+def interpreted(case: Case) -> tuple[bool, list[float]]:
+    """Whether the interpreter finds races, and the distance of every output from the reference."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas_call
+
+    inputs = case.inputs(jax.random.key(4))
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+    try:
+        out = case.kernel(*inputs, interpret=plgpu.InterpretGPUParams(detect_races=True))
+        expected = case.reference(*inputs)
+        distances = [distance(a, b) for a, b in zip(out, expected, strict=True)]
+        return interpret_pallas_call.get_races().races_found, distances
+    finally:
+        gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in SMALL])
+def test_kernels_equal_their_reference_without_races(name):
+    races, distances = interpreted(CASES[name])
+    assert not races
+    assert max(distances) < 3e-3
+
+
+# What a warpgroup waits for, by the function that waits.
+WAITS = {
+    "the ring is free again": ("barrier_wait", "_Walk.load.<locals>.one_tile"),
+    "the ring is full": ("barrier_wait", "_Walk.scaled_sums"),
+    "the other half of a row": ("barrier_wait", "_Walk.store_quantised"),
+    "the tile before is written": ("wait_smem_to_gmem", "_Walk.store"),
+    "values are visible to copies": ("commit_smem", "_Walk.store"),
+}
+
+
+@needs_interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize("what", WAITS)
+def test_a_missing_wait_is_noticed(what, monkeypatch, capfd):
+    operation, where = WAITS[what]
+    original = getattr(plgpu, operation)
+
+    def without(*args, **kwargs):
+        if not sys._getframe(1).f_code.co_qualname.startswith(where):
+            original(*args, **kwargs)
+
+    monkeypatch.setattr(plgpu, operation, without)
+    try:
+        races, distances = interpreted(CASES["grouped_matmul/small-gated"])
+        noticed = races or not max(distances) < 3e-3
+    except jax.errors.JaxRuntimeError as e:  # a barrier went on before anybody waited for it
+        noticed = "barrier" in str(e).lower()
+    assert noticed
+    capfd.readouterr()  # every race is printed
