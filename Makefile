@@ -41,7 +41,7 @@ test-gpu: $(VENV)/.dev
 	@echo "==> running the tests that need a GPU (install the cuda extra first)"
 	@JAX_PLATFORMS=cuda,cpu $(BIN)/python -m pytest -q -m gpu
 
-BENCH = $(BIN)/python -m mtp_jax.bench
+BENCH = $(BIN)/mtp-jax bench
 
 bench: $(VENV)/.runtime
 	@for p in dense moe; do $(BIN)/python -m mtp_jax.synthetic --preset $$p --out build/bench/$$p || exit 1; done

@@ -11,11 +11,11 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from mtp_jax.commands import chat, checkpoints, generate, info, profile, train
+from mtp_jax.commands import bench, chat, checkpoints, generate, info, profile, train
 from mtp_jax.commands.parser import Parser, Subparsers
 from mtp_jax.errors import MtpJaxError
 
-_COMMANDS = (generate, chat, info, train, checkpoints, profile)
+_COMMANDS = (generate, chat, info, train, checkpoints, bench, profile)
 _OUT_OF_MEMORY = "out of device memory; lower --max-num-seqs or --max-model-len, or give --mesh more devices"
 
 
@@ -53,6 +53,7 @@ def _run(argv: Sequence[str] | None) -> int:
         args = make_parser().parse_args(argv)
     except SystemExit as stop:  # help has been printed, or an error
         return int(stop.code or 0)
+    args.command = list(sys.argv[1:] if argv is None else argv)
     return args.run(args)
 
 

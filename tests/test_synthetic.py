@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
+from mtp_jax import cli
 from mtp_jax.bench import cost
-from mtp_jax.bench.__main__ import main as bench
 from mtp_jax.bench.acceptance import repeated
 from mtp_jax.bench.report import Spread, table
 from mtp_jax.checkpoint import load
@@ -155,7 +155,7 @@ def test_spread_and_table():
 
 def run_bench(tmp_path, *given):
     out = tmp_path / "out.json"
-    assert bench([*given, "--json", str(out), "--compile-cache", "none"]) == 0
+    assert cli.main(["bench", *given, "--json", str(out), "--compile-cache", "none"]) == 0
     return json.loads(out.read_text())
 
 
@@ -173,10 +173,11 @@ def test_bench_depth_writes_what_it_measured(checkpoint, tmp_path, capsys):
     assert len(two["acceptance_per_position"]) == len(two["seconds"]) == 2
     assert two["tokens_per_second"] == pytest.approx(2 * 23 / sum(two["seconds"]))
     assert "| depth |" in capsys.readouterr().out
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_bench_reports_errors_without_a_traceback(tmp_path, capsys):
-    assert bench(["depth", "--model", str(tmp_path), "--compile-cache", "none"]) == 1
+    assert cli.main(["bench", "depth", "--model", str(tmp_path), "--compile-cache", "none"]) == 2
     assert capsys.readouterr().err.startswith("error: ")
 
 

@@ -41,7 +41,9 @@ def measure(engine: Engine, prompts: list[list[int]], steps: int, device_first: 
         engine.submit(request)
     while len(engine.scheduler.running()) < len(requests) or not all(r.output for r in requests):
         engine.step()
-    key = engine.executables.cover(step_key(engine.config, engine.scheduler.running()))
+    key = engine.executables.cover(
+        step_key(engine.config, engine.scheduler.running(), engine.config.num_speculative_tokens)
+    )
     assert isinstance(key, StepKey)
     state = jax.block_until_ready(jax.tree.map(jnp.copy, engine.state))
 

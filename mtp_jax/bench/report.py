@@ -105,7 +105,7 @@ def write(report: Report, path: str | Path, made_by: Mapping[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    return asdict(value) if isinstance(value, Spread) else value.tolist()
+    return value.tolist() if hasattr(value, "tolist") else asdict(value)
 
 
 def _version(name: str) -> str | None:

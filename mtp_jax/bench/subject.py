@@ -29,12 +29,20 @@ class Subject:
     params: Params
     dtype: str
 
-    def engine(self, depth: int, slots: int, max_model_len: int) -> Engine:
+    def engine(self, depth: int, slots: int, max_model_len: int, adaptive: bool = False) -> Engine:
         """An engine of one depth; at depth 0 without the NextN layers, so that they cost nothing.
 
-        Raises ConfigError for a depth above 0 of a model without NextN layers.
+        It keeps no prefixes: the same prompts are measured again and again. Raises ConfigError for a depth
+        above 0 of a model without NextN layers.
         """
-        sizes = EngineConfig(depth, max_num_seqs=slots, max_model_len=max_model_len, dtype=self.dtype)
+        sizes = EngineConfig(
+            depth,
+            max_num_seqs=slots,
+            max_model_len=max_model_len,
+            dtype=self.dtype,
+            adaptive_depth=adaptive,
+            prefix_cache=False,
+        )
         if depth:
             return Engine(self.config, self.params, sizes)
         return Engine(self.config.with_nextn(()), replace(self.params, nextn=()), sizes)

@@ -1,0 +1,123 @@
+"""When tokens arrive: throughput, and the latencies a user feels, with percentiles."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+
+@dataclass
+class Timeline:
+    """One request: when it was sent, and when how many of its tokens came. Seconds of ``perf_counter``."""
+
+    sent: float
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+
+    def add(self, at: float, tokens: int) -> None:
+        """``tokens`` came together."""
+        if tokens:
+            self.arrivals.append((at, tokens))
+
+    @property
+    def tokens(self) -> int:
+        """All that came."""
+        return sum(n for _, n in self.arrivals)
+
+    @property
+    def first(self) -> float:
+        """Seconds to the first token: TTFT."""
+        return self.arrivals[0][0] - self.sent
+
+    @property
+    def end(self) -> float:
+        """Seconds to the last token."""
+        return self.arrivals[-1][0] - self.sent
+
+    @property
+    def per_token(self) -> float | None:
+        """Seconds per token after the first: TPOT; None with fewer than two tokens."""
+        return (self.end - self.first) / (self.tokens - 1) if self.tokens > 1 else None
+
+    def gaps(self) -> list[float]:
+        """Seconds between tokens: tokens that come together share the time since those before them."""
+        return [(b - a) / n for (a, _), (b, n) in pairwise(self.arrivals) for _ in range(n)]
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """Of at least one value, in seconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Percentiles":
+        """All zero if there are no values."""
+        if not values:
+            return cls(0.0, 0.0, 0.0, 0.0, 0)
+        p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
+        return cls(float(np.mean(values)), p50, p90, p99, len(values))
+
+    def show(self, digits: int = 1, scale: float = 1e3) -> str:
+        """``p50 / p90 / p99``, in milliseconds."""
+        return " / ".join(f"{v * scale:.{digits}f}" for v in (self.p50, self.p90, self.p99))
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Many requests over ``seconds``.
+
+    Attributes:
+        requests: that got a token.
+        tokens: generated.
+        seconds: from the first request to the last token.
+        ttft: time to first token.
+        tpot: time per output token after the first, one value per request.
+        itl: time between tokens, one value per token; those of one step share its time.
+        e2e: time to the last token.
+    """
+
+    requests: int
+    tokens: int
+    seconds: float
+    ttft: Percentiles
+    tpot: Percentiles
+    itl: Percentiles
+    e2e: Percentiles
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @classmethod
+    def of(cls, timelines: Sequence[Timeline], seconds: float) -> "Summary":
+        """Requests without a token are left out."""
+        came = [t for t in timelines if t.arrivals]
+        return cls(
+            len(came),
+            sum(t.tokens for t in came),
+            seconds,
+            Percentiles.of([t.first for t in came]),
+            Percentiles.of([p for t in came if (p := t.per_token) is not None]),
+            Percentiles.of([g for t in came for g in t.gaps()]),
+            Percentiles.of([t.end for t in came]),
+        )
+
+    def row(self) -> tuple[str, ...]:
+        """Cells of a table with ``HEADERS``."""
+        times = (self.ttft.show(), self.tpot.show(2), self.itl.show(2), self.e2e.show(0))
+        return (f"{self.rate:.1f}", *times)
+
+
+HEADERS = ("tokens/s", "TTFT, ms", "TPOT, ms", "between tokens, ms", "end to end, ms")
+PERCENTILES_NOTE = "Latencies: p50 / p90 / p99. Tokens that come together share the time since those before."
+
+
+def acceptance_per_position(drafts: int, accepted: Sequence[int]) -> list[float]:
+    """Per position the share of ``drafts`` verified windows in which all drafts up to it were accepted."""
+    return [n / drafts for n in accepted] if drafts else []

@@ -1,0 +1,151 @@
+"""Throughput and latency of the Python engine in a closed loop: without MTP, with it, and adaptive."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from mtp_jax.bench.latency import HEADERS, PERCENTILES_NOTE, Summary, Timeline, acceptance_per_position
+from mtp_jax.bench.report import Report, Spread
+from mtp_jax.bench.simulate import Simulated, simulate
+from mtp_jax.bench.subject import Subject, prompts_for
+from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.request import SamplingParams, Speculation
+from mtp_jax.errors import ConfigError
+
+Mode = Literal["off", "fixed", "adaptive"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What every mode is given.
+
+    Attributes:
+        concurrency: requests at a time; each level is measured.
+        depth: drafts per step of "fixed", the most of "adaptive".
+        requests: per run; None: four per concurrent one, at least 16.
+        prompt_tokens, max_tokens: of every request.
+        temperature: 0 is greedy.
+        rounds: runs of every mode at every level, after one that is not measured.
+    """
+
+    concurrency: Sequence[int]
+    depth: int
+    requests: int | None
+    prompt_tokens: int
+    max_tokens: int
+    temperature: float
+    rounds: int
+
+    def requests_at(self, level: int) -> int:
+        """Requests of a run."""
+        return self.requests or max(4 * level, 16)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of one mode: latencies, what was drafted, and the tokens."""
+
+    summary: Summary
+    speculation: Speculation
+    texts: list[list[int]]
+
+
+def closed_loop(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, concurrency: int) -> Run:
+    """Complete every prompt, ``concurrency`` at a time: a new request as soon as one is done."""
+    params = [
+        SamplingParams(temperature=load.temperature, max_tokens=load.max_tokens, ignore_eos=True)
+        for _ in prompts
+    ]
+    waiting = [
+        engine.make_request(p, s, seed=i) for i, (p, s) in enumerate(zip(prompts, params, strict=True))
+    ]
+    engine.prepare(waiting[:concurrency])
+    requests, lines = list(waiting), {r.id: Timeline(0.0) for r in waiting}
+    seen = dict.fromkeys(lines, 0)
+
+    def submit() -> None:
+        request = waiting.pop(0)
+        request.arrived = lines[request.id].sent = time.perf_counter()
+        engine.submit(request)
+
+    began = time.perf_counter()
+    for _ in range(min(concurrency, len(waiting))):
+        submit()
+    while engine.busy:
+        advanced = engine.step()
+        now = time.perf_counter()
+        for request in advanced:
+            lines[request.id].add(now, len(request.output) - seen[request.id])
+            seen[request.id] = len(request.output)
+            if request.finished and waiting:
+                submit()
+    return Run(
+        Summary.of(list(lines.values()), time.perf_counter() - began),
+        sum((r.speculation for r in requests), Speculation()),
+        [r.output for r in requests],
+    )
+
+
+def run(subject: Subject, modes: Sequence[Mode], load: Load, simulated: Simulated | None = None) -> Report:
+    """Measure all modes at every level, alternating; "off" is always among them, as the baseline.
+
+    Raises ConfigError for loads that cannot be measured.
+    """
+    modes = [m for m in MODES if m == "off" or m in modes]
+    if min(load.concurrency, default=0) < 1 or load.rounds < 1 or load.max_tokens < 2 or load.depth < 1:
+        raise ConfigError("concurrency, rounds and depth are 1 or more, max_tokens 2 or more")
+    most = max(load.concurrency)
+    given = prompts_for(subject, max(map(load.requests_at, load.concurrency)), load.prompt_tokens)
+    length = load.prompt_tokens + load.max_tokens
+    engines = {m: subject.engine(load.depth * (m != "off"), most, length, m == "adaptive") for m in modes}
+    if simulated:
+        for mode in modes[1:]:
+            simulate(engines[mode], simulated)
+    rows: list[tuple[Any, ...]] = []
+    figures: list[dict[str, Any]] = []
+    for level in load.concurrency:
+        prompts = given.ids[: load.requests_at(level)]
+        runs: dict[Mode, list[Run]] = {m: [] for m in modes}
+        for i in range(load.rounds + 1):
+            for mode in modes[i % len(modes) :] + modes[: i % len(modes)]:
+                done = closed_loop(engines[mode], prompts, load, level)
+                runs[mode] += [done] if i else []
+        for mode in modes:
+            found = _figures(level, mode, runs, load, simulated)
+            figures.append(found)
+            length_of = f"{found['acceptance_length']:.2f}"
+            median = runs[mode][len(runs[mode]) // 2].summary
+            rows.append((level, mode, found["speedup"].show(), length_of, *median.row()))
+    count = load.requests or "max(16, 4 x level)"
+    note = (
+        f"Closed loop, {load.rounds} alternating rounds per level of {count} prompts of {load.prompt_tokens} "
+        f"tokens ({given.source}), {load.max_tokens} tokens each, temperature {load.temperature:g}, depth "
+        f"{load.depth} (adaptive: at most). Speed-up: throughput over that of the same round at depth 0, "
+        'without the NextN layers ("off"), median and quartiles. Acceptance length: tokens per step of a row.'
+    )
+    headers = ("at a time", "MTP", "speed-up", "acceptance length", *HEADERS)
+    report = Report(f"Load: {subject.name}", headers, rows, [note, PERCENTILES_NOTE], {"levels": figures})
+    return simulated.label(report) if simulated else report
+
+
+def _figures(
+    level: int, mode: Mode, runs: Mapping[Mode, list[Run]], load: Load, simulated: Simulated | None
+) -> dict[str, Any]:
+    own, plain = runs[mode], runs["off"]
+    spec = sum((r.speculation for r in own), Speculation())
+    drafts = sum(n > 0 for n in spec.drafted_per_step)
+    ratios = [a.summary.rate / b.summary.rate for a, b in zip(own, plain, strict=True)]
+    exact = load.temperature == 0 and not simulated
+    return {
+        "concurrency": level,
+        "mode": mode,
+        "speedup": Spread.of(ratios),
+        "tokens_per_second": Spread.of([r.summary.rate for r in own]),
+        "same_tokens": all(a.texts == b.texts for a, b in zip(own, plain, strict=True)) if exact else None,
+        "depth_steps": {d: spec.drafted_per_step.count(d) for d in sorted(set(spec.drafted_per_step))},
+        "acceptance_length": spec.acceptance_length,
+        "acceptance_per_position": acceptance_per_position(drafts, spec.accepted_per_position),
+        "rounds": [r.summary for r in own],
+    }

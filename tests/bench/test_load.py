@@ -1,0 +1,112 @@
+"""The closed loop over the Python engine, its latencies, and acceptance that is simulated and says so."""
+
+import json
+
+import pytest
+
+from mtp_jax import cli
+from mtp_jax.bench import load, simulate
+from mtp_jax.bench.latency import Percentiles, Summary, Timeline
+from mtp_jax.bench.report import Report
+from mtp_jax.bench.simulate import Simulated
+from mtp_jax.bench.subject import load as load_model
+from mtp_jax.errors import ConfigError
+from tests import golden
+
+SIZES = ["--prompt-tokens", "6", "--max-tokens", "24", "--requests", "5", "--rounds", "2"]
+SIZES += ["--compile-cache", "none", "--concurrency", "2"]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    """Runs `mtp-jax bench`; gives (JSON, path of the figure)."""
+
+    def run(name, *given):
+        out = tmp_path_factory.mktemp("bench") / "out.json"
+        command = ["bench", name, "--model", str(golden.model_dir("rigged")), *SIZES, "--json", str(out)]
+        assert cli.main([*command, *given]) == 0
+        return json.loads(out.read_text()), out.with_suffix(".png")
+
+    return run
+
+
+def test_latencies_of_a_timeline():
+    line = Timeline(10.0)
+    for at, tokens in ((12.0, 1), (13.0, 0), (15.0, 3), (16.0, 1)):
+        line.add(at, tokens)
+    assert (line.tokens, line.first, line.end, line.per_token) == (5, 2.0, 6.0, 1.0)
+    assert line.gaps() == [1.0, 1.0, 1.0, 1.0]
+    summary = Summary.of([line, Timeline(11.0)], 8.0)  # the second got nothing
+    assert (summary.requests, summary.tokens, summary.rate) == (1, 5, 0.625)
+    assert summary.itl == Percentiles(1.0, 1.0, 1.0, 1.0, 4)
+
+
+def test_modes_are_compared_in_one_run(bench):
+    found, figure = bench("offline", "--modes", "adaptive", "--depth", "2")
+    off, adaptive = found["figures"]["levels"]
+    assert (off["mode"], adaptive["mode"]) == ("off", "adaptive")
+    assert off["speedup"]["median"] == off["acceptance_length"] == 1
+    assert off["depth_steps"].keys() == {"0"}
+    assert adaptive["same_tokens"] is True
+    assert adaptive["depth_steps"].keys() >= {"2"}
+    assert 1 < adaptive["acceptance_length"] <= 3
+    for level in (off, adaptive):
+        assert level["concurrency"] == 2
+        assert len(level["rounds"]) == 2
+        for summary in level["rounds"]:
+            assert (summary["requests"], summary["tokens"]) == (5, 5 * 24)
+            assert 0 < summary["ttft"]["p50"] < summary["e2e"]["p50"] <= summary["seconds"]
+            assert 0 < summary["itl"]["count"] <= 5 * 23
+    assert found["command"].startswith("mtp-jax bench offline --model ")
+    assert "SIMULATED" not in json.dumps(found)
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_simulated_acceptance_is_as_asked_and_labelled_everywhere(bench, capsys, monkeypatch):
+    titles = []
+    draw = load.Report.text
+    monkeypatch.setattr(load.Report, "text", lambda report: titles.append(report.title) or draw(report))
+    found, _ = bench("offline", "--modes", "fixed", "--depth", "2", "--simulate-acceptance", "1,0.5")
+    assert found["figures"]["simulated_acceptance"] == [1, 0.5]
+    assert found["title"].startswith("SIMULATED ACCEPTANCE (1, 0.5) - ")
+    out = capsys.readouterr().out
+    assert out.startswith("SIMULATED ACCEPTANCE")
+    assert "SIMULATED ACCEPTANCE: drafts were kept at random" in out
+    assert titles[0] == found["title"]  # which is that of the figure, too
+    off, fixed = found["figures"]["levels"]
+    assert off["acceptance_length"] == 1
+    first, second = fixed["acceptance_per_position"]
+    assert first == 1
+    assert 0.3 < second < 0.7
+    assert fixed["same_tokens"] is None
+
+
+def test_engines_are_never_simulated_halfway():
+    engine = load_model(str(golden.model_dir("rigged"))).engine(2, 1, 32)
+    engine.executables._compiled = {None: None}  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match="from the first program on"):
+        simulate.simulate(engine, Simulated((0.5,)))
+
+
+@pytest.mark.parametrize("rates", [(), (1.1,), (0.5, -0.1), (float("nan"),)])
+def test_rates_that_are_no_probabilities(rates):
+    with pytest.raises(ConfigError, match="expected probabilities"):
+        Simulated(rates)
+
+
+def test_a_label_keeps_what_it_labels():
+    report = Simulated((0.25,)).label(Report("Load: x", ("a",), [(1,)], ["before"], {"levels": []}))
+    assert report.title == "SIMULATED ACCEPTANCE (0.25) - Load: x"
+    assert report.notes[-1] == "before"
+    assert report.figures == {"simulated_acceptance": [0.25], "levels": []}
+
+
+def test_refusals(capsys):
+    model = str(golden.model_dir("rigged"))
+    for given, message in (
+        (["--modes", "sometimes"], "--modes sometimes; expected some of off,fixed,adaptive"),
+        (["--concurrency", "0"], "are 1 or more"),
+        (["--simulate-acceptance", "2"], "expected probabilities"),
+    ):
+        assert cli.main(["bench", "offline", "--model", model, "--compile-cache", "none", *given]) == 2
+        assert message in capsys.readouterr().err
