@@ -16,6 +16,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
 from mtp_jax.errors import RequestError
+from mtp_jax.tokenizer import Tokenizer
 
 MAX_GRAMMAR_LENGTH = 2**17
 """Characters of a schema, an expression or all choices together."""
@@ -24,8 +25,12 @@ WORD = 32
 """Tokens per word of a packed mask: token t is bit t % 32 of word t // 32."""
 
 _CACHED_GRAMMARS = 64
-# Some white space is how models write JSON; without a limit, a weak one writes nothing else.
-_JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n\r\t]{1,32}", "lenient": False}
+# Some white space is how models write JSON; without a limit, a weak one writes nothing else. A schema may say
+# otherwise in its key "x-guidance", but not that what is unknown in it be ignored.
+_JSON_OPTIONS: Any = {
+    "defaults": {"whitespace_pattern": r"[ \n\r\t]{1,32}"},
+    "overrides": {"lenient": False},
+}
 
 
 @dataclass(frozen=True)
@@ -65,9 +70,9 @@ class StructuredOutput:
         """In llguidance's form. Raises RequestError where the text alone shows that it is none."""
         try:
             if self.json_object:
-                return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON_OPTIONS)
+                return LLMatcher.grammar_from_json_schema({"type": "object"}, **_JSON_OPTIONS)
             if self.json_schema is not None:
-                return LLMatcher.grammar_from_json_schema(_schema(self.json_schema), overrides=_JSON_OPTIONS)
+                return LLMatcher.grammar_from_json_schema(_schema(self.json_schema), **_JSON_OPTIONS)
             return LLMatcher.grammar_from_regex(_text(self.regex) if self.choice is None else self._choices())
         except (TypeError, ValueError, RecursionError) as e:
             raise RequestError(f"the structured output is not valid: {e}") from e
@@ -109,6 +114,10 @@ class Matcher:
         """Take emitted tokens, up to but not including one that ended the output."""
         self.inner.consume_tokens(list(tokens))
 
+    def forced(self) -> list[int]:
+        """The next tokens, as far as the grammar leaves no choice."""
+        return self.inner.compute_ff_tokens()
+
     @property
     def failed(self) -> bool:
         """Whether the grammar exceeded llguidance's bounds on the way: nothing can follow."""
@@ -134,6 +143,13 @@ class Grammars:
         self._executor = LLExecutor()
         # Every request starts from a copy of the compiled grammar.
         self._compiled = functools.lru_cache(_CACHED_GRAMMARS)(self._compile)
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> "Grammars | None":
+        """None where the tokenizer does not fit: it has more tokens than the model, or no eos_ids."""
+        eos = [t for t in eos_ids if t < tokenizer.vocab_size]
+        fits = eos and tokenizer.vocab_size <= vocab_size
+        return cls(tokenizer.backend, vocab_size, eos) if fits else None
 
     def matcher(self, wanted: StructuredOutput, stop_ids: Iterable[int]) -> Matcher:
         """The beginning of an output. stop_ids: what may end it. Raises RequestError."""

@@ -24,6 +24,7 @@ from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import ConfigError, RequestError
+from mtp_jax.grammar import Grammars
 from mtp_jax.jobs import Job, Part, Prompt
 from mtp_jax.outputs import Draft, RequestOutput
 from mtp_jax.progress import Reporter, Silent
@@ -124,6 +125,9 @@ class LLM:
             jax.block_until_ready(loaded.params)
         self.config: ModelConfig = loaded.config
         self._params, self._mesh = loaded.params, mesh
+        self._grammars = self.tokenizer and Grammars.of(
+            self.tokenizer, self.config.vocab_size, self.config.eos_token_ids
+        )
         self.engine = self._make_engine(engine_config)
         self._parts: dict[int, Part] = {}
         self._scorer = Scorer(self.config, loaded.params, mesh)
@@ -134,7 +138,7 @@ class LLM:
             # Without speculation the NextN layers cost nothing: they are left out of the step altogether.
             cfg, params = cfg.with_nextn(()), replace(params, nextn=())
         with self._report.phase("allocate cache"):
-            return Engine(cfg, params, config, self._mesh)
+            return Engine(cfg, params, config, self._mesh, self._grammars)
 
     def without_speculation(self) -> "LLM":
         """The same weights, not a copy, with an engine of its own that never drafts: to compare with."""

@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     ("errors",),
     ("admission", "config", "chat_template", "demo", "progress"),
-    ("grammar", "model", "tokenizer"),
+    ("model", "tokenizer"),
+    ("grammar",),
     ("checkpoint", "score"),
     ("decode",),
     ("engine",),
@@ -39,6 +40,7 @@ WITHOUT_JAX = (
     "engine.plan",
     "engine.request",
     "engine.scheduler",
+    "engine.structured",
     "errors",
     "grammar",
     "tokenizer",

@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from mtp_jax.config import ModelConfig
-from mtp_jax.decode.draft import draft
+from mtp_jax.decode.draft import Drafts, draft
 from mtp_jax.decode.prefill import Chunk, PrefillResult, prefill
 from mtp_jax.decode.state import Slots, State, admit, update
-from mtp_jax.decode.step import Accept, SamplingMode, StepResult, step
+from mtp_jax.decode.step import Accept, SamplingMode, StepResult, draft_phase, step, verify_phase
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.params import Params
 from mtp_jax.model.sharding import data_size
@@ -47,6 +47,7 @@ class StepKey:
             and self.depth >= need.depth
             and self.pages >= need.pages
             and sampling
+            and self.mode.structured == need.mode.structured
             and (self.mode.logprobs if self.mode.logprobs is not None else -1)
             >= (need.mode.logprobs if need.mode.logprobs is not None else -1)
         )
@@ -92,6 +93,14 @@ class DraftKey:
     pages: int
 
 
+@dataclass(frozen=True)
+class _Phases:
+    """The two programs of a structured step."""
+
+    draft: Callable[..., tuple[State, Drafts]]
+    verify: Callable[..., tuple[State, StepResult]]
+
+
 Key = StepKey | PrefillKey | DraftKey
 Covering = TypeVar("Covering", StepKey, PrefillKey)
 
@@ -111,7 +120,7 @@ class Executables:
         """``params`` and ``state`` may be ``ShapeDtypeStruct`` trees: nothing runs. accept: see ``step``."""
         self._cfg, self._params, self._state = cfg, params, state
         self._decode, self._prefill, self._accept = decode, prefill, accept
-        self._compiled: dict[Key, Callable[..., Any]] = {}
+        self._compiled: dict[Key, Any] = {}
         self._covering: dict[Key, Key] = {}
         self._lock = threading.Lock()
         self._admit: Callable[..., State] | None = None
@@ -133,8 +142,12 @@ class Executables:
         return list(self._compiled)
 
     def program(self, key: Key) -> Any:
-        """The ``jax.stages.Compiled`` behind a key, for its HLO text and its cost and memory analysis."""
-        return self._compiled[key]
+        """The ``jax.stages.Compiled`` behind a key, for its HLO text and its cost and memory analysis.
+
+        Of a structured step it is the second, larger one.
+        """
+        found = self._compiled[key]
+        return found.verify if isinstance(found, _Phases) else found
 
     def compile(
         self, keys: Iterable[Key], done: Callable[[int, int], None] | None = None, workers: int | None = None
@@ -150,7 +163,7 @@ class Executables:
 
         def one(key: Key) -> None:
             nonlocal count
-            executable = self._lower(key).compile()
+            executable = self._compile_one(key)
             with self._lock:
                 self._compiled[key] = executable
                 self._covering = {}
@@ -181,6 +194,16 @@ class Executables:
         """Run a compiled step."""
         return self._compiled[key](params, state)
 
+    def draft_phase(self, key: StepKey, params: Params, state: State, allowed: Any) -> tuple[State, Drafts]:
+        """Run the first half of a structured step. allowed: uint32 [B, W, ceil(V / 32)]."""
+        return self._compiled[key].draft(params, state, allowed)
+
+    def verify_phase(
+        self, key: StepKey, params: Params, state: State, drafts: Drafts, allowed: Any
+    ) -> tuple[State, StepResult]:
+        """Run the second half. allowed: uint32 [B, W, ceil(V / 32)]."""
+        return self._compiled[key].verify(params, state, drafts, allowed)
+
     def prefill(
         self, key: PrefillKey, params: Params, state: State, chunk: Chunk
     ) -> tuple[State, PrefillResult]:
@@ -201,6 +224,30 @@ class Executables:
         assert self._update is not None
         return self._update(state, keep, page_table)
 
+    def _compile_one(self, key: Key) -> Any:
+        if isinstance(key, StepKey) and key.mode.structured:
+            return self._compile_phases(key)
+        return self._lower(key).compile()
+
+    def _compile_phases(self, key: StepKey) -> _Phases:
+        fixed: dict[str, Any] = {"cfg": self._cfg, "on": self._decode, "pages": key.pages, "mode": key.mode}
+        propose = partial(draft_phase, slots=key.slots, depth=key.depth, **fixed)
+        words = -(-self._cfg.vocab_size // 32)
+        allowed = jax.ShapeDtypeStruct((key.slots, key.depth + 1, words), jnp.uint32)
+        _, drafts = jax.eval_shape(propose, self._params, self._state, allowed)
+        out = self._out()
+        if out:
+            state, rows = self._out(result_too=False)["out_shardings"], self._state.slots.length.sharding
+            drafts = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rows), drafts)
+            out: dict[str, Any] = {"out_shardings": (state, jax.tree.map(lambda _: rows, drafts))}
+        first = jax.jit(_named(propose, f"draft_{name_of(key)}"), donate_argnums=1, **out)
+        verify = _named(partial(verify_phase, accept=self._accept, **fixed), f"verify_{name_of(key)}")
+        second = jax.jit(verify, donate_argnums=1, **self._out())
+        return _Phases(
+            first.lower(self._params, self._state, allowed).compile(),
+            second.lower(self._params, self._state, drafts, allowed).compile(),
+        )
+
     def _out(self, result_too: bool = True) -> dict[str, Any]:
         if self._decode.mesh is None:
             return {}
@@ -220,7 +267,7 @@ class Executables:
         widths = {"logprobs": key.logprobs, "prompt_logprobs": key.prompt_logprobs}
         run = partial(prefill, cfg=self._cfg, pages=key.pages, on=self._prefill, **widths)
         named = _named(run, name_of(key))
-        chunk = abstract_chunk(data_size(self._prefill.mesh), key.tokens)
+        chunk = abstract_chunk(data_size(self._prefill.mesh), key.tokens, self._cfg.vocab_size)
         return jax.jit(named, donate_argnums=1, **self._out()).lower(self._params, self._state, chunk)
 
     def _draft_only(self, key: DraftKey, params: Params, state: State) -> Any:
@@ -257,12 +304,13 @@ def _named(f: Callable[..., Any], name: str) -> Callable[..., Any]:
     return run
 
 
-def abstract_chunk(groups: int, tokens: int) -> Chunk:
+def abstract_chunk(groups: int, tokens: int, vocab: int) -> Chunk:
     """Shapes of a prefill chunk."""
 
     def zeros() -> Chunk:
         per_group, ids = jnp.zeros(groups, jnp.int32), jnp.zeros((groups, tokens), jnp.int32)
-        return Chunk(per_group, per_group, per_group, jnp.zeros(groups, bool), ids, ids, per_group)
+        allowed = jnp.zeros((groups, -(-vocab // 32)), jnp.uint32)
+        return Chunk(per_group, per_group, per_group, jnp.zeros(groups, bool), ids, ids, per_group, allowed)
 
     return jax.eval_shape(zeros)
 

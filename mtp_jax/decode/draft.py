@@ -99,13 +99,13 @@ def draft(
     depth: int,
     drafting: Drafting | None,
     on: Backend,
-    first: UInt32[Array, "B n"] | None = None,
+    allowed: UInt32[Array, "B W words"] | None = None,
 ) -> tuple[Drafts, tuple[Array, ...]]:
     """Draft ``depth`` tokens per slot by recursion; layers are reused, step modulo layers.
 
-    drafting: None for steps in which every row is greedy. first: what grammars allow next (see ``restrict``);
-    what they allow after a draft is not known yet. Returns (drafts, NextN caches): the rows of the drafts are
-    past the committed length, garbage once the step is over.
+    drafting: None for steps in which every row is greedy. allowed: what grammars allow at each position, as
+    far as that is known before there are drafts (see ``restrict``). Returns (drafts, NextN caches): the rows
+    of the drafts are past the committed length, garbage once the step is over.
     """
     pages, layers = list(state.nextn), len(state.nextn)
     z, counts = slots.carry[:, 0], slots.sampling.counts
@@ -137,12 +137,12 @@ def draft(
         with jax.named_scope("draft_sample"):
             logits = nextn.logits(params, layer, z)
             raw.append(logits)
-            allowed = first[:, None] if first is not None and k == 0 else None
+            here = None if allowed is None else allowed[:, k : k + 1]
             if drafting is None:
-                tokens.append(argmax(restrict(logits[:, None], allowed))[:, 0])
+                tokens.append(argmax(restrict(logits[:, None], here))[:, 0])
                 continue
             generated = (slots.generated + k)[:, None]
-            adjusted = adjust(logits[:, None], slots.sampling, counts[:, None], generated, allowed)
+            adjusted = adjust(logits[:, None], slots.sampling, counts[:, None], generated, here)
             token, q = _choose(adjusted, slots, drafting, k)
             counts = counts.at[jnp.arange(token.shape[0]), jnp.where(token < 0, counts.shape[1], token)].add(
                 1, mode="drop"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from mtp_jax.config import ModelConfig
 from mtp_jax.decode.draft import extend
@@ -33,6 +33,7 @@ class Chunk:
         tokens: padded to T.
         targets: the token after each, for prompt log-probabilities; -1 where there is none.
         follows: the token after a final chunk where it is known already; -1: sample and emit it.
+        allowed: what grammars allow as the first token (see ``restrict``).
     """
 
     slot: Int[Array, " G"]
@@ -42,6 +43,7 @@ class Chunk:
     tokens: Int[Array, "G T"]
     targets: Int[Array, "G T"]
     follows: Int[Array, " G"]
+    allowed: UInt32[Array, "G words"]
 
 
 @jax.tree_util.register_dataclass
@@ -140,7 +142,8 @@ def _first_token(
     logits: Float[Array, "G one V"], s: Slots, chunk: Chunk, healthy: Bool[Array, " G"]
 ) -> tuple[Int[Array, " G"], Int[Array, " G"]]:
     """The token after a final chunk. Returns (token or -1, Finish)."""
-    adjusted = adjust(logits, s.sampling, s.sampling.counts[:, None], s.generated[:, None])
+    counts, allowed = s.sampling.counts[:, None], chunk.allowed[:, None]
+    adjusted = adjust(logits, s.sampling, counts, s.generated[:, None], allowed)
     probs = distribution(adjusted, s.sampling)[:, 0]
     keys = row_keys(s.sampling.seed, chunk.start + chunk.count - 1, Purpose.SAMPLE)
     token = sample(keys, probs)

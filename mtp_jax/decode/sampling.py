@@ -85,7 +85,7 @@ def adjust(
     s: SamplingState,
     counts: Int[Array, "B W V"],
     generated: Int[Array, "#B W"],
-    allowed: UInt32[Array, "B W n"] | None = None,
+    allowed: UInt32[Array, "B W words"] | None = None,
 ) -> Float[Array, "B W V"]:
     """What a request adds to its logits, in vLLM's order: bias, stop tokens, repetition, frequency, presence.
 
@@ -106,7 +106,9 @@ def adjust(
     return restrict(logits - frequency * counts - presence * seen, allowed)
 
 
-def restrict(logits: Float[Array, "B W V"], allowed: UInt32[Array, "B W n"] | None) -> Float[Array, "B W V"]:
+def restrict(
+    logits: Float[Array, "B W V"], allowed: UInt32[Array, "B W words"] | None
+) -> Float[Array, "B W V"]:
     """-inf where a grammar forbids token t: where bit t % 32 of word t // 32 is clear. None: no change."""
     if allowed is None:
         return logits

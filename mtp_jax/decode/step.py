@@ -113,7 +113,7 @@ def step(
 def draft_phase(
     params: Params,
     state: State,
-    allowed: UInt32[Array, "B n"] | None,
+    allowed: UInt32[Array, "B W words"] | None,
     *,
     cfg: ModelConfig,
     slots: int,
@@ -122,7 +122,7 @@ def draft_phase(
     mode: SamplingMode,
     on: Backend,
 ) -> tuple[State, Drafts]:
-    """The first half of ``step``. allowed: what grammars allow next, if they say (see ``restrict``)."""
+    """The first half of ``step``. allowed: what grammars allow at each draft, as far as it is known yet."""
     s = first_slots(state.slots, slots)
     if not depth:
         return state, _no_drafts(cfg, slots, mode)
@@ -137,7 +137,7 @@ def verify_phase(
     params: Params,
     state: State,
     drafts: Drafts,
-    allowed: UInt32[Array, "B W n"] | None,
+    allowed: UInt32[Array, "B W words"] | None,
     *,
     cfg: ModelConfig,
     pages: int,
@@ -145,7 +145,7 @@ def verify_phase(
     on: Backend,
     accept: "Accept | None" = None,
 ) -> tuple[State, StepResult]:
-    """The second half. allowed: what grammars allow at every position of the window, if they say."""
+    """The second half. allowed: what grammars allow at every position of the window (see ``restrict``)."""
     slots, depth = drafts.tokens.shape
     s = first_slots(state.slots, slots)
     table = s.page_table[:, :pages]
@@ -210,7 +210,7 @@ def accept_drafts(
     drafts: Drafts,
     s: Slots,
     mode: SamplingMode,
-    allowed: UInt32[Array, "B W n"] | None,
+    allowed: UInt32[Array, "B W words"] | None,
 ) -> verify.Verdict:
     """Which drafts each row keeps, and the token after them."""
     num_drafts = jnp.minimum(s.depth, drafts.tokens.shape[1])

@@ -30,7 +30,9 @@ from mtp_jax.engine.plan import keys_for, prefill_key, step_key, warm_up_keys
 from mtp_jax.engine.request import Logprob, Request, SamplingParams, Status, TokenLogprobs
 from mtp_jax.engine.scheduler import Scheduler
 from mtp_jax.engine.stats import Counters, EngineStats
+from mtp_jax.engine.structured import allowed
 from mtp_jax.errors import ConfigError, RequestError
+from mtp_jax.grammar import Grammars, Matcher
 from mtp_jax.model.params import Params
 from mtp_jax.model.sharding import check_divisible, data_size
 from mtp_jax.model.trunk import Backend
@@ -65,9 +67,17 @@ class Engine:
     """Runs requests over slots. Not thread-safe: one thread owns it."""
 
     def __init__(
-        self, cfg: ModelConfig, params: Params, config: EngineConfig, mesh: Mesh | None = None
+        self,
+        cfg: ModelConfig,
+        params: Params,
+        config: EngineConfig,
+        mesh: Mesh | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        """Allocates the cache; compiles nothing yet (``prepare``). Raises ConfigError."""
+        """Allocates the cache; compiles nothing yet (``prepare``). Raises ConfigError.
+
+        grammars: for structured output; None refuses it.
+        """
         check_divisible(cfg, mesh)
         self.shards = data_size(mesh)
         if config.max_num_seqs % self.shards:
@@ -79,7 +89,7 @@ class Engine:
                 f"num_speculative_tokens = {config.num_speculative_tokens}, but the checkpoint has no NextN "
                 "layer; give draft_model=, or num_speculative_tokens=0"
             )
-        self.cfg, self.config, self.params = cfg, config, params
+        self.cfg, self.config, self.params, self.grammars = cfg, config, params, grammars
         self.scheduler = Scheduler(config, self.shards)
         self.pages = self.scheduler.pools[0].pages
         shape = StateShape(config.max_num_seqs, self.pages, config.page_size, config.columns)
@@ -162,6 +172,7 @@ class Engine:
             depth,
             capacity,
             spare=spare,
+            matcher=self._matcher(params),
             fixed_depth=not config.adaptive_depth or seeded or params.num_speculative_tokens is not None,
             priority=priority,
             deadline=None if timeout is None else time.perf_counter() + timeout,
@@ -188,7 +199,7 @@ class Engine:
 
     def warm_up_keys(self) -> tuple[list[Key], list[Key]]:
         """Executables for serving: those that can serve anything, and cheaper ones for smaller work."""
-        return warm_up_keys(self.config)
+        return warm_up_keys(self.config, structured=self.grammars is not None)
 
     def flush_prefix_cache(self) -> None:
         """Forget the pages of past requests."""
@@ -230,10 +241,14 @@ class Engine:
             self._admit(request)
         unread = len(self._inflight)
         self._launch_prefill()
+        advanced = []
+        if any(r.matcher for r in self.scheduler.running()):
+            # What a grammar allows depends on the newest tokens: nothing may be in flight.
+            advanced, unread = self._read(len(self._inflight)), 0
         self._launch_step()
         if len(self._inflight) == unread:
             unread = min(unread, 1)
-        advanced = [r for _ in range(unread) for r in self._collect(self._inflight.popleft())]
+        advanced += self._read(unread)
         if not self.busy:
             self._inflight.clear()
         return late + advanced
@@ -309,7 +324,6 @@ class Engine:
         p, vocab = request.params, self.cfg.vocab_size
         bias: Any = np.zeros((1, vocab), np.float32)
         bias[0, list(p.logit_bias)] = list(p.logit_bias.values())
-        stops = {*p.stop_token_ids, *(() if p.ignore_eos else self.cfg.eos_token_ids)}
 
         def one(value: Any, dtype: Any = np.int32) -> Any:
             return np.full(1, value, dtype)
@@ -337,11 +351,26 @@ class Engine:
                 min_tokens=one(p.min_tokens),
                 seed=one(request.seed, np.uint32),
                 logit_bias=bias,
-                stop_mask=mask_row([t for t in stops if t < vocab], vocab),
+                stop_mask=mask_row(self._stops(p), vocab),
                 prompt_mask=mask_row(request.prompt, vocab),
                 counts=counts,
             ),
         )
+
+    def _stops(self, p: SamplingParams) -> list[int]:
+        """The tokens that end an output."""
+        stops = {*p.stop_token_ids, *(() if p.ignore_eos else self.cfg.eos_token_ids)}
+        return [t for t in stops if t < self.cfg.vocab_size]
+
+    def _matcher(self, p: SamplingParams) -> Matcher | None:
+        if p.structured is None:
+            return None
+        if self.grammars is None:
+            raise RequestError(
+                "structured output needs a tokenizer.json that fits the model and names its end-of-sequence "
+                "token; this model has none"
+            )
+        return self.grammars.matcher(p.structured, self._stops(p))
 
     # Launching
 
@@ -384,7 +413,9 @@ class Engine:
             targets[g, : len(following)] = following
             follows[g] = r.follows
             r.prefilled = end
-        arrays: tuple[Any, ...] = (slot, start, count, final, tokens, targets, follows)
+        rows = [(g, r) for g, r in enumerate(chosen) if r]
+        first = allowed(self.grammars, rows, (len(chosen), 1), self.cfg.vocab_size)[:, 0]
+        arrays: tuple[Any, ...] = (slot, start, count, final, tokens, targets, follows, first)
         return Chunk(*arrays)
 
     def _launch_step(self) -> None:
@@ -399,12 +430,25 @@ class Engine:
             if not running:
                 return
         key = self.executables.cover(step_key(self.config, running, depth))
-        self.state, result = self.executables.step(key, self.params, self.state)
+        result = self._run_phases(key, running) if key.mode.structured else self._run_step(key)
         width = key.depth + 1
         for r in running:
             r.rows_bound += width
             r.unread += 1
         self._track(_Launch([(r.slot, r) for r in running], result, width, step=key))
+
+    def _run_step(self, key: StepKey) -> StepResult:
+        self.state, result = self.executables.step(key, self.params, self.state)
+        return result
+
+    def _run_phases(self, key: StepKey, running: list[Request]) -> StepResult:
+        """A step in two launches, between which the host reads the drafts to say what may follow each."""
+        rows, shape, vocab = [(r.slot, r) for r in running], (key.slots, key.depth + 1), self.cfg.vocab_size
+        masks = allowed(self.grammars, rows, shape, vocab)
+        self.state, drafts = self.executables.draft_phase(key, self.params, self.state, masks)
+        masks = allowed(self.grammars, rows, shape, vocab, np.asarray(drafts.tokens))
+        self.state, result = self.executables.verify_phase(key, self.params, self.state, drafts, masks)
+        return result
 
     def _choose(self, running: list[Request]) -> StepKey:
         """The executable for a step over these requests: the deepest, or adaptively the fastest."""
@@ -423,6 +467,10 @@ class Engine:
 
     # Reading
 
+    def _read(self, count: int) -> list[Request]:
+        """Read the oldest launches; returns the requests that they advanced."""
+        return [r for _ in range(count) for r in self._collect(self._inflight.popleft())]
+
     def _collect(self, launch: _Launch) -> list[Request]:
         packed, top, prompt = jax.tree.map(
             np.asarray, (launch.result.packed, launch.result.logprobs, launch.prompt)
@@ -432,6 +480,10 @@ class Engine:
         for row, request in launch.rows:
             request.inflight -= 1
             if request.finished:
+                continue
+            if request.matcher and request.matcher.failed:
+                self.abort(request, "error")  # its masks meant nothing
+                advanced.append(request)
                 continue
             chunk = launch.chunk
             if chunk and prompt is not None and request.params.prompt_logprobs is not None:
@@ -446,6 +498,8 @@ class Engine:
                 request.unread -= 1
                 request.emit(tokens[:count])
                 advanced.append(request)
+                if request.matcher and finish is Finish.RUNNING:
+                    request.matcher.advance(tokens[:count])
             if finish is Finish.NAN:
                 self.scheduler.broken(request)
             else:

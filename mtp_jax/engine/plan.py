@@ -44,7 +44,12 @@ def keys_for(
     deepest, mode = max(r.depth for r in requests), mode_of(config, requests)
     depths = {deepest} if all(r.fixed_depth for r in requests) else adaptive_depths(deepest)
     widest = _page_buckets(config, max(config.pages_for(r.capacity) for r in requests))
-    keys: list[Key] = [StepKey(slots, d, p, mode) for p in widest for d in sorted(depths, reverse=True)]
+    modes = [mode]
+    if mode.structured and not all(r.matcher for r in requests):
+        modes.append(replace(mode, structured=False))
+    keys: list[Key] = [
+        StepKey(slots, d, p, m) for p in widest for d in sorted(depths, reverse=True) for m in modes
+    ]
     widths = _widths(requests)
     # A prompt that begins in the prefix cache, or meets another shard's, may need the longest chunk with the
     # longest history.
@@ -64,7 +69,7 @@ def keys_for(
     return list(dict.fromkeys([*keys, PrefillKey(tokens, columns, *widths)]))
 
 
-def warm_up_keys(config: EngineConfig) -> tuple[list[Key], list[Key]]:
+def warm_up_keys(config: EngineConfig, structured: bool) -> tuple[list[Key], list[Key]]:
     """The executables of a server: a few that can serve anything, and the rest, cheaper, likely ones first.
 
     Long histories get fewer buckets: their steps are dominated by attention, not by slots that idle.
@@ -81,11 +86,16 @@ def warm_up_keys(config: EngineConfig) -> tuple[list[Key], list[Key]]:
         PrefillKey(chunk, pages[-1], MAX_LOGPROBS, MAX_LOGPROBS),
         StepKey(slots[-1], deepest, pages[-1], scored),
     ]
+    if structured:
+        first.append(StepKey(slots[-1], deepest, pages[-1], replace(scored, structured=True)))
     rest: list[Key] = []
     for i, p in enumerate(pages):
         rest += [PrefillKey(size, p) for size in _chunk_buckets(config)]
         some = slots if i < 2 else (slots[0], slots[-1])
         rest += [StepKey(b, d, p, mode) for mode in (greedy, sampled) for d in reversed(depths) for b in some]
+    if structured:
+        mode = replace(sampled, structured=True)
+        rest += [StepKey(slots[-1], d, p, mode) for p in pages for d in reversed(depths)]
     return first, [k for k in rest if k not in first]
 
 
@@ -102,9 +112,10 @@ def mode_of(config: EngineConfig, requests: Iterable[Request]) -> SamplingMode:
     """Static sampling choices that serve every one of these requests."""
     requests = list(requests)
     logprobs = _width(r.params.logprobs for r in requests)
+    structured = any(r.matcher for r in requests)
     if all(r.params.is_plain_greedy for r in requests):
-        return SamplingMode(logprobs=logprobs)
-    return SamplingMode(config.drafting, config.verifier, logprobs)
+        return SamplingMode(logprobs=logprobs, structured=structured)
+    return SamplingMode(config.drafting, config.verifier, logprobs, structured)
 
 
 def _slot_buckets(config: EngineConfig) -> Sequence[int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from mtp_jax.errors import RequestError
+from mtp_jax.grammar import Matcher, StructuredOutput
 
 MAX_LOGPROBS = 20
 
@@ -36,6 +37,8 @@ class SamplingParams:
         num_speculative_tokens: most drafts per step for this request; None: the engine's. 0: no speculation.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string in the text.
+        structured: what the output must be. It ends at an end-of-sequence token once it is complete, or, cut
+            short, at a stop string or at max_tokens.
     """
 
     n: int = 1
@@ -58,6 +61,7 @@ class SamplingParams:
     num_speculative_tokens: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         _check_number(self, "temperature", 0, 1e6)
@@ -78,6 +82,13 @@ class SamplingParams:
             raise RequestError(f"min_tokens = {self.min_tokens} is above max_tokens = {self.max_tokens}")
         if any(not isinstance(s, str) or not s for s in self.stop_strings):
             raise RequestError(f"stop = {self.stop!r}; expected non-empty strings")
+        if self.structured is not None:
+            if not isinstance(self.structured, StructuredOutput):
+                raise RequestError(f"structured = {self.structured!r}; expected a StructuredOutput or None")
+            if self.ignore_eos or self.min_tokens:
+                raise RequestError(
+                    "a structured output ends where its grammar does; leave out ignore_eos and min_tokens"
+                )
         for token, bias in self.logit_bias.items():
             if not isinstance(token, int) or not math.isfinite(bias) or abs(bias) > 100:
                 raise RequestError(
@@ -208,6 +219,7 @@ class Request:
     depth: int
     capacity: int
     spare: int = 0
+    matcher: Matcher | None = None
     fixed_depth: bool = True
     priority: int = 0
     deadline: float | None = None

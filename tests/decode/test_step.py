@@ -19,7 +19,7 @@ from scipy import stats
 from mtp_jax.decode.prefill import Chunk, prefill
 from mtp_jax.decode.sampling import adjust, distribution, neutral_state
 from mtp_jax.decode.state import State, StateShape, abstract_state, empty_state
-from mtp_jax.decode.step import ACCEPTED, DRAFTED, SamplingMode, step
+from mtp_jax.decode.step import ACCEPTED, DRAFTED, SamplingMode, draft_phase, step, verify_phase
 from mtp_jax.model import trunk
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Backend
@@ -78,8 +78,13 @@ class Emitted:
     drafted: np.ndarray
 
 
+def allowed(last: jax.Array) -> jax.Array:
+    """The packed masks of a grammar in which no token follows itself: last [B, W] -> uint32 [B, W, 1]."""
+    return (2**V - 1 - (1 << last))[..., None].astype(jnp.uint32)
+
+
 @functools.cache
-def emitted(drafting: Any, verifier: Any) -> Emitted:
+def emitted(drafting: Any, verifier: Any, grammar: bool = False) -> Emitted:
     slots = ROWS * len(OPTIONS)
 
     def full(x: Any, dtype: Any = np.int32) -> jax.Array:
@@ -87,17 +92,33 @@ def emitted(drafting: Any, verifier: Any) -> Emitted:
 
     tokens = jnp.tile(jnp.asarray(PROMPT, jnp.int32), (slots, 1))
     each = jnp.arange(slots, dtype=jnp.int32)
-    chunk = Chunk(each, full(0), full(len(PROMPT)), full(True, bool), tokens, -jnp.ones_like(tokens))
+    first = allowed(tokens[:, -1:])[:, 0] if grammar else jnp.full((slots, 1), 2**V - 1, jnp.uint32)
+    chunk = Chunk(
+        each, full(0), full(len(PROMPT)), full(True, bool), tokens, -jnp.ones_like(tokens), full(-1), first
+    )
     begin = functools.partial(prefill, cfg=CFG, pages=1, logprobs=None, prompt_logprobs=None, on=ON)
     mode = SamplingMode(drafting, verifier)
-    run = functools.partial(step, cfg=CFG, slots=slots, depth=DEPTH, pages=1, mode=mode, on=ON)
+    fixed: dict[str, Any] = {"cfg": CFG, "pages": 1, "mode": mode, "on": ON}
+    propose = functools.partial(draft_phase, slots=slots, depth=DEPTH, **fixed)
     # Depths 1, 2, 3 and sometimes 0.
     state = start(np.where(np.arange(slots) % 7 == 0, 0, 1 + np.arange(slots) % DEPTH))
     state, first = jax.jit(begin, donate_argnums=1)(params(), state, chunk)
     columns, accepted, drafted = [np.asarray(first.first.packed)[:, :1]], 0, 0
-    compiled = jax.jit(run, donate_argnums=1)
+    whole = jax.jit(functools.partial(step, slots=slots, depth=DEPTH, **fixed), donate_argnums=1)
+    halves = (
+        jax.jit(propose, donate_argnums=1),
+        jax.jit(functools.partial(verify_phase, **fixed), donate_argnums=1),
+    )
     for _ in range(LENGTH - 1):
-        state, result = compiled(params(), state)
+        if grammar:
+            newest = state.slots.newest[:, None]
+            # What follows the newest token is known, what follows a draft is not.
+            known = jnp.full((slots, DEPTH + 1, 1), 2**V - 1, jnp.uint32).at[:, :1].set(allowed(newest))
+            state, drafts = halves[0](params(), state, known)
+            window = jnp.concatenate([newest, drafts.tokens], axis=1)
+            state, result = halves[1](params(), state, drafts, allowed(window))
+        else:
+            state, result = whole(params(), state)
         packed = np.asarray(result.packed)
         columns.append(packed[:, : DEPTH + 1])
         accepted = accepted + packed[:, DEPTH + 1 + ACCEPTED]
@@ -123,7 +144,7 @@ def next_logits() -> dict[tuple[int, ...], np.ndarray]:
 
 
 @functools.cache
-def exact_law(option: str) -> np.ndarray:
+def exact_law(option: str, grammar: bool = False) -> np.ndarray:
     """[V] * LENGTH: the probability of every continuation."""
     law = np.ones((V,) * LENGTH)
     for n in range(LENGTH):
@@ -140,6 +161,9 @@ def exact_law(option: str) -> np.ndarray:
         adjusted = adjust(
             jnp.asarray(logits), s, jnp.asarray(counts, jnp.int32), jnp.full((len(histories), 1), n)
         )
+        if grammar:
+            last = jnp.array([(PROMPT[-1], *h)[-1] for h in histories])
+            adjusted = adjusted.at[jnp.arange(len(histories)), 0, last].set(-jnp.inf)
         rows = np.asarray(distribution(adjusted, s), np.float64)[:, 0]
         law *= rows.reshape((V,) * (n + 1) + (1,) * (LENGTH - n - 1))
     return law / law.sum()
@@ -174,6 +198,16 @@ def test_lossless(drafting, verifier):
         assert rate > (0.4 if drafting == "sampled" else 0.25), (
             f"{option}: only {rate:.0%} of the drafts were accepted"
         )
+
+
+@pytest.mark.parametrize(("drafting", "verifier"), [("sampled", "block"), ("greedy", "rejection")])
+def test_lossless_under_a_grammar(drafting, verifier):
+    got = emitted(drafting, verifier, grammar=True)
+    for i, option in enumerate(OPTIONS):
+        mine = slice(i * ROWS, (i + 1) * ROWS)
+        p = chi_square(got.tokens[mine], exact_law(option, grammar=True))
+        assert p > 1e-4, f"{option}: p = {p:.2g}"
+        assert got.accepted[mine].sum() / got.drafted[mine].sum() > 0.25
 
 
 def test_the_test_has_power():
