@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mtp_jax.async_llm import AsyncLLM, Stream
+    from mtp_jax.async_llm import AsyncLLM, LazyPrompt, Stream
     from mtp_jax.engine.request import Logprob, SamplingParams, Speculation
     from mtp_jax.errors import (
         CheckpointError,
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from mtp_jax.llm import LLM
     from mtp_jax.model.sharding import make_mesh
     from mtp_jax.outputs import CompletionOutput, Draft, RequestOutput
-    from mtp_jax.tokenizer import Tokenizer
+    from mtp_jax.progress import Reporter
+    from mtp_jax.tokenizer import StreamDecoder, Tokenizer
 
 __all__ = [
     "LLM",
@@ -31,14 +32,17 @@ __all__ = [
     "ConfigError",
     "Draft",
     "EngineStopped",
+    "LazyPrompt",
     "Logprob",
     "MtpJaxError",
     "Overloaded",
+    "Reporter",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
     "Speculation",
     "Stream",
+    "StreamDecoder",
     "StructuredOutput",
     "Tokenizer",
     "make_mesh",
@@ -49,11 +53,14 @@ _HOMES = {
     "AsyncLLM": "async_llm",
     "CompletionOutput": "outputs",
     "Draft": "outputs",
+    "LazyPrompt": "async_llm",
     "Logprob": "engine.request",
+    "Reporter": "progress",
     "RequestOutput": "outputs",
     "SamplingParams": "engine.request",
     "Speculation": "engine.request",
     "Stream": "async_llm",
+    "StreamDecoder": "tokenizer",
     "StructuredOutput": "grammar",
     "Tokenizer": "tokenizer",
     "make_mesh": "model.sharding",

@@ -105,6 +105,7 @@ class AsyncLLM:
         self._idle.set()
         self._draining = False
         self._error: BaseException | None = None
+        self._failed = asyncio.Event()
         self._working_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._warming = threading.Thread(target=self._warm_the_rest, name="warm-up", daemon=True)
@@ -138,15 +139,14 @@ class AsyncLLM:
             return False
 
     async def close(self) -> None:
-        """Abort what runs and end the engine thread."""
+        """Abort what runs and end the engine thread. What is being compiled is not waited for."""
         self._draining = True
         for stream in list(self._streams.values()):
             stream.abort()
         self._closing.set()
         self._inbox.put(None)
-        for thread in (self._thread, self._warming):
-            if thread.ident is not None:
-                await asyncio.to_thread(thread.join)
+        if self._thread.ident is not None:
+            await asyncio.to_thread(self._thread.join)
         self._workers.shutdown(wait=False)
 
     async def __aenter__(self) -> "AsyncLLM":
@@ -162,6 +162,10 @@ class AsyncLLM:
     def error(self) -> BaseException | None:
         """What made the engine fail; None while it works."""
         return self._error
+
+    async def failed(self) -> None:
+        """Returns once the engine has failed and every stream has been told."""
+        await self._failed.wait()
 
     @property
     def draining(self) -> bool:
@@ -239,11 +243,9 @@ class AsyncLLM:
         options = {name: value for name, value in options.items() if value}
         place = self.admission.take(params.n, _estimate(prompt))
         try:
-            if callable(prompt) or (isinstance(prompt, str) and len(prompt) > _SHORT_PROMPT):
-                loop = asyncio.get_running_loop()
-                job = await loop.run_in_executor(self._workers, self._job, prompt, params, options)
-            else:
-                job = self._job(prompt, params, options)
+            make = partial(self._job, prompt, params, options)
+            slow = callable(prompt) or (isinstance(prompt, str) and len(prompt) > _SHORT_PROMPT)
+            job = await self.off_loop(make) if slow else make()
             self.admission.correct(place, params.n * len(job.parts[0].request.prompt))
             self._check_running()
         except BaseException:
@@ -276,6 +278,10 @@ class AsyncLLM:
         self._check_running(even_draining=True)
         return await asyncio.wrap_future(future)
 
+    async def off_loop(self, function: Callable[[], _T]) -> _T:
+        """Run what takes long, but not the engine, on a worker thread: rendering, tokenising."""
+        return await asyncio.get_running_loop().run_in_executor(self._workers, function)
+
     def _job(self, prompt: LazyPrompt, params: SamplingParams, options: dict[str, Any]) -> Job:
         made = prompt() if callable(prompt) else prompt
         return Job(self.llm.engine, self.llm.tokenizer, made, params, **options)
@@ -299,6 +305,7 @@ class AsyncLLM:
                 self._forget(stream)
 
     def _fail_all(self, error: Exception) -> None:
+        self._failed.set()
         for stream in list(self._streams.values()):
             stream._deliver(None, error)
             self._forget(stream)

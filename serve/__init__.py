@@ -1,0 +1,13 @@
+"""The HTTP server: an OpenAI-compatible API over ``mtp_jax.AsyncLLM``. It adds HTTP and nothing else.
+
+app.py        routes, start and end         security.py   who may ask, and how much at a time
+schema.py     what a request may say        errors.py     OpenAI's error objects
+completions.py, chat.py, native.py, info.py: the routes;  answers.py: what they reply
+metrics.py    Prometheus                    run.py        sockets, signals, watchdog
+"""
+
+from serve.app import make_app
+from serve.run import run
+from serve.settings import Settings
+
+__all__ = ["Settings", "make_app", "run"]

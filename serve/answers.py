@@ -1,0 +1,112 @@
+"""Pieces of responses, in OpenAI's shapes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mtp_jax import CompletionOutput, Logprob, RequestOutput, Speculation, StreamDecoder, Tokenizer
+from serve.settings import SpecMetrics
+
+_LEAST = -9999.0  # what OpenAI writes for minus infinity, which JSON has not
+
+
+def usage(outputs: Sequence[RequestOutput], reasoning_tokens: int | None = None) -> dict[str, Any]:
+    """Token counts over all prompts."""
+    prompt = sum(len(o.prompt_token_ids) for o in outputs)
+    completion = sum(len(c.token_ids) for o in outputs for c in o.outputs)
+    counts: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(o.cached_tokens for o in outputs)},
+    }
+    if reasoning_tokens is not None:
+        counts["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+    return counts
+
+
+def speculation_metrics(outputs: Sequence[RequestOutput], level: SpecMetrics, depth: int) -> dict[str, Any]:
+    """vLLM's ``metrics.speculative_decoding``: of one completion, null for several; none at level "none"."""
+    if level == "none":
+        return {}
+    completions = [c for o in outputs for c in o.outputs]
+    found = speculation(completions[0].speculation, level, depth) if len(completions) == 1 and depth else None
+    return {"metrics": {"speculative_decoding": found}}
+
+
+def speculation(s: Speculation, level: SpecMetrics, depth: int) -> dict[str, Any]:
+    """What drafting achieved, over the steps that drafted."""
+    steps = [(d, a) for d, a in zip(s.drafted_per_step, s.accepted_per_step, strict=True) if d]
+    by_length = {d: [0] * (d + 1) for d, _ in steps}
+    histogram = [0] * (depth + 1)
+    for drafted, accepted in steps:
+        by_length[drafted][accepted] += 1
+        histogram[accepted] += 1
+    metrics: dict[str, Any] = {
+        "mean_acceptance_length": 1 + s.accepted / len(steps) if steps else 0.0,
+        "draft_acceptance_rate": s.accepted / s.drafted if steps else 0.0,
+        "acceptance_histogram": histogram,
+        "acceptance_histogram_by_draft_length": {str(d): counts for d, counts in sorted(by_length.items())},
+        "num_spec_steps": len(steps),
+        "num_accepted_draft_tokens": s.accepted,
+        "num_draft_tokens": s.drafted,
+        "num_spec_tokens": depth,
+    }
+    if level == "detailed":
+        metrics["per_step_drafted"] = [d for d, _ in steps]
+        metrics["per_step_accepted"] = [a for _, a in steps]
+    return metrics
+
+
+def token_extras(c: CompletionOutput, start: int, ids: bool | None, origins: bool | None) -> dict[str, Any]:
+    """The tokens from ``start`` on, as asked for: their ids; ids, texts and whether they were drafted."""
+    extras: dict[str, Any] = {}
+    if ids:
+        extras["token_ids"] = c.token_ids[start:]
+    if origins:
+        tokens = zip(c.token_ids[start:], c.token_texts[start:], c.drafted[start:], strict=True)
+        extras["token_origins"] = [{"id": t, "text": text, "drafted": d} for t, text, d in tokens]
+    return extras
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer | None,
+    token_ids: Sequence[int],
+    scores: Sequence[dict[int, Logprob] | None],
+    offset: int,
+) -> dict[str, Any]:
+    """The legacy completion route's: parallel lists. ``offset``: of the first token in the choice's text."""
+    tokens = [token_name(tokenizer, t) for t in token_ids]
+    decoder = StreamDecoder(tokenizer) if tokenizer else None
+    offsets = []
+    for token in token_ids:
+        offsets.append(offset)
+        offset += len(decoder.push([token])) if decoder else 0
+    best = [s and {token_name(tokenizer, t): _finite(p) for t, p in s.items()} for s in scores]
+    chosen = [s and _finite(s[t]) for t, s in zip(token_ids, scores, strict=True)]
+    return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": best, "text_offset": offsets}
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, token_ids: Sequence[int], scores: Sequence[dict[int, Logprob]], top: int
+) -> dict[str, Any]:
+    """The chat route's: an object per token."""
+
+    def entry(token: int, score: Logprob) -> dict[str, Any]:
+        content = tokenizer.token_bytes(token, False)
+        text = content.decode("utf-8", "replace")
+        return {"token": text, "logprob": _finite(score), "bytes": list(content)}
+
+    content = []
+    for token, scored in zip(token_ids, scores, strict=True):
+        best = sorted(scored.items(), key=lambda item: item[1].rank)[:top]
+        content.append(entry(token, scored[token]) | {"top_logprobs": [entry(t, s) for t, s in best]})
+    return {"content": content, "refusal": None}
+
+
+def token_name(tokenizer: Tokenizer | None, token: int) -> str:
+    """A token as text; without a tokenizer its id."""
+    return tokenizer.decode([token], skip_special_tokens=False) if tokenizer else f"token_id:{token}"
+
+
+def _finite(score: Logprob) -> float:
+    return max(score.logprob, _LEAST)

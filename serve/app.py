@@ -1,0 +1,68 @@
+"""The ASGI application: routes, start and end."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from mtp_jax import AsyncLLM, MtpJaxError, Reporter
+from serve import chat, completions, info, native
+from serve.errors import ApiError, respond
+from serve.metrics import Metrics
+from serve.security import Guard
+from serve.settings import Settings
+from serve.state import Server
+
+_Handler = Callable[[Server, Request], Awaitable[Response]]
+_GET: dict[str, _Handler] = {
+    "/health": info.health,
+    "/ready": info.ready,
+    "/version": info.version,
+    "/metrics": info.metrics,
+    "/server_info": native.server_info,
+    "/v1/models": info.models,
+    "/v1/models/{name:path}": info.model,
+}
+_POST: dict[str, _Handler] = {
+    "/v1/completions": completions.completions,
+    "/v1/chat/completions": chat.chat_completions,
+    "/tokenize": info.tokenize,
+    "/detokenize": info.detokenize,
+    "/generate": native.generate,
+    "/flush_cache": info.flush_cache,
+}
+
+
+def make_app(allm: AsyncLLM, settings: Settings, reporter: Reporter | None = None) -> ASGIApp:
+    """The application. It starts the engine with the event loop's lifespan and closes it at its end."""
+    metrics = Metrics(allm, settings.model_name)
+    server = Server(allm, settings, metrics)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        del app
+        await allm.start(reporter)
+        try:
+            yield
+        finally:
+            await allm.close()
+
+    routes = [
+        Route(path, partial(handler, server), methods=[method])
+        for method, handlers in (("GET", _GET), ("POST", _POST))
+        for path, handler in handlers.items()
+    ]
+    errors: dict[Any, Any] = dict.fromkeys(
+        (ApiError, ValidationError, MtpJaxError, HTTPException, Exception), respond
+    )
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=errors)
+    app.router.redirect_slashes = False
+    return Guard(app, settings, metrics, frozenset((*_GET, *_POST)))

@@ -1,0 +1,60 @@
+"""From the bytes of a request to a checked body."""
+
+import asyncio
+from typing import TypeVar
+
+from pydantic_core import from_json
+from starlette.requests import Request
+
+from serve.errors import ApiError
+from serve.schema import Body
+from serve.settings import Settings
+
+_Body = TypeVar("_Body", bound=Body)
+_MOST_NAMED = 10
+_LONGEST_NAME = 64
+
+
+async def read(settings: Settings, request: Request, *kinds: type[_Body]) -> _Body:
+    """The body as the first of ``kinds`` whose required fields are all there, else as the last.
+
+    Unknown fields are an error if the server is strict; else ``warning`` names them in the response.
+
+    Raises ApiError, ValidationError.
+    """
+    try:
+        async with asyncio.timeout(settings.body_seconds):
+            data = await request.body()
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {settings.body_seconds:g} s") from None
+    try:
+        value = from_json(data, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, "the body is not a JSON object")
+    kind = next((kind for kind in kinds if _required(kind) <= value.keys()), kinds[-1])
+    body = kind.model_validate(value)
+    model = value.get("model")
+    if model is not None and model != settings.model_name:
+        message = f"the model {model!r} does not exist; this server has {settings.model_name!r}"
+        raise ApiError(404, message, "model", "model_not_found")
+    unknown = [_printable(name) for name in body.unknown()]
+    if unknown and settings.strict:
+        raise ApiError(400, f"unknown field {unknown[0]}; leave it out", unknown[0], "unknown_field")
+    request.state.unknown = unknown
+    return body
+
+
+def warning(request: Request) -> dict[str, str]:
+    """A header that names the fields of the request that have no effect."""
+    unknown = getattr(request.state, "unknown", [])
+    return {"Warning": f'299 mtp-jax "ignored: {", ".join(unknown[:_MOST_NAMED])}"'} if unknown else {}
+
+
+def _required(kind: type[Body]) -> set[str]:
+    return {name for name, field in kind.model_fields.items() if field.is_required()}
+
+
+def _printable(name: str) -> str:
+    return "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "?" for c in name[:_LONGEST_NAME])

@@ -1,0 +1,116 @@
+"""One call of a generating route: its outputs as one answer, or as events while they grow."""
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mtp_jax import CompletionOutput, RequestOutput, Stream
+from serve.answers import speculation_metrics, usage
+from serve.bodies import warning
+from serve.generation import check, finals, outputs
+from serve.schema import Sampling
+from serve.sse import EventStream, event
+from serve.state import Server
+
+
+@dataclass
+class Shown:
+    """What of a completion the client has: characters, tokens, its end."""
+
+    text: int = 0
+    tokens: int = 0
+    ended: bool = False
+
+    def all(self, c: CompletionOutput) -> None:
+        """The client has everything there is so far."""
+        self.text, self.tokens, self.ended = len(c.text), len(c.token_ids), c.finish_reason is not None
+
+
+class Call(ABC):
+    """Outputs to choices; a route says what a choice looks like.
+
+    Attributes:
+        kind: of the answer's object; that of a chunk is ``chunk_kind``.
+    """
+
+    kind: str
+    chunk_kind: str
+    prefix: str
+
+    def __init__(self, server: Server, request: Request, body: Sampling, streams: Sequence[Stream]) -> None:
+        self.server, self.request, self.streams = server, request, streams
+        self._stream, self._speculative = body.stream, body.speculative
+        self._options = body.stream_options
+        self._tells_tokens = bool(body.return_token_ids or body.return_token_origins)
+        self._shown: dict[int, Shown] = {}
+        self._head = {"id": self.prefix + uuid.uuid4().hex, "created": int(time.time())}
+
+    @abstractmethod
+    def choice(self, index: int, output: RequestOutput, c: CompletionOutput, shown: Shown) -> dict[str, Any]:
+        """What is new of a completion since ``shown``."""
+
+    def usage(self, done: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Token counts."""
+        return usage(done)
+
+    def trim(self, output: RequestOutput) -> RequestOutput:
+        """An output without what the client did not ask for."""
+        return output
+
+    async def respond(self) -> Response:
+        """The response."""
+        if self._stream:
+            return EventStream(self._events(), warning(self.request))
+        done = [self.trim(o) for o in await finals(self.server, self.request, self.streams)]
+        choices = [
+            self.choice(i * len(o.outputs) + c.index, o, c, Shown())
+            for i, o in enumerate(done)
+            for c in o.outputs
+        ]
+        answer = self._object(self.kind, choices) | {"usage": self.usage(done)} | self._metrics(done)
+        return Response(to_json(answer), headers=warning(self.request), media_type="application/json")
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        include = self._options is not None and self._options.include_usage is True
+        continuous = self._options is not None and self._options.continuous_usage_stats is True
+        last: dict[int, RequestOutput] = {}
+        async with aclosing(outputs(self.server, self.request, self.streams)) as growing:
+            async for i, output in growing:
+                last[i] = output = self.trim(output)
+                chunks = b""
+                for c in output.outputs:
+                    index = i * len(output.outputs) + c.index
+                    shown = self._shown.setdefault(index, Shown())
+                    if self._is_news(c, shown):
+                        chunk = self._object(self.chunk_kind, [self.choice(index, output, c, shown)])
+                        shown.all(c)
+                        if include:
+                            chunk["usage"] = self.usage(list(last.values())) if continuous else None
+                        chunks += event(chunk)
+                if chunks:
+                    yield chunks
+        if include:
+            done = list(last.values())
+            yield event(self._object(self.chunk_kind, []) | {"usage": self.usage(done)} | self._metrics(done))
+
+    def _is_news(self, c: CompletionOutput, shown: Shown) -> bool:
+        """Whether there is something to tell of a completion; its failure is raised."""
+        if shown.ended or c.finish_reason is not None:
+            check(c)
+            return not shown.ended
+        return len(c.text) > shown.text or (len(c.token_ids) > shown.tokens and self._tells_tokens)
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._head | {"object": kind, "model": self.server.settings.model_name, "choices": choices}
+
+    def _metrics(self, done: Sequence[RequestOutput]) -> dict[str, Any]:
+        level = (self._speculative and self._speculative.metrics) or self.server.settings.spec_metrics
+        return speculation_metrics(done, level, self.server.allm.llm.engine.config.num_speculative_tokens)

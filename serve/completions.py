@@ -1,0 +1,70 @@
+"""/v1/completions."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mtp_jax import CompletionOutput, RequestOutput, Stream
+from serve.answers import completion_logprobs, token_extras
+from serve.bodies import read
+from serve.calls import Call, Shown
+from serve.generation import submit
+from serve.schema import CompletionBody
+from serve.state import Server
+
+_DEFAULT_MAX_TOKENS = 16
+
+
+async def completions(server: Server, request: Request) -> Response:
+    """The route."""
+    body = await read(server.settings, request, CompletionBody)
+    # To score a prompt the engine has to go on for one token, which nobody gets to see.
+    most = _DEFAULT_MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
+    params = body.params(most, body.logprobs, body.logprobs if body.echo else None)
+    streams = await submit(server, body, body.prompts, params)
+    return await _Completions(server, request, body, streams).respond()
+
+
+class _Completions(Call):
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl-"
+
+    def __init__(
+        self, server: Server, request: Request, body: CompletionBody, streams: Sequence[Stream]
+    ) -> None:
+        super().__init__(server, request, body, streams)
+        self.body = body
+        self._tells_tokens |= body.logprobs is not None
+
+    def choice(self, index: int, output: RequestOutput, c: CompletionOutput, shown: Shown) -> dict[str, Any]:
+        """Text, and log-probabilities as parallel lists."""
+        text, ids = c.text[shown.text :], c.token_ids[shown.tokens :]
+        scores = list((c.logprobs or [])[shown.tokens :])
+        offset = shown.text
+        if self.body.echo and shown == Shown():
+            text, ids = self._prompt(output) + text, output.prompt_token_ids + ids
+            scores = [*(output.prompt_logprobs or []), *scores]
+        elif self.body.echo:
+            offset += len(self._prompt(output))
+        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": c.finish_reason}
+        if self.body.logprobs is not None:
+            choice["logprobs"] = completion_logprobs(self.server.allm.llm.tokenizer, ids, scores, offset)
+        extras = token_extras(c, shown.tokens, self.body.return_token_ids, self.body.return_token_origins)
+        return choice | extras
+
+    def trim(self, output: RequestOutput) -> RequestOutput:
+        """Without the token that max_tokens = 0 did not ask for."""
+        if self.body.max_tokens != 0:
+            return output
+        none: dict[str, Any] = {"text": "", "token_ids": [], "token_texts": [], "logprobs": []}
+        trimmed = [replace(c, **none, finish_reason=c.finish_reason and "length") for c in output.outputs]
+        return replace(output, outputs=trimmed)
+
+    def _prompt(self, output: RequestOutput) -> str:
+        if output.prompt is not None:
+            return output.prompt
+        special = self.body.skip_special_tokens is not False
+        return self.server.tokenizer.decode(output.prompt_token_ids, special)

@@ -1,0 +1,102 @@
+"""OpenAI's error objects: ``{"error": {"message", "type", "param", "code"}}``."""
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import to_json
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mtp_jax import EngineStopped, MtpJaxError, Overloaded, RequestError
+
+_LOG = logging.getLogger(__name__)
+_SHOWN_CHARACTERS = 60
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+}
+
+
+@dataclass
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Attributes:
+        status: of HTTP.
+        message: for the client: no internals.
+        param: the field it is about.
+        code: for programs.
+        headers: to add to the response.
+    """
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] | None = None
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON object."""
+        kind = _KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        """The HTTP response."""
+        return Response(to_json(self.body), self.status, self.headers, "application/json")
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of any exception; what is not its own doing is logged instead."""
+    match error:
+        case ApiError():
+            return error
+        case ValidationError():
+            return _of_validation(error)
+        case HTTPException():
+            return ApiError(error.status_code, error.detail, headers=error.headers)
+        case Overloaded():
+            return ApiError(503, str(error), code="overloaded", headers=_retry(error.retry_after))
+        case EngineStopped():
+            return ApiError(503, str(error), code="unavailable", headers=_retry(1))
+        case RequestError():
+            return ApiError(400, str(error))
+        case MtpJaxError():
+            _LOG.error("%s", error)
+        case _:
+            _LOG.error("unexpected", exc_info=error)
+    return ApiError(500, "internal error; the server's log says more", code="internal")
+
+
+async def respond(request: Request, error: Exception) -> Response:
+    """Starlette's exception handler."""
+    del request
+    return as_api_error(error).response()
+
+
+def _retry(seconds: float) -> dict[str, str]:
+    return {"Retry-After": str(math.ceil(seconds))}
+
+
+def _of_validation(error: ValidationError) -> ApiError:
+    """The first thing that is wrong: where, what is expected, what was got."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    path = [str(part) for part in first["loc"]]
+    got = ""
+    if first["type"] not in ("missing", "value_error"):
+        text = to_json(first["input"], fallback=lambda _: "?", inf_nan_mode="constants").decode(
+            errors="replace"
+        )
+        got = f"; got {text[:_SHOWN_CHARACTERS]}{'...' if len(text) > _SHOWN_CHARACTERS else ''}"
+    message = first["msg"].removeprefix("Value error, ")
+    where = ".".join(path)[:_SHOWN_CHARACTERS]
+    if not path:  # a rule about several fields names the one to change
+        return ApiError(400, message, param=message.partition(":")[0])
+    return ApiError(400, f"{where}: {message}{got}", param=path[0])

@@ -1,0 +1,100 @@
+"""The routes that generate nothing."""
+
+from importlib import metadata
+
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serve.answers import token_name
+from serve.bodies import read, warning
+from serve.chat import ChatPrompt
+from serve.errors import ApiError
+from serve.schema import DetokenizeBody, TokenizeBody, TokenizeChatBody
+from serve.state import Server
+
+
+def _json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(to_json(value), status, headers, "application/json")
+
+
+async def health(server: Server, request: Request) -> Response:
+    """The process is there. Says nothing else: it is open to everybody."""
+    del server, request
+    return _json({"status": "ok"})
+
+
+async def ready(server: Server, request: Request) -> Response:
+    """Whether requests should come here now: 200, or 503 with the reason."""
+    del request
+    reason = server.unready()
+    return (
+        _json({"status": "ready"}) if reason is None else _json({"status": "unready", "reason": reason}, 503)
+    )
+
+
+async def models(server: Server, request: Request) -> Response:
+    """OpenAI's list of models: there is one."""
+    del request
+    return _json({"object": "list", "data": [_model(server)]})
+
+
+async def model(server: Server, request: Request) -> Response:
+    """One model of that list."""
+    name = request.path_params["name"]
+    if name == server.settings.model_name:
+        return _json(_model(server))
+    raise ApiError(404, f"the model {name!r} does not exist", "model", "model_not_found")
+
+
+def _model(server: Server) -> dict[str, object]:
+    return {
+        "id": server.settings.model_name,
+        "object": "model",
+        "created": server.created,
+        "owned_by": "mtp-jax",
+        "max_model_len": server.allm.llm.engine.config.max_model_len,
+    }
+
+
+async def version(server: Server, request: Request) -> Response:
+    """Of this package."""
+    del server, request
+    return _json({"version": metadata.version("mtp-jax")})
+
+
+async def metrics(server: Server, request: Request) -> Response:
+    """For Prometheus."""
+    del request
+    return Response(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def tokenize(server: Server, request: Request) -> Response:
+    """Text, or a conversation as the chat template renders it, to token ids."""
+    body = await read(server.settings, request, TokenizeChatBody, TokenizeBody)
+    tokenizer = server.tokenizer
+    if isinstance(body, TokenizeChatBody):
+        tokens = await server.allm.off_loop(ChatPrompt(tokenizer, body))
+    else:
+        special = body.add_special_tokens is not False
+        tokens = await server.allm.off_loop(lambda: tokenizer.encode(body.prompt, special))
+    limit = server.allm.llm.engine.config.max_model_len
+    answer: dict[str, object] = {"count": len(tokens), "max_model_len": limit, "tokens": tokens}
+    if body.return_token_strs:
+        answer["token_strs"] = [token_name(tokenizer, t) for t in tokens]
+    return _json(answer, headers=warning(request))
+
+
+async def detokenize(server: Server, request: Request) -> Response:
+    """Token ids to text."""
+    body = await read(server.settings, request, DetokenizeBody)
+    tokenizer = server.tokenizer
+    text = await server.allm.off_loop(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
+    return _json({"prompt": text}, headers=warning(request))
+
+
+async def flush_cache(server: Server, request: Request) -> Response:
+    """Forget the pages that only the prefix cache keeps."""
+    del request
+    await server.allm.on_engine(server.allm.llm.engine.flush_prefix_cache)
+    return _json({"success": True})

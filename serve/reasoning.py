@@ -1,0 +1,67 @@
+"""Splits what a model thinks from what it answers: ``<think>...</think>`` before the text."""
+
+from mtp_jax import Tokenizer
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+def opens_thought(prompt: str) -> bool:
+    """Whether a rendered chat prompt ends inside a think block, so that the output begins in it."""
+    return prompt.rstrip().endswith(OPEN)
+
+
+def may_think(tokenizer: Tokenizer) -> bool:
+    """Whether the model has a token that ends thoughts; elsewhere ``<think>`` is text like any other."""
+    return tokenizer.backend.token_to_id(CLOSE) is not None
+
+
+class Splitter:
+    """Takes text as it grows; no part of a tag is shown. One object per completion."""
+
+    def __init__(self, thinking: bool, may_think: bool) -> None:
+        """thinking: the prompt has opened a block. may_think: the output may open one itself."""
+        self._tag = CLOSE if thinking else OPEN if may_think else ""
+        self._thinking = thinking
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str]:
+        """(thought, answer) that may be shown now."""
+        if not self._tag:
+            return "", text
+        text = self._held + text
+        return self._in_thought(text) if self._thinking else self._before(text)
+
+    def flush(self) -> tuple[str, str]:
+        """What was held back, at the end."""
+        rest, self._held = self._held, ""
+        return (rest, "") if self._thinking else ("", rest)
+
+    def _before(self, text: str) -> tuple[str, str]:
+        start = text.lstrip()
+        if start.startswith(OPEN):
+            self._thinking, self._tag, self._held = True, CLOSE, ""
+            return self._in_thought(start.removeprefix(OPEN))
+        if OPEN.startswith(start):
+            self._held = text
+            return "", ""
+        self._tag = self._held = ""
+        return "", text
+
+    def _in_thought(self, text: str) -> tuple[str, str]:
+        at = text.find(CLOSE)
+        if at >= 0:
+            self._thinking, self._tag, self._held = False, "", ""
+            return text[:at], text[at + len(CLOSE) :]
+        keep = next((n for n in range(len(CLOSE) - 1, 0, -1) if text.endswith(CLOSE[:n])), 0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], ""
+
+
+def reasoning_tokens(tokenizer: Tokenizer, token_ids: list[int]) -> int:
+    """Tokens up to the end of the thought, all if it does not end."""
+    tail = b""
+    for i, token in enumerate(token_ids, start=1):
+        tail = tail[-len(CLOSE) :] + tokenizer.token_bytes(token, False)
+        if CLOSE.encode() in tail:
+            return i
+    return len(token_ids)

@@ -1,0 +1,141 @@
+"""From settings to a listening process: the socket, signals, the engine's end."""
+
+import asyncio
+import logging
+import os
+import resource
+import socket
+from types import FrameType
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from mtp_jax import AsyncLLM, ConfigError, Reporter
+from serve.app import make_app
+from serve.settings import Settings
+from serve.watchdog import Watchdog
+
+_LOG = logging.getLogger(__name__)
+_MOST_HEADER_BYTES = 32 * 1024
+_MOST_FILES = 65536
+_LAST_ANSWERS_SECONDS = 0.5
+
+
+def listen(settings: Settings) -> socket.socket:
+    """Take the port before anything slow happens. Raises ConfigError if it cannot be had."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        listener.close()
+        message = (
+            f"cannot bind to {settings.host} port {settings.port}: {error.strerror}; choose another --port"
+        )
+        raise ConfigError(message) from error
+    return listener
+
+
+def run(allm: AsyncLLM, settings: Settings, listener: socket.socket, reporter: Reporter | None = None) -> int:
+    """Serve until a signal or the engine's failure. Returns the exit status."""
+    _raise_file_limit()
+
+    class Protocol(_Protocol):
+        seconds = settings.body_seconds
+
+    config = uvicorn.Config(
+        make_app(allm, settings, reporter),
+        http=Protocol,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
+        timeout_graceful_shutdown=int(settings.drain_seconds) + 1,
+    )
+    server = Server(config, allm, settings)
+    asyncio.run(server.serve(sockets=[listener]))
+    status = 0 if allm.error is None and server.started else 1
+    if allm.warming:
+        os._exit(status)  # rather than wait for programs that nobody will run
+    return status
+
+
+class Server(uvicorn.Server):
+    """Drains on the first SIGTERM or SIGINT, leaves at once on the second, and ends when the engine fails."""
+
+    def __init__(self, config: uvicorn.Config, allm: AsyncLLM, settings: Settings) -> None:
+        super().__init__(config)
+        self._allm, self._settings = allm, settings
+        self._asked = asyncio.Event()
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Until the end."""
+        self._loop = asyncio.get_running_loop()
+        ending = asyncio.create_task(self._end())
+        with Watchdog(self._allm, self._settings.step_seconds):
+            try:
+                await super().serve(sockets)
+            finally:
+                ending.cancel()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The signal handler."""
+        if self._asked.is_set() or not self.started:
+            os._exit(128 + sig)  # compiling, or an answer that goes on, would hold up any other way
+        self._loop.call_soon_threadsafe(self._asked.set)
+
+    async def _end(self) -> None:
+        """Wait for a reason to end, and let the last answers out."""
+        failed = asyncio.create_task(self._allm.failed())
+        asked = asyncio.create_task(self._asked.wait())
+        await asyncio.wait((failed, asked), return_when=asyncio.FIRST_COMPLETED)
+        if self._asked.is_set():
+            _LOG.warning(
+                "shutting down: up to %g s for %d requests", self._settings.drain_seconds, self._allm.live
+            )
+            if not await self._allm.drain(self._settings.drain_seconds):
+                _LOG.warning("requests were aborted")
+        await asyncio.sleep(_LAST_ANSWERS_SECONDS)
+        self.should_exit = True
+
+
+class _Protocol(H11Protocol):
+    """Closes connections that do not get to the end of a request's headers."""
+
+    seconds: float
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._patience: asyncio.TimerHandle | None = None
+        self._check()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._check()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._patience is not None:
+            self._patience.cancel()
+
+    def _check(self) -> None:
+        """The clock runs while a request has begun but its headers are not complete."""
+        waits = self.conn.their_state is h11.IDLE
+        if waits and self._patience is None:
+            self._patience = self.loop.call_later(self.seconds, self.transport.close)
+        elif not waits and self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+
+def _raise_file_limit() -> None:
+    """A connection is a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(_MOST_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

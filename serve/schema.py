@@ -1,0 +1,302 @@
+"""What a request may say. Types are strict, numbers finite and bounded; null means "not given"."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from mtp_jax import RequestError, SamplingParams, StructuredOutput
+from serve.settings import SpecMetrics
+
+MAX_N = 128
+MAX_PROMPTS = 1024
+_MOST_STOPS = 32
+_MOST_IDS = 1024
+_Text = Annotated[str, Field(max_length=4 * 2**20)]
+_Name = Annotated[str, Field(max_length=256)]
+_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_TokenIds = Annotated[list[_TokenId], Field(min_length=1, max_length=2**20)]
+_Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+_Ids = Annotated[list[_TokenId], Field(max_length=_MOST_IDS)]
+
+
+class Body(BaseModel):
+    """A JSON object; unknown fields are kept, to be warned of."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
+
+    def unknown(self, prefix: str = "") -> Iterator[str]:
+        """Paths of the fields that mean nothing here and are not null."""
+        yield from (prefix + name for name, value in (self.model_extra or {}).items() if value is not None)
+        for name in self.__class__.model_fields:
+            value = getattr(self, name)
+            if isinstance(value, Body):
+                yield from value.unknown(f"{prefix}{name}.")
+
+
+class StreamOptions(Body):
+    """include_usage: a last chunk with the usage. continuous_usage_stats: the usage so far in every chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Speculative(Body):
+    """enabled: whether to draft. max_tokens: most drafts per step. metrics: what to tell of it at the end."""
+
+    enabled: bool | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=64)] | None = None
+    metrics: SpecMetrics | None = None
+
+
+class JsonSchema(Body):
+    """The schema of a response format. ``strict`` is how this server always follows it."""
+
+    name: _Name | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """OpenAI's ``response_format``."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _matches(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("response_format: json_schema goes with the type json_schema, and only with it")
+        return self
+
+
+class Structured(Body):
+    """vLLM's ``structured_outputs``: exactly one of these."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: _Text | None = None
+    choice: Annotated[list[_Text], Field(min_length=1, max_length=4096)] | None = None
+    json_object: bool | None = None
+
+
+class Sampling(Body):
+    """What both completion routes take. Names, ranges and defaults are OpenAI's; further ones are vLLM's."""
+
+    model: _Name | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    stop: (
+        Annotated[_Stop | Annotated[list[_Stop], Field(max_length=_MOST_STOPS)], Field(union_mode="smart")]
+        | None
+    ) = None
+    stop_token_ids: _Ids | None = None
+    ignore_eos: bool | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=_MOST_IDS)] | None
+    ) = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    speculative: Speculative | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: Structured | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    timeout: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    cache_salt: _Name | None = None
+    return_token_ids: bool | None = None
+    return_token_origins: bool | None = None
+
+    @model_validator(mode="after")
+    def _options_apply(self) -> "Sampling":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only allowed with stream = true")
+        return self
+
+    def params(
+        self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+    ) -> SamplingParams:
+        """For the engine. Raises RequestError."""
+        same = (
+            "n", "temperature", "top_p", "top_k", "min_p", "min_tokens", "stop", "stop_token_ids",
+            "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty",
+            "skip_special_tokens", "include_stop_str_in_output",
+        )  # fmt: skip
+        given: dict[str, Any] = {name: v for name in same if (v := getattr(self, name)) is not None}
+        if structured := self._structured():
+            given["structured"] = structured
+        return SamplingParams(
+            **given,
+            max_tokens=max_tokens,
+            seed=None if self.seed is None else self.seed % 2**32,
+            logit_bias=_biases(self.logit_bias or {}),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            num_speculative_tokens=self._depth(),
+        )
+
+    def _depth(self) -> int | None:
+        s = self.speculative
+        if s is None:
+            return None
+        return 0 if s.enabled is False else s.max_tokens
+
+    def _structured(self) -> StructuredOutput | None:
+        kind, own = self.response_format, self.structured_outputs
+        if kind is not None and kind.type == "text":
+            kind = None
+        if kind is not None and own is not None:
+            raise RequestError("give either response_format or structured_outputs, not both")
+        if kind is not None:
+            if kind.json_schema is not None:
+                return StructuredOutput(json_schema=kind.json_schema.schema_)
+            return StructuredOutput(json_object=True)
+        if own is None:
+            return None
+        return StructuredOutput(own.json_, own.json_object or False, own.regex, own.choice)
+
+
+class CompletionBody(Sampling):
+    """/v1/completions."""
+
+    prompt: Annotated[
+        _Text | _TokenIds | Annotated[list[_Text | _TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)],
+        Field(union_mode="smart"),
+    ]
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    suffix: str | None = None
+
+    @model_validator(mode="after")
+    def _combines(self) -> "CompletionBody":
+        if self.suffix:
+            raise ValueError("suffix: not supported; leave it out")
+        if self.best_of not in (None, self.n or 1):
+            raise ValueError("best_of: only allowed with the value of n; all completions are returned")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: 0 is only allowed with echo = true; give 1 or more")
+        if self.echo and self.return_token_origins:
+            raise ValueError("return_token_origins: not allowed with echo; leave one of them out")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One or more."""
+        p = self.prompt
+        if isinstance(p, str) or isinstance(p[0], int):
+            return [p]  # type: ignore[list-item]
+        return p  # type: ignore[return-value]
+
+
+class TextPart(Body):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: _Text
+
+
+class Message(Body):
+    """A turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: _Text | list[TextPart] | None = None
+    name: _Name | None = None
+    reasoning: _Text | None = None
+    reasoning_content: _Text | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> "Message":
+        if self.content is None and self.role != "assistant":
+            raise ValueError("content: a message needs text")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it: text as one string, "system" for "developer"."""
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        reasoning = self.reasoning_content or self.reasoning
+        extra = {} if reasoning is None else {"reasoning_content": reasoning}
+        extra |= {} if self.name is None else {"name": self.name}
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": content or "", **extra}
+
+
+class TemplateOptions(Body):
+    """The variables of a chat template that a client may set."""
+
+    thinking: bool | None = None
+    enable_thinking: bool | None = None
+
+
+class Conversation(Body):
+    """What a chat template needs."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    chat_template_kwargs: TemplateOptions | None = None
+
+    def unknown(self, prefix: str = "") -> Iterator[str]:
+        """Those of the messages, too."""
+        yield from super().unknown(prefix)
+        for i, message in enumerate(self.messages):
+            yield from message.unknown(f"{prefix}messages.{i}.")
+
+
+class ChatBody(Sampling, Conversation):
+    """/v1/chat/completions."""
+
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: list[Any] | None = None
+    functions: list[Any] | None = None
+
+    @model_validator(mode="after")
+    def _combines(self) -> "ChatBody":
+        if self.tools or self.functions:
+            raise ValueError("tools: not supported; leave them out")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: only allowed with logprobs = true")
+        return self
+
+
+class TokenizeBody(Body):
+    """/tokenize of a text."""
+
+    model: _Name | None = None
+    prompt: _Text
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatBody(Conversation):
+    """/tokenize of a conversation."""
+
+    model: _Name | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """/detokenize."""
+
+    model: _Name | None = None
+    tokens: Annotated[list[_TokenId], Field(max_length=2**20)]
+
+
+def _biases(given: dict[str, float]) -> dict[int, float]:
+    try:
+        return {int(token): bias for token, bias in given.items()}
+    except ValueError:
+        raise RequestError('logit_bias has a key that is no token id; write {"17": 2.5}') from None

@@ -1,0 +1,153 @@
+"""The guard before every route: who may ask, from where, and how much at a time."""
+
+import hmac
+import logging
+import re
+import time
+import uuid
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve.errors import ApiError
+from serve.metrics import Metrics
+from serve.settings import Settings
+
+_ACCESS = logging.getLogger("serve.access")
+_OPEN_PATH = "/health"
+_PLAIN_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_MOST_HEADER_BYTES = 16 * 1024
+
+
+class Guard:
+    """ASGI middleware. What it refuses reaches no route; ``/health`` is open to everybody."""
+
+    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics, routes: frozenset[str]) -> None:
+        self._app, self._settings, self._metrics, self._routes = app, settings, metrics, routes
+        self._keys = [key.encode() for key in settings.api_keys]
+        self._hosts = settings.hosts
+        self._connections = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+        headers = _Headers(scope["headers"])
+        given = headers.get(b"x-request-id")
+        name = given if _PLAIN_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        started, status = time.perf_counter(), 0
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                extra = [(b"x-request-id", name), (b"x-content-type-options", b"nosniff")]
+                message = {**message, "headers": [*message["headers"], *extra]}
+            await send(message)
+
+        self._connections += 1
+        try:
+            error = self._refusal(scope, headers)
+            if error is not None:
+                await error.response()(scope, receive, answer)
+            else:
+                await self._app(scope, self._limited(receive), answer)
+        finally:
+            self._connections -= 1
+            path = scope["path"]
+            self._metrics.responded(path if path in self._routes else "other", status)
+            _log(scope, name, given, status, time.perf_counter() - started)
+
+    def _refusal(self, scope: Scope, headers: "_Headers") -> ApiError | None:
+        if scope["path"] == _OPEN_PATH and scope["method"] in ("GET", "HEAD"):
+            return None
+        if headers.size > _MOST_HEADER_BYTES:
+            return ApiError(
+                431, f"the headers have {headers.size} bytes; at most {_MOST_HEADER_BYTES} are allowed"
+            )
+        host = headers.get(b"host").decode("latin-1").lower()
+        if self._hosts and host.rpartition(":")[0] not in self._hosts and host not in self._hosts:
+            return ApiError(403, "this server does not answer for that Host; start it with --allowed-host")
+        origin = headers.get(b"origin").decode("latin-1").lower()
+        if origin and _netloc(origin) != host:
+            return ApiError(403, "requests from pages of other origins are refused")
+        if self._keys and not self._knows(headers.get(b"authorization")):
+            hint = {"WWW-Authenticate": "Bearer"}
+            return ApiError(
+                401, "a valid API key is needed: Authorization: Bearer KEY", None, "invalid_api_key", hint
+            )
+        if headers.get(b"content-encoding").lower() not in (b"", b"identity"):
+            return ApiError(415, "compressed bodies are not accepted; send it as it is")
+        length = headers.get(b"content-length")
+        if length.isdigit() and int(length[:20]) > self._settings.max_body_bytes:
+            return self._too_large()
+        if self._connections > self._settings.max_connections:
+            limit = self._settings.max_connections
+            return ApiError(
+                503, f"{limit} requests are in progress already", None, "overloaded", {"Retry-After": "1"}
+            )
+        return None
+
+    def _knows(self, authorization: bytes) -> bool:
+        """In constant time for every key: no stopping at the first that fits."""
+        scheme, _, key = authorization.partition(b" ")
+        found = [hmac.compare_digest(key.strip(), own) for own in self._keys]
+        return scheme.lower() == b"bearer" and any(found)
+
+    def _limited(self, receive: Receive) -> Receive:
+        """Counts the body as it comes: its length may be unknown, or a lie."""
+        got = 0
+
+        async def limited() -> Message:
+            nonlocal got
+            message = await receive()
+            got += len(message.get("body", b""))
+            if got > self._settings.max_body_bytes:
+                raise self._too_large()
+            return message
+
+        return limited
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413, f"the body is too large; at most {self._settings.max_body_bytes} bytes are allowed"
+        )
+
+
+class _Headers:
+    """The first value of every header, and the bytes of all."""
+
+    def __init__(self, pairs: list[tuple[bytes, bytes]]) -> None:
+        self._values = {name.lower(): value for name, value in reversed(pairs)}
+        self.size = sum(len(name) + len(value) for name, value in pairs)
+
+    def get(self, name: bytes) -> bytes:
+        return self._values.get(name, b"")
+
+
+def _netloc(origin: str) -> str | None:
+    """Host and port of an Origin header; None for "null" and nonsense."""
+    try:
+        return urlsplit(origin).netloc or None
+    except ValueError:
+        return None
+
+
+def _log(scope: Scope, name: bytes, given: bytes, status: int, seconds: float) -> None:
+    """One line per request, without anything of its body; what the client chose is escaped."""
+    shown = name if given in (b"", name) else given[:128]
+    _ACCESS.info(
+        "%s %s %s %d %.3f s",
+        _escaped(shown),
+        scope["method"],
+        _escaped(scope["path"].encode()),
+        status,
+        seconds,
+    )
+
+
+def _escaped(text: bytes) -> str:
+    """Printable ASCII: line ends, terminal escapes and zeros become \\x.. codes."""
+    return ascii(text[:256].decode("latin-1"))[1:-1]

@@ -1,0 +1,63 @@
+"""Server-sent events, and the client that goes away before the end."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from mtp_jax import Stream
+from serve.errors import as_api_error
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(data: Mapping[str, Any]) -> bytes:
+    """One event of a JSON object."""
+    return b"data: " + to_json(data) + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends events as they come; an exception becomes an error event, as the status has been sent by then."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
+        self._events = events
+        no_buffers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers={**no_buffers, **headers}, media_type="text/event-stream")
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async with aclosing(self._events):
+                async for chunk in self._events:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        except Exception as error:
+            body = event(as_api_error(error).body)
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+
+
+@asynccontextmanager
+async def aborted_with_client(request: Request, streams: Iterable[Stream]) -> AsyncIterator[None]:
+    """Aborts what the client no longer waits for: once it disconnects, and at the end of the block."""
+    streams = list(streams)
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        for stream in streams:
+            stream.abort()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+        for stream in streams:
+            stream.abort()

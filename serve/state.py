@@ -1,0 +1,42 @@
+"""What the routes share."""
+
+import time
+from dataclasses import dataclass, field
+
+from mtp_jax import AsyncLLM, RequestError, Tokenizer
+from serve.metrics import Metrics
+from serve.settings import Settings
+
+
+@dataclass(frozen=True)
+class Server:
+    """The engine, the settings, the metrics.
+
+    Attributes:
+        created: seconds since the epoch, when the server began.
+    """
+
+    allm: AsyncLLM
+    settings: Settings
+    metrics: Metrics
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's. Raises RequestError if it has none."""
+        tokenizer = self.allm.llm.tokenizer
+        if tokenizer is None:
+            raise RequestError(
+                "the model directory has no tokenizer.json; use /v1/completions with token ids"
+            )
+        return tokenizer
+
+    def unready(self) -> str | None:
+        """Why requests should go elsewhere now; None if they need not."""
+        if self.allm.error is not None:
+            return "the engine has failed"
+        if self.allm.draining:
+            return "shutting down"
+        if self.allm.step_age > self.settings.ready_seconds:
+            return f"the engine has been in one step for {self.allm.step_age:.0f} s"
+        return None

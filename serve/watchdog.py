@@ -1,0 +1,56 @@
+"""Ends a process whose engine is stuck in one step: a supervisor can start a new one."""
+
+import faulthandler
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+from mtp_jax import AsyncLLM
+
+_LOG = logging.getLogger(__name__)
+_CHECKS_PER_LIMIT = 20
+STUCK_STATUS = 70
+
+
+class Watchdog:
+    """A thread that looks at the age of the engine's step while its block runs."""
+
+    def __init__(self, allm: AsyncLLM, limit: float, end: Callable[[int], object] = os._exit) -> None:
+        """limit: seconds that a step may take. end: ends the process."""
+        self._allm, self._limit, self._end = allm, limit, end
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> "Watchdog":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._limit / _CHECKS_PER_LIMIT):
+            if self._allm.step_age > self._limit:
+                self._report()
+                self._end(STUCK_STATUS)
+                return
+
+    def _report(self) -> None:
+        """What it was doing: sizes and stacks, no text of anybody."""
+        engine = self._allm.llm.engine
+        slots = [
+            (len(r.prompt), len(r.output), r.status.value, len(r.pages)) for r in engine.scheduler.slots if r
+        ]
+        _LOG.critical(
+            "the engine is in one step for %.0f s; (prompt, output, status, pages) of its slots: %s; %s",
+            self._allm.step_age,
+            slots,
+            engine.stats(),
+        )
+        faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
