@@ -63,6 +63,22 @@ def register(subparsers: Subparsers) -> None:
             "output is labelled so",
         )
 
+    sub = command("serve", _serve, "throughput and latency of an OpenAI-compatible server", plotted=True)
+    sub.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="without /v1")
+    sub.add_argument("--api-key", metavar="KEY", help="if the server wants one")
+    sub.add_argument("--model", metavar="NAME", help="its name on the server (default: the first)")
+    sub.add_argument("--chat", action="store_true", help="chat completions instead of completions")
+    sub.add_argument("--concurrency", type=integers, default=[], help="requests at a time, closed loop")
+    sub.add_argument(
+        "--rate", type=_numbers, default=[], metavar="R,...", help="requests/s, Poisson arrivals"
+    )
+    sub.add_argument("--requests", type=int, help="per run (default: 4 per concurrent one, 10 s of arrivals)")
+    sub.add_argument("--prompt-characters", type=int, default=256)
+    sub.add_argument("--max-tokens", type=int, default=128)
+    sub.add_argument("--temperature", type=float, default=0.0)
+    sub.add_argument("--rounds", type=int, default=3, help="measured runs at every level")
+    sub.add_argument("--compare", action="store_true", help="beside every run one without speculation")
+
     sub = on_model("depth", _depth, "decode speed against the number of drafts per step", plotted=True)
     sub.add_argument("--depths", type=integers, default=[0, 1, 2, 3, 4, 5])
     sub.add_argument("--temperature", type=float, default=0.0, help="0: greedy, and tokens are compared")
@@ -112,7 +128,7 @@ def _run(args: Arguments) -> int:
     if getattr(args, "compile_cache", "none") != "none":
         use_compile_cache(args.compile_cache)
     report = args.measure(args)
-    what = str(getattr(args, "model", "server")).rstrip("/").rpartition("/")[2]
+    what = str(args.model or "server").rstrip("/").rpartition("/")[2]
     path = args.json or Path(f"build/bench/{args.name}-{what}.json")
     write(report, path, made_by)
     written = [path]
@@ -135,6 +151,15 @@ def _load(a: Arguments) -> "Report":
         a.concurrency, a.depth, a.requests, a.prompt_tokens, a.max_tokens, a.temperature, a.rounds
     )
     return load.run(load_model(a.model), a.modes, given, simulated)
+
+
+def _serve(a: Arguments) -> "Report":
+    from mtp_jax.bench import serve
+    from mtp_jax.bench.client import Target
+
+    target = Target(a.base_url, a.model or "", a.chat, a.max_tokens, a.temperature)
+    load = serve.Load(a.concurrency, a.rate, a.requests, a.prompt_characters, a.rounds, a.compare)
+    return serve.run(target, a.api_key, load)
 
 
 def _depth(a: Arguments) -> "Report":
