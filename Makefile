@@ -43,7 +43,7 @@ test-gpu: $(VENV)/.dev
 
 BENCH = $(BIN)/mtp-jax bench
 
-bench: $(VENV)/.runtime
+bench: $(VENV)/.dev
 	@for p in dense moe; do $(BIN)/python -m mtp_jax.synthetic --preset $$p --out build/bench/$$p || exit 1; done
 	@$(BENCH) depth && $(BENCH) depth --temperature 1 --json build/bench/depth-demo-sampled.json
 	@$(BENCH) acceptance && $(BENCH) host && $(BENCH) startup
