@@ -5,9 +5,3 @@ schema.py     what a request may say        errors.py     OpenAI's error objects
 completions.py, chat.py, native.py, info.py: the routes;  answers.py: what they reply
 metrics.py    Prometheus                    run.py        sockets, signals, watchdog
 """
-
-from serve.app import make_app
-from serve.run import run
-from serve.settings import Settings
-
-__all__ = ["Settings", "make_app", "run"]

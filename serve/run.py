@@ -5,6 +5,7 @@ import logging
 import os
 import resource
 import socket
+from collections.abc import Callable
 from types import FrameType
 
 import h11
@@ -38,8 +39,17 @@ def listen(settings: Settings) -> socket.socket:
     return listener
 
 
-def run(allm: AsyncLLM, settings: Settings, listener: socket.socket, reporter: Reporter | None = None) -> int:
-    """Serve until a signal or the engine's failure. Returns the exit status."""
+def serve(
+    allm: AsyncLLM,
+    settings: Settings,
+    listener: socket.socket,
+    reporter: Reporter | None = None,
+    ready: Callable[[], None] = lambda: None,
+) -> int:
+    """Serve until a signal or the engine's failure; ``ready`` is called when requests can come.
+
+    Returns the exit status.
+    """
     _raise_file_limit()
 
     class Protocol(_Protocol):
@@ -57,7 +67,7 @@ def run(allm: AsyncLLM, settings: Settings, listener: socket.socket, reporter: R
         h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
         timeout_graceful_shutdown=int(settings.drain_seconds) + 1,
     )
-    server = Server(config, allm, settings)
+    server = Server(config, allm, settings, ready)
     asyncio.run(server.serve(sockets=[listener]))
     status = 0 if allm.error is None and server.started else 1
     if allm.warming:
@@ -68,9 +78,11 @@ def run(allm: AsyncLLM, settings: Settings, listener: socket.socket, reporter: R
 class Server(uvicorn.Server):
     """Drains on the first SIGTERM or SIGINT, leaves at once on the second, and ends when the engine fails."""
 
-    def __init__(self, config: uvicorn.Config, allm: AsyncLLM, settings: Settings) -> None:
+    def __init__(
+        self, config: uvicorn.Config, allm: AsyncLLM, settings: Settings, ready: Callable[[], None]
+    ) -> None:
         super().__init__(config)
-        self._allm, self._settings = allm, settings
+        self._allm, self._settings, self._ready = allm, settings, ready
         self._asked = asyncio.Event()
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -82,6 +94,12 @@ class Server(uvicorn.Server):
                 await super().serve(sockets)
             finally:
                 ending.cancel()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Until the engine is warm and the port open."""
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The signal handler."""

@@ -151,13 +151,16 @@ def reporter(args: argparse.Namespace) -> Reporter:
     return Silent() if args.quiet else Terminal()
 
 
-def open_llm(args: argparse.Namespace, report: Reporter, completions: int) -> "LLM":
-    """Load the model with slots for this many completions. Raises ConfigError or CheckpointError."""
+def open_llm(args: argparse.Namespace, report: Reporter, completions: int, **more: Any) -> "LLM":
+    """Load the model with slots for this many completions. Raises ConfigError or CheckpointError.
+
+    more: further arguments of LLM.
+    """
     with report.phase("import jax"):
         from mtp_jax.llm import LLM
         from mtp_jax.model.sharding import make_mesh
 
-    given: dict[str, Any] = {name: v for name in ENGINE if (v := getattr(args, name)) is not None}
+    given: dict[str, Any] = more | {name: v for name in ENGINE if (v := getattr(args, name)) is not None}
     data, _ = args.mesh or (1, 1)
     if args.mesh:
         given["mesh"] = make_mesh(*args.mesh)

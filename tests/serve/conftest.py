@@ -9,7 +9,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from mtp_jax import LLM, AsyncLLM
-from serve import Settings, make_app
+from serve.app import make_app
+from serve.settings import Settings
 from tests import tiny_tokenizer
 
 RIGGED = Path(__file__).parent.parent / "golden" / "rigged" / "model"
