@@ -142,7 +142,7 @@ def summary(allm: "AsyncLLM", settings: "Settings", address: str) -> str:
     engine, model = allm.llm.engine, allm.llm.config
     c, tokens = engine.config, engine.pages * engine.shards * engine.config.page_size
     first, rest = engine.warm_up_keys()
-    weights = sum(a.nbytes for a in jax.tree.leaves(engine.params))
+    size = sum(a.nbytes for a in jax.tree.leaves(engine.params)) // 10**6
     drafts = "no drafts"
     if c.num_speculative_tokens:
         layers = model.num_nextn_predict_layers
@@ -154,7 +154,7 @@ def summary(allm: "AsyncLLM", settings: "Settings", address: str) -> str:
     folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     kept = f"kept in {folder}" if folder else "not kept"
     rows = {
-        "model": f"{settings.model_name}: {model.num_hidden_layers} layers, {weights // 10**6:,} MB, {c.dtype}",
+        "model": f"{settings.model_name}: {model.num_hidden_layers} layers, {c.dtype}, {size:,} MB",
         "drafts": drafts,
         "cache": f"{tokens:,} tokens, {tokens / c.max_model_len:.1f} requests of {c.max_model_len:,}; "
         f"prefixes {'kept' if c.prefix_cache else 'not kept'}",
