@@ -1,5 +1,6 @@
 """The function that a model calls."""
 
+import functools
 from typing import Any, Literal
 
 import jax
@@ -14,6 +15,8 @@ Implementation = Literal["xla", "mosaic_gpu"]
 _PROCESSORS = 132
 # What a split costs beside its rows - loading queries, an output to merge - in steps of two pages.
 _SPLIT_COST = 3
+# Parts that XLA merges in one launch.
+_MAX_SPLITS = 32
 
 
 def mla_decode(
@@ -37,7 +40,8 @@ def mla_decode(
         visible: rows each token attends to; none at or past n * S.
         scale: factor of the scores before the softmax.
         rank: C.
-        implementation: "mosaic_gpu" needs a Hopper GPU, bfloat16, C 512, R 64 and pages of 64 rows.
+        implementation: "mosaic_gpu" needs a Hopper GPU, bfloat16, C 512, R 64, pages of 64 rows, and N a
+            multiple of 8.
         splits: parts of a slot's rows that run at the same time; None chooses.
         interpret: parameters of Pallas' interpreter; None compiles.
 
@@ -52,31 +56,33 @@ def mla_decode(
     check(q, pages, rank)
     slots, window, heads, width = q.shape
     height = window * heads
-    padding = -height % mosaic_gpu.ROWS
-    blocks = slots * (height + padding) // mosaic_gpu.ROWS
-    splits = splits or choose_splits(blocks, page_table.shape[1])
-    q = jnp.pad(q.reshape(slots, height, width), ((0, 0), (0, padding), (0, 0)))
-    ahead = jnp.pad(jnp.repeat(visible.ahead, heads, axis=1), ((0, 0), (0, padding)))
+    splits = splits or choose_splits(slots * height // mosaic_gpu.rows_per_block(height), page_table.shape[1])
     rows = jnp.stack([visible.first, visible.length, visible.end(), visible.seen()])
+    ahead = jnp.repeat(visible.ahead, heads, axis=1)
     out, lse = mosaic_gpu.mla_decode(
-        q,
+        q.reshape(slots, height, width),
         pages,
         page_table,
         rows,
         ahead,
         scale=scale,
         splits=splits,
-        out_dtype=q.dtype if splits == 1 else jnp.float32,
         interpret=interpret,
     )
-    mixed = out[0] if splits == 1 else merge(out[:, :, :height], lse[:, :, :height]).astype(q.dtype)
-    return mixed[:, :height].reshape(slots, window, heads, rank)
+    mixed = out[0] if splits == 1 else merge(out, lse)
+    return mixed.reshape(slots, window, heads, rank)
 
 
 def merge(out: jax.Array, lse: jax.Array) -> jax.Array:
-    """Outputs [splits, ..., C] of disjoint parts of the rows, by the log2 of their sums of exponentials."""
-    weights = jnp.exp2(lse - lse.max(axis=0))
-    return jnp.sum(out * (weights / weights.sum(axis=0))[..., None], axis=0)
+    """Outputs [splits, ..., C] of disjoint parts of the rows, by the log2 of their sums of exponentials.
+
+    Written part by part: XLA makes one launch of it, where reductions over the parts make two to four.
+    """
+    peak = functools.reduce(jnp.maximum, lse)
+    weights = [jnp.exp2(part - peak)[..., None] for part in lse]
+    total = functools.reduce(jnp.add, weights)
+    mixed = functools.reduce(jnp.add, (o * w for o, w in zip(out, weights, strict=True))) / total
+    return mixed.astype(out.dtype)
 
 
 def choose_splits(blocks: int, columns: int) -> int:
@@ -87,17 +93,18 @@ def choose_splits(blocks: int, columns: int) -> int:
         waves = -(-blocks * splits // _PROCESSORS)
         return waves * (-(-steps // splits) + _SPLIT_COST), splits
 
-    return min(range(1, steps + 1), key=time)
+    return min(range(1, min(steps, _MAX_SPLITS) + 1), key=time)
 
 
 def check(q: jax.Array, pages: jax.Array, rank: int) -> None:
     """Refuse what the Mosaic GPU kernel cannot do, with a ValueError that says so."""
-    width, size = q.shape[-1], pages.shape[1]
+    heads, width, size = q.shape[-2], q.shape[-1], pages.shape[1]
     needs = (
         ("dtype of queries and cache", {str(q.dtype), str(pages.dtype)}, {"bfloat16"}),
         ("latent rank", rank, mosaic_gpu.RANK),
         ("rope dimensions", width - rank, mosaic_gpu.ROPE),
         ("rows per page", size, mosaic_gpu.PAGE),
+        ("remainder of the heads by 8", heads % 8, 0),
     )
     for what, got, allowed in needs:
         if got != allowed:

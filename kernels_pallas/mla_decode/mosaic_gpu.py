@@ -21,7 +21,8 @@ from kernels_pallas.mosaic import WGMMA_ROWS, Ref, Warpgroup, operand_tiles, per
 RANK, ROPE, PAGE = 512, 64, 64
 ROWS = WGMMA_ROWS
 HALF = RANK // 2
-COMPUTE = 2  # warpgroups, and pages per step
+COMPUTE = 2  # warpgroups; as many pages per step and halves of the latents
+PARTS = HALF // ROPE
 LOG2E = 1.4426950408889634
 
 # A maximum of nothing; finite, so that differences of it are not NaN.
@@ -43,13 +44,12 @@ def mla_decode(
     *,
     scale: float,
     splits: int,
-    out_dtype: Any,
     interpret: Any = None,
 ) -> list[jax.Array]:
     """Attention of each split over its share of the rows.
 
     Args:
-        q: [B, M, 576] bf16, M a multiple of 64.
+        q: [B, M, 576] bf16, M a multiple of 8.
         pages: [P, 64, 576] bf16.
         page_table: [B, n] int32.
         rows: [4, B] int32: the first row, the end of those all tokens see, the end of those any token sees,
@@ -57,14 +57,14 @@ def mla_decode(
         ahead: [B, M] int32, bit i: this query row sees cached row ``length + i``.
         scale: factor of the scores.
         splits: parts that the rows are divided into.
-        out_dtype: of the output.
         interpret: parameters of Pallas' interpreter, or None.
 
     Returns:
-        [splits, B, M, 512] out_dtype, normalised per split; [splits, B, M] float32, log2 of the sums of
-        exponentials.
+        Outputs [splits, B, M, 512] bf16, normalised per split, and log2 of their sums of exponentials,
+        [splits, B, M] float32.
     """
     slots, height, _ = q.shape
+    count = rows_per_block(height)
     wg = Warpgroup(interpreted=interpret is not None)
 
     def kernel(
@@ -79,11 +79,12 @@ def mla_decode(
         share = lax.div(all_steps + (splits - 1), splits)
         start = split * share
         steps = jnp.maximum(jnp.minimum(start + share, all_steps) - start, 0)
-        mine = pl.ds(block * ROWS, ROWS)
+        # Of fewer than 64 rows, the rest is computed from what shared memory holds, and never stored.
+        mine, local = pl.ds(block * count, count), pl.ds(0, count)
 
         def copy() -> None:
-            plgpu.copy_gmem_to_smem(q_ref.at[slot, mine], q_s, q_ready)
-            plgpu.copy_gmem_to_smem(ahead_ref.at[slot, mine], ahead_s, q_ready)
+            plgpu.copy_gmem_to_smem(q_ref.at[slot, mine], q_s.at[local], q_ready)
+            plgpu.copy_gmem_to_smem(ahead_ref.at[slot, mine], ahead_s.at[local], q_ready)
 
             def step(i: jax.Array, _: None) -> None:
                 for buffer in range(COMPUTE):
@@ -93,9 +94,11 @@ def mla_decode(
                     plgpu.copy_gmem_to_smem(
                         pages_ref.at[page, :, pl.ds(RANK, ROPE)], rope_s.at[buffer], rope_ready.at[buffer]
                     )
-                    plgpu.copy_gmem_to_smem(
-                        pages_ref.at[page, :, pl.ds(0, RANK)], latent_s.at[buffer], latent_ready.at[buffer]
-                    )
+                    for half in range(COMPUTE):
+                        columns = pl.ds(half * HALF, HALF)
+                        plgpu.copy_gmem_to_smem(
+                            pages_ref.at[page, :, columns], latent_s.at[buffer, half], latent_ready.at[buffer]
+                        )
 
             lax.fori_loop(0, steps, step, None)
 
@@ -110,7 +113,8 @@ def mla_decode(
             s = wg.product(
                 (ROWS, PAGE),
                 lambda: (q_s.at[:, pl.ds(RANK, ROPE)], rope_s.at[buffer]),
-                lambda: (q_s.at[:, pl.ds(0, RANK)], latent_s.at[buffer]),
+                lambda: (q_s.at[:, pl.ds(0, HALF)], latent_s.at[buffer, 0]),
+                lambda: (q_s.at[:, pl.ds(HALF, HALF)], latent_s.at[buffer, 1]),
             )
             s = s * (scale * LOG2E)
 
@@ -123,12 +127,12 @@ def mla_decode(
 
                 # Rows nobody sees may hold NaN, which a probability of zero does not silence.
                 def silence(j: jax.Array, _: None) -> None:
-                    part = latent_s.at[buffer, :, pl.ds(j * ROPE, ROPE)]
+                    part = latent_s.at[buffer, lax.div(j, PARTS), :, pl.ds(lax.rem(j, PARTS) * ROPE, ROPE)]
                     row = wg.iota((PAGE, ROPE), 0) + page * PAGE
                     kept = visible(row, jnp.full_like(row, seen))
                     part[...] = jnp.where(kept, wg.laid_out(part[...]), 0).astype(part.dtype)
 
-                lax.fori_loop(0, RANK // ROPE, silence, None)
+                lax.fori_loop(0, COMPUTE * PARTS, silence, None)
                 row = wg.iota((ROWS, PAGE), 1) + page * PAGE
                 bits = per_row(wg.row(ahead_s), PAGE)
                 return jnp.where(visible(row, bits), s, -jnp.inf)
@@ -148,7 +152,7 @@ def mla_decode(
             """The output decayed, plus a page's probabilities times its latents; frees the page."""
             acc = wg.accumulated(
                 acc * per_row(decay, HALF),
-                lambda: (rope_s.at[buffer], latent_s.at[buffer, :, pl.ds(half * HALF, HALF)]),
+                lambda: (rope_s.at[buffer], latent_s.at[buffer, half]),
             )
             plgpu.barrier_arrive(freed.at[buffer])
             return acc
@@ -158,10 +162,15 @@ def mla_decode(
             plgpu.barrier_arrive(sums_ready)
             plgpu.barrier_wait(sums_ready)
             total = jnp.maximum(wg.row(sum_s.at[0]) + wg.row(sum_s.at[1]), 1e-30)
-            out = acc * per_row(1 / total, HALF)
-            out_ref[split, slot, mine, pl.ds(half * HALF, HALF)] = out.astype(out_dtype)
+            # Nobody reads the pages any more: the output leaves through their memory.
+            latent_s[half, half, :, :] = (acc * per_row(1 / total, HALF)).astype(q.dtype)
+            decay_s[half, :] = peak + jnp.log2(total)
+            plgpu.commit_smem()
+            columns = pl.ds(half * HALF, HALF)
+            plgpu.copy_smem_to_gmem(latent_s.at[half, half, local], out_ref.at[split, slot, mine, columns])
             if half == 0:
-                lse_ref[split, slot, mine] = peak + jnp.log2(total)
+                plgpu.copy_smem_to_gmem(decay_s.at[half, local], lse_ref.at[split, slot, mine])
+            plgpu.wait_smem_to_gmem(0)
 
         def even_step(i: jax.Array, carry: Carry) -> Carry:
             peak, total, acc = carry
@@ -212,25 +221,25 @@ def mla_decode(
     run = plgpu.kernel(
         kernel,
         out_type=[
-            jax.ShapeDtypeStruct((splits, slots, height, RANK), out_dtype),
+            jax.ShapeDtypeStruct((splits, slots, height, RANK), q.dtype),
             jax.ShapeDtypeStruct((splits, slots, height), jnp.float32),
         ],
         scratch_types=[
             plgpu.SMEM((ROWS, RANK + ROPE), q.dtype, transforms=tiles),
             plgpu.SMEM((ROWS,), jnp.int32),
-            plgpu.SMEM((COMPUTE, PAGE, RANK), q.dtype, transforms=tiles),
+            plgpu.SMEM((COMPUTE, COMPUTE, PAGE, HALF), q.dtype, transforms=tiles),
             plgpu.SMEM((COMPUTE, PAGE, ROPE), q.dtype, transforms=tiles),
             plgpu.SMEM(per_buffer, jnp.float32),
             plgpu.SMEM(per_buffer, jnp.float32),
             plgpu.SMEM(per_buffer, jnp.float32),
             plgpu.Barrier(num_arrivals=2),
-            plgpu.Barrier(num_barriers=COMPUTE),
+            plgpu.Barrier(num_barriers=COMPUTE, num_arrivals=COMPUTE),
             plgpu.Barrier(num_barriers=COMPUTE),
             plgpu.Barrier(num_barriers=COMPUTE, num_arrivals=COMPUTE),
             plgpu.Barrier(num_barriers=COMPUTE),
             plgpu.Barrier(num_arrivals=COMPUTE),
         ],
-        grid=(height // ROWS, splits, slots),
+        grid=(height // count, splits, slots),
         grid_names=("block", "split", "slot"),
         num_threads=COMPUTE + 1,
         thread_name="warpgroup",
@@ -238,3 +247,8 @@ def mla_decode(
         **({} if interpret is None else {"interpret": interpret}),
     )
     return run(q, pages, page_table, rows, ahead)
+
+
+def rows_per_block(height: int) -> int:
+    """Query rows of a thread block: the most, up to 64, that divide ``height`` and fill tiles of 8."""
+    return max(rows for rows in range(8, ROWS + 1, 8) if height % rows == 0)

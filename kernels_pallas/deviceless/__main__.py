@@ -1,0 +1,74 @@
+"""Compile every case for an H200, print what the compiler decided, and hold it against the budget.
+
+    python -m kernels_pallas.deviceless [PATTERN]
+
+Needs the CUDA plugins of jax and NVIDIA's ptxas and nvdisasm, but neither a GPU nor a driver; ``make
+gpu-compile`` installs them.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+
+from kernels_pallas.checking.case import Case
+from kernels_pallas.checking.registry import cases
+from kernels_pallas.deviceless import report, target
+from kernels_pallas.deviceless.budget import Budget, budgets
+
+ROW = "{:48} {:>4} {:>6} {:>16} {:>8} {:>8} {:>8} {:>5}"
+MIB = 2**20
+
+
+def main() -> int:
+    """Compile; 1 if a case exceeds its budget."""
+    parser = argparse.ArgumentParser(prog="python -m kernels_pallas.deviceless", description=__doc__)
+    parser.add_argument("pattern", nargs="?", default="", help="only cases whose names contain this")
+    pattern = parser.parse_args().pattern
+    chosen = [case for case in cases(pattern) if not case.small]
+    if not chosen:
+        print(f"no case has {pattern!r} in its name", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        dump = Path(folder)
+        target.prepare(dump)
+        print(f"jax {jax.__version__}, {ptxas_release()}, for NVIDIA H200")
+        print(ROW.format("case", "regs", "spills", "tensor core", "smem KiB", "temp MiB", "launches", "s"))
+        limits = budgets()
+        mesh = target.h200s()
+        faults = [f for case in chosen for f in check(case, limits[case.name.split("/")[0]], mesh, dump)]
+    print("\n".join(faults) or f"{len(chosen)} cases within budget")
+    return int(bool(faults))
+
+
+def check(case: Case, budget: Budget, mesh: jax.sharding.Mesh, dump: Path) -> list[str]:
+    """Compile one case, print its line, and list what exceeds its budget."""
+    started = time.perf_counter()
+    shapes = target.replicated(jax.eval_shape(case.inputs, jax.random.key(0)), mesh)
+    compiled = target.compile_for(mesh, case.kernel, *shapes, dump=dump / case.name)
+    seconds = time.perf_counter() - started
+    kernels = report.kernels(dump / case.name)
+    temp, launches = report.temp_bytes(compiled) / MIB, len(report.launches(target.xla_dump(dump)))
+    for i, k in enumerate(kernels):
+        products = " ".join(f"{count} {name}" for name, count in sorted(k.instructions.items()))
+        whole = (f"{temp:.1f}", launches, f"{seconds:.0f}") if i == 0 else ("", "", "")
+        shown = f"{k.shared / 1024:.1f}"
+        print(ROW.format(case.name, k.registers, k.spills, products, shown, *whole), flush=True)
+    limits = budget.of(case.name.split("/")[1])
+    return [f"{case.name}: {fault}" for fault in limits.faults(kernels, temp, launches)]
+
+
+def ptxas_release() -> str:
+    """Release of the ptxas that compiles."""
+    text = subprocess.run(["ptxas", "--version"], capture_output=True, text=True, check=True).stdout
+    return next(line.split(",")[-1].strip() for line in text.splitlines() if "release" in line).replace(
+        "V", "ptxas "
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""What each kernel may cost, by the GPU-less compile; budget.toml holds it."""
+
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kernels_pallas.deviceless.report import Kernel
+
+FILE = Path(__file__).with_name("budget.toml")
+# Shared memory that one thread block of a Hopper GPU can have.
+SHARED = 232448
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The most that every case of a kernel may use.
+
+    Attributes:
+        spills: bytes per thread.
+        instructions: tensor-core instructions that must be there.
+        temp_mib: device memory beside arguments and results.
+        launches: of the whole operation.
+        cases: limits of single cases that differ.
+    """
+
+    spills: int
+    instructions: tuple[str, ...]
+    temp_mib: float
+    launches: int
+    cases: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def of(self, shape: str) -> "Budget":
+        """The budget of one case."""
+        return Budget(**{**vars(self), **self.cases.get(shape, {}), "cases": {}})
+
+    def faults(self, kernels: tuple[Kernel, ...], temp_mib: float, launches: int) -> Iterator[str]:
+        """What exceeds the budget."""
+        if not kernels:
+            yield "no Mosaic GPU kernel was compiled"
+        for k in kernels:
+            if k.spills > self.spills:
+                yield f"{k.spills} bytes of spills, at most {self.spills}"
+            if k.serialised:
+                yield "ptxas warns of serialised warpgroup products"
+            if k.shared > SHARED:
+                yield f"{k.shared} bytes of shared memory, at most {SHARED}"
+        found = set().union(*(k.instructions for k in kernels))
+        if missing := set(self.instructions) - found:
+            yield f"no {', '.join(sorted(missing))}"
+        if temp_mib > self.temp_mib:
+            yield f"{temp_mib:.1f} MiB of temporary memory, at most {self.temp_mib}"
+        if launches > self.launches:
+            yield f"{launches} launches, at most {self.launches}"
+
+
+def budgets() -> dict[str, Budget]:
+    """By kernel."""
+    with FILE.open("rb") as file:
+        return {kernel: Budget(**limits) for kernel, limits in tomllib.load(file).items()}

@@ -1,0 +1,76 @@
+"""What the compiler decided: registers, spills, tensor-core instructions, memory, launches."""
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+# Names of tensor-core instructions on Hopper: bfloat16 and FP8 by warpgroup; by warp, which is slower.
+_TENSOR_CORE = re.compile(r"\b(HGMMA|QGMMA|HMMA)\b")
+# ptxas's warnings that warpgroup products run one after the other.
+_SERIALISED = re.compile(r"\(C751\d\)")
+# Lines of XLA's launch list that put nothing on the GPU.
+_NO_LAUNCH = re.compile(r"^\s*\d+: k(Sequential|Conditional|While|WaitForStreams)\b")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One Mosaic GPU kernel.
+
+    Attributes:
+        registers: per thread at launch; warpgroups trade them afterwards.
+        spills: bytes each thread stores to local memory for want of registers.
+        shared: bytes of shared memory per thread block.
+        instructions: tensor-core instructions by name, as written, not as executed.
+        serialised: ptxas warned that it could not overlap warpgroup products.
+    """
+
+    name: str
+    registers: int
+    spills: int
+    shared: int
+    instructions: Counter[str]
+    serialised: bool
+
+
+def kernels(dump: Path) -> tuple[Kernel, ...]:
+    """The kernels that a compilation left in its dump."""
+    return tuple(_kernel(log) for log in sorted(dump.glob("*.ptxas")))
+
+
+def _kernel(log: Path) -> Kernel:
+    text = log.read_text(encoding="utf-8")
+    sass = log.with_suffix(".sass_ctrl").read_text(encoding="utf-8")
+    resources = log.with_suffix(".resources.txt").read_text(encoding="utf-8")
+    return Kernel(
+        name=log.stem,
+        registers=_number(r"Used (\d+) registers", text),
+        spills=_number(r"(\d+) bytes spill stores", text),
+        shared=_number(r"smem_scratch_bytes=(\d+)", resources),
+        instructions=Counter(_TENSOR_CORE.findall(sass)),
+        serialised=bool(_SERIALISED.search(text)),
+    )
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    if found is None:
+        raise ValueError(f"the compiler's log has no {pattern!r}; it begins: {text[:200]!r}")
+    return int(found[1])
+
+
+def temp_bytes(compiled: jax.stages.Compiled) -> int:
+    """Device memory beside arguments and results."""
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        raise ValueError("the compiler gives no memory analysis")
+    return analysis.temp_size_in_bytes
+
+
+def launches(xla_dump: Path) -> tuple[str, ...]:
+    """What the module compiled last puts on the GPU, in order."""
+    lists = sorted(xla_dump.glob("*thunk_sequence.txt"), key=lambda path: path.stat().st_mtime_ns)
+    lines = lists[-1].read_text(encoding="utf-8").splitlines()
+    return tuple(line for line in lines if line.strip() and not _NO_LAUNCH.match(line))
