@@ -5,6 +5,7 @@ and that committed rows lie in pages the request holds.
 """
 
 import random
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,8 @@ class Device:
         self.log: list[str] = []
         self.launches = 0
         self._compiled: dict[Any, None] = {}
+        self._covering: dict[Any, Any] = {}
+        self._lock = threading.Lock()
         engine.executables = self  # type: ignore[assignment]
         # Nothing but the shape of the carry: whatever else the host wanted from the state would fail.
         shape = engine.state.slots.carry
@@ -49,8 +52,12 @@ class Device:
 
     cover = Executables.cover
 
+    def __len__(self) -> int:
+        return len(self._compiled)
+
     def compile(self, keys: Any, done: Any = None) -> None:
         self._compiled |= dict.fromkeys(keys)
+        self._covering.clear()
 
     def admit(self, state: Any, slot: int, row: Slots, tail: int) -> Any:
         remaining, depth = int(row.remaining[0]), int(row.depth[0])

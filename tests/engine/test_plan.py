@@ -57,7 +57,7 @@ def test_mode_is_greedy_only_if_argmax_decides_for_all(wanted, drafting, logprob
 
 
 def test_nothing_is_compiled_for_nobody():
-    assert keys_for(CONFIG, [], 1) == []
+    assert keys_for(CONFIG, [], 1, slots=0, pages=9) == []
 
 
 JOB = st.tuples(
@@ -76,6 +76,8 @@ JOB = st.tuples(
     stop=0.0,
     keep=1.0,
     later=0,
+    crowded=False,
+    adaptive=False,
 )
 @given(
     jobs=st.lists(JOB, min_size=1, max_size=10),
@@ -87,14 +89,25 @@ JOB = st.tuples(
     stop=st.sampled_from([0.0, 0.1]),
     keep=st.sampled_from([0.0, 0.7, 1.0]),
     later=st.integers(0, 12),
+    crowded=st.booleans(),
+    adaptive=st.booleans(),
 )
 def test_prepared_executables_cover_everything(
-    jobs, page_size, chunk, slots, shards, seed, stop, keep, later
+    jobs, page_size, chunk, slots, shards, seed, stop, keep, later, crowded, adaptive
 ):
-    """Half of the requests come ``later``: so many steps after the others, prepared for what runs by then."""
+    """Half of the requests come ``later``: so many steps after the others, prepared for what runs by then.
+
+    crowded: there are pages for a single long request, so others are preempted. All prompts begin alike.
+    """
     mesh = None if shards == 1 else make_mesh(shards, 1)
     engine = make_engine(
-        mesh=mesh, max_model_len=360, page_size=page_size, prefill_chunk=chunk, max_num_seqs=slots
+        mesh=mesh,
+        max_model_len=360,
+        page_size=page_size,
+        prefill_chunk=chunk,
+        max_num_seqs=slots,
+        num_pages=-(-364 // page_size) if crowded else None,
+        adaptive_depth=adaptive,
     )
     Device(engine, seed, stop, keep)
     requests = [
@@ -114,4 +127,5 @@ def test_prepared_executables_cover_everything(
     finish(engine)
     assert all(r.finish_reason in ("length", "stop") for r in requests)
     assert all(len(r.output) == r.max_tokens for r in requests if r.finish_reason == "length")
+    assert crowded or not any(r.preemptions for r in requests)
     assert engine.stats().pages_used == 0

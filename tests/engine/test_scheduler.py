@@ -14,8 +14,11 @@ CONFIG = EngineConfig(num_speculative_tokens=3, max_num_seqs=4, max_model_len=64
 IDS = itertools.count()
 
 
-def request(prompt: int = 5, max_tokens: int = 4) -> Request:
-    return Request(next(IDS), tuple(range(prompt)), SamplingParams(), 0, max_tokens, 3, prompt + max_tokens)
+def request(prompt: int = 5, max_tokens: int = 4, priority: int = 0) -> Request:
+    """Prompts begin differently, so no two share pages."""
+    number = next(IDS)
+    ids = tuple(range(number * 100, number * 100 + prompt))
+    return Request(number, ids, SamplingParams(), 0, max_tokens, 3, prompt + max_tokens, priority=priority)
 
 
 def scheduler(shards: int = 1, **config) -> Scheduler:
@@ -23,7 +26,8 @@ def scheduler(shards: int = 1, **config) -> Scheduler:
 
 
 def submit(s: Scheduler, *requests: Request) -> list[Request]:
-    s.waiting.extend(requests)
+    for r in requests:
+        s.enqueue(r)
     return s.admit()
 
 
@@ -38,21 +42,119 @@ def test_first_come_first_served():
     assert requests[4].slot == 2
 
 
-def test_a_request_gets_every_page_it_can_need_at_once():
+def test_lower_priority_numbers_come_first():
+    s = scheduler(max_num_seqs=2)
+    a, b, c, d = request(priority=1), request(), request(priority=-1), request()
+    assert submit(s, a, b, c, d) == [c, b]
+    s.finish(c, "stop")
+    s.finish(b, "stop")
+    assert s.admit() == [d, a]
+
+
+def test_a_request_gets_pages_for_its_prompt_and_a_window_then_grows():
     s = scheduler()
-    r = request(prompt=20, max_tokens=9)  # 29 tokens and a window of 4: 33 rows
+    r = request(prompt=12, max_tokens=40)
     submit(s, r)
-    assert len(r.pages) == 3 == CONFIG.pages_for(29)
+    assert len(r.pages) == 1 == CONFIG.pages_for(12)
+    r.status, r.rows_bound = Status.RUNNING, 13
+    assert not s.grow([r], 2)
+    assert s.grow([r], 3)  # rows 13 to 16
+    assert len(r.pages) == 2
+    r.rows_bound = 60
+    s.grow([r], 3)
+    assert len(r.pages) == CONFIG.pages_for(52) == 4
 
 
 def test_waits_for_pages_and_lets_nobody_pass():
     s = scheduler(num_pages=6)
-    big, small = request(40, 10), request()
-    first = request(20, 9)
+    first, big, small = request(20, 9), request(70, 10), request()
     assert submit(s, first, big, small) == [first]
     assert s.admit() == []
     s.finish(first, "length")
-    assert s.admit() == [big, small]
+    assert s.admit() == [big]  # a page is left, but the one before may still grow
+    s.finish(big, "length")
+    assert s.admit() == [small]
+
+
+def test_whoever_is_served_last_gives_its_pages_to_the_others():
+    s = scheduler(num_pages=6)
+    a, b, c = request(10, 40, priority=1), request(10, 40), request(10, 40)
+    assert submit(s, a, b, c) == [b, c, a]
+    for r in (a, b, c):
+        r.status, r.rows_bound = Status.RUNNING, 11
+    b.rows_bound = c.rows_bound = 43
+    assert s.grow([a, b, c], 3)  # two more pages each for b and c, three were left
+    assert [r.status for r in (a, b, c)] == [Status.WAITING, Status.RUNNING, Status.RUNNING]
+    assert (a.slot, a.pages, a.preemptions, s.preemptions) == (-1, [], 1, 1)
+    assert s.slots == [b, c, None, None]
+    later = request()
+    assert submit(s, later) == []  # it must not pass the one that waits again, whatever its own priority
+    a.inflight = 1
+    s.finish(b, "length")
+    assert s.admit() == [later]  # the newest tokens of a are still on their way
+    a.inflight = 0
+    a.output = [7, 8]
+    s.finish(later, "length")
+    assert s.admit() == [a]
+    assert (list(a.tokens), a.follows) == ([*a.prompt, 7], 8)
+
+
+def test_the_last_in_turn_preempts_itself():
+    s = scheduler(num_pages=4)
+    a, b = request(10, 40), request(10, 40)
+    submit(s, a, b)
+    for r in (a, b):
+        r.status, r.rows_bound = Status.RUNNING, 11
+    b.rows_bound = 60
+    assert s.grow([a, b], 3)
+    assert (a.status, b.status) == (Status.RUNNING, Status.WAITING)
+
+
+def test_a_prompt_begins_with_the_pages_of_another():
+    s = scheduler()
+    a = request(40)
+    submit(s, a)
+    assert a.prefilled == 0
+    s.committed(a, 31)
+    b = Request(next(IDS), a.prompt, SamplingParams(), 0, 4, 3, 44)
+    assert submit(s, b) == [b]
+    assert (b.prefilled, b.pages[:1]) == (16, a.pages[:1])
+    assert not set(b.pages[1:]) & set(a.pages)
+    s.committed(a, 40)
+    s.finish(a, "stop")
+    shorter = Request(next(IDS), a.prompt[:32], SamplingParams(), 0, 4, 3, 36)
+    scored = Request(next(IDS), a.prompt, SamplingParams(prompt_logprobs=0), 0, 4, 3, 44)
+    salted = Request(next(IDS), a.prompt, SamplingParams(), 0, 4, 3, 44, salt="mine")
+    submit(s, shorter, scored, salted)
+    assert shorter.prefilled == 16  # its last token is computed: it gives the first logits
+    assert scored.prefilled == salted.prefilled == 0
+    s.finish(b, "stop")
+    again = Request(next(IDS), a.prompt, SamplingParams(), 0, 4, 3, 44)
+    submit(s, again)
+    assert again.prefilled == 32
+
+
+def test_without_a_prefix_cache_nothing_is_kept():
+    s = scheduler(prefix_cache=False)
+    a = request(40)
+    submit(s, a)
+    s.committed(a, 40)
+    s.finish(a, "stop")
+    again = Request(next(IDS), a.prompt, SamplingParams(), 0, 4, 3, 44)
+    submit(s, again)
+    assert (again.prefilled, s.pools[0].cached) == (0, 0)
+
+
+def test_pages_that_gave_nan_are_not_found_again():
+    s = scheduler()
+    a = request(40)
+    submit(s, a)
+    s.committed(a, 40)
+    s.broken(a)
+    s.finish(a, "error")
+    again = Request(next(IDS), a.prompt, SamplingParams(), 0, 4, 3, 44)
+    submit(s, again)
+    assert (again.prefilled, s.pools[0].cached) == (0, 0)
 
 
 def test_shards_fill_evenly_from_their_low_slots():
@@ -66,10 +168,10 @@ def test_shards_fill_evenly_from_their_low_slots():
 
 def test_a_shard_without_pages_is_passed_over():
     s = scheduler(shards=2, num_pages=4)
-    big, small = request(30, 20), request(1, 1)
+    big, small = request(50, 4), request(1, 1)
     submit(s, big, small)
     assert [s.shard_of(r.slot) for r in (big, small)] == [0, 1]
-    another = request(30, 20)
+    another = request(50, 4)
     assert submit(s, another) == []
 
 
@@ -103,7 +205,7 @@ def test_finishing_twice_or_unknown_requests_is_a_mistake_that_shows():
     s.finish(r, "stop")
     with pytest.raises(ValueError, match="not in"):
         scheduler().finish(request(), "abort")
-    assert s.allocator.free() == s.allocator.pages
+    assert s.pools[0].available == s.pools[0].pages
     assert (r.finish_reason, r.finished, r.pages) == ("stop", True, [])
 
 
@@ -117,12 +219,15 @@ def test_pages_and_slots_always_come_back(data):
         action = data.draw(st.sampled_from(["submit", "admit", "run", "finish"]))
         if action == "submit":
             live.append(request(data.draw(st.integers(1, 40)), data.draw(st.integers(1, 20))))
-            s.waiting.append(live[-1])
+            s.enqueue(live[-1])
         elif action == "admit":
             s.admit()
         elif live and action == "run":
             r = data.draw(st.sampled_from(live))
             r.status = Status.RUNNING if r.status is Status.PREFILL else r.status
+            if r.status is Status.RUNNING:
+                r.rows_bound = data.draw(st.integers(len(r.prompt) + 1, r.capacity))
+                s.grow([r], 3)
         elif live:
             r = live.pop(data.draw(st.integers(0, len(live) - 1)))
             s.finish(r, "abort")
@@ -130,8 +235,8 @@ def test_pages_and_slots_always_come_back(data):
         assert {r.slot: r for r in placed} == {i: r for i, r in enumerate(s.slots) if r}
         for shard in range(shards):
             held = [p for r in placed if s.shard_of(r.slot) == shard for p in r.pages]
-            assert len(held) == len(set(held)) == 8 - s.allocator.free(shard)
+            assert len(held) == len(set(held)) == 8 - s.pools[shard].available
     for r in live:
         s.finish(r, "abort")
     assert not s.busy
-    assert all(s.allocator.free(shard) == 8 for shard in range(shards))
+    assert all(pool.available == 8 for pool in s.pools)

@@ -1,0 +1,129 @@
+"""Adaptive depth: the choice is the fastest by what was measured, and any choice gives the same tokens."""
+
+import pytest
+
+from mtp_jax.decode.compiled import StepKey
+from mtp_jax.decode.step import SamplingMode
+from mtp_jax.engine.depth import Acceptance, DepthController, adaptive_depths
+from mtp_jax.engine.request import SamplingParams
+from tests.models import GREEDY, Reference, accepted, make_engine, prompts, serve, tiny_params
+
+
+def key(depth: int, slots: int = 1) -> StepKey:
+    return StepKey(slots, depth, 4, SamplingMode())
+
+
+def run(controller: DepthController, cost, held: float, steps: int, slots: int = 1) -> list[int]:
+    """Depths chosen over ``steps``. ``cost(depth)`` in seconds; ``held``: share of drafts that hold, evenly."""
+    keys, chosen, due = [key(d, slots) for d in (0, 1, 3)], [], 0.0
+    for _ in range(steps):
+        best = controller.choose(keys, [3] * slots)
+        chosen.append(best.depth)
+        rows = []
+        for _ in range(slots):
+            count = 0
+            while count < best.depth:
+                due += held
+                if due < 1:
+                    break
+                due -= 1
+                count += 1
+            rows.append(count)
+        controller.costs.add(best, cost(best.depth))
+        controller.acceptance.add([best.depth] * slots, rows)
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("most", "depths"), [(0, (0,)), (1, (0, 1)), (2, (0, 1, 2)), (3, (0, 1, 3)), (6, (0, 1, 3, 5, 6))]
+)
+def test_adaptive_depths(most, depths):
+    assert adaptive_depths(most) == depths
+
+
+@pytest.mark.parametrize(
+    ("cost", "held", "best"),
+    [
+        (lambda d: 1.0, 0.7, 3),  # drafts are free
+        (lambda d: 1.0 + d, 0.7, 0),  # a draft costs a whole step
+        (lambda d: 1.0 + 0.3 * d, 0.05, 0),  # hardly any is accepted
+        (lambda d: (1.0, 1.3, 2.9)[(0, 1, 3).index(d)], 0.7, 1),
+    ],
+)
+def test_the_fastest_depth_wins(cost, held, best):
+    chosen = run(DepthController(3), cost, held, 600)
+    assert chosen[-90:].count(best) >= 88
+    # Trying the others out: a few steps at first, then one in a hundred.
+    assert sum(d != best for d in chosen) < 60
+
+
+def test_a_drafter_that_recovers_is_noticed():
+    controller = DepthController(3)
+    costs = lambda d: 1.0 + 0.2 * d  # noqa: E731
+    assert run(controller, costs, 0.0, 600)[-50:].count(0) >= 49
+    assert run(controller, costs, 0.9, 3000)[-50:].count(3) >= 49
+
+
+def test_rows_count_with_the_depth_they_ask_for():
+    controller = DepthController(3)
+    for depth, seconds in ((0, 1.0), (1, 1.4), (3, 1.8)):
+        for _ in range(3):
+            controller.costs.add(key(depth), seconds)
+    for _ in range(50):
+        controller.acceptance.add([3], [2])
+    assert controller.choose([key(d) for d in (0, 1, 3)], [3]).depth == 3
+    assert controller.choose([key(d) for d in (0, 1, 3)], [1]).depth == 1
+    assert controller.choose([key(d) for d in (0, 1, 3)], [0]).depth == 0
+
+
+def test_a_depth_that_lost_with_few_slots_is_not_tried_with_many():
+    controller = DepthController(3)
+    run(controller, lambda d: 1.0 + d, 0.3, 50, slots=2)
+    assert run(controller, lambda d: 1.0 + d, 0.3, 90, slots=8).count(3) <= 1
+    hopeful = DepthController(3)
+    run(hopeful, lambda d: 1.0, 0.8, 50, slots=2)
+    assert run(hopeful, lambda d: 1.0 + d, 0.8, 90, slots=8).count(3) >= 2
+
+
+def test_expected_tokens():
+    acceptance = Acceptance(3)
+    for _ in range(400):
+        acceptance.add([3, 3, 1, 0], [3, 1, 0, 0])
+    # Position 1: two of three; position 2: one of two that got there; position 3: the one that did.
+    assert acceptance.tokens() == pytest.approx([1, 1 + 2 / 3, 2, 2 + 1 / 3], abs=0.01)
+
+
+def test_adaptive_steps_give_the_tokens_of_depth_0():
+    reference = Reference(tiny_params())
+    engine = make_engine(adaptive_depth=True, max_model_len=128)
+    jobs = [(p, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)) for p in prompts(3)]
+    requests = serve(engine, jobs)
+    stats = engine.stats()
+    assert set(stats.depth_steps) == {0, 1, 3}
+    assert [r.output for r in requests] == [reference.speculate(p, 60).ids for p, _ in jobs]
+    assert sum(sum(accepted(r)) for r in requests) == stats.accepted_tokens > 0
+    assert stats.draft_tokens == sum(r.speculation.drafted for r in requests)
+    assert stats.realised_speedup is not None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "depths", "drafted"),
+    [
+        ({"temperature": 1.0, "seed": 3}, {3}, 3),  # a seed promises the same tokens again
+        ({"temperature": 0, "seed": 3}, {0, 1, 3}, 3),
+        ({"temperature": 0, "num_speculative_tokens": 1}, {1, 3}, 1),
+        ({"temperature": 0, "num_speculative_tokens": 0}, {0}, 0),
+    ],
+)
+def test_a_request_may_fix_its_depth(wanted, depths, drafted):
+    engine = make_engine(adaptive_depth=True)
+    params = SamplingParams(max_tokens=40, ignore_eos=True, **wanted)
+    (request,) = serve(engine, [(prompts(1)[0], params)])
+    assert set(engine.stats().depth_steps) <= depths
+    assert max(request.speculation.drafted_per_step) == drafted
+
+
+def test_fixed_depth_is_the_default():
+    engine = make_engine()
+    serve(engine, [(p, GREEDY) for p in prompts(2)])
+    assert set(engine.stats().depth_steps) == {3}

@@ -1,0 +1,187 @@
+"""A prompt that begins in the prefix cache, or is resumed after preemption, goes on as if computed whole.
+
+Tokens and acceptance are compared with the plain loop, so a wrong hidden state at a page's end shows even
+where only drafts depend on it.
+"""
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.model.params import Params
+from tests.models import (
+    GREEDY,
+    TINY,
+    Reference,
+    accepted,
+    chosen_logprobs,
+    finish,
+    make_engine,
+    prompts,
+    rigged,
+    serve,
+    tiny_params,
+)
+
+LONG = prompts(1, shortest=40)[0]
+TWO_LAYERS = replace(TINY, num_nextn_predict_layers=2, nextn_moe=(True, False))
+SAMPLED = SamplingParams(temperature=0.9, seed=5, max_tokens=24, ignore_eos=True, logprobs=0)
+
+
+@cache
+def reference() -> Reference:
+    return Reference(tiny_params())
+
+
+def one(engine: Engine, prompt: list[int], params: SamplingParams = GREEDY) -> Request:
+    return serve(engine, [(prompt, params)])[0]
+
+
+@pytest.mark.parametrize("tokens", [16, 17, 31, 32, 33, 40])
+def test_tokens_and_acceptance_after_a_hit(tokens):
+    engine = make_engine()
+    one(engine, LONG)
+    prompt = LONG[:tokens]
+    again = one(engine, prompt)
+    told = reference().speculate(prompt, 24, 3)
+    assert again.cached_tokens == (tokens - 1) // 16 * 16
+    assert again.output == told.ids
+    assert accepted(again) == told.accepted
+    assert sum(told.accepted) > 0
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_two_nextn_layers_go_on_from_cached_pages(params):
+    weights: Params = rigged(TWO_LAYERS)
+    cold = make_engine(weights, TWO_LAYERS, prefix_cache=False)
+    warm = make_engine(weights, TWO_LAYERS)
+    one(warm, LONG)
+    want, got = one(cold, LONG, params), one(warm, LONG, params)
+    assert (got.cached_tokens, want.cached_tokens) == (32, 0)
+    assert (got.output, accepted(got)) == (want.output, accepted(want))
+    assert sum(accepted(got)) > 0
+    np.testing.assert_allclose(chosen_logprobs(got), chosen_logprobs(want), atol=1e-5)
+
+
+def test_pages_of_generated_tokens_are_found_too():
+    """A conversation: the next prompt begins with this prompt and its answer."""
+    engine = make_engine()
+    first = one(engine, LONG[:20])
+    prompt = [*LONG[:20], *first.output, 5, 9]
+    second = one(engine, prompt, replace(GREEDY, max_tokens=8))
+    told = reference().speculate(prompt, 8, 3)
+    assert second.cached_tokens == 32  # 20 + 24 - 1 rows are complete
+    assert second.output == told.ids
+    assert accepted(second)[: len(told.accepted)] == told.accepted
+
+
+def test_hits_are_the_same_with_and_without_speculation():
+    jobs = [([*LONG[:n], 3, n], replace(GREEDY, max_tokens=9)) for n in (5, 16, 33, 40, 33, 16, 40)]
+    hits = []
+    for depth in (0, 1, 3):
+        engine = make_engine(num_speculative_tokens=depth)
+        requests = [serve(engine, [job])[0] for job in jobs]
+        hits.append([r.cached_tokens for r in requests])
+        assert engine.stats().prefix_hits == sum(hits[-1])
+        assert engine.stats().prefix_queries == sum(len(p) for p, _ in jobs)
+        assert not depth or sum(r.speculation.accepted for r in requests) > 0
+    assert hits[0] == hits[1] == hits[2]
+    assert sum(hits[0]) > 100
+
+
+def test_salts_do_not_share():
+    engine = make_engine()
+    seen = []
+    for salt in ("", "mine", "mine", ""):
+        request = engine.make_request(LONG, GREEDY, cache_salt=salt)
+        engine.prepare([request])
+        engine.submit(request)
+        finish(engine)
+        seen.append(request.cached_tokens)
+    assert seen == [0, 0, 32, 32]
+
+
+def test_flushing_forgets():
+    engine = make_engine()
+    one(engine, LONG)
+    engine.flush_prefix_cache()
+    assert engine.stats().pages_cached == 0
+    assert one(engine, LONG).cached_tokens == 0
+
+
+def test_prompt_logprobs_after_a_hit_are_those_of_the_whole_prompt():
+    engine = make_engine()
+    one(engine, LONG)
+    request = one(engine, LONG, replace(GREEDY, prompt_logprobs=0))
+    assert request.cached_tokens == 0
+    want = reference().logprobs(LONG)
+    got = [next(iter(p.values())).logprob for p in request.prompt_logprobs[1:] if p]
+    np.testing.assert_allclose(got, [want[i, t] for i, t in enumerate(LONG[1:])], atol=1e-4)
+
+
+# Preemption
+
+
+def crowd(params: SamplingParams, **config) -> tuple[Engine, list[Request]]:
+    """Four requests that need four pages each when they end, and six pages."""
+    engine = make_engine(num_pages=6, **config)
+    return engine, serve(engine, [(p, params) for p in prompts(4, shortest=14)])
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("depth", [0, 3])
+def test_preempted_requests_end_as_if_nothing_had_happened(prefix_cache, depth):
+    params = replace(GREEDY, max_tokens=30)
+    engine, requests = crowd(params, prefix_cache=prefix_cache, num_speculative_tokens=depth)
+    assert engine.stats().preemptions == sum(r.preemptions for r in requests) > 0
+    for r in requests:
+        assert r.output == reference().speculate(r.prompt, 30).ids
+        assert len(r.logprobs) == 30
+    assert engine.stats().pages_used == 0
+    if depth:
+        alone = [one(make_engine(), list(r.prompt), params) for r in requests]
+        assert [accepted(r) for r in requests] == [accepted(r) for r in alone]
+        assert sum(sum(accepted(r)) for r in requests) > 0
+
+
+def test_preemption_changes_no_sampled_token():
+    params = replace(SAMPLED, max_tokens=30, presence_penalty=0.3, min_tokens=20)
+    engine, requests = crowd(params)
+    calm = serve(make_engine(), [(r.prompt, params) for r in requests])
+    assert engine.stats().preemptions > 0
+    assert [r.output for r in requests] == [r.output for r in calm]
+    assert [accepted(r) for r in requests] == [accepted(r) for r in calm]
+
+
+def test_the_more_important_request_keeps_its_pages():
+    engine = make_engine(num_pages=6)
+    params = replace(GREEDY, max_tokens=30)
+    requests = [engine.make_request(p, params, priority=-i) for i, p in enumerate(prompts(4, shortest=14))]
+    engine.prepare(requests)
+    for r in requests:
+        engine.submit(r)
+    finish(engine)
+    assert requests[3].preemptions == 0 < requests[2].preemptions
+    assert all(r.output == reference().speculate(r.prompt, 30).ids for r in requests)
+
+
+def test_aborting_a_preempted_request():
+    engine = make_engine(num_pages=6)
+    params = replace(GREEDY, max_tokens=30)
+    requests = [engine.make_request(p, params) for p in prompts(4, shortest=14)]
+    engine.prepare(requests)
+    for r in requests:
+        engine.submit(r)
+    while engine.busy and not any(r.preemptions for r in requests):
+        engine.step()
+    victim = next(r for r in requests if r.preemptions)
+    engine.abort(victim)
+    finish(engine)
+    assert victim.finish_reason == "abort"
+    others = [r for r in requests if r is not victim]
+    assert all(r.output == reference().speculate(r.prompt, 30).ids for r in others)
+    assert engine.stats().pages_used == 0
