@@ -14,7 +14,7 @@ def key(depth: int, slots: int = 1) -> StepKey:
 
 
 def run(controller: DepthController, cost, held: float, steps: int, slots: int = 1) -> list[int]:
-    """Depths chosen over ``steps``. ``cost(depth)`` in seconds; ``held``: share of drafts that hold, evenly."""
+    """Depths chosen. ``cost(depth)`` in seconds; ``held``: the share of drafts that hold, evenly."""
     keys, chosen, due = [key(d, slots) for d in (0, 1, 3)], [], 0.0
     for _ in range(steps):
         best = controller.choose(keys, [3] * slots)
