@@ -25,10 +25,11 @@ WORD = 32
 """Tokens per word of a packed mask: token t is bit t % 32 of word t // 32."""
 
 _CACHED_GRAMMARS = 64
-# Some white space is how models write JSON; without a limit, a weak one writes nothing else. A schema may say
-# otherwise in its key "x-guidance", but not that what is unknown in it be ignored.
+# A space, or a line break and its indent, is how models write JSON; without a limit, a weak one goes on with
+# white space for ever. A schema may say otherwise in its key "x-guidance", but not that what is unknown in it
+# be ignored.
 _JSON_OPTIONS: Any = {
-    "defaults": {"whitespace_pattern": r"[ \n\r\t]{1,32}"},
+    "defaults": {"whitespace_pattern": r" |\r?\n[ \t]{0,20}"},
     "overrides": {"lenient": False},
 }
 

@@ -140,14 +140,24 @@ def test_requests_of_one_grammar_do_not_meet(grammars, tokenizer):
 
 
 def test_white_space_in_json_is_limited(grammars, tokenizer):
+    """A space, or a line break with its indent."""
     matcher = grammars.matcher(StructuredOutput(json_schema={"type": "array"}), [EOS])
-    space, bracket = tokenizer.encode(" [", add_special_tokens=False)
+    space, line, bracket = tokenizer.encode(" \n[", add_special_tokens=False)
     matcher.advance([bracket])
-    matcher.advance([space] * 31)
+    assert {space, line} <= one(grammars, matcher)[0]
+    assert not {space, line} & one(grammars, matcher, [space])[1]
+    matcher.advance([line, *[space] * 19])
     assert space in one(grammars, matcher)[0]
     matcher.advance([space])
-    assert space not in one(grammars, matcher)[0]
+    assert not {space, line} & one(grammars, matcher)[0]
     assert not matcher.failed
+    compact = StructuredOutput(
+        json_schema={
+            "type": "array",
+            "x-guidance": {"whitespace_pattern": None, "whitespace_flexible": False},
+        }
+    )
+    assert not {space, line} & one(grammars, grammars.matcher(compact, [EOS]), [bracket])[1]
 
 
 def test_a_failure_on_the_way_shows(grammars):
