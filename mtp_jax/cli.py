@@ -11,11 +11,11 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from mtp_jax.commands import bench, chat, checkpoints, generate, info, profile, serve, train
+from mtp_jax.commands import batch, bench, chat, checkpoints, generate, info, profile, serve, train
 from mtp_jax.commands.parser import Parser, Subparsers
 from mtp_jax.errors import MtpJaxError
 
-_COMMANDS = (generate, chat, serve, info, train, checkpoints, bench, profile)
+_COMMANDS = (generate, batch, chat, serve, info, train, checkpoints, bench, profile)
 _OUT_OF_MEMORY = "out of device memory; lower --max-num-seqs or --max-model-len, or give --mesh more devices"
 
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Lowest first. A module may import from its own package and from the layers before its own.
 LAYERS = (
     ("errors",),
-    ("admission", "config", "chat_template", "demo", "progress"),
+    ("admission", "batch", "config", "chat_template", "demo", "progress"),
     ("model", "tokenizer"),
     ("grammar",),
     ("checkpoint", "score"),

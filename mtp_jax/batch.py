@@ -1,0 +1,241 @@
+"""Offline batches in OpenAI's format: a file of requests in, a file of answers out, whatever their size.
+
+    in   {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {...}}
+    out  {"id": ..., "custom_id": "a", "response": {"status_code", "request_id", "body"}, "error": null}
+
+Answers are written as they come, one line each, so their order is not that of the requests. A line that is no
+request becomes one error line. An interrupted run goes on where it stopped: what has a line in the output is
+done, a request by its custom_id, an error by the number of its line. Memory does not grow with the file, but
+for some 16 bytes per line, by which double and finished ones are known.
+"""
+
+import asyncio
+import json
+import uuid
+from array import array
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from mtp_jax.errors import RequestError
+
+MAX_LINE_BYTES = 8 * 2**20
+_URLS = ("/v1/completions", "/v1/chat/completions")
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server said: status, its id for the request, the JSON body."""
+
+    status: int
+    request_id: str
+    body: Any
+
+
+Send = Callable[[str, bytes], Awaitable[Answer]]
+"""Asks for (url, body) and returns the answer."""
+
+
+@dataclass
+class Counts:
+    """Lines of the input, blank ones left out.
+
+    Attributes:
+        skipped: that an earlier run has done.
+        succeeded: answered with status 200.
+        failed: answered with another status, or no requests.
+    """
+
+    skipped: int = 0
+    succeeded: int = 0
+    failed: int = 0
+
+    @property
+    def done(self) -> int:
+        """Lines that have a line in the output."""
+        return self.skipped + self.succeeded + self.failed
+
+
+class Names:
+    """A set of strings that keeps 64 bits of each, in an open hash table."""
+
+    def __init__(self) -> None:
+        self._table, self._used = array("Q", bytes(8 * 1024)), 0
+
+    def __contains__(self, name: str) -> bool:
+        return self._table[self._place(_hash(name))] != 0
+
+    def add(self, name: str) -> bool:
+        """Returns whether the name is new."""
+        if self._used * 3 > len(self._table) * 2:
+            old, self._table = self._table, array("Q", bytes(2 * 8 * len(self._table)))
+            for key in filter(None, old):
+                self._table[self._place(key)] = key
+        key = _hash(name)
+        place = self._place(key)
+        new = self._table[place] == 0
+        self._table[place] = key
+        self._used += new
+        return new
+
+    def _place(self, key: int) -> int:
+        """Where the key is, or would be."""
+        place = key % len(self._table)
+        while self._table[place] not in (0, key):
+            place = (place + 1) % len(self._table)
+        return place
+
+
+def _hash(name: str) -> int:
+    digest = blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") or 1  # 0 marks what is empty
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A line of the input: what to ask, or what is wrong with it."""
+
+    number: int
+    custom_id: str | None
+    url: str = ""
+    body: bytes = b""
+    error: str | None = None
+
+    @property
+    def name(self) -> str:
+        """By which a later run knows its line in the output."""
+        return f"line {self.number}" if self.error is not None else f"id {self.custom_id}"
+
+
+async def run(
+    source: Path, target: Path, send: Send, in_flight: int, progress: Callable[[Counts], None]
+) -> Counts:
+    """Answer every line of ``source`` that has no line in ``target`` yet, ``in_flight`` at a time.
+
+    Raises RequestError for files that cannot be used. Whatever ``send`` raises ends the run; requests without
+    an answer have no line in the output, so the next run asks again.
+    """
+    done, seen, counts = finished(target), Names(), Counts()
+    tasks: set[asyncio.Task[None]] = set()
+    with target.open("ab", buffering=0) as out:
+
+        async def answer(line: _Line) -> None:
+            got = await send(line.url, line.body) if line.error is None else None
+            out.write(_result(line, got))
+            if got is not None and got.status == 200:
+                counts.succeeded += 1
+            else:
+                counts.failed += 1
+            progress(counts)
+
+        try:
+            for line in _lines(source, seen):
+                if line.name in done:
+                    counts.skipped += 1
+                    progress(counts)
+                    continue
+                tasks.add(asyncio.create_task(answer(line)))
+                if len(tasks) == in_flight:
+                    tasks = await _some(tasks)
+            while tasks:
+                tasks = await _some(tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    return counts
+
+
+async def _some(tasks: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
+    """Wait until one has ended; returns the others. Raises what the ended ones raised."""
+    ended, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in ended:
+        task.result()
+    return others
+
+
+def count_lines(source: Path) -> int:
+    """Lines that are not blank. Raises RequestError if the file cannot be read."""
+    return sum(1 for _ in _raw_lines(source))
+
+
+def finished(target: Path) -> Names:
+    """What has a line in the output; a last line that was torn off is cut away.
+
+    Raises RequestError for a file that is not such an output: nothing is appended to it.
+    """
+    names = Names()
+    if not target.exists():
+        return names
+    with target.open("r+b") as file:
+        whole = 0
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                file.truncate(whole)
+                break
+            whole += len(line)
+            try:
+                entry = json.loads(line)
+                error = entry["error"]
+                names.add(f"id {entry['custom_id']}" if error is None else f"line {error['line']}")
+            except (ValueError, LookupError, TypeError):
+                raise RequestError(
+                    f"{target} line {number} is no line of a batch's output; name another file"
+                ) from None
+    return names
+
+
+def _lines(source: Path, seen: Names) -> Iterator[_Line]:
+    for number, data in _raw_lines(source):
+        line = _parsed(number, data)
+        if line.error is None and not seen.add(line.name):
+            line = _Line(number, line.custom_id, error=f"custom_id {line.custom_id!r} occurs twice")
+        yield line
+
+
+def _raw_lines(source: Path) -> Iterator[tuple[int, bytes]]:
+    """(number, bytes) of every line that is not blank; of one that is too long, only its beginning."""
+    number = 0
+    try:
+        with source.open("rb") as file:
+            while data := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                rest = data
+                while not rest.endswith(b"\n") and (rest := file.readline(_BLOCK)):
+                    pass
+                if data.strip():
+                    yield number, data
+    except OSError as error:
+        raise RequestError(f"{source} cannot be read: {error.strerror}") from error
+
+
+def _parsed(number: int, data: bytes) -> _Line:
+    if len(data) > MAX_LINE_BYTES:
+        return _Line(number, None, error=f"the line is longer than {MAX_LINE_BYTES} bytes")
+    try:
+        entry = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        return _Line(number, None, error=f"the line is not JSON: {error}")
+    name = entry.get("custom_id") if isinstance(entry, dict) else None
+    if not isinstance(name, str):
+        return _Line(number, None, error="a line is an object with a custom_id, a string")
+    if entry.get("method") != "POST" or entry.get("url") not in _URLS:
+        got = f"{entry.get('method')!r} {entry.get('url')!r}"[:200]
+        return _Line(number, name, error=f"got {got}; expected method POST and url {' or '.join(_URLS)}")
+    body = entry.get("body")
+    if not isinstance(body, dict) or body.get("stream"):
+        return _Line(number, name, error="body must be an object, without stream = true")
+    return _Line(number, name, entry["url"], json.dumps(body).encode())
+
+
+def _result(line: _Line, got: Answer | None) -> bytes:
+    response, error = None, None
+    if got is None:
+        error = {"code": "invalid_line", "message": f"line {line.number}: {line.error}", "line": line.number}
+    else:
+        response = {"status_code": got.status, "request_id": got.request_id, "body": got.body}
+    entry = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id}
+    return json.dumps(entry | {"response": response, "error": error}).encode() + b"\n"

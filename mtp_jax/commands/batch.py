@@ -1,0 +1,158 @@
+"""`mtp-jax batch`: a file of requests in OpenAI's batch format, answered as the server would."""
+
+import argparse
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mtp_jax.commands import show
+from mtp_jax.commands.options import add_engine, model_dir, open_llm, reporter
+from mtp_jax.commands.parser import Subparsers
+from mtp_jax.errors import EngineStopped, RequestError
+
+if TYPE_CHECKING:
+    from mtp_jax.async_llm import AsyncLLM
+    from mtp_jax.batch import Answer, Counts
+    from mtp_jax.progress import Reporter
+
+_SLOTS = 8
+_RETRY_SECONDS = 1.0
+_DESCRIPTION = """\
+Answer every request of IN, a file in OpenAI's batch format: lines such as {"custom_id": "a", "method":
+"POST", "url": "/v1/chat/completions", "body": {...}}. Answers are appended to OUT as they come. Run it again
+to go on with what an interrupted run left."""
+
+
+def register(subparsers: Subparsers) -> None:
+    """Declare the subcommand."""
+    parser = subparsers.add_parser(
+        "batch",
+        help="answer a file of requests",
+        description=_DESCRIPTION,
+        usage="%(prog)s IN OUT [MODEL] [options]",
+    )
+    parser.add_argument("source", type=Path, metavar="IN", help="JSON lines")
+    parser.add_argument("target", type=Path, metavar="OUT", help="JSON lines; appended to")
+    add_engine(parser)
+    parser.add_argument(
+        "--fixed-depth",
+        action="store_true",
+        help="draft --num-speculative-tokens in every step (default: at most so many, as is fastest)",
+    )
+    parser.add_argument(
+        "--served-model-name", metavar="NAME", help='the "model" of requests (default: its folder\'s name)'
+    )
+    parser.add_argument(
+        "--in-flight", type=int, metavar="N", help="requests in memory (default: two per slot)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer the file. Returns the exit status: 1 if some line failed."""
+    from mtp_jax import batch
+
+    if args.in_flight is not None and args.in_flight < 1:
+        raise RequestError(f"--in-flight {args.in_flight}; expected 1 or more")
+    if args.target.exists() and args.target.samefile(args.source):
+        raise RequestError(f"{args.target} is the input; name another file for the answers")
+    lines = batch.count_lines(args.source)
+    batch.finished(args.target)  # what is wrong with it is said before the model is loaded
+    name = args.served_model_name or model_dir(args).resolve().name
+    report = reporter(args)
+    llm = open_llm(args, report, _SLOTS, adaptive_depth=not args.fixed_depth)
+    from mtp_jax.async_llm import AsyncLLM
+
+    # What is in memory is bounded by --in-flight, so the queue need not be.
+    allm = AsyncLLM(llm, max_queued_requests=2**31, max_queued_tokens=2**40)
+    in_flight = args.in_flight or 2 * llm.engine.config.max_num_seqs
+    counts, seconds = asyncio.run(_answer(args, allm, name, in_flight, lines, report))
+    if not args.quiet:
+        show.note(_summary(counts, allm, seconds))
+    return 1 if counts.failed else 0
+
+
+async def _answer(
+    args: argparse.Namespace, allm: "AsyncLLM", name: str, in_flight: int, lines: int, report: "Reporter"
+) -> "tuple[Counts, float]":
+    """Returns (counts, seconds)."""
+    from mtp_jax import batch
+    from serve.app import make_app
+    from serve.settings import Settings
+
+    settings = Settings(name, max_body_bytes=2 * batch.MAX_LINE_BYTES)
+    app = make_app(allm, settings)
+
+    async def send(url: str, body: bytes) -> "Answer":
+        while True:
+            answer = await call(app, url, body)
+            if allm.error is not None:
+                raise EngineStopped(f"the engine failed: {allm.error}; what is left can be run again")
+            if answer.status != 503:
+                return answer
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    await allm.start(report)
+    try:
+        began = time.perf_counter()
+        with report.phase("answer", "requests") as update:
+            counts = await batch.run(
+                args.source, args.target, send, in_flight, lambda counts: update(counts.done, lines)
+            )
+        return counts, time.perf_counter() - began
+    finally:
+        await allm.close()
+
+
+async def call(app: Any, url: str, body: bytes) -> "Answer":
+    """One request to an ASGI application in this process: what a client over HTTP would get."""
+    from mtp_jax.batch import Answer
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": url,
+        "raw_path": url.encode(),
+        "query_string": b"",
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+        "client": None,
+        "server": None,
+    }
+    unsent, never, status, name, parts = [body], asyncio.Event(), 0, "", []
+
+    async def receive() -> dict[str, Any]:
+        if not unsent:
+            await never.wait()  # the client stays
+        return {"type": "http.request", "body": unsent.pop(), "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        nonlocal status, name
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            name = dict(message["headers"]).get(b"x-request-id", b"").decode()
+        else:
+            parts.append(message.get("body", b""))
+
+    await app(scope, receive, send)
+    return Answer(status, name, json.loads(b"".join(parts)))
+
+
+def _summary(counts: "Counts", allm: "AsyncLLM", seconds: float) -> str:
+    """What was done, how fast, and what speculation did."""
+    s = allm.llm.engine.stats()
+    done = f"{counts.succeeded} answered, {counts.failed} failed"
+    if counts.skipped:
+        done += f", {counts.skipped} done before"
+    rate = f"{s.generation_tokens} tokens in {seconds:.1f} s: {s.generation_tokens / seconds:.0f} tokens/s"
+    parts = [done, rate]
+    if s.drafts:
+        positions = " ".join(f"{n / s.drafts:.0%}" for n in s.accepted_per_position)
+        parts.append(f"acceptance length {1 + s.accepted_tokens / s.drafts:.2f} ({positions} by position)")
+        steps = ", ".join(f"{n} at depth {d}" for d, n in sorted(s.depth_steps.items()))
+        parts.append(f"steps: {steps}")
+    return "; ".join(parts)

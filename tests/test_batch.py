@@ -1,0 +1,157 @@
+"""Batch files: every line is answered once, whatever it holds and whenever the run was interrupted."""
+
+import asyncio
+import json
+import tracemalloc
+
+import pytest
+
+from mtp_jax import batch
+from mtp_jax.batch import Answer, Names
+from mtp_jax.errors import RequestError
+
+
+def request(name, url="/v1/completions", **body):
+    return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": {"prompt": "x"} | body})
+
+
+class Server:
+    """Answers with the prompt; fails, or breaks down, on some."""
+
+    def __init__(self, breaks=()):
+        self.breaks, self.asked, self.busy, self.most = breaks, [], 0, 0
+
+    async def send(self, url, body):
+        prompt = json.loads(body)["prompt"]
+        self.busy += 1
+        self.most = max(self.most, self.busy)
+        await asyncio.sleep(0)
+        self.busy -= 1
+        if prompt in self.breaks:
+            raise RuntimeError("broken")
+        self.asked.append((url, prompt))
+        if prompt == "bad":
+            return Answer(400, "r", {"error": {"message": "no"}})
+        return Answer(200, "r", {"text": prompt})
+
+
+@pytest.fixture
+def files(tmp_path):
+    return tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+
+
+def run(files, server=None, in_flight=4, progress=lambda counts: None):
+    return asyncio.run(batch.run(files[0], files[1], (server or Server()).send, in_flight, progress))
+
+
+def entries(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_answers_in_openai_format(files):
+    files[0].write_text(f"{request('a')}\n\n{request('b', '/v1/chat/completions', prompt='bad')}")
+    server, seen = Server(), []
+    counts = run(files, server, progress=lambda c: seen.append(c.done))
+    assert (counts.succeeded, counts.failed, counts.skipped) == (1, 1, 0)
+    assert seen == [1, 2]
+    assert batch.count_lines(files[0]) == 2
+    a, b = sorted(entries(files[1]), key=lambda e: e["custom_id"])
+    assert a.pop("id").startswith("batch_req_")
+    assert a == {
+        "custom_id": "a",
+        "response": {"status_code": 200, "request_id": "r", "body": {"text": "x"}},
+        "error": None,
+    }
+    assert b["response"]["status_code"] == 400
+    assert [url for url, _ in server.asked] == ["/v1/completions", "/v1/chat/completions"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "the line is not JSON"),
+        ("[" * 100_000, "the line is not JSON"),
+        ('"x"', "an object with a custom_id"),
+        ('{"custom_id": 3}', "an object with a custom_id"),
+        ('{"custom_id": "a", "method": "GET", "url": "/v1/completions", "body": {}}', "expected method POST"),
+        (request("a", "/v1/embeddings"), "got 'POST' '/v1/embeddings'"),
+        ('{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": []}', "must be an object"),
+        (request("a", stream=True), "without stream"),
+        (request("good"), "custom_id 'good' occurs twice"),
+        (request("a", pad="x" * batch.MAX_LINE_BYTES), "longer than 8388608 bytes"),
+        ("\udcff", "the line is not JSON"),
+    ],
+)
+def test_a_bad_line_is_one_error_line(files, line, message):
+    text = "\n".join([request("good"), line, request("better")])
+    files[0].write_bytes(text.encode("utf-8", "surrogateescape"))
+    counts = run(files)
+    assert (counts.succeeded, counts.failed) == (2, 1)
+    [error] = [e for e in entries(files[1]) if e["error"]]
+    assert error["response"] is None
+    assert error["error"]["line"] == 2
+    assert error["error"]["message"].startswith("line 2: ")
+    assert message in error["error"]["message"]
+    again = run(files, server := Server())
+    assert (again.skipped, server.asked) == (3, [])
+
+
+def test_a_run_goes_on_where_it_was_interrupted(files):
+    files[0].write_text("\n".join([*(request(f"n{i}", prompt=str(i)) for i in range(20)), "{"]))
+    with pytest.raises(RuntimeError, match="broken"):
+        run(files, Server(breaks=("7",)))
+    before = files[1].read_bytes()
+    assert 0 < len(entries(files[1])) < 20
+    # The machine went down in the midst of a line.
+    files[1].write_bytes(before + b'{"id": "batch_req_1", "custom_id": "n1')
+    counts = run(files, server := Server())
+    assert files[1].read_bytes().startswith(before)
+    assert counts.skipped == before.count(b"\n")
+    assert counts.done == 21
+    names = [e["custom_id"] for e in entries(files[1])]
+    assert sorted(names, key=str) == sorted([*(f"n{i}" for i in range(20)), None], key=str)
+    assert len(server.asked) == 20 - counts.skipped
+
+
+def test_nothing_is_appended_to_other_files(files):
+    files[0].write_text(request("a"))
+    files[1].write_text('{"custom_id": "a"}\n')
+    with pytest.raises(RequestError, match="line 1 is no line of a batch's output"):
+        run(files)
+    assert files[1].read_text() == '{"custom_id": "a"}\n'
+
+
+def test_no_input(files):
+    with pytest.raises(RequestError, match="cannot be read: No such file"):
+        run(files)
+
+
+def test_requests_in_flight_are_bounded(files):
+    files[0].write_text("\n".join(request(f"n{i}") for i in range(50)))
+    run(files, server := Server(), in_flight=3)
+    assert server.most == 3
+
+
+def test_memory_does_not_grow_with_the_file(files):
+    def peak(lines):
+        files[0].write_text("\n".join(request(f"n{i}", pad="x" * 2000) for i in range(lines)))
+        files[1].unlink(missing_ok=True)
+        tracemalloc.start()
+        try:
+            assert run(files).succeeded == lines
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peak(10)
+    # 2,000 further lines are 4 MB of input.
+    assert peak(2100) - peak(100) < 300_000
+
+
+def test_names():
+    names = Names()
+    assert all(names.add(str(i)) for i in range(5000))
+    assert not any(names.add(str(i)) for i in range(5000))
+    assert "4999" in names
+    assert "5000" not in names
+    assert names.add("\udcff")

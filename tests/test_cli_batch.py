@@ -1,0 +1,90 @@
+"""`mtp-jax batch` on a small checkpoint: the server's answers, without a server."""
+
+import json
+import shutil
+
+import pytest
+
+import mtp_jax.llm
+from mtp_jax import LLM, cli
+from tests import golden, tiny_tokenizer
+
+SIZES = ["--max-model-len", "96", "--page-size", "16", "--prefill-chunk", "16", "--max-num-seqs", "2"]
+EXPECTED = golden.expected("rigged")
+BODY = {
+    "prompt": EXPECTED["input_ids"].tolist(),
+    "max_tokens": 24,
+    "temperature": 0,
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A golden checkpoint with a tokenizer."""
+    path = tmp_path_factory.mktemp("batch") / "rigged"
+    shutil.copytree(golden.model_dir("rigged"), path)
+    return tiny_tokenizer.write(path, golden.raw_config("rigged")["vocab_size"])
+
+
+def line(name, **changed):
+    body = BODY | changed
+    return json.dumps({"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body}) + "\n"
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """LLMs made so far, by options; equal options give the same object, with what it has compiled."""
+    made = {}
+
+    def open_llm(model, reporter, **given):
+        key = tuple(sorted(given.items()))
+        if key not in made:
+            made[key] = LLM(model, **given)
+        return made[key]
+
+    monkeypatch.setattr(mtp_jax.llm, "LLM", open_llm)
+    return made
+
+
+def test_a_file_is_answered_as_by_the_server_and_again_after_growing(model, opened, tmp_path, capsys):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(
+        line("plain") + line("n", n=3) + line("refused", temperature=-1) + line("other", model="x")
+    )
+    command = ["batch", str(source), str(target), str(model), "--no-compile-cache", *SIZES]
+    assert cli.main(command) == 1
+    found = {e["custom_id"]: e for e in map(json.loads, target.read_text().splitlines())}
+    statuses = {name: e["response"]["status_code"] for name, e in found.items()}
+    assert statuses == {"plain": 200, "n": 200, "refused": 400, "other": 404}
+    assert all(e["error"] is None and e["response"]["request_id"] for e in found.values())
+    plain = found["plain"]["response"]["body"]
+    assert plain["choices"][0]["token_ids"] == EXPECTED["greedy_ids"].tolist()
+    assert plain["usage"]["completion_tokens"] == 24
+    assert len(found["n"]["response"]["body"]["choices"]) == 3
+    assert "temperature" in found["refused"]["response"]["body"]["error"]["message"]
+    said = capsys.readouterr().err
+    assert "2 answered, 2 failed; 96 tokens in " in said
+    assert "acceptance length " in said
+
+    source.write_text(source.read_text() + line("late"))
+    assert cli.main(command) == 0
+    [(options, _)] = opened.items()
+    assert dict(options)["adaptive_depth"] is True
+    assert "1 answered, 0 failed, 4 done before; 120 tokens in " in capsys.readouterr().err
+    *before, late = map(json.loads, target.read_text().splitlines())
+    assert {e["custom_id"] for e in before} == set(found)
+    assert late["response"]["body"]["choices"][0]["token_ids"] == EXPECTED["greedy_ids"].tolist()
+
+
+def test_refusals(model, tmp_path, capsys):
+    source = tmp_path / "in.jsonl"
+    source.write_text(line("a"))
+    for given, message in (
+        ([source, source], "is the input; name another file"),
+        ([tmp_path / "none", tmp_path / "out"], "cannot be read"),
+        ([source, tmp_path / "out", "--in-flight", "0"], "--in-flight 0; expected 1 or more"),
+    ):
+        assert cli.main(["batch", *map(str, given)]) == 2
+        assert message in capsys.readouterr().err
