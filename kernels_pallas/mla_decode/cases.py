@@ -37,7 +37,7 @@ def shapes() -> dict[str, Shape]:
     edges = (0, 1, 63, 64, 127, 128, 129)
     ragged = tuple(1 + i * 8191 // 31 for i in range(32))
     small = {
-        "small-one-token": Shape(8, 1, (70,), splits=1),
+        "small-one-token": Shape(8, 1, (150,), splits=1),
         "small-edges": Shape(16, 1, (*edges, -1), splits=1),
         "small-window": Shape(16, 4, (60, 63, 126, -1), splits=2),
         "small-window8": Shape(8, 8, (57, 190), splits=2),

@@ -200,7 +200,7 @@ def mla_decode(
 
         def compute(half: int) -> None:
             plgpu.barrier_wait(q_ready)
-            carry = wg.full((ROWS,), NOTHING), wg.full((ROWS,), 0), wg.full((ROWS, HALF), 0)
+            carry = wg.full((ROWS,), NOTHING), wg.full((ROWS,), 0.0), wg.full((ROWS, HALF), 0.0)
             finish(half, *lax.fori_loop(0, steps, odd_step if half else even_step, carry))
 
         role = lax.axis_index("warpgroup")

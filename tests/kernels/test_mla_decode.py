@@ -1,0 +1,135 @@
+"""Paged MLA decode: the reference against float64, and the kernel, interpreted, against the reference."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas.mla_decode.api import choose_splits, merge, mla_decode
+from kernels_pallas.mla_decode.bench import xla
+from kernels_pallas.mla_decode.cases import RANK, SCALE, Shape, case, inputs, shapes
+from kernels_pallas.mla_decode.visible import Visible, causal
+from tests.kernels.interpreter import distance, interpret, notices, without
+
+SMALL = [name for name in shapes() if name.startswith("small-")]
+RUN = partial(mla_decode, scale=SCALE, rank=RANK, implementation="xla")
+
+
+# Query rows past the last are computed from uninitialised memory, which is NaN there.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+
+def exact(q, pages, page_table, mask):
+    """Token by token and head by head, in float64."""
+    q, pages = np.asarray(q, np.float64), np.asarray(pages, np.float64)
+    slots, window, heads, _ = q.shape
+    out = np.zeros((slots, window, heads, RANK))
+    for b in range(slots):
+        rows = pages[np.asarray(page_table[b])].reshape(-1, q.shape[-1])
+        for w in range(window):
+            seen = rows[np.asarray(mask[b, w])]
+            if len(seen):
+                scores = q[b, w] @ seen.T * SCALE
+                weights = np.exp(scores - scores.max(-1, keepdims=True))
+                out[b, w] = weights / weights.sum(-1, keepdims=True) @ seen[:, :RANK]
+    return out
+
+
+@pytest.mark.parametrize("nextn", [False, True])
+def test_reference_equals_float64(nextn):
+    shape = Shape(8, 3, (-1, 0, 61, 64, 130), nextn=nextn)
+
+    @jax.jit
+    def run(key):
+        q, pages, page_table, visible = inputs(shape, key)
+        mask = visible.mask(page_table.shape[1] * pages.shape[1])
+        arguments = q, pages, page_table, visible
+        results = RUN(*arguments), xla(*arguments, scale=SCALE, rank=RANK)
+        return q, pages, page_table, mask, results
+
+    q, pages, page_table, mask, (reference, baseline) = run(jax.random.key(1))
+    expected, some = exact(q, pages, page_table, mask), np.asarray(mask.any(-1))
+    assert distance(reference, expected) < 4e-3
+    assert distance(np.asarray(baseline, np.float64)[some], expected[some]) < 5e-3
+    assert not np.asarray(reference, np.float64)[~some].any()
+
+
+def test_rows_of_a_causal_window():
+    visible = causal(jnp.array([-1, 0, 3]), 2)
+    seen = [[[row <= n + w for row in range(7)] for w in range(2)] for n in (-7, 0, 3)]
+    assert visible.mask(7).tolist() == seen
+    assert visible.end().tolist() == [0, 2, 5]
+
+
+def test_bits_say_which_rows_ahead_are_seen():
+    visible = Visible(jnp.array([1]), jnp.array([3]), jnp.array([[0b101, 1 << 30]]))
+    rows = np.asarray(visible.mask(40))[0]
+    assert np.flatnonzero(rows[0]).tolist() == [1, 2, 3, 5]
+    assert np.flatnonzero(rows[1]).tolist() == [1, 2, 33]
+    assert visible.end().tolist() == [34]
+    assert visible.seen().tolist() == [0b101 | 1 << 30]
+
+
+def test_merged_parts_equal_the_whole():
+    random = np.random.default_rng(2)
+    weights, values = random.random((3, 5, 16)), random.normal(size=(3, 16, 8))
+    weights[2, 0] = 0  # a part of which this row sees nothing
+    total = weights.sum(-1)
+    parts = weights @ values / np.maximum(total, 1e-30)[..., None]
+    lse = np.log2(np.maximum(total, 2.0**-100))
+    whole = (weights @ values).sum(0) / total.sum(0)[:, None]
+    merged = jax.jit(merge)(jnp.float32(parts), jnp.float32(lse))
+    np.testing.assert_allclose(merged, whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("blocks", "columns"), [(1, 1), (1, 512), (8, 64), (100, 65), (512, 64)])
+def test_splits_fill_the_gpu_and_leave_each_some_pages(blocks, columns):
+    splits = choose_splits(blocks, columns)
+    assert 1 <= splits <= -(-columns // 2)
+    assert blocks * splits <= max(132, blocks)
+
+
+@pytest.mark.parametrize(
+    ("q", "pages", "rank", "match"),
+    [
+        (((1, 1, 8, 576), "float32"), ((2, 64, 576), "float32"), 512, "dtype"),
+        (((1, 1, 8, 320), "bfloat16"), ((2, 64, 320), "bfloat16"), 256, "latent rank is 256"),
+        (((1, 1, 8, 544), "bfloat16"), ((2, 64, 544), "bfloat16"), 512, "rope dimensions is 32"),
+        (((1, 1, 8, 576), "bfloat16"), ((2, 16, 576), "bfloat16"), 512, "rows per page is 16"),
+        (((1, 1, 4, 576), "bfloat16"), ((2, 64, 576), "bfloat16"), 512, "heads by 8"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_refused(q, pages, rank, match):
+    arguments = jnp.zeros(*q), jnp.zeros(*pages), jnp.zeros((1, 2), jnp.int32), causal(jnp.array([3]), 1)
+    with pytest.raises(ValueError, match=match):
+        mla_decode(*arguments, scale=1.0, rank=rank, implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "small-one-token" else pytest.param(n, marks=pytest.mark.slow) for n in SMALL]
+)
+def test_kernel_equals_the_reference_without_races(name):
+    run = interpret(case(name, shapes()[name]))
+    assert not run.races
+    assert run.distance < 4e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("operation", "where"),
+    [
+        pytest.param("barrier_wait", "copy.<locals>.step.<locals>.<lambda>", id="a page's memory is free"),
+        pytest.param("barrier_wait", "scores", id="a page is there"),
+        pytest.param("barrier_wait", "even_step", id="the odd page's probabilities are there"),
+        pytest.param("barrier_wait", "odd_step", id="the even page's probabilities are there"),
+        pytest.param("barrier_wait", "finish", id="the other warpgroup has finished"),
+        pytest.param("commit_smem", "publish", id="probabilities are visible to the tensor cores"),
+        pytest.param("commit_smem", "finish", id="outputs are visible to the copy"),
+    ],
+)
+def test_a_missing_barrier_is_noticed(operation, where, monkeypatch, capfd):
+    without(monkeypatch, operation, where)
+    assert notices(case("mutant", shapes()["small-one-token"]))
+    capfd.readouterr()  # every race is printed
