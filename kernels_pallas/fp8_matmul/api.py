@@ -97,8 +97,8 @@ def _product(implementation: Implementation, tile: Tile, interpret: Any) -> Any:
     return reference.fp8_matmul
 
 
-def check(x: Float[Array, "T D"], w: Float[Array, "*b N K"], columns: int) -> None:
-    """Refuse what the Mosaic GPU kernel cannot do, with a ValueError that says so."""
+def check(x: Any, w: Any, columns: int) -> None:
+    """Refuse what the kernel cannot do, with a ValueError that says so; looks at shapes and dtypes."""
     needs = (
         ("dtype of activations", str(x.dtype), "bfloat16"),
         ("dtype of weights", str(w.dtype), "float8_e4m3fn"),

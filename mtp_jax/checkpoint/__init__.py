@@ -5,12 +5,13 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from mtp_jax.checkpoint.orbax_store import convert, is_orbax, restore, save
-from mtp_jax.checkpoint.read import Loaded, Progress, load_folder
+from mtp_jax.checkpoint.read import Fp8Weights, Loaded, Progress, load_folder
 from mtp_jax.checkpoint.summary import Summary, summarise
 from mtp_jax.checkpoint.write import export_nextn, save_checkpoint
 from mtp_jax.errors import CheckpointError
 
 __all__ = [
+    "Fp8Weights",
     "Loaded",
     "Progress",
     "Summary",
@@ -30,6 +31,7 @@ def load(
     draft_model: str | Path | None = None,
     *,
     dtype: str = "float32",
+    fp8: Fp8Weights = "dequantise",
     mesh: Mesh | None = None,
     num_nextn_layers: int | None = None,
     progress: Progress | None = None,
@@ -41,6 +43,8 @@ def load(
         draft_model: a folder with the NextN layers: in place, lmsys NextN or xLLM export. None: those of
             ``model_dir``.
         dtype: "float32" or "bfloat16", of everything but norms and routers, which are float32.
+        fp8: "keep": block-scaled FP8 weights stay FP8 in memory (``params.Fp8``); "dequantise": they become
+            ``dtype``. An Orbax folder holds none.
         mesh: devices to place the parameters on; each device reads only its part. None: one device.
         num_nextn_layers: how many NextN layers to load; 0 for none, None for all.
         progress: called with (bytes read, bytes to read) after every array.
@@ -53,6 +57,7 @@ def load(
             model_dir,
             draft_model,
             dtype=dtype,
+            fp8=fp8,
             mesh=mesh,
             num_nextn_layers=num_nextn_layers,
             progress=progress,

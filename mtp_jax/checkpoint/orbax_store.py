@@ -20,7 +20,7 @@ from mtp_jax.checkpoint.read import Loaded, Progress, load_folder
 from mtp_jax.checkpoint.write import write_json
 from mtp_jax.config import ModelConfig, read_json
 from mtp_jax.errors import CheckpointError, ConfigError
-from mtp_jax.model.params import Params, Spec, dtype_of, nextn_specs, trunk_specs, type_of
+from mtp_jax.model.params import Fp8, Params, Spec, dtype_of, nextn_specs, trunk_specs, type_of
 from mtp_jax.model.sharding import check_divisible, partition
 
 MARKER = "orbax.json"
@@ -65,8 +65,13 @@ def read_about(path: Path) -> About:
 
 
 def save(path: str | Path, cfg: ModelConfig, params: Params) -> None:
-    """Write parameters, sharded or not, to a new folder. Raises CheckpointError if one is there already."""
+    """Write parameters, sharded or not, to a new folder. Raises CheckpointError if one is there already.
+
+    FP8 weights that were kept are refused: load them dequantised.
+    """
     path = Path(path).absolute()
+    if any(isinstance(x, Fp8) for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Fp8))):
+        raise CheckpointError("Orbax folders hold no FP8 weights; load with fp8='dequantise' to save them")
     if is_orbax(path) or (path / "params").exists():
         raise CheckpointError(f"{path} already holds an Orbax checkpoint; name a new folder or remove it")
     path.mkdir(parents=True, exist_ok=True)

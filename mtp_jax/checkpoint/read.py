@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
@@ -14,15 +14,16 @@ from jax.sharding import Mesh, NamedSharding
 from mtp_jax.checkpoint.fp8 import SCALE_SUFFIX, dequantise
 from mtp_jax.checkpoint.plan import HEAD, Plan, make_plan, spec_names
 from mtp_jax.checkpoint.safetensors_file import Tensor
-from mtp_jax.config import ModelConfig
+from mtp_jax.config import FP8_BLOCK, ModelConfig
 from mtp_jax.errors import CheckpointError, ConfigError
-from mtp_jax.model.params import Params, Spec, dtype_of, type_of
-from mtp_jax.model.sharding import check_divisible, partition
+from mtp_jax.model.params import Fp8, Params, Spec, dtype_of, scale_spec, type_of
+from mtp_jax.model.sharding import check_divisible, partition, ways
 
 _COMPARE_BYTES = 1 << 26
 _MANY = 4
 
 Progress = Callable[[int, int], None]
+Fp8Weights = Literal["dequantise", "keep"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ def load_folder(
     draft_model: str | Path | None = None,
     *,
     dtype: str = "float32",
+    fp8: Fp8Weights = "dequantise",
     mesh: Mesh | None = None,
     num_nextn_layers: int | None = None,
     progress: Progress | None = None,
@@ -47,6 +49,8 @@ def load_folder(
     """Load a folder in Hugging Face layout; see ``mtp_jax.checkpoint.load``."""
     if dtype not in type_of:
         raise ConfigError(f"dtype {dtype!r} is not supported; expected one of {', '.join(type_of)}")
+    if fp8 not in get_args(Fp8Weights):
+        raise ConfigError(f"fp8 = {fp8!r}; expected one of {', '.join(get_args(Fp8Weights))}")
     plan = make_plan(model_dir, draft_model, num_nextn_layers)
     check_divisible(plan.config, mesh)
     count = _Counter(plan.tensors, progress)
@@ -58,9 +62,12 @@ def load_folder(
             "tie_word_embeddings = true; expected equal bytes, or false"
         )
     leaves, tree = jax.tree.flatten(plan.specs(own))
-    arrays = []
+    arrays: list[Any] = []
     for spec in leaves:
-        arrays.append(_place(spec, plan.tensors, dtype_of(spec, dtype), mesh))
+        if fp8 == "keep" and _is_fp8(spec, plan.tensors):
+            arrays.append(_place_fp8(spec, plan.tensors, mesh))
+        else:
+            arrays.append(_place(spec, plan.tensors, dtype_of(spec, dtype), mesh))
         count.add(*spec_names(spec).flat)
     return Loaded(plan.config, tree.unflatten(arrays), count.done)
 
@@ -92,6 +99,28 @@ def is_copy(plan: Plan, name: str) -> bool:
             x[i : i + _COMPARE_BYTES].astype(np.float32), y[i : i + _COMPARE_BYTES].astype(np.float32)
         )
         for i in range(0, len(x), _COMPARE_BYTES)
+    )
+
+
+def _is_fp8(spec: Spec, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a parameter can stay FP8: whole weights, all of them in FP8."""
+    return spec.rows is None and all(tensors[name].dtype == "F8_E4M3" for name in spec_names(spec).flat)
+
+
+def _place_fp8(spec: Spec, tensors: Mapping[str, Tensor], mesh: Mesh | None) -> Fp8:
+    names, scale = list(spec_names(spec).flat), scale_spec(spec, SCALE_SUFFIX)
+    for size, axis in zip(spec.tensor_shape, scale.axes[-2:], strict=True):
+        devices = ways(axis, mesh)
+        if devices > 1 and size % (FP8_BLOCK * devices):
+            raise ConfigError(
+                f"{names[0]}: {size} of {axis} do not divide over {devices} devices in "
+                f"FP8 blocks of {FP8_BLOCK}; choose another mesh, or fp8='dequantise'"
+            )
+    for name in spec_names(scale).flat:
+        _check_finite(tensors[name])
+    values = {name: tensors[name] for name in names}
+    return Fp8(
+        _place(spec, values, tensors[names[0]].array().dtype, mesh), _place(scale, tensors, np.float32, mesh)
     )
 
 
@@ -145,10 +174,8 @@ def _fill(
     scale: Tensor | None,
 ) -> None:
     """Fill ``out`` with the part ``bounds`` of one tensor seen as ``shape``."""
-    if scale is not None and not np.isfinite(scale.array()).all():
-        raise CheckpointError(
-            f"{scale} has NaN or infinite scales; expected finite ones: the file is damaged"
-        )
+    if scale is not None:
+        _check_finite(scale)
 
     def copy(to: np.ndarray, rows: range, columns: range) -> None:
         if scale is not None:
@@ -170,3 +197,10 @@ def _fill(
         for i, group in enumerate(range(*bounds[0])):
             start = group * height + first
             copy(out[i], range(start, start + shape[1]), range(*bounds[2]))
+
+
+def _check_finite(scale: Tensor) -> None:
+    if not np.isfinite(scale.array()).all():
+        raise CheckpointError(
+            f"{scale} has NaN or infinite scales; expected finite ones: the file is damaged"
+        )

@@ -1,28 +1,41 @@
 """The small parts every block uses: linear, RMSNorm, rotary embedding, SwiGLU, the vocabulary tables."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mtp_jax.config import ModelConfig
-from mtp_jax.model.params import Mlp
+from mtp_jax.config import FP8_BLOCK, ModelConfig
+from mtp_jax.model.device import platform
+from mtp_jax.model.params import Fp8, Mlp
 
 # Above this many rows the plain product is as fast on a CPU.
 _FEW_ROWS = 64
 
 
-def linear(x: Float[Array, "... i"], w: Float[Array, "*o i"]) -> Float[Array, "..."]:
-    """``x @ w.T`` with weights as in the checkpoint, output features first.
+def expand(w: Float[Array, "*o i"] | Fp8, dtype: Any) -> Float[Array, "*o i"]:
+    """A weight as an array: itself, or FP8 values times their scales, as loading it dequantised gives."""
+    if not isinstance(w, Fp8):
+        return w
+    stacked = w.scale.shape[:-2]
+    matrix = w.values.reshape(*stacked, -1, w.shape[-1])
+    spread = jnp.repeat(jnp.repeat(w.scale, FP8_BLOCK, axis=-2), FP8_BLOCK, axis=-1)
+    spread = spread[..., : matrix.shape[-2], : matrix.shape[-1]]
+    return (matrix.astype(jnp.float32) * spread).astype(dtype).reshape(w.shape)
+
+
+def linear(x: Float[Array, "... i"], w: Float[Array, "*o i"] | Fp8) -> Float[Array, "..."]:
+    """``x @ w.T`` with weights as in the checkpoint, output features first; FP8 ones are expanded per use.
 
     For few rows on a CPU the product is written ``w @ x.T`` behind a barrier: XLA would rewrite it into
     ``x @ w.T``, which is several times slower there (docs/architecture.md).
     """
-    rows = math.prod(x.shape[:-1])
+    w, rows = expand(w, x.dtype), math.prod(x.shape[:-1])
     flat_x, flat_w = x.reshape(rows, x.shape[-1]), w.reshape(-1, w.shape[-1])
     contract_last = (((1,), (1,)), ((), ()))
-    if jax.default_backend() == "cpu" and rows <= _FEW_ROWS:
+    if platform() == "cpu" and rows <= _FEW_ROWS:
         y = jax.lax.optimization_barrier(jax.lax.dot_general(flat_w, flat_x, contract_last)).T
     else:
         y = jax.lax.dot_general(flat_x, flat_w, contract_last)

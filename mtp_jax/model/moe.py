@@ -1,7 +1,7 @@
 """Mixture of experts: the sigmoid, group-limited router and interchangeable ways to run the experts.
 
-``dense`` is the obviously right one; ``sparse`` visits only the experts that some row chose;
-``expert_parallel`` runs ``sparse`` on every device's own experts.
+``dense`` is the obviously right one; ``sparse`` visits only the experts that some row chose, or lets kernels
+do it; ``expert_parallel`` runs ``sparse`` on every device's own experts.
 """
 
 from dataclasses import dataclass
@@ -13,11 +13,14 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from mtp_jax.config import ModelConfig
-from mtp_jax.model.layers import linear, swiglu
-from mtp_jax.model.params import Moe
+from mtp_jax.errors import ConfigError
+from mtp_jax.model import ops
+from mtp_jax.model.layers import expand, linear
+from mtp_jax.model.params import Fp8, Moe
 from mtp_jax.model.sharding import constrain, sharded
 
 Experts = Literal["dense", "sparse"]
+Weight = Float[Array, "E ..."] | Fp8
 
 # Rows one visit to an expert handles: few enough that its weights are what a visit costs.
 _TILE = 64
@@ -61,10 +64,9 @@ def _flat(r: Routing) -> Routing:
     return Routing(r.ids.reshape(-1, k), r.weights.reshape(-1, k))
 
 
-def dense(
-    gate_up: Float[Array, "E 2 I D"], down: Float[Array, "E D I"], x: Float[Array, "T D"], r: Routing
-) -> Float[Array, "T D"]:
+def dense(gate_up: Weight, down: Weight, x: Float[Array, "T D"], r: Routing) -> Float[Array, "T D"]:
     """Every expert on every row, weighted: the reference. Experts not chosen weigh zero."""
+    gate_up, down = expand(gate_up, x.dtype), expand(down, x.dtype)
     one_hot = jax.nn.one_hot(r.ids, down.shape[0], dtype=jnp.float32)
     weight = jnp.einsum("tke,tk->te", one_hot, r.weights)
     hidden = jnp.einsum("td,egid->tegi", x, gate_up)
@@ -73,9 +75,7 @@ def dense(
     return jnp.einsum("tei,edi->td", act, down, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
-def loop(
-    gate_up: Float[Array, "E 2 I D"], down: Float[Array, "E D I"], x: Float[Array, "T D"], r: Routing
-) -> Float[Array, "T D"]:
+def loop(gate_up: Weight, down: Weight, x: Float[Array, "T D"], r: Routing) -> Float[Array, "T D"]:
     """Visit each expert that some row chose, once, with every row: for the few rows of a decode step.
 
     Ids outside ``[0, E)`` contribute nothing. A row's experts are summed in float32 by ascending id, whatever
@@ -98,9 +98,7 @@ def loop(
     return total.astype(x.dtype)
 
 
-def grouped(
-    gate_up: Float[Array, "E 2 I D"], down: Float[Array, "E D I"], x: Float[Array, "T D"], r: Routing
-) -> Float[Array, "T D"]:
+def grouped(gate_up: Weight, down: Weight, x: Float[Array, "T D"], r: Routing) -> Float[Array, "T D"]:
     """Visit each chosen expert with its own rows only, ``_TILE`` at a time: for the many rows of a prefill.
 
     Ids outside ``[0, E)`` contribute nothing. A row's experts are summed in float32 in router order.
@@ -126,27 +124,40 @@ def grouped(
     return mixed.astype(x.dtype)
 
 
-def _expert(
-    gate_up: Float[Array, "E 2 I D"], down: Float[Array, "E D I"], e: Int[Array, ""], x: Float[Array, "T D"]
-) -> Float[Array, "T D"]:
-    gu = linear(x, jax.lax.dynamic_index_in_dim(gate_up, e, keepdims=False))
+def _expert(gate_up: Weight, down: Weight, e: Int[Array, ""], x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    gate_up, down = jax.tree.map(
+        lambda a: jax.lax.dynamic_index_in_dim(a, e, keepdims=False), (gate_up, down)
+    )
+    gu = linear(x, gate_up)
     act = jax.nn.silu(gu[:, 0]) * gu[:, 1]
-    return linear(act, jax.lax.dynamic_index_in_dim(down, e, keepdims=False))
+    return linear(act, down)
 
 
 def sparse(
-    gate_up: Float[Array, "E 2 I D"], down: Float[Array, "E D I"], x: Float[Array, "T D"], r: Routing
+    gate_up: Weight,
+    down: Weight,
+    x: Float[Array, "T D"],
+    r: Routing,
+    kernels: ops.Kernels = ops.AUTO,
+    shards: int = 1,
 ) -> Float[Array, "T D"]:
-    """Only the chosen experts: ``loop`` for few rows, ``grouped`` for many."""
+    """Only the chosen experts: ``loop`` for few rows, ``grouped`` for many, or kernels.
+
+    shards: the weights are those of one of so many devices, the rows and the routing those of all.
+    """
+    if ops.runs_experts(kernels, x, gate_up, down):
+        rows = -(-r.ids.size // (down.shape[0] * shards))
+        return ops.experts(gate_up, down, x, r.ids, r.weights, rows)
     return (loop if x.shape[0] <= _TILE else grouped)(gate_up, down, x, r)
 
 
 def expert_parallel(
-    gate_up: Float[Array, "E 2 I D"],
-    down: Float[Array, "E D I"],
+    gate_up: Weight,
+    down: Weight,
     x: Float[Array, "B W D"],
     r: Routing,
     mesh: Mesh,
+    kernels: ops.Kernels = ops.AUTO,
 ) -> Float[Array, "B W D"]:
     """``sparse`` on each device's experts: gather the rows over ``data``, sum the parts over both axes."""
 
@@ -154,7 +165,7 @@ def expert_parallel(
         x, ids, weights = (jax.lax.all_gather(a, "data", tiled=True) for a in (x, ids, weights))
         first = jax.lax.axis_index(("data", "model")) * down.shape[0]
         mine = _flat(Routing(ids - first, weights))
-        part = sparse(gate_up, down, x.reshape(-1, x.shape[-1]), mine).reshape(x.shape)
+        part = sparse(gate_up, down, x.reshape(-1, x.shape[-1]), mine, kernels, mesh.size).reshape(x.shape)
         part = jax.lax.psum(part, "model")
         return jax.lax.psum_scatter(part, "data", tiled=True)
 
@@ -164,18 +175,27 @@ def expert_parallel(
 
 
 def moe(
-    p: Moe, cfg: ModelConfig, x: Float[Array, "B W D"], *, experts: Experts, mesh: Mesh | None
+    p: Moe,
+    cfg: ModelConfig,
+    x: Float[Array, "B W D"],
+    *,
+    experts: Experts,
+    mesh: Mesh | None,
+    kernels: ops.Kernels = ops.AUTO,
 ) -> tuple[Float[Array, "B W D"], Routing]:
     """Routed experts plus the shared expert. Returns (output, routing)."""
     with jax.named_scope("moe_route"):
         r = route(p, cfg, x)
     with jax.named_scope("moe_experts"):
         if mesh is not None:
-            y = expert_parallel(p.gate_up, p.down, x, r, mesh)
+            y = expert_parallel(p.gate_up, p.down, x, r, mesh, kernels)
+        elif experts == "dense":
+            if kernels.experts == "mosaic_gpu":
+                raise ConfigError("experts = 'dense' has no kernel; use 'sparse', or kernels.experts = 'xla'")
+            y = dense(p.gate_up, p.down, x.reshape(-1, x.shape[-1]), _flat(r)).reshape(x.shape)
         else:
-            run = dense if experts == "dense" else sparse
-            y = run(p.gate_up, p.down, x.reshape(-1, x.shape[-1]), _flat(r)).reshape(x.shape)
+            y = sparse(p.gate_up, p.down, x.reshape(-1, x.shape[-1]), _flat(r), kernels).reshape(x.shape)
     if p.shared is not None:
         with jax.named_scope("moe_shared"):
-            y = y + swiglu(x, p.shared)
+            y = y + ops.mlp(x, p.shared, kernels=kernels, mesh=mesh)
     return constrain(y, mesh, "slots", None, None), r

@@ -1,128 +1,159 @@
-"""Attention over the paged latent cache: write this pass's rows, then attend."""
+"""Operations that XLA or a kernel can compute: FP8 products, and attention over the paged latent cache.
 
+Nothing else imports ``kernels_pallas``.
+"""
+
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from mtp_jax.model.sharding import partition, sharded
+from kernels_pallas.fp8_matmul import api as fp8_matmul
+from kernels_pallas.grouped_matmul import api as grouped_matmul
+from kernels_pallas.mla_decode import api as mla_decode
+from kernels_pallas.mla_decode.visible import MAX_AHEAD, Visible
+from mtp_jax.errors import ConfigError
+from mtp_jax.model import layers
+from mtp_jax.model.cache import PagedView, read_rows, write_rows
+from mtp_jax.model.device import is_hopper
+from mtp_jax.model.mla import Form, Queries, absorb, attend
+from mtp_jax.model.params import Fp8, Mlp
+from mtp_jax.model.sharding import partition, sharded, ways
 
-Form = Literal["naive", "absorbed"]
+Implementation = Literal["xla", "mosaic_gpu"]
+Split = Literal["out", "in"]
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class PagedView:
-    """Where one pass reads and writes in the cache. Page numbers are local to a slot's data shard.
+class Kernels:
+    """Who computes what. None chooses: the kernels on a Hopper GPU where they can, XLA otherwise.
 
     Attributes:
-        page_table: pages of each slot in order, int32 [B, n]; the last page of all where there is none.
-        positions: row that each window token is written to, int32 [B, W]; negative rows are not written.
-        mask: rows each window token attends to, bool [B, W, n * S].
+        linear: products with FP8 weights; others are always XLA's.
+        experts: routed experts.
+        attention: over the paged cache, in the absorbed form; the naive one is always XLA's.
     """
 
-    page_table: Int[Array, "B n"]
-    positions: Int[Array, "B W"]
-    mask: Bool[Array, "B W L"]
+    linear: Implementation | None = None
+    experts: Implementation | None = None
+    attention: Implementation | None = None
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Queries:
-    """Queries after projection: the part matched with the up-projected latent, and the rope part."""
-
-    nope: Float[Array, "B W N h"]
-    rope: Float[Array, "B W N R"]
+AUTO = Kernels()
 
 
-def write_rows(
-    pages: Float[Array, "P S C"],
-    rows: Float[Array, "B W C"],
-    page_table: Int[Array, "B n"],
-    positions: Int[Array, "B W"],
-) -> Float[Array, "P S C"]:
-    """``pages`` with the window's rows written at ``positions``; in place when donated.
+def _runs(wanted: Implementation | None, check: Callable[..., None], *args: Any) -> bool:
+    """Whether the kernel that ``check`` speaks for runs. Raises ConfigError if it is wanted and cannot."""
+    if wanted == "xla" or (wanted is None and not is_hopper()):
+        return False
+    try:
+        check(*args)
+    except ValueError as e:
+        if wanted is not None:
+            raise ConfigError(str(e)) from e
+        return False
+    return True
 
-    Rows that are not to be written (negative positions) go to the last page, which no sequence owns; so do
-    rows past the table, which an executable deeper than its slots ask for has.
+
+def _part(x: Any, mesh: Mesh | None, *axes: str | None) -> jax.ShapeDtypeStruct:
+    """Shape of one device's part of an array with these logical axes; the others are not split."""
+    parts = [ways(axis, mesh) for axis in axes] + [1] * (len(x.shape) - len(axes))
+    return jax.ShapeDtypeStruct(tuple(n // p for n, p in zip(x.shape, parts, strict=True)), x.dtype)
+
+
+def linear(
+    x: Float[Array, "B W i"],
+    w: Float[Array, "*o i"] | Fp8,
+    *,
+    kernels: Kernels = AUTO,
+    mesh: Mesh | None = None,
+    split: Split | None = None,
+) -> Float[Array, "B W *o"]:
+    """``x @ w.T``; ``split``: whether ``model`` splits the first output axis or the input features of w.
+
+    With a kernel x is quantised to e4m3 in 1x128 blocks.
     """
-    count, size, _ = pages.shape
-    columns = page_table.shape[1]
-    written = (positions >= 0) & (positions < columns * size)
-    column = jnp.clip(positions // size, 0, columns - 1)
-    page = jnp.where(written, jnp.take_along_axis(page_table, column, axis=1), count - 1).reshape(-1)
-    offset = (positions % size).reshape(-1)
-    rows = rows.reshape(-1, 1, 1, rows.shape[-1])
-    if jax.default_backend() != "cpu":
-        return pages.at[page, offset].set(rows[:, 0, 0], mode="promise_in_bounds")
+    if not isinstance(w, Fp8):
+        return layers.linear(x, w)
+    out = "heads" if split == "out" else None
+    inner = "heads" if split == "in" else None
+    of_w = (out, *(None,) * (len(w.shape) - 2), inner)
+    values = _part(w.values, mesh, *of_w)
+    matrix = jax.ShapeDtypeStruct((math.prod(values.shape[:-1]), values.shape[-1]), values.dtype)
+    if not _runs(kernels.linear, fp8_matmul.check, x, matrix, 64):
+        return layers.linear(x, w)
 
-    # A scatter checks its bounds by a select, for which XLA on a CPU copies the whole cache several times.
-    def write(i: Int[Array, ""], pages: Float[Array, "P S C"]) -> Float[Array, "P S C"]:
-        return jax.lax.dynamic_update_slice(pages, rows[i], (page[i], offset[i], 0))
+    def local(x, w):
+        rows, matrix = x.reshape(-1, x.shape[-1]), w.values.reshape(-1, w.shape[-1])
+        y = fp8_matmul.fp8_matmul(rows, matrix, w.scale, implementation="mosaic_gpu")
+        y = y.reshape(*x.shape[:-1], *w.shape[:-1])
+        return y if mesh is None or split != "in" else jax.lax.psum(y, "model")
 
-    # A loop of a length XLA cannot know is not unrolled and fused into the cache's readers, with copies.
-    last = jnp.max(jnp.where(written.reshape(-1), jnp.arange(1, len(page) + 1), 0))
-    return jax.lax.fori_loop(0, last, write, pages)
+    specs = Fp8(partition(*of_w), partition(out, inner))  # type: ignore[arg-type]
+    in_specs = (partition("slots", None, inner), specs)
+    return sharded(local, mesh, in_specs, partition("slots", None, out))(x, w)
 
 
-def read_rows(pages: Float[Array, "P S C"], view: PagedView) -> Float[Array, "B L C"]:
-    """Every row of each slot's pages, zero where no window token may see it.
+def mlp(
+    x: Float[Array, "B W D"], p: Mlp, *, kernels: Kernels = AUTO, mesh: Mesh | None = None
+) -> Float[Array, "B W D"]:
+    """``down(silu(gate(x)) * up(x))``."""
+    gate_up, down = p.gate_up, p.down
+    if not (isinstance(gate_up, Fp8) and isinstance(down, Fp8)):
+        return layers.swiglu(x, p)
+    parts = _part(gate_up.values, mesh, None, "mlp"), _part(down.values, mesh, None, "mlp")
+    if not all(_runs(kernels.linear, fp8_matmul.check, x, part, fp8_matmul.BLOCK) for part in parts):
+        return layers.swiglu(x, p)
 
-    Rows past the committed length hold garbage, NaN perhaps: a zero probability would not silence it.
+    def local(x, gate_up, down):
+        rows = x.reshape(-1, x.shape[-1])
+        y = fp8_matmul.fp8_mlp(
+            rows, gate_up.values, down.values, gate_up.scale, down.scale, implementation="mosaic_gpu"
+        )
+        return y.reshape(x.shape) if mesh is None else jax.lax.psum(y.reshape(x.shape), "model")
+
+    slots, width = partition("slots"), partition(None, "mlp")
+    return sharded(local, mesh, (slots, width, width), slots)(x, gate_up, down)
+
+
+def runs_experts(kernels: Kernels, x: Float[Array, "T D"], gate_up: Any, down: Any) -> bool:
+    """Whether ``experts`` computes a device's routed experts, of weights [E, 2, I, D] and [E, D, I].
+
+    Raises ConfigError if it is wanted and cannot.
     """
-    rows = pages[view.page_table]
-    rows = rows.reshape(rows.shape[0], -1, rows.shape[-1])
-    return jnp.where(view.mask.any(axis=1)[..., None], rows, 0)
+    return all(_runs(kernels.experts, grouped_matmul.check, x, *_arrays(w)) for w in (gate_up, down))
 
 
-def attend(
-    q: Queries,
-    k_up: Float[Array, "N h C"],
-    v_up: Float[Array, "N v C"],
-    rows: Float[Array, "B L c"],
-    mask: Bool[Array, "B W L"],
-    scale: float,
-    form: Form,
-) -> Float[Array, "B W N v"]:
-    """MLA over cached rows ``[latent | rope key]`` (arXiv 2405.04434, eqs. 9-19); softmax in float32.
-
-    ``naive`` expands the latent to keys and values of every head; ``absorbed`` moves the expansion to the
-    query and the output, so that all heads read the latent itself. Equal up to rounding.
-    """
-    rank = k_up.shape[-1]
-    if form == "naive":
-        latent, key_rope = jnp.split(rows, [rank], axis=-1)
-        keys = jnp.einsum("blc,nhc->blnh", latent, k_up)
-        scores = jnp.einsum("bwnh,blnh->bnwl", q.nope, keys, preferred_element_type=jnp.float32)
-        scores += jnp.einsum("bwnr,blr->bnwl", q.rope, key_rope, preferred_element_type=jnp.float32)
-    else:
-        whole = jnp.concatenate([_absorb(q.nope, k_up), q.rope], axis=-1)
-        scores = jnp.einsum("bwnc,blc->bnwl", whole, rows, preferred_element_type=jnp.float32)
-    scores = jnp.where(mask[:, None], scores * scale, -jnp.inf)
-    # A row that sees nothing (an idle slot) must give zeros, not NaN.
-    peak = jnp.maximum(scores.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
-    weights = jnp.exp(scores - peak)
-    weights = (weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)).astype(rows.dtype)
-    if form == "naive":
-        return jnp.einsum("bnwl,blnv->bwnv", weights, jnp.einsum("blc,nvc->blnv", rows[..., :rank], v_up))
-    # Whole rows again: slicing the rope part off the result is cheaper than off the cache.
-    mixed = jnp.einsum("bnwl,blc->bwnc", weights, rows)[..., :rank]
-    return jnp.einsum("bwnc,nvc->bwnv", mixed, v_up)
+def experts(
+    gate_up: Any,
+    down: Any,
+    x: Float[Array, "T D"],
+    ids: Int[Array, "T k"],
+    weights: Float[Array, "T k"],
+    rows_per_expert: int,
+) -> Float[Array, "T D"]:
+    """Each row's experts, weighted, by the kernels. Ids outside ``[0, E)`` contribute nothing."""
+    (gate_up, gate_up_scale), (down, down_scale) = _arrays(gate_up), _arrays(down)
+    return grouped_matmul.expert_mlp(
+        x,
+        ids,
+        weights,
+        gate_up,
+        down,
+        gate_up_scale,
+        down_scale,
+        rows_per_expert=rows_per_expert,
+        implementation="mosaic_gpu",
+    )
 
 
-def _absorb(q: Float[Array, "B W N h"], k_up: Float[Array, "N h C"]) -> Float[Array, "B W N C"]:
-    """Queries moved into the latent space.
-
-    The barriers keep XLA on a CPU from swapping the operands, which makes the product four times slower.
-    """
-    slots, width, heads, _ = q.shape
-    by_head = jax.lax.optimization_barrier(q.transpose(2, 0, 1, 3).reshape(heads, slots * width, -1))
-    latent = jax.lax.dot_general(by_head, k_up, (((2,), (1,)), ((0,), (0,))))
-    latent = jax.lax.optimization_barrier(latent).reshape(heads, slots, width, -1)
-    return latent.transpose(1, 2, 0, 3)
+def _arrays(w: Any) -> tuple[Any, Any]:
+    return (w.values, w.scale) if isinstance(w, Fp8) else (w, None)
 
 
 def paged_attention(
@@ -136,6 +167,7 @@ def paged_attention(
     scale: float,
     form: Form,
     mesh: Mesh | None,
+    kernels: Kernels = AUTO,
 ) -> tuple[Float[Array, "B W N v"], Float[Array, "P S c"]]:
     """Write the window's ``rows``, attend over everything visible. Returns (context, pages).
 
@@ -147,13 +179,67 @@ def paged_attention(
         with jax.named_scope("cache_write"):
             pages = write_rows(pages, rows, view.page_table, view.positions)
         with jax.named_scope("attend"):
-            context = attend(q, k_up, v_up, read_rows(pages, view), view.mask, scale, form)
+            if form == "absorbed" and _runs(kernels.attention, _check_decode, q, k_up, pages):
+                context = _decode(q, k_up, v_up, pages, view, scale)
+            else:
+                context = attend(q, k_up, v_up, read_rows(pages, view), view.mask, scale, form)
         return context, pages
 
     heads, per_slot = partition("slots", None, "heads", None), partition("slots")
     up, paged = partition("heads"), partition("pages")
     run = sharded(local, mesh, (heads, up, up, per_slot, paged, per_slot), (heads, paged))
     return run(q, k_up, v_up, rows, pages, view)
+
+
+def _check_decode(q: Queries, k_up: Float[Array, "N h C"], pages: Float[Array, "P S c"]) -> None:
+    """Raise ValueError for what the kernel cannot do."""
+    window = q.rope.shape[1]
+    if window > MAX_AHEAD:
+        raise ValueError(f"mla_decode on mosaic_gpu: a window of {window} tokens, at most {MAX_AHEAD}")
+    mla_decode.check(_in_latent_space(q, k_up), pages, k_up.shape[-1])
+
+
+def _in_latent_space(q: Queries, k_up: Float[Array, "N h C"]) -> Float[Array, "B W N c"]:
+    return jnp.concatenate([absorb(q.nope, k_up), q.rope], axis=-1)
+
+
+def _decode(
+    q: Queries,
+    k_up: Float[Array, "N h C"],
+    v_up: Float[Array, "N v C"],
+    pages: Float[Array, "P S c"],
+    view: PagedView,
+    scale: float,
+) -> Float[Array, "B W N v"]:
+    """``attend`` in the absorbed form by the kernel, which reads the pages where they are."""
+    mixed = mla_decode.mla_decode(
+        _in_latent_space(q, k_up),
+        pages,
+        view.page_table,
+        visible(view.mask),
+        scale=scale,
+        rank=k_up.shape[-1],
+        implementation="mosaic_gpu",
+    )
+    return jnp.einsum("bwnc,nvc->bwnv", mixed, v_up)
+
+
+def visible(mask: Bool[Array, "B W L"]) -> Visible:
+    """The mask as the kernel takes it: rows that all tokens of a slot see, then a bit for each that follows.
+
+    Rows that only some see must lie among the first 31 after those. A token that sees nothing gets the rows
+    of the others: its output is not used, and what it sees is then a prefix.
+    """
+    rows = mask.shape[-1]
+    row = jnp.arange(rows)
+    seen = mask.any(axis=1)
+    by_all = (mask | ~mask.any(axis=2, keepdims=True)).all(axis=1) & seen
+    first = jnp.argmax(seen, axis=1).astype(jnp.int32)
+    length = jnp.min(jnp.where((row >= first[:, None]) & ~by_all, row, rows), axis=1).astype(jnp.int32)
+    index = length[:, None] + jnp.arange(MAX_AHEAD)
+    bits = jnp.take_along_axis(mask, jnp.minimum(index, rows - 1)[:, None], axis=2) & (index < rows)[:, None]
+    ahead = jnp.sum(bits << jnp.arange(MAX_AHEAD), axis=2, dtype=jnp.int32)
+    return Visible(first, length, ahead)
 
 
 def write_tails(

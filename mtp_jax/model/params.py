@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mtp_jax.config import ModelConfig
+from mtp_jax.config import FP8_BLOCK, ModelConfig
 
 type_of = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -38,6 +38,30 @@ class Spec:
     init: str = "normal"
     float32: bool = False
     rows: tuple[int, int] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Fp8:
+    """A weight that stays block-scaled FP8 (arXiv 2412.19437, section 3.3); stands where its array would.
+
+    Attributes:
+        values: float8_e4m3fn, of the parameter's shape.
+        scale: float32, one for each 128x128 block of the weight seen as the matrix of its checkpoint tensor,
+            with the leading dimensions that stack such matrices.
+    """
+
+    values: Any
+    scale: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the parameter."""
+        return self.values.shape
+
+    def reshape(self, *shape: int) -> "Fp8":
+        """The same matrices, their rows or columns grouped differently."""
+        return Fp8(self.values.reshape(*shape), self.scale)
 
 
 @jax.tree_util.register_dataclass
@@ -202,6 +226,29 @@ def param_specs(cfg: ModelConfig) -> Params:
     trunk = trunk_specs(cfg)
     nextn = tuple(nextn_specs(cfg, k) for k in range(cfg.num_nextn_predict_layers))
     return Params(trunk.embed, trunk.layers, trunk.norm, trunk.head, nextn)
+
+
+def scale_spec(spec: Spec, suffix: str) -> Spec:
+    """The spec of the scales of an FP8 weight, whose tensors are called like the weight's with ``suffix``.
+
+    ``spec`` must be a whole weight: one without ``rows``.
+    """
+    stacked = _stacked(spec.names)
+    blocks = tuple(-(-n // FP8_BLOCK) for n in spec.tensor_shape)
+    inner = spec.axes[stacked:]
+    if len(inner) == 3:  # rows or columns are split into groups; blocks follow the groups
+        inner = (inner[0], inner[2]) if spec.shape[-1] == spec.tensor_shape[1] else (inner[0], inner[1])
+
+    def rename(names: Any) -> Any:
+        return names + suffix if isinstance(names, str) else tuple(rename(n) for n in names)
+
+    shape, axes = (*spec.shape[:stacked], *blocks), (*spec.axes[:stacked], *inner)
+    return Spec(shape, axes, rename(spec.names), blocks, float32=True)
+
+
+def _stacked(names: Any) -> int:
+    """Leading dimensions that stack tensors."""
+    return 0 if isinstance(names, str) else 1 + _stacked(names[0])
 
 
 def dtype_of(spec: Spec, dtype: str) -> Any:

@@ -4,6 +4,7 @@ Slots and pages are split over ``data``; heads, MLP width and vocabulary over ``
 Without a mesh every function here is the identity, so that one code path serves one device and many.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,13 @@ def sharded(
     return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
+def ways(axis: str | None, mesh: Mesh | None) -> int:
+    """Number of parts that a dimension with this logical axis is split into."""
+    over = RULES[axis]
+    names = (over,) if isinstance(over, str) else over or ()
+    return 1 if mesh is None else math.prod(mesh.shape[name] for name in names)
+
+
 def data_size(mesh: Mesh | None) -> int:
     """Number of groups that slots and pages are split into."""
     return 1 if mesh is None else mesh.shape["data"]
@@ -73,12 +81,9 @@ def check_divisible(cfg: ModelConfig, mesh: Mesh | None) -> None:
         raise ConfigError(f"mesh axes are {mesh.axis_names}; expected ('data', 'model'), as make_mesh gives")
     for spec in jax.tree.leaves(param_specs(cfg), is_leaf=lambda x: isinstance(x, Spec)):
         for size, axis in zip(spec.shape, spec.axes, strict=True):
-            over = RULES[axis]
-            ways = 1
-            for name in (over,) if isinstance(over, str) else over or ():
-                ways *= mesh.shape[name]
-            if size % ways:
+            devices = ways(axis, mesh)
+            if size % devices:
                 raise ConfigError(
-                    f"{axis} = {size} does not divide over {ways} devices of mesh {dict(mesh.shape)}; "
+                    f"{axis} = {size} does not divide over {devices} devices of mesh {dict(mesh.shape)}; "
                     "choose a mesh whose axes divide it"
                 )

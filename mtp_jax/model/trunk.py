@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, Int
 
 from mtp_jax.config import ModelConfig
 from mtp_jax.model.attention import attention
-from mtp_jax.model.layers import rms_norm, rope_angles, swiglu, vocabulary_logits
+from mtp_jax.model.layers import rms_norm, rope_angles, vocabulary_logits
 from mtp_jax.model.moe import Experts, Routing, moe
-from mtp_jax.model.ops import Form, PagedView
+from mtp_jax.model.ops import AUTO, Form, Kernels, PagedView, mlp
 from mtp_jax.model.params import Layer, Moe, Params
 from mtp_jax.model.sharding import constrain
 
@@ -25,11 +25,13 @@ class Backend:
         form: MLA form: "naive" (prefill, training) or "absorbed" (decode).
         experts: "dense" or "sparse" (moe.py); with a mesh they always run in parallel.
         mesh: device mesh, None for one device.
+        kernels: who computes the operations of ops.py.
     """
 
     form: Form = "naive"
     experts: Experts = "sparse"
     mesh: Mesh | None = None
+    kernels: Kernels = AUTO
 
 
 UNSHARDED = Backend()
@@ -61,14 +63,16 @@ def block(
 ) -> tuple[Float[Array, "B W D"], Float[Array, "P S C"] | None, Routing | None]:
     """A pre-norm decoder block. Returns (x, pages, routing of an MoE block)."""
     normed = rms_norm(x, p.attention_norm, cfg.rms_norm_eps)
-    out, pages = attention(p.attention, cfg, normed, angles, pages, view, form=on.form, mesh=on.mesh)
+    out, pages = attention(
+        p.attention, cfg, normed, angles, pages, view, form=on.form, mesh=on.mesh, kernels=on.kernels
+    )
     x = x + out
     normed = rms_norm(x, p.mlp_norm, cfg.rms_norm_eps)
     if isinstance(p.mlp, Moe):
-        out, routing = moe(p.mlp, cfg, normed, experts=on.experts, mesh=on.mesh)
+        out, routing = moe(p.mlp, cfg, normed, experts=on.experts, mesh=on.mesh, kernels=on.kernels)
     else:
         with jax.named_scope("mlp"):
-            out, routing = swiglu(normed, p.mlp), None
+            out, routing = mlp(normed, p.mlp, kernels=on.kernels, mesh=on.mesh), None
     return constrain(x + out, on.mesh, "slots", None, None), pages, routing
 
 

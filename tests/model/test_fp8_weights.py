@@ -1,0 +1,237 @@
+"""FP8 weights that stay FP8: the same model as dequantised, and what kernels make of them."""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas.fp8_matmul import reference as fp8_reference
+from kernels_pallas.grouped_matmul import reference as grouped_reference
+from mtp_jax.checkpoint import load, save
+from mtp_jax.checkpoint.fp8 import may_be_fp8
+from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.model import ops, trunk
+from mtp_jax.model.layers import expand
+from mtp_jax.model.params import Fp8, Params, Spec, param_specs, scale_spec
+from mtp_jax.model.sharding import make_mesh
+from mtp_jax.model.trunk import Backend
+from tests.golden import expected, model_dir
+from tests.models import TINY, rigged
+
+# Every size of a weight is a multiple of what the kernels want, on two devices of `model` too.
+ALIGNED = replace(
+    TINY,
+    hidden_size=128,
+    intermediate_size=256,
+    moe_intermediate_size=128,
+    num_attention_heads=16,
+    q_lora_rank=128,
+    kv_lora_rank=60,
+    qk_nope_head_dim=12,
+    v_head_dim=16,
+    n_shared_experts=2,
+    num_nextn_predict_layers=0,
+    nextn_moe=(),
+)
+KERNELS = ops.Kernels(linear="mosaic_gpu", experts="mosaic_gpu")
+
+
+def is_fp8(x: Any) -> bool:
+    return isinstance(x, Fp8)
+
+
+def fp8_leaves(params: Params) -> list[Fp8]:
+    return [x for x in jax.tree.leaves(params, is_leaf=is_fp8) if is_fp8(x)]
+
+
+@functools.cache
+def kept(variant: str) -> Any:
+    return load(model_dir(variant), fp8="keep")
+
+
+def specs_of(variant: str) -> list[Spec]:
+    return jax.tree.leaves(param_specs(kept(variant).config))
+
+
+@pytest.mark.parametrize("variant", ["fp8", "fp8_ue8m0"])
+def test_weights_stay_fp8_and_expand_to_what_loading_gives(variant):
+    whole, params = load(model_dir(variant)).params, kept(variant).params
+    leaves = jax.tree.leaves(params, is_leaf=is_fp8), jax.tree.leaves(whole), specs_of(variant)
+    for own, want, spec in zip(*leaves, strict=True):
+        if is_fp8(own):
+            own = expand(own.reshape(*own.scale.shape[:-2], *spec.tensor_shape), jnp.float32)
+        np.testing.assert_array_equal(own.reshape(spec.shape), want)
+    found = fp8_leaves(params)
+    assert all(w.values.dtype == jnp.float8_e4m3fn and w.scale.dtype == jnp.float32 for w in found)
+    assert is_fp8(params.layers[1].mlp.gate_up)
+    assert is_fp8(params.layers[0].attention.o)
+    # Three quarters of what they are in float32.
+    saved = sum(x.nbytes for x in jax.tree.leaves(whole)) - sum(x.nbytes for x in jax.tree.leaves(params))
+    assert saved == sum(3 * w.values.nbytes - w.scale.nbytes for w in found)
+
+
+@pytest.mark.parametrize("on", [Backend("naive", "dense"), Backend("absorbed", "sparse")])
+def test_same_model_as_dequantised(on):
+    tokens = jnp.asarray(expected("fp8")["input_ids"])[None]
+    cfg = kept("fp8").config
+    run = jax.jit(lambda params: trunk.logits(params, trunk.forward(params, cfg, tokens, on)))
+    np.testing.assert_allclose(run(kept("fp8").params), run(load(model_dir("fp8")).params), atol=1e-4)
+
+
+def test_scales_follow_their_weights():
+    specs = param_specs(ALIGNED)
+    attention, moe = specs.layers[1].attention, specs.layers[1].mlp
+    heads = scale_spec(attention.q_b, "_s")
+    assert (heads.shape, heads.axes, heads.names) == ((2, 1), ("heads", None), attention.q_b.names + "_s")
+    out = scale_spec(attention.o, "_s")
+    assert (out.shape, out.axes) == ((1, 2), (None, "heads"))
+    experts = scale_spec(moe.gate_up, "_s")
+    assert (experts.shape, experts.axes) == ((8, 2, 1, 1), ("experts", None, None, None))
+    assert experts.names[3][1] == moe.gate_up.names[3][1] + "_s"
+
+
+def test_refusals(tmp_path):
+    with pytest.raises(ConfigError, match="fp8 = 'twice'; expected one of dequantise, keep"):
+        load(model_dir("fp8"), fp8="twice")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="do not divide over 2 devices in FP8 blocks of 128"):
+        load(model_dir("fp8"), fp8="keep", mesh=make_mesh(1, 2))
+    with pytest.raises(CheckpointError, match="hold no FP8 weights"):
+        save(tmp_path / "orbax", kept("fp8").config, kept("fp8").params)
+
+
+def quantised(w: np.ndarray, spec: Spec) -> Fp8:
+    """A weight in FP8; each block of its matrices has a scale of its own."""
+    scale = scale_spec(spec, "")
+    matrix = np.asarray(w, np.float32).reshape(*scale.shape[:-2], *spec.tensor_shape)
+    rows, columns = (np.arange(n) // 128 for n in spec.tensor_shape)
+    peaks = np.zeros(scale.shape, np.float32)
+    block: Any = (..., rows[:, None], columns)
+    np.maximum.at(peaks, block, np.abs(matrix))
+    values = matrix / (peaks / 448)[block]
+    return Fp8(jnp.asarray(values.reshape(spec.shape)).astype(jnp.float8_e4m3fn), jnp.asarray(peaks / 448))
+
+
+@functools.cache
+def aligned() -> Params:
+    def of(w: jax.Array, spec: Spec) -> Any:
+        name = spec.names
+        while not isinstance(name, str):
+            name = name[0]
+        if may_be_fp8(name) and spec.rows is None:
+            return quantised(np.asarray(w), spec)
+        return w if spec.float32 else w.astype(jnp.bfloat16)
+
+    return jax.tree.map(of, rigged(ALIGNED), param_specs(ALIGNED))
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[str]:
+    """The kernels replaced by their references, which these tests can run; says which were called."""
+    seen: list[str] = []
+
+    def replaced(name: str, reference: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, tile: Any, interpret: Any) -> Any:
+            del tile, interpret
+            seen.append(name)
+            out = reference(*args)
+            return out if len(out) == 2 else (out[0].astype(jnp.bfloat16),)
+
+        return run
+
+    fp8 = replaced("fp8", fp8_reference.fp8_matmul)
+    grouped = replaced("grouped", grouped_reference.grouped_matmul)
+    monkeypatch.setattr("kernels_pallas.fp8_matmul.mosaic_gpu.fp8_matmul", fp8)
+    monkeypatch.setattr("kernels_pallas.grouped_matmul.mosaic_gpu.grouped_matmul", grouped)
+    return seen
+
+
+def hidden(params: Params, on: Backend) -> np.ndarray:
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, ALIGNED.vocab_size, (4, 5)))
+    return np.asarray(jax.jit(lambda p: trunk.forward(p, ALIGNED, tokens, on))(params), np.float64)
+
+
+def distance(got: np.ndarray, want: np.ndarray) -> float:
+    """Of the middle token: rounding flips the choice of an expert for some."""
+    return float(np.median(np.linalg.norm(got - want, axis=-1) / np.linalg.norm(want, axis=-1)))
+
+
+def test_kernels_compute_the_same_model(calls):
+    want = hidden(aligned(), Backend("absorbed"))
+    assert not calls
+    got = hidden(aligned(), Backend("absorbed", kernels=KERNELS))
+    # Per layer q_a, q_b, kv_a, o; a dense MLP or a shared expert of two products; experts of two.
+    assert (calls.count("fp8"), calls.count("grouped")) == (2 * 6, 2)
+    assert 0 < distance(got, want) < 0.1  # activations are quantised
+
+
+def test_kernels_on_a_mesh(calls):
+    want = hidden(aligned(), Backend("absorbed"))
+    got = hidden(aligned(), Backend("absorbed", mesh=make_mesh(2, 2), kernels=KERNELS))
+    assert (calls.count("fp8"), calls.count("grouped")) == (2 * 6, 2)
+    # Parts are summed in bfloat16, whose rounding flips some of the values quantised next.
+    assert distance(got, want) < 0.1
+
+
+def test_what_kernels_cannot_do_is_refused():
+    on = Backend("absorbed", kernels=KERNELS)
+    with pytest.raises(ConfigError, match=r"activations is float32.*use implementation='xla'"):
+        trunk.forward(kept("fp8").params, kept("fp8").config, jnp.zeros((1, 3), jnp.int32), on)
+    with pytest.raises(ConfigError, match="experts = 'dense' has no kernel"):
+        hidden(aligned(), Backend("absorbed", "dense", kernels=ops.Kernels(experts="mosaic_gpu")))
+
+
+def test_on_a_cpu_nothing_chooses_a_kernel(calls):
+    hidden(aligned(), Backend("absorbed"))
+    assert not calls
+
+
+def test_rows_seen_are_told_to_the_kernel_as_the_mask_says():
+    length, rows, window = np.array([0, 5, 70, 64]), 128, 4
+    position = length[:, None] + np.arange(window)
+    row = np.arange(rows)
+    causal = row <= position[..., None]
+    causal[1] = False  # an idle slot
+    skips = (row > 1) & (
+        (row <= length[:, None]) | ((row - length[:, None]) % 3 == 1) & (row < length[:, None] + 30)
+    )
+    for mask in (causal, skips[:, None], causal & (row >= 1)):
+        got = np.asarray(ops.visible(jnp.asarray(mask)).mask(rows))
+        np.testing.assert_array_equal(got[mask.any(2)], mask[mask.any(2)])
+        assert not got[~mask.any((1, 2))].any()
+    # A token that sees nothing does not hide the rows of the others.
+    causal[2, 3] = False
+    got = np.asarray(ops.visible(jnp.asarray(causal)).mask(rows))
+    np.testing.assert_array_equal(got[causal.any(2)], causal[causal.any(2)])
+
+
+def test_attention_by_the_kernel_is_given_what_xla_is_given(monkeypatch):
+    real = ops.mla_decode.mla_decode
+
+    def reference(*args: Any, **options: Any) -> Any:
+        return real(*args, **options | {"implementation": "xla"})
+
+    monkeypatch.setattr(ops.mla_decode, "mla_decode", reference)
+    monkeypatch.setattr(ops.mla_decode, "check", lambda *_: None)
+    rng, (slots, window, heads, nope, rope, rank) = np.random.default_rng(1), (3, 2, 4, 8, 4, 16)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape) / math.sqrt(shape[-1]), jnp.float32)
+
+    q = ops.Queries(normal(slots, window, heads, nope), normal(slots, window, heads, rope))
+    positions = np.array([[0, 1], [6, 7], [-1, -1]])
+    mask = np.arange(8) <= positions[..., None]
+    table = np.array([[4, 0], [2, 5], [6, 6]])
+    view = ops.PagedView(*(jnp.asarray(a) for a in (table, positions, mask)))
+    args = (q, normal(heads, nope, rank), normal(heads, 8, rank), normal(slots, window, rank + rope))
+    pages = normal(7, 4, rank + rope)
+    run = functools.partial(ops.paged_attention, scale=0.3, form="absorbed", mesh=None)
+    want, _ = run(*args, pages, view)
+    got, _ = run(*args, pages, view, kernels=ops.Kernels(attention="mosaic_gpu"))
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    assert not np.asarray(got[2]).any()
