@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from mtp_jax import AsyncLLM, MtpJaxError, Reporter
-from serve import chat, completions, info, native
+from serve import chat, completions, info, native, page
 from serve.errors import ApiError, respond
 from serve.metrics import Metrics
 from serve.security import Guard
@@ -30,6 +30,7 @@ _GET: dict[str, _Handler] = {
     "/server_info": native.server_info,
     "/v1/models": info.models,
     "/v1/models/{name:path}": info.model,
+    **dict.fromkeys(page.PATHS, page.page),
 }
 _POST: dict[str, _Handler] = {
     "/v1/completions": completions.completions,

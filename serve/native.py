@@ -110,6 +110,7 @@ async def server_info(server: Server, request: Request) -> Response:
     """The route: the engine's sizes, and what speculation achieved over all requests."""
     del request
     config, s = server.allm.llm.engine.config, server.allm.llm.engine.stats()
+    tokenizer = server.allm.llm.tokenizer
     state: dict[str, Any] = {
         "uptime_seconds": time.time() - server.created,
         "num_running_reqs": s.running,
@@ -127,6 +128,7 @@ async def server_info(server: Server, request: Request) -> Response:
         "adaptive_depth": config.adaptive_depth,
         "prefix_cache": config.prefix_cache,
         "dtype": config.dtype,
+        "has_chat_template": tokenizer is not None and tokenizer.has_chat_template,
         "internal_states": [state],
     }
     return Response(to_json(info), media_type="application/json")

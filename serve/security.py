@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.errors import ApiError
 from serve.metrics import Metrics
+from serve.page import PATHS as PAGE_PATHS
 from serve.settings import Settings
 
 _ACCESS = logging.getLogger("serve.access")
@@ -20,7 +21,7 @@ _MOST_HEADER_BYTES = 16 * 1024
 
 
 class Guard:
-    """ASGI middleware. What it refuses reaches no route; ``/health`` is open to everybody."""
+    """ASGI middleware. What it refuses reaches no route. ``/health`` is open, the page needs no key."""
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics, routes: frozenset[str]) -> None:
         self._app, self._settings, self._metrics, self._routes = app, settings, metrics, routes
@@ -73,7 +74,8 @@ class Guard:
         origin = headers.get(b"origin").decode("latin-1").lower()
         if origin and _netloc(origin) != host:
             return ApiError(403, "requests from pages of other origins are refused")
-        if self._keys and not self._knows(headers.get(b"authorization")):
+        public = scope["path"] in PAGE_PATHS  # where the key is entered
+        if self._keys and not public and not self._knows(headers.get(b"authorization")):
             hint = {"WWW-Authenticate": "Bearer"}
             return ApiError(
                 401, "a valid API key is needed: Authorization: Bearer KEY", None, "invalid_api_key", hint

@@ -1,0 +1,192 @@
+// The page: what is asked with which options, and what its buttons do.
+
+import { Answer, promptElement } from "./answer.js";
+import { serverInfo, stream } from "./api.js";
+
+const $ = (id) => document.getElementById(id);
+const options = $("options").elements;
+const narrow = matchMedia("(max-width: 55rem)");
+const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
+
+let exchanges = []; // {mode, prompt, answer, shown}, in the order of the page
+let running = null; // an AbortController while an answer comes
+
+function requestBody(exchange) {
+  const body = {
+    stream: true,
+    stream_options: { include_usage: true },
+    return_token_origins: true,
+    speculative: { metrics: "summary" },
+  };
+  for (const name of NUMBERS) {
+    if (options[name].value !== "") body[name] = options[name].valueAsNumber;
+  }
+  if (!options.speculate.checked) body.speculative.enabled = false;
+  else if (options.depth.value !== "") body.speculative.max_tokens = options.depth.valueAsNumber;
+  if (exchange.mode === "text") return { ...body, prompt: exchange.prompt };
+  if (options.thinking.checked) body.chat_template_kwargs = { thinking: true };
+  return { ...body, messages: messages(exchange) };
+}
+
+/** The conversation up to a prompt, without text completions and what got no answer. */
+function messages(exchange) {
+  const before = exchanges.slice(0, exchanges.indexOf(exchange));
+  const turns = before.filter((e) => e.mode === "chat" && e.answer.text);
+  return [
+    ...turns.flatMap((e) => [
+      { role: "user", content: e.prompt },
+      { role: "assistant", content: e.answer.text },
+    ]),
+    { role: "user", content: exchange.prompt },
+  ];
+}
+
+function send() {
+  const prompt = $("prompt").value;
+  if (running || !prompt.trim() || !optionsAreValid()) return;
+  $("prompt").value = "";
+  const shown = promptElement(prompt);
+  $("log").append(shown);
+  const exchange = { mode: options.mode.value, prompt, answer: null, shown };
+  exchanges.push(exchange);
+  answer(exchange);
+}
+
+function regenerate() {
+  if (running || !exchanges.length || !optionsAreValid()) return;
+  exchanges.at(-1).answer.element.remove();
+  answer(exchanges.at(-1));
+}
+
+async function answer(exchange) {
+  const path = exchange.mode === "text" ? "v1/completions" : "v1/chat/completions";
+  const controller = new AbortController();
+  exchange.answer = new Answer($("log"));
+  setRunning(controller);
+  keepEndInView(true);
+  try {
+    for await (const chunk of stream(path, requestBody(exchange), options.key.value, controller.signal)) {
+      const follow = atEnd();
+      exchange.answer.push(chunk);
+      keepEndInView(follow);
+    }
+    exchange.answer.close();
+  } catch (error) {
+    exchange.answer.close(controller.signal.aborted ? "stopped" : "failed");
+    if (!controller.signal.aborted) exchange.answer.fail(error.message);
+    if (error.status === 401) askForKey();
+  }
+  keepEndInView(true);
+  setRunning(null);
+}
+
+function clear() {
+  running?.abort();
+  for (const { shown, answer } of exchanges) {
+    shown.remove();
+    answer.element.remove();
+  }
+  exchanges = [];
+  setRunning(running);
+  $("prompt").focus();
+}
+
+function setRunning(controller) {
+  running = controller;
+  $("send").hidden = running !== null;
+  $("stop").hidden = running === null;
+  $("regenerate").disabled = running !== null || !exchanges.length;
+  $("clear").disabled = !exchanges.length;
+  $("welcome").hidden = exchanges.length > 0;
+  if (document.activeElement === document.body) $("prompt").focus(); // the button in use has gone
+}
+
+/** A field of nonsense reads as empty, which must not pass for the server's choice. */
+function optionsAreValid() {
+  if ($("options").checkValidity()) return true;
+  showSettings(true);
+  return $("options").reportValidity();
+}
+
+function askForKey() {
+  showSettings(true);
+  options.key.focus();
+}
+
+function showSettings(shown) {
+  $("settings").hidden = !shown;
+  $("toggle-settings").setAttribute("aria-expanded", String(shown));
+}
+
+function atEnd() {
+  const log = $("log");
+  return log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+}
+
+function keepEndInView(wanted) {
+  if (wanted) $("log").scrollTop = $("log").scrollHeight;
+}
+
+function showMode() {
+  const text = options.mode.value === "text";
+  options.thinking.disabled = text;
+  $("prompt").placeholder = text ? "Write the beginning of a text" : "Write a message";
+  $("send").textContent = text ? "Complete" : "Send";
+}
+
+function showSpeculation() {
+  options.depth.disabled = !options.speculate.checked;
+  document.body.classList.toggle("plain", !options.colours.checked);
+}
+
+/** Ask the server what it can do, and offer no more than that. */
+async function connect() {
+  try {
+    const info = await serverInfo(options.key.value);
+    $("model").textContent = info.served_model_name;
+    document.title = `${info.served_model_name} · mtp-jax`;
+    $("notice").hidden = true;
+    if (!info.has_chat_template) {
+      options.mode.value = "text";
+      options.mode[0].disabled = true;
+      options.mode[0].parentElement.title = "This model has no chat template";
+    }
+    const deepest = info.num_speculative_tokens;
+    options.speculate.disabled = !deepest;
+    options.speculate.checked &&= deepest > 0;
+    options.depth.max = deepest;
+    options.depth.placeholder = info.adaptive_depth ? `adaptive, up to ${deepest}` : deepest;
+    showMode();
+    showSpeculation();
+  } catch (error) {
+    $("notice").textContent = error.message;
+    $("notice").hidden = false;
+    if (error.status === 401) askForKey();
+  }
+}
+
+$("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  send();
+});
+$("prompt").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  send();
+});
+addEventListener("keydown", (event) => {
+  if (event.key === "Escape") running?.abort();
+});
+$("stop").addEventListener("click", () => running?.abort());
+$("regenerate").addEventListener("click", regenerate);
+$("clear").addEventListener("click", clear);
+$("toggle-settings").addEventListener("click", () => showSettings($("settings").hidden));
+$("options").addEventListener("submit", (event) => event.preventDefault());
+$("options").addEventListener("change", (event) => {
+  if (event.target === options.key) connect();
+  showMode();
+  showSpeculation();
+});
+
+showSettings(!narrow.matches);
+connect();
