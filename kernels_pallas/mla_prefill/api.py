@@ -1,0 +1,152 @@
+"""The functions that a model calls."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels_pallas.mla_prefill import mosaic_gpu, reference
+from kernels_pallas.mla_prefill.limits import Limits
+
+Implementation = Literal["xla", "mosaic_gpu"]
+
+# Rows whose keys and values are in memory at a time; at 128 heads of a slot they take 0.5 GB in bfloat16.
+BLOCK = 8192
+
+
+def mla_prefill(
+    q: jax.Array,
+    rows: jax.Array,
+    k_up: jax.Array,
+    v_up: jax.Array,
+    limits: Limits,
+    *,
+    scale: float,
+    implementation: Implementation,
+    block: int = BLOCK,
+    interpret: Any = None,
+) -> jax.Array:
+    """Naive multi-head latent attention over cached rows (arXiv 2405.04434, eqs. 9-19).
+
+    Keys and values are expanded for ``block`` rows at a time; the blocks' outputs are merged by their sums of
+    exponentials. Blocks that nobody sees are not computed.
+
+    Args:
+        q: queries, [B, T, N, h + R].
+        rows: the slots' rows in order, this chunk's among them, [B, L, C + R]; latent first. Rows that no
+            query sees may hold anything, NaN too.
+        k_up: [N, h, C].
+        v_up: [N, v, C].
+        limits: rows that each query sees. A chunk of ``count`` tokens after ``n`` rows has diagonal n and end
+            n + count.
+        scale: factor of the scores before the softmax.
+        implementation: see `attend`.
+        block: rows at a time, a multiple of 128.
+        interpret: parameters of Pallas' interpreter; None compiles.
+
+    Returns:
+        [B, T, N, v] of q's dtype; zero where a query sees no row, anything finite past the count.
+
+    Raises:
+        ValueError: for what an implementation cannot do.
+    """
+    length, rank = rows.shape[1], k_up.shape[-1]
+    row = jnp.arange(length)
+    seen = (row >= limits.begin[:, None]) & (row < limits.end[:, None])
+    rows = jnp.where(seen[..., None], rows, 0)
+    size = min(block, length + -length % mosaic_gpu.KEYS)
+    rows = jnp.pad(rows, ((0, 0), (0, -length % size), (0, 0)))
+
+    def part(i: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+        latent, k_rope = jnp.split(lax.dynamic_slice_in_dim(rows, i * size, size, axis=1), [rank], axis=-1)
+        k = jnp.einsum("blc,nhc->blnh", latent, k_up)
+        v = jnp.einsum("blc,nvc->blnv", latent, v_up)
+        here = limits.within(i * size, size)
+        return attend(q, k, k_rope, v, here, scale=scale, implementation=implementation, interpret=interpret)
+
+    def add(i: jax.Array, merged: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return merge(merged, part(i))
+
+    out, lse = part(0)
+    if rows.shape[1] > size:
+        used = lax.div(limits.end.max() + (size - 1), size)
+        out, _ = lax.fori_loop(1, used, add, (out.astype(jnp.float32), lse))
+    return out.astype(q.dtype)
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    k_rope: jax.Array,
+    v: jax.Array,
+    limits: Limits,
+    *,
+    scale: float,
+    implementation: Implementation,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of every query over one block of rows, with what it takes to merge blocks.
+
+    Args:
+        q: [B, T, N, h + R].
+        k: [B, L, N, h]; finite, where no query sees it too.
+        k_rope: [B, L, R], shared by the heads.
+        v: [B, L, N, v]; finite likewise.
+        limits: rows that each query sees.
+        scale: factor of the scores before the softmax.
+        implementation: "mosaic_gpu" needs a Hopper GPU, bfloat16, h 128, R 64 and v 128.
+        interpret: parameters of Pallas' interpreter; None compiles.
+
+    Returns:
+        The output [B, T, N, v] of q's dtype, and log2 of the sum of exponentials of each query's scores,
+        float32 [B, N, T], -1e30 if it sees nothing. Of queries past the count both are anything finite.
+
+    Raises:
+        ValueError: for what an implementation cannot do.
+    """
+    if implementation == "xla":
+        out, lse = reference.attend(q, k, k_rope, v, limits, scale=scale)
+        return out.astype(q.dtype), lse
+    check(q, k, k_rope, v)
+    length = q.shape[1]
+
+    def filled(x: jax.Array, to: int) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (0, -x.shape[1] % to), *((0, 0),) * (x.ndim - 2)))
+
+    out, lse = mosaic_gpu.mla_prefill(
+        filled(q, mosaic_gpu.QUERIES),
+        filled(k, mosaic_gpu.KEYS),
+        filled(k_rope, mosaic_gpu.KEYS),
+        filled(v, mosaic_gpu.KEYS),
+        jnp.stack([limits.count, limits.begin, limits.diagonal, jnp.minimum(limits.end, k.shape[1])]),
+        scale=scale,
+        interpret=interpret,
+    )
+    return out[:, :length], lse[..., :length]
+
+
+def merge(
+    one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Output, float32, and log2 of the sums of exponentials of two disjoint blocks' rows together."""
+    peak = jnp.maximum(one[1], other[1])
+    weights = [jnp.exp2(lse - peak) for _, lse in (one, other)]
+    total = weights[0] + weights[1]
+    shares = [(w / total).transpose(0, 2, 1)[..., None] for w in weights]
+    return one[0] * shares[0] + other[0] * shares[1], peak + jnp.log2(total)
+
+
+def check(q: jax.Array, k: jax.Array, k_rope: jax.Array, v: jax.Array) -> None:
+    """Refuse what the Mosaic GPU kernel cannot do, with a ValueError that says so."""
+    needs = (
+        ("dtypes are", {str(x.dtype) for x in (q, k, k_rope, v)}, {"bfloat16"}),
+        ("dimensions of a query are", q.shape[-1], mosaic_gpu.NOPE + mosaic_gpu.ROPE),
+        ("dimensions of the shared key are", k_rope.shape[-1], mosaic_gpu.ROPE),
+        ("dimensions of a value are", v.shape[-1], mosaic_gpu.VALUE),
+    )
+    for what, got, allowed in needs:
+        if got != allowed:
+            raise ValueError(
+                f"mla_prefill on mosaic_gpu: {what} {got}, must be {allowed}; use implementation='xla'"
+            )

@@ -1,0 +1,136 @@
+"""The shapes mla_prefill is checked, compiled and timed at."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.checking.case import Case, Inputs, Work
+from kernels_pallas.mla_prefill import bench, reference
+from kernels_pallas.mla_prefill.api import attend, mla_prefill
+from kernels_pallas.mla_prefill.limits import Limits
+
+RANK, NOPE, ROPE, VALUE = 512, 128, 64, 128
+SCALE = (NOPE + ROPE) ** -0.5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A chunk of ``queries`` tokens per slot, of which ``counts`` count, after ``history`` rows.
+
+    ``block``: expand the rows from latents, so many at a time; None: one block of given keys and values.
+    """
+
+    heads: int
+    queries: int
+    counts: tuple[int, ...]
+    history: tuple[int, ...]
+    begin: int = 0
+    block: int | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of the longest slot."""
+        return max(h + c for h, c in zip(self.history, self.counts, strict=True))
+
+
+def shapes() -> dict[str, Shape]:
+    """The shapes by name. "small" ones have few thread blocks."""
+    small = {
+        "small-causal": Shape(1, 200, (200,), (0,)),
+        "small-ragged": Shape(2, 130, (129, 1, 0), (0, 127, 5)),
+        "small-history": Shape(1, 64, (64, 33), (256, 191), begin=2),
+        "small-blocks": Shape(2, 70, (70, 60), (129, 300), block=128),
+    }
+    real = {
+        "heads128-chunk4k": Shape(128, 4096, (4096,), (0,)),
+        "heads128-chunk1k-history8k": Shape(128, 1024, (1024,), (8192,)),
+        "heads16-chunk8k": Shape(16, 8192, (8192,), (0,)),
+        "heads16-chunk1k-ragged": Shape(16, 1024, (1024, 700, 65, 1), (0, 4096, 100, 6000)),
+        "heads16-chunk1k-history32k-blocks": Shape(16, 1024, (1024,), (32768,), block=8192),
+    }
+    return small | real
+
+
+def cases() -> tuple[Case, ...]:
+    """One case per shape."""
+    return tuple(case(name, shape) for name, shape in shapes().items())
+
+
+def case(name: str, shape: Shape) -> Case:
+    """What is checked of one shape: of a single block the sums of exponentials too."""
+    if shape.block is None:
+        kernel = partial(attend, scale=SCALE, implementation="mosaic_gpu")
+        oracle = partial(reference.attend, scale=SCALE)
+    else:
+        kernel = partial(mla_prefill, scale=SCALE, implementation="mosaic_gpu", block=shape.block)
+        oracle = partial(mla_prefill, scale=SCALE, implementation="xla", block=shape.rows)
+    return Case(
+        name=f"mla_prefill/{name}",
+        inputs=partial(expanded if shape.block is None else latent, shape),
+        kernel=partial(counted, kernel),
+        reference=partial(counted, oracle),
+        work=work(shape),
+        small=name.startswith("small-"),
+        baselines=bench.baselines(SCALE) if shape.block is None else {},
+    )
+
+
+def counted(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    """The function's results with zero for queries past the count, of which they may be anything."""
+    result = function(*inputs, **options)
+    limits = inputs[-1]
+    out, *lse = result if isinstance(result, tuple) else (result,)
+    counts = jnp.arange(out.shape[1]) < limits.count[:, None]
+    return jnp.where(counts[..., None, None], out, 0), *(jnp.where(counts[:, None], x, 0) for x in lse)
+
+
+def limits_of(shape: Shape) -> Limits:
+    """Each chunk after its history, causal."""
+    counts, history = jnp.array(shape.counts, jnp.int32), jnp.array(shape.history, jnp.int32)
+    return Limits(counts, jnp.full_like(counts, shape.begin), history, history + counts)
+
+
+def expanded(shape: Shape, key: jax.Array) -> Inputs:
+    """Queries, keys of each head and the shared one, values, limits."""
+    slots, length = len(shape.counts), shape.rows
+    of_rows = slots, length, shape.heads
+    sizes = (slots, shape.queries, shape.heads, NOPE + ROPE), (*of_rows, NOPE), (slots, length, ROPE)
+    arrays = [
+        normal(k, s) for k, s in zip(jax.random.split(key, 4), (*sizes, (*of_rows, VALUE)), strict=True)
+    ]
+    return *arrays, limits_of(shape)
+
+
+def latent(shape: Shape, key: jax.Array) -> Inputs:
+    """Queries, cached rows with NaN where no query sees them, the expansions to keys and values, limits."""
+    slots, length, limits = len(shape.counts), shape.rows, limits_of(shape)
+    keys = jax.random.split(key, 4)
+    q = normal(keys[0], (slots, shape.queries, shape.heads, NOPE + ROPE))
+    rows = normal(keys[1], (slots, length, RANK + ROPE))
+    rows = jnp.where(jnp.arange(length)[:, None] < limits.end[:, None, None], rows, jnp.nan)
+    k_up = normal(keys[2], (shape.heads, NOPE, RANK)) * RANK**-0.5
+    v_up = normal(keys[3], (shape.heads, VALUE, RANK)) * RANK**-0.5
+    return q, rows, k_up, v_up, limits
+
+
+def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Random bfloat16 numbers."""
+    return jax.random.normal(key, shape, jnp.bfloat16)
+
+
+def work(shape: Shape) -> Work:
+    """Two products over every visible pair, and the expansion; each operand moved once."""
+    pairs = sum(
+        c * h + c * (c + 1) // 2 - c * shape.begin for c, h in zip(shape.counts, shape.history, strict=True)
+    )
+    rows = sum(c + h for c, h in zip(shape.counts, shape.history, strict=True))
+    flops = 2 * shape.heads * pairs * (NOPE + ROPE + VALUE)
+    moved = sum(shape.counts) * shape.heads * (NOPE + ROPE + VALUE)
+    if shape.block is None:
+        return Work(flops, 2 * (moved + rows * (shape.heads * (NOPE + VALUE) + ROPE)), "bf16")
+    flops += 2 * rows * shape.heads * RANK * (NOPE + VALUE)
+    return Work(flops, 2 * (moved + rows * (RANK + ROPE) + shape.heads * RANK * (NOPE + VALUE)), "bf16")

@@ -1,0 +1,198 @@
+"""Causal attention at head dimensions 192 and 128 for Hopper.
+
+A thread block owns 128 queries of one head, 64 for each of two compute warpgroups, and walks over the keys in
+blocks of 128; a third warpgroup copies. Probabilities are multiplied from shared memory, not from registers:
+ptxas before 13.3 may reuse the registers of a running product (github.com/triton-lang/triton/issues/9433).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas.mosaic import WGMMA_ROWS, Ref, Warpgroup, operand_tiles, per_row
+
+NOPE, ROPE, VALUE = 128, 64, 128
+ROWS = WGMMA_ROWS
+COMPUTE = 2  # warpgroups
+QUERIES = COMPUTE * ROWS  # of a thread block
+KEYS = 128  # of a step
+STAGES = 2
+# Columns of probabilities in shared memory at a time: half of a step's.
+PART = KEYS // 2
+LOG2E = 1.4426950408889634
+
+# A maximum of nothing; finite, so that differences of it are not NaN.
+NOTHING = -1e30
+
+# Lines of the integer array that describes a slot.
+COUNT, BEGIN, DIAGONAL, END = range(4)
+
+# Scores' peak, sum of exponentials, output: what a warpgroup keeps per query.
+Carry = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def mla_prefill(
+    q: jax.Array,
+    k: jax.Array,
+    k_rope: jax.Array,
+    v: jax.Array,
+    limits: jax.Array,
+    *,
+    scale: float,
+    interpret: Any = None,
+) -> list[jax.Array]:
+    """Attention of every query over one block of rows.
+
+    Args:
+        q: [B, T, N, 192] bf16, T a multiple of 128.
+        k: [B, L, N, 128] bf16, L a multiple of 128. Rows that no query sees must be finite.
+        k_rope: [B, L, 64] bf16, shared by the heads.
+        v: [B, L, N, 128] bf16.
+        limits: [4, B] int32: queries that count; b, d and e: query t sees the rows from b up to d + t, only
+            below e.
+        scale: factor of the scores.
+        interpret: parameters of Pallas' interpreter, or None.
+
+    Returns:
+        Outputs [B, T, N, 128] bf16 and log2 of their sums of exponentials, [B, N, T] float32.
+    """
+    slots, length, heads, _ = q.shape
+    wg = Warpgroup(interpreted=interpret is not None)
+
+    def kernel(
+        q_ref: Ref, k_ref: Ref, rope_ref: Ref, v_ref: Ref, limits_ref: Ref, out_ref: Ref, lse_ref: Ref,
+        q_s: Ref, q_rope_s: Ref, k_s: Ref, k_rope_s: Ref, v_s: Ref, probs_s: Ref, lse_s: Ref,
+        q_ready: Ref, k_ready: Ref, v_ready: Ref, k_freed: Ref, v_freed: Ref,
+    ) -> None:  # fmt: skip
+        # The last queries have the most keys: they start first.
+        tile = length // QUERIES - 1 - lax.axis_index("tile")
+        head, slot = lax.axis_index("head"), lax.axis_index("slot")
+        count, begin = limits_ref[COUNT, slot], limits_ref[BEGIN, slot]
+        diagonal, end = limits_ref[DIAGONAL, slot], limits_ref[END, slot]
+        seen = jnp.minimum(end, diagonal + jnp.minimum(count, (tile + 1) * QUERIES))
+        steps = jnp.where(tile * QUERIES < count, lax.div(jnp.maximum(seen, 0) + (KEYS - 1), KEYS), 0)
+
+        def copy() -> None:
+            for half in range(COMPUTE):
+                mine = pl.ds(tile * QUERIES + half * ROWS, ROWS)
+                plgpu.copy_gmem_to_smem(
+                    q_ref.at[slot, mine, head, pl.ds(0, NOPE)], q_s.at[half], q_ready.at[half]
+                )
+                plgpu.copy_gmem_to_smem(
+                    q_ref.at[slot, mine, head, pl.ds(NOPE, ROPE)], q_rope_s.at[half], q_ready.at[half]
+                )
+
+            def step(i: jax.Array, _: None) -> None:
+                stage, rows = lax.rem(i, STAGES), pl.ds(i * KEYS, KEYS)
+                pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(k_freed.at[stage]))
+                plgpu.copy_gmem_to_smem(k_ref.at[slot, rows, head], k_s.at[stage], k_ready.at[stage])
+                plgpu.copy_gmem_to_smem(rope_ref.at[slot, rows], k_rope_s.at[stage], k_ready.at[stage])
+                pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(v_freed.at[stage]))
+                plgpu.copy_gmem_to_smem(v_ref.at[slot, rows, head], v_s.at[stage], v_ready.at[stage])
+
+            lax.fori_loop(0, steps, step, None)
+
+            def drain(i: jax.Array, _: None) -> None:
+                plgpu.barrier_wait(k_freed.at[lax.rem(i, STAGES)])
+                plgpu.barrier_wait(v_freed.at[lax.rem(i, STAGES)])
+
+            lax.fori_loop(jnp.maximum(steps - STAGES, 0), steps, drain, None)
+
+        def compute(half: int) -> None:
+            mine = pl.ds(tile * QUERIES + half * ROWS, ROWS)
+            last = diagonal + tile * QUERIES + half * ROWS  # row that the first query sees last
+
+            def masked(i: jax.Array, s: jax.Array) -> jax.Array:
+                row = wg.iota((ROWS, KEYS), 1) + i * KEYS
+                seen = (row >= begin) & (row < end) & (row <= wg.iota((ROWS, KEYS), 0) + last)
+                return jnp.where(seen, s, -jnp.inf)
+
+            def step(i: jax.Array, carry: Carry) -> Carry:
+                peak, total, acc = carry
+                stage = lax.rem(i, STAGES)
+                plgpu.barrier_wait(k_ready.at[stage])
+                s = wg.product(
+                    (ROWS, KEYS),
+                    lambda: (q_s.at[half], k_s.at[stage]),
+                    lambda: (q_rope_s.at[half], k_rope_s.at[stage]),
+                )
+                plgpu.barrier_arrive(k_freed.at[stage])
+                s = s * (scale * LOG2E)
+                at_edge = ((i + 1) * KEYS > jnp.minimum(end, last + 1)) | (i * KEYS < begin)
+                s = lax.cond(at_edge, lambda s: masked(i, s), lambda s: s, s)
+                new = jnp.maximum(peak, s.max(axis=1))
+                decay = jnp.exp2(peak - new)
+                probs = jnp.exp2(s - per_row(new, KEYS))
+                total = total * decay + probs.sum(axis=1)
+                probs = probs.astype(q.dtype)
+                acc = acc * per_row(decay, VALUE)
+                for part in range(KEYS // PART):
+                    columns = slice(part * PART, (part + 1) * PART)
+                    probs_s[half, :, :] = probs[:, columns]
+                    plgpu.commit_smem()
+                    if part == 0:
+                        plgpu.barrier_wait(v_ready.at[stage])
+                    rows = pl.ds(part * PART, PART)
+                    acc = wg.accumulated(acc, lambda rows=rows: (probs_s.at[half], v_s.at[stage, rows]))
+                plgpu.barrier_arrive(v_freed.at[stage])
+                return new, total, acc
+
+            plgpu.barrier_wait(q_ready.at[half])
+            carry = wg.full((ROWS,), NOTHING), wg.full((ROWS,), 0.0), wg.full((ROWS, VALUE), 0.0)
+            peak, total, acc = lax.fori_loop(0, steps, step, carry)
+            total = jnp.maximum(total, 1e-30)
+            # The queries are not read any more: the output leaves through their memory.
+            q_s[half, :, :] = (acc * per_row(1 / total, VALUE)).astype(q.dtype)
+            lse_s[half, :] = peak + jnp.log2(total)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(q_s.at[half], out_ref.at[slot, mine, head])
+            plgpu.copy_smem_to_gmem(lse_s.at[half], lse_ref.at[slot, head, mine])
+            plgpu.wait_smem_to_gmem(0)
+
+        role = lax.axis_index("warpgroup")
+
+        @pl.when(role == COMPUTE)
+        def _() -> None:
+            plgpu.set_max_registers(24, action="decrease")
+            copy()
+
+        for half in range(COMPUTE):
+
+            @pl.when(role == half)
+            def _(half: int = half) -> None:
+                plgpu.set_max_registers(240, action="increase")
+                compute(half)
+
+    tiles = operand_tiles(q.dtype)
+    run = plgpu.kernel(
+        kernel,
+        out_type=[
+            jax.ShapeDtypeStruct((slots, length, heads, VALUE), q.dtype),
+            jax.ShapeDtypeStruct((slots, heads, length), jnp.float32),
+        ],
+        scratch_types=[
+            plgpu.SMEM((COMPUTE, ROWS, NOPE), q.dtype, transforms=tiles),
+            plgpu.SMEM((COMPUTE, ROWS, ROPE), q.dtype, transforms=tiles),
+            plgpu.SMEM((STAGES, KEYS, NOPE), q.dtype, transforms=tiles),
+            plgpu.SMEM((STAGES, KEYS, ROPE), q.dtype, transforms=tiles),
+            plgpu.SMEM((STAGES, KEYS, VALUE), q.dtype, transforms=tiles),
+            plgpu.SMEM((COMPUTE, ROWS, PART), q.dtype, transforms=tiles),
+            plgpu.SMEM((COMPUTE, ROWS), jnp.float32),
+            plgpu.Barrier(num_barriers=COMPUTE, num_arrivals=2),
+            plgpu.Barrier(num_barriers=STAGES, num_arrivals=2),
+            plgpu.Barrier(num_barriers=STAGES),
+            plgpu.Barrier(num_barriers=STAGES, num_arrivals=COMPUTE),
+            plgpu.Barrier(num_barriers=STAGES, num_arrivals=COMPUTE),
+        ],
+        grid=(length // QUERIES, heads, slots),
+        grid_names=("tile", "head", "slot"),
+        num_threads=COMPUTE + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    return run(q, k, k_rope, v, limits)
