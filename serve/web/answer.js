@@ -9,6 +9,8 @@ const ENDS = {
   abort: "ended by the server",
 };
 
+const LOOKS = { chat: "", text: "verbatim" };
+
 function element(name, className, text = "") {
   const made = document.createElement(name);
   made.className = className;
@@ -26,8 +28,8 @@ export class Answer {
   #drafts = null; // the server's count of them, at the end
   #end = "";
 
-  constructor(log) {
-    this.element = element("article", "answer");
+  constructor(log, mode) {
+    this.element = element("article", `answer ${LOOKS[mode]}`);
     this.element.setAttribute("aria-label", "Answer");
     this.element.setAttribute("aria-busy", "true"); // read out once, at its end
     this.element.append(this.#body, this.#figures);
@@ -97,7 +99,7 @@ export class Answer {
     const figures = [
       [meter.tokens, (n) => `${n} token${n === 1 ? "" : "s"}`],
       [meter.rate, (rate) => `${rate.toFixed(1)} tokens/s`],
-      [meter.firstAfter, (ms) => `first after ${ms.toFixed(0)} ms`],
+      [meter.firstAfter, (ms) => `first token after ${ms.toFixed(0)} ms`],
       [meter.acceptanceLength, (length) => `acceptance length ${length.toFixed(2)}`],
       [this.#drafts, (d) => `${d.num_accepted_draft_tokens} of ${d.num_draft_tokens} drafts accepted`],
       [this.#end || null, (end) => end],
@@ -108,8 +110,8 @@ export class Answer {
 }
 
 /** A prompt, as it was sent. */
-export function promptElement(text) {
-  const made = element("article", "prompt text", text);
+export function promptElement(text, mode) {
+  const made = element("article", `prompt text ${LOOKS[mode]}`, text);
   made.setAttribute("aria-label", "Prompt");
   return made;
 }

@@ -45,9 +45,10 @@ function send() {
   const prompt = $("prompt").value;
   if (running || !prompt.trim() || !optionsAreValid()) return;
   $("prompt").value = "";
-  const shown = promptElement(prompt);
+  const mode = options.mode.value;
+  const shown = promptElement(prompt, mode);
   $("log").append(shown);
-  const exchange = { mode: options.mode.value, prompt, answer: null, shown };
+  const exchange = { mode, prompt, answer: null, shown };
   exchanges.push(exchange);
   answer(exchange);
 }
@@ -61,7 +62,7 @@ function regenerate() {
 async function answer(exchange) {
   const path = exchange.mode === "text" ? "v1/completions" : "v1/chat/completions";
   const controller = new AbortController();
-  exchange.answer = new Answer($("log"));
+  exchange.answer = new Answer($("log"), exchange.mode);
   setRunning(controller);
   keepEndInView(true);
   try {
@@ -155,7 +156,7 @@ async function connect() {
     options.speculate.disabled = !deepest;
     options.speculate.checked &&= deepest > 0;
     options.depth.max = deepest;
-    options.depth.placeholder = info.adaptive_depth ? `adaptive, up to ${deepest}` : deepest;
+    options.depth.placeholder = info.adaptive_depth ? `0 to ${deepest}` : deepest;
     showMode();
     showSpeculation();
   } catch (error) {
