@@ -245,6 +245,7 @@ class AsyncLLM:
         try:
             make = partial(self._job, prompt, params, options)
             slow = callable(prompt) or (isinstance(prompt, str) and len(prompt) > _SHORT_PROMPT)
+            slow |= params.structured is not None
             job = await self.off_loop(make) if slow else make()
             self.admission.correct(place, params.n * len(job.parts[0].request.prompt))
             self._check_running()

@@ -88,7 +88,7 @@ def _retry(seconds: float) -> dict[str, str]:
 def _of_validation(error: ValidationError) -> ApiError:
     """The first thing that is wrong: where, what is expected, what was got."""
     first = error.errors(include_url=False, include_context=False)[0]
-    path = [str(part) for part in first["loc"]]
+    path = [str(part) for part in first["loc"] if " " not in str(part)]
     got = ""
     if first["type"] not in ("missing", "value_error"):
         text = to_json(first["input"], fallback=lambda _: "?", inf_nan_mode="constants").decode(

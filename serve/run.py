@@ -51,11 +51,19 @@ def serve(
     Returns the exit status.
     """
     _raise_file_limit()
+    server = Server(allm, settings, ready, reporter)
+    asyncio.run(server.serve(sockets=[listener]))
+    status = 0 if allm.error is None and server.started else 1
+    if allm.warming:
+        os._exit(status)  # rather than wait for programs that nobody will run
+    return status
 
+
+def _config(allm: AsyncLLM, settings: Settings, reporter: Reporter | None) -> uvicorn.Config:
     class Protocol(_Protocol):
         seconds = settings.body_seconds
 
-    config = uvicorn.Config(
+    return uvicorn.Config(
         make_app(allm, settings, reporter),
         http=Protocol,
         ws="none",
@@ -67,21 +75,19 @@ def serve(
         h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
         timeout_graceful_shutdown=int(settings.drain_seconds) + 1,
     )
-    server = Server(config, allm, settings, ready)
-    asyncio.run(server.serve(sockets=[listener]))
-    status = 0 if allm.error is None and server.started else 1
-    if allm.warming:
-        os._exit(status)  # rather than wait for programs that nobody will run
-    return status
 
 
 class Server(uvicorn.Server):
     """Drains on the first SIGTERM or SIGINT, leaves at once on the second, and ends when the engine fails."""
 
     def __init__(
-        self, config: uvicorn.Config, allm: AsyncLLM, settings: Settings, ready: Callable[[], None]
+        self,
+        allm: AsyncLLM,
+        settings: Settings,
+        ready: Callable[[], None],
+        reporter: Reporter | None = None,
     ) -> None:
-        super().__init__(config)
+        super().__init__(_config(allm, settings, reporter))
         self._allm, self._settings, self._ready = allm, settings, ready
         self._asked = asyncio.Event()
 

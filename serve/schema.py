@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from mtp_jax import RequestError, SamplingParams, StructuredOutput
 from serve.settings import SpecMetrics
@@ -18,6 +18,31 @@ _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _TokenIds = Annotated[list[_TokenId], Field(min_length=1, max_length=2**20)]
 _Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 _Ids = Annotated[list[_TokenId], Field(max_length=_MOST_IDS)]
+
+
+def _form(value: Any) -> str:
+    """Which form of a field that has several, so that errors are about what was meant."""
+    return "a list" if isinstance(value, list) else "a string"
+
+
+def _prompt_form(value: Any) -> str:
+    inner = {str: "a list of strings", list: "a list of lists"}
+    if not isinstance(value, list):
+        return "a string"
+    return inner.get(type(value[0]), "a list of ids") if value else "a list of ids"
+
+
+_Stops = Annotated[
+    Annotated[_Stop, Tag("a string")] | Annotated[list[_Stop], Field(max_length=_MOST_STOPS), Tag("a list")],
+    Discriminator(_form),
+]
+_Prompts = Annotated[
+    Annotated[_Text, Tag("a string")]
+    | Annotated[_TokenIds, Tag("a list of ids")]
+    | Annotated[list[_Text], Field(max_length=MAX_PROMPTS), Tag("a list of strings")]
+    | Annotated[list[_TokenIds], Field(max_length=MAX_PROMPTS), Tag("a list of lists")],
+    Discriminator(_prompt_form),
+]
 
 
 class Body(BaseModel):
@@ -90,10 +115,7 @@ class Sampling(Body):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    stop: (
-        Annotated[_Stop | Annotated[list[_Stop], Field(max_length=_MOST_STOPS)], Field(union_mode="smart")]
-        | None
-    ) = None
+    stop: _Stops | None = None
     stop_token_ids: _Ids | None = None
     ignore_eos: bool | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -132,8 +154,6 @@ class Sampling(Body):
             "skip_special_tokens", "include_stop_str_in_output",
         )  # fmt: skip
         given: dict[str, Any] = {name: v for name in same if (v := getattr(self, name)) is not None}
-        if structured := self._structured():
-            given["structured"] = structured
         return SamplingParams(
             **given,
             max_tokens=max_tokens,
@@ -142,6 +162,7 @@ class Sampling(Body):
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             num_speculative_tokens=self._depth(),
+            structured=self._structured(),
         )
 
     def _depth(self) -> int | None:
@@ -168,10 +189,7 @@ class Sampling(Body):
 class CompletionBody(Sampling):
     """/v1/completions."""
 
-    prompt: Annotated[
-        _Text | _TokenIds | Annotated[list[_Text | _TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)],
-        Field(union_mode="smart"),
-    ]
+    prompt: _Prompts
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
@@ -206,11 +224,16 @@ class TextPart(Body):
     text: _Text
 
 
+_Content = Annotated[
+    Annotated[_Text, Tag("a string")] | Annotated[list[TextPart], Tag("a list")], Discriminator(_form)
+]
+
+
 class Message(Body):
     """A turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: _Text | list[TextPart] | None = None
+    content: _Content | None = None
     name: _Name | None = None
     reasoning: _Text | None = None
     reasoning_content: _Text | None = None

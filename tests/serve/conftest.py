@@ -1,52 +1,164 @@
-"""One tiny model behind the whole application, for all tests of a process."""
+"""One tiny model behind one server, on a real socket, for all tests of a process."""
 
+import asyncio
 import shutil
-from collections.abc import Iterator
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
-from starlette.testclient import TestClient
 
 from mtp_jax import LLM, AsyncLLM
 from serve.app import make_app
+from serve.run import Server, listen
 from serve.settings import Settings
 from tests import tiny_tokenizer
 
 RIGGED = Path(__file__).parent.parent / "golden" / "rigged" / "model"
-SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 256, "page_size": 16, "prefill_chunk": 64}
-# The template of a model that thinks when told to, and has tokens for it.
+# Few buckets: every executable costs seconds.
+SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 252, "page_size": 16, "prefill_chunk": 16}
+# The template of a model that thinks when told to.
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
     "{% if thinking is defined and thinking %}<think>{% endif %}"
 )
 
 
+@dataclass
+class Running:
+    """A server in a thread of its own."""
+
+    allm: AsyncLLM
+    settings: Settings
+    url: str
+    loop: asyncio.AbstractEventLoop
+    uvicorn: Server
+    thread: threading.Thread
+
+    def client(self, **options: Any) -> httpx2.Client:
+        return httpx2.Client(base_url=self.url, timeout=60, **options)
+
+    def variant(self, **settings: Any) -> "Variant":
+        """Another application in front of the same engine."""
+        return Variant(self, Settings("tiny", **settings))
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Run a function on the event loop."""
+
+        async def run() -> Any:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(60)
+
+    def stop(self) -> None:
+        self.call(lambda: setattr(self.uvicorn, "should_exit", True))
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+
+
+class Variant:
+    """Requests to an application with other settings, without a socket, on the server's event loop."""
+
+    def __init__(self, running: Running, settings: Settings) -> None:
+        self._loop = running.loop
+        self._app: Any = make_app(running.allm, settings)
+
+    def request(self, method: str, path: str, host: str = "127.0.0.1", **options: Any) -> httpx2.Response:
+        async def send() -> httpx2.Response:
+            transport = httpx2.ASGITransport(self._app, raise_app_exceptions=False)
+            async with httpx2.AsyncClient(transport=transport, base_url=f"http://{host}") as client:
+                return await client.request(method, path, **options)
+
+        return asyncio.run_coroutine_threadsafe(send(), self._loop).result(60)
+
+    def get(self, path: str, **options: Any) -> httpx2.Response:
+        return self.request("GET", path, **options)
+
+    def post(self, path: str, **options: Any) -> httpx2.Response:
+        return self.request("POST", path, **options)
+
+
+def start(llm: LLM, limits: dict[str, int] | None = None, **settings: Any) -> Running:
+    """A server of its own; stop it at the end."""
+    options = Settings("tiny", port=0, **settings)
+    listener = listen(options)
+    allm = AsyncLLM(llm, **(limits or {}))
+    loop, ready = asyncio.new_event_loop(), threading.Event()
+    uvicorn = Server(allm, options, ready.set)
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(uvicorn.serve([listener]))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert ready.wait(600)
+    return Running(allm, options, url_of(listener), loop, uvicorn, thread)
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{host}:{port}"
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The rigged golden checkpoint with a tokenizer of one token per character."""
-    folder = tmp_path_factory.mktemp("served") / "model"
+    folder = tmp_path_factory.mktemp("served") / "tiny"
     shutil.copytree(RIGGED, folder)
     return tiny_tokenizer.write(folder, 160, TEMPLATE)
 
 
 @pytest.fixture(scope="session")
-def llm(model: Path) -> LLM:
-    """Compiled programs stay with it, so that every server of a process shares them."""
+def compiled(model: Path) -> LLM:
+    """An LLM whose compiled programs all others share. Only the server may generate with it."""
     return LLM(model, compile_cache=None, **SIZES)
 
 
 @pytest.fixture(scope="session")
-def client(llm: LLM) -> Iterator[TestClient]:
-    """Speaks to the application without a socket."""
-    with serving(llm) as client:
+def server(compiled: LLM) -> Iterator[Running]:
+    """The server that most tests ask."""
+    running = start(compiled, spec_metrics="none")
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="session")
+def client(server: Running) -> Iterator[httpx2.Client]:
+    """Asks the server over its socket."""
+    with server.client() as client:
         yield client
 
 
-def serving(llm: LLM, limits: dict[str, int] | None = None, **settings: Any) -> TestClient:
-    """A client of a server of its own; enter it. The LLM must not be served by another meanwhile."""
-    allm = AsyncLLM(llm, **(limits or {}))
-    app = make_app(allm, Settings("tiny", **settings))
-    client = TestClient(app, "http://127.0.0.1", raise_server_exceptions=False)
-    client.allm = allm  # type: ignore[attr-defined]
-    return client
+@pytest.fixture
+def fresh(model: Path, compiled: LLM, server: Running) -> LLM:
+    """Another LLM of the same sizes, to compare with or to break, with the programs of the server."""
+    del server
+    other = LLM(model, compile_cache=None, **SIZES)
+    other.engine.executables = compiled.engine.executables
+    return other
+
+
+@pytest.fixture(autouse=True)
+def idle_at_the_end(request: pytest.FixtureRequest) -> Iterator[None]:
+    """R3: after every test, nothing waits and every page is free or reusable."""
+    yield
+    if "server" in request.fixturenames or "client" in request.fixturenames:
+        running: Running = request.getfixturevalue("server")
+        engine = running.allm.llm.engine
+        wait_until(lambda: not engine.busy and running.allm.live == 0)
+        assert engine.stats().pages_used == 0
+        assert (running.allm.admission.requests, running.allm.admission.tokens) == (0, 0)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    ended = threading.Event()
+    for _ in range(int(seconds / 0.01)):
+        if condition():
+            return
+        ended.wait(0.01)
+    raise AssertionError("it did not come about")

@@ -1,0 +1,314 @@
+"""/v1/completions: what comes back is what LLM.generate gives, in OpenAI's shapes."""
+
+import json
+from typing import Any
+
+import httpx2
+import pytest
+
+from mtp_jax import LLM, SamplingParams
+from serve.schema import CompletionBody
+
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
+def post(
+    client: httpx2.Client, status: int = 200, path: str = "/v1/completions", **body: Any
+) -> dict[str, Any]:
+    response = client.post(path, json={"prompt": "abc", "max_tokens": 24, **body})
+    assert response.status_code == status, response.text
+    return response.json()
+
+
+def events(client: httpx2.Client, path: str = "/v1/completions", **body: Any) -> list[dict[str, Any]]:
+    """The chunks of a streamed answer."""
+    body = {"prompt": "abc", "max_tokens": 24, "stream": True, **body}
+    if "messages" in body:
+        del body["prompt"]
+    response = client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *lines, done = response.text.strip().split("\n\n")
+    assert done == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def texts(chunks: list[dict[str, Any]]) -> dict[int, str]:
+    joined: dict[int, str] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            joined[choice["index"]] = joined.get(choice["index"], "") + choice["text"]
+    return joined
+
+
+def test_greedy_equals_the_engine(client, fresh: LLM):
+    expected = fresh.generate("abc", SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))[0]
+    answer = post(client, **GREEDY, return_token_ids=True)
+    (choice,) = answer["choices"]
+    assert choice["text"] == expected.outputs[0].text
+    assert choice["token_ids"] == expected.outputs[0].token_ids
+    assert expected.speculation.acceptance_length > 1.5
+    assert answer["object"] == "text_completion"
+    assert answer["id"].startswith("cmpl-")
+    assert answer["model"] == "tiny"
+    assert choice["finish_reason"] == "length"
+    assert answer["usage"]["prompt_tokens"] == 3
+    assert answer["usage"]["completion_tokens"] == 24
+    assert answer["usage"]["total_tokens"] == 27
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_depth_changes_nothing_but_speed(client, depth):
+    asked = {"enabled": depth > 0, "max_tokens": depth, "metrics": "detailed"}
+    answer = post(client, **GREEDY, speculative=asked)
+    assert answer["choices"][0]["text"] == post(client, **GREEDY)["choices"][0]["text"]
+    metrics = answer["metrics"]["speculative_decoding"]
+    assert set(metrics["per_step_drafted"]) == ({depth} if depth else set())
+    if depth:
+        steps, accepted = metrics["num_spec_steps"], metrics["num_accepted_draft_tokens"]
+        assert metrics["mean_acceptance_length"] == 1 + accepted / steps > 1.3
+        assert sum(metrics["acceptance_histogram"]) == steps == len(metrics["per_step_accepted"])
+        assert metrics["acceptance_histogram_by_draft_length"] == {
+            str(depth): metrics["acceptance_histogram"][: depth + 1]
+        }
+        assert metrics["num_spec_tokens"] == 3
+
+
+def test_metrics_are_opt_in_and_of_one_completion(client):
+    assert "metrics" not in post(client)
+    assert post(client, n=2, speculative={"metrics": "summary"})["metrics"] == {"speculative_decoding": None}
+
+
+def test_streamed_text_equals_the_whole(client):
+    whole = post(client, **GREEDY)["choices"][0]["text"]
+    chunks = events(client, **GREEDY)
+    assert texts(chunks) == {0: whole}
+    assert [c["choices"][0]["finish_reason"] for c in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert len({c["id"] for c in chunks}) == 1
+
+
+def test_usage_comes_last_when_asked_for(client):
+    *chunks, last = events(client, **GREEDY, stream_options={"include_usage": True})
+    assert all(c["usage"] is None for c in chunks)
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 24
+    assert all("usage" not in c for c in events(client, **GREEDY))
+    so_far = events(client, **GREEDY, stream_options={"include_usage": True, "continuous_usage_stats": True})
+    counts = [c["usage"]["completion_tokens"] for c in so_far]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1] == 24
+
+
+def test_several_prompts_and_completions(client, fresh: LLM):
+    prompts, params = ["abc", "wxyz"], SamplingParams(n=2, seed=7, max_tokens=9)
+    expected = [o.text for out in fresh.generate(prompts, params) for o in out.outputs]
+    body = {"prompt": prompts, "n": 2, "seed": 7, "max_tokens": 9}
+    answer = post(client, **body)
+    assert [c["index"] for c in answer["choices"]] == [0, 1, 2, 3]
+    assert [c["text"] for c in answer["choices"]] == expected
+    assert texts(events(client, **body)) == dict(enumerate(expected))
+    assert answer["usage"]["prompt_tokens"] == 7
+    assert answer["usage"]["completion_tokens"] == sum(
+        len(o.token_ids) for out in fresh.generate(prompts, params) for o in out.outputs
+    )
+
+
+def test_a_stop_string_is_held_back_across_chunks(client):
+    text = post(client, **GREEDY)["choices"][0]["text"]
+    stop = text[9:13]
+    expected = text[: text.index(stop)]
+    answer = post(client, **GREEDY, stop=[stop, "not in it"])
+    assert answer["choices"][0]["text"] == expected
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    chunks = events(client, **GREEDY, stop=stop)
+    assert texts(chunks) == {0: expected}
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    kept = post(client, **GREEDY, stop=stop, include_stop_str_in_output=True)
+    assert kept["choices"][0]["text"] == expected + stop
+
+
+def test_a_stop_token_ends_the_output(client):
+    ids = post(client, **GREEDY, return_token_ids=True)["choices"][0]["token_ids"]
+    answer = post(client, **GREEDY, stop_token_ids=[ids[7]], return_token_ids=True)["choices"][0]
+    assert answer["token_ids"] == ids[: ids.index(ids[7]) + 1]
+    assert answer["finish_reason"] == "stop"
+    longer = post(client, **GREEDY, stop_token_ids=[ids[7]], min_tokens=20, return_token_ids=True)["choices"][
+        0
+    ]
+    assert len(longer["token_ids"]) >= 20
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_with_echo_cover_the_whole_text(client, stream):
+    body = {**GREEDY, "logprobs": 2, "echo": True, "max_tokens": 8}
+    if stream:
+        choices = [c["choices"][0] for c in events(client, **body)]
+        choice: dict[str, Any] = {"text": "".join(c["text"] for c in choices)}
+        parts = [c["logprobs"] for c in choices]
+        choice["logprobs"] = {key: [value for p in parts for value in p[key]] for key in parts[0]}
+    else:
+        (choice,) = post(client, **body)["choices"]
+    scores = choice["logprobs"]
+    assert "".join(scores["tokens"]) == choice["text"]
+    assert choice["text"].startswith("abc")
+    assert scores["token_logprobs"][0] is None
+    assert all(p <= 0 for p in scores["token_logprobs"][1:])
+    assert len(scores["token_logprobs"]) == 3 + 8
+    assert [len(t) for t in scores["top_logprobs"][3:]] == [2] * 8
+    ends = [*scores["text_offset"][1:], len(choice["text"])]
+    assert [choice["text"][a:b] for a, b in zip(scores["text_offset"], ends, strict=True)] == scores["tokens"]
+    for token, score, top in list(
+        zip(scores["tokens"], scores["token_logprobs"], scores["top_logprobs"], strict=True)
+    )[1:]:
+        assert top[token] == score
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_max_tokens_0_scores_a_prompt(client, stream):
+    body = {"prompt": "hello", "echo": True, "logprobs": 0, "max_tokens": 0}
+    if stream:
+        (chunk,) = events(client, **body)
+        choice = chunk["choices"][0]
+    else:
+        answer = post(client, **body)
+        choice = answer["choices"][0]
+        assert answer["usage"]["completion_tokens"] == 0
+    assert choice["text"] == "hello"
+    assert choice["finish_reason"] == "length"
+    assert len(choice["logprobs"]["token_logprobs"]) == 5
+
+
+def test_origins_tell_drafted_from_corrected_tokens(client):
+    body = {**GREEDY, "return_token_origins": True, "speculative": {"metrics": "detailed"}}
+    answer = post(client, **body)
+    (choice,) = answer["choices"]
+    origins = choice["token_origins"]
+    assert "".join(t["text"] for t in origins) == choice["text"]
+    steps = answer["metrics"]["speculative_decoding"]["per_step_accepted"]
+    expected = [False, *(flag for a in steps for flag in [True] * a + [False])]
+    assert [t["drafted"] for t in origins] == expected[: len(origins)]
+    assert 0 < sum(t["drafted"] for t in origins) < len(origins)
+    streamed = [t for c in events(client, **body) for t in c["choices"][0]["token_origins"]]
+    assert streamed == origins
+
+
+def test_defaults_are_openais(client):
+    answer = client.post("/v1/completions", json={"prompt": "abc", "ignore_eos": True}).json()
+    assert answer["usage"]["completion_tokens"] == 16
+    long = client.post(
+        "/v1/completions", json={"prompt": [5, 6, 7], "ignore_eos": True, "max_tokens": 10**6}
+    ).json()
+    assert long["usage"]["total_tokens"] == 252
+
+
+def test_every_option_reaches_the_engine():
+    """Those with the engine's own names, and those that are called otherwise."""
+    same = {
+        "n": 2,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "min_tokens": 2,
+        "stop": ["x"],
+        "stop_token_ids": [3],
+        "ignore_eos": True,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.2,
+        "repetition_penalty": 1.1,
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
+    }
+    mapped = {"seed": -1, "logit_bias": {"5": 1.5}, "speculative": {"max_tokens": 2}}
+    params = CompletionBody.model_validate({"prompt": "a", **same, **mapped}).params(9, 1, 2)
+    expected = SamplingParams(
+        **same,
+        max_tokens=9,
+        logprobs=1,
+        prompt_logprobs=2,
+        seed=2**32 - 1,
+        logit_bias={5: 1.5},
+        num_speculative_tokens=2,
+    )
+    assert params == expected
+
+
+def test_logit_bias_and_penalties_change_the_text(client):
+    ids = post(client, **GREEDY, return_token_ids=True)["choices"][0]["token_ids"]
+    biased = post(client, **GREEDY, logit_bias={str(ids[0]): -100}, return_token_ids=True)
+    assert biased["choices"][0]["token_ids"][0] != ids[0]
+
+
+def test_unknown_fields_are_warned_of(client):
+    body = {"prompt": "abc", "max_tokens": 2, "user": "me", "nothing": None, "speculative": {"depth": 3}}
+    response = client.post("/v1/completions", json=body)
+    assert response.headers["warning"] == '299 mtp-jax "ignored: user, speculative.depth"'
+    assert "warning" not in client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).headers
+
+
+def test_unknown_fields_are_refused_when_strict(server):
+    strict = server.variant(strict=True)
+    answer = strict.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2, "typo": 1})
+    assert answer.status_code == 400
+    assert answer.json()["error"] == {
+        "message": "unknown field typo; leave it out",
+        "type": "invalid_request_error",
+        "param": "typo",
+        "code": "unknown_field",
+    }
+    assert strict.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({"temperature": 3}, "temperature", "less than or equal to 2; got 3"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"best_of": 2}, "best_of", "value of n"),
+        ({"suffix": "x"}, "suffix", "not supported"),
+        ({"max_tokens": 0}, "max_tokens", "echo"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "stream = true"),
+        ({"logit_bias": {"a": 1}}, None, "token id"),
+        ({"logit_bias": {"100000": 1}}, None, "logit_bias names token 100000"),
+        ({"prompt": [7, 1000]}, None, "token 1000"),
+        ({"prompt": "a" * 500}, None, "500 tokens"),
+        ({"min_tokens": 30}, None, "above max_tokens"),
+        ({"speculative": {"max_tokens": 9}}, None, "the engine's is 3"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            None,
+            "not both",
+        ),
+    ],
+)
+def test_wrong_options_say_what_to_change(client, body, param, says):
+    error = post(client, 400, **body)["error"]
+    assert says in error["message"]
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+
+
+def test_another_model_does_not_exist(client):
+    error = post(client, 404, model="other")["error"]
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+    assert post(client, model="tiny")["choices"]
+
+
+def test_structured_output_keeps_speculation(client):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 2]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    body = {"temperature": 0, "max_tokens": 64, "response_format": wanted}
+    answer = post(client, **body, speculative={"metrics": "summary"})
+    assert json.loads(answer["choices"][0]["text"])["a"] in (1, 2)
+    plain = post(client, **body, speculative={"enabled": False})
+    assert plain["choices"][0]["text"] == answer["choices"][0]["text"]
+    assert answer["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
+    for kind, allowed in (({"regex": "[ab]{3}"}, None), ({"choice": ["yes", "no"]}, ("yes", "no"))):
+        text = post(client, temperature=0, structured_outputs=kind)["choices"][0]["text"]
+        assert text in allowed if allowed else (len(text) == 3 and set(text) <= {"a", "b"})

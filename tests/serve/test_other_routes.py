@@ -1,0 +1,136 @@
+"""/generate, /server_info, /tokenize, /v1/models and the rest."""
+
+import json
+from itertools import pairwise
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from mtp_jax import SamplingParams
+
+
+def test_generate_in_sglangs_shape(client, fresh):
+    expected = fresh.generate("abc", SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))[
+        0
+    ].outputs[0]
+    sampling = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True}
+    body = {
+        "text": "abc",
+        "sampling_params": sampling,
+        "lora_path": None,
+        "return_logprob": False,
+        "logprob_start_len": -1,
+    }
+    answer = client.post("/generate", json=body).json()
+    assert answer["text"] == expected.text
+    assert answer["output_ids"] == expected.token_ids
+    meta = answer["meta_info"]
+    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (3, 20)
+    assert meta["spec_accept_length"] > 1.5
+    assert meta["finish_reason"] == {"type": "length", "length": 20}
+    lines = client.post("/generate", json={**body, "stream": True}).text.strip().split("\n\n")
+    assert lines[-1] == "data: [DONE]"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    texts = [c["text"] for c in chunks]
+    assert texts[-1] == expected.text
+    assert all(b.startswith(a) for a, b in pairwise(texts))
+    by_ids = client.post("/generate", json={"input_ids": [68, 69, 70], "sampling_params": sampling}).json()
+    assert by_ids["output_ids"] == expected.token_ids
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"text": "a", "input_ids": [1]}, {"text": "a", "return_logprob": True}, {"input_ids": [160]}]
+)
+def test_generate_refuses(client, body):
+    assert client.post("/generate", json=body).status_code == 400
+
+
+def test_server_info_has_what_sglangs_client_reads(client):
+    client.post("/v1/completions", json={"prompt": "abc", "temperature": 0, "ignore_eos": True})
+    info = client.get("/server_info").json()
+    assert info["internal_states"][0]["avg_spec_accept_length"] > 1
+    assert info["num_speculative_tokens"] == 3
+
+
+def test_the_prefix_cache_is_told_and_flushed(client):
+    def cached() -> int:
+        answer = client.post("/v1/completions", json={"prompt": "z" * 100, "max_tokens": 2}).json()
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert client.post("/flush_cache").json() == {"success": True}
+    assert cached() == 0
+    assert cached() >= 96 - 16
+    client.post("/flush_cache")
+    assert cached() == 0
+
+
+def test_tokenize_and_detokenize(client):
+    answer = client.post("/tokenize", json={"prompt": "abc", "return_token_strs": True}).json()
+    assert answer == {"count": 3, "max_model_len": 252, "tokens": [68, 69, 70], "token_strs": ["a", "b", "c"]}
+    assert client.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": "abc"}
+    chat = client.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]}).json()
+    assert client.post("/detokenize", json={"tokens": chat["tokens"]}).json() == {
+        "prompt": "user: hi\nassistant:"
+    }
+    assert client.post("/tokenize", json={"neither": 1}).status_code == 400
+
+
+def test_models_and_version(client):
+    (model,) = client.get("/v1/models").json()["data"]
+    assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 252)
+    assert client.get("/v1/models/tiny").json() == model
+    assert client.get("/v1/models/other").status_code == 404
+    assert client.get("/version").json()["version"]
+
+
+def test_health_and_ready(client):
+    assert client.get("/health").json() == {"status": "ok"}
+    assert client.get("/ready").json() == {"status": "ready"}
+
+
+def test_unknown_routes_and_methods_are_openai_errors(client):
+    assert client.get("/nothing").json()["error"]["type"] == "not_found_error"
+    wrong = client.get("/v1/completions")
+    assert wrong.status_code == 405
+    assert wrong.json()["error"]["message"] == "Method Not Allowed"
+
+
+def values(client) -> dict[str, float]:
+    """Every sample of /metrics, summed over labels other than position and finished_reason."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(client.get("/metrics").text):
+        for sample in family.samples:
+            extra = [v for k, v in sample.labels.items() if k in ("position", "finished_reason", "depth")]
+            name = ":".join([sample.name, *extra])
+            found[name] = found.get(name, 0) + sample.value
+    return found
+
+
+def test_metrics_count_what_happened(client):
+    before = values(client)
+    body = {"prompt": "abc", "temperature": 0, "ignore_eos": True, "max_tokens": 30}
+    answer = client.post("/v1/completions", json={**body, "speculative": {"metrics": "detailed"}}).json()
+    after = values(client)
+
+    def grown(name: str) -> float:
+        return after.get(name, 0) - before.get(name, 0)
+
+    told = answer["metrics"]["speculative_decoding"]
+    assert grown("vllm:spec_decode_num_drafts_total") == told["num_spec_steps"]
+    assert grown("vllm:spec_decode_num_draft_tokens_total") == told["num_draft_tokens"]
+    assert grown("vllm:spec_decode_num_accepted_tokens_total") == told["num_accepted_draft_tokens"] > 0
+    by_position = [sum(a > i for a in told["per_step_accepted"]) for i in range(3)]
+    per_pos = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert [grown(f"{per_pos}:{i}") for i in range(3)] == by_position
+    assert grown("vllm:prompt_tokens_total") == 3
+    assert grown("vllm:generation_tokens_total") == 30
+    assert grown("vllm:request_success_total:length") == 1
+    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_prefill_time"):
+        assert grown(f"vllm:{name}_seconds_count") == 1
+    assert grown("vllm:request_generation_tokens_sum") == 30
+    first = grown("vllm:time_to_first_token_seconds_sum")
+    assert 0 < first < grown("vllm:e2e_request_latency_seconds_sum")
+    assert 0 < grown("vllm:inter_token_latency_seconds_count") < 30
+    steps = sum(v - before.get(k, 0) for k, v in after.items() if k.startswith("mtp_jax:steps_total"))
+    assert steps >= told["num_spec_steps"]
+    assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
