@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels_pallas.grouped_matmul import mosaic_gpu as grouped
-from kernels_pallas.grouped_matmul.layout import one_group
 from kernels_pallas.grouped_matmul.tile import Tile
 
 
@@ -32,8 +31,7 @@ def fp8_matmul(
     Raises:
         ValueError: for dtypes and sizes that the tile does not fit.
     """
-    groups = one_group(x.shape[0] // tile.rows)
     out = grouped.grouped_matmul(
-        x, w[None], x_scale, w_scale[None], groups.tile_group, groups.active, tile=tile, interpret=interpret
+        x, w[None], x_scale, w_scale[None], None, None, tile=tile, interpret=interpret
     )
     return out if tile.splits == 1 else (out[0].sum(axis=0).astype(jnp.bfloat16),)

@@ -60,9 +60,3 @@ def _rank(ids: Int[Array, " p"]) -> Int[Array, " p"]:
     starts = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])
     first = jax.lax.cummax(jnp.where(starts, index, 0))
     return jnp.zeros_like(index).at[order].set(index - first)
-
-
-def one_group(tiles: int) -> Groups:
-    """Tiles of rows that all belong to group 0."""
-    nothing = jnp.zeros(0, jnp.int32)
-    return Groups(nothing, nothing, jnp.zeros(tiles, jnp.int32), jnp.full(1, tiles, jnp.int32))

@@ -1,34 +1,27 @@
 """Products of experts and linear layers: oracles, layout, and what the interpreter finds."""
 
-import sys
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.checking.case import Case
 from kernels_pallas.fp8_matmul import api as fp8
 from kernels_pallas.fp8_matmul.cases import cases as fp8_cases
 from kernels_pallas.grouped_matmul import api, mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.cases import cases as grouped_cases
 from kernels_pallas.grouped_matmul.layout import group_rows
 from kernels_pallas.grouped_matmul.tile import Tile
+from tests.kernels.interpreter import distance, interpret, notices, without
 
 CASES = {c.name: c for c in (*grouped_cases(), *fp8_cases())}
 SMALL = [name for name, case in CASES.items() if case.small]
 # One of each way through the kernel; the others are slow.
 FAST = ("grouped_matmul/small-gated", "fp8_matmul/small-split")
 needs_interpreter = pytest.mark.skipif(
-    not hasattr(plgpu, "InterpretGPUParams"), reason="Pallas interprets these kernels from jax 0.11 on"
+    jax.__version_info__ < (0, 11), reason="Pallas interprets these kernels from jax 0.11 on"
 )
-
-
-def distance(got, expected) -> float:
-    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
-    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
 
 
 def random_fp8(key, shape):
@@ -148,33 +141,18 @@ def test_tiles_that_do_not_fit_are_refused(tile, match):
         mosaic_gpu.grouped_matmul(x, w, jnp.ones((2, 64)), jnp.ones((1, 1, 1, 2)), one, one, tile=tile)
 
 
-def interpreted(case: Case) -> tuple[bool, list[float]]:
-    """Whether the interpreter finds races, and the distance of every output from the reference."""
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas_call
-
-    inputs = case.inputs(jax.random.key(4))
-    gpu_callbacks.reset_gpu_interpret_mode_state()
-    try:
-        out = case.kernel(*inputs, interpret=plgpu.InterpretGPUParams(detect_races=True))
-        expected = case.reference(*inputs)
-        distances = [distance(a, b) for a, b in zip(out, expected, strict=True)]
-        return interpret_pallas_call.get_races().races_found, distances
-    finally:
-        gpu_callbacks.reset_gpu_interpret_mode_state()
-
-
 @needs_interpreter
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in SMALL])
 def test_kernels_equal_their_reference_without_races(name):
-    races, distances = interpreted(CASES[name])
-    assert not races
-    assert max(distances) < 3e-3
+    run = interpret(CASES[name])
+    assert not run.races
+    assert run.distance < 3e-3
 
 
-# What a warpgroup waits for, by the function that waits.
+# What a warpgroup waits for: the operation, and the end of the name of the function that waits.
 WAITS = {
-    "the ring is free again": ("barrier_wait", "_Walk.load.<locals>.one_tile"),
-    "the ring is full": ("barrier_wait", "_Walk.scaled_sums"),
+    "the ring is free again": ("barrier_wait", "step.<locals>.<lambda>"),
+    "the ring is full": ("barrier_wait", "_Walk.scaled_sums.<locals>.step"),
     "the other half of a row": ("barrier_wait", "_Walk.store_quantised"),
     "the tile before is written": ("wait_smem_to_gmem", "_Walk.store"),
     "values are visible to copies": ("commit_smem", "_Walk.store"),
@@ -185,18 +163,6 @@ WAITS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("what", WAITS)
 def test_a_missing_wait_is_noticed(what, monkeypatch, capfd):
-    operation, where = WAITS[what]
-    original = getattr(plgpu, operation)
-
-    def without(*args, **kwargs):
-        if not sys._getframe(1).f_code.co_qualname.startswith(where):
-            original(*args, **kwargs)
-
-    monkeypatch.setattr(plgpu, operation, without)
-    try:
-        races, distances = interpreted(CASES["grouped_matmul/small-gated"])
-        noticed = races or not max(distances) < 3e-3
-    except jax.errors.JaxRuntimeError as e:  # a barrier went on before anybody waited for it
-        noticed = "barrier" in str(e).lower()
-    assert noticed
+    without(monkeypatch, *WAITS[what])
+    assert notices(CASES["grouped_matmul/small-gated"])
     capfd.readouterr()  # every race is printed
