@@ -68,7 +68,7 @@ def test_streams_with_and_without_a_grammar(llm):
 
 def test_a_bad_schema_is_refused_before_anything_is_generated(llm):
     bad = SamplingParams(structured=StructuredOutput(json_schema={"type": "date"}))
-    with pytest.raises(RequestError, match="prompt 1: .*Invalid type: date"):
+    with pytest.raises(RequestError, match=r"prompt 1: .*Invalid type: date"):
         llm.generate(["a", "b"], [GREEDY, bad])
     assert not llm.engine.busy
 
@@ -88,7 +88,7 @@ def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
     if kind == "pattern":
         return {"type": "string", "pattern": rng.choice(["^[a-z]{1,6}$", "^(x|yz){1,4}$", r"^\d{3}-\d{2}$"])}
     if kind == "date":
-        return {"type": "string", "format": rng.choice(["date", "time", "ipv4", "uuid"])}
+        return {"type": "string", "format": rng.choice(["date", "ipv4", "uuid"])}
     if kind == "enum":
         return {"enum": rng.sample(["red", "green", "été", 1, 2.5, None, True, 'a "b"\n'], rng.randint(1, 5))}
     if kind == "const":
@@ -112,16 +112,18 @@ def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
 def test_two_hundred_random_schemas():
     rng = random.Random(0)
     schemas = [
-        {"type": "object", "properties": {"it": random_schema(rng)}, "required": ["it"]} for _ in range(200)
+        {
+            "type": "object",
+            "properties": {"it": random_schema(rng)},
+            "required": ["it"],
+            "additionalProperties": False,
+        }
+        for _ in range(200)
     ]
-    for s in schemas:
-        s["additionalProperties"] = False
     begin = ["# The record as JSON:\n", "import json\n\nDATA = ", "def f():\n    return ", "x = "]
     prompts = [begin[i % 4] for i in range(200)]
-    params = [
-        SamplingParams(temperature=0, max_tokens=900, structured=StructuredOutput(json_schema=s))
-        for s in schemas
-    ]
+    wanted = [StructuredOutput(json_schema=s) for s in schemas]
+    params = [SamplingParams(temperature=0, max_tokens=900, structured=w) for w in wanted]
     llm = LLM(max_model_len=1000)
     deep, plain = (each.generate(prompts, params) for each in (llm, llm.without_speculation()))
     for schema, a, b in zip(schemas, deep, plain, strict=True):
