@@ -15,7 +15,7 @@ from mtp_jax.commands import show
 from tests import golden, tiny_tokenizer
 
 SIZES = ["--max-model-len", "96", "--page-size", "16", "--prefill-chunk", "16", "--max-num-seqs", "2"]
-SIZES += ["--no-compile-cache", "--ignore-eos"]
+SIZES += ["--no-compile-cache", "--ignore-eos", "--fixed-depth"]
 EXPECTED = golden.expected("rigged")
 PROMPT = EXPECTED["input_ids"].tolist()
 IDS = ",".join(map(str, PROMPT))
@@ -168,6 +168,11 @@ def test_compare(run, model):
     assert speed.endswith("x, same tokens")
     assert end.startswith("end to end: ")
     assert counts.startswith("24 tokens, medians of 2 alternating runs; drafts accepted ")
+
+    adaptive = [a for a in argv if a != "--fixed-depth"]
+    speed = run(*adaptive)[1].splitlines()[-3]
+    assert speed.startswith("depth 0 to 3: ")
+    assert speed.endswith("x, same tokens")
 
     status, out, _ = run(*argv, "--json")
     result = json.loads(out)

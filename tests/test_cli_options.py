@@ -12,6 +12,8 @@ import pytest
 import mtp_jax.llm
 from mtp_jax import LLM, SamplingParams, cli
 from mtp_jax.commands import options
+from mtp_jax.errors import RequestError
+from mtp_jax.grammar import StructuredOutput
 from tests import golden
 
 V3 = golden.model_dir("v3")
@@ -37,6 +39,10 @@ SAMPLING = {
     "--prompt-logprobs 2": ("prompt_logprobs", 2),
     "--no-skip-special-tokens": ("skip_special_tokens", False),
     "--include-stop-str-in-output --stop a": ("include_stop_str_in_output", True),
+    """--json-schema {"type":"null"}""": ("structured", StructuredOutput('{"type":"null"}')),
+    "--json-object": ("structured", StructuredOutput(json_object=True)),
+    "--regex [a-z]+": ("structured", StructuredOutput(regex="[a-z]+")),
+    "--choice a --choice b": ("structured", StructuredOutput(choice=["a", "b"])),
 }
 ENGINE = {
     "--draft-model d": ("draft_model", Path("d")),
@@ -51,6 +57,8 @@ ENGINE = {
     "--prefill-chunk 32": ("prefill_chunk", 32),
     "--drafting greedy --temperature 1": ("drafting", "greedy"),
     "--verifier rejection --temperature 1": ("verifier", "rejection"),
+    "--no-prefix-cache": ("prefix_cache", False),
+    "--fixed-depth": ("adaptive_depth", False),
     "--compile-cache c": ("compile_cache", Path("c")),
     "--no-compile-cache": ("compile_cache", None),
 }
@@ -94,7 +102,7 @@ def test_engine_options(argv, expected, monkeypatch):
     given = opened_with(monkeypatch, *argv.split())
     got = dict(given[name].shape) if name == "mesh" else given[name]
     assert got == value
-    assert value != defaults[name]
+    assert value != (True if name == "adaptive_depth" else defaults[name])
     assert given["model"] == Path("m")
 
 
@@ -119,6 +127,14 @@ def test_there_is_an_option_for_everything_and_a_test_for_every_option():
 def test_defaults():
     params = options.sampling_params(parse())
     assert params == SamplingParams(temperature=0, max_tokens=128)
+
+
+def test_a_schema_may_come_from_a_file(tmp_path):
+    (tmp_path / "schema.json").write_text('{"type": "integer"}')
+    params = options.sampling_params(parse("--json-schema", f"@{tmp_path}/schema.json"))
+    assert params.structured == StructuredOutput('{"type": "integer"}')
+    with pytest.raises(RequestError, match=r"--json-schema @nowhere.json: .*No such file"):
+        options.sampling_params(parse("--json-schema", "@nowhere.json"))
 
 
 class Typed(io.TextIOWrapper):

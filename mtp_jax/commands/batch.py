@@ -37,11 +37,6 @@ def register(subparsers: Subparsers) -> None:
     parser.add_argument("target", type=Path, metavar="OUT", help="JSON lines; appended to")
     add_engine(parser)
     parser.add_argument(
-        "--fixed-depth",
-        action="store_true",
-        help="draft --num-speculative-tokens in every step (default: at most so many, as is fastest)",
-    )
-    parser.add_argument(
         "--served-model-name", metavar="NAME", help='the "model" of requests (default: its folder\'s name)'
     )
     parser.add_argument(
@@ -62,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     batch.finished(args.target)  # what is wrong with it is said before the model is loaded
     name = args.served_model_name or model_dir(args).resolve().name
     report = reporter(args)
-    llm = open_llm(args, report, _SLOTS, adaptive_depth=not args.fixed_depth)
+    llm = open_llm(args, report, _SLOTS)
     from mtp_jax.async_llm import AsyncLLM
 
     # What is in memory is bounded by --in-flight, so the queue need not be.

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from mtp_jax.commands import show
-from mtp_jax.commands.options import ready
+from mtp_jax.commands.options import depth, ready
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.progress import Reporter
 
@@ -24,7 +24,7 @@ class Measured:
     """Medians over the runs of one side.
 
     Attributes:
-        depth: drafts per step.
+        depth: drafts per step, or the most of them.
         tokens_per_second: after the first token; 0.0 with fewer than two tokens.
         first_token: seconds from the request to its first token.
         finished: seconds from the request to its end.
@@ -70,7 +70,9 @@ def compare(
         }
         show.write(json.dumps(result | {"output": show.as_json(runs[0][-1])}, ensure_ascii=False) + "\n")
     else:
-        show.write("\n" + _lines(fast, slow, runs, _verdict(tokens, same, llm.engine.config.dtype)))
+        show.write(
+            "\n" + _lines(depth(llm), fast, slow, runs, _verdict(tokens, same, llm.engine.config.dtype))
+        )
     return 1 if same is False and llm.engine.config.dtype == "float32" else 0
 
 
@@ -84,13 +86,13 @@ def _measured(llm: "LLM", outputs: "list[RequestOutput]") -> Measured:
     )
 
 
-def _lines(fast: Measured, slow: Measured, runs: "list[list[RequestOutput]]", verdict: str) -> str:
+def _lines(name: str, fast: Measured, slow: Measured, runs: "list[list[RequestOutput]]", verdict: str) -> str:
     rate, end = _ratio(fast.tokens_per_second, slow.tokens_per_second), _ratio(slow.finished, fast.finished)
     counts = [len(outputs[-1].outputs[0].token_ids) for outputs in runs]
     many = f"{counts[0]}" if counts[0] == counts[1] else f"{counts[0]} and {counts[1]}"
     accepted = "; ".join(show.speculation(runs[0][-1].speculation)[1:])
     return (
-        f"depth {fast.depth}: {fast.tokens_per_second:.0f} tokens/s, acceptance length "
+        f"{name}: {fast.tokens_per_second:.0f} tokens/s, acceptance length "
         f"{fast.acceptance_length:.2f} | depth 0: {slow.tokens_per_second:.0f} tokens/s | "
         f"{rate:.2f}x, {verdict}\n"
         f"end to end: {fast.finished:.3f} s, first token after {fast.first_token * 1000:.0f} ms | "

@@ -1,4 +1,4 @@
-"""The options that `generate` and `chat` share: one per field of SamplingParams and per argument of LLM.
+"""The options that commands share: one per field of SamplingParams and per argument of LLM.
 
 Every default is None, "not given", so that the Python API alone decides what an option left out means.
 """
@@ -11,6 +11,7 @@ from mtp_jax.commands.parser import Parser, biases, integers, mesh_shape
 from mtp_jax.demo import demo_model
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import ConfigError, RequestError
+from mtp_jax.grammar import StructuredOutput
 from mtp_jax.progress import Reporter, Silent, Terminal
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ SAMPLING = (
     "prompt_logprobs",
     "skip_special_tokens",
     "include_stop_str_in_output",
+    "structured",
 )
 ENGINE = (
     "draft_model",
@@ -49,10 +51,12 @@ ENGINE = (
     "prefill_chunk",
     "drafting",
     "verifier",
+    "prefix_cache",
+    "adaptive_depth",
     "compile_cache",
 )
 _NEED_TEMPERATURE = ("top_p", "top_k", "min_p", "seed", "drafting", "verifier")
-_NEED_DRAFTS = ("draft_model", "num_nextn_layers", "drafting", "verifier")
+_NEED_DRAFTS = ("draft_model", "num_nextn_layers", "drafting", "verifier", "fixed_depth")
 _MOST_SLOTS = 8
 
 
@@ -89,6 +93,12 @@ def add_sampling(parser: Parser, max_tokens: int, several: bool) -> None:
         default=None,
         help="show special tokens in the text",
     )
+    group = parser.add_argument_group("structured output", "one of these at most")
+    shape = group.add_mutually_exclusive_group().add_argument
+    shape("--json-schema", metavar="SCHEMA", help="answer with JSON of this JSON Schema: its text, or @FILE")
+    shape("--json-object", action="store_true", help="answer with any JSON object")
+    shape("--regex", metavar="REGEX", help="answer with text that this expression matches as a whole")
+    shape("--choice", action="append", metavar="TEXT", help="answer with one of these texts; repeat it")
     if several:
         add("-n", "--n", type=int, metavar="N", help="completions per prompt (default: 1)")
         add("--logprobs", type=int, metavar="N", help="print log-probabilities, of N alternatives as well")
@@ -103,7 +113,14 @@ def add_engine(parser: Parser) -> None:
     add = parser.add_argument_group("model and engine").add_argument
     add("--draft-model", type=Path, metavar="DIR", help="NextN layers exported to a directory of their own")
     add("--num-nextn-layers", type=int, metavar="N", help="NextN layers to load (default: all)")
-    add("--num-speculative-tokens", type=int, metavar="K", help="drafts per step (default: 3; 0: off)")
+    add("--num-speculative-tokens", type=int, metavar="K", help="most drafts per step (default: 3; 0: off)")
+    add(
+        "--fixed-depth",
+        dest="adaptive_depth",
+        action="store_false",
+        default=None,
+        help="draft as many in every step (default: as many as is fastest, by measurement)",
+    )
     add("--drafting", choices=("sampled", "greedy"), help="how drafts are chosen (default: sampled)")
     add("--verifier", choices=("block", "rejection"), help="how drafts are verified (default: block)")
     add(
@@ -122,6 +139,13 @@ def add_engine(parser: Parser) -> None:
     add("--page-size", type=int, metavar="N", help="tokens per page of the cache (default: 64)")
     add("--num-pages", type=int, metavar="N", help="pages of the cache (default: enough)")
     add("--prefill-chunk", type=int, metavar="N", help="most prompt tokens at a time (default: 256)")
+    add(
+        "--no-prefix-cache",
+        dest="prefix_cache",
+        action="store_false",
+        default=None,
+        help="do not keep the cache of past prompts",
+    )
     cache = parser.add_mutually_exclusive_group()
     cache.add_argument(
         "--compile-cache",
@@ -135,6 +159,7 @@ def add_engine(parser: Parser) -> None:
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """What the options ask for. Raises RequestError for bad values and for options without effect."""
+    args.structured = _structured(args)
     given = {name: value for name in SAMPLING if (value := getattr(args, name, None)) is not None}
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": args.default_max_tokens} | given)
     if params.temperature == 0:
@@ -151,16 +176,17 @@ def reporter(args: argparse.Namespace) -> Reporter:
     return Silent() if args.quiet else Terminal()
 
 
-def open_llm(args: argparse.Namespace, report: Reporter, completions: int, **more: Any) -> "LLM":
+def open_llm(args: argparse.Namespace, report: Reporter, completions: int) -> "LLM":
     """Load the model with slots for this many completions. Raises ConfigError or CheckpointError.
 
-    more: further arguments of LLM.
+    The depth is adaptive unless it is fixed: nobody who starts a command should be slower for its drafts.
     """
     with report.phase("import jax"):
         from mtp_jax.llm import LLM
         from mtp_jax.model.sharding import make_mesh
 
-    given: dict[str, Any] = more | {name: v for name in ENGINE if (v := getattr(args, name)) is not None}
+    given: dict[str, Any] = {name: v for name in ENGINE if (v := getattr(args, name)) is not None}
+    given.setdefault("adaptive_depth", True)
     data, _ = args.mesh or (1, 1)
     if args.mesh:
         given["mesh"] = make_mesh(*args.mesh)
@@ -180,9 +206,28 @@ def ready(report: Reporter, llm: "LLM") -> None:
     pages = llm.engine.pages * llm.engine.shards
     report.ready(
         f"{c.num_hidden_layers} layers and {layers} in {engine.dtype}, "
-        f"depth {engine.num_speculative_tokens}, cache for {pages * engine.page_size:,} tokens, "
+        f"{depth(llm)}, cache for {pages * engine.page_size:,} tokens, "
         f"{engine.max_num_seqs} at a time"
     )
+
+
+def depth(llm: "LLM") -> str:
+    """How many drafts a step has: "depth 3" or "depth 0 to 3"."""
+    most, adaptive = llm.engine.config.num_speculative_tokens, llm.engine.config.adaptive_depth
+    return f"depth 0 to {most}" if adaptive and most else f"depth {most}"
+
+
+def _structured(args: argparse.Namespace) -> StructuredOutput | None:
+    """What the output must be. Raises RequestError."""
+    schema = args.json_schema
+    if schema and schema.startswith("@"):
+        try:
+            schema = Path(schema[1:]).read_text()
+        except (OSError, UnicodeDecodeError) as e:
+            raise RequestError(f"--json-schema {schema}: {e}") from e
+    if not (schema or args.json_object or args.regex or args.choice):
+        return None
+    return StructuredOutput(schema, args.json_object, args.regex, args.choice)
 
 
 def model_dir(args: argparse.Namespace) -> Path:
@@ -193,6 +238,7 @@ def model_dir(args: argparse.Namespace) -> Path:
 
 
 def _without_effect(args: argparse.Namespace, names: tuple[str, ...], when: str) -> None:
+    given = vars(args) | {"fixed_depth": None if args.adaptive_depth is None else True}
     for name in names:
-        if getattr(args, name) is not None:
+        if given[name] is not None:
             raise RequestError(f"--{name.replace('_', '-')} has no effect {when}, or leave it out")

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from mtp_jax.commands import show
-from mtp_jax.commands.options import add_engine, model_dir, open_llm, reporter
+from mtp_jax.commands.options import add_engine, depth, model_dir, open_llm, reporter
 from mtp_jax.commands.parser import Parser, Subparsers
 from mtp_jax.progress import Terminal
 
@@ -38,14 +38,7 @@ def register(subparsers: Subparsers) -> None:
     """Declare the subcommand."""
     parser = subparsers.add_parser("serve", help="serve a model over HTTP", description=_DESCRIPTION)
     add_engine(parser)
-    add = parser.add_argument_group("speculation and cache").add_argument
-    add(
-        "--fixed-depth",
-        action="store_true",
-        help="draft --num-speculative-tokens in every step (default: at most so many, as is fastest)",
-    )
-    add("--no-prefix-cache", action="store_true", help="do not keep the cache of past requests")
-    add(
+    parser.add_argument(
         "--per-request-spec-decode-metrics",
         dest="spec_metrics",
         choices=("none", "summary", "detailed"),
@@ -118,8 +111,7 @@ def run(args: argparse.Namespace) -> int:
     with report.phase("import server"):
         from serve.run import listen, serve
     with listen(settings) as listener:
-        more = {"adaptive_depth": not args.fixed_depth, "prefix_cache": not args.no_prefix_cache}
-        llm = open_llm(args, report, _SLOTS, **more)
+        llm = open_llm(args, report, _SLOTS)
         from mtp_jax.async_llm import AsyncLLM
 
         allm = AsyncLLM(llm, args.max_queued_requests, args.max_queued_tokens)
@@ -143,11 +135,8 @@ def summary(allm: "AsyncLLM", settings: "Settings", address: str) -> str:
     c, tokens = engine.config, engine.pages * engine.shards * engine.config.page_size
     first, rest = engine.warm_up_keys()
     size = sum(a.nbytes for a in jax.tree.leaves(engine.params)) // 10**6
-    drafts = "no drafts"
-    if c.num_speculative_tokens:
-        layers = model.num_nextn_predict_layers
-        how = "adaptive, 0 to" if c.adaptive_depth else "always"
-        drafts = f"{layers} NextN layer{'s' * (layers != 1)}, depth {how} {c.num_speculative_tokens}"
+    layers = model.num_nextn_predict_layers
+    drafts = f"{layers} NextN layer{'s' * (layers != 1)}, {depth(allm.llm)}"
     keys = f"{len(settings.api_keys)} API key{'s' * (len(settings.api_keys) != 1)}"
     who = keys if settings.api_keys else "no API key"
     only = ", this computer only" if settings.is_loopback else ""
