@@ -56,9 +56,12 @@ def mla_decode(
     check(q, pages, rank)
     slots, window, heads, width = q.shape
     height = window * heads
-    splits = splits or choose_splits(slots * height // mosaic_gpu.rows_per_block(height), page_table.shape[1])
+    block = mosaic_gpu.rows_per_block(height)
+    blocks = height // block
+    splits = splits or choose_splits(slots * blocks, page_table.shape[1])
     rows = jnp.stack([visible.first, visible.length, visible.end(), visible.seen()])
-    ahead = jnp.repeat(visible.ahead, heads, axis=1)
+    ahead = jnp.repeat(visible.ahead, heads, axis=1).reshape(slots, blocks, block)
+    ahead = jnp.pad(ahead, ((0, 0), (0, 0), (0, mosaic_gpu.ROWS - block)))
     out, lse = mosaic_gpu.mla_decode(
         q.reshape(slots, height, width),
         pages,
@@ -69,6 +72,7 @@ def mla_decode(
         splits=splits,
         interpret=interpret,
     )
+    lse = lse[..., :block].reshape(splits, slots, height)
     mixed = out[0] if splits == 1 else merge(out, lse)
     return mixed.reshape(slots, window, heads, rank)
 

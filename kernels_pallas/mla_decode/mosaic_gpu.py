@@ -54,14 +54,15 @@ def mla_decode(
         page_table: [B, n] int32.
         rows: [4, B] int32: the first row, the end of those all tokens see, the end of those any token sees,
             and bits: which rows between the two ends some token sees.
-        ahead: [B, M] int32, bit i: this query row sees cached row ``length + i``.
+        ahead: [B, M / m, 64] int32, m of `rows_per_block`; the first m of a block: bit i is set if the query
+            row sees cached row ``length + i``.
         scale: factor of the scores.
         splits: parts that the rows are divided into.
         interpret: parameters of Pallas' interpreter, or None.
 
     Returns:
         Outputs [splits, B, M, 512] bf16, normalised per split, and log2 of their sums of exponentials,
-        [splits, B, M] float32.
+        [splits, B, M / m, 64] float32, in each block's first m.
     """
     slots, height, _ = q.shape
     count = rows_per_block(height)
@@ -84,7 +85,7 @@ def mla_decode(
 
         def copy() -> None:
             plgpu.copy_gmem_to_smem(q_ref.at[slot, mine], q_s.at[local], q_ready)
-            plgpu.copy_gmem_to_smem(ahead_ref.at[slot, mine], ahead_s.at[local], q_ready)
+            plgpu.copy_gmem_to_smem(ahead_ref.at[slot, block], ahead_s, q_ready)
 
             def step(i: jax.Array, _: None) -> None:
                 for buffer in range(COMPUTE):
@@ -169,7 +170,7 @@ def mla_decode(
             columns = pl.ds(half * HALF, HALF)
             plgpu.copy_smem_to_gmem(latent_s.at[half, half, local], out_ref.at[split, slot, mine, columns])
             if half == 0:
-                plgpu.copy_smem_to_gmem(decay_s.at[half, local], lse_ref.at[split, slot, mine])
+                plgpu.copy_smem_to_gmem(decay_s.at[half], lse_ref.at[split, slot, block])
             plgpu.wait_smem_to_gmem(0)
 
         def even_step(i: jax.Array, carry: Carry) -> Carry:
@@ -222,7 +223,7 @@ def mla_decode(
         kernel,
         out_type=[
             jax.ShapeDtypeStruct((splits, slots, height, RANK), q.dtype),
-            jax.ShapeDtypeStruct((splits, slots, height), jnp.float32),
+            jax.ShapeDtypeStruct((splits, *ahead.shape), jnp.float32),
         ],
         scratch_types=[
             plgpu.SMEM((ROWS, RANK + ROPE), q.dtype, transforms=tiles),

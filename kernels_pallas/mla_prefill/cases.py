@@ -49,7 +49,7 @@ def shapes() -> dict[str, Shape]:
         "heads128-chunk4k": Shape(128, 4096, (4096,), (0,)),
         "heads128-chunk1k-history8k": Shape(128, 1024, (1024,), (8192,)),
         "heads16-chunk8k": Shape(16, 8192, (8192,), (0,)),
-        "heads16-chunk1k-ragged": Shape(16, 1024, (1024, 700, 65, 1), (0, 4096, 100, 6000)),
+        "heads16-chunk1k-ragged": Shape(16, 1024, (1024, 700, 65, 1), (0, 4096, 100, 6143)),
         "heads16-chunk1k-history32k-blocks": Shape(16, 1024, (1024,), (32768,), block=8192),
     }
     return small | real

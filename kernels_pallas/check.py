@@ -1,0 +1,110 @@
+"""Check the kernels on a Hopper GPU: every case against its reference on random inputs, then its time.
+
+    python -m kernels_pallas.check [PATTERN] [--seed N] [--no-timing]
+    python -m kernels_pallas.check --dry-run      without a GPU: lowers every case and lists what would run
+
+The floor is the time that a case's bytes need at the memory's bandwidth, or its products at the tensor cores'
+rate: the longer one. Times are medians, with a cold cache, and include every launch of the operation.
+"""
+
+import argparse
+import secrets
+import sys
+
+import jax
+
+from kernels_pallas.checking.case import Case, UnavailableError
+from kernels_pallas.checking.device import RATES, Rates, rates
+from kernels_pallas.checking.lower import lower
+from kernels_pallas.checking.registry import cases
+from kernels_pallas.checking.timing import seconds
+from kernels_pallas.checking.verify import verify
+
+NEEDS_GPU = "the kernels need an NVIDIA GPU of the Hopper generation ({}); found {}. Without one: --dry-run"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run; 0 if every case agrees with its reference, 1 if not, 2 if nothing could be run."""
+    parser = argparse.ArgumentParser(
+        prog="python -m kernels_pallas.check",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("pattern", nargs="?", default="", help="only cases whose names contain this")
+    parser.add_argument("--dry-run", action="store_true", help="lower every case and list what would run")
+    parser.add_argument("--no-timing", action="store_true", help="compare with the references only")
+    parser.add_argument(
+        "--seed", type=int, default=secrets.randbits(31), help="of the inputs; default: a new one"
+    )
+    options = parser.parse_args(arguments)
+    chosen = cases(options.pattern)
+    if not chosen:
+        print(f"no case has {options.pattern!r} in its name", file=sys.stderr)
+        return 2
+    if options.dry_run:
+        return dry_run(chosen)
+    device = jax.devices()[0]
+    peak = rates(device.device_kind) if device.platform == "gpu" else None
+    if peak is None:
+        print(NEEDS_GPU.format(", ".join(RATES), device.device_kind), file=sys.stderr)
+        return 2
+    print(f"jax {jax.__version__} on {device.device_kind}, seed {options.seed}")
+    faults = [f for case in chosen for f in check(case, peak, options.seed, timed=not options.no_timing)]
+    print("\n".join(faults) or f"{len(chosen)} cases agree with their references")
+    return int(bool(faults))
+
+
+def dry_run(chosen: tuple[Case, ...]) -> int:
+    """Lower for CUDA and list the work, the floor on an H200 and the baselines."""
+    print(
+        f"jax {jax.__version__}; nothing runs: cases are lowered for an H200, listed with their floors there"
+    )
+    failed = 0
+    for case in chosen:
+        try:
+            calls = lower(case).count("@mosaic_gpu")
+            state = f"{calls} kernel{'s' * (calls != 1)}"
+        except Exception as e:
+            failed, state = failed + 1, f"DOES NOT LOWER: {type(e).__name__}: {e}"
+        floor = RATES["H200"].floor(case.work) * 1e6
+        amounts = (
+            f"{case.work.flops / 1e9:10.1f} GFLOP {case.work.bytes / 1e6:9.1f} MB  floor {floor:8.1f} us"
+        )
+        others = "" if case.small else f"  against {', '.join(case.baselines) or 'nothing'}"
+        print(f"{case.name:48} {amounts}  {state}{others}", flush=True)
+    print(f"{len(chosen) - failed} of {len(chosen)} cases lower for CUDA; none has been run")
+    return int(failed > 0)
+
+
+def check(case: Case, peak: Rates, seed: int, *, timed: bool) -> list[str]:
+    """Compare one case, time it, print its line, and list what is wrong."""
+    key = jax.random.key(seed)
+    try:
+        verdict = verify(case, key)
+    except Exception as e:  # one kernel that does not compile or run must not hide the others
+        print(f"{case.name:48} FAILED", flush=True)
+        return [f"{case.name}: {type(e).__name__}: {e}"]
+    line = f"{case.name:48} distance {verdict.distance:.1e}"
+    if timed and not case.small:
+        inputs = jax.jit(case.inputs)(key)
+        time = seconds(case.kernel, inputs)
+        line += f"  {time * 1e6:9.1f} us {case.work.flops / time / 1e12:6.1f} TFLOP/s"
+        line += f" {case.work.bytes / time / 1e9:7.0f} GB/s  floor / time {peak.floor(case.work) / time:4.0%}"
+        for name in case.baselines:
+            line += f"; {name} {baseline(case, name, inputs)}"
+    print(line, flush=True)
+    return [f"{case.name}: {fault}" for fault in verdict.faults(case.tolerance)]
+
+
+def baseline(case: Case, name: str, inputs: tuple) -> str:
+    """Time of a baseline, or why there is none."""
+    try:
+        return f"{seconds(case.baselines[name], inputs) * 1e6:.1f} us"
+    except UnavailableError as e:
+        return f"unavailable ({e})"
+    except Exception as e:  # a baseline that runs out of memory, say
+        return f"failed ({type(e).__name__}: {str(e).splitlines()[0][:100]})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""What a Hopper GPU can do at most."""
+
+from dataclasses import dataclass
+
+from kernels_pallas.checking.case import Work
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Peaks of one GPU.
+
+    Attributes:
+        bandwidth: of its memory, bytes/s, from the data sheet.
+        flops: of its tensor cores, by format, per second, as a large matrix product reaches them.
+    """
+
+    bandwidth: float
+    flops: dict[str, float]
+
+    def floor(self, work: Work) -> float:
+        """The shortest time in seconds that the work can take."""
+        return max(work.bytes / self.bandwidth, work.flops / self.flops[work.format])
+
+
+# The H200's bfloat16 rate is measured, 80 % of the data sheet's; the others are 80 % of theirs.
+_SXM = {"bf16": 790e12, "fp8": 1580e12}
+RATES = {
+    "H200": Rates(4.8e12, _SXM),
+    "H100": Rates(3.35e12, _SXM),
+    "H800": Rates(3.35e12, _SXM),
+    "H20": Rates(4.0e12, {"bf16": 118e12, "fp8": 236e12}),
+}
+
+
+def rates(kind: str) -> Rates | None:
+    """Of the GPU that calls itself ``kind``, "NVIDIA H200" for example; None if it is not known."""
+    words = kind.split()
+    return next((rates for name, rates in RATES.items() if name in words), None)

@@ -1,0 +1,50 @@
+"""Time of an operation on the device, its launches included, with nothing of its inputs in the cache."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels_pallas.checking.case import Inputs
+
+# Calls per measurement: one launch of a program costs the host more than a small kernel takes.
+CALLS = 10
+MEASUREMENTS = 7
+# Twice the second-level cache of an H200, in float32.
+_FLUSH = (2 * 50 * 2**20) // 4
+
+
+def seconds(function: Callable[..., Any], inputs: Inputs) -> float:
+    """Median time of one call."""
+    flush = jnp.zeros(_FLUSH, jnp.float32)
+    both, alone = jax.jit(repeated(function)), jax.jit(repeated(lambda *_: jnp.zeros(())))
+    return (median(both, inputs, flush) - median(alone, inputs, flush)) / CALLS
+
+
+def repeated(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A program of `CALLS` calls, one after the other, each after the cache has been overwritten."""
+
+    def program(inputs: Inputs, flush: jax.Array) -> tuple[Any, jax.Array]:
+        out = None
+        for _ in range(CALLS):
+            # Barriers keep the calls apart, in this order, and every one of them.
+            inputs, flush, out = lax.optimization_barrier((inputs, flush + 1, out))
+            out = function(*inputs)
+        return out, flush
+
+    return program
+
+
+def median(program: Callable[..., Any], *arguments: Any) -> float:
+    """Seconds that the program takes."""
+    jax.block_until_ready(program(*arguments))
+    found = []
+    for _ in range(MEASUREMENTS):
+        start = time.perf_counter()
+        jax.block_until_ready(program(*arguments))
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
