@@ -69,6 +69,7 @@ export class Answer {
   }
 
   #show(text, where) {
+    if (!text) return;
     for (const piece of this.#origins.take(text)) {
       const span = element("span", piece.drafted ? "drafted" : "", piece.text);
       if (piece.id !== undefined) span.title = `token ${piece.id}, ${piece.drafted ? "drafted" : "not drafted"}`;

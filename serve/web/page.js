@@ -6,6 +6,7 @@ import { serverInfo, stream } from "./api.js";
 const $ = (id) => document.getElementById(id);
 const options = $("options").elements;
 const narrow = matchMedia("(max-width: 55rem)");
+const touch = matchMedia("(hover: none)");
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
 
 let exchanges = []; // {mode, prompt, answer, shown}, in the order of the page
@@ -73,11 +74,12 @@ async function answer(exchange) {
     }
     exchange.answer.close();
   } catch (error) {
+    const follow = atEnd();
     exchange.answer.close(controller.signal.aborted ? "stopped" : "failed");
     if (!controller.signal.aborted) exchange.answer.fail(error.message);
+    keepEndInView(follow);
     if (error.status === 401) askForKey();
   }
-  keepEndInView(true);
   setRunning(null);
 }
 
@@ -99,7 +101,8 @@ function setRunning(controller) {
   $("regenerate").disabled = running !== null || !exchanges.length;
   $("clear").disabled = !exchanges.length;
   $("welcome").hidden = exchanges.length > 0;
-  if (document.activeElement === document.body) $("prompt").focus(); // the button in use has gone
+  // The button in use may have gone. On a phone, focus would bring up the keyboard over the answer.
+  if (document.activeElement === document.body && !touch.matches) $("prompt").focus();
 }
 
 /** A field of nonsense reads as empty, which must not pass for the server's choice. */

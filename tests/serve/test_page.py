@@ -1,0 +1,321 @@
+"""The chat page: its headers, and what it does in a real browser."""
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+import pytest
+from playwright.sync_api import Browser, Error, Locator, Page, Request, Route, expect, sync_playwright
+
+from mtp_jax import LLM
+from tests.serve.conftest import Running, start
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+browser_only = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
+Opener = Callable[..., Page]
+
+
+def test_nothing_comes_from_elsewhere_or_inline(client: httpx2.Client):
+    page = client.get("/")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    policy = dict(part.split(" ", 1) for part in page.headers["content-security-policy"].split("; "))
+    assert policy["default-src"] == "'none'"
+    assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+    assert policy["frame-ancestors"] == policy["base-uri"] == policy["form-action"] == "'none'"
+    assert policy["require-trusted-types-for"] == "'script'"
+    assert not re.search(r"<style|\sstyle=|\son\w+=|<script>|javascript:", page.text)
+    links = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+    assert len(links) >= 4
+    for link in links:
+        assert not urlsplit(link).netloc
+        asset = client.get(link)
+        assert asset.status_code == 200
+        assert asset.headers["content-security-policy"] == page.headers["content-security-policy"]
+
+
+def test_only_the_page_is_open_without_the_key(server: Running):
+    guarded = server.variant(api_keys=("k",))
+    assert guarded.get("/").status_code == guarded.get("/web/page.js").status_code == 200
+    for path in (
+        "/web",
+        "/web/",
+        "/web/index.html",
+        "/web/../server_info",
+        "/web//page.js",
+        "/server_info",
+    ):
+        assert guarded.get(path).status_code == 401, path
+    assert guarded.get("/", host="elsewhere.example").status_code == 403
+    assert guarded.post("/").status_code == 405
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def problems() -> list[str]:
+    """What the browser complains of. A test takes out what it provoked; anything left is a failure."""
+    return []
+
+
+@pytest.fixture
+def opened(chromium: Browser, server: Running, problems: list[str]) -> Iterator[Opener]:
+    """Opens the page, by default that of the shared server."""
+    contexts = []
+
+    def open_page(url: str = server.url, **options: Any) -> Page:
+        contexts.append(context := chromium.new_context(**options))
+        page = context.new_page()
+        page.on("console", lambda message: problems.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.goto(url)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert problems == []
+
+
+@pytest.fixture
+def slow_steps(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time to see an answer grow, and to stop it."""
+    engine = server.allm.llm.engine
+    step = engine.step
+
+    def slow() -> Any:
+        time.sleep(0.05)
+        return step()
+
+    monkeypatch.setattr(engine, "step", slow)
+
+
+def body_of(request: Request) -> dict[str, Any]:
+    return json.loads(request.post_data or "")
+
+
+def change_requests(page: Page, **fields: Any) -> None:
+    """Add to what the page sends."""
+
+    def change(route: Route) -> None:
+        route.continue_(post_data=json.dumps(body_of(route.request) | fields))
+
+    page.route("**/v1/**", change)
+
+
+def send(page: Page, text: str, **options: Any) -> Locator:
+    """Send a prompt greedily; returns the answer."""
+    for label, value in ({"Temperature": 0, "Max tokens": 40} | options).items():
+        page.get_by_label(label).fill(str(value))
+    prompt = page.get_by_role("textbox", name="Prompt")
+    prompt.fill(text)
+    prompt.press("Enter")
+    return page.locator(".answer").last
+
+
+def finished(page: Page) -> None:
+    expect(page.get_by_role("button", name="Stop")).to_be_hidden(timeout=60_000)
+
+
+def ask(client: httpx2.Client, path: str = "/v1/chat/completions", **body: Any) -> dict[str, Any]:
+    """What the API answers, asked for the same as ``send`` asks for."""
+    options = {
+        "temperature": 0,
+        "max_tokens": 40,
+        "ignore_eos": True,
+        "return_token_origins": True,
+        "speculative": {"metrics": "summary"},
+    }
+    return client.post(path, json=options | body).json()
+
+
+@browser_only
+@pytest.mark.usefixtures("slow_steps")
+def test_an_answer_grows_with_marks_and_figures(opened: Opener, client: httpx2.Client):
+    page = opened()
+    change_requests(page, ignore_eos=True)
+    answer = send(page, "abc")
+    text = answer.locator("> .text")
+    expect(text).not_to_be_empty()
+    early = text.text_content() or ""
+    finished(page)
+    expected = ask(client, messages=[{"role": "user", "content": "abc"}])
+    (choice,) = expected["choices"]
+    assert text.text_content() == choice["message"]["content"]
+    assert 0 < len(early) < len(choice["message"]["content"])
+
+    tokens = choice["token_origins"]
+    steps = sum(not token["drafted"] for token in tokens) - 1 + tokens[-1]["drafted"]
+    marks = text.locator("span").evaluate_all("spans => spans.map(s => s.className === 'drafted')")
+    assert marks == [token["drafted"] for token in tokens if token["text"]]
+    assert 0 < sum(marks) < len(marks)
+    colour = "span => getComputedStyle(span).backgroundColor"
+    assert text.locator(".drafted").first.evaluate(colour) != text.locator("span").first.evaluate(colour)
+
+    figures = answer.locator(".figures").inner_text()
+    shown = re.fullmatch(
+        r"40 tokens · (\d+\.\d) tokens/s · first token after (\d+) ms · acceptance length (\d\.\d\d)"
+        r" · (\d+) of (\d+) drafts accepted · most tokens reached",
+        figures,
+    )
+    assert shown, figures
+    drafts = expected["metrics"]["speculative_decoding"]
+    assert float(shown[1]) > 0
+    assert int(shown[2]) >= 50
+    assert float(shown[3]) == pytest.approx(39 / steps, abs=0.005)
+    assert float(shown[3]) > 1.5
+    assert [int(shown[4]), int(shown[5])] == [
+        drafts["num_accepted_draft_tokens"],
+        drafts["num_draft_tokens"],
+    ]
+
+
+@browser_only
+@pytest.mark.usefixtures("slow_steps")
+def test_stop_regenerate_go_on_and_clear(opened: Opener, server: Running):
+    page = opened()
+    change_requests(page, ignore_eos=True)
+    answer = send(page, "abc", **{"Max tokens": 200})
+    expect(answer.locator("> .text")).not_to_be_empty()
+    page.keyboard.press("Escape")
+    expect(answer.locator(".figures")).to_contain_text("stopped")
+    stopped = answer.locator("> .text").text_content() or ""
+    finished(page)
+    assert server.allm.llm.engine.stats().finished["abort"] >= 1  # the server has noticed, too
+    page.get_by_label("Max tokens").fill("8")
+    page.get_by_role("button", name="Regenerate").click()
+    finished(page)
+    expect(page.locator(".answer")).to_have_count(1)
+    expect(page.locator(".figures")).to_contain_text("8 tokens")
+    first = page.locator(".answer > .text").text_content() or ""
+    assert first.startswith(stopped[: len(first)])
+    with page.expect_request("**/v1/chat/completions") as sent:
+        send(page, "def", **{"Max tokens": 4})
+    assert body_of(sent.value)["messages"] == [
+        {"role": "user", "content": "abc"},
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "def"},
+    ]
+    finished(page)
+    page.get_by_role("button", name="Clear").click()
+    expect(page.locator("article")).to_have_count(0)
+    expect(page.get_by_role("textbox", name="Prompt")).to_be_focused()
+
+
+@browser_only
+def test_options_are_sent_as_set(opened: Opener):
+    page = opened()
+    options = {"Top p": 0.9, "Top k": 20, "Min p": 0.05, "Seed": 7, "Depth": 2, "Temperature": 0.5}
+    with page.expect_request("**/v1/chat/completions") as sent:
+        send(page, "abc", **{"Max tokens": 4}, **options)
+    body = body_of(sent.value)
+    set_to = {"top_p": 0.9, "top_k": 20, "min_p": 0.05, "seed": 7, "temperature": 0.5, "max_tokens": 4}
+    assert {name: body[name] for name in set_to} == set_to
+    assert body["speculative"] == {"metrics": "summary", "max_tokens": 2}
+    finished(page)
+    page.get_by_label("Draft with MTP").uncheck()
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.get_by_role("button", name="Regenerate").click()
+    assert body_of(sent.value)["speculative"] == {"metrics": "summary", "enabled": False}
+    finished(page)
+    expect(page.locator(".answer .drafted")).to_have_count(0)
+    expect(page.locator(".figures")).to_contain_text("acceptance length 1.00")
+
+
+@browser_only
+def test_what_a_model_writes_is_text_and_its_thoughts_fold(opened: Opener, problems: list[str]):
+    page = opened()
+    thought, markup = "<i>so</i>", "<img src=x onerror=alert(1)><script>alert(2)</script>"
+    change_requests(page, structured_outputs={"choice": [f"{thought}</think>{markup}"]})
+    page.get_by_label("Think first").check()
+    answer = send(page, "<b>abc</b>", **{"Max tokens": 200})
+    finished(page)
+    expect(page.locator(".prompt")).to_have_text("<b>abc</b>")
+    expect(answer.locator("> .text")).to_have_text(markup)
+    expect(answer.locator("details .text")).to_have_text(thought)
+    expect(answer.locator("details")).not_to_have_attribute("open", "")
+    assert page.locator("article").locator("b, i, img, script").count() == 0
+    assert answer.locator("span[title]").count() == len(thought) + len(markup)  # one token per character
+    with pytest.raises(Error, match="TrustedHTML"):
+        page.locator("#log").evaluate("log => { log.innerHTML = '<b>x</b>' }")
+    problems[:] = [p for p in problems if "TrustedHTML" not in p]
+
+
+@browser_only
+def test_without_a_chat_template_it_completes_text(
+    opened: Opener,
+    server: Running,
+    client: httpx2.Client,
+    problems: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    tokenizer = server.allm.llm.tokenizer
+    assert tokenizer is not None
+    monkeypatch.setattr(tokenizer._template, "sources", {})
+    page = opened()
+    change_requests(page, ignore_eos=True)
+    expect(page.get_by_label("Text completion")).to_be_checked()
+    expect(page.get_by_label("Chat", exact=True)).to_be_disabled()
+    answer = send(page, "abc")
+    finished(page)
+    expected = ask(client, "/v1/completions", prompt="abc")["choices"][0]["text"]
+    assert answer.locator("> .text").text_content() == expected
+
+    long = "a" * 300  # more than the model takes
+    answer = send(page, long)
+    refusal = ask(client, "/v1/completions", prompt=long)["error"]["message"]
+    expect(answer.get_by_role("alert")).to_have_text(refusal)
+    expect(page.get_by_role("button", name="Regenerate")).to_be_enabled()
+    assert "400" in problems.pop()
+
+
+@browser_only
+def test_the_key_is_asked_for(opened: Opener, fresh: LLM, problems: list[str]):
+    running = start(fresh, api_keys=("secret-key",))
+    try:
+        page = opened(running.url)
+        expect(page.locator("#notice")).to_contain_text("a valid API key is needed")
+        expect(page.get_by_label("API key")).to_be_focused()
+        assert "401" in problems.pop()
+        page.get_by_label("API key").fill("secret-key")
+        answer = send(page, "abc", **{"Max tokens": 4})
+        finished(page)
+        expect(page.locator("#notice")).to_be_hidden()
+        expect(page.locator("#model")).to_have_text("tiny")
+        expect(answer.locator("> .text")).not_to_be_empty()
+        assert page.evaluate("() => [localStorage.length, sessionStorage.length, document.cookie]") == [
+            0,
+            0,
+            "",
+        ]
+    finally:
+        running.stop()
+
+
+@browser_only
+def test_dark_light_and_narrow(opened: Opener):
+    page = opened(color_scheme="dark", viewport={"width": 360, "height": 640})
+
+    def brightness() -> int:
+        colour = page.locator("body").evaluate("body => getComputedStyle(body).backgroundColor")
+        return sum(map(int, re.findall(r"\d+", colour)[:3])) // 3
+
+    assert brightness() < 64
+    page.get_by_role("button", name="Dark or light").click()
+    assert brightness() > 192
+    page.reload()
+    assert brightness() > 192
+    expect(page.get_by_role("complementary", name="Settings")).to_be_hidden()
+    page.get_by_role("button", name="Settings").click()
+    expect(page.get_by_label("Temperature")).to_be_visible()
+    assert page.evaluate("() => document.documentElement.scrollWidth") == 360
