@@ -57,8 +57,7 @@ class GenerateBody(Body):
 async def generate(server: Server, request: Request) -> Response:
     """The route."""
     body = await read(server.settings, request, GenerateBody)
-    prompt = body.text if body.text is not None else body.input_ids
-    assert prompt is not None
+    prompt = body.text if body.text is not None else body.input_ids or []
     streams = await submit(server, body.sampling_params or Sampling(), [prompt], body.params())
     name = uuid.uuid4().hex
 

@@ -74,7 +74,8 @@ class Guard:
         origin = headers.get(b"origin").decode("latin-1").lower()
         if origin and _netloc(origin) != host:
             return ApiError(403, "requests from pages of other origins are refused")
-        public = scope["path"] in PAGE_PATHS  # where the key is entered
+        reads = scope["method"] in ("GET", "HEAD")
+        public = reads and scope["path"] in PAGE_PATHS  # where the key is entered
         if self._keys and not public and not self._knows(headers.get(b"authorization")):
             hint = {"WWW-Authenticate": "Bearer"}
             return ApiError(

@@ -1,6 +1,7 @@
 """One tiny model behind one server, on a real socket, for all tests of a process."""
 
 import asyncio
+import json
 import shutil
 import socket
 import threading
@@ -20,7 +21,7 @@ from tests import tiny_tokenizer
 
 RIGGED = Path(__file__).parent.parent / "golden" / "rigged" / "model"
 # Few buckets: every executable costs seconds.
-SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 252, "page_size": 16, "prefill_chunk": 16}
+SIZES: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 252, "page_size": 16, "prefill_chunk": 16}
 # The template of a model that thinks when told to.
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
@@ -110,6 +111,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The rigged golden checkpoint with a tokenizer of one token per character."""
     folder = tmp_path_factory.mktemp("served") / "tiny"
     shutil.copytree(RIGGED, folder)
+    # S3: a checkpoint may name code of its own; nothing here may ever import it.
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {name: f"modeling.{name}" for name in ("AutoConfig", "AutoModelForCausalLM")}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "modeling.py").write_text(f"open({str(folder / 'imported')!r}, 'w')\n")
     return tiny_tokenizer.write(folder, 160, TEMPLATE)
 
 
@@ -141,6 +147,22 @@ def fresh(model: Path, compiled: LLM, server: Running) -> LLM:
     other = LLM(model, compile_cache=None, **SIZES)
     other.engine.executables = compiled.engine.executables
     return other
+
+
+@pytest.fixture
+def gated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[LLM], threading.Event]]:
+    """Makes an engine wait in every step until the event it returns is set."""
+    gates: list[threading.Event] = []
+
+    def gate(llm: LLM) -> threading.Event:
+        step, opened = llm.engine.step, threading.Event()
+        monkeypatch.setattr(llm.engine, "step", lambda: opened.wait(60) and step())
+        gates.append(opened)
+        return opened
+
+    yield gate
+    for opened in gates:
+        opened.set()
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,284 @@
+"""Each promise of reliability that concerns the server is a test named after its row (R1 to R14).
+
+R3, pages return after every kind of end, is checked after every test (``idle_at_the_end``).
+"""
+
+import asyncio
+import json
+import signal
+from typing import Any
+
+import httpx2
+import pytest
+
+from mtp_jax import ConfigError, SamplingParams
+from mtp_jax.admission import Admission
+from mtp_jax.jobs import Part
+from serve.settings import Settings
+from serve.watchdog import STUCK_STATUS, Watchdog
+from tests.serve.conftest import Running, start, wait_until
+
+GREEDY = {"prompt": "abc", "temperature": 0, "ignore_eos": True, "max_tokens": 24}
+LONG = {**GREEDY, "max_tokens": 240}
+
+
+def many(server: Running, bodies: list[dict[str, Any]]) -> list[httpx2.Response]:
+    """All at once."""
+    variant = server.variant()
+
+    async def ask() -> list[httpx2.Response]:
+        transport = httpx2.ASGITransport(variant._app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await asyncio.gather(*(client.post("/v1/completions", json=b) for b in bodies))
+
+    return asyncio.run_coroutine_threadsafe(ask(), server.loop).result(120)
+
+
+def test_r1_a_burst_is_refused_or_answered(server, client, monkeypatch):
+    monkeypatch.setattr(server.allm, "admission", Admission(4, 10**6))
+    expected = client.post("/v1/completions", json=GREEDY).json()["choices"][0]["text"]
+    answers = many(server, [GREEDY] * 200)
+    refused = [a for a in answers if a.status_code == 503]
+    accepted = [a for a in answers if a.status_code == 200]
+    assert len(refused) + len(accepted) == 200
+    assert len(accepted) >= 4
+    assert refused
+    assert {a.json()["choices"][0]["text"] for a in accepted} == {expected}
+    for answer in refused:
+        assert 1 <= int(answer.headers["retry-after"]) <= 60
+        assert answer.json()["error"]["code"] == "overloaded"
+
+
+def test_r1_prompt_tokens_are_bounded(server, monkeypatch):
+    monkeypatch.setattr(server.allm, "admission", Admission(100, 300))
+    answers = many(server, [{**GREEDY, "prompt": [5 + i] * 200} for i in range(8)])
+    assert {a.status_code for a in answers} == {200, 503}
+
+
+def test_r1_the_n_of_a_prompt_counts(server, client, monkeypatch):
+    monkeypatch.setattr(server.allm, "admission", Admission(4, 10**6))
+    assert client.post("/v1/completions", json={**GREEDY, "n": 4}).status_code == 200
+    assert client.post("/v1/completions", json={**GREEDY, "n": 5}).status_code == 400
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_r4_a_client_that_leaves_is_not_served(server: Running, compiled, gated, stream):
+    """In the queue, before a prompt is in the cache, and while tokens are generated."""
+    opened = gated(compiled)
+    with server.client() as other:
+        requests = [
+            other.build_request("POST", "/v1/completions", json={**LONG, "stream": stream}) for _ in range(6)
+        ]
+
+        async def leave() -> None:
+            async with httpx2.AsyncClient(base_url=server.url) as client:
+                asked = [
+                    asyncio.create_task(client.post("/v1/completions", content=r.content)) for r in requests
+                ]
+                while server.allm.live < 6:
+                    await asyncio.sleep(0.01)
+                for task in asked:
+                    task.cancel()
+                await asyncio.gather(*asked, return_exceptions=True)
+
+        asyncio.run(leave())
+    opened.set()
+    wait_until(lambda: server.allm.live == 0)
+    assert compiled.engine.stats().finished["abort"] >= 6
+
+
+def test_r4_a_client_that_leaves_in_the_middle(server: Running, compiled):
+    before = compiled.engine.stats().finished.get("abort", 0)
+    with (
+        server.client() as client,
+        client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer,
+    ):
+        assert next(answer.iter_lines()).startswith("data: ")
+    wait_until(lambda: server.allm.live == 0)
+    assert compiled.engine.stats().finished.get("abort", 0) - before <= 1
+
+
+def test_r5_a_deadline_ends_a_request(client):
+    answer = client.post("/v1/completions", json={**GREEDY, "timeout": 1e-6})
+    assert answer.status_code == 408
+    assert answer.json()["error"]["code"] == "timeout"
+
+
+def test_r5_the_server_has_a_deadline_of_its_own(server):
+    answer = server.variant(request_seconds=1e-6).post("/v1/completions", json=GREEDY)
+    assert answer.status_code == 408
+
+
+def test_r6_sigterm_drains(fresh, client, gated):
+    """Not ready any more and nothing new is taken, but what runs comes to its end."""
+    expected = client.post("/v1/completions", json=GREEDY).json()["choices"][0]["text"]
+    running = start(fresh)
+    opened = gated(fresh)
+
+    async def drain() -> httpx2.Response:
+        async with httpx2.AsyncClient(base_url=running.url, timeout=60) as asking:
+            answer = asyncio.create_task(asking.post("/v1/completions", json=GREEDY))
+            while running.allm.live < 1:
+                await asyncio.sleep(0.01)
+            running.uvicorn.handle_exit(signal.SIGTERM, None)
+            while (ready := await asking.get("/ready")).status_code == 200:
+                await asyncio.sleep(0.01)
+            assert ready.json() == {"status": "unready", "reason": "shutting down"}
+            assert (await asking.get("/health")).status_code == 200
+            refused = await asking.post("/v1/completions", json=GREEDY)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            opened.set()
+            return await answer
+
+    answer = asyncio.run(drain())
+    assert answer.json()["choices"][0]["text"] == expected
+    running.thread.join(60)
+    assert not running.thread.is_alive()
+    assert running.allm.error is None
+
+
+def test_r6_what_outlasts_the_drain_is_aborted(fresh, gated):
+    running = start(fresh, drain_seconds=0.2)
+    opened = gated(fresh)
+
+    async def drain() -> httpx2.Response:
+        async with httpx2.AsyncClient(base_url=running.url, timeout=60) as asking:
+            answer = asyncio.create_task(asking.post("/v1/completions", json=GREEDY))
+            while running.allm.live < 1:
+                await asyncio.sleep(0.01)
+            running.uvicorn.handle_exit(signal.SIGTERM, None)
+            while not running.allm.draining:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.3)
+            opened.set()
+            return await answer
+
+    answer = asyncio.run(drain())
+    assert answer.status_code == 503 or answer.json()["choices"][0]["finish_reason"] == "abort"
+    running.thread.join(60)
+    assert not running.thread.is_alive()
+
+
+def test_r7_a_stuck_engine_is_not_ready(server: Running, compiled, gated, client):
+    impatient = server.variant(ready_seconds=0.05)
+    assert impatient.get("/ready").status_code == 200
+    opened = gated(compiled)
+
+    async def ask() -> None:
+        async with httpx2.AsyncClient(base_url=server.url, timeout=60) as asking:
+            answer = asyncio.create_task(asking.post("/v1/completions", json=GREEDY))
+            while (ready := await asyncio.to_thread(impatient.get, "/ready")).status_code == 200:
+                await asyncio.sleep(0.01)
+            assert "in one step" in ready.json()["reason"]
+            assert (await asking.get("/health")).status_code == 200
+            opened.set()
+            assert (await answer).status_code == 200
+
+    asyncio.run(ask())
+    assert impatient.get("/ready").status_code == 200
+
+
+def test_r8_the_watchdog_ends_a_stuck_process(server: Running, compiled, gated, caplog, capfd):
+    opened = gated(compiled)
+    ended: list[int] = []
+
+    async def ask() -> None:
+        async with httpx2.AsyncClient(base_url=server.url, timeout=60) as asking:
+            answer = asyncio.create_task(asking.post("/v1/completions", json={**GREEDY, "prompt": "secret"}))
+            while not ended:
+                await asyncio.sleep(0.01)
+            opened.set()
+            assert (await answer).status_code == 200
+
+    with Watchdog(server.allm, 0.1, ended.append):
+        asyncio.run(ask())
+    assert ended == [STUCK_STATUS]
+    assert "the engine is in one step" in caplog.text
+    assert "secret" not in caplog.text
+    assert "in wait" in capfd.readouterr().err  # the stacks
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_r9_a_failed_engine_answers_everybody_and_ends_the_server(fresh, stream):
+    running = start(fresh)
+    step, steps = fresh.engine.step, []
+
+    def break_down():
+        steps.append(1)
+        return step() if len(steps) < 4 else 1 / 0
+
+    fresh.engine.step = break_down  # type: ignore[method-assign]
+    with running.client() as client:
+        answer = client.post("/v1/completions", json={**LONG, "stream": stream})
+    if stream:
+        *_, error, done = answer.text.strip().split("\n\n")
+        assert done == "data: [DONE]"
+        assert (
+            json.loads(error.removeprefix("data: "))["error"]["message"]
+            == "the engine failed: ZeroDivisionError"
+        )
+    else:
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "unavailable"
+    running.thread.join(60)
+    assert not running.thread.is_alive()
+    assert isinstance(running.allm.error, ZeroDivisionError)
+
+
+def test_r10_numbers_that_are_not_finite_end_one_request(server, client, monkeypatch):
+    """The engine says so with a finish reason; here the first text is made to end with it."""
+    expected = client.post("/v1/completions", json=GREEDY).json()["choices"][0]["text"]
+    advance, chosen = Part.advance, []
+
+    def fail(part: Part, engine: Any) -> None:
+        if part.request.params.max_tokens == 23:
+            chosen.append(part)
+            raise FloatingPointError
+        advance(part, engine)
+
+    monkeypatch.setattr(Part, "advance", fail)
+    bad, good = many(server, [{**GREEDY, "max_tokens": 23}, GREEDY])
+    assert (bad.status_code, bad.json()["error"]["code"]) == (500, "not_finite")
+    assert good.json()["choices"][0]["text"] == expected
+    stream = client.post("/v1/completions", json={**GREEDY, "max_tokens": 23, "stream": True})
+    assert '"code":"not_finite"' in stream.text
+
+
+def test_r13_nothing_is_compiled_after_warm_up(server, client, compiled):
+    wait_until(lambda: not server.allm.warming, 600)
+    before = len(compiled.engine.executables)
+    bodies: list[dict[str, Any]] = [
+        GREEDY,
+        {**GREEDY, "temperature": 1, "n": 4, "logprobs": 5},
+        {**LONG, "prompt": "a" * 200, "echo": True, "logprobs": 1, "max_tokens": 9},
+        {**GREEDY, "ignore_eos": False, "structured_outputs": {"regex": "a+b"}},
+        {**GREEDY, "speculative": {"enabled": False}},
+    ]
+    assert {a.status_code for a in many(server, bodies)} == {200}
+    assert len(compiled.engine.executables) == before
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"port": 70_000}, "port = 70000; expected 0 to 65535"),
+        ({"drain_seconds": 0}, "drain_seconds = 0"),
+        ({"max_body_bytes": 0}, "max_body_bytes = 0"),
+        ({"spec_metrics": "all"}, "expected one of"),
+        ({"api_keys": ("a b",)}, "API key"),
+        ({"api_keys": ("",)}, "API key"),
+    ],
+)
+def test_r14_wrong_settings_say_what_is_allowed(wrong, says):
+    with pytest.raises(ConfigError, match=says):
+        Settings("x", **wrong)
+
+
+def test_prompts_are_served_as_through_python(fresh, server):
+    """Mixed requests through HTTP at once, each equal to its own run alone."""
+    prompts = ["abc", "defg", "hello world", "x" * 60]
+    expected = [
+        fresh.generate(p, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))[0] for p in prompts
+    ]
+    answers = many(server, [{**GREEDY, "prompt": p} for p in prompts * 2])
+    assert [a.json()["choices"][0]["text"] for a in answers] == [e.outputs[0].text for e in expected] * 2
