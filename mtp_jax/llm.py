@@ -75,7 +75,8 @@ class LLM:
             num_pages: cache pages per data shard; None: enough for every slot at max_model_len.
             prefill_chunk: most prompt tokens per prefill launch, and between two steps.
             drafting: "sampled" or "greedy" drafts for sampling requests.
-            verifier: "block" or "rejection"; both lossless.
+            verifier: "block", "rejection" or "coupled", all lossless; "coupled" accepts fewer drafts, and a
+                seed gives the same text at every depth, so it may be adaptive.
             prefix_cache: keep the cache pages of past requests for prompts that begin the same.
             adaptive_depth: choose each step's depth by measured speed, from 0 to num_speculative_tokens.
             seed: seeds requests that give none.

@@ -8,7 +8,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from mtp_jax.config import ModelConfig
-from mtp_jax.decode.sampling import Purpose, adjust, argmax, distribution, restrict, row_keys, sample
+from mtp_jax.decode.sampling import (
+    Purpose,
+    adjust,
+    argmax,
+    distribution,
+    gumbel_sample,
+    restrict,
+    row_keys,
+    sample,
+)
 from mtp_jax.decode.state import Slots, State
 from mtp_jax.model import nextn
 from mtp_jax.model.ops import PagedView, write_tails
@@ -100,12 +109,14 @@ def draft(
     drafting: Drafting | None,
     on: Backend,
     allowed: UInt32[Array, "B W words"] | None = None,
+    coupled: bool = False,
 ) -> tuple[Drafts, tuple[Array, ...]]:
     """Draft ``depth`` tokens per slot by recursion; layers are reused, step modulo layers.
 
     drafting: None for steps in which every row is greedy. allowed: what grammars allow at each position, as
-    far as that is known before there are drafts (see ``restrict``). Returns (drafts, NextN caches): the rows
-    of the drafts are past the committed length, garbage once the step is over.
+    far as that is known before there are drafts (see ``restrict``). coupled: sample with the numbers that
+    ``verify.coupled`` draws the target's tokens with. Returns (drafts, NextN caches): the rows of the drafts
+    are past the committed length, garbage once the step is over.
     """
     pages, layers = list(state.nextn), len(state.nextn)
     z, counts = slots.carry[:, 0], slots.sampling.counts
@@ -143,7 +154,7 @@ def draft(
                 continue
             generated = (slots.generated + k)[:, None]
             adjusted = adjust(logits[:, None], slots.sampling, counts[:, None], generated, here)
-            token, q = _choose(adjusted, slots, drafting, k)
+            token, q = _choose(adjusted, slots, drafting, k, coupled)
             counts = counts.at[jnp.arange(token.shape[0]), jnp.where(token < 0, counts.shape[1], token)].add(
                 1, mode="drop"
             )
@@ -154,7 +165,7 @@ def draft(
 
 
 def _choose(
-    logits: Float[Array, "B one V"], slots: Slots, drafting: Drafting, k: int
+    logits: Float[Array, "B one V"], slots: Slots, drafting: Drafting, k: int, coupled: bool
 ) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
     """One draft per row and the distribution it comes from: a point mass when drafting greedily."""
     if drafting == "greedy":
@@ -162,6 +173,8 @@ def _choose(
         q = distribution(logits, cold)[:, 0]
         return argmax(q), q
     q = distribution(logits, slots.sampling)[:, 0]
+    if coupled:
+        return gumbel_sample(row_keys(slots.sampling.seed, slots.length + k, Purpose.SAMPLE), q), q
     return sample(row_keys(slots.sampling.seed, slots.length, Purpose.DRAFT + k), q), q
 
 

@@ -42,7 +42,7 @@ from mtp_jax.model.ops import PagedView
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Backend
 
-Verifier = Literal["rejection", "block"]
+Verifier = Literal["rejection", "block", "coupled"]
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,16 @@ def draft_phase(
         return state, _no_drafts(cfg, slots, mode)
     with jax.named_scope("draft"):
         drafts, nextn_pages = draft(
-            params, cfg, state, s, s.page_table[:, :pages], depth, mode.drafting, on, allowed
+            params,
+            cfg,
+            state,
+            s,
+            s.page_table[:, :pages],
+            depth,
+            mode.drafting,
+            on,
+            allowed,
+            coupled=mode.verifier == "coupled",
         )
     return replace(state, nextn=nextn_pages), replace(drafts, logits=None)
 
@@ -219,6 +228,10 @@ def accept_drafts(
     counts = window_counts(s.sampling.counts, window)
     generated = s.generated[:, None] + jnp.arange(window.shape[1])
     target = distribution(adjust(logits, s.sampling, counts, generated, allowed), s.sampling)
+    if mode.verifier == "coupled":
+        positions = s.length[:, None] + jnp.arange(window.shape[1])
+        keys = jax.vmap(row_keys, (None, 1, None), 1)(s.sampling.seed, positions, Purpose.SAMPLE)
+        return verify.coupled(keys, target, drafts.tokens, num_drafts)
     accept = row_keys(s.sampling.seed, s.length, Purpose.ACCEPT)
     residual = row_keys(s.sampling.seed, s.length, Purpose.RESIDUAL)
     run = verify.block if mode.verifier == "block" else verify.rejection

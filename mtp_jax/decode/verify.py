@@ -1,4 +1,4 @@
-"""Which drafts to keep: greedy comparison, rejection sampling and block verification.
+"""Which drafts to keep: greedy comparison, rejection sampling, block verification and coupled sampling.
 
 Row b's window holds its newest token and K drafts. `target[b, i]` is the target model's distribution after i
 drafts, `draft[b, i]` the full distribution that drafts[b, i] was drawn from (a one-hot for a greedy draft). A
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from mtp_jax.decode.sampling import sample
+from mtp_jax.decode.sampling import gumbel_sample, sample
 
 
 @jax.tree_util.register_dataclass
@@ -37,6 +37,22 @@ def greedy(target_ids: Int[Array, "B W"], drafts: Int[Array, "B K"], num_drafts:
     hit = (drafts == target_ids[:, :-1]) & (drafts >= 0) & (index < num_drafts[:, None])
     accepted = _leading(hit)
     return Verdict(accepted, jnp.take_along_axis(target_ids, accepted[:, None], axis=1)[:, 0])
+
+
+def coupled(
+    keys: Key[Array, "B W"],
+    target: Float[Array, "B W V"],
+    drafts: Int[Array, "B K"],
+    num_drafts: Int[Array, " B"],
+) -> Verdict:
+    """Keep drafts while they are what the target draws at their position (Gumbel coupling, arXiv 2408.07978).
+
+    keys: of the position that each token follows. What is emitted is what the target draws with them,
+    whatever the drafts, their number and their law: a seed gives one text at every depth, 0 included. Drafts
+    drawn with the same keys (``gumbel_sample``) equal it with probability (1 - d) / (1 + d) or more, d the
+    total variation distance of the two distributions; rejection sampling keeps 1 - d of them.
+    """
+    return greedy(gumbel_sample(keys, target), drafts, num_drafts)
 
 
 def rejection(

@@ -21,7 +21,8 @@ class EngineConfig:
         prefix_cache: keep the pages of past requests for prompts that begin the same.
         adaptive_depth: choose the depth of each step by measured speed; num_speculative_tokens is the most.
         drafting: "sampled" draws from the draft distribution, "greedy" takes its argmax; both lossless.
-        verifier: "rejection" (arXiv 2211.17192) or "block" (arXiv 2403.10444).
+        verifier: "rejection" (arXiv 2211.17192), "block" (arXiv 2403.10444), or "coupled" (arXiv 2408.07978):
+            a seed gives one text at every depth, for somewhat fewer accepted drafts.
         dtype: of weights and cache.
         seed: from which seeds of requests without one are drawn.
     """
@@ -56,7 +57,7 @@ class EngineConfig:
             ("prefix_cache", (True, False)),
             ("adaptive_depth", (True, False)),
             ("drafting", ("sampled", "greedy")),
-            ("verifier", ("rejection", "block")),
+            ("verifier", ("rejection", "block", "coupled")),
             ("dtype", ("float32", "bfloat16")),
         ):
             if getattr(self, name) not in allowed:

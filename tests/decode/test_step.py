@@ -182,7 +182,7 @@ def chi_square(tokens: np.ndarray, law: np.ndarray) -> float:
     return float(stats.chisquare(seen[kept], wanted[kept] * seen[kept].sum() / wanted[kept].sum()).pvalue)
 
 
-MODES = list(itertools.product(("sampled", "greedy"), ("rejection", "block")))
+MODES = [*itertools.product(("sampled", "greedy"), ("rejection", "block")), ("sampled", "coupled")]
 
 
 @pytest.mark.parametrize(("drafting", "verifier"), MODES)

@@ -87,7 +87,7 @@ def test_stop_strings_are_a_tuple():
         ("page_size", [0, 5000], "an integer from 1 to 4096"),
         ("prefill_chunk", [0, 2**17], "an integer from 1"),
         ("drafting", ["none", None], "one of ('sampled', 'greedy')"),
-        ("verifier", ["typical", 1], "one of ('rejection', 'block')"),
+        ("verifier", ["typical", 1], "one of ('rejection', 'block', 'coupled')"),
         ("dtype", ["float16", "fp8"], "one of ('float32', 'bfloat16')"),
     ],
 )

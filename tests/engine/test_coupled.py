@@ -1,0 +1,81 @@
+"""Coupled verification: a seed gives one text at every depth."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.request import Request, SamplingParams
+from tests.models import finish, make_engine, prepare, prompts, rigged, serve
+
+SAMPLED = SamplingParams(
+    temperature=0.9, top_k=20, presence_penalty=0.2, max_tokens=24, ignore_eos=True, logprobs=0
+)
+# A drafter close to its trunk, which is not too sure of itself: sampling has a choice.
+PARAMS = rigged(noise=0.2, loud=0.7, contrast=3.0)
+DEPTH = 4
+
+
+def engine_with(verifier: str, depth: int = DEPTH) -> Engine:
+    return make_engine(PARAMS, verifier=verifier, num_speculative_tokens=depth)
+
+
+def outputs(requests: list[Request]) -> list[list[int]]:
+    return [r.output for r in requests]
+
+
+def jobs(depth: int | None = None) -> list[tuple[list[int], SamplingParams]]:
+    several = enumerate(prompts(6))
+    return [(p, replace(SAMPLED, seed=i, num_speculative_tokens=depth)) for i, p in several]
+
+
+def run(engine: Engine, requests: list[Request]) -> list[Request]:
+    """With what is compiled already."""
+    for r in requests:
+        engine.submit(r)
+    finish(engine)
+    return requests
+
+
+def test_same_tokens_at_every_depth():
+    """In one program, in mixed company, and in a program that does not draft."""
+    engine = engine_with("coupled")
+    deepest = serve(engine, jobs())
+    runs = [run(engine, [engine.make_request(*j) for j in jobs(depth)]) for depth in range(DEPTH + 1)]
+    mixed = run(engine, [engine.make_request(*jobs(i % (DEPTH + 1))[i]) for i in range(6)])
+    assert len({tuple(t) for t in outputs(deepest)}) == 6
+    for other in (*runs, mixed, serve(engine_with("coupled", depth=0), jobs())):
+        assert outputs(other) == outputs(deepest)
+    lengths = [np.mean([r.speculation.acceptance_length for r in each]) for each in runs]
+    assert lengths == sorted(lengths)
+    assert lengths[DEPTH] > 1.5
+
+    # The other verifiers do not promise that: the test would notice.
+    block = engine_with("block")
+    shallow = [block.make_request(*j) for j in jobs(1)]
+    assert outputs(serve(block, jobs())) != outputs(run(block, shallow))
+
+
+def test_a_seeded_request_may_have_its_depth_chosen():
+    def is_fixed(verifier: str) -> bool:
+        engine = make_engine(PARAMS, verifier=verifier, adaptive_depth=True)
+        return engine.make_request(*jobs()[0]).fixed_depth
+
+    assert is_fixed("block")
+    assert not is_fixed("coupled")
+    engine = engine_with("coupled")
+    fixed = serve(engine, jobs())
+    requests = [engine.make_request(*job) for job in jobs()]
+    for r in requests:
+        r.fixed_depth = False
+    prepare(engine, requests)
+    assert outputs(run(engine, requests)) == outputs(fixed)
+    assert len(engine.stats().depth_steps) > 2
+
+
+def test_temperature_zero_is_greedy():
+    """Beside rows that sample."""
+    cold = replace(SAMPLED, temperature=0, presence_penalty=0, top_k=0)
+    together = [(p, cold) if i % 2 else (p, warm) for i, (p, warm) in enumerate(jobs())]
+    alone = serve(engine_with("block"), [(p, cold) for p, _ in jobs()])
+    assert outputs(serve(engine_with("coupled"), together))[1::2] == outputs(alone)[1::2]
