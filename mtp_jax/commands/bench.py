@@ -79,6 +79,15 @@ def register(subparsers: Subparsers) -> None:
     sub.add_argument("--rounds", type=int, default=3, help="measured runs at every level")
     sub.add_argument("--compare", action="store_true", help="beside every run one without speculation")
 
+    sub = command("soak", _soak, "random traffic against a server of its own; status 1 if it shows a fault")
+    sub.add_argument("--model", default="demo", metavar="DIR", help="model directory, or demo")
+    sub.add_argument("--minutes", type=float, default=10.0)
+    sub.add_argument("--rate", type=float, default=3.0, help="requests per second")
+    sub.add_argument("--seed", type=int, default=0)
+    sub.add_argument(
+        "--serve-options", type=shlex.split, default=["--max-model-len", "512"], help="of mtp-jax serve"
+    )
+
     sub = on_model("depth", _depth, "decode speed against the number of drafts per step", plotted=True)
     sub.add_argument("--depths", type=integers, default=[0, 1, 2, 3, 4, 5])
     sub.add_argument("--temperature", type=float, default=0.0, help="0: greedy, and tokens are compared")
@@ -135,7 +144,7 @@ def _run(args: Arguments) -> int:
     if args.plotted:
         written.append(plot.draw(report, args.png or path.with_suffix(".png")))
     show.write(f"{report.text()}\n\n{command} -> {', '.join(map(str, written))}\n")
-    return 0
+    return 1 if report.figures.get("faults") else 0
 
 
 def _load(a: Arguments) -> "Report":
@@ -160,6 +169,12 @@ def _serve(a: Arguments) -> "Report":
     target = Target(a.base_url, a.model or "", a.chat, a.max_tokens, a.temperature)
     load = serve.Load(a.concurrency, a.rate, a.requests, a.prompt_characters, a.rounds, a.compare)
     return serve.run(target, a.api_key, load)
+
+
+def _soak(a: Arguments) -> "Report":
+    from mtp_jax.bench import soak
+
+    return soak.run(a.model, a.minutes, a.rate, a.seed, a.serve_options)
 
 
 def _depth(a: Arguments) -> "Report":

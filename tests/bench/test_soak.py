@@ -1,0 +1,98 @@
+"""The soak notices what must not happen; and a short one on a small model finds nothing."""
+
+import json
+import random
+import shutil
+from collections import Counter
+
+import pytest
+
+from mtp_jax import cli
+from mtp_jax.bench import soak
+from mtp_jax.bench.soak_answers import Got, faults
+from mtp_jax.bench.soak_requests import Asked, Kind, make, without_drafts
+from tests import golden, tiny_tokenizer
+
+
+def asked(kind: Kind = "valid", **body) -> Asked:
+    given = {"n": 1, "max_tokens": 4, "temperature": 0} | body
+    return Asked(kind, "/v1/completions", json.dumps(given).encode(), None)
+
+
+def got(status=200, ids=(1, 2), reason: str | None = "stop", text="", **more) -> Got:
+    return Got(status, {0: list(ids)}, {0: text}, {0: reason} if reason else {}, **more)
+
+
+@pytest.mark.parametrize(
+    ("request_", "answer", "fault"),
+    [
+        (asked(), got(), None),
+        (asked("aborted"), Got(None), None),
+        (asked("invalid"), Got(400, refusal="no"), None),
+        (asked(), Got(None), "lost"),
+        (asked(), Got(None, error="ReadError: gone"), "ReadError: gone"),
+        (asked("aborted"), Got(500, refusal="internal"), "valid, but status 500, 'internal'"),
+        (asked("invalid"), got(), "invalid, but status 200"),
+        (asked("invalid"), Got(500, refusal="internal"), "invalid, but status 500"),
+        (asked(), got(reason=None), "0 of 1 completions"),
+        (asked(n=2), got(), "1 of 2 completions"),
+        (asked(), got(reason="error"), "finish reasons ['error']"),
+        (asked(), got(ids=range(5)), "lengths [5]"),
+        (asked(structured_outputs={"choice": ["a", "b"]}), got(text="c"), "'c' is not as"),
+        (asked(structured_outputs={"choice": ["a", "b"]}), got(text="b"), None),
+        (asked(structured_outputs={"json": {"required": ["x"]}}), got(text='{"x": 1'), "is not as"),
+        (asked(structured_outputs={"json": {"required": ["x"]}}), got(text='{"x": 1}'), None),
+    ],
+)
+def test_faults_of_an_answer(request_, answer, fault):
+    found = faults(request_, answer)
+    assert len(found) == (fault is not None)
+    assert all(fault in f for f in found)
+
+
+def test_requests_are_as_random_as_they_should_be():
+    rng = random.Random(0)
+    drawn = [make(rng, lambda n: "x" * n, "m", True) for _ in range(3000)]
+    kinds = Counter(a.kind for a in drawn)
+    assert 0.08 < kinds["invalid"] / 3000 < 0.12
+    assert 0.18 < kinds["aborted"] / 3000 < 0.22
+    valid = [a for a in drawn if a.kind == "valid"]
+    options = Counter(name for a in valid for name in a.options)
+    assert min(options.values()) > 100
+    assert options.keys() >= {"structured_outputs", "logprobs", "stop", "seed", "speculative", "messages"}
+    assert not any({"structured_outputs", "ignore_eos"} <= a.options.keys() for a in valid)
+    plain = without_drafts(next(a for a in valid if a.options["stream"] and a.greedy))
+    assert plain.options["speculative"] == {"enabled": False}
+    assert plain.options["stream"] is False
+
+
+def test_growth_is_between_the_second_quarter_and_the_last():
+    assert soak.growth([0, 0, 5, 5, 6, 7, 9, 9]) == 4
+    assert soak.growth([1, 2, 3]) == 0
+
+
+def test_faults_are_counted_shown_and_the_status(monkeypatch, tmp_path, capsys):
+    def run(*given):
+        found = soak.Soak(faults=["tokens differ"], kinds=Counter(valid=3))
+        return soak._report("demo", found, *given[1:])
+
+    monkeypatch.setattr(soak, "run", run)
+    assert cli.main(["bench", "soak", "--json", str(tmp_path / "out.json")]) == 1
+    assert "FAULT: tokens differ" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out.json").read_text())["figures"]["faults"] == ["tokens differ"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_soak_without_faults(tmp_path):
+    model = tmp_path / "rigged"
+    shutil.copytree(golden.model_dir("rigged"), model)
+    tiny_tokenizer.write(model, golden.raw_config("rigged")["vocab_size"])
+    sizes = "--max-model-len 512 --page-size 16 --prefill-chunk 64 --max-num-seqs 4"
+    out = tmp_path / "out.json"
+    command = ["bench", "soak", "--model", str(model), "--minutes", "0.5", "--rate", "5", "--json", str(out)]
+    assert cli.main([*command, "--serve-options", sizes]) == 0
+    figures = json.loads(out.read_text())["figures"]
+    assert min(figures["requests"].values()) > 5
+    assert figures["rechecked"] >= 5
+    assert figures["refused"] == 0
