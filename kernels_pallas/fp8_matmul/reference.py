@@ -1,5 +1,6 @@
 """Products with FP8 weights in plain jnp: the oracle, and what runs where there is no Hopper GPU."""
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels_pallas.grouped_matmul import reference as grouped
@@ -12,4 +13,5 @@ def fp8_matmul(
     w_scale: Float[Array, "b n k"],
 ) -> tuple[Array, ...]:
     """What ``mosaic_gpu.fp8_matmul`` computes: float32 [M, N], or e4m3 and its scales when gated."""
-    return grouped.grouped_matmul(x, w[None], x_scale, w_scale[None], None, None)
+    tile_group, active = jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)
+    return grouped.grouped_matmul(x, w[None], x_scale, w_scale[None], tile_group, active)

@@ -32,8 +32,8 @@ def grouped_matmul(
     w: Float[Array, "E b N K"],
     x_scale: Float[Array, "k M"] | None,
     w_scale: Float[Array, "E b n k"] | None,
-    tile_group: Int[Array, " t"] | None,
-    active: Int[Array, " 1"] | None,
+    tile_group: Int[Array, " t"],
+    active: Int[Array, " 1"],
     *,
     tile: Tile,
     interpret: Any = None,
@@ -45,8 +45,8 @@ def grouped_matmul(
         w: of x's dtype, output features before input features; b is 1, or 2 for gate and up.
         x_scale: float32 scales of 1x128 blocks of x, transposed; None for bfloat16.
         w_scale: float32 scales of 128x128 blocks of w, the last ones perhaps partial; None for bfloat16.
-        tile_group: int32, group of each tile of ``tile.rows`` rows; None: all are of the only group.
-        active: int32, number of tiles that hold anything, the others are not written; None: all of them.
+        tile_group: int32, group of each tile of ``tile.rows`` rows.
+        active: int32, number of tiles of rows that hold anything. The others are not written.
         tile: how the work is cut.
         interpret: parameters of Pallas' interpreter; None compiles.
 
@@ -59,14 +59,12 @@ def grouped_matmul(
     """
     plan = Plan(tile, x.dtype, w.shape[1] == 2, x.shape[0], w.shape[2], x.shape[1])
     operands = (x, w, x_scale, w_scale) if plan.fp8 else (x, w)
-    groups = () if tile_group is None else (tile_group, active)
 
     def body(*refs: Ref, **scratch: Ref) -> None:
-        inputs = len(operands) + len(groups)
-        of_groups = refs[len(operands) : inputs] or (None, (plan.rows // tile.rows,))
-        walk = _Walk(plan, refs[: len(operands)], of_groups[0], refs[inputs:], scratch)
+        count = len(operands)
+        walk = _Walk(plan, refs[:count], refs[count], refs[count + 2 :], scratch)
         wg, block = lax.axis_index("wg"), lax.axis_index("block")
-        total = of_groups[1][0] * (plan.column_tiles * tile.splits)
+        total = refs[count + 1][0] * (plan.column_tiles * tile.splits)
         mine = lax.div(total - block + (tile.thread_blocks - 1), tile.thread_blocks)
 
         @pl.when(wg == _LOADER)
@@ -90,7 +88,7 @@ def grouped_matmul(
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **interpreted,
-    )(*operands, *groups)
+    )(*operands, tile_group, active)
     return tuple(out)
 
 
@@ -100,7 +98,7 @@ class _Walk:
 
     plan: Plan
     operands: tuple[Ref, ...]
-    tile_group: Ref | None
+    tile_group: Ref
     out: tuple[Ref, ...]
     scratch: dict[str, Ref]
 
@@ -108,10 +106,6 @@ class _Walk:
         """Where the i-th tile of all thread blocks is; those of one group follow each other."""
         splits, columns = self.plan.tile.splits, self.plan.column_tiles
         return lax.div(i, columns * splits), lax.rem(lax.div(i, splits), columns), lax.rem(i, splits)
-
-    def group(self, row_tile: Any) -> Any:
-        """Whose weights a tile of rows is multiplied with."""
-        return 0 if self.tile_group is None else self.tile_group[row_tile]
 
     def share(self, wg: Any) -> tuple[Any, Any]:
         """First row and first column of a computing warpgroup within a tile."""
@@ -124,7 +118,7 @@ class _Walk:
 
         def one_tile(i: Any, _: None) -> None:
             row_tile, column_tile, part = self.place(block + i * tile.thread_blocks)
-            group = self.group(row_tile)
+            group = self.tile_group[row_tile]
             rows, columns = (
                 pl.ds(row_tile * tile.rows, tile.rows),
                 pl.ds(column_tile * tile.columns, tile.columns),
@@ -173,7 +167,7 @@ class _Walk:
         row, column = self.share(wg)
         rows = pl.ds(row_tile * plan.tile.rows + row, WGMMA_ROWS)
         group, of_columns = (
-            self.group(row_tile),
+            self.tile_group[row_tile],
             lax.div(column_tile * plan.tile.columns + column, BLOCK),
         )
 
@@ -261,11 +255,14 @@ class _Walk:
             peak = jnp.maximum(peak, plgpu.layout_cast(s["peaks"][turn, 1 - wg], WGMMA_ROW))
         scale = jnp.maximum(peak, TINY) * (1 / FP8_MAX)
         self.store(wg, place, value * per_row(1 / scale, self.plan.width))
-        rows = pl.ds(row_tile * tile.rows + self.share(wg)[0], WGMMA_ROWS)
+        # Through shared memory too: an address per thread would be one too many for the registers.
+        s["scales"][wg] = scale
+        plgpu.commit_smem()
 
         @pl.when(jnp.logical_or(wg == 0, tile.rows != WGMMA_ROWS))
         def _scales() -> None:
-            self.out[1][column_tile, rows] = scale
+            rows = pl.ds(row_tile * tile.rows + self.share(wg)[0], WGMMA_ROWS)
+            plgpu.copy_smem_to_gmem(s["scales"].at[wg], self.out[1].at[column_tile, rows])
 
 
 def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:

@@ -41,15 +41,13 @@ def grouped_matmul(
     w: Float[Array, "E b N K"],
     x_scale: Float[Array, "k M"] | None,
     w_scale: Float[Array, "E b n k"] | None,
-    tile_group: Int[Array, " t"] | None,
-    active: Int[Array, " 1"] | None,
+    tile_group: Int[Array, " t"],
+    active: Int[Array, " 1"],
 ) -> tuple[Array, ...]:
     """What ``mosaic_gpu.grouped_matmul`` computes, float32 throughout; tiles that hold nothing are zero.
 
     Returns float32 [M, N]; e4m3 values and their scales when gated and FP8.
     """
-    if tile_group is None or active is None:
-        tile_group, active = jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)
     rows = x.shape[0] // tile_group.shape[0]
     x32 = x.astype(jnp.float32) if x_scale is None else expand_rows(x, x_scale)
     w32 = w.astype(jnp.float32) if w_scale is None else expand_weights(w, w_scale)

@@ -123,6 +123,8 @@ class Plan:
             "full": plgpu.Barrier(num_arrivals=1 + self.blocks, num_barriers=tile.stages),
             "free": plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=tile.stages),
         }
+        if self.out_dtype == jnp.float8_e4m3fn:
+            scratch["scales"] = plgpu.SMEM((COMPUTE, WGMMA_ROWS), jnp.float32)
         if self.out_dtype == jnp.float8_e4m3fn and tile.rows == WGMMA_ROWS:
             scratch["peaks"] = plgpu.SMEM((2, COMPUTE, WGMMA_ROWS), jnp.float32)
             scratch["met"] = plgpu.Barrier(num_arrivals=COMPUTE)
