@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 from mtp_jax.config import ModelConfig
 from mtp_jax.decode.draft import Drafts, draft
@@ -210,9 +211,9 @@ class Executables:
         """Run a compiled prefill."""
         return self._compiled[key](params, state, chunk)
 
-    def draft(self, key: DraftKey, params: Params, state: State) -> Any:
-        """Run a compiled draft of slot 0: (tokens [1, K], logits [1, K, V])."""
-        return self._compiled[key](params, state)
+    def draft(self, key: DraftKey, params: Params, state: State, slot: int) -> Any:
+        """Run a compiled draft of one slot: (tokens [B, K], logits [B, K, V]), with rows for all."""
+        return self._compiled[key](params, state, jnp.int32(slot))
 
     def admit(self, state: State, slot: int, row: Slots, tail: int) -> State:
         """Put a request's row into a slot; ``tail``: the page it goes on from, counted over all shards."""
@@ -263,16 +264,15 @@ class Executables:
             return jax.jit(run, donate_argnums=1, **self._out()).lower(self._params, self._state)
         if isinstance(key, DraftKey):
             only = _named(partial(self._draft_only, key), name_of(key))
-            return jax.jit(only).lower(self._params, self._state)
+            return jax.jit(only).lower(self._params, self._state, jax.ShapeDtypeStruct((), jnp.int32))
         widths = {"logprobs": key.logprobs, "prompt_logprobs": key.prompt_logprobs}
         run = partial(prefill, cfg=self._cfg, pages=key.pages, on=self._prefill, **widths)
         named = _named(run, name_of(key))
         chunk = abstract_chunk(data_size(self._prefill.mesh), key.tokens, self._cfg.vocab_size)
         return jax.jit(named, donate_argnums=1, **self._out()).lower(self._params, self._state, chunk)
 
-    def _draft_only(self, key: DraftKey, params: Params, state: State) -> Any:
-        slots = jax.tree.map(lambda a: a[:1], state.slots)
-        slots = replace(slots, active=jnp.ones_like(slots.active))
+    def _draft_only(self, key: DraftKey, params: Params, state: State, slot: Int[Array, ""]) -> Any:
+        slots = replace(state.slots, active=jnp.arange(len(state.slots.active)) == slot)
         table = slots.page_table[:, : key.pages]
         drafts, _ = draft(params, self._cfg, state, slots, table, key.depth, None, self._decode)
         return drafts.tokens, drafts.logits

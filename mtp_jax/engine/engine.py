@@ -6,12 +6,10 @@
 The host never needs a step's outcome to launch the next one: lengths, stops and drafts live on the device.
 """
 
-import itertools
-import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,47 +18,25 @@ from jax.sharding import Mesh
 
 from mtp_jax.config import ModelConfig
 from mtp_jax.decode.compiled import DraftKey, Executables, Key, StepKey
-from mtp_jax.decode.prefill import Chunk
-from mtp_jax.decode.sampling import SamplingState
-from mtp_jax.decode.state import Slots, StateShape, abstract_state, empty_state, mask_row
+from mtp_jax.decode.state import StateShape, abstract_state, empty_state
 from mtp_jax.decode.step import ACCEPTED, COUNT, DRAFTED, FINISH, Finish, StepResult
+from mtp_jax.engine.arrays import next_chunk, page_row, slot_row
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.depth import DepthController, adaptive_depths
+from mtp_jax.engine.intake import Intake
 from mtp_jax.engine.plan import keys_for, prefill_key, step_key, warm_up_keys
-from mtp_jax.engine.request import Logprob, Request, SamplingParams, Status, TokenLogprobs
+from mtp_jax.engine.request import Request, SamplingParams, Status
+from mtp_jax.engine.results import Launch, read_logprobs, read_prompt_logprobs
 from mtp_jax.engine.scheduler import Scheduler
 from mtp_jax.engine.stats import Counters, EngineStats
 from mtp_jax.engine.structured import allowed
 from mtp_jax.errors import ConfigError, RequestError
-from mtp_jax.grammar import Grammars, Matcher
+from mtp_jax.grammar import Grammars
 from mtp_jax.model.params import Params
 from mtp_jax.model.sharding import check_divisible, data_size
 from mtp_jax.model.trunk import Backend
 
 _REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.NAN: "error"}
-
-
-@dataclass
-class _Launch:
-    """A launched program whose result is still on its way.
-
-    Attributes:
-        rows: which row of the result belongs to which request.
-        result: tokens and counts.
-        width: token columns of the result.
-        at: when it was launched.
-        step: the executable, if it is a step.
-        prompt: log-probabilities of prompt tokens, from a prefill.
-        chunk: what a prefill took.
-    """
-
-    rows: list[tuple[int, Request]]
-    result: StepResult
-    width: int
-    step: StepKey | None = None
-    prompt: Any = None
-    chunk: Chunk | None = None
-    at: float = field(default_factory=time.perf_counter)
 
 
 class Engine:
@@ -99,85 +75,15 @@ class Engine:
         self.state = empty_state(abstract)
         self.depth = DepthController(config.num_speculative_tokens)
         self.counters = Counters()
-        self._inflight: deque[_Launch] = deque()
+        self.make_request = Intake(cfg, config, self.pages, grammars).make_request
+        self._inflight: deque[Launch] = deque()
         self._last_read = 0.0
         # Whether slots or pages changed hands since the device was told.
         self._stale = False
-        self._ids = itertools.count()
-        self._seeds = np.random.default_rng(config.seed)
 
     def submit(self, request: Request) -> None:
         """Queue a request that ``make_request`` built."""
         self.scheduler.enqueue(request)
-
-    def make_request(
-        self,
-        prompt: Iterable[int],
-        params: SamplingParams,
-        seed: int | None = None,
-        *,
-        priority: int = 0,
-        timeout: float | None = None,
-        cache_salt: str = "",
-        spare: int = 0,
-    ) -> Request:
-        """A request for a prompt of token ids. Any thread may call it. Raises RequestError.
-
-        seed: overrides ``params.seed``. priority: lower numbers are served first. timeout: seconds from now
-        after which it is ended with what it has. cache_salt: only requests of the same salt share cached
-        pages. spare: further tokens its pages hold from the start.
-        """
-        try:
-            ids, config = tuple(operator.index(t) for t in prompt), self.config
-        except TypeError as e:
-            raise RequestError(f"a prompt is a list of integers: {e}") from e
-        _check_ids("the prompt", ids, self.cfg.vocab_size)
-        _check_ids("logit_bias", params.logit_bias, self.cfg.vocab_size)
-        _check_ids("stop_token_ids", params.stop_token_ids, self.cfg.vocab_size)
-        if not ids:
-            raise RequestError("the prompt is empty; give at least one token")
-        room = config.max_model_len - len(ids)
-        if room < 1:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens; max_model_len = {config.max_model_len} leaves no room "
-                "for an answer"
-            )
-        if timeout is not None and not timeout > 0:
-            raise RequestError(f"timeout = {timeout!r}; expected seconds above 0")
-        depth = config.num_speculative_tokens
-        if params.num_speculative_tokens is not None:
-            if params.num_speculative_tokens > depth:
-                raise RequestError(
-                    f"num_speculative_tokens = {params.num_speculative_tokens}; the engine's is {depth}"
-                )
-            depth = params.num_speculative_tokens
-        if seed is None:
-            seed = params.seed if params.seed is not None else int(self._seeds.integers(2**32))
-        max_tokens = min(params.max_tokens or room, room)
-        capacity = len(ids) + max_tokens + spare
-        needed = config.pages_for(capacity)
-        if needed > self.pages:
-            raise RequestError(
-                f"the request needs {needed} cache pages, the engine has {self.pages}; lower max_tokens or "
-                "raise num_pages"
-            )
-        # Which random numbers a sampled token meets depends on where steps begin, so a seed fixes the depth.
-        seeded = params.seed is not None and params.temperature > 0
-        return Request(
-            next(self._ids),
-            ids,
-            params,
-            seed,
-            max_tokens,
-            depth,
-            capacity,
-            spare=spare,
-            matcher=self._matcher(params),
-            fixed_depth=not config.adaptive_depth or seeded or params.num_speculative_tokens is not None,
-            priority=priority,
-            deadline=None if timeout is None else time.perf_counter() + timeout,
-            salt=cache_salt,
-        )
 
     def abort(self, request: Request, reason: str = "abort") -> None:
         """End a request now, wherever it is; its slot and pages are free again."""
@@ -273,8 +179,8 @@ class Engine:
         self.submit(request)
         while self.busy:
             self.step()
-        tokens, logits = self.executables.draft(key, self.params, self.state)
-        return request.output[0], np.asarray(tokens[0]), np.asarray(logits[0])
+        tokens, logits = self.executables.draft(key, self.params, self.state, request.slot)
+        return request.output[0], np.asarray(tokens[request.slot]), np.asarray(logits[request.slot])
 
     # Slots and pages
 
@@ -295,15 +201,12 @@ class Engine:
         if self._stale:
             slots = self.scheduler.slots
             keep = np.array([r is not None for r in slots])
-            table = np.concatenate([self._table(r.pages if r else []) for r in slots])
+            table = np.concatenate([self._page_row(r) for r in slots])
             self.state = self.executables.update(self.state, keep, table)
             self._stale = False
 
-    def _table(self, pages: list[int]) -> Any:
-        """A row of the page table, with the spare page where there is none."""
-        table = np.full((1, self.config.columns), self.pages, np.int32)
-        table[0, : len(pages)] = pages
-        return table
+    def _page_row(self, request: Request | None) -> Any:
+        return page_row(request.pages if request else [], self.config.columns, self.pages)
 
     def _admit(self, request: Request) -> None:
         if request.admitted_at is None:
@@ -317,60 +220,8 @@ class Engine:
         last = request.prefilled // self.config.page_size - 1
         page = request.pages[last] if last >= 0 else self.pages
         tail = self.scheduler.shard_of(request.slot) * (self.pages + 1) + page
-        self.state = self.executables.admit(self.state, request.slot, self._row(request), tail)
-
-    def _row(self, request: Request) -> Slots:
-        """The request's row of every per-slot array."""
-        p, vocab = request.params, self.cfg.vocab_size
-        bias: Any = np.zeros((1, vocab), np.float32)
-        bias[0, list(p.logit_bias)] = list(p.logit_bias.values())
-
-        def one(value: Any, dtype: Any = np.int32) -> Any:
-            return np.full(1, value, dtype)
-
-        carry: Any = self.state.slots.carry
-        no_carry: Any = np.zeros((1, *carry.shape[1:]), carry.dtype)
-        counts: Any = np.bincount(request.output, minlength=vocab)[None].astype(np.int32)
-        return Slots(
-            length=one(0),
-            newest=one(0),
-            active=one(False, bool),
-            remaining=one(request.max_tokens - len(request.output)),
-            generated=one(len(request.output)),
-            depth=one(request.depth),
-            page_table=self._table(request.pages),
-            carry=no_carry,
-            sampling=SamplingState(
-                temperature=one(p.temperature, np.float32),
-                top_k=one(max(p.top_k, 0)),
-                top_p=one(p.top_p, np.float32),
-                min_p=one(p.min_p, np.float32),
-                presence=one(p.presence_penalty, np.float32),
-                frequency=one(p.frequency_penalty, np.float32),
-                repetition=one(p.repetition_penalty, np.float32),
-                min_tokens=one(p.min_tokens),
-                seed=one(request.seed, np.uint32),
-                logit_bias=bias,
-                stop_mask=mask_row(self._stops(p), vocab),
-                prompt_mask=mask_row(request.prompt, vocab),
-                counts=counts,
-            ),
-        )
-
-    def _stops(self, p: SamplingParams) -> list[int]:
-        """The tokens that end an output."""
-        stops = {*p.stop_token_ids, *(() if p.ignore_eos else self.cfg.eos_token_ids)}
-        return [t for t in stops if t < self.cfg.vocab_size]
-
-    def _matcher(self, p: SamplingParams) -> Matcher | None:
-        if p.structured is None:
-            return None
-        if self.grammars is None:
-            raise RequestError(
-                "structured output needs a tokenizer.json that fits the model and names its end-of-sequence "
-                "token; this model has none"
-            )
-        return self.grammars.matcher(p.structured, self._stops(p))
+        arrays = slot_row(request, self.cfg, self._page_row(request), self.state.slots.carry.dtype)
+        self.state = self.executables.admit(self.state, request.slot, arrays, tail)
 
     # Launching
 
@@ -387,36 +238,15 @@ class Engine:
                 return
             budget -= need.tokens
             key = self.executables.cover(need)
-            chunk = self._chunk(chosen, need.tokens, key.tokens)
-            self.state, result = self.executables.prefill(key, self.params, self.state, chunk)
             rows = [(shard, r) for shard, r in enumerate(chosen) if r]
-            self._track(_Launch(rows, result.first, 1, prompt=result.prompt, chunk=chunk))
+            first = allowed(self.grammars, rows, (len(chosen), 1), self.cfg.vocab_size)[:, 0]
+            chunk = next_chunk(chosen, need.tokens, key.tokens, self.config.max_num_seqs, first)
+            self.state, result = self.executables.prefill(key, self.params, self.state, chunk)
+            self._track(Launch(rows, result.first, 1, prompt=result.prompt, chunk=chunk))
             for r, final in zip(chosen, chunk.final, strict=True):
                 if r and final:
                     r.status, r.rows_bound = Status.RUNNING, r.prefilled + 1
                     r.unread += r.follows < 0
-
-    def _chunk(self, chosen: list[Request | None], limit: int, width: int) -> Chunk:
-        """The next ``limit`` tokens of each prompt, padded to ``width``."""
-        shape = (len(chosen), width)
-        tokens, targets = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
-        slot = np.full(len(chosen), self.config.max_num_seqs, np.int32)
-        start, count = np.zeros(len(chosen), np.int32), np.zeros(len(chosen), np.int32)
-        final, follows = np.zeros(len(chosen), bool), np.full(len(chosen), -1, np.int32)
-        for g, r in enumerate(chosen):
-            if r is None:
-                continue
-            begin, end = r.prefilled, min(r.prefilled + limit, len(r.tokens))
-            slot[g], start[g], count[g], final[g] = r.slot, begin, end - begin, end == len(r.tokens)
-            tokens[g, : end - begin] = r.tokens[begin:end]
-            following = r.tokens[begin + 1 : end + 1]
-            targets[g, : len(following)] = following
-            follows[g] = r.follows
-            r.prefilled = end
-        rows = [(g, r) for g, r in enumerate(chosen) if r]
-        first = allowed(self.grammars, rows, (len(chosen), 1), self.cfg.vocab_size)[:, 0]
-        arrays: tuple[Any, ...] = (slot, start, count, final, tokens, targets, follows, first)
-        return Chunk(*arrays)
 
     def _launch_step(self) -> None:
         running = self.scheduler.running()
@@ -435,7 +265,7 @@ class Engine:
         for r in running:
             r.rows_bound += width
             r.unread += 1
-        self._track(_Launch([(r.slot, r) for r in running], result, width, step=key))
+        self._track(Launch([(r.slot, r) for r in running], result, width, step=key))
 
     def _run_step(self, key: StepKey) -> StepResult:
         self.state, result = self.executables.step(key, self.params, self.state)
@@ -458,7 +288,7 @@ class Engine:
         keys = [self.executables.cover(step_key(self.config, running, d)) for d in depths]
         return self.depth.choose(keys, [r.depth for r in running])
 
-    def _track(self, launch: _Launch) -> None:
+    def _track(self, launch: Launch) -> None:
         for _, request in launch.rows:
             request.inflight += 1
         for array in jax.tree.leaves((launch.result, launch.prompt)):
@@ -471,7 +301,7 @@ class Engine:
         """Read the oldest launches; returns the requests that they advanced."""
         return [r for _ in range(count) for r in self._collect(self._inflight.popleft())]
 
-    def _collect(self, launch: _Launch) -> list[Request]:
+    def _collect(self, launch: Launch) -> list[Request]:
         packed, top, prompt = jax.tree.map(
             np.asarray, (launch.result.packed, launch.result.logprobs, launch.prompt)
         )
@@ -485,9 +315,8 @@ class Engine:
                 self.abort(request, "error")  # its masks meant nothing
                 advanced.append(request)
                 continue
-            chunk = launch.chunk
-            if chunk and prompt is not None and request.params.prompt_logprobs is not None:
-                _read_prompt_logprobs(request, prompt, row, int(chunk.start[row]), int(chunk.count[row]))
+            if launch.chunk and prompt is not None and request.params.prompt_logprobs is not None:
+                read_prompt_logprobs(request, prompt, row, launch.chunk)
             tokens, extra = packed[row, : launch.width].tolist(), packed[row, launch.width :].tolist()
             count, finish = extra[COUNT], Finish(extra[FINISH])
             if launch.step:
@@ -503,15 +332,15 @@ class Engine:
             if finish is Finish.NAN:
                 self.scheduler.broken(request)
             else:
-                self.scheduler.committed(request, _complete_rows(request, chunk, row))
+                self.scheduler.committed(request, launch.complete_rows(row, request))
             if top is not None and request.params.logprobs is not None:
                 width = request.params.logprobs
-                request.logprobs += [_logprobs(top, row, i, tokens[i], width) for i in range(count)]
+                request.logprobs += [read_logprobs(top, row, i, tokens[i], width) for i in range(count)]
             if finish is not Finish.RUNNING:
                 self._finish(request, _REASONS[finish])
         return advanced
 
-    def _measure(self, launch: _Launch, packed: Any) -> None:
+    def _measure(self, launch: Launch, packed: Any) -> None:
         """Count a launch that has just been read: its time began when the one before it ended."""
         now, c = time.perf_counter(), self.counters
         seconds = now - max(launch.at, self._last_read)
@@ -534,40 +363,3 @@ class Engine:
         if emitted and self.depth.costs.known(plain):
             c.compared_seconds += seconds
             c.plain_seconds += self.depth.costs.seconds(plain) * emitted / len(launch.rows)
-
-
-def _complete_rows(request: Request, chunk: Chunk | None, row: int) -> int:
-    """Cache rows that are complete once a launch is read, with the tail of the page they end.
-
-    After a step these are all but the newest token's. The tail is written with the row that comes after it.
-    """
-    if chunk is None:
-        return len(request.prompt) + len(request.output) - 1
-    end = int(chunk.start[row] + chunk.count[row])
-    return end if chunk.final[row] else end - 1
-
-
-def _check_ids(what: str, ids: Iterable[int], vocab: int) -> None:
-    wrong = next((t for t in ids if not 0 <= t < vocab), None)
-    if wrong is not None:
-        raise RequestError(f"{what} names token {wrong}; expected ids from 0 to {vocab - 1}")
-
-
-def _logprobs(top: Any, row: int, i: int, token: int, width: int) -> TokenLogprobs:
-    """The chosen token first, then the ``width`` most likely ones."""
-    best = zip(top.ids[row, i, :width].tolist(), top.values[row, i, :width].tolist(), strict=True)
-    chosen = Logprob(float(top.chosen[row, i]), int(top.rank[row, i]))
-    others = {t: Logprob(v, rank) for rank, (t, v) in enumerate(best, start=1) if t != token}
-    return {token: chosen} | others
-
-
-def _read_prompt_logprobs(request: Request, top: Any, row: int, start: int, count: int) -> None:
-    """Position i of a chunk scores the prompt's next token; the first token of a prompt has no score."""
-    if not request.prompt_logprobs:
-        request.prompt_logprobs.append(None)
-    for i in range(count):
-        position = start + i + 1
-        # A preempted request is scored from the start again.
-        if position == len(request.prompt_logprobs) and position < len(request.prompt):
-            width = request.params.prompt_logprobs or 0
-            request.prompt_logprobs.append(_logprobs(top, row, i, request.prompt[position], width))

@@ -197,6 +197,7 @@ class Request:
         capacity: tokens its pages may have to hold.
         fixed_depth: whether every step must offer it ``depth`` drafts, or adaptive depth decides.
         spare: further tokens its pages hold from the start.
+        stops: tokens that end the output.
         priority: lower numbers are served first.
         deadline: ``time.perf_counter()`` at which it is ended, finished or not.
         salt: only requests of the same salt share cached pages.
@@ -219,6 +220,7 @@ class Request:
     depth: int
     capacity: int
     spare: int = 0
+    stops: Sequence[int] = ()
     matcher: Matcher | None = None
     fixed_depth: bool = True
     priority: int = 0

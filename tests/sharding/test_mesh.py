@@ -81,6 +81,14 @@ def test_parameters_lie_where_the_specs_say():
     assert {s.data.shape[0] for s in params.head.addressable_shards} == {TINY.vocab_size // 4}
 
 
+def test_drafts_after_a_prompt_are_those_of_one_device():
+    alone, spread = make_engine(max_num_seqs=8), engine_on(make_mesh(4, 2))
+    for prompt in (JOBS[0][0], JOBS[4][0], JOBS[0][0]):
+        want, got = alone.draft(prompt, 2), spread.draft(prompt, 2)
+        assert (got[0], got[1].tolist()) == (want[0], want[1].tolist())
+        np.testing.assert_allclose(got[2], want[2], atol=1e-4)
+
+
 def test_a_request_cannot_have_more_than_its_shards_pages():
     engine = make_engine(mesh=make_mesh(8, 1), max_num_seqs=8)
     assert engine.pages == engine.config.columns
