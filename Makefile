@@ -7,9 +7,10 @@ DEMO_PROMPT ?= class Parser:
 
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt
+GPU_COMPILE := build/gpu-compile
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow test-gpu lint format types bench clean
+.PHONY: demo test test-slow test-gpu lint format types gpu-compile bench clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.runtime
@@ -41,6 +42,11 @@ test-gpu: $(VENV)/.dev
 	@echo "==> running the tests that need a GPU (install the cuda extra first)"
 	@JAX_PLATFORMS=cuda,cpu $(BIN)/python -m pytest -q -m gpu
 
+# Compiles the GPU kernels for an H200 without one, in an environment of its own: make gpu-compile CASES=mla
+gpu-compile: $(GPU_COMPILE)/.installed
+	@echo "==> compiling the kernels for an H200"
+	@$(GPU_COMPILE)/bin/python -m kernels_pallas.deviceless $(CASES)
+
 BENCH = $(BIN)/mtp-jax bench
 
 bench: $(VENV)/.dev
@@ -65,6 +71,13 @@ $(VENV)/.python:
 	@$(PYTHON) -m venv --clear $(VENV) || { \
 	  echo "$(PYTHON) cannot create virtual environments. On Debian and Ubuntu: install the python3-venv package."; \
 	  rm -rf $(VENV); exit 1; }
+	@touch $@
+
+$(GPU_COMPILE)/.installed: $(INPUTS)
+	@echo "==> installing XLA's CUDA compiler into $(GPU_COMPILE) (1.5 GB on disk; minutes the first time)"
+	@$(PYTHON) -m venv --clear $(GPU_COMPILE)
+	@$(GPU_COMPILE)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	  --editable '.[gpu-compile]'
 	@touch $@
 
 $(VENV)/.runtime: $(VENV)/.python $(INPUTS)

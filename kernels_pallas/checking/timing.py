@@ -21,20 +21,26 @@ _FLUSH = (2 * 50 * 2**20) // 4
 def seconds(function: Callable[..., Any], inputs: Inputs) -> float:
     """Median time of one call."""
     flush = jnp.zeros(_FLUSH, jnp.float32)
-    both, alone = jax.jit(repeated(function)), jax.jit(repeated(lambda *_: jnp.zeros(())))
+    both, alone = jax.jit(repeated(function)), jax.jit(repeated(_nothing))
     return (median(both, inputs, flush) - median(alone, inputs, flush)) / CALLS
+
+
+def _nothing(*inputs: Any) -> Any:
+    return inputs
 
 
 def repeated(function: Callable[..., Any]) -> Callable[..., Any]:
     """A program of `CALLS` calls, one after the other, each after the cache has been overwritten."""
 
-    def program(inputs: Inputs, flush: jax.Array) -> tuple[Any, jax.Array]:
-        out = None
-        for _ in range(CALLS):
-            # Barriers keep the calls apart, in this order, and every one of them.
-            inputs, flush, out = lax.optimization_barrier((inputs, flush + 1, out))
-            out = function(*inputs)
-        return out, flush
+    def program(inputs: Inputs, flush: jax.Array) -> jax.Array:
+        def call(_: jax.Array, flush: jax.Array) -> jax.Array:
+            # The barriers have a call wait until the cache is overwritten, and that wait for all of the call.
+            given, flush = lax.optimization_barrier((inputs, flush))
+            out = lax.optimization_barrier(function(*given))
+            first, *_ = jax.tree.leaves(out)
+            return flush + first.reshape(-1)[0].astype(jnp.float32)
+
+        return lax.fori_loop(0, CALLS, call, flush)
 
     return program
 

@@ -11,8 +11,8 @@ import jax
 _TENSOR_CORE = re.compile(r"\b(HGMMA|QGMMA|HMMA)\b")
 # ptxas's warnings that warpgroup products run one after the other.
 _SERIALISED = re.compile(r"\(C751\d\)")
-# Lines of XLA's launch list that put nothing on the GPU.
-_NO_LAUNCH = re.compile(r"^\s*\d+: k(Sequential|Conditional|While|WaitForStreams)\b")
+# Lines of XLA's launch list that put something on the GPU.
+_LAUNCH = re.compile(r"^\s*\d+: k(?!Sequential|Conditional|While|WaitForStreams)")
 
 
 @dataclass(frozen=True)
@@ -73,4 +73,4 @@ def launches(xla_dump: Path) -> tuple[str, ...]:
     """What the module compiled last puts on the GPU, in order."""
     lists = sorted(xla_dump.glob("*thunk_sequence.txt"), key=lambda path: path.stat().st_mtime_ns)
     lines = lists[-1].read_text(encoding="utf-8").splitlines()
-    return tuple(line for line in lines if line.strip() and not _NO_LAUNCH.match(line))
+    return tuple(line for line in lines if _LAUNCH.match(line))
