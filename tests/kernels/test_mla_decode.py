@@ -40,18 +40,17 @@ def exact(q, pages, page_table, mask):
 @pytest.mark.parametrize("nextn", [False, True])
 def test_reference_equals_float64(nextn):
     shape = Shape(8, 3, (-1, 0, 61, 64, 130), nextn=nextn)
+    # Apart from what reads them, or XLA would leave out their rounding to bfloat16.
+    q, pages, page_table, visible = jax.jit(partial(inputs, shape))(jax.random.key(1))
 
     @jax.jit
-    def run(key):
-        q, pages, page_table, visible = inputs(shape, key)
+    def run(*inputs):
         mask = visible.mask(page_table.shape[1] * pages.shape[1])
-        arguments = q, pages, page_table, visible
-        results = RUN(*arguments), xla(*arguments, scale=SCALE, rank=RANK)
-        return q, pages, page_table, mask, results
+        return RUN(*inputs), xla(*inputs, scale=SCALE, rank=RANK), mask
 
-    q, pages, page_table, mask, (reference, baseline) = run(jax.random.key(1))
+    reference, baseline, mask = run(q, pages, page_table, visible)
     expected, some = exact(q, pages, page_table, mask), np.asarray(mask.any(-1))
-    assert distance(reference, expected) < 4e-3
+    assert distance(reference, expected) < 3e-3
     assert distance(np.asarray(baseline, np.float64)[some], expected[some]) < 5e-3
     assert not np.asarray(reference, np.float64)[~some].any()
 

@@ -1,0 +1,158 @@
+"""The tools that hold kernels to account: lowering, verification, rates, reports, the command."""
+
+from collections import Counter
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas import check
+from kernels_pallas.checking.case import Case, Work
+from kernels_pallas.checking.device import RATES, rates
+from kernels_pallas.checking.lower import lower
+from kernels_pallas.checking.registry import cases
+from kernels_pallas.checking.timing import CALLS, repeated
+from kernels_pallas.checking.verify import verify
+from kernels_pallas.deviceless import budget, report
+
+ALL = {c.name: c for c in cases()}
+# One of each attention kernel; the others are slow.
+FAST = ("mla_decode/heads16-window4-batch1-32k", "mla_prefill/small-ragged")
+DOUBLING = Case(
+    name="test/doubling",
+    inputs=lambda key: (jnp.arange(1.0, 9.0),),
+    kernel=lambda x, interpret=None: 2 * x,
+    reference=lambda x: x + x,
+    work=Work(flops=8, bytes=64, format="bf16"),
+)
+
+
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in ALL])
+def test_every_case_lowers_for_cuda(name):
+    assert "@mosaic_gpu" in lower(ALL[name])
+
+
+def test_names_of_cases_are_unique_and_have_a_budget():
+    assert len(ALL) == len(cases())
+    known = budget.budgets()
+    assert {name.split("/")[0] for name in ALL} == set(known)
+    shapes = {(kernel, shape) for kernel, limits in known.items() for shape in limits.cases}
+    assert shapes <= {tuple(name.split("/")) for name in ALL}
+
+
+def test_a_right_kernel_passes_and_wrong_ones_do_not():
+    def wrong(change):
+        return replace(DOUBLING, kernel=lambda x, interpret=None: change(2 * x))
+
+    key = jnp.zeros(2, jnp.uint32)
+    assert verify(DOUBLING, key).faults(1e-2) == []
+    (fault,) = verify(wrong(lambda y: y.at[3].mul(1.2)), key).faults(1e-2)
+    assert "relative distance" in fault
+    (fault,) = verify(wrong(lambda y: y.at[3].set(jnp.nan)), key).faults(1e-2)
+    assert fault.startswith("1 elements are NaN")
+
+
+def test_timed_programs_make_every_call():
+    seen = []
+
+    def double(x):
+        seen.append(x)
+        return 2 * x
+
+    flush = repeated(double)((jnp.full(3, 0.5),), jnp.zeros(4))
+    np.testing.assert_array_equal(flush, CALLS)
+    assert seen
+
+
+def test_floor_is_the_longer_of_moving_and_multiplying():
+    h200 = RATES["H200"]
+    assert rates("NVIDIA H200") is h200
+    assert rates("NVIDIA A100-SXM4-80GB") is None
+    assert rates("NVIDIA H100 80GB HBM3") is RATES["H100"]
+    assert h200.floor(Work(0, 4.8e9, "bf16")) == pytest.approx(1e-3)
+    assert h200.floor(Work(1.58e12, 4.8e9, "bf16")) == pytest.approx(2e-3)
+    assert h200.floor(Work(1.58e12, 4.8e9, "fp8")) == pytest.approx(1e-3)
+
+
+def test_without_a_gpu_the_command_says_so(capsys):
+    assert check.main(["mla_decode"]) == 2
+    assert "need an NVIDIA GPU of the Hopper generation" in capsys.readouterr().err
+
+
+def test_an_unknown_pattern_is_an_error(capsys):
+    assert check.main(["--dry-run", "no-such-kernel"]) == 2
+    assert "no-such-kernel" in capsys.readouterr().err
+
+
+def test_a_dry_run_lowers_and_lists(capsys):
+    assert check.main(["--dry-run", "mla_decode/heads8-window1-batch1-1k"]) == 0
+    out = capsys.readouterr().out
+    assert "1 kernel  against xla" in out
+    assert "1 of 1 cases lower for CUDA; none has been run" in out
+
+
+def test_a_case_that_does_not_lower_fails_the_dry_run(capsys, monkeypatch):
+    def refuses(x, interpret=None):
+        raise NotImplementedError("no such layout")
+
+    monkeypatch.setattr(check, "cases", lambda pattern: (replace(DOUBLING, kernel=refuses),))
+    assert check.main(["--dry-run"]) == 1
+    assert "DOES NOT LOWER: NotImplementedError: no such layout" in capsys.readouterr().out
+
+
+PTXAS = """ptxas info    : Compiling entry function 'kernel_mosaic_gpu_kernel' for 'sm_90a'
+    424 bytes stack frame, 436 bytes spill stores, 440 bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers, 424 bytes cumulative stack size
+"""
+SERIALISED = "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized\n"
+
+
+def compiled(folder, ptxas=PTXAS):
+    (folder / "kernel_0.ptxas").write_text(ptxas)
+    (folder / "kernel_0.sass_ctrl").write_text(
+        "HGMMA.64x64x16.F32.BF16 R24\nHGMMA.64x256x16 R24\nUTMALDG R1\n"
+    )
+    (folder / "kernel_0.resources.txt").write_text("Resources(smem_scratch_bytes=226304, tmem=0)")
+    return report.kernels(folder)
+
+
+def test_report_reads_what_the_compiler_says(tmp_path):
+    (kernel,) = compiled(tmp_path)
+    assert kernel == report.Kernel("kernel_0", 168, 436, 226304, Counter(HGMMA=2), serialised=False)
+    (kernel,) = compiled(tmp_path, SERIALISED + PTXAS)
+    assert kernel.serialised
+
+
+def test_a_log_of_another_form_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="the compiler's log has no"):
+        compiled(tmp_path, "nothing")
+
+
+def test_launches_leave_out_control_flow(tmp_path):
+    lines = (
+        "001: kCopy  [source] kCopy",
+        "003: kWhile while",
+        "  condition:",
+        "    004: kCustomKernel compare",
+        "  body:",
+        "    006: kCustomCall kCustomCall",
+    )
+    (tmp_path / "module_1.thunk_sequence.txt").write_text("\n".join(lines))
+    assert [line.split()[0] for line in report.launches(tmp_path)] == ["001:", "004:", "006:"]
+
+
+def test_budgets_are_held(tmp_path):
+    kernels = compiled(tmp_path, SERIALISED + PTXAS)
+    limits = budget.Budget(436, ("HGMMA",), 1.0, 3, {"large": {"temp_mib": 9.0}})
+    assert list(limits.faults(compiled(tmp_path), 1.0, 3)) == []
+    assert list(limits.of("large").faults(compiled(tmp_path), 9.0, 3)) == []
+    found = list(budget.Budget(435, ("QGMMA",), 0.5, 2).faults(kernels, 1.0, 3))
+    assert [f.split(", at most")[0] for f in found] == [
+        "436 bytes of spills",
+        "ptxas warns of serialised warpgroup products",
+        "no QGMMA",
+        "1.0 MiB of temporary memory",
+        "3 launches",
+    ]
+    assert next(iter(limits.faults((), 0.0, 0))) == "no Mosaic GPU kernel was compiled"

@@ -1,0 +1,116 @@
+"""MLA prefill: the reference against float64, and the kernel, interpreted, against the reference."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas.mla_prefill.api import attend, merge, mla_prefill
+from kernels_pallas.mla_prefill.bench import xla
+from kernels_pallas.mla_prefill.cases import NOPE, SCALE, Shape, case, counted, expanded, latent, shapes
+from kernels_pallas.mla_prefill.limits import Limits
+from tests.kernels.interpreter import distance, interpret, notices, without
+
+SMALL = [name for name in shapes() if name.startswith("small-")]
+XLA = {"scale": SCALE, "implementation": "xla"}
+
+
+def exact(q, k, k_rope, v, seen):
+    """Query by query and head by head, in float64; the output, and log2 of the sums of exponentials."""
+    q, k, k_rope, v = (np.asarray(x, np.float64) for x in (q, k, k_rope, v))
+    slots, queries, heads, _ = q.shape
+    out, lse = np.zeros((*q.shape[:3], v.shape[-1])), np.full((slots, heads, queries), -1e30)
+    for b, t, n in np.ndindex(slots, queries, heads):
+        rows = np.flatnonzero(seen[b, t])
+        if len(rows):
+            scores = k[b, rows, n] @ q[b, t, n, :NOPE] + k_rope[b, rows] @ q[b, t, n, NOPE:]
+            weights = np.exp(scores * SCALE)
+            out[b, t, n] = weights @ v[b, rows, n] / weights.sum()
+            lse[b, n, t] = np.log2(weights.sum())
+    return out, lse
+
+
+def test_reference_equals_float64():
+    shape = Shape(2, 7, (7, 3, 0), (5, 0, 9), begin=1)
+    # Apart from what reads them, or XLA would leave out their rounding to bfloat16.
+    q, k, k_rope, v, limits = jax.jit(partial(expanded, shape))(jax.random.key(1))
+
+    @jax.jit
+    def run(*inputs):
+        return attend(*inputs, **XLA), xla(*inputs, scale=SCALE), limits.mask(7, shape.rows)
+
+    (out, lse), baseline, mask = run(q, k, k_rope, v, limits)
+    counts = np.arange(7) < np.asarray(limits.count)[:, None]
+    seen = np.asarray(mask) & counts[..., None]
+    some = seen.any(-1)
+    expected, expected_lse = exact(q, k, k_rope, v, seen)
+    assert distance(out, expected) < 3e-3
+    assert not np.asarray(out, np.float64)[~some].any()
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
+    assert distance(np.asarray(baseline, np.float64)[some], expected[some]) < 1e-2
+
+
+def test_limits_of_a_chunk_and_of_a_block_within_its_history():
+    one = Limits(*(jnp.array([x]) for x in (2, 1, 3, 5)))
+    assert np.asarray(one.mask(2, 7)).astype(int).tolist() == [[[0, 1, 1, 1, 0, 0, 0], [0, 1, 1, 1, 1, 0, 0]]]
+    whole = np.asarray(one.mask(2, 9))
+    parts = [np.asarray(one.within(start, 3).mask(2, 3)) for start in (0, 3, 6)]
+    assert (np.concatenate(parts, axis=-1) == whole).all()
+
+
+def test_blocks_of_history_merge_to_the_whole():
+    shape = Shape(2, 9, (9, 4), (150, 300), block=128)
+
+    @jax.jit
+    def run(*inputs):
+        return [counted(partial(mla_prefill, block=n, **XLA), *inputs)[0] for n in (512, 128)]
+
+    whole, blocks = run(*jax.jit(partial(latent, shape))(jax.random.key(2)))
+    assert distance(blocks, whole) < 5e-3
+
+
+def test_merging_with_nothing_changes_nothing():
+    out, lse = jnp.ones((1, 2, 1, 4)), jnp.array([[[3.0, -1e30]]])
+    merged, total = merge((out, lse), (jnp.zeros_like(out), jnp.full_like(lse, -1e30)))
+    assert merged[0, 0].tolist() == out[0, 0].tolist()
+    assert total[0, 0, 0] == 3
+    assert np.isfinite(merged).all()
+
+
+@pytest.mark.parametrize(
+    ("q", "k_rope", "v", "dtype", "match"),
+    [(192, 64, 128, "float32", "dtypes"), (160, 32, 128, "bfloat16", "query are 160"),
+     (192, 64, 192, "bfloat16", "value are 192")],
+)  # fmt: skip
+def test_what_the_kernel_cannot_do_is_refused(q, k_rope, v, dtype, match):
+    shapes = (1, 4, 2, q), (1, 8, 2, 128), (1, 8, k_rope), (1, 8, 2, v)
+    limits = Limits(*(jnp.array([x]) for x in (4, 0, 0, 4)))
+    inputs: Any = *(jnp.zeros(shape, dtype) for shape in shapes), limits
+    with pytest.raises(ValueError, match=match):
+        partial(attend, scale=SCALE, implementation="mosaic_gpu")(*inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_kernel_equals_the_reference_without_races(name):
+    run = interpret(case(name, shapes()[name]))
+    assert not run.races
+    assert run.distance < 4e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("operation", "where"),
+    [
+        pytest.param("barrier_wait", "step.<locals>.<lambda>", id="memory of keys and values is free"),
+        pytest.param("barrier_wait", "compute.<locals>.step", id="keys and values are there"),
+        pytest.param("commit_smem", "compute", id="outputs are visible to the copy"),
+    ],
+)
+def test_a_missing_barrier_is_noticed(operation, where, monkeypatch, capfd):
+    without(monkeypatch, operation, where)
+    assert notices(case("mutant", shapes()["small-history"]))
+    capfd.readouterr()  # every race is printed
