@@ -56,6 +56,8 @@ bench: $(VENV)/.dev
 	@for p in dense moe; do $(BENCH) window --model build/bench/$$p && \
 	  $(BENCH) depth --model build/bench/$$p --prompts 8 --max-tokens 64 || exit 1; done
 	@$(BENCH) host --model build/bench/dense --steps 12
+	@$(BENCH) sweep && for p in dense moe; do \
+	  $(BENCH) sweep --model build/bench/$$p --max-tokens 32 --rounds 2 || exit 1; done
 
 clean:
 	@rm -rf $(VENV) build dist *.egg-info .hypothesis .pytest_cache .ruff_cache
