@@ -41,7 +41,7 @@ class Running:
     thread: threading.Thread
 
     def client(self, **options: Any) -> httpx2.Client:
-        return httpx2.Client(base_url=self.url, timeout=60, **options)
+        return httpx2.Client(base_url=self.url, timeout=300, **options)
 
     def variant(self, **settings: Any) -> "Variant":
         """Another application in front of the same engine."""
@@ -74,7 +74,7 @@ class Variant:
             async with httpx2.AsyncClient(transport=transport, base_url=f"http://{host}") as client:
                 return await client.request(method, path, **options)
 
-        return asyncio.run_coroutine_threadsafe(send(), self._loop).result(60)
+        return asyncio.run_coroutine_threadsafe(send(), self._loop).result(300)
 
     def get(self, path: str, **options: Any) -> httpx2.Response:
         return self.request("GET", path, **options)

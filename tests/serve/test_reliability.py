@@ -116,7 +116,7 @@ def test_r6_sigterm_drains(fresh, client, gated):
     opened = gated(fresh)
 
     async def drain() -> httpx2.Response:
-        async with httpx2.AsyncClient(base_url=running.url, timeout=60) as asking:
+        async with httpx2.AsyncClient(base_url=running.url, timeout=300) as asking:
             answer = asyncio.create_task(asking.post("/v1/completions", json=GREEDY))
             while running.allm.live < 1:
                 await asyncio.sleep(0.01)
@@ -142,7 +142,7 @@ def test_r6_what_outlasts_the_drain_is_aborted(fresh, gated):
     opened = gated(fresh)
 
     async def drain() -> httpx2.Response:
-        async with httpx2.AsyncClient(base_url=running.url, timeout=60) as asking:
+        async with httpx2.AsyncClient(base_url=running.url, timeout=300) as asking:
             answer = asyncio.create_task(asking.post("/v1/completions", json=GREEDY))
             while running.allm.live < 1:
                 await asyncio.sleep(0.01)
@@ -165,7 +165,7 @@ def test_r7_a_stuck_engine_is_not_ready(server: Running, compiled, gated, client
     opened = gated(compiled)
 
     async def ask() -> None:
-        async with httpx2.AsyncClient(base_url=server.url, timeout=60) as asking:
+        async with httpx2.AsyncClient(base_url=server.url, timeout=300) as asking:
             answer = asyncio.create_task(asking.post("/v1/completions", json=GREEDY))
             while (ready := await asyncio.to_thread(impatient.get, "/ready")).status_code == 200:
                 await asyncio.sleep(0.01)
@@ -183,7 +183,7 @@ def test_r8_the_watchdog_ends_a_stuck_process(server: Running, compiled, gated, 
     ended: list[int] = []
 
     async def ask() -> None:
-        async with httpx2.AsyncClient(base_url=server.url, timeout=60) as asking:
+        async with httpx2.AsyncClient(base_url=server.url, timeout=300) as asking:
             answer = asyncio.create_task(asking.post("/v1/completions", json={**GREEDY, "prompt": "secret"}))
             while not ended:
                 await asyncio.sleep(0.01)

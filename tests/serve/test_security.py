@@ -216,7 +216,7 @@ def test_s7_schemas_and_expressions_cannot_hurt(client, asked):
 
 
 @pytest.mark.parametrize(
-    "regex", ["((((a{1,500}){1,500}){1,500}){1,500})b", "(a*)*b", "(.*){50}", "a{100000}"]
+    "regex", ["((((a{1,500}){1,500}){1,500}){1,500})b", "(a*)*b", "(.*){50}", "a{10000}"]
 )
 def test_s7_expensive_expressions_are_refused_or_bounded(client, regex):
     answer = client.post("/v1/completions", json={**SHORT, "structured_outputs": {"regex": regex}})

@@ -1,0 +1,60 @@
+"""The examples of docs/serving.md are run as they stand, against the test's own server and model."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mtp_jax import LLM
+from tests.serve.conftest import Running
+
+TEXT = (Path(__file__).parent.parent.parent / "docs" / "serving.md").read_text(encoding="utf-8")
+SHELL, PYTHON = (re.findall(rf"^```{kind}\n(.*?)^```", TEXT, re.M | re.S) for kind in ("sh", "python"))
+
+
+def here(example: str, server: Running) -> str:
+    return example.replace("http://127.0.0.1:8000", server.url).replace('"demo"', '"tiny"')
+
+
+def test_there_are_examples():
+    assert len(SHELL) >= 2
+    assert len(PYTHON) >= 3
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+@pytest.mark.parametrize("example", SHELL)
+def test_shell_examples(server: Running, example):
+    answer = subprocess.run(
+        here(example, server), shell=True, capture_output=True, text=True, check=True
+    ).stdout
+    if '"stream": true' in example:
+        assert answer.endswith("data: [DONE]\n\n")
+        answer = answer.split("\n\n")[-3].removeprefix("data: ")
+    assert json.loads(answer)["usage"]["completion_tokens"] > 0
+
+
+@pytest.mark.parametrize("example", PYTHON)
+def test_python_examples(server: Running, fresh: LLM, monkeypatch, capsys, example):
+    monkeypatch.setattr("mtp_jax.LLM", lambda **sizes: fresh, raising=False)
+    exec(compile(here(example, server), "serving.md", "exec"), {"__name__": "example"})
+    assert capsys.readouterr().out.strip()
+
+
+def test_every_route_is_in_the_table(server: Running):
+    from serve import app
+
+    documented = set(re.findall(r"`(?:GET |POST )?(/[a-z0-9_/]*)", TEXT))
+    assert {p for p in (*app._GET, *app._POST) if "{" not in p and not p.startswith("/web/")} <= documented
+
+
+def test_every_metric_of_our_own_is_described(client):
+    names = set(re.findall(r"^# TYPE (mtp_jax:\w+) ", client.get("/metrics").text, re.M))
+    documented = set(re.findall(r"`(mtp_jax:\w+)", TEXT))
+    assert names - {"mtp_jax:http_responses_total", "mtp_jax:http_responses_created"} <= {
+        *documented,
+        "mtp_jax:cache_pages",
+        "mtp_jax:cache_pages_reusable",
+    }
