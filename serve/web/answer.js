@@ -4,7 +4,7 @@ import { Meter, Origins } from "./tokens.js";
 
 const ENDS = {
   stop: "finished",
-  length: "most tokens reached",
+  length: "length limit reached",
   timeout: "out of time",
   abort: "ended by the server",
 };
@@ -98,7 +98,7 @@ export class Answer {
   #measure() {
     const meter = this.#meter;
     const figures = [
-      [meter.tokens, (n) => `${n} token${n === 1 ? "" : "s"}`],
+      [meter.tokens || null, (n) => `${n} token${n === 1 ? "" : "s"}`],
       [meter.rate, (rate) => `${rate.toFixed(1)} tokens/s`],
       [meter.firstAfter, (ms) => `first token after ${ms.toFixed(0)} ms`],
       [meter.acceptanceLength, (length) => `acceptance length ${length.toFixed(2)}`],

@@ -165,7 +165,7 @@ def test_an_answer_grows_with_marks_and_figures(opened: Opener, client: httpx2.C
     figures = answer.locator(".figures").inner_text()
     shown = re.fullmatch(
         r"40 tokens · (\d+\.\d) tokens/s · first token after (\d+) ms · acceptance length (\d\.\d\d)"
-        r" · (\d+) of (\d+) drafts accepted · most tokens reached",
+        r" · (\d+) of (\d+) drafts accepted · length limit reached",
         figures,
     )
     assert shown, figures
