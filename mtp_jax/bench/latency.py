@@ -112,6 +112,11 @@ class Summary:
             Percentiles.of([t.end for t in came]),
         )
 
+    @classmethod
+    def median(cls, summaries: "Sequence[Summary]") -> "Summary":
+        """The one of median throughput, the lower of two."""
+        return sorted(summaries, key=lambda s: s.rate)[(len(summaries) - 1) // 2]
+
     def row(self) -> tuple[str, ...]:
         """Cells of a table with ``HEADERS``."""
         times = (self.ttft.show(), self.tpot.show(2), self.itl.show(2), self.e2e.show(0))

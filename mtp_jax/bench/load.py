@@ -116,7 +116,7 @@ def run(subject: Subject, modes: Sequence[Mode], load: Load, simulated: Simulate
             found = _figures(level, mode, runs, load, simulated)
             figures.append(found)
             length_of = f"{found['acceptance_length']:.2f}"
-            median = runs[mode][len(runs[mode]) // 2].summary
+            median = Summary.median([r.summary for r in runs[mode]])
             rows.append((level, mode, found["speedup"].show(), length_of, *median.row()))
     count = load.requests or "max(16, 4 x level)"
     note = (

@@ -58,7 +58,8 @@ def _levels(levels: Sequence[Mapping[str, Any]], axes: Any) -> None:
 
     throughput, gain, first, per_token, whole, accepted = axes
     lines(throughput, "", lambda f: f["tokens_per_second"].median)
-    throughput.set(title="throughput, tokens/s", yscale="log")
+    throughput.set(title="throughput, tokens/s")
+    throughput.set_ylim(bottom=0)
     lines(gain, "", lambda f: f["speedup"].median)
     gain.axhline(1, color="black", linewidth=0.5)
     gain.set_title(f"throughput over that of {modes[0]}")
@@ -70,10 +71,13 @@ def _levels(levels: Sequence[Mapping[str, Any]], axes: Any) -> None:
         lines(axis, " p50", lambda f, latency=latency: of_rounds(f, latency, "p50"))
         lines(axis, " p99", lambda f, latency=latency: of_rounds(f, latency, "p99"), "x:")
         axis.set(title=title, yscale="log")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
     for mode, colour in zip(modes, _COLOURS, strict=False):
         rates = [f["acceptance_per_position"] for f in levels if f["mode"] == mode]
         for shown in rates:
             accepted.plot(range(1, len(shown) + 1), shown, "o-", color=colour, alpha=0.6, markersize=4)
+            accepted.set_xticks(range(1, max(map(len, rates)) + 1))
     accepted.set(title="drafts accepted by position, a line per level", xlabel="position", ylim=(0, 1.02))
     accepted.grid(alpha=0.3)
 

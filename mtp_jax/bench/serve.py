@@ -79,7 +79,7 @@ async def _run(target: Target, api_key: str | None, load: Load) -> Report:
             for mode in modes:
                 found = _figures(load, level, mode, runs[mode], runs[modes[0]])
                 figures.append(found)
-                median = runs[mode][len(runs[mode]) // 2].summary
+                median = Summary.median([r.summary for r in runs[mode]])
                 errors = sum(sum(r.errors.values()) for r in runs[mode])
                 length = f"{found['acceptance_length']:.2f}" if found["acceptance_length"] else "-"
                 rows.append((level, mode, found["speedup"].show(), length, errors, *median.row()))

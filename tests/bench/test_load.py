@@ -39,6 +39,8 @@ def test_latencies_of_a_timeline():
     summary = Summary.of([line, Timeline(11.0)], 8.0)  # the second got nothing
     assert (summary.requests, summary.tokens, summary.rate) == (1, 5, 0.625)
     assert summary.itl == Percentiles(1.0, 1.0, 1.0, 1.0, 4)
+    runs = [Summary.of([line], seconds) for seconds in (8.0, 4.0, 2.0, 16.0)]
+    assert Summary.median(runs).seconds == 8.0
 
 
 def test_modes_are_compared_in_one_run(bench):
