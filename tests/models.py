@@ -21,6 +21,7 @@ from mtp_jax.decode.compiled import Executables
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.grammar import Grammars
 from mtp_jax.model import nextn, trunk
 from mtp_jax.model.params import Layer, Mlp, Moe, Params, Spec, param_specs
 
@@ -194,7 +195,11 @@ def _executables(
 
 
 def make_engine(
-    params: Params | None = None, cfg: ModelConfig = TINY, mesh: Mesh | None = None, **config: Any
+    params: Params | None = None,
+    cfg: ModelConfig = TINY,
+    mesh: Mesh | None = None,
+    grammars: Grammars | None = None,
+    **config: Any,
 ) -> Engine:
     """A new engine. Engines of one shape share their compiled programs: compiling is what tests wait for."""
     params = tiny_params(cfg) if params is None else params
@@ -204,7 +209,7 @@ def make_engine(
         "page_size": 16,
         "prefill_chunk": 16,
     } | config
-    engine = Engine(cfg, params, EngineConfig(**sizes), mesh)
+    engine = Engine(cfg, params, EngineConfig(**sizes), mesh, grammars)
     leaves, tree = jax.tree.flatten(params)
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding if mesh else None) for a in leaves]
     same = replace(engine.config, seed=0, drafting="sampled", verifier="block")

@@ -122,7 +122,11 @@ def add_engine(parser: Parser) -> None:
         help="draft as many in every step (default: as many as is fastest, by measurement)",
     )
     add("--drafting", choices=("sampled", "greedy"), help="how drafts are chosen (default: sampled)")
-    add("--verifier", choices=("block", "rejection"), help="how drafts are verified (default: block)")
+    add(
+        "--verifier",
+        choices=("block", "rejection", "coupled"),
+        help="how drafts are verified (default: block)",
+    )
     add(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),

@@ -75,9 +75,7 @@ def grammars(tokenizer: Tokenizer) -> Grammars:
 
 
 def engine_with(grammars: Grammars, **config: Any) -> Engine:
-    engine = make_engine(params(), CFG, max_model_len=248, **config)
-    engine.grammars = grammars
-    return engine
+    return make_engine(params(), CFG, grammars=grammars, max_model_len=248, **config)
 
 
 def text(tokenizer: Tokenizer, request: Request) -> str:
@@ -260,8 +258,7 @@ def test_a_server_is_ready_for_grammars_at_once(grammars):
     assert need.mode.structured
     assert any(isinstance(key, StepKey) and key.covers(need) for key in first)
     assert sum(isinstance(key, StepKey) and key.mode.structured for key in rest) > 1
-    engine.grammars = None
-    first, rest = engine.warm_up_keys()
+    first, rest = make_engine(params(), CFG, max_model_len=248).warm_up_keys()
     assert not any(isinstance(k, StepKey) and k.mode.structured for k in (*first, *rest))
 
 
@@ -284,8 +281,7 @@ def test_bad_grammars_and_models_without_tokens_are_refused(grammars):
 def test_on_eight_devices(grammars, plain):
     mesh = make_mesh(4, 2)
     placed = jax.device_put(params(), param_shardings(param_specs(CFG), mesh))
-    engine = make_engine(placed, CFG, mesh, max_num_seqs=8, max_model_len=248)
-    engine.grammars = grammars
+    engine = make_engine(placed, CFG, mesh, grammars, max_num_seqs=8, max_model_len=248)
     requests = serve(engine, jobs())
     assert [r.output for r in requests] == [r.output for r in plain]
     assert sum(r.speculation.accepted for r in requests if r.matcher) > 10
