@@ -56,7 +56,7 @@ def check(case: Case, budget: Budget, mesh: jax.sharding.Mesh, dump: Path) -> li
     for i, k in enumerate(kernels):
         products = " ".join(f"{count} {name}" for name, count in sorted(k.instructions.items()))
         whole = (f"{temp:.1f}", launches, f"{seconds:.0f}") if i == 0 else ("", "", "")
-        shown = f"{k.shared / 1024:.1f}"
+        shown = "-" if k.shared is None else f"{k.shared / 1024:.1f}"
         print(ROW.format(case.name, k.registers, k.spills, products, shown, *whole), flush=True)
     limits = budget.of(case.name.split("/")[1])
     return [f"{case.name}: {fault}" for fault in limits.faults(kernels, temp, launches)]

@@ -43,7 +43,7 @@ class Budget:
                 yield f"{k.spills} bytes of spills, at most {self.spills}"
             if k.serialised:
                 yield "ptxas warns of serialised warpgroup products"
-            if k.shared > SHARED:
+            if k.shared is not None and k.shared > SHARED:
                 yield f"{k.shared} bytes of shared memory, at most {SHARED}"
         found = set().union(*(k.instructions for k in kernels))
         if missing := set(self.instructions) - found:

@@ -9,6 +9,7 @@ import jax
 
 # Names of tensor-core instructions on Hopper: bfloat16 and FP8 by warpgroup; by warp, which is slower.
 _TENSOR_CORE = re.compile(r"\b(HGMMA|QGMMA|HMMA)\b")
+_SHARED = r"smem_scratch_bytes=(\d+)"
 # ptxas's warnings that warpgroup products run one after the other.
 _SERIALISED = re.compile(r"\(C751\d\)")
 # Lines of XLA's launch list that put something on the GPU.
@@ -22,7 +23,7 @@ class Kernel:
     Attributes:
         registers: per thread at launch; warpgroups trade them afterwards.
         spills: bytes each thread stores to local memory for want of registers.
-        shared: bytes of shared memory per thread block.
+        shared: bytes of shared memory per thread block; None where jax does not say (0.10).
         instructions: tensor-core instructions by name, as written, not as executed.
         serialised: ptxas warned that it could not overlap warpgroup products.
     """
@@ -30,7 +31,7 @@ class Kernel:
     name: str
     registers: int
     spills: int
-    shared: int
+    shared: int | None
     instructions: Counter[str]
     serialised: bool
 
@@ -43,12 +44,12 @@ def kernels(dump: Path) -> tuple[Kernel, ...]:
 def _kernel(log: Path) -> Kernel:
     text = log.read_text(encoding="utf-8")
     sass = log.with_suffix(".sass_ctrl").read_text(encoding="utf-8")
-    resources = log.with_suffix(".resources.txt").read_text(encoding="utf-8")
+    resources = log.with_suffix(".resources.txt")
     return Kernel(
         name=log.stem,
         registers=_number(r"Used (\d+) registers", text),
         spills=_number(r"(\d+) bytes spill stores", text),
-        shared=_number(r"smem_scratch_bytes=(\d+)", resources),
+        shared=_number(_SHARED, resources.read_text(encoding="utf-8")) if resources.exists() else None,
         instructions=Counter(_TENSOR_CORE.findall(sass)),
         serialised=bool(_SERIALISED.search(text)),
     )
