@@ -1,7 +1,7 @@
 """What a profile says: time by scope, programs against their roofline, compilations."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,8 +90,10 @@ class Profile:
             self._scopes(),
             "Each moment goes to the innermost instruction that runs, in equal shares where several run. "
             "*dispatch*: a program is running, none of its instructions is. *host gap*: no program runs.",
+            "## Time by phase",
+            self._summed("phase", lambda scope: scope.phase),
             "## Time by part",
-            self._parts(),
+            self._summed("part", lambda scope: scope.phase if scope in (DISPATCH, HOST_GAP) else scope.part),
             "## Against the roofline",
             self._roofline(),
             "The least a launch needs: weights once per pass, the experts that its rows visit if routing is "
@@ -122,12 +124,12 @@ class Profile:
         rows = [self._row((s.phase, s.part), t) for s, t in sorted(self.scopes.items(), key=key)]
         return table(("phase", "part", "ms per step", "share"), rows)
 
-    def _parts(self) -> str:
-        parts: dict[str, float] = defaultdict(float)
+    def _summed(self, what: str, name: Callable[[Scope], str]) -> str:
+        sums: dict[str, float] = defaultdict(float)
         for scope, seconds in self.scopes.items():
-            parts[scope.phase if scope in (DISPATCH, HOST_GAP) else scope.part] += seconds
-        rows = [self._row((part,), t) for part, t in sorted(parts.items(), key=lambda p: -p[1])]
-        return table(("part, all phases", "ms per step", "share"), rows)
+            sums[name(scope)] += seconds
+        rows = [self._row((n,), t) for n, t in sorted(sums.items(), key=lambda item: -item[1])]
+        return table((what, "ms per step", "share"), rows)
 
     def _roofline(self) -> str:
         rows = []

@@ -43,6 +43,7 @@ def test_all_files_are_written(profiled):
     compiled = [json.loads(line) for line in (out / "compiles.jsonl").read_text().splitlines()]
     assert "jit(step_b2_k2_p1_sampled)" in {c["program"] for c in compiled}
     report = (out / "report.md").read_text()
+    assert all(f"\n## Time by {what}\n" in report for what in ("scope", "phase", "part"))
     for expected in ("| attention ", "| MoE route ", "| experts ", "| sample ", "| host gap ", "| verify "):
         assert expected in report
 
