@@ -61,7 +61,7 @@ def closed_loop(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, co
     waiting = [
         engine.make_request(p, s, seed=i) for i, (p, s) in enumerate(zip(prompts, params, strict=True))
     ]
-    engine.prepare(waiting[:concurrency])
+    engine.prepare(waiting[:concurrency], every_size=True)
     requests, lines = list(waiting), {r.id: Timeline(0.0) for r in waiting}
     seen = dict.fromkeys(lines, 0)
 

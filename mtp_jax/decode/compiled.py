@@ -21,7 +21,7 @@ from jaxtyping import Array, Int
 from mtp_jax.config import ModelConfig
 from mtp_jax.decode.draft import Drafts, draft
 from mtp_jax.decode.prefill import Chunk, PrefillResult, prefill
-from mtp_jax.decode.state import Slots, State, admit, update
+from mtp_jax.decode.state import Slots, State, admit, move, update
 from mtp_jax.decode.step import Accept, SamplingMode, StepResult, draft_phase, step, verify_phase
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.params import Params
@@ -125,6 +125,7 @@ class Executables:
         self._covering: dict[Key, Key] = {}
         self._lock = threading.Lock()
         self._admit: Callable[..., State] | None = None
+        self._move: Callable[..., State] | None = None
         self._update: Callable[..., State] | None = None
 
     def __contains__(self, key: Key) -> bool:
@@ -220,6 +221,11 @@ class Executables:
         assert self._admit is not None
         return self._admit(state, jnp.int32(slot), row, jnp.int32(tail))
 
+    def move(self, state: State, source: int, target: int) -> State:
+        """Let a request go on in another slot."""
+        assert self._move is not None
+        return self._move(state, jnp.int32(source), jnp.int32(target))
+
     def update(self, state: State, keep: Any, page_table: Any) -> State:
         """Switch slots off and renew the page table."""
         assert self._update is not None
@@ -284,6 +290,7 @@ class Executables:
         index = jax.ShapeDtypeStruct((), jnp.int32)
         out = self._out(result_too=False)
         self._admit = jax.jit(admit, donate_argnums=0, **out).lower(self._state, index, row, index).compile()
+        self._move = jax.jit(move, donate_argnums=0, **out).lower(self._state, index, index).compile()
         self._update = jax.jit(update, donate_argnums=0, **out).lower(self._state, keep, table).compile()
 
 

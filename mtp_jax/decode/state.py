@@ -142,6 +142,17 @@ def admit(state: State, slot: Int[Array, ""], row: Slots, tail: Int[Array, ""]) 
     return replace(state, slots=jax.tree.map(put, state.slots, row))
 
 
+def move(state: State, source: Int[Array, ""], target: Int[Array, ""]) -> State:
+    """Let the request in slot ``source`` go on in slot ``target``."""
+
+    def put(a: Array) -> Array:
+        row = jax.lax.dynamic_slice_in_dim(a, source, 1)
+        return jax.lax.dynamic_update_slice_in_dim(a, row, target, axis=0)
+
+    slots = jax.tree.map(put, state.slots)
+    return replace(state, slots=replace(slots, active=slots.active.at[source].set(False)))
+
+
 def update(state: State, keep: Bool[Array, " B"], page_table: Int[Array, "B n"]) -> State:
     """Switch off the slots whose requests the host ended or preempted, and give the others further pages."""
     slots = replace(state.slots, active=state.slots.active & keep, page_table=page_table)

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from mtp_jax.engine.arrays import next_chunk, page_row, slot_row
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.depth import DepthController, adaptive_depths
 from mtp_jax.engine.intake import Intake
-from mtp_jax.engine.plan import keys_for, prefill_key, step_key, warm_up_keys
+from mtp_jax.engine.plan import keys_for, prefill_key, slot_bucket, step_key, warm_up_keys
 from mtp_jax.engine.request import Request, SamplingParams, Status
 from mtp_jax.engine.results import Launch, read_logprobs, read_prompt_logprobs
 from mtp_jax.engine.scheduler import Scheduler
@@ -96,12 +97,20 @@ class Engine:
         """Whether a request is left to serve."""
         return self.scheduler.busy
 
-    def prepare(self, requests: Iterable[Request], done: Callable[[int, int], None] | None = None) -> None:
-        """Compile what is missing to serve these requests, beside those that are being served."""
+    def prepare(
+        self,
+        requests: Iterable[Request],
+        done: Callable[[int, int], None] | None = None,
+        every_size: bool = False,
+    ) -> None:
+        """Compile what is missing to serve these requests, beside those that are being served.
+
+        every_size: smaller steps, too, for when few of them are left: more to compile, less to compute.
+        """
         together = [*self.scheduler.live(), *requests]
         slots = max((r.slot + 1 for r in together), default=0)
-        keys = keys_for(self.config, together, self.shards, slots=slots, pages=self.pages)
-        self.executables.compile(keys, done)
+        config, sizes = self.config, {"slots": slots, "pages": self.pages, "every_size": every_size}
+        self.executables.compile(keys_for(config, together, self.shards, **sizes), done)
 
     def warm_up_keys(self) -> tuple[list[Key], list[Key]]:
         """Executables for serving: those that can serve anything, and cheaper ones for smaller work."""
@@ -145,6 +154,8 @@ class Engine:
         self._refresh()
         for request in self.scheduler.admit():
             self._admit(request)
+        for source, target in self.scheduler.pack(partial(slot_bucket, self.config)):
+            self.state = self.executables.move(self.state, source, target)
         unread = len(self._inflight)
         self._launch_prefill()
         advanced = []

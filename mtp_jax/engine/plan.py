@@ -28,19 +28,27 @@ def prefill_key(config: EngineConfig, requests: list[Request]) -> PrefillKey:
 
 
 def keys_for(
-    config: EngineConfig, requests: list[Request], shards: int, *, slots: int, pages: int
+    config: EngineConfig,
+    requests: list[Request],
+    shards: int,
+    *,
+    slots: int,
+    pages: int,
+    every_size: bool = False,
 ) -> list[Key]:
     """The executables to compile so that these requests can be served together.
 
     slots: the highest slot in use, which a step must reach however few requests there are. pages: that a
     data shard has; requests that need more together may be preempted, and prefilled again with their output.
+    every_size: smaller slot buckets, too, for when few of them run.
     """
     if not requests:
         return []
     needed = config.max_num_seqs
     if shards == 1:
         needed = max(slots, min(len(requests), needed))
-    slots = next(b for b in _slot_buckets(config) if b >= needed)
+    slots = slot_bucket(config, needed)
+    sizes = [b for b in _slot_buckets(config) if b == slots or (every_size and b < slots)]
     deepest, mode = max(r.depth for r in requests), mode_of(config, requests)
     depths = {deepest} if all(r.fixed_depth for r in requests) else adaptive_depths(deepest)
     widest = _page_buckets(config, max(config.pages_for(r.capacity) for r in requests))
@@ -48,7 +56,11 @@ def keys_for(
     if mode.structured and not all(r.matcher for r in requests):
         modes.append(replace(mode, structured=False))
     keys: list[Key] = [
-        StepKey(slots, d, p, m) for p in widest for d in sorted(depths, reverse=True) for m in modes
+        StepKey(b, d, p, m)
+        for p in widest
+        for d in sorted(depths, reverse=True)
+        for m in modes
+        for b in sizes
     ]
     widths = _widths(requests)
     # A prompt that begins in the prefix cache, or meets another shard's, may need the longest chunk with the
@@ -95,7 +107,8 @@ def warm_up_keys(config: EngineConfig, structured: bool) -> tuple[list[Key], lis
         rest += [StepKey(b, d, p, mode) for mode in (greedy, sampled) for d in reversed(depths) for b in some]
     if structured:
         mode = replace(sampled, structured=True)
-        rest += [StepKey(slots[-1], d, p, mode) for p in pages for d in reversed(depths)]
+        ends = (slots[0], slots[-1])
+        rest += [StepKey(b, d, p, mode) for p in pages for d in reversed(depths) for b in ends]
     return first, [k for k in rest if k not in first]
 
 
@@ -116,6 +129,11 @@ def mode_of(config: EngineConfig, requests: Iterable[Request]) -> SamplingMode:
     if all(r.params.is_plain_greedy for r in requests):
         return SamplingMode(logprobs=logprobs, structured=structured)
     return SamplingMode(config.drafting, config.verifier, logprobs, structured)
+
+
+def slot_bucket(config: EngineConfig, slots: int) -> int:
+    """Slots of the smallest step that reaches so many."""
+    return next(b for b in _slot_buckets(config) if b >= slots)
 
 
 def _slot_buckets(config: EngineConfig) -> Sequence[int]:

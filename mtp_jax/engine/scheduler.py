@@ -4,7 +4,7 @@ Invariant *free pages return*: when no request lives, every page is free or kept
 """
 
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.pages import PagePool, extend_digests
@@ -109,6 +109,23 @@ class Scheduler:
         request.registered = len(cached)
         return True
 
+    def pack(self, bucket: Callable[[int], int]) -> list[tuple[int, int]]:
+        """Move requests down into free slots if a smaller step does for those that are left.
+
+        bucket: slots of the smallest step that reaches so many. Returns (from, to). Not across data shards.
+        """
+        moves = []
+        while self.shards == 1 and not self.waiting and any(self.slots):
+            top = max(i for i, r in enumerate(self.slots) if r)
+            count = sum(r is not None for r in self.slots)
+            if bucket(count) == bucket(top + 1):
+                break
+            free, request = self.slots.index(None), self.slots[top]
+            assert request is not None
+            self.slots[free], self.slots[top], request.slot = request, None, free
+            moves.append((top, free))
+        return moves
+
     # What runs
 
     def prefilling(self) -> list[Request | None]:
@@ -121,9 +138,15 @@ class Scheduler:
         return chosen
 
     def running(self) -> list[Request]:
-        """Requests that a step can advance: each unread step emits at least one token."""
+        """Requests that a step can advance: each unread step emits at least one token.
+
+        None, if what is on its way may be the end of all of them: a step in vain costs more than a pause.
+        """
         live = [r for r in self.slots if r and r.status is Status.RUNNING]
-        return [r for r in live if len(r.output) + r.unread < r.max_tokens]
+        live = [r for r in live if len(r.output) + r.unread < r.max_tokens]
+        if all(r.unread and r.rows_bound - len(r.prompt) >= r.max_tokens for r in live):
+            return []
+        return live
 
     def grow(self, running: Iterable[Request], depth: int) -> bool:
         """Give each its pages for a step of ``depth`` drafts, preempting others for them.

@@ -65,6 +65,10 @@ class Device:
         self._hold(slot, row.page_table[0])
         return state
 
+    def move(self, state: Any, source: int, target: int) -> Any:
+        self.rows[target] = self.rows.pop(source)
+        return state
+
     def _hold(self, slot: int, table: Any) -> None:
         self.rows[slot].held = int((np.asarray(table) < self.pages).sum()) * self.size
 

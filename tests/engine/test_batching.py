@@ -18,6 +18,7 @@ from tests.models import (
     Told,
     accepted,
     chosen_logprobs,
+    finish,
     make_engine,
     prepare,
     prompts,
@@ -86,9 +87,15 @@ def test_every_batch_size(count):
 
 @pytest.mark.parametrize("shift", [3, 6])
 def test_every_slot(shift):
-    order = [*PROMPTS[shift:], *PROMPTS[:shift]]
-    requests = serve(make_engine(max_num_seqs=8), [(p, GREEDY) for p in order])
+    engine = make_engine(max_num_seqs=8)
+    requests = [engine.make_request(p, GREEDY) for p in (*PROMPTS[shift:], *PROMPTS[:shift])]
+    prepare(engine, requests)
+    for r in requests:
+        engine.submit(r)
+    engine.step()
     assert [r.slot for r in requests] == list(range(8))
+    finish(engine)
+    assert requests[-1].slot < 7  # moved down when others had ended
     check(requests)
 
 

@@ -32,7 +32,7 @@ def test_every_result_is_copied_at_once_and_read_a_launch_later():
     assert request.finish_reason == "length"
     steps = [entry.removeprefix("launch ") for entry in device.log if entry.startswith("launch step")]
     assert len(steps) > 3
-    for this, following in itertools.pairwise(steps):
+    for this, following in itertools.pairwise(steps[:-4]):  # the last ones may be the end, and are read first
         assert device.log.index(f"copy {this}") == device.log.index(f"launch {this}") + 1
         assert device.log.index(f"launch {following}") < device.log.index(f"read {this}")
     assert all(device.log.count(f"read {s}") == 1 for s in steps)
@@ -65,9 +65,17 @@ def test_a_stop_costs_two_steps_in_vain_at_most():
     assert sum(e.startswith("launch step") for e in device.log) <= 2
 
 
+def test_no_step_is_launched_while_the_end_may_be_on_its_way():
+    """All drafts hold: three steps give the twelve tokens after the first, and no fourth goes out in vain."""
+    engine, device, (request,) = start(max_tokens=13, keep=1.0)
+    finish(engine)
+    assert len(request.output) == 13
+    assert sum(e.startswith("launch step") for e in device.log) == 3
+
+
 def test_steps_wait_for_no_prefill():
-    """A long prompt is prefilled chunk by chunk between the steps of a running request."""
-    engine, device, _ = start(8)
+    """Prompts are prefilled one by one between the steps of running requests."""
+    engine, device, _ = start(4, max_tokens=40)
     finish(engine)
     kinds = "".join(e.split()[1][0] for e in device.log if e.startswith("launch"))
     assert "psps" in kinds

@@ -134,6 +134,27 @@ def test_a_prompt_begins_with_the_pages_of_another():
     assert again.prefilled == 32
 
 
+def test_requests_move_down_when_a_smaller_step_does():
+    s = scheduler(max_num_seqs=8)
+    requests = [request() for _ in range(6)]
+    submit(s, *requests)
+    bucket = lambda n: next(b for b in (1, 2, 4, 8) if b >= n)  # noqa: E731
+    for gone in (0, 1):
+        s.finish(requests[gone], "stop")
+    assert s.pack(bucket) == [(5, 0), (4, 1)]
+    assert s.slots == [requests[5], requests[4], requests[2], requests[3], *[None] * 4]
+    assert [r.slot for r in requests[2:]] == [2, 3, 1, 0]
+    assert s.pack(bucket) == []
+    s.finish(requests[5], "stop")
+    assert s.pack(bucket) == []  # three need four slots
+    waiting = [request() for _ in range(6)]
+    submit(s, *waiting)
+    s.finish(requests[4], "stop")
+    s.finish(requests[2], "stop")
+    assert s.waiting
+    assert s.pack(bucket) == []  # who waits will fill the gaps
+
+
 def test_without_a_prefix_cache_nothing_is_kept():
     s = scheduler(prefix_cache=False)
     a = request(40)
