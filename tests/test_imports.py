@@ -47,7 +47,7 @@ WITHOUT_JAX = (
 )
 
 # A checkpoint fills parameters and places them; it knows nothing of what the model computes.
-OF_MODEL = ("mtp_jax.model.params", "mtp_jax.model.sharding")
+OF_MODEL = ("mtp_jax.model.device", "mtp_jax.model.params", "mtp_jax.model.sharding")
 
 
 def modules(package: str) -> dict[str, str]:

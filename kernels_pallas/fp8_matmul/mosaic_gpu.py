@@ -33,10 +33,10 @@ def fp8_matmul(
         ValueError: for dtypes and sizes that the tile does not fit.
     """
     tiles = x.shape[0] // tile.rows
-    # Constants of the program. The last group belongs to no tile: were all equal, a launch would fill them in.
-    tile_group = jnp.asarray(np.append(np.zeros(tiles, np.int32), np.int32(1)))
-    active = jnp.asarray(np.full(1, tiles, np.int32))
+    # Constants of the program. Groups of no tile follow: launches fill in what is equal or counts up.
+    tile_group = jnp.asarray(np.array([0] * tiles + [1, 0], np.int32))
+    end = jnp.asarray(np.array([tiles], np.int32))
     out = grouped.grouped_matmul(
-        x, w[None], x_scale, w_scale[None], tile_group, active, tile=tile, interpret=interpret
+        x, w[None], x_scale, w_scale[None], tile_group, end, tile=tile, interpret=interpret
     )
     return out if tile.splits == 1 else (out[0].sum(axis=0).astype(jnp.bfloat16),)

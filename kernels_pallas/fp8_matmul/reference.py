@@ -13,5 +13,5 @@ def fp8_matmul(
     w_scale: Float[Array, "b n k"],
 ) -> tuple[Array, ...]:
     """What ``mosaic_gpu.fp8_matmul`` computes: float32 [M, N], or e4m3 and its scales when gated."""
-    tile_group, active = jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)
-    return grouped.grouped_matmul(x, w[None], x_scale, w_scale[None], tile_group, active)
+    tile_group, end = jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)
+    return grouped.grouped_matmul(x, w[None], x_scale, w_scale[None], tile_group, end)

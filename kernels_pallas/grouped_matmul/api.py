@@ -83,9 +83,9 @@ def grouped_matmul(
     """``mosaic_gpu.grouped_matmul``, or the same in plain jnp with implementation "xla"."""
     if implementation == "mosaic_gpu":
         return mosaic_gpu.grouped_matmul(
-            x, w, x_scale, w_scale, groups.tile_group, groups.active, tile=tile, interpret=interpret
+            x, w, x_scale, w_scale, groups.tile_group, groups.end, tile=tile, interpret=interpret
         )
-    y = reference.grouped_matmul(x, w, x_scale, w_scale, groups.tile_group, groups.active)
+    y = reference.grouped_matmul(x, w, x_scale, w_scale, groups.tile_group, groups.end)
     return y if len(y) == 2 else (y[0].astype(jnp.bfloat16),)
 
 

@@ -22,11 +22,11 @@ def xla(
     x_scale: Float[Array, "k M"] | None,
     w_scale: Float[Array, "E b n k"] | None,
     tile_group: Int[Array, " t"],
-    active: Int[Array, " 1"],
+    end: Int[Array, " g"],
 ) -> Array:
     """``lax.ragged_dot`` in bfloat16, after expanding FP8 operands."""
     rows = x.shape[0] // tile_group.shape[0]
-    held = jnp.arange(tile_group.shape[0]) < active[0]
+    held = jnp.arange(tile_group.shape[0]) < end[-1]
     sizes = jnp.zeros(w.shape[0], jnp.int32).at[tile_group].add(jnp.where(held, rows, 0))
     left = x if x_scale is None else expand_rows(x, x_scale).astype(jnp.bfloat16)
     right = w if w_scale is None else expand_weights(w, w_scale, jnp.bfloat16)

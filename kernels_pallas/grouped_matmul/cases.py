@@ -94,19 +94,19 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
     x = jax.random.normal(keys[0], (rows, shape.terms), jnp.bfloat16)
     w = jax.random.normal(keys[1], (len(shape.rows), blocks, shape.columns, shape.terms), jnp.bfloat16)
     tile_group = jnp.array(tiles + (0,) * shape.spare, jnp.int32)
-    active = jnp.array([len(tiles)], jnp.int32)
+    end = jnp.array([len(tiles)], jnp.int32)
     if not shape.fp8:
-        return x, w / jnp.bfloat16(shape.terms**0.5), None, None, tile_group, active
+        return x, w / jnp.bfloat16(shape.terms**0.5), None, None, tile_group, end
     values, x_scale = reference.quantise(x)
     blocked = (*w.shape[:2], -(-shape.columns // BLOCK), shape.terms // BLOCK)
     w_scale = jax.random.uniform(keys[2], blocked, minval=0.5, maxval=1.5) * shape.terms**-0.5
-    return values, w.astype(jnp.float8_e4m3fn), x_scale, w_scale, tile_group, active
+    return values, w.astype(jnp.float8_e4m3fn), x_scale, w_scale, tile_group, end
 
 
 def run(shape: Shape, *inputs: Any, interpret: Any = None) -> tuple[Array, ...]:
     """The kernel, and what the reference has where it writes nothing."""
     out = mosaic_gpu.grouped_matmul(*inputs, tile=shape.tile, interpret=interpret)
-    written = jnp.arange(inputs[0].shape[0]) < inputs[-1][0] * shape.tile.rows
+    written = jnp.arange(inputs[0].shape[0]) < inputs[-1][-1] * shape.tile.rows
     if len(out) == 2:
         nothing = reference.TINY / reference.FP8_MAX
         return jnp.where(written[:, None], out[0], 0).astype(out[0].dtype), jnp.where(

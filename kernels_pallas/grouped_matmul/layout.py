@@ -19,13 +19,13 @@ class Groups:
         source: pair in each slot; 0 where there is none.
         place: slot of each pair; M for pairs of no group.
         tile_group: group of each tile.
-        active: number of tiles that hold anything; they come first.
+        end: tiles that belong to each group and those before it; those past the last hold nothing.
     """
 
     source: Int[Array, " M"]
     place: Int[Array, " p"]
     tile_group: Int[Array, " t"]
-    active: Int[Array, " 1"]
+    end: Int[Array, " E"]
 
 
 def group_rows(ids: Int[Array, " p"], groups: int, rows: int) -> Groups:
@@ -35,18 +35,16 @@ def group_rows(ids: Int[Array, " p"], groups: int, rows: int) -> Groups:
     """
     pairs = ids.shape[0]
     tiles = (pairs + min(groups, pairs) * (rows - 1)) // rows
+    group = jnp.arange(groups, dtype=jnp.int32)
+    needed = -(-(ids[:, None] == group).sum(axis=0, dtype=jnp.int32) // rows)
+    end = jnp.sum(jnp.where(group[:, None] <= group, needed[:, None], 0), axis=0, dtype=jnp.int32)
     inside = (ids >= 0) & (ids < groups)
-    of_group = jnp.where(inside[:, None], ids[:, None] == jnp.arange(groups), False)
-    needed = -(-of_group.sum(axis=0, dtype=jnp.int32) // rows)
-    before = jnp.arange(groups)[:, None] < jnp.arange(groups)
-    first = jnp.sum(jnp.where(before, needed[:, None], 0), axis=0, dtype=jnp.int32)
-    start = jnp.sum(jnp.where(of_group, first * rows, 0), axis=1, dtype=jnp.int32)
-    place = jnp.where(inside, start + _rank(ids), tiles * rows)
+    own = jnp.clip(ids, 0, groups - 1)
+    place = jnp.where(inside, (end - needed)[own] * rows + _rank(ids), tiles * rows)
     source = jnp.zeros(tiles * rows, jnp.int32).at[place].set(jnp.arange(pairs, dtype=jnp.int32), mode="drop")
-    tile = jnp.arange(tiles)
-    ended = tile[:, None] >= (first + needed)[None]
-    tile_group = jnp.minimum(ended.sum(axis=1, dtype=jnp.int32), groups - 1)
-    return Groups(source, place, tile_group, needed.sum(keepdims=True, dtype=jnp.int32))
+    past = jnp.arange(tiles)[:, None] >= end
+    tile_group = jnp.minimum(past.sum(axis=1, dtype=jnp.int32), groups - 1)
+    return Groups(source, place, tile_group, end)
 
 
 def _rank(ids: Int[Array, " p"]) -> Int[Array, " p"]:

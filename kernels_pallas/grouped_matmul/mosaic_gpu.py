@@ -33,7 +33,7 @@ def grouped_matmul(
     x_scale: Float[Array, "k M"] | None,
     w_scale: Float[Array, "E b n k"] | None,
     tile_group: Int[Array, " t"],
-    active: Int[Array, " 1"],
+    end: Int[Array, " g"],
     *,
     tile: Tile,
     interpret: Any = None,
@@ -46,7 +46,7 @@ def grouped_matmul(
         x_scale: float32 scales of 1x128 blocks of x, transposed; None for bfloat16.
         w_scale: float32 scales of 128x128 blocks of w, the last ones perhaps partial; None for bfloat16.
         tile_group: int32, group of each tile of ``tile.rows`` rows.
-        active: int32, number of tiles of rows that hold anything. The others are not written.
+        end: int32; its last entry is the number of tiles that hold anything; the others are not written.
         tile: how the work is cut.
         interpret: parameters of Pallas' interpreter; None compiles.
 
@@ -64,7 +64,7 @@ def grouped_matmul(
         count = len(operands)
         walk = _Walk(plan, refs[:count], refs[count], refs[count + 2 :], scratch)
         wg, block = lax.axis_index("wg"), lax.axis_index("block")
-        total = refs[count + 1][0] * (plan.column_tiles * tile.splits)
+        total = refs[count + 1][end.shape[0] - 1] * (plan.column_tiles * tile.splits)
         mine = lax.div(total - block + (tile.thread_blocks - 1), tile.thread_blocks)
 
         @pl.when(wg == _LOADER)
@@ -88,7 +88,7 @@ def grouped_matmul(
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **interpreted,
-    )(*operands, tile_group, active)
+    )(*operands, tile_group, end)
     return tuple(out)
 
 

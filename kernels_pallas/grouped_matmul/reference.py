@@ -42,7 +42,7 @@ def grouped_matmul(
     x_scale: Float[Array, "k M"] | None,
     w_scale: Float[Array, "E b n k"] | None,
     tile_group: Int[Array, " t"],
-    active: Int[Array, " 1"],
+    end: Int[Array, " g"],
 ) -> tuple[Array, ...]:
     """What ``mosaic_gpu.grouped_matmul`` computes, float32 throughout; tiles that hold nothing are zero.
 
@@ -52,7 +52,7 @@ def grouped_matmul(
     x32 = x.astype(jnp.float32) if x_scale is None else expand_rows(x, x_scale)
     w32 = w.astype(jnp.float32) if w_scale is None else expand_weights(w, w_scale)
     tiles = x32.reshape(-1, rows, x.shape[1])
-    held = jnp.arange(tile_group.shape[0]) < active[0]
+    held = jnp.arange(tile_group.shape[0]) < end[-1]
 
     def one(tile: Any) -> Float[Array, "b r N"]:
         x, group, held = tile

@@ -9,6 +9,7 @@ from mtp_jax.checkpoint.read import Fp8Weights, Loaded, Progress, load_folder
 from mtp_jax.checkpoint.summary import Summary, summarise
 from mtp_jax.checkpoint.write import export_nextn, save_checkpoint
 from mtp_jax.errors import CheckpointError
+from mtp_jax.model.device import is_hopper
 
 __all__ = [
     "Fp8Weights",
@@ -31,7 +32,7 @@ def load(
     draft_model: str | Path | None = None,
     *,
     dtype: str = "float32",
-    fp8: Fp8Weights = "dequantise",
+    fp8: Fp8Weights | None = None,
     mesh: Mesh | None = None,
     num_nextn_layers: int | None = None,
     progress: Progress | None = None,
@@ -44,7 +45,8 @@ def load(
             ``model_dir``.
         dtype: "float32" or "bfloat16", of everything but norms and routers, which are float32.
         fp8: "keep": block-scaled FP8 weights stay FP8 in memory (``params.Fp8``); "dequantise": they become
-            ``dtype``. An Orbax folder holds none.
+            ``dtype``; None: kept for bfloat16 on a Hopper GPU, whose kernels multiply them. An Orbax folder
+            holds none.
         mesh: devices to place the parameters on; each device reads only its part. None: one device.
         num_nextn_layers: how many NextN layers to load; 0 for none, None for all.
         progress: called with (bytes read, bytes to read) after every array.
@@ -52,6 +54,8 @@ def load(
         ConfigError: an unsupported model, or one that does not divide over the mesh.
         CheckpointError: files that are damaged, incomplete or of another model.
     """
+    if fp8 is None:
+        fp8 = "keep" if dtype == "bfloat16" and is_hopper() else "dequantise"
     if not is_orbax(model_dir):
         return load_folder(
             model_dir,

@@ -69,7 +69,7 @@ def test_every_pair_has_a_slot_in_a_tile_of_its_group(pairs):
     assert len(set(place[inside])) == inside.sum()
     assert (np.asarray(groups.tile_group)[place[inside] // 64] == ids[inside]).all()
     assert (np.asarray(groups.source)[place[inside]] == np.flatnonzero(inside)).all()
-    assert int(groups.active[0]) == sum(-(-int((ids == g).sum()) // 64) for g in range(7))
+    assert int(groups.end[-1]) == sum(-(-int((ids == g).sum()) // 64) for g in range(7))
     # Rows of a group keep their order: sums do not depend on what other rows choose.
     for g in range(7):
         assert (np.diff(place[ids == g]) > 0).all()

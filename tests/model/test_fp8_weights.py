@@ -17,6 +17,7 @@ from mtp_jax.checkpoint import load, save
 from mtp_jax.checkpoint.fp8 import may_be_fp8
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model import ops, trunk
+from mtp_jax.model.device import is_hopper, platform
 from mtp_jax.model.layers import expand
 from mtp_jax.model.params import Fp8, Params, Spec, param_specs, scale_spec
 from mtp_jax.model.sharding import make_mesh
@@ -94,6 +95,22 @@ def test_scales_follow_their_weights():
     experts = scale_spec(moe.gate_up, "_s")
     assert (experts.shape, experts.axes) == ((8, 2, 1, 1), ("experts", None, None, None))
     assert experts.names[3][1] == moe.gate_up.names[3][1] + "_s"
+
+
+def test_weights_stay_fp8_by_themselves_where_kernels_multiply_them(monkeypatch):
+    monkeypatch.setattr("mtp_jax.checkpoint.is_hopper", lambda: True)
+    assert fp8_leaves(load(model_dir("fp8"), dtype="bfloat16").params)
+    assert not fp8_leaves(load(model_dir("fp8")).params)
+    monkeypatch.undo()
+    assert not fp8_leaves(load(model_dir("fp8"), dtype="bfloat16").params)
+
+
+def test_devices_are_told_by_what_is_compiled_for():
+    assert (platform(), is_hopper()) == ("cpu", False)
+    for kind, hopper in (("NVIDIA H200", True), ("NVIDIA H100 80GB HBM3", True), ("NVIDIA B200", False)):
+        device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+            assert (platform(), is_hopper()) == ("gpu", hopper)
 
 
 def test_refusals(tmp_path):
