@@ -74,8 +74,10 @@ def mla_decode(
         q_ready: Ref, latent_ready: Ref, rope_ready: Ref, freed: Ref, probs_ready: Ref, sums_ready: Ref,
     ) -> None:  # fmt: skip
         block, split, slot = lax.axis_index("block"), lax.axis_index("split"), lax.axis_index("slot")
-        first, length, end = rows_ref[FIRST, slot], rows_ref[LENGTH, slot], rows_ref[END, slot]
-        num_pages = lax.div(end + (PAGE - 1), PAGE)
+        num_pages = lax.div(rows_ref[END, slot] + (PAGE - 1), PAGE)
+        # Pages from one to, not including, the other are seen whole.
+        whole_from = lax.div(rows_ref[FIRST, slot] + (PAGE - 1), PAGE)
+        whole_to = lax.div(rows_ref[LENGTH, slot], PAGE)
         all_steps = lax.div(num_pages + (COMPUTE - 1), COMPUTE)
         share = lax.div(all_steps + (splits - 1), splits)
         start = split * share
@@ -120,7 +122,7 @@ def mla_decode(
             s = s * (scale * LOG2E)
 
             def masked(s: jax.Array) -> jax.Array:
-                seen = rows_ref[SEEN, slot]
+                first, length, seen = rows_ref[FIRST, slot], rows_ref[LENGTH, slot], rows_ref[SEEN, slot]
 
                 def visible(row: jax.Array, bits: jax.Array) -> jax.Array:
                     bit = lax.shift_right_logical(bits, jnp.clip(row - length, 0, 31)) & 1
@@ -139,7 +141,7 @@ def mla_decode(
                 return jnp.where(visible(row, bits), s, -jnp.inf)
 
             # Only the pages at either end pay for a mask.
-            at_edge = ((page + 1) * PAGE > length) | (page * PAGE < first)
+            at_edge = (page >= whole_to) | (page < whole_from)
             return lax.cond(at_edge, masked, lambda s: s, s)
 
         def publish(buffer: int, peak: jax.Array, decay: jax.Array, probs: jax.Array) -> None:
@@ -165,7 +167,8 @@ def mla_decode(
             total = jnp.maximum(wg.row(sum_s.at[0]) + wg.row(sum_s.at[1]), 1e-30)
             # Nobody reads the pages any more: the output leaves through their memory.
             latent_s[half, half, :, :] = (acc * per_row(1 / total, HALF)).astype(q.dtype)
-            decay_s[half, :] = peak + jnp.log2(total)
+            if half == 0:
+                decay_s[half, :] = peak + jnp.log2(total)
             plgpu.commit_smem()
             columns = pl.ds(half * HALF, HALF)
             plgpu.copy_smem_to_gmem(latent_s.at[half, half, local], out_ref.at[split, slot, mine, columns])
@@ -187,7 +190,7 @@ def mla_decode(
             return new, total * decay, apply(acc, decay, 1, 0)
 
         def odd_step(i: jax.Array, carry: Carry) -> Carry:
-            _, total, acc = carry
+            unused, total, acc = carry
             s = scores(1, COMPUTE * (start + i) + 1)
             peak = s.max(axis=1)
             plgpu.barrier_wait(probs_ready.at[0])
@@ -197,7 +200,7 @@ def mla_decode(
             probs = jnp.exp2(s - per_row(new, PAGE))
             publish(1, new, decay, probs)
             total = total * even_decay * decay + probs.sum(axis=1)
-            return new, total, apply(apply(acc, even_decay, 0, 1), decay, 1, 1)
+            return unused, total, apply(apply(acc, even_decay, 0, 1), decay, 1, 1)
 
         def compute(half: int) -> None:
             plgpu.barrier_wait(q_ready)
