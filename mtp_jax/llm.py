@@ -73,7 +73,7 @@ class LLM:
             num_nextn_layers: NextN layers to load; None: all there are.
             page_size: cache rows per page.
             num_pages: cache pages per data shard; None: enough for every slot at max_model_len.
-            prefill_chunk: most prompt tokens per prefill launch, and between two steps.
+            prefill_chunk: most prompt tokens per prefill launch, and between two steps while most slots run.
             drafting: "sampled" or "greedy" drafts for sampling requests.
             verifier: "block", "rejection" or "coupled", all lossless; "coupled" accepts fewer drafts, and a
                 seed gives the same text at every depth, so it may be adaptive.

@@ -17,7 +17,7 @@ class EngineConfig:
         max_model_len: most tokens of prompt and output together.
         page_size: cache rows per page.
         num_pages: pages per data shard; None: enough for every slot at max_model_len.
-        prefill_chunk: most prompt tokens per prefill launch, and between two steps.
+        prefill_chunk: most prompt tokens per prefill launch, and between two steps while most slots run.
         prefix_cache: keep the pages of past requests for prompts that begin the same.
         adaptive_depth: choose the depth of each step by measured speed; num_speculative_tokens is the most.
         drafting: "sampled" draws from the draft distribution, "greedy" takes its argmax; both lossless.

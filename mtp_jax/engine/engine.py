@@ -238,7 +238,7 @@ class Engine:
 
     def _launch_prefill(self) -> None:
         """Chunks of waiting prompts, one per data shard at a time, as far as the budget of tokens goes."""
-        budget = self.config.prefill_chunk
+        budget = self.config.prefill_chunk * self.scheduler.prefill_chunks()
         while True:
             chosen = self.scheduler.prefilling()
             requests = [r for r in chosen if r]

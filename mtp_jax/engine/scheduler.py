@@ -10,6 +10,8 @@ from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.pages import PagePool, extend_digests
 from mtp_jax.engine.request import Request, Status
 
+_FILLING = 4
+
 
 class Scheduler:
     """By priority, then first come, first served: a request takes a slot and pages for its prompt, or waits.
@@ -136,6 +138,11 @@ class Scheduler:
             if request.status is Status.PREFILL and chosen[shard] is None:
                 chosen[shard] = request
         return chosen
+
+    def prefill_chunks(self) -> int:
+        """Chunks to prefill before the next step: more while most slots wait, as few rows make it dear."""
+        status = [r.status for r in self.slots if r]
+        return _FILLING if status.count(Status.PREFILL) > status.count(Status.RUNNING) else 1
 
     def running(self) -> list[Request]:
         """Requests that a step can advance: each unread step emits at least one token.

@@ -207,6 +207,17 @@ def test_prefills_the_oldest_of_each_shard():
     assert s.prefilling() == [c, None]
 
 
+def test_slots_are_filled_before_a_few_of_them_step():
+    s = scheduler()
+    requests = [request() for _ in range(3)]
+    submit(s, *requests)
+    assert s.prefill_chunks() == 4
+    requests[0].status = Status.RUNNING
+    assert s.prefill_chunks() == 4
+    requests[1].status = Status.RUNNING
+    assert s.prefill_chunks() == 1
+
+
 def test_runs_what_may_still_emit():
     s = scheduler()
     a, b = request(max_tokens=3), request(max_tokens=3)
