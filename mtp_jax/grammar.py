@@ -1,13 +1,18 @@
 """Structured output: what may come next under a JSON schema, an expression or a choice, as token masks.
 
-llguidance parses the output so far on the host and says which tokens can go on. It bounds the work of
-compiling a grammar and of every mask; what exceeds the bounds is refused, or ends its own request.
+llguidance parses the output so far on the host and says which tokens can go on. It bounds the work of most
+grammars and of every mask; what exceeds the bounds is refused, or ends its own request. What it does not bound
+is bounded here: multiples, and the time a grammar takes to compile.
 """
 
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,13 +23,16 @@ from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmas
 from mtp_jax.errors import RequestError
 from mtp_jax.tokenizer import Tokenizer
 
-MAX_GRAMMAR_LENGTH = 2**17
+MAX_GRAMMAR_LENGTH = 2**16
 """Characters of a schema, an expression or all choices together."""
 
 WORD = 32
 """Tokens per word of a packed mask: token t is bit t % 32 of word t // 32."""
 
 _CACHED_GRAMMARS = 64
+_COMPILE_SECONDS = 10.0
+# A state of the lexer for every remainder.
+_LARGEST_MULTIPLE = 50_000
 # A space, or a line break and its indent, is how models write JSON; without a limit, a weak one goes on with
 # white space for ever. A schema may say otherwise in its key "x-guidance", but not that what is unknown in it
 # be ignored.
@@ -89,7 +97,28 @@ def _schema(schema: Any) -> str:
     value = json.loads(_text(schema)) if isinstance(schema, str) else schema
     if not isinstance(value, Mapping):
         raise RequestError(f"json_schema is a {type(value).__name__}; expected an object")
-    return json.dumps(value, allow_nan=False)
+    text = json.dumps(value, allow_nan=False)
+    multiples = [Fraction(str(m)) for m in _values(value, "multipleOf") if type(m) in (int, float)]
+    # Schemas can be combined, and llguidance scales fractions up, to the least common multiple at most.
+    scale = math.lcm(*(m.denominator for m in multiples))
+    common = math.lcm(*(abs(int(m * scale)) for m in multiples if m))
+    if common > _LARGEST_MULTIPLE:
+        raise RequestError(
+            f"the least common multiple of all multipleOf is {common} times their smallest unit; at most "
+            f"{_LARGEST_MULTIPLE} can be compiled"
+        )
+    return text
+
+
+def _values(value: Any, key: str) -> Iterator[Any]:
+    """What stands under a key, anywhere."""
+    if isinstance(value, Mapping):
+        yield from (v for k, v in value.items() if k == key)
+    inside = (
+        value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    )
+    for part in inside:
+        yield from _values(part, key)
 
 
 def _text(text: Any) -> str:
@@ -142,6 +171,7 @@ class Grammars:
         self._eos = eos_ids[0]
         self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=list(eos_ids))
         self._executor = LLExecutor()
+        self._compiling = threading.Lock()
         # Every request starts from a copy of the compiled grammar.
         self._compiled = functools.lru_cache(_CACHED_GRAMMARS)(self._compile)
 
@@ -160,16 +190,38 @@ class Grammars:
         return Matcher(self._compiled(wanted.grammar).deep_copy(), stops)
 
     def _compile(self, grammar: str) -> LLMatcher:
-        matcher = LLMatcher(
-            self._tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False)
-        )
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # some grammars only now turn out to be empty, or too large
+        """In a thread that can be left behind: llguidance cannot be interrupted. One at a time."""
+        if not self._compiling.acquire(timeout=_COMPILE_SECONDS):
+            raise RequestError("another structured output is still being compiled; try again later")
+        built: Future[LLMatcher] = Future()
+
+        def build() -> None:
+            try:
+                built.set_result(self._build(grammar))
+            except Exception as e:
+                built.set_exception(e)
+            finally:
+                self._compiling.release()
+
+        threading.Thread(target=build, name="grammar", daemon=True).start()
+        try:
+            matcher = built.result(_COMPILE_SECONDS)
+        except TimeoutError:
+            raise RequestError(
+                f"the structured output takes longer than {_COMPILE_SECONDS:g} s to compile; simplify it"
+            ) from None
         if matcher.is_error():
             reason = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
             if reason.startswith("NoExtension"):
                 reason = "no text the model can write fits it"
             raise RequestError(f"the structured output cannot be compiled: {reason[:300]}; change it")
+        return matcher
+
+    def _build(self, grammar: str) -> LLMatcher:
+        limits = LLParserLimits(verbose_errors=False)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # some grammars only now turn out to be empty, or too large
         return matcher
 
     def masks(self, windows: Sequence[Window], rows: int, width: int) -> np.ndarray:

@@ -178,6 +178,9 @@ def test_a_failure_on_the_way_shows(grammars):
         ({"json_schema": [1]}, "expected an object"),
         ({"json_schema": {"const": float("nan")}}, "not valid"),
         ({"json_schema": '{"items":' * 200 + "{}" + "}" * 200}, "recursion"),
+        ({"json_schema": {"multipleOf": 1_000_003}}, "multipleOf"),
+        ({"json_schema": {"multipleOf": 0.001, "allOf": [{"multipleOf": 70}]}}, "multipleOf"),
+        ({"json_schema": {"allOf": [{"multipleOf": p} for p in (251, 509)]}}, "multipleOf"),
         ({"regex": 3}, "expected a string"),
         ({"regex": "\ud800"}, "surrogates"),
         ({"regex": "a" * MAX_GRAMMAR_LENGTH}, "at most"),
@@ -218,3 +221,32 @@ def test_what_is_no_structured_output(options: Any, says):
 def test_what_cannot_be_compiled(wanted, says, grammars):
     with pytest.raises(RequestError, match=says):
         grammars.matcher(wanted, [EOS])
+
+
+def test_compiling_takes_a_bounded_time(tokenizer, monkeypatch):
+    """What takes longer is refused, and until it is over so is everything new; what is known goes on."""
+    grammars = Grammars(tokenizer.backend, VOCAB, [EOS])
+    known = StructuredOutput(choice=["a"])
+    grammars.matcher(known, [EOS])
+    monkeypatch.setattr("mtp_jax.grammar._COMPILE_SECONDS", 0.1)
+    patterns = {f"^a{{{i}}}x+y$": {"type": "integer"} for i in range(1, 130)}
+    slow = StructuredOutput(json_schema={"type": "object", "patternProperties": patterns})
+    with pytest.raises(RequestError, match="longer than"):
+        grammars.matcher(slow, [EOS])
+    with pytest.raises(RequestError, match="another"):
+        grammars.matcher(StructuredOutput(choice=["b"]), [EOS])
+    grammars.matcher(known, [EOS])
+    monkeypatch.setattr("mtp_jax.grammar._COMPILE_SECONDS", 60.0)
+    grammars.matcher(StructuredOutput(choice=["b"]), [EOS])
+
+
+def test_multiples_of_everyday_size(grammars, tokenizer):
+    prices = StructuredOutput(
+        json_schema={"type": "object", "properties": {"a": {"multipleOf": 0.01}, "b": {"multipleOf": 25}}}
+    )
+    grammars.matcher(prices, [EOS])
+    even = grammars.matcher(StructuredOutput(json_schema={"type": "integer", "multipleOf": 14}), [EOS])
+    even.advance(tokenizer.encode("2", add_special_tokens=False))
+    assert EOS not in one(grammars, even)[0]
+    even.advance(tokenizer.encode("8", add_special_tokens=False))
+    assert EOS in one(grammars, even)[0]
