@@ -1,8 +1,8 @@
 """Structured output: what may come next under a JSON schema, an expression or a choice, as token masks.
 
 llguidance parses the output so far on the host and says which tokens can go on. It bounds the work of most
-grammars and of every mask; what exceeds the bounds is refused, or ends its own request. What it does not bound
-is bounded here: multiples, and the time a grammar takes to compile.
+grammars and of every mask; what exceeds the bounds is refused, or ends its own request. What it does not
+bound is bounded here: multiples, and the time a grammar takes to compile.
 """
 
 import functools
@@ -104,8 +104,8 @@ def _schema(schema: Any) -> str:
     common = math.lcm(*(abs(int(m * scale)) for m in multiples if m))
     if common > _LARGEST_MULTIPLE:
         raise RequestError(
-            f"the least common multiple of all multipleOf is {common} times their smallest unit; at most "
-            f"{_LARGEST_MULTIPLE} can be compiled"
+            f"multipleOf: the least common multiple of all of them is above {_LARGEST_MULTIPLE} of their "
+            "smallest unit; use rounder ones"
         )
     return text
 
@@ -114,11 +114,10 @@ def _values(value: Any, key: str) -> Iterator[Any]:
     """What stands under a key, anywhere."""
     if isinstance(value, Mapping):
         yield from (v for k, v in value.items() if k == key)
-    inside = (
-        value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    )
-    for part in inside:
-        yield from _values(part, key)
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from _values(part, key)
 
 
 def _text(text: Any) -> str:
