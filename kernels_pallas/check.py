@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.dry_run:
         return dry_run(chosen)
     device = jax.devices()[0]
-    peak = rates(device.device_kind) if device.platform == "gpu" else None
+    peak = rates(device.device_kind)
     if peak is None:
         print(NEEDS_GPU.format(", ".join(RATES), device.device_kind), file=sys.stderr)
         return 2

@@ -1,5 +1,6 @@
 """The tools that hold kernels to account: lowering, verification, rates, reports, the command."""
 
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 
 from kernels_pallas import check
-from kernels_pallas.checking.case import Case, Work
+from kernels_pallas.checking import timing
+from kernels_pallas.checking.case import Case, UnavailableError, Work
 from kernels_pallas.checking.device import RATES, rates
 from kernels_pallas.checking.lower import lower
 from kernels_pallas.checking.registry import cases
@@ -99,6 +101,25 @@ def test_a_case_that_does_not_lower_fails_the_dry_run(capsys, monkeypatch):
     monkeypatch.setattr(check, "cases", lambda pattern: (replace(DOUBLING, kernel=refuses),))
     assert check.main(["--dry-run"]) == 1
     assert "DOES NOT LOWER: NotImplementedError: no such layout" in capsys.readouterr().out
+
+
+def test_the_command_verifies_and_times(capsys, monkeypatch):
+    def absent(x):
+        raise UnavailableError("needs cuDNN")
+
+    wrong = replace(DOUBLING, name="test/wrong", kernel=lambda x, interpret=None: 3 * x, small=True)
+    right = replace(DOUBLING, baselines={"itself": DOUBLING.reference, "cudnn": absent})
+    monkeypatch.setattr(check, "cases", lambda pattern: (right, wrong))
+    monkeypatch.setattr(check, "rates", lambda kind: RATES["H200"])
+    monkeypatch.setattr(timing, "FLUSH", 16)
+    assert check.main(["--seed", "1"]) == 1
+    first, second, third, fourth = capsys.readouterr().out.splitlines()
+    assert "seed 1" in first
+    assert re.search(
+        r"distance 0.0e\+00 .* us .* TFLOP/s .*; itself -?[\d.]+ us; cudnn unavail.*needs cuDNN", second
+    )
+    assert third.split() == ["test/wrong", "distance", "5.0e-01"]
+    assert fourth == "test/wrong: relative distance 5.00e-01 from the reference, at most 1e-02"
 
 
 PTXAS = """ptxas info    : Compiling entry function 'kernel_mosaic_gpu_kernel' for 'sm_90a'
