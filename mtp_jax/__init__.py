@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mtp_jax.async_llm import AsyncLLM, LazyPrompt, Stream
     from mtp_jax.engine.request import Logprob, SamplingParams, Speculation
+    from mtp_jax.engine.stats import EngineStats
     from mtp_jax.errors import (
         CheckpointError,
         ConfigError,
@@ -31,6 +32,7 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "Draft",
+    "EngineStats",
     "EngineStopped",
     "LazyPrompt",
     "Logprob",
@@ -53,6 +55,7 @@ _HOMES = {
     "AsyncLLM": "async_llm",
     "CompletionOutput": "outputs",
     "Draft": "outputs",
+    "EngineStats": "engine.stats",
     "LazyPrompt": "async_llm",
     "Logprob": "engine.request",
     "Reporter": "progress",

@@ -15,6 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mtp_jax import AsyncLLM, ConfigError, Reporter
 from serve.app import make_app
 from serve.settings import Settings
+from serve.stats_log import log_stats
 from serve.watchdog import Watchdog
 
 _LOG = logging.getLogger(__name__)
@@ -94,12 +95,13 @@ class Server(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Until the end."""
         self._loop = asyncio.get_running_loop()
-        ending = asyncio.create_task(self._end())
+        beside = [asyncio.create_task(self._end()), asyncio.create_task(log_stats(self._allm))]
         with Watchdog(self._allm, self._settings.step_seconds):
             try:
                 await super().serve(sockets)
             finally:
-                ending.cancel()
+                for task in beside:
+                    task.cancel()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Until the engine is warm and the port open."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Any
 
 import openai
 import pytest
@@ -10,8 +11,8 @@ from pydantic import BaseModel
 
 from tests.serve.conftest import Running
 
-HI = [{"role": "user", "content": "hi"}]
-GREEDY = {"model": "tiny", "temperature": 0, "max_tokens": 20}
+HI: Any = [{"role": "user", "content": "hi"}]
+GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 20}
 MORE = {"ignore_eos": True}
 
 
@@ -49,7 +50,7 @@ def test_chat(api: OpenAI):
     assert choice.logprobs.content is not None
     assert "".join(t.token for t in choice.logprobs.content) == choice.message.content
     assert [len(t.top_logprobs) for t in choice.logprobs.content] == [2] * 20
-    usage = {"include_usage": True}
+    usage: Any = {"include_usage": True}
     chunks = list(
         api.chat.completions.create(messages=HI, stream=True, stream_options=usage, extra_body=MORE, **GREEDY)
     )
@@ -87,7 +88,7 @@ def test_structured_output(api: OpenAI):
 
     parsed = api.chat.completions.parse(messages=HI, response_format=Answer, model="tiny", max_tokens=60)
     assert parsed.choices[0].message.parsed in (Answer(yes=True), Answer(yes=False))
-    any_object = {"type": "json_object"}
+    any_object: Any = {"type": "json_object"}
     answer = api.chat.completions.create(
         messages=HI, response_format=any_object, seed=1, model="tiny", max_tokens=100
     )

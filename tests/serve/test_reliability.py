@@ -6,6 +6,7 @@ R3, pages return after every kind of end, is checked after every test (``idle_at
 import asyncio
 import json
 import signal
+import threading
 from typing import Any
 
 import httpx2
@@ -244,9 +245,15 @@ def test_r10_numbers_that_are_not_finite_end_one_request(server, client, monkeyp
     assert '"code":"not_finite"' in stream.text
 
 
-def test_r13_nothing_is_compiled_after_warm_up(server, client, compiled):
-    wait_until(lambda: not server.allm.warming, 600)
-    before = len(compiled.engine.executables)
+def test_r13_nothing_is_compiled_for_a_request(server, client, compiled, monkeypatch):
+    """Only warm-up compiles; it may still be at it, in a thread of its own."""
+    compile_, by = compiled.engine.executables.compile, []
+
+    def record(*args: Any, **kwargs: Any) -> None:
+        by.append(threading.current_thread().name)
+        compile_(*args, **kwargs)
+
+    monkeypatch.setattr(compiled.engine.executables, "compile", record)
     bodies: list[dict[str, Any]] = [
         GREEDY,
         {**GREEDY, "temperature": 1, "n": 4, "logprobs": 5},
@@ -255,7 +262,7 @@ def test_r13_nothing_is_compiled_after_warm_up(server, client, compiled):
         {**GREEDY, "speculative": {"enabled": False}},
     ]
     assert {a.status_code for a in many(server, bodies)} == {200}
-    assert len(compiled.engine.executables) == before
+    assert set(by) <= {"warm-up"}
 
 
 @pytest.mark.parametrize(

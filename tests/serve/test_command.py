@@ -1,0 +1,115 @@
+"""`mtp-jax serve`: options, what it says at the start, and (slow) a process of its own with its signals."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from mtp_jax import cli
+from mtp_jax.commands.serve import summary
+from serve.stats_log import describe
+from tests.serve.conftest import Running
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--host", "0.0.0.0"], "--insecure-no-auth"),
+        (["--port", "99999"], "expected 0 to 65535"),
+        (["--api-key", "a b"], "API key"),
+        (["--step-seconds", "0"], "step_seconds = 0"),
+        (["/no/such/model"], "not a directory"),
+        (["--per-request-spec-decode-metrics", "all"], "--help"),
+    ],
+)
+def test_wrong_options_are_one_line(capsys, options, says):
+    assert cli.main(["serve", *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert says in error
+
+
+def test_a_port_in_use_is_found_before_the_model_is_read(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert cli.main(["serve", "-q", "--port", str(port)]) == 2
+    assert f"cannot bind to 127.0.0.1 port {port}" in capsys.readouterr().err
+
+
+def test_the_summary_names_what_is_served(server: Running):
+    text = summary(server.allm, server.settings, server.url)
+    assert text.startswith("model     tiny: 3 layers")
+    assert "1 NextN layer" in text
+    assert re.search(r"cache +[\d,]+ tokens", text)
+    assert "256 requests wait" in text
+    assert text.endswith(f"{server.url}, no API key, this computer only")
+    keyed = replace(server.settings, host="0.0.0.0", api_keys=("a", "b"))
+    assert summary(server.allm, keyed, "http://0.0.0.0:1").endswith("http://0.0.0.0:1, 2 API keys")
+
+
+def test_the_log_describes_an_interval(server: Running, client):
+    before = server.allm.llm.engine.stats()
+    body = {"prompt": "abc", "temperature": 0, "ignore_eos": True, "max_tokens": 21}
+    client.post("/v1/completions", json=body)
+    line = describe(before, server.allm.llm.engine.stats(), 3.0)
+    assert "0 running, 0 waiting; 7 tokens/s, 1 prompt tokens/s; cache 0% in use" in line
+    assert float(line.rpartition("acceptance length ")[2]) > 1
+
+
+@contextmanager
+def process(model: Path) -> Iterator[tuple[subprocess.Popen, str]]:
+    """A server process, and its address."""
+    small = "--max-num-seqs 1 --max-model-len 252 --page-size 16 --prefill-chunk 16 --fixed-depth --port 0"
+    command = [sys.executable, "-m", "mtp_jax.cli", "serve", str(model), *small.split(), "--no-compile-cache"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as running:
+        assert running.stderr is not None
+        try:
+            for line in running.stderr:
+                if found := re.match(r"ready in .*: (http\S+)/v1", line):
+                    yield running, found[1]
+                    break
+        finally:
+            running.kill()
+
+
+@pytest.mark.slow
+def test_r6_a_signal_to_the_process_group_drains(model: Path):
+    body = {"prompt": "abc", "ignore_eos": True, "max_tokens": 240, "stream": True}
+    with (
+        process(model) as (running, url),
+        httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        os.killpg(running.pid, signal.SIGTERM)
+        rest = list(lines)
+        assert rest[-2] == "data: [DONE]"
+        assert '"finish_reason":"length"' in rest[-4]
+        assert running.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_r6_a_second_signal_ends_it_at_once(model: Path):
+    body = {"prompt": "abc", "ignore_eos": True, "max_tokens": 240, "n": 100, "stream": True}
+    with (
+        process(model) as (running, url),
+        httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer,
+    ):
+        next(answer.iter_lines())
+        running.send_signal(signal.SIGTERM)
+        while httpx2.get(f"{url}/ready").status_code == 200:
+            pass
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(60) == 128 + signal.SIGTERM
