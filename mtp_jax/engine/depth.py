@@ -17,6 +17,7 @@ _PROBE_EVERY = 100  # steps between looks at what is not chosen: at most 1 % of 
 _MEMORY = 0.98  # weight of a step's acceptance one step later
 _PRIOR, _PRIOR_WEIGHT = 0.6, 4.0
 _HOPELESS = 0.85
+_CLEARLY = 0.97  # a depth is worth drafting if it beats depth 0 by more than this
 
 
 def adaptive_depths(most: int) -> tuple[int, ...]:
@@ -84,6 +85,22 @@ class DepthController:
     def __init__(self, most: int) -> None:
         self.costs, self.acceptance = StepCosts(), Acceptance(most)
         self._steps = 0
+        # Tokens by depth: promised by the acceptance, and emitted. Fewer, because rows end within a step, and
+        # because a step may be on its way when the one before it turns out to be the last.
+        self._promised = [_PRIOR_WEIGHT] * (most + 1)
+        self._emitted = [_PRIOR_WEIGHT] * (most + 1)
+
+    def learn(
+        self, key: StepKey, seconds: float, depths: Sequence[int], rows: Sequence[tuple[int, int, int]]
+    ) -> None:
+        """Take a step that ended. ``rows``: drafts verified, drafts accepted and tokens emitted of each."""
+        drafted, accepted, emitted = zip(*rows, strict=True)
+        tokens = self.acceptance.tokens()
+        promised = sum(tokens[min(key.depth, d)] for d in depths)
+        self._promised[key.depth] = self._promised[key.depth] * _MEMORY + promised
+        self._emitted[key.depth] = self._emitted[key.depth] * _MEMORY + sum(emitted)
+        self.acceptance.add(drafted, accepted)
+        self.costs.add(key, seconds)
 
     def choose(self, keys: Iterable[StepKey], depths: Sequence[int]) -> StepKey:
         """The best of ``keys``, or one that must be measured. ``depths``: the most each row verifies."""
@@ -94,7 +111,8 @@ class DepthController:
 
         def rate(key: StepKey, like: StepKey | None = None) -> float:
             expected = sum(tokens[min(key.depth, d)] for d in depths)
-            return expected / self.costs.seconds(like or key)
+            kept = self._emitted[key.depth] / self._promised[key.depth]
+            return expected * kept * (_CLEARLY if key.depth else 1) / self.costs.seconds(like or key)
 
         self._steps += 1
         known = [k for k in candidates if self.costs.known(k)]

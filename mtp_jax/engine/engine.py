@@ -368,8 +368,8 @@ class Engine:
             c.verified(d, a)
         c.depth_steps[key.depth] += 1
         c.depth_seconds[key.depth] += seconds
-        self.depth.costs.add(key, seconds)
-        self.depth.acceptance.add(drafted, accepted)
+        rows = list(zip(drafted, accepted, extra[:, COUNT].tolist(), strict=True))
+        self.depth.learn(key, seconds, [r.depth for _, r in launch.rows], rows)
         plain = replace(key, depth=0)
         if emitted and self.depth.costs.known(plain):
             c.compared_seconds += seconds

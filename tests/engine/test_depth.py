@@ -29,8 +29,7 @@ def run(controller: DepthController, cost, held: float, steps: int, slots: int =
                 due -= 1
                 count += 1
             rows.append(count)
-        controller.costs.add(best, cost(best.depth))
-        controller.acceptance.add([best.depth] * slots, rows)
+        controller.learn(best, cost(best.depth), [3] * slots, [(best.depth, n, n + 1) for n in rows])
     return chosen
 
 
@@ -83,6 +82,17 @@ def test_a_depth_that_lost_with_few_slots_is_not_tried_with_many():
     hopeful = DepthController(3)
     run(hopeful, lambda d: 1.0, 0.8, 50, slots=2)
     assert run(hopeful, lambda d: 1.0 + d, 0.8, 90, slots=8).count(3) >= 2
+
+
+def test_what_is_cut_off_does_not_count():
+    """Two of three accepted drafts fall behind the end of their rows: depth 3 is not worth 2.5 steps."""
+    costs = {0: 1.0, 3: 2.5}
+    for emitted, best in ((4, 3), (2, 0)):
+        controller = DepthController(3)
+        for _ in range(100):
+            for depth in costs:
+                controller.learn(key(depth), costs[depth], [3], [(depth, depth, min(depth + 1, emitted))])
+        assert controller.choose([key(0), key(3)], [3]).depth == best
 
 
 def test_expected_tokens():
