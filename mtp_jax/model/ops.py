@@ -17,6 +17,8 @@ from kernels_pallas.fp8_matmul import api as fp8_matmul
 from kernels_pallas.grouped_matmul import api as grouped_matmul
 from kernels_pallas.mla_decode import api as mla_decode
 from kernels_pallas.mla_decode.visible import MAX_AHEAD, Visible
+from kernels_pallas.mla_prefill import api as mla_prefill
+from kernels_pallas.mla_prefill.limits import Limits
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import layers
 from mtp_jax.model.cache import PagedView, read_rows, write_rows
@@ -36,7 +38,7 @@ class Kernels:
     Attributes:
         linear: products with FP8 weights; others are always XLA's.
         experts: routed experts.
-        attention: over the paged cache, in the absorbed form; the naive one is always XLA's.
+        attention: over the paged cache: ``mla_decode`` in the absorbed form, ``mla_prefill`` in the naive.
     """
 
     linear: Implementation | None = None
@@ -181,6 +183,8 @@ def paged_attention(
         with jax.named_scope("attend"):
             if form == "absorbed" and _runs(kernels.attention, _check_decode, q, k_up, pages):
                 context = _decode(q, k_up, v_up, pages, view, scale)
+            elif form == "naive" and _runs(kernels.attention, _check_prefill, q, k_up, v_up, pages):
+                context = _prefill(q, k_up, v_up, read_rows(pages, view), view, scale)
             else:
                 context = attend(q, k_up, v_up, read_rows(pages, view), view.mask, scale, form)
         return context, pages
@@ -222,6 +226,43 @@ def _decode(
         implementation="mosaic_gpu",
     )
     return jnp.einsum("bwnc,nvc->bwnv", mixed, v_up)
+
+
+def _check_prefill(
+    q: Queries, k_up: Float[Array, "N h C"], v_up: Float[Array, "N v C"], pages: Float[Array, "P S c"]
+) -> None:
+    """Raise ValueError for what the kernel cannot do."""
+    whole, shared_key = jnp.concatenate([q.nope, q.rope], axis=-1), pages[..., k_up.shape[-1] :]
+    mla_prefill.check(whole, q.nope, shared_key, v_up.swapaxes(1, 2))
+
+
+def _prefill(
+    q: Queries,
+    k_up: Float[Array, "N h C"],
+    v_up: Float[Array, "N v C"],
+    rows: Float[Array, "B L c"],
+    view: PagedView,
+    scale: float,
+) -> Float[Array, "B W N v"]:
+    """``attend`` in the naive form by the kernel."""
+    whole = jnp.concatenate([q.nope, q.rope], axis=-1)
+    return mla_prefill.mla_prefill(
+        whole, rows, k_up, v_up, limits(view.mask), scale=scale, implementation="mosaic_gpu"
+    )
+
+
+def limits(mask: Bool[Array, "B W L"]) -> Limits:
+    """The mask as the prefill kernel takes it; it must be causal: each token sees one row more."""
+    row, token = jnp.arange(mask.shape[2]), jnp.arange(mask.shape[1])
+    seen, sees = mask.any(axis=1), mask.any(axis=2)
+    last = jnp.max(jnp.where(mask, row, -1), axis=2)
+    bounds = (
+        jnp.max(jnp.where(sees, token + 1, 0), axis=1),
+        jnp.argmax(seen, axis=1),
+        jnp.max(jnp.where(sees, last - token, -mask.shape[1]), axis=1),
+        jnp.max(jnp.where(seen, row + 1, 0), axis=1),
+    )
+    return Limits(*(b.astype(jnp.int32) for b in bounds))
 
 
 def visible(mask: Bool[Array, "B W L"]) -> Visible:

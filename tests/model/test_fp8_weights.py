@@ -227,14 +227,27 @@ def test_rows_seen_are_told_to_the_kernel_as_the_mask_says():
     np.testing.assert_array_equal(got[causal.any(2)], causal[causal.any(2)])
 
 
-def test_attention_by_the_kernel_is_given_what_xla_is_given(monkeypatch):
-    real = ops.mla_decode.mla_decode
+def test_causal_rows_are_told_to_the_prefill_kernel_as_the_mask_says():
+    start, count, row = np.array([0, 7, 64, 3]), np.array([5, 8, 1, 0]), np.arange(80)
+    token = np.arange(8)
+    real = np.where(token < count[:, None], start[:, None] + token, -1)
+    for first in (0, 1, 2):
+        mask = (row >= first) & (row <= real[..., None])
+        got = ops.limits(jnp.asarray(mask))
+        np.testing.assert_array_equal(got.count, count)
+        told = np.asarray(got.mask(8, 80)) & (token < count[:, None])[..., None]
+        np.testing.assert_array_equal(told, mask)
 
-    def reference(*args: Any, **options: Any) -> Any:
-        return real(*args, **options | {"implementation": "xla"})
 
-    monkeypatch.setattr(ops.mla_decode, "mla_decode", reference)
-    monkeypatch.setattr(ops.mla_decode, "check", lambda *_: None)
+@pytest.mark.parametrize("form", ["absorbed", "naive"])
+def test_attention_by_the_kernel_is_given_what_xla_is_given(form, monkeypatch):
+    def reference(module: Any, name: str) -> None:
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, **kw: real(*args, **kw | {"implementation": "xla"}))
+        monkeypatch.setattr(module, "check", lambda *_: None)
+
+    reference(ops.mla_decode, "mla_decode")
+    reference(ops.mla_prefill, "mla_prefill")
     rng, (slots, window, heads, nope, rope, rank) = np.random.default_rng(1), (3, 2, 4, 8, 4, 16)
 
     def normal(*shape: int) -> jax.Array:
@@ -247,7 +260,7 @@ def test_attention_by_the_kernel_is_given_what_xla_is_given(monkeypatch):
     view = ops.PagedView(*(jnp.asarray(a) for a in (table, positions, mask)))
     args = (q, normal(heads, nope, rank), normal(heads, 8, rank), normal(slots, window, rank + rope))
     pages = normal(7, 4, rank + rope)
-    run = functools.partial(ops.paged_attention, scale=0.3, form="absorbed", mesh=None)
+    run = functools.partial(ops.paged_attention, scale=0.3, form=form, mesh=None)
     want, _ = run(*args, pages, view)
     got, _ = run(*args, pages, view, kernels=ops.Kernels(attention="mosaic_gpu"))
     np.testing.assert_allclose(got, want, atol=1e-5)
