@@ -48,6 +48,7 @@ class Soak:
     refused: int = 0
     tokens: int = 0
     rechecked: int = 0
+    preemptions: int = 0
     resident: list[int] = field(default_factory=list)
     greedy: list[tuple[Asked, Got]] = field(default_factory=list)
 
@@ -161,6 +162,7 @@ async def _check_idle(http: httpx2.AsyncClient, soak: Soak) -> None:
     end = time.monotonic() + _IDLE_SECONDS
     while time.monotonic() < end:
         now = await metrics(http)
+        soak.preemptions = int(now["vllm:num_preemptions_total"])
         held = {n: now[n] for n in (*names, "mtp_jax:queued_requests", "mtp_jax:queued_tokens") if now[n]}
         if not held:
             return
@@ -192,6 +194,7 @@ def _report(model: str, soak: Soak, minutes: float, rate: float, seed: int, opti
         *((f"{kind} requests", soak.kinds[kind]) for kind in ("valid", "aborted", "invalid")),
         ("refused, the queue being full", soak.refused),
         ("tokens of whole answers", soak.tokens),
+        ("preemptions", soak.preemptions),
         ("asked again at depth 0", soak.rechecked),
         ("memory grew by, MiB", f"{growth(soak.resident) / 2**20:.1f}"),
         ("faults", len(soak.faults)),
@@ -205,6 +208,7 @@ def _report(model: str, soak: Soak, minutes: float, rate: float, seed: int, opti
         "refused": soak.refused,
         "tokens": soak.tokens,
         "rechecked": soak.rechecked,
+        "preemptions": soak.preemptions,
         "resident_bytes": soak.resident,
         "faults": soak.faults,
     }

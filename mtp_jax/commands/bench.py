@@ -84,9 +84,8 @@ def register(subparsers: Subparsers) -> None:
     sub.add_argument("--minutes", type=float, default=10.0)
     sub.add_argument("--rate", type=float, default=3.0, help="requests per second")
     sub.add_argument("--seed", type=int, default=0)
-    sub.add_argument(
-        "--serve-options", type=shlex.split, default=["--max-model-len", "512"], help="of mtp-jax serve"
-    )
+    few_pages = ["--max-model-len", "512", "--num-pages", "16"]
+    sub.add_argument("--serve-options", type=shlex.split, default=few_pages, help="of mtp-jax serve")
 
     sub = on_model("depth", _depth, "decode speed against the number of drafts per step", plotted=True)
     sub.add_argument("--depths", type=integers, default=[0, 1, 2, 3, 4, 5])

@@ -88,11 +88,11 @@ def test_a_soak_without_faults(tmp_path):
     model = tmp_path / "rigged"
     shutil.copytree(golden.model_dir("rigged"), model)
     tiny_tokenizer.write(model, golden.raw_config("rigged")["vocab_size"])
-    sizes = "--max-model-len 512 --page-size 16 --prefill-chunk 64 --max-num-seqs 4"
+    sizes = "--max-model-len 512 --page-size 16 --prefill-chunk 64 --max-num-seqs 4 --num-pages 40"
     out = tmp_path / "out.json"
     command = ["bench", "soak", "--model", str(model), "--minutes", "0.5", "--rate", "5", "--json", str(out)]
     assert cli.main([*command, "--serve-options", sizes]) == 0
     figures = json.loads(out.read_text())["figures"]
     assert min(figures["requests"].values()) > 5
     assert figures["rechecked"] >= 5
-    assert figures["refused"] == 0
+    assert figures["preemptions"] > 0
