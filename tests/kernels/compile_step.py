@@ -1,0 +1,217 @@
+"""Compile a decode step of DeepSeek-V3's dimensions for H200s, without one, and hold it against the budget.
+
+    python -m tests.kernels.compile_step [PATTERN] [--layer]
+
+Four layers, one of them dense, and the NextN layer; 128 slots, a window of 4, FP8 weights, 4096 rows each.
+"""
+
+import argparse
+import re
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from kernels_pallas.deviceless import report, target
+from mtp_jax.checkpoint.fp8 import SCALE_SUFFIX, may_be_fp8
+from mtp_jax.config import ModelConfig
+from mtp_jax.decode.state import StateShape, abstract_state
+from mtp_jax.decode.step import SamplingMode, step
+from mtp_jax.model.layers import rope_angles
+from mtp_jax.model.ops import PagedView
+from mtp_jax.model.params import Fp8, Layer, Params, Spec, dtype_of, param_specs, scale_spec
+from mtp_jax.model.sharding import partition
+from mtp_jax.model.trunk import Backend, block
+
+SLOTS, DEPTH, PAGE, ROWS = 128, 3, 64, 4096
+BUDGET = Path(__file__).with_name("step_budget.toml")
+MESHES = {"one": (1, 1), "data8": (8, 1), "model8": (1, 8)}
+
+
+def config(layers: int) -> ModelConfig:
+    """DeepSeek-V3 with fewer layers."""
+    return ModelConfig(
+        vocab_size=129280,
+        hidden_size=7168,
+        intermediate_size=18432,
+        moe_intermediate_size=2048,
+        num_hidden_layers=layers,
+        num_attention_heads=128,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        n_routed_experts=256,
+        n_shared_experts=1,
+        num_experts_per_tok=8,
+        n_group=8,
+        topk_group=4,
+        routed_scaling_factor=2.5,
+        first_k_dense_replace=1,
+        max_position_embeddings=163840,
+        num_nextn_predict_layers=1,
+        nextn_moe=(True,),
+        eos_token_ids=(1,),
+        dtype="bfloat16",
+    )
+
+
+def abstract_params(cfg: ModelConfig, mesh: Mesh) -> Params:
+    """Shapes of the parameters, projections in FP8."""
+
+    def array(spec: Spec, dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=NamedSharding(mesh, partition(*spec.axes)))
+
+    def of(spec: Spec) -> Any:
+        name = spec.names
+        while not isinstance(name, str):
+            name = name[0]
+        if not may_be_fp8(name) or spec.rows is not None:
+            return array(spec, dtype_of(spec, cfg.dtype))
+        return Fp8(array(spec, jnp.float8_e4m3fn), array(scale_spec(spec, SCALE_SUFFIX), jnp.float32))
+
+    return jax.tree.map(of, param_specs(cfg))
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled program and what it puts on a GPU."""
+
+    compiled: jax.stages.Compiled
+    launches: tuple[str, ...]
+
+    @property
+    def temp_mib(self) -> float:
+        """Device memory beside arguments and results."""
+        return report.temp_bytes(self.compiled) / 2**20
+
+
+def compile_program(mesh: Mesh, function: Any, *inputs: Any, dump: Path) -> Program:
+    """Compile for the mesh."""
+    compiled = target.compile_for(mesh, function, *inputs, dump=dump)
+    return Program(compiled, report.launches(target.xla_dump(dump.parent)))
+
+
+def backend(mesh: Mesh) -> Backend:
+    """Decoding, on a mesh if it has more than one device."""
+    return Backend("absorbed", "sparse", mesh if mesh.size > 1 else None)
+
+
+def compile_step(layers: int, mesh: Mesh, dump: Path) -> Program:
+    """The greedy step of a model with so many layers; its cache is donated."""
+    cfg, data = config(layers), mesh.shape["data"]
+    sizes = StateShape(slots=SLOTS, pages=SLOTS // data * ROWS // PAGE, page_size=PAGE, columns=ROWS // PAGE)
+    state = abstract_state(cfg, sizes, cfg.dtype, mesh)
+    fixed: dict[str, Any] = {"slots": SLOTS, "depth": DEPTH, "pages": ROWS // PAGE, "mode": SamplingMode()}
+    run = jax.jit(partial(step, cfg=cfg, on=backend(mesh), **fixed), donate_argnums=1)
+    return compile_program(mesh, run, abstract_params(cfg, mesh), state, dump=dump)
+
+
+def compile_layer(mesh: Mesh, dump: Path) -> Program:
+    """One MoE layer over the window of every slot, with the masks and angles that all layers share."""
+    function, inputs = layer_of(mesh, backend(mesh))
+    return compile_program(mesh, function, *inputs, dump=dump)
+
+
+def layer_of(mesh: Mesh, on: Backend) -> tuple[Any, tuple[Any, ...]]:
+    """The layer as a function to compile, and the shapes of its inputs."""
+    cfg, data = config(2), mesh.shape["data"]
+
+    def array(dtype: Any, axis: str, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, partition(axis)))
+
+    x = array(jnp.bfloat16, "slots", SLOTS, DEPTH + 1, cfg.hidden_size)
+    positions = array(jnp.int32, "slots", SLOTS, DEPTH + 1)
+    table = array(jnp.int32, "slots", SLOTS, ROWS // PAGE)
+    pages = array(jnp.bfloat16, "pages", SLOTS * ROWS // PAGE + data, PAGE, cfg.latent_dim)
+
+    def layer(p: Layer, x: Any, positions: Any, table: Any, pages: Any) -> Any:
+        view = PagedView(table, positions, jnp.arange(ROWS) <= positions[..., None])
+        return block(p, cfg, x, rope_angles(cfg, positions), pages, view, on)[:2]
+
+    params = abstract_params(cfg, mesh).layers[1]
+    return jax.jit(layer, donate_argnums=4), (params, x, positions, table, pages)
+
+
+# An instruction that yields a whole weight in a wider type: HLO names the type and shape of its result.
+_RESULT = re.compile(r"= (bf16|f32)\[([0-9,]+)\]")
+
+
+def wide_copies(compiled: jax.stages.Compiled, params: Params) -> Counter[str]:
+    """Results as large as an FP8 weight's part on a device, in bfloat16 or float32."""
+    weights = [w for w in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Fp8)) if isinstance(w, Fp8)]
+    sizes = set()
+    for w in weights:
+        part = w.values.sharding.shard_shape(w.shape)
+        sizes.add(tuple(sorted(n for n in part if n > 1)))
+    found = Counter()
+    for kind, dims in _RESULT.findall(compiled.as_text() or ""):
+        shape = tuple(sorted(int(n) for n in dims.split(",") if int(n) > 1))
+        if shape in sizes:
+            found[f"{kind}{list(shape)}"] += 1
+    return found
+
+
+def main() -> int:
+    """Compile; 1 if a step exceeds its budget."""
+    parser = argparse.ArgumentParser(prog="python -m tests.kernels.compile_step", description=__doc__)
+    parser.add_argument("pattern", nargs="?", default="", help="only meshes whose names contain this")
+    parser.add_argument(
+        "--layer", action="store_true", help="one layer instead of the step; print its launches"
+    )
+    arguments = parser.parse_args()
+    faults: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        target.prepare(Path(folder))
+        for name, shape in MESHES.items():
+            if arguments.pattern in name:
+                mesh = target.h200s(shape, ("data", "model"))
+                check = check_layer if arguments.layer else check_step
+                faults += check(name, mesh, Path(folder, name))
+    print("\n".join(faults) or "within budget")
+    return int(bool(faults))
+
+
+def check_layer(name: str, mesh: Mesh, dump: Path) -> list[str]:
+    """Launches of a layer."""
+    launches = compile_layer(mesh, dump).launches
+    print("\n".join(launches))
+    print(f"{name}: {len(launches)} launches of one layer")
+    return over(name, "launches_per_layer", len(launches))
+
+
+def check_step(name: str, mesh: Mesh, dump: Path) -> list[str]:
+    """Memory of the step, and whether it makes wider copies of weights."""
+    started, program = time.perf_counter(), compile_step(4, mesh, dump)
+    memory: Any = program.compiled.memory_analysis()
+    cache = 5 * SLOTS // mesh.shape["data"] * ROWS * config(4).latent_dim * 2
+    copies = wide_copies(program.compiled, abstract_params(config(4), mesh))
+    gib = {what: getattr(memory, f"{what}_size_in_bytes") / 2**30 for what in ("argument", "alias")}
+    print(
+        f"{name}: {len(program.launches)} launches; arguments {gib['argument']:.1f} GiB, "
+        f"temporary {program.temp_mib:.0f} MiB; cache {cache / 2**30:.2f}, in place {gib['alias']:.2f} GiB; "
+        f"weights in a wider type: {dict(copies) or 'none'}; {time.perf_counter() - started:.0f} s",
+        flush=True,
+    )
+    kept = [] if memory.alias_size_in_bytes >= cache else [f"{name}: the cache is not updated in place"]
+    return kept + over(name, "temp_mib", program.temp_mib) + over(name, "wide_weights", copies.total())
+
+
+def over(name: str, what: str, got: float) -> list[str]:
+    """A fault if the budget is exceeded."""
+    limit = tomllib.loads(BUDGET.read_text(encoding="utf-8"))[name][what]
+    return [f"{name}: {what} {got:.0f}, at most {limit}"] if got > limit else []
+
+
+if __name__ == "__main__":
+    sys.exit(main())
