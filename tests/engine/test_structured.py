@@ -171,6 +171,20 @@ def test_a_seed_fixes_the_output_whatever_shares_the_batch(grammars):
         assert alone.output == want.output
 
 
+def test_coupled_verification_gives_a_seed_one_output_at_every_depth(grammars):
+    engine = engine_with(grammars, verifier="coupled")
+    options = replace(GREEDY, temperature=1.2, seed=11)
+    deepest = serve(engine, jobs(options))
+    for depth in (0, 2):
+        shallow = jobs(replace(options, num_speculative_tokens=depth))
+        requests = [engine.make_request(*job) for job in shallow]  # the same programs do
+        for r in requests:
+            engine.submit(r)
+        finish(engine)
+        assert [r.output for r in requests] == [r.output for r in deepest]
+    assert sum(r.speculation.accepted for r in deepest if r.matcher) > 20
+
+
 def test_preempted_requests_go_on_in_their_grammar(grammars, plain):
     engine = engine_with(grammars, num_pages=6)
     short = replace(GREEDY, max_tokens=48)
