@@ -13,8 +13,12 @@ from mtp_jax.decode.compiled import StepKey
 
 _ENOUGH = 2  # measurements before a cost is believed
 _KEPT = 9
-_PROBE_EVERY = 100  # steps between looks at what is not chosen: at most 1 % of the time
+# Steps between looks at what is not chosen: 1 % of the time, or of what a close rival may lack.
+_PROBE_EVERY = 100
+_PROBE_RIVAL_EVERY = 20
+_RIVAL = 0.8
 _MEMORY = 0.98  # weight of a step's acceptance one step later
+_LEAST_PAST = 0.5
 _PRIOR, _PRIOR_WEIGHT = 0.6, 4.0
 _HOPELESS = 0.85
 _CLEARLY = 0.97  # a depth is worth drafting if it beats depth 0 by more than this
@@ -60,15 +64,21 @@ class Acceptance:
     def __init__(self, most: int) -> None:
         self._tried = [_PRIOR_WEIGHT] * most
         self._held = [_PRIOR_WEIGHT * _PRIOR] * most
+        self._looked = [0] * most
+        self._steps = 0
 
     def add(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Take one step's rows: drafts verified and drafts accepted of each."""
+        self._steps += 1
         deepest = max(drafted, default=0)
         for i in range(deepest):
             tried = sum(n > i and a >= i for n, a in zip(drafted, accepted, strict=True))
             held = sum(a > i for a in accepted)
-            self._tried[i] = self._tried[i] * _MEMORY + tried
-            self._held[i] = self._held[i] * _MEMORY + held
+            # After a long time without a look, what was seen before counts for little.
+            past = max(_MEMORY ** (self._steps - self._looked[i]), _LEAST_PAST)
+            self._looked[i] = self._steps
+            self._tried[i] = self._tried[i] * past + tried
+            self._held[i] = self._held[i] * past + held
 
     def tokens(self) -> list[float]:
         """Expected tokens of a row per step, at depth 0, 1, 2, ..."""
@@ -111,7 +121,7 @@ class DepthController:
 
         def rate(key: StepKey, like: StepKey | None = None) -> float:
             expected = sum(tokens[min(key.depth, d)] for d in depths)
-            kept = self._emitted[key.depth] / self._promised[key.depth]
+            kept = min(self._emitted[key.depth] / self._promised[key.depth], 1)
             return expected * kept * (_CLEARLY if key.depth else 1) / self.costs.seconds(like or key)
 
         self._steps += 1
@@ -125,6 +135,9 @@ class DepthController:
         others = [k for k in candidates if k != best]
         if self._steps % _PROBE_EVERY == 0:
             return others[self._steps // _PROBE_EVERY % len(others)]
+        rivals = [k for k in known if k != best and rate(k) > _RIVAL * rate(best)]
+        if rivals and self._steps % _PROBE_RIVAL_EVERY == 0:
+            return rivals[self._steps // _PROBE_RIVAL_EVERY % len(rivals)]
         return best
 
     def _hopeless(self, key: StepKey, candidates: list[StepKey], rate: Callable[..., float]) -> bool:

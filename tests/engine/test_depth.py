@@ -51,8 +51,8 @@ def test_adaptive_depths(most, depths):
 )
 def test_the_fastest_depth_wins(cost, held, best):
     chosen = run(DepthController(3), cost, held, 600)
-    assert chosen[-90:].count(best) >= 88
-    # Trying the others out: a few steps at first, then one in a hundred.
+    # Trying the others out: a few steps at first, then one in a hundred, or one in twenty at a close rival.
+    assert chosen[-90:].count(best) >= 84
     assert sum(d != best for d in chosen) < 60
 
 
