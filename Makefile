@@ -88,6 +88,6 @@ $(VENV)/.runtime: $(VENV)/.python $(INPUTS)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.python $(INPUTS)
-	@echo "==> installing mtp-jax with its development tools (1.2 GB on disk; minutes the first time)"
+	@echo "==> installing mtp-jax with its development tools (1.5 GB on disk; minutes the first time)"
 	@$(PIP_INSTALL) --editable '.[dev]'
 	@touch $(VENV)/.runtime $@
