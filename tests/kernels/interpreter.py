@@ -7,11 +7,16 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.checking.case import Case
+
+needs_fences = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason="Pallas interprets fences from jax 0.11 on"
+)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from kernels_pallas.mla_decode.api import choose_splits, merge, mla_decode
 from kernels_pallas.mla_decode.bench import xla
 from kernels_pallas.mla_decode.cases import RANK, SCALE, Shape, case, inputs, shapes
 from kernels_pallas.mla_decode.visible import Visible, causal
-from tests.kernels.interpreter import distance, interpret, notices, without
+from tests.kernels.interpreter import distance, interpret, needs_fences, notices, without
 
 SMALL = [name for name in shapes() if name.startswith("small-")]
 RUN = partial(mla_decode, scale=SCALE, rank=RANK, implementation="xla")
@@ -124,8 +124,10 @@ def test_kernel_equals_the_reference_without_races(name):
         pytest.param("barrier_wait", "even_step", id="the odd page's probabilities are there"),
         pytest.param("barrier_wait", "odd_step", id="the even page's probabilities are there"),
         pytest.param("barrier_wait", "finish", id="the other warpgroup has finished"),
-        pytest.param("commit_smem", "publish", id="probabilities are visible to the tensor cores"),
-        pytest.param("commit_smem", "finish", id="outputs are visible to the copy"),
+        pytest.param(
+            "commit_smem", "publish", id="probabilities are visible to the tensor cores", marks=needs_fences
+        ),
+        pytest.param("commit_smem", "finish", id="outputs are visible to the copy", marks=needs_fences),
     ],
 )
 def test_a_missing_barrier_is_noticed(operation, where, monkeypatch, capfd):

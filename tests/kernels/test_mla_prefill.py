@@ -12,7 +12,7 @@ from kernels_pallas.mla_prefill.api import attend, merge, mla_prefill
 from kernels_pallas.mla_prefill.bench import xla
 from kernels_pallas.mla_prefill.cases import NOPE, SCALE, Shape, case, counted, expanded, latent, shapes
 from kernels_pallas.mla_prefill.limits import Limits
-from tests.kernels.interpreter import distance, interpret, notices, without
+from tests.kernels.interpreter import distance, interpret, needs_fences, notices, without
 
 SMALL = [name for name in shapes() if name.startswith("small-")]
 XLA = {"scale": SCALE, "implementation": "xla"}
@@ -107,7 +107,7 @@ def test_kernel_equals_the_reference_without_races(name):
     [
         pytest.param("barrier_wait", "step.<locals>.<lambda>", id="memory of keys and values is free"),
         pytest.param("barrier_wait", "compute.<locals>.step", id="keys and values are there"),
-        pytest.param("commit_smem", "compute", id="outputs are visible to the copy"),
+        pytest.param("commit_smem", "compute", id="outputs are visible to the copy", marks=needs_fences),
     ],
 )
 def test_a_missing_barrier_is_noticed(operation, where, monkeypatch, capfd):
