@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mtp_jax.async_llm import AsyncLLM, LazyPrompt, Stream
+    from mtp_jax.async_llm import AsyncLLM, LazyPrompt
     from mtp_jax.engine.request import Logprob, SamplingParams, Speculation
     from mtp_jax.engine.stats import EngineStats
     from mtp_jax.errors import (
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mtp_jax.model.sharding import make_mesh
     from mtp_jax.outputs import CompletionOutput, Draft, RequestOutput
     from mtp_jax.progress import Reporter
+    from mtp_jax.stream import Stream
     from mtp_jax.tokenizer import StreamDecoder, Tokenizer
 
 __all__ = [
@@ -62,7 +63,7 @@ _HOMES = {
     "RequestOutput": "outputs",
     "SamplingParams": "engine.request",
     "Speculation": "engine.request",
-    "Stream": "async_llm",
+    "Stream": "stream",
     "StreamDecoder": "tokenizer",
     "StructuredOutput": "grammar",
     "Tokenizer": "tokenizer",

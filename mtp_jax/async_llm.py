@@ -8,22 +8,22 @@ immutable.
 
 import asyncio
 import logging
-import queue
 import threading
-import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
-from mtp_jax.admission import Admission, Place
-from mtp_jax.engine.request import Request, SamplingParams, Status
+from mtp_jax.admission import Admission
+from mtp_jax.engine.request import SamplingParams
+from mtp_jax.engine_thread import EngineThread, Update
 from mtp_jax.errors import EngineStopped, RequestError
-from mtp_jax.jobs import Job, Part, Prompt
+from mtp_jax.jobs import Job, Prompt
 from mtp_jax.llm import LLM
 from mtp_jax.outputs import RequestOutput
 from mtp_jax.progress import Reporter, Silent
+from mtp_jax.stream import Stream
 
 _LOG = logging.getLogger(__name__)
 _CHARACTERS_PER_TOKEN = 4
@@ -33,50 +33,6 @@ _T = TypeVar("_T")
 
 LazyPrompt = Prompt | Callable[[], Prompt]
 """A prompt, or what makes it: called on a worker thread once there is a place in the queue."""
-
-
-class Stream:
-    """The growing output of one prompt: iterating gives its newest state, skipping what nobody waited for.
-
-    Attributes:
-        request_id: as given, or made up.
-    """
-
-    def __init__(self, request_id: str, job: Job, place: Place, abort: Callable[["Stream"], None]) -> None:
-        self.request_id = request_id
-        self._job, self._place, self._abort = job, place, abort
-        self._latest: RequestOutput | None = None
-        self._error: Exception | None = None
-        self._ended = False
-        self._wake = asyncio.Event()
-
-    def __aiter__(self) -> "Stream":
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        while self._latest is None:
-            if self._error is not None:
-                raise self._error
-            if self._ended:
-                raise StopAsyncIteration
-            await self._wake.wait()
-            self._wake.clear()
-        output, self._latest = self._latest, None
-        self._ended = output.finished
-        return output
-
-    async def aclose(self) -> None:
-        """Abort what is left of it."""
-        self.abort()
-
-    def abort(self) -> None:
-        """End it now: the last output has the finish reason "abort"."""
-        if not self._ended:
-            self._abort(self)
-
-    def _deliver(self, output: RequestOutput | None, error: Exception | None = None) -> None:
-        self._latest, self._error = output, error
-        self._wake.set()
 
 
 class AsyncLLM:
@@ -95,19 +51,20 @@ class AsyncLLM:
         """
         self.llm = llm
         self.admission = Admission(max_queued_requests, max_queued_tokens)
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}
-        self._parts: dict[int, tuple[Stream, Part]] = {}
-        self._queued: list[Stream] = []
+        self._by_job: dict[Job, Stream] = {}
         self._ids = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
-        self._error: BaseException | None = None
         self._failed = asyncio.Event()
-        self._working_since: float | None = None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = EngineThread(
+            llm.engine,
+            admitted=lambda job: self.admission.leave(self._by_job[job].place),
+            updated=lambda updates: self._call(self._deliver, updates),
+            failed=lambda error: self._call(self._fail_all, error),
+        )
         self._warming = threading.Thread(target=self._warm_the_rest, name="warm-up", daemon=True)
         self._closing = threading.Event()
         self._workers = ThreadPoolExecutor(_TOKENISING_THREADS, "tokenise")
@@ -144,9 +101,7 @@ class AsyncLLM:
         for stream in list(self._streams.values()):
             stream.abort()
         self._closing.set()
-        self._inbox.put(None)
-        if self._thread.ident is not None:
-            await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.stop)
         self._workers.shutdown(wait=False)
 
     async def __aenter__(self) -> "AsyncLLM":
@@ -161,7 +116,7 @@ class AsyncLLM:
     @property
     def error(self) -> BaseException | None:
         """What made the engine fail; None while it works."""
-        return self._error
+        return self._thread.error
 
     async def failed(self) -> None:
         """Returns once the engine has failed and every stream has been told."""
@@ -185,8 +140,7 @@ class AsyncLLM:
     @property
     def step_age(self) -> float:
         """Seconds since the engine thread began the step it is in; 0.0 while nothing is to be done."""
-        since = self._working_since
-        return 0.0 if since is None else time.monotonic() - since
+        return self._thread.step_age
 
     # Requests
 
@@ -252,10 +206,10 @@ class AsyncLLM:
         except BaseException:
             self.admission.leave(place)
             raise
-        stream = Stream(request_id, job, place, self._abort)
-        self._streams[request_id] = stream
+        stream = Stream(request_id, place, partial(self._thread.abort, job))
+        self._streams[request_id] = self._by_job[job] = stream
         self._idle.clear()
-        self._inbox.put(partial(self._enter, stream))
+        self._thread.submit(job)
         return stream
 
     def abort(self, request_id: str) -> None:
@@ -275,7 +229,7 @@ class AsyncLLM:
             except Exception as error:
                 future.set_exception(error)
 
-        self._inbox.put(run)
+        self._thread.call(run)
         self._check_running(even_draining=True)
         return await asyncio.wrap_future(future)
 
@@ -288,100 +242,34 @@ class AsyncLLM:
         return Job(self.llm.engine, self.llm.tokenizer, made, params, **options)
 
     def _check_running(self, even_draining: bool = False) -> None:
-        if self._error is not None:
-            raise EngineStopped(f"the engine has failed ({type(self._error).__name__}); restart it")
+        if self.error is not None:
+            raise EngineStopped(f"the engine has failed ({type(self.error).__name__}); restart it")
         if self._draining and not even_draining:
             raise EngineStopped("the engine is shutting down; send this to another one")
-        if not self._thread.is_alive():
+        if not self._thread.alive:
             raise EngineStopped("the engine has not been started; call start() first")
 
-    def _abort(self, stream: Stream) -> None:
-        self._inbox.put(partial(self._end, stream))
-
-    def _deliver(self, updates: Sequence[tuple[Stream, RequestOutput]]) -> None:
+    def _deliver(self, updates: Sequence[Update]) -> None:
         """On the event loop, once per step."""
-        for stream, output in updates:
-            stream._deliver(output)
+        for job, output in updates:
+            self._by_job[job].deliver(output)
             if output.finished:
-                self._forget(stream)
+                self._forget(job)
 
-    def _fail_all(self, error: Exception) -> None:
+    def _fail_all(self, error: BaseException) -> None:
         self._failed.set()
-        for stream in list(self._streams.values()):
-            stream._deliver(None, error)
-            self._forget(stream)
+        failure = EngineStopped(f"the engine failed: {type(error).__name__}")
+        for job, stream in list(self._by_job.items()):
+            stream.deliver(None, failure)
+            self._forget(job)
 
-    def _forget(self, stream: Stream) -> None:
-        self._streams.pop(stream.request_id, None)
-        self.admission.leave(stream._place)
+    def _forget(self, job: Job) -> None:
+        stream = self._by_job.pop(job)
+        del self._streams[stream.request_id]
+        self.admission.leave(stream.place)
         self.admission.finished()
         if not self._streams:
             self._idle.set()
-
-    # The engine's thread
-
-    def _run(self) -> None:
-        engine = self.llm.engine
-        try:
-            while self._commands(wait=not engine.busy):
-                self._hand_over(engine.step())
-        except BaseException as error:
-            _LOG.critical("the engine failed", exc_info=error)
-            self._error = error
-            self._call(self._fail_all, EngineStopped(f"the engine failed: {type(error).__name__}"))
-        self._working_since = None
-
-    def _commands(self, wait: bool) -> bool:
-        """Carry out what the event loop asked for; sleeps while there is nothing to do. False: end."""
-        if wait:
-            self._working_since = None
-        while True:
-            try:
-                command = self._inbox.get(block=wait)
-            except queue.Empty:
-                self._working_since = time.monotonic()
-                return True
-            if command is None:
-                return False
-            self._working_since = time.monotonic()
-            command()
-            wait = False
-
-    def _enter(self, stream: Stream) -> None:
-        for part in stream._job.parts:
-            self.llm.engine.submit(part.request)
-            self._parts[part.request.id] = (stream, part)
-        self._queued.append(stream)
-
-    def _end(self, stream: Stream) -> None:
-        parts = [part for part in stream._job.parts if not part.done]
-        for part in parts:
-            self.llm.engine.abort(part.request)
-        self._hand_over([part.request for part in parts])
-
-    def _hand_over(self, advanced: Sequence[Request]) -> None:
-        """Turn tokens into text and give the event loop what is new, all of it in one call."""
-        changed: dict[str, Stream] = {}
-        for request in advanced:
-            stream, part = self._parts.get(request.id, (None, None))
-            if stream is None or part is None:
-                continue
-            try:
-                part.advance(self.llm.engine)
-            except Exception:  # of this request's text: no reason to fail the others
-                _LOG.exception("a request failed")
-                self.llm.engine.abort(request)
-                request.finish_reason, part.done = "error", True
-            if part.done:
-                del self._parts[request.id]
-            changed[stream.request_id] = stream
-        if self._queued:
-            waiting = [s for s in self._queued if any(map(_waits, s._job.parts))]
-            for stream in set(self._queued).difference(waiting):
-                self.admission.leave(stream._place)
-            self._queued = waiting
-        if changed:
-            self._call(self._deliver, [(stream, stream._job.output()) for stream in changed.values()])
 
     def _call(self, function: Callable[..., None], *args: Any) -> None:
         assert self._loop is not None
@@ -402,7 +290,3 @@ def _estimate(prompt: LazyPrompt) -> int:
     if callable(prompt):
         return 1
     return len(prompt) // _CHARACTERS_PER_TOKEN + 1 if isinstance(prompt, str) else len(prompt)
-
-
-def _waits(part: Part) -> bool:
-    return part.request.status is Status.WAITING

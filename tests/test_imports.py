@@ -19,7 +19,7 @@ LAYERS = (
     ("engine",),
     ("outputs", "synthetic"),
     ("jobs",),
-    ("llm",),
+    ("engine_thread", "llm", "stream"),
     ("async_llm",),
     ("__init__",),
     ("train",),

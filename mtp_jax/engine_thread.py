@@ -1,0 +1,142 @@
+"""The one thread that steps an engine. Others put jobs into its inbox and are told what became of them."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.request import Request, Status
+from mtp_jax.jobs import Job, Part
+from mtp_jax.outputs import RequestOutput
+
+_LOG = logging.getLogger(__name__)
+
+Update = tuple[Job, RequestOutput]
+
+
+class EngineThread:
+    """Sleeps while nothing is to be done. The engine and every ``Part`` are touched by it alone.
+
+    Attributes:
+        error: what made the engine fail; None while it works.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        admitted: Callable[[Job], None],
+        updated: Callable[[Sequence[Update]], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        """The functions are called on this thread: when all parts of a job have slots or have ended; with the
+        jobs that grew in a step, all in one call; when the engine has failed and nothing more will come.
+        """
+        self.error: BaseException | None = None
+        self._engine = engine
+        self._admitted, self._updated, self._failed = admitted, updated, failed
+        self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._parts: dict[int, tuple[Job, Part]] = {}
+        self._queued: list[Job] = []
+        self._working_since: float | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End once everything in the inbox has been done; waits for that."""
+        self._inbox.put(None)
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has begun and not ended."""
+        return self._thread.is_alive()
+
+    @property
+    def step_age(self) -> float:
+        """Seconds since it began the step it is in; 0.0 while nothing is to be done."""
+        since = self._working_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Run a function between two steps."""
+        self._inbox.put(function)
+
+    def submit(self, job: Job) -> None:
+        """Serve a job."""
+        self._inbox.put(lambda: self._enter(job))
+
+    def abort(self, job: Job) -> None:
+        """End a job; it is updated a last time."""
+        self._inbox.put(lambda: self._end(job))
+
+    def _run(self) -> None:
+        try:
+            while self._commands(wait=not self._engine.busy):
+                self._hand_over(self._engine.step())
+        except BaseException as error:
+            _LOG.critical("the engine failed", exc_info=error)
+            self.error = error
+            self._failed(error)
+        self._working_since = None
+
+    def _commands(self, wait: bool) -> bool:
+        """Empty the inbox; False: end."""
+        if wait:
+            self._working_since = None
+        while True:
+            try:
+                command = self._inbox.get(block=wait)
+            except queue.Empty:
+                self._working_since = time.monotonic()
+                return True
+            if command is None:
+                return False
+            self._working_since = time.monotonic()
+            command()
+            wait = False
+
+    def _enter(self, job: Job) -> None:
+        for part in job.parts:
+            self._engine.submit(part.request)
+            self._parts[part.request.id] = (job, part)
+        self._queued.append(job)
+
+    def _end(self, job: Job) -> None:
+        parts = [part for part in job.parts if not part.done]
+        for part in parts:
+            self._engine.abort(part.request)
+        self._hand_over([part.request for part in parts])
+
+    def _hand_over(self, advanced: Sequence[Request]) -> None:
+        """Turn tokens into text and tell what is new."""
+        changed: dict[Job, None] = {}
+        for request in advanced:
+            job, part = self._parts.get(request.id, (None, None))
+            if job is None or part is None:
+                continue
+            try:
+                part.advance(self._engine)
+            except Exception:  # of this request's text: no reason to fail the others
+                _LOG.exception("a request failed")
+                self._engine.abort(request)
+                request.finish_reason, part.done = "error", True
+            if part.done:
+                del self._parts[request.id]
+            changed[job] = None
+        if self._queued:
+            waiting = [job for job in self._queued if any(map(_waits, job.parts))]
+            for job in set(self._queued).difference(waiting):
+                self._admitted(job)
+            self._queued = waiting
+        if changed:
+            self._updated([(job, job.output()) for job in changed])
+
+
+def _waits(part: Part) -> bool:
+    return part.request.status is Status.WAITING
