@@ -59,6 +59,7 @@ ENGINE = {
     "--verifier rejection --temperature 1": ("verifier", "rejection"),
     "--no-prefix-cache": ("prefix_cache", False),
     "--fixed-depth": ("adaptive_depth", False),
+    "--kernels xla": ("kernels", "xla"),
     "--compile-cache c": ("compile_cache", Path("c")),
     "--no-compile-cache": ("compile_cache", None),
 }

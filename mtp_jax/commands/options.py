@@ -53,6 +53,7 @@ ENGINE = (
     "verifier",
     "prefix_cache",
     "adaptive_depth",
+    "kernels",
     "compile_cache",
 )
 _NEED_TEMPERATURE = ("top_p", "top_k", "min_p", "seed", "drafting", "verifier")
@@ -131,6 +132,11 @@ def add_engine(parser: Parser) -> None:
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
         help="of weights and cache (default: auto: float32 on a CPU, the checkpoint's elsewhere)",
+    )
+    add(
+        "--kernels",
+        choices=("auto", "xla", "mosaic_gpu"),
+        help="GPU kernels: where they fit, none, or nothing else (default: auto)",
     )
     add("--mesh", type=mesh_shape, metavar="DATAxMODEL", help="devices, for example 1x8 (default: one)")
     add("--max-model-len", type=int, metavar="N", help="most tokens of prompt and output")

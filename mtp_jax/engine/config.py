@@ -1,10 +1,13 @@
 """Sizes and choices of an engine."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from mtp_jax.decode.draft import Drafting
 from mtp_jax.decode.step import Verifier
 from mtp_jax.errors import ConfigError
+
+KernelChoice = Literal["auto", "xla", "mosaic_gpu"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,8 @@ class EngineConfig:
         drafting: "sampled" draws from the draft distribution, "greedy" takes its argmax; both lossless.
         verifier: "rejection" (arXiv 2211.17192), "block" (arXiv 2403.10444), or "coupled" (arXiv 2408.07978):
             a seed gives one text at every depth, for somewhat fewer accepted drafts.
+        kernels: who computes attention, experts and FP8 products: "auto", a kernel where there is one for the
+            device and the shapes; "xla", none; "mosaic_gpu", always a kernel, or an error.
         dtype: of weights and cache.
         seed: from which seeds of requests without one are drawn.
     """
@@ -37,6 +42,7 @@ class EngineConfig:
     adaptive_depth: bool = False
     drafting: Drafting = "sampled"
     verifier: Verifier = "block"
+    kernels: KernelChoice = "auto"
     dtype: str = "float32"
     seed: int = 0
 
@@ -58,6 +64,7 @@ class EngineConfig:
             ("adaptive_depth", (True, False)),
             ("drafting", ("sampled", "greedy")),
             ("verifier", ("rejection", "block", "coupled")),
+            ("kernels", ("auto", "xla", "mosaic_gpu")),
             ("dtype", ("float32", "bfloat16")),
         ):
             if getattr(self, name) not in allowed:

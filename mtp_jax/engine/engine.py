@@ -33,6 +33,7 @@ from mtp_jax.engine.stats import Counters, EngineStats
 from mtp_jax.engine.structured import allowed
 from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.grammar import Grammars
+from mtp_jax.model.ops import AUTO, Kernels
 from mtp_jax.model.params import Params
 from mtp_jax.model.sharding import check_divisible, data_size
 from mtp_jax.model.trunk import Backend
@@ -71,7 +72,8 @@ class Engine:
         self.pages = self.scheduler.pools[0].pages
         shape = StateShape(config.max_num_seqs, self.pages, config.page_size, config.columns)
         abstract = abstract_state(cfg, shape, config.dtype, mesh)
-        decode, prefill = Backend("absorbed", "sparse", mesh), Backend("naive", "sparse", mesh)
+        kernels = AUTO if config.kernels == "auto" else Kernels(*(config.kernels,) * 3)
+        decode, prefill = (Backend(form, "sparse", mesh, kernels) for form in ("absorbed", "naive"))
         self.executables = Executables(cfg, params, abstract, decode, prefill)
         self.state = empty_state(abstract)
         self.depth = DepthController(config.num_speculative_tokens)

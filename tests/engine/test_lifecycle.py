@@ -199,3 +199,10 @@ def test_without_nextn_layers_the_engine_decodes_plainly():
     engine = make_engine(replace(tiny_params(), nextn=()), cfg, num_speculative_tokens=0)
     for r in serve(engine, [(p, GREEDY) for p in PROMPTS[:3]]):
         assert r.output == text(r.prompt)
+
+
+def test_kernels_that_cannot_run_here_are_an_error_when_insisted_on():
+    engine = make_engine(kernels="mosaic_gpu")
+    with pytest.raises(ConfigError, match=r"mla_.*float32.*use implementation='xla'"):
+        engine.prepare([engine.make_request(LONG, GREEDY)])
+    assert serve(make_engine(kernels="xla"), [(LONG, GREEDY)])[0].output == text(tuple(LONG))
