@@ -23,7 +23,7 @@ from mtp_jax.model.params import Fp8, Params, Spec, param_specs, scale_spec
 from mtp_jax.model.sharding import make_mesh
 from mtp_jax.model.trunk import Backend
 from tests.golden import expected, model_dir
-from tests.models import TINY, rigged
+from tests.models import GREEDY, TINY, make_engine, prompts, rigged, serve
 
 # Every size of a weight is a multiple of what the kernels want, on two devices of `model` too.
 ALIGNED = replace(
@@ -83,6 +83,18 @@ def test_same_model_as_dequantised(on):
     cfg = kept("fp8").config
     run = jax.jit(lambda params: trunk.logits(params, trunk.forward(params, cfg, tokens, on)))
     np.testing.assert_allclose(run(kept("fp8").params), run(load(model_dir("fp8")).params), atol=1e-4)
+
+
+@pytest.mark.slow
+def test_the_engine_decodes_the_same_tokens():
+    jobs = [(p, replace(GREEDY, max_tokens=12)) for p in prompts(2, vocab=kept("fp8").config.vocab_size)]
+    sizes: dict[str, Any] = {"num_speculative_tokens": 2, "max_num_seqs": 2, "max_model_len": 128}
+    got, want = (
+        [r.output for r in serve(make_engine(found.params, found.config, **sizes), jobs)]
+        for found in (kept("fp8"), load(model_dir("fp8")))
+    )
+    assert got == want
+    assert all(len(tokens) == 12 for tokens in got)
 
 
 def test_scales_follow_their_weights():
