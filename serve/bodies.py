@@ -7,7 +7,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 
 from serve.errors import ApiError
-from serve.schema import Body
+from serve.fields import Body
 from serve.settings import Settings
 
 _Body = TypeVar("_Body", bound=Body)

@@ -13,8 +13,9 @@ from starlette.responses import Response
 
 from mtp_jax import CompletionOutput, RequestOutput, SamplingParams
 from serve.bodies import read, warning
+from serve.fields import Body
 from serve.generation import check, finals, outputs, submit
-from serve.schema import Body, Sampling
+from serve.schema import Sampling
 from serve.sse import EventStream, event
 from serve.state import Server
 

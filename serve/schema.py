@@ -3,127 +3,46 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from mtp_jax import RequestError, SamplingParams, StructuredOutput
-from serve.settings import SpecMetrics
-
-MAX_N = 128
-MAX_PROMPTS = 1024
-_MOST_STOPS = 32
-_MOST_IDS = 1024
-_Text = Annotated[str, Field(max_length=4 * 2**20)]
-_Name = Annotated[str, Field(max_length=256)]
-_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-_TokenIds = Annotated[list[_TokenId], Field(min_length=1, max_length=2**20)]
-_Stop = Annotated[str, Field(min_length=1, max_length=1024)]
-_Ids = Annotated[list[_TokenId], Field(max_length=_MOST_IDS)]
-
-
-def _form(value: Any) -> str:
-    """Which form of a field that has several, so that errors are about what was meant."""
-    return "a list" if isinstance(value, list) else "a string"
-
-
-def _prompt_form(value: Any) -> str:
-    inner = {str: "a list of strings", list: "a list of lists"}
-    if not isinstance(value, list):
-        return "a string"
-    return inner.get(type(value[0]), "a list of ids") if value else "a list of ids"
-
-
-_Stops = Annotated[
-    Annotated[_Stop, Tag("a string")] | Annotated[list[_Stop], Field(max_length=_MOST_STOPS), Tag("a list")],
-    Discriminator(_form),
-]
-_Prompts = Annotated[
-    Annotated[_Text, Tag("a string")]
-    | Annotated[_TokenIds, Tag("a list of ids")]
-    | Annotated[list[_Text], Field(max_length=MAX_PROMPTS), Tag("a list of strings")]
-    | Annotated[list[_TokenIds], Field(max_length=MAX_PROMPTS), Tag("a list of lists")],
-    Discriminator(_prompt_form),
-]
-
-
-class Body(BaseModel):
-    """A JSON object; unknown fields are kept, to be warned of."""
-
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
-
-    def unknown(self, prefix: str = "") -> Iterator[str]:
-        """Paths of the fields that mean nothing here and are not null."""
-        yield from (prefix + name for name, value in (self.model_extra or {}).items() if value is not None)
-        for name in self.__class__.model_fields:
-            value = getattr(self, name)
-            if isinstance(value, Body):
-                yield from value.unknown(f"{prefix}{name}.")
-
-
-class StreamOptions(Body):
-    """include_usage: a last chunk with the usage. continuous_usage_stats: the usage so far in every chunk."""
-
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-
-
-class Speculative(Body):
-    """enabled: whether to draft. max_tokens: most drafts per step. metrics: what to tell of it at the end."""
-
-    enabled: bool | None = None
-    max_tokens: Annotated[int, Field(ge=0, le=64)] | None = None
-    metrics: SpecMetrics | None = None
-
-
-class JsonSchema(Body):
-    """The schema of a response format. ``strict`` is how this server always follows it."""
-
-    name: _Name | None = None
-    description: str | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    strict: bool | None = None
-
-
-class ResponseFormat(Body):
-    """OpenAI's ``response_format``."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _matches(self) -> "ResponseFormat":
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("response_format: json_schema goes with the type json_schema, and only with it")
-        return self
-
-
-class Structured(Body):
-    """vLLM's ``structured_outputs``: exactly one of these."""
-
-    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
-    regex: _Text | None = None
-    choice: Annotated[list[_Text], Field(min_length=1, max_length=4096)] | None = None
-    json_object: bool | None = None
+from serve.fields import (
+    MAX_N,
+    MOST_IDS,
+    Body,
+    Ids,
+    Name,
+    Prompts,
+    ResponseFormat,
+    Speculative,
+    Stops,
+    StreamOptions,
+    Structured,
+    Text,
+    TokenId,
+    form,
+)
 
 
 class Sampling(Body):
     """What both completion routes take. Names, ranges and defaults are OpenAI's; further ones are vLLM's."""
 
-    model: _Name | None = None
+    model: Name | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    stop: _Stops | None = None
-    stop_token_ids: _Ids | None = None
+    stop: Stops | None = None
+    stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     logit_bias: (
-        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=_MOST_IDS)] | None
+        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_IDS)] | None
     ) = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -134,7 +53,7 @@ class Sampling(Body):
     structured_outputs: Structured | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     timeout: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    cache_salt: _Name | None = None
+    cache_salt: Name | None = None
     return_token_ids: bool | None = None
     return_token_origins: bool | None = None
 
@@ -189,7 +108,7 @@ class Sampling(Body):
 class CompletionBody(Sampling):
     """/v1/completions."""
 
-    prompt: _Prompts
+    prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
@@ -221,11 +140,11 @@ class TextPart(Body):
     """A piece of a message."""
 
     type: Literal["text"]
-    text: _Text
+    text: Text
 
 
 _Content = Annotated[
-    Annotated[_Text, Tag("a string")] | Annotated[list[TextPart], Tag("a list")], Discriminator(_form)
+    Annotated[Text, Tag("a string")] | Annotated[list[TextPart], Tag("a list")], Discriminator(form)
 ]
 
 
@@ -234,9 +153,9 @@ class Message(Body):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: _Content | None = None
-    name: _Name | None = None
-    reasoning: _Text | None = None
-    reasoning_content: _Text | None = None
+    name: Name | None = None
+    reasoning: Text | None = None
+    reasoning_content: Text | None = None
 
     @model_validator(mode="after")
     def _has_content(self) -> "Message":
@@ -298,8 +217,8 @@ class ChatBody(Sampling, Conversation):
 class TokenizeBody(Body):
     """/tokenize of a text."""
 
-    model: _Name | None = None
-    prompt: _Text
+    model: Name | None = None
+    prompt: Text
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -307,15 +226,15 @@ class TokenizeBody(Body):
 class TokenizeChatBody(Conversation):
     """/tokenize of a conversation."""
 
-    model: _Name | None = None
+    model: Name | None = None
     return_token_strs: bool | None = None
 
 
 class DetokenizeBody(Body):
     """/detokenize."""
 
-    model: _Name | None = None
-    tokens: Annotated[list[_TokenId], Field(max_length=2**20)]
+    model: Name | None = None
+    tokens: Annotated[list[TokenId], Field(max_length=2**20)]
 
 
 def _biases(given: dict[str, float]) -> dict[int, float]:

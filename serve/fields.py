@@ -1,0 +1,104 @@
+"""Kinds of fields of request bodies, and the objects inside them."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from serve.settings import SpecMetrics
+
+MAX_N = 128
+MAX_PROMPTS = 1024
+_MOST_STOPS = 32
+MOST_IDS = 1024
+Text = Annotated[str, Field(max_length=4 * 2**20)]
+Name = Annotated[str, Field(max_length=256)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=2**20)]
+Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+Ids = Annotated[list[TokenId], Field(max_length=MOST_IDS)]
+
+
+def form(value: Any) -> str:
+    """Which form of a field that has several, so that errors are about what was meant."""
+    return "a list" if isinstance(value, list) else "a string"
+
+
+def _prompt_form(value: Any) -> str:
+    inner = {str: "a list of strings", list: "a list of lists"}
+    if not isinstance(value, list):
+        return "a string"
+    return inner.get(type(value[0]), "a list of ids") if value else "a list of ids"
+
+
+Stops = Annotated[
+    Annotated[Stop, Tag("a string")] | Annotated[list[Stop], Field(max_length=_MOST_STOPS), Tag("a list")],
+    Discriminator(form),
+]
+Prompts = Annotated[
+    Annotated[Text, Tag("a string")]
+    | Annotated[TokenIds, Tag("a list of ids")]
+    | Annotated[list[Text], Field(max_length=MAX_PROMPTS), Tag("a list of strings")]
+    | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS), Tag("a list of lists")],
+    Discriminator(_prompt_form),
+]
+
+
+class Body(BaseModel):
+    """A JSON object; unknown fields are kept, to be warned of."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
+
+    def unknown(self, prefix: str = "") -> Iterator[str]:
+        """Paths of the fields that mean nothing here and are not null."""
+        yield from (prefix + name for name, value in (self.model_extra or {}).items() if value is not None)
+        for name in self.__class__.model_fields:
+            value = getattr(self, name)
+            if isinstance(value, Body):
+                yield from value.unknown(f"{prefix}{name}.")
+
+
+class StreamOptions(Body):
+    """include_usage: a last chunk with the usage. continuous_usage_stats: the usage so far in every chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Speculative(Body):
+    """enabled: whether to draft. max_tokens: most drafts per step. metrics: what to tell of it at the end."""
+
+    enabled: bool | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=64)] | None = None
+    metrics: SpecMetrics | None = None
+
+
+class JsonSchema(Body):
+    """The schema of a response format. ``strict`` is how this server always follows it."""
+
+    name: Name | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """OpenAI's ``response_format``."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _matches(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("response_format: json_schema goes with the type json_schema, and only with it")
+        return self
+
+
+class Structured(Body):
+    """vLLM's ``structured_outputs``: exactly one of these."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: Text | None = None
+    choice: Annotated[list[Text], Field(min_length=1, max_length=4096)] | None = None
+    json_object: bool | None = None
