@@ -42,10 +42,12 @@ test-gpu: $(VENV)/.dev
 	@echo "==> running the tests that need a GPU (install the cuda extra first)"
 	@JAX_PLATFORMS=cuda,cpu $(BIN)/python -m pytest -q -m gpu
 
-# Compiles the GPU kernels for an H200 without one, in an environment of its own: make gpu-compile CASES=mla
+# Compiles the GPU kernels, and a step of DeepSeek-V3's dimensions, for an H200 without one, in an environment of its
+# own. Some kernels only: make gpu-compile CASES=mla
 gpu-compile: $(GPU_COMPILE)/.installed
 	@echo "==> compiling the kernels for an H200"
 	@$(GPU_COMPILE)/bin/python -m kernels_pallas.deviceless $(CASES)
+	@test -n "$(CASES)" || $(GPU_COMPILE)/bin/python -m tests.kernels.compile_step
 
 BENCH = $(BIN)/mtp-jax bench
 
