@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from mtp_jax.admission import Admission
+from mtp_jax.decode.mappings import room_for_programs
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.engine_thread import EngineThread, Update
 from mtp_jax.errors import EngineStopped, RequestError
@@ -278,6 +279,12 @@ class AsyncLLM:
     def _warm_the_rest(self) -> None:
         for key in self._rest:
             if self._closing.is_set():
+                return
+            if not room_for_programs():
+                _LOG.warning(
+                    "no further programs are compiled: the process has nearly as many memory mappings as the "
+                    "system allows (vm.max_map_count); larger programs serve instead"
+                )
                 return
             try:
                 self.llm.engine.executables.compile([key])

@@ -1,6 +1,8 @@
 """Settings for every test: eight CPU devices, checked shapes, and compiled programs kept between runs."""
 
+import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -20,3 +22,19 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.cache is not None:
         jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_programs() -> Iterator[None]:
+    """Forget compiled programs before they are too many for one process."""
+    yield
+    from mtp_jax.decode.mappings import room_for_programs
+
+    if not room_for_programs(0.3):
+        import jax
+
+        from tests import models
+
+        models.forget_programs()
+        jax.clear_caches()
+        gc.collect()

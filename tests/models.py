@@ -194,6 +194,11 @@ def _executables(
     return Engine(cfg, tree.unflatten(leaves), config, mesh).executables
 
 
+def forget_programs() -> None:
+    """Drop the compiled programs that engines share."""
+    _executables.cache_clear()
+
+
 def make_engine(
     params: Params | None = None,
     cfg: ModelConfig = TINY,

@@ -107,9 +107,9 @@ def warm_up_keys(config: EngineConfig, structured: bool) -> tuple[list[Key], lis
         rest += [StepKey(b, d, p, mode) for mode in (greedy, sampled) for d in reversed(depths) for b in some]
     if structured:
         mode = replace(sampled, structured=True)
-        ends = (slots[0], slots[-1])
-        rest += [StepKey(b, d, p, mode) for p in pages for d in reversed(depths) for b in ends]
-    return first, [k for k in rest if k not in first]
+        ends = [(b, d) for d in (deepest, 0) for b in (slots[0], slots[-1])]
+        rest += [StepKey(b, d, p, mode) for p in (pages[0], pages[-1]) for b, d in ends]
+    return first, [k for k in dict.fromkeys(rest) if k not in first]
 
 
 def chunks(config: EngineConfig, tokens: int) -> Iterator[int]:

@@ -106,7 +106,9 @@ def test_committed_length(cfg, params):
 def next_drafts(params: Params, state: State, depth: int = 3) -> jax.Array:
     """NextN logits [B, K, V] of the drafts that the next step would make."""
     on = Backend("absorbed", "dense")
-    return draft(params, TINY, state, state.slots, state.slots.page_table, depth, None, on)[0].logits
+    drafts, _ = draft(params, TINY, state, state.slots, state.slots.page_table, depth, None, on)
+    assert drafts.logits is not None
+    return drafts.logits
 
 
 @pytest.mark.parametrize(
