@@ -209,11 +209,11 @@ def test_nan_while_prefilling_ends_the_request_without_tokens():
     requests = [engine.make_request(p, GREEDY) for p in (PROMPTS[5], PROMPTS[0])]
     assert len(PROMPTS[5]) > engine.config.prefill_chunk
     prepare(engine, requests)
-    for r in requests:
+    for r in reversed(requests):  # while the first runs, the long prompt takes a chunk per step
         engine.submit(r)
-    engine.step()
+        engine.step()
     assert requests[0].status is Status.PREFILL
-    spoil_slot(engine, 0, "trunk")
+    spoil_slot(engine, requests[0].slot, "trunk")
     finish(engine)
     assert (requests[0].finish_reason, requests[0].output) == ("error", [])
     assert requests[1].output == reference().speculate(PROMPTS[0], 24).ids
