@@ -6,6 +6,7 @@ Released DeepSeek checkpoints write ``rope_theta`` + ``rope_scaling`` + ``torch_
 
 import json
 import math
+import sys
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -223,7 +224,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path} does not exist; a model directory holds config.json and safetensors"
         ) from e
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(f"{path} is not readable JSON: {e}") from e
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds a JSON {type(value).__name__}; expected an object")
@@ -269,28 +270,42 @@ def _dense_layers(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rope(raw: dict[str, Any]) -> dict[str, Any]:
-    rope = raw.get("rope_parameters") or {}
-    scaling = raw.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)
-    out: dict[str, Any] = {"rope_theta": float(raw.get("rope_theta") or rope.get("rope_theta") or 10000.0)}
-    if not scaling:
-        return out | {"rope_scaling": None}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    rope, scaling = (raw.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
+    if not isinstance(rope, dict) or not isinstance(scaling, dict):
+        raise ConfigError(
+            f"rope_parameters = {rope!r:.200}, rope_scaling = {scaling!r:.200}; expected objects or null"
+        )
+    theta = raw.get("rope_theta") or rope.get("rope_theta") or 10000.0
+    return {"rope_theta": _number("rope_theta", theta), "rope_scaling": _yarn(raw, scaling or rope)}
+
+
+def _yarn(raw: dict[str, Any], scaling: dict[str, Any]) -> YarnConfig | None:
+    kind = scaling.get("rope_type") or scaling.get("type") or ("none" if "factor" in scaling else "default")
     if kind == "default":
-        return out | {"rope_scaling": None}
+        return None
     if kind != "yarn":
         raise ConfigError(f"rope scaling {kind!r} is not supported; expected 'yarn' or null")
     if scaling.get("truncate") is False:
         raise ConfigError(
             "yarn rope scaling with truncate = false is not supported; expected true or no such key"
         )
-    try:
-        original = scaling.get("original_max_position_embeddings") or raw["max_position_embeddings"]
-        keep = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
-        extra = {k: float(scaling[k]) for k in keep if scaling.get(k) is not None}
-        yarn = YarnConfig(float(scaling["factor"]), int(original), **extra)
-    except (KeyError, TypeError, ValueError) as e:
-        raise ConfigError(f"yarn rope scaling is incomplete: {e!r}; it needs factor and numbers only") from e
-    return out | {"rope_scaling": yarn}
+    names = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
+    values = {name: _number(name, scaling[name]) for name in names if scaling.get(name) is not None}
+    if "factor" not in values:
+        raise ConfigError(f"yarn rope scaling has no factor: {scaling!r:.200}")
+    original: Any = scaling.get("original_max_position_embeddings") or raw.get("max_position_embeddings")
+    return YarnConfig(original_max_position_embeddings=original, **values)
+
+
+def _number(name: str, value: Any) -> float:
+    if not _is_number(value):
+        raise ConfigError(f"{name} = {value!r:.200}; expected a number")
+    return float(value)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether ``value`` is a finite number that a float can hold; JSON has longer ones, and NaN."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def _dtype(raw: dict[str, Any]) -> str:
@@ -307,10 +322,7 @@ def _fp8(raw: dict[str, Any]) -> Fp8Config | None:
     if not isinstance(quant, dict) or quant.get("quant_method") != "fp8":
         method = quant.get("quant_method") if isinstance(quant, dict) else quant
         raise ConfigError(f"quantization {method!r} is not supported; expected fp8 with 128x128 blocks")
-    if (
-        list(quant.get("weight_block_size", ())) != [FP8_BLOCK, FP8_BLOCK]
-        or quant.get("fmt", "e4m3") != "e4m3"
-    ):
+    if quant.get("weight_block_size") != [FP8_BLOCK, FP8_BLOCK] or quant.get("fmt", "e4m3") != "e4m3":
         raise ConfigError(
             f"fp8 with weight_block_size {quant.get('weight_block_size')} and fmt {quant.get('fmt')} is not "
             "supported; expected [128, 128] and e4m3"
@@ -346,8 +358,7 @@ def _check(c: ModelConfig) -> None:
     for name in _NATURAL:
         need(whole(getattr(c, name), 0), name, "an integer >= 0")
     for name in ("rms_norm_eps", "rope_theta", "routed_scaling_factor"):
-        value = getattr(c, name)
-        need(type(value) in (int, float) and 0 < value < math.inf, name, "a positive number")
+        need(_is_number(getattr(c, name)) and getattr(c, name) > 0, name, "a positive number")
     for name in ("norm_topk_prob", "rope_interleave", "tie_word_embeddings"):
         need(type(getattr(c, name)) is bool, name, "true or false")
     need(c.q_lora_rank is None or whole(c.q_lora_rank, 1), "q_lora_rank", "a positive integer or null")
@@ -358,12 +369,10 @@ def _check(c: ModelConfig) -> None:
     need(all(type(m) is bool for m in c.nextn_moe), "nextn_moe", "true or false for each layer")
     if c.rope_scaling:
         y = c.rope_scaling
-        if not (
-            1 <= y.factor < math.inf
-            and y.original_max_position_embeddings > 0
-            and y.beta_fast >= y.beta_slow > 0
-        ):
+        if not (y.factor >= 1 and y.beta_fast >= y.beta_slow > 0):
             raise ConfigError(f"rope_scaling = {y}; expected factor >= 1 and beta_fast >= beta_slow > 0")
+        if not whole(y.original_max_position_embeddings, 1):
+            raise ConfigError(f"rope_scaling = {y}; expected whole original_max_position_embeddings >= 1")
     if len(c.nextn_moe) != c.num_nextn_predict_layers:
         raise ConfigError(
             f"nextn_moe has {len(c.nextn_moe)} entries, num_nextn_predict_layers is "

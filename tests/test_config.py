@@ -1,5 +1,6 @@
 """Model configs: both dialects, defaults, and a reason for everything that is refused."""
 
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -182,8 +183,19 @@ REFUSED = [
         {"rope_scaling": {"type": "linear", "factor": 2}},
         "rope scaling 'linear' is not supported; expected 'yarn'",
     ),
-    ({"rope_scaling": {"type": "yarn"}}, "yarn rope scaling is incomplete"),
-    ({"rope_scaling": YARN | {"factor": "much"}}, "yarn rope scaling is incomplete"),
+    ({"rope_scaling": {"factor": 40}}, "rope scaling 'none' is not supported; expected 'yarn'"),
+    ({"rope_scaling": {"type": "yarn"}}, "yarn rope scaling has no factor"),
+    ({"rope_scaling": YARN | {"factor": "much"}}, "factor = 'much'; expected a number"),
+    ({"rope_scaling": YARN | {"mscale": math.nan}}, "mscale = nan; expected a number"),
+    (
+        {"rope_scaling": YARN | {"original_max_position_embeddings": 0.5}},
+        "expected whole original_max_position_embeddings",
+    ),
+    ({"rope_scaling": "yarn"}, "rope_scaling = 'yarn'; expected objects or null"),
+    ({"rope_parameters": [1]}, "rope_parameters = [1]"),
+    ({"rope_theta": "10000"}, "rope_theta = '10000'; expected a number"),
+    ({"rope_theta": 10**400}, "expected a number"),
+    ({"quantization_config": FP8 | {"weight_block_size": 128}}, "weight_block_size 128"),
     ({"rope_scaling": YARN | {"factor": 0.5}}, "expected factor >= 1"),
     ({"rope_scaling": YARN | {"beta_slow": 64}}, "expected factor >= 1 and beta_fast >= beta_slow > 0"),
     ({"rope_scaling": YARN | {"truncate": False}}, "truncate = false is not supported"),
@@ -242,6 +254,8 @@ def test_refusals(changes: dict[str, Any], message: str):
     [
         (None, "does not exist"),
         ("{", "is not readable JSON"),
+        ("[" * 100_000, "is not readable JSON"),
+        ("1" * 5000, "is not readable JSON"),
         ("[]", "holds a JSON list; expected an object"),
     ],
 )
@@ -250,6 +264,19 @@ def test_unreadable_files(tmp_path: Path, text: str | None, message: str):
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=message):
         ModelConfig.from_file(tmp_path / "config.json")
+
+
+WRONG = ["x", "", [], [1], {}, -1, 0, 1.5, True, None, 10**400, math.nan, math.inf, [None], [[1]]]
+
+
+@pytest.mark.parametrize("key", [*V3, "rope_parameters", "mlp_layer_types", "nextn_moe", "dtype"])
+def test_any_value_is_read_or_refused(key: str):
+    """Nested settings likewise; ModelConfig raises nothing but ConfigError."""
+    inner = V3[key] if isinstance(V3.get(key), dict) else {}
+    for wrong in WRONG:
+        for value in (wrong, *({**inner, k: wrong} for k in inner)):
+            with contextlib.suppress(ConfigError):
+                ModelConfig.from_dict({**V3, key: value})
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
