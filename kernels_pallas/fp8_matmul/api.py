@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels_pallas.fp8_matmul import mosaic_gpu, reference
-from kernels_pallas.grouped_matmul.reference import BLOCK, quantise
 from kernels_pallas.grouped_matmul.tile import Tile
+from kernels_pallas.quantised import BLOCK, Quantised, quantise
 
 Implementation = Literal["xla", "mosaic_gpu"]
 
@@ -18,7 +18,7 @@ _START = 512
 
 
 def fp8_matmul(
-    x: Float[Array, "T K"],
+    x: Float[Array, "T K"] | Quantised,
     w: Float[Array, "N K"],
     w_scale: Float[Array, "n k"],
     *,
@@ -28,7 +28,7 @@ def fp8_matmul(
     """``x @ w.T`` with x quantised to e4m3 in 1x128 blocks, summed in float32.
 
     Args:
-        x: bfloat16.
+        x: bfloat16, or quantised already.
         w: e4m3, output features first; N a multiple of 64, K of 128.
         w_scale: float32 scales of 128x128 blocks, the last ones perhaps partial.
         implementation: who multiplies: "mosaic_gpu" needs a Hopper GPU; "xla" is the oracle in plain jnp.
@@ -41,14 +41,15 @@ def fp8_matmul(
         ValueError: for what the kernel cannot do.
     """
     check(x, w, 64)
-    tile = choose_tile(x.shape[0], w.shape[0], w.shape[1])
-    rows = quantise(_padded(x, tile))
-    (y,) = _product(implementation, tile, interpret)(rows[0], w[None], rows[1], w_scale[None])
-    return y[: x.shape[0]].astype(x.dtype)
+    count = x.shape[0]
+    tile = choose_tile(count, w.shape[0], w.shape[1])
+    rows = _quantised(x, tile)
+    (y,) = _product(implementation, tile, interpret)(rows.values, w[None], rows.scale, w_scale[None])
+    return y[:count].astype(jnp.bfloat16)
 
 
 def fp8_mlp(
-    x: Float[Array, "T D"],
+    x: Float[Array, "T D"] | Quantised,
     gate_up: Float[Array, "2 I D"],
     down: Float[Array, "D I"],
     gate_up_scale: Float[Array, "2 i d"],
@@ -60,12 +61,15 @@ def fp8_mlp(
     """``down(silu(gate(x)) * up(x))`` of FP8 weights, as ``fp8_matmul``; I and D multiples of 128."""
     check(x, gate_up, BLOCK)
     check(x, down, BLOCK)
-    gated = Tile(64, BLOCK, stages=5) if x.shape[0] <= 64 else Tile(128, BLOCK)
-    rows = quantise(_padded(x, gated))
-    hidden, scale = _product(implementation, gated, interpret)(rows[0], gate_up, rows[1], gate_up_scale)
-    tile = choose_tile(x.shape[0], *down.shape)
+    count = x.shape[0]
+    gated = Tile(64, BLOCK, stages=5) if count <= 64 else Tile(128, BLOCK)
+    rows = _quantised(x, gated)
+    hidden, scale = _product(implementation, gated, interpret)(
+        rows.values, gate_up, rows.scale, gate_up_scale
+    )
+    tile = choose_tile(count, *down.shape)
     (y,) = _product(implementation, tile, interpret)(hidden, down[None], scale, down_scale[None])
-    return y[: x.shape[0]].astype(x.dtype)
+    return y[:count].astype(jnp.bfloat16)
 
 
 def choose_tile(rows: int, columns: int, terms: int) -> Tile:
@@ -87,8 +91,11 @@ def choose_tile(rows: int, columns: int, terms: int) -> Tile:
     return Tile(height, width, splits=parts)
 
 
-def _padded(x: Float[Array, "T K"], tile: Tile) -> Float[Array, "M K"]:
-    return jnp.pad(x, ((0, -x.shape[0] % tile.rows), (0, 0)))
+def _quantised(x: Float[Array, "T K"] | Quantised, tile: Tile) -> Quantised:
+    """Rows in e4m3, of whole tiles."""
+    if isinstance(x, Quantised):
+        return x.padded(tile.rows)
+    return quantise(jnp.pad(x, ((0, -x.shape[0] % tile.rows), (0, 0))))
 
 
 def _product(implementation: Implementation, tile: Tile, interpret: Any) -> Any:
@@ -100,7 +107,7 @@ def _product(implementation: Implementation, tile: Tile, interpret: Any) -> Any:
 def check(x: Any, w: Any, columns: int) -> None:
     """Refuse what the kernel cannot do, with a ValueError that says so; looks at shapes and dtypes."""
     needs = (
-        ("dtype of activations", str(x.dtype), "bfloat16"),
+        ("dtype of activations", str(x.dtype), "float8_e4m3fn" if isinstance(x, Quantised) else "bfloat16"),
         ("dtype of weights", str(w.dtype), "float8_e4m3fn"),
         (f"rest of output features over {columns}", w.shape[-2] % columns, 0),
         (f"rest of input features over {BLOCK}", w.shape[-1] % BLOCK, 0),

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from kernels_pallas.checking.case import Case, Inputs, Work
 from kernels_pallas.fp8_matmul import bench, mosaic_gpu, reference
 from kernels_pallas.fp8_matmul.api import choose_tile
-from kernels_pallas.grouped_matmul.reference import BLOCK, quantise
 from kernels_pallas.grouped_matmul.tile import Tile
+from kernels_pallas.quantised import BLOCK, quantise
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,11 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
     """Random operands."""
     keys = jax.random.split(key, 3)
     blocks = 2 if shape.gated else 1
-    x, x_scale = quantise(jax.random.normal(keys[0], (shape.rows, shape.terms), jnp.bfloat16))
+    x = quantise(jax.random.normal(keys[0], (shape.rows, shape.terms), jnp.bfloat16))
     w = jax.random.normal(keys[1], (blocks, shape.columns, shape.terms), jnp.bfloat16)
     blocked = (blocks, -(-shape.columns // BLOCK), shape.terms // BLOCK)
     w_scale = jax.random.uniform(keys[2], blocked, minval=0.5, maxval=1.5) * shape.terms**-0.5
-    return x, w.astype(jnp.float8_e4m3fn), x_scale, w_scale
+    return x.values, w.astype(jnp.float8_e4m3fn), x.scale, w_scale
 
 
 def work(shape: Shape) -> Work:

@@ -7,14 +7,14 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas.grouped_matmul import mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.layout import Groups, group_rows
-from kernels_pallas.grouped_matmul.reference import BLOCK, quantise
 from kernels_pallas.grouped_matmul.tile import Tile
+from kernels_pallas.quantised import BLOCK, Quantised, quantise
 
 Implementation = Literal["xla", "mosaic_gpu"]
 
 
 def expert_mlp(
-    x: Float[Array, "T D"],
+    x: Float[Array, "T D"] | Quantised,
     ids: Int[Array, "T k"],
     weights: Float[Array, "T k"],
     gate_up: Float[Array, "E 2 I D"],
@@ -31,7 +31,7 @@ def expert_mlp(
     FP8 weights multiply activations quantised to e4m3 in 1x128 blocks, once before each product.
 
     Args:
-        x: bfloat16.
+        x: bfloat16, or quantised already; rows past those of ``ids`` are not looked at.
         ids: experts chosen by each row, int32; those outside ``[0, E)`` contribute nothing.
         weights: float32.
         gate_up: e4m3 with ``gate_up_scale``, or bfloat16 without; output features first.
@@ -54,11 +54,9 @@ def expert_mlp(
     gated = choose_tile(rows_per_expert, inner, gated=True)
     groups = group_rows(ids.reshape(-1), experts, gated.rows)
     token = groups.source // ids.shape[1]
-    if gate_up_scale is None:
-        rows, scale = x[token], None
-    else:
-        values, of_blocks = quantise(x)
-        rows, scale = values[token], of_blocks[:, token]
+    if not isinstance(x, Quantised) and gate_up_scale is not None:
+        x = quantise(x)
+    rows, scale = (x.values[token], x.scale[:, token]) if isinstance(x, Quantised) else (x[token], None)
     hidden = grouped_matmul(rows, gate_up, scale, gate_up_scale, groups, gated, implementation, interpret)
     plain = choose_tile(rows_per_expert, down.shape[1], gated=False)
     hidden, scale = hidden if len(hidden) == 2 else (hidden[0], None)
@@ -67,7 +65,7 @@ def expert_mlp(
     # Slots of no pair hold anything, NaN perhaps: a zero weight would not silence it.
     mine = (groups.place < y.shape[0]).reshape(ids.shape)
     parts = y[jnp.minimum(groups.place, y.shape[0] - 1)].reshape(*ids.shape, -1).astype(jnp.float32)
-    return jnp.where(mine[..., None], parts * weights[..., None], 0).sum(axis=1).astype(x.dtype)
+    return jnp.where(mine[..., None], parts * weights[..., None], 0).sum(axis=1).astype(jnp.bfloat16)
 
 
 def grouped_matmul(
@@ -101,8 +99,9 @@ def choose_tile(rows_per_group: int, columns: int, *, gated: bool) -> Tile:
 def check(x: Any, w: Any, w_scale: Any) -> None:
     """Refuse what the kernel cannot do, with a ValueError that says so; looks at shapes and dtypes."""
     columns, terms = w.shape[-2:]
+    quantised = isinstance(x, Quantised) and w_scale is not None
     needs = (
-        ("dtype of activations", str(x.dtype), "bfloat16"),
+        ("dtype of activations", str(x.dtype), "float8_e4m3fn" if quantised else "bfloat16"),
         ("dtype of weights", str(w.dtype), "bfloat16" if w_scale is None else "float8_e4m3fn"),
         (f"rest of output features over {BLOCK}", columns % BLOCK, 0),
         (f"rest of input features over {BLOCK}", terms % BLOCK, 0),

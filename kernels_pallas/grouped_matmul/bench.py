@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.grouped_matmul.reference import expand_rows, expand_weights
+from kernels_pallas.grouped_matmul.reference import expand_weights
+from kernels_pallas.quantised import Quantised
 
 
 def baselines() -> Mapping[str, Callable[..., Any]]:
@@ -28,7 +29,7 @@ def xla(
     rows = x.shape[0] // tile_group.shape[0]
     held = jnp.arange(tile_group.shape[0]) < end[-1]
     sizes = jnp.zeros(w.shape[0], jnp.int32).at[tile_group].add(jnp.where(held, rows, 0))
-    left = x if x_scale is None else expand_rows(x, x_scale).astype(jnp.bfloat16)
+    left = x if x_scale is None else Quantised(x, x_scale).expand().astype(jnp.bfloat16)
     right = w if w_scale is None else expand_weights(w, w_scale, jnp.bfloat16)
     right = right.reshape(w.shape[0], -1, w.shape[-1]).swapaxes(1, 2)
     y = jax.lax.ragged_dot(left, right, sizes)

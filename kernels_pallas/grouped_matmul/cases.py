@@ -11,8 +11,8 @@ from jaxtyping import Array
 from kernels_pallas.checking.case import Case, Inputs, Work
 from kernels_pallas.grouped_matmul import bench, mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.api import choose_tile
-from kernels_pallas.grouped_matmul.reference import BLOCK
 from kernels_pallas.grouped_matmul.tile import Tile
+from kernels_pallas.quantised import BLOCK, FP8_MAX, TINY, quantise
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,10 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
     end = jnp.array([len(tiles)], jnp.int32)
     if not shape.fp8:
         return x, w / jnp.bfloat16(shape.terms**0.5), None, None, tile_group, end
-    values, x_scale = reference.quantise(x)
+    rows = quantise(x)
     blocked = (*w.shape[:2], -(-shape.columns // BLOCK), shape.terms // BLOCK)
     w_scale = jax.random.uniform(keys[2], blocked, minval=0.5, maxval=1.5) * shape.terms**-0.5
-    return values, w.astype(jnp.float8_e4m3fn), x_scale, w_scale, tile_group, end
+    return rows.values, w.astype(jnp.float8_e4m3fn), rows.scale, w_scale, tile_group, end
 
 
 def run(shape: Shape, *inputs: Any, interpret: Any = None) -> tuple[Array, ...]:
@@ -108,7 +108,7 @@ def run(shape: Shape, *inputs: Any, interpret: Any = None) -> tuple[Array, ...]:
     out = mosaic_gpu.grouped_matmul(*inputs, tile=shape.tile, interpret=interpret)
     written = jnp.arange(inputs[0].shape[0]) < inputs[-1][-1] * shape.tile.rows
     if len(out) == 2:
-        nothing = reference.TINY / reference.FP8_MAX
+        nothing = TINY / FP8_MAX
         return jnp.where(written[:, None], out[0], 0).astype(out[0].dtype), jnp.where(
             written, out[1], nothing
         )

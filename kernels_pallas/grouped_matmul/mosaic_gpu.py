@@ -16,9 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.grouped_matmul.reference import BLOCK, FP8_MAX, TINY
 from kernels_pallas.grouped_matmul.tile import COMPUTE, Plan, Tile
 from kernels_pallas.mosaic import WGMMA, WGMMA_ROW, WGMMA_ROWS, Ref, per_row
+from kernels_pallas.quantised import BLOCK, FP8_MAX, TINY
 
 _LOADER = COMPUTE
 # Of 504 for three warpgroups. With more for the computing ones ptxas 13.5 hoists more, and spills.

@@ -6,20 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-BLOCK = 128
-FP8_MAX = 448.0
-TINY = 1e-10
-
-
-def quantise(x: Float[Array, "M K"]) -> tuple[Float[Array, "M K"], Float[Array, "k M"]]:
-    """e4m3 values and the float32 scales of their 1x128 blocks, transposed (arXiv 2412.19437, section 3.3.2).
-
-    K must be a multiple of 128. A block's largest magnitude becomes 448, the largest e4m3 number.
-    """
-    blocks = x.astype(jnp.float32).reshape(x.shape[0], -1, BLOCK)
-    scale = jnp.maximum(jnp.abs(blocks).max(axis=-1), TINY) * (1 / FP8_MAX)
-    values = (blocks * (1 / scale)[..., None]).astype(jnp.float8_e4m3fn)
-    return values.reshape(x.shape), scale.T
+from kernels_pallas.quantised import BLOCK, Quantised, quantise
 
 
 def expand_weights(
@@ -29,11 +16,6 @@ def expand_weights(
     rows, columns = w.shape[-2:]
     spread = jnp.repeat(jnp.repeat(scale, BLOCK, axis=-2), BLOCK, axis=-1)[..., :rows, :columns]
     return (w.astype(jnp.float32) * spread).astype(dtype)
-
-
-def expand_rows(x: Float[Array, "M K"], scale: Float[Array, "k M"]) -> Float[Array, "M K"]:
-    """Activations times the scales of their 1x128 blocks, float32."""
-    return x.astype(jnp.float32) * jnp.repeat(scale.T, BLOCK, axis=-1)
 
 
 def grouped_matmul(
@@ -49,7 +31,7 @@ def grouped_matmul(
     Returns float32 [M, N]; e4m3 values and their scales when gated and FP8.
     """
     rows = x.shape[0] // tile_group.shape[0]
-    x32 = x.astype(jnp.float32) if x_scale is None else expand_rows(x, x_scale)
+    x32 = x.astype(jnp.float32) if x_scale is None else Quantised(x, x_scale).expand()
     w32 = w.astype(jnp.float32) if w_scale is None else expand_weights(w, w_scale)
     tiles = x32.reshape(-1, rows, x.shape[1])
     held = jnp.arange(tile_group.shape[0]) < end[-1]
@@ -64,4 +46,7 @@ def grouped_matmul(
     if w.shape[1] == 1:
         return (y[0],)
     gated = jax.nn.silu(y[0]) * y[1]
-    return (gated,) if x_scale is None else quantise(gated)
+    if x_scale is None:
+        return (gated,)
+    quantised = quantise(gated)
+    return quantised.values, quantised.scale

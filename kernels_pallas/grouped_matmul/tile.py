@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.grouped_matmul.reference import BLOCK
 from kernels_pallas.mosaic import SWIZZLE, WGMMA_ROWS
+from kernels_pallas.quantised import BLOCK
 
 COMPUTE = 2  # computing warpgroups
 

@@ -13,6 +13,7 @@ from kernels_pallas.grouped_matmul import api, mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.cases import cases as grouped_cases
 from kernels_pallas.grouped_matmul.layout import group_rows
 from kernels_pallas.grouped_matmul.tile import Tile
+from kernels_pallas.quantised import quantise
 from tests.kernels.interpreter import distance, interpret, notices, without
 
 CASES = {c.name: c for c in (*grouped_cases(), *fp8_cases())}
@@ -44,13 +45,13 @@ def silu(x):
 def test_quantised_blocks_reach_the_largest_value_and_are_near():
     x = jax.random.normal(jax.random.key(0), (5, 384), jnp.float32) * 1e-3
     x = x.at[2, :128].set(0)
-    values, scale = reference.quantise(x)
-    blocks = np.abs(np.asarray(values.astype(jnp.float32))).reshape(5, 3, 128).max(-1)
+    rows = quantise(x)
+    blocks = np.abs(np.asarray(rows.values.astype(jnp.float32))).reshape(5, 3, 128).max(-1)
     assert (np.delete(blocks.reshape(-1), 6) == 448).all()
     assert blocks[2, 0] == 0
-    back = np.asarray(reference.expand_rows(values, scale))
+    back = np.asarray(rows.expand())
     # Half a unit of three bits of mantissa, or of the smallest subnormal number.
-    bound = np.maximum(np.abs(np.asarray(x)) / 16, np.repeat(np.asarray(scale).T, 128, 1) * 2**-10)
+    bound = np.maximum(np.abs(np.asarray(x)) / 16, np.repeat(np.asarray(rows.scale).T, 128, 1) * 2**-10)
     assert (np.abs(back - np.asarray(x)) <= bound * 1.001).all()
 
 
@@ -108,6 +109,30 @@ def test_linear_and_mlp_equal_those_of_float64():
     assert distance(y, row @ big[0].T) < 0.05
     y = jax.jit(partial(fp8.fp8_mlp, implementation="xla"))(x, gate_up, down, gate_up_scale, down_scale)
     assert distance(y, (silu(row @ big[0].T) * (row @ big[1].T)) @ small.T) < 0.06
+
+
+def test_rows_quantised_before_give_the_same():
+    keys = jax.random.split(jax.random.key(4), 3)
+    x = jax.random.normal(keys[0], (7, 256), jnp.bfloat16)
+    gate_up, gate_up_scale = random_fp8(keys[1], (2, 128, 256))
+    down, down_scale = random_fp8(keys[2], (256, 128))
+    ids, weights = jnp.zeros((7, 1), jnp.int32), jnp.ones((7, 1))
+    experts = gate_up[None], down[None], gate_up_scale[None], down_scale[None]
+    for run in (
+        partial(fp8.fp8_matmul, w=gate_up[0], w_scale=gate_up_scale[0]),
+        partial(fp8.fp8_mlp, gate_up=gate_up, down=down, gate_up_scale=gate_up_scale, down_scale=down_scale),
+        lambda x, **on: api.expert_mlp(x, ids, weights, *experts, rows_per_expert=7, **on),
+    ):
+        run = jax.jit(partial(run, implementation="xla"))
+        np.testing.assert_array_equal(run(quantise(x)), run(x))
+        # More rows than there are, as whole tiles have, change nothing.
+        np.testing.assert_array_equal(run(quantise(x).padded(64))[:7], run(x))
+
+
+def test_rows_quantised_before_are_refused_with_weights_that_are_not():
+    x, w = quantise(jnp.ones((8, 128))), jnp.zeros((1, 128, 128), jnp.bfloat16)
+    with pytest.raises(ValueError, match="activations is float8_e4m3fn, must be bfloat16"):
+        api.check(x, w, None)
 
 
 @pytest.mark.parametrize(
