@@ -147,7 +147,9 @@ class _Engine:
         }
         if s.realised_speedup is not None:
             gauges["mtp_jax:realised_speedup"] = (
-                "What the tokens would have taken at depth 0, by its measured steps, over what they took.",
+                "Of the last 2000 steps: seconds that their tokens would have taken at depth 0, over the "
+                "seconds they took, by the medians of steps of the same slots, pages and sampling. Absent "
+                "while less than half of the time was spent where at least 3 of them were at depth 0.",
                 s.realised_speedup,
             )
         counters = {
@@ -174,6 +176,12 @@ class _Engine:
             ): dict(enumerate(s.accepted_per_position)),
             ("mtp_jax:steps", "Draft-and-verify steps, by depth.", "depth"): s.depth_steps,
             ("mtp_jax:step_seconds", "Seconds of those steps.", "depth"): s.step_seconds,
+            (
+                "mtp_jax:step_phase_seconds",
+                "An estimate: the same seconds by phase, by the shares that a profile of a few steps of each "
+                "program found; 'unprofiled' are those of programs without a profile.",
+                "phase",
+            ): s.phase_seconds,
         }
         for (name, text, label), values in by.items():
             family = CounterMetricFamily(name, text, labels=[_LABEL, label])

@@ -29,6 +29,7 @@ from mtp_jax.engine.plan import keys_for, prefill_key, slot_bucket, step_key, wa
 from mtp_jax.engine.request import Request, SamplingParams, Status
 from mtp_jax.engine.results import Launch, read_logprobs, read_prompt_logprobs
 from mtp_jax.engine.scheduler import Scheduler
+from mtp_jax.engine.speedup import Speedup
 from mtp_jax.engine.stats import Counters, EngineStats
 from mtp_jax.engine.structured import allowed
 from mtp_jax.errors import ConfigError, RequestError
@@ -77,7 +78,7 @@ class Engine:
         self.executables = Executables(cfg, params, abstract, decode, prefill)
         self.state = empty_state(abstract)
         self.depth = DepthController(config.num_speculative_tokens)
-        self.counters = Counters()
+        self.counters, self.speedup = Counters(), Speedup()
         self.make_request = Intake(cfg, config, self.pages, grammars).make_request
         self._inflight: deque[Launch] = deque()
         self._last_read = 0.0
@@ -144,10 +145,11 @@ class Engine:
             accepted_per_position=tuple(c.accepted_at),
             depth_steps=dict(c.depth_steps),
             step_seconds=dict(c.depth_seconds),
+            phase_seconds=dict(c.phase_seconds),
             prefill_seconds=c.prefill_seconds,
             finished=dict(c.finished),
             executables=len(self.executables),
-            realised_speedup=c.plain_seconds / c.compared_seconds if c.compared_seconds else None,
+            realised_speedup=self.speedup.value,
         )
 
     def step(self) -> list[Request]:
@@ -368,11 +370,8 @@ class Engine:
         drafted, accepted = extra[:, DRAFTED].tolist(), extra[:, ACCEPTED].tolist()
         for d, a in zip(drafted, accepted, strict=True):
             c.verified(d, a)
-        c.depth_steps[key.depth] += 1
-        c.depth_seconds[key.depth] += seconds
+        c.stepped(key, key.depth, seconds)
         rows = list(zip(drafted, accepted, extra[:, COUNT].tolist(), strict=True))
         self.depth.learn(key, seconds, [r.depth for _, r in launch.rows], rows)
-        plain = replace(key, depth=0)
-        if emitted and self.depth.costs.known(plain):
-            c.compared_seconds += seconds
-            c.plain_seconds += self.depth.costs.seconds(plain) * emitted / len(launch.rows)
+        if emitted:
+            self.speedup.add(replace(key, depth=0), key.depth, seconds, emitted / len(rows))

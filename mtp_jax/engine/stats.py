@@ -1,7 +1,11 @@
 """What an engine has done so far, counted."""
 
 from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+
+UNPROFILED = "unprofiled"
+"""The phase of steps whose executable has not been profiled."""
 
 
 @dataclass
@@ -16,8 +20,9 @@ class Counters:
         depth_steps: steps by depth.
         depth_seconds: seconds of those steps.
         finished: requests by finish reason.
-        compared_seconds: seconds of the steps whose cost at depth 0 is known.
-        plain_seconds: what the tokens of those steps would have taken at depth 0.
+        program_steps: steps by executable.
+        phase_shares: of the time of an executable's steps, the share of each phase, once it was profiled.
+        phase_seconds: seconds of steps by phase, by these shares.
     """
 
     prompt_tokens: int = 0
@@ -31,8 +36,17 @@ class Counters:
     depth_seconds: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     prefill_seconds: float = 0.0
     finished: Counter[str] = field(default_factory=Counter)
-    compared_seconds: float = 0.0
-    plain_seconds: float = 0.0
+    program_steps: Counter[Hashable] = field(default_factory=Counter)
+    phase_shares: dict[Hashable, Mapping[str, float]] = field(default_factory=dict)
+    phase_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def stepped(self, program: Hashable, depth: int, seconds: float) -> None:
+        """Count one step."""
+        self.depth_steps[depth] += 1
+        self.depth_seconds[depth] += seconds
+        self.program_steps[program] += 1
+        for phase, share in self.phase_shares.get(program, {UNPROFILED: 1.0}).items():
+            self.phase_seconds[phase] += share * seconds
 
     def verified(self, drafted: int, accepted: int) -> None:
         """Count one row of one step."""
@@ -60,9 +74,10 @@ class EngineStats:
         accepted_per_position: how often the draft at each position was accepted.
         depth_steps: steps by depth.
         step_seconds: seconds of those steps, from the end of what ran before.
+        phase_seconds: the same seconds by phase: those of executables that were profiled, by the shares found
+            then, and those of the others under ``UNPROFILED``.
         finished: requests by finish reason.
-        realised_speedup: seconds the tokens would have taken at depth 0, by the measured cost of depth-0
-            steps in the same bucket, over the seconds they took; None where depth 0 never ran.
+        realised_speedup: of recent steps, by recent steps at depth 0 (``Speedup``); None while not known.
     """
 
     running: int
@@ -81,6 +96,7 @@ class EngineStats:
     accepted_per_position: tuple[int, ...]
     depth_steps: dict[int, int]
     step_seconds: dict[int, float]
+    phase_seconds: dict[str, float]
     prefill_seconds: float
     finished: dict[str, int]
     executables: int
