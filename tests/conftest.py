@@ -19,8 +19,8 @@ def pytest_configure(config: pytest.Config) -> None:
     shapes.install()
     # For the sharding tests. Programs on one device run as fast with eight virtual devices as with one.
     jax.config.update("jax_num_cpu_devices", 8)
-    if config.cache is not None:
-        jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
+    if cache := getattr(config, "cache", None):  # unless -p no:cacheprovider
+        jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("jax")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 

@@ -89,6 +89,11 @@ def test_sampling_options(argv, expected):
     assert getattr(options.sampling_params(parse()), name) != value
 
 
+def test_a_coupled_verifier_decides_what_is_sampled_without_drafts_too(monkeypatch):
+    given = opened_with(monkeypatch, "--num-speculative-tokens", "0", "--verifier", "coupled")
+    assert (given["num_speculative_tokens"], given["verifier"]) == (0, "coupled")
+
+
 def opened_with(monkeypatch, *argv, completions=3):
     seen = {}
     monkeypatch.setattr(mtp_jax.llm, "LLM", lambda model, **given: seen.update(given, model=model))
@@ -128,6 +133,10 @@ def test_there_is_an_option_for_everything_and_a_test_for_every_option():
 def test_defaults():
     params = options.sampling_params(parse())
     assert params == SamplingParams(temperature=0, max_tokens=128)
+
+
+def test_an_empty_expression_is_one():
+    assert options.sampling_params(parse("--regex", "")).structured == StructuredOutput(regex="")
 
 
 def test_a_schema_may_come_from_a_file(tmp_path):
@@ -183,6 +192,15 @@ ERRORS = [
         ["generate", V3, "--num-speculative-tokens", 0, "--draft-model", "d", *IDS],
         "--draft-model has no effect with --num-speculative-tokens 0; raise that, or leave it out",
     ),
+    (
+        ["generate", V3, "--num-speculative-tokens", 0, "--verifier", "block", "--temperature", 1, *IDS],
+        "--verifier has no effect with --num-speculative-tokens 0",
+    ),
+    (
+        ["serve", V3, "--port", 0, "--num-speculative-tokens", 0, "--fixed-depth", "-q"],
+        "--fixed-depth has no effect with --num-speculative-tokens 0",
+    ),
+    (["generate", V3, "--json-schema", "", *QUIET], "the structured output is not valid"),
     (["generate", V3, "--include-stop-str-in-output", *IDS], "has no effect without --stop"),
     (
         ["generate", V3, "--lines", *IDS],

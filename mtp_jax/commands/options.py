@@ -57,7 +57,7 @@ ENGINE = (
     "compile_cache",
 )
 _NEED_TEMPERATURE = ("top_p", "top_k", "min_p", "seed", "drafting", "verifier")
-_NEED_DRAFTS = ("draft_model", "num_nextn_layers", "drafting", "verifier", "fixed_depth")
+_NEED_DRAFTS = ("draft_model", "num_nextn_layers", "drafting", "fixed_depth")
 _MOST_SLOTS = 8
 
 
@@ -176,8 +176,6 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         _without_effect(args, _NEED_TEMPERATURE, "at temperature 0; add --temperature 1")
     if params.include_stop_str_in_output and not params.stop_strings:
         _without_effect(args, ("include_stop_str_in_output",), "without --stop; add one")
-    if args.num_speculative_tokens == 0:
-        _without_effect(args, _NEED_DRAFTS, "with --num-speculative-tokens 0; raise that")
     return params
 
 
@@ -191,6 +189,10 @@ def open_llm(args: argparse.Namespace, report: Reporter, completions: int) -> "L
 
     The depth is adaptive unless it is fixed: nobody who starts a command should be slower for its drafts.
     """
+    if args.num_speculative_tokens == 0:
+        # What a seed gives depends on whether the verifier is coupled even where it has no drafts.
+        names = _NEED_DRAFTS if args.verifier == "coupled" else (*_NEED_DRAFTS, "verifier")
+        _without_effect(args, names, "with --num-speculative-tokens 0; raise that")
     with report.phase("import jax"):
         from mtp_jax.llm import LLM
         from mtp_jax.model.sharding import make_mesh
@@ -230,12 +232,12 @@ def depth(llm: "LLM") -> str:
 def _structured(args: argparse.Namespace) -> StructuredOutput | None:
     """What the output must be. Raises RequestError."""
     schema = args.json_schema
-    if schema and schema.startswith("@"):
+    if schema is not None and schema.startswith("@"):
         try:
             schema = Path(schema[1:]).read_text()
         except (OSError, UnicodeDecodeError) as e:
             raise RequestError(f"--json-schema {schema}: {e}") from e
-    if not (schema or args.json_object or args.regex or args.choice):
+    if schema is None and not args.json_object and args.regex is None and args.choice is None:
         return None
     return StructuredOutput(schema, args.json_object, args.regex, args.choice)
 
