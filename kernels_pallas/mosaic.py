@@ -101,3 +101,11 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
 def per_row(x: jax.Array, columns: int) -> jax.Array:
     """A value per row, repeated over the columns of an accumulator."""
     return lax.broadcast_in_dim(x, (x.shape[0], columns), [0])
+
+
+def load(ref: Ref, index: tuple[Any, ...], layout: Any) -> jax.Array:
+    """Straight from global memory into registers."""
+    read: Any = plgpu.load
+    if jax.__version_info__ < (0, 11):
+        return read(ref, index, layout=layout, optimized=False)
+    return read(ref.at[index], layout=layout, optimized=False)

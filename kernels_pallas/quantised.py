@@ -47,6 +47,12 @@ class Quantised:
         return Quantised(jnp.pad(self.values, ((0, more), (0, 0))), jnp.pad(self.scale, ((0, 0), (0, more))))
 
 
+def whole_tiles(rows: int) -> int:
+    """Rows of the tiles that a product of so many is cut into."""
+    tile = 64 if rows <= 64 else 128
+    return -(-rows // tile) * tile
+
+
 def quantise(x: Float[Array, "M K"]) -> Quantised:
     """A block's largest magnitude becomes 448, the largest e4m3 number. K must be a multiple of 128."""
     blocks = x.astype(jnp.float32).reshape(x.shape[0], -1, BLOCK)

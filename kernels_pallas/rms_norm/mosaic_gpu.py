@@ -1,0 +1,120 @@
+"""A warpgroup per row: it stays in registers from the residual's sum to the values and scales written.
+
+No shared memory and no barrier: a warp reads and writes one block of 128 numbers at a time, each lane four of
+them, so that every access to memory is of consecutive bytes.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu.fragmented_array import Tiling
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from kernels_pallas.mosaic import Ref, load
+from kernels_pallas.quantised import BLOCK, FP8_MAX, TINY, whole_tiles
+
+# Blocks of a row, one per warp at a time; the 32 lanes of a warp hold four numbers each.
+WARPS = 4
+_ROW = plgpu.Layout.TILED(Tiling(((WARPS, BLOCK), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+# Of a row that need not be in registers at once, because nothing is summed over it.
+_CHUNK = 32
+
+
+def rms_norm(
+    x: Float[Array, "T k 128"],
+    residual: Float[Array, "T k 128"] | None,
+    weight: Float[Array, "k 128"],
+    *,
+    eps: float,
+    plain: bool,
+    quantised: bool,
+    interpret: Any = None,
+) -> tuple[Array, ...]:
+    """Rows, with the residual added if there is one, over their root mean square, times the weight.
+
+    Args:
+        x: bfloat16, blocks of 128; their number k is a multiple of 4.
+        residual: bfloat16.
+        weight: of any float type.
+        eps: added to the mean square.
+        plain: whether the result is wanted in bfloat16.
+        quantised: whether it is wanted in e4m3.
+        interpret: parameters of Pallas' interpreter; None compiles.
+
+    Returns:
+        In this order, as far as there is a residual and they are wanted: the sum in bfloat16 [T, k, 128], the
+        result in bfloat16, its e4m3 values [M, k, 128] and float32 scales [k, M]. M is T rounded up to the
+        tiles of products; rows past T are not written.
+    """
+    rows, blocks, _ = x.shape
+    inputs = [x, weight] if residual is None else [x, weight, residual]
+
+    def body(*refs: Ref) -> None:
+        row = lax.axis_index("row")
+        given, out = refs[: len(inputs)], list(refs[len(inputs) :])
+        total = load(given[0], (row,), _ROW).astype(jnp.float32)
+        if residual is not None:
+            total = (total + load(given[2], (row,), _ROW).astype(jnp.float32)).astype(x.dtype)
+            out.pop(0)[row] = total
+            total = total.astype(jnp.float32)
+        square = jnp.sum(jnp.sum(total * total, axis=1)) * (1 / (blocks * BLOCK))
+        normed = total * lax.rsqrt(square + eps) * load(given[1], (), _ROW).astype(jnp.float32)
+        if plain:
+            out.pop(0)[row] = normed.astype(x.dtype)
+        if quantised:
+            _write(normed, out[0].at[row], out[1].at[:, row])
+
+    shape = (rows, blocks, BLOCK)
+    out_type = [jax.ShapeDtypeStruct(shape, x.dtype)] * ((residual is not None) + plain)
+    if quantised:
+        out_type += _quantised_type(rows, blocks)
+    return tuple(_launch(body, out_type, {"row": rows}, interpret)(*inputs))
+
+
+def quantise(x: Float[Array, "k T 128"], *, interpret: Any = None) -> tuple[Array, ...]:
+    """e4m3 values [M, k, 128] and float32 scales [k, M] of rows that lie side by side, block after block.
+
+    As products of heads leave them. M and rows past T as in ``rms_norm``.
+    """
+    blocks, rows, _ = x.shape
+    chunk = max(n for n in range(WARPS, _CHUNK + 1, WARPS) if blocks % n == 0)
+
+    def body(x_ref: Ref, values: Ref, scales: Ref) -> None:
+        row, mine = lax.axis_index("row"), pl.ds(lax.axis_index("part"), chunk)
+        part = load(x_ref, (mine, row), _ROW).astype(jnp.float32)
+        _write(part, values.at[row, mine], scales.at[mine, row])
+
+    grid = {"part": blocks // chunk, "row": rows}
+    return tuple(_launch(body, _quantised_type(rows, blocks), grid, interpret)(x))
+
+
+def _write(x: jax.Array, values: Ref, scales: Ref) -> None:
+    """Blocks as e4m3 values, and their scales."""
+    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=1), TINY) * (1 / FP8_MAX)
+    inverse = plgpu.layout_cast(lax.broadcast_in_dim(1 / scale, x.shape, [0]), _ROW)
+    values[...] = (x * inverse).astype(values.dtype)
+    scales[...] = scale
+
+
+def _quantised_type(rows: int, blocks: int) -> list[jax.ShapeDtypeStruct]:
+    rows = whole_tiles(rows)
+    return [
+        jax.ShapeDtypeStruct((rows, blocks, BLOCK), jnp.float8_e4m3fn),
+        jax.ShapeDtypeStruct((blocks, rows), jnp.float32),
+    ]
+
+
+def _launch(body: Any, out_type: Any, grid: dict[str, int], interpret: Any) -> Any:
+    """A kernel of one warpgroup per thread block."""
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
+        **({} if interpret is None else {"interpret": interpret}),
+    )
