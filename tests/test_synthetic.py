@@ -127,7 +127,10 @@ def test_bytes_of_a_step():
 
     experts = {1: 2.0, 4: 5.0}
     assert cost.step_bytes(params, 0, experts) == trunk.touched(2) + head.always
-    drafting = 3 * head.always + 2 * nextn.touched(2) + nextn.touched(5)
+    rows = cost.of_nextn_cache(params.nextn[0])
+    assert rows.expert == 0
+    assert 0 < rows.always < nextn.always
+    drafting = 3 * head.always + 3 * nextn.touched(2) + rows.always
     assert cost.step_bytes(params, 3, experts) == trunk.touched(5) + head.always + drafting
     assert cost.predicted_speedup(2.8, plain=100, speculative=140) == pytest.approx(2.0)
 

@@ -57,12 +57,19 @@ def of_nextn(p: NextN) -> Weights:
     return of_layer(p.layer) + Weights(_bytes((p.token_norm, p.hidden_norm, p.merge, p.norm)), 0)
 
 
+def of_nextn_cache(p: NextN) -> Weights:
+    """What the cache rows of a NextN layer need: its merge and the latent projection."""
+    norms = (p.token_norm, p.hidden_norm, p.layer.attention_norm, p.layer.attention.kv_norm)
+    return Weights(_bytes((*norms, p.merge, p.layer.attention.kv_a)), 0)
+
+
 def step_bytes(params: Params, depth: int, experts: Mapping[int, float]) -> float:
     """Bytes that one draft-and-verify step of one slot touches.
 
-    The trunk and its head over a window of depth + 1; the head once per draft; NextN once per draft after the
-    first, one row each, and once over the window, to extend its cache. ``experts[w]``: different experts per
-    MoE layer that a window of w visits.
+    The trunk and its head over a window of depth + 1; NextN and the head once per draft, one row each; and to
+    extend the NextN cache over the window, all of each layer but the last, of which only the rows. The latter
+    are written without drafts, too, but a model without NextN is what speculation is compared with.
+    ``experts[w]``: different experts per MoE layer that a window of w visits.
     """
     trunk, head = of_trunk(params), of_head(params)
     window = depth + 1
@@ -70,8 +77,9 @@ def step_bytes(params: Params, depth: int, experts: Mapping[int, float]) -> floa
     if not depth:
         return total
     layers = [of_nextn(p) for p in params.nextn]
-    drafts = sum(layers[k % len(layers)].touched(experts[1]) for k in range(1, depth))
-    extend = sum(p.touched(experts[window]) for p in layers)
+    drafts = sum(layers[k % len(layers)].touched(experts[1]) for k in range(depth))
+    extend = sum(p.touched(experts[window]) for p in layers[:-1])
+    extend += of_nextn_cache(params.nextn[-1]).always
     return total + depth * head.always + drafts + extend
 
 

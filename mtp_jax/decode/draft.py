@@ -5,7 +5,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from mtp_jax.config import ModelConfig
 from mtp_jax.decode.sampling import (
@@ -20,7 +20,7 @@ from mtp_jax.decode.sampling import (
 )
 from mtp_jax.decode.state import Slots, State
 from mtp_jax.model import nextn
-from mtp_jax.model.ops import PagedView, write_tails
+from mtp_jax.model.ops import PagedView, write
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Backend
 
@@ -43,11 +43,14 @@ class Drafts:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Extension:
-    """NextN outputs over a window: ``z[k]`` [B, W, D], the caches, and the page tails."""
+    """The NextN caches and page tails with a window's rows, and what the row after each token merges.
 
-    z: tuple[Array, ...]
+    ``merged`` [B, W, k, D]: for layer 0 the trunk's hidden state of the token, z_{k-1} for the others.
+    """
+
     pages: tuple[Array, ...]
     tails: Array
+    merged: Float[Array, "B W k D"]
 
 
 def extend(
@@ -59,44 +62,35 @@ def extend(
     tokens: Int[Array, "B W"],
     positions: Int[Array, "B W"],
     hidden: Float[Array, "B W D"],
-    before: Float[Array, "B k D"],
+    carry: Float[Array, "B k D"],
     on: Backend,
 ) -> Extension:
     """Write the NextN rows of known tokens, every layer.
 
-    hidden: the trunk's state of the token before each of ``tokens``. before: z_k of the token before the
-    window. Rows with a negative position are computed but not written. The first row of a page also leaves
-    what it merged as the tail of the page before.
+    The last layer's are written without its attention and MLP: nothing but a draft needs its output, and
+    ``draft`` computes that from the row itself.
+
+    hidden: the trunk's state of ``tokens``. carry: what the first row merges (see ``Slots``). Rows with a
+    negative position are computed but not written. The last row of a page leaves its tail, too.
     """
-    z: list[Array] = []
-    out: list[Array] = []
-    merged: list[Array] = []
+    if not pages:
+        return Extension(pages, tails, jnp.zeros((*tokens.shape, 0, hidden.shape[-1]), hidden.dtype))
+    merged, out = [hidden], list(pages)
+    last, size = len(pages) - 1, pages[0].shape[1]
     for k in range(len(pages)):
-        written = jnp.where(positions > k, positions, -1)
-        view = _view(page_table, written, positions, pages[k].shape[1], first_row=k + 1)
-        if k > 0:
-            hidden = jnp.concatenate([before[:, k - 1 : k], z[-1][:, :-1]], axis=1)
-        out_z, kept = nextn.run(params, cfg, k, tokens, hidden, positions, pages[k], view, on)
-        z.append(out_z)
-        out.append(kept)
-        merged.append(hidden)
-    if merged:
-        size = pages[0].shape[1]
-        full = jnp.where((positions > 0) & (positions % size == 0), positions // size - 1, -1)
-        tails = write_tails(tails, jnp.concatenate(merged, axis=-1), page_table, full, on.mesh)
-    return Extension(tuple(z), tuple(out), tails)
-
-
-def _view(
-    page_table: Int[Array, "B n"],
-    written: Int[Array, "B W"],
-    positions: Int[Array, "B W"],
-    page_size: int,
-    first_row: int,
-) -> PagedView:
-    row = jnp.arange(page_table.shape[1] * page_size)
-    mask = (row >= first_row) & (row <= positions[..., None])
-    return PagedView(page_table, written, mask)
+        before = jnp.concatenate([carry[:, k : k + 1], merged[-1][:, :-1]], axis=1)
+        if k == last:
+            out[k] = nextn.write_cache(params, cfg, k, tokens, before, positions, pages[k], page_table, on)
+            break
+        row = jnp.arange(page_table.shape[1] * size)
+        mask = (row > k) & (row <= positions[..., None])
+        view = PagedView(page_table, nextn.existing(k, positions), mask)
+        z, out[k] = nextn.run(params, cfg, k, tokens, before, positions, pages[k], view, on)
+        merged.append(z)
+    stacked = jnp.stack(merged, axis=2)
+    full = jnp.where(positions % size == size - 1, positions // size, -1)
+    tails = write(tails, stacked.reshape(*tokens.shape, -1), page_table, full, on.mesh)
+    return Extension(tuple(out), tails, stacked)
 
 
 def draft(
@@ -115,42 +109,38 @@ def draft(
 
     drafting: None for steps in which every row is greedy. allowed: what grammars allow at each position, as
     far as that is known before there are drafts (see ``restrict``). coupled: sample with the numbers that
-    ``verify.coupled`` draws the target's tokens with. Returns (drafts, NextN caches): the rows of the drafts
-    are past the committed length, garbage once the step is over.
+    ``verify.coupled`` draws the target's tokens with. Returns (drafts, NextN caches): the rows of the newest
+    token and of the drafts are past the committed length, garbage once the step is over.
     """
     pages, layers = list(state.nextn), len(state.nextn)
-    z, counts = slots.carry[:, 0], slots.sampling.counts
+    token, z, counts = slots.newest, slots.carry[:, 0], slots.sampling.counts
     tokens: list[Array] = []
     raw: list[Array] = []
     probs: list[Array] = []
+    newest = jnp.where(slots.active, slots.length, -1)[:, None]
+    for k in range(1, min(layers, depth)):  # layer 0 writes its row of the newest token with the first draft
+        before = slots.carry[:, k : k + 1]
+        pages[k] = nextn.write_cache(params, cfg, k, token[:, None], before, newest, pages[k], page_table, on)
     for k in range(depth):
-        layer = k % layers
-        if k > 0:
-            # Layer k's rows past the newest token exist only every `layers` positions.
-            position = slots.length + k
-            row = jnp.arange(page_table.shape[1] * pages[layer].shape[1])
-            ahead = row - slots.length[:, None]
-            seen = (row > layer) & (ahead <= k) & ((ahead <= 0) | (ahead % layers == layer))
-            mask = (seen & slots.active[:, None])[:, None]
-            write = jnp.where(slots.active, position, -1)[:, None]
-            window, kept = nextn.run(
-                params,
-                cfg,
-                layer,
-                tokens[-1][:, None],
-                z[:, None],
-                position[:, None],
-                pages[layer],
-                PagedView(page_table, write, mask),
-                on,
-            )
-            z, pages[layer] = window[:, 0], kept
+        # Layer k's rows past the newest token exist only every `layers` positions.
+        layer, position = k % layers, slots.length + k
+        row = jnp.arange(page_table.shape[1] * pages[layer].shape[1])
+        ahead = row - slots.length[:, None]
+        seen = (row > layer) & (ahead <= k) & ((ahead <= 0) | (ahead % layers == layer))
+        mask = (seen & slots.active[:, None])[:, None]
+        write_to = jnp.where(slots.active, position, -1)[:, None]
+        view = PagedView(page_table, write_to, mask)
+        window, pages[layer] = nextn.run(
+            params, cfg, layer, token[:, None], z[:, None], position[:, None], pages[layer], view, on
+        )
+        z = window[:, 0]
         with jax.named_scope("draft_sample"):
             logits = nextn.logits(params, layer, z)
             raw.append(logits)
             here = None if allowed is None else allowed[:, k : k + 1]
             if drafting is None:
-                tokens.append(argmax(restrict(logits[:, None], here))[:, 0])
+                token = argmax(restrict(logits[:, None], here))[:, 0]
+                tokens.append(token)
                 continue
             generated = (slots.generated + k)[:, None]
             adjusted = adjust(logits[:, None], slots.sampling, counts[:, None], generated, here)
@@ -176,8 +166,3 @@ def _choose(
     if coupled:
         return gumbel_sample(row_keys(slots.sampling.seed, slots.length + k, Purpose.SAMPLE), q), q
     return sample(row_keys(slots.sampling.seed, slots.length, Purpose.DRAFT + k), q), q
-
-
-def window_positions(start: Int[Array, " B"], width: int, valid: Bool[Array, "B W"]) -> Int[Array, "B W"]:
-    """Rows ``start, start + 1, ...``; -1 where not valid."""
-    return jnp.where(valid, start[:, None] + jnp.arange(width), -1)

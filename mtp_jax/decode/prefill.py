@@ -66,7 +66,7 @@ def prefill(
     prompt_logprobs: int | None,
     on: Backend,
 ) -> tuple[State, PrefillResult]:
-    """Write the chunk's rows in every cache; the last one emits the first token, with its NextN rows."""
+    """Write the chunk's rows in every cache; the last one emits the first token."""
     s = jax.tree.map(lambda a: jnp.take(a, chunk.slot, axis=0, mode="clip"), state.slots)
     table = s.page_table[:, :pages]
     index = jnp.arange(chunk.tokens.shape[1])
@@ -80,40 +80,15 @@ def prefill(
         traced = trunk.run(params, cfg, chunk.tokens, real, state.trunk, view, on)
     hidden = traced.hidden
     last = jnp.maximum(chunk.count - 1, 0)[:, None, None]
-
-    def at_last(x: Float[Array, "G T D"]) -> Float[Array, "G one D"]:
-        return jnp.take_along_axis(x, last, axis=1)
-
     with jax.named_scope("prefill_nextn"):
-        before = jnp.concatenate([s.carry[:, :1], hidden[:, :-1]], axis=1) if state.nextn else hidden
-        # The carry between chunks is shifted by one layer against `before` of extend.
         extension = extend(
-            params, cfg, state.nextn, state.tails, table, chunk.tokens, positions, before, s.carry[:, 1:], on
+            params, cfg, state.nextn, state.tails, table, chunk.tokens, positions, hidden, s.carry, on
         )
-    merges = [at_last(x) for x in (hidden, *extension.z[:-1])] if state.nextn else []
+        carry = jnp.take_along_axis(extension.merged, last[..., None], axis=1)[:, 0]
     with jax.named_scope("first_token"):
-        logits = trunk.logits(params, at_last(hidden))
+        logits = trunk.logits(params, jnp.take_along_axis(hidden, last, axis=1))
         healthy = (jnp.isfinite(hidden).all(axis=-1) | ~valid).all(axis=1)
         token, finish = _first_token(logits, s, chunk, healthy)
-    with jax.named_scope("first_token_nextn"):
-        at = jnp.where(token >= 0, chunk.start + chunk.count, -1)[:, None]
-        before_first = jnp.concatenate([s.carry[:, :0], *merges[1:]], axis=1)
-        opening = extend(
-            params,
-            cfg,
-            extension.pages,
-            extension.tails,
-            table,
-            jnp.maximum(token, 0)[:, None],
-            at,
-            at_last(hidden),
-            before_first,
-            on,
-        )
-    carry = s.carry
-    if merges:
-        decoding = (token >= 0)[:, None, None]
-        carry = jnp.where(decoding, jnp.concatenate(opening.z, axis=1), jnp.concatenate(merges, axis=1))
     fresh = (token >= 0) & (chunk.follows < 0)
     emitted = fresh.astype(jnp.int32)
     new = replace(
@@ -134,7 +109,7 @@ def prefill(
     if prompt_logprobs is not None:
         with jax.named_scope("prompt_logprobs"):
             prompt = top_logprobs(trunk.logits(params, hidden), chunk.targets, prompt_logprobs)
-    new_state = State(traced.pages, opening.pages, opening.tails, slots)
+    new_state = State(traced.pages, extension.pages, extension.tails, slots)
     return new_state, PrefillResult(StepResult(packed, top), prompt)
 
 

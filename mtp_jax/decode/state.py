@@ -3,14 +3,14 @@
 Invariant *committed length*: whatever lies in the cache past a slot's ``length`` is garbage and harmless, so
 the rollback of rejected drafts is only a length.
 
-Invariant *warm draft cache*: the NextN cache is extended for every committed token, at every depth. Its
-rows are indexed by the token: row j of layer 0 holds the pair (h_{j-1}, t_j), row j of layer k the pair
-(z_{k-1} of row j-1, t_j), so rows 0..k of layer k do not exist. It runs one row ahead of the trunk: the
-newest token of a slot has its row there, but not yet in the trunk's cache.
+Invariant *warm draft cache*: the NextN cache is extended for every committed token, at every depth, so that
+drafting can begin at any step. Its rows are indexed by the token: row j of layer 0 holds the pair
+(h_{j-1}, t_j), row j of layer k the pair (z_{k-1} of row j-1, t_j), so rows 0..k of layer k do not exist.
+Like the trunk's cache it ends before the newest token.
 
 Invariant *page tails*: what a full page holds, in every cache, depends on the tokens up to its end alone. Its
 tail holds the hidden states that the next NextN rows merge, so a sequence that begins with cached pages goes
-on, drafting too, as if it had computed them. It is written with the first NextN row after the page.
+on, drafting too, as if it had computed them. It is written with the page's last row.
 """
 
 from collections.abc import Iterable
@@ -44,8 +44,8 @@ class Slots:
         generated: tokens emitted so far.
         depth: most drafts the slot's request wants verified per step.
         page_table: pages in order, local to the slot's data shard; the spare last page where unallocated.
-        carry: hidden states the next NextN rows build on. While decoding, entry k is z_k at ``newest``;
-            between prefill chunks, what layer k's next row merges: h for layer 0, z_{k-1} for the others.
+        carry: what the NextN row after the committed ones merges, by layer: the trunk's hidden state of the
+            last committed token for layer 0, z_{k-1} of it for layer k.
         sampling: what the request asks of the sampler.
     """
 

@@ -3,7 +3,7 @@
     draft    K recursive NextN passes from the newest token
     verify   the trunk over the window [newest, drafts]: logits and hidden states of W = K + 1 tokens
     accept   the same transforms as plain sampling; the accepted drafts and one corrected or bonus token
-    commit   lengths grow, finished slots switch themselves off, NextN rows of the emitted tokens are written
+    commit   lengths grow, finished slots switch themselves off, NextN rows of the kept tokens are written
 
 Drafting first lets every step have its own depth: nothing that depends on the depth crosses steps.
 
@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from mtp_jax.config import ModelConfig
 from mtp_jax.decode import verify
-from mtp_jax.decode.draft import Drafting, Drafts, draft, extend, window_positions
+from mtp_jax.decode.draft import Drafting, Drafts, draft, extend
 from mtp_jax.decode.sampling import (
     Purpose,
     SamplingState,
@@ -167,22 +167,21 @@ def verify_phase(
         verdict = (accept or accept_drafts)(logits, window, drafts, s, mode, allowed)
         emitted = _emit(verdict, drafts.tokens, s, healthy)
     with jax.named_scope("commit"):
-        tokens = emitted.tokens
-        valid = tokens >= 0
-        positions = window_positions(s.length + 1, depth + 1, valid)
+        tokens, index = emitted.tokens, jnp.arange(depth + 1)
+        positions = jnp.where(index < emitted.count[:, None], s.length[:, None] + index, -1)
         extension = extend(
             params,
             cfg,
             state.nextn,
             state.tails,
             table,
-            jnp.maximum(tokens, 0),
+            jnp.maximum(window, 0),
             positions,
             traced.hidden,
             s.carry,
             on,
         )
-        advanced = _advance(s, emitted, extension.z)
+        advanced = _advance(s, emitted, extension.merged)
     num_drafts = jnp.where(s.active, jnp.minimum(s.depth, depth), 0)
     counts = (emitted.count, jnp.where(s.active, verdict.accepted, 0), num_drafts, emitted.finish)
     packed = jnp.concatenate([tokens, jnp.stack(counts, axis=1)], axis=1)
@@ -280,15 +279,12 @@ def _first(flags: Bool[Array, "B W"]) -> Int[Array, " B"]:
     return jnp.where(flags.any(axis=1), jnp.argmax(flags, axis=1), flags.shape[1] + 1)
 
 
-def _advance(s: Slots, emitted: Emitted, z: tuple[Array, ...]) -> Slots:
+def _advance(s: Slots, emitted: Emitted, merged: Float[Array, "B W k D"]) -> Slots:
     """Commit: rows up to the new length are now part of the sequence."""
     some = emitted.count > 0
     last = jnp.maximum(emitted.count - 1, 0)
     newest = jnp.take_along_axis(emitted.tokens, last[:, None], axis=1)[:, 0]
-    carry = s.carry
-    if z:
-        at_newest = [jnp.take_along_axis(zk, last[:, None, None], axis=1) for zk in z]
-        carry = jnp.where(some[:, None, None], jnp.concatenate(at_newest, axis=1), carry)
+    carry = jnp.take_along_axis(merged, last[:, None, None, None], axis=1)[:, 0]
     return replace(
         s,
         length=s.length + emitted.count,
@@ -296,7 +292,7 @@ def _advance(s: Slots, emitted: Emitted, z: tuple[Array, ...]) -> Slots:
         active=s.active & (emitted.finish == Finish.RUNNING),
         remaining=s.remaining - emitted.count,
         generated=s.generated + emitted.count,
-        carry=carry,
+        carry=jnp.where(some[:, None, None], carry, s.carry),
         sampling=count_tokens(s, emitted.tokens),
     )
 

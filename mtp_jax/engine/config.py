@@ -77,8 +77,8 @@ class EngineConfig:
 
     def pages_for(self, tokens: int) -> int:
         """Pages that a sequence of this many tokens needs, the drafts past its end included."""
-        return -(-(tokens + self.num_speculative_tokens + 1) // self.page_size)
+        return -(-(tokens + self.num_speculative_tokens) // self.page_size)
 
     def pages_for_step(self, rows: int, depth: int, capacity: int) -> int:
-        """Pages that a step of ``depth`` drafts after ``rows`` rows needs; ``capacity``: all tokens."""
-        return min(-(-(rows + depth + 1) // self.page_size), self.pages_for(capacity))
+        """Pages that a step of ``depth`` drafts after ``rows`` tokens needs; ``capacity``: all tokens."""
+        return min(-(-(rows + depth) // self.page_size), self.pages_for(capacity))

@@ -23,7 +23,7 @@ def step_key(config: EngineConfig, running: list[Request], depth: int) -> StepKe
 def prefill_key(config: EngineConfig, requests: list[Request]) -> PrefillKey:
     """What prefilling the next chunk of these requests together needs at least."""
     tokens = max(next(chunks(config, len(r.tokens) - r.prefilled)) for r in requests)
-    rows = max(min(r.prefilled + tokens, len(r.tokens)) + 1 for r in requests)
+    rows = max(min(r.prefilled + tokens, len(r.tokens)) for r in requests)
     return PrefillKey(tokens, -(-rows // config.page_size), *_widths(requests))
 
 
@@ -70,7 +70,7 @@ def keys_for(
         start = 0
         while start < len(r.prompt):
             size = next(chunks(config, len(r.prompt) - start))
-            rows = min(start + size, len(r.prompt)) + 1
+            rows = min(start + size, len(r.prompt))
             page = _page_buckets(config, -(-rows // config.page_size))[-1]
             keys.append(PrefillKey(size, page, *_widths([r])))
             tokens, columns = max(tokens, size), max(columns, page)

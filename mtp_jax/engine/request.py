@@ -208,7 +208,7 @@ class Request:
         digests: of its full pages.
         inflight: launches that have not been read.
         unread: those among them that will hold at least one token.
-        rows_bound: the most cache rows that all launches can commit.
+        rows_bound: the most tokens that the sequence can have once all launches are read.
         cached_tokens: prompt tokens found in the prefix cache at its first admission.
     """
 

@@ -33,14 +33,10 @@ class Launch:
     at: float = field(default_factory=time.perf_counter)
 
     def complete_rows(self, row: int, request: Request) -> int:
-        """Cache rows that are complete once this is read, with the tail of the page they end.
-
-        After a step these are all but the newest token's. A tail is written with the row that comes after it.
-        """
+        """Cache rows that are complete once this is read: after a step all but the newest token's."""
         if self.chunk is None:
             return len(request.prompt) + len(request.output) - 1
-        end = int(self.chunk.start[row] + self.chunk.count[row])
-        return end if self.chunk.final[row] else end - 1
+        return int(self.chunk.start[row] + self.chunk.count[row])
 
 
 def read_logprobs(top: Any, row: int, i: int, token: int, width: int) -> TokenLogprobs:

@@ -26,16 +26,28 @@ def project(
     mesh: Mesh | None = None,
     kernels: Kernels = AUTO,
 ) -> tuple[Queries, Float[Array, "B W C"]]:
-    """Queries, and the rows to cache: the normed latent and the rotated shared key (eqs. 9-15)."""
+    """Queries, and the rows to cache (arXiv 2405.04434, eqs. 9-15)."""
     on: dict[str, Any] = {"kernels": kernels, "mesh": mesh}
     low = x if p.q_a is None else rms_norm(linear(x, p.q_a, **on), p.q_norm, _LOW_RANK_EPS)
     q = linear(low, p.q_b, split="out", **on)
     q_nope, q_rope = jnp.split(q, [cfg.qk_nope_head_dim], axis=-1)
-    latent, key_rope = jnp.split(linear(x, p.kv_a, **on), [cfg.kv_lora_rank], axis=-1)
-    latent = rms_norm(latent, p.kv_norm, _LOW_RANK_EPS)
-    key_rope = rotate(key_rope, angles, cfg.rope_interleave)
     queries = Queries(q_nope, rotate(q_rope, angles, cfg.rope_interleave))
-    return queries, jnp.concatenate([latent, key_rope], axis=-1)
+    return queries, latent_rows(p, cfg, x, angles, **on)
+
+
+def latent_rows(
+    p: Attention,
+    cfg: ModelConfig,
+    x: Float[Array, "B W D"],
+    angles: Float[Array, "B W 2 r"],
+    *,
+    mesh: Mesh | None = None,
+    kernels: Kernels = AUTO,
+) -> Float[Array, "B W C"]:
+    """The rows to cache: the normed latent and the rotated shared key (eqs. 9, 11, 15)."""
+    latent, key_rope = jnp.split(linear(x, p.kv_a, kernels=kernels, mesh=mesh), [cfg.kv_lora_rank], axis=-1)
+    latent = rms_norm(latent, p.kv_norm, _LOW_RANK_EPS)
+    return jnp.concatenate([latent, rotate(key_rope, angles, cfg.rope_interleave)], axis=-1)
 
 
 def attention(

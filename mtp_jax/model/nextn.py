@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mtp_jax.config import ModelConfig
+from mtp_jax.model.attention import latent_rows
 from mtp_jax.model.layers import linear, rms_norm, rope_angles, vocabulary_logits
-from mtp_jax.model.ops import PagedView
+from mtp_jax.model.ops import PagedView, write
 from mtp_jax.model.params import NextN, Params
 from mtp_jax.model.trunk import UNSHARDED, Backend, block, embed
 
@@ -35,13 +36,55 @@ def run(
     """
     p: NextN = params.nextn[k]
     with jax.named_scope(f"nextn_{k}"):
-        e = embed(params.embed if p.embed is None else p.embed, tokens, on.mesh)
-        e = rms_norm(e, p.token_norm, cfg.rms_norm_eps)
-        h = rms_norm(hidden.astype(e.dtype), p.hidden_norm, cfg.rms_norm_eps)
-        with jax.named_scope("merge"):
-            x = linear(jnp.concatenate([e, h], axis=-1), p.merge)
+        x = _merge(params, cfg, p, tokens, hidden, on)
         x, pages, _ = block(p.layer, cfg, x, rope_angles(cfg, positions), pages, view, on)
         return rms_norm(x, p.norm, cfg.rms_norm_eps), pages
+
+
+def write_cache(
+    params: Params,
+    cfg: ModelConfig,
+    k: int,
+    tokens: Int[Array, "B W"],
+    hidden: Float[Array, "B W D"],
+    positions: Int[Array, "B W"],
+    pages: Float[Array, "P S C"],
+    page_table: Int[Array, "B n"],
+    on: Backend,
+) -> Any:
+    """The pages as ``run`` leaves them, without its attention and MLP.
+
+    Later rows see nothing of a row but its latent, which depends on the row's own token and hidden state
+    alone. Rows with a negative position are not written; nor are rows 0 to k, which do not exist.
+    """
+    p: NextN = params.nextn[k]
+    with jax.named_scope(f"nextn_{k}"):
+        x = _merge(params, cfg, p, tokens, hidden, on)
+        x = rms_norm(x, p.layer.attention_norm, cfg.rms_norm_eps)
+        rows = latent_rows(
+            p.layer.attention, cfg, x, rope_angles(cfg, positions), mesh=on.mesh, kernels=on.kernels
+        )
+        return write(pages, rows, page_table, existing(k, positions), on.mesh)
+
+
+def existing(k: int, positions: Int[Array, "B W"]) -> Int[Array, "B W"]:
+    """Rows of layer ``k``: the first is row k + 1, as each layer merges the token before it. -1 elsewhere."""
+    return jnp.where(positions > k, positions, -1)
+
+
+def _merge(
+    params: Params,
+    cfg: ModelConfig,
+    p: NextN,
+    tokens: Int[Array, "B W"],
+    hidden: Float[Array, "B W D"],
+    on: Backend,
+) -> Float[Array, "B W D"]:
+    e = embed(params.embed if p.embed is None else p.embed, tokens, on.mesh)
+    e = rms_norm(e, p.token_norm, cfg.rms_norm_eps)
+    h = rms_norm(hidden.astype(e.dtype), p.hidden_norm, cfg.rms_norm_eps)
+    with jax.named_scope("merge"):
+        return linear(jnp.concatenate([e, h], axis=-1), p.merge)
 
 
 def teacher_forced(

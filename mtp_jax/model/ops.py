@@ -283,16 +283,15 @@ def visible(mask: Bool[Array, "B W L"]) -> Visible:
     return Visible(first, length, ahead)
 
 
-def write_tails(
-    tails: Float[Array, "P one C"],
+def write(
+    pages: Float[Array, "P S C"],
     rows: Float[Array, "B W C"],
     page_table: Int[Array, "B n"],
-    page: Int[Array, "B W"],
+    positions: Int[Array, "B W"],
     mesh: Mesh | None,
-) -> Float[Array, "P one C"]:
-    """``tails`` with ``rows`` written for the slot's ``page``-th page; negative: not written."""
+) -> Float[Array, "P S C"]:
+    """``write_rows`` on a mesh: each device its own slots."""
     paged, per_slot = partition("pages"), partition("slots")
     with jax.named_scope("cache_write"):
-        return sharded(write_rows, mesh, (paged, per_slot, per_slot, per_slot), paged)(
-            tails, rows, page_table, page
-        )
+        run = sharded(write_rows, mesh, (paged, per_slot, per_slot, per_slot), paged)
+        return run(pages, rows, page_table, positions)

@@ -39,15 +39,14 @@ def reference() -> Reference:
     return Reference(tiny_params())
 
 
-def rows_in_use(engine: Engine, slots: Slots, behind: int) -> np.ndarray:
-    """Bool [P, S]: cache rows that hold committed tokens, ``behind`` the newest token or up to it."""
+def rows_in_use(engine: Engine, slots: Slots) -> np.ndarray:
+    """Bool [P, S]: cache rows that hold committed tokens."""
     pages, size, _ = engine.state.trunk[0].shape
     used = np.zeros((pages, size), bool)
     for i, request in enumerate(engine.scheduler.slots):
         prefilling = request is not None and request.status is Status.PREFILL
         if prefilling or slots.active[i]:
-            newest = request is not None and not prefilling
-            rows = np.arange(int(slots.length[i]) + (newest and not behind))
+            rows = np.arange(int(slots.length[i]))
             used[np.asarray(slots.page_table)[i, rows // size], rows % size] = True
     return used
 
@@ -64,10 +63,10 @@ def poison(engine: Engine) -> None:
 
     idle = np.array([waits(r) for r in engine.scheduler.slots]) & ~slots.active
     carry = np.where(idle[:, None, None], np.nan, slots.carry).astype(slots.carry.dtype)
-    trunk, nextn = (rows_in_use(engine, slots, behind) for behind in (1, 0))
+    used = rows_in_use(engine, slots)
     engine.state = State(
-        tuple(spoil(p, trunk) for p in engine.state.trunk),
-        tuple(spoil(p, nextn) for p in engine.state.nextn),
+        tuple(spoil(p, used) for p in engine.state.trunk),
+        tuple(spoil(p, used) for p in engine.state.nextn),
         jnp.full_like(engine.state.tails, jnp.nan),
         replace(engine.state.slots, carry=jnp.asarray(carry)),
     )
