@@ -119,8 +119,7 @@ class Device:
                 assert begin == row.length, "a chunk begins where the last one ended"
                 assert count <= key.tokens
                 row.length += count
-                # One row more: the NextN cache runs ahead by the first token.
-                assert row.length + 1 <= min(key.pages * self.size, row.held)
+                assert row.length <= min(key.pages * self.size, row.held)
                 if chunk.final[g] and chunk.follows[g] >= 0:
                     row.active = True
                 elif chunk.final[g]:
@@ -139,6 +138,6 @@ class Device:
             assert window <= key.pages * self.size, f"{window} rows in {key.pages} pages of {self.size}"
             tokens, finish = self._emit(row, min(row.depth, key.depth) + 1)
             row.length += len(tokens)
-            assert row.length + 1 <= min(key.pages * self.size, row.held)
+            assert row.length <= min(key.pages * self.size, row.held)
             emitted.append((tokens, finish))
         return state, self._result("step", emitted, key.depth + 1)

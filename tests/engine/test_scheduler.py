@@ -57,8 +57,9 @@ def test_a_request_gets_pages_for_its_prompt_and_a_window_then_grows():
     submit(s, r)
     assert len(r.pages) == 1 == CONFIG.pages_for(12)
     r.status, r.rows_bound = Status.RUNNING, 13
-    assert not s.grow([r], 2)
-    assert s.grow([r], 3)  # rows 13 to 16
+    assert not s.grow([r], 3)  # rows 12 to 15
+    r.rows_bound = 14
+    assert s.grow([r], 3)
     assert len(r.pages) == 2
     r.rows_bound = 60
     s.grow([r], 3)
