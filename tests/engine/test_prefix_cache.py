@@ -176,9 +176,9 @@ def test_aborting_a_preempted_request():
     engine.prepare(requests)
     for r in requests:
         engine.submit(r)
-    while engine.busy and not any(r.preemptions for r in requests):
+    while not (victims := [r for r in requests if r.preemptions and not r.finished]):
         engine.step()
-    victim = next(r for r in requests if r.preemptions)
+    victim = victims[0]
     engine.abort(victim)
     finish(engine)
     assert victim.finish_reason == "abort"
