@@ -11,7 +11,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # Lowest first. A module may import from its own package and from the layers before its own.
 LAYERS = (
     ("errors",),
-    ("admission", "batch", "config", "chat_template", "demo", "progress"),
+    ("config_json",),
+    ("admission", "batch", "config", "chat_template", "demo", "interrupt", "progress"),
     ("model", "tokenizer"),
     ("grammar",),
     ("checkpoint", "score"),
@@ -36,6 +37,7 @@ WITHOUT_JAX = (
     "admission",
     "chat_template",
     "config",
+    "config_json",
     "engine.pages",
     "engine.plan",
     "engine.request",

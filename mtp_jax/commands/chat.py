@@ -1,7 +1,6 @@
 """`mtp-jax chat`: a conversation in the terminal."""
 
 import argparse
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ from mtp_jax.commands.options import (
 from mtp_jax.commands.parser import Subparsers
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import RequestError
+from mtp_jax.interrupt import interruptible
 from mtp_jax.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class _Chat:
         try:
             prompt = self.tokenizer.apply_chat_template([*system, *turns])
             ids = self.tokenizer.encode(prompt, add_special_tokens=False)
-            with _interruptible() as stopped:
+            with interruptible() as stopped:  # in the midst of a step, the engine would lose its state
                 output = show.stream(self.llm, ids, self.params, stopped.is_set)
         except RequestError as error:
             show.note(f"error: {error}; /reset starts anew")
@@ -114,36 +114,6 @@ def _ask() -> str | None:
             show.note("")
         except EOFError:
             return None
-
-
-class _Flag:
-    """Whether Ctrl-C has been pressed."""
-
-    def __init__(self) -> None:
-        self.pressed = False
-
-    def is_set(self) -> bool:
-        return self.pressed
-
-
-@contextmanager
-def _interruptible() -> Iterator[_Flag]:
-    """Ctrl-C sets a flag: an exception in the middle of a step would leave the engine without its state.
-
-    A second one, while the first is not heeded yet, interrupts after all.
-    """
-    flag = _Flag()
-
-    def press(signum: int, frame: Any) -> None:
-        if flag.pressed:
-            signal.default_int_handler(signum, frame)
-        flag.pressed = True
-
-    before = signal.signal(signal.SIGINT, press)
-    try:
-        yield flag
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

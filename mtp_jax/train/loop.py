@@ -15,7 +15,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from mtp_jax.config import ModelConfig
-from mtp_jax.errors import CheckpointError
+from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.interrupt import interruptible
 from mtp_jax.model.params import Params, init_params
 from mtp_jax.train import corpus
 from mtp_jax.train.data import batch_at, even_windows
@@ -44,13 +45,16 @@ def train(
         stop_after: stop, with a checkpoint, once this many steps are done; the result then is `out_dir`.
 
     Raises:
+        KeyboardInterrupt: Ctrl-C; the steps that were done have a checkpoint.
         CheckpointError: `out_dir` holds another run, or a checkpoint and `resume` is False.
-        ConfigError: the corpus is too short for the recipe.
+        ConfigError: the corpus is too short for the recipe, or its files are missing.
     """
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     cfg = dataclasses.replace(ModelConfig.from_file(recipe.model_config), dtype="float32")
     files = corpus.read_files() if files is None else files
+    if not recipe.tokenizer.is_file():
+        raise ConfigError(f"{recipe.tokenizer} does not exist; the recipe's tokenizer is a tokenizer.json")
     tokenizer = Tokenizer.from_file(str(recipe.tokenizer))
     parts = corpus.split(files)
     stream = corpus.tokens(tokenizer, parts.train, recipe.seed)
@@ -86,16 +90,17 @@ def train(
         reporter.evaluation(done, dataclasses.asdict(found) | {"acceptance": found.acceptance})
         plot_losses(out_dir)
 
-    saved_at, done = time.monotonic(), first
-    try:
+    saved_at = time.monotonic()
+    with interruptible() as stopped:  # in the midst of a step there is no state: it has been donated
         for done in range(first, last):
             state = _one_step(recipe, done, stream, state, step_of, reporter)
+            if stopped.is_set():
+                store.save(done + 1, state)
+                store.close()
+                raise KeyboardInterrupt
             if time.monotonic() - saved_at > 60 * recipe.checkpoint_minutes:
                 checkpoint(done + 1)
                 saved_at = time.monotonic()
-    except KeyboardInterrupt:
-        store.save(done, state)
-        raise
     checkpoint(last)
     store.close()
     if last < recipe.total_steps:
