@@ -4,12 +4,21 @@ import dataclasses
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from mtp_jax.errors import ConfigError
 
+Count = Annotated[int, Field(strict=True, ge=1)]
+Natural = Annotated[int, Field(strict=True, ge=0)]
+Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(strict=True, ge=0, le=1)]
+NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Stage:
     """Optimiser steps of one shape: `micro_batches` times `batch` sequences of `seq_len` predicted tokens.
 
@@ -17,12 +26,12 @@ class Stage:
     ``mtp_targets``: what the drafts learn, the text ("data") or the trunk's own predictions ("trunk").
     """
 
-    steps: int
-    seq_len: int
-    batch: int
-    micro_batches: int = 1
-    mtp_depth: int = 1
-    mtp_targets: str = "data"
+    steps: Count
+    seq_len: Count
+    batch: Count
+    micro_batches: Count = 1
+    mtp_depth: Natural = 1
+    mtp_targets: Literal["data", "trunk"] = "data"
 
     @property
     def step_tokens(self) -> int:
@@ -30,7 +39,7 @@ class Stage:
         return self.seq_len * self.batch * self.micro_batches
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Recipe:
     """Everything that decides a training run, besides the text of the corpus itself.
 
@@ -40,28 +49,28 @@ class Recipe:
 
     model_config: Path
     tokenizer: Path
-    stages: tuple[Stage, ...]
-    seed: int = 0
+    stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
+    seed: Natural = 0
     # optimiser
-    optimizer: str = "muon"
-    learning_rate: float = 5e-3
-    adam_learning_rate: float = 3e-3
-    final_lr_fraction: float = 0.02
-    warmup_steps: int = 60
-    decay_fraction: float = 0.5
-    weight_decay: float = 0.05
-    beta2: float = 0.98
-    grad_clip: float = 1.0
-    muon_ns_steps: int = 5
+    optimizer: Literal["muon", "adamw"] = "muon"
+    learning_rate: Positive = 5e-3
+    adam_learning_rate: Positive = 3e-3
+    final_lr_fraction: Share = 0.02
+    warmup_steps: Natural = 60
+    decay_fraction: Share = 0.5
+    weight_decay: NotNegative = 0.05
+    beta2: Share = 0.98
+    grad_clip: Positive = 1.0
+    muon_ns_steps: Count = 5
     # objective (DeepSeek-V3 report, sections 2.1.2 and 2.2)
-    mtp_weight: float = 0.3
-    balance_rate: float = 1e-3
+    mtp_weight: NotNegative = 0.3
+    balance_rate: NotNegative = 1e-3
     # bookkeeping
-    checkpoint_minutes: float = 8.0
-    report_seconds: float = 30.0
-    eval_sequences: int = 32
-    eval_seq_len: int = 256
-    eval_depth: int = 3
+    checkpoint_minutes: NotNegative = 8.0
+    report_seconds: NotNegative = 30.0
+    eval_sequences: Annotated[int, Field(strict=True, ge=4)] = 32
+    eval_seq_len: Count = 256
+    eval_depth: Count = 3
 
     @property
     def total_steps(self) -> int:
@@ -78,31 +87,22 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], base: Path) -> "Recipe":
-        """Build from parsed TOML: tables are flattened, `[[stage]]` are the stages, paths start at `base`."""
+        """Build from parsed TOML: tables are flattened, `[[stage]]` are the stages, paths start at `base`.
+
+        Raises ConfigError naming every value that is missing, unknown or wrong.
+        """
         flat: dict[str, Any] = {}
         for key, value in data.items():
-            if isinstance(value, Mapping):
-                flat.update(value)
-            elif key != "stage":
-                flat[key] = value
-        known = {field.name: field.type for field in dataclasses.fields(cls)}
-        unknown = sorted(set(flat) - set(known))
-        if unknown:
-            raise ConfigError(
-                f"unknown recipe keys {unknown}; allowed: {sorted(known)}; remove or rename them"
-            )
+            flat |= value if isinstance(value, Mapping) else {"stages" if key == "stage" else key: value}
         try:
-            flat["stages"] = tuple(Stage(**stage) for stage in data["stage"])
-            for key in ("model_config", "tokenizer"):
-                flat[key] = (base / flat[key]).resolve()
-        except (KeyError, TypeError) as err:
-            raise ConfigError(
-                f"recipe is incomplete or malformed: {err}; it needs model_config, tokenizer and at least "
-                "one [[stage]] with steps, seq_len and batch"
-            ) from err
-        recipe = cls(**flat)
-        recipe._check()
-        return recipe
+            recipe = cls(**flat)
+        except ValidationError as err:
+            wrong = "; ".join(
+                f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r:.100}" for e in err.errors()
+            )
+            raise ConfigError(f"the recipe cannot be used: {wrong}") from err
+        paths = {key: (base / getattr(recipe, key)).resolve() for key in ("model_config", "tokenizer")}
+        return dataclasses.replace(recipe, **paths)
 
     @classmethod
     def from_file(cls, path: str | Path) -> "Recipe":
@@ -110,18 +110,6 @@ class Recipe:
         path = Path(path)
         try:
             data = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, tomllib.TOMLDecodeError) as err:
+        except (OSError, ValueError) as err:  # not UTF-8, or not TOML
             raise ConfigError(f"cannot read the recipe {path}: {err}; give the path of a TOML file") from err
         return cls.from_dict(data, path.parent)
-
-    def _check(self) -> None:
-        if self.optimizer not in ("muon", "adamw"):
-            raise ConfigError(f"optimizer is {self.optimizer!r}; allowed: 'muon' or 'adamw'; change it")
-        for stage in self.stages:
-            if stage.mtp_targets not in ("data", "trunk"):
-                raise ConfigError(f'mtp_targets = {stage.mtp_targets!r}; expected "data" or "trunk"')
-            if min(stage.steps, stage.seq_len, stage.batch, stage.micro_batches) < 1 or stage.mtp_depth < 0:
-                raise ConfigError(
-                    f"{stage} is empty; steps, seq_len, batch and micro_batches must be at least 1, "
-                    "mtp_depth at least 0; change it"
-                )

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import signal
 from pathlib import Path
 
 import jax
@@ -19,6 +20,7 @@ from mtp_jax.train.corpus import SourceFile
 from mtp_jax.train.data import batch_at, even_windows
 from mtp_jax.train.loss import loss
 from mtp_jax.train.recipe import Recipe, Stage
+from mtp_jax.train.report import Reporter
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo"
 TINY = {
@@ -152,6 +154,27 @@ def test_loss_falls_and_a_resumed_run_equals_an_uninterrupted_one(recipe: Recipe
     assert (tmp_path / "whole" / "loss.png").stat().st_size > 0
 
 
+def test_ctrl_c_keeps_the_steps_that_were_done(recipe: Recipe, tmp_path: Path, monkeypatch) -> None:
+    report, pressed = Reporter.step, []
+
+    def press_once(self: Reporter, step: int, tokens: int, metrics: dict) -> None:
+        report(self, step, tokens, metrics)
+        if step == 3 and not pressed:
+            pressed.append(step)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Reporter, "step", press_once)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(recipe, tmp_path)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    records = [r for r in run(recipe, tmp_path) if "losses" in r]
+    assert [r["step"] for r in records] == list(range(recipe.total_steps))
+
+
 def test_a_run_refuses_another_seed_and_a_silent_restart(recipe: Recipe, tmp_path: Path) -> None:
     short = dataclasses.replace(recipe, stages=(Stage(2, 24, 2),))
     loop.train(short, tmp_path / "out", files=source_files(60), stop_after=1)
@@ -173,7 +196,13 @@ def test_recipe_reads_the_demo_file_and_names_mistakes(tmp_path: Path) -> None:
         (good + "nonsense = 1\n" + stage, "nonsense"),
         (good, "stage"),
         (good + 'optimizer = "sgd"\n' + stage, "sgd"),
-        (good + stage.replace("8", "0"), "at least 1"),
+        (
+            good + stage.replace("8", "0"),
+            "stages.0.seq_len: Input should be greater than or equal to 1, got 0",
+        ),
+        (good + stage.replace("8", '"x"'), "stages.0.seq_len: Input should be a valid integer, got 'x'"),
+        (good + stage + "nonsense = 1\n", "stages.0.nonsense: Unexpected"),
+        (good + "learning_rate = nan\n" + stage, "learning_rate: Input should be a finite number"),
         ("= 1", "cannot read"),
     ):
         path = tmp_path / "recipe.toml"
