@@ -1,35 +1,12 @@
-"""Model configuration: a Hugging Face ``config.json`` in either dialect becomes one frozen ``ModelConfig``.
+"""Model configuration: one frozen ``ModelConfig``, whose values go together."""
 
-Released DeepSeek checkpoints write ``rope_theta`` + ``rope_scaling`` + ``torch_dtype``; transformers 5 writes
-``rope_parameters`` + ``dtype``. Both are read. What the engine cannot run is refused here, with the reason.
-"""
-
-import json
 import math
-import sys
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from mtp_jax import config_json
 from mtp_jax.errors import ConfigError
-
-FP8_BLOCK = 128
-
-_MODEL_TYPES = {"deepseek_v3", "kimi_k2", "glm4_moe_lite", "joyai_llm_flash"}
-_INDEXER = "its sparse attention indexer is not implemented"
-_HYBRID = "its layers mix other kinds of attention with MLA"
-_REFUSED = {
-    "deepseek_v4": "its compressed sparse attention and hyper-connections are a different architecture",
-    "deepseek_v32": _INDEXER,
-    "deepseek_v2": "its softmax router is not implemented",
-    "glm_moe_dsa": _INDEXER,
-    "glm5_next": _HYBRID,
-    "glm4_moe": "it uses grouped-query attention instead of MLA",
-    "kimi_k3": _HYBRID,
-    "kimi_k25": "it nests a text model beside a vision model",
-    "mistral4": "its softmax router and query scaling are not implemented",
-    "longcat_flash": "its double attention blocks and zero experts are not implemented",
-}
 
 
 @dataclass(frozen=True)
@@ -116,25 +93,24 @@ class ModelConfig:
     @classmethod
     def from_file(cls, path: str | Path) -> "ModelConfig":
         """Read ``config.json``. Raises ConfigError for unreadable JSON or an unsupported model."""
-        return cls.from_dict(read_json(path))
+        return cls.from_dict(config_json.read_json(path))
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> "ModelConfig":
         """Build from the parsed JSON of either dialect. Raises ConfigError."""
-        _refuse_unsupported(raw)
-        known = {f.name for f in fields(cls)}
-        values = _dense_layers(raw) | {k: v for k, v in raw.items() if k in known and v is not None}
-        for key in ("rope_scaling", "fp8", "dtype", "nextn_moe"):
-            values.pop(key, None)
+        translated = config_json.translate(raw)
+        known = {f.name: f for f in fields(cls)}
+        values = {k: v for k, v in raw.items() if k in known and v is not None} | translated
         moe = bool(values.get("n_routed_experts"))
-        required = [n for n in (*_REQUIRED, *(_REQUIRED_OF_MOE if moe else ())) if n not in values]
-        if required:
-            raise ConfigError(f"config.json lacks {', '.join(required)}; a DeepSeek-V3 config has them all")
+        required = [n for n, f in known.items() if f.default is MISSING]
+        missing = [n for n in (*required, *(_REQUIRED_OF_MOE if moe else ())) if n not in values]
+        if missing:
+            raise ConfigError(f"config.json lacks {', '.join(missing)}; a DeepSeek-V3 config has them all")
         if not moe:
             values["first_k_dense_replace"] = values["num_hidden_layers"]
-        values |= _rope(raw) | {"dtype": _dtype(raw), "fp8": _fp8(raw)}
-        eos = raw.get("eos_token_id", 1)
-        values["eos_token_ids"] = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+        yarn, ue8m0 = values["rope_scaling"], values["fp8"]
+        values["rope_scaling"] = None if yarn is None else YarnConfig(**yarn)
+        values["fp8"] = None if ue8m0 is None else Fp8Config(ue8m0)
         try:
             count = values.get("num_nextn_predict_layers", 0)
             values["nextn_moe"] = tuple(raw.get("nextn_moe", [moe] * count))
@@ -198,7 +174,11 @@ class ModelConfig:
         return replace(self, eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,))
 
 
-_REQUIRED = (
+# Their defaults in transformers are DeepSeek-V3's own values, which a file of another model must not fall
+# back to.
+_REQUIRED_OF_MOE = ("moe_intermediate_size", "num_experts_per_tok", "routed_scaling_factor")
+
+_POSITIVE = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -208,133 +188,11 @@ _REQUIRED = (
     "qk_nope_head_dim",
     "qk_rope_head_dim",
     "v_head_dim",
+    "max_position_embeddings",
+    "n_group",
+    "topk_group",
+    "moe_layer_freq",
 )
-
-# Their defaults in transformers are DeepSeek-V3's own values, which a file of another model must not fall
-# back to.
-_REQUIRED_OF_MOE = ("moe_intermediate_size", "num_experts_per_tok", "routed_scaling_factor")
-
-
-def read_json(path: str | Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises ConfigError naming the file."""
-    path = Path(path)
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as e:
-        raise ConfigError(
-            f"{path} does not exist; a model directory holds config.json and safetensors"
-        ) from e
-    except (OSError, ValueError, RecursionError) as e:
-        raise ConfigError(f"{path} is not readable JSON: {e}") from e
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds a JSON {type(value).__name__}; expected an object")
-    return value
-
-
-def _refuse_unsupported(raw: dict[str, Any]) -> None:
-    kind = raw.get("model_type")
-    if kind is None:  # the architecture's name says it as well
-        named = raw.get("architectures")
-        first = str(named[0]) if isinstance(named, list) and named else "DeepseekV3ForCausalLM"
-        kind = "deepseek_v3" if first.startswith(("DeepseekV3For", "DeepseekMTPFor")) else first
-    if str(kind).removesuffix("_mtp") not in _MODEL_TYPES:  # xLLM's name for an export of the NextN layer
-        plain = str(kind).lower().replace("_", "")
-        reasons = [r for k, r in _REFUSED.items() if plain.startswith(k.replace("_", ""))]
-        why = f": {reasons[0]}" if reasons else f"; expected one of {', '.join(sorted(_MODEL_TYPES))}"
-        raise ConfigError(f"model_type {kind!r} is not supported{why}")
-    if raw.get("index_topk") is not None or raw.get("index_n_heads") is not None:
-        raise ConfigError(f"the config has index_topk, as DeepSeek-V3.2 does: {_INDEXER}")
-    for key, allowed in (
-        ("scoring_func", "sigmoid"),
-        ("topk_method", "noaux_tc"),
-        ("hidden_act", "silu"),
-        ("attention_bias", False),
-        ("partial_rotary_factor", 1),
-    ):
-        got = raw.get(key)
-        if got is not None and got != allowed:
-            raise ConfigError(f"{key} = {got!r} is not supported; expected {allowed!r}")
-
-
-def _dense_layers(raw: dict[str, Any]) -> dict[str, Any]:
-    """first_k_dense_replace from transformers 5's list of layer types."""
-    kinds = raw.get("mlp_layer_types")
-    if kinds is None:
-        return {}
-    dense = kinds.count("dense") if isinstance(kinds, list) else 0
-    if not isinstance(kinds, list) or kinds != ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
-        raise ConfigError(
-            f"mlp_layer_types = {kinds!r:.200} is not supported; expected 'dense's, then 'sparse's"
-        )
-    return {"first_k_dense_replace": dense}
-
-
-def _rope(raw: dict[str, Any]) -> dict[str, Any]:
-    rope, scaling = (raw.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
-    if not isinstance(rope, dict) or not isinstance(scaling, dict):
-        raise ConfigError(
-            f"rope_parameters = {rope!r:.200}, rope_scaling = {scaling!r:.200}; expected objects or null"
-        )
-    theta = raw.get("rope_theta") or rope.get("rope_theta") or 10000.0
-    return {"rope_theta": _number("rope_theta", theta), "rope_scaling": _yarn(raw, scaling or rope)}
-
-
-def _yarn(raw: dict[str, Any], scaling: dict[str, Any]) -> YarnConfig | None:
-    kind = scaling.get("rope_type") or scaling.get("type") or ("none" if "factor" in scaling else "default")
-    if kind == "default":
-        return None
-    if kind != "yarn":
-        raise ConfigError(f"rope scaling {kind!r} is not supported; expected 'yarn' or null")
-    if scaling.get("truncate") is False:
-        raise ConfigError(
-            "yarn rope scaling with truncate = false is not supported; expected true or no such key"
-        )
-    names = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
-    values = {name: _number(name, scaling[name]) for name in names if scaling.get(name) is not None}
-    if "factor" not in values:
-        raise ConfigError(f"yarn rope scaling has no factor: {scaling!r:.200}")
-    original: Any = scaling.get("original_max_position_embeddings") or raw.get("max_position_embeddings")
-    return YarnConfig(original_max_position_embeddings=original, **values)
-
-
-def _number(name: str, value: Any) -> float:
-    if not _is_number(value):
-        raise ConfigError(f"{name} = {value!r:.200}; expected a number")
-    return float(value)
-
-
-def _is_number(value: Any) -> bool:
-    """Whether ``value`` is a finite number that a float can hold; JSON has longer ones, and NaN."""
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
-
-
-def _dtype(raw: dict[str, Any]) -> str:
-    name = str(raw.get("torch_dtype") or raw.get("dtype") or "bfloat16").removeprefix("torch.")
-    if name not in ("float32", "bfloat16"):
-        raise ConfigError(f"dtype {name!r} is not supported; expected float32 or bfloat16")
-    return name
-
-
-def _fp8(raw: dict[str, Any]) -> Fp8Config | None:
-    quant = raw.get("quantization_config")
-    if not quant:  # xLLM's export writes the empty string
-        return None
-    if not isinstance(quant, dict) or quant.get("quant_method") != "fp8":
-        method = quant.get("quant_method") if isinstance(quant, dict) else quant
-        raise ConfigError(f"quantization {method!r} is not supported; expected fp8 with 128x128 blocks")
-    if quant.get("weight_block_size") != [FP8_BLOCK, FP8_BLOCK] or quant.get("fmt", "e4m3") != "e4m3":
-        raise ConfigError(
-            f"fp8 with weight_block_size {quant.get('weight_block_size')} and fmt {quant.get('fmt')} is not "
-            "supported; expected [128, 128] and e4m3"
-        )
-    if quant.get("activation_scheme", "dynamic") != "dynamic":
-        raise ConfigError(
-            f"fp8 with activation_scheme {quant['activation_scheme']!r} is not supported; expected 'dynamic'"
-        )
-    return Fp8Config(ue8m0=quant.get("scale_fmt") == "ue8m0")
-
-
-_POSITIVE = (*_REQUIRED, "max_position_embeddings", "n_group", "topk_group", "moe_layer_freq")
 _NATURAL = (
     "moe_intermediate_size",
     "n_routed_experts",
@@ -358,7 +216,7 @@ def _check(c: ModelConfig) -> None:
     for name in _NATURAL:
         need(whole(getattr(c, name), 0), name, "an integer >= 0")
     for name in ("rms_norm_eps", "rope_theta", "routed_scaling_factor"):
-        need(_is_number(getattr(c, name)) and getattr(c, name) > 0, name, "a positive number")
+        need(config_json.is_number(getattr(c, name)) and getattr(c, name) > 0, name, "a positive number")
     for name in ("norm_topk_prob", "rope_interleave", "tie_word_embeddings"):
         need(type(getattr(c, name)) is bool, name, "true or false")
     need(c.q_lora_rank is None or whole(c.q_lora_rank, 1), "q_lora_rank", "a positive integer or null")

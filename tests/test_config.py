@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from mtp_jax.config import Fp8Config, ModelConfig, YarnConfig, read_json
+from mtp_jax.config import Fp8Config, ModelConfig, YarnConfig
+from mtp_jax.config_json import read_json
 from mtp_jax.errors import ConfigError
 from tests.golden import VARIANTS, model_dir
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from mtp_jax.checkpoint.safetensors_file import Tensor, open_file, strict_json
-from mtp_jax.config import ModelConfig, read_json
+from mtp_jax.config import ModelConfig
+from mtp_jax.config_json import read_json
 from mtp_jax.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"

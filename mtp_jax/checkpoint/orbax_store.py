@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from mtp_jax.checkpoint.folder import read_config, text_files
 from mtp_jax.checkpoint.read import Loaded, Progress, load_folder
 from mtp_jax.checkpoint.write import write_json
-from mtp_jax.config import ModelConfig, read_json
+from mtp_jax.config import ModelConfig
+from mtp_jax.config_json import read_json
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.params import Fp8, Params, Spec, dtype_of, nextn_specs, trunk_specs, type_of
 from mtp_jax.model.sharding import check_divisible, partition

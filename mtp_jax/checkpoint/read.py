@@ -14,7 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from mtp_jax.checkpoint.fp8 import SCALE_SUFFIX, dequantise
 from mtp_jax.checkpoint.plan import HEAD, Plan, make_plan, spec_names
 from mtp_jax.checkpoint.safetensors_file import Tensor
-from mtp_jax.config import FP8_BLOCK, ModelConfig
+from mtp_jax.config import ModelConfig
+from mtp_jax.config_json import FP8_BLOCK
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.params import Fp8, Params, Spec, dtype_of, scale_spec, type_of
 from mtp_jax.model.sharding import check_divisible, partition, ways

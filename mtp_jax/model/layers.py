@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mtp_jax.config import FP8_BLOCK, ModelConfig
+from mtp_jax.config import ModelConfig
+from mtp_jax.config_json import FP8_BLOCK
 from mtp_jax.model.device import platform
 from mtp_jax.model.params import Fp8, Mlp
 
