@@ -63,7 +63,7 @@ def test_export_and_convert(capsys, tmp_path):
     assert cli.main(["info", str(orbax), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["nextn_layout"] == "Orbax"
     assert cli.main(["export-nextn", str(V3), str(nextn)]) == 2
-    assert "already holds safetensors files" in capsys.readouterr().err
+    assert "is there already and not empty" in capsys.readouterr().err
 
 
 def test_train(capsys, monkeypatch, tmp_path):

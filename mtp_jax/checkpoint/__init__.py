@@ -4,11 +4,10 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
-from mtp_jax.checkpoint.orbax_store import convert, is_orbax, restore, save
+from mtp_jax.checkpoint.orbax_store import check_no_draft, convert, is_orbax, restore, save
 from mtp_jax.checkpoint.read import Fp8Weights, Loaded, Progress, load_folder
 from mtp_jax.checkpoint.summary import Summary, summarise
 from mtp_jax.checkpoint.write import export_nextn, save_checkpoint
-from mtp_jax.errors import CheckpointError
 from mtp_jax.model.device import is_hopper
 
 __all__ = [
@@ -66,11 +65,7 @@ def load(
             num_nextn_layers=num_nextn_layers,
             progress=progress,
         )
-    if draft_model is not None:
-        raise CheckpointError(
-            f"{model_dir} is an Orbax folder, which holds its own NextN layers: draft_model = {draft_model} "
-            "has no place in it; give draft_model to `mtp-jax convert` instead"
-        )
+    check_no_draft(model_dir, draft_model)
     loaded = restore(model_dir, mesh, dtype, num_nextn_layers)
     if progress:
         progress(loaded.bytes_read, loaded.bytes_read)

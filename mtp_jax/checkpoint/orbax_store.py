@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from mtp_jax.checkpoint.folder import read_config, text_files
 from mtp_jax.checkpoint.read import Loaded, Progress, load_folder
-from mtp_jax.checkpoint.write import write_json
+from mtp_jax.checkpoint.write import new_folder, write_json
 from mtp_jax.config import ModelConfig
 from mtp_jax.config_json import read_json
 from mtp_jax.errors import CheckpointError, ConfigError
@@ -40,6 +40,15 @@ class About:
     config: ModelConfig
     specs: Params
     dtype: str
+
+
+def check_no_draft(path: str | Path, draft_model: str | Path | None) -> None:
+    """Raises CheckpointError if NextN layers of elsewhere are given for a folder of Orbax."""
+    if draft_model is not None:
+        raise CheckpointError(
+            f"{path} is an Orbax folder, which holds its own NextN layers: draft_model = {draft_model} "
+            "has no place in it; give draft_model to `mtp-jax convert` instead"
+        )
 
 
 def read_about(path: Path) -> About:
@@ -139,11 +148,15 @@ def convert(
     mesh: Mesh | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Load a folder in Hugging Face layout and write it with Orbax, its tokenizer files beside it."""
+    """Load a folder in Hugging Face layout and write it with Orbax, its tokenizer files beside it.
+
+    Raises CheckpointError, before anything is read, if the folder to write holds anything.
+    """
+    out_dir = new_folder(out_dir)
     loaded = load_folder(model_dir, draft_model, dtype=dtype, mesh=mesh, progress=progress)
     save(out_dir, loaded.config, loaded.params)
     for file in text_files(Path(model_dir)):
-        shutil.copyfile(file, Path(out_dir) / file.name)
+        shutil.copyfile(file, out_dir / file.name)
 
 
 @contextmanager

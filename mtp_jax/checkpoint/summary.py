@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from mtp_jax.checkpoint.orbax_store import is_orbax, read_about
+from mtp_jax.checkpoint.orbax_store import check_no_draft, is_orbax, read_about
 from mtp_jax.checkpoint.plan import make_plan
 from mtp_jax.config import ModelConfig
 from mtp_jax.model.params import Moe, Params, Spec, dtype_of, param_specs, type_of
@@ -90,6 +90,7 @@ def summarise(model_dir: str | Path, draft_model: str | Path | None = None) -> S
     """
     stored: dict[str, Stored] = {}
     if is_orbax(model_dir):
+        check_no_draft(model_dir, draft_model)
         about = read_about(Path(model_dir))
         for spec in jax.tree.leaves(about.specs):
             kind = np.dtype(dtype_of(spec, about.dtype))

@@ -83,16 +83,14 @@ def export_nextn(model_dir: str | Path, out_dir: str | Path) -> None:
 
     Tensors are copied byte for byte, fp8 with its scales; copies of the trunk's embedding and head are left
     out.
-    Raises CheckpointError if the model has no NextN layer or the folder already holds safetensors.
+    Raises CheckpointError if the model has no NextN layer or the folder holds anything.
     """
-    plan, out = make_plan(model_dir), Path(out_dir)
+    plan, out = make_plan(model_dir), new_folder(out_dir)
     first, layers = plan.config.num_hidden_layers, plan.config.num_nextn_predict_layers
     if not layers:
         raise CheckpointError(
             f"{model_dir} has no NextN layer (num_nextn_predict_layers = 0): nothing to export"
         )
-    if out.exists() and any(out.glob("*.safetensors")):
-        raise CheckpointError(f"{out} already holds safetensors files; expected an empty or a new folder")
     copies = {name for name in plan.duplicates if is_copy(plan, name)}
     pieces = []
     for name, tensor in plan.tensors.items():
@@ -106,6 +104,14 @@ def export_nextn(model_dir: str | Path, out_dir: str | Path) -> None:
     _write_index(out, {file: pieces})
     changes = {"num_hidden_layers": layers, "architectures": ["DeepseekV3ForCausalLMNextN"]}
     write_json(out / "config.json", read_config(model_dir)[1] | changes)
+
+
+def new_folder(path: str | Path) -> Path:
+    """The path of a folder to write, which is not made yet. Raises CheckpointError if it holds anything."""
+    path = Path(path)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise CheckpointError(f"{path} is there already and not empty; name a new folder or an empty one")
+    return path
 
 
 def write_file(path: Path, pieces: Iterable[Piece]) -> None:

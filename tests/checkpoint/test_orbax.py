@@ -80,6 +80,8 @@ def test_convert(tmp_path: Path):
 def test_a_draft_has_no_place_beside_it(stored: Path):
     with pytest.raises(CheckpointError, match="give draft_model to `mtp-jax convert` instead"):
         load(stored, model_dir("v3"))
+    with pytest.raises(CheckpointError, match="give draft_model to `mtp-jax convert` instead"):
+        summarise(stored, model_dir("v3"))
 
 
 def test_summary(stored: Path):
@@ -93,6 +95,15 @@ def test_existing_folders_are_kept(stored: Path):
     whole = load(model_dir("mtp2"))
     with pytest.raises(CheckpointError, match="already holds an Orbax checkpoint"):
         save(stored, whole.config, whole.params)
+
+
+def test_convert_writes_to_no_folder_that_holds_something(tmp_path: Path):
+    source = tmp_path / "model"
+    shutil.copytree(model_dir("v3"), source)
+    before = (source / "config.json").read_bytes()
+    with pytest.raises(CheckpointError, match="is there already and not empty"):
+        convert(source, source)
+    assert (source / "config.json").read_bytes() == before
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {

@@ -175,5 +175,5 @@ def test_what_cannot_be_exported(tmp_path: Path):
     save_checkpoint(tmp_path / "none", before.config, before.params)
     with pytest.raises(CheckpointError, match="has no NextN layer"):
         export_nextn(tmp_path / "none", tmp_path / "draft")
-    with pytest.raises(CheckpointError, match="already holds safetensors files"):
+    with pytest.raises(CheckpointError, match="is there already and not empty"):
         export_nextn(model_dir("v3"), tmp_path / "none")
