@@ -84,7 +84,10 @@ def test_refusals(model, tmp_path, capsys):
     for given, message in (
         ([source, source], "is the input; name another file"),
         ([tmp_path / "none", tmp_path / "out"], "cannot be read"),
-        ([source, tmp_path / "out", "--in-flight", "0"], "--in-flight 0; expected 1 or more"),
+        (
+            [source, tmp_path / "out", "--in-flight", "0"],
+            "argument --in-flight: '0' is not an integer of 1 or more",
+        ),
     ):
         assert cli.main(["batch", *map(str, given)]) == 2
         assert message in capsys.readouterr().err

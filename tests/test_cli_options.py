@@ -207,7 +207,7 @@ ERRORS = [
         "--lines splits -f FILE or standard input; leave out -p and --token-ids",
     ),
     (["generate", V3, "--runs", 2, *IDS], "--runs has no effect without --compare"),
-    (["generate", V3, "--compare", "--runs", 0, *IDS], "--runs 0; expected at least 1"),
+    (["generate", V3, "--compare", "--runs", 0, *IDS], "'0' is not an integer of 1 or more"),
     (["generate", V3, "--compare", "--num-speculative-tokens", 0, *IDS], "--compare needs drafts"),
     (["generate", V3, "--compare", "-n", 2, *IDS], "--compare measures one completion"),
     (["generate", V3, "--compare", "--logprobs", 2, *IDS], "leave out --logprobs"),
@@ -228,6 +228,12 @@ ERRORS = [
     (["convert", V3], "the following arguments are required: out"),
     (["train", "--config", "nowhere.toml", "--out", "out"], "nowhere.toml"),
     (["train", "--out", "out"], "the following arguments are required: --config"),
+    (
+        ["bench", "host", "--rounds", 0],
+        "argument --rounds: '0' is not an integer of 1 or more; see `mtp-jax bench",
+    ),
+    (["bench", "soak", "--minutes", "nan"], "argument --minutes: 'nan' is not a number above 0"),
+    (["profile", "--phase", "verify", "--steps", 0, "--out", "o"], "'0' is not an integer of 1 or more"),
 ]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_jax.commands import show
 from mtp_jax.commands.options import add_engine, model_dir, open_llm, reporter
-from mtp_jax.commands.parser import Subparsers
+from mtp_jax.commands.parser import Subparsers, positive
 from mtp_jax.errors import EngineStopped, RequestError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def register(subparsers: Subparsers) -> None:
         "--served-model-name", metavar="NAME", help='the "model" of requests (default: its folder\'s name)'
     )
     parser.add_argument(
-        "--in-flight", type=int, metavar="N", help="requests in memory (default: two per slot)"
+        "--in-flight", type=positive, metavar="N", help="requests in memory (default: two per slot)"
     )
     parser.set_defaults(run=run)
 
@@ -49,8 +49,6 @@ def run(args: argparse.Namespace) -> int:
     """Answer the file. Returns the exit status: 1 if some line failed."""
     from mtp_jax import batch
 
-    if args.in_flight is not None and args.in_flight < 1:
-        raise RequestError(f"--in-flight {args.in_flight}; expected 1 or more")
     if args.target.exists() and args.target.samefile(args.source):
         raise RequestError(f"{args.target} is the input; name another file for the answers")
     lines = batch.count_lines(args.source)

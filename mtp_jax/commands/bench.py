@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtp_jax.commands import show
-from mtp_jax.commands.parser import Parser, Subparsers, integers
+from mtp_jax.commands.parser import Parser, Subparsers, integers, positive, positive_number
 from mtp_jax.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,11 +50,13 @@ def register(subparsers: Subparsers) -> None:
         sub.add_argument("--concurrency", type=integers, default=levels, help="requests at a time")
         sub.add_argument("--modes", type=_names, default=["off", "fixed", "adaptive"], help="of MTP")
         sub.add_argument("--depth", type=int, default=3, help="drafts per step; adaptive: at most")
-        sub.add_argument("--requests", type=int, help="per run (default: 4 per concurrent one, at least 16)")
-        sub.add_argument("--prompt-tokens", type=int, default=64)
-        sub.add_argument("--max-tokens", type=int, default=128)
+        sub.add_argument(
+            "--requests", type=positive, help="per run (default: 4 per concurrent one, at least 16)"
+        )
+        sub.add_argument("--prompt-tokens", type=positive, default=64)
+        sub.add_argument("--max-tokens", type=positive, default=128)
         sub.add_argument("--temperature", type=float, default=0.0, help="0: greedy, and tokens are compared")
-        sub.add_argument("--rounds", type=int, default=3, help="measured runs of every mode")
+        sub.add_argument("--rounds", type=positive, default=3, help="measured runs of every mode")
         sub.add_argument(
             "--simulate-acceptance",
             type=_numbers,
@@ -72,17 +74,19 @@ def register(subparsers: Subparsers) -> None:
     sub.add_argument(
         "--rate", type=_numbers, default=[], metavar="R,...", help="requests/s, Poisson arrivals"
     )
-    sub.add_argument("--requests", type=int, help="per run (default: 4 per concurrent one, 10 s of arrivals)")
-    sub.add_argument("--prompt-characters", type=int, default=256)
-    sub.add_argument("--max-tokens", type=int, default=128)
+    sub.add_argument(
+        "--requests", type=positive, help="per run (default: 4 per concurrent one, 10 s of arrivals)"
+    )
+    sub.add_argument("--prompt-characters", type=positive, default=256)
+    sub.add_argument("--max-tokens", type=positive, default=128)
     sub.add_argument("--temperature", type=float, default=0.0)
-    sub.add_argument("--rounds", type=int, default=3, help="measured runs at every level")
+    sub.add_argument("--rounds", type=positive, default=3, help="measured runs at every level")
     sub.add_argument("--compare", action="store_true", help="beside every run one without speculation")
 
     sub = command("soak", _soak, "random traffic against a server of its own; status 1 if it shows a fault")
     sub.add_argument("--model", default="demo", metavar="DIR", help="model directory, or demo")
-    sub.add_argument("--minutes", type=float, default=10.0)
-    sub.add_argument("--rate", type=float, default=3.0, help="requests per second")
+    sub.add_argument("--minutes", type=positive_number, default=10.0)
+    sub.add_argument("--rate", type=positive_number, default=3.0, help="requests per second")
     sub.add_argument("--seed", type=int, default=0)
     few_pages = ["--max-model-len", "512", "--num-pages", "16"]
     sub.add_argument("--serve-options", type=shlex.split, default=few_pages, help="of mtp-jax serve")
@@ -90,35 +94,35 @@ def register(subparsers: Subparsers) -> None:
     sub = on_model("depth", _depth, "decode speed against the number of drafts per step", plotted=True)
     sub.add_argument("--depths", type=integers, default=[0, 1, 2, 3, 4, 5])
     sub.add_argument("--temperature", type=float, default=0.0, help="0: greedy, and tokens are compared")
-    sub.add_argument("--prompts", type=int, default=64)
-    sub.add_argument("--prompt-tokens", type=int, default=64)
-    sub.add_argument("--max-tokens", type=int, default=128)
+    sub.add_argument("--prompts", type=positive, default=64)
+    sub.add_argument("--prompt-tokens", type=positive, default=64)
+    sub.add_argument("--max-tokens", type=positive, default=128)
 
     sub = on_model("acceptance", _acceptance, "how many drafts come true on held-out text")
     sub.add_argument("--temperatures", type=_numbers, default=[0.0, 0.7, 1.0])
     sub.add_argument("--depth", type=int, default=3)
-    sub.add_argument("--prompts", type=int, default=64)
-    sub.add_argument("--prompt-tokens", type=int, default=64)
-    sub.add_argument("--max-tokens", type=int, default=128)
+    sub.add_argument("--prompts", type=positive, default=64)
+    sub.add_argument("--prompt-tokens", type=positive, default=64)
+    sub.add_argument("--max-tokens", type=positive, default=128)
     sub.add_argument("--samples", type=int, default=4, help="completions to quote")
 
     sub = on_model("window", _window, "what a wider window costs, in time and in bytes")
     sub.add_argument("--windows", type=integers, default=[1, 2, 4, 8])
-    sub.add_argument("--rounds", type=int, default=40, help="calls per window")
+    sub.add_argument("--rounds", type=positive, default=40, help="calls per window")
     sub.add_argument("--depth", type=int, default=3, help="of the end-to-end comparison")
-    sub.add_argument("--prompts", type=int, default=8)
-    sub.add_argument("--max-tokens", type=int, default=64)
+    sub.add_argument("--prompts", type=positive, default=8)
+    sub.add_argument("--max-tokens", type=positive, default=64)
 
     sub = on_model("host", _host, "host time per step that the device does not hide")
-    sub.add_argument("--batch", type=int, default=8)
+    sub.add_argument("--batch", type=positive, default=8)
     sub.add_argument("--depth", type=int, default=3)
-    sub.add_argument("--steps", type=int, default=24, help="steps per round")
-    sub.add_argument("--rounds", type=int, default=6)
+    sub.add_argument("--steps", type=positive, default=24, help="steps per round")
+    sub.add_argument("--rounds", type=positive, default=6)
 
     sub = on_model("startup", _startup, "from starting the process to the first text")
-    sub.add_argument("--repeats", type=int, default=3)
+    sub.add_argument("--repeats", type=positive, default=3)
     sub.add_argument("--prompt", default="def fibonacci(n):")
-    sub.add_argument("--max-tokens", type=int, default=32)
+    sub.add_argument("--max-tokens", type=positive, default=32)
 
 
 def _run(args: Arguments) -> int:

@@ -17,7 +17,7 @@ from mtp_jax.commands.options import (
     reporter,
     sampling_params,
 )
-from mtp_jax.commands.parser import Subparsers, integers
+from mtp_jax.commands.parser import Subparsers, integers, positive
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import RequestError
 
@@ -49,7 +49,9 @@ def register(subparsers: Subparsers) -> None:
         action="store_true",
         help="measure the same without speculation beside it: speed and tokens",
     )
-    parser.add_argument("--runs", type=int, metavar="N", help="runs of each side to compare (default: 3)")
+    parser.add_argument(
+        "--runs", type=positive, metavar="N", help="runs of each side to compare (default: 3)"
+    )
     add_engine(parser)
     add_sampling(parser, max_tokens=128, several=True)
     parser.set_defaults(run=run)
@@ -87,8 +89,6 @@ def _check(args: argparse.Namespace, params: SamplingParams) -> None:
         if args.runs is not None:
             raise RequestError("--runs has no effect without --compare; add it, or leave --runs out")
         return
-    if args.runs is not None and args.runs < 1:
-        raise RequestError(f"--runs {args.runs}; expected at least 1")
     if args.num_speculative_tokens == 0:
         raise RequestError("--compare needs drafts to compare with none: --num-speculative-tokens 1 or more")
     wrong = [o for o, given in (("--lines", args.lines), ("-n", params.n > 1)) if given]

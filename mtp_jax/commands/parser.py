@@ -1,6 +1,7 @@
 """argparse with one-line errors, and the types that options have."""
 
 import argparse
+import math
 from typing import Any, NoReturn, Protocol
 
 
@@ -22,6 +23,24 @@ class Subparsers(Protocol):
     def add_parser(self, name: str, *, help: str, **options: Any) -> Parser:
         """The parser of a new subcommand; ``help`` is its line in the list of all."""
         ...
+
+
+def positive(text: str) -> int:
+    """An integer of 1 or more: "3"."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of 1 or more")
+    return int(text)
+
+
+def positive_number(text: str) -> float:
+    """A number above 0: "0.5"."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
 
 
 def integers(text: str) -> list[int]:

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from mtp_jax.commands import show
-from mtp_jax.commands.parser import Subparsers
+from mtp_jax.commands.parser import Subparsers, positive
 
 _DESCRIPTION = """\
 Keep an engine in one phase, time its steps, trace them, and write a folder: report.md with the time by named
@@ -17,9 +17,9 @@ def register(subparsers: Subparsers) -> None:
     add = parser.add_argument
     add("--phase", required=True, choices=("prefill", "decode", "verify", "mixed"), help="what the steps do")
     add("--model", default="demo", metavar="DIR", help="model directory (default: the demo model)")
-    add("--batch", type=int, default=8, metavar="N", help="slots (default: 8)")
-    add("--input-len", type=int, default=128, metavar="N", help="tokens of every prompt (default: 128)")
-    add("--steps", type=int, default=10, metavar="N", help="steps to time, and to trace (default: 10)")
+    add("--batch", type=positive, default=8, metavar="N", help="slots (default: 8)")
+    add("--input-len", type=positive, default=128, metavar="N", help="tokens of every prompt (default: 128)")
+    add("--steps", type=positive, default=10, metavar="N", help="steps to time, and to trace (default: 10)")
     add("--depth", type=int, default=3, metavar="K", help="drafts per step; decode has none (default: 3)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
     add("--out", type=Path, required=True, metavar="DIR", help="where to write")

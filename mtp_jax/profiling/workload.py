@@ -40,9 +40,6 @@ def start(
 
     Raises ConfigError for what a phase or the model cannot do.
     """
-    for name, value in (("--batch", batch), ("--input-len", input_len), ("--steps", steps)):
-        if value < 1:
-            raise ConfigError(f"{name} {value}; expected 1 or more")
     if phase in ("verify", "mixed") and depth < 1:
         raise ConfigError(f"--phase {phase} verifies drafts: --depth 1 or more")
     depth = 0 if phase == "decode" else depth

@@ -101,17 +101,9 @@ def test_a_compilation_among_the_measured_steps_is_an_error(subject, profiled, m
         run.profile(subject, MIXED, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"phase": "verify", "depth": 0}, "--depth 1 or more"),
-        ({"steps": 0}, "--steps 0; expected 1 or more"),
-    ],
-)
-def test_refusals(subject, changed, message):
-    given = {"phase": "verify", "batch": 2, "input_len": 8, "depth": 2, "steps": 2, "temperature": 0.0}
-    with pytest.raises(ConfigError, match=message):
-        workload.start(subject, **given | changed)
+def test_a_verifying_phase_needs_drafts(subject):
+    with pytest.raises(ConfigError, match="--depth 1 or more"):
+        workload.start(subject, "verify", batch=2, input_len=8, depth=0, steps=2, temperature=0.0)
 
 
 def test_the_command_prints_the_report(subject, profiled, monkeypatch, capsys, tmp_path):
