@@ -76,14 +76,11 @@ class Job:
             raise RequestError(
                 "the model directory has no tokenizer.json; give token ids and no stop strings"
             )
-        ids = tokenizer.encode(prompt) if isinstance(prompt, str) and tokenizer else list(prompt)
-        wrong = next((t for t in ids if not isinstance(t, Integral)), None)
-        if wrong is not None:
-            raise RequestError(f"the prompt holds {wrong!r}; expected a string or a list of token ids")
         self.prompt = prompt if isinstance(prompt, str) else None
+        ids = _ids(prompt, tokenizer)
         self.params = params
         seeds = [None if params.seed is None else (params.seed + i) % 2**32 for i in range(params.n)]
-        self.parts = [Part(engine.make_request(ids, params, seed, **options), tokenizer) for seed in seeds]  # type: ignore[arg-type]
+        self.parts = [Part(engine.make_request(ids, params, seed, **options), tokenizer) for seed in seeds]
         self._ids = list(self.parts[0].request.prompt)
 
     def output(self) -> RequestOutput:
@@ -118,3 +115,14 @@ class Job:
             ),
             cached_tokens=first.cached_tokens,
         )
+
+
+def _ids(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
+    if isinstance(prompt, str):
+        assert tokenizer is not None
+        return tokenizer.encode(prompt)
+    ids = list(prompt)
+    wrong = next((t for t in ids if not isinstance(t, Integral)), None)
+    if wrong is not None:
+        raise RequestError(f"the prompt holds {wrong!r}; expected a string or a list of token ids")
+    return ids

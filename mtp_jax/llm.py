@@ -4,12 +4,13 @@ generate -> Engine.step -> compiled step -> tokens -> Part.advance -> text
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
+from typing import cast
 
 import jax
 from jax.sharding import Mesh
@@ -183,7 +184,7 @@ class LLM:
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Complete one prompt, yielding the output so far whenever it has grown. Closing the iterator aborts.
 
         Several streams may be open at once, and ``generate`` called meanwhile.
@@ -240,7 +241,7 @@ class LLM:
         with self._report.phase("compile", "executables") as update:
             self.engine.prepare([part.request for part in parts], update)
 
-    def _outputs(self, job: Job) -> Iterator[RequestOutput]:
+    def _outputs(self, job: Job) -> Generator[RequestOutput, None, None]:
         self._prepare([job])
         with self._serving([job]) as parts:
             shown = 0
@@ -284,5 +285,5 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     items = list(prompts)
     if items and isinstance(items[0], Integral):
-        return [items]  # type: ignore[list-item]
-    return items  # type: ignore[return-value]
+        return [cast(list[int], items)]
+    return cast(list[Prompt], items)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,11 +124,11 @@ async def _warm(http: httpx2.AsyncClient, server: subprocess.Popen[bytes], log: 
 
 async def metrics(http: httpx2.AsyncClient) -> dict[str, float]:
     """The sums of /metrics by name."""
-    found: Counter[str] = Counter()
+    found: dict[str, float] = defaultdict(float)
     response = await http.get("/metrics")
     for family in text_string_to_metric_families(response.raise_for_status().text):
         for sample in family.samples:
-            found[sample.name] += sample.value  # type: ignore[assignment]
+            found[sample.name] += sample.value
     return dict(found)
 
 

@@ -41,7 +41,7 @@ def stream(
         shown = text
         if stopped():
             break
-    updates.close()  # type: ignore[attr-defined]
+    updates.close()
     if not shown.endswith("\n"):
         write("\n")
     return output

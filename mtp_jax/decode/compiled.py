@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -183,14 +183,14 @@ class Executables:
 
     def cover(self, need: Covering) -> Covering:
         """The cheapest compiled key that covers ``need``. Raises ConfigError if there is none."""
-        found = self._covering.get(need)
+        found = cast("Covering | None", self._covering.get(need))
         if found is None:
             with self._lock:
                 able = [k for k in self._compiled if isinstance(k, type(need)) and k.covers(need)]
                 if not able:
                     raise ConfigError(f"no executable covers {need}; compile it first (Engine.prepare)")
                 found = self._covering[need] = min(able, key=lambda k: k.cost)
-        return found  # type: ignore[return-value]
+        return found
 
     def step(self, key: StepKey, params: Params, state: State) -> tuple[State, StepResult]:
         """Run a compiled step."""
