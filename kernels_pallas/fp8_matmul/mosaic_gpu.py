@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kernels_pallas.grouped_matmul import mosaic_gpu as grouped
+from kernels_pallas.grouped_matmul.layout import Tiles
 from kernels_pallas.grouped_matmul.tile import Tile
 
 
@@ -32,11 +33,9 @@ def fp8_matmul(
     Raises:
         ValueError: for dtypes and sizes that the tile does not fit.
     """
-    tiles = x.shape[0] // tile.rows
-    # Constants of the program. Groups of no tile follow: launches fill in what is equal or counts up.
-    tile_group = jnp.asarray(np.array([0] * tiles + [1, 0], np.int32))
-    end = jnp.asarray(np.array([tiles], np.int32))
-    out = grouped.grouped_matmul(
-        x, w[None], x_scale, w_scale[None], tile_group, end, tile=tile, interpret=interpret
-    )
+    first = np.arange(0, x.shape[0], tile.rows, np.int32)
+    # One array, so that it is a constant of the program: launches would fill in what is equal or counts up.
+    table = np.stack([np.zeros_like(first), first, np.full_like(first, tile.rows)])
+    tiles = Tiles(jnp.asarray(table), jnp.asarray(np.array([first.size], np.int32)))
+    out = grouped.grouped_matmul(x, w[None], x_scale, w_scale[None], tiles, tile=tile, interpret=interpret)
     return out if tile.splits == 1 else (out[0].sum(axis=0).astype(jnp.bfloat16),)

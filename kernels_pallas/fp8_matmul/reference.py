@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels_pallas.grouped_matmul import reference as grouped
+from kernels_pallas.grouped_matmul.layout import Tiles
 
 
 def fp8_matmul(
@@ -13,5 +14,6 @@ def fp8_matmul(
     w_scale: Float[Array, "b n k"],
 ) -> tuple[Array, ...]:
     """What ``mosaic_gpu.fp8_matmul`` computes: float32 [M, N], or e4m3 and its scales when gated."""
-    tile_group, end = jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)
-    return grouped.grouped_matmul(x, w[None], x_scale, w_scale[None], tile_group, end)
+    rows = x.shape[0]
+    tiles = Tiles(jnp.array([[0], [0], [rows]], jnp.int32), jnp.ones(1, jnp.int32))
+    return grouped.grouped_matmul(x, w[None], x_scale, w_scale[None], tiles, rows=rows)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.grouped_matmul import mosaic_gpu, reference
-from kernels_pallas.grouped_matmul.layout import Groups, group_rows
+from kernels_pallas.grouped_matmul.layout import Tiles, group_rows
 from kernels_pallas.grouped_matmul.tile import Tile
 from kernels_pallas.quantised import BLOCK, Quantised, quantise
 
@@ -53,15 +53,22 @@ def expert_mlp(
     experts, _, inner, _ = gate_up.shape
     gated = choose_tile(rows_per_expert, inner, gated=True)
     groups = group_rows(ids.reshape(-1), experts, gated.rows)
-    token = groups.source // ids.shape[1]
+    token = jnp.clip(groups.source // ids.shape[1], 0, x.shape[0] - 1)
     if not isinstance(x, Quantised) and gate_up_scale is not None:
         x = quantise(x)
-    rows, scale = (x.values[token], x.scale[:, token]) if isinstance(x, Quantised) else (x[token], None)
-    hidden = grouped_matmul(rows, gate_up, scale, gate_up_scale, groups, gated, implementation, interpret)
+    if isinstance(x, Quantised):
+        rows, scale = x.values[token], x.scale[:, token[_rows(groups.tiles, gated.rows)]]
+    else:
+        rows, scale = x[token], None
+    hidden = grouped_matmul(
+        rows, gate_up, scale, gate_up_scale, groups.tiles, gated, implementation, interpret
+    )
     plain = choose_tile(rows_per_expert, down.shape[1], gated=False)
     hidden, scale = hidden if len(hidden) == 2 else (hidden[0], None)
     down_scale = None if down_scale is None else down_scale[:, None]
-    (y,) = grouped_matmul(hidden, down[:, None], scale, down_scale, groups, plain, implementation, interpret)
+    (y,) = grouped_matmul(
+        hidden, down[:, None], scale, down_scale, groups.tiles, plain, implementation, interpret
+    )
     # Slots of no pair hold anything, NaN perhaps: a zero weight would not silence it.
     mine = (groups.place < y.shape[0]).reshape(ids.shape)
     parts = y[jnp.minimum(groups.place, y.shape[0] - 1)].reshape(*ids.shape, -1).astype(jnp.float32)
@@ -71,20 +78,23 @@ def expert_mlp(
 def grouped_matmul(
     x: Float[Array, "M K"],
     w: Float[Array, "E b N K"],
-    x_scale: Float[Array, "k M"] | None,
+    x_scale: Float[Array, "k R"] | None,
     w_scale: Float[Array, "E b n k"] | None,
-    groups: Groups,
+    tiles: Tiles,
     tile: Tile,
     implementation: Implementation,
     interpret: Any = None,
 ) -> tuple[Array, ...]:
     """``mosaic_gpu.grouped_matmul``, or the same in plain jnp with implementation "xla"."""
     if implementation == "mosaic_gpu":
-        return mosaic_gpu.grouped_matmul(
-            x, w, x_scale, w_scale, groups.tile_group, groups.end, tile=tile, interpret=interpret
-        )
-    y = reference.grouped_matmul(x, w, x_scale, w_scale, groups.tile_group, groups.end)
+        return mosaic_gpu.grouped_matmul(x, w, x_scale, w_scale, tiles, tile=tile, interpret=interpret)
+    y = reference.grouped_matmul(x, w, x_scale, w_scale, tiles, rows=tile.rows)
     return y if len(y) == 2 else (y[0].astype(jnp.bfloat16),)
+
+
+def _rows(tiles: Tiles, rows: int) -> Int[Array, " R"]:
+    """Slot of every row of every tile."""
+    return (tiles.table[1][:, None] + jnp.arange(rows)).reshape(-1)
 
 
 def choose_tile(rows_per_group: int, columns: int, *, gated: bool) -> Tile:

@@ -11,6 +11,7 @@ from jaxtyping import Array
 from kernels_pallas.checking.case import Case, Inputs, Work
 from kernels_pallas.grouped_matmul import bench, mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.api import choose_tile
+from kernels_pallas.grouped_matmul.layout import ALIGNMENT, Tiles
 from kernels_pallas.grouped_matmul.tile import Tile
 from kernels_pallas.quantised import BLOCK, FP8_MAX, TINY, quantise
 
@@ -26,6 +27,7 @@ class Shape:
         fp8: e4m3 with block scales, or bfloat16.
         tile: how the work is cut.
         spare: tiles at the end that hold nothing.
+        gap: slots that no group has, before each.
     """
 
     rows: tuple[int, ...]
@@ -35,11 +37,19 @@ class Shape:
     tile: Tile
     fp8: bool = True
     spare: int = 0
+    gap: int = 0
 
     @property
-    def tiles(self) -> tuple[int, ...]:
-        """Group of each tile that holds anything."""
-        return tuple(g for g, n in enumerate(self.rows) for _ in range(-(-n // self.tile.rows)))
+    def tiles(self) -> tuple[tuple[int, int, int], ...]:
+        """Group, first row and number of rows of each tile that holds anything."""
+        found, first = [], 0
+        for group, size in enumerate(self.rows):
+            first += self.gap
+            end = first - (-size // ALIGNMENT) * ALIGNMENT
+            for row in range(first, end, self.tile.rows):
+                found.append((group, row, min(end - row, self.tile.rows)))
+            first = end
+        return tuple(found)
 
 
 def shapes() -> dict[str, Shape]:
@@ -47,7 +57,7 @@ def shapes() -> dict[str, Shape]:
     few, many = Tile(64, 128, 2, thread_blocks=2), Tile(128, 128, 3, thread_blocks=2)
     wide, narrow = Tile(64, 256, 2, thread_blocks=3), Tile(128, 64, 2, thread_blocks=2)
     shapes = {
-        "small-gated": Shape((3, 0, 70), 256, 256, True, few, spare=1),
+        "small-gated": Shape((3, 0, 70), 256, 256, True, few, spare=1, gap=8),
         "small-gated-many": Shape((130,), 256, 256, True, many, spare=1),
         "small-down": Shape((5, 64, 1), 256, 384, False, wide, spare=2),
         "small-down-many": Shape((1, 130), 128, 256, False, many),
@@ -78,41 +88,46 @@ def case(name: str, shape: Shape) -> Case:
         name=f"grouped_matmul/{name}",
         inputs=partial(inputs, shape),
         kernel=partial(run, shape),
-        reference=reference.grouped_matmul,
+        reference=partial(reference.grouped_matmul, rows=shape.tile.rows),
         work=work(shape),
         small=name.startswith("small-"),
-        baselines=bench.baselines(),
+        baselines=bench.baselines(shape.tile.rows),
     )
 
 
 def inputs(shape: Shape, key: jax.Array) -> Inputs:
-    """Random operands; every slot of a tile that holds anything is filled."""
+    """Random operands."""
     keys = jax.random.split(key, 3)
-    tiles = shape.tiles
-    rows = (len(tiles) + shape.spare) * shape.tile.rows
+    held = shape.tiles
+    rows = held[-1][1] + shape.tile.rows
     blocks = 2 if shape.gated else 1
     x = jax.random.normal(keys[0], (rows, shape.terms), jnp.bfloat16)
     w = jax.random.normal(keys[1], (len(shape.rows), blocks, shape.columns, shape.terms), jnp.bfloat16)
-    tile_group = jnp.array(tiles + (0,) * shape.spare, jnp.int32)
-    end = jnp.array([len(tiles)], jnp.int32)
+    table = jnp.array((*held, *((0, 0, 0),) * shape.spare), jnp.int32).T
+    tiles = Tiles(table, jnp.array([len(held)], jnp.int32))
     if not shape.fp8:
-        return x, w / jnp.bfloat16(shape.terms**0.5), None, None, tile_group, end
-    rows = quantise(x)
+        return x, w / jnp.bfloat16(shape.terms**0.5), None, None, tiles
+    quantised = quantise(x)
+    x_scale = quantised.scale[:, (table[1][:, None] + jnp.arange(shape.tile.rows)).reshape(-1)]
     blocked = (*w.shape[:2], -(-shape.columns // BLOCK), shape.terms // BLOCK)
     w_scale = jax.random.uniform(keys[2], blocked, minval=0.5, maxval=1.5) * shape.terms**-0.5
-    return rows.values, w.astype(jnp.float8_e4m3fn), rows.scale, w_scale, tile_group, end
+    return quantised.values, w.astype(jnp.float8_e4m3fn), x_scale, w_scale, tiles
 
 
 def run(shape: Shape, *inputs: Any, interpret: Any = None) -> tuple[Array, ...]:
     """The kernel, and what the reference has where it writes nothing."""
     out = mosaic_gpu.grouped_matmul(*inputs, tile=shape.tile, interpret=interpret)
-    written = jnp.arange(inputs[0].shape[0]) < inputs[-1][-1] * shape.tile.rows
-    if len(out) == 2:
-        nothing = TINY / FP8_MAX
-        return jnp.where(written[:, None], out[0], 0).astype(out[0].dtype), jnp.where(
-            written, out[1], nothing
-        )
-    return (jnp.where(written[:, None], out[0], 0),)
+    height, row = inputs[-1].table[2], jnp.arange(shape.tile.rows)
+    held = (row < height[:, None]).reshape(-1)
+    index = (inputs[-1].table[1][:, None] + row).reshape(-1)
+    written = (
+        jnp.zeros(inputs[0].shape[0], bool)
+        .at[jnp.where(held, index, inputs[0].shape[0])]
+        .set(True, mode="drop")
+    )
+    values = jnp.where(written[:, None], out[0], 0).astype(out[0].dtype)
+    nothing = TINY / FP8_MAX
+    return (values,) if len(out) == 1 else (values, jnp.where(held, out[1], nothing))
 
 
 def work(shape: Shape) -> Work:

@@ -1,4 +1,4 @@
-"""Rows sorted into tiles that belong to one group each."""
+"""Rows sorted by group, and the tiles that cover them."""
 
 from dataclasses import dataclass
 
@@ -6,45 +6,82 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+# Groups begin at multiples of this: a tile's results are copied in pieces of as many rows.
+ALIGNMENT = 8
 # Above this many pairs counting the equal ones before each costs more than sorting.
 _MANY_PAIRS = 8192
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Groups:
-    """Where each (row, group) pair goes; p pairs, M slots in tiles of one group each.
+class Tiles:
+    """Which rows each tile multiplies, and with what.
 
     Attributes:
-        source: pair in each slot; 0 where there is none.
+        table: int32; of each tile its group, its first row and how many rows it has, a multiple of 8.
+        count: int32; tiles that have any rows. They come first.
+    """
+
+    table: Int[Array, "3 t"]
+    count: Int[Array, " one"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Groups:
+    """Where each (row, group) pair goes; p pairs, M slots, a group's slots side by side.
+
+    Attributes:
+        source: pair in each slot; anything where there is none.
         place: slot of each pair; M for pairs of no group.
-        tile_group: group of each tile.
-        end: tiles that belong to each group and those before it; those past the last hold nothing.
+        tiles: of the slots.
     """
 
     source: Int[Array, " M"]
     place: Int[Array, " p"]
-    tile_group: Int[Array, " t"]
-    end: Int[Array, " E"]
+    tiles: Tiles
+
+
+def slots(pairs: int, groups: int, rows: int) -> int:
+    """Slots that any choice of groups fits in, and a tile's rows after the last: tiles are read whole."""
+    return -(-(pairs + min(groups, pairs) * (ALIGNMENT - 1)) // ALIGNMENT) * ALIGNMENT + rows
+
+
+def tiles(pairs: int, groups: int, rows: int) -> int:
+    """Tiles of ``rows`` rows that any choice of groups fits in."""
+    return (pairs + min(groups, pairs) * (rows - 1)) // rows
 
 
 def group_rows(ids: Int[Array, " p"], groups: int, rows: int) -> Groups:
-    """Slots for pairs of groups ``ids``, in tiles of ``rows`` slots, ordered by group and then by pair.
+    """Slots for pairs of groups ``ids``, ordered by group and then by pair, and tiles of ``rows`` of them.
 
     Ids outside ``[0, groups)`` get none. Few launches on a GPU: no scan, and no sort of few pairs.
     """
     pairs = ids.shape[0]
-    tiles = (pairs + min(groups, pairs) * (rows - 1)) // rows
+    total = slots(pairs, groups, rows)
     group = jnp.arange(groups, dtype=jnp.int32)
-    needed = -(-(ids[:, None] == group).sum(axis=0, dtype=jnp.int32) // rows)
-    end = jnp.sum(jnp.where(group[:, None] <= group, needed[:, None], 0), axis=0, dtype=jnp.int32)
+    size = (ids[:, None] == group).sum(axis=0, dtype=jnp.int32)
+    first = _before(_aligned(size))
     inside = (ids >= 0) & (ids < groups)
-    own = jnp.clip(ids, 0, groups - 1)
-    place = jnp.where(inside, (end - needed)[own] * rows + _rank(ids), tiles * rows)
-    source = jnp.zeros(tiles * rows, jnp.int32).at[place].set(jnp.arange(pairs, dtype=jnp.int32), mode="drop")
-    past = jnp.arange(tiles)[:, None] >= end
-    tile_group = jnp.minimum(past.sum(axis=1, dtype=jnp.int32), groups - 1)
-    return Groups(source, place, tile_group, end)
+    place = jnp.where(inside, first[jnp.clip(ids, 0, groups - 1)] + _rank(ids), total)
+    source = jnp.zeros(total, jnp.int32).at[place].set(jnp.arange(pairs, dtype=jnp.int32), mode="drop")
+    needed = -(-size // rows)
+    begin = _before(needed)
+    tile = jnp.arange(tiles(pairs, groups, rows), dtype=jnp.int32)
+    of = jnp.minimum((tile[:, None] >= begin + needed).sum(axis=1, dtype=jnp.int32), groups - 1)
+    done = (tile - begin[of]) * rows
+    height = jnp.clip(_aligned(size[of] - done), 0, rows)
+    return Groups(source, place, Tiles(jnp.stack([of, first[of] + done, height]), needed.sum(keepdims=True)))
+
+
+def _aligned(size: Int[Array, " n"]) -> Int[Array, " n"]:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _before(size: Int[Array, " E"]) -> Int[Array, " E"]:
+    """Sum of the sizes before each."""
+    group = jnp.arange(size.shape[0])
+    return jnp.sum(jnp.where(group[:, None] < group, size[:, None], 0), axis=0, dtype=jnp.int32)
 
 
 def _rank(ids: Int[Array, " p"]) -> Int[Array, " p"]:

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from kernels_pallas.grouped_matmul.layout import ALIGNMENT, Tiles
 from kernels_pallas.grouped_matmul.tile import COMPUTE, Plan, Tile
 from kernels_pallas.mosaic import WGMMA, WGMMA_ROW, WGMMA_ROWS, Ref, per_row
 from kernels_pallas.quantised import BLOCK, FP8_MAX, TINY
@@ -30,41 +31,42 @@ Place = tuple[Any, Any, Any]  # row tile, column tile, part of K
 def grouped_matmul(
     x: Float[Array, "M K"],
     w: Float[Array, "E b N K"],
-    x_scale: Float[Array, "k M"] | None,
+    x_scale: Float[Array, "k R"] | None,
     w_scale: Float[Array, "E b n k"] | None,
-    tile_group: Int[Array, " t"],
-    end: Int[Array, " g"],
+    tiles: Tiles,
     *,
     tile: Tile,
     interpret: Any = None,
 ) -> tuple[Array, ...]:
     """``x @ w[group].T`` for tiles of rows that belong to one group each; SwiGLU of two products if b is 2.
 
+    Scales of rows lie by tile, ``tile.rows`` for each of the t tiles (R in all), whichever rows of x those
+    are: copies of scales have to begin at multiples of 32, rows of a group need not.
+
     Args:
-        x: e4m3 or bfloat16; the i-th tile of rows is multiplied with ``w[tile_group[i]]``.
+        x: e4m3 or bfloat16; ``tile.rows`` rows from each tile's first on are read, and must be there.
         w: of x's dtype, output features before input features; b is 1, or 2 for gate and up.
-        x_scale: float32 scales of 1x128 blocks of x, transposed; None for bfloat16.
+        x_scale: float32 scales of 1x128 blocks of the tiles' rows, transposed; None for bfloat16.
         w_scale: float32 scales of 128x128 blocks of w, the last ones perhaps partial; None for bfloat16.
-        tile_group: int32, group of each tile of ``tile.rows`` rows.
-        end: int32; its last entry is the number of tiles that hold anything; the others are not written.
+        tiles: the rows of each tile, and its group in w. Other rows are not written.
         tile: how the work is cut.
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Returns:
         b = 1: bfloat16 [M, N], or float32 [splits, M, N] parts to be summed when ``splits`` is not 1.
-        b = 2: silu(gate) * up: bfloat16 [M, N]; of e4m3, e4m3 [M, N] and its scales [N/128, M].
+        b = 2: silu(gate) * up: bfloat16 [M, N]; of e4m3, e4m3 [M, N] and its scales [N/128, R].
 
     Raises:
         ValueError: for dtypes and sizes that the tile does not fit.
     """
-    plan = Plan(tile, x.dtype, w.shape[1] == 2, x.shape[0], w.shape[2], x.shape[1])
+    plan = Plan(tile, x.dtype, w.shape[1] == 2, x.shape[0], w.shape[2], x.shape[1], tiles.table.shape[1])
     operands = (x, w, x_scale, w_scale) if plan.fp8 else (x, w)
 
     def body(*refs: Ref, **scratch: Ref) -> None:
         count = len(operands)
         walk = _Walk(plan, refs[:count], refs[count], refs[count + 2 :], scratch)
         wg, block = lax.axis_index("wg"), lax.axis_index("block")
-        total = refs[count + 1][end.shape[0] - 1] * (plan.column_tiles * tile.splits)
+        total = refs[count + 1][0] * (plan.column_tiles * tile.splits)
         mine = lax.div(total - block + (tile.thread_blocks - 1), tile.thread_blocks)
 
         @pl.when(wg == _LOADER)
@@ -88,7 +90,7 @@ def grouped_matmul(
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **interpreted,
-    )(*operands, tile_group, end)
+    )(*operands, tiles.table, tiles.count)
     return tuple(out)
 
 
@@ -98,7 +100,7 @@ class _Walk:
 
     plan: Plan
     operands: tuple[Ref, ...]
-    tile_group: Ref
+    table: Ref
     out: tuple[Ref, ...]
     scratch: dict[str, Ref]
 
@@ -118,11 +120,8 @@ class _Walk:
 
         def one_tile(i: Any, _: None) -> None:
             row_tile, column_tile, part = self.place(block + i * tile.thread_blocks)
-            group = self.tile_group[row_tile]
-            rows, columns = (
-                pl.ds(row_tile * tile.rows, tile.rows),
-                pl.ds(column_tile * tile.columns, tile.columns),
-            )
+            group, first = self.table[0, row_tile], self.table[1, row_tile]
+            rows, columns = pl.ds(first, tile.rows), pl.ds(column_tile * tile.columns, tile.columns)
 
             def step(k: Any, _: None) -> None:
                 filled = i * plan.steps + k
@@ -167,7 +166,7 @@ class _Walk:
         row, column = self.share(wg)
         rows = pl.ds(row_tile * plan.tile.rows + row, WGMMA_ROWS)
         group, of_columns = (
-            self.tile_group[row_tile],
+            self.table[0, row_tile],
             lax.div(column_tile * plan.tile.columns + column, BLOCK),
         )
 
@@ -230,7 +229,7 @@ class _Walk:
         plgpu.wgmma_wait(0)
 
     def store(self, wg: Any, place: Place, value: jax.Array) -> None:
-        """Write a warpgroup's share of a tile, through shared memory."""
+        """Write a warpgroup's share of a tile, through shared memory; rows past its end are not the tile's."""
         tile, staged = self.plan.tile, self.scratch["staged"]
         row_tile, column_tile, part = place
         row, column = self.share(wg)
@@ -238,9 +237,19 @@ class _Walk:
         staged[wg] = value.astype(staged.dtype)
         plgpu.commit_smem()
         out = self.out[0].at[part] if tile.splits > 1 else self.out[0]
-        rows = pl.ds(row_tile * tile.rows + row, WGMMA_ROWS)
+        first, height = self.table[1, row_tile] + row, self.table[2, row_tile] - row
         columns = pl.ds(column_tile * tile.columns + column, self.plan.width)
-        plgpu.copy_smem_to_gmem(staged.at[wg], out.at[rows, columns])
+
+        @pl.when(height >= WGMMA_ROWS)
+        def _whole() -> None:
+            plgpu.copy_smem_to_gmem(staged.at[wg], out.at[pl.ds(first, WGMMA_ROWS), columns])
+
+        for piece in range(0, WGMMA_ROWS - ALIGNMENT, ALIGNMENT):
+
+            @pl.when(jnp.logical_and(height > piece, height < WGMMA_ROWS))
+            def _piece(piece: int = piece) -> None:
+                rows = pl.ds(first + piece, ALIGNMENT)
+                plgpu.copy_smem_to_gmem(staged.at[wg, pl.ds(piece, ALIGNMENT)], out.at[rows, columns])
 
     def store_quantised(self, wg: Any, i: Any, place: Place, value: jax.Array) -> None:
         """Write a tile as e4m3, with a scale for each row of its 128 columns."""

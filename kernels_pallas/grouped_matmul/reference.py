@@ -4,8 +4,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from kernels_pallas.grouped_matmul.layout import Tiles
 from kernels_pallas.quantised import BLOCK, Quantised, quantise
 
 
@@ -21,32 +22,40 @@ def expand_weights(
 def grouped_matmul(
     x: Float[Array, "M K"],
     w: Float[Array, "E b N K"],
-    x_scale: Float[Array, "k M"] | None,
+    x_scale: Float[Array, "k R"] | None,
     w_scale: Float[Array, "E b n k"] | None,
-    tile_group: Int[Array, " t"],
-    end: Int[Array, " g"],
+    tiles: Tiles,
+    *,
+    rows: int,
 ) -> tuple[Array, ...]:
-    """What ``mosaic_gpu.grouped_matmul`` computes, float32 throughout; tiles that hold nothing are zero.
+    """What ``mosaic_gpu.grouped_matmul`` computes with tiles of ``rows`` rows, float32 throughout.
 
-    Returns float32 [M, N]; e4m3 values and their scales when gated and FP8.
+    Rows of no tile are zero. Returns float32 [M, N]; e4m3 values and their scales when gated and FP8.
     """
-    rows = x.shape[0] // tile_group.shape[0]
-    x32 = x.astype(jnp.float32) if x_scale is None else Quantised(x, x_scale).expand()
+    group, first, height = tiles.table
+    row = jnp.arange(rows)
+    index = first[:, None] + row
+    held = (row < height[:, None]) & (jnp.arange(group.shape[0]) < tiles.count)[:, None]
+    parts = x[index.reshape(-1)]
+    x32 = parts.astype(jnp.float32) if x_scale is None else Quantised(parts, x_scale).expand()
     w32 = w.astype(jnp.float32) if w_scale is None else expand_weights(w, w_scale)
-    tiles = x32.reshape(-1, rows, x.shape[1])
-    held = jnp.arange(tile_group.shape[0]) < end[-1]
 
     def one(tile: Any) -> Float[Array, "b r N"]:
         x, group, held = tile
         y = jnp.einsum("rk,bnk->brn", x, w32[group], precision=jax.lax.Precision.HIGHEST)
-        return jnp.where(held, y, 0)
+        return jnp.where(held[:, None], y, 0)
 
-    y = jax.lax.map(one, (tiles, tile_group, held))
-    y = y.transpose(1, 0, 2, 3).reshape(w.shape[1], x.shape[0], -1)
+    y = jax.lax.map(one, (x32.reshape(-1, rows, x.shape[1]), group, held))
+    y = y.transpose(1, 0, 2, 3).reshape(w.shape[1], parts.shape[0], -1)
+
+    def in_place(values: Float[Array, "R N"]) -> Float[Array, "M N"]:
+        to = jnp.where(held, index, x.shape[0]).reshape(-1)
+        return jnp.zeros((x.shape[0], values.shape[1]), values.dtype).at[to].set(values, mode="drop")
+
     if w.shape[1] == 1:
-        return (y[0],)
+        return (in_place(y[0]),)
     gated = jax.nn.silu(y[0]) * y[1]
     if x_scale is None:
-        return (gated,)
+        return (in_place(gated),)
     quantised = quantise(gated)
-    return quantised.values, quantised.scale
+    return in_place(quantised.values), quantised.scale

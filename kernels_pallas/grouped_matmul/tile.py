@@ -42,6 +42,7 @@ class Plan:
         dtype: of x and w.
         gated: whether there are two products, gate and up.
         rows, columns, terms: M, N and K.
+        tiles: tiles of rows.
     """
 
     tile: Tile
@@ -50,6 +51,7 @@ class Plan:
     rows: int
     columns: int
     terms: int
+    tiles: int
 
     def __post_init__(self) -> None:
         tile = self.tile
@@ -61,12 +63,13 @@ class Plan:
         if self.gated and (tile.columns, tile.splits) != (BLOCK, 1):
             raise ValueError(f"{tile} of a gated product; expected {BLOCK} columns and no splits")
         for what, size, part in (
-            ("rows", self.rows, tile.rows),
             ("columns", self.columns, tile.columns),
             ("terms", self.terms, self.stage_terms * tile.splits),
         ):
             if size % part:
                 raise ValueError(f"{size} {what} are not a multiple of {part}; expected one for {tile}")
+        if self.rows < tile.rows:
+            raise ValueError(f"{self.rows} rows; expected {tile.rows} or more for {tile}")
 
     @property
     def fp8(self) -> bool:
@@ -111,7 +114,7 @@ class Plan:
         values = jax.ShapeDtypeStruct((*splits, self.rows, self.columns), self.out_dtype)
         if self.out_dtype != jnp.float8_e4m3fn:
             return (values,)
-        return values, jax.ShapeDtypeStruct((self.columns // BLOCK, self.rows), jnp.float32)
+        return values, jax.ShapeDtypeStruct((self.columns // BLOCK, self.tiles * self.tile.rows), jnp.float32)
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory and barriers of a thread block."""

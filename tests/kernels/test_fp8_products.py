@@ -11,7 +11,7 @@ from kernels_pallas.fp8_matmul import api as fp8
 from kernels_pallas.fp8_matmul.cases import cases as fp8_cases
 from kernels_pallas.grouped_matmul import api, mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.cases import cases as grouped_cases
-from kernels_pallas.grouped_matmul.layout import group_rows
+from kernels_pallas.grouped_matmul.layout import Tiles, group_rows
 from kernels_pallas.grouped_matmul.tile import Tile
 from kernels_pallas.quantised import quantise
 from tests.kernels.interpreter import distance, interpret, notices, without
@@ -66,11 +66,22 @@ def test_every_pair_has_a_slot_in_a_tile_of_its_group(pairs):
     groups = jax.jit(group_rows, static_argnums=(1, 2))(ids, 7, 64)
     ids, place = np.asarray(ids), np.asarray(groups.place)
     inside = (ids >= 0) & (ids < 7)
-    assert (place[~inside] == groups.source.shape[0]).all()
+    total = groups.source.shape[0]
+    assert (place[~inside] == total).all()
     assert len(set(place[inside])) == inside.sum()
-    assert (np.asarray(groups.tile_group)[place[inside] // 64] == ids[inside]).all()
     assert (np.asarray(groups.source)[place[inside]] == np.flatnonzero(inside)).all()
-    assert int(groups.end[-1]) == sum(-(-int((ids == g).sum()) // 64) for g in range(7))
+    owner = np.full(total, -1)
+    count = int(groups.tiles.count[0])
+    assert count == sum(-(-int((ids == g).sum()) // 64) for g in range(7))
+    for group, first, height in np.asarray(groups.tiles.table).T[:count]:
+        assert first % 8 == height % 8 == 0
+        assert first + 64 <= total
+        assert (owner[first : first + height] == -1).all()
+        owner[first : first + height] = group
+    assert (np.asarray(groups.tiles.table)[2, count:] == 0).all()
+    assert (owner[place[inside]] == ids[inside]).all()
+    for g in range(7):
+        assert (owner == g).sum() == -(-int((ids == g).sum()) // 8) * 8
     # Rows of a group keep their order: sums do not depend on what other rows choose.
     for g in range(7):
         assert (np.diff(place[ids == g]) > 0).all()
@@ -156,14 +167,14 @@ def test_what_the_kernel_cannot_do_is_refused(x, w, match):
         (Tile(96, 128), "expected 64 x"),
         (Tile(128, 256), "expected 64 x"),
         (Tile(64, 128, splits=3), "256 terms are not a multiple of 384"),
-        (Tile(128, 128), "64 rows are not a multiple of 128"),
+        (Tile(128, 128), "64 rows; expected 128 or more"),
     ],
 )
 def test_tiles_that_do_not_fit_are_refused(tile, match):
     x, w = jnp.zeros((64, 256), jnp.float8_e4m3fn), jnp.zeros((1, 1, 128, 256), jnp.float8_e4m3fn)
-    one = jnp.ones(1, jnp.int32)
+    tiles = Tiles(jnp.zeros((3, 1), jnp.int32), jnp.ones(1, jnp.int32))
     with pytest.raises(ValueError, match=match):
-        mosaic_gpu.grouped_matmul(x, w, jnp.ones((2, 64)), jnp.ones((1, 1, 1, 2)), one, one, tile=tile)
+        mosaic_gpu.grouped_matmul(x, w, jnp.ones((2, 64)), jnp.ones((1, 1, 1, 2)), tiles, tile=tile)
 
 
 @needs_interpreter
