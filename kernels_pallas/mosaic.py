@@ -18,6 +18,7 @@ Ref = Any  # Pallas names no public type for what a kernel reads and writes.
 
 WGMMA = plgpu.Layout.WGMMA
 WGMMA_ROW = WGMMA.reduce(1)
+WGMMA_COLUMN = WGMMA.reduce(0)
 
 # Rows of a wgmma: one warpgroup multiplies 64 rows at a time.
 WGMMA_ROWS = 64
@@ -50,11 +51,12 @@ class Warpgroup:
         """One value per row of an accumulator, read from ``ref``."""
         return self.laid_out(ref[...], WGMMA_ROW)
 
-    def iota(self, shape: tuple[int, int], axis: int) -> jax.Array:
-        """Row (axis 0) or column (axis 1) numbers, int32."""
+    def iota(self, shape: tuple[int, ...], axis: int) -> jax.Array:
+        """Row (axis 0) or column (axis 1) numbers, int32, of a matrix or for each of its rows."""
         if self.interpreted:
             return lax.broadcasted_iota(jnp.int32, shape, axis)
-        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA)
+        layout = WGMMA if len(shape) == 2 else WGMMA_ROW
+        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
 
     def product(self, shape: tuple[int, int], *pairs: Callable[[], tuple[Ref, Ref]]) -> jax.Array:
         """Sum of ``a @ b.T`` over pairs of shared-memory refs, float32 of ``shape``.
@@ -96,6 +98,11 @@ class Warpgroup:
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
     """A product of low-precision operands accumulated in float32, as the tensor cores do."""
     return jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+
+
+def per_column(x: jax.Array, rows: int) -> jax.Array:
+    """A value per column, repeated over the rows of an accumulator."""
+    return lax.broadcast_in_dim(x, (rows, x.shape[0]), [1])
 
 
 def per_row(x: jax.Array, columns: int) -> jax.Array:

@@ -5,7 +5,15 @@ from importlib import import_module
 from kernels_pallas.checking.case import Case
 
 # Folders of kernels_pallas with a cases.py.
-KERNELS: tuple[str, ...] = ("mla_decode", "mla_prefill", "grouped_matmul", "fp8_matmul", "rms_norm")
+KERNELS: tuple[str, ...] = (
+    "mla_decode",
+    "mla_prefill",
+    "rms_norm",
+    "router",
+    "expert_layout",
+    "grouped_matmul",
+    "fp8_matmul",
+)
 
 
 def cases(pattern: str = "") -> tuple[Case, ...]:

@@ -52,8 +52,8 @@ def expert_mlp(
     check(x, down, down_scale)
     experts, _, inner, _ = gate_up.shape
     gated = choose_tile(rows_per_expert, inner, gated=True)
-    groups = group_rows(ids.reshape(-1), experts, gated.rows)
-    token = jnp.clip(groups.source // ids.shape[1], 0, x.shape[0] - 1)
+    groups = group_rows(ids, experts, gated.rows)
+    token = jnp.clip(groups.token, 0, x.shape[0] - 1)
     if not isinstance(x, Quantised) and gate_up_scale is not None:
         x = quantise(x)
     if isinstance(x, Quantised):
@@ -70,8 +70,8 @@ def expert_mlp(
         hidden, down[:, None], scale, down_scale, groups.tiles, plain, implementation, interpret
     )
     # Slots of no pair hold anything, NaN perhaps: a zero weight would not silence it.
-    mine = (groups.place < y.shape[0]).reshape(ids.shape)
-    parts = y[jnp.minimum(groups.place, y.shape[0] - 1)].reshape(*ids.shape, -1).astype(jnp.float32)
+    mine = groups.place < y.shape[0]
+    parts = y[jnp.minimum(groups.place, y.shape[0] - 1)].astype(jnp.float32)
     return jnp.where(mine[..., None], parts * weights[..., None], 0).sum(axis=1).astype(jnp.bfloat16)
 
 

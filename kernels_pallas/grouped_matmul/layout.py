@@ -19,26 +19,26 @@ class Tiles:
 
     Attributes:
         table: int32; of each tile its group, its first row and how many rows it has, a multiple of 8.
-        count: int32; tiles that have any rows. They come first.
+        count: int32; its first entry says how many tiles have any rows. They come first.
     """
 
     table: Int[Array, "3 t"]
-    count: Int[Array, " one"]
+    count: Int[Array, " n"]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Groups:
-    """Where each (row, group) pair goes; p pairs, M slots, a group's slots side by side.
+    """Where each token's rows go; M slots, a group's side by side.
 
     Attributes:
-        source: pair in each slot; anything where there is none.
-        place: slot of each pair; M for pairs of no group.
+        token: token in each slot; anything where there is none.
+        place: slot of each token and choice; M where it is not a group.
         tiles: of the slots.
     """
 
-    source: Int[Array, " M"]
-    place: Int[Array, " p"]
+    token: Int[Array, " M"]
+    place: Int[Array, "T k"]
     tiles: Tiles
 
 
@@ -52,11 +52,12 @@ def tiles(pairs: int, groups: int, rows: int) -> int:
     return (pairs + min(groups, pairs) * (rows - 1)) // rows
 
 
-def group_rows(ids: Int[Array, " p"], groups: int, rows: int) -> Groups:
-    """Slots for pairs of groups ``ids``, ordered by group and then by pair, and tiles of ``rows`` of them.
+def group_rows(choices: Int[Array, "T k"], groups: int, rows: int) -> Groups:
+    """Slots for every choice of a group, ordered by group and then by token, and tiles of ``rows`` of them.
 
     Ids outside ``[0, groups)`` get none. Few launches on a GPU: no scan, and no sort of few pairs.
     """
+    ids = choices.reshape(-1)
     pairs = ids.shape[0]
     total = slots(pairs, groups, rows)
     group = jnp.arange(groups, dtype=jnp.int32)
@@ -64,14 +65,16 @@ def group_rows(ids: Int[Array, " p"], groups: int, rows: int) -> Groups:
     first = _before(_aligned(size))
     inside = (ids >= 0) & (ids < groups)
     place = jnp.where(inside, first[jnp.clip(ids, 0, groups - 1)] + _rank(ids), total)
-    source = jnp.zeros(total, jnp.int32).at[place].set(jnp.arange(pairs, dtype=jnp.int32), mode="drop")
+    token = jnp.arange(pairs, dtype=jnp.int32) // choices.shape[1]
+    token = jnp.zeros(total, jnp.int32).at[place].set(token, mode="drop")
     needed = -(-size // rows)
     begin = _before(needed)
     tile = jnp.arange(tiles(pairs, groups, rows), dtype=jnp.int32)
     of = jnp.minimum((tile[:, None] >= begin + needed).sum(axis=1, dtype=jnp.int32), groups - 1)
     done = (tile - begin[of]) * rows
     height = jnp.clip(_aligned(size[of] - done), 0, rows)
-    return Groups(source, place, Tiles(jnp.stack([of, first[of] + done, height]), needed.sum(keepdims=True)))
+    table = jnp.stack([of, first[of] + done, height])
+    return Groups(token, place.reshape(choices.shape), Tiles(table, needed.sum(keepdims=True)))
 
 
 def _aligned(size: Int[Array, " n"]) -> Int[Array, " n"]:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from kernels_pallas.grouped_matmul.layout import ALIGNMENT, Tiles
 from kernels_pallas.grouped_matmul.tile import COMPUTE, Plan, Tile
-from kernels_pallas.mosaic import WGMMA, WGMMA_ROW, WGMMA_ROWS, Ref, per_row
+from kernels_pallas.mosaic import WGMMA, WGMMA_ROW, WGMMA_ROWS, Ref, load, per_row
 from kernels_pallas.quantised import BLOCK, FP8_MAX, TINY
 
 _LOADER = COMPUTE
@@ -120,7 +120,7 @@ class _Walk:
 
         def one_tile(i: Any, _: None) -> None:
             row_tile, column_tile, part = self.place(block + i * tile.thread_blocks)
-            group, first = self.table[0, row_tile], self.table[1, row_tile]
+            group, first = self.table[0, row_tile], pl.multiple_of(self.table[1, row_tile], ALIGNMENT)
             rows, columns = pl.ds(first, tile.rows), pl.ds(column_tile * tile.columns, tile.columns)
 
             def step(k: Any, _: None) -> None:
@@ -173,7 +173,7 @@ class _Walk:
         def scales(k: Any) -> tuple[Any, ...]:
             depth = part * plan.steps + k
             of_weights = (w_scale[group, b, of_columns, depth] for b in range(plan.blocks))
-            return _load_rows(x_scale, (depth, rows)), *of_weights
+            return load(x_scale, (depth, rows), WGMMA_ROW), *of_weights
 
         def step(k: Any, carry: Any) -> Any:
             sums, (of_rows, *of_weights) = carry
@@ -229,7 +229,7 @@ class _Walk:
         plgpu.wgmma_wait(0)
 
     def store(self, wg: Any, place: Place, value: jax.Array) -> None:
-        """Write a warpgroup's share of a tile, through shared memory; rows past its end are not the tile's."""
+        """Write a warpgroup's share of a tile, through shared memory, but no row past the tile's end."""
         tile, staged = self.plan.tile, self.scratch["staged"]
         row_tile, column_tile, part = place
         row, column = self.share(wg)
@@ -237,7 +237,8 @@ class _Walk:
         staged[wg] = value.astype(staged.dtype)
         plgpu.commit_smem()
         out = self.out[0].at[part] if tile.splits > 1 else self.out[0]
-        first, height = self.table[1, row_tile] + row, self.table[2, row_tile] - row
+        first = pl.multiple_of(self.table[1, row_tile] + row, ALIGNMENT)
+        height = self.table[2, row_tile] - row
         columns = pl.ds(column_tile * tile.columns + column, self.plan.width)
 
         @pl.when(height >= WGMMA_ROWS)
@@ -248,7 +249,7 @@ class _Walk:
 
             @pl.when(jnp.logical_and(height > piece, height < WGMMA_ROWS))
             def _piece(piece: int = piece) -> None:
-                rows = pl.ds(first + piece, ALIGNMENT)
+                rows = pl.ds(pl.multiple_of(first + piece, ALIGNMENT), ALIGNMENT)
                 plgpu.copy_smem_to_gmem(staged.at[wg, pl.ds(piece, ALIGNMENT)], out.at[rows, columns])
 
     def store_quantised(self, wg: Any, i: Any, place: Place, value: jax.Array) -> None:
@@ -276,11 +277,3 @@ class _Walk:
 
 def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     return gate / (1 + jnp.exp(-gate)) * up
-
-
-def _load_rows(ref: Ref, index: tuple[Any, ...]) -> jax.Array:
-    """A value for each row of a warpgroup, straight from global memory."""
-    load: Any = plgpu.load
-    if jax.__version_info__ < (0, 11):
-        return load(ref, index, layout=WGMMA_ROW, optimized=False)
-    return load(ref.at[index], layout=WGMMA_ROW, optimized=False)

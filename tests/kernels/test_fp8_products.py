@@ -60,16 +60,16 @@ def test_weights_of_partial_blocks_expand():
     np.testing.assert_allclose(reference.expand_weights(w, scale), expanded(w, scale), rtol=1e-6)
 
 
-@pytest.mark.parametrize("pairs", [1, 50, 9000])
-def test_every_pair_has_a_slot_in_a_tile_of_its_group(pairs):
+@pytest.mark.parametrize(("pairs", "chosen"), [(1, 1), (50, 5), (9000, 3)])
+def test_every_pair_has_a_slot_in_a_tile_of_its_group(pairs, chosen):
     ids = jax.random.randint(jax.random.key(pairs), (pairs,), -2, 9)
-    groups = jax.jit(group_rows, static_argnums=(1, 2))(ids, 7, 64)
-    ids, place = np.asarray(ids), np.asarray(groups.place)
+    groups = jax.jit(group_rows, static_argnums=(1, 2))(ids.reshape(-1, chosen), 7, 64)
+    ids, place = np.asarray(ids), np.asarray(groups.place).reshape(-1)
     inside = (ids >= 0) & (ids < 7)
-    total = groups.source.shape[0]
+    total = groups.token.shape[0]
     assert (place[~inside] == total).all()
     assert len(set(place[inside])) == inside.sum()
-    assert (np.asarray(groups.source)[place[inside]] == np.flatnonzero(inside)).all()
+    assert (np.asarray(groups.token)[place[inside]] == np.flatnonzero(inside) // chosen).all()
     owner = np.full(total, -1)
     count = int(groups.tiles.count[0])
     assert count == sum(-(-int((ids == g).sum()) // 64) for g in range(7))

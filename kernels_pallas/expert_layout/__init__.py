@@ -1,0 +1,1 @@
+"""Where the rows of chosen experts go, and the tiles that cover them."""

@@ -1,0 +1,50 @@
+"""The function that a model calls."""
+
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from kernels_pallas.expert_layout import mosaic_gpu, reference
+from kernels_pallas.grouped_matmul.layout import Groups
+from kernels_pallas.router.reference import ROWS
+
+Implementation = Literal["xla", "mosaic_gpu"]
+
+
+def arrange(
+    ids: Int[Array, "T k"],
+    counts: Int[Array, "b E"],
+    first: Int[Array, " one"],
+    *,
+    experts: int,
+    rows: int,
+    implementation: Implementation,
+    interpret: Any = None,
+) -> Groups:
+    """Slots, and tiles of ``rows`` of them, for the rows of experts ``first, first + 1, ...``.
+
+    Args:
+        ids: int32, the experts that each token chose, different ones.
+        counts: int32; how often each block of 64 tokens chose each expert (``router.reference.count``).
+        first: int32.
+        experts: how many experts; rows of the others get no slot.
+        rows: of a tile.
+        implementation: who does it: "mosaic_gpu" needs a Hopper GPU; "xla" is plain jnp.
+        interpret: parameters of Pallas' interpreter; None compiles.
+
+    Raises:
+        ValueError: for what the kernel cannot do.
+    """
+    if implementation == "xla":
+        return reference.arrange(ids, counts, first, experts=experts, rows=rows)
+    if experts % 8:
+        raise ValueError(
+            f"expert_layout on mosaic_gpu: {experts} experts, must be a multiple of 8; use 'xla'"
+        )
+    tokens = ids.shape[0]
+    padded = jnp.pad(ids, ((0, -tokens % ROWS), (0, 0)))
+    groups = mosaic_gpu.arrange(
+        padded, counts, first, experts=experts, rows=rows, tokens=tokens, interpret=interpret
+    )
+    return Groups(groups.token, groups.place[:tokens], groups.tiles)

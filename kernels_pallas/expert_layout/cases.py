@@ -1,0 +1,96 @@
+"""The shapes expert_layout is checked, compiled and timed at."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from kernels_pallas.checking.case import Case, Inputs, Work
+from kernels_pallas.expert_layout import bench, mosaic_gpu, reference
+from kernels_pallas.grouped_matmul.layout import Groups, slots
+from kernels_pallas.router.reference import ROWS, count
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tokens choose some of ``total`` experts; ``here`` of those, from ``first`` on, are laid out."""
+
+    tokens: int
+    chosen: int
+    total: int
+    first: int
+    here: int
+    rows: int
+
+
+def shapes() -> dict[str, Shape]:
+    """The shapes by name. "small" ones have few thread blocks."""
+    return {
+        "small-all": Shape(70, 4, 16, 0, 16, 64),
+        "small-some": Shape(64, 3, 96, 32, 32, 64),
+        "small-many-tiles": Shape(128, 1, 72, 0, 72, 64),
+        "v3-64": Shape(64, 8, 256, 0, 256, 64),
+        "v3-512": Shape(512, 8, 256, 0, 256, 64),
+        "v3-512-of8": Shape(512, 8, 256, 96, 32, 64),
+        "v3-8192": Shape(8192, 8, 256, 0, 256, 128),
+    }
+
+
+def cases() -> tuple[Case, ...]:
+    """One case per shape."""
+    return tuple(case(name, shape) for name, shape in shapes().items())
+
+
+def case(name: str, shape: Shape) -> Case:
+    """What is checked of one shape: every number is an integer, and has to be right."""
+    return Case(
+        name=f"expert_layout/{name}",
+        inputs=partial(inputs, shape),
+        kernel=partial(run, shape),
+        reference=partial(expected, shape),
+        work=Work(flops=0, bytes=12 * shape.tokens * shape.chosen, format="bf16"),
+        tolerance=1e-9,
+        small=name.startswith("small-"),
+        baselines=bench.baselines(shape.here, shape.rows),
+    )
+
+
+def inputs(shape: Shape, key: jax.Array) -> Inputs:
+    """Random choices, some experts far more often than others."""
+    noise = jax.random.gumbel(key, (shape.tokens, shape.total)) + 3 * jnp.sin(jnp.arange(shape.total))
+    ids = jax.lax.top_k(noise, shape.chosen)[1]
+    padded = jnp.pad(ids, ((0, -shape.tokens % ROWS), (0, 0)))
+    return padded, count(ids, shape.total), jnp.array([shape.first], jnp.int32)
+
+
+def run(shape: Shape, *inputs: Any, interpret: Any = None) -> tuple[Array, ...]:
+    """The kernel's layout."""
+    groups = mosaic_gpu.arrange(
+        *inputs, experts=shape.here, rows=shape.rows, tokens=shape.tokens, interpret=interpret
+    )
+    return comparable(shape, groups)
+
+
+def expected(shape: Shape, ids: Any, counts: Any, first: Any) -> tuple[Array, ...]:
+    """The same in plain jnp."""
+    return comparable(
+        shape, reference.arrange(ids[: shape.tokens], counts, first, experts=shape.here, rows=shape.rows)
+    )
+
+
+def comparable(shape: Shape, groups: Groups) -> tuple[Array, ...]:
+    """Places, tokens of the slots that have any, and the tiles that hold any."""
+    place = groups.place[: shape.tokens]
+    total = slots(shape.tokens * shape.chosen, shape.here, shape.rows)
+    used = jnp.zeros(total, bool).at[place.reshape(-1)].set(True, mode="drop")
+    tiles = groups.tiles.table[:, : shape.tokens * shape.chosen // shape.rows + 1]
+    held = jnp.arange(tiles.shape[1]) < groups.tiles.count[0]
+    return (
+        place,
+        jnp.where(used, groups.token, 0),
+        jnp.where(held, tiles, 0),
+        groups.tiles.count[:1],
+    )

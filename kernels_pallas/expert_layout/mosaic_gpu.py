@@ -1,0 +1,152 @@
+"""The layout of rows by expert for Hopper, in one launch.
+
+A thread block places 64 tokens' choices of one rank: their slots are the sizes of the experts before, the
+choices of the blocks before, and those of the tokens before. Every thread block adds up the sizes for itself
+from the blocks' counts, so that none waits for another.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Int
+
+from kernels_pallas.grouped_matmul.layout import ALIGNMENT, Groups, Tiles, slots, tiles
+from kernels_pallas.mosaic import WGMMA_COLUMN, WGMMA_ROW, Ref, Warpgroup, load, per_column, per_row
+from kernels_pallas.router.reference import ROWS
+
+
+def arrange(
+    ids: Int[Array, "T k"],
+    counts: Int[Array, "b E"],
+    first: Int[Array, " one"],
+    *,
+    experts: int,
+    rows: int,
+    tokens: int,
+    interpret: Any = None,
+) -> Groups:
+    """``grouped_matmul.layout.group_rows`` of ``ids - first``.
+
+    Args:
+        ids: int32, different ones for each token; T is a multiple of 64.
+        counts: int32; how often each block of 64 tokens chose each expert.
+        first: int32; the first of the experts whose rows are laid out.
+        experts: how many those are, a multiple of 8.
+        rows: of a tile.
+        tokens: how many of the T there are.
+        interpret: parameters of Pallas' interpreter; None compiles.
+    """
+    blocks, chosen = counts.shape[0], ids.shape[1]
+    total = slots(tokens * chosen, experts, rows)
+    chunks = -(-tiles(tokens * chosen, experts, rows) // ROWS)
+    width = next(n for n in (64, 32, 16, 8) if experts % n == 0)
+    wg = Warpgroup(interpret is not None)
+
+    def body(ids: Ref, counts: Ref, first: Ref, *refs: Ref, **scratch: Ref) -> None:
+        token, place, table, count = refs
+        sizes, before, ends, places = (scratch[name] for name in ("sizes", "before", "ends", "places"))
+        block, j = lax.axis_index("block"), lax.axis_index("choice")
+        row, column = wg.iota((ROWS,), 0), wg.iota((ROWS, width), 1)
+
+        def row_sums(terms: Callable[[Any, jax.Array], jax.Array]) -> jax.Array:
+            """Sum over all experts, for each row, of ``terms`` of a slice of them and their numbers."""
+
+            def add(c: Any, sums: jax.Array) -> jax.Array:
+                start = c * width
+                return sums + jnp.sum(terms(pl.ds(start, width), column + start), axis=1)
+
+            zero = wg.laid_out(jnp.zeros((ROWS,), jnp.int32), WGMMA_ROW)
+            return lax.fori_loop(0, experts // width, add, zero)
+
+        def spread(ref: Ref, part: Any) -> jax.Array:
+            return per_column(wg.laid_out(ref[part], WGMMA_COLUMN), ROWS)
+
+        def add_up(c: Any, _: None) -> None:
+            def add(b: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                more = load(counts, (b, pl.ds(first[0] + c * width, width)), WGMMA_COLUMN)
+                return sums[0] + more, sums[1] + jnp.where(b < block, more, 0)
+
+            zero = wg.laid_out(jnp.zeros((width,), jnp.int32), WGMMA_COLUMN)
+            size, earlier = lax.fori_loop(0, blocks, add, (zero, zero))
+            sizes[pl.ds(c * width, width)] = lax.div(size + (ALIGNMENT - 1), ALIGNMENT) * ALIGNMENT
+            before[pl.ds(c * width, width)] = earlier
+
+        def put(r: Any, _: None) -> None:
+            slot = places[r]
+
+            @pl.when(slot < total)
+            def _store() -> None:
+                token[slot] = block * ROWS + r
+
+        def needed(part: Any) -> jax.Array:
+            """Tiles of each expert."""
+            return lax.div(spread(sizes, part) + (rows - 1), rows)
+
+        def describe(i: Any, _: None) -> None:
+            """Expert, first slot and slots of 64 tiles."""
+            chunk = block * chosen + j + i * (blocks * chosen)
+            tile = row + chunk * ROWS
+            owner = row_sums(lambda part, _: jnp.where(spread(ends, part) <= per_row(tile, width), 1, 0))
+            begin = row_sums(lambda part, e: jnp.where(e < per_row(owner, width), needed(part), 0))
+            start = row_sums(lambda part, e: jnp.where(e < per_row(owner, width), spread(sizes, part), 0))
+            size = row_sums(lambda part, e: jnp.where(e == per_row(owner, width), spread(sizes, part), 0))
+            done = (tile - begin) * rows
+            to = pl.ds(chunk * ROWS, ROWS)
+            table[0, to] = jnp.minimum(owner, experts - 1)
+            table[1, to] = start + done
+            table[2, to] = jnp.minimum(jnp.maximum(size - done, 0), rows)
+
+        lax.fori_loop(0, experts // width, add_up, None)
+        mine = pl.ds(block * ROWS, ROWS)
+        own = load(ids, (mine, j), WGMMA_ROW) - first[0]
+        slot = row_sums(
+            lambda part, e: jnp.where(
+                e < per_row(own, width),
+                spread(sizes, part),
+                jnp.where(e == per_row(own, width), spread(before, part), 0),
+            )
+        )
+        earlier_token = wg.iota((ROWS, ROWS), 1) < wg.iota((ROWS, ROWS), 0)
+        for other in range(chosen):
+            same = per_column(load(ids, (mine, other), WGMMA_COLUMN) - first[0], ROWS) == per_row(own, ROWS)
+            slot += jnp.sum(jnp.where(jnp.logical_and(same, earlier_token), 1, 0), axis=1)
+        here = jnp.logical_and(jnp.logical_and(own >= 0, own < experts), row + block * ROWS < tokens)
+        slot = jnp.where(here, slot, total)
+        place[mine, j] = slot
+        places[...] = slot
+        lax.fori_loop(0, ROWS, put, None)
+        for c in range(0, experts, ROWS):
+            last = per_row(row + c, width)
+            end = row_sums(lambda part, e, last=last: jnp.where(e <= last, needed(part), 0))
+            ends[pl.ds(c, ROWS)] = end
+
+        @pl.when(jnp.logical_and(block == 0, j == 0))
+        def _count() -> None:
+            count[...] = row_sums(lambda part, _: needed(part))
+
+        this = block * chosen + j
+        lax.fori_loop(0, lax.div(chunks - this + blocks * chosen - 1, blocks * chosen), describe, None)
+
+    interpreted: dict[str, Any] = {} if interpret is None else {"interpret": interpret}
+    token, place, table, count = plgpu.kernel(
+        body,
+        out_type=tuple(
+            jax.ShapeDtypeStruct(shape, jnp.int32)
+            for shape in ((total,), ids.shape, (3, chunks * ROWS), (ROWS,))
+        ),
+        scratch_types={
+            "sizes": plgpu.SMEM((experts,), jnp.int32),
+            "before": plgpu.SMEM((experts,), jnp.int32),
+            "ends": plgpu.SMEM((-(-experts // ROWS) * ROWS,), jnp.int32),
+            "places": plgpu.SMEM((ROWS,), jnp.int32),
+        },
+        grid=(blocks, chosen),
+        grid_names=("block", "choice"),
+        **interpreted,
+    )(ids, counts, first)
+    return Groups(token, place, Tiles(table, count))

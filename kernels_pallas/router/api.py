@@ -1,0 +1,73 @@
+"""The function that a model calls."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas.router import mosaic_gpu, reference
+from kernels_pallas.router.reference import ROWS
+from kernels_pallas.router.rule import Rule
+
+Implementation = Literal["xla", "mosaic_gpu"]
+# Scores that one warpgroup holds for 64 tokens.
+_MAX_EXPERTS = 256
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Choice:
+    """Experts of each token.
+
+    Attributes:
+        ids: int32, best first.
+        weights: float32.
+        counts: int32; how often each block of 64 tokens chose each expert.
+    """
+
+    ids: Int[Array, "T k"]
+    weights: Float[Array, "T k"]
+    counts: Int[Array, "b E"]
+
+
+def choose(
+    logits: Float[Array, "T E"],
+    bias: Float[Array, " E"],
+    rule: Rule,
+    *,
+    implementation: Implementation,
+    interpret: Any = None,
+) -> Choice:
+    """Experts chosen by sigmoid scores with a bias, from the best groups; the lower id among equals.
+
+    Args:
+        logits: float32.
+        bias: float32; selects, but does not weigh.
+        rule: sizes of the choice.
+        implementation: who chooses: "mosaic_gpu" needs a Hopper GPU; "xla" is plain jnp.
+        interpret: parameters of Pallas' interpreter; None compiles.
+
+    Raises:
+        ValueError: for what the kernel cannot do.
+    """
+    tokens, experts = logits.shape
+    if implementation == "xla":
+        ids, weights = reference.choose(logits, bias, rule)
+        return Choice(ids, weights, reference.count(ids, experts))
+    check(experts, rule)
+    padded = jnp.pad(logits, ((0, -tokens % ROWS), (0, 0)))
+    ids, weights, counts = mosaic_gpu.choose(padded, bias, rule=rule, tokens=tokens, interpret=interpret)
+    return Choice(ids[:tokens], weights[:tokens], counts)
+
+
+def check(experts: int, rule: Rule) -> None:
+    """Refuse what the kernel cannot do, with a ValueError that says so."""
+    if experts > _MAX_EXPERTS:
+        raise ValueError(f"router on mosaic_gpu: {experts} experts, at most {_MAX_EXPERTS}; use 'xla'")
+    if experts // rule.groups % 8:
+        raise ValueError(
+            f"router on mosaic_gpu: {experts // rule.groups} experts in each group, "
+            "must be a multiple of 8; use 'xla'"
+        )

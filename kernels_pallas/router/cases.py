@@ -1,0 +1,87 @@
+"""The shapes the router is checked, compiled and timed at."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from kernels_pallas.checking.case import Case, Inputs, Work
+from kernels_pallas.router import bench, mosaic_gpu, reference
+from kernels_pallas.router.rule import Rule
+
+DEEPSEEK_V3 = Rule(chosen=8, groups=8, kept=4, scaling=2.5)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``tokens`` that choose among ``experts``; the kernel is given whole blocks of 64."""
+
+    tokens: int
+    experts: int
+    rule: Rule
+
+
+def shapes() -> dict[str, Shape]:
+    """The shapes by name. "small" ones have few thread blocks."""
+    return {
+        "small-groups": Shape(70, 64, Rule(chosen=4, groups=4, kept=2, scaling=2.5)),
+        "small-one-group": Shape(64, 32, Rule(chosen=3, normalise=False)),
+        "small-all-groups": Shape(128, 32, Rule(chosen=6, groups=2, kept=2)),
+        "v3-64": Shape(64, 256, DEEPSEEK_V3),
+        "v3-512": Shape(512, 256, DEEPSEEK_V3),
+        "v3-8192": Shape(8192, 256, DEEPSEEK_V3),
+        "one-group-512": Shape(512, 64, Rule(chosen=6)),
+    }
+
+
+def cases() -> tuple[Case, ...]:
+    """One case per shape."""
+    return tuple(case(name, shape) for name, shape in shapes().items())
+
+
+def case(name: str, shape: Shape) -> Case:
+    """What is checked of one shape."""
+    return Case(
+        name=f"router/{name}",
+        inputs=partial(inputs, shape),
+        kernel=partial(run, shape),
+        reference=partial(expected, shape),
+        work=work(shape),
+        tolerance=1e-5,
+        small=name.startswith("small-"),
+        baselines=bench.baselines(shape.rule),
+    )
+
+
+def inputs(shape: Shape, key: jax.Array) -> Inputs:
+    """Random logits, many of them equal: the order among equals is part of the result."""
+    keys = jax.random.split(key)
+    tokens = -(-shape.tokens // reference.ROWS) * reference.ROWS
+    logits = jnp.round(jax.random.normal(keys[0], (tokens, shape.experts)) * 8) / 4
+    return logits, jnp.round(jax.random.normal(keys[1], (shape.experts,)) * 2) / 8
+
+
+def run(shape: Shape, *inputs: Any, interpret: Any = None) -> tuple[Array, ...]:
+    """The kernel's choice for the tokens that there are."""
+    ids, weights, counts = mosaic_gpu.choose(
+        *inputs, rule=shape.rule, tokens=shape.tokens, interpret=interpret
+    )
+    return ids[: shape.tokens], weights[: shape.tokens], counts
+
+
+def expected(shape: Shape, logits: Any, bias: Any) -> tuple[Array, ...]:
+    """The same in plain jnp."""
+    ids, weights = reference.choose(logits[: shape.tokens], bias, shape.rule)
+    return ids, weights, reference.count(ids, shape.experts)
+
+
+def work(shape: Shape) -> Work:
+    """Logits read, choices written."""
+    return Work(
+        flops=0,
+        bytes=4 * (shape.tokens * (shape.experts + 2 * shape.rule.chosen) + shape.experts),
+        format="bf16",
+    )

@@ -1,0 +1,116 @@
+"""The choice of experts for Hopper: one warpgroup chooses for 64 tokens, all scores in its registers."""
+
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas.mosaic import WGMMA, WGMMA_COLUMN, Ref, Warpgroup, load, per_column, per_row
+from kernels_pallas.router.reference import ROWS
+from kernels_pallas.router.rule import Rule
+
+
+def choose(
+    logits: Float[Array, "T E"], bias: Float[Array, " E"], *, rule: Rule, tokens: int, interpret: Any = None
+) -> tuple[Int[Array, "T k"], Float[Array, "T k"], Int[Array, "b E"]]:
+    """``reference.choose``, and ``reference.count`` of its ids.
+
+    Args:
+        logits: float32; T is a multiple of 64, the experts of a group of 8.
+        bias: float32.
+        rule: sizes of the choice.
+        tokens: how many of the T there are; the others are not counted.
+        interpret: parameters of Pallas' interpreter; None compiles.
+    """
+    padded, experts = logits.shape
+    size = experts // rule.groups
+    wg = Warpgroup(interpret is not None)
+
+    def body(logits: Ref, bias: Ref, ids: Ref, weights: Ref, counts: Ref, chosen: Ref) -> None:
+        block = lax.axis_index("block")
+        rows = pl.ds(block * ROWS, ROWS)
+        column = wg.iota((ROWS, size), 1)
+
+        def scores(g: Any) -> jax.Array:
+            """Of a group of experts; read again rather than kept: with the choice they would spill."""
+            return 1 / (1 + jnp.exp(-load(logits, (rows, pl.ds(g * size, size)), WGMMA)))
+
+        def at(index: jax.Array, g: Any) -> jax.Array:
+            """Where the experts of a group are those of an index per row."""
+            return column == per_row(index - g * size, size)
+
+        def choose_one(j: Any, choice: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            top = per_row(jnp.max(reduce(jnp.maximum, choice), axis=1), size)
+            # First the group, which is a constant: ids of all experts would fill half the registers.
+            group = jnp.full_like(column, rule.groups)
+            for g, c in reversed(tuple(enumerate(choice))):
+                group = jnp.where(c == top, g, group)
+            index = jnp.minimum(jnp.min(group * size + column, axis=1), experts - 1)
+            ids[rows, j] = index
+            chosen[j] = index
+            return tuple(jnp.where(at(index, g), -jnp.inf, c) for g, c in enumerate(choice))
+
+        def weigh(g: Any, weight: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            score, times, out = scores(g), jnp.zeros_like(column), []
+            for j, sofar in enumerate(weight):
+                hit = at(wg.row(chosen.at[j]), g)
+                out.append(sofar + jnp.sum(jnp.where(hit, score, 0.0), axis=1))
+                times += jnp.where(jnp.logical_and(hit, per_row(token, size) < tokens), 1, 0)
+            counts[block, pl.ds(g * size, size)] = jnp.sum(times, axis=0)
+            return tuple(out)
+
+        choice = [
+            scores(g) + per_column(load(bias, (pl.ds(g * size, size),), WGMMA_COLUMN), ROWS)
+            for g in range(rule.groups)
+        ]
+        if rule.kept < rule.groups:
+            choice = _keep_groups(choice, column, rule.kept)
+        lax.fori_loop(0, rule.chosen, choose_one, tuple(choice))
+        token = block * ROWS + wg.iota((ROWS,), 0)
+        weight = lax.fori_loop(0, rule.groups, weigh, (wg.full((ROWS,), 0.0),) * rule.chosen)
+        scale = rule.scaling / (sum(weight) + 1e-20) if rule.normalise else rule.scaling
+        for j, w in enumerate(weight):
+            weights[rows, j] = w * scale
+
+    blocks = padded // ROWS
+    interpreted: dict[str, Any] = {} if interpret is None else {"interpret": interpret}
+    return tuple(
+        plgpu.kernel(
+            body,
+            out_type=(
+                jax.ShapeDtypeStruct((padded, rule.chosen), jnp.int32),
+                jax.ShapeDtypeStruct((padded, rule.chosen), jnp.float32),
+                jax.ShapeDtypeStruct((blocks, experts), jnp.int32),
+            ),
+            scratch_types=[plgpu.SMEM((rule.chosen, ROWS), jnp.int32)],
+            grid=(blocks,),
+            grid_names=("block",),
+            **interpreted,
+        )(logits, bias)
+    )
+
+
+def _keep_groups(choice: list[jax.Array], column: jax.Array, kept: int) -> list[jax.Array]:
+    """The groups with -inf in all but those whose best two add up to most; the first among equals."""
+    size = column.shape[1]
+    scores = []
+    for c in choice:
+        best = jnp.max(c, axis=1)
+        first = jnp.min(jnp.where(c == per_row(best, size), column, size - 1), axis=1)
+        second = jnp.max(jnp.where(column == per_row(first, size), -jnp.inf, c), axis=1)
+        scores.append(best + second)
+    out = []
+    for g, c in enumerate(choice):
+        ahead = [
+            jnp.where(other >= scores[g] if h < g else other > scores[g], 1, 0)
+            for h, other in enumerate(scores)
+            if h != g
+        ]
+        penalty = jnp.where(sum(ahead) < kept, 0.0, jnp.inf)
+        out.append(c - per_row(penalty, size))
+    return out

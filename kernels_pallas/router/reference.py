@@ -1,0 +1,42 @@
+"""The choice of experts in plain jnp: the oracle, and what runs where there is no Hopper GPU."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas.router.rule import Rule
+
+# Tokens that are counted together.
+ROWS = 64
+
+
+def choose(
+    logits: Float[Array, "T E"], bias: Float[Array, " E"], rule: Rule
+) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
+    """Experts of each token, best first, and their weights; the lower id among equals.
+
+    Sigmoid scores; groups, then experts, chosen by bias-corrected score (arXiv 2412.19437, eqs. 12-16). The
+    bias only selects: weights come from the scores alone.
+    """
+    scores = jax.nn.sigmoid(logits)
+    choice = scores + bias
+    rows, experts = choice.shape
+    if rule.groups > 1:
+        # Two dimensions throughout: for others XLA on a CPU sorts instead of taking the top k.
+        groups = choice.reshape(rows * rule.groups, -1)
+        group_score = jax.lax.top_k(groups, 2)[0].sum(axis=-1).reshape(rows, rule.groups)
+        best = jax.lax.top_k(group_score, rule.kept)[1]
+        kept = (best[..., None] == jnp.arange(rule.groups)).any(axis=1)
+        choice = jnp.where(jnp.repeat(kept, experts // rule.groups, axis=1), choice, -jnp.inf)
+    ids = jax.lax.top_k(choice, rule.chosen)[1]
+    weights = jnp.take_along_axis(scores, ids, axis=-1)
+    if rule.normalise:
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+    return ids, weights * rule.scaling
+
+
+def count(ids: Int[Array, "T k"], experts: int) -> Int[Array, "b E"]:
+    """How often each block of ``ROWS`` tokens, the last perhaps a partial one, chose each expert."""
+    blocks = jnp.pad(ids, ((0, -ids.shape[0] % ROWS), (0, 0)), constant_values=experts)
+    blocks = blocks.reshape(-1, ROWS * ids.shape[1], 1)
+    return (blocks == jnp.arange(experts)).sum(axis=1, dtype=jnp.int32)
