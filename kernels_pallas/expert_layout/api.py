@@ -45,6 +45,6 @@ def arrange(
     tokens = ids.shape[0]
     padded = jnp.pad(ids, ((0, -tokens % ROWS), (0, 0)))
     groups = mosaic_gpu.arrange(
-        padded, counts, first, experts=experts, rows=rows, tokens=tokens, interpret=interpret
+        padded.T, counts, first, experts=experts, rows=rows, tokens=tokens, interpret=interpret
     )
     return Groups(groups.token, groups.place[:tokens], groups.tiles)

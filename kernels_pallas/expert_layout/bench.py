@@ -10,4 +10,8 @@ from kernels_pallas.expert_layout import reference
 
 def baselines(experts: int, rows: int) -> Mapping[str, Callable[..., Any]]:
     """By name: functions of the kernel's inputs."""
-    return MappingProxyType({"xla": partial(reference.arrange, experts=experts, rows=rows)})
+    return MappingProxyType({"xla": partial(_transposed, experts=experts, rows=rows)})
+
+
+def _transposed(ids: Any, *args: Any, **sizes: int) -> Any:
+    return reference.arrange(ids.T, *args, **sizes)

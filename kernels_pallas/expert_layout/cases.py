@@ -63,7 +63,7 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
     noise = jax.random.gumbel(key, (shape.tokens, shape.total)) + 3 * jnp.sin(jnp.arange(shape.total))
     ids = jax.lax.top_k(noise, shape.chosen)[1]
     padded = jnp.pad(ids, ((0, -shape.tokens % ROWS), (0, 0)))
-    return padded, count(ids, shape.total), jnp.array([shape.first], jnp.int32)
+    return padded.T, count(ids, shape.total), jnp.array([shape.first], jnp.int32)
 
 
 def run(shape: Shape, *inputs: Any, interpret: Any = None) -> tuple[Array, ...]:
@@ -77,7 +77,7 @@ def run(shape: Shape, *inputs: Any, interpret: Any = None) -> tuple[Array, ...]:
 def expected(shape: Shape, ids: Any, counts: Any, first: Any) -> tuple[Array, ...]:
     """The same in plain jnp."""
     return comparable(
-        shape, reference.arrange(ids[: shape.tokens], counts, first, experts=shape.here, rows=shape.rows)
+        shape, reference.arrange(ids.T[: shape.tokens], counts, first, experts=shape.here, rows=shape.rows)
     )
 
 

@@ -21,7 +21,7 @@ from kernels_pallas.router.reference import ROWS
 
 
 def arrange(
-    ids: Int[Array, "T k"],
+    ids: Int[Array, "k T"],
     counts: Int[Array, "b E"],
     first: Int[Array, " one"],
     *,
@@ -33,7 +33,7 @@ def arrange(
     """``grouped_matmul.layout.group_rows`` of ``ids - first``.
 
     Args:
-        ids: int32, different ones for each token; T is a multiple of 64.
+        ids: int32, transposed, different ones for each token; T is a multiple of 64.
         counts: int32; how often each block of 64 tokens chose each expert.
         first: int32; the first of the experts whose rows are laid out.
         experts: how many those are, a multiple of 8.
@@ -41,7 +41,7 @@ def arrange(
         tokens: how many of the T there are.
         interpret: parameters of Pallas' interpreter; None compiles.
     """
-    blocks, chosen = counts.shape[0], ids.shape[1]
+    blocks, chosen = counts.shape[0], ids.shape[0]
     total = slots(tokens * chosen, experts, rows)
     chunks = -(-tiles(tokens * chosen, experts, rows) // ROWS)
     width = next(n for n in (64, 32, 16, 8) if experts % n == 0)
@@ -69,7 +69,7 @@ def arrange(
         def add_up(c: Any, _: None) -> None:
             def add(b: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
                 more = load(counts, (b, pl.ds(first[0] + c * width, width)), WGMMA_COLUMN)
-                return sums[0] + more, sums[1] + jnp.where(b < block, more, 0)
+                return sums[0] + more, sums[1] + more * jnp.where(b < block, 1, 0)
 
             zero = wg.laid_out(jnp.zeros((width,), jnp.int32), WGMMA_COLUMN)
             size, earlier = lax.fori_loop(0, blocks, add, (zero, zero))
@@ -103,7 +103,7 @@ def arrange(
 
         lax.fori_loop(0, experts // width, add_up, None)
         mine = pl.ds(block * ROWS, ROWS)
-        own = load(ids, (mine, j), WGMMA_ROW) - first[0]
+        own = load(ids, (j, mine), WGMMA_ROW) - first[0]
         slot = row_sums(
             lambda part, e: jnp.where(
                 e < per_row(own, width),
@@ -113,11 +113,11 @@ def arrange(
         )
         earlier_token = wg.iota((ROWS, ROWS), 1) < wg.iota((ROWS, ROWS), 0)
         for other in range(chosen):
-            same = per_column(load(ids, (mine, other), WGMMA_COLUMN) - first[0], ROWS) == per_row(own, ROWS)
+            same = per_column(load(ids, (other, mine), WGMMA_COLUMN) - first[0], ROWS) == per_row(own, ROWS)
             slot += jnp.sum(jnp.where(jnp.logical_and(same, earlier_token), 1, 0), axis=1)
         here = jnp.logical_and(jnp.logical_and(own >= 0, own < experts), row + block * ROWS < tokens)
         slot = jnp.where(here, slot, total)
-        place[mine, j] = slot
+        place[j, mine] = slot
         places[...] = slot
         lax.fori_loop(0, ROWS, put, None)
         for c in range(0, experts, ROWS):
@@ -149,4 +149,4 @@ def arrange(
         grid_names=("block", "choice"),
         **interpreted,
     )(ids, counts, first)
-    return Groups(token, place, Tiles(table, count))
+    return Groups(token, place.T, Tiles(table, count))

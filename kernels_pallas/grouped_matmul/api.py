@@ -5,6 +5,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas.expert_layout.api import arrange
 from kernels_pallas.grouped_matmul import mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.layout import Tiles, group_rows
 from kernels_pallas.grouped_matmul.tile import Tile
@@ -24,6 +25,8 @@ def expert_mlp(
     *,
     rows_per_expert: int,
     implementation: Implementation,
+    counts: Int[Array, "n A"] | None = None,
+    first: Int[Array, ""] | int = 0,
     interpret: Any = None,
 ) -> Float[Array, "T D"]:
     """Each row's chosen experts, weighted: ``sum_k weights * down(silu(gate(x)) * up(x))``.
@@ -32,12 +35,15 @@ def expert_mlp(
 
     Args:
         x: bfloat16, or quantised already; rows past those of ``ids`` are not looked at.
-        ids: experts chosen by each row, int32; those outside ``[0, E)`` contribute nothing.
+        ids: different experts chosen by each row, int32; those outside ``[first, first + E)`` contribute
+            nothing.
         weights: float32.
         gate_up: e4m3 with ``gate_up_scale``, or bfloat16 without; output features first.
         down: likewise, with ``down_scale``.
         gate_up_scale: float32 scales of 128x128 blocks.
         down_scale: likewise.
+        counts: int32; how often each 64 tokens chose each of all A experts; with them a kernel lays out rows.
+        first: which of those the E experts begin with.
         rows_per_expert: rows that an expert has on average; decides how the work is cut.
         implementation: who multiplies: "mosaic_gpu" needs a Hopper GPU; "xla" is the oracle in plain jnp.
         interpret: parameters of Pallas' interpreter; None compiles.
@@ -52,7 +58,18 @@ def expert_mlp(
     check(x, down, down_scale)
     experts, _, inner, _ = gate_up.shape
     gated = choose_tile(rows_per_expert, inner, gated=True)
-    groups = group_rows(ids, experts, gated.rows)
+    if counts is None or experts % 8:
+        groups = group_rows(ids - first, experts, gated.rows)
+    else:
+        groups = arrange(
+            ids,
+            counts,
+            jnp.reshape(jnp.asarray(first, jnp.int32), 1),
+            experts=experts,
+            rows=gated.rows,
+            implementation=implementation,
+            interpret=interpret,
+        )
     token = jnp.clip(groups.token, 0, x.shape[0] - 1)
     if not isinstance(x, Quantised) and gate_up_scale is not None:
         x = quantise(x)

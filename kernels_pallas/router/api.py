@@ -59,7 +59,16 @@ def choose(
     check(experts, rule)
     padded = jnp.pad(logits, ((0, -tokens % ROWS), (0, 0)))
     ids, weights, counts = mosaic_gpu.choose(padded, bias, rule=rule, tokens=tokens, interpret=interpret)
-    return Choice(ids[:tokens], weights[:tokens], counts)
+    return Choice(ids.T[:tokens], weights.T[:tokens], counts)
+
+
+def can_choose(experts: int, rule: Rule) -> bool:
+    """Whether the kernel can."""
+    try:
+        check(experts, rule)
+    except ValueError:
+        return False
+    return True
 
 
 def check(experts: int, rule: Rule) -> None:

@@ -69,7 +69,7 @@ def run(shape: Shape, *inputs: Any, interpret: Any = None) -> tuple[Array, ...]:
     ids, weights, counts = mosaic_gpu.choose(
         *inputs, rule=shape.rule, tokens=shape.tokens, interpret=interpret
     )
-    return ids[: shape.tokens], weights[: shape.tokens], counts
+    return ids.T[: shape.tokens], weights.T[: shape.tokens], counts
 
 
 def expected(shape: Shape, logits: Any, bias: Any) -> tuple[Array, ...]:

@@ -17,8 +17,8 @@ from kernels_pallas.router.rule import Rule
 
 def choose(
     logits: Float[Array, "T E"], bias: Float[Array, " E"], *, rule: Rule, tokens: int, interpret: Any = None
-) -> tuple[Int[Array, "T k"], Float[Array, "T k"], Int[Array, "b E"]]:
-    """``reference.choose``, and ``reference.count`` of its ids.
+) -> tuple[Int[Array, "k T"], Float[Array, "k T"], Int[Array, "b E"]]:
+    """``reference.choose``, transposed, and ``reference.count`` of its ids.
 
     Args:
         logits: float32; T is a multiple of 64, the experts of a group of 8.
@@ -51,7 +51,7 @@ def choose(
             for g, c in reversed(tuple(enumerate(choice))):
                 group = jnp.where(c == top, g, group)
             index = jnp.minimum(jnp.min(group * size + column, axis=1), experts - 1)
-            ids[rows, j] = index
+            ids[j, rows] = index
             chosen[j] = index
             return tuple(jnp.where(at(index, g), -jnp.inf, c) for g, c in enumerate(choice))
 
@@ -75,7 +75,7 @@ def choose(
         weight = lax.fori_loop(0, rule.groups, weigh, (wg.full((ROWS,), 0.0),) * rule.chosen)
         scale = rule.scaling / (sum(weight) + 1e-20) if rule.normalise else rule.scaling
         for j, w in enumerate(weight):
-            weights[rows, j] = w * scale
+            weights[j, rows] = w * scale
 
     blocks = padded // ROWS
     interpreted: dict[str, Any] = {} if interpret is None else {"interpret": interpret}
@@ -83,8 +83,8 @@ def choose(
         plgpu.kernel(
             body,
             out_type=(
-                jax.ShapeDtypeStruct((padded, rule.chosen), jnp.int32),
-                jax.ShapeDtypeStruct((padded, rule.chosen), jnp.float32),
+                jax.ShapeDtypeStruct((rule.chosen, padded), jnp.int32),
+                jax.ShapeDtypeStruct((rule.chosen, padded), jnp.float32),
                 jax.ShapeDtypeStruct((blocks, experts), jnp.int32),
             ),
             scratch_types=[plgpu.SMEM((rule.chosen, ROWS), jnp.int32)],

@@ -29,39 +29,41 @@ _TILE = 64
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Routing:
-    """Chosen experts and their weights."""
+    """Chosen experts and their weights.
+
+    ``counts``: how often each 64 rows chose each expert, if a kernel chose; other kernels go by it.
+    """
 
     ids: Int[Array, "*b k"]
     weights: Float[Array, "*b k"]
+    counts: Int[Array, "n E"] | None = None
+
+
+def router_logits(p: Moe, x: Float[Array, "*b D"]) -> Float[Array, "*b E"]:
+    """In float32, also where the device would rather multiply float32 with fewer bits."""
+    with jax.default_matmul_precision("highest"):
+        return linear(x.astype(jnp.float32), p.router)
+
+
+def choose(
+    cfg: ModelConfig, bias: Float[Array, " E"], logits: Float[Array, "T E"], kernels: ops.Kernels
+) -> Routing:
+    """Sigmoid scores; groups, then experts, chosen by bias-corrected score (arXiv 2412.19437, eqs. 12-16)."""
+    rule = ops.Rule(
+        cfg.num_experts_per_tok, cfg.n_group, cfg.topk_group, cfg.norm_topk_prob, cfg.routed_scaling_factor
+    )
+    return Routing(*ops.choose_experts(logits, bias, rule, kernels))
 
 
 def route(p: Moe, cfg: ModelConfig, x: Float[Array, "*b D"]) -> Routing:
-    """Sigmoid scores; groups, then experts, chosen by bias-corrected score (arXiv 2412.19437, eqs. 12-16).
-
-    All in float32. The bias only selects: weights come from the scores alone.
-    """
-    flat = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-    scores = jax.nn.sigmoid(linear(flat, p.router))
-    choice = scores + p.bias
-    rows, experts = choice.shape
-    if cfg.n_group > 1:
-        # Two dimensions throughout: for others XLA on a CPU sorts instead of taking the top k.
-        groups = choice.reshape(rows * cfg.n_group, -1)
-        group_score = jax.lax.top_k(groups, 2)[0].sum(axis=-1).reshape(rows, cfg.n_group)
-        best = jax.lax.top_k(group_score, cfg.topk_group)[1]
-        kept = (best[..., None] == jnp.arange(cfg.n_group)).any(axis=1)
-        choice = jnp.where(jnp.repeat(kept, experts // cfg.n_group, axis=1), choice, -jnp.inf)
-    ids = jax.lax.top_k(choice, cfg.num_experts_per_tok)[1]
-    weights = jnp.take_along_axis(scores, ids, axis=-1)
-    if cfg.norm_topk_prob:
-        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
-    shape = (*x.shape[:-1], cfg.num_experts_per_tok)
-    return Routing(ids.reshape(shape), (weights * cfg.routed_scaling_factor).reshape(shape))
+    """The routing of rows of any shape, by XLA alone."""
+    logits = router_logits(p, x.reshape(-1, x.shape[-1]))
+    return _shaped(choose(cfg, p.bias, logits, ops.Kernels(experts="xla")), x)
 
 
-def _flat(r: Routing) -> Routing:
-    k = r.ids.shape[-1]
-    return Routing(r.ids.reshape(-1, k), r.weights.reshape(-1, k))
+def _shaped(r: Routing, x: Float[Array, "*b D"]) -> Routing:
+    shape = (*x.shape[:-1], r.ids.shape[-1])
+    return Routing(r.ids.reshape(shape), r.weights.reshape(shape), r.counts)
 
 
 def dense(gate_up: Weight, down: Weight, x: Float[Array, "T D"], r: Routing) -> Float[Array, "T D"]:
@@ -140,38 +142,49 @@ def sparse(
     r: Routing,
     kernels: ops.Kernels = ops.AUTO,
     shards: int = 1,
+    first: Int[Array, ""] | int = 0,
 ) -> Float[Array, "T D"]:
     """Only the chosen experts: ``loop`` for few rows, ``grouped`` for many, or kernels.
 
-    shards: the weights are those of one of so many devices, the rows and the routing those of all.
+    shards: the weights are those of one of so many devices, of experts from ``first`` on; the rows and the
+    routing are those of all.
     """
     if ops.runs_experts(kernels, x, gate_up, down):
         rows = -(-r.ids.size // (down.shape[0] * shards))
-        return ops.experts(gate_up, down, x, r.ids, r.weights, rows)
-    return (loop if x.shape[0] <= _TILE else grouped)(gate_up, down, x, r)
+        return ops.experts(gate_up, down, x, r.ids, r.weights, r.counts, first, rows)
+    way = loop if x.shape[0] <= _TILE else grouped
+    return way(gate_up, down, x, Routing(r.ids - first, r.weights))
 
 
 def expert_parallel(
-    gate_up: Weight,
-    down: Weight,
+    p: Moe,
+    cfg: ModelConfig,
     x: Float[Array, "B W D"],
-    r: Routing,
+    logits: Float[Array, "B W E"],
     mesh: Mesh,
-    kernels: ops.Kernels = ops.AUTO,
-) -> Float[Array, "B W D"]:
-    """``sparse`` on each device's experts: gather the rows over ``data``, sum the parts over both axes."""
+    kernels: ops.Kernels,
+) -> tuple[Float[Array, "B W D"], Routing]:
+    """``sparse`` on each device's experts: gather the rows over ``data``, sum the parts over both axes.
 
-    def local(gate_up, down, x, ids, weights):
-        x, ids, weights = (jax.lax.all_gather(a, "data", tiled=True) for a in (x, ids, weights))
+    Every device chooses for all rows: that takes less than gathering the choices.
+    """
+
+    def local(gate_up, down, bias, x, logits):
+        mine = jax.lax.axis_index("data") * x.shape[0]
+        rows = x.shape[0]
+        x, logits = (jax.lax.all_gather(a, "data", tiled=True) for a in (x, logits))
+        r = choose(cfg, bias, logits.reshape(-1, logits.shape[-1]), kernels)
         first = jax.lax.axis_index(("data", "model")) * down.shape[0]
-        mine = _flat(Routing(ids - first, weights))
-        part = sparse(gate_up, down, x.reshape(-1, x.shape[-1]), mine, kernels, mesh.size).reshape(x.shape)
-        part = jax.lax.psum(part, "model")
-        return jax.lax.psum_scatter(part, "data", tiled=True)
+        part = sparse(gate_up, down, x.reshape(-1, x.shape[-1]), r, kernels, mesh.size, first)
+        part = jax.lax.psum(part.reshape(x.shape), "model")
+        r = _shaped(r, x)
+        own = (jax.lax.dynamic_slice_in_dim(a, mine, rows) for a in (r.ids, r.weights))
+        return jax.lax.psum_scatter(part, "data", tiled=True), *own
 
     experts, slots = PartitionSpec(("data", "model")), PartitionSpec("data")
-    run = sharded(local, mesh, (experts, experts, slots, slots, slots), slots)
-    return run(gate_up, down, x, r.ids, r.weights)
+    run = sharded(local, mesh, (experts, experts, PartitionSpec(), slots, slots), (slots, slots, slots))
+    y, ids, weights = run(p.gate_up, p.down, p.bias, x, logits)
+    return y, Routing(ids, weights)
 
 
 def moe(
@@ -185,16 +198,24 @@ def moe(
 ) -> tuple[Float[Array, "B W D"], Routing]:
     """Routed experts plus the shared expert. Returns (output, routing)."""
     with jax.named_scope("moe_route"):
-        r = route(p, cfg, x)
-    with jax.named_scope("moe_experts"):
-        if mesh is not None:
-            y = expert_parallel(p.gate_up, p.down, x, r, mesh, kernels)
-        elif experts == "dense":
-            if kernels.experts == "mosaic_gpu":
-                raise ConfigError("experts = 'dense' has no kernel; use 'sparse', or kernels.experts = 'xla'")
-            y = dense(p.gate_up, p.down, x.reshape(-1, x.shape[-1]), _flat(r)).reshape(x.shape)
-        else:
-            y = sparse(p.gate_up, p.down, x.reshape(-1, x.shape[-1]), _flat(r), kernels).reshape(x.shape)
+        logits = router_logits(p, x)
+    if mesh is not None:
+        with jax.named_scope("moe_experts"):
+            y, r = expert_parallel(p, cfg, x, logits, mesh, kernels)
+    else:
+        rows = x.reshape(-1, x.shape[-1])
+        with jax.named_scope("moe_route"):
+            r = choose(cfg, p.bias, logits.reshape(rows.shape[0], -1), kernels)
+        with jax.named_scope("moe_experts"):
+            if experts == "dense":
+                if kernels.experts == "mosaic_gpu":
+                    raise ConfigError(
+                        "experts = 'dense' has no kernel; use 'sparse', or kernels.experts = 'xla'"
+                    )
+                y = dense(p.gate_up, p.down, rows, r)
+            else:
+                y = sparse(p.gate_up, p.down, rows, r, kernels)
+        y, r = y.reshape(x.shape), _shaped(r, x)
     if p.shared is not None:
         with jax.named_scope("moe_shared"):
             y = y + ops.mlp(x, p.shared, kernels=kernels, mesh=mesh)

@@ -19,6 +19,8 @@ from kernels_pallas.mla_decode import api as mla_decode
 from kernels_pallas.mla_decode.visible import MAX_AHEAD, Visible
 from kernels_pallas.mla_prefill import api as mla_prefill
 from kernels_pallas.mla_prefill.limits import Limits
+from kernels_pallas.router import api as router
+from kernels_pallas.router.rule import Rule
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import layers
 from mtp_jax.model.cache import PagedView, read_rows, write_rows
@@ -131,15 +133,28 @@ def runs_experts(kernels: Kernels, x: Float[Array, "T D"], gate_up: Any, down: A
     return all(_runs(kernels.experts, grouped_matmul.check, x, *_arrays(w)) for w in (gate_up, down))
 
 
+def choose_experts(
+    logits: Float[Array, "T E"], bias: Float[Array, " E"], rule: Rule, kernels: Kernels
+) -> tuple[Int[Array, "T k"], Float[Array, "T k"], Int[Array, "n E"] | None]:
+    """Ids and weights of each row's experts; their counts too if a kernel chooses, where experts have any."""
+    with_kernel = kernels.experts == "mosaic_gpu" or (kernels.experts is None and is_hopper())
+    if not (with_kernel and router.can_choose(logits.shape[1], rule)):
+        return *router.reference.choose(logits, bias, rule), None
+    choice = router.choose(logits, bias, rule, implementation="mosaic_gpu")
+    return choice.ids, choice.weights, choice.counts
+
+
 def experts(
     gate_up: Any,
     down: Any,
     x: Float[Array, "T D"],
     ids: Int[Array, "T k"],
     weights: Float[Array, "T k"],
+    counts: Int[Array, "n E"] | None,
+    first: Int[Array, ""] | int,
     rows_per_expert: int,
 ) -> Float[Array, "T D"]:
-    """Each row's experts, weighted, by the kernels. Ids outside ``[0, E)`` contribute nothing."""
+    """Each row's experts of those from ``first`` on, weighted, by the kernels; others contribute nothing."""
     (gate_up, gate_up_scale), (down, down_scale) = _arrays(gate_up), _arrays(down)
     return grouped_matmul.expert_mlp(
         x,
@@ -149,6 +164,8 @@ def experts(
         down,
         gate_up_scale,
         down_scale,
+        counts=counts,
+        first=first,
         rows_per_expert=rows_per_expert,
         implementation="mosaic_gpu",
     )

@@ -11,8 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas.expert_layout import reference as layout_reference
 from kernels_pallas.fp8_matmul import reference as fp8_reference
 from kernels_pallas.grouped_matmul import reference as grouped_reference
+from kernels_pallas.grouped_matmul.layout import Groups
+from kernels_pallas.router import reference as router_reference
 from mtp_jax.checkpoint import load, save
 from mtp_jax.checkpoint.fp8 import may_be_fp8
 from mtp_jax.errors import CheckpointError, ConfigError
@@ -31,6 +34,9 @@ ALIGNED = replace(
     hidden_size=128,
     intermediate_size=256,
     moe_intermediate_size=128,
+    n_routed_experts=32,
+    n_group=4,
+    topk_group=2,
     num_attention_heads=16,
     q_lora_rank=128,
     kv_lora_rank=60,
@@ -105,7 +111,7 @@ def test_scales_follow_their_weights():
     out = scale_spec(attention.o, "_s")
     assert (out.shape, out.axes) == ((1, 2), (None, "heads"))
     experts = scale_spec(moe.gate_up, "_s")
-    assert (experts.shape, experts.axes) == ((8, 2, 1, 1), ("experts", None, None, None))
+    assert (experts.shape, experts.axes) == ((32, 2, 1, 1), ("experts", None, None, None))
     assert experts.names[3][1] == moe.gate_up.names[3][1] + "_s"
 
 
@@ -179,6 +185,20 @@ def calls(monkeypatch) -> list[str]:
     )
     monkeypatch.setattr("kernels_pallas.fp8_matmul.mosaic_gpu.fp8_matmul", fp8)
     monkeypatch.setattr("kernels_pallas.grouped_matmul.mosaic_gpu.grouped_matmul", grouped)
+
+    def choose(logits: Any, bias: Any, *, rule: Any, tokens: int, interpret: Any) -> Any:
+        del interpret
+        seen.append("choose")
+        ids, weights = router_reference.choose(logits, bias, rule)
+        return ids.T, weights.T, router_reference.count(ids[:tokens], bias.shape[0])
+
+    def arrange(ids: Any, *args: Any, experts: int, rows: int, tokens: int, interpret: Any) -> Groups:
+        del interpret
+        seen.append("arrange")
+        return layout_reference.arrange(ids.T[:tokens], *args, experts=experts, rows=rows)
+
+    monkeypatch.setattr("kernels_pallas.router.mosaic_gpu.choose", choose)
+    monkeypatch.setattr("kernels_pallas.expert_layout.mosaic_gpu.arrange", arrange)
     return seen
 
 
@@ -198,6 +218,7 @@ def test_kernels_compute_the_same_model(calls):
     got = hidden(aligned(), Backend("absorbed", kernels=KERNELS))
     # Per layer q_a, q_b, kv_a, o; a dense MLP or a shared expert of two products; experts of two.
     assert (calls.count("fp8"), calls.count("grouped")) == (2 * 6, 2)
+    assert (calls.count("choose"), calls.count("arrange")) == (1, 1)
     assert 0 < distance(got, want) < 0.1  # activations are quantised
 
 
@@ -205,6 +226,7 @@ def test_kernels_on_a_mesh(calls):
     want = hidden(aligned(), Backend("absorbed"))
     got = hidden(aligned(), Backend("absorbed", mesh=make_mesh(2, 2), kernels=KERNELS))
     assert (calls.count("fp8"), calls.count("grouped")) == (2 * 6, 2)
+    assert (calls.count("choose"), calls.count("arrange")) == (1, 1)
     # Parts are summed in bfloat16, whose rounding flips some of the values quantised next.
     assert distance(got, want) < 0.1
 

@@ -1,0 +1,98 @@
+"""The choice of experts and the layout of their rows: oracles, and what the interpreter finds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas.expert_layout import api as expert_layout
+from kernels_pallas.expert_layout.cases import cases as layout_cases
+from kernels_pallas.router import api, mosaic_gpu, reference
+from kernels_pallas.router.cases import cases as router_cases
+from kernels_pallas.router.rule import Rule
+from tests.kernels.interpreter import interpret, notices
+
+CASES = {c.name: c for c in (*router_cases(), *layout_cases()) if c.small}
+# One of each kernel; the others are slow.
+FAST = ("router/small-one-group", "expert_layout/small-some")
+needs_interpreter = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="Pallas interprets these kernels from jax 0.11 on"
+)
+RULES = {
+    "groups": Rule(chosen=4, groups=4, kept=2, scaling=2.5),
+    "one group": Rule(chosen=5, normalise=False),
+    "all groups": Rule(chosen=3, groups=4, kept=4),
+}
+
+
+def plain_choice(logits: np.ndarray, bias: np.ndarray, rule: Rule) -> tuple[np.ndarray, np.ndarray]:
+    """Row by row; Python's sort keeps the order of equals. Which scores are equal float32 decides."""
+    ids, weights = [], []
+    for row in logits:
+        scores = np.asarray(jax.nn.sigmoid(jnp.asarray(row)))
+        np.testing.assert_allclose(scores, 1 / (1 + np.exp(-row.astype(np.float64))), rtol=1e-6)
+        choice = scores + bias
+        groups = np.sort(choice.reshape(rule.groups, -1), axis=1)
+        best = groups[:, -1] + groups[:, -2]
+        kept = sorted(range(rule.groups), key=lambda g, best=best: -best[g])[: rule.kept]
+        allowed = [e for e in range(len(row)) if e // groups.shape[1] in kept]
+        chosen = sorted(allowed, key=lambda e, choice=choice: -choice[e])[: rule.chosen]
+        w = scores[chosen].astype(np.float64)
+        ids.append(chosen)
+        weights.append((w / w.sum() if rule.normalise else w) * rule.scaling)
+    return np.array(ids), np.array(weights)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_first_of_equal_experts_is_chosen(name):
+    rng = np.random.default_rng(3)
+    logits = (rng.integers(-3, 4, size=(50, 16)) / 2).astype(np.float32)
+    bias = (rng.integers(-1, 2, size=16) / 4).astype(np.float32)
+    got = api.choose(jnp.asarray(logits), jnp.asarray(bias), RULES[name], implementation="xla")
+    ids, weights = plain_choice(logits, bias, RULES[name])
+    np.testing.assert_array_equal(got.ids, ids)
+    np.testing.assert_allclose(got.weights, weights, rtol=1e-5)
+    np.testing.assert_array_equal(got.counts, [np.bincount(ids.reshape(-1), minlength=16)])
+
+
+def test_counts_are_of_64_tokens_each():
+    ids = np.random.default_rng(0).integers(0, 9, size=(150, 3))
+    expected = [np.bincount(ids[i : i + 64].reshape(-1), minlength=9) for i in (0, 64, 128)]
+    np.testing.assert_array_equal(reference.count(jnp.asarray(ids), 9), expected)
+
+
+@pytest.mark.parametrize(
+    ("experts", "rule", "match"),
+    [(512, Rule(8), "512 experts, at most 256"), (64, Rule(2, groups=16, kept=2), "4 experts in each group")],
+)
+def test_what_the_router_cannot_do_is_refused(experts, rule, match):
+    assert not api.can_choose(experts, rule)
+    with pytest.raises(ValueError, match=match):
+        api.choose(jnp.zeros((64, experts)), jnp.zeros(experts), rule, implementation="mosaic_gpu")
+
+
+def test_experts_that_the_layout_cannot_have_are_refused():
+    one = jnp.zeros(1, jnp.int32)
+    with pytest.raises(ValueError, match="12 experts, must be a multiple of 8"):
+        expert_layout.arrange(
+            jnp.zeros((64, 1), jnp.int32),
+            jnp.zeros((1, 12), jnp.int32),
+            one,
+            experts=12,
+            rows=64,
+            implementation="mosaic_gpu",
+        )
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+def test_kernels_equal_their_reference_without_races(name):
+    run = interpret(CASES[name])
+    assert not run.races
+    assert run.distance <= CASES[name].tolerance
+
+
+@needs_interpreter
+def test_another_order_among_equals_is_noticed(monkeypatch):
+    monkeypatch.setattr(mosaic_gpu.jnp, "min", jnp.max)
+    assert notices(CASES["router/small-one-group"])
