@@ -47,4 +47,4 @@ def arrange(
     groups = mosaic_gpu.arrange(
         padded.T, counts, first, experts=experts, rows=rows, tokens=tokens, interpret=interpret
     )
-    return Groups(groups.token, groups.place[:tokens], groups.tiles)
+    return Groups(groups.token, groups.place[:, :tokens], groups.tiles)

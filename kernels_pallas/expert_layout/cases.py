@@ -83,7 +83,7 @@ def expected(shape: Shape, ids: Any, counts: Any, first: Any) -> tuple[Array, ..
 
 def comparable(shape: Shape, groups: Groups) -> tuple[Array, ...]:
     """Places, tokens of the slots that have any, and the tiles that hold any."""
-    place = groups.place[: shape.tokens]
+    place = groups.place[:, : shape.tokens]
     total = slots(shape.tokens * shape.chosen, shape.here, shape.rows)
     used = jnp.zeros(total, bool).at[place.reshape(-1)].set(True, mode="drop")
     tiles = groups.tiles.table[:, : shape.tokens * shape.chosen // shape.rows + 1]

@@ -149,4 +149,4 @@ def arrange(
         grid_names=("block", "choice"),
         **interpreted,
     )(ids, counts, first)
-    return Groups(token, place.T, Tiles(table, count))
+    return Groups(token, place, Tiles(table, count))

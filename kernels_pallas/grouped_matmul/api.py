@@ -89,7 +89,7 @@ def expert_mlp(
     # Slots of no pair hold anything, NaN perhaps: a zero weight would not silence it.
     mine = groups.place < y.shape[0]
     parts = y[jnp.minimum(groups.place, y.shape[0] - 1)].astype(jnp.float32)
-    return jnp.where(mine[..., None], parts * weights[..., None], 0).sum(axis=1).astype(jnp.bfloat16)
+    return jnp.where(mine[..., None], parts * weights.T[..., None], 0).sum(axis=0).astype(jnp.bfloat16)
 
 
 def grouped_matmul(

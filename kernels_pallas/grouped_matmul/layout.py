@@ -33,12 +33,12 @@ class Groups:
 
     Attributes:
         token: token in each slot; anything where there is none.
-        place: slot of each token and choice; M where it is not a group.
+        place: slot of each choice and token; M where it is not a group.
         tiles: of the slots.
     """
 
     token: Int[Array, " M"]
-    place: Int[Array, "T k"]
+    place: Int[Array, "k T"]
     tiles: Tiles
 
 
@@ -74,7 +74,7 @@ def group_rows(choices: Int[Array, "T k"], groups: int, rows: int) -> Groups:
     done = (tile - begin[of]) * rows
     height = jnp.clip(_aligned(size[of] - done), 0, rows)
     table = jnp.stack([of, first[of] + done, height])
-    return Groups(token, place.reshape(choices.shape), Tiles(table, needed.sum(keepdims=True)))
+    return Groups(token, place.reshape(choices.shape).T, Tiles(table, needed.sum(keepdims=True)))
 
 
 def _aligned(size: Int[Array, " n"]) -> Int[Array, " n"]:

@@ -64,7 +64,7 @@ def test_weights_of_partial_blocks_expand():
 def test_every_pair_has_a_slot_in_a_tile_of_its_group(pairs, chosen):
     ids = jax.random.randint(jax.random.key(pairs), (pairs,), -2, 9)
     groups = jax.jit(group_rows, static_argnums=(1, 2))(ids.reshape(-1, chosen), 7, 64)
-    ids, place = np.asarray(ids), np.asarray(groups.place).reshape(-1)
+    ids, place = np.asarray(ids), np.asarray(groups.place).T.reshape(-1)
     inside = (ids >= 0) & (ids < 7)
     total = groups.token.shape[0]
     assert (place[~inside] == total).all()
