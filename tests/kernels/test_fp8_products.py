@@ -1,5 +1,6 @@
 """Products of experts and linear layers: oracles, layout, and what the interpreter finds."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -193,6 +194,19 @@ WAITS = {
     "the tile before is written": ("wait_smem_to_gmem", "_Walk.store"),
     "values are visible to copies": ("commit_smem", "_Walk.store"),
 }
+
+
+@needs_interpreter
+@pytest.mark.slow
+def test_rows_of_the_next_group_overwritten_are_noticed(monkeypatch):
+    real = mosaic_gpu.grouped_matmul
+
+    def whole_tiles(*operands, **options):
+        *others, tiles = operands
+        return real(*others, replace(tiles, table=tiles.table.at[2].set(64)), **options)
+
+    monkeypatch.setattr(mosaic_gpu, "grouped_matmul", whole_tiles)
+    assert notices(CASES["grouped_matmul/small-gated"])
 
 
 @needs_interpreter
