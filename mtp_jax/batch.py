@@ -120,11 +120,12 @@ async def run(
     """
     done, seen, counts = finished(target), Names(), Counts()
     tasks: set[asyncio.Task[None]] = set()
-    with target.open("ab", buffering=0) as out:
+    with target.open("ab") as out:
 
         async def answer(line: _Line) -> None:
             got = await send(line.url, line.body) if line.error is None else None
             out.write(_result(line, got))
+            out.flush()  # an answer that is not on its way to the disk is lost when the process is killed
             if got is not None and got.status == 200:
                 counts.succeeded += 1
             else:

@@ -40,25 +40,22 @@ class StepKey:
 
     def covers(self, need: "StepKey") -> bool:
         """Whether this executable can do what ``need`` asks; a sampling step also serves greedy rows."""
-        sampling = need.mode.drafting in (None, self.mode.drafting) and (
-            need.mode.drafting is None or need.mode.verifier == self.mode.verifier
-        )
+        own, wanted = self.mode, need.mode
+        greedy = wanted.drafting is None
         return (
             self.slots >= need.slots
             and self.depth >= need.depth
             and self.pages >= need.pages
-            and sampling
-            and self.mode.structured == need.mode.structured
-            and (self.mode.logprobs if self.mode.logprobs is not None else -1)
-            >= (need.mode.logprobs if need.mode.logprobs is not None else -1)
+            and (greedy or (own.drafting, own.verifier) == (wanted.drafting, wanted.verifier))
+            and own.structured == wanted.structured
+            and _width(own.logprobs) >= _width(wanted.logprobs)
         )
 
     @property
     def cost(self) -> tuple[int, ...]:
         """Orders executables that can do the same work."""
-        mode = self.mode
-        logprobs = -1 if mode.logprobs is None else mode.logprobs
-        return (self.slots * (self.depth + 1), self.pages, mode.drafting is not None, logprobs)
+        rows = self.slots * (self.depth + 1)
+        return (rows, self.pages, self.mode.drafting is not None, _width(self.mode.logprobs))
 
 
 @dataclass(frozen=True)
@@ -72,18 +69,22 @@ class PrefillKey:
 
     def covers(self, need: "PrefillKey") -> bool:
         """Whether this executable can do what ``need`` asks."""
-        own = (self.logprobs, self.prompt_logprobs)
-        wanted = (need.logprobs, need.prompt_logprobs)
-        enough = all(
-            (-1 if a is None else a) >= (-1 if b is None else b) for a, b in zip(own, wanted, strict=True)
+        return (
+            self.tokens >= need.tokens
+            and self.pages >= need.pages
+            and _width(self.logprobs) >= _width(need.logprobs)
+            and _width(self.prompt_logprobs) >= _width(need.prompt_logprobs)
         )
-        return self.tokens >= need.tokens and self.pages >= need.pages and enough
 
     @property
     def cost(self) -> tuple[int, ...]:
         """Orders executables that can do the same work."""
-        extra = [-1 if n is None else n for n in (self.logprobs, self.prompt_logprobs)]
-        return (self.tokens, self.pages, *extra)
+        return (self.tokens, self.pages, _width(self.logprobs), _width(self.prompt_logprobs))
+
+
+def _width(logprobs: int | None) -> int:
+    """Orders how many log-probabilities a program gives; None, not even the chosen token's, is the least."""
+    return -1 if logprobs is None else logprobs
 
 
 @dataclass(frozen=True)
