@@ -33,7 +33,7 @@ def fp8_matmul(
     Raises:
         ValueError: for dtypes and sizes that the tile does not fit.
     """
-    first = np.arange(0, x.shape[0], tile.rows, np.int32)
+    first = np.arange(0, x.shape[0], tile.rows, dtype=np.int32)
     # One array, so that it is a constant of the program: launches would fill in what is equal or counts up.
     table = np.stack([np.zeros_like(first), first, np.full_like(first, tile.rows)])
     tiles = Tiles(jnp.asarray(table), jnp.asarray(np.array([first.size], np.int32)))

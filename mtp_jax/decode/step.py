@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from mtp_jax.config import ModelConfig
 from mtp_jax.decode import verify
 from mtp_jax.decode.draft import Drafting, Drafts, draft, extend
+from mtp_jax.decode.greedy import best_tokens, parts_on
 from mtp_jax.decode.sampling import (
     Purpose,
     SamplingState,
@@ -161,10 +162,15 @@ def verify_phase(
     with jax.named_scope("verify"):
         window = jnp.concatenate([s.newest[:, None], drafts.tokens], axis=1)
         traced = _verify(params, cfg, state, s, table, jnp.maximum(window, 0), on)
-        logits = trunk.logits(params, traced.hidden)
+    parts = parts_on(on.mesh) if mode == SamplingMode() and accept is None else 1
+    logits = trunk.logits(params, traced.hidden) if parts == 1 else None
     with jax.named_scope("accept"):
-        healthy = jnp.isfinite(logits).all(axis=-1)
-        verdict = (accept or accept_drafts)(logits, window, drafts, s, mode, allowed)
+        if logits is None:
+            ids, healthy = best_tokens(traced.hidden, trunk.head(params), parts)
+            verdict = verify.greedy(ids, drafts.tokens, jnp.minimum(s.depth, depth))
+        else:
+            healthy = jnp.isfinite(logits).all(axis=-1)
+            verdict = (accept or accept_drafts)(logits, window, drafts, s, mode, allowed)
         emitted = _emit(verdict, drafts.tokens, s, healthy)
     with jax.named_scope("commit"):
         tokens, index = emitted.tokens, jnp.arange(depth + 1)
@@ -185,7 +191,7 @@ def verify_phase(
     num_drafts = jnp.where(s.active, jnp.minimum(s.depth, depth), 0)
     counts = (emitted.count, jnp.where(s.active, verdict.accepted, 0), num_drafts, emitted.finish)
     packed = jnp.concatenate([tokens, jnp.stack(counts, axis=1)], axis=1)
-    top = None if mode.logprobs is None else top_logprobs(logits, tokens, mode.logprobs)
+    top = None if mode.logprobs is None or logits is None else top_logprobs(logits, tokens, mode.logprobs)
     new = State(traced.pages, extension.pages, extension.tails, put_first_slots(state.slots, advanced))
     return new, StepResult(packed, top)
 

@@ -120,4 +120,9 @@ def forward_traced(
 
 def logits(params: Params, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
     """Next-token logits, float32."""
-    return vocabulary_logits(hidden, params.embed if params.head is None else params.head)
+    return vocabulary_logits(hidden, head(params))
+
+
+def head(params: Params) -> Float[Array, "V D"]:
+    """The table that logits are products with."""
+    return params.embed if params.head is None else params.head

@@ -201,9 +201,9 @@ WAITS = {
 def test_rows_of_the_next_group_overwritten_are_noticed(monkeypatch):
     real = mosaic_gpu.grouped_matmul
 
-    def whole_tiles(*operands, **options):
-        *others, tiles = operands
-        return real(*others, replace(tiles, table=tiles.table.at[2].set(64)), **options)
+    def whole_tiles(x, w, x_scale, w_scale, tiles, **options):
+        whole = replace(tiles, table=tiles.table.at[2].set(64))
+        return real(x, w, x_scale, w_scale, whole, **options)
 
     monkeypatch.setattr(mosaic_gpu, "grouped_matmul", whole_tiles)
     assert notices(CASES["grouped_matmul/small-gated"])

@@ -1,0 +1,82 @@
+"""The best tokens, found in parts of the vocabulary, are those of all logits."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtp_jax.decode import step as module
+from mtp_jax.decode.greedy import best_tokens
+from mtp_jax.decode.prefill import Chunk, prefill
+from mtp_jax.decode.sampling import argmax
+from mtp_jax.decode.state import StateShape, abstract_state, empty_state
+from mtp_jax.decode.step import ACCEPTED, SamplingMode
+from mtp_jax.model.layers import vocabulary_logits
+from mtp_jax.model.trunk import Backend
+from tests.models import TINY, rigged
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+def test_parts_do_not_show(parts):
+    """Small integers: many logits are equal, within a part and across parts."""
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.integers(-2, 3, size=(40, 3)), jnp.float32)
+    hidden = jnp.asarray(rng.integers(-2, 3, size=(2, 50, 3)), jnp.float32)
+    logits = vocabulary_logits(hidden, table)
+    assert ((logits == logits.max(-1, keepdims=True)).sum(-1) > 1).any()
+    ids, finite = best_tokens(hidden, table, parts)
+    np.testing.assert_array_equal(ids, argmax(logits))
+    assert finite.all()
+
+
+@pytest.mark.parametrize("row", [0, 15, 39])
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_what_is_not_finite_is_noticed_in_every_part(row, broken):
+    table = jnp.ones((40, 3)).at[row].set(broken)
+    ids, finite = best_tokens(jnp.ones((5, 3)), table, 4)
+    assert not finite.any()
+    assert ((ids >= 0) & (ids < 40)).all()
+
+
+def test_steps_are_the_same(monkeypatch):
+    params, on, slots, depth, window = rigged(noise=0.1), Backend("absorbed"), 8, 3, 3
+    fixed: dict[str, Any] = {"cfg": TINY, "pages": 1, "on": on}
+    rng = np.random.default_rng(1)
+    tokens = jnp.asarray(rng.integers(2, TINY.vocab_size, (slots, window)), jnp.int32)
+
+    def run() -> np.ndarray:
+        state = empty_state(abstract_state(TINY, StateShape(slots, slots, 16, 1), "float32", None))
+        each = jnp.arange(slots, dtype=jnp.int32)
+        many = jnp.full(slots, 100, jnp.int32)
+        rows = replace(
+            state.slots, page_table=each[:, None], remaining=many, depth=jnp.full(slots, depth, jnp.int32)
+        )
+        state = replace(state, slots=rows)
+        none, words = jnp.zeros(slots, jnp.int32), -(-TINY.vocab_size // 32)
+        chunk = Chunk(
+            each,
+            none,
+            none + window,
+            none == 0,
+            tokens,
+            -jnp.ones_like(tokens),
+            none - 1,
+            jnp.full((slots, words), 2**32 - 1, jnp.uint32),
+        )
+        begin = functools.partial(prefill, logprobs=None, prompt_logprobs=None, **fixed)
+        state, _ = jax.jit(begin)(params, state, chunk)
+        step = jax.jit(functools.partial(module.step, slots=slots, depth=depth, mode=SamplingMode(), **fixed))
+        results = []
+        for _ in range(3):
+            state, result = step(params, state)
+            results.append(np.asarray(result.packed))
+        return np.stack(results)
+
+    whole = run()
+    monkeypatch.setattr(module, "parts_on", lambda mesh: 3)
+    np.testing.assert_array_equal(run(), whole)
+    assert whole[:, :, depth + 1 + ACCEPTED].sum() > 0
