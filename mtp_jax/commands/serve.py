@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from mtp_jax.commands import show
@@ -43,6 +44,13 @@ def register(subparsers: Subparsers) -> None:
         dest="spec_metrics",
         choices=("none", "summary", "detailed"),
         help="add speculation metrics to every response (default: none)",
+    )
+    parser.add_argument(
+        "--no-phase-profile",
+        dest="phase_profile",
+        action="store_false",
+        help="do not trace each program in use for a few steps, once, to tell drafting from verification in "
+        "/metrics",
     )
     _add_server(parser)
     parser.set_defaults(run=run)
@@ -124,7 +132,11 @@ def run(args: argparse.Namespace) -> int:
             if isinstance(report, Terminal):
                 report.ready(f"{address}/v1")
 
-        return serve(allm, settings, listener, report, ready)
+        from mtp_jax.profiling.live import PhaseProfiler
+
+        profiler = PhaseProfiler(llm.engine, ready=lambda: not allm.warming)
+        with profiler if args.phase_profile else nullcontext():
+            return serve(allm, settings, listener, report, ready)
 
 
 def summary(allm: "AsyncLLM", settings: "Settings", address: str) -> str:
