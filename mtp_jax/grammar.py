@@ -1,8 +1,8 @@
 """Structured output: what may come next under a JSON schema, an expression or a choice, as token masks.
 
 llguidance parses the output so far on the host and says which tokens can go on. It bounds the work of most
-grammars and of every mask; what exceeds the bounds is refused, or ends its own request. What it does not
-bound is bounded here: multiples, and the time a grammar takes to compile.
+grammars and of every mask, more tightly here than by default; what exceeds the bounds is refused, or ends its
+own request. What it does not bound is bounded here: multiples, and the time a grammar takes to compile.
 """
 
 import functools
@@ -31,6 +31,10 @@ WORD = 32
 
 _CACHED_GRAMMARS = 64
 _COMPILE_SECONDS = 10.0
+# Expressions that llguidance may derive, at first and for a token: milliseconds of work. Repeats of tens of
+# thousands need as many for each mask.
+_FUEL = 200_000
+_STEP_FUEL = 20_000
 # A state of the lexer for every remainder.
 _LARGEST_MULTIPLE = 50_000
 # A space, or a line break and its indent, is how models write JSON; without a limit, a weak one goes on with
@@ -217,11 +221,18 @@ class Grammars:
         return matcher
 
     def _build(self, grammar: str) -> LLMatcher:
-        limits = LLParserLimits(verbose_errors=False)
+        limits = LLParserLimits(verbose_errors=False, initial_lexer_fuel=_FUEL, step_lexer_fuel=_STEP_FUEL)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # some grammars only now turn out to be empty, or too large
-        return matcher
+        if matcher.is_error():
+            return matcher
+        # Some grammars only turn out to be empty, or too large, with the first mask, some with the second.
+        allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        ahead = matcher.deep_copy()
+        if allowed.any():
+            ahead.consume_token(int(allowed.argmax()))
+        if not ahead.is_error() and not ahead.is_stopped():
+            ahead.compute_bitmask()
+        return ahead if ahead.is_error() else matcher
 
     def masks(self, windows: Sequence[Window], rows: int, width: int) -> np.ndarray:
         """Allowed tokens at every position of every window, uint32 [rows, width, words].

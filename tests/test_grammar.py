@@ -209,6 +209,9 @@ def test_what_is_no_structured_output(options: Any, says):
         (StructuredOutput(regex="(" * 1000 + ")" * 1000), "regex"),
         (StructuredOutput(regex="\\x{4e00}"), "no text"),
         # Sizes that llguidance bounds.
+        (StructuredOutput(regex="a{100000}"), "too many expressions"),
+        (StructuredOutput(regex="(a{1000}){1000}"), "compiled"),
+        (StructuredOutput(json_schema={"type": "string", "pattern": "^a{100000}$"}), "too many expressions"),
         (
             StructuredOutput(
                 json_schema={"allOf": [{"type": "string", "pattern": f"(.*a.{{{i}}})"} for i in range(12)]}

@@ -206,6 +206,7 @@ def deep_schema(depth: int) -> dict[str, Any]:
         {"json": {"$ref": "http://127.0.0.1:1/schema.json"}},
         {"json": "{"},
         {"json": {"enum": ["x" * 100] * 3000}},
+        {"regex": "a{100000}"},
     ],
     ids=str,
 )
