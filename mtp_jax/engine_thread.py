@@ -12,6 +12,7 @@ from mtp_jax.jobs import Job, Part
 from mtp_jax.outputs import RequestOutput
 
 _LOG = logging.getLogger(__name__)
+_PATIENCE = 0.1  # of a step
 
 Update = tuple[Job, RequestOutput]
 
@@ -40,6 +41,7 @@ class EngineThread:
         self._parts: dict[int, tuple[Job, Part]] = {}
         self._queued: list[Job] = []
         self._working_since: float | None = None
+        self._expected, self._patience = 0, 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -77,29 +79,43 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            while self._commands(wait=not self._engine.busy):
-                self._hand_over(self._engine.step())
+            while self._commands():
+                began = time.monotonic()
+                ended = self._hand_over(self._engine.step())
+                now = time.monotonic()
+                self._expected, self._patience = ended, now + _PATIENCE * (now - began)
         except BaseException as error:
             _LOG.critical("the engine failed", exc_info=error)
             self.error = error
             self._failed(error)
         self._working_since = None
 
-    def _commands(self, wait: bool) -> bool:
-        """Empty the inbox; False: end."""
-        if wait:
+    def _commands(self) -> bool:
+        """Empty the inbox; False: end.
+
+        Whoever got an answer may ask again at once. The device is busy with the next step meanwhile, so a
+        moment's wait costs nothing, and without it the free slots would stay so for a step more.
+        """
+        if not self._engine.busy:
             self._working_since = None
         while True:
             try:
-                command = self._inbox.get(block=wait)
+                command = self._inbox.get(timeout=self._wait())
             except queue.Empty:
                 self._working_since = time.monotonic()
                 return True
             if command is None:
                 return False
             self._working_since = time.monotonic()
+            self._expected -= 1
             command()
-            wait = False
+
+    def _wait(self) -> float | None:
+        """Seconds to wait for a command; None: until there is one."""
+        if self._working_since is None:
+            return None
+        more = self._expected > 0 and not self._queued
+        return max(self._patience - time.monotonic(), 0.0) if more else 0.0
 
     def _enter(self, job: Job) -> None:
         for part in job.parts:
@@ -113,8 +129,8 @@ class EngineThread:
             self._engine.abort(part.request)
         self._hand_over([part.request for part in parts])
 
-    def _hand_over(self, advanced: Sequence[Request]) -> None:
-        """Turn tokens into text and tell what is new."""
+    def _hand_over(self, advanced: Sequence[Request]) -> int:
+        """Turn tokens into text and tell what is new; returns how many jobs ended."""
         changed: dict[Job, None] = {}
         for request in advanced:
             job, part = self._parts.get(request.id, (None, None))
@@ -134,8 +150,10 @@ class EngineThread:
             for job in set(self._queued).difference(waiting):
                 self._admitted(job)
             self._queued = waiting
-        if changed:
-            self._updated([(job, job.output()) for job in changed])
+        updates = [(job, job.output()) for job in changed]
+        if updates:
+            self._updated(updates)
+        return sum(output.finished for _, output in updates)
 
 
 def _waits(part: Part) -> bool:

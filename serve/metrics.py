@@ -1,11 +1,14 @@
 """Prometheus metrics. Those that vLLM has too have its names, so that its dashboards and clients work."""
 
+from bisect import bisect_left
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
+from itertools import accumulate
 from time import perf_counter
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
 
 from mtp_jax import AsyncLLM, RequestOutput, Stream
 
@@ -58,11 +61,7 @@ class Metrics:
             "vllm:request_decode_time_seconds", "From the first token to the last.", _LATENCY
         )
         self._end = histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.", _LATENCY)
-        self._gap = histogram(
-            "vllm:inter_token_latency_seconds",
-            "Between tokens, as they were handed over: a step's seconds over its tokens, once per token.",
-            _PER_TOKEN,
-        )
+        self._gaps = _Gaps(model_name)
         self._per_token = histogram(
             "vllm:request_time_per_output_token_seconds",
             "Seconds per token after the first, of a request.",
@@ -75,6 +74,7 @@ class Metrics:
         self._responses = Counter(
             "mtp_jax:http_responses", "HTTP responses.", [_LABEL, "route", "status"], registry=self.registry
         )
+        self.registry.register(self._gaps)
         self.registry.register(_Engine(allm, model_name))
 
     def text(self) -> bytes:
@@ -91,8 +91,8 @@ class Metrics:
         async with aclosing(stream):
             async for output in stream:
                 now, count = perf_counter(), sum(len(o.token_ids) for o in output.outputs)
-                for _ in range(count - seen if seen else 0):
-                    self._gap.observe((now - last) / (count - seen))
+                if seen and count > seen:
+                    self._gaps.observe((now - last) / (count - seen), count - seen)
                 seen, last = count, now
                 yield output
         if output is not None:
@@ -112,6 +112,31 @@ class Metrics:
             if t.first_token is not None and len(first.token_ids) > 1:
                 self._decode.observe(t.finished - t.first_token)
                 self._per_token.observe((t.finished - t.first_token) / (len(first.token_ids) - 1))
+
+
+class _Gaps:
+    """A histogram that takes the equal gaps of a step's tokens at once: there are hundreds per second."""
+
+    def __init__(self, model_name: str) -> None:
+        self._name, self._sum = model_name, 0.0
+        self._counts = [0] * (len(_PER_TOKEN) + 1)
+
+    def observe(self, seconds: float, count: int) -> None:
+        self._counts[bisect_left(_PER_TOKEN, seconds)] += count
+        self._sum += seconds * count
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(
+            "vllm:inter_token_latency_seconds",
+            "Between tokens, as they were handed over: a step's seconds over its tokens, once per token.",
+            labels=[_LABEL],
+        )
+        bounds = [*map(floatToGoString, _PER_TOKEN), "+Inf"]
+        family.add_metric([self._name], list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
+        yield family
 
 
 class _Engine:

@@ -9,29 +9,24 @@ import os
 import random
 import shlex
 import signal
-import socket
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 import httpx2
-from prometheus_client.parser import text_string_to_metric_families
 
 from mtp_jax.bench.client import connect
+from mtp_jax.bench.own_server import MODEL_NAME, OwnServer, metrics, own_server
 from mtp_jax.bench.report import Report
 from mtp_jax.bench.serve import texts
 from mtp_jax.bench.soak_answers import Got, ask, faults
 from mtp_jax.bench.soak_requests import Asked, make, probe, without_drafts
 from mtp_jax.errors import MtpJaxError
 
-_WARM_SECONDS = 3600.0
 _IDLE_SECONDS = 60.0
 _SAMPLE_SECONDS = 2.0
 _GROWTH = 64 * 2**20
@@ -55,41 +50,27 @@ class Soak:
 
 def run(model: str, minutes: float, rate: float, seed: int, options: Sequence[str]) -> Report:
     """Start ``mtp-jax serve`` with these options, soak it, stop it. MtpJaxError if it does not start."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "mtp_jax", "serve", *([] if model == "demo" else [model])]
-    command += ["--port", str(port), "--served-model-name", "soaked", *options]
-    with tempfile.TemporaryFile() as log:
-        # JAX then logs every compilation.
-        env = os.environ | {"JAX_LOG_COMPILES": "1"}
-        server = subprocess.Popen(command, stderr=log, stdout=subprocess.DEVNULL, env=env)
-        try:
-            soak = asyncio.run(_soak(f"http://127.0.0.1:{port}", server, log, minutes * 60, rate, seed))
-            server.send_signal(signal.SIGTERM)
-            if (status := server.wait(_IDLE_SECONDS)) != 0:
-                soak.faults.append(f"the server ended with status {status} after SIGTERM")
-        finally:
-            server.kill()
-            server.wait()
+    with own_server(model, options) as server:
+        soak = asyncio.run(_soak(server, minutes * 60, rate, seed))
+        server.process.send_signal(signal.SIGTERM)
+        if (status := server.process.wait(_IDLE_SECONDS)) != 0:
+            soak.faults.append(f"the server ended with status {status} after SIGTERM")
     return _report(model, soak, minutes, rate, seed, options)
 
 
-async def _soak(
-    url: str, server: subprocess.Popen[bytes], log: IO[bytes], seconds: float, rate: float, seed: int
-) -> Soak:
+async def _soak(server: OwnServer, seconds: float, rate: float, seed: int) -> Soak:
     soak, rng = Soak(), random.Random(seed)
     pieces = texts(1000, _CHARACTERS)
-    async with connect(url, None) as http:
-        await _warm(http, server, log)
-        chat = (await ask(http, probe("soaked"))).status == 200
-        if not (compiled := _compilations(log)):
+    async with connect(server.url, None) as http:
+        await server.warm(http)
+        chat = (await ask(http, probe(MODEL_NAME))).status == 200
+        if not (compiled := _compilations(server.log)):
             raise MtpJaxError("the server's log shows no compilation, so late ones would not be noticed")
-        sampling = asyncio.create_task(_sample(soak, server.pid))
+        sampling = asyncio.create_task(_sample(soak, server.process.pid))
         tasks: set[asyncio.Task[None]] = set()
         end, due = time.monotonic() + seconds, time.monotonic()
         while due < end:
-            asked = make(rng, lambda length: rng.choice(pieces)[:length], "soaked", chat)
+            asked = make(rng, lambda length: rng.choice(pieces)[:length], MODEL_NAME, chat)
             task = asyncio.create_task(_one(http, asked, soak))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
@@ -99,37 +80,13 @@ async def _soak(
         sampling.cancel()
         await _recheck(http, soak, rng)
         await _check_idle(http, soak)
-        if late := _compilations(log) - compiled:
+        if late := _compilations(server.log) - compiled:
             soak.faults.append(f"{late} compilations after the warm-up")
+    if not soak.preemptions:
+        soak.faults.append("no request was preempted: give the server fewer pages (--serve-options)")
     if (grown := growth(soak.resident)) > _GROWTH:
         soak.faults.append(f"memory grew by {grown / 2**20:.0f} MiB")
     return soak
-
-
-async def _warm(http: httpx2.AsyncClient, server: subprocess.Popen[bytes], log: IO[bytes]) -> None:
-    """Until every program is compiled."""
-    end = time.monotonic() + _WARM_SECONDS
-    while time.monotonic() < end:
-        if server.poll() is not None:
-            log.seek(0)
-            raise MtpJaxError(f"the server did not start:\n{log.read()[-2000:].decode(errors='replace')}")
-        try:
-            if (await metrics(http))["mtp_jax:warming"] == 0:
-                return
-        except httpx2.HTTPError:
-            pass
-        await asyncio.sleep(1)
-    raise MtpJaxError(f"the server is not warm after {_WARM_SECONDS:.0f} s")
-
-
-async def metrics(http: httpx2.AsyncClient) -> dict[str, float]:
-    """The sums of /metrics by name."""
-    found: dict[str, float] = defaultdict(float)
-    response = await http.get("/metrics")
-    for family in text_string_to_metric_families(response.raise_for_status().text):
-        for sample in family.samples:
-            found[sample.name] += sample.value
-    return dict(found)
 
 
 async def _one(http: httpx2.AsyncClient, asked: Asked, soak: Soak) -> None:

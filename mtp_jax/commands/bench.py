@@ -83,13 +83,29 @@ def register(subparsers: Subparsers) -> None:
     sub.add_argument("--rounds", type=positive, default=3, help="measured runs at every level")
     sub.add_argument("--compare", action="store_true", help="beside every run one without speculation")
 
+    sub = on_model("overhead", _overhead, "what AsyncLLM and HTTP cost over the Python engine")
+    sub.add_argument("--concurrency", type=int, default=8, help="requests at a time")
+    sub.add_argument("--depth", type=int, default=3, help="drafts per step")
+    sub.add_argument("--requests", type=int, default=32, help="per round")
+    sub.add_argument("--prompt-characters", type=int, default=128)
+    sub.add_argument("--max-tokens", type=int, default=96)
+    sub.add_argument("--rounds", type=int, default=5, help="measured rounds of every way")
+
     sub = command("soak", _soak, "random traffic against a server of its own; status 1 if it shows a fault")
     sub.add_argument("--model", default="demo", metavar="DIR", help="model directory, or demo")
     sub.add_argument("--minutes", type=positive_number, default=10.0)
     sub.add_argument("--rate", type=positive_number, default=3.0, help="requests per second")
     sub.add_argument("--seed", type=int, default=0)
-    few_pages = ["--max-model-len", "512", "--num-pages", "16"]
+    few_pages = ["--max-model-len", "252", "--page-size", "16", "--num-pages", "24"]
     sub.add_argument("--serve-options", type=shlex.split, default=few_pages, help="of mtp-jax serve")
+
+    sub = command("burst", _burst, "how soon a full queue refuses; status 1 if it takes more than 100 ms")
+    sub.add_argument("--model", default="demo", metavar="DIR", help="model directory, or demo")
+    sub.add_argument("--queue", type=int, default=16, help="most waiting requests of the server")
+    sub.add_argument("--times", type=int, default=50, help="requests of a burst, per place in the queue")
+    sub.add_argument("--bursts", type=int, default=5)
+    sub.add_argument("--max-tokens", type=int, default=16)
+    sub.add_argument("--serve-options", type=shlex.split, default=["--max-model-len", "256"])
 
     sub = on_model("depth", _depth, "decode speed against the number of drafts per step", plotted=True)
     sub.add_argument("--depths", type=integers, default=[0, 1, 2, 3, 4, 5])
@@ -172,6 +188,25 @@ def _serve(a: Arguments) -> "Report":
     target = Target(a.base_url, a.model or "", a.chat, a.max_tokens, a.temperature)
     load = serve.Load(a.concurrency, a.rate, a.requests, a.prompt_characters, a.rounds, a.compare)
     return serve.run(target, a.api_key, load)
+
+
+def _burst(a: Arguments) -> "Report":
+    from mtp_jax.bench import burst
+
+    return burst.run(a.model, a.queue, a.times, a.bursts, a.max_tokens, a.serve_options)
+
+
+def _overhead(a: Arguments) -> "Report":
+    from functools import partial
+
+    from mtp_jax.bench import overhead
+    from mtp_jax.bench.subject import DEMO
+    from mtp_jax.llm import LLM
+    from serve.run import served
+
+    model = None if a.model == DEMO else a.model
+    load = overhead.Load(a.concurrency, a.depth, a.requests, a.prompt_characters, a.max_tokens, a.rounds)
+    return overhead.run(a.model, partial(LLM, model, compile_cache=None), served, load)
 
 
 def _soak(a: Arguments) -> "Report":

@@ -1,0 +1,81 @@
+"""A ``mtp-jax serve`` process of a benchmark's own, from start to end."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO
+
+import httpx2
+from prometheus_client.parser import text_string_to_metric_families
+
+from mtp_jax.errors import MtpJaxError
+
+_WARM_SECONDS = 3600.0
+MODEL_NAME = "served"
+
+
+@dataclass(frozen=True)
+class OwnServer:
+    """A process that may not be ready yet, its address, and what it logs."""
+
+    process: subprocess.Popen[bytes]
+    host: str
+    port: int
+    log: IO[bytes]
+
+    @property
+    def url(self) -> str:
+        """Without /v1."""
+        return f"http://{self.host}:{self.port}"
+
+    async def warm(self, http: httpx2.AsyncClient) -> None:
+        """Wait until every program is compiled. Raises MtpJaxError if it ends, or takes an hour."""
+        end = time.monotonic() + _WARM_SECONDS
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                self.log.seek(0)
+                tail = self.log.read()[-2000:].decode(errors="replace")
+                raise MtpJaxError(f"the server did not start:\n{tail}")
+            try:
+                if (await metrics(http))["mtp_jax:warming"] == 0:
+                    return
+            except httpx2.HTTPError:
+                pass
+            await asyncio.sleep(1)
+        raise MtpJaxError(f"the server is not warm after {_WARM_SECONDS:.0f} s")
+
+
+@contextmanager
+def own_server(model: str, options: Sequence[str]) -> Iterator[OwnServer]:
+    """Start one with these options on a free port; it is killed at the end. JAX logs its compilations."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        host, port = free.getsockname()
+    command = [sys.executable, "-m", "mtp_jax", "serve", *([] if model == "demo" else [model])]
+    command += ["--port", str(port), "--served-model-name", MODEL_NAME, *options]
+    with tempfile.TemporaryFile() as log:
+        env = os.environ | {"JAX_LOG_COMPILES": "1"}
+        process = subprocess.Popen(command, stderr=log, stdout=subprocess.DEVNULL, env=env)
+        try:
+            yield OwnServer(process, host, port, log)
+        finally:
+            process.kill()
+            process.wait()
+
+
+async def metrics(http: httpx2.AsyncClient) -> dict[str, float]:
+    """The sums of /metrics by name."""
+    found: defaultdict[str, float] = defaultdict(float)
+    response = await http.get("/metrics")
+    for family in text_string_to_metric_families(response.raise_for_status().text):
+        for sample in family.samples:
+            found[sample.name] += sample.value
+    return dict(found)

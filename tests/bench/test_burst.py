@@ -1,0 +1,57 @@
+"""`mtp-jax bench burst` sees late refusals and lost answers; its client talks to a real socket."""
+
+import asyncio
+import json
+
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from mtp_jax.bench.burst import burst, faults
+from mtp_jax.bench.raw_client import Answer
+from tests.bench.test_serve import running
+
+WHOLE = json.dumps({"usage": {"completion_tokens": 8}}).encode()
+GOOD, REFUSED = Answer(3.0, 200, WHOLE), Answer(0.01, 503, b"{}")
+
+
+@pytest.mark.parametrize(
+    ("answers", "fault"),
+    [
+        ([GOOD, REFUSED], None),
+        ([GOOD, REFUSED, Answer(0.2, 503, b"{}")], "1 refusals later than 100 ms, the last after 200 ms"),
+        ([GOOD, REFUSED, Answer(0.1, 0, b"")], "answers lost (0), or of other statuses: [0]"),
+        ([GOOD, REFUSED, Answer(0.1, 500, b"{}")], "[500]"),
+        ([Answer(3.0, 200, WHOLE.replace(b"8", b"7")), REFUSED], "1 of 1 answers are not whole"),
+        ([GOOD], "1 requests accepted, 0 refused"),
+        ([REFUSED], "0 requests accepted, 1 refused"),
+    ],
+)
+def test_faults_of_a_burst(answers, fault):
+    found = faults(answers, 8)
+    assert len(found) == (fault is not None)
+    assert all(fault in f for f in found)
+
+
+def test_a_burst_comes_at_once_and_everybody_is_answered():
+    bodies, busy, most = [], 0, 0
+
+    async def complete(request):
+        nonlocal busy, most
+        bodies.append(await request.json())
+        if busy == 4:
+            return JSONResponse({"error": {}}, 503)
+        busy += 1
+        most = max(most, busy)
+        await asyncio.sleep(0.2)
+        busy -= 1
+        return JSONResponse(json.loads(WHOLE))
+
+    with running(Starlette(routes=[Route("/v1/completions", complete, methods=["POST"])])) as url:
+        host, port = url.removeprefix("http://").split(":")
+        answers = asyncio.run(burst(host, int(port), {"prompt": "x", "max_tokens": 8}, 40))
+    assert most == 4
+    assert bodies == [{"prompt": "x", "max_tokens": 8}] * 40
+    assert {a.status for a in answers} == {200, 503}
+    assert [f for f in faults(answers, 8) if "later" not in f] == []
