@@ -1,7 +1,5 @@
 """`python -m mtp_jax`."""
 
-import sys
+from mtp_jax.cli import entry
 
-from mtp_jax.cli import main
-
-sys.exit(main())
+entry()

@@ -10,12 +10,14 @@ import platform
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from typing import NoReturn
 
 from mtp_jax.commands import batch, bench, chat, checkpoints, generate, info, profile, serve, train
 from mtp_jax.commands.parser import Parser, Subparsers
 from mtp_jax.errors import MtpJaxError
 
 _COMMANDS = (generate, batch, chat, serve, info, train, checkpoints, bench, profile)
+INTERRUPTED = 130
 _OUT_OF_MEMORY = "out of device memory; lower --max-num-seqs or --max-model-len, or give --mesh more devices"
 
 
@@ -33,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if sys.stderr.isatty():  # where ^C is on the line
             print(file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         # What is left in the buffer must not fail again when Python closes the stream.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -46,6 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {_OUT_OF_MEMORY}: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
+
+
+def entry() -> NoReturn:
+    """The process `mtp-jax`: it ends with the status of ``main``."""
+    status = main()
+    if status == INTERRUPTED:
+        os._exit(status)  # Python would first wait for threads that compile, which nothing can interrupt
+    sys.exit(status)
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -88,4 +98,4 @@ def _version() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

@@ -21,7 +21,9 @@ def register(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "info", help="describe a checkpoint", description="Describe a checkpoint. No weights are read."
     )
-    parser.add_argument("model", nargs="?", type=Path, help="directory (default: the demo model)")
+    parser.add_argument(
+        "model", nargs="?", type=Path, metavar="MODEL", help="directory (default: the demo model)"
+    )
     parser.add_argument(
         "--draft-model", type=Path, metavar="DIR", help="NextN layers in a directory of their own"
     )

@@ -109,7 +109,11 @@ def add_sampling(parser: Parser, max_tokens: int, several: bool) -> None:
 def add_engine(parser: Parser) -> None:
     """The model and the options of LLM."""
     parser.add_argument(
-        "model", nargs="?", type=Path, help="directory with config.json and weights (default: the demo model)"
+        "model",
+        nargs="?",
+        type=Path,
+        metavar="MODEL",
+        help="directory with config.json and weights (default: the demo model)",
     )
     add = parser.add_argument_group("model and engine").add_argument
     add("--draft-model", type=Path, metavar="DIR", help="NextN layers exported to a directory of their own")

@@ -174,13 +174,13 @@ class Executables:
                 if done:
                     done(count, len(missing))
 
-        with ThreadPoolExecutor(max_workers=workers or max(1, min(4, os.cpu_count() or 1))) as pool:
-            try:
-                for future in [pool.submit(one, k) for k in missing]:
-                    future.result()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        pool = ThreadPoolExecutor(max_workers=workers or max(1, min(4, os.cpu_count() or 1)))
+        try:
+            for future in [pool.submit(one, k) for k in missing]:
+                future.result()
+        finally:
+            # Nobody waits for the rest after Ctrl-C: XLA cannot be interrupted, and may take minutes.
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def cover(self, need: Covering) -> Covering:
         """The cheapest compiled key that covers ``need``. Raises ConfigError if there is none."""

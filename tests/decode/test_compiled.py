@@ -1,12 +1,14 @@
 """Executables: which covers a need, that nothing compiles while serving, that the state is donated."""
 
+import signal
+import threading
 from dataclasses import replace
 
 import jax
 import pytest
 
 from mtp_jax.decode.compiled import DraftKey, PrefillKey, StepKey, buckets, use_compile_cache
-from mtp_jax.decode.step import SamplingMode
+from mtp_jax.decode.step import SamplingMode, accept_drafts
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import ConfigError
 from tests.models import GREEDY, finish, make_engine, prepare, prompts, serve
@@ -54,6 +56,27 @@ def test_cost_prefers_fewer_rows_then_fewer_pages_then_less_sampling():
     ]
     shuffled = [ranked[i] for i in (3, 0, 4, 2, 1)]
     assert sorted(shuffled, key=lambda k: k.cost) == ranked
+
+
+def test_ctrl_c_waits_for_no_program_that_is_being_compiled(monkeypatch):
+    go, ended, main = threading.Event(), threading.Event(), threading.get_ident()
+
+    def compile_for_long(key):
+        signal.pthread_kill(main, signal.SIGINT)
+        go.wait(60)
+        ended.set()
+
+    executables = make_engine().executables.accepting(accept_drafts)  # a set of its own
+    monkeypatch.setattr(executables, "_compile_bookkeeping", lambda: None)
+    monkeypatch.setattr(executables, "_compile_one", compile_for_long)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            executables.compile([PrefillKey(16, 1), PrefillKey(16, 2)])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not ended.is_set()
+    go.set()
 
 
 @pytest.mark.parametrize(
