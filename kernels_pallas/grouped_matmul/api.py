@@ -86,10 +86,19 @@ def expert_mlp(
     (y,) = grouped_matmul(
         hidden, down[:, None], scale, down_scale, groups.tiles, plain, implementation, interpret
     )
-    # Slots of no pair hold anything, NaN perhaps: a zero weight would not silence it.
-    mine = groups.place < y.shape[0]
-    parts = y[jnp.minimum(groups.place, y.shape[0] - 1)].astype(jnp.float32)
-    return jnp.where(mine[..., None], parts * weights.T[..., None], 0).sum(axis=0).astype(jnp.bfloat16)
+    return _mixed(y, groups.place, weights).astype(jnp.bfloat16)
+
+
+def _mixed(
+    y: Float[Array, "M D"], place: Int[Array, "k T"], weights: Float[Array, "T k"]
+) -> Float[Array, "T D"]:
+    """Weighted sum of each token's rows, float32, written choice by choice: XLA needs one launch for it."""
+    total = jnp.zeros((place.shape[1], y.shape[1]), jnp.float32)
+    for k in range(place.shape[0]):
+        # Slots of no pair hold anything, NaN perhaps: a zero weight would not silence it.
+        part = y.at[place[k]].get(mode="clip", wrap_negative_indices=False).astype(jnp.float32)
+        total += jnp.where((place[k] < y.shape[0])[:, None], part * weights[:, k, None], 0)
+    return total
 
 
 def grouped_matmul(
