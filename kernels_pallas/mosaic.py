@@ -22,8 +22,8 @@ WGMMA_COLUMN = WGMMA.reduce(0)
 
 # Rows of a wgmma: one warpgroup multiplies 64 rows at a time.
 WGMMA_ROWS = 64
-# jax 0.10 interprets no product of a transposed operand.
-_INTERPRETS_TRANSPOSED = hasattr(plgpu, "InterpretGPUParams")
+# jax 0.10 interprets no product of a transposed operand, and loads want an index of their own.
+_JAX_0_11 = hasattr(plgpu, "InterpretGPUParams")
 # Widest shared-memory row that a tensor-core operand of 128-byte swizzle has.
 SWIZZLE = 128
 
@@ -51,6 +51,13 @@ class Warpgroup:
         """One value per row of an accumulator, read from ``ref``."""
         return self.laid_out(ref[...], WGMMA_ROW)
 
+    def gathered_row(self, ref: Ref) -> jax.Array:
+        """One value per row, read from device memory, where they need not lie side by side."""
+        if self.interpreted:
+            return ref[...]
+        whole = () if _JAX_0_11 else (...,)
+        return plgpu.load(ref, *whole, layout=WGMMA_ROW, optimized=False)
+
     def iota(self, shape: tuple[int, ...], axis: int) -> jax.Array:
         """Row (axis 0) or column (axis 1) numbers, int32, of a matrix or for each of its rows."""
         if self.interpreted:
@@ -63,7 +70,7 @@ class Warpgroup:
 
         A pair is a function: refs have to be indexed inside the scope that uses them.
         """
-        if self.interpreted and not _INTERPRETS_TRANSPOSED:
+        if self.interpreted and not _JAX_0_11:
             operands = [pair() for pair in pairs]
             return sum((_dot(a[...], b[...].T) for a, b in operands), jnp.zeros(shape, jnp.float32))
 

@@ -151,6 +151,11 @@ class ModelConfig:
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
+    def fp8_row_bytes(self) -> int:
+        """Bytes of them in an FP8 cache: e4m3 latents, bfloat16 rope key, a float32 scale per 128 latents."""
+        return self.kv_lora_rank + 2 * self.qk_rope_head_dim + 4 * -(-self.kv_lora_rank // FP8_BLOCK)
+
+    @property
     def softmax_scale(self) -> float:
         """Factor on attention scores, YaRN's part included."""
         return self.qk_head_dim**-0.5 * (self.rope_scaling.softmax_factor if self.rope_scaling else 1.0)

@@ -21,7 +21,7 @@ from mtp_jax.decode.compiled import use_compile_cache
 from mtp_jax.decode.draft import Drafting
 from mtp_jax.decode.step import Verifier
 from mtp_jax.demo import demo_model
-from mtp_jax.engine.config import EngineConfig, KernelChoice
+from mtp_jax.engine.config import CacheType, EngineConfig, KernelChoice
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import ConfigError, RequestError
@@ -57,6 +57,7 @@ class LLM:
         prefix_cache: bool = True,
         adaptive_depth: bool = False,
         kernels: KernelChoice = "auto",
+        kv_cache_dtype: CacheType = "auto",
         seed: int = 0,
         compile_cache: str | Path | None = "~/.cache/mtp-jax/xla",
         reporter: Reporter | None = None,
@@ -81,6 +82,7 @@ class LLM:
                 seed gives the same text at every depth, so it may be adaptive.
             prefix_cache: keep the cache pages of past requests for prompts that begin the same.
             adaptive_depth: choose each step's depth by measured speed, from 0 to num_speculative_tokens.
+            kv_cache_dtype: "auto" stores the cache in dtype, "fp8" in about half of bfloat16's bytes.
             kernels: "auto" uses the GPU kernels where they fit; "xla" none; "mosaic_gpu" insists on them.
             seed: seeds requests that give none.
             compile_cache: folder of compiled programs, trusted, so it must be yours alone; None: no cache.
@@ -113,6 +115,7 @@ class LLM:
             prefix_cache=prefix_cache,
             adaptive_depth=adaptive_depth,
             kernels=kernels,
+            kv_cache_dtype=kv_cache_dtype,
             dtype=kind,
             seed=seed,
         )

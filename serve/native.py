@@ -128,6 +128,7 @@ async def server_info(server: Server, request: Request) -> Response:
         "adaptive_depth": config.adaptive_depth,
         "prefix_cache": config.prefix_cache,
         "dtype": config.dtype,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "has_chat_template": tokenizer is not None and tokenizer.has_chat_template,
         "internal_states": [state],
     }

@@ -60,6 +60,7 @@ ENGINE = {
     "--no-prefix-cache": ("prefix_cache", False),
     "--fixed-depth": ("adaptive_depth", False),
     "--kernels xla": ("kernels", "xla"),
+    "--kv-cache-dtype fp8": ("kv_cache_dtype", "fp8"),
     "--compile-cache c": ("compile_cache", Path("c")),
     "--no-compile-cache": ("compile_cache", None),
 }

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.mla_decode import mosaic_gpu, reference
+from kernels_pallas.mla_decode.fp8_rows import Rows
 from kernels_pallas.mla_decode.visible import Visible
 
 Implementation = Literal["xla", "mosaic_gpu"]
@@ -21,7 +22,7 @@ _MAX_SPLITS = 32
 
 def mla_decode(
     q: jax.Array,
-    pages: jax.Array,
+    pages: jax.Array | Rows,
     page_table: jax.Array,
     visible: Visible,
     *,
@@ -35,7 +36,8 @@ def mla_decode(
 
     Args:
         q: queries in the latent space beside their rope part, [B, W, N, C + R].
-        pages: the cache, [P, S, C + R]; latent first. Rows that no token sees may hold anything, NaN too.
+        pages: the cache, [P, S, C + R], latent first; or FP8 rows, the two arrays that `fp8_rows.pack` makes.
+            Rows that no token sees may hold anything, NaN too.
         page_table: pages of each slot in order, int32 [B, n]; every entry must be a page of the cache.
         visible: rows each token attends to; none at or past n * S.
         scale: factor of the scores before the softmax.
@@ -100,14 +102,15 @@ def choose_splits(blocks: int, columns: int) -> int:
     return min(range(1, min(steps, _MAX_SPLITS) + 1), key=time)
 
 
-def check(q: jax.Array, pages: jax.Array, rank: int) -> None:
+def check(q: jax.Array, pages: jax.Array | Rows, rank: int) -> None:
     """Refuse what the Mosaic GPU kernel cannot do, with a ValueError that says so."""
-    heads, width, size = q.shape[-2], q.shape[-1], pages.shape[1]
+    heads, width, rows = q.shape[-2], q.shape[-1], jax.tree.leaves(pages)[0]
+    dtypes = {str(q.dtype)} | (set() if isinstance(pages, tuple) else {str(rows.dtype)})
     needs = (
-        ("dtype of queries and cache", {str(q.dtype), str(pages.dtype)}, {"bfloat16"}),
+        ("dtype of queries and cache", dtypes, {"bfloat16"}),
         ("latent rank", rank, mosaic_gpu.RANK),
         ("rope dimensions", width - rank, mosaic_gpu.ROPE),
-        ("rows per page", size, mosaic_gpu.PAGE),
+        ("rows per page", rows.shape[1], mosaic_gpu.PAGE),
         ("remainder of the heads by 8", heads % 8, 0),
     )
     for what, got, allowed in needs:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.mla_decode.fp8_rows import Rows, unpack
 from kernels_pallas.mla_decode.visible import Visible
 
 
@@ -16,10 +17,11 @@ def baselines(scale: float, rank: int) -> Mapping[str, Callable[..., Any]]:
 
 
 def xla(
-    q: jax.Array, pages: jax.Array, page_table: jax.Array, visible: Visible, *, scale: float, rank: int
+    q: jax.Array, pages: jax.Array | Rows, page_table: jax.Array, visible: Visible, *, scale: float, rank: int
 ) -> jax.Array:
     """XLA's own lowering in bfloat16: rows gathered to memory, two matrix products, a softmax in float32."""
-    rows = pages[page_table]
+    rows = jax.tree.map(lambda part: part[page_table], pages)
+    rows = unpack(rows, rank).astype(q.dtype) if isinstance(rows, tuple) else rows
     rows = rows.reshape(rows.shape[0], -1, rows.shape[-1])
     mask = visible.mask(rows.shape[1])
     rows = jnp.where(mask.any(axis=1)[..., None], rows, 0)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from kernels_pallas.checking.case import Case, Inputs, Work
 from kernels_pallas.mla_decode import bench, reference
 from kernels_pallas.mla_decode.api import mla_decode
+from kernels_pallas.mla_decode.fp8_rows import BLOCK, pack
 from kernels_pallas.mla_decode.visible import Visible, causal
 
 RANK, ROPE, PAGE = 512, 64, 64
@@ -25,6 +26,7 @@ class Shape:
     lengths: tuple[int, ...]
     splits: int | None = None
     nextn: bool = False
+    fp8: bool = False
 
     @property
     def pages_per_slot(self) -> int:
@@ -44,6 +46,8 @@ def shapes() -> dict[str, Shape]:
         "small-heads128": Shape(128, 1, (130, 40), splits=2),
         "small-uneven-heads": Shape(24, 3, (61, 320), splits=3),
         "small-nextn": Shape(8, 1, (3, 66, 130), splits=2, nextn=True),
+        "small-fp8": Shape(8, 1, (150,), splits=1, fp8=True),
+        "small-fp8-window": Shape(16, 4, (60, 63, 126, -1), splits=2, fp8=True),
     }
     real = {
         "heads128-window2-batch128-4k": Shape(128, 2, (4096,) * 128),
@@ -59,6 +63,9 @@ def shapes() -> dict[str, Shape]:
         "heads16-window2-batch8-1k": Shape(16, 2, (1024,) * 8),
         "heads8-window1-batch1-1k": Shape(8, 1, (1024,)),
         "heads8-window8-batch64-16k": Shape(8, 8, (16384,) * 64),
+        "fp8-heads128-window2-batch128-4k": Shape(128, 2, (4096,) * 128, fp8=True),
+        "fp8-heads16-window4-batch128-4k": Shape(16, 4, (4096,) * 128, fp8=True),
+        "fp8-heads16-window4-batch1-32k": Shape(16, 4, (32768,), fp8=True),
     }
     return small | real
 
@@ -93,7 +100,8 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
     visible = rows_seen(shape)
     hidden = ~visible.mask(columns * PAGE).any(axis=1).reshape(slots, columns, PAGE)
     hidden = jnp.ones((count, PAGE), bool).at[page_table].set(hidden)
-    return q, jnp.where(hidden[..., None], jnp.nan, pages), page_table, visible
+    pages = jnp.where(hidden[..., None], jnp.nan, pages)
+    return q, pack(pages, RANK) if shape.fp8 else pages, page_table, visible
 
 
 def rows_seen(shape: Shape) -> Visible:
@@ -110,8 +118,9 @@ def work(shape: Shape) -> Work:
     visible = [max(0, n + 1 + w) for n in shape.lengths for w in range(shape.window)]
     stored = sum(max(0, n + shape.window) for n in shape.lengths)
     tokens = len(shape.lengths) * shape.window * shape.heads
+    row = RANK + 4 * (RANK // BLOCK) + 2 * ROPE if shape.fp8 else 2 * (RANK + ROPE)
     return Work(
         flops=2 * shape.heads * sum(visible) * (2 * RANK + ROPE),
-        bytes=2 * (stored * (RANK + ROPE) + tokens * (2 * RANK + ROPE)),
+        bytes=stored * row + 2 * tokens * (2 * RANK + ROPE),
         format="bf16",
     )

@@ -6,6 +6,8 @@ A thread block owns 64 query rows (window token x head) of one slot and one spli
 output, 64 x 512 in float32, fills half the register file, so two compute warpgroups hold one half each. Per
 step they take two pages: each scores one, publishes its probabilities in shared memory - over the page's
 rope part, dead by then - and both multiply both pages into their half. A third warpgroup copies the pages.
+
+A page of FP8 rows arrives as words over its second half; who scores it expands it in place.
 """
 
 from typing import Any
@@ -16,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kernels_pallas.mla_decode.fp8_rows import BLOCK, WORD, Rows
 from kernels_pallas.mosaic import WGMMA_ROWS, Ref, Warpgroup, operand_tiles, per_row
 
 RANK, ROPE, PAGE = 512, 64, 64
@@ -23,7 +26,10 @@ ROWS = WGMMA_ROWS
 HALF = RANK // 2
 COMPUTE = 2  # warpgroups; as many pages per step and halves of the latents
 PARTS = HALF // ROPE
+SCALES = RANK // BLOCK
 LOG2E = 1.4426950408889634
+# The bits of an e4m3 number in those of a float16 are 2^-8 of it, subnormal ones too.
+E4M3_IN_F16 = 256.0
 
 # A maximum of nothing; finite, so that differences of it are not NaN.
 NOTHING = -1e30
@@ -37,7 +43,7 @@ FIRST, LENGTH, END, SEEN = range(4)
 
 def mla_decode(
     q: jax.Array,
-    pages: jax.Array,
+    pages: jax.Array | Rows,
     page_table: jax.Array,
     rows: jax.Array,
     ahead: jax.Array,
@@ -50,7 +56,7 @@ def mla_decode(
 
     Args:
         q: [B, M, 576] bf16, M a multiple of 8.
-        pages: [P, 64, 576] bf16.
+        pages: [P, 64, 576] bf16, or FP8 rows: [P, 64, 320] uint16 and [P, 64, 4] float32.
         page_table: [B, n] int32.
         rows: [4, B] int32: the first row, the end of those all tokens see, the end of those any token sees,
             and bits: which rows between the two ends some token sees.
@@ -67,9 +73,13 @@ def mla_decode(
     slots, height, _ = q.shape
     count = rows_per_block(height)
     wg = Warpgroup(interpreted=interpret is not None)
+    fp8 = isinstance(pages, tuple)
+    # Words share the memory of values, and Mosaic GPU copies between equal types only.
+    stored = (lax.bitcast_convert_type(pages[0], q.dtype), pages[1]) if fp8 else (pages,)
 
     def kernel(
-        q_ref: Ref, pages_ref: Ref, table_ref: Ref, rows_ref: Ref, ahead_ref: Ref, out_ref: Ref, lse_ref: Ref,
+        q_ref: Ref, pages_refs: tuple[Ref, ...], table_ref: Ref, rows_ref: Ref, ahead_ref: Ref,
+        out_ref: Ref, lse_ref: Ref,
         q_s: Ref, ahead_s: Ref, latent_s: Ref, rope_s: Ref, peak_s: Ref, decay_s: Ref, sum_s: Ref,
         q_ready: Ref, latent_ready: Ref, rope_ready: Ref, freed: Ref, probs_ready: Ref, sums_ready: Ref,
     ) -> None:  # fmt: skip
@@ -94,13 +104,13 @@ def mla_decode(
                     # An odd last page is copied twice; the mask hides the second copy.
                     page = table_ref[slot, jnp.minimum(COMPUTE * (start + i) + buffer, num_pages - 1)]
                     pl.when(i > 0)(lambda b=buffer: plgpu.barrier_wait(freed.at[b]))
-                    plgpu.copy_gmem_to_smem(
-                        pages_ref.at[page, :, pl.ds(RANK, ROPE)], rope_s.at[buffer], rope_ready.at[buffer]
-                    )
-                    for half in range(COMPUTE):
-                        columns = pl.ds(half * HALF, HALF)
+                    rows = pages_refs[0].at[page]
+                    rope = rows.at[:, pl.ds(HALF if fp8 else RANK, ROPE)]
+                    plgpu.copy_gmem_to_smem(rope, rope_s.at[buffer], rope_ready.at[buffer])
+                    for half in (1,) if fp8 else range(COMPUTE):
+                        columns = pl.ds(0 if fp8 else half * HALF, HALF)
                         plgpu.copy_gmem_to_smem(
-                            pages_ref.at[page, :, columns], latent_s.at[buffer, half], latent_ready.at[buffer]
+                            rows.at[:, columns], latent_s.at[buffer, half], latent_ready.at[buffer]
                         )
 
             lax.fori_loop(0, steps, step, None)
@@ -110,9 +120,41 @@ def mla_decode(
                 for buffer in range(COMPUTE):
                     plgpu.barrier_wait(freed.at[buffer])
 
+        def scales_of(page: jax.Array) -> tuple[jax.Array, ...]:
+            """Of the page's rows, block by block."""
+            here = pages_refs[1].at[table_ref[slot, jnp.minimum(page, num_pages - 1)]]
+            return tuple(wg.gathered_row(here.at[:, block]) * E4M3_IN_F16 for block in range(SCALES))
+
+        def expand(buffer: int, scales: tuple[jax.Array, ...]) -> None:
+            """Words to the latents they hold: each thread replaces what it read."""
+
+            def value(byte: jax.Array, scale: jax.Array) -> jax.Array:
+                bits = (byte & 0x7F) << 7 | (byte & 0x80) << 8
+                f16 = lax.bitcast_convert_type(bits, jnp.float16)
+                return (f16.astype(jnp.float32) * per_row(scale, ROPE)).astype(q.dtype)
+
+            for i in range(HALF // BLOCK):
+                low, high = scales[i], scales[i + HALF // BLOCK]
+
+                def part(
+                    j: jax.Array, _: None, i: int = i, low: jax.Array = low, high: jax.Array = high
+                ) -> None:
+                    columns = pl.ds(i * BLOCK + j * ROPE, ROPE)
+                    words = wg.laid_out(latent_s[buffer, 1, :, columns])
+                    words = lax.bitcast_convert_type(words, WORD)
+                    latent_s[buffer, 0, :, columns] = value(words & 0xFF, low)
+                    latent_s[buffer, 1, :, columns] = value(words >> 8, high)
+
+                lax.fori_loop(0, BLOCK // ROPE, part, None)
+            plgpu.commit_smem()
+
         def scores(buffer: int, page: jax.Array) -> jax.Array:
+            # Asked for before the wait for the page, which covers theirs.
+            scales = scales_of(page) if fp8 else ()
             plgpu.barrier_wait(rope_ready.at[buffer])
             plgpu.barrier_wait(latent_ready.at[buffer])
+            if fp8:
+                expand(buffer, scales)
             s = wg.product(
                 (ROWS, PAGE),
                 lambda: (q_s.at[:, pl.ds(RANK, ROPE)], rope_s.at[buffer]),
@@ -237,7 +279,7 @@ def mla_decode(
             plgpu.SMEM(per_buffer, jnp.float32),
             plgpu.SMEM(per_buffer, jnp.float32),
             plgpu.Barrier(num_arrivals=2),
-            plgpu.Barrier(num_barriers=COMPUTE, num_arrivals=COMPUTE),
+            plgpu.Barrier(num_barriers=COMPUTE, num_arrivals=1 if fp8 else COMPUTE),
             plgpu.Barrier(num_barriers=COMPUTE),
             plgpu.Barrier(num_barriers=COMPUTE, num_arrivals=COMPUTE),
             plgpu.Barrier(num_barriers=COMPUTE),
@@ -250,7 +292,7 @@ def mla_decode(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return run(q, pages, page_table, rows, ahead)
+    return run(q, stored, page_table, rows, ahead)
 
 
 def rows_per_block(height: int) -> int:

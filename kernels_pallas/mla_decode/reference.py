@@ -4,16 +4,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas.mla_decode.fp8_rows import Rows, unpack
 from kernels_pallas.mla_decode.visible import Visible
 
 EXACT = lax.Precision.HIGHEST
 
 
 def mla_decode(
-    q: jax.Array, pages: jax.Array, page_table: jax.Array, visible: Visible, *, scale: float, rank: int
+    q: jax.Array, pages: jax.Array | Rows, page_table: jax.Array, visible: Visible, *, scale: float, rank: int
 ) -> jax.Array:
     """As `kernels_pallas.mla_decode.api.mla_decode`, computed in float32; returns float32 [B, W, N, C]."""
-    rows = pages[page_table].astype(jnp.float32)
+    rows = jax.tree.map(lambda part: part[page_table], pages)
+    rows = unpack(rows, rank) if isinstance(rows, tuple) else rows.astype(jnp.float32)
     rows = rows.reshape(rows.shape[0], -1, rows.shape[-1])
     mask = visible.mask(rows.shape[1])
     # Rows nobody sees may hold NaN, which a probability of zero does not silence.

@@ -38,7 +38,7 @@ class Summary:
         active_parameters: of the trunk, those that one token uses.
         nextn_parameters: of the NextN layers, copies of the trunk's embedding and head left out.
         weight_bytes: memory for all parameters, by engine dtype.
-        cache_bytes_per_token: latent cache of all layers, NextN included, by engine dtype.
+        cache_bytes_per_token: latent cache of all layers, NextN included, by engine dtype and as FP8 rows.
     """
 
     architecture: str
@@ -135,7 +135,8 @@ def _summary(
         active_parameters=active,
         nextn_parameters=nextn,
         weight_bytes={d: weight_bytes(d) for d in type_of},
-        cache_bytes_per_token={d: layers * cfg.latent_dim * np.dtype(k).itemsize for d, k in type_of.items()},
+        cache_bytes_per_token={d: layers * cfg.latent_dim * np.dtype(k).itemsize for d, k in type_of.items()}
+        | {"fp8": layers * cfg.fp8_row_bytes},
     )
 
 

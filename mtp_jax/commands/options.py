@@ -54,6 +54,7 @@ ENGINE = (
     "prefix_cache",
     "adaptive_depth",
     "kernels",
+    "kv_cache_dtype",
     "compile_cache",
 )
 _NEED_TEMPERATURE = ("top_p", "top_k", "min_p", "seed", "drafting", "verifier")
@@ -138,6 +139,11 @@ def add_engine(parser: Parser) -> None:
         help="of weights and cache (default: auto: float32 on a CPU, the checkpoint's elsewhere)",
     )
     add(
+        "--kv-cache-dtype",
+        choices=("auto", "fp8"),
+        help="of the cache alone: auto, as --dtype says; fp8, about half of bfloat16's bytes (default: auto)",
+    )
+    add(
         "--kernels",
         choices=("auto", "xla", "mosaic_gpu"),
         help="GPU kernels: where they fit, none, or nothing else (default: auto)",
@@ -220,9 +226,10 @@ def ready(report: Reporter, llm: "LLM") -> None:
     engine, c = llm.engine.config, llm.config
     layers = f"{c.num_nextn_predict_layers} NextN layer{'s' if c.num_nextn_predict_layers != 1 else ''}"
     pages = llm.engine.pages * llm.engine.shards
+    cache = "FP8 cache" if engine.kv_cache_dtype == "fp8" else "cache"
     report.ready(
         f"{c.num_hidden_layers} layers and {layers} in {engine.dtype}, "
-        f"{depth(llm)}, cache for {pages * engine.page_size:,} tokens, "
+        f"{depth(llm)}, {cache} for {pages * engine.page_size:,} tokens, "
         f"{engine.max_num_seqs} at a time"
     )
 

@@ -20,7 +20,7 @@ from mtp_jax.decode.sampling import (
 )
 from mtp_jax.decode.state import Slots, State
 from mtp_jax.model import nextn
-from mtp_jax.model.ops import PagedView, write
+from mtp_jax.model.ops import PagedView, Pages, write
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Backend
 
@@ -48,7 +48,7 @@ class Extension:
     ``merged`` [B, W, k, D]: for layer 0 the trunk's hidden state of the token, z_{k-1} for the others.
     """
 
-    pages: tuple[Array, ...]
+    pages: tuple[Pages, ...]
     tails: Array
     merged: Float[Array, "B W k D"]
 
@@ -56,7 +56,7 @@ class Extension:
 def extend(
     params: Params,
     cfg: ModelConfig,
-    pages: tuple[Array, ...],
+    pages: tuple[Pages, ...],
     tails: Float[Array, "P one C"],
     page_table: Int[Array, "B n"],
     tokens: Int[Array, "B W"],
@@ -104,7 +104,7 @@ def draft(
     on: Backend,
     allowed: UInt32[Array, "B W words"] | None = None,
     coupled: bool = False,
-) -> tuple[Drafts, tuple[Array, ...]]:
+) -> tuple[Drafts, tuple[Pages, ...]]:
     """Draft ``depth`` tokens per slot by recursion; layers are reused, step modulo layers.
 
     drafting: None for steps in which every row is greedy. allowed: what grammars allow at each position, as

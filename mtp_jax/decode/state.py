@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.config import ModelConfig
 from mtp_jax.decode.sampling import SamplingState, neutral_state
+from mtp_jax.model.ops import packed
 from mtp_jax.model.params import type_of
 from mtp_jax.model.sharding import data_size, partition
 
@@ -63,7 +64,7 @@ class Slots:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """The paged latent cache, one array [P, S, C + R] per layer, page tails [P, 1, k * D], and the slots."""
+    """The paged latent cache, [P, S, C + R] or Fp8Rows per layer, page tails [P, 1, k * D], and the slots."""
 
     trunk: tuple[Any, ...]
     nextn: tuple[Any, ...]
@@ -84,12 +85,15 @@ class StateShape:
     columns: int
 
 
-def abstract_state(cfg: ModelConfig, shape: StateShape, dtype: str, mesh: Mesh | None) -> State:
+def abstract_state(
+    cfg: ModelConfig, shape: StateShape, dtype: str, mesh: Mesh | None, fp8_cache: bool = False
+) -> State:
     """The state's shapes, dtypes and shardings, without allocating it."""
     pages, layers = (shape.pages + 1) * data_size(mesh), cfg.num_nextn_predict_layers
 
     def zeros() -> State:
         cache = jnp.zeros((pages, shape.page_size, cfg.latent_dim), type_of[dtype])
+        cache = packed(cache, cfg.kv_lora_rank) if fp8_cache else cache
         number = jnp.zeros(shape.slots, jnp.int32)
         slots = Slots(
             length=number,

@@ -8,6 +8,7 @@ from mtp_jax.decode.step import Verifier
 from mtp_jax.errors import ConfigError
 
 KernelChoice = Literal["auto", "xla", "mosaic_gpu"]
+CacheType = Literal["auto", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class EngineConfig:
         kernels: who computes attention, experts and FP8 products: "auto", a kernel where there is one for the
             device and the shapes; "xla", none; "mosaic_gpu", always a kernel, or an error.
         dtype: of weights and cache.
+        kv_cache_dtype: "auto", as dtype says; "fp8", latents in e4m3, with a scale per 128 of them.
         seed: from which seeds of requests without one are drawn.
     """
 
@@ -44,6 +46,7 @@ class EngineConfig:
     verifier: Verifier = "block"
     kernels: KernelChoice = "auto"
     dtype: str = "float32"
+    kv_cache_dtype: CacheType = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -66,6 +69,7 @@ class EngineConfig:
             ("verifier", ("rejection", "block", "coupled")),
             ("kernels", ("auto", "xla", "mosaic_gpu")),
             ("dtype", ("float32", "bfloat16")),
+            ("kv_cache_dtype", ("auto", "fp8")),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} = {getattr(self, name)!r}; expected one of {allowed}")

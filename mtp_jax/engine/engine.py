@@ -68,11 +68,16 @@ class Engine:
                 f"num_speculative_tokens = {config.num_speculative_tokens}, but the checkpoint has no NextN "
                 "layer; give draft_model=, or num_speculative_tokens=0"
             )
+        if config.kv_cache_dtype == "fp8" and cfg.kv_lora_rank % 2:
+            raise ConfigError(
+                f"kv_cache_dtype = 'fp8' stores latents in pairs, but kv_lora_rank = {cfg.kv_lora_rank} "
+                "is odd; use 'auto'"
+            )
         self.cfg, self.config, self.params, self.grammars = cfg, config, params, grammars
         self.scheduler = Scheduler(config, self.shards)
         self.pages = self.scheduler.pools[0].pages
         shape = StateShape(config.max_num_seqs, self.pages, config.page_size, config.columns)
-        abstract = abstract_state(cfg, shape, config.dtype, mesh)
+        abstract = abstract_state(cfg, shape, config.dtype, mesh, config.kv_cache_dtype == "fp8")
         kernels = AUTO if config.kernels == "auto" else Kernels(*(config.kernels,) * 3)
         decode, prefill = (Backend(form, "sparse", mesh, kernels) for form in ("absorbed", "naive"))
         self.executables = Executables(cfg, params, abstract, decode, prefill)

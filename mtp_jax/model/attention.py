@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from mtp_jax.config import ModelConfig
 from mtp_jax.model.layers import rms_norm, rotate
-from mtp_jax.model.ops import AUTO, Form, Kernels, PagedView, Queries, attend, linear, paged_attention
+from mtp_jax.model.ops import AUTO, Form, Kernels, PagedView, Pages, Queries, attend, linear, paged_attention
 from mtp_jax.model.params import Attention
 from mtp_jax.model.sharding import constrain
 
@@ -55,13 +55,13 @@ def attention(
     cfg: ModelConfig,
     x: Float[Array, "B W D"],
     angles: Float[Array, "B W 2 r"],
-    pages: Float[Array, "P S C"] | None,
+    pages: Pages | None,
     view: PagedView | None,
     *,
     form: Form,
     mesh: Mesh | None,
     kernels: Kernels = AUTO,
-) -> tuple[Float[Array, "B W D"], Float[Array, "P S C"] | None]:
+) -> tuple[Float[Array, "B W D"], Pages | None]:
     """One MLA block. Without ``pages`` the window attends causally to itself. Returns (output, pages)."""
     with jax.named_scope("attention_project"):
         q, rows = project(p, cfg, x, angles, mesh=mesh, kernels=kernels)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from mtp_jax.config import ModelConfig
 from mtp_jax.model.attention import latent_rows
 from mtp_jax.model.layers import linear, rms_norm, rope_angles, vocabulary_logits
-from mtp_jax.model.ops import PagedView, write
+from mtp_jax.model.ops import PagedView, Pages, as_stored, write
 from mtp_jax.model.params import NextN, Params
 from mtp_jax.model.trunk import UNSHARDED, Backend, block, embed
 
@@ -26,7 +26,7 @@ def run(
     tokens: Int[Array, "B W"],
     hidden: Float[Array, "B W D"],
     positions: Int[Array, "B W"],
-    pages: Float[Array, "P S C"] | None,
+    pages: Pages | None,
     view: PagedView | None,
     on: Backend,
 ) -> tuple[Float[Array, "B W D"], Any]:
@@ -48,7 +48,7 @@ def write_cache(
     tokens: Int[Array, "B W"],
     hidden: Float[Array, "B W D"],
     positions: Int[Array, "B W"],
-    pages: Float[Array, "P S C"],
+    pages: Pages,
     page_table: Int[Array, "B n"],
     on: Backend,
 ) -> Any:
@@ -64,6 +64,7 @@ def write_cache(
         rows = latent_rows(
             p.layer.attention, cfg, x, rope_angles(cfg, positions), mesh=on.mesh, kernels=on.kernels
         )
+        rows = as_stored(rows, pages, cfg.kv_lora_rank)
         return write(pages, rows, page_table, existing(k, positions), on.mesh)
 
 

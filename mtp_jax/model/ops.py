@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels_pallas.fp8_matmul import api as fp8_matmul
 from kernels_pallas.grouped_matmul import api as grouped_matmul
 from kernels_pallas.mla_decode import api as mla_decode
+from kernels_pallas.mla_decode.fp8_rows import pack, unpack
 from kernels_pallas.mla_decode.visible import MAX_AHEAD, Visible
 from kernels_pallas.mla_prefill import api as mla_prefill
 from kernels_pallas.mla_prefill.limits import Limits
@@ -23,7 +24,7 @@ from kernels_pallas.router import api as router
 from kernels_pallas.router.rule import Rule
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import layers
-from mtp_jax.model.cache import PagedView, read_rows, write_rows
+from mtp_jax.model.cache import Fp8Rows, PagedView, Pages, read_rows, write_rows
 from mtp_jax.model.device import is_hopper
 from mtp_jax.model.mla import Form, Queries, absorb, attend
 from mtp_jax.model.params import Fp8, Mlp
@@ -175,36 +176,57 @@ def _arrays(w: Any) -> tuple[Any, Any]:
     return (w.values, w.scale) if isinstance(w, Fp8) else (w, None)
 
 
+def packed(rows: Float[Array, "*b c"], rank: int) -> Fp8Rows:
+    """Rows [latent | rope key] as an FP8 cache has them; ``rank`` is the latent's."""
+    return Fp8Rows(*pack(rows, rank))
+
+
+def as_stored(rows: Float[Array, "B W c"], pages: Pages, rank: int) -> Float[Array, "B W c"] | Fp8Rows:
+    """Rows as this cache has them."""
+    return packed(rows, rank) if isinstance(pages, Fp8Rows) else rows
+
+
 def paged_attention(
     q: Queries,
     k_up: Float[Array, "N h C"],
     v_up: Float[Array, "N v C"],
     rows: Float[Array, "B W c"],
-    pages: Float[Array, "P S c"],
+    pages: Pages,
     view: PagedView,
     *,
     scale: float,
     form: Form,
     mesh: Mesh | None,
     kernels: Kernels = AUTO,
-) -> tuple[Float[Array, "B W N v"], Float[Array, "P S c"]]:
+) -> tuple[Float[Array, "B W N v"], Pages]:
     """Write the window's ``rows``, attend over everything visible. Returns (context, pages).
+
+    What a token sees of the window comes from the cache as well, so that an FP8 cache gives the same result
+    whatever was computed together.
 
     With a mesh each device handles its own slots (``data``) and heads (``model``); the cache is replicated
     over ``model`` because all heads share it.
     """
 
+    rank = k_up.shape[-1]
+
     def local(q, k_up, v_up, rows, pages, view):
         with jax.named_scope("cache_write"):
-            pages = write_rows(pages, rows, view.page_table, view.positions)
+            pages = write_rows(pages, as_stored(rows, pages, rank), view.page_table, view.positions)
         with jax.named_scope("attend"):
             if form == "absorbed" and _runs(kernels.attention, _check_decode, q, k_up, pages):
                 context = _decode(q, k_up, v_up, pages, view, scale)
-            elif form == "naive" and _runs(kernels.attention, _check_prefill, q, k_up, v_up, pages):
-                context = _prefill(q, k_up, v_up, read_rows(pages, view), view, scale)
+            elif form == "naive" and _runs(kernels.attention, _check_prefill, q, k_up, v_up, rows):
+                context = _prefill(q, k_up, v_up, cached(pages, view), view, scale)
             else:
-                context = attend(q, k_up, v_up, read_rows(pages, view), view.mask, scale, form)
+                context = attend(q, k_up, v_up, cached(pages, view), view.mask, scale, form)
         return context, pages
+
+    def cached(pages, view):
+        found = read_rows(pages, view)
+        if not isinstance(found, Fp8Rows):
+            return found
+        return unpack((found.words, found.scales), rank).astype(rows.dtype)
 
     heads, per_slot = partition("slots", None, "heads", None), partition("slots")
     up, paged = partition("heads"), partition("pages")
@@ -212,12 +234,17 @@ def paged_attention(
     return run(q, k_up, v_up, rows, pages, view)
 
 
-def _check_decode(q: Queries, k_up: Float[Array, "N h C"], pages: Float[Array, "P S c"]) -> None:
+def _check_decode(q: Queries, k_up: Float[Array, "N h C"], pages: Pages) -> None:
     """Raise ValueError for what the kernel cannot do."""
     window = q.rope.shape[1]
     if window > MAX_AHEAD:
         raise ValueError(f"mla_decode on mosaic_gpu: a window of {window} tokens, at most {MAX_AHEAD}")
-    mla_decode.check(_in_latent_space(q, k_up), pages, k_up.shape[-1])
+    mla_decode.check(_in_latent_space(q, k_up), _parts(pages), k_up.shape[-1])
+
+
+def _parts(pages: Pages) -> Any:
+    """Pages as the kernel takes them."""
+    return (pages.words, pages.scales) if isinstance(pages, Fp8Rows) else pages
 
 
 def _in_latent_space(q: Queries, k_up: Float[Array, "N h C"]) -> Float[Array, "B W N c"]:
@@ -228,14 +255,14 @@ def _decode(
     q: Queries,
     k_up: Float[Array, "N h C"],
     v_up: Float[Array, "N v C"],
-    pages: Float[Array, "P S c"],
+    pages: Pages,
     view: PagedView,
     scale: float,
 ) -> Float[Array, "B W N v"]:
     """``attend`` in the absorbed form by the kernel, which reads the pages where they are."""
     mixed = mla_decode.mla_decode(
         _in_latent_space(q, k_up),
-        pages,
+        _parts(pages),
         view.page_table,
         visible(view.mask),
         scale=scale,
@@ -246,10 +273,10 @@ def _decode(
 
 
 def _check_prefill(
-    q: Queries, k_up: Float[Array, "N h C"], v_up: Float[Array, "N v C"], pages: Float[Array, "P S c"]
+    q: Queries, k_up: Float[Array, "N h C"], v_up: Float[Array, "N v C"], rows: Float[Array, "B W c"]
 ) -> None:
     """Raise ValueError for what the kernel cannot do."""
-    whole, shared_key = jnp.concatenate([q.nope, q.rope], axis=-1), pages[..., k_up.shape[-1] :]
+    whole, shared_key = jnp.concatenate([q.nope, q.rope], axis=-1), rows[..., k_up.shape[-1] :]
     mla_prefill.check(whole, q.nope, shared_key, v_up.swapaxes(1, 2))
 
 
@@ -301,12 +328,12 @@ def visible(mask: Bool[Array, "B W L"]) -> Visible:
 
 
 def write(
-    pages: Float[Array, "P S C"],
-    rows: Float[Array, "B W C"],
+    pages: Pages,
+    rows: Float[Array, "B W c"] | Fp8Rows,
     page_table: Int[Array, "B n"],
     positions: Int[Array, "B W"],
     mesh: Mesh | None,
-) -> Float[Array, "P S C"]:
+) -> Pages:
     """``write_rows`` on a mesh: each device its own slots."""
     paged, per_slot = partition("pages"), partition("slots")
     with jax.named_scope("cache_write"):

@@ -12,7 +12,7 @@ from mtp_jax.config import ModelConfig
 from mtp_jax.model.attention import attention
 from mtp_jax.model.layers import rms_norm, rope_angles, vocabulary_logits
 from mtp_jax.model.moe import Experts, Routing, moe
-from mtp_jax.model.ops import AUTO, Form, Kernels, PagedView, mlp
+from mtp_jax.model.ops import AUTO, Form, Kernels, PagedView, Pages, mlp
 from mtp_jax.model.params import Layer, Moe, Params
 from mtp_jax.model.sharding import constrain
 
@@ -57,10 +57,10 @@ def block(
     cfg: ModelConfig,
     x: Float[Array, "B W D"],
     angles: Float[Array, "B W 2 r"],
-    pages: Float[Array, "P S C"] | None,
+    pages: Pages | None,
     view: PagedView | None,
     on: Backend,
-) -> tuple[Float[Array, "B W D"], Float[Array, "P S C"] | None, Routing | None]:
+) -> tuple[Float[Array, "B W D"], Pages | None, Routing | None]:
     """A pre-norm decoder block. Returns (x, pages, routing of an MoE block)."""
     normed = rms_norm(x, p.attention_norm, cfg.rms_norm_eps)
     out, pages = attention(
@@ -87,7 +87,7 @@ def run(
     cfg: ModelConfig,
     tokens: Int[Array, "B W"],
     positions: Int[Array, "B W"],
-    pages: tuple[Float[Array, "P S C"], ...] | None,
+    pages: tuple[Pages, ...] | None,
     view: PagedView | None,
     on: Backend,
 ) -> Traced:

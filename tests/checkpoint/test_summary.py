@@ -72,7 +72,8 @@ def test_counts_are_those_of_the_loaded_model(variant: str):
         if (sizes := [len(t.data) for t in raw.values() if t.dtype == dtype])
     }
     layers = found.config.num_hidden_layers + len(found.config.nextn_moe)
-    assert summary.cache_bytes_per_token == {"float32": layers * 32 * 4, "bfloat16": layers * 32 * 2}
+    bytes_per_layer = {"float32": 32 * 4, "bfloat16": 32 * 2, "fp8": 24 + 8 * 2 + 4}
+    assert summary.cache_bytes_per_token == {d: layers * n for d, n in bytes_per_layer.items()}
 
 
 def test_text():

@@ -9,7 +9,8 @@ import pytest
 
 from kernels_pallas.mla_decode.api import choose_splits, merge, mla_decode
 from kernels_pallas.mla_decode.bench import xla
-from kernels_pallas.mla_decode.cases import RANK, SCALE, Shape, case, inputs, shapes
+from kernels_pallas.mla_decode.cases import PAGE, RANK, SCALE, Shape, case, inputs, shapes
+from kernels_pallas.mla_decode.fp8_rows import pack, unpack
 from kernels_pallas.mla_decode.visible import Visible, causal
 from tests.kernels.interpreter import distance, interpret, needs_fences, notices, without
 
@@ -37,19 +38,20 @@ def exact(q, pages, page_table, mask):
     return out
 
 
-@pytest.mark.parametrize("nextn", [False, True])
-def test_reference_equals_float64(nextn):
-    shape = Shape(8, 3, (-1, 0, 61, 64, 130), nextn=nextn)
+@pytest.mark.parametrize("kind", ["plain", "nextn", "fp8"])
+def test_reference_equals_float64(kind):
+    shape = Shape(8, 3, (-1, 0, 61, 64, 130), nextn=kind == "nextn", fp8=kind == "fp8")
     # Apart from what reads them, or XLA would leave out their rounding to bfloat16.
     q, pages, page_table, visible = jax.jit(partial(inputs, shape))(jax.random.key(1))
 
     @jax.jit
     def run(*inputs):
-        mask = visible.mask(page_table.shape[1] * pages.shape[1])
+        mask = visible.mask(page_table.shape[1] * PAGE)
         return RUN(*inputs), xla(*inputs, scale=SCALE, rank=RANK), mask
 
     reference, baseline, mask = run(q, pages, page_table, visible)
-    expected, some = exact(q, pages, page_table, mask), np.asarray(mask.any(-1))
+    rows = unpack(pages, RANK) if kind == "fp8" else pages
+    expected, some = exact(q, rows, page_table, mask), np.asarray(mask.any(-1))
     assert distance(reference, expected) < 3e-3
     assert distance(np.asarray(baseline, np.float64)[some], expected[some]) < 5e-3
     assert not np.asarray(reference, np.float64)[~some].any()
@@ -100,8 +102,10 @@ def test_splits_fill_the_gpu_and_leave_each_some_pages(blocks, columns):
         (((1, 1, 4, 576), "bfloat16"), ((2, 64, 576), "bfloat16"), 512, "heads by 8"),
     ],
 )
-def test_what_the_kernel_cannot_do_is_refused(q, pages, rank, match):
-    arguments = jnp.zeros(*q), jnp.zeros(*pages), jnp.zeros((1, 2), jnp.int32), causal(jnp.array([3]), 1)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_what_the_kernel_cannot_do_is_refused(q, pages, rank, match, fp8):
+    rows = pack(jnp.zeros(*pages), rank) if fp8 else jnp.zeros(*pages)
+    arguments = jnp.zeros(*q), rows, jnp.zeros((1, 2), jnp.int32), causal(jnp.array([3]), 1)
     with pytest.raises(ValueError, match=match):
         mla_decode(*arguments, scale=1.0, rank=rank, implementation="mosaic_gpu")
 
@@ -127,10 +131,14 @@ def test_kernel_equals_the_reference_without_races(name):
         pytest.param(
             "commit_smem", "publish", id="probabilities are visible to the tensor cores", marks=needs_fences
         ),
+        pytest.param(
+            "commit_smem", "expand", id="expanded latents are visible to the tensor cores", marks=needs_fences
+        ),
         pytest.param("commit_smem", "finish", id="outputs are visible to the copy", marks=needs_fences),
     ],
 )
 def test_a_missing_barrier_is_noticed(operation, where, monkeypatch, capfd):
     without(monkeypatch, operation, where)
-    assert notices(case("mutant", shapes()["small-one-token"]))
+    shape = "small-fp8" if where == "expand" else "small-one-token"
+    assert notices(case("mutant", shapes()[shape]))
     capfd.readouterr()  # every race is printed

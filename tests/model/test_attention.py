@@ -8,11 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtp_jax.checkpoint import load
 from mtp_jax.config import ModelConfig
+from mtp_jax.model import trunk
 from mtp_jax.model.attention import attention
 from mtp_jax.model.layers import rope_angles
-from mtp_jax.model.ops import PagedView, Queries, attend, read_rows, write_rows
+from mtp_jax.model.ops import PagedView, Queries, attend, packed, read_rows, write_rows
 from mtp_jax.model.params import Attention
+from mtp_jax.model.trunk import Backend
+from tests.golden import expected, model_dir
 from tests.models import TINY, rigged
 
 B, T, SIZE = 2, 11, 4  # slots, tokens, rows per page
@@ -119,3 +123,29 @@ def test_read_rows_hides_what_no_window_token_may_see():
     rows = read_rows(jnp.asarray(pages), view_of(table, positions))
     np.testing.assert_array_equal(rows[0, :3], 7)
     np.testing.assert_array_equal(rows[0, 3:], 0)
+
+
+@pytest.mark.parametrize("form", ["naive", "absorbed"])
+def test_distance_of_an_fp8_cache(form):
+    """A golden checkpoint through the cache: four significant bits of the latents cost this much."""
+    found, want = load(model_dir("rigged"), dtype="float32"), expected("rigged")
+    cfg, tokens = found.config, jnp.asarray(want["input_ids"])[None]
+    count = tokens.shape[1]
+    columns = -(-count // SIZE)
+    positions = np.arange(count)[None]
+    view = view_of(np.arange(columns)[None], positions)
+    empty = jnp.zeros((columns + 1, SIZE, cfg.latent_dim), jnp.float32)
+
+    @jax.jit
+    def logits(pages):
+        layers = (pages,) * cfg.num_hidden_layers
+        traced = trunk.run(found.params, cfg, tokens, view.positions, layers, view, Backend(form))
+        return trunk.logits(found.params, traced.hidden)[0]
+
+    def error(pages):
+        return np.abs(np.asarray(logits(pages)) - want["logits"])
+
+    assert error(empty).max() < 2e-4
+    distance = error(packed(empty, cfg.kv_lora_rank))
+    assert 1e-3 < distance.mean() < 0.05
+    assert distance.max() < 0.3

@@ -1,0 +1,97 @@
+"""An FP8 cache changes the text a little, and never what speculation, batching or reuse make of it."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import pytest
+
+from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.request import Request
+from mtp_jax.errors import ConfigError
+from mtp_jax.model.params import param_specs
+from mtp_jax.model.sharding import make_mesh, param_shardings
+from tests.models import (
+    GREEDY,
+    TINY,
+    accepted,
+    make_engine,
+    prompts,
+    rigged,
+    serve,
+    tiny_params,
+)
+
+TWO_LAYERS = replace(TINY, num_nextn_predict_layers=2, nextn_moe=(True, False))
+JOBS = [(p, GREEDY) for p in prompts(5)]
+
+
+def fp8(cfg: Any = TINY, params: Any = None, **config: Any) -> Engine:
+    return make_engine(params or tiny_params(cfg), cfg, kv_cache_dtype="fp8", **config)
+
+
+def at_depth(depth: int, jobs: Any = JOBS) -> Any:
+    return [(prompt, replace(params, num_speculative_tokens=depth)) for prompt, params in jobs]
+
+
+@functools.cache
+def plain() -> list[Request]:
+    """Without drafts, each alone."""
+    return [serve(fp8(), [job])[0] for job in at_depth(0)]
+
+
+def test_speculation_and_batching_change_no_token():
+    engine = fp8()
+    together = serve(engine, JOBS)
+    assert [r.output for r in together] == [r.output for r in plain()]
+    alone = [serve(fp8(), [job])[0] for job in JOBS]
+    assert [accepted(r) for r in together] == [accepted(r) for r in alone]
+    assert sum(r.speculation.accepted for r in together) > 5 * len(JOBS)
+    caches = [*engine.state.trunk, *engine.state.nextn]
+    rows = engine.config.page_size * (engine.pages + 1)
+    assert {sum(a.nbytes for a in jax.tree.leaves(c)) for c in caches} == {rows * TINY.fp8_row_bytes}
+
+
+def test_a_prompt_goes_on_from_cached_pages():
+    prompt = prompts(1, shortest=40)[0]
+    (want,) = serve(fp8(), at_depth(0, [(prompt, GREEDY)]))
+    engine = fp8()
+    first, again = (serve(engine, [(prompt, GREEDY)])[0] for _ in range(2))
+    assert (first.cached_tokens, again.cached_tokens) == (0, 32)
+    assert first.output == again.output == want.output
+    assert accepted(first) == accepted(again)
+    assert sum(accepted(again)) > 0
+
+
+def test_preempted_requests_end_as_if_nothing_had_happened():
+    jobs = [(p, replace(GREEDY, max_tokens=30)) for p in prompts(4, shortest=14)]
+    engine = fp8(num_pages=6)
+    requests, calm = serve(engine, jobs), serve(fp8(), at_depth(0, jobs))
+    assert engine.stats().preemptions > 0
+    assert [r.output for r in requests] == [r.output for r in calm]
+    assert sum(r.speculation.accepted for r in requests) > 0
+
+
+@pytest.mark.slow
+def test_two_nextn_layers():
+    weights = rigged(TWO_LAYERS)
+    jobs = JOBS[:3]
+    drafted = serve(fp8(TWO_LAYERS, weights), jobs)
+    plain = serve(fp8(TWO_LAYERS, weights), at_depth(0, jobs))
+    assert [r.output for r in drafted] == [r.output for r in plain]
+    assert all(r.speculation.accepted > 0 for r in drafted)
+
+
+def test_eight_devices_compute_what_one_does():
+    mesh = make_mesh(4, 2)
+    params = jax.device_put(tiny_params(), param_shardings(param_specs(TINY), mesh))
+    requests = serve(fp8(params=params, mesh=mesh, max_num_seqs=8), JOBS)
+    assert [r.output for r in requests] == [r.output for r in plain()]
+    assert sum(r.speculation.accepted for r in requests) > len(JOBS)
+
+
+def test_an_odd_rank_is_refused():
+    cfg = replace(TINY, kv_lora_rank=15)
+    with pytest.raises(ConfigError, match="kv_lora_rank = 15 is odd; use 'auto'"):
+        fp8(cfg)
