@@ -13,12 +13,12 @@ import sys
 
 import jax
 
-from kernels_pallas.checking.case import Case, UnavailableError
+from kernels_pallas.checking.case import Case, External, UnavailableError
 from kernels_pallas.checking.device import RATES, Rates, rates
 from kernels_pallas.checking.lower import lower
 from kernels_pallas.checking.registry import cases
-from kernels_pallas.checking.timing import seconds
-from kernels_pallas.checking.verify import verify
+from kernels_pallas.checking.timing import external_seconds, seconds
+from kernels_pallas.checking.verify import distance, verify
 
 NEEDS_GPU = "the kernels need an NVIDIA GPU of the Hopper generation ({}); found {}. Without one: --dry-run"
 
@@ -98,8 +98,13 @@ def check(case: Case, peak: Rates, seed: int, *, timed: bool) -> list[str]:
 
 def baseline(case: Case, name: str, inputs: tuple) -> str:
     """Time of a baseline, or why there is none."""
+    way = case.baselines[name]
     try:
-        return f"{seconds(case.baselines[name], inputs) * 1e6:.1f} us"
+        if isinstance(way, External):
+            call = way.prepare(*jax.block_until_ready(inputs))
+            apart = distance(call().float().cpu().numpy(), jax.jit(case.kernel)(*inputs))
+            return f"{external_seconds(call) * 1e6:.1f} us ({apart:.1e} from ours)"
+        return f"{seconds(way, inputs) * 1e6:.1f} us"
     except UnavailableError as e:
         return f"unavailable ({e})"
     except Exception as e:  # a baseline that runs out of memory, say

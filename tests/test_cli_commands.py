@@ -25,7 +25,10 @@ def test_info(capsys):
     assert rows["layers"] == "3 (1 dense, 2 MoE)"
     assert rows["NextN layers"] == "1 (MoE; lmsys NextN)"
     assert rows["tokenizer"] == "none"
-    assert rows["cache per GiB"] == "2,097,152 tokens as float32, 4,194,304 tokens as bfloat16"
+    assert (
+        rows["cache per GiB"]
+        == "2,097,152 tokens as float32, 4,194,304 tokens as bfloat16, 6,100,805 tokens as fp8"
+    )
 
 
 def test_info_of_the_demo_model_as_json(capsys, monkeypatch, tmp_path):

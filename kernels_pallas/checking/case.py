@@ -15,6 +15,18 @@ class UnavailableError(Exception):
 
 
 @dataclass(frozen=True)
+class External:
+    """A baseline of another framework, which cannot be part of a jax program.
+
+    Attributes:
+        prepare: takes the inputs; returns a function that makes one call and returns its output, a torch
+            tensor laid out as the kernel's. Raises `UnavailableError`.
+    """
+
+    prepare: Callable[..., Callable[[], Any]]
+
+
+@dataclass(frozen=True)
 class Work:
     """The least a device has to do.
 
@@ -42,7 +54,8 @@ class Case:
         work: what the floor of its time is computed from.
         tolerance: largest accepted norm(kernel - reference) / norm(reference), per output.
         small: few enough thread blocks for Pallas' interpreter (30 at most); too small to be worth timing.
-        baselines: other ways to compute it, by name, from the same inputs; they raise `UnavailableError`.
+        baselines: other ways to compute it, by name: functions of the same inputs, which raise
+            `UnavailableError`, or `External` ones.
     """
 
     name: str
@@ -52,4 +65,6 @@ class Case:
     work: Work
     tolerance: float = 1e-2
     small: bool = False
-    baselines: Mapping[str, Callable[..., Any]] = field(default_factory=lambda: MappingProxyType({}))
+    baselines: Mapping[str, Callable[..., Any] | External] = field(
+        default_factory=lambda: MappingProxyType({})
+    )

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -23,6 +24,11 @@ def seconds(function: Callable[..., Any], inputs: Inputs) -> float:
     flush = jnp.zeros(FLUSH, jnp.float32)
     both, alone = jax.jit(repeated(function)), jax.jit(repeated(_nothing))
     return (median(both, inputs, flush) - median(alone, inputs, flush)) / CALLS
+
+
+def external_seconds(call: Callable[[], Any]) -> float:
+    """Median time of one call of a torch or Triton kernel, by Triton's timer, with a cold cache."""
+    return import_module("triton.testing").do_bench(call, return_mode="median") / 1e3
 
 
 def _nothing(*inputs: Any) -> Any:

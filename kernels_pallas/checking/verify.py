@@ -41,6 +41,11 @@ def verify(case: Case, key: jax.Array) -> Verdict:
     return Verdict(max(float(d) for d, _ in compared), sum(int(n) for _, n in compared))
 
 
+def distance(got: Any, expected: Any) -> float:
+    """norm(got - expected) / norm(expected)."""
+    return float(_compare(jnp.asarray(got), jnp.asarray(expected))[0])
+
+
 @jax.jit
 def _compare(got: Any, expected: Any) -> tuple[jax.Array, jax.Array]:
     got, expected = got.astype(jnp.float32), expected.astype(jnp.float32)

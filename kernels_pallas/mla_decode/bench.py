@@ -1,19 +1,30 @@
-"""What else computes absorbed MLA on a GPU."""
+"""What else computes absorbed MLA on a GPU: XLA, and the kernels of installed packages."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from kernels_pallas.checking.case import External, UnavailableError
 from kernels_pallas.mla_decode.fp8_rows import Rows, unpack
 from kernels_pallas.mla_decode.visible import Visible
 
+# As vLLM calls its kernel (v1/attention/backends/mla/triton_mla.py).
+_TRITON_SPLITS = 4
 
-def baselines(scale: float, rank: int) -> Mapping[str, Callable[..., Any]]:
+
+def baselines(scale: float, rank: int) -> Mapping[str, Callable[..., Any] | External]:
     """By name: functions of the kernel's inputs."""
-    return {"xla": partial(xla, scale=scale, rank=rank)}
+    options = {"scale": scale, "rank": rank}
+    return {
+        "xla": partial(xla, **options),
+        "triton": External(partial(triton, **options)),
+        "flash_mla": External(partial(flash_mla, **options)),
+    }
 
 
 def xla(
@@ -28,3 +39,82 @@ def xla(
     scores = jnp.einsum("bwnc,blc->bwnl", q, rows, preferred_element_type=jnp.float32) * scale
     weights = jax.nn.softmax(jnp.where(mask[:, :, None], scores, -jnp.inf), axis=-1).astype(q.dtype)
     return jnp.einsum("bwnl,blc->bwnc", weights, rows[..., :rank])
+
+
+def triton(
+    q: jax.Array, pages: jax.Array | Rows, page_table: jax.Array, visible: Visible, *, scale: float, rank: int
+) -> Callable[[], Any]:
+    """vLLM's Triton kernel. It decodes single tokens: those of a window become slots of their own."""
+    torch = _package("torch")
+    kernel = _package("vllm.v1.attention.ops.triton_decode_attention").decode_attention_fwd
+    rows, lengths = _bfloat16(pages), _causal_lengths(visible)
+    slots, window, heads, width = q.shape
+    tokens = slots * window
+    of_each = (
+        q.reshape(tokens, heads, width),
+        rows[:, :, None],
+        jnp.zeros((tokens, heads, rank), q.dtype),
+        jnp.zeros((tokens, heads), q.dtype),
+        jnp.repeat(page_table, window, axis=0),
+        lengths.reshape(tokens),
+        jnp.zeros((tokens, heads, _TRITON_SPLITS, rank + 1), jnp.float32),
+    )
+    queries, keys, out, lse, table, ends, parts = (torch.from_dlpack(x) for x in of_each)
+
+    def call() -> Any:
+        kernel(
+            queries,
+            keys,
+            keys[..., :rank],
+            out,
+            lse,
+            table,
+            ends,
+            parts,
+            _TRITON_SPLITS,
+            scale,
+            rows.shape[1],
+        )
+        return out.reshape(slots, window, heads, rank)
+
+    return call
+
+
+def flash_mla(
+    q: jax.Array, pages: jax.Array | Rows, page_table: jax.Array, visible: Visible, *, scale: float, rank: int
+) -> Callable[[], Any]:
+    """FlashMLA's dense decoding kernel, with its causal window."""
+    torch, package = _package("torch"), _package("flash_mla")
+    rows, ends = _bfloat16(pages), _causal_lengths(visible)[:, -1]
+    queries, keys, table, ends = (torch.from_dlpack(x) for x in (q, rows[:, :, None], page_table, ends))
+    schedule, splits = package.get_mla_metadata(ends, q.shape[1] * q.shape[2], 1)
+
+    def call() -> Any:
+        out, _ = package.flash_mla_with_kvcache(
+            queries, keys, table, ends, rank, schedule, splits, softmax_scale=scale, causal=True
+        )
+        return out
+
+    return call
+
+
+def _package(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as e:
+        raise UnavailableError(f"cannot import {name}: {e}") from e
+
+
+def _bfloat16(pages: jax.Array | Rows) -> jax.Array:
+    if isinstance(pages, tuple):
+        raise UnavailableError("it reads no FP8 rows with a scale per 128 latents")
+    return pages
+
+
+def _causal_lengths(visible: Visible) -> jax.Array:
+    """Rows that each token sees, int32 [B, W]. Raises UnavailableError unless token w sees w rows more."""
+    window = visible.ahead.shape[1]
+    causal = np.array_equal(visible.ahead, np.broadcast_to((2 << np.arange(window)) - 1, visible.ahead.shape))
+    if not causal or np.any(visible.first):
+        raise UnavailableError("it knows causal windows only")
+    return (visible.length[:, None] + 1 + jnp.arange(window)).astype(jnp.int32)

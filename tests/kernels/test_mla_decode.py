@@ -132,7 +132,7 @@ def test_kernel_equals_the_reference_without_races(name):
             "commit_smem", "publish", id="probabilities are visible to the tensor cores", marks=needs_fences
         ),
         pytest.param(
-            "commit_smem", "expand", id="expanded latents are visible to the tensor cores", marks=needs_fences
+            "commit_smem", "expand", id="latents are visible to the tensor cores", marks=needs_fences
         ),
         pytest.param("commit_smem", "finish", id="outputs are visible to the copy", marks=needs_fences),
     ],
