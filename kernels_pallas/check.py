@@ -10,6 +10,7 @@ rate: the longer one. Times are medians, with a cold cache, and include every la
 import argparse
 import secrets
 import sys
+from time import perf_counter
 
 import jax
 
@@ -59,7 +60,7 @@ def dry_run(chosen: tuple[Case, ...]) -> int:
     print(
         f"jax {jax.__version__}; nothing runs: cases are lowered for an H200, listed with their floors there"
     )
-    failed = 0
+    failed, begun = 0, perf_counter()
     for case in chosen:
         try:
             calls = lower(case).count("@mosaic_gpu")
@@ -72,7 +73,8 @@ def dry_run(chosen: tuple[Case, ...]) -> int:
         )
         others = "" if case.small else f"  against {', '.join(case.baselines) or 'nothing'}"
         print(f"{case.name:48} {amounts}  {state}{others}", flush=True)
-    print(f"{len(chosen) - failed} of {len(chosen)} cases lower for CUDA; none has been run")
+    took = perf_counter() - begun
+    print(f"{len(chosen) - failed} of {len(chosen)} cases lower for CUDA, in {took:.0f} s; none has been run")
     return int(failed > 0)
 
 

@@ -6,7 +6,7 @@ Nothing else imports ``kernels_pallas``.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from mtp_jax.model.sharding import partition, sharded, ways
 
 Implementation = Literal["xla", "mosaic_gpu"]
 Split = Literal["out", "in"]
+Cache = TypeVar("Cache", bound=Pages)
 
 
 @dataclass(frozen=True)
@@ -328,12 +329,12 @@ def visible(mask: Bool[Array, "B W L"]) -> Visible:
 
 
 def write(
-    pages: Pages,
+    pages: Cache,
     rows: Float[Array, "B W c"] | Fp8Rows,
     page_table: Int[Array, "B n"],
     positions: Int[Array, "B W"],
     mesh: Mesh | None,
-) -> Pages:
+) -> Cache:
     """``write_rows`` on a mesh: each device its own slots."""
     paged, per_slot = partition("pages"), partition("slots")
     with jax.named_scope("cache_write"):
