@@ -153,7 +153,8 @@ class ModelConfig:
     @property
     def fp8_row_bytes(self) -> int:
         """Bytes of them in an FP8 cache: e4m3 latents, bfloat16 rope key, a float32 scale per 128 latents."""
-        return self.kv_lora_rank + 2 * self.qk_rope_head_dim + 4 * -(-self.kv_lora_rank // FP8_BLOCK)
+        scales = -(-self.kv_lora_rank // config_json.FP8_BLOCK)
+        return self.kv_lora_rank + 2 * self.qk_rope_head_dim + 4 * scales
 
     @property
     def softmax_scale(self) -> float:
