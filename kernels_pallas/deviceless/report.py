@@ -12,8 +12,8 @@ _TENSOR_CORE = re.compile(r"\b(HGMMA|QGMMA|HMMA)\b")
 _SHARED = r"smem_scratch_bytes=(\d+)"
 # ptxas's warnings that warpgroup products run one after the other.
 _SERIALISED = re.compile(r"\(C751\d\)")
-# Lines of XLA's launch list that put something on the GPU.
-_LAUNCH = re.compile(r"^\s*\d+: k(?!Sequential|Conditional|While|WaitForStreams)")
+# Lines of XLA's launch list that put something on the GPU; a collective's start and end stand around it.
+_LAUNCH = re.compile(r"^\s*\d+: k(?!Sequential|Conditional|While|WaitForStreams|Async)")
 
 
 @dataclass(frozen=True)

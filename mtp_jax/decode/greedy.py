@@ -21,13 +21,15 @@ def best_tokens(
     """``argmax`` of the logits of every row, and whether they are all finite, part by part."""
     size = -(-table.shape[0] // parts)
 
-    def of(start: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def of(start: int, hidden: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         logits = vocabulary_logits(hidden, table[start : start + size])
         return jnp.max(logits, axis=-1), argmax(logits) + start, jnp.isfinite(logits).all(axis=-1)
 
-    best, ids, finite = of(0)
+    best, ids, finite = of(0, hidden)
     for start in range(size, table.shape[0], size):
-        top, candidates, whole = of(start)
+        # One part after the other: XLA would compute them all first, and keep them.
+        hidden, best, ids, finite = jax.lax.optimization_barrier((hidden, best, ids, finite))
+        top, candidates, whole = of(start, hidden)
         ids = jnp.where(top > best, candidates, ids)  # not at equality: the lowest id wins
         best, finite = jnp.maximum(top, best), finite & whole
     return ids, finite
