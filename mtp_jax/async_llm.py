@@ -192,8 +192,7 @@ class AsyncLLM:
         if request_id is None:
             request_id = f"request-{self._ids}"
             self._ids += 1
-        if request_id in self._streams:
-            raise RequestError(f"request_id {request_id!r} is in use; give another, or none")
+        self._check_unused(request_id)
         options: dict[str, Any] = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt}
         options = {name: value for name, value in options.items() if value}
         place = self.admission.take(params.n, _estimate(prompt))
@@ -204,6 +203,7 @@ class AsyncLLM:
             job = await self.off_loop(make) if slow else make()
             self.admission.correct(place, params.n * len(job.parts[0].request.prompt))
             self._check_running()
+            self._check_unused(request_id)  # nor taken meanwhile
         except BaseException:
             self.admission.leave(place)
             raise
@@ -249,6 +249,10 @@ class AsyncLLM:
             raise EngineStopped("the engine is shutting down; send this to another one")
         if not self._thread.alive:
             raise EngineStopped("the engine has not been started; call start() first")
+
+    def _check_unused(self, request_id: str) -> None:
+        if request_id in self._streams:
+            raise RequestError(f"request_id {request_id!r} is in use; give another, or none")
 
     def _deliver(self, updates: Sequence[Update]) -> None:
         """On the event loop, once per step."""

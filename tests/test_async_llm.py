@@ -330,3 +330,17 @@ def test_texts_and_origins_of_tokens(llm):
     assert 0 < sum(output.drafted) <= sum(accepted)
     # Every step ends with a token of the model itself.
     assert output.drafted[1 : accepted[0] + 2] == [True] * accepted[0] + [False]
+
+
+def test_a_name_that_is_taken_while_a_prompt_is_made(llm):
+    async def run() -> None:
+        async with serving(llm) as allm:
+            both = (allm.submit(lambda: PROMPTS[0], GREEDY, "same") for _ in range(2))
+            first, second = await asyncio.gather(*both, return_exceptions=True)
+            assert isinstance(first, Stream) != isinstance(second, Stream)
+            refused, stream = (first, second) if isinstance(second, Stream) else (second, first)
+            assert isinstance(refused, RequestError)
+            assert isinstance(stream, Stream)
+            assert len((await last(stream)).outputs[0].token_ids) == 24
+
+    asyncio.run(run())
