@@ -52,8 +52,8 @@ class Admission:
         if requests > self.max_requests:
             raise RequestError(f"n = {requests}; the queue takes {self.max_requests} requests at most")
         with self._lock:
-            if self._requests + requests > self.max_requests:
-                raise self._overloaded(f"{self._requests} requests wait, {self.max_requests} may")
+            if refusal := self._full(requests):
+                raise refusal
             self._check_tokens(tokens)
             place = Place(requests, tokens)
             self._places.add(place)
@@ -70,6 +70,11 @@ class Admission:
             place.tokens = tokens
             self._tokens += tokens
 
+    def overloaded(self) -> Overloaded | None:
+        """Why any request would be refused now; None while there is a place."""
+        with self._lock:
+            return self._full(1)
+
     def leave(self, place: Place) -> None:
         """The requests got slots, or ended. Leaving twice is fine."""
         with self._lock:
@@ -81,6 +86,11 @@ class Admission:
     def finished(self) -> None:
         """A prompt has been answered: what ``retry_after`` is estimated from."""
         self._finishes.append(time.monotonic())
+
+    def _full(self, requests: int) -> Overloaded | None:
+        if self._requests + requests <= self.max_requests:
+            return None
+        return self._overloaded(f"{self._requests} requests wait, {self.max_requests} may")
 
     def _check_tokens(self, tokens: int) -> None:
         if self._tokens and self._tokens + tokens > self.max_tokens:

@@ -11,7 +11,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
 
 from mtp_jax import AsyncLLM, MtpJaxError, Reporter
 from serve import chat, completions, info, native, page
@@ -42,7 +41,7 @@ _POST: dict[str, _Handler] = {
 }
 
 
-def make_app(allm: AsyncLLM, settings: Settings, reporter: Reporter | None = None) -> ASGIApp:
+def make_app(allm: AsyncLLM, settings: Settings, reporter: Reporter | None = None) -> Guard:
     """The application. It starts the engine with the event loop's lifespan and closes it at its end."""
     metrics = Metrics(allm, settings.model_name)
     server = Server(allm, settings, metrics)

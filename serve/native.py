@@ -129,6 +129,7 @@ async def server_info(server: Server, request: Request) -> Response:
         "prefix_cache": config.prefix_cache,
         "dtype": config.dtype,
         "kv_cache_dtype": config.kv_cache_dtype,
+        "base_model": server.settings.base_model,
         "has_chat_template": tokenizer is not None and tokenizer.has_chat_template,
         "internal_states": [state],
     }

@@ -15,6 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mtp_jax import LLM, AsyncLLM, ConfigError, EngineStopped, Reporter
 from serve.app import make_app
+from serve.overload import Overload
 from serve.settings import Settings
 from serve.stats_log import log_stats
 from serve.watchdog import Watchdog
@@ -23,6 +24,7 @@ _LOG = logging.getLogger(__name__)
 _MOST_HEADER_BYTES = 32 * 1024
 _MOST_FILES = 65536
 _LAST_ANSWERS_SECONDS = 0.5
+_IDLE = {h11.CLIENT: h11.IDLE, h11.SERVER: h11.IDLE}
 
 
 def listen(settings: Settings) -> socket.socket:
@@ -82,11 +84,14 @@ async def served(llm: LLM) -> AsyncIterator[tuple[AsyncLLM, str]]:
 
 
 def _config(allm: AsyncLLM, settings: Settings, reporter: Reporter | None) -> uvicorn.Config:
+    app = make_app(allm, settings, reporter)
+
     class Protocol(_Protocol):
         seconds = settings.body_seconds
+        overload = Overload(allm, app.metrics)
 
     return uvicorn.Config(
-        make_app(allm, settings, reporter),
+        app,
         http=Protocol,
         ws="none",
         lifespan="on",
@@ -152,9 +157,10 @@ class Server(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """Closes connections that do not get to the end of a request's headers."""
+    """Refuses while the queue is full; closes connections that do not get to the end of their headers."""
 
     seconds: float
+    overload: Overload
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -162,6 +168,13 @@ class _Protocol(H11Protocol):
         self._check()
 
     def data_received(self, data: bytes) -> None:
+        idle = self.conn.states == _IDLE and not self.conn.trailing_data[0]
+        if idle and (refusal := self.overload.refusal(data)):
+            answer, close = refusal
+            self.transport.write(answer)
+            if close:
+                self.transport.close()
+            return
         super().data_received(data)
         self._check()
 

@@ -21,10 +21,14 @@ _MOST_HEADER_BYTES = 16 * 1024
 
 
 class Guard:
-    """ASGI middleware. What it refuses reaches no route. ``/health`` is open, the page needs no key."""
+    """ASGI middleware. What it refuses reaches no route. ``/health`` is open, the page needs no key.
+
+    Attributes:
+        metrics: which it counts responses in.
+    """
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics, routes: frozenset[str]) -> None:
-        self._app, self._settings, self._metrics, self._routes = app, settings, metrics, routes
+        self._app, self._settings, self.metrics, self._routes = app, settings, metrics, routes
         self._keys = [key.encode() for key in settings.api_keys]
         self._hosts = settings.hosts
         self._connections = 0
@@ -58,7 +62,7 @@ class Guard:
         finally:
             self._connections -= 1
             path = scope["path"]
-            self._metrics.responded(path if path in self._routes else "other", status)
+            self.metrics.responded(path if path in self._routes else "other", status)
             _log(scope, name, given, status, time.perf_counter() - started)
 
     def _refusal(self, scope: Scope, headers: "_Headers") -> ApiError | None:

@@ -28,6 +28,7 @@ class Settings:
         drain_seconds: how long SIGTERM lets requests go on.
         ready_seconds: age of a step from which the server calls itself not ready.
         step_seconds: age of a step from which the process is ended.
+        base_model: whether it has learnt to go on with text, not to converse: the page begins with that.
         spec_metrics: speculation metrics in responses that do not ask: "none", "summary" or "detailed".
     """
 
@@ -45,6 +46,7 @@ class Settings:
     drain_seconds: float = 30.0
     ready_seconds: float = 30.0
     step_seconds: float = 300.0
+    base_model: bool = False
     spec_metrics: SpecMetrics = "none"
 
     def __post_init__(self) -> None:

@@ -113,6 +113,7 @@ def run(args: argparse.Namespace) -> int:
         args.served_model_name or directory.resolve().name,
         api_keys=(*args.api_key, *filter(None, [os.environ.get(_KEY_VARIABLE)])),
         allowed_hosts=tuple(args.allowed_host),
+        base_model=args.model is None,  # the embedded one completes code
         **given,
     )
     report = reporter(args)

@@ -54,6 +54,11 @@ def test_only_the_page_is_open_without_the_key(server: Running):
     assert guarded.post("/").status_code == 401
 
 
+def test_the_page_is_told_of_a_base_model(server: Running):
+    for base in (True, False):
+        assert server.variant(base_model=base).get("/server_info").json()["base_model"] is base
+
+
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
     with sync_playwright() as playwright:
@@ -278,6 +283,19 @@ def test_without_a_chat_template_it_completes_text(
     expect(answer.get_by_role("alert")).to_have_text(refusal)
     expect(page.get_by_role("button", name="Regenerate")).to_be_enabled()
     assert "400" in problems.pop()
+
+
+@browser_only
+def test_a_base_model_begins_with_completions_and_may_chat(opened: Opener, server: Running):
+    page = opened()
+    expect(page.locator("#model")).to_have_text("tiny")
+    expect(page.get_by_label("Chat", exact=True)).to_be_checked()
+    info = server.variant(base_model=True).get("/server_info")
+    assert info.json()["base_model"] is True
+    page.route("**/server_info", lambda route: route.fulfill(json=info.json()))
+    page.reload()
+    expect(page.get_by_label("Text completion")).to_be_checked()
+    expect(page.get_by_label("Chat", exact=True)).to_be_enabled()
 
 
 @browser_only

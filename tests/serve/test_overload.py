@@ -1,0 +1,70 @@
+"""A full queue refuses whole requests before they are taken apart, and nothing else."""
+
+import json
+import socket
+
+import pytest
+
+from mtp_jax.admission import Admission
+from serve.overload import ROUTES
+from tests.serve.conftest import Running
+
+SHORT = {"prompt": "abc", "max_tokens": 4, "temperature": 0}
+
+
+@pytest.fixture
+def full(server: Running, monkeypatch: pytest.MonkeyPatch):
+    """(admission, the place that fills it)."""
+    admission = Admission(1, 10**6)
+    place = admission.take(1, 1)
+    monkeypatch.setattr(server.allm, "admission", admission)
+    yield admission, place
+    admission.leave(place)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_whole_requests_are_refused_unread(full, client, route):
+    answer = client.post(route, content=b"{ no JSON")
+    assert answer.status_code == 503
+    assert 1 <= int(answer.headers["retry-after"]) <= 60
+    assert len(answer.headers["x-request-id"]) == 32
+    assert answer.json()["error"]["code"] == "overloaded"
+    assert "1 requests wait, 1 may" in answer.json()["error"]["message"]
+    counted = f'mtp_jax:http_responses_total{{model_name="tiny",route="{route}",status="503"}}'
+    assert counted in client.get("/metrics").text
+
+
+def test_the_connection_goes_on_and_other_routes_answer(full, server: Running):
+    admission, place = full
+    with server.client() as one:
+        assert one.post("/v1/completions", json=SHORT).status_code == 503
+        assert one.get("/health").status_code == 200
+        assert one.post("/tokenize", json={"prompt": "abc"}).status_code == 200
+        assert one.post("/v1/completions", json=SHORT).status_code == 503
+        admission.leave(place)
+        assert one.post("/v1/completions", json=SHORT).status_code == 200
+
+
+def test_a_request_in_pieces_is_refused_once_it_is_there(full, server: Running):
+    body = json.dumps(SHORT).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(head)
+        connection.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            connection.recv(1)
+        connection.settimeout(60)
+        connection.sendall(body)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 503 ")
+
+
+def test_who_wants_the_connection_closed_gets_that(full, server: Running):
+    request = (
+        b"POST /generate HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}"
+    )
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(request)
+        with connection.makefile("rb") as answer:
+            assert answer.read().startswith(b"HTTP/1.1 503 ")  # to the end
