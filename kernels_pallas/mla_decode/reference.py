@@ -15,7 +15,9 @@ def mla_decode(
 ) -> jax.Array:
     """As `kernels_pallas.mla_decode.api.mla_decode`, computed in float32; returns float32 [B, W, N, C]."""
     rows = jax.tree.map(lambda part: part[page_table], pages)
-    rows = unpack(rows, rank) if isinstance(rows, tuple) else rows.astype(jnp.float32)
+    # FP8 rows are expanded to the type that is multiplied.
+    rows = unpack(rows, rank).astype(q.dtype) if isinstance(rows, tuple) else rows
+    rows = rows.astype(jnp.float32)
     rows = rows.reshape(rows.shape[0], -1, rows.shape[-1])
     mask = visible.mask(rows.shape[1])
     # Rows nobody sees may hold NaN, which a probability of zero does not silence.

@@ -83,6 +83,7 @@ def test_two_nextn_layers():
     assert all(r.speculation.accepted > 0 for r in drafted)
 
 
+@pytest.mark.slow
 def test_eight_devices_compute_what_one_does():
     mesh = make_mesh(4, 2)
     params = jax.device_put(tiny_params(), param_shardings(param_specs(TINY), mesh))
