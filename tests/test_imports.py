@@ -48,6 +48,9 @@ WITHOUT_JAX = (
     "tokenizer",
 )
 
+# What chooses between kernels and XLA.
+OF_KERNELS = ("mtp_jax.model.ops", "mtp_jax.model.products")
+
 # A checkpoint fills parameters and places them; it knows nothing of what the model computes.
 OF_MODEL = ("mtp_jax.model.device", "mtp_jax.model.params", "mtp_jax.model.sharding")
 
@@ -89,8 +92,8 @@ def faults_in_mtp_jax(module: str, source: str) -> Iterator[str]:
         return
     for name in imports(module, source):
         top = name.split(".")[0]
-        if top == "kernels_pallas" and module != "mtp_jax.model.ops":
-            yield f"{module} imports {name}; only mtp_jax.model.ops may"
+        if top == "kernels_pallas" and module not in OF_KERNELS:
+            yield f"{module} imports {name}; only {' and '.join(OF_KERNELS)} may"
         if top == "serve" and here != "commands":
             yield f"{module} imports {name}; only mtp_jax.commands may"
         if top == "jax" and module.removeprefix("mtp_jax.") in WITHOUT_JAX:

@@ -14,6 +14,9 @@ _SHARED = r"smem_scratch_bytes=(\d+)"
 _SERIALISED = re.compile(r"\(C751\d\)")
 # Lines of XLA's launch list that put something on the GPU; a collective's start and end stand around it.
 _LAUNCH = re.compile(r"^\s*\d+: k(?!Sequential|Conditional|While|WaitForStreams|Async)")
+# A launch's kernel; an instruction of a module: its name, its operation, the rest of the line.
+_NAME = re.compile(r"\] +(\S+)")
+_INSTRUCTION = re.compile(r"^ *(?:ROOT )?%?([\w.-]+) = [^=]*? ([\w-]+)\((.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,28 @@ def temp_bytes(compiled: jax.stages.Compiled) -> int:
     if analysis is None:
         raise ValueError("the compiler gives no memory analysis")
     return analysis.temp_size_in_bytes
+
+
+def purposes(launches: tuple[str, ...], hlo: str) -> tuple[str, ...]:
+    """Of each launch, the name scopes of what it computes, by the compiled module; "" where XLA kept none."""
+    names: dict[str, str] = {}
+    calls: list[str] = []
+    for name, operation, rest in _INSTRUCTION.findall(hlo[hlo.index("\nENTRY") :]):
+        found = re.search(r'op_name="(?:jit\([^"]*?\)/)?([^"]*)"', rest)
+        names[_launched(name)] = found[1] if found else ""
+        if operation == "custom-call":
+            calls.append(names[_launched(name)])
+    # Launches of custom calls have no names, only an order.
+    in_order = iter(calls)
+    return tuple(
+        next(in_order, "") if "kCustomCall" in line else names.get(_launched(_NAME.findall(line)[0]), "")
+        for line in launches
+    )
+
+
+def _launched(name: str) -> str:
+    """An instruction's name as XLA gives it to the kernel."""
+    return re.sub(r"[.-]", "_", name)
 
 
 def launches(xla_dump: Path) -> tuple[str, ...]:

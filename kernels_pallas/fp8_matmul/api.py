@@ -23,8 +23,9 @@ def fp8_matmul(
     w_scale: Float[Array, "n k"],
     *,
     implementation: Implementation,
+    summed: bool = True,
     interpret: Any = None,
-) -> Float[Array, "T N"]:
+) -> Float[Array, "T N"] | Float[Array, "s T N"]:
     """``x @ w.T`` with x quantised to e4m3 in 1x128 blocks, summed in float32.
 
     Args:
@@ -32,10 +33,11 @@ def fp8_matmul(
         w: e4m3, output features first; N a multiple of 64, K of 128.
         w_scale: float32 scales of 128x128 blocks, the last ones perhaps partial.
         implementation: who multiplies: "mosaic_gpu" needs a Hopper GPU; "xla" is the oracle in plain jnp.
+        summed: False leaves the parts of K that the kernel sums apart to the reader, who spares a launch.
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Returns:
-        bfloat16.
+        bfloat16; float32 parts [s, T, N] if they are not summed and there are more than one (see ``parts``).
 
     Raises:
         ValueError: for what the kernel cannot do.
@@ -44,8 +46,9 @@ def fp8_matmul(
     count = x.shape[0]
     tile = choose_tile(count, w.shape[0], w.shape[1])
     rows = _quantised(x, tile)
-    (y,) = _product(implementation, tile, interpret)(rows.values, w[None], rows.scale, w_scale[None])
-    return y[:count].astype(jnp.bfloat16)
+    product = _product(implementation, tile, interpret, summed)
+    (y,) = product(rows.values, w[None], rows.scale, w_scale[None])
+    return y[:count].astype(jnp.bfloat16) if y.ndim == 2 else y[:, :count]
 
 
 def fp8_mlp(
@@ -70,6 +73,11 @@ def fp8_mlp(
     tile = choose_tile(count, *down.shape)
     (y,) = _product(implementation, tile, interpret)(hidden, down[None], scale, down_scale[None])
     return y[:count].astype(jnp.bfloat16)
+
+
+def parts(rows: int, columns: int, terms: int) -> int:
+    """Parts of K that ``fp8_matmul`` sums apart on a GPU."""
+    return choose_tile(rows, columns, terms).splits
 
 
 def choose_tile(rows: int, columns: int, terms: int) -> Tile:
@@ -98,9 +106,9 @@ def _quantised(x: Float[Array, "T K"] | Quantised, tile: Tile) -> Quantised:
     return quantise(jnp.pad(x, ((0, -x.shape[0] % tile.rows), (0, 0))))
 
 
-def _product(implementation: Implementation, tile: Tile, interpret: Any) -> Any:
+def _product(implementation: Implementation, tile: Tile, interpret: Any, summed: bool = True) -> Any:
     if implementation == "mosaic_gpu":
-        return partial(mosaic_gpu.fp8_matmul, tile=tile, interpret=interpret)
+        return partial(mosaic_gpu.fp8_matmul, tile=tile, summed=summed, interpret=interpret)
     return reference.fp8_matmul
 
 

@@ -18,6 +18,7 @@ def fp8_matmul(
     w_scale: Float[Array, "b n k"],
     *,
     tile: Tile,
+    summed: bool = True,
     interpret: Any = None,
 ) -> tuple[Array, ...]:
     """``x @ w.T``: bfloat16 [M, N]. With b = 2, silu(gate) * up: e4m3 [M, N] and its scales [N/128, M].
@@ -28,6 +29,7 @@ def fp8_matmul(
         x_scale: float32 scales of 1x128 blocks of x, transposed.
         w_scale: float32 scales of 128x128 blocks of w.
         tile: how the work is cut.
+        summed: False leaves the parts of K that the tile has, float32 [splits, M, N], to whoever reads them.
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Raises:
@@ -38,4 +40,4 @@ def fp8_matmul(
     table = np.stack([np.zeros_like(first), first, np.full_like(first, tile.rows)])
     tiles = Tiles(jnp.asarray(table), jnp.asarray(np.array([first.size], np.int32)))
     out = grouped.grouped_matmul(x, w[None], x_scale, w_scale[None], tiles, tile=tile, interpret=interpret)
-    return out if tile.splits == 1 else (out[0].sum(axis=0).astype(jnp.bfloat16),)
+    return out if tile.splits == 1 or not summed else (out[0].sum(axis=0).astype(jnp.bfloat16),)

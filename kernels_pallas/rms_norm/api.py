@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels_pallas.quantised import BLOCK, Quantised
@@ -19,19 +20,19 @@ class Normed:
     """Normalised rows.
 
     Attributes:
-        total: what was normalised: x plus the residual.
+        total: what was normalised, in bfloat16; None without a residual.
         plain: the result in bfloat16; None if it is not wanted.
         quantised: the result in e4m3, its rows rounded up to whole tiles of products; those past the given
             ones hold anything. None if it is not wanted.
     """
 
-    total: Float[Array, "T D"]
+    total: Float[Array, "T D"] | None
     plain: Float[Array, "T D"] | None
     quantised: Quantised | None
 
 
 def rms_norm(
-    x: Float[Array, "T D"],
+    x: Float[Array, "T D"] | Float[Array, "s T D"],
     weight: Float[Array, " D"],
     eps: float,
     *,
@@ -44,7 +45,7 @@ def rms_norm(
     """Root-mean-square normalisation of ``x + residual`` in float32 (arXiv 1910.07467), in one launch.
 
     Args:
-        x: bfloat16.
+        x: bfloat16; or the float32 parts that a product leaves to be summed.
         weight: of any float type.
         eps: added to the mean square.
         residual: bfloat16; None adds nothing.
@@ -56,13 +57,14 @@ def rms_norm(
     Raises:
         ValueError: for what the kernel cannot do.
     """
-    check(x)
+    parts = x[None] if x.ndim == 2 else x
+    rows, width = parts.shape[1:]
+    check(width, x.dtype)
     if not (plain or quantised):
         raise ValueError("rms_norm: neither plain nor quantised rows are wanted; ask for one of them")
-    blocked = (x.shape[0], -1, BLOCK)
     given = (
-        x.reshape(blocked),
-        None if residual is None else residual.reshape(blocked),
+        parts.reshape(-1, rows, width // BLOCK, BLOCK),
+        None if residual is None else residual.reshape(rows, -1, BLOCK),
         weight.reshape(-1, BLOCK),
     )
     wanted: dict[str, Any] = {"eps": eps, "plain": plain, "quantised": quantised}
@@ -70,16 +72,23 @@ def rms_norm(
         out = list(mosaic_gpu.rms_norm(*given, **wanted, interpret=interpret))
     else:
         out = list(reference.rms_norm(*given, **wanted))
-    total = x if residual is None else out.pop(0).reshape(x.shape)
-    result = out.pop(0).reshape(x.shape).astype(x.dtype) if plain else None
+    total = None if residual is None else out.pop(0).reshape(rows, width)
+    result = out.pop(0).reshape(rows, width).astype(jnp.bfloat16) if plain else None
     return Normed(total, result, _quantised(*out) if quantised else None)
 
 
-def quantise(x: Float[Array, "k T b"], *, implementation: Implementation, interpret: Any = None) -> Quantised:
-    """Rows in e4m3 that are given block after block, as products of heads leave them; one launch.
+def quantise(
+    x: Float[Array, "k T b"] | Float[Array, "T k b"],
+    *,
+    blocks_first: bool,
+    implementation: Implementation,
+    interpret: Any = None,
+) -> Quantised:
+    """Rows in e4m3, of blocks of 128; one launch.
 
     Args:
-        x: bfloat16, b = 128; the t-th row's blocks are ``x[:, t]``, in order. k is a multiple of 4.
+        x: bfloat16, b = 128; k is a multiple of 4.
+        blocks_first: the t-th row's blocks are ``x[:, t]``, as products of heads leave them, not ``x[t]``.
         implementation: as in ``rms_norm``.
         interpret: likewise.
 
@@ -89,37 +98,39 @@ def quantise(x: Float[Array, "k T b"], *, implementation: Implementation, interp
     Raises:
         ValueError: for what the kernel cannot do.
     """
-    check_blocks(x)
+    check_blocks(x.shape[0 if blocks_first else 1], x.shape[2], x.dtype)
     if implementation == "mosaic_gpu":
-        return _quantised(*mosaic_gpu.quantise(x, interpret=interpret))
-    return _quantised(*reference.quantise(x))
+        return _quantised(*mosaic_gpu.quantise(x, blocks_first=blocks_first, interpret=interpret))
+    return _quantised(*reference.quantise(x, blocks_first=blocks_first))
 
 
 def _quantised(values: Float[Array, "M k 128"], scale: Float[Array, "k M"]) -> Quantised:
     return Quantised(values.reshape(values.shape[0], -1), scale)
 
 
-def check(x: Any) -> None:
-    """Refuse rows [T, D] that the kernel cannot normalise, with a ValueError that says so."""
+def check(width: int, dtype: Any) -> None:
+    """Refuse rows that the kernel cannot normalise, with a ValueError that says so."""
+    whole = mosaic_gpu.WARPS * BLOCK
     _refuse(
-        ("dtype", str(x.dtype), "bfloat16"),
-        (f"rest of the width over {mosaic_gpu.WARPS * BLOCK}", x.shape[1] % (mosaic_gpu.WARPS * BLOCK), 0),
-        (f"width past {_WIDEST}", max(x.shape[1] - _WIDEST, 0), 0),
+        ("dtype", str(dtype), ("bfloat16", "float32")),
+        (f"rest of the width over {whole}", width % whole, (0,)),
+        (f"width past {_WIDEST}", max(width - _WIDEST, 0), (0,)),
     )
 
 
-def check_blocks(x: Any) -> None:
-    """Likewise for the blocks [k, T, 128] that ``quantise`` takes."""
+def check_blocks(count: int, width: int, dtype: Any) -> None:
+    """Likewise for rows of so many blocks, which ``quantise`` takes."""
     _refuse(
-        ("dtype", str(x.dtype), "bfloat16"),
-        ("width of a block", x.shape[2], BLOCK),
-        (f"rest of the blocks over {mosaic_gpu.WARPS}", x.shape[0] % mosaic_gpu.WARPS, 0),
+        ("dtype", str(dtype), ("bfloat16",)),
+        ("width of a block", width, (BLOCK,)),
+        (f"rest of the blocks over {mosaic_gpu.WARPS}", count % mosaic_gpu.WARPS, (0,)),
     )
 
 
-def _refuse(*needs: tuple[str, Any, Any]) -> None:
+def _refuse(*needs: tuple[str, Any, tuple[Any, ...]]) -> None:
     for what, got, allowed in needs:
-        if got != allowed:
+        if got not in allowed:
+            choice = " or ".join(str(a) for a in allowed)
             raise ValueError(
-                f"rms_norm on mosaic_gpu: {what} is {got}, must be {allowed}; use implementation='xla'"
+                f"rms_norm on mosaic_gpu: {what} is {got}, must be {choice}; use implementation='xla'"
             )

@@ -21,6 +21,7 @@ class Shape:
         rows, width: T and D.
         residual: whether one is added.
         plain, quantised: what is written.
+        parts: of float32, to be summed; 0: the rows are bfloat16.
     """
 
     rows: int
@@ -28,6 +29,7 @@ class Shape:
     residual: bool = False
     plain: bool = False
     quantised: bool = True
+    parts: int = 0
 
 
 def shapes() -> dict[str, Shape]:
@@ -35,6 +37,7 @@ def shapes() -> dict[str, Shape]:
     shapes = {
         "small": Shape(3, 512),
         "small-residual": Shape(2, 1024, residual=True, plain=True),
+        "small-parts": Shape(2, 512, parts=3),
         "small-plain": Shape(5, 1536, residual=True, plain=True, quantised=False),
     }
     # DeepSeek-V3: before the low-rank projections, before the experts, after the queries' low rank.
@@ -42,37 +45,52 @@ def shapes() -> dict[str, Shape]:
         shapes[f"attention-{rows}"] = Shape(rows, 7168)
         shapes[f"experts-{rows}"] = Shape(rows, 7168, residual=True, plain=True)
         shapes[f"low-rank-{rows}"] = Shape(rows, 1536)
+    shapes["low-rank-parts-512"] = Shape(512, 1536, parts=2)
+    shapes["experts-parts-64"] = Shape(64, 7168, residual=True, plain=True, parts=4)
     return shapes
 
 
-# Rows and heads whose results are quantised for the output projection; on one GPU and on one of eight.
-_QUANTISED = {
-    "small-heads": (3, 8),
-    "heads128-512": (512, 128),
-    "heads128-64": (64, 128),
-    "heads16-512": (512, 16),
-}
+@dataclass(frozen=True)
+class Heads:
+    """Results of heads to quantise for the output projection; ``blocks_first``: as products leave them."""
+
+    rows: int
+    heads: int
+    blocks_first: bool = True
+
+
+def heads() -> dict[str, Heads]:
+    """Likewise; DeepSeek-V3 on one GPU and on one of eight."""
+    return {
+        "small-heads": Heads(3, 8),
+        "small-rows": Heads(2, 4, blocks_first=False),
+        "heads128-512": Heads(512, 128),
+        "heads128-64": Heads(64, 128),
+        "heads16-512": Heads(512, 16),
+        "prefill-heads128-4096": Heads(4096, 128, blocks_first=False),
+    }
 
 
 def cases() -> tuple[Case, ...]:
     """One case per shape."""
     normed = [case(name, shape) for name, shape in shapes().items()]
-    return (*normed, *(quantise_case(name, *shape) for name, shape in _QUANTISED.items()))
+    return (*normed, *(quantise_case(name, shape) for name, shape in heads().items()))
 
 
 def case(name: str, shape: Shape) -> Case:
     """What is checked of one shape of ``rms_norm``."""
     wanted: dict[str, Any] = {"eps": 1e-6, "plain": shape.plain, "quantised": shape.quantised}
-    read = shape.rows * shape.width * 2 * (2 if shape.residual else 1)
+    read = shape.rows * shape.width * ((4 * shape.parts or 2) + 2 * shape.residual)
+    oracle = partial(reference.rms_norm, **wanted)
     written = shape.rows * shape.width * (2 * (shape.residual + shape.plain) + shape.quantised)
     return Case(
         name=f"rms_norm/{name}",
         inputs=partial(inputs, shape),
         kernel=partial(_written, partial(mosaic_gpu.rms_norm, **wanted), shape.rows),
-        reference=partial(reference.rms_norm, **wanted),
+        reference=oracle,
         work=Work(flops=0, bytes=read + written, format="bf16"),
         small=name.startswith("small"),
-        baselines=bench.baselines(**wanted),
+        baselines=bench.baselines(oracle),
     )
 
 
@@ -80,26 +98,30 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
     """Random rows, some much larger than others."""
     keys = jax.random.split(key, 3)
     blocked = (shape.rows, shape.width // BLOCK, BLOCK)
-    x, residual = (jax.random.normal(k, blocked, jnp.bfloat16) for k in keys[:2])
+    x = jax.random.normal(keys[0], (shape.parts or 1, *blocked), jnp.float32 if shape.parts else jnp.bfloat16)
+    residual = jax.random.normal(keys[1], blocked, jnp.bfloat16)
     x = x * jnp.exp2(jnp.arange(shape.rows) % 7 - 3).astype(x.dtype)[:, None, None]
     weight = jax.random.uniform(keys[2], blocked[1:], jnp.bfloat16, 0.5, 1.5)
     return x, residual if shape.residual else None, weight
 
 
-def quantise_case(name: str, rows: int, heads: int) -> Case:
+def quantise_case(name: str, shape: Heads) -> Case:
     """What is checked of one shape of ``quantise``."""
+    sizes = (shape.heads, shape.rows) if shape.blocks_first else (shape.rows, shape.heads)
+    order: dict[str, Any] = {"blocks_first": shape.blocks_first}
 
     def inputs(key: jax.Array) -> Inputs:
-        return (jax.random.normal(key, (heads, rows, BLOCK), jnp.bfloat16),)
+        return (jax.random.normal(key, (*sizes, BLOCK), jnp.bfloat16),)
 
+    oracle = partial(reference.quantise, **order)
     return Case(
         name=f"rms_norm/{name}",
         inputs=inputs,
-        kernel=partial(_written, mosaic_gpu.quantise, rows),
-        reference=reference.quantise,
-        work=Work(flops=0, bytes=rows * heads * BLOCK * 3, format="bf16"),
+        kernel=partial(_written, partial(mosaic_gpu.quantise, **order), shape.rows),
+        reference=oracle,
+        work=Work(flops=0, bytes=shape.rows * shape.heads * BLOCK * 3, format="bf16"),
         small=name.startswith("small"),
-        baselines=bench.baselines_of_quantise(),
+        baselines=bench.baselines(oracle),
     )
 
 

@@ -25,7 +25,7 @@ _CHUNK = 32
 
 
 def rms_norm(
-    x: Float[Array, "T k 128"],
+    x: Float[Array, "s T k 128"],
     residual: Float[Array, "T k 128"] | None,
     weight: Float[Array, "k 128"],
     *,
@@ -34,10 +34,10 @@ def rms_norm(
     quantised: bool,
     interpret: Any = None,
 ) -> tuple[Array, ...]:
-    """Rows, with the residual added if there is one, over their root mean square, times the weight.
+    """Sums of s rows and the residual, if there is one, over their root mean square, times the weight.
 
     Args:
-        x: bfloat16, blocks of 128; their number k is a multiple of 4.
+        x: bfloat16 or float32, blocks of 128; their number k is a multiple of 4.
         residual: bfloat16.
         weight: of any float type.
         eps: added to the mean square.
@@ -50,42 +50,48 @@ def rms_norm(
         result in bfloat16, its e4m3 values [M, k, 128] and float32 scales [k, M]. M is T rounded up to the
         tiles of products; rows past T are not written.
     """
-    rows, blocks, _ = x.shape
+    parts, rows, blocks, _ = x.shape
     inputs = [x, weight] if residual is None else [x, weight, residual]
 
     def body(*refs: Ref) -> None:
         row = lax.axis_index("row")
         given, out = refs[: len(inputs)], list(refs[len(inputs) :])
-        total = load(given[0], (row,), _ROW).astype(jnp.float32)
+        total = load(given[0], (0, row), _ROW).astype(jnp.float32)
+        for part in range(1, parts):
+            total += load(given[0], (part, row), _ROW).astype(jnp.float32)
         if residual is not None:
-            total = (total + load(given[2], (row,), _ROW).astype(jnp.float32)).astype(x.dtype)
-            out.pop(0)[row] = total
-            total = total.astype(jnp.float32)
+            total += load(given[2], (row,), _ROW).astype(jnp.float32)
+        rounded = total.astype(jnp.bfloat16)  # as it would be between two launches
+        total = rounded.astype(jnp.float32)
+        if residual is not None:
+            out.pop(0)[row] = rounded
         square = jnp.sum(jnp.sum(total * total, axis=1)) * (1 / (blocks * BLOCK))
         normed = total * lax.rsqrt(square + eps) * load(given[1], (), _ROW).astype(jnp.float32)
         if plain:
-            out.pop(0)[row] = normed.astype(x.dtype)
+            out.pop(0)[row] = normed.astype(jnp.bfloat16)
         if quantised:
             _write(normed, out[0].at[row], out[1].at[:, row])
 
     shape = (rows, blocks, BLOCK)
-    out_type = [jax.ShapeDtypeStruct(shape, x.dtype)] * ((residual is not None) + plain)
+    out_type = [jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * ((residual is not None) + plain)
     if quantised:
         out_type += _quantised_type(rows, blocks)
     return tuple(_launch(body, out_type, {"row": rows}, interpret)(*inputs))
 
 
-def quantise(x: Float[Array, "k T 128"], *, interpret: Any = None) -> tuple[Array, ...]:
-    """e4m3 values [M, k, 128] and float32 scales [k, M] of rows that lie side by side, block after block.
+def quantise(
+    x: Float[Array, "k T 128"] | Float[Array, "T k 128"], *, blocks_first: bool, interpret: Any = None
+) -> tuple[Array, ...]:
+    """e4m3 values [M, k, 128] and float32 scales [k, M] of rows; M and rows past T as in ``rms_norm``.
 
-    As products of heads leave them. M and rows past T as in ``rms_norm``.
+    blocks_first: x is [k, T, 128], as products of heads leave it, not [T, k, 128].
     """
-    blocks, rows, _ = x.shape
+    rows, blocks = (x.shape[1], x.shape[0]) if blocks_first else x.shape[:2]
     chunk = max(n for n in range(WARPS, _CHUNK + 1, WARPS) if blocks % n == 0)
 
     def body(x_ref: Ref, values: Ref, scales: Ref) -> None:
         row, mine = lax.axis_index("row"), pl.ds(lax.axis_index("part"), chunk)
-        part = load(x_ref, (mine, row), _ROW).astype(jnp.float32)
+        part = load(x_ref, (mine, row) if blocks_first else (row, mine), _ROW).astype(jnp.float32)
         _write(part, values.at[row, mine], scales.at[mine, row])
 
     grid = {"part": blocks // chunk, "row": rows}

@@ -8,7 +8,7 @@ from kernels_pallas.quantised import quantise as quantise_rows
 
 
 def rms_norm(
-    x: Float[Array, "T k 128"],
+    x: Float[Array, "s T k 128"],
     residual: Float[Array, "T k 128"] | None,
     weight: Float[Array, "k 128"],
     *,
@@ -16,8 +16,9 @@ def rms_norm(
     plain: bool,
     quantised: bool,
 ) -> tuple[Array, ...]:
-    """As `mosaic_gpu.rms_norm`; float32 beside the sum, which is rounded before it is normalised."""
-    total = x if residual is None else x + residual
+    """As `mosaic_gpu.rms_norm`; float32 but for the sum, which is rounded before it is normalised."""
+    total = x.astype(jnp.float32).sum(axis=0) + (0 if residual is None else residual.astype(jnp.float32))
+    total = total.astype(jnp.bfloat16)
     wide = total.astype(jnp.float32)
     mean = jnp.mean(wide * wide, axis=(1, 2), keepdims=True)
     normed = wide * jax.lax.rsqrt(mean + eps) * weight.astype(jnp.float32)
@@ -27,9 +28,11 @@ def rms_norm(
     return (*out, *_quantised(normed)) if quantised else out
 
 
-def quantise(x: Float[Array, "k T 128"]) -> tuple[Array, ...]:
+def quantise(
+    x: Float[Array, "k T 128"] | Float[Array, "T k 128"], *, blocks_first: bool
+) -> tuple[Array, ...]:
     """As `mosaic_gpu.quantise`."""
-    return _quantised(x.swapaxes(0, 1))
+    return _quantised(x.swapaxes(0, 1) if blocks_first else x)
 
 
 def _quantised(x: Float[Array, "T k 128"]) -> tuple[Array, ...]:

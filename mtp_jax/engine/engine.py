@@ -34,7 +34,7 @@ from mtp_jax.engine.stats import Counters, EngineStats
 from mtp_jax.engine.structured import allowed
 from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.grammar import Grammars
-from mtp_jax.model.ops import AUTO, Kernels
+from mtp_jax.model.kernels import AUTO, Kernels
 from mtp_jax.model.params import Params
 from mtp_jax.model.sharding import check_divisible, data_size
 from mtp_jax.model.trunk import Backend

@@ -8,9 +8,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from mtp_jax.config import ModelConfig
+from mtp_jax.model import products
+from mtp_jax.model.kernels import AUTO, Kernels
 from mtp_jax.model.layers import rms_norm, rotate
-from mtp_jax.model.ops import AUTO, Form, Kernels, PagedView, Pages, Queries, attend, linear, paged_attention
+from mtp_jax.model.ops import Form, PagedView, Pages, Queries, attend, paged_attention
 from mtp_jax.model.params import Attention
+from mtp_jax.model.products import linear
 from mtp_jax.model.sharding import constrain
 
 # Of the two norms on low-rank projections, whatever rms_norm_eps says: the reference implementation fixes it.
@@ -20,7 +23,7 @@ _LOW_RANK_EPS = 1e-6
 def project(
     p: Attention,
     cfg: ModelConfig,
-    x: Float[Array, "B W D"],
+    x: products.Input,
     angles: Float[Array, "B W 2 r"],
     *,
     mesh: Mesh | None = None,
@@ -28,7 +31,11 @@ def project(
 ) -> tuple[Queries, Float[Array, "B W C"]]:
     """Queries, and the rows to cache (arXiv 2405.04434, eqs. 9-15)."""
     on: dict[str, Any] = {"kernels": kernels, "mesh": mesh}
-    low = x if p.q_a is None else rms_norm(linear(x, p.q_a, **on), p.q_norm, _LOW_RANK_EPS)
+    low = x
+    if p.q_a is not None:
+        q = linear(x, p.q_a, summed=False, **on)
+        reader = products.takes_quantised(p.q_b, products.dtype_of(x), split="out", **on)
+        _, low = products.norm(q, p.q_norm, _LOW_RANK_EPS, (reader,), mesh=mesh)
     q = linear(low, p.q_b, split="out", **on)
     q_nope, q_rope = jnp.split(q, [cfg.qk_nope_head_dim], axis=-1)
     queries = Queries(q_nope, rotate(q_rope, angles, cfg.rope_interleave))
@@ -38,7 +45,7 @@ def project(
 def latent_rows(
     p: Attention,
     cfg: ModelConfig,
-    x: Float[Array, "B W D"],
+    x: products.Input,
     angles: Float[Array, "B W 2 r"],
     *,
     mesh: Mesh | None = None,
@@ -50,10 +57,20 @@ def latent_rows(
     return jnp.concatenate([latent, rotate(key_rope, angles, cfg.rope_interleave)], axis=-1)
 
 
+def takes_quantised(p: Attention, dtype: Any, *, mesh: Mesh | None, kernels: Kernels) -> tuple[bool, bool]:
+    """For each product that reads a block's input, whether it takes it quantised."""
+    on: dict[str, Any] = {"kernels": kernels, "mesh": mesh}
+    if p.q_a is None:
+        of_queries = products.takes_quantised(p.q_b, dtype, split="out", **on)
+    else:
+        of_queries = products.takes_quantised(p.q_a, dtype, **on)
+    return of_queries, products.takes_quantised(p.kv_a, dtype, **on)
+
+
 def attention(
     p: Attention,
     cfg: ModelConfig,
-    x: Float[Array, "B W D"],
+    x: products.Input,
     angles: Float[Array, "B W 2 r"],
     pages: Pages | None,
     view: PagedView | None,
@@ -61,8 +78,11 @@ def attention(
     form: Form,
     mesh: Mesh | None,
     kernels: Kernels = AUTO,
-) -> tuple[Float[Array, "B W D"], Pages | None]:
-    """One MLA block. Without ``pages`` the window attends causally to itself. Returns (output, pages)."""
+) -> tuple[Float[Array, "B W D"] | Float[Array, "s B W D"], Pages | None]:
+    """One MLA block. Without ``pages`` the window attends causally to itself.
+
+    Returns (output, perhaps in parts to be summed, pages).
+    """
     with jax.named_scope("attention_project"):
         q, rows = project(p, cfg, x, angles, mesh=mesh, kernels=kernels)
     if pages is None or view is None:
@@ -83,7 +103,8 @@ def attention(
             kernels=kernels,
         )
     with jax.named_scope("attention_out"):
-        flat = context.reshape(*x.shape[:-1], -1)
         o = p.o.reshape(cfg.hidden_size, -1)
-        out = linear(flat, o, kernels=kernels, mesh=mesh, split="in")
-    return constrain(out, mesh, "slots", None, None), pages
+        reader = products.takes_quantised(o, context.dtype, kernels=kernels, mesh=mesh, split="in")
+        flat = products.heads_as_rows(context, reader, heads_first=form == "absorbed", mesh=mesh)
+        out = linear(flat, o, kernels=kernels, mesh=mesh, split="in", summed=False)
+    return constrain(out, mesh, *(None,) * (out.ndim - 3), "slots", None, None), pages

@@ -5,7 +5,7 @@ do it; ``expert_parallel`` runs ``sparse`` on every device's own experts.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from mtp_jax.config import ModelConfig
 from mtp_jax.errors import ConfigError
-from mtp_jax.model import ops
+from mtp_jax.model import ops, products
+from mtp_jax.model.kernels import AUTO, Kernels
 from mtp_jax.model.layers import expand, linear
 from mtp_jax.model.params import Fp8, Moe
 from mtp_jax.model.sharding import constrain, sharded
@@ -46,7 +47,7 @@ def router_logits(p: Moe, x: Float[Array, "*b D"]) -> Float[Array, "*b E"]:
 
 
 def choose(
-    cfg: ModelConfig, bias: Float[Array, " E"], logits: Float[Array, "T E"], kernels: ops.Kernels
+    cfg: ModelConfig, bias: Float[Array, " E"], logits: Float[Array, "T E"], kernels: Kernels
 ) -> Routing:
     """Sigmoid scores; groups, then experts, chosen by bias-corrected score (arXiv 2412.19437, eqs. 12-16)."""
     rule = ops.Rule(
@@ -58,7 +59,7 @@ def choose(
 def route(p: Moe, cfg: ModelConfig, x: Float[Array, "*b D"]) -> Routing:
     """The routing of rows of any shape, by XLA alone."""
     logits = router_logits(p, x.reshape(-1, x.shape[-1]))
-    return _shaped(choose(cfg, p.bias, logits, ops.Kernels(experts="xla")), x)
+    return _shaped(choose(cfg, p.bias, logits, Kernels(experts="xla")), x)
 
 
 def _shaped(r: Routing, x: Float[Array, "*b D"]) -> Routing:
@@ -138,18 +139,19 @@ def _expert(gate_up: Weight, down: Weight, e: Int[Array, ""], x: Float[Array, "T
 def sparse(
     gate_up: Weight,
     down: Weight,
-    x: Float[Array, "T D"],
+    x: Float[Array, "T D"] | products.Quantised,
     r: Routing,
-    kernels: ops.Kernels = ops.AUTO,
+    kernels: Kernels = AUTO,
     shards: int = 1,
     first: Int[Array, ""] | int = 0,
 ) -> Float[Array, "T D"]:
     """Only the chosen experts: ``loop`` for few rows, ``grouped`` for many, or kernels.
 
+    x: quantised rows are for kernels; there may be more of them than of the routing.
     shards: the weights are those of one of so many devices, of experts from ``first`` on; the rows and the
     routing are those of all.
     """
-    if ops.runs_experts(kernels, x, gate_up, down):
+    if isinstance(x, products.Quantised) or ops.runs_experts(kernels, x, gate_up, down):
         rows = -(-r.ids.size // (down.shape[0] * shards))
         return ops.experts(gate_up, down, x, r.ids, r.weights, r.counts, first, rows)
     way = loop if x.shape[0] <= _TILE else grouped
@@ -159,10 +161,10 @@ def sparse(
 def expert_parallel(
     p: Moe,
     cfg: ModelConfig,
-    x: Float[Array, "B W D"],
+    x: products.Input,
     logits: Float[Array, "B W E"],
     mesh: Mesh,
-    kernels: ops.Kernels,
+    kernels: Kernels,
 ) -> tuple[Float[Array, "B W D"], Routing]:
     """``sparse`` on each device's experts: gather the rows over ``data``, sum the parts over both axes.
 
@@ -170,40 +172,65 @@ def expert_parallel(
     """
 
     def local(gate_up, down, bias, x, logits):
-        mine = jax.lax.axis_index("data") * x.shape[0]
-        rows = x.shape[0]
-        x, logits = (jax.lax.all_gather(a, "data", tiled=True) for a in (x, logits))
+        mine, own = jax.lax.axis_index("data") * logits.shape[0], logits.shape[0]
+        count = own * logits.shape[1]
+        x, logits = products.rows_of(x), gathered(logits)
+        if isinstance(x, products.Quantised):
+            x = products.Quantised(gathered(x.values[:count]), gathered(x.scale[:, :count], axis=1))
+        else:
+            x = gathered(x)
         r = choose(cfg, bias, logits.reshape(-1, logits.shape[-1]), kernels)
         first = jax.lax.axis_index(("data", "model")) * down.shape[0]
-        part = sparse(gate_up, down, x.reshape(-1, x.shape[-1]), r, kernels, mesh.size, first)
-        part = jax.lax.psum(part.reshape(x.shape), "model")
-        r = _shaped(r, x)
-        own = (jax.lax.dynamic_slice_in_dim(a, mine, rows) for a in (r.ids, r.weights))
-        return jax.lax.psum_scatter(part, "data", tiled=True), *own
+        part = sparse(gate_up, down, x, r, kernels, mesh.size, first)
+        part = jax.lax.psum(part.reshape(*logits.shape[:2], -1), "model")
+        r = _shaped(r, part)
+        chosen = (jax.lax.dynamic_slice_in_dim(a, mine, own) for a in (r.ids, r.weights))
+        return jax.lax.psum_scatter(part, "data", tiled=True), *chosen
+
+    def gathered(x: jax.Array, axis: int = 0) -> jax.Array:
+        return jax.lax.all_gather(x, "data", axis=axis, tiled=True)
 
     experts, slots = PartitionSpec(("data", "model")), PartitionSpec("data")
-    run = sharded(local, mesh, (experts, experts, PartitionSpec(), slots, slots), (slots, slots, slots))
-    y, ids, weights = run(p.gate_up, p.down, p.bias, x, logits)
+    given, of_x = _operand(p.gate_up, p.down, x, kernels)
+    in_specs = (experts, experts, PartitionSpec(), of_x, slots)
+    run = sharded(local, mesh, in_specs, (slots, slots, slots))
+    y, ids, weights = run(p.gate_up, p.down, p.bias, given, logits)
     return y, Routing(ids, weights)
+
+
+def _operand(gate_up: Weight, down: Weight, x: products.Input, kernels: Kernels) -> tuple[Any, Any]:
+    """Activations of the experts, quantised if they take them so, and how a mesh splits them."""
+    whole = products.plain(x)
+    quantised = ops.experts_take_quantised(kernels, whole.dtype, gate_up, down)
+    return products.operand(x if quantised else whole)
+
+
+def takes_quantised(p: Moe, dtype: Any, *, mesh: Mesh | None, kernels: Kernels) -> tuple[bool, ...]:
+    """Whether the router, the experts and the shared expert take a block's input quantised."""
+    experts = ops.experts_take_quantised(kernels, dtype, p.gate_up, p.down)
+    if p.shared is None:
+        return False, experts
+    return False, experts, products.mlp_takes_quantised(p.shared, dtype, kernels=kernels, mesh=mesh)
 
 
 def moe(
     p: Moe,
     cfg: ModelConfig,
-    x: Float[Array, "B W D"],
+    x: products.Input,
     *,
     experts: Experts,
     mesh: Mesh | None,
-    kernels: ops.Kernels = ops.AUTO,
+    kernels: Kernels = AUTO,
 ) -> tuple[Float[Array, "B W D"], Routing]:
     """Routed experts plus the shared expert. Returns (output, routing)."""
     with jax.named_scope("moe_route"):
-        logits = router_logits(p, x)
+        whole = products.plain(x)
+        logits = router_logits(p, whole)
     if mesh is not None:
         with jax.named_scope("moe_experts"):
             y, r = expert_parallel(p, cfg, x, logits, mesh, kernels)
     else:
-        rows = x.reshape(-1, x.shape[-1])
+        rows = whole.reshape(-1, whole.shape[-1])
         with jax.named_scope("moe_route"):
             r = choose(cfg, p.bias, logits.reshape(rows.shape[0], -1), kernels)
         with jax.named_scope("moe_experts"):
@@ -214,9 +241,10 @@ def moe(
                     )
                 y = dense(p.gate_up, p.down, rows, r)
             else:
-                y = sparse(p.gate_up, p.down, rows, r, kernels)
-        y, r = y.reshape(x.shape), _shaped(r, x)
+                given, _ = _operand(p.gate_up, p.down, x, kernels)
+                y = sparse(p.gate_up, p.down, products.rows_of(given), r, kernels)
+        y, r = y.reshape(x.shape), _shaped(r, whole)
     if p.shared is not None:
         with jax.named_scope("moe_shared"):
-            y = y + ops.mlp(x, p.shared, kernels=kernels, mesh=mesh)
+            y = y + products.mlp(x, p.shared, kernels=kernels, mesh=mesh)
     return constrain(y, mesh, "slots", None, None), r

@@ -1,138 +1,43 @@
-"""Operations that XLA or a kernel can compute: FP8 products, and attention over the paged latent cache.
+"""Operations that XLA or a kernel can compute: routed experts, and attention over the paged latent cache."""
 
-Nothing else imports ``kernels_pallas``.
-"""
-
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas.fp8_matmul import api as fp8_matmul
 from kernels_pallas.grouped_matmul import api as grouped_matmul
 from kernels_pallas.mla_decode import api as mla_decode
 from kernels_pallas.mla_decode.fp8_rows import pack, unpack
 from kernels_pallas.mla_decode.visible import MAX_AHEAD, Visible
 from kernels_pallas.mla_prefill import api as mla_prefill
 from kernels_pallas.mla_prefill.limits import Limits
+from kernels_pallas.quantised import Quantised
 from kernels_pallas.router import api as router
 from kernels_pallas.router.rule import Rule
-from mtp_jax.errors import ConfigError
-from mtp_jax.model import layers
 from mtp_jax.model.cache import Fp8Rows, PagedView, Pages, read_rows, write_rows
 from mtp_jax.model.device import is_hopper
+from mtp_jax.model.kernels import AUTO, Kernels, runs
 from mtp_jax.model.mla import Form, Queries, absorb, attend
-from mtp_jax.model.params import Fp8, Mlp
-from mtp_jax.model.sharding import partition, sharded, ways
+from mtp_jax.model.params import Fp8
+from mtp_jax.model.sharding import partition, sharded
 
-Implementation = Literal["xla", "mosaic_gpu"]
-Split = Literal["out", "in"]
 Cache = TypeVar("Cache", bound=Pages)
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """Who computes what. None chooses: the kernels on a Hopper GPU where they can, XLA otherwise.
-
-    Attributes:
-        linear: products with FP8 weights; others are always XLA's.
-        experts: routed experts.
-        attention: over the paged cache: ``mla_decode`` in the absorbed form, ``mla_prefill`` in the naive.
-    """
-
-    linear: Implementation | None = None
-    experts: Implementation | None = None
-    attention: Implementation | None = None
+def experts_take_quantised(kernels: Kernels, dtype: Any, gate_up: Any, down: Any) -> bool:
+    """Whether ``experts`` computes them, activations in e4m3."""
+    x = jax.ShapeDtypeStruct((1, 1), dtype)
+    return isinstance(gate_up, Fp8) and isinstance(down, Fp8) and runs_experts(kernels, x, gate_up, down)
 
 
-AUTO = Kernels()
-
-
-def _runs(wanted: Implementation | None, check: Callable[..., None], *args: Any) -> bool:
-    """Whether the kernel that ``check`` speaks for runs. Raises ConfigError if it is wanted and cannot."""
-    if wanted == "xla" or (wanted is None and not is_hopper()):
-        return False
-    try:
-        check(*args)
-    except ValueError as e:
-        if wanted is not None:
-            raise ConfigError(str(e)) from e
-        return False
-    return True
-
-
-def _part(x: Any, mesh: Mesh | None, *axes: str | None) -> jax.ShapeDtypeStruct:
-    """Shape of one device's part of an array with these logical axes; the others are not split."""
-    parts = [ways(axis, mesh) for axis in axes] + [1] * (len(x.shape) - len(axes))
-    return jax.ShapeDtypeStruct(tuple(n // p for n, p in zip(x.shape, parts, strict=True)), x.dtype)
-
-
-def linear(
-    x: Float[Array, "B W i"],
-    w: Float[Array, "*o i"] | Fp8,
-    *,
-    kernels: Kernels = AUTO,
-    mesh: Mesh | None = None,
-    split: Split | None = None,
-) -> Float[Array, "B W *o"]:
-    """``x @ w.T``; ``split``: whether ``model`` splits the first output axis or the input features of w.
-
-    With a kernel x is quantised to e4m3 in 1x128 blocks.
-    """
-    if not isinstance(w, Fp8):
-        return layers.linear(x, w)
-    out = "heads" if split == "out" else None
-    inner = "heads" if split == "in" else None
-    of_w = (out, *(None,) * (len(w.shape) - 2), inner)
-    values = _part(w.values, mesh, *of_w)
-    matrix = jax.ShapeDtypeStruct((math.prod(values.shape[:-1]), values.shape[-1]), values.dtype)
-    if not _runs(kernels.linear, fp8_matmul.check, x, matrix, 64):
-        return layers.linear(x, w)
-
-    def local(x, w):
-        rows, matrix = x.reshape(-1, x.shape[-1]), w.values.reshape(-1, w.shape[-1])
-        y = fp8_matmul.fp8_matmul(rows, matrix, w.scale, implementation="mosaic_gpu")
-        y = y.reshape(*x.shape[:-1], *w.shape[:-1])
-        return y if mesh is None or split != "in" else jax.lax.psum(y, "model")
-
-    specs = Fp8(partition(*of_w), partition(out, inner))  # type: ignore[arg-type]
-    in_specs = (partition("slots", None, inner), specs)
-    return sharded(local, mesh, in_specs, partition("slots", None, out))(x, w)
-
-
-def mlp(
-    x: Float[Array, "B W D"], p: Mlp, *, kernels: Kernels = AUTO, mesh: Mesh | None = None
-) -> Float[Array, "B W D"]:
-    """``down(silu(gate(x)) * up(x))``."""
-    gate_up, down = p.gate_up, p.down
-    if not (isinstance(gate_up, Fp8) and isinstance(down, Fp8)):
-        return layers.swiglu(x, p)
-    parts = _part(gate_up.values, mesh, None, "mlp"), _part(down.values, mesh, None, "mlp")
-    if not all(_runs(kernels.linear, fp8_matmul.check, x, part, fp8_matmul.BLOCK) for part in parts):
-        return layers.swiglu(x, p)
-
-    def local(x, gate_up, down):
-        rows = x.reshape(-1, x.shape[-1])
-        y = fp8_matmul.fp8_mlp(
-            rows, gate_up.values, down.values, gate_up.scale, down.scale, implementation="mosaic_gpu"
-        )
-        return y.reshape(x.shape) if mesh is None else jax.lax.psum(y.reshape(x.shape), "model")
-
-    slots, width = partition("slots"), partition(None, "mlp")
-    return sharded(local, mesh, (slots, width, width), slots)(x, gate_up, down)
-
-
-def runs_experts(kernels: Kernels, x: Float[Array, "T D"], gate_up: Any, down: Any) -> bool:
+def runs_experts(kernels: Kernels, x: Any, gate_up: Any, down: Any) -> bool:
     """Whether ``experts`` computes a device's routed experts, of weights [E, 2, I, D] and [E, D, I].
 
     Raises ConfigError if it is wanted and cannot.
     """
-    return all(_runs(kernels.experts, grouped_matmul.check, x, *_arrays(w)) for w in (gate_up, down))
+    return all(runs(kernels.experts, grouped_matmul.check, x, *_arrays(w)) for w in (gate_up, down))
 
 
 def choose_experts(
@@ -149,7 +54,7 @@ def choose_experts(
 def experts(
     gate_up: Any,
     down: Any,
-    x: Float[Array, "T D"],
+    x: Float[Array, "T D"] | Quantised,
     ids: Int[Array, "T k"],
     weights: Float[Array, "T k"],
     counts: Int[Array, "n E"] | None,
@@ -215,9 +120,9 @@ def paged_attention(
         with jax.named_scope("cache_write"):
             pages = write_rows(pages, as_stored(rows, pages, rank), view.page_table, view.positions)
         with jax.named_scope("attend"):
-            if form == "absorbed" and _runs(kernels.attention, _check_decode, q, k_up, pages):
+            if form == "absorbed" and runs(kernels.attention, _check_decode, q, k_up, pages):
                 context = _decode(q, k_up, v_up, pages, view, scale)
-            elif form == "naive" and _runs(kernels.attention, _check_prefill, q, k_up, v_up, rows):
+            elif form == "naive" and runs(kernels.attention, _check_prefill, q, k_up, v_up, rows):
                 context = _prefill(q, k_up, v_up, cached(pages, view), view, scale)
             else:
                 context = attend(q, k_up, v_up, cached(pages, view), view.mask, scale, form)

@@ -9,10 +9,13 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from mtp_jax.config import ModelConfig
-from mtp_jax.model.attention import attention
+from mtp_jax.model import attention as mla
+from mtp_jax.model import products
+from mtp_jax.model.kernels import AUTO, Kernels
 from mtp_jax.model.layers import rms_norm, rope_angles, vocabulary_logits
 from mtp_jax.model.moe import Experts, Routing, moe
-from mtp_jax.model.ops import AUTO, Form, Kernels, PagedView, Pages, mlp
+from mtp_jax.model.moe import takes_quantised as moe_takes_quantised
+from mtp_jax.model.ops import Form, PagedView, Pages
 from mtp_jax.model.params import Layer, Moe, Params
 from mtp_jax.model.sharding import constrain
 
@@ -25,7 +28,7 @@ class Backend:
         form: MLA form: "naive" (prefill, training) or "absorbed" (decode).
         experts: "dense" or "sparse" (moe.py); with a mesh they always run in parallel.
         mesh: device mesh, None for one device.
-        kernels: who computes the operations of ops.py.
+        kernels: who computes the operations of products.py.
     """
 
     form: Form = "naive"
@@ -62,17 +65,20 @@ def block(
     on: Backend,
 ) -> tuple[Float[Array, "B W D"], Pages | None, Routing | None]:
     """A pre-norm decoder block. Returns (x, pages, routing of an MoE block)."""
-    normed = rms_norm(x, p.attention_norm, cfg.rms_norm_eps)
-    out, pages = attention(
-        p.attention, cfg, normed, angles, pages, view, form=on.form, mesh=on.mesh, kernels=on.kernels
-    )
-    x = x + out
-    normed = rms_norm(x, p.mlp_norm, cfg.rms_norm_eps)
+    where: dict[str, Any] = {"mesh": on.mesh, "kernels": on.kernels}
+    readers = mla.takes_quantised(p.attention, x.dtype, **where)
+    _, normed = products.norm(x, p.attention_norm, cfg.rms_norm_eps, readers, mesh=on.mesh)
+    out, pages = mla.attention(p.attention, cfg, normed, angles, pages, view, form=on.form, **where)
     if isinstance(p.mlp, Moe):
-        out, routing = moe(p.mlp, cfg, normed, experts=on.experts, mesh=on.mesh, kernels=on.kernels)
+        readers = moe_takes_quantised(p.mlp, x.dtype, **where)
+    else:
+        readers = (products.mlp_takes_quantised(p.mlp, x.dtype, **where),)
+    x, normed = products.norm(out, p.mlp_norm, cfg.rms_norm_eps, readers, residual=x, mesh=on.mesh)
+    if isinstance(p.mlp, Moe):
+        out, routing = moe(p.mlp, cfg, normed, experts=on.experts, **where)
     else:
         with jax.named_scope("mlp"):
-            out, routing = mlp(normed, p.mlp, kernels=on.kernels, mesh=on.mesh), None
+            out, routing = products.mlp(normed, p.mlp, **where), None
     return constrain(x + out, on.mesh, "slots", None, None), pages, routing
 
 

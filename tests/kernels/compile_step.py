@@ -96,6 +96,10 @@ class Program:
         """Device memory beside arguments and results."""
         return report.temp_bytes(self.compiled) / 2**20
 
+    def purposes(self) -> tuple[str, ...]:
+        """Of each launch: where in the program it comes from."""
+        return report.purposes(self.launches, self.compiled.as_text() or "")
+
 
 def compile_program(mesh: Mesh, function: Any, *inputs: Any, dump: Path) -> Program:
     """Compile for the mesh."""
@@ -118,15 +122,15 @@ def compile_step(layers: int, mesh: Mesh, dump: Path) -> Program:
     return compile_program(mesh, run, abstract_params(cfg, mesh), state, dump=dump)
 
 
-def compile_layer(mesh: Mesh, dump: Path) -> Program:
-    """One MoE layer over the window of every slot, with the masks and angles that all layers share."""
-    function, inputs = layer_of(mesh, backend(mesh))
+def compile_layers(mesh: Mesh, layers: int, dump: Path) -> Program:
+    """So many MoE layers over the window of every slot, with the masks and angles that they share."""
+    function, inputs = layers_of(mesh, layers, backend(mesh))
     return compile_program(mesh, function, *inputs, dump=dump)
 
 
-def layer_of(mesh: Mesh, on: Backend) -> tuple[Any, tuple[Any, ...]]:
-    """The layer as a function to compile, and the shapes of its inputs."""
-    cfg, data = config(2), mesh.shape["data"]
+def layers_of(mesh: Mesh, layers: int, on: Backend) -> tuple[Any, tuple[Any, ...]]:
+    """The layers as a function to compile, and the shapes of its inputs."""
+    cfg, data = config(1 + layers), mesh.shape["data"]
 
     def array(dtype: Any, axis: str, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, partition(axis)))
@@ -136,12 +140,16 @@ def layer_of(mesh: Mesh, on: Backend) -> tuple[Any, tuple[Any, ...]]:
     table = array(jnp.int32, "slots", SLOTS, ROWS // PAGE)
     pages = array(jnp.bfloat16, "pages", SLOTS * ROWS // PAGE + data, PAGE, cfg.latent_dim)
 
-    def layer(p: Layer, x: Any, positions: Any, table: Any, pages: Any) -> Any:
+    def run(params: tuple[Layer, ...], x: Any, positions: Any, table: Any, pages: tuple[Any, ...]) -> Any:
         view = PagedView(table, positions, jnp.arange(ROWS) <= positions[..., None])
-        return block(p, cfg, x, rope_angles(cfg, positions), pages, view, on)[:2]
+        angles, kept = rope_angles(cfg, positions), []
+        for p, mine in zip(params, pages, strict=True):
+            x, mine, _ = block(p, cfg, x, angles, mine, view, on)
+            kept.append(mine)
+        return x, kept
 
-    params = abstract_params(cfg, mesh).layers[1]
-    return jax.jit(layer, donate_argnums=4), (params, x, positions, table, pages)
+    params = abstract_params(cfg, mesh).layers[1:]
+    return jax.jit(run, donate_argnums=4), (params, x, positions, table, (pages,) * layers)
 
 
 # An instruction that yields a whole weight in a wider type: HLO names the type and shape of its result.
@@ -168,7 +176,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.kernels.compile_step", description=__doc__)
     parser.add_argument("pattern", nargs="?", default="", help="only meshes whose names contain this")
     parser.add_argument(
-        "--layer", action="store_true", help="one layer instead of the step; print its launches"
+        "--layer", action="store_true", help="layers instead of the step; print the launches of each"
     )
     arguments = parser.parse_args()
     faults: list[str] = []
@@ -186,11 +194,14 @@ def main() -> int:
 
 
 def check_layer(name: str, mesh: Mesh, dump: Path) -> list[str]:
-    """Launches of a layer."""
-    launches = compile_layer(mesh, dump).launches
-    print("\n".join(launches))
-    print(f"{name}: {len(launches)} launches of one layer")
-    return over(name, "launches_per_layer", len(launches))
+    """Launches of a layer: what a second one adds. The rest of the first's is made once per step."""
+    one, two = (compile_layers(mesh, n, dump / str(n)) for n in (1, 2))
+    for line, purpose in zip(one.launches, one.purposes(), strict=True):
+        print(line.split("grid:")[0].rstrip(), purpose)
+    each = len(two.launches) - len(one.launches)
+    once = len(one.launches) - each
+    print(f"{name}: {each} launches of each layer, and {once} once per step", flush=True)
+    return over(name, "launches_per_layer", each) + over(name, "launches_once", once)
 
 
 def check_step(name: str, mesh: Mesh, dump: Path) -> list[str]:

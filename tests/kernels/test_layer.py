@@ -5,16 +5,17 @@ import re
 import jax
 import pytest
 
-from mtp_jax.model.ops import Form, Kernels
+from mtp_jax.model.kernels import Kernels
+from mtp_jax.model.ops import Form
 from mtp_jax.model.sharding import make_mesh
 from mtp_jax.model.trunk import Backend
-from tests.kernels.compile_step import layer_of
+from tests.kernels.compile_step import layers_of
 
 XLA = Kernels("xla", "xla", "xla")
 
 
 def kernels_in(on: Backend, kind: str) -> int:
-    function, inputs = layer_of(make_mesh(1, 1), on)
+    function, inputs = layers_of(make_mesh(1, 1), 1, on)
     inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
     device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
@@ -25,8 +26,8 @@ def kernels_in(on: Backend, kind: str) -> int:
 @pytest.mark.parametrize("form", ["absorbed", "naive"])
 def test_kernels_are_chosen_on_hopper(form: Form):
     # Linear layers q_a, q_b, kv_a and o; attention; the choice of experts and the layout of their rows; two
-    # products of the experts and two of the shared expert.
-    assert kernels_in(Backend(form), "NVIDIA H200") == 4 + 1 + 2 + 2 + 2
+    # products of the experts and two of the shared expert; three norms and the heads' results, quantised.
+    assert kernels_in(Backend(form), "NVIDIA H200") == 4 + 1 + 2 + 2 + 2 + 4
 
 
 @pytest.mark.parametrize(

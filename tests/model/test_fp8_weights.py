@@ -15,12 +15,15 @@ from kernels_pallas.expert_layout import reference as layout_reference
 from kernels_pallas.fp8_matmul import reference as fp8_reference
 from kernels_pallas.grouped_matmul import reference as grouped_reference
 from kernels_pallas.grouped_matmul.layout import Groups
+from kernels_pallas.quantised import whole_tiles
+from kernels_pallas.rms_norm import reference as norm_reference
 from kernels_pallas.router import reference as router_reference
 from mtp_jax.checkpoint import load, save
 from mtp_jax.checkpoint.fp8 import may_be_fp8
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model import ops, trunk
 from mtp_jax.model.device import is_hopper, platform
+from mtp_jax.model.kernels import Kernels
 from mtp_jax.model.layers import expand
 from mtp_jax.model.params import Fp8, Params, Spec, param_specs, scale_spec
 from mtp_jax.model.sharding import make_mesh
@@ -31,22 +34,22 @@ from tests.models import GREEDY, TINY, make_engine, prompts, rigged, serve
 # Every size of a weight is a multiple of what the kernels want, on two devices of `model` too.
 ALIGNED = replace(
     TINY,
-    hidden_size=128,
+    hidden_size=512,
     intermediate_size=256,
     moe_intermediate_size=128,
     n_routed_experts=32,
     n_group=4,
     topk_group=2,
     num_attention_heads=16,
-    q_lora_rank=128,
+    q_lora_rank=512,
     kv_lora_rank=60,
     qk_nope_head_dim=12,
-    v_head_dim=16,
+    v_head_dim=128,
     n_shared_experts=2,
     num_nextn_predict_layers=0,
     nextn_moe=(),
 )
-KERNELS = ops.Kernels(linear="mosaic_gpu", experts="mosaic_gpu")
+KERNELS = Kernels(linear="mosaic_gpu", experts="mosaic_gpu")
 
 
 def is_fp8(x: Any) -> bool:
@@ -107,11 +110,11 @@ def test_scales_follow_their_weights():
     specs = param_specs(ALIGNED)
     attention, moe = specs.layers[1].attention, specs.layers[1].mlp
     heads = scale_spec(attention.q_b, "_s")
-    assert (heads.shape, heads.axes, heads.names) == ((2, 1), ("heads", None), attention.q_b.names + "_s")
+    assert (heads.shape, heads.axes, heads.names) == ((2, 4), ("heads", None), attention.q_b.names + "_s")
     out = scale_spec(attention.o, "_s")
-    assert (out.shape, out.axes) == ((1, 2), (None, "heads"))
+    assert (out.shape, out.axes) == ((4, 16), (None, "heads"))
     experts = scale_spec(moe.gate_up, "_s")
-    assert (experts.shape, experts.axes) == ((32, 2, 1, 1), ("experts", None, None, None))
+    assert (experts.shape, experts.axes) == ((32, 2, 1, 4), ("experts", None, None, None))
     assert experts.names[3][1] == moe.gate_up.names[3][1] + "_s"
 
 
@@ -171,11 +174,16 @@ def calls(monkeypatch) -> list[str]:
     seen: list[str] = []
 
     def replaced(name: str, reference: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, tile: Any, interpret: Any) -> Any:
+        def run(*args: Any, tile: Any, interpret: Any, summed: bool = True) -> Any:
             del interpret
             seen.append(name)
             out = reference(*args, tile)
-            return out if len(out) == 2 else (out[0].astype(jnp.bfloat16),)
+            if len(out) == 2:
+                return out
+            if summed or tile.splits == 1:
+                return (out[0].astype(jnp.bfloat16),)
+            seen.append("parts")
+            return (jnp.stack([out[0] / tile.splits] * tile.splits),)
 
         return run
 
@@ -185,6 +193,27 @@ def calls(monkeypatch) -> list[str]:
     )
     monkeypatch.setattr("kernels_pallas.fp8_matmul.mosaic_gpu.fp8_matmul", fp8)
     monkeypatch.setattr("kernels_pallas.grouped_matmul.mosaic_gpu.grouped_matmul", grouped)
+
+    def tiled(rows: Any, values: Any, scale: Any) -> tuple[Any, Any]:
+        """As kernels leave them: what fills the last tile is not written, and may be anything."""
+        more = whole_tiles(rows) - rows
+        values = jnp.pad(values, ((0, more), (0, 0), (0, 0)), constant_values=jnp.nan)
+        return values, jnp.pad(scale, ((0, 0), (0, more)), constant_values=jnp.nan)
+
+    def norm(x: Any, *args: Any, interpret: Any, **options: Any) -> Any:
+        del interpret
+        seen.append("norm")
+        *whole, values, scale = norm_reference.rms_norm(x, *args, **options)
+        return (*(a.astype(jnp.bfloat16) for a in whole), *tiled(x.shape[1], values, scale))
+
+    def heads(x: Any, *, blocks_first: bool, interpret: Any) -> Any:
+        del interpret
+        seen.append("heads")
+        values, scale = norm_reference.quantise(x, blocks_first=blocks_first)
+        return tiled(values.shape[0], values, scale)
+
+    monkeypatch.setattr("kernels_pallas.rms_norm.mosaic_gpu.rms_norm", norm)
+    monkeypatch.setattr("kernels_pallas.rms_norm.mosaic_gpu.quantise", heads)
 
     def choose(logits: Any, bias: Any, *, rule: Any, tokens: int, interpret: Any) -> Any:
         del interpret
@@ -212,10 +241,13 @@ def distance(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.median(np.linalg.norm(got - want, axis=-1) / np.linalg.norm(want, axis=-1)))
 
 
-def test_kernels_compute_the_same_model(calls):
+@pytest.mark.parametrize("form", ["absorbed", "naive"])
+def test_kernels_compute_the_same_model(calls, form):
     want = hidden(aligned(), Backend("absorbed"))
     assert not calls
-    got = hidden(aligned(), Backend("absorbed", kernels=KERNELS))
+    got = hidden(aligned(), Backend(form, kernels=KERNELS))
+    # Per layer three norms, and o's input quantised; and parts of q_a and o, which the norms sum.
+    assert (calls.count("norm"), calls.count("heads"), calls.count("parts")) == (2 * 3, 2, 2 * 2)
     # Per layer q_a, q_b, kv_a, o; a dense MLP or a shared expert of two products; experts of two.
     assert (calls.count("fp8"), calls.count("grouped")) == (2 * 6, 2)
     assert (calls.count("choose"), calls.count("arrange")) == (1, 1)
@@ -236,7 +268,7 @@ def test_what_kernels_cannot_do_is_refused():
     with pytest.raises(ConfigError, match=r"activations is float32.*use implementation='xla'"):
         trunk.forward(kept("fp8").params, kept("fp8").config, jnp.zeros((1, 3), jnp.int32), on)
     with pytest.raises(ConfigError, match="experts = 'dense' has no kernel"):
-        hidden(aligned(), Backend("absorbed", "dense", kernels=ops.Kernels(experts="mosaic_gpu")))
+        hidden(aligned(), Backend("absorbed", "dense", kernels=Kernels(experts="mosaic_gpu")))
 
 
 def test_on_a_cpu_nothing_chooses_a_kernel(calls):
@@ -298,6 +330,6 @@ def test_attention_by_the_kernel_is_given_what_xla_is_given(form, monkeypatch):
     pages = normal(7, 4, rank + rope)
     run = functools.partial(ops.paged_attention, scale=0.3, form=form, mesh=None)
     want, _ = run(*args, pages, view)
-    got, _ = run(*args, pages, view, kernels=ops.Kernels(attention="mosaic_gpu"))
+    got, _ = run(*args, pages, view, kernels=Kernels(attention="mosaic_gpu"))
     np.testing.assert_allclose(got, want, atol=1e-5)
     assert not np.asarray(got[2]).any()
