@@ -10,7 +10,7 @@ import pytest
 
 from mtp_jax.checkpoint import load
 from mtp_jax.config import ModelConfig
-from mtp_jax.model import trunk
+from mtp_jax.model import cache, trunk
 from mtp_jax.model.attention import attention
 from mtp_jax.model.layers import rope_angles
 from mtp_jax.model.ops import PagedView, Queries, attend, packed, read_rows, write_rows
@@ -149,3 +149,19 @@ def test_distance_of_an_fp8_cache(form):
     distance = error(packed(empty, cfg.kv_lora_rank))
     assert 1e-3 < distance.mean() < 0.05
     assert distance.max() < 0.3
+
+
+def test_fp8_rows_are_written_alike_everywhere(monkeypatch):
+    """By a loop on a CPU, by a scatter on a GPU; what is read back is what was packed."""
+    rng = np.random.default_rng(7)
+    table, positions = np.array([[2, 0], [1, 4]]), np.array([[3, 4, -1], [-1, 6, 0]])
+    empty = packed(jnp.zeros((6, SIZE, 10)), 6)
+    rows = packed(jnp.asarray(rng.normal(size=(2, 3, 10)), jnp.float32), 6)
+    looped = write_rows(empty, rows, jnp.asarray(table), jnp.asarray(positions))
+    monkeypatch.setattr(cache, "platform", lambda: "gpu")
+    scattered = write_rows(empty, rows, jnp.asarray(table), jnp.asarray(positions))
+    for a, b, row in zip(*map(jax.tree.leaves, (looped, scattered, rows)), strict=True):
+        np.testing.assert_array_equal(a[:5], b[:5])
+        np.testing.assert_array_equal(a[2, 3], row[0, 0])
+        np.testing.assert_array_equal(a[0, 0], row[0, 1])
+        np.testing.assert_array_equal(a[4, 2], row[1, 1])
