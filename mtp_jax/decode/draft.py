@@ -77,16 +77,19 @@ def extend(
         return Extension(pages, tails, jnp.zeros((*tokens.shape, 0, hidden.shape[-1]), hidden.dtype))
     merged, out = [hidden], list(pages)
     last, size = len(pages) - 1, pages[0].shape[1]
-    for k in range(len(pages)):
-        before = jnp.concatenate([carry[:, k : k + 1], merged[-1][:, :-1]], axis=1)
-        if k == last:
-            out[k] = nextn.write_cache(params, cfg, k, tokens, before, positions, pages[k], page_table, on)
-            break
+
+    def before(k: int) -> Float[Array, "B W D"]:
+        return jnp.concatenate([carry[:, k : k + 1], merged[k][:, :-1]], axis=1)
+
+    for k in range(last):
         row = jnp.arange(page_table.shape[1] * size)
         mask = (row > k) & (row <= positions[..., None])
         view = PagedView(page_table, nextn.existing(k, positions), mask)
-        z, out[k] = nextn.run(params, cfg, k, tokens, before, positions, pages[k], view, on)
+        z, out[k] = nextn.run(params, cfg, k, tokens, before(k), positions, pages[k], view, on)
         merged.append(z)
+    out[last] = nextn.write_cache(
+        params, cfg, last, tokens, before(last), positions, pages[last], page_table, on
+    )
     stacked = jnp.stack(merged, axis=2)
     full = jnp.where(positions % size == size - 1, positions // size, -1)
     tails = write(tails, stacked.reshape(*tokens.shape, -1), page_table, full, on.mesh)
