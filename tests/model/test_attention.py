@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +121,7 @@ def test_read_rows_hides_what_no_window_token_may_see():
     pages = np.full((3, SIZE, 2), np.nan, np.float32)
     pages[1] = 7
     positions = np.array([[1, 2]])
-    rows = read_rows(jnp.asarray(pages), view_of(table, positions))
+    rows: Any = read_rows(jnp.asarray(pages), view_of(table, positions))
     np.testing.assert_array_equal(rows[0, :3], 7)
     np.testing.assert_array_equal(rows[0, 3:], 0)
 
