@@ -70,10 +70,10 @@ class Admission:
             place.tokens = tokens
             self._tokens += tokens
 
-    def overloaded(self) -> Overloaded | None:
-        """Why any request would be refused now; None while there is a place."""
+    def overloaded(self, ahead: int) -> Overloaded | None:
+        """Why any request would be refused after ``ahead`` others; None while there is a place."""
         with self._lock:
-            return self._full(1)
+            return self._full(ahead + 1)
 
     def leave(self, place: Place) -> None:
         """The requests got slots, or ended. Leaving twice is fine."""

@@ -5,6 +5,7 @@ for. So a whole request for text, as it came from the socket, is refused by its 
 takes nobody. All others go the usual way, and are refused there.
 """
 
+import asyncio
 import logging
 import re
 import time
@@ -28,6 +29,7 @@ class Overload:
 
     def __init__(self, allm: AsyncLLM, metrics: Metrics) -> None:
         self._allm, self._metrics = allm, metrics
+        self._ahead = 0  # served requests that are about to take their places
 
     def refusal(self, data: bytes) -> tuple[bytes, bool] | None:
         """The response to what just came on an idle connection, and whether to close; None: serve it.
@@ -35,8 +37,12 @@ class Overload:
         A request of which a part is still to come is served: closing on it could lose the answer.
         """
         began = time.perf_counter()
-        overloaded = self._allm.admission.overloaded()
-        if overloaded is None or not (first := _FIRST_LINE.match(data)):
+        first = _FIRST_LINE.match(data)
+        if first is None:
+            return None
+        overloaded = self._allm.admission.overloaded(self._ahead)
+        if overloaded is None:
+            self._expect_one()
             return None
         end = data.find(b"\r\n\r\n") + 4
         length = _LENGTH.search(data, 0, end)
@@ -56,3 +62,13 @@ class Overload:
         lines = "".join(f"{key}: {value}\r\n" for key, value in headers.items())
         head = f"HTTP/1.1 {error.status} Service Unavailable\r\n{lines}\r\n"
         return head.encode() + body, _CLOSE.search(data, 0, end) is not None
+
+    def _expect_one(self) -> None:
+        """A burst is read in one go, before any of its requests is looked at and takes its place."""
+
+        def looked_at() -> None:
+            self._ahead -= 1
+
+        self._ahead += 1
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, looked_at)  # what is made of the request comes in between

@@ -6,7 +6,8 @@ import socket
 import pytest
 
 from mtp_jax.admission import Admission
-from serve.overload import ROUTES
+from serve.metrics import Metrics
+from serve.overload import ROUTES, Overload
 from tests.serve.conftest import Running
 
 SHORT = {"prompt": "abc", "max_tokens": 4, "temperature": 0}
@@ -57,6 +58,17 @@ def test_a_request_in_pieces_is_refused_once_it_is_there(full, server: Running):
         connection.settimeout(60)
         connection.sendall(body)
         assert connection.recv(4096).startswith(b"HTTP/1.1 503 ")
+
+
+def test_a_burst_that_is_read_in_one_go(server: Running, monkeypatch: pytest.MonkeyPatch):
+    """Nobody has a place yet when the last of them is refused."""
+    monkeypatch.setattr(server.allm, "admission", Admission(3, 10**6))
+    overload = Overload(server.allm, Metrics(server.allm, "tiny"))
+    request = b"POST /generate HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}"
+    found = server.call(lambda: [overload.refusal(request) for _ in range(50)])
+    assert [answer is None for answer in found] == [True] * 3 + [False] * 47
+    server.call(lambda: None)
+    assert server.call(lambda: overload.refusal(request)) is None
 
 
 def test_who_wants_the_connection_closed_gets_that(full, server: Running):
