@@ -195,7 +195,7 @@ def main() -> int:
 
 def check_layer(name: str, mesh: Mesh, dump: Path) -> list[str]:
     """Launches of a layer: what a second one adds. The rest of the first's is made once per step."""
-    one, two = (compile_layers(mesh, n, dump / str(n)) for n in (1, 2))
+    one, two = (compile_layers(mesh, n, dump.with_name(f"{dump.name}-{n}")) for n in (1, 2))
     for line, purpose in zip(one.launches, one.purposes(), strict=True):
         print(line.split("grid:")[0].rstrip(), purpose)
     each = len(two.launches) - len(one.launches)
