@@ -115,7 +115,7 @@ def test_errors_are_of_one_family():
 
 def test_pages_hold_the_window_past_the_end():
     config = EngineConfig(num_speculative_tokens=3, max_model_len=64, page_size=16)
-    assert [config.pages_for(n) for n in (1, 12, 13, 28, 29)] == [1, 1, 2, 2, 3]
+    assert [config.pages_for(n) for n in (1, 13, 14, 29, 30)] == [1, 1, 2, 2, 3]
     assert config.columns == config.pages_for(64) == 5
 
 
