@@ -65,17 +65,17 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
 
 
 def run(shape: Shape, *inputs: Any, interpret: Any = None) -> tuple[Array, ...]:
-    """The kernel's choice for the tokens that there are."""
+    """The kernel's choice for the tokens that there are, rank by rank."""
     ids, weights, counts = mosaic_gpu.choose(
         *inputs, rule=shape.rule, tokens=shape.tokens, interpret=interpret
     )
-    return ids.T[: shape.tokens], weights.T[: shape.tokens], counts
+    return ids[:, : shape.tokens], weights[:, : shape.tokens], counts
 
 
 def expected(shape: Shape, logits: Any, bias: Any) -> tuple[Array, ...]:
     """The same in plain jnp."""
     ids, weights = reference.choose(logits[: shape.tokens], bias, shape.rule)
-    return ids, weights, reference.count(ids, shape.experts)
+    return ids.T, weights.T, reference.count(ids, shape.experts)
 
 
 def work(shape: Shape) -> Work:
