@@ -115,9 +115,9 @@ def test_errors_have_the_packages_classes(server: Running, api: OpenAI):
     with pytest.raises(openai.NotFoundError) as missing:
         api.completions.create(prompt="abc", model="other")
     assert missing.value.code == "model_not_found"
-    server.allm.admission.max_requests, before = 0, server.allm.admission.max_requests
+    server.allm.admission.max_requests, before = 1, server.allm.admission.max_requests
     try:
-        with pytest.raises(openai.BadRequestError, match="n = 1"):
-            api.completions.create(prompt="abc", model="tiny")
+        with pytest.raises(openai.BadRequestError, match="n = 2"):
+            api.completions.create(prompt="abc", model="tiny", n=2)
     finally:
         server.allm.admission.max_requests = before
