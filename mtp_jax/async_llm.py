@@ -78,6 +78,7 @@ class AsyncLLM:
         first, self._rest = self.llm.engine.warm_up_keys()
         with (reporter or Silent()).phase("compile", "executables") as update:
             await asyncio.to_thread(self.llm.engine.executables.compile, first, update)
+            await asyncio.to_thread(self.llm.engine.rehearse, first)
         self._thread.start()
         self._warming.start()
 
@@ -292,6 +293,7 @@ class AsyncLLM:
                 return
             try:
                 self.llm.engine.executables.compile([key])
+                self._thread.call(partial(self.llm.engine.rehearse, [key]))
             except Exception:  # what is compiled already serves everything
                 _LOG.exception("an executable did not compile")
 

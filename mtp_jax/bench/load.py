@@ -98,7 +98,7 @@ def run(subject: Subject, modes: Sequence[Mode], load: Load, simulated: Simulate
         raise ConfigError("concurrency, rounds and depth are 1 or more, max_tokens 2 or more")
     most = max(load.concurrency)
     given = prompts_for(subject, max(map(load.requests_at, load.concurrency)), load.prompt_tokens)
-    length = load.prompt_tokens + load.max_tokens
+    length = load.prompt_tokens + load.max_tokens + load.depth  # as many pages in a step of every mode
     engines = {m: subject.engine(load.depth * (m != "off"), most, length, m == "adaptive") for m in modes}
     if simulated:
         for mode in modes[1:]:

@@ -18,7 +18,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mtp_jax.config import ModelConfig
-from mtp_jax.decode.compiled import DraftKey, Executables, Key, StepKey
+from mtp_jax.decode.compiled import DraftKey, Executables, Key, PrefillKey, StepKey
+from mtp_jax.decode.prefill import Chunk, PrefillResult
 from mtp_jax.decode.state import StateShape, abstract_state, empty_state
 from mtp_jax.decode.step import ACCEPTED, COUNT, DRAFTED, FINISH, Finish, StepResult
 from mtp_jax.engine.arrays import next_chunk, page_row, slot_row
@@ -85,6 +86,7 @@ class Engine:
         self.depth = DepthController(config.num_speculative_tokens)
         self.counters, self.speedup = Counters(), Speedup()
         self.make_request = Intake(cfg, config, self.pages, grammars).make_request
+        self._rehearsed: set[Key] = set()
         self._inflight: deque[Launch] = deque()
         self._last_read = 0.0
         # Whether slots or pages changed hands since the device was told.
@@ -118,7 +120,23 @@ class Engine:
         together = [*self.scheduler.live(), *requests]
         slots = max((r.slot + 1 for r in together), default=0)
         config, sizes = self.config, {"slots": slots, "pages": self.pages, "every_size": every_size}
-        self.executables.compile(keys_for(config, together, self.shards, **sizes), done)
+        keys = keys_for(config, together, self.shards, **sizes)
+        self.executables.compile(keys, done)
+        self.rehearse(keys)
+
+    def rehearse(self, keys: Iterable[Key]) -> None:
+        """Run compiled programs once over empty slots: the first run of each takes many times longer.
+
+        Nothing happens while requests are served.
+        """
+        for key in keys:
+            if self.busy or key in self._rehearsed:
+                continue
+            self._rehearsed.add(key)
+            if isinstance(key, StepKey):
+                jax.block_until_ready(self._run_step(key, []))
+            elif isinstance(key, PrefillKey):
+                jax.block_until_ready(self._run_prefill(key, [None] * self.shards, 0)[1])
 
     def warm_up_keys(self) -> tuple[list[Key], list[Key]]:
         """Executables for serving: those that can serve anything, and cheaper ones for smaller work."""
@@ -259,14 +277,21 @@ class Engine:
             budget -= need.tokens
             key = self.executables.cover(need)
             rows = [(shard, r) for shard, r in enumerate(chosen) if r]
-            first = allowed(self.grammars, rows, (len(chosen), 1), self.cfg.vocab_size)[:, 0]
-            chunk = next_chunk(chosen, need.tokens, key.tokens, self.config.max_num_seqs, first)
-            self.state, result = self.executables.prefill(key, self.params, self.state, chunk)
+            chunk, result = self._run_prefill(key, chosen, need.tokens)
             self._track(Launch(rows, result.first, 1, prompt=result.prompt, chunk=chunk))
             for r, final in zip(chosen, chunk.final, strict=True):
                 if r and final:
                     r.status, r.rows_bound = Status.RUNNING, r.prefilled + 1
                     r.unread += r.follows < 0
+
+    def _run_prefill(
+        self, key: PrefillKey, chosen: list[Request | None], tokens: int
+    ) -> tuple[Chunk, PrefillResult]:
+        rows = [(shard, r) for shard, r in enumerate(chosen) if r]
+        first = allowed(self.grammars, rows, (len(chosen), 1), self.cfg.vocab_size)[:, 0]
+        chunk = next_chunk(chosen, tokens, key.tokens, self.config.max_num_seqs, first)
+        self.state, result = self.executables.prefill(key, self.params, self.state, chunk)
+        return chunk, result
 
     def _launch_step(self) -> None:
         running = self.scheduler.running()
@@ -280,19 +305,18 @@ class Engine:
             if not running:
                 return
         key = self.executables.cover(step_key(self.config, running, depth))
-        result = self._run_phases(key, running) if key.mode.structured else self._run_step(key)
+        result = self._run_step(key, running)
         width = key.depth + 1
         for r in running:
             r.rows_bound += width
             r.unread += 1
         self._track(Launch([(r.slot, r) for r in running], result, width, step=key))
 
-    def _run_step(self, key: StepKey) -> StepResult:
-        self.state, result = self.executables.step(key, self.params, self.state)
-        return result
-
-    def _run_phases(self, key: StepKey, running: list[Request]) -> StepResult:
-        """A step in two launches, between which the host reads the drafts to say what may follow each."""
+    def _run_step(self, key: StepKey, running: list[Request]) -> StepResult:
+        """Structured steps are two launches: between them the host reads the drafts to say what may follow."""
+        if not key.mode.structured:
+            self.state, result = self.executables.step(key, self.params, self.state)
+            return result
         rows, shape, vocab = [(r.slot, r) for r in running], (key.slots, key.depth + 1), self.cfg.vocab_size
         masks = allowed(self.grammars, rows, shape, vocab)
         self.state, drafts = self.executables.draft_phase(key, self.params, self.state, masks)

@@ -21,6 +21,7 @@ def start(count: int = 1, max_tokens: int = 20, **device: float) -> tuple[Engine
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     requests = [engine.make_request(p, params) for p in prompts(count)]
     engine.prepare(requests)
+    fake.log.clear()  # of the rehearsal
     for r in requests:
         engine.submit(r)
     return engine, fake, requests

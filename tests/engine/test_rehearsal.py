@@ -1,0 +1,50 @@
+"""Compiled programs run once before requests do, over empty slots: that changes nothing."""
+
+import jax
+import numpy as np
+
+from mtp_jax.decode.compiled import PrefillKey, StepKey
+from mtp_jax.decode.step import SamplingMode
+from mtp_jax.engine.engine import Engine
+from tests.engine.device import Device
+from tests.models import GREEDY, accepted, make_engine, prompts, serve
+
+
+def arrays(engine: Engine) -> list[np.ndarray]:
+    """All that the device keeps, but for the pages that nobody's rows go to."""
+    state = engine.state
+    pages = [np.asarray(a)[: engine.pages] for a in jax.tree.leaves((state.trunk, state.nextn, state.tails))]
+    return [*pages, *map(np.asarray, jax.tree.leaves(state.slots))]
+
+
+def test_nothing_is_left_of_it():
+    engine = make_engine()
+    first, again = (serve(engine, [(p, GREEDY) for p in prompts(2)]) for _ in range(2))
+    engine.flush_prefix_cache()
+    before = arrays(engine)
+    keys = [k for k in engine.executables.keys if isinstance(k, StepKey | PrefillKey)]
+    engine._rehearsed.clear()
+    engine.rehearse(keys)
+    assert engine._rehearsed == set(keys)
+    for a, b in zip(before, arrays(engine), strict=True):
+        np.testing.assert_array_equal(a, b)
+    third = serve(engine, [(p, GREEDY) for p in prompts(2)])
+    assert [r.output for r in third] == [r.output for r in again] == [r.output for r in first]
+    assert [accepted(r) for r in third] == [accepted(r) for r in first]
+    assert sum(sum(accepted(r)) for r in first) > 0
+
+
+def test_every_program_once_and_never_beside_requests():
+    engine = make_engine()
+    device = Device(engine)
+    key = StepKey(1, 3, 1, SamplingMode())
+    engine.executables.compile([key])
+    engine.rehearse([key])
+    engine.rehearse([key])
+    assert len(device.log) == 1
+    request = engine.make_request(prompts(1)[0], GREEDY)
+    engine.submit(request)
+    other = StepKey(2, 3, 1, SamplingMode())
+    engine.executables.compile([other])
+    engine.rehearse([other])
+    assert len(device.log) == 1
