@@ -313,7 +313,7 @@ class Engine:
         self._track(Launch([(r.slot, r) for r in running], result, width, step=key))
 
     def _run_step(self, key: StepKey, running: list[Request]) -> StepResult:
-        """Structured steps are two launches: between them the host reads the drafts to say what may follow."""
+        """Structured steps are two launches: in between the host reads the drafts to say what may follow."""
         if not key.mode.structured:
             self.state, result = self.executables.step(key, self.params, self.state)
             return result
