@@ -1,5 +1,6 @@
 """The functions that a model calls."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ class Normed:
     """Normalised rows.
 
     Attributes:
-        total: what was normalised, in bfloat16; None without a residual.
+        total: what was normalised, in bfloat16; None if it is not wanted.
         plain: the result in bfloat16; None if it is not wanted.
         quantised: the result in e4m3, its rows rounded up to whole tiles of products; those past the given
             ones hold anything. None if it is not wanted.
@@ -32,23 +33,23 @@ class Normed:
 
 
 def rms_norm(
-    x: Float[Array, "T D"] | Float[Array, "s T D"],
+    addends: Sequence[Float[Array, "... T D"]],
     weight: Float[Array, " D"],
     eps: float,
     *,
-    residual: Float[Array, "T D"] | None = None,
+    total: bool = False,
     plain: bool = False,
     quantised: bool = True,
     implementation: Implementation,
     interpret: Any = None,
 ) -> Normed:
-    """Root-mean-square normalisation of ``x + residual`` in float32 (arXiv 1910.07467), in one launch.
+    """Root-mean-square normalisation of a sum in float32 (arXiv 1910.07467), in one launch.
 
     Args:
-        x: bfloat16; or the float32 parts that a product leaves to be summed.
+        addends: of bfloat16; or the float32 parts that a product leaves to be summed.
         weight: of any float type.
         eps: added to the mean square.
-        residual: bfloat16; None adds nothing.
+        total: whether the sum is wanted in bfloat16.
         plain: whether the result is wanted in bfloat16.
         quantised: whether it is wanted in e4m3 with a scale per 1x128 block, as products take it.
         implementation: "mosaic_gpu" needs a Hopper GPU; "xla" is the oracle in plain jnp.
@@ -57,24 +58,20 @@ def rms_norm(
     Raises:
         ValueError: for what the kernel cannot do.
     """
-    parts = x[None] if x.ndim == 2 else x
-    rows, width = parts.shape[1:]
-    check(width, x.dtype)
+    rows, width = addends[0].shape[-2:]
+    for x in addends:
+        check(width, x.dtype)
     if not (plain or quantised):
         raise ValueError("rms_norm: neither plain nor quantised rows are wanted; ask for one of them")
-    given = (
-        parts.reshape(-1, rows, width // BLOCK, BLOCK),
-        None if residual is None else residual.reshape(rows, -1, BLOCK),
-        weight.reshape(-1, BLOCK),
-    )
-    wanted: dict[str, Any] = {"eps": eps, "plain": plain, "quantised": quantised}
+    given = [x.reshape(-1, rows, width // BLOCK, BLOCK) for x in addends], weight.reshape(-1, BLOCK)
+    wanted: dict[str, Any] = {"eps": eps, "total": total, "plain": plain, "quantised": quantised}
     if implementation == "mosaic_gpu":
         out = list(mosaic_gpu.rms_norm(*given, **wanted, interpret=interpret))
     else:
         out = list(reference.rms_norm(*given, **wanted))
-    total = None if residual is None else out.pop(0).reshape(rows, width)
+    x = out.pop(0).reshape(rows, width) if total else None
     result = out.pop(0).reshape(rows, width).astype(jnp.bfloat16) if plain else None
-    return Normed(total, result, _quantised(*out) if quantised else None)
+    return Normed(x, result, _quantised(*out) if quantised else None)
 
 
 def quantise(

@@ -19,14 +19,14 @@ class Shape:
 
     Attributes:
         rows, width: T and D.
-        residual: whether one is added.
+        added: how many of bfloat16 are added to them; the sum is then wanted, too.
         plain, quantised: what is written.
         parts: of float32, to be summed; 0: the rows are bfloat16.
     """
 
     rows: int
     width: int
-    residual: bool = False
+    added: int = 0
     plain: bool = False
     quantised: bool = True
     parts: int = 0
@@ -36,17 +36,17 @@ def shapes() -> dict[str, Shape]:
     """The shapes by name. "small" ones have few thread blocks."""
     shapes = {
         "small": Shape(3, 512),
-        "small-residual": Shape(2, 1024, residual=True, plain=True),
+        "small-added": Shape(2, 1024, added=2, plain=True),
         "small-parts": Shape(2, 512, parts=3),
-        "small-plain": Shape(5, 1536, residual=True, plain=True, quantised=False),
+        "small-plain": Shape(5, 1536, added=1, plain=True, quantised=False),
     }
     # DeepSeek-V3: before the low-rank projections, before the experts, after the queries' low rank.
     for rows in (4, 64, 512, 4096):
-        shapes[f"attention-{rows}"] = Shape(rows, 7168)
-        shapes[f"experts-{rows}"] = Shape(rows, 7168, residual=True, plain=True)
+        shapes[f"attention-{rows}"] = Shape(rows, 7168, added=2)
+        shapes[f"experts-{rows}"] = Shape(rows, 7168, added=1, plain=True)
         shapes[f"low-rank-{rows}"] = Shape(rows, 1536)
     shapes["low-rank-parts-512"] = Shape(512, 1536, parts=2)
-    shapes["experts-parts-64"] = Shape(64, 7168, residual=True, plain=True, parts=4)
+    shapes["experts-parts-64"] = Shape(64, 7168, added=1, plain=True, parts=4)
     return shapes
 
 
@@ -79,10 +79,11 @@ def cases() -> tuple[Case, ...]:
 
 def case(name: str, shape: Shape) -> Case:
     """What is checked of one shape of ``rms_norm``."""
-    wanted: dict[str, Any] = {"eps": 1e-6, "plain": shape.plain, "quantised": shape.quantised}
-    read = shape.rows * shape.width * ((4 * shape.parts or 2) + 2 * shape.residual)
+    flags = {"total": shape.added > 0, "plain": shape.plain, "quantised": shape.quantised}
+    wanted: dict[str, Any] = {"eps": 1e-6, **flags}
+    read = shape.rows * shape.width * ((4 * shape.parts or 2) + 2 * shape.added)
     oracle = partial(reference.rms_norm, **wanted)
-    written = shape.rows * shape.width * (2 * (shape.residual + shape.plain) + shape.quantised)
+    written = shape.rows * shape.width * (2 * (flags["total"] + shape.plain) + shape.quantised)
     return Case(
         name=f"rms_norm/{name}",
         inputs=partial(inputs, shape),
@@ -99,10 +100,10 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
     keys = jax.random.split(key, 3)
     blocked = (shape.rows, shape.width // BLOCK, BLOCK)
     x = jax.random.normal(keys[0], (shape.parts or 1, *blocked), jnp.float32 if shape.parts else jnp.bfloat16)
-    residual = jax.random.normal(keys[1], blocked, jnp.bfloat16)
+    added = jax.random.normal(keys[1], (shape.added, 1, *blocked), jnp.bfloat16)
     x = x * jnp.exp2(jnp.arange(shape.rows) % 7 - 3).astype(x.dtype)[:, None, None]
     weight = jax.random.uniform(keys[2], blocked[1:], jnp.bfloat16, 0.5, 1.5)
-    return x, residual if shape.residual else None, weight
+    return [x, *added], weight
 
 
 def quantise_case(name: str, shape: Heads) -> Case:

@@ -4,6 +4,7 @@ No shared memory and no barrier: a warp reads and writes one block of 128 number
 them, so that every access to memory is of consecutive bytes.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,58 +26,57 @@ _CHUNK = 32
 
 
 def rms_norm(
-    x: Float[Array, "s T k 128"],
-    residual: Float[Array, "T k 128"] | None,
+    addends: Sequence[Float[Array, "_ T k 128"]],
     weight: Float[Array, "k 128"],
     *,
     eps: float,
+    total: bool,
     plain: bool,
     quantised: bool,
     interpret: Any = None,
 ) -> tuple[Array, ...]:
-    """Sums of s rows and the residual, if there is one, over their root mean square, times the weight.
+    """Sums of rows over their root mean square, times the weight.
 
     Args:
-        x: bfloat16 or float32, blocks of 128; their number k is a multiple of 4.
-        residual: bfloat16.
+        addends: bfloat16 or float32, blocks of 128; their number k is a multiple of 4. Each array's s rows
+            are summed, and those of all arrays.
         weight: of any float type.
         eps: added to the mean square.
+        total: whether the sum is wanted in bfloat16.
         plain: whether the result is wanted in bfloat16.
         quantised: whether it is wanted in e4m3.
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Returns:
-        In this order, as far as there is a residual and they are wanted: the sum in bfloat16 [T, k, 128], the
-        result in bfloat16, its e4m3 values [M, k, 128] and float32 scales [k, M]. M is T rounded up to the
-        tiles of products; rows past T are not written.
+        In this order, as far as they are wanted: the sum in bfloat16 [T, k, 128], the result in bfloat16, its
+        e4m3 values [M, k, 128] and float32 scales [k, M]. M is T rounded up to the tiles of products; rows
+        past T are not written.
     """
-    parts, rows, blocks, _ = x.shape
-    inputs = [x, weight] if residual is None else [x, weight, residual]
+    count = len(addends)
+    rows, blocks, _ = addends[0].shape[1:]
 
     def body(*refs: Ref) -> None:
-        row = lax.axis_index("row")
-        given, out = refs[: len(inputs)], list(refs[len(inputs) :])
-        total = load(given[0], (0, row), _ROW).astype(jnp.float32)
-        for part in range(1, parts):
-            total += load(given[0], (part, row), _ROW).astype(jnp.float32)
-        if residual is not None:
-            total += load(given[2], (row,), _ROW).astype(jnp.float32)
-        rounded = total.astype(jnp.bfloat16)  # as it would be between two launches
-        total = rounded.astype(jnp.float32)
-        if residual is not None:
+        row, out = lax.axis_index("row"), list(refs[count + 1 :])
+        each = [
+            load(ref, (part, row), _ROW).astype(jnp.float32)
+            for ref, addend in zip(refs, addends, strict=False)
+            for part in range(addend.shape[0])
+        ]
+        rounded = sum(each[1:], each[0]).astype(jnp.bfloat16)  # as it would be between two launches
+        x = rounded.astype(jnp.float32)
+        if total:
             out.pop(0)[row] = rounded
-        square = jnp.sum(jnp.sum(total * total, axis=1)) * (1 / (blocks * BLOCK))
-        normed = total * lax.rsqrt(square + eps) * load(given[1], (), _ROW).astype(jnp.float32)
+        square = jnp.sum(jnp.sum(x * x, axis=1)) * (1 / (blocks * BLOCK))
+        normed = x * lax.rsqrt(square + eps) * load(refs[count], (), _ROW).astype(jnp.float32)
         if plain:
             out.pop(0)[row] = normed.astype(jnp.bfloat16)
         if quantised:
             _write(normed, out[0].at[row], out[1].at[:, row])
 
-    shape = (rows, blocks, BLOCK)
-    out_type = [jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * ((residual is not None) + plain)
+    out_type = [jax.ShapeDtypeStruct((rows, blocks, BLOCK), jnp.bfloat16)] * (total + plain)
     if quantised:
         out_type += _quantised_type(rows, blocks)
-    return tuple(_launch(body, out_type, {"row": rows}, interpret)(*inputs))
+    return tuple(_launch(body, out_type, {"row": rows}, interpret)(*addends, weight))
 
 
 def quantise(

@@ -1,5 +1,7 @@
 """The operations in plain jnp."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -8,21 +10,23 @@ from kernels_pallas.quantised import quantise as quantise_rows
 
 
 def rms_norm(
-    x: Float[Array, "s T k 128"],
-    residual: Float[Array, "T k 128"] | None,
+    addends: Sequence[Float[Array, "_ T k 128"]],
     weight: Float[Array, "k 128"],
     *,
     eps: float,
+    total: bool,
     plain: bool,
     quantised: bool,
 ) -> tuple[Array, ...]:
     """As `mosaic_gpu.rms_norm`; float32 but for the sum, which is rounded before it is normalised."""
-    total = x.astype(jnp.float32).sum(axis=0) + (0 if residual is None else residual.astype(jnp.float32))
-    total = total.astype(jnp.bfloat16)
-    wide = total.astype(jnp.float32)
+    x = sum(
+        (a.astype(jnp.float32).sum(axis=0) for a in addends[1:]), addends[0].astype(jnp.float32).sum(axis=0)
+    )
+    x = x.astype(jnp.bfloat16)
+    wide = x.astype(jnp.float32)
     mean = jnp.mean(wide * wide, axis=(1, 2), keepdims=True)
     normed = wide * jax.lax.rsqrt(mean + eps) * weight.astype(jnp.float32)
-    out = () if residual is None else (total,)
+    out = (x,) if total else ()
     if plain:
         out += (normed,)
     return (*out, *_quantised(normed)) if quantised else out

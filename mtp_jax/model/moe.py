@@ -176,7 +176,9 @@ def expert_parallel(
         count = own * logits.shape[1]
         x, logits = products.rows_of(x), gathered(logits)
         if isinstance(x, products.Quantised):
-            x = products.Quantised(gathered(x.values[:count]), gathered(x.scale[:, :count], axis=1))
+            # Scales come device by device and are read so: a collective of columns needs them turned.
+            scale = jax.lax.all_gather(x.scale[:, :count], "data").swapaxes(0, 1)
+            x = products.Quantised(gathered(x.values[:count]), scale.reshape(scale.shape[0], -1))
         else:
             x = gathered(x)
         r = choose(cfg, bias, logits.reshape(-1, logits.shape[-1]), kernels)
@@ -187,8 +189,8 @@ def expert_parallel(
         chosen = (jax.lax.dynamic_slice_in_dim(a, mine, own) for a in (r.ids, r.weights))
         return jax.lax.psum_scatter(part, "data", tiled=True), *chosen
 
-    def gathered(x: jax.Array, axis: int = 0) -> jax.Array:
-        return jax.lax.all_gather(x, "data", axis=axis, tiled=True)
+    def gathered(x: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(x, "data", tiled=True)
 
     experts, slots = PartitionSpec(("data", "model")), PartitionSpec("data")
     given, of_x = _operand(p.gate_up, p.down, x, kernels)
@@ -221,8 +223,8 @@ def moe(
     experts: Experts,
     mesh: Mesh | None,
     kernels: Kernels = AUTO,
-) -> tuple[Float[Array, "B W D"], Routing]:
-    """Routed experts plus the shared expert. Returns (output, routing)."""
+) -> tuple[tuple[Float[Array, "B W D"], ...], Routing]:
+    """Returns (the result of the routed experts and that of the shared expert, to be added; routing)."""
     with jax.named_scope("moe_route"):
         whole = products.plain(x)
         logits = router_logits(p, whole)
@@ -244,7 +246,8 @@ def moe(
                 given, _ = _operand(p.gate_up, p.down, x, kernels)
                 y = sparse(p.gate_up, p.down, products.rows_of(given), r, kernels)
         y, r = y.reshape(x.shape), _shaped(r, whole)
-    if p.shared is not None:
-        with jax.named_scope("moe_shared"):
-            y = y + products.mlp(x, p.shared, kernels=kernels, mesh=mesh)
-    return constrain(y, mesh, "slots", None, None), r
+    y = constrain(y, mesh, "slots", None, None)
+    if p.shared is None:
+        return (y,), r
+    with jax.named_scope("moe_shared"):
+        return (y, products.mlp(x, p.shared, kernels=kernels, mesh=mesh)), r

@@ -16,6 +16,7 @@ from mtp_jax.model.attention import latent_rows
 from mtp_jax.model.layers import linear, rms_norm, rope_angles, vocabulary_logits
 from mtp_jax.model.ops import PagedView, Pages, as_stored, write
 from mtp_jax.model.params import NextN, Params
+from mtp_jax.model.products import plus
 from mtp_jax.model.trunk import UNSHARDED, Backend, block, embed
 
 
@@ -37,8 +38,8 @@ def run(
     p: NextN = params.nextn[k]
     with jax.named_scope(f"nextn_{k}"):
         x = _merge(params, cfg, p, tokens, hidden, on)
-        x, pages, _ = block(p.layer, cfg, x, rope_angles(cfg, positions), pages, view, on)
-        return rms_norm(x, p.norm, cfg.rms_norm_eps), pages
+        x, added, pages, _ = block(p.layer, cfg, x, (), rope_angles(cfg, positions), pages, view, on)
+        return rms_norm(plus(x, added), p.norm, cfg.rms_norm_eps), pages
 
 
 def write_cache(

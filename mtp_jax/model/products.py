@@ -1,5 +1,6 @@
 """Linear layers and the norms before them, by XLA or by kernels that multiply in FP8."""
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,28 +59,26 @@ def norm(
     eps: float,
     readers: Sequence[bool],
     *,
-    residual: Float[Array, "B W D"] | None = None,
+    added: Sequence[Float[Array, "*t B W D"]] = (),
     mesh: Mesh | None = None,
-) -> tuple[Float[Array, "*t B W D"], Rows]:
-    """``x + residual``, and what it is normalised; without a residual, x as it came.
+) -> tuple[Float[Array, "*u B W D"], Rows]:
+    """x and what is added to it, and that normalised; if nothing is added, x as it came.
 
-    x may be parts to be summed (see ``linear``).
+    x or what is added may be parts to be summed (see ``linear``).
     readers: for each product that reads the result, whether it takes it quantised.
     """
     shape = x.shape[-3:]
-    if not any(readers) or not can(norms.check, x.shape[-1], x.dtype):
-        whole = x.sum(axis=0).astype(jnp.bfloat16) if x.ndim == 4 else x
-        total = whole if residual is None else residual + whole
+    if not any(readers) or not all(can(norms.check, a.shape[-1], a.dtype) for a in (x, *added)):
+        total = plus(_whole(x), added)
         return total, Rows(shape, layers.rms_norm(total, weight, eps), None)
     also_plain = not all(readers)
 
     def local(weight, *given):
-        x, *residual = (a.reshape(*a.shape[:-3], -1, a.shape[-1]) for a in given)
         normed = norms.rms_norm(
-            x,
+            [a.reshape(*a.shape[:-3], -1, a.shape[-1]) for a in given],
             weight,
             eps,
-            residual=residual[0] if residual else None,
+            total=bool(added),
             plain=also_plain,
             implementation="mosaic_gpu",
         )
@@ -88,14 +87,22 @@ def norm(
         whole = [a.reshape(own) for a in (normed.total, normed.plain) if a is not None]
         return whole, (rows.values, rows.scale)
 
-    slots, given = partition("slots"), (x,) if residual is None else (x, residual)
-    of_x = partition(None, "slots") if x.ndim == 4 else slots
-    specs = [slots] * (len(given) - 1 + also_plain), _of_rows()
-    run = sharded(local, mesh, (partition(), of_x, *(slots,) * (len(given) - 1)), specs)
+    slots = partition("slots")
+    given = [partition(None, "slots") if a.ndim == 4 else slots for a in (x, *added)]
+    run = sharded(local, mesh, (partition(), *given), ([slots] * (bool(added) + also_plain), _of_rows()))
     with jax.named_scope("norm"):
-        whole, rows = run(weight, *given)
-    total = x if residual is None else whole[0]
-    return total, Rows(shape, whole[-1] if also_plain else None, Quantised(*rows))
+        whole, rows = run(weight, x, *added)
+    return whole[0] if added else x, Rows(shape, whole[-1] if also_plain else None, Quantised(*rows))
+
+
+def plus(x: Float[Array, "B W D"], added: Sequence[Float[Array, "*t B W D"]]) -> Float[Array, "B W D"]:
+    """x and what is added to it, which may be parts to be summed."""
+    return x + functools.reduce(jnp.add, map(_whole, added)) if added else x
+
+
+def _whole(x: Float[Array, "*s B W D"]) -> Float[Array, "B W D"]:
+    """The sum of parts."""
+    return x.sum(axis=0).astype(jnp.bfloat16) if x.ndim == 4 else x
 
 
 def heads_as_rows(

@@ -1,5 +1,6 @@
 """The trunk: embedding, decoder blocks, final norm, logits."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,27 +60,31 @@ def block(
     p: Layer,
     cfg: ModelConfig,
     x: Float[Array, "B W D"],
+    added: Sequence[Float[Array, "B W D"]],
     angles: Float[Array, "B W 2 r"],
     pages: Pages | None,
     view: PagedView | None,
     on: Backend,
-) -> tuple[Float[Array, "B W D"], Pages | None, Routing | None]:
-    """A pre-norm decoder block. Returns (x, pages, routing of an MoE block)."""
+) -> tuple[Float[Array, "B W D"], tuple[Float[Array, "B W D"], ...], Pages | None, Routing | None]:
+    """A pre-norm decoder block of x and what the block before adds to it.
+
+    Returns (x, what the next norm adds to it, pages, routing of an MoE block): a norm adds for nothing.
+    """
     where: dict[str, Any] = {"mesh": on.mesh, "kernels": on.kernels}
     readers = mla.takes_quantised(p.attention, x.dtype, **where)
-    _, normed = products.norm(x, p.attention_norm, cfg.rms_norm_eps, readers, mesh=on.mesh)
+    x, normed = products.norm(x, p.attention_norm, cfg.rms_norm_eps, readers, added=added, mesh=on.mesh)
     out, pages = mla.attention(p.attention, cfg, normed, angles, pages, view, form=on.form, **where)
     if isinstance(p.mlp, Moe):
         readers = moe_takes_quantised(p.mlp, x.dtype, **where)
     else:
         readers = (products.mlp_takes_quantised(p.mlp, x.dtype, **where),)
-    x, normed = products.norm(out, p.mlp_norm, cfg.rms_norm_eps, readers, residual=x, mesh=on.mesh)
+    x, normed = products.norm(x, p.mlp_norm, cfg.rms_norm_eps, readers, added=(out,), mesh=on.mesh)
     if isinstance(p.mlp, Moe):
-        out, routing = moe(p.mlp, cfg, normed, experts=on.experts, **where)
+        added, routing = moe(p.mlp, cfg, normed, experts=on.experts, **where)
     else:
         with jax.named_scope("mlp"):
-            out, routing = products.mlp(normed, p.mlp, **where), None
-    return constrain(x + out, on.mesh, "slots", None, None), pages, routing
+            added, routing = (products.mlp(normed, p.mlp, **where),), None
+    return constrain(x, on.mesh, "slots", None, None), added, pages, routing
 
 
 @jax.named_scope("embed")
@@ -99,13 +104,14 @@ def run(
 ) -> Traced:
     """The trunk over a window of every slot, reading and extending the cache if there is one."""
     x, angles = embed(params.embed, tokens, on.mesh), rope_angles(cfg, positions)
-    new_pages, routings = [], []
+    added, new_pages, routings = (), [], []
     for i, layer in enumerate(params.layers):
         with jax.named_scope(f"layer_{i}"):
-            x, kept, routing = block(layer, cfg, x, angles, pages[i] if pages else None, view, on)
+            mine = pages[i] if pages else None
+            x, added, kept, routing = block(layer, cfg, x, added, angles, mine, view, on)
         new_pages.append(kept)
         routings += [] if routing is None else [routing]
-    hidden = rms_norm(x, params.norm, cfg.rms_norm_eps)
+    hidden = rms_norm(products.plus(x, added), params.norm, cfg.rms_norm_eps)
     return Traced(hidden, tuple(routings), tuple(new_pages) if pages else ())
 
 

@@ -30,6 +30,7 @@ from mtp_jax.decode.step import SamplingMode, step
 from mtp_jax.model.layers import rope_angles
 from mtp_jax.model.ops import PagedView
 from mtp_jax.model.params import Fp8, Layer, Params, Spec, dtype_of, param_specs, scale_spec
+from mtp_jax.model.products import plus
 from mtp_jax.model.sharding import partition
 from mtp_jax.model.trunk import Backend, block
 
@@ -142,11 +143,11 @@ def layers_of(mesh: Mesh, layers: int, on: Backend) -> tuple[Any, tuple[Any, ...
 
     def run(params: tuple[Layer, ...], x: Any, positions: Any, table: Any, pages: tuple[Any, ...]) -> Any:
         view = PagedView(table, positions, jnp.arange(ROWS) <= positions[..., None])
-        angles, kept = rope_angles(cfg, positions), []
+        angles, added, kept = rope_angles(cfg, positions), (), []
         for p, mine in zip(params, pages, strict=True):
-            x, mine, _ = block(p, cfg, x, angles, mine, view, on)
+            x, added, mine, _ = block(p, cfg, x, added, angles, mine, view, on)
             kept.append(mine)
-        return x, kept
+        return plus(x, added), kept
 
     params = abstract_params(cfg, mesh).layers[1:]
     return jax.jit(run, donate_argnums=4), (params, x, positions, table, (pages,) * layers)

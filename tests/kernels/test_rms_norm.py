@@ -19,8 +19,8 @@ def random_rows(seed, *shape):
 @pytest.mark.parametrize("with_residual", [True, False])
 def test_rows_equal_those_of_float64(with_residual):
     x, residual, weight = random_rows(0, 5, 512), random_rows(1, 5, 512), random_rows(2, 512)
-    given = residual if with_residual else None
-    normed = api.rms_norm(x, weight, 0.5, residual=given, plain=True, implementation="xla")
+    given = [x, residual] if with_residual else [x]
+    normed = api.rms_norm(given, weight, 0.5, total=with_residual, plain=True, implementation="xla")
     wide, more, w = (np.asarray(a, np.float64) for a in (x, residual, weight))
     total = wide + more if with_residual else wide
     assert (normed.total is None) == (not with_residual)
@@ -46,7 +46,7 @@ def test_heads_are_quantised_as_rows(heads_first):
 
 def test_parts_are_summed():
     x, weight = jax.random.normal(jax.random.key(4), (3, 5, 512)), random_rows(2, 512)
-    normed = api.rms_norm(x, weight, 1e-6, plain=True, implementation="xla")
+    normed = api.rms_norm([x], weight, 1e-6, plain=True, implementation="xla")
     total = np.asarray(x, np.float64).sum(0)
     expected = total / np.sqrt((total**2).mean(1, keepdims=True)) * np.asarray(weight, np.float64)
     assert distance(normed.plain, expected) < 5e-3
@@ -54,11 +54,11 @@ def test_parts_are_summed():
 
 def test_what_is_not_wanted_is_not_there():
     x, weight = random_rows(0, 5, 512), random_rows(2, 512)
-    assert api.rms_norm(x, weight, 1e-6, implementation="xla").plain is None
-    plain = api.rms_norm(x, weight, 1e-6, plain=True, quantised=False, implementation="xla")
+    assert api.rms_norm([x], weight, 1e-6, implementation="xla").plain is None
+    plain = api.rms_norm([x], weight, 1e-6, plain=True, quantised=False, implementation="xla")
     assert plain.quantised is None
     with pytest.raises(ValueError, match="ask for one of them"):
-        api.rms_norm(x, weight, 1e-6, quantised=False, implementation="xla")
+        api.rms_norm([x], weight, 1e-6, quantised=False, implementation="xla")
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_what_is_not_wanted_is_not_there():
 )
 def test_rows_that_the_kernel_cannot_normalise_are_refused(shape, dtype, match):
     with pytest.raises(ValueError, match=match):
-        api.rms_norm(jnp.zeros(shape, dtype), jnp.ones(shape[1]), 1e-6, implementation="mosaic_gpu")
+        api.rms_norm([jnp.zeros(shape, dtype)], jnp.ones(shape[1]), 1e-6, implementation="mosaic_gpu")
 
 
 @pytest.mark.parametrize(("shape", "match"), [((8, 3, 64), "block is 64"), ((6, 3, 128), "over 4 is 2")])

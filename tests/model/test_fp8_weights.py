@@ -200,11 +200,11 @@ def calls(monkeypatch) -> list[str]:
         values = jnp.pad(values, ((0, more), (0, 0), (0, 0)), constant_values=jnp.nan)
         return values, jnp.pad(scale, ((0, 0), (0, more)), constant_values=jnp.nan)
 
-    def norm(x: Any, *args: Any, interpret: Any, **options: Any) -> Any:
+    def norm(addends: Any, *args: Any, interpret: Any, **options: Any) -> Any:
         del interpret
         seen.append("norm")
-        *whole, values, scale = norm_reference.rms_norm(x, *args, **options)
-        return (*(a.astype(jnp.bfloat16) for a in whole), *tiled(x.shape[1], values, scale))
+        *whole, values, scale = norm_reference.rms_norm(addends, *args, **options)
+        return (*(a.astype(jnp.bfloat16) for a in whole), *tiled(addends[0].shape[1], values, scale))
 
     def heads(x: Any, *, blocks_first: bool, interpret: Any) -> Any:
         del interpret

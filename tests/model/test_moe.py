@@ -172,7 +172,7 @@ def test_router_computes_in_float32_whatever_the_model_does():
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_block_adds_the_shared_expert(shared):
+def test_the_shared_expert_comes_beside_the_routed_ones(shared):
     rng = np.random.default_rng(9)
     cfg = replace(TINY, hidden_size=D, n_routed_experts=E)
 
@@ -183,8 +183,9 @@ def test_block_adds_the_shared_expert(shared):
     p = Moe(array(E, D), array(E), jnp.asarray(GATE_UP), jnp.asarray(DOWN), mlp)
     x = array(2, 3, D)
     got, routing = moe.moe(p, cfg, x, experts="sparse", mesh=None)
+    assert len(got) == 1 + shared
     ids, weights = np.asarray(routing.ids).reshape(6, -1), np.asarray(routing.weights).reshape(6, -1)
     want = plain(np.asarray(x).reshape(6, D), ids, weights).reshape(2, 3, D)
     if mlp:
         want = want + np.asarray(swiglu(x, mlp))
-    np.testing.assert_allclose(got, want, atol=1e-5)
+    np.testing.assert_allclose(sum(got), want, atol=1e-5)
