@@ -4,6 +4,8 @@
 do it; ``expert_parallel`` runs ``sparse`` on every device's own experts.
 """
 
+import functools
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from mtp_jax.config import ModelConfig
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import ops, products
+from mtp_jax.model.device import platform
 from mtp_jax.model.kernels import AUTO, Kernels
 from mtp_jax.model.layers import expand, linear
 from mtp_jax.model.params import Fp8, Moe
@@ -23,8 +26,12 @@ from mtp_jax.model.sharding import constrain, sharded
 Experts = Literal["dense", "sparse"]
 Weight = Float[Array, "E ..."] | Fp8
 
-# Rows one visit to an expert handles: few enough that its weights are what a visit costs.
-_TILE = 64
+# Rows that one visit to an expert handles: at least, if there are so many, and at most.
+_TILES = 8, 64
+# ``by_pair`` wins on a CPU up to so many rows per expert.
+_PAIRS_PER_EXPERT = 4
+# It sums slices of the input features: a vector register's worth of them, or as many as give no more slices.
+_LANES, _SLICES = 16, 64
 
 
 @jax.tree_util.register_dataclass
@@ -78,36 +85,53 @@ def dense(gate_up: Weight, down: Weight, x: Float[Array, "T D"], r: Routing) -> 
     return jnp.einsum("tei,edi->td", act, down, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
-def loop(gate_up: Weight, down: Weight, x: Float[Array, "T D"], r: Routing) -> Float[Array, "T D"]:
-    """Visit each expert that some row chose, once, with every row: for the few rows of a decode step.
+def by_pair(
+    gate_up: Float[Array, "E 2 i D"], down: Float[Array, "E D i"], x: Float[Array, "T D"], r: Routing
+) -> Float[Array, "T D"]:
+    """Multiply each row with each of its experts apart, all pairs at once: for few rows per expert on a CPU.
 
-    Ids outside ``[0, E)`` contribute nothing. A row's experts are summed in float32 by ascending id, whatever
-    its neighbours chose: others only add zeros.
+    Ids outside ``[0, E)`` contribute nothing. A row's experts are summed in float32 in router order. Its
+    result depends neither on its neighbours nor on how many there are.
     """
-    experts = down.shape[0]
-    one_hot = r.ids[..., None] == jnp.arange(experts)
-    weight = jnp.einsum("tke,tk->te", one_hot.astype(jnp.float32), r.weights)
-    chosen = one_hot.any(axis=(0, 1))
-    place = jnp.where(chosen, jnp.cumsum(chosen) - 1, experts)
-    visits = jnp.zeros(experts, jnp.int32).at[place].set(jnp.arange(experts), mode="drop")
+    (rows, k), experts = r.ids.shape, down.shape[0]
+    inside = (r.ids >= 0) & (r.ids < experts)
+    chosen, row = jnp.where(inside, r.ids, 0).reshape(rows * k), jnp.arange(rows * k) // k
+    # Pairs of one expert follow each other: after the first its weights come from a cache.
+    order = jnp.argsort(chosen, stable=True) if rows > 1 else jnp.arange(k)
+    gate, up = jnp.moveaxis(_pair_products(gate_up, chosen[order], x[row[order]]), 1, 0)
+    y = _pair_products(down, chosen[order], (jax.nn.silu(gate) * up).astype(x.dtype))
+    y = jnp.zeros_like(y).at[order].set(y, unique_indices=True).reshape(rows, k, -1)
+    y = y * jnp.where(inside, r.weights, 0)[..., None]
+    return functools.reduce(jnp.add, (y[:, i] for i in range(k))).astype(x.dtype)
 
-    def visit(i: Int[Array, ""], out: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        e = visits[i]
-        y = _expert(gate_up, down, e, x).astype(jnp.float32)
-        w = jax.lax.dynamic_index_in_dim(weight, e, axis=1)
-        return out + jnp.where(w != 0, y * w, 0)
 
-    total = jax.lax.fori_loop(0, chosen.sum(), visit, jnp.zeros(x.shape, jnp.float32))
-    return total.astype(x.dtype)
+def _pair_products(
+    w: Float[Array, "E *o i"], expert: Int[Array, " p"], x: Float[Array, "p i"]
+) -> Float[Array, "p *o"]:
+    """``w[expert[p]] @ x[p]`` in float32, by a loop fusion that reads the weights where they lie.
+
+    A matrix product would have them copied out of the stack first. A product with ones sums the lanes.
+    """
+    outer, inputs = w.shape[1:-1], w.shape[-1]
+    step = math.gcd(inputs, _LANES)
+    least = -(-inputs // (step * _SLICES)) * step
+    lanes = next(n for n in range(least, inputs + 1, step) if inputs % n == 0)
+    matrices, x32 = w.reshape(len(w), -1, inputs), x.astype(jnp.float32)
+    total = jnp.zeros((len(x), matrices.shape[1], lanes), jnp.float32)
+    for at in range(0, inputs, lanes):
+        part = matrices[:, :, at : at + lanes].at[expert].get(mode="promise_in_bounds")
+        total += part.astype(jnp.float32) * x32[:, None, at : at + lanes]
+    return (total @ jnp.ones(lanes, jnp.float32)).reshape(len(x), *outer)
 
 
 def grouped(gate_up: Weight, down: Weight, x: Float[Array, "T D"], r: Routing) -> Float[Array, "T D"]:
-    """Visit each chosen expert with its own rows only, ``_TILE`` at a time: for the many rows of a prefill.
+    """Visit each chosen expert with its own rows only, a tile of about as many as an expert has at a time.
 
     Ids outside ``[0, E)`` contribute nothing. A row's experts are summed in float32 in router order.
     """
     (rows, k), experts = r.ids.shape, down.shape[0]
-    pairs, tile = rows * k, min(rows, _TILE)
+    pairs, (least, most) = rows * k, _TILES
+    tile = min(rows, most, max(least, 1 << (-(-pairs // experts) - 1).bit_length()))
     local = jnp.where((r.ids >= 0) & (r.ids < experts), r.ids, experts).reshape(pairs)
     order = jnp.argsort(local, stable=True)
     counts = jnp.zeros(experts + 1, jnp.int32).at[local].add(1)[:experts]
@@ -145,7 +169,7 @@ def sparse(
     shards: int = 1,
     first: Int[Array, ""] | int = 0,
 ) -> Float[Array, "T D"]:
-    """Only the chosen experts: ``loop`` for few rows, ``grouped`` for many, or kernels.
+    """Only the chosen experts: ``grouped``, on a CPU ``by_pair`` for few rows, or kernels.
 
     x: quantised rows are for kernels; there may be more of them than of the routing.
     shards: the weights are those of one of so many devices, of experts from ``first`` on; the rows and the
@@ -154,8 +178,11 @@ def sparse(
     if isinstance(x, products.Quantised) or ops.runs_experts(kernels, x, gate_up, down):
         rows = -(-r.ids.size // (down.shape[0] * shards))
         return ops.experts(gate_up, down, x, r.ids, r.weights, r.counts, first, rows)
-    way = loop if x.shape[0] <= _TILE else grouped
-    return way(gate_up, down, x, Routing(r.ids - first, r.weights))
+    local = Routing(r.ids - first, r.weights)
+    few = shards == 1 and r.ids.size <= _PAIRS_PER_EXPERT * down.shape[0]
+    if few and platform() == "cpu" and not isinstance(gate_up, Fp8) and not isinstance(down, Fp8):
+        return by_pair(gate_up, down, x, local)
+    return grouped(gate_up, down, x, local)
 
 
 def expert_parallel(

@@ -20,7 +20,12 @@ E, D, WIDTH, K = 8, 16, 12, 3
 RNG = np.random.default_rng(0)
 GATE_UP = RNG.normal(size=(E, 2, WIDTH, D)).astype(np.float32) / 4
 DOWN = RNG.normal(size=(E, D, WIDTH)).astype(np.float32) / 4
-WAYS = {"loop": moe.loop, "grouped": moe.grouped, "sparse": moe.sparse, "dense": moe.dense}
+WAYS = {
+    "by_pair": moe.by_pair,
+    "grouped": moe.grouped,
+    "sparse": moe.sparse,
+    "dense": moe.dense,
+}
 ROWS = (1, 5, 200)  # 200 rows of one expert take several tiles
 
 
@@ -69,11 +74,11 @@ def test_every_way_agrees_with_a_plain_loop(rows, seed, pool, outside):
     if outside:
         ids = ids - E // 2
         want = plain(x, ids, weights)
-    for way in ("loop", "grouped", "sparse"):
+    for way in ("by_pair", "grouped", "sparse"):
         np.testing.assert_allclose(run(way, x, ids, weights), want, atol=1e-5)
 
 
-@pytest.mark.parametrize("way", ["loop", "grouped"])
+@pytest.mark.parametrize("way", ["by_pair", "grouped"])
 @pytest.mark.parametrize("rows", ROWS)
 def test_all_rows_to_one_expert(way, rows):
     """The same expert in every place, which no router does: the largest load an expert can have."""
@@ -82,13 +87,13 @@ def test_all_rows_to_one_expert(way, rows):
     np.testing.assert_allclose(run(way, x, ids, weights), plain(x, ids, weights), atol=1e-5)
 
 
-@pytest.mark.parametrize("way", ["loop", "grouped"])
+@pytest.mark.parametrize("way", ["by_pair", "grouped"])
 def test_no_expert_at_all(way):
     x, ids, weights = draw(5, 1, list(range(E)))
     np.testing.assert_array_equal(run(way, x, ids * 0 - 1, weights), np.zeros((5, D)))
 
 
-@pytest.mark.parametrize("way", ["loop", "grouped"])
+@pytest.mark.parametrize("way", ["by_pair", "grouped"])
 @pytest.mark.parametrize("rows", [5, 200])
 @pytest.mark.parametrize("neighbours", ["others", "nan"])
 def test_batch_invariance(way, rows, neighbours):
@@ -102,6 +107,28 @@ def test_batch_invariance(way, rows, neighbours):
     for a, b in ((x, other_x), (ids, other_ids), (weights, other_weights)):
         a[:keep], a[keep + 1 :] = b[:keep], b[keep + 1 :]
     np.testing.assert_array_equal(run(way, x, ids, weights)[keep], alone[keep])
+
+
+def test_by_pair_does_not_depend_on_the_number_of_rows():
+    """So that a verified window has the bits of plain decoding."""
+    x, ids, weights = draw(5, 5, [1, 4, 6])
+    together = run("by_pair", x, ids, weights)
+    for t in range(5):
+        alone = run("by_pair", x[t : t + 1], ids[t : t + 1], weights[t : t + 1])
+        np.testing.assert_array_equal(alone[0], together[t])
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(384, 96), (2048, 48), (200, 9), (200, 257)])
+def test_by_pair_in_slices_of_any_width(hidden, width):
+    """16 lanes, 32 where there would be too many slices, few where the width is odd, or all of a prime."""
+    rng = np.random.default_rng(6)
+    gate_up = rng.normal(size=(E, 2, width, hidden)).astype(np.float32) / np.sqrt(np.float32(hidden))
+    down = rng.normal(size=(E, hidden, width)).astype(np.float32) / np.sqrt(np.float32(width))
+    x = rng.normal(size=(2, hidden)).astype(np.float32)
+    r = Routing(jnp.asarray([[0, 3], [7, 3]]), jnp.asarray([[0.5, 1.0], [2.0, 0.25]]))
+    want = moe.dense(jnp.asarray(gate_up), jnp.asarray(down), jnp.asarray(x), r)
+    got = jax.jit(moe.by_pair)(jnp.asarray(gate_up), jnp.asarray(down), jnp.asarray(x), r)
+    np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 def test_low_precision_rows_are_summed_in_float32():
