@@ -21,7 +21,9 @@ _MEMORY = 0.98  # weight of a step's acceptance one step later
 _LEAST_PAST = 0.5
 _PRIOR, _PRIOR_WEIGHT = 0.6, 4.0
 _HOPELESS = 0.85
-_CLEARLY = 0.97  # a depth is worth drafting if it beats depth 0 by more than this
+# A depth is worth drafting if it beats depth 0 by more than this: rows then end apart, and slots wait longer
+# for prompts.
+_CLEARLY = 0.95
 
 
 def adaptive_depths(most: int) -> tuple[int, ...]:
