@@ -7,15 +7,16 @@ takes nobody. All others go the usual way, and are refused there.
 
 import asyncio
 import logging
+import random
 import re
 import time
-import uuid
 
 from pydantic_core import to_json
 
 from mtp_jax import AsyncLLM
 from serve.errors import as_api_error
 from serve.metrics import Metrics
+from serve.turns import Turns
 
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/generate")
 _ACCESS = logging.getLogger("serve.access")
@@ -27,9 +28,10 @@ _CLOSE = re.compile(rb"\r\nconnection:[ \t]*close[ \t]*\r\n", re.IGNORECASE)
 class Overload:
     """Answers for an ``AsyncLLM`` whose queue is full."""
 
-    def __init__(self, allm: AsyncLLM, metrics: Metrics) -> None:
-        self._allm, self._metrics = allm, metrics
-        self._ahead = 0  # served requests that are about to take their places
+    def __init__(self, allm: AsyncLLM, metrics: Metrics, turns: Turns) -> None:
+        """turns: those in which served requests take their places."""
+        self._allm, self._metrics, self._turns = allm, metrics, turns
+        self._read = 0  # served requests that do not wait for their turn yet
 
     def refusal(self, data: bytes) -> tuple[bytes, bool] | None:
         """The response to what just came on an idle connection, and whether to close; None: serve it.
@@ -40,7 +42,7 @@ class Overload:
         first = _FIRST_LINE.match(data)
         if first is None:
             return None
-        overloaded = self._allm.admission.overloaded(self._ahead)
+        overloaded = self._allm.admission.overloaded(self._read + self._turns.waiting)
         if overloaded is None:
             self._expect_one()
             return None
@@ -49,7 +51,8 @@ class Overload:
         if end < 4 or length is None or int(length[1]) != len(data) - end:
             return None
         error = as_api_error(overloaded)
-        body, name, route = to_json(error.body), uuid.uuid4().hex, first[1].decode()
+        body, route = to_json(error.body), first[1].decode()
+        name = f"{random.getrandbits(128):032x}"  # no system call: it would let the engine's thread go first
         headers = {
             "content-type": "application/json",
             "content-length": len(body),
@@ -64,11 +67,10 @@ class Overload:
         return head.encode() + body, _CLOSE.search(data, 0, end) is not None
 
     def _expect_one(self) -> None:
-        """A burst is read in one go, before any of its requests is looked at and takes its place."""
+        """A burst is read in one go, before any of its requests waits for its turn."""
 
-        def looked_at() -> None:
-            self._ahead -= 1
+        def waits() -> None:
+            self._read -= 1
 
-        self._ahead += 1
-        loop = asyncio.get_running_loop()
-        loop.call_soon(loop.call_soon, looked_at)  # what is made of the request comes in between
+        self._read += 1
+        asyncio.get_running_loop().call_soon(waits)  # just before the task that is made of the request begins

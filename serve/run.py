@@ -1,6 +1,7 @@
 """From settings to a listening process: the socket, signals, the engine's end."""
 
 import asyncio
+import gc
 import logging
 import os
 import resource
@@ -24,6 +25,7 @@ _LOG = logging.getLogger(__name__)
 _MOST_HEADER_BYTES = 32 * 1024
 _MOST_FILES = 65536
 _LAST_ANSWERS_SECONDS = 0.5
+_LOOK_SECONDS = 1.0
 _IDLE = {h11.CLIENT: h11.IDLE, h11.SERVER: h11.IDLE}
 
 
@@ -88,7 +90,7 @@ def _config(allm: AsyncLLM, settings: Settings, reporter: Reporter | None) -> uv
 
     class Protocol(_Protocol):
         seconds = settings.body_seconds
-        overload = Overload(allm, app.metrics)
+        overload = Overload(allm, app.metrics, app.turns)
 
     return uvicorn.Config(
         app,
@@ -121,7 +123,8 @@ class Server(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Until the end."""
         self._loop = asyncio.get_running_loop()
-        beside = [asyncio.create_task(self._end()), asyncio.create_task(log_stats(self._allm))]
+        jobs = (self._end(), self._keep_programs(), log_stats(self._allm))
+        beside = [asyncio.create_task(job) for job in jobs]
         with Watchdog(self._allm, self._settings.step_seconds):
             try:
                 await super().serve(sockets)
@@ -133,6 +136,7 @@ class Server(uvicorn.Server):
         """Until the engine is warm and the port open."""
         await super().startup(sockets)
         if self.started:
+            _freeze()
             self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -140,6 +144,12 @@ class Server(uvicorn.Server):
         if self._asked.is_set() or not self.started:
             os._exit(128 + sig)  # compiling, or an answer that goes on, would hold up any other way
         self._loop.call_soon_threadsafe(self._asked.set)
+
+    async def _keep_programs(self) -> None:
+        """Once the last program is compiled."""
+        while self._allm.warming or not self.started:
+            await asyncio.sleep(_LOOK_SECONDS)
+        _freeze()
 
     async def _end(self) -> None:
         """Wait for a reason to end, and let the last answers out."""
@@ -191,6 +201,12 @@ class _Protocol(H11Protocol):
         elif not waits and self._patience is not None:
             self._patience.cancel()
             self._patience = None
+
+
+def _freeze() -> None:
+    """Keep what stays, programs above all, from the garbage collector: nobody is answered while it looks."""
+    gc.collect()
+    gc.freeze()
 
 
 def _raise_file_limit() -> None:

@@ -13,6 +13,7 @@ from serve.errors import ApiError
 from serve.metrics import Metrics
 from serve.page import PATHS as PAGE_PATHS
 from serve.settings import Settings
+from serve.turns import Turns
 
 _ACCESS = logging.getLogger("serve.access")
 _OPEN_PATH = "/health"
@@ -25,6 +26,7 @@ class Guard:
 
     Attributes:
         metrics: which it counts responses in.
+        turns: in which requests with a body get to the routes.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics, routes: frozenset[str]) -> None:
@@ -32,6 +34,7 @@ class Guard:
         self._keys = [key.encode() for key in settings.api_keys]
         self._hosts = settings.hosts
         self._connections = 0
+        self.turns = Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
@@ -58,6 +61,8 @@ class Guard:
             if error is not None:
                 await error.response()(scope, receive, answer)
             else:
+                if scope["method"] == "POST":
+                    await self.turns.next()
                 await self._app(scope, self._limited(receive), answer)
         finally:
             self._connections -= 1

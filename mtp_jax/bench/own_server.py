@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from mtp_jax.errors import MtpJaxError
 
 _WARM_SECONDS = 3600.0
+_TAIL_BYTES = 4000
 MODEL_NAME = "served"
 
 
@@ -36,14 +37,18 @@ class OwnServer:
         """Without /v1."""
         return f"http://{self.host}:{self.port}"
 
+    def check(self) -> None:
+        """Raises MtpJaxError with the end of its log if it has ended."""
+        if (status := self.process.poll()) is not None:
+            self.log.seek(0)
+            tail = self.log.read()[-_TAIL_BYTES:].decode(errors="replace")
+            raise MtpJaxError(f"the server ended with status {status}; its log ends with\n{tail}")
+
     async def warm(self, http: httpx2.AsyncClient) -> None:
         """Wait until every program is compiled. Raises MtpJaxError if it ends, or takes an hour."""
         end = time.monotonic() + _WARM_SECONDS
         while time.monotonic() < end:
-            if self.process.poll() is not None:
-                self.log.seek(0)
-                tail = self.log.read()[-2000:].decode(errors="replace")
-                raise MtpJaxError(f"the server did not start:\n{tail}")
+            self.check()
             try:
                 if (await metrics(http))["mtp_jax:warming"] == 0:
                     return

@@ -25,6 +25,7 @@ class Exchange(asyncio.Protocol):
     def __init__(self) -> None:
         self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._pieces: list[bytes] = []
+        self._began = self._ended = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """asyncio's."""
@@ -39,12 +40,13 @@ class Exchange(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """asyncio's."""
         self._pieces.append(data)
+        self._ended = time.perf_counter()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """asyncio's."""
         head, _, body = b"".join(self._pieces).partition(b"\r\n\r\n")
         status = int(head.split(b" ", 2)[1]) if body and exc is None else 0
-        self.answer.set_result(Answer(time.perf_counter() - self._began, status, body))
+        self.answer.set_result(Answer(self._ended - self._began, status, body))
 
 
 async def connect(host: str, port: int) -> Exchange:

@@ -49,7 +49,7 @@ class Soak:
 
 
 def run(model: str, minutes: float, rate: float, seed: int, options: Sequence[str]) -> Report:
-    """Start ``mtp-jax serve`` with these options, soak it, stop it. MtpJaxError if it does not start."""
+    """Start ``mtp-jax serve`` with these options, soak it, stop it. Raises MtpJaxError if it ends before."""
     with own_server(model, options) as server:
         soak = asyncio.run(_soak(server, minutes * 60, rate, seed))
         server.process.send_signal(signal.SIGTERM)
@@ -70,6 +70,7 @@ async def _soak(server: OwnServer, seconds: float, rate: float, seed: int) -> So
         tasks: set[asyncio.Task[None]] = set()
         end, due = time.monotonic() + seconds, time.monotonic()
         while due < end:
+            server.check()
             asked = make(rng, lambda length: rng.choice(pieces)[:length], MODEL_NAME, chat)
             task = asyncio.create_task(_one(http, asked, soak))
             tasks.add(task)
@@ -78,6 +79,7 @@ async def _soak(server: OwnServer, seconds: float, rate: float, seed: int) -> So
             await asyncio.sleep(max(0.0, due - time.monotonic()))
         await asyncio.gather(*tasks)
         sampling.cancel()
+        server.check()
         await _recheck(http, soak, rng)
         await _check_idle(http, soak)
         if late := _compilations(server.log) - compiled:

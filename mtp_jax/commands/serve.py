@@ -46,11 +46,10 @@ def register(subparsers: Subparsers) -> None:
         help="add speculation metrics to every response (default: none)",
     )
     parser.add_argument(
-        "--no-phase-profile",
-        dest="phase_profile",
-        action="store_false",
-        help="do not trace each program in use for a few steps, once, to tell drafting from verification in "
-        "/metrics",
+        "--phase-profile",
+        action="store_true",
+        help="trace each program in use for a few steps, once, to tell drafting from verification in "
+        "/metrics; answers are slower for some seconds meanwhile",
     )
     _add_server(parser)
     parser.set_defaults(run=run)

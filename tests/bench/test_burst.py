@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import subprocess
+import sys
+import tempfile
 
 import pytest
 from starlette.applications import Starlette
@@ -9,7 +12,9 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from mtp_jax.bench.burst import burst, faults
+from mtp_jax.bench.own_server import OwnServer
 from mtp_jax.bench.raw_client import Answer
+from mtp_jax.errors import MtpJaxError
 from tests.bench.test_serve import running
 
 WHOLE = json.dumps({"usage": {"completion_tokens": 8}}).encode()
@@ -55,3 +60,13 @@ def test_a_burst_comes_at_once_and_everybody_is_answered():
     assert bodies == [{"prompt": "x", "max_tokens": 8}] * 40
     assert {a.status for a in answers} == {200, 503}
     assert [f for f in faults(answers, 8) if "later" not in f] == []
+
+
+def test_a_server_that_has_ended_is_told_with_its_log():
+    with tempfile.TemporaryFile() as log:
+        command = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
+        with subprocess.Popen(command, stderr=log) as process:
+            server = OwnServer(process, "127.0.0.1", 1, log)
+            process.wait(60)
+            with pytest.raises(MtpJaxError, match="ended with status 1; its log ends with\nno such model"):
+                server.check()

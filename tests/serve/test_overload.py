@@ -1,5 +1,7 @@
 """A full queue refuses whole requests before they are taken apart, and nothing else."""
 
+import asyncio
+import gc
 import json
 import socket
 
@@ -8,6 +10,7 @@ import pytest
 from mtp_jax.admission import Admission
 from serve.metrics import Metrics
 from serve.overload import ROUTES, Overload
+from serve.turns import Turns
 from tests.serve.conftest import Running
 
 SHORT = {"prompt": "abc", "max_tokens": 4, "temperature": 0}
@@ -72,7 +75,7 @@ def test_a_request_in_pieces_is_refused_once_it_is_there(full, server: Running):
 def test_a_burst_that_is_read_in_one_go(server: Running, monkeypatch: pytest.MonkeyPatch):
     """Nobody has a place yet when the last of them is refused."""
     monkeypatch.setattr(server.allm, "admission", Admission(3, 10**6))
-    overload = Overload(server.allm, Metrics(server.allm, "tiny"))
+    overload = Overload(server.allm, Metrics(server.allm, "tiny"), Turns())
     request = b"POST /generate HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}"
     found = server.call(lambda: [overload.refusal(request) for _ in range(50)])
     assert [answer is None for answer in found] == [True] * 3 + [False] * 47
@@ -89,3 +92,67 @@ def test_who_wants_the_connection_closed_gets_that(full, server: Running):
         connection.sendall(request)
         with connection.makefile("rb") as answer:
             assert answer.read().startswith(b"HTTP/1.1 503 ")  # to the end
+
+
+def test_who_waits_for_a_turn_counts(server: Running, monkeypatch: pytest.MonkeyPatch):
+    """Between being read and taking a place."""
+    monkeypatch.setattr(server.allm, "admission", Admission(2, 10**6))
+    request = b"POST /generate HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}"
+
+    async def found() -> list[bool]:
+        turns = Turns()
+        overload = Overload(server.allm, Metrics(server.allm, "tiny"), turns)
+        waiting = [asyncio.create_task(turns.next()) for _ in range(2)]
+        await asyncio.sleep(0)
+        refused = [overload.refusal(request) is not None]
+        await asyncio.gather(*waiting)
+        return [*refused, overload.refusal(request) is not None]
+
+    assert asyncio.run(found()) == [True, False]
+
+
+def test_sockets_are_read_between_turns():
+    """However many requests wait, the loop looks at its sockets before each."""
+
+    async def run() -> list[str]:
+        turns, seen = Turns(), []
+        mine, other = socket.socketpair()
+        mine.setblocking(False)
+        with mine, other:
+
+            def read() -> None:
+                seen.append(mine.recv(1).decode())
+
+            async def go(name: str) -> None:
+                await turns.next()
+                seen.append(name)
+                other.send(name.lower().encode())
+
+            asyncio.get_running_loop().add_reader(mine, read)
+            await asyncio.gather(*(go(name) for name in "ABC"))
+            while len(seen) < 6:
+                await asyncio.sleep(0)
+            asyncio.get_running_loop().remove_reader(mine)
+        assert turns.waiting == 0
+        return seen
+
+    assert asyncio.run(run()) == ["A", "a", "B", "b", "C", "c"]
+
+
+def test_who_leaves_before_its_turn_does_not_hold_up_the_others():
+    async def run() -> int:
+        turns = Turns()
+        first, second, third = (asyncio.create_task(turns.next()) for _ in range(3))
+        await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.gather(first, third)
+        return turns.waiting
+
+    assert asyncio.run(run()) == 0
+
+
+def test_the_garbage_collector_leaves_programs_alone(server: Running):
+    """A look at all of them would hold up everybody."""
+    programs = server.allm.llm.engine.executables
+    assert gc.is_tracked(programs)
+    assert not any(looked_at is programs for looked_at in gc.get_objects())
