@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from mtp_jax.admission import Admission
 from mtp_jax.decode.mappings import room_for_programs
@@ -36,6 +36,22 @@ LazyPrompt = Prompt | Callable[[], Prompt]
 """A prompt, or what makes it: called on a worker thread once there is a place in the queue."""
 
 
+class RequestOptions(TypedDict, total=False):
+    """What a request may say besides its prompt and how to choose tokens.
+
+    Keys:
+        request_id: names it to ``abort``.
+        priority: lower runs first; 0 unless given.
+        timeout: seconds after which it ends with the reason "timeout"; None: never.
+        cache_salt: only requests of the same salt share cached prefixes.
+    """
+
+    request_id: str | None
+    priority: int
+    timeout: float | None
+    cache_salt: str
+
+
 class AsyncLLM:
     """A model that serves many coroutines of one event loop.
 
@@ -54,6 +70,7 @@ class AsyncLLM:
         self.admission = Admission(max_queued_requests, max_queued_tokens)
         self._streams: dict[str, Stream] = {}
         self._by_job: dict[Job, Stream] = {}
+        self._calls: set[Future[Any]] = set()
         self._ids = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle = asyncio.Event()
@@ -150,16 +167,13 @@ class AsyncLLM:
         self,
         prompt: LazyPrompt,
         sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        cache_salt: str = "",
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt, yielding the output so far as it grows. Ending the iteration early aborts.
 
         Arguments and errors are those of ``submit``; errors come with the first output.
         """
-        stream = await self.submit(prompt, sampling_params, request_id, priority, timeout, cache_salt)
+        stream = await self.submit(prompt, sampling_params, **options)
         async with aclosing(stream):
             async for output in stream:
                 yield output
@@ -168,20 +182,14 @@ class AsyncLLM:
         self,
         prompt: LazyPrompt,
         sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        cache_salt: str = "",
+        **options: Unpack[RequestOptions],
     ) -> Stream:
         """Queue one prompt.
 
         Args:
             prompt: a string, token ids, or a function that makes one of them, called on a worker thread.
             sampling_params: how to choose tokens.
-            request_id: names it to ``abort``.
-            priority: lower runs first.
-            timeout: seconds after which it ends with the reason "timeout".
-            cache_salt: only requests of the same salt share cached prefixes.
+            options: of ``RequestOptions``.
 
         Raises:
             RequestError: it cannot be served.
@@ -190,15 +198,14 @@ class AsyncLLM:
         """
         self._check_running()
         params = sampling_params or SamplingParams()
+        request_id = options.pop("request_id", None)
         if request_id is None:
             request_id = f"request-{self._ids}"
             self._ids += 1
         self._check_unused(request_id)
-        options: dict[str, Any] = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt}
-        options = {name: value for name, value in options.items() if value}
         place = self.admission.take(params.n, _estimate(prompt))
         try:
-            make = partial(self._job, prompt, params, options)
+            make = partial(self._job, prompt, params, dict(options))
             slow = callable(prompt) or (isinstance(prompt, str) and len(prompt) > _SHORT_PROMPT)
             slow |= params.structured is not None
             job = await self.off_loop(make) if slow else make()
@@ -220,20 +227,28 @@ class AsyncLLM:
             stream.abort()
 
     async def on_engine(self, function: Callable[[], _T]) -> _T:
-        """Run a function between two steps, on the engine's thread: for example ``flush_prefix_cache``."""
+        """Run a function between two steps, on the engine's thread: for example ``flush_prefix_cache``.
+
+        Raises EngineStopped if the engine ends before.
+        """
         self._check_running(even_draining=True)
         future: Future[_T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
-                self._check_running(even_draining=True)
                 future.set_result(function())
             except Exception as error:
                 future.set_exception(error)
 
-        self._thread.call(run)
-        self._check_running(even_draining=True)
-        return await asyncio.wrap_future(future)
+        self._calls.add(future)
+        try:
+            self._thread.call(run)
+            self._check_running(even_draining=True)  # what fails from here on fails the call as well
+            return await asyncio.wrap_future(future)
+        finally:
+            self._calls.discard(future)
 
     async def off_loop(self, function: Callable[[], _T]) -> _T:
         """Run what takes long, but not the engine, on a worker thread: rendering, tokenising."""
@@ -248,6 +263,8 @@ class AsyncLLM:
             raise EngineStopped(f"the engine has failed ({type(self.error).__name__}); restart it")
         if self._draining and not even_draining:
             raise EngineStopped("the engine is shutting down; send this to another one")
+        if self._closing.is_set():
+            raise EngineStopped("the engine has been closed")
         if not self._thread.alive:
             raise EngineStopped("the engine has not been started; call start() first")
 
@@ -268,6 +285,9 @@ class AsyncLLM:
         for job, stream in list(self._by_job.items()):
             stream.deliver(None, failure)
             self._forget(job)
+        for call in self._calls:
+            if not call.done():
+                call.set_exception(failure)
 
     def _forget(self, job: Job) -> None:
         stream = self._by_job.pop(job)

@@ -212,7 +212,9 @@ class _Engine:
             family = CounterMetricFamily(name, text, labels=[_LABEL, label])
             yield self._family(family, {(str(key),): value for key, value in values.items()})
 
-    def _family(self, family: Metric, values: dict[tuple[str, ...], float]) -> Metric:
+    def _family(
+        self, family: CounterMetricFamily | GaugeMetricFamily, values: dict[tuple[str, ...], float]
+    ) -> Metric:
         for labels, value in values.items():
-            family.add_metric([self._name, *labels], value)  # type: ignore[attr-defined]
+            family.add_metric([self._name, *labels], value)
         return family

@@ -131,9 +131,10 @@ class CompletionBody(Sampling):
     def prompts(self) -> list[str | list[int]]:
         """One or more."""
         p = self.prompt
-        if isinstance(p, str) or isinstance(p[0], int):
-            return [p]  # type: ignore[list-item]
-        return p  # type: ignore[return-value]
+        if isinstance(p, str):
+            return [p]
+        one = [token for token in p if isinstance(token, int)]
+        return [one] if one else [prompt for prompt in p if not isinstance(prompt, int)]
 
 
 class TextPart(Body):

@@ -18,6 +18,7 @@ from mtp_jax import (
     SamplingParams,
     Stream,
 )
+from mtp_jax.engine.request import Request
 
 RIGGED = Path(__file__).parent / "golden" / "rigged" / "model"
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -128,9 +129,9 @@ def test_abort_by_name_gives_the_text_so_far(llm):
     async def run() -> RequestOutput:
         async with serving(llm) as allm:
             params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
-            stream = await allm.submit(PROMPTS[0], params, "mine")
+            stream = await allm.submit(PROMPTS[0], params, request_id="mine")
             with pytest.raises(RequestError, match="in use"):
-                await allm.submit(PROMPTS[0], params, "mine")
+                await allm.submit(PROMPTS[0], params, request_id="mine")
             await anext(stream)
             allm.abort("mine")
             allm.abort("nobody's")
@@ -314,6 +315,61 @@ def test_a_failed_engine_fails_everybody_and_says_so(caplog):
     assert "the engine failed" in caplog.text
 
 
+def test_calls_that_a_failed_engine_did_not_get_to_fail(llm):
+    broken = LLM(RIGGED, max_num_seqs=2, max_model_len=128, page_size=16, prefill_chunk=32)
+    broken.engine.executables = llm.engine.executables
+    begun, go = threading.Event(), threading.Event()
+
+    def step() -> list[Request]:
+        begun.set()
+        go.wait(60)
+        raise ArithmeticError
+
+    broken.engine.step = step
+
+    async def run() -> None:
+        async with AsyncLLM(broken) as allm:
+            await allm.submit(PROMPTS[0], GREEDY)
+            await until(begun.is_set)
+            call = asyncio.create_task(allm.on_engine(lambda: None))
+            await asyncio.sleep(0)
+            go.set()
+            with pytest.raises(EngineStopped, match="the engine failed: ArithmeticError"):
+                await asyncio.wait_for(call, 60)
+
+    asyncio.run(run())
+
+
+def test_a_closed_engine_says_so(llm):
+    async def run() -> None:
+        async with serving(llm) as allm:
+            assert await allm.on_engine(lambda: 3) == 3
+        with pytest.raises(EngineStopped, match="has been closed"):
+            await asyncio.wait_for(allm.on_engine(lambda: 3), 60)
+
+    asyncio.run(run())
+
+
+def test_who_does_not_wait_for_a_call_does_no_harm(llm, monkeypatch):
+    step, begun, go, ran = llm.engine.step, threading.Event(), threading.Event(), []
+    monkeypatch.setattr(llm.engine, "step", lambda: begun.set() or (go.wait(60) and step()))
+
+    async def run() -> None:
+        async with serving(llm) as allm:
+            stream = await allm.submit(PROMPTS[0], GREEDY)
+            await until(begun.is_set)
+            call = asyncio.create_task(allm.on_engine(lambda: ran.append(1)))
+            await asyncio.sleep(0)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            go.set()
+            await last(stream)
+            assert await allm.on_engine(lambda: len(ran)) == 0
+
+    asyncio.run(run())
+
+
 def test_an_engine_that_was_not_started_takes_nothing(llm):
     async def run() -> None:
         with pytest.raises(EngineStopped, match="not been started"):
@@ -335,7 +391,7 @@ def test_texts_and_origins_of_tokens(llm):
 def test_a_name_that_is_taken_while_a_prompt_is_made(llm):
     async def run() -> None:
         async with serving(llm) as allm:
-            both = (allm.submit(lambda: PROMPTS[0], GREEDY, "same") for _ in range(2))
+            both = (allm.submit(lambda: PROMPTS[0], GREEDY, request_id="same") for _ in range(2))
             first, second = await asyncio.gather(*both, return_exceptions=True)
             assert isinstance(first, Stream) != isinstance(second, Stream)
             refused, stream = (first, second) if isinstance(second, Stream) else (second, first)

@@ -152,7 +152,8 @@ def summary(allm: "AsyncLLM", settings: "Settings", address: str) -> str:
     keys = f"{len(settings.api_keys)} API key{'s' * (len(settings.api_keys) != 1)}"
     who = keys if settings.api_keys else "no API key"
     only = ", this computer only" if settings.is_loopback else ""
-    folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    config: Any = jax.config
+    folder = config.jax_compilation_cache_dir
     kept = f"kept in {folder}" if folder else "not kept"
     rows = {
         "model": f"{settings.model_name}: {model.num_hidden_layers} layers, {c.dtype}, {size:,} MB",

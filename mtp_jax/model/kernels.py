@@ -40,7 +40,7 @@ def runs(wanted: Implementation | None, check: Callable[..., None], *args: Any) 
         check(*args)
     except ValueError as e:
         if wanted is not None:
-            raise ConfigError(str(e)) from e
+            raise ConfigError(f"{e}: --kernels auto or xla, in Python kernels='auto' or 'xla'") from e
         return False
     return True
 

@@ -203,6 +203,6 @@ def test_without_nextn_layers_the_engine_decodes_plainly():
 
 def test_kernels_that_cannot_run_here_are_an_error_when_insisted_on():
     engine = make_engine(kernels="mosaic_gpu")
-    with pytest.raises(ConfigError, match=r"mla_.*float32.*use implementation='xla'"):
+    with pytest.raises(ConfigError, match=r"mla_.*float32.*'xla': --kernels auto or xla"):
         engine.prepare([engine.make_request(LONG, GREEDY)])
     assert serve(make_engine(kernels="xla"), [(LONG, GREEDY)])[0].output == text(tuple(LONG))

@@ -9,7 +9,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
 
-from tests.serve.conftest import Running
+from tests.serve.conftest import Running, wait_until
 
 HI: Any = [{"role": "user", "content": "hi"}]
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 20}
@@ -76,10 +76,13 @@ def test_async_clients_at_once(server: Running, api: OpenAI):
 
 
 def test_closing_a_stream_ends_the_request(server: Running, api: OpenAI):
+    aborted = server.allm.llm.engine.stats().finished.get("abort", 0)
     with api.completions.create(
         prompt="abc", stream=True, model="tiny", max_tokens=200, extra_body=MORE
     ) as stream:
         next(iter(stream))
+    wait_until(lambda: server.allm.live == 0)
+    assert server.allm.llm.engine.stats().finished["abort"] == aborted + 1
 
 
 def test_structured_output(api: OpenAI):
