@@ -22,29 +22,32 @@ _MAX_SPLITS = 32
 
 def mla_decode(
     q: jax.Array,
+    q_rope: jax.Array,
     pages: jax.Array | Rows,
     page_table: jax.Array,
     visible: Visible,
     *,
     scale: float,
-    rank: int,
     implementation: Implementation,
     splits: int | None = None,
+    in_place: bool = False,
     interpret: Any = None,
 ) -> jax.Array:
     """Absorbed multi-head latent attention over a paged cache (arXiv 2405.04434, eqs. 9-19).
 
     Args:
-        q: queries in the latent space beside their rope part, [B, W, N, C + R].
+        q: queries in the latent space, [B, W, N, C].
+        q_rope: their rope part, [B, W, N, R].
         pages: the cache, [P, S, C + R], latent first; or FP8 rows, the two arrays that `fp8_rows.pack` makes.
             Rows that no token sees may hold anything, NaN too.
         page_table: pages of each slot in order, int32 [B, n]; every entry must be a page of the cache.
         visible: rows each token attends to; none at or past n * S.
         scale: factor of the scores before the softmax.
-        rank: C.
         implementation: "mosaic_gpu" needs a Hopper GPU, bfloat16, C 512, R 64, pages of 64 rows, and N a
             multiple of 8.
         splits: parts of a slot's rows that run at the same time; None chooses.
+        in_place: the result may take the memory of q, which nothing else reads; it does where slots are not
+            split, with jax 0.11 or newer.
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Returns:
@@ -54,9 +57,9 @@ def mla_decode(
         ValueError: for what an implementation cannot do.
     """
     if implementation == "xla":
-        return reference.mla_decode(q, pages, page_table, visible, scale=scale, rank=rank).astype(q.dtype)
-    check(q, pages, rank)
-    slots, window, heads, width = q.shape
+        return reference.mla_decode(q, q_rope, pages, page_table, visible, scale=scale).astype(q.dtype)
+    check(q, q_rope, pages)
+    slots, window, heads, rank = q.shape
     height = window * heads
     block = mosaic_gpu.rows_per_block(height)
     blocks = height // block
@@ -65,13 +68,15 @@ def mla_decode(
     ahead = jnp.repeat(visible.ahead, heads, axis=1).reshape(slots, blocks, block)
     ahead = jnp.pad(ahead, ((0, 0), (0, 0), (0, mosaic_gpu.ROWS - block)))
     out, lse = mosaic_gpu.mla_decode(
-        q.reshape(slots, height, width),
+        q.reshape(slots, height, -1),
+        q_rope.reshape(slots, height, -1),
         pages,
         page_table,
         rows,
         ahead,
         scale=scale,
         splits=splits,
+        in_place=in_place,
         interpret=interpret,
     )
     lse = lse[..., :block].reshape(splits, slots, height)
@@ -102,14 +107,14 @@ def choose_splits(blocks: int, columns: int) -> int:
     return min(range(1, min(steps, _MAX_SPLITS) + 1), key=time)
 
 
-def check(q: jax.Array, pages: jax.Array | Rows, rank: int) -> None:
+def check(q: Any, q_rope: Any, pages: jax.Array | Rows) -> None:
     """Refuse what the Mosaic GPU kernel cannot do, with a ValueError that says so."""
-    heads, width, rows = q.shape[-2], q.shape[-1], jax.tree.leaves(pages)[0]
-    dtypes = {str(q.dtype)} | (set() if isinstance(pages, tuple) else {str(rows.dtype)})
+    (heads, rank), rows = q.shape[-2:], jax.tree.leaves(pages)[0]
+    dtypes = {str(q.dtype), str(q_rope.dtype)} | (set() if isinstance(pages, tuple) else {str(rows.dtype)})
     needs = (
         ("dtype of queries and cache", dtypes, {"bfloat16"}),
         ("latent rank", rank, mosaic_gpu.RANK),
-        ("rope dimensions", width - rank, mosaic_gpu.ROPE),
+        ("rope dimensions", q_rope.shape[-1], mosaic_gpu.ROPE),
         ("rows per page", rows.shape[1], mosaic_gpu.PAGE),
         ("remainder of the heads by 8", heads % 8, 0),
     )

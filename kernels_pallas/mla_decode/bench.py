@@ -17,9 +17,9 @@ from kernels_pallas.mla_decode.visible import Visible
 _TRITON_SPLITS = 4
 
 
-def baselines(scale: float, rank: int) -> Mapping[str, Callable[..., Any] | External]:
+def baselines(scale: float) -> Mapping[str, Callable[..., Any] | External]:
     """By name: functions of the kernel's inputs."""
-    options = {"scale": scale, "rank": rank}
+    options = {"scale": scale}
     return {
         "xla": partial(xla, **options),
         "triton": External(partial(triton, **options)),
@@ -28,30 +28,43 @@ def baselines(scale: float, rank: int) -> Mapping[str, Callable[..., Any] | Exte
 
 
 def xla(
-    q: jax.Array, pages: jax.Array | Rows, page_table: jax.Array, visible: Visible, *, scale: float, rank: int
+    q: jax.Array,
+    q_rope: jax.Array,
+    pages: jax.Array | Rows,
+    page_table: jax.Array,
+    visible: Visible,
+    *,
+    scale: float,
 ) -> jax.Array:
     """XLA's own lowering in bfloat16: rows gathered to memory, two matrix products, a softmax in float32."""
+    rank, whole = q.shape[-1], jnp.concatenate([q, q_rope], axis=-1)
     rows = jax.tree.map(lambda part: part[page_table], pages)
     rows = unpack(rows, rank).astype(q.dtype) if isinstance(rows, tuple) else rows
     rows = rows.reshape(rows.shape[0], -1, rows.shape[-1])
     mask = visible.mask(rows.shape[1])
     rows = jnp.where(mask.any(axis=1)[..., None], rows, 0)
-    scores = jnp.einsum("bwnc,blc->bwnl", q, rows, preferred_element_type=jnp.float32) * scale
+    scores = jnp.einsum("bwnc,blc->bwnl", whole, rows, preferred_element_type=jnp.float32) * scale
     weights = jax.nn.softmax(jnp.where(mask[:, :, None], scores, -jnp.inf), axis=-1).astype(q.dtype)
     return jnp.einsum("bwnl,blc->bwnc", weights, rows[..., :rank])
 
 
 def triton(
-    q: jax.Array, pages: jax.Array | Rows, page_table: jax.Array, visible: Visible, *, scale: float, rank: int
+    q: jax.Array,
+    q_rope: jax.Array,
+    pages: jax.Array | Rows,
+    page_table: jax.Array,
+    visible: Visible,
+    *,
+    scale: float,
 ) -> Callable[[], Any]:
     """vLLM's Triton kernel. It decodes single tokens: those of a window become slots of their own."""
     torch = _package("torch")
     kernel = _package("vllm.v1.attention.ops.triton_decode_attention").decode_attention_fwd
     rows, lengths = _bfloat16(pages), _causal_lengths(visible)
-    slots, window, heads, width = q.shape
+    slots, window, heads, rank = q.shape
     tokens = slots * window
     of_each = (
-        q.reshape(tokens, heads, width),
+        jnp.concatenate([q, q_rope], axis=-1).reshape(tokens, heads, -1),
         rows[:, :, None],
         jnp.zeros((tokens, heads, rank), q.dtype),
         jnp.zeros((tokens, heads), q.dtype),
@@ -81,17 +94,24 @@ def triton(
 
 
 def flash_mla(
-    q: jax.Array, pages: jax.Array | Rows, page_table: jax.Array, visible: Visible, *, scale: float, rank: int
+    q: jax.Array,
+    q_rope: jax.Array,
+    pages: jax.Array | Rows,
+    page_table: jax.Array,
+    visible: Visible,
+    *,
+    scale: float,
 ) -> Callable[[], Any]:
     """FlashMLA's dense decoding kernel, with its causal window."""
     torch, package = _package("torch"), _package("flash_mla")
     rows, ends = _bfloat16(pages), _causal_lengths(visible)[:, -1]
-    queries, keys, table, ends = (torch.from_dlpack(x) for x in (q, rows[:, :, None], page_table, ends))
+    given = jnp.concatenate([q, q_rope], axis=-1), rows[:, :, None], page_table, ends
+    queries, keys, table, ends = (torch.from_dlpack(x) for x in given)
     schedule, splits = package.get_mla_metadata(ends, q.shape[1] * q.shape[2], 1)
 
     def call() -> Any:
         out, _ = package.flash_mla_with_kvcache(
-            queries, keys, table, ends, rank, schedule, splits, softmax_scale=scale, causal=True
+            queries, keys, table, ends, q.shape[-1], schedule, splits, softmax_scale=scale, causal=True
         )
         return out
 

@@ -27,6 +27,7 @@ class Shape:
     splits: int | None = None
     nextn: bool = False
     fp8: bool = False
+    in_place: bool = False
 
     @property
     def pages_per_slot(self) -> int:
@@ -41,6 +42,7 @@ def shapes() -> dict[str, Shape]:
     small = {
         "small-one-token": Shape(8, 1, (150,), splits=1),
         "small-edges": Shape(16, 1, (*edges, -1), splits=1),
+        "small-in-place": Shape(24, 3, (61, 150), splits=1, in_place=True),
         "small-window": Shape(16, 4, (60, 63, 126, -1), splits=2),
         "small-window8": Shape(8, 8, (57, 190), splits=2),
         "small-heads128": Shape(128, 1, (130, 40), splits=2),
@@ -77,15 +79,20 @@ def cases() -> tuple[Case, ...]:
 
 def case(name: str, shape: Shape) -> Case:
     """What is checked of one shape."""
-    static = {"scale": SCALE, "rank": RANK}
     return Case(
         name=f"mla_decode/{name}",
         inputs=partial(inputs, shape),
-        kernel=partial(mla_decode, implementation="mosaic_gpu", splits=shape.splits, **static),
-        reference=partial(reference.mla_decode, **static),
+        kernel=partial(
+            mla_decode,
+            scale=SCALE,
+            implementation="mosaic_gpu",
+            splits=shape.splits,
+            in_place=shape.in_place,
+        ),
+        reference=partial(reference.mla_decode, scale=SCALE),
         work=work(shape),
         small=name.startswith("small-"),
-        baselines=bench.baselines(SCALE, RANK),
+        baselines=bench.baselines(SCALE),
     )
 
 
@@ -101,7 +108,8 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
     hidden = ~visible.mask(columns * PAGE).any(axis=1).reshape(slots, columns, PAGE)
     hidden = jnp.ones((count, PAGE), bool).at[page_table].set(hidden)
     pages = jnp.where(hidden[..., None], jnp.nan, pages)
-    return q, pack(pages, RANK) if shape.fp8 else pages, page_table, visible
+    q, q_rope = jnp.split(q, [RANK], axis=-1)
+    return q, q_rope, pack(pages, RANK) if shape.fp8 else pages, page_table, visible
 
 
 def rows_seen(shape: Shape) -> Visible:

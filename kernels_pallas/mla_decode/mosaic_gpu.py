@@ -31,6 +31,9 @@ LOG2E = 1.4426950408889634
 # The bits of an e4m3 number in those of a float16 are 2^-8 of it, subnormal ones too.
 E4M3_IN_F16 = 256.0
 
+# A kernel of jax 0.10 cannot write to its inputs.
+CAN_REUSE = jax.__version_info__ >= (0, 11)
+
 # A maximum of nothing; finite, so that differences of it are not NaN.
 NOTHING = -1e30
 
@@ -43,6 +46,7 @@ FIRST, LENGTH, END, SEEN = range(4)
 
 def mla_decode(
     q: jax.Array,
+    q_rope: jax.Array,
     pages: jax.Array | Rows,
     page_table: jax.Array,
     rows: jax.Array,
@@ -50,12 +54,14 @@ def mla_decode(
     *,
     scale: float,
     splits: int,
+    in_place: bool = False,
     interpret: Any = None,
-) -> list[jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
     """Attention of each split over its share of the rows.
 
     Args:
-        q: [B, M, 576] bf16, M a multiple of 8.
+        q: [B, M, 512] bf16, M a multiple of 8.
+        q_rope: [B, M, 64] bf16.
         pages: [P, 64, 576] bf16, or FP8 rows: [P, 64, 320] uint16 and [P, 64, 4] float32.
         page_table: [B, n] int32.
         rows: [4, B] int32: the first row, the end of those all tokens see, the end of those any token sees,
@@ -64,6 +70,7 @@ def mla_decode(
             row sees cached row ``length + i``.
         scale: factor of the scores.
         splits: parts that the rows are divided into.
+        in_place: the output takes the memory of q; not with splits.
         interpret: parameters of Pallas' interpreter, or None.
 
     Returns:
@@ -71,6 +78,7 @@ def mla_decode(
         [splits, B, M / m, 64] float32, in each block's first m.
     """
     slots, height, _ = q.shape
+    in_place = in_place and splits == 1 and CAN_REUSE
     count = rows_per_block(height)
     wg = Warpgroup(interpreted=interpret is not None)
     fp8 = isinstance(pages, tuple)
@@ -78,9 +86,10 @@ def mla_decode(
     stored = (lax.bitcast_convert_type(pages[0], q.dtype), pages[1]) if fp8 else (pages,)
 
     def kernel(
-        q_ref: Ref, pages_refs: tuple[Ref, ...], table_ref: Ref, rows_ref: Ref, ahead_ref: Ref,
-        out_ref: Ref, lse_ref: Ref,
-        q_s: Ref, ahead_s: Ref, latent_s: Ref, rope_s: Ref, peak_s: Ref, decay_s: Ref, sum_s: Ref,
+        q_ref: Ref, q_rope_ref: Ref, pages_refs: tuple[Ref, ...], table_ref: Ref, rows_ref: Ref,
+        ahead_ref: Ref, lse_ref: Ref, out_refs: tuple[Ref, ...],
+        q_s: Ref, q_rope_s: Ref, ahead_s: Ref, latent_s: Ref, rope_s: Ref,
+        peak_s: Ref, decay_s: Ref, sum_s: Ref,
         q_ready: Ref, latent_ready: Ref, rope_ready: Ref, freed: Ref, probs_ready: Ref, sums_ready: Ref,
     ) -> None:  # fmt: skip
         block, split, slot = lax.axis_index("block"), lax.axis_index("split"), lax.axis_index("slot")
@@ -97,6 +106,7 @@ def mla_decode(
 
         def copy() -> None:
             plgpu.copy_gmem_to_smem(q_ref.at[slot, mine], q_s.at[local], q_ready)
+            plgpu.copy_gmem_to_smem(q_rope_ref.at[slot, mine], q_rope_s.at[local], q_ready)
             plgpu.copy_gmem_to_smem(ahead_ref.at[slot, block], ahead_s, q_ready)
 
             def step(i: jax.Array, _: None) -> None:
@@ -157,7 +167,7 @@ def mla_decode(
                 expand(buffer, scales)
             s = wg.product(
                 (ROWS, PAGE),
-                lambda: (q_s.at[:, pl.ds(RANK, ROPE)], rope_s.at[buffer]),
+                lambda: (q_rope_s, rope_s.at[buffer]),
                 lambda: (q_s.at[:, pl.ds(0, HALF)], latent_s.at[buffer, 0]),
                 lambda: (q_s.at[:, pl.ds(HALF, HALF)], latent_s.at[buffer, 1]),
             )
@@ -212,8 +222,10 @@ def mla_decode(
             if half == 0:
                 decay_s[half, :] = peak + jnp.log2(total)
             plgpu.commit_smem()
+            # In place of the queries: only this thread block reads them, and both halves have done so.
+            out = out_refs[0].at[split] if out_refs else q_ref
             columns = pl.ds(half * HALF, HALF)
-            plgpu.copy_smem_to_gmem(latent_s.at[half, half, local], out_ref.at[split, slot, mine, columns])
+            plgpu.copy_smem_to_gmem(latent_s.at[half, half, local], out.at[slot, mine, columns])
             if half == 0:
                 plgpu.copy_smem_to_gmem(decay_s.at[half], lse_ref.at[split, slot, block])
             plgpu.wait_smem_to_gmem(0)
@@ -266,19 +278,20 @@ def mla_decode(
     tiles, per_buffer = operand_tiles(q.dtype), (COMPUTE, ROWS)
     run = plgpu.kernel(
         kernel,
-        out_type=[
-            jax.ShapeDtypeStruct((splits, slots, height, RANK), q.dtype),
+        out_type=(
             jax.ShapeDtypeStruct((splits, *ahead.shape), jnp.float32),
-        ],
+            () if in_place else (jax.ShapeDtypeStruct((splits, slots, height, RANK), q.dtype),),
+        ),
         scratch_types=[
-            plgpu.SMEM((ROWS, RANK + ROPE), q.dtype, transforms=tiles),
+            plgpu.SMEM((ROWS, RANK), q.dtype, transforms=tiles),
+            plgpu.SMEM((ROWS, ROPE), q.dtype, transforms=tiles),
             plgpu.SMEM((ROWS,), jnp.int32),
             plgpu.SMEM((COMPUTE, COMPUTE, PAGE, HALF), q.dtype, transforms=tiles),
             plgpu.SMEM((COMPUTE, PAGE, ROPE), q.dtype, transforms=tiles),
             plgpu.SMEM(per_buffer, jnp.float32),
             plgpu.SMEM(per_buffer, jnp.float32),
             plgpu.SMEM(per_buffer, jnp.float32),
-            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_arrivals=3),
             plgpu.Barrier(num_barriers=COMPUTE, num_arrivals=1 if fp8 else COMPUTE),
             plgpu.Barrier(num_barriers=COMPUTE),
             plgpu.Barrier(num_barriers=COMPUTE, num_arrivals=COMPUTE),
@@ -292,7 +305,12 @@ def mla_decode(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return run(q, stored, page_table, rows, ahead)
+    if not in_place:
+        lse, (out,) = run(q, q_rope, stored, page_table, rows, ahead)
+        return out, lse
+    reused = jax.new_ref(q)
+    lse, _ = run(reused, q_rope, stored, page_table, rows, ahead)
+    return jax.freeze(reused)[None], lse
 
 
 def rows_per_block(height: int) -> int:

@@ -11,9 +11,16 @@ EXACT = lax.Precision.HIGHEST
 
 
 def mla_decode(
-    q: jax.Array, pages: jax.Array | Rows, page_table: jax.Array, visible: Visible, *, scale: float, rank: int
+    q: jax.Array,
+    q_rope: jax.Array,
+    pages: jax.Array | Rows,
+    page_table: jax.Array,
+    visible: Visible,
+    *,
+    scale: float,
 ) -> jax.Array:
     """As `kernels_pallas.mla_decode.api.mla_decode`, computed in float32; returns float32 [B, W, N, C]."""
+    rank, whole = q.shape[-1], jnp.concatenate([q, q_rope], axis=-1)
     rows = jax.tree.map(lambda part: part[page_table], pages)
     # FP8 rows are expanded to the type that is multiplied.
     rows = unpack(rows, rank).astype(q.dtype) if isinstance(rows, tuple) else rows
@@ -22,7 +29,7 @@ def mla_decode(
     mask = visible.mask(rows.shape[1])
     # Rows nobody sees may hold NaN, which a probability of zero does not silence.
     rows = jnp.where(mask.any(axis=1)[..., None], rows, 0)
-    scores = jnp.einsum("bwnc,blc->bwnl", q.astype(jnp.float32), rows, precision=EXACT) * scale
+    scores = jnp.einsum("bwnc,blc->bwnl", whole.astype(jnp.float32), rows, precision=EXACT) * scale
     scores = jnp.where(mask[:, :, None], scores, -jnp.inf)
     # A token that sees nothing must give zeros, not NaN.
     peak = jnp.maximum(scores.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)

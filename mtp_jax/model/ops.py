@@ -145,16 +145,12 @@ def _check_decode(q: Queries, k_up: Float[Array, "N h C"], pages: Pages) -> None
     window = q.rope.shape[1]
     if window > MAX_AHEAD:
         raise ValueError(f"mla_decode on mosaic_gpu: a window of {window} tokens, at most {MAX_AHEAD}")
-    mla_decode.check(_in_latent_space(q, k_up), _parts(pages), k_up.shape[-1])
+    mla_decode.check(absorb(q.nope, k_up), q.rope, _parts(pages))
 
 
 def _parts(pages: Pages) -> Any:
     """Pages as the kernel takes them."""
     return (pages.words, pages.scales) if isinstance(pages, Fp8Rows) else pages
-
-
-def _in_latent_space(q: Queries, k_up: Float[Array, "N h C"]) -> Float[Array, "B W N c"]:
-    return jnp.concatenate([absorb(q.nope, k_up), q.rope], axis=-1)
 
 
 def _decode(
@@ -167,13 +163,14 @@ def _decode(
 ) -> Float[Array, "B W N v"]:
     """``attend`` in the absorbed form by the kernel, which reads the pages where they are."""
     mixed = mla_decode.mla_decode(
-        _in_latent_space(q, k_up),
+        absorb(q.nope, k_up),
+        q.rope,
         _parts(pages),
         view.page_table,
         visible(view.mask),
         scale=scale,
-        rank=k_up.shape[-1],
         implementation="mosaic_gpu",
+        in_place=True,
     )
     return jnp.einsum("bwnc,nvc->bwnv", mixed, v_up)
 

@@ -15,16 +15,16 @@ from kernels_pallas.mla_decode.visible import Visible, causal
 from tests.kernels.interpreter import distance, interpret, needs_fences, notices, without
 
 SMALL = [name for name in shapes() if name.startswith("small-")]
-RUN = partial(mla_decode, scale=SCALE, rank=RANK, implementation="xla")
+RUN = partial(mla_decode, scale=SCALE, implementation="xla")
 
 
 # Query rows past the last are computed from uninitialised memory, which is NaN there.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 
-def exact(q, pages, page_table, mask):
+def exact(q, q_rope, pages, page_table, mask):
     """Token by token and head by head, in float64."""
-    q, pages = np.asarray(q, np.float64), np.asarray(pages, np.float64)
+    q, pages = np.concatenate([q, q_rope], -1).astype(np.float64), np.asarray(pages, np.float64)
     slots, window, heads, _ = q.shape
     out = np.zeros((slots, window, heads, RANK))
     for b in range(slots):
@@ -42,16 +42,16 @@ def exact(q, pages, page_table, mask):
 def test_reference_equals_float64(kind):
     shape = Shape(8, 3, (-1, 0, 61, 64, 130), nextn=kind == "nextn", fp8=kind == "fp8")
     # Apart from what reads them, or XLA would leave out their rounding to bfloat16.
-    q, pages, page_table, visible = jax.jit(partial(inputs, shape))(jax.random.key(1))
+    q, q_rope, pages, page_table, visible = jax.jit(partial(inputs, shape))(jax.random.key(1))
 
     @jax.jit
     def run(*inputs):
         mask = visible.mask(page_table.shape[1] * PAGE)
-        return RUN(*inputs), xla(*inputs, scale=SCALE, rank=RANK), mask
+        return RUN(*inputs), xla(*inputs, scale=SCALE), mask
 
-    reference, baseline, mask = run(q, pages, page_table, visible)
+    reference, baseline, mask = run(q, q_rope, pages, page_table, visible)
     rows = unpack(pages, RANK).astype(jnp.bfloat16) if kind == "fp8" else pages
-    expected, some = exact(q, rows, page_table, mask), np.asarray(mask.any(-1))
+    expected, some = exact(q, q_rope, rows, page_table, mask), np.asarray(mask.any(-1))
     assert distance(reference, expected) < 3e-3
     assert distance(np.asarray(baseline, np.float64)[some], expected[some]) < 5e-3
     assert not np.asarray(reference, np.float64)[~some].any()
@@ -105,9 +105,14 @@ def test_splits_fill_the_gpu_and_leave_each_some_pages(blocks, columns):
 @pytest.mark.parametrize("fp8", [False, True])
 def test_what_the_kernel_cannot_do_is_refused(q, pages, rank, match, fp8):
     rows = pack(jnp.zeros(*pages), rank) if fp8 else jnp.zeros(*pages)
-    arguments = jnp.zeros(*q), rows, jnp.zeros((1, 2), jnp.int32), causal(jnp.array([3]), 1)
+    arguments = (
+        *jnp.split(jnp.zeros(*q), [rank], axis=-1),
+        rows,
+        jnp.zeros((1, 2), jnp.int32),
+        causal(jnp.array([3]), 1),
+    )
     with pytest.raises(ValueError, match=match):
-        mla_decode(*arguments, scale=1.0, rank=rank, implementation="mosaic_gpu")
+        mla_decode(*arguments, scale=1.0, implementation="mosaic_gpu")
 
 
 @pytest.mark.parametrize(
