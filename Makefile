@@ -47,6 +47,7 @@ test-gpu: $(VENV)/.dev
 gpu-compile: $(GPU_COMPILE)/.installed
 	@echo "==> compiling the kernels for an H200"
 	@$(GPU_COMPILE)/bin/python -m kernels_pallas.deviceless $(CASES)
+	@test -n "$(CASES)" || $(GPU_COMPILE)/bin/python -m tests.kernels.compile_step --layer
 	@test -n "$(CASES)" || $(GPU_COMPILE)/bin/python -m tests.kernels.compile_step
 
 BENCH = $(BIN)/mtp-jax bench
