@@ -313,7 +313,7 @@ class AsyncLLM:
                 return
             try:
                 self.llm.engine.executables.compile([key])
-                self._thread.call(partial(self.llm.engine.rehearse, [key]))
+                self._thread.rehearse(key)
             except Exception:  # what is compiled already serves everything
                 _LOG.exception("an executable did not compile")
 

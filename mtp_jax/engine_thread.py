@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from mtp_jax.decode.compiled import Key
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request, Status
 from mtp_jax.jobs import Job, Part
@@ -68,6 +69,15 @@ class EngineThread:
     def call(self, function: Callable[[], object]) -> None:
         """Run a function between two steps."""
         self._inbox.put(function)
+
+    def rehearse(self, key: Key) -> None:
+        """Run a program that has just been compiled once, if no request is being served."""
+
+        def run() -> None:
+            self._expected += 1  # whoever is waited for has not come with this
+            self._engine.rehearse([key])
+
+        self._inbox.put(run)
 
     def submit(self, job: Job) -> None:
         """Serve a job."""

@@ -105,14 +105,10 @@ def test_splits_fill_the_gpu_and_leave_each_some_pages(blocks, columns):
 @pytest.mark.parametrize("fp8", [False, True])
 def test_what_the_kernel_cannot_do_is_refused(q, pages, rank, match, fp8):
     rows = pack(jnp.zeros(*pages), rank) if fp8 else jnp.zeros(*pages)
-    arguments = (
-        *jnp.split(jnp.zeros(*q), [rank], axis=-1),
-        rows,
-        jnp.zeros((1, 2), jnp.int32),
-        causal(jnp.array([3]), 1),
-    )
+    latent, rope = jnp.split(jnp.zeros(*q), [rank], axis=-1)
+    table, visible = jnp.zeros((1, 2), jnp.int32), causal(jnp.array([3]), 1)
     with pytest.raises(ValueError, match=match):
-        mla_decode(*arguments, scale=1.0, implementation="mosaic_gpu")
+        mla_decode(latent, rope, rows, table, visible, scale=1.0, implementation="mosaic_gpu")
 
 
 @pytest.mark.parametrize(

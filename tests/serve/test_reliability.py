@@ -201,18 +201,24 @@ def test_r8_the_watchdog_ends_a_stuck_process(server: Running, compiled, gated, 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_r9_a_failed_engine_answers_everybody_and_ends_the_server(fresh, stream):
-    running = start(fresh)
+    running, began = start(fresh), threading.Event()
     step, steps = fresh.engine.step, []
 
     def break_down():
         steps.append(1)
-        return step() if len(steps) < 4 else 1 / 0
+        if len(steps) < 4:
+            return step()
+        assert not stream or began.wait(60)
+        return 1 / 0
 
     fresh.engine.step = break_down  # type: ignore[method-assign]
-    with running.client() as client:
-        answer = client.post("/v1/completions", json={**LONG, "stream": stream})
+    text, body = "", {**LONG, "stream": stream}
+    with running.client() as client, client.stream("POST", "/v1/completions", json=body) as answer:
+        for part in answer.iter_text():
+            text += part
+            began.set()
     if stream:
-        *_, error, done = answer.text.strip().split("\n\n")
+        *_, error, done = text.strip().split("\n\n")
         assert done == "data: [DONE]"
         assert (
             json.loads(error.removeprefix("data: "))["error"]["message"]
@@ -220,7 +226,7 @@ def test_r9_a_failed_engine_answers_everybody_and_ends_the_server(fresh, stream)
         )
     else:
         assert answer.status_code == 503
-        assert answer.json()["error"]["code"] == "unavailable"
+        assert json.loads(text)["error"]["code"] == "unavailable"
     running.thread.join(60)
     assert not running.thread.is_alive()
     assert isinstance(running.allm.error, ZeroDivisionError)
