@@ -38,7 +38,8 @@ class EngineThread:
         self.error: BaseException | None = None
         self._engine = engine
         self._admitted, self._updated, self._failed = admitted, updated, failed
-        self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        # What to do, and whether somebody asked for it; None: end.
+        self._inbox: queue.SimpleQueue[tuple[Callable[[], object], bool] | None] = queue.SimpleQueue()
         self._parts: dict[int, tuple[Job, Part]] = {}
         self._queued: list[Job] = []
         self._working_since: float | None = None
@@ -68,24 +69,19 @@ class EngineThread:
 
     def call(self, function: Callable[[], object]) -> None:
         """Run a function between two steps."""
-        self._inbox.put(function)
+        self._inbox.put((function, True))
 
     def rehearse(self, key: Key) -> None:
         """Run a program that has just been compiled once, if no request is being served."""
-
-        def run() -> None:
-            self._expected += 1  # whoever is waited for has not come with this
-            self._engine.rehearse([key])
-
-        self._inbox.put(run)
+        self._inbox.put((lambda: self._engine.rehearse([key]), False))
 
     def submit(self, job: Job) -> None:
         """Serve a job."""
-        self._inbox.put(lambda: self._enter(job))
+        self.call(lambda: self._enter(job))
 
     def abort(self, job: Job) -> None:
         """End a job; it is updated a last time."""
-        self._inbox.put(lambda: self._end(job))
+        self.call(lambda: self._end(job))
 
     def _run(self) -> None:
         try:
@@ -116,9 +112,13 @@ class EngineThread:
                 return True
             if command is None:
                 return False
-            self._working_since = time.monotonic()
-            self._expected -= 1
-            command()
+            function, asked = command
+            before, self._working_since = self._working_since, time.monotonic()
+            function()
+            if asked:
+                self._expected -= 1
+            else:
+                self._working_since = before  # no reason to step
 
     def _wait(self) -> float | None:
         """Seconds to wait for a command; None: until there is one."""

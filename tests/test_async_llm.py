@@ -274,6 +274,8 @@ def test_an_idle_engine_does_not_step(llm, monkeypatch):
             await last(allm.generate(PROMPTS[0], GREEDY))
             await until(lambda: allm.step_age == 0)
             before = len(calls)
+            for key in llm.engine.executables.keys:
+                allm._thread.rehearse(key)
             await asyncio.sleep(0.1)
             assert len(calls) == before > 0
             assert await allm.on_engine(lambda: threading.current_thread().name) == "engine"

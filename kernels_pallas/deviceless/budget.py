@@ -4,9 +4,6 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import jax
 
 from kernels_pallas.deviceless.report import Kernel
 
@@ -58,11 +55,6 @@ class Budget:
 
 
 def budgets() -> dict[str, Budget]:
-    """By kernel, with the jax at hand."""
-
-    def of(jax_0_10: dict[str, Any] | None = None, **limits: Any) -> Budget:
-        older = jax_0_10 if jax.__version_info__ < (0, 11) else None
-        return Budget(**{**limits, **(older or {})})
-
+    """By kernel."""
     with FILE.open("rb") as file:
-        return {kernel: of(**limits) for kernel, limits in tomllib.load(file).items()}
+        return {kernel: Budget(**limits) for kernel, limits in tomllib.load(file).items()}
