@@ -1,26 +1,25 @@
 """Adaptive depth: each step runs the executable that promises the most tokens per second.
 
-What a step costs is measured while serving; what it yields is estimated from how often the draft at each
-position is accepted. Depth 0 takes part, so speculation is given up where it does not pay. Whatever is
-chosen, the tokens are right: trying a depth out costs time only.
+What a step costs is measured, in rehearsals first and then while serving; what it yields is estimated from
+how often the draft at each position is accepted. Depth 0 takes part, so speculation is given up where it does
+not pay. Whatever is chosen, the tokens are right: trying a depth out costs time only.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 from mtp_jax.decode.compiled import StepKey
 
 _ENOUGH = 2  # measurements before a cost is believed
 _KEPT = 9
-# Steps between looks at what is not chosen: 1 % of the time, or of what a close rival may lack.
-_PROBE_EVERY = 100
-_PROBE_RIVAL_EVERY = 20
-_RIVAL = 0.8
+# Looking at a depth that is not chosen may lose this share of the time, and is not done more often than this.
+_LOOKING = 0.005
+_LOOK_EVERY = 20
 _MEMORY = 0.98  # weight of a step's acceptance one step later
 _LEAST_PAST = 0.5
-_PRIOR, _PRIOR_WEIGHT = 0.6, 4.0
-_HOPELESS = 0.85
+# Optimistic: drafts that are never tried teach nothing.
+_PRIOR, _PRIOR_WEIGHT = 0.8, 4.0
 # A depth is worth drafting if it beats depth 0 by more than this: rows then end apart, and slots wait longer
 # for prompts.
 _CLEARLY = 0.95
@@ -49,15 +48,6 @@ class StepCosts:
         """What the step takes: the median, or of two measurements the lower, as first runs are slow."""
         seen = self._seconds[key]
         return median(seen) if len(seen) > _ENOUGH else min(seen)
-
-    def largest_below(self, key: StepKey) -> StepKey | None:
-        """The measured key that differs in having fewer slots."""
-        fewer = [
-            k
-            for k in self._seconds
-            if (k.depth, k.pages, k.mode) == (key.depth, key.pages, key.mode) and k.slots < key.slots
-        ]
-        return max((k for k in fewer if self.known(k)), key=lambda k: k.slots, default=None)
 
 
 class Acceptance:
@@ -97,6 +87,8 @@ class DepthController:
     def __init__(self, most: int) -> None:
         self.costs, self.acceptance = StepCosts(), Acceptance(most)
         self._steps = 0
+        # The step at which each depth was last run.
+        self._run_at = [0] * (most + 1)
         # Tokens by depth: promised by the acceptance, and emitted. Fewer, because rows end within a step, and
         # because a step may be on its way when the one before it turns out to be the last.
         self._promised = [_PRIOR_WEIGHT] * (most + 1)
@@ -116,37 +108,27 @@ class DepthController:
 
     def choose(self, keys: Iterable[StepKey], depths: Sequence[int]) -> StepKey:
         """The best of ``keys``, or one that must be measured. ``depths``: the most each row verifies."""
-        candidates = list(dict.fromkeys(keys))
+        chosen = self._choose(list(dict.fromkeys(keys)), depths)
+        self._steps += 1
+        self._run_at[chosen.depth] = self._steps
+        return chosen
+
+    def _choose(self, candidates: Sequence[StepKey], depths: Sequence[int]) -> StepKey:
         if len(candidates) == 1:
             return candidates[0]
-        tokens = self.acceptance.tokens()
-
-        def rate(key: StepKey, like: StepKey | None = None) -> float:
-            expected = sum(tokens[min(key.depth, d)] for d in depths)
-            kept = min(self._emitted[key.depth] / self._promised[key.depth], 1)
-            return expected * kept * (_CLEARLY if key.depth else 1) / self.costs.seconds(like or key)
-
-        self._steps += 1
-        known = [k for k in candidates if self.costs.known(k)]
-        unknown = [
-            k for k in candidates if not self.costs.known(k) and not self._hopeless(k, candidates, rate)
-        ]
+        unknown = [k for k in candidates if not self.costs.known(k)]
         if unknown:
             return max(unknown, key=lambda k: k.depth)
-        best = max(known, key=rate) if known else min(candidates, key=lambda k: k.depth)
-        others = [k for k in candidates if k != best]
-        if self._steps % _PROBE_EVERY == 0:
-            return others[self._steps // _PROBE_EVERY % len(others)]
-        rivals = [k for k in known if k != best and rate(k) > _RIVAL * rate(best)]
-        if rivals and self._steps % _PROBE_RIVAL_EVERY == 0:
-            return rivals[self._steps // _PROBE_RIVAL_EVERY % len(rivals)]
-        return best
+        tokens = self.acceptance.tokens()
 
-    def _hopeless(self, key: StepKey, candidates: list[StepKey], rate: Callable[..., float]) -> bool:
-        """Whether fewer slots at this depth already lost clearly: more rows make drafts dearer still."""
-        below = {k: self.costs.largest_below(k) for k in candidates}
-        own = below[key]
-        if own is None:
-            return False
-        rates = [rate(k, b) for k, b in below.items() if b and b.slots == own.slots]
-        return rate(key, own) < _HOPELESS * max(rates)
+        def rate(key: StepKey) -> float:
+            expected = sum(tokens[min(key.depth, d)] for d in depths)
+            kept = min(self._emitted[key.depth] / self._promised[key.depth], 1)
+            return expected * kept * (_CLEARLY if key.depth else 1) / self.costs.seconds(key)
+
+        best = max(candidates, key=rate)
+        for key in candidates:
+            lost = (1 - rate(key) / rate(best)) * self.costs.seconds(key) / self.costs.seconds(best)
+            if self._steps - self._run_at[key.depth] >= max(lost / _LOOKING, _LOOK_EVERY):
+                return key
+        return best

@@ -125,9 +125,9 @@ class Engine:
         self.rehearse(keys)
 
     def rehearse(self, keys: Iterable[Key]) -> None:
-        """Run compiled programs once over empty slots: the first run of each takes many times longer.
+        """Run compiled programs over empty slots: the first run of each takes many times longer.
 
-        Nothing happens while requests are served.
+        Steps that a depth is chosen among are then measured. Nothing happens while requests are served.
         """
         for key in keys:
             if self.busy or key in self._rehearsed:
@@ -135,6 +135,10 @@ class Engine:
             self._rehearsed.add(key)
             if isinstance(key, StepKey):
                 jax.block_until_ready(self._run_step(key, []))
+                while self.config.adaptive_depth and not self.depth.costs.known(key):
+                    began = time.perf_counter()
+                    jax.block_until_ready(self._run_step(key, []))
+                    self.depth.costs.add(key, time.perf_counter() - began)
             elif isinstance(key, PrefillKey):
                 jax.block_until_ready(self._run_prefill(key, [None] * self.shards, 0)[1])
 

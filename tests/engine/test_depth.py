@@ -1,5 +1,7 @@
 """Adaptive depth: the choice is the fastest by what was measured, and any choice gives the same tokens."""
 
+import itertools
+
 import pytest
 
 from mtp_jax.decode.compiled import StepKey
@@ -51,16 +53,19 @@ def test_adaptive_depths(most, depths):
 )
 def test_the_fastest_depth_wins(cost, held, best):
     chosen = run(DepthController(3), cost, held, 600)
-    # Trying the others out: a few steps at first, then one in a hundred, or one in twenty at a close rival.
-    assert chosen[-90:].count(best) >= 84
+    # A few steps of each at first, then looks: one step in twenty at a close rival, fewer the more they lose.
+    assert chosen[-90:].count(best) >= 82
     assert sum(d != best for d in chosen) < 60
+    rates = {d: (1 + sum(held**i for i in range(1, d + 1))) / cost(d) for d in (0, 1, 3)}
+    lost = sum((1 - rates[d] / rates[best]) * cost(d) for d in chosen[-300:])
+    assert lost < 0.015 * sum(map(cost, chosen[-300:]))
 
 
 def test_a_drafter_that_recovers_is_noticed():
     controller = DepthController(3)
     costs = lambda d: 1.0 + 0.2 * d  # noqa: E731
-    assert run(controller, costs, 0.0, 600)[-50:].count(0) >= 49
-    assert run(controller, costs, 0.9, 3000)[-50:].count(3) >= 49
+    assert run(controller, costs, 0.0, 600)[-100:].count(0) >= 97
+    assert run(controller, costs, 0.9, 600)[-100:].count(3) >= 94
 
 
 def test_rows_count_with_the_depth_they_ask_for():
@@ -75,13 +80,22 @@ def test_rows_count_with_the_depth_they_ask_for():
     assert controller.choose([key(d) for d in (0, 1, 3)], [0]).depth == 0
 
 
-def test_a_depth_that_lost_with_few_slots_is_not_tried_with_many():
+def test_what_a_rehearsal_showed_to_lose_is_not_tried():
+    """With many rows every draft is as dear as a token: nothing is gained even if all of them hold."""
     controller = DepthController(3)
-    run(controller, lambda d: 1.0 + d, 0.3, 50, slots=2)
-    assert run(controller, lambda d: 1.0 + d, 0.3, 90, slots=8).count(3) <= 1
-    hopeful = DepthController(3)
-    run(hopeful, lambda d: 1.0, 0.8, 50, slots=2)
-    assert run(hopeful, lambda d: 1.0 + d, 0.8, 90, slots=8).count(3) >= 2
+    for depth in (0, 1, 3):
+        for _ in range(2):
+            controller.costs.add(key(depth, 64), 1.0 + depth)
+    assert set(run(controller, lambda d: 1.0 + d, 0.9, 30, slots=64)) == {0}
+
+
+def test_a_rehearsal_measures_every_depth():
+    engine = make_engine(adaptive_depth=True)
+    request = engine.make_request(prompts(1)[0], GREEDY)
+    engine.prepare([request])
+    steps = [k for k in engine.executables.keys if isinstance(k, StepKey)]
+    assert {k.depth for k in steps} == {0, 1, 3}
+    assert all(engine.depth.costs.known(k) and engine.depth.costs.seconds(k) > 0 for k in steps)
 
 
 def test_what_is_cut_off_does_not_count():
@@ -103,9 +117,13 @@ def test_expected_tokens():
     assert acceptance.tokens() == pytest.approx([1, 1 + 2 / 3, 2, 2 + 1 / 3], abs=0.01)
 
 
-def test_adaptive_steps_give_the_tokens_of_depth_0():
+def test_adaptive_steps_give_the_tokens_of_depth_0(monkeypatch):
     reference = Reference(tiny_params())
     engine = make_engine(adaptive_depth=True, max_model_len=128)
+    turn = itertools.count()
+    # Every depth in turn, whatever it costs here.
+    in_turn = lambda keys, _: sorted(keys, key=lambda k: k.depth)[next(turn) % len(keys)]  # noqa: E731
+    monkeypatch.setattr(engine.depth, "choose", in_turn)
     jobs = [(p, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)) for p in prompts(3)]
     requests = serve(engine, jobs)
     stats = engine.stats()

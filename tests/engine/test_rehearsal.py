@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 
 from mtp_jax.decode.compiled import PrefillKey, StepKey
 from mtp_jax.decode.step import SamplingMode
@@ -34,17 +35,18 @@ def test_nothing_is_left_of_it():
     assert sum(sum(accepted(r)) for r in first) > 0
 
 
-def test_every_program_once_and_never_beside_requests():
-    engine = make_engine()
+@pytest.mark.parametrize(("adaptive", "runs"), [(False, 1), (True, 3)])  # the first is no measurement
+def test_every_program_as_often_as_needed_and_never_beside_requests(adaptive, runs):
+    engine = make_engine(adaptive_depth=adaptive)
     device = Device(engine)
     key = StepKey(1, 3, 1, SamplingMode())
     engine.executables.compile([key])
     engine.rehearse([key])
     engine.rehearse([key])
-    assert len(device.log) == 1
+    assert len(device.log) == runs
     request = engine.make_request(prompts(1)[0], GREEDY)
     engine.submit(request)
     other = StepKey(2, 3, 1, SamplingMode())
     engine.executables.compile([other])
     engine.rehearse([other])
-    assert len(device.log) == 1
+    assert len(device.log) == runs
