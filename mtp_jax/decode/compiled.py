@@ -60,17 +60,19 @@ class StepKey:
 
 @dataclass(frozen=True)
 class PrefillKey:
-    """One prefill executable: chunk length, page-table columns, log-probability widths."""
+    """One prefill executable: chunk length, page-table columns, log-probability widths, prompts per shard."""
 
     tokens: int
     pages: int
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompts: int = 1
 
     def covers(self, need: "PrefillKey") -> bool:
         """Whether this executable can do what ``need`` asks."""
         return (
-            self.tokens >= need.tokens
+            self.prompts == need.prompts
+            and self.tokens >= need.tokens
             and self.pages >= need.pages
             and _width(self.logprobs) >= _width(need.logprobs)
             and _width(self.prompt_logprobs) >= _width(need.prompt_logprobs)
@@ -79,7 +81,7 @@ class PrefillKey:
     @property
     def cost(self) -> tuple[int, ...]:
         """Orders executables that can do the same work."""
-        return (self.tokens, self.pages, _width(self.logprobs), _width(self.prompt_logprobs))
+        return (self.prompts * self.tokens, self.pages, _width(self.logprobs), _width(self.prompt_logprobs))
 
 
 def _width(logprobs: int | None) -> int:
@@ -123,7 +125,7 @@ class Executables:
         self._cfg, self._params, self._state = cfg, params, state
         self._decode, self._prefill, self._accept = decode, prefill, accept
         self._compiled: dict[Key, Any] = {}
-        self._covering: dict[Key, Key] = {}
+        self._covering: dict[Key, Key | None] = {}
         self._lock = threading.Lock()
         self._admit: Callable[..., State] | None = None
         self._move: Callable[..., State] | None = None
@@ -184,14 +186,19 @@ class Executables:
 
     def cover(self, need: Covering) -> Covering:
         """The cheapest compiled key that covers ``need``. Raises ConfigError if there is none."""
-        found = cast("Covering | None", self._covering.get(need))
+        found = self.find(need)
         if found is None:
+            raise ConfigError(f"no executable covers {need}; compile it first (Engine.prepare)")
+        return found
+
+    def find(self, need: Covering) -> Covering | None:
+        """``cover``, or None if no executable covers ``need``."""
+        covering = self._covering
+        if need not in covering:
             with self._lock:
                 able = [k for k in self._compiled if isinstance(k, type(need)) and k.covers(need)]
-                if not able:
-                    raise ConfigError(f"no executable covers {need}; compile it first (Engine.prepare)")
-                found = self._covering[need] = min(able, key=lambda k: k.cost)
-        return found
+                covering[need] = min(able, key=lambda k: k.cost, default=None)
+        return cast("Covering | None", covering[need])
 
     def step(self, key: StepKey, params: Params, state: State) -> tuple[State, StepResult]:
         """Run a compiled step."""
@@ -275,7 +282,8 @@ class Executables:
         widths = {"logprobs": key.logprobs, "prompt_logprobs": key.prompt_logprobs}
         run = partial(prefill, cfg=self._cfg, pages=key.pages, on=self._prefill, **widths)
         named = _named(run, name_of(key))
-        chunk = abstract_chunk(data_size(self._prefill.mesh), key.tokens, self._cfg.vocab_size)
+        rows = key.prompts * data_size(self._prefill.mesh)
+        chunk = abstract_chunk(rows, key.tokens, self._cfg.vocab_size)
         return jax.jit(named, donate_argnums=1, **self._out()).lower(self._params, self._state, chunk)
 
     def _draft_only(self, key: DraftKey, params: Params, state: State, slot: Int[Array, ""]) -> Any:
@@ -296,12 +304,14 @@ class Executables:
 
 
 def name_of(key: Key) -> str:
-    """The program's name in HLO and in traces: step_b8_k3_p16, prefill_t256_p16."""
+    """The program's name in HLO and in traces: step_b8_k3_p16, prefill_b1_t256_p16."""
     if isinstance(key, StepKey):
         sampled = "_sampled" if key.mode.drafting else ""
         logprobs = "" if key.mode.logprobs is None else f"_logprobs{key.mode.logprobs}"
         return f"step_b{key.slots}_k{key.depth}_p{key.pages}{sampled}{logprobs}"
-    return f"draft_k{key.depth}" if isinstance(key, DraftKey) else f"prefill_t{key.tokens}_p{key.pages}"
+    if isinstance(key, DraftKey):
+        return f"draft_k{key.depth}"
+    return f"prefill_b{key.prompts}_t{key.tokens}_p{key.pages}"
 
 
 def _named(f: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -312,13 +322,13 @@ def _named(f: Callable[..., Any], name: str) -> Callable[..., Any]:
     return run
 
 
-def abstract_chunk(groups: int, tokens: int, vocab: int) -> Chunk:
-    """Shapes of a prefill chunk."""
+def abstract_chunk(prompts: int, tokens: int, vocab: int) -> Chunk:
+    """Shapes of prefill chunks."""
 
     def zeros() -> Chunk:
-        per_group, ids = jnp.zeros(groups, jnp.int32), jnp.zeros((groups, tokens), jnp.int32)
-        allowed = jnp.zeros((groups, -(-vocab // 32)), jnp.uint32)
-        return Chunk(per_group, per_group, per_group, jnp.zeros(groups, bool), ids, ids, per_group, allowed)
+        number, ids = jnp.zeros(prompts, jnp.int32), jnp.zeros((prompts, tokens), jnp.int32)
+        allowed = jnp.zeros((prompts, -(-vocab // 32)), jnp.uint32)
+        return Chunk(number, number, number, jnp.zeros(prompts, bool), ids, ids, number, allowed)
 
     return jax.eval_shape(zeros)
 

@@ -1,4 +1,4 @@
-"""Prefill: one chunk of a prompt per data shard into the cache; the last chunk emits the first token.
+"""Prefill: chunks of prompts, as many per data shard, into the cache; the last chunk emits the first token.
 
 The prompt of a request that was preempted is all that it had; its last token is known and only resumed from.
 """
@@ -23,10 +23,10 @@ from mtp_jax.model.trunk import Backend
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of one prompt per data shard (G of them). Idle shards have count 0.
+    """A piece of each of G prompts, as many per data shard, shard by shard. Idle rows have count 0.
 
     Attributes:
-        slot: whose prompt it is; each must lie in its own data shard. Past the last slot for an idle shard.
+        slot: whose prompt it is, each another's, in its row's data shard. Past the last slot for an idle row.
         start: position of the first token.
         count: tokens that count, at most T.
         final: whether the prompt ends here.

@@ -1,5 +1,6 @@
 """Requests as the arrays that the device's programs take."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -56,8 +57,10 @@ def slot_row(request: Request, cfg: ModelConfig, page_table: Any, carry_dtype: A
     )
 
 
-def next_chunk(chosen: list[Request | None], limit: int, width: int, idle_slot: int, allowed: Any) -> Chunk:
-    """The next ``limit`` tokens of each shard's prompt, padded to ``width``; the requests move on."""
+def next_chunk(
+    chosen: Sequence[Request | None], limit: int, width: int, idle_slot: int, allowed: Any
+) -> Chunk:
+    """The next ``limit`` tokens of each prompt, padded to ``width``; the requests move on."""
     shape = (len(chosen), width)
     tokens, targets = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
     slot = np.full(len(chosen), idle_slot, np.int32)

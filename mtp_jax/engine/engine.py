@@ -8,9 +8,10 @@ The host never needs a step's outcome to launch the next one: lengths, stops and
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -26,7 +27,14 @@ from mtp_jax.engine.arrays import next_chunk, page_row, slot_row
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.depth import DepthController, adaptive_depths
 from mtp_jax.engine.intake import Intake
-from mtp_jax.engine.plan import keys_for, prefill_key, slot_bucket, step_key, warm_up_keys
+from mtp_jax.engine.plan import (
+    keys_for,
+    prefill_key,
+    prefill_together,
+    slot_bucket,
+    step_key,
+    warm_up_keys,
+)
 from mtp_jax.engine.request import Request, SamplingParams, Status
 from mtp_jax.engine.results import Launch, read_logprobs, read_prompt_logprobs
 from mtp_jax.engine.scheduler import Scheduler
@@ -140,11 +148,11 @@ class Engine:
                     jax.block_until_ready(self._run_step(key, []))
                     self.depth.costs.add(key, time.perf_counter() - began)
             elif isinstance(key, PrefillKey):
-                jax.block_until_ready(self._run_prefill(key, [None] * self.shards, 0)[1])
+                jax.block_until_ready(self._run_prefill(key, [None] * key.prompts * self.shards, 0)[1])
 
     def warm_up_keys(self) -> tuple[list[Key], list[Key]]:
         """Executables for serving: those that can serve anything, and cheaper ones for smaller work."""
-        return warm_up_keys(self.config, structured=self.grammars is not None)
+        return warm_up_keys(self.config, self.shards, structured=self.grammars is not None)
 
     def flush_prefix_cache(self) -> None:
         """Forget the pages of past requests."""
@@ -268,30 +276,35 @@ class Engine:
     # Launching
 
     def _launch_prefill(self) -> None:
-        """Chunks of waiting prompts, one per data shard at a time, as far as the budget of tokens goes."""
+        """Chunks of waiting prompts, as far as the budget of tokens goes."""
         budget = self.config.prefill_chunk * self.scheduler.prefill_chunks()
-        while True:
-            chosen = self.scheduler.prefilling()
-            requests = [r for r in chosen if r]
-            if not requests:
+        while any(waiting := self.scheduler.prefilling()):
+            need, chosen = self._next_prefill(waiting)
+            budget -= need.tokens * need.prompts
+            if budget < 0:
                 return
-            need = prefill_key(self.config, requests)
-            if need.tokens > budget:
-                return
-            budget -= need.tokens
-            key = self.executables.cover(need)
-            rows = [(shard, r) for shard, r in enumerate(chosen) if r]
-            chunk, result = self._run_prefill(key, chosen, need.tokens)
+            rows = [(row, r) for row, r in enumerate(chosen) if r]
+            chunk, result = self._run_prefill(self.executables.cover(need), chosen, need.tokens)
             self._track(Launch(rows, result.first, 1, prompt=result.prompt, chunk=chunk))
-            for r, final in zip(chosen, chunk.final, strict=True):
-                if r and final:
+            for row, r in rows:
+                if chunk.final[row]:
                     r.status, r.rows_bound = Status.RUNNING, r.prefilled + 1
                     r.unread += r.follows < 0
 
+    def _next_prefill(self, waiting: list[list[Request]]) -> tuple[PrefillKey, list[Request | None]]:
+        """What to launch next, and whose prompt is in which row: several per shard if that is compiled."""
+        together = prefill_together(self.config, waiting)
+        prompts = max(map(len, together))
+        need = prefill_key(self.config, list(chain(*together)), prompts)
+        if prompts > 1 and self.executables.find(need) is None:
+            together, prompts = [w[:1] for w in waiting], 1
+            need = prefill_key(self.config, list(chain(*together)))
+        return need, [r for w in together for r in (*w, *[None] * (prompts - len(w)))]
+
     def _run_prefill(
-        self, key: PrefillKey, chosen: list[Request | None], tokens: int
+        self, key: PrefillKey, chosen: Sequence[Request | None], tokens: int
     ) -> tuple[Chunk, PrefillResult]:
-        rows = [(shard, r) for shard, r in enumerate(chosen) if r]
+        rows = [(row, r) for row, r in enumerate(chosen) if r]
         first = allowed(self.grammars, rows, (len(chosen), 1), self.cfg.vocab_size)[:, 0]
         chunk = next_chunk(chosen, tokens, key.tokens, self.config.max_num_seqs, first)
         self.state, result = self.executables.prefill(key, self.params, self.state, chunk)

@@ -12,6 +12,8 @@ from mtp_jax.engine.request import MAX_LOGPROBS, Request
 _LOGPROB_WIDTHS = (0, 5, MAX_LOGPROBS)
 _SMALLEST_ROWS = 256
 _SMALLEST_CHUNK = 16
+# Short prompts in one prefill: the weights are read once for all of them.
+_TOGETHER = 4
 
 
 def step_key(config: EngineConfig, running: list[Request], depth: int) -> StepKey:
@@ -20,11 +22,24 @@ def step_key(config: EngineConfig, running: list[Request], depth: int) -> StepKe
     return StepKey(max(r.slot for r in running) + 1, depth, pages, mode_of(config, running))
 
 
-def prefill_key(config: EngineConfig, requests: list[Request]) -> PrefillKey:
-    """What prefilling the next chunk of these requests together needs at least."""
-    tokens = max(next(chunks(config, len(r.tokens) - r.prefilled)) for r in requests)
+def prefill_key(config: EngineConfig, requests: list[Request], prompts: int = 1) -> PrefillKey:
+    """What prefilling the next chunk of these requests together needs at least; ``prompts``: per shard."""
+    tokens = max(_next_chunk(config, r) for r in requests)
     rows = max(min(r.prefilled + tokens, len(r.tokens)) for r in requests)
-    return PrefillKey(tokens, -(-rows // config.page_size), *_widths(requests))
+    return PrefillKey(tokens, -(-rows // config.page_size), *_widths(requests), prompts)
+
+
+def prefill_together(config: EngineConfig, waiting: list[list[Request]]) -> list[list[Request]]:
+    """Of each data shard's waiting requests those to prefill now: several if one shard has enough alike.
+
+    At least one request must wait. Chunks of other lengths wait: they would be padded, or cut.
+    """
+    tokens = max(_next_chunk(config, w[0]) for w in waiting if w)
+    alike = [w[:1] + [r for r in w[1:] if _next_chunk(config, r) == tokens] for w in waiting]
+    count = _together(config, tokens, len(waiting))
+    if max(map(len, alike)) < count:
+        count = 1
+    return [w[:count] for w in alike]
 
 
 def keys_for(
@@ -66,6 +81,7 @@ def keys_for(
     # A prompt that begins in the prefix cache, or meets another shard's, may need the longest chunk with the
     # longest history.
     tokens, columns = 0, 0
+    alike: dict[int, list[int]] = {}
     for r in requests:
         start = 0
         while start < len(r.prompt):
@@ -73,15 +89,21 @@ def keys_for(
             rows = min(start + size, len(r.prompt))
             page = _page_buckets(config, -(-rows // config.page_size))[-1]
             keys.append(PrefillKey(size, page, *_widths([r])))
+            alike.setdefault(size, []).append(page)
             tokens, columns = max(tokens, size), max(columns, page)
             start += size
     if sum(config.pages_for(r.capacity) for r in requests) > pages:
         tokens = max(next(chunks(config, r.capacity)) for r in requests)
         columns = widest[-1]
-    return list(dict.fromkeys([*keys, PrefillKey(tokens, columns, *widths)]))
+    keys.append(PrefillKey(tokens, columns, *widths))
+    for size, found in alike.items():
+        together = _together(config, size, shards)
+        if 1 < together <= len(found):
+            keys.append(PrefillKey(size, max(found), *widths, together))
+    return list(dict.fromkeys(keys))
 
 
-def warm_up_keys(config: EngineConfig, structured: bool) -> tuple[list[Key], list[Key]]:
+def warm_up_keys(config: EngineConfig, shards: int, structured: bool) -> tuple[list[Key], list[Key]]:
     """The executables of a server: a few that can serve anything, and the rest, cheaper, likely ones first.
 
     Long histories get fewer buckets: their steps are dominated by attention, not by slots that idle.
@@ -102,7 +124,8 @@ def warm_up_keys(config: EngineConfig, structured: bool) -> tuple[list[Key], lis
         first.append(StepKey(slots[-1], deepest, pages[-1], replace(scored, structured=True)))
     rest: list[Key] = []
     for i, p in enumerate(pages):
-        rest += [PrefillKey(size, p) for size in _chunk_buckets(config)]
+        for size in _chunk_buckets(config):
+            rest += [PrefillKey(size, p, prompts=k) for k in (1, _together(config, size, shards))]
         some = slots if i < 2 else (slots[0], slots[-1])
         rest += [StepKey(b, d, p, mode) for mode in (greedy, sampled) for d in reversed(depths) for b in some]
     if structured:
@@ -119,6 +142,16 @@ def chunks(config: EngineConfig, tokens: int) -> Iterator[int]:
         size = next((b for b in sizes if b >= tokens), config.prefill_chunk)
         yield size
         tokens -= size
+
+
+def _next_chunk(config: EngineConfig, request: Request) -> int:
+    return next(chunks(config, len(request.tokens) - request.prefilled))
+
+
+def _together(config: EngineConfig, tokens: int, shards: int) -> int:
+    """Prompts per data shard that are prefilled at once, if there are as many, by so many tokens each."""
+    fits = tokens * _TOGETHER <= config.prefill_chunk and config.max_num_seqs >= _TOGETHER * shards
+    return _TOGETHER if fits else 1
 
 
 def mode_of(config: EngineConfig, requests: Iterable[Request]) -> SamplingMode:

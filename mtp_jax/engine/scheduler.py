@@ -130,14 +130,12 @@ class Scheduler:
 
     # What runs
 
-    def prefilling(self) -> list[Request | None]:
-        """Per data shard the request to prefill next."""
-        chosen: list[Request | None] = [None] * self.shards
-        for request in sorted(filter(None, self.slots), key=_turn):
-            shard = self.shard_of(request.slot)
-            if request.status is Status.PREFILL and chosen[shard] is None:
-                chosen[shard] = request
-        return chosen
+    def prefilling(self) -> list[list[Request]]:
+        """Per data shard the requests to prefill, the next one first."""
+        return [
+            sorted((r for r in self._in_shard(shard) if r.status is Status.PREFILL), key=_turn)
+            for shard in range(self.shards)
+        ]
 
     def prefill_chunks(self) -> int:
         """Chunks to prefill before the next step: more while most slots wait, as few rows make it dear."""

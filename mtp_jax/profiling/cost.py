@@ -46,8 +46,9 @@ def of_launch(
         return weights + Work(slots * cached * latent * itemsize, attention)
 
     if isinstance(key, PrefillKey):
-        passes = [run(trunk, cfg.num_hidden_layers, shards, key.tokens), run(head, 0, shards, 1)]
-        passes += [run(p, 1, shards, width) for p in nextn for width in (key.tokens, 1)]
+        rows = key.prompts * shards
+        passes = [run(trunk, cfg.num_hidden_layers, rows, key.tokens), run(head, 0, rows, 1)]
+        passes += [run(p, 1, rows, width) for p in nextn for width in (key.tokens, 1)]
         return sum(passes, Work(0, 0))
     window = key.depth + 1
     passes = [run(trunk, cfg.num_hidden_layers, key.slots, window), run(head, 0, key.slots, window)]

@@ -38,7 +38,7 @@ class Device:
     def __init__(self, engine: Engine, seed: int = 0, stop: float = 0.0, keep: float = 0.5) -> None:
         self.random = random.Random(seed)
         self.stop, self.keep = stop, keep
-        self.size, self.pages = engine.config.page_size, engine.pages
+        self.size, self.pages, self.shards = engine.config.page_size, engine.pages, engine.shards
         self.rows: dict[int, SimpleNamespace] = {}
         self.log: list[str] = []
         self.launches = 0
@@ -50,7 +50,7 @@ class Device:
         shape = engine.state.slots.carry
         engine.state = SimpleNamespace(slots=SimpleNamespace(carry=shape))  # type: ignore[assignment]
 
-    cover = Executables.cover
+    cover, find = Executables.cover, Executables.find
 
     def __len__(self) -> int:
         return len(self._compiled)
@@ -118,6 +118,7 @@ class Device:
                     row.length = begin
                 assert begin == row.length, "a chunk begins where the last one ended"
                 assert count <= key.tokens
+                assert 1 <= len(chunk.slot) == key.prompts * self.shards
                 row.length += count
                 assert row.length <= min(key.pages * self.size, row.held)
                 if chunk.final[g] and chunk.follows[g] >= 0:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from mtp_jax.decode.compiled import PrefillKey
 from mtp_jax.engine.request import Request
 from tests.models import (
     GREEDY,
@@ -145,6 +146,29 @@ def test_prompt_lengths_around_page_and_chunk_edges():
     long = prompts(1, shortest=40)[0]
     lengths = (1, 2, 3, 15, 16, 17, 18, 31, 32, 33, 40)  # the last one fills max_model_len
     check(serve(make_engine(), [(long[:n], GREEDY) for n in lengths]))
+
+
+def test_short_prompts_are_prefilled_together(monkeypatch):
+    """Four at a time; long ones and the rest alone. What a prompt's own tokens score is its own."""
+    engine = make_engine(max_num_seqs=8, prefill_chunk=64)
+    launched: list[PrefillKey] = []
+    run = engine._run_prefill
+    monkeypatch.setattr(engine, "_run_prefill", lambda key, *rest: launched.append(key) or run(key, *rest))
+    long = prompts(1, shortest=40)[0]
+    asked = [*(long[: 3 + i] for i in range(7)), long]
+    requests = [engine.make_request(p, replace(GREEDY, prompt_logprobs=0)) for p in asked]
+    prepare(engine, requests)
+    launched.clear()
+    for r in requests:
+        engine.submit(r)
+    finish(engine)
+    check(requests)
+    assert sorted((k.prompts, k.tokens) for k in launched) == [(1, 16), (1, 16), (1, 16), (1, 64), (4, 16)]
+    for r in requests:
+        rows = reference().logprobs(r.prompt)[:-1]
+        assert r.prompt_logprobs[0] is None
+        scores = [p[t].logprob for p, t in zip(r.prompt_logprobs[1:], r.prompt[1:], strict=True)]
+        np.testing.assert_allclose(scores, rows[range(len(scores)), r.prompt[1:]], atol=1e-4)
 
 
 def test_a_deeper_executable_than_needed_stays_inside_its_page_table():

@@ -7,7 +7,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from mtp_jax.engine.config import EngineConfig
-from mtp_jax.engine.plan import chunks, keys_for, mode_of
+from mtp_jax.engine.plan import chunks, keys_for, mode_of, prefill_together
 from mtp_jax.engine.request import Request, SamplingParams
 from mtp_jax.model.sharding import make_mesh
 from tests.engine.device import Device
@@ -54,6 +54,31 @@ def test_mode_is_greedy_only_if_argmax_decides_for_all(wanted, drafting, logprob
     requests = [Request(i, (1,), SamplingParams(**w), 0, 1, 3, 2) for i, w in enumerate(wanted)]
     mode = mode_of(CONFIG, requests)
     assert (mode.drafting, mode.logprobs) == (drafting, logprobs)
+
+
+def waiting(*lengths: int) -> list[Request]:
+    requests = [Request(i, (1,) * n, SamplingParams(), 0, 1, 3, 2) for i, n in enumerate(lengths)]
+    for r in requests:
+        r.take_up()
+    return requests
+
+
+@pytest.mark.parametrize(
+    ("lengths", "together"),
+    [
+        ([[16, 9, 16, 2, 5]], [[16, 9, 16, 2]]),
+        ([[16, 9, 16]], [[16]]),  # too few
+        ([[16, 300, 9, 40, 2, 5]], [[16, 9, 2, 5]]),  # longer ones wait
+        ([[64, 9, 50, 40, 60]], [[64, 50, 40, 60]]),  # shorter ones, too
+        ([[200, 200, 200, 200]], [[200]]),  # 4 x 256 tokens are more than a chunk
+        ([[16, 16, 16, 16], [3]], [[16, 16, 16, 16], [3]]),
+        ([[16, 16, 16, 16], []], [[16, 16, 16, 16], []]),
+        ([[16, 16, 16, 16], [40]], [[16], [40]]),
+    ],
+)
+def test_short_prompts_are_prefilled_together(lengths, together):
+    found = prefill_together(CONFIG, [waiting(*n) for n in lengths])
+    assert [[len(r.prompt) for r in w] for w in found] == together
 
 
 def test_nothing_is_compiled_for_nobody():

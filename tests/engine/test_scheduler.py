@@ -197,15 +197,15 @@ def test_a_shard_without_pages_is_passed_over():
     assert submit(s, another) == []
 
 
-def test_prefills_the_oldest_of_each_shard():
+def test_prefills_the_oldest_of_each_shard_first():
     s = scheduler(shards=2)
     a, b, c, d = (request() for _ in range(4))
     submit(s, a, b, c, d)
-    assert s.prefilling() == [a, b]
+    assert s.prefilling() == [[a, c], [b, d]]
     a.status = Status.RUNNING
-    assert s.prefilling() == [c, b]
+    assert s.prefilling() == [[c], [b, d]]
     b.status = d.status = Status.RUNNING
-    assert s.prefilling() == [c, None]
+    assert s.prefilling() == [[c], []]
 
 
 def test_slots_are_filled_before_a_few_of_them_step():

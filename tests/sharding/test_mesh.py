@@ -61,6 +61,24 @@ def test_same_as_one_device(data, model):
     assert {s.data.shape[0] for s in engine.state.slots.length.addressable_shards} == {8 // data}
 
 
+def test_prompts_of_every_shard_are_prefilled_together(monkeypatch):
+    mesh = make_mesh(2, 1)
+    params = jax.device_put(tiny_params(), param_shardings(param_specs(TINY), mesh))
+    engine = make_engine(params, mesh=mesh, max_num_seqs=8, prefill_chunk=64)
+    launched: list[int] = []
+    run = engine._run_prefill
+    monkeypatch.setattr(
+        engine, "_run_prefill", lambda key, *rest: launched.append(key.prompts) or run(key, *rest)
+    )
+    requests = serve(engine, [(p[:15], params) for p, params in JOBS[:8]])
+    assert launched[-1] == 4
+    assert len(launched) < 8
+    reference = serve(make_engine(max_num_seqs=8), [(p[:15], params) for p, params in JOBS[:8]])
+    assert [r.output for r in requests] == [r.output for r in reference]
+    assert [accepted(r) for r in requests] == [accepted(r) for r in reference]
+    assert sum(r.speculation.accepted for r in requests) > 0
+
+
 def test_one_device_agrees_with_the_plain_loop():
     reference = Reference(tiny_params())
     for r in on_one_device()[1::2]:
