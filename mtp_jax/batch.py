@@ -24,6 +24,8 @@ from mtp_jax.errors import RequestError
 MAX_LINE_BYTES = 8 * 2**20
 _URLS = ("/v1/completions", "/v1/chat/completions")
 _BLOCK = 1 << 20
+_ID = "batch_req_"
+_OUTPUT = b'{"id": "%s' % _ID.encode()  # how a line of the output begins
 
 
 @dataclass(frozen=True)
@@ -164,21 +166,23 @@ def count_lines(source: Path) -> int:
 
 
 def finished(target: Path) -> Names:
-    """What has a line in the output; a last line that was torn off is cut away.
+    """What has a line in the output, which is made if there is none; a torn off last line is cut away.
 
-    Raises RequestError for a file that is not such an output: nothing is appended to it.
+    Raises RequestError for a file that is not such an output: it is left as it is. Raises OSError for one
+    that cannot be written.
     """
     names = Names()
-    if not target.exists():
-        return names
-    with target.open("r+b") as file:
+    with target.open("a+b") as file:
+        file.seek(0)
         whole = 0
         for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                file.truncate(whole)
-                break
-            whole += len(line)
             try:
+                if not line.endswith(b"\n"):
+                    if line[: len(_OUTPUT)] != _OUTPUT[: len(line)]:
+                        raise ValueError
+                    file.truncate(whole)
+                    break
+                whole += len(line)
                 entry = json.loads(line)
                 error = entry["error"]
                 names.add(f"id {entry['custom_id']}" if error is None else f"line {error['line']}")
@@ -238,5 +242,5 @@ def _result(line: _Line, got: Answer | None) -> bytes:
         error = {"code": "invalid_line", "message": f"line {line.number}: {line.error}", "line": line.number}
     else:
         response = {"status_code": got.status, "request_id": got.request_id, "body": got.body}
-    entry = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id}
+    entry = {"id": f"{_ID}{uuid.uuid4().hex}", "custom_id": line.custom_id}
     return json.dumps(entry | {"response": response, "error": error}).encode() + b"\n"

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 from mtp_jax import ConfigError
 
 SpecMetrics = Literal["none", "summary", "detailed"]
+MAX_NAME = 256
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -50,6 +51,8 @@ class Settings:
     spec_metrics: SpecMetrics = "none"
 
     def __post_init__(self) -> None:
+        if not 0 < len(self.model_name) <= MAX_NAME:
+            raise ConfigError(f"model_name = {self.model_name!r}; expected 1 to {MAX_NAME} characters")
         if not 0 <= self.port < 2**16:
             raise ConfigError(f"port = {self.port}; expected 0 to 65535")
         for name in ("max_body_bytes", "max_connections"):

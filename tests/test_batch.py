@@ -48,6 +48,28 @@ def entries(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["notes", '{"precious": 1}', '{"custom_id": "a", "error": null}', '{"id": "batch_x", "error": null}'],
+)
+def test_a_file_that_is_no_output_is_left_as_it_is(files, text):
+    """Without a line end, too: it is not what an interrupted run leaves."""
+    files[1].write_text(text)
+    with pytest.raises(RequestError, match="is no line of a batch's output"):
+        batch.finished(files[1])
+    assert files[1].read_text() == text
+
+
+@pytest.mark.parametrize("torn", ["{", '{"id": "bat', '{"id": "batch_req_0", "custom_id": "a", "resp'])
+def test_a_line_torn_anywhere_is_cut_away(files, torn):
+    files[0].write_text(request("a"))
+    run(files)
+    whole = files[1].read_text()
+    files[1].write_text(whole + torn)
+    assert "id a" in batch.finished(files[1])
+    assert files[1].read_text() == whole
+
+
 def test_answers_in_openai_format(files):
     files[0].write_text(f"{request('a')}\n\n{request('b', '/v1/chat/completions', prompt='bad')}")
     server, seen = Server(), []

@@ -1,6 +1,7 @@
 """`mtp-jax batch` on a small checkpoint: the server's answers, without a server."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -81,6 +82,8 @@ def test_a_file_is_answered_as_by_the_server_and_again_after_growing(model, open
 def test_refusals(model, tmp_path, capsys):
     source = tmp_path / "in.jsonl"
     source.write_text(line("a"))
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
     for given, message in (
         ([source, source], "is the input; name another file"),
         ([tmp_path / "none", tmp_path / "out"], "cannot be read"),
@@ -88,6 +91,10 @@ def test_refusals(model, tmp_path, capsys):
             [source, tmp_path / "out", "--in-flight", "0"],
             "argument --in-flight: '0' is not an integer of 1 or more",
         ),
+        ([source, tmp_path / "no" / "out"], "No such file or directory"),
+        ([source, tmp_path], "is not a file"),
+        ([pipe, tmp_path / "out"], "no pipe will do"),
+        ([source, tmp_path / "out", "--served-model-name", ""], "expected 1 to 256 characters"),
     ):
         assert cli.main(["batch", *map(str, given)]) == 2
         assert message in capsys.readouterr().err

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mtp_jax.async_llm import AsyncLLM
     from mtp_jax.batch import Answer, Counts
     from mtp_jax.progress import Reporter
+    from serve.settings import Settings
 
 _SLOTS = 8
 _RETRY_SECONDS = 1.0
@@ -48,12 +49,19 @@ def register(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer the file. Returns the exit status: 1 if some line failed."""
     from mtp_jax import batch
+    from serve.settings import Settings
 
+    for path in (args.source, args.target):
+        if path.exists() and not path.is_file():
+            raise RequestError(
+                f"{path} is not a file; IN and OUT are read more than once, so no pipe will do"
+            )
     if args.target.exists() and args.target.samefile(args.source):
         raise RequestError(f"{args.target} is the input; name another file for the answers")
     lines = batch.count_lines(args.source)
     batch.finished(args.target)  # what is wrong with it is said before the model is loaded
-    name = args.served_model_name or model_dir(args).resolve().name
+    name = model_dir(args).resolve().name if args.served_model_name is None else args.served_model_name
+    settings = Settings(name, max_body_bytes=2 * batch.MAX_LINE_BYTES)
     report = reporter(args)
     llm = open_llm(args, report, _SLOTS)
     from mtp_jax.async_llm import AsyncLLM
@@ -61,21 +69,24 @@ def run(args: argparse.Namespace) -> int:
     # What is in memory is bounded by --in-flight, so the queue need not be.
     allm = AsyncLLM(llm, max_queued_requests=2**31, max_queued_tokens=2**40)
     in_flight = args.in_flight or 2 * llm.engine.config.max_num_seqs
-    counts, seconds = asyncio.run(_answer(args, allm, name, in_flight, lines, report))
+    counts, seconds = asyncio.run(_answer(args, allm, settings, in_flight, lines, report))
     if not args.quiet:
         show.note(_summary(counts, allm, seconds))
     return 1 if counts.failed else 0
 
 
 async def _answer(
-    args: argparse.Namespace, allm: "AsyncLLM", name: str, in_flight: int, lines: int, report: "Reporter"
+    args: argparse.Namespace,
+    allm: "AsyncLLM",
+    settings: "Settings",
+    in_flight: int,
+    lines: int,
+    report: "Reporter",
 ) -> "tuple[Counts, float]":
     """Returns (counts, seconds)."""
     from mtp_jax import batch
     from serve.app import make_app
-    from serve.settings import Settings
 
-    settings = Settings(name, max_body_bytes=2 * batch.MAX_LINE_BYTES)
     app = make_app(allm, settings)
 
     async def send(url: str, body: bytes) -> "Answer":
