@@ -94,8 +94,9 @@ class AsyncLLM:
         self._loop = asyncio.get_running_loop()
         first, self._rest = self.llm.engine.warm_up_keys()
         with (reporter or Silent()).phase("compile", "executables") as update:
-            await asyncio.to_thread(self.llm.engine.executables.compile, first, update)
-            await asyncio.to_thread(self.llm.engine.rehearse, first)
+            # Not in the event loop's own threads: its end, after Ctrl-C for one, would wait for the compiler.
+            await self.off_loop(lambda: self.llm.engine.executables.compile(first, update))
+            await self.off_loop(lambda: self.llm.engine.rehearse(first))
         self._thread.start()
         self._warming.start()
 

@@ -1,7 +1,6 @@
-"""The ASGI application: routes, start and end."""
+"""The ASGI application: its routes."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mtp_jax import AsyncLLM, MtpJaxError, Reporter
+from mtp_jax import AsyncLLM, MtpJaxError
 from serve import chat, completions, info, native, page
 from serve.errors import ApiError, respond
 from serve.metrics import Metrics
@@ -41,19 +40,10 @@ _POST: dict[str, _Handler] = {
 }
 
 
-def make_app(allm: AsyncLLM, settings: Settings, reporter: Reporter | None = None) -> Guard:
-    """The application. It starts the engine with the event loop's lifespan and closes it at its end."""
+def make_app(allm: AsyncLLM, settings: Settings) -> Guard:
+    """The application in front of an engine that somebody else starts and closes."""
     metrics = Metrics(allm, settings.model_name)
     server = Server(allm, settings, metrics)
-
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        del app
-        await allm.start(reporter)
-        try:
-            yield
-        finally:
-            await allm.close()
 
     routes = [
         Route(path, partial(handler, server), methods=[method])
@@ -63,6 +53,6 @@ def make_app(allm: AsyncLLM, settings: Settings, reporter: Reporter | None = Non
     errors: dict[Any, Any] = dict.fromkeys(
         (ApiError, ValidationError, MtpJaxError, HTTPException, Exception), respond
     )
-    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=errors)
+    app = Starlette(routes=routes, exception_handlers=errors)
     app.router.redirect_slashes = False
     return Guard(app, settings, metrics, frozenset((*_GET, *_POST)))

@@ -85,8 +85,8 @@ async def served(llm: LLM) -> AsyncIterator[tuple[AsyncLLM, str]]:
             await serving
 
 
-def _config(allm: AsyncLLM, settings: Settings, reporter: Reporter | None) -> uvicorn.Config:
-    app = make_app(allm, settings, reporter)
+def _config(allm: AsyncLLM, settings: Settings) -> uvicorn.Config:
+    app = make_app(allm, settings)
 
     class Protocol(_Protocol):
         seconds = settings.body_seconds
@@ -96,7 +96,7 @@ def _config(allm: AsyncLLM, settings: Settings, reporter: Reporter | None) -> uv
         app,
         http=Protocol,
         ws="none",
-        lifespan="on",
+        lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
@@ -116,8 +116,9 @@ class Server(uvicorn.Server):
         ready: Callable[[], None],
         reporter: Reporter | None = None,
     ) -> None:
-        super().__init__(_config(allm, settings, reporter))
+        super().__init__(_config(allm, settings))
         self._allm, self._settings, self._ready = allm, settings, ready
+        self._reporter = reporter
         self._asked = asyncio.Event()
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -131,9 +132,11 @@ class Server(uvicorn.Server):
             finally:
                 for task in beside:
                     task.cancel()
+                await self._allm.close()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Until the engine is warm and the port open."""
+        """Until the engine is warm and the port open. Raises what keeps the engine from it."""
+        await self._allm.start(self._reporter)
         await super().startup(sockets)
         if self.started:
             _freeze()
@@ -158,7 +161,9 @@ class Server(uvicorn.Server):
         await asyncio.wait((failed, asked), return_when=asyncio.FIRST_COMPLETED)
         if self._asked.is_set():
             _LOG.warning(
-                "shutting down: up to %g s for %d requests", self._settings.drain_seconds, self._allm.live
+                "shutting down: up to %g s for %d requests; another signal ends it at once",
+                self._settings.drain_seconds,
+                self._allm.live,
             )
             if not await self._allm.drain(self._settings.drain_seconds):
                 _LOG.warning("requests were aborted")

@@ -372,6 +372,37 @@ def test_who_does_not_wait_for_a_call_does_no_harm(llm, monkeypatch):
     asyncio.run(run())
 
 
+def test_nobody_waits_for_the_compiler_after_ctrl_c(llm, monkeypatch):
+    """asyncio cancels the main task then, and ends its loop."""
+    compiling, compiled = threading.Event(), threading.Event()
+
+    def compile(keys: object, progress: object) -> None:
+        compiling.set()
+        compiled.wait(60)
+
+    monkeypatch.setattr(llm.engine.executables, "compile", compile)
+
+    async def main() -> None:
+        async with AsyncLLM(llm):
+            pass
+
+    async def interrupted() -> None:
+        task = asyncio.create_task(main())
+        await asyncio.to_thread(compiling.wait, 60)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    ended = threading.Thread(target=lambda: asyncio.run(interrupted()))
+    ended.start()
+    ended.join(30)
+    waited = ended.is_alive()
+    compiled.set()
+    ended.join(60)
+    assert compiling.is_set()
+    assert not waited
+
+
 def test_an_engine_that_was_not_started_takes_nothing(llm):
     async def run() -> None:
         with pytest.raises(EngineStopped, match="not been started"):
