@@ -4,7 +4,7 @@ import asyncio
 from typing import TypeVar
 
 from pydantic_core import from_json
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from serve.errors import ApiError
 from serve.fields import Body
@@ -27,6 +27,10 @@ async def read(settings: Settings, request: Request, *kinds: type[_Body]) -> _Bo
             data = await request.body()
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {settings.body_seconds:g} s") from None
+    except ClientDisconnect:  # nobody reads this, but it is counted and logged as what it is
+        raise ApiError(499, "the client left before its body had arrived") from None
+    if not data:
+        raise ApiError(400, "the body is empty; send a JSON object")
     try:
         value = from_json(data, allow_inf_nan=False)
     except ValueError as error:

@@ -16,6 +16,8 @@ from mtp_jax import EngineStopped, MtpJaxError, Overloaded, RequestError
 
 _LOG = logging.getLogger(__name__)
 _SHOWN_CHARACTERS = 60
+# Where pydantic's words are about Python, or about its own classes.
+_WORDS: dict[str, str] = dict.fromkeys(("dict_type", "model_type"), "Input should be an object")
 _KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -60,8 +62,6 @@ def as_api_error(error: Exception) -> ApiError:
             return error
         case ValidationError():
             return _of_validation(error)
-        case HTTPException():
-            return ApiError(error.status_code, error.detail, headers=error.headers)
         case Overloaded():
             return ApiError(503, str(error), code="overloaded", headers=_retry(error.retry_after))
         case EngineStopped():
@@ -77,12 +77,23 @@ def as_api_error(error: Exception) -> ApiError:
 
 async def respond(request: Request, error: Exception) -> Response:
     """Starlette's exception handler."""
-    del request
+    if isinstance(error, HTTPException):
+        error = _of_routing(request, error)
     return as_api_error(error).response()
 
 
 def _retry(seconds: float) -> dict[str, str]:
     return {"Retry-After": str(math.ceil(seconds))}
+
+
+def _of_routing(request: Request, error: HTTPException) -> ApiError:
+    """The path that is unknown, or what may be done with it."""
+    path = request.url.path[:_SHOWN_CHARACTERS]
+    if error.status_code == 404:
+        message = f"there is no {path} here; the routes of OpenAI's API begin with /v1/"
+    else:
+        message = f"{path} takes {(error.headers or {}).get('Allow')}, not {request.method}"
+    return ApiError(error.status_code, message, headers=error.headers)
 
 
 def _of_validation(error: ValidationError) -> ApiError:
@@ -95,7 +106,7 @@ def _of_validation(error: ValidationError) -> ApiError:
             errors="replace"
         )
         got = f"; got {text[:_SHOWN_CHARACTERS]}{'...' if len(text) > _SHOWN_CHARACTERS else ''}"
-    message = first["msg"].removeprefix("Value error, ")
+    message = _WORDS.get(first["type"], first["msg"].removeprefix("Value error, "))
     where = ".".join(path)[:_SHOWN_CHARACTERS]
     if not path:  # a rule about several fields names the one to change
         return ApiError(400, message, param=message.partition(":")[0])

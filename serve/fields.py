@@ -5,23 +5,30 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from serve.settings import SpecMetrics
+from serve.settings import MAX_NAME, SpecMetrics
 
 MAX_N = 128
 MAX_PROMPTS = 1024
 _MOST_STOPS = 32
 MOST_IDS = 1024
 Text = Annotated[str, Field(max_length=4 * 2**20)]
-Name = Annotated[str, Field(max_length=256)]
+Name = Annotated[str, Field(max_length=MAX_NAME)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=2**20)]
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+# Python's int() takes more: " 1", "1_0", "01".
+TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 Ids = Annotated[list[TokenId], Field(max_length=MOST_IDS)]
 
 
 def form(value: Any) -> str:
     """Which form of a field that has several, so that errors are about what was meant."""
     return "a list" if isinstance(value, list) else "a string"
+
+
+def _schema_form(value: Any) -> str:
+    return "a string" if isinstance(value, str) else "an object"
 
 
 def _prompt_form(value: Any) -> str:
@@ -34,6 +41,10 @@ def _prompt_form(value: Any) -> str:
 Stops = Annotated[
     Annotated[Stop, Tag("a string")] | Annotated[list[Stop], Field(max_length=_MOST_STOPS), Tag("a list")],
     Discriminator(form),
+]
+_Schema = Annotated[
+    Annotated[Text, Tag("a string")] | Annotated[dict[str, Any], Tag("an object")],
+    Discriminator(_schema_form),
 ]
 Prompts = Annotated[
     Annotated[Text, Tag("a string")]
@@ -91,14 +102,14 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _matches(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("response_format: json_schema goes with the type json_schema, and only with it")
+            raise ValueError("json_schema goes with the type json_schema, and only with it")
         return self
 
 
 class Structured(Body):
     """vLLM's ``structured_outputs``: exactly one of these."""
 
-    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    json_: Annotated[_Schema | None, Field(alias="json")] = None
     regex: Text | None = None
     choice: Annotated[list[Text], Field(min_length=1, max_length=4096)] | None = None
     json_object: bool | None = None

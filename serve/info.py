@@ -88,7 +88,10 @@ async def tokenize(server: Server, request: Request) -> Response:
 async def detokenize(server: Server, request: Request) -> Response:
     """Token ids to text."""
     body = await read(server.settings, request, DetokenizeBody)
-    tokenizer = server.tokenizer
+    tokenizer, vocab = server.tokenizer, server.allm.llm.config.vocab_size
+    wrong = next((t for t in body.tokens if t >= vocab), None)
+    if wrong is not None:
+        raise ApiError(400, f"tokens has token {wrong}; expected ids from 0 to {vocab - 1}", "tokens")
     text = await server.allm.off_loop(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
     return _json({"prompt": text}, headers=warning(request))
 

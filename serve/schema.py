@@ -9,6 +9,7 @@ from mtp_jax import RequestError, SamplingParams, StructuredOutput
 from serve.fields import (
     MAX_N,
     MOST_IDS,
+    Bias,
     Body,
     Ids,
     Name,
@@ -20,6 +21,7 @@ from serve.fields import (
     Structured,
     Text,
     TokenId,
+    TokenKey,
     form,
 )
 
@@ -40,10 +42,8 @@ class Sampling(Body):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    logit_bias: (
-        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_IDS)] | None
-    ) = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=MOST_IDS)] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     stream: bool | None = None
@@ -77,7 +77,7 @@ class Sampling(Body):
             **given,
             max_tokens=max_tokens,
             seed=None if self.seed is None else self.seed % 2**32,
-            logit_bias=_biases(self.logit_bias or {}),
+            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             num_speculative_tokens=self._depth(),
@@ -236,10 +236,3 @@ class DetokenizeBody(Body):
 
     model: Name | None = None
     tokens: Annotated[list[TokenId], Field(max_length=2**20)]
-
-
-def _biases(given: dict[str, float]) -> dict[int, float]:
-    try:
-        return {int(token): bias for token, bias in given.items()}
-    except ValueError:
-        raise RequestError('logit_bias has a key that is no token id; write {"17": 2.5}') from None

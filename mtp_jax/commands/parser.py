@@ -12,6 +12,13 @@ class Parser(argparse.ArgumentParser):
         options["allow_abbrev"] = False
         super().__init__(**options)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, Any]:
+        """A subcommand refuses what it does not know itself: its own help says what there is."""
+        known, others = super().parse_known_args(args, namespace)
+        if others:
+            self.error(f"unrecognized arguments: {' '.join(others)}")
+        return known, others
+
     def error(self, message: str) -> NoReturn:
         """Exit with status 2."""
         self.exit(2, f"error: {message}; see `{self.prog} --help`\n")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_jax.commands import show
 from mtp_jax.commands.options import add_engine, depth, model_dir, open_llm, reporter
-from mtp_jax.commands.parser import Parser, Subparsers
+from mtp_jax.commands.parser import Parser, Subparsers, positive
 from mtp_jax.progress import Terminal
 
 if TYPE_CHECKING:
@@ -83,14 +83,14 @@ def _add_server(parser: Parser) -> None:
     )
     add(
         "--max-queued-requests",
-        type=int,
+        type=positive,
         default=256,
         metavar="N",
         help="most waiting requests (default: 256)",
     )
     add(
         "--max-queued-tokens",
-        type=int,
+        type=positive,
         default=2**20,
         metavar="N",
         help="most waiting prompt tokens (default: 1048576)",
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     directory = model_dir(args)
     given: dict[str, Any] = {name: v for name in _SETTINGS if (v := getattr(args, name)) is not None}
     settings = Settings(
-        args.served_model_name or directory.resolve().name,
+        directory.resolve().name if args.served_model_name is None else args.served_model_name,
         api_keys=(*args.api_key, *filter(None, [os.environ.get(_KEY_VARIABLE)])),
         allowed_hosts=tuple(args.allowed_host),
         base_model=args.model is None,  # the embedded one completes code

@@ -69,7 +69,7 @@ class SamplingParams:
         _check_number(self, "min_p", 0, 1)
         _check_number(self, "presence_penalty", -2, 2)
         _check_number(self, "frequency_penalty", -2, 2)
-        _check_number(self, "repetition_penalty", 0, 1e6, low_open=True)
+        _check_number(self, "repetition_penalty", 0.01, 100)  # logits stay far from the largest float32
         _check_integer(self, "n", 1, 1024)
         _check_integer(self, "top_k", -1, 2**31 - 1)
         _check_integer(self, "max_tokens", 1, 2**31 - 1, optional=True)

@@ -19,7 +19,7 @@ NAN, INF = float("nan"), float("inf")
         ("top_k", [-2, 1.5, "3", None, True], "an integer from -1"),
         ("presence_penalty", [-2.1, 2.1, NAN], "from -2 to 2"),
         ("frequency_penalty", [-2.1, 2.1, INF], "from -2 to 2"),
-        ("repetition_penalty", [0, -1, INF, NAN], "above 0"),
+        ("repetition_penalty", [0, -1, 1e-40, 101, INF, NAN], "from 0.01 to 100"),
         ("n", [0, -1, 1025, 1.0, None], "an integer from 1 to 1024"),
         ("max_tokens", [0, -5, 2.0, True], "an integer from 1"),
         ("min_tokens", [-1, 0.5, None], "an integer from 0"),

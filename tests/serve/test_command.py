@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from mtp_jax import cli
+from mtp_jax import AsyncLLM, ConfigError, Reporter, cli
 from mtp_jax.commands.serve import summary
 from serve.stats_log import describe
 from tests.serve.conftest import Running
@@ -27,6 +27,9 @@ from tests.serve.conftest import Running
         (["--port", "99999"], "expected 0 to 65535"),
         (["--api-key", "a b"], "API key"),
         (["--step-seconds", "0"], "step_seconds = 0"),
+        (["--max-queued-tokens", "0"], "--max-queued-tokens: '0' is not an integer of 1 or more"),
+        (["--served-model-name", ""], "model_name = ''; expected 1 to 256 characters"),
+        (["--prot"], "unrecognized arguments: --prot; see `mtp-jax serve --help`"),
         (["/no/such/model"], "not a directory"),
         (["--per-request-spec-decode-metrics", "all"], "--help"),
     ],
@@ -46,6 +49,15 @@ def test_a_port_in_use_is_found_before_the_model_is_read(capsys):
         port = taken.getsockname()[1]
         assert cli.main(["serve", "-q", "--port", str(port)]) == 2
     assert f"cannot bind to 127.0.0.1 port {port}" in capsys.readouterr().err
+
+
+def test_what_keeps_the_engine_from_starting_is_one_line(model: Path, monkeypatch, capsys):
+    async def start(allm: AsyncLLM, reporter: Reporter | None = None) -> None:
+        raise ConfigError("no kernel for this")
+
+    monkeypatch.setattr(AsyncLLM, "start", start)
+    assert cli.main(["serve", str(model), "-q", "--port", "0", "--no-compile-cache"]) == 2
+    assert capsys.readouterr().err == "error: no kernel for this\n"
 
 
 def test_the_summary_names_what_is_served(server: Running):

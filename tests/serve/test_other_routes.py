@@ -73,6 +73,9 @@ def test_tokenize_and_detokenize(client):
         "prompt": "user: hi\nassistant:"
     }
     assert client.post("/tokenize", json={"neither": 1}).status_code == 400
+    unknown = client.post("/detokenize", json={"tokens": [68, 160]})
+    assert unknown.status_code == 400
+    assert unknown.json()["error"]["message"] == "tokens has token 160; expected ids from 0 to 159"
 
 
 def test_models_and_version(client):
@@ -89,10 +92,13 @@ def test_health_and_ready(client):
 
 
 def test_unknown_routes_and_methods_are_openai_errors(client):
-    assert client.get("/nothing").json()["error"]["type"] == "not_found_error"
+    unknown = client.post("/chat/completions").json()["error"]
+    assert unknown["type"] == "not_found_error"
+    assert "no /chat/completions here" in unknown["message"]
+    assert "begin with /v1/" in unknown["message"]
     wrong = client.get("/v1/completions")
-    assert wrong.status_code == 405
-    assert wrong.json()["error"]["message"] == "Method Not Allowed"
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    assert wrong.json()["error"]["message"] == "/v1/completions takes POST, not GET"
 
 
 def values(client) -> dict[str, float]:

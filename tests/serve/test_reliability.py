@@ -5,7 +5,9 @@ R3, pages return after every kind of end, is checked after every test (``idle_at
 
 import asyncio
 import json
+import logging
 import signal
+import socket
 import threading
 from typing import Any
 
@@ -97,6 +99,18 @@ def test_r4_a_client_that_leaves_in_the_middle(server: Running, compiled):
         assert next(answer.iter_lines()).startswith("data: ")
     wait_until(lambda: server.allm.live == 0)
     assert compiled.engine.stats().finished.get("abort", 0) - before <= 1
+
+
+def test_r4_a_client_that_leaves_before_its_body_has_arrived(server: Running, client, caplog):
+    """Half a body is neither an error of the server nor worth a traceback."""
+    caplog.set_level(logging.INFO)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
+    address = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((address[0], int(address[1]))) as connection:
+        connection.sendall(head)
+    wait_until(lambda: any("POST /v1/completions 499" in r.getMessage() for r in caplog.records))
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert client.get("/health").status_code == 200
 
 
 def test_r5_a_deadline_ends_a_request(client):
