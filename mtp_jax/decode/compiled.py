@@ -304,14 +304,18 @@ class Executables:
 
 
 def name_of(key: Key) -> str:
-    """The program's name in HLO and in traces: step_b8_k3_p16, prefill_b1_t256_p16."""
-    if isinstance(key, StepKey):
-        sampled = "_sampled" if key.mode.drafting else ""
-        logprobs = "" if key.mode.logprobs is None else f"_logprobs{key.mode.logprobs}"
-        return f"step_b{key.slots}_k{key.depth}_p{key.pages}{sampled}{logprobs}"
+    """The program's name in HLO and in traces, another for every key of an engine: step_b8_k3_p16_sampled."""
     if isinstance(key, DraftKey):
-        return f"draft_k{key.depth}"
-    return f"prefill_b{key.prompts}_t{key.tokens}_p{key.pages}"
+        return f"draft_k{key.depth}_p{key.pages}"
+    if isinstance(key, PrefillKey):
+        scores = "" if key.prompt_logprobs is None else f"_prompt{key.prompt_logprobs}"
+        return f"prefill_b{key.prompts}_t{key.tokens}_p{key.pages}{_scored(key.logprobs)}{scores}"
+    kind = ("_sampled" if key.mode.drafting else "") + ("_structured" if key.mode.structured else "")
+    return f"step_b{key.slots}_k{key.depth}_p{key.pages}{kind}{_scored(key.mode.logprobs)}"
+
+
+def _scored(logprobs: int | None) -> str:
+    return "" if logprobs is None else f"_logprobs{logprobs}"
 
 
 def _named(f: Callable[..., Any], name: str) -> Callable[..., Any]:

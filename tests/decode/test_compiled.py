@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax
 import pytest
 
-from mtp_jax.decode.compiled import DraftKey, PrefillKey, StepKey, buckets, use_compile_cache
+from mtp_jax.decode.compiled import DraftKey, PrefillKey, StepKey, buckets, name_of, use_compile_cache
 from mtp_jax.decode.step import SamplingMode, accept_drafts
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import ConfigError
@@ -16,6 +16,30 @@ from tests.models import GREEDY, finish, make_engine, prepare, prompts, serve
 SAMPLED = SamplingParams(temperature=0.8, top_k=5, seed=3, max_tokens=9, ignore_eos=True)
 PLAIN = SamplingMode()
 BLOCK = SamplingMode("sampled", "block")
+
+
+def test_every_program_of_an_engine_has_a_name_of_its_own():
+    """By which profiles tell them apart."""
+    widths, pages = (None, 0, 5), (1, 16)
+    modes = [
+        replace(mode, logprobs=width, structured=structured)
+        for mode in (PLAIN, BLOCK)
+        for width in widths
+        for structured in (False, True)
+    ]
+    keys = [
+        *(StepKey(b, k, p, mode) for b in (1, 8) for k in (0, 3) for p in pages for mode in modes),
+        *(
+            PrefillKey(t, p, own, prompt, count)
+            for t in (16, 256)
+            for p in pages
+            for own in widths
+            for prompt in widths
+            for count in (1, 4)
+        ),
+        *(DraftKey(k, p) for k in (1, 3) for p in pages),
+    ]
+    assert len({name_of(key) for key in keys}) == len(keys)
 
 
 @pytest.mark.parametrize(
