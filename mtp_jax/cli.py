@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     argv: arguments without the program's name; None: those of the process.
     """
+    _fill_in_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model's text need not fit the terminal's encoding
     try:
@@ -56,6 +57,13 @@ def entry() -> NoReturn:
     if status == INTERRUPTED:
         os._exit(status)  # Python would first wait for threads that compile, which nothing can interrupt
     sys.exit(status)
+
+
+def _fill_in_streams() -> None:
+    """A stream that was closed before we began is an empty one, and its number is given to no other file."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # for as long as the process lives
 
 
 def _run(argv: Sequence[str] | None) -> int:

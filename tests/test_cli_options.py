@@ -268,3 +268,15 @@ def test_input_that_cannot_be_read(capsys, monkeypatch, tmp_path):
     assert "the input is empty; give a prompt with -p" in fail(stdin="\n")
     monkeypatch.setattr(Typed, "isatty", lambda self: True)
     assert "no prompt; give -p TEXT, -f FILE, or text on standard input" in fail()
+
+
+@pytest.mark.parametrize("name", ["stdin", "stdout", "stderr"])
+def test_a_closed_stream_is_an_empty_one(name, monkeypatch):
+    """As after `<&-`, or under a supervisor that gives none: Python has None there."""
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, name, None)
+        assert cli.main(["version"]) == 0
+        assert cli.main(["generate", "no/model"]) == 2
+        stream = getattr(sys, name)
+        assert name != "stdin" or stream.read() == ""
+        stream.close()

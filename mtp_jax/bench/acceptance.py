@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mtp_jax.bench.report import Report
-from mtp_jax.bench.subject import DEMO, load, prompts_for
+from mtp_jax.bench.subject import Subject, directory_of, prompts_for
 from mtp_jax.engine.request import SamplingParams, Speculation
 from mtp_jax.errors import ConfigError
 from mtp_jax.llm import LLM
@@ -35,14 +35,16 @@ def run(
     """Complete every prompt at every temperature, eight at a time, up to end-of-text; quote the first."""
     if depth < 1:
         raise ConfigError(f"depth = {depth}; expected at least 1: without drafts there is nothing to accept")
-    given = prompts_for(load(model), prompts, prompt_tokens)
+    directory = directory_of(model)
     llm = LLM(
-        None if model == DEMO else model,
+        directory,
         num_speculative_tokens=depth,
         max_num_seqs=8,
         max_model_len=prompt_tokens + max_tokens,
         compile_cache=None,
     )
+    subject = Subject(model, directory, llm.config, llm.engine.params, llm.engine.config.dtype)
+    given = prompts_for(subject, prompts, prompt_tokens)
     figures, rows, quotes = [], [], []
     for temperature in temperatures:
         params = [

@@ -30,8 +30,7 @@ def draw(report: Report, path: Path) -> Path:
     else:
         _levels(report.figures["levels"], axes.flat)
     figure.suptitle(report.title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, format="png")
     pyplot.close(figure)
     return path
 

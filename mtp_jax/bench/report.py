@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 
+from mtp_jax.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -96,10 +98,16 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+def check(path: Path) -> None:
+    """Before hours are spent. Raises ConfigError, or OSError, for a file that cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{path} cannot be written; name another file")
+
+
 def write(report: Report, path: str | Path, made_by: Mapping[str, Any]) -> None:
     """Write ``report`` as JSON; ``made_by``: the command, its options and ``environment()``."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     content = {"title": report.title, **made_by, "figures": report.figures}
     path.write_text(json.dumps(content, indent=2, default=_plain) + "\n", encoding="utf-8")
 

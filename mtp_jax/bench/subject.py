@@ -48,9 +48,14 @@ class Subject:
         return Engine(self.config.with_nextn(()), replace(self.params, nextn=()), sizes)
 
 
+def directory_of(model: str) -> Path:
+    """Of "demo", or of a model directory."""
+    return demo_model() if model == DEMO else Path(model)
+
+
 def load(model: str) -> Subject:
     """ "demo" or a model directory, in float32 on a CPU and in the checkpoint's dtype elsewhere."""
-    directory = demo_model() if model == DEMO else Path(model)
+    directory = directory_of(model)
     on_cpu = jax.default_backend() == "cpu"
     dtype = "float32" if on_cpu else ModelConfig.from_file(directory / "config.json").dtype
     loaded = checkpoint.load(directory, dtype=dtype)

@@ -144,10 +144,15 @@ def register(subparsers: Subparsers) -> None:
 def _run(args: Arguments) -> int:
     """Measure, print, write. Returns the exit status."""
     from mtp_jax.bench import plot
-    from mtp_jax.bench.report import environment, write
+    from mtp_jax.bench.report import check, environment, write
     from mtp_jax.decode.compiled import use_compile_cache
 
+    what = str(args.model or "server").rstrip("/").rpartition("/")[2]
+    path = args.json or Path(f"build/bench/{args.name}-{what}.json")
+    check(path)
     if args.plotted:
+        png = args.png or path.with_suffix(".png")
+        check(png)
         plot.check()
     command = f"mtp-jax {shlex.join(args.command)}"
     hidden = ("run", "measure", "plotted", "command", "json", "png", "api_key")
@@ -156,12 +161,10 @@ def _run(args: Arguments) -> int:
     if getattr(args, "compile_cache", "none") != "none":
         use_compile_cache(args.compile_cache)
     report = args.measure(args)
-    what = str(args.model or "server").rstrip("/").rpartition("/")[2]
-    path = args.json or Path(f"build/bench/{args.name}-{what}.json")
     write(report, path, made_by)
     written = [path]
     if args.plotted:
-        written.append(plot.draw(report, args.png or path.with_suffix(".png")))
+        written.append(plot.draw(report, png))
     show.write(f"{report.text()}\n\n{command} -> {', '.join(map(str, written))}\n")
     return 1 if report.figures.get("faults") else 0
 

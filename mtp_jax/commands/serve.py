@@ -37,7 +37,12 @@ _SETTINGS = (
 
 def register(subparsers: Subparsers) -> None:
     """Declare the subcommand."""
-    parser = subparsers.add_parser("serve", help="serve a model over HTTP", description=_DESCRIPTION)
+    parser = subparsers.add_parser(
+        "serve",
+        help="serve a model over HTTP",
+        description=_DESCRIPTION,
+        usage="%(prog)s [MODEL] [options]",
+    )
     add_engine(parser)
     parser.add_argument(
         "--per-request-spec-decode-metrics",
