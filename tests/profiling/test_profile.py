@@ -37,7 +37,7 @@ def test_all_files_are_written(profiled):
     }
     assert list((out / "trace").rglob("*.xplane.pb"))
     assert json.loads(gzip.decompress((out / "perfetto.json.gz").read_bytes()))["traceEvents"]
-    assert {p.stem for p in (out / "hlo").iterdir()} >= {"prefill_t16_p1", "step_b2_k2_p1_sampled"}
+    assert {p.stem for p in (out / "hlo").iterdir()} >= {"prefill_b1_t16_p1", "step_b2_k2_p1_sampled"}
     memory = json.loads((out / "memory.json").read_text())
     assert memory["weights_bytes"] > memory["cache_bytes"] > 0
     compiled = [json.loads(line) for line in (out / "compiles.jsonl").read_text().splitlines()]
@@ -61,7 +61,7 @@ def test_times_of_the_scopes_add_up(profiled):
 def test_launches_are_counted_and_costed(profiled):
     out, profile = profiled
     assert {p.name: p.launches for p in profile.programs} == {
-        "prefill_t16_p1": MIXED.steps,
+        "prefill_b1_t16_p1": MIXED.steps,
         "step_b2_k2_p1_sampled": MIXED.steps,
     }
     for program in json.loads((out / "cost.json").read_text())["programs"]:
@@ -73,7 +73,7 @@ def test_launches_are_counted_and_costed(profiled):
 def test_named_scopes_are_in_the_metadata_of_compiled_programs(profiled):
     out, _ = profiled
     hlo = {path.stem: path.read_text() for path in (out / "hlo").iterdir()}
-    step, prefill = hlo["step_b2_k2_p1_sampled"], hlo["prefill_t16_p1"]
+    step, prefill = hlo["step_b2_k2_p1_sampled"], hlo["prefill_b1_t16_p1"]
     for phase in scopes.STEP_PHASES:
         assert f"/{phase}/" in step
     for phase in scopes.PREFILL_PHASES:
