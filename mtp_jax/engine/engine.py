@@ -188,8 +188,18 @@ class Engine:
         )
 
     def step(self) -> list[Request]:
-        """Launch what can be launched, then read what was launched before. Returns requests that advanced."""
+        """Launch what can be launched, then read what was launched before. Returns requests that advanced.
+
+        First tokens are read, and handed on, while the step launched behind their prefill runs.
+        """
         late = self._end_late()
+        behind_prefill = len(self._inflight) > 1 and self._inflight[0].chunk is not None
+        advanced = self._read(1) if behind_prefill else self._launch()
+        if not self.busy:
+            self._inflight.clear()
+        return late + advanced
+
+    def _launch(self) -> list[Request]:
         self._refresh()
         for request in self.scheduler.admit():
             self._admit(request)
@@ -204,10 +214,7 @@ class Engine:
         self._launch_step()
         if len(self._inflight) == unread:
             unread = min(unread, 1)
-        advanced += self._read(unread)
-        if not self.busy:
-            self._inflight.clear()
-        return late + advanced
+        return advanced + self._read(unread)
 
     def draft(self, prompt: Iterable[int], depth: int) -> tuple[int, np.ndarray, np.ndarray]:
         """The token that greedily follows a prompt, and the drafts after it: (token, ids [K], logits [K, V]).
