@@ -8,6 +8,7 @@ from kernels_pallas.checking.case import Case
 KERNELS: tuple[str, ...] = (
     "mla_decode",
     "mla_prefill",
+    "mla_low_rank",
     "rms_norm",
     "router",
     "expert_layout",

@@ -20,7 +20,7 @@ from kernels_pallas.quantised import BLOCK, FP8_MAX, TINY, whole_tiles
 
 # Blocks of a row, one per warp at a time; the 32 lanes of a warp hold four numbers each.
 WARPS = 4
-_ROW = plgpu.Layout.TILED(Tiling(((WARPS, BLOCK), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+ROW = plgpu.Layout.TILED(Tiling(((WARPS, BLOCK), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 # Of a row that need not be in registers at once, because nothing is summed over it.
 _CHUNK = 32
 
@@ -58,7 +58,7 @@ def rms_norm(
     def body(*refs: Ref) -> None:
         row, out = lax.axis_index("row"), list(refs[count + 1 :])
         each = [
-            load(ref, (part, row), _ROW).astype(jnp.float32)
+            load(ref, (part, row), ROW).astype(jnp.float32)
             for ref, addend in zip(refs, addends, strict=False)
             for part in range(addend.shape[0])
         ]
@@ -67,15 +67,15 @@ def rms_norm(
         if total:
             out.pop(0)[row] = rounded
         square = jnp.sum(jnp.sum(x * x, axis=1)) * (1 / (blocks * BLOCK))
-        normed = x * lax.rsqrt(square + eps) * load(refs[count], (), _ROW).astype(jnp.float32)
+        normed = x * lax.rsqrt(square + eps) * load(refs[count], (), ROW).astype(jnp.float32)
         if plain:
             out.pop(0)[row] = normed.astype(jnp.bfloat16)
         if quantised:
-            _write(normed, out[0].at[row], out[1].at[:, row])
+            write(normed, out[0].at[row], out[1].at[:, row])
 
     out_type = [jax.ShapeDtypeStruct((rows, blocks, BLOCK), jnp.bfloat16)] * (total + plain)
     if quantised:
-        out_type += _quantised_type(rows, blocks)
+        out_type += quantised_type(rows, blocks)
     return tuple(_launch(body, out_type, {"row": rows}, interpret)(*addends, weight))
 
 
@@ -91,22 +91,23 @@ def quantise(
 
     def body(x_ref: Ref, values: Ref, scales: Ref) -> None:
         row, mine = lax.axis_index("row"), pl.ds(lax.axis_index("part"), chunk)
-        part = load(x_ref, (mine, row) if blocks_first else (row, mine), _ROW).astype(jnp.float32)
-        _write(part, values.at[row, mine], scales.at[mine, row])
+        part = load(x_ref, (mine, row) if blocks_first else (row, mine), ROW).astype(jnp.float32)
+        write(part, values.at[row, mine], scales.at[mine, row])
 
     grid = {"part": blocks // chunk, "row": rows}
-    return tuple(_launch(body, _quantised_type(rows, blocks), grid, interpret)(x))
+    return tuple(_launch(body, quantised_type(rows, blocks), grid, interpret)(x))
 
 
-def _write(x: jax.Array, values: Ref, scales: Ref) -> None:
+def write(x: jax.Array, values: Ref, scales: Ref) -> None:
     """Blocks as e4m3 values, and their scales."""
     scale = jnp.maximum(jnp.max(jnp.abs(x), axis=1), TINY) * (1 / FP8_MAX)
-    inverse = plgpu.layout_cast(lax.broadcast_in_dim(1 / scale, x.shape, [0]), _ROW)
+    inverse = plgpu.layout_cast(lax.broadcast_in_dim(1 / scale, x.shape, [0]), ROW)
     values[...] = (x * inverse).astype(values.dtype)
     scales[...] = scale
 
 
-def _quantised_type(rows: int, blocks: int) -> list[jax.ShapeDtypeStruct]:
+def quantised_type(rows: int, blocks: int) -> list[jax.ShapeDtypeStruct]:
+    """Of e4m3 values and scales of so many rows, rounded up to the tiles of products."""
     rows = whole_tiles(rows)
     return [
         jax.ShapeDtypeStruct((rows, blocks, BLOCK), jnp.float8_e4m3fn),

@@ -10,8 +10,17 @@ from jaxtyping import Array, Float
 from mtp_jax.config import ModelConfig
 from mtp_jax.model import products
 from mtp_jax.model.kernels import AUTO, Kernels
-from mtp_jax.model.layers import rms_norm, rotate
-from mtp_jax.model.ops import Form, PagedView, Pages, Queries, attend, paged_attention
+from mtp_jax.model.layers import rms_norm, rotate, whole
+from mtp_jax.model.ops import (
+    Form,
+    PagedView,
+    Pages,
+    Queries,
+    attend,
+    low_rank,
+    norms_low_rank,
+    paged_attention,
+)
 from mtp_jax.model.params import Attention
 from mtp_jax.model.products import linear
 from mtp_jax.model.sharding import constrain
@@ -25,21 +34,31 @@ def project(
     cfg: ModelConfig,
     x: products.Input,
     angles: Float[Array, "B W 2 r"],
+    pages: Pages | None,
+    view: PagedView | None,
     *,
     mesh: Mesh | None = None,
     kernels: Kernels = AUTO,
-) -> tuple[Queries, Float[Array, "B W C"]]:
-    """Queries, and the rows to cache (arXiv 2405.04434, eqs. 9-15)."""
+) -> tuple[Queries, Float[Array, "B W C"] | None, Pages | None]:
+    """Queries, and the rows to cache (arXiv 2405.04434, eqs. 9-15); None if the pages have them already."""
     on: dict[str, Any] = {"kernels": kernels, "mesh": mesh}
-    low = x
-    if p.q_a is not None:
-        q = linear(x, p.q_a, summed=False, **on)
-        reader = products.takes_quantised(p.q_b, products.dtype_of(x), split="out", **on)
-        _, low = products.norm(q, p.q_norm, _LOW_RANK_EPS, (reader,), mesh=mesh)
+    q = None if p.q_a is None else linear(x, p.q_a, summed=False, **on)
+    kv = linear(x, p.kv_a, summed=mesh is None, **on)
+    reader = products.takes_quantised(p.q_b, products.dtype_of(x), split="out", **on)
+    if (
+        not (q is None or pages is None or view is None or mesh is None)
+        and reader
+        and norms_low_rank(kernels, q, kv, p.kv_norm, pages)
+    ):
+        # Not on one GPU: XLA would need more memory there (docs/kernels.md).
+        norms: dict[str, Any] = {"eps": _LOW_RANK_EPS, "interleaved": cfg.rope_interleave, "mesh": mesh}
+        low, rows, pages = low_rank(q, kv, p.q_norm, p.kv_norm, angles, pages, view, **norms)
+    else:
+        low = x if q is None else products.norm(q, p.q_norm, _LOW_RANK_EPS, (reader,), mesh=mesh)[1]
+        rows = _rows(p, cfg, kv, angles)
     q = linear(low, p.q_b, split="out", **on)
     q_nope, q_rope = jnp.split(q, [cfg.qk_nope_head_dim], axis=-1)
-    queries = Queries(q_nope, rotate(q_rope, angles, cfg.rope_interleave))
-    return queries, latent_rows(p, cfg, x, angles, **on)
+    return Queries(q_nope, rotate(q_rope, angles, cfg.rope_interleave)), rows, pages
 
 
 def latent_rows(
@@ -51,8 +70,15 @@ def latent_rows(
     mesh: Mesh | None = None,
     kernels: Kernels = AUTO,
 ) -> Float[Array, "B W C"]:
-    """The rows to cache: the normed latent and the rotated shared key (eqs. 9, 11, 15)."""
-    latent, key_rope = jnp.split(linear(x, p.kv_a, kernels=kernels, mesh=mesh), [cfg.kv_lora_rank], axis=-1)
+    """The rows to cache of a block that does not attend."""
+    return _rows(p, cfg, linear(x, p.kv_a, kernels=kernels, mesh=mesh), angles)
+
+
+def _rows(
+    p: Attention, cfg: ModelConfig, kv: Float[Array, "*s B W C"], angles: Float[Array, "B W 2 r"]
+) -> Float[Array, "B W C"]:
+    """The normed latent and the rotated shared key (eqs. 9, 11, 15)."""
+    latent, key_rope = jnp.split(whole(kv), [cfg.kv_lora_rank], axis=-1)
     latent = rms_norm(latent, p.kv_norm, _LOW_RANK_EPS)
     return jnp.concatenate([latent, rotate(key_rope, angles, cfg.rope_interleave)], axis=-1)
 
@@ -84,8 +110,9 @@ def attention(
     Returns (output, perhaps in parts to be summed, pages).
     """
     with jax.named_scope("attention_project"):
-        q, rows = project(p, cfg, x, angles, mesh=mesh, kernels=kernels)
+        q, rows, pages = project(p, cfg, x, angles, pages, view, mesh=mesh, kernels=kernels)
     if pages is None or view is None:
+        assert rows is not None, "rows have nowhere to be but here"
         causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
         mask = jnp.broadcast_to(causal, (x.shape[0], *causal.shape))
         context = attend(q, p.k_up, p.v_up, rows, mask, cfg.softmax_scale, form)

@@ -21,7 +21,8 @@ class Kernels:
     Attributes:
         linear: products with FP8 weights; others are always XLA's.
         experts: routed experts.
-        attention: over the paged cache: ``mla_decode`` in the absorbed form, ``mla_prefill`` in the naive.
+        attention: over the paged cache: ``mla_decode`` in the absorbed form, ``mla_prefill`` in the naive;
+            on a mesh, where the queries' product takes e4m3, also ``mla_low_rank``, which writes the cache.
     """
 
     linear: Implementation | None = None
@@ -32,9 +33,14 @@ class Kernels:
 AUTO = Kernels()
 
 
+def may_run(wanted: Implementation | None) -> bool:
+    """Whether kernels run where they can."""
+    return wanted == "mosaic_gpu" or (wanted is None and is_hopper())
+
+
 def runs(wanted: Implementation | None, check: Callable[..., None], *args: Any) -> bool:
     """Whether the kernel that ``check`` speaks for runs. Raises ConfigError if it is wanted and cannot."""
-    if wanted == "xla" or (wanted is None and not is_hopper()):
+    if not may_run(wanted):
         return False
     try:
         check(*args)

@@ -96,6 +96,11 @@ def rotate(
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
 
 
+def whole(x: Float[Array, "*s B W D"]) -> Float[Array, "B W D"]:
+    """The sum of the parts that a product may leave (see ``products.linear``)."""
+    return x.sum(axis=0).astype(jnp.bfloat16) if x.ndim == 4 else x
+
+
 def swiglu(x: Float[Array, "... D"], p: Mlp) -> Float[Array, "... D"]:
     """down(silu(gate(x)) * up(x))."""
     gate_up = linear(x, p.gate_up)

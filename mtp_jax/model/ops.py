@@ -11,14 +11,15 @@ from kernels_pallas.grouped_matmul import api as grouped_matmul
 from kernels_pallas.mla_decode import api as mla_decode
 from kernels_pallas.mla_decode.fp8_rows import pack, unpack
 from kernels_pallas.mla_decode.visible import MAX_AHEAD, Visible
+from kernels_pallas.mla_low_rank import api as mla_low_rank
 from kernels_pallas.mla_prefill import api as mla_prefill
 from kernels_pallas.mla_prefill.limits import Limits
 from kernels_pallas.quantised import Quantised
 from kernels_pallas.router import api as router
 from kernels_pallas.router.rule import Rule
+from mtp_jax.model import products
 from mtp_jax.model.cache import Fp8Rows, PagedView, Pages, read_rows, write_rows
-from mtp_jax.model.device import is_hopper
-from mtp_jax.model.kernels import AUTO, Kernels, runs
+from mtp_jax.model.kernels import AUTO, Kernels, can, may_run, runs
 from mtp_jax.model.mla import Form, Queries, absorb, attend
 from mtp_jax.model.params import Fp8
 from mtp_jax.model.sharding import partition, sharded
@@ -44,8 +45,7 @@ def choose_experts(
     logits: Float[Array, "T E"], bias: Float[Array, " E"], rule: Rule, kernels: Kernels
 ) -> tuple[Int[Array, "T k"], Float[Array, "T k"], Int[Array, "n E"] | None]:
     """Ids and weights of each row's experts; their counts too if a kernel chooses, where experts have any."""
-    with_kernel = kernels.experts == "mosaic_gpu" or (kernels.experts is None and is_hopper())
-    if not (with_kernel and router.can_choose(logits.shape[1], rule)):
+    if not (may_run(kernels.experts) and router.can_choose(logits.shape[1], rule)):
         return *router.reference.choose(logits, bias, rule), None
     choice = router.choose(logits, bias, rule, implementation="mosaic_gpu")
     return choice.ids, choice.weights, choice.counts
@@ -92,11 +92,53 @@ def as_stored(rows: Float[Array, "B W c"], pages: Pages, rank: int) -> Float[Arr
     return packed(rows, rank) if isinstance(pages, Fp8Rows) else rows
 
 
+def norms_low_rank(kernels: Kernels, q: Any, kv: Any, kv_norm: Any, pages: Pages) -> bool:
+    """Whether ``low_rank`` takes what the projections leave."""
+    plain = None if isinstance(pages, Fp8Rows) else pages
+    return may_run(kernels.attention) and can(mla_low_rank.check, q, kv, kv_norm, plain)
+
+
+def low_rank(
+    q: Float[Array, "*s B W K"],
+    kv: Float[Array, "*u B W c"],
+    q_norm: Float[Array, " K"],
+    kv_norm: Float[Array, " C"],
+    angles: Float[Array, "B W 2 r"],
+    pages: Pages,
+    view: PagedView,
+    *,
+    eps: float,
+    interleaved: bool,
+    mesh: Mesh,
+) -> tuple[products.Rows, Float[Array, "B W c"] | None, Pages]:
+    """Queries' low rank normed and quantised, and the window's rows written, by the kernel.
+
+    Rows for an FP8 cache are returned, not written.
+    """
+    fp8 = isinstance(pages, Fp8Rows)
+
+    def local(q, kv, q_norm, kv_norm, angles, pages, view):
+        where = (pages, view.page_table, view.positions)
+        options: dict[str, Any] = {"eps": eps, "interleaved": interleaved, "implementation": "mosaic_gpu"}
+        low, out = mla_low_rank.mla_low_rank(q, kv, q_norm, kv_norm, angles, *where, **options)
+        return (low.values, low.scale), out
+
+    slots, weight = partition("slots"), partition()
+    parts = (partition(None, "slots") if a.ndim == 4 else slots for a in (q, kv))
+    specs = (*parts, weight, weight, slots, partition("pages"), slots)
+    run = sharded(local, mesh, specs, (products.of_rows(), slots if fp8 else partition("pages")))
+    with jax.named_scope("cache_write"):
+        cos_sin = angles[..., 0, :], angles[..., 1, :]
+        low, out = run(q, kv, q_norm, kv_norm, cos_sin, None if fp8 else pages, view)
+    rows = products.Rows(q.shape[-3:], None, Quantised(*low))
+    return (rows, out, pages) if fp8 else (rows, None, out)
+
+
 def paged_attention(
     q: Queries,
     k_up: Float[Array, "N h C"],
     v_up: Float[Array, "N v C"],
-    rows: Float[Array, "B W c"],
+    rows: Float[Array, "B W c"] | None,
     pages: Pages,
     view: PagedView,
     *,
@@ -105,7 +147,7 @@ def paged_attention(
     mesh: Mesh | None,
     kernels: Kernels = AUTO,
 ) -> tuple[Float[Array, "B W N v"], Pages]:
-    """Write the window's ``rows``, attend over everything visible. Returns (context, pages).
+    """Write the window's ``rows`` if given, attend over everything visible. Returns (context, pages).
 
     What a token sees of the window comes from the cache as well, so that an FP8 cache gives the same result
     whatever was computed together.
@@ -118,11 +160,12 @@ def paged_attention(
 
     def local(q, k_up, v_up, rows, pages, view):
         with jax.named_scope("cache_write"):
-            pages = write_rows(pages, as_stored(rows, pages, rank), view.page_table, view.positions)
+            if rows is not None:
+                pages = write_rows(pages, as_stored(rows, pages, rank), view.page_table, view.positions)
         with jax.named_scope("attend"):
             if form == "absorbed" and runs(kernels.attention, _check_decode, q, k_up, pages):
                 context = _decode(q, k_up, v_up, pages, view, scale)
-            elif form == "naive" and runs(kernels.attention, _check_prefill, q, k_up, v_up, rows):
+            elif form == "naive" and runs(kernels.attention, _check_prefill, q, k_up, v_up):
                 context = _prefill(q, k_up, v_up, cached(pages, view), view, scale)
             else:
                 context = attend(q, k_up, v_up, cached(pages, view), view.mask, scale, form)
@@ -132,7 +175,7 @@ def paged_attention(
         found = read_rows(pages, view)
         if not isinstance(found, Fp8Rows):
             return found
-        return unpack((found.words, found.scales), rank).astype(rows.dtype)
+        return unpack((found.words, found.scales), rank).astype(v_up.dtype)
 
     heads, per_slot = partition("slots", None, "heads", None), partition("slots")
     up, paged = partition("heads"), partition("pages")
@@ -175,12 +218,10 @@ def _decode(
     return jnp.einsum("bwnc,nvc->bwnv", mixed, v_up)
 
 
-def _check_prefill(
-    q: Queries, k_up: Float[Array, "N h C"], v_up: Float[Array, "N v C"], rows: Float[Array, "B W c"]
-) -> None:
+def _check_prefill(q: Queries, k_up: Float[Array, "N h C"], v_up: Float[Array, "N v C"]) -> None:
     """Raise ValueError for what the kernel cannot do."""
-    whole, shared_key = jnp.concatenate([q.nope, q.rope], axis=-1), rows[..., k_up.shape[-1] :]
-    mla_prefill.check(whole, q.nope, shared_key, v_up.swapaxes(1, 2))
+    whole = jnp.concatenate([q.nope, q.rope], axis=-1)
+    mla_prefill.check(whole, q.nope, q.rope, v_up.swapaxes(1, 2))
 
 
 def _prefill(

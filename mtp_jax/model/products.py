@@ -48,7 +48,7 @@ def plain(x: Input) -> Float[Array, "B W D"]:
     return whole
 
 
-def _of_rows(inner: str | None = None) -> tuple[Any, Any]:
+def of_rows(inner: str | None = None) -> tuple[Any, Any]:
     """How quantised rows are split: slots, and perhaps features."""
     return partition("slots", inner), partition(inner, "slots")
 
@@ -69,7 +69,7 @@ def norm(
     """
     shape = x.shape[-3:]
     if not any(readers) or not all(can(norms.check, a.shape[-1], a.dtype) for a in (x, *added)):
-        total = plus(_whole(x), added)
+        total = plus(layers.whole(x), added)
         return total, Rows(shape, layers.rms_norm(total, weight, eps), None)
     also_plain = not all(readers)
 
@@ -89,7 +89,7 @@ def norm(
 
     slots = partition("slots")
     given = [partition(None, "slots") if a.ndim == 4 else slots for a in (x, *added)]
-    run = sharded(local, mesh, (partition(), *given), ([slots] * (bool(added) + also_plain), _of_rows()))
+    run = sharded(local, mesh, (partition(), *given), ([slots] * (bool(added) + also_plain), of_rows()))
     with jax.named_scope("norm"):
         whole, rows = run(weight, x, *added)
     return whole[0] if added else x, Rows(shape, whole[-1] if also_plain else None, Quantised(*rows))
@@ -97,12 +97,7 @@ def norm(
 
 def plus(x: Float[Array, "B W D"], added: Sequence[Float[Array, "*t B W D"]]) -> Float[Array, "B W D"]:
     """x and what is added to it, which may be parts to be summed."""
-    return x + functools.reduce(jnp.add, map(_whole, added)) if added else x
-
-
-def _whole(x: Float[Array, "*s B W D"]) -> Float[Array, "B W D"]:
-    """The sum of parts."""
-    return x.sum(axis=0).astype(jnp.bfloat16) if x.ndim == 4 else x
+    return x + functools.reduce(jnp.add, map(layers.whole, added)) if added else x
 
 
 def heads_as_rows(
@@ -123,7 +118,7 @@ def heads_as_rows(
         rows = norms.quantise(given, blocks_first=heads_first, implementation="mosaic_gpu")
         return rows.values, rows.scale
 
-    rows = sharded(local, mesh, (partition("slots", None, "heads"),), _of_rows("heads"))(x)
+    rows = sharded(local, mesh, (partition("slots", None, "heads"),), of_rows("heads"))(x)
     return Rows(wide, None, Quantised(*rows))
 
 
@@ -161,7 +156,7 @@ def linear(
     """``x @ w.T``; ``split``: whether ``model`` splits the first output axis or the input features of w.
 
     With a kernel x is quantised to e4m3 in 1x128 blocks, unless it is already. ``summed`` False: where the
-    kernel leaves float32 parts to be summed, they are given as they are, for ``norm`` to sum.
+    kernel leaves float32 parts to be summed, they are given as they are, for their reader to sum.
     """
     if not isinstance(w, Fp8) or not takes_quantised(w, dtype_of(x), kernels=kernels, mesh=mesh, split=split):
         return layers.linear(plain(x), w)
@@ -191,7 +186,7 @@ def dtype_of(x: Input) -> Any:
 def operand(x: Input, inner: str | None = None) -> tuple[Any, Any]:
     """Activations for a product with a kernel, quantised if they are, and how a mesh splits them."""
     if isinstance(x, Rows) and x.quantised is not None:
-        return (x.quantised.values, x.quantised.scale), _of_rows(inner)
+        return (x.quantised.values, x.quantised.scale), of_rows(inner)
     return plain(x), partition("slots", None, inner)
 
 

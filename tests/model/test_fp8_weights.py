@@ -21,10 +21,10 @@ from kernels_pallas.router import reference as router_reference
 from mtp_jax.checkpoint import load, save
 from mtp_jax.checkpoint.fp8 import may_be_fp8
 from mtp_jax.errors import CheckpointError, ConfigError
-from mtp_jax.model import ops, trunk
+from mtp_jax.model import attention, ops, trunk
 from mtp_jax.model.device import is_hopper, platform
 from mtp_jax.model.kernels import Kernels
-from mtp_jax.model.layers import expand
+from mtp_jax.model.layers import expand, rope_angles, whole
 from mtp_jax.model.params import Fp8, Params, Spec, param_specs, scale_spec
 from mtp_jax.model.sharding import make_mesh
 from mtp_jax.model.trunk import Backend
@@ -305,6 +305,51 @@ def test_causal_rows_are_told_to_the_prefill_kernel_as_the_mask_says():
         np.testing.assert_array_equal(got.count, count)
         told = np.asarray(got.mask(8, 80)) & (token < count[:, None])[..., None]
         np.testing.assert_array_equal(told, mask)
+
+
+@pytest.mark.parametrize("cache", ["plain", "fp8"])
+def test_low_ranks_by_the_kernel_are_those_of_xla(cache, calls, monkeypatch):
+    real = {m: getattr(m, m.__name__.split(".")[1]) for m in (ops.mla_low_rank, ops.mla_decode)}
+
+    def reference(module: Any) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            calls.append(name)
+            return real[module](*args, **options | {"implementation": "xla"})
+
+        name = real[module].__name__
+        return run
+
+    for module, function in real.items():
+        monkeypatch.setattr(module, function.__name__, reference(module))
+        monkeypatch.setattr(module, "check", lambda *_: None)
+    rng, cfg = np.random.default_rng(0), ALIGNED
+    positions = jnp.asarray([[0, 1], [6, 7], [-1, -1], [3, 4]])
+    # Numbers are a device's own: of two devices, each has half of the slots and pages.
+    table = jnp.asarray([[4, 0], [2, 3], [5, 5], [1, 0]])
+    view = ops.PagedView(table, positions, jnp.arange(8) <= positions[..., None])
+    x = jnp.asarray(rng.normal(size=(4, 2, cfg.hidden_size)), jnp.bfloat16)
+    pages = jnp.asarray(rng.normal(size=(12, 4, cfg.latent_dim)), jnp.bfloat16)
+    pages = ops.packed(pages, cfg.kv_lora_rank) if cache == "fp8" else pages
+    attend = functools.partial(attention.attention, cfg=cfg, view=view, form="absorbed", mesh=make_mesh(2, 2))
+
+    def run(kernels: Kernels) -> Any:
+        p, angles = aligned().layers[0].attention, rope_angles(cfg, positions)
+        out, kept = jax.jit(lambda p: attend(p, x=x, angles=angles, pages=pages, kernels=kernels))(p)
+        return np.asarray(whole(out).astype(jnp.float32)), kept
+
+    want, by_xla = run(Kernels(linear="mosaic_gpu", attention="xla"))
+    assert "mla_low_rank" not in calls
+    got, by_kernel = run(Kernels(linear="mosaic_gpu", attention="mosaic_gpu"))
+    assert (calls.count("mla_low_rank"), calls.count("mla_decode")) == (1, 1)
+    slots = [0, 1, 3]
+    assert np.linalg.norm(got[slots] - want[slots]) < 0.02 * np.linalg.norm(want[slots])
+    # The kernel drops rows of no position; XLA writes them to a device's last page.
+    written = np.arange(12) % 6 != 5
+    for a, b in zip(jax.tree.leaves(by_kernel), jax.tree.leaves(by_xla), strict=True):
+        same = np.asarray(a == b)[written]
+        assert same.mean() > 0.99  # but for the last bit of some
+    changed = jax.tree.leaves(by_kernel)[0] != jax.tree.leaves(pages)[0]
+    assert int(changed[written].any(axis=-1).sum()) == 6
 
 
 @pytest.mark.parametrize("form", ["absorbed", "naive"])

@@ -1,0 +1,90 @@
+"""The function that a model calls."""
+
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas.mla_low_rank import mosaic_gpu, reference
+from kernels_pallas.quantised import Quantised
+from kernels_pallas.rms_norm import api as norms
+
+Implementation = Literal["xla", "mosaic_gpu"]
+
+
+def mla_low_rank(
+    q: Float[Array, "*s B W K"],
+    kv: Float[Array, "*u B W c"],
+    q_norm: Float[Array, " K"],
+    kv_norm: Float[Array, " C"],
+    angles: tuple[Float[Array, "B W r"], Float[Array, "B W r"]],
+    pages: Float[Array, "P S c"] | None,
+    page_table: Int[Array, "B n"],
+    positions: Int[Array, "B W"],
+    *,
+    eps: float,
+    interleaved: bool,
+    implementation: Implementation,
+    interpret: Any = None,
+) -> tuple[Quantised, Array]:
+    """The norms of MLA's low ranks; latents and their rotated key written to the paged cache. One launch.
+
+    arXiv 2405.04434, eqs. 9 to 15, without the products.
+
+    Args:
+        q: queries' low rank as its projection leaves it, or the float32 parts of it to be summed.
+        kv: likewise the rows [latent | key], C + R with R = 2r.
+        q_norm: weight of q's norm.
+        kv_norm: of the latents'.
+        angles: cosines and sines of every token, float32; apart, as XLA has them before it stacks them.
+        pages: the cache, which must not be read again. None: the rows are wanted, not written.
+        page_table: pages of each slot in order, int32.
+        positions: row of its slot that each token is written to, int32; one outside the slot's pages is not.
+        eps: added to the mean squares.
+        interleaved: a pair's numbers are neighbours; otherwise they come from the two halves of the R.
+        implementation: "mosaic_gpu" needs a Hopper GPU, bfloat16, C 512, R 64, and K a multiple of 512 up to
+            8192; "xla" is the oracle in plain jnp.
+        interpret: parameters of Pallas' interpreter; None compiles.
+
+    Returns:
+        q normed and quantised, its rows rounded up to whole tiles of products as `rms_norm` does; and the
+        pages, in place with jax 0.11 or newer, or the rows [B, W, C + R] in bfloat16. The key's first numbers
+        of pairs come first.
+
+    Raises:
+        ValueError: for what the kernel cannot do.
+    """
+    slots, window = positions.shape
+    tokens = slots * window
+    flat = q.reshape(-1, tokens, q.shape[-1]), kv.reshape(-1, tokens, kv.shape[-1]), q_norm, kv_norm
+    cos, sin = (x.reshape(tokens, -1) for x in angles)
+    given, where = (*flat, (cos, sin)), (page_table, positions.reshape(-1))
+    options: dict[str, Any] = {"eps": eps, "interleaved": interleaved}
+    if implementation == "xla":
+        values, scale, out = reference.mla_low_rank(*given, pages, *where, **options)
+    else:
+        check(q, kv, kv_norm, pages)
+        here = pages if mosaic_gpu.CAN_REUSE else None
+        values, scale, out = mosaic_gpu.mla_low_rank(*given, here, *where, **options, interpret=interpret)
+        if pages is not None and here is None:
+            out = reference.write(out, pages, *where)
+    low = Quantised(values.reshape(values.shape[0], -1), scale)
+    return low, out.astype(jnp.bfloat16).reshape(slots, window, -1) if pages is None else out
+
+
+def check(q: Any, kv: Any, kv_norm: Any, pages: Any | None) -> None:
+    """Refuse what the kernel cannot do, with a ValueError that says so; looks at shapes and dtypes."""
+    norms.check(q.shape[-1], q.dtype)
+    rope = kv.shape[-1] - kv_norm.shape[0]
+    needs = (
+        ("dtype of latents", str(kv.dtype), ("bfloat16", "float32")),
+        ("dtype of the cache", "bfloat16" if pages is None else str(pages.dtype), ("bfloat16",)),
+        ("latent rank", kv_norm.shape[0], (mosaic_gpu.RANK,)),
+        ("rope dimensions", rope, (mosaic_gpu.ROPE,)),
+    )
+    for what, got, allowed in needs:
+        if got not in allowed:
+            choice = " or ".join(str(a) for a in allowed)
+            raise ValueError(
+                f"mla_low_rank on mosaic_gpu: {what} is {got}, must be {choice}; use implementation='xla'"
+            )

@@ -1,0 +1,142 @@
+"""A warpgroup per token for its queries' low rank, and one for its row of the cache; neither needs the other.
+
+A row of the cache is lines of 32 numbers here: latents, first and second numbers of the key's pairs. A warp
+has a line, each lane a number of it. No shared memory but for sums of squares, and no barrier.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu.fragmented_array import Tiling
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas.mosaic import Ref, load
+from kernels_pallas.quantised import BLOCK
+from kernels_pallas.rms_norm import mosaic_gpu as norms
+
+RANK, ROPE = 512, 64
+PAIRS = ROPE // 2
+_LINES = plgpu.Layout.TILED(Tiling(((4, PAIRS), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+_LINE = _LINES.reduce(0)
+
+# A kernel of jax 0.10 cannot write to its inputs.
+CAN_REUSE = jax.__version_info__ >= (0, 11)
+
+# Lines of a row's latents; two of the key follow.
+_LATENTS = RANK // PAIRS
+
+
+def mla_low_rank(
+    q: Float[Array, "s T K"],
+    kv: Float[Array, "u T 576"],
+    q_norm: Float[Array, " K"],
+    kv_norm: Float[Array, " 512"],
+    angles: tuple[Float[Array, "T 32"], Float[Array, "T 32"]],
+    pages: Float[Array, "P S 576"] | None,
+    page_table: Int[Array, "B n"],
+    positions: Int[Array, " T"],
+    *,
+    eps: float,
+    interleaved: bool,
+    interpret: Any = None,
+) -> tuple[Array, Array, Array]:
+    """Queries' low rank normed, in e4m3; rows [normed latent | rotated key] of the cache.
+
+    Args:
+        q: bfloat16 or float32 parts to be summed; K is a multiple of 512.
+        kv: likewise, latents first.
+        q_norm: weight of q's norm, any float type.
+        kv_norm: of the latents'.
+        angles: cosines and sines, float32.
+        pages: bfloat16, written in place. None: the rows are returned instead, for the caller to write.
+        page_table: int32, pages of each slot.
+        positions: int32, row of its slot that each token is written to, if it is within the slot's pages.
+        eps: of both norms.
+        interleaved: pairs are neighbours, not from the two halves of the dimensions.
+        interpret: parameters of Pallas' interpreter; None compiles.
+
+    Returns:
+        e4m3 values [M, K / 128, 128] and float32 scales [K / 128, M] as `rms_norm` gives them; and the pages,
+        or rows [T, 576] in bfloat16.
+    """
+    _, tokens, width = q.shape
+    window = tokens // page_table.shape[0]
+
+    def body(
+        q_ref: Ref, kv_ref: Ref, kv_pairs_ref: Ref, q_norm_ref: Ref, kv_norm_ref: Ref,
+        angles_refs: tuple[Ref, Ref], table_ref: Ref, positions_ref: Ref, *out_refs: Ref,
+    ) -> None:  # fmt: skip
+        if pages is None:
+            values_ref, scales_ref, rows_ref = out_refs
+        else:  # an input that is written to, and so before what is only written
+            rows_ref, values_ref, scales_ref = out_refs
+        low_rank, token = lax.axis_index("low_rank"), lax.axis_index("token")
+
+        def summed(ref: Ref, index: tuple[Any, ...], layout: Any) -> jax.Array:
+            return _rounded([load(ref, (part, token, *index), layout) for part in range(ref.shape[0])])
+
+        def normed(x: jax.Array, weight: Ref, layout: Any) -> jax.Array:
+            mean = jnp.sum(jnp.sum(x * x, axis=1)) * (1 / x.size)
+            return x * lax.rsqrt(mean + eps) * load(weight, (), layout).astype(jnp.float32)
+
+        def write(row: Ref) -> None:
+            latent = summed(kv_ref, (pl.ds(0, _LATENTS),), _LINES)
+            row[:_LATENTS, :] = normed(latent, kv_norm_ref, _LINES).astype(jnp.bfloat16)
+            if interleaved:
+                places = [(pl.ds(RANK // 2, PAIRS), i) for i in range(2)]
+            else:
+                places = [(_LATENTS + i,) for i in range(2)]
+            a, b = (summed(kv_pairs_ref, place, _LINE) for place in places)
+            cos, sin = (load(ref, (token,), _LINE) for ref in angles_refs)
+            row[_LATENTS, :] = (a * cos - b * sin).astype(jnp.bfloat16)
+            row[_LATENTS + 1, :] = (a * sin + b * cos).astype(jnp.bfloat16)
+
+        @pl.when(low_rank == 1)
+        def _queries() -> None:
+            x = summed(q_ref, (), norms.ROW)
+            norms.write(normed(x, q_norm_ref, norms.ROW), values_ref.at[token], scales_ref.at[:, token])
+
+        @pl.when(low_rank == 0)
+        def _latents() -> None:
+            if pages is None:
+                write(rows_ref.at[token])
+                return
+            size, slot, position = pages.shape[1], lax.div(token, window), positions_ref[token]
+
+            @pl.when((position >= 0) & (position < page_table.shape[1] * size))
+            def _() -> None:
+                write(rows_ref.at[table_ref[slot, lax.div(position, size)], lax.rem(position, size)])
+
+    def lines(x: jax.Array, numbers: int = PAIRS) -> jax.Array:
+        return x.reshape(*x.shape[:-1], -1, numbers)
+
+    given = (
+        *(lines(q, BLOCK), lines(kv), lines(kv, 2 if interleaved else PAIRS)),
+        *(lines(q_norm, BLOCK), lines(kv_norm), angles, page_table, positions),
+    )
+    rows_type = [jax.ShapeDtypeStruct((tokens, _LATENTS + 2, PAIRS), jnp.bfloat16)] if pages is None else []
+    run = plgpu.kernel(
+        body,
+        out_type=[*norms.quantised_type(tokens, width // BLOCK), *rows_type],
+        grid=(2, tokens),
+        grid_names=("low_rank", "token"),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    if pages is None:
+        values, scales, rows = run(*given)
+        return values, scales, rows.reshape(tokens, -1)
+    written = jax.new_ref(lines(pages))
+    values, scales = run(*given, written)
+    return values, scales, jax.freeze(written).reshape(pages.shape)
+
+
+def _rounded(parts: Sequence[jax.Array]) -> jax.Array:
+    """Their sum as it would be between two launches: in bfloat16."""
+    each = [x.astype(jnp.float32) for x in parts]
+    return sum(each[1:], each[0]).astype(jnp.bfloat16).astype(jnp.float32)
