@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         EngineStopped,
         MtpJaxError,
         Overloaded,
+        PromptTooLong,
         RequestError,
     )
     from mtp_jax.grammar import StructuredOutput
@@ -39,6 +40,7 @@ __all__ = [
     "Logprob",
     "MtpJaxError",
     "Overloaded",
+    "PromptTooLong",
     "Reporter",
     "RequestError",
     "RequestOutput",

@@ -17,6 +17,10 @@ class RequestError(MtpJaxError, ValueError):
     """A prompt or sampling option that cannot be served."""
 
 
+class PromptTooLong(RequestError):
+    """A prompt that leaves no room for an answer."""
+
+
 class Overloaded(MtpJaxError):
     """The queue is full.
 

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mtp_jax import EngineStopped, MtpJaxError, Overloaded, RequestError
+from mtp_jax import EngineStopped, MtpJaxError, Overloaded, PromptTooLong, RequestError
 
 _LOG = logging.getLogger(__name__)
 _SHOWN_CHARACTERS = 60
@@ -66,6 +66,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(503, str(error), code="overloaded", headers=_retry(error.retry_after))
         case EngineStopped():
             return ApiError(503, str(error), code="unavailable", headers=_retry(1))
+        case PromptTooLong():
+            return ApiError(400, str(error), code="context_length_exceeded")
         case RequestError():
             return ApiError(400, str(error))
         case MtpJaxError():

@@ -10,7 +10,7 @@ import numpy as np
 from mtp_jax.config import ModelConfig
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.request import Request, SamplingParams
-from mtp_jax.errors import RequestError
+from mtp_jax.errors import PromptTooLong, RequestError
 from mtp_jax.grammar import Grammars, Matcher
 
 
@@ -55,7 +55,7 @@ class Intake:
             raise RequestError("the prompt is empty; give at least one token")
         room = config.max_model_len - len(ids)
         if room < 1:
-            raise RequestError(
+            raise PromptTooLong(
                 f"the prompt has {len(ids)} tokens; max_model_len = {config.max_model_len} leaves no room "
                 "for an answer"
             )

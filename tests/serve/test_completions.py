@@ -275,7 +275,6 @@ def test_unknown_fields_are_refused_when_strict(server):
         ({"repetition_penalty": 1e-40}, "repetition_penalty", "greater than or equal to 0.01"),
         ({"logit_bias": {"100000": 1}}, None, "logit_bias names token 100000"),
         ({"prompt": [7, 1000]}, None, "token 1000"),
-        ({"prompt": "a" * 500}, None, "500 tokens"),
         ({"min_tokens": 30}, None, "above max_tokens"),
         ({"speculative": {"max_tokens": 9}}, None, "the engine's is 3"),
         (
@@ -300,6 +299,13 @@ def test_wrong_options_say_what_to_change(client, body, param, says):
     assert says in error["message"]
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
+
+
+def test_a_prompt_that_is_too_long_has_a_code_of_its_own(client):
+    """Clients shorten a conversation when they see it."""
+    error = post(client, 400, prompt="a" * 500)["error"]
+    assert "500 tokens" in error["message"]
+    assert error["code"] == "context_length_exceeded"
 
 
 def test_another_model_does_not_exist(client):
