@@ -43,14 +43,13 @@ def project(
     """Queries, and the rows to cache (arXiv 2405.04434, eqs. 9-15); None if the pages have them already."""
     on: dict[str, Any] = {"kernels": kernels, "mesh": mesh}
     q = None if p.q_a is None else linear(x, p.q_a, summed=False, **on)
-    kv = linear(x, p.kv_a, summed=mesh is None, **on)
+    kv = linear(x, p.kv_a, summed=False, **on)
     reader = products.takes_quantised(p.q_b, products.dtype_of(x), split="out", **on)
     if (
-        not (q is None or pages is None or view is None or mesh is None)
+        not (q is None or pages is None or view is None)
         and reader
         and norms_low_rank(kernels, q, kv, p.kv_norm, pages)
     ):
-        # Not on one GPU: XLA would need more memory there (docs/kernels.md).
         norms: dict[str, Any] = {"eps": _LOW_RANK_EPS, "interleaved": cfg.rope_interleave, "mesh": mesh}
         low, rows, pages = low_rank(q, kv, p.q_norm, p.kv_norm, angles, pages, view, **norms)
     else:

@@ -22,7 +22,7 @@ class Kernels:
         linear: products with FP8 weights; others are always XLA's.
         experts: routed experts.
         attention: over the paged cache: ``mla_decode`` in the absorbed form, ``mla_prefill`` in the naive;
-            on a mesh, where the queries' product takes e4m3, also ``mla_low_rank``, which writes the cache.
+            where the queries' product takes e4m3, also ``mla_low_rank``, which writes the cache.
     """
 
     linear: Implementation | None = None

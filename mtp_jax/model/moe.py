@@ -21,7 +21,7 @@ from mtp_jax.model.device import platform
 from mtp_jax.model.kernels import AUTO, Kernels
 from mtp_jax.model.layers import expand, linear
 from mtp_jax.model.params import Fp8, Moe
-from mtp_jax.model.sharding import constrain, sharded
+from mtp_jax.model.sharding import constrain, sharded, ways
 
 Experts = Literal["dense", "sparse"]
 Weight = Float[Array, "E ..."] | Fp8
@@ -277,4 +277,6 @@ def moe(
     if p.shared is None:
         return (y,), r
     with jax.named_scope("moe_shared"):
-        return (y, products.mlp(x, p.shared, kernels=kernels, mesh=mesh)), r
+        shared = products.mlp(x, p.shared, kernels=kernels, mesh=mesh)
+    # Added here, one collective sums both over ``model``.
+    return ((y + shared,) if ways("heads", mesh) > 1 else (y, shared)), r

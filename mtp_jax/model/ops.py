@@ -109,7 +109,7 @@ def low_rank(
     *,
     eps: float,
     interleaved: bool,
-    mesh: Mesh,
+    mesh: Mesh | None,
 ) -> tuple[products.Rows, Float[Array, "B W c"] | None, Pages]:
     """Queries' low rank normed and quantised, and the window's rows written, by the kernel.
 
