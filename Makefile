@@ -78,9 +78,14 @@ $(VENV)/.python:
 	  rm -rf $(VENV); exit 1; }
 	@touch $@
 
+# The kernels are built for jax 0.11, which needs Python 3.12: the first that is new enough.
 $(GPU_COMPILE)/.installed: $(INPUTS)
 	@echo "==> installing XLA's CUDA compiler into $(GPU_COMPILE) (1.5 GB on disk; minutes the first time)"
-	@$(PYTHON) -m venv --clear $(GPU_COMPILE)
+	@for python in $(PYTHON) python3.12 python3.13; do \
+	  $$python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && \
+	    { $$python -m venv --clear $(GPU_COMPILE); exit; }; done; \
+	  echo "gpu-compile needs Python 3.12 or newer, for jax 0.11; $(PYTHON) is $$($(PYTHON) --version 2>&1)."; \
+	  echo "Name one: make PYTHON=/path/to/python3.12 gpu-compile"; exit 1
 	@$(GPU_COMPILE)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 	  --editable '.[gpu-compile]'
 	@touch $@
