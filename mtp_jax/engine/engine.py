@@ -52,7 +52,11 @@ _REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.NAN: "error"}
 
 
 class Engine:
-    """Runs requests over slots. Not thread-safe: one thread owns it."""
+    """Runs requests over slots. Not thread-safe: one thread owns it.
+
+    Attributes:
+        launches: prefills and steps launched so far.
+    """
 
     def __init__(
         self,
@@ -96,6 +100,7 @@ class Engine:
         self.make_request = Intake(cfg, config, self.pages, grammars).make_request
         self._rehearsed: set[Key] = set()
         self._inflight: deque[Launch] = deque()
+        self.launches = 0
         self._last_read = 0.0
         # Whether slots or pages changed hands since the device was told.
         self._stale = False
@@ -357,6 +362,7 @@ class Engine:
         return self.depth.choose(keys, [r.depth for r in running])
 
     def _track(self, launch: Launch) -> None:
+        self.launches += 1
         for _, request in launch.rows:
             request.inflight += 1
         for array in jax.tree.leaves((launch.result, launch.prompt)):

@@ -57,7 +57,9 @@ def start(
     def step() -> None:
         if not engine.scheduler.waiting and (request := next(feed, None)):
             engine.submit(request)
-        engine.step()
+        before = engine.launches
+        while engine.busy and engine.launches == before:  # it may have first tokens to hand on
+            engine.step()
 
     another = [engine.make_request(p, short) for p in prompts[decoding:][:1]]
     prefills = [k for k in _keys(engine, another) if isinstance(k, PrefillKey)]

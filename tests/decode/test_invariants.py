@@ -210,7 +210,8 @@ def test_nan_while_prefilling_ends_the_request_without_tokens():
     prepare(engine, requests)
     for r in reversed(requests):  # while the first runs, the long prompt takes a chunk per step
         engine.submit(r)
-        engine.step()
+        while r.status is Status.WAITING:
+            engine.step()
     assert requests[0].status is Status.PREFILL
     spoil_slot(engine, requests[0].slot, "trunk")
     finish(engine)
