@@ -72,7 +72,7 @@ class EngineThread:
         self._inbox.put((function, True))
 
     def rehearse(self, key: Key) -> None:
-        """Run a program that has just been compiled once, if no request is being served."""
+        """Rehearse a program that has just been compiled, if no request is being served."""
         self._inbox.put((lambda: self._engine.rehearse([key]), False))
 
     def submit(self, job: Job) -> None:

@@ -126,9 +126,10 @@ class DepthController:
             kept = min(self._emitted[key.depth] / self._promised[key.depth], 1)
             return expected * kept * (_CLEARLY if key.depth else 1) / self.costs.seconds(key)
 
-        best = max(candidates, key=rate)
+        rates = {key: rate(key) for key in candidates}
+        best = max(candidates, key=rates.__getitem__)
         for key in candidates:
-            lost = (1 - rate(key) / rate(best)) * self.costs.seconds(key) / self.costs.seconds(best)
+            lost = (1 - rates[key] / rates[best]) * self.costs.seconds(key) / self.costs.seconds(best)
             if self._steps - self._run_at[key.depth] >= max(lost / _LOOKING, _LOOK_EVERY):
                 return key
         return best

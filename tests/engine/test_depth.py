@@ -121,8 +121,11 @@ def test_adaptive_steps_give_the_tokens_of_depth_0(monkeypatch):
     reference = Reference(tiny_params())
     engine = make_engine(adaptive_depth=True, max_model_len=128)
     turn = itertools.count()
-    # Every depth in turn, whatever it costs here.
-    in_turn = lambda keys, _: sorted(keys, key=lambda k: k.depth)[next(turn) % len(keys)]  # noqa: E731
+
+    def in_turn(keys, _):
+        """Every depth in turn, whatever it costs here."""
+        return sorted(keys, key=lambda k: k.depth)[next(turn) % len(keys)]
+
     monkeypatch.setattr(engine.depth, "choose", in_turn)
     jobs = [(p, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)) for p in prompts(3)]
     requests = serve(engine, jobs)

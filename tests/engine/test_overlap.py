@@ -60,7 +60,10 @@ def test_no_step_is_launched_that_cannot_emit(tokens):
 
 def test_a_first_token_is_read_while_the_step_behind_it_runs():
     engine, device, (request,) = start()
-    seen = lambda: [e.rpartition(" ")[0] for e in device.log if "copy" not in e]  # noqa: E731
+
+    def seen() -> list[str]:
+        return [e.rpartition(" ")[0] for e in device.log if "copy" not in e]
+
     engine.step()
     assert seen() == ["launch prefill", "launch step"]
     assert engine.step() == [request]
