@@ -1,7 +1,7 @@
 """Throughput and latency of the Python engine in a closed loop: without MTP, with it, and adaptive."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -88,10 +88,12 @@ def closed_loop(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, co
     )
 
 
-def run(subject: Subject, modes: Sequence[Mode], load: Load, simulated: Simulated | None = None) -> Report:
+def run(
+    subject: Subject, modes: Sequence[Mode], load: Load, simulated: Simulated | None = None
+) -> Iterator[Report]:
     """Measure all modes at every level, alternating; "off" is always among them, as the baseline.
 
-    Raises ConfigError for loads that cannot be measured.
+    Yields the report so far after every level. Raises ConfigError for loads that cannot be measured.
     """
     modes = [m for m in MODES if m == "off" or m in modes]
     if min(load.concurrency, default=0) < 1 or load.rounds < 1 or load.max_tokens < 2 or load.depth < 1:
@@ -103,9 +105,18 @@ def run(subject: Subject, modes: Sequence[Mode], load: Load, simulated: Simulate
     if simulated:
         for mode in modes[1:]:
             simulate(engines[mode], simulated)
+    count = load.requests or "max(16, 4 x level)"
+    note = (
+        f"Closed loop, {load.rounds} alternating rounds per level of {count} prompts of {load.prompt_tokens} "
+        f"tokens ({given.source}), {load.max_tokens} tokens each, temperature {load.temperature:g}, depth "
+        f"{load.depth} (adaptive: at most). Speed-up: throughput over that of the same round at depth 0, "
+        'without the NextN layers ("off"), median and quartiles. Acceptance length: tokens per step of a row.'
+    )
+    headers = ("at a time", "MTP", "speed-up", "acceptance length", *HEADERS)
+    title = f"Load: {subject.name}"
     rows: list[tuple[Any, ...]] = []
     figures: list[dict[str, Any]] = []
-    for level in load.concurrency:
+    for pending, level in zip(reversed(range(len(load.concurrency))), load.concurrency, strict=True):
         prompts = given.ids[: load.requests_at(level)]
         runs: dict[Mode, list[Run]] = {m: [] for m in modes}
         for i in range(load.rounds + 1):
@@ -118,16 +129,8 @@ def run(subject: Subject, modes: Sequence[Mode], load: Load, simulated: Simulate
             length_of = f"{found['acceptance_length']:.2f}"
             median = Summary.median([r.summary for r in runs[mode]])
             rows.append((level, mode, found["speedup"].show(), length_of, *median.row()))
-    count = load.requests or "max(16, 4 x level)"
-    note = (
-        f"Closed loop, {load.rounds} alternating rounds per level of {count} prompts of {load.prompt_tokens} "
-        f"tokens ({given.source}), {load.max_tokens} tokens each, temperature {load.temperature:g}, depth "
-        f"{load.depth} (adaptive: at most). Speed-up: throughput over that of the same round at depth 0, "
-        'without the NextN layers ("off"), median and quartiles. Acceptance length: tokens per step of a row.'
-    )
-    headers = ("at a time", "MTP", "speed-up", "acceptance length", *HEADERS)
-    report = Report(f"Load: {subject.name}", headers, rows, [note, PERCENTILES_NOTE], {"levels": figures})
-    return simulated.label(report) if simulated else report
+        report = Report(title, headers, [*rows], [note, PERCENTILES_NOTE], {"levels": [*figures]}, pending)
+        yield simulated.label(report) if simulated else report
 
 
 def _figures(

@@ -17,8 +17,8 @@ def check() -> None:
         raise ConfigError("the figure needs matplotlib; install it with: pip install 'mtp-jax[bench]'")
 
 
-def draw(report: Report, path: Path) -> Path:
-    """A PNG of ``report``, whose figures have "levels" (by concurrency or rate) or "depths"."""
+def draw(report: Report, path: Path) -> None:
+    """Write a PNG of ``report``, whose figures have "levels" (by concurrency or rate) or "depths"."""
     import matplotlib  # imported here: slow
 
     matplotlib.use("Agg")
@@ -32,7 +32,6 @@ def draw(report: Report, path: Path) -> Path:
     figure.suptitle(report.title)
     figure.savefig(path, dpi=110, format="png")
     pyplot.close(figure)
-    return path
 
 
 def _levels(levels: Sequence[Mapping[str, Any]], axes: Any) -> None:

@@ -48,6 +48,7 @@ class Report:
         rows: of the table.
         notes: lines below it.
         figures: everything measured, ready for JSON.
+        pending: levels that are still to be measured; the report grows with each.
     """
 
     title: str
@@ -55,6 +56,7 @@ class Report:
     rows: Sequence[Sequence[Any]]
     notes: Sequence[str] = ()
     figures: Mapping[str, Any] = field(default_factory=dict)
+    pending: int = 0
 
     def text(self) -> str:
         """The title, the table in Markdown, the notes."""
@@ -108,7 +110,8 @@ def check(path: Path) -> None:
 def write(report: Report, path: str | Path, made_by: Mapping[str, Any]) -> None:
     """Write ``report`` as JSON; ``made_by``: the command, its options and ``environment()``."""
     path = Path(path)
-    content = {"title": report.title, **made_by, "figures": report.figures}
+    pending = {"pending_levels": report.pending} if report.pending else {}
+    content = {"title": report.title, **made_by, **pending, "figures": report.figures}
     path.write_text(json.dumps(content, indent=2, default=_plain) + "\n", encoding="utf-8")
 
 

@@ -2,23 +2,18 @@
 
 import argparse
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtp_jax.commands import show
-from mtp_jax.commands.parser import Parser, Subparsers, integers, positive, positive_number
-from mtp_jax.errors import ConfigError
+from mtp_jax.commands import benchmarks, show
+from mtp_jax.commands.parser import Parser, Subparsers
 
 if TYPE_CHECKING:
-    from mtp_jax.bench.report import Report
-
-Arguments = argparse.Namespace
+    from mtp_jax.commands.benchmarks import Measurement
 
 _DESCRIPTION = """\
 Measure something, print a table, and write JSON with the exact command, versions, machine and load. Variants
 are compared in alternating runs. Nothing else should run meanwhile (docs/benchmarks.md)."""
-_LEVELS = [1, 2, 4, 8, 16, 32, 64]
 
 
 def register(subparsers: Subparsers) -> None:
@@ -26,125 +21,28 @@ def register(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("bench", help="measure speed and acceptance", description=_DESCRIPTION)
     names: Subparsers = parser.add_subparsers(metavar="NAME", required=True)
 
-    def command(name: str, run: "Callable[[Arguments], Report]", help: str, plotted: bool = False) -> Parser:
+    def command(
+        name: str, measure: "Measurement", help: str, *, on_model: bool = False, plotted: bool = False
+    ) -> Parser:
         sub = names.add_parser(name, help=help, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         sub.add_argument("--json", type=Path, metavar="FILE", help="instead of build/bench/NAME-WHAT.json")
         if plotted:
             sub.add_argument("--png", type=Path, metavar="FILE", help="instead of the name of the JSON file")
-        sub.set_defaults(run=_run, measure=run, name=name, plotted=plotted)
+        if on_model:
+            sub.add_argument("--model", default="demo", metavar="DIR", help="model directory, or demo")
+            sub.add_argument(
+                "--compile-cache", default="~/.cache/mtp-jax/xla", help="folder of compiled programs, or none"
+            )
+        sub.set_defaults(run=_run, measure=measure, name=name, plotted=plotted)
         return sub
 
-    def on_model(name: str, run: "Callable[[Arguments], Report]", help: str, plotted: bool = False) -> Parser:
-        sub = command(name, run, help, plotted)
-        sub.add_argument("--model", default="demo", metavar="DIR", help="model directory, or demo")
-        sub.add_argument(
-            "--compile-cache", default="~/.cache/mtp-jax/xla", help="folder of compiled programs, or none"
-        )
-        return sub
-
-    for name, levels, help in (
-        ("offline", [8], "throughput and latency of the Python engine, with and without MTP"),
-        ("sweep", _LEVELS, "the same from 1 to 64 requests at a time"),
-    ):
-        sub = on_model(name, _load, help, plotted=True)
-        sub.add_argument("--concurrency", type=integers, default=levels, help="requests at a time")
-        sub.add_argument("--modes", type=_names, default=["off", "fixed", "adaptive"], help="of MTP")
-        sub.add_argument("--depth", type=int, default=3, help="drafts per step; adaptive: at most")
-        sub.add_argument(
-            "--requests", type=positive, help="per run (default: 4 per concurrent one, at least 16)"
-        )
-        sub.add_argument("--prompt-tokens", type=positive, default=64)
-        sub.add_argument("--max-tokens", type=positive, default=128)
-        sub.add_argument("--temperature", type=float, default=0.0, help="0: greedy, and tokens are compared")
-        sub.add_argument("--rounds", type=positive, default=3, help="measured runs of every mode")
-        sub.add_argument(
-            "--simulate-acceptance",
-            type=_numbers,
-            metavar="P,...",
-            help="keep drafts at random with these probabilities by position, NOT as the model says; every "
-            "output is labelled so",
-        )
-
-    sub = command("serve", _serve, "throughput and latency of an OpenAI-compatible server", plotted=True)
-    sub.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="without /v1")
-    sub.add_argument("--api-key", metavar="KEY", help="if the server wants one")
-    sub.add_argument("--model", metavar="NAME", help="its name on the server (default: the first)")
-    sub.add_argument("--chat", action="store_true", help="chat completions instead of completions")
-    sub.add_argument("--concurrency", type=integers, default=[], help="requests at a time, closed loop")
-    sub.add_argument(
-        "--rate", type=_numbers, default=[], metavar="R,...", help="requests/s, Poisson arrivals"
-    )
-    sub.add_argument(
-        "--requests", type=positive, help="per run (default: 4 per concurrent one, 10 s of arrivals)"
-    )
-    sub.add_argument("--prompt-characters", type=positive, default=256)
-    sub.add_argument("--max-tokens", type=positive, default=128)
-    sub.add_argument("--temperature", type=float, default=0.0)
-    sub.add_argument("--rounds", type=positive, default=3, help="measured runs at every level")
-    sub.add_argument("--compare", action="store_true", help="beside every run one without speculation")
-
-    sub = on_model("overhead", _overhead, "what AsyncLLM and HTTP cost over the Python engine")
-    sub.add_argument("--concurrency", type=int, default=8, help="requests at a time")
-    sub.add_argument("--depth", type=int, default=3, help="drafts per step")
-    sub.add_argument("--requests", type=int, default=32, help="per round")
-    sub.add_argument("--prompt-characters", type=int, default=128)
-    sub.add_argument("--max-tokens", type=int, default=96)
-    sub.add_argument("--rounds", type=int, default=5, help="measured rounds of every way")
-
-    sub = command("soak", _soak, "random traffic against a server of its own; status 1 if it shows a fault")
-    sub.add_argument("--model", default="demo", metavar="DIR", help="model directory, or demo")
-    sub.add_argument("--minutes", type=positive_number, default=10.0)
-    sub.add_argument("--rate", type=positive_number, default=3.0, help="requests per second")
-    sub.add_argument("--seed", type=int, default=0)
-    few_pages = ["--max-model-len", "252", "--page-size", "16", "--num-pages", "24"]
-    sub.add_argument("--serve-options", type=shlex.split, default=few_pages, help="of mtp-jax serve")
-
-    sub = command("burst", _burst, "how soon a full queue refuses; status 1 if it takes more than 100 ms")
-    sub.add_argument("--model", default="demo", metavar="DIR", help="model directory, or demo")
-    sub.add_argument("--queue", type=int, default=16, help="most waiting requests of the server")
-    sub.add_argument("--times", type=int, default=50, help="requests of a burst, per place in the queue")
-    sub.add_argument("--bursts", type=int, default=5)
-    sub.add_argument("--max-tokens", type=int, default=16)
-    sub.add_argument("--serve-options", type=shlex.split, default=["--max-model-len", "256"])
-
-    sub = on_model("depth", _depth, "decode speed against the number of drafts per step", plotted=True)
-    sub.add_argument("--depths", type=integers, default=[0, 1, 2, 3, 4, 5])
-    sub.add_argument("--temperature", type=float, default=0.0, help="0: greedy, and tokens are compared")
-    sub.add_argument("--prompts", type=positive, default=64)
-    sub.add_argument("--prompt-tokens", type=positive, default=64)
-    sub.add_argument("--max-tokens", type=positive, default=128)
-
-    sub = on_model("acceptance", _acceptance, "how many drafts come true on held-out text")
-    sub.add_argument("--temperatures", type=_numbers, default=[0.0, 0.7, 1.0])
-    sub.add_argument("--depth", type=int, default=3)
-    sub.add_argument("--prompts", type=positive, default=64)
-    sub.add_argument("--prompt-tokens", type=positive, default=64)
-    sub.add_argument("--max-tokens", type=positive, default=128)
-    sub.add_argument("--samples", type=int, default=4, help="completions to quote")
-
-    sub = on_model("window", _window, "what a wider window costs, in time and in bytes")
-    sub.add_argument("--windows", type=integers, default=[1, 2, 4, 8])
-    sub.add_argument("--rounds", type=positive, default=40, help="calls per window")
-    sub.add_argument("--depth", type=int, default=3, help="of the end-to-end comparison")
-    sub.add_argument("--prompts", type=positive, default=8)
-    sub.add_argument("--max-tokens", type=positive, default=64)
-
-    sub = on_model("host", _host, "host time per step that the device does not hide")
-    sub.add_argument("--batch", type=positive, default=8)
-    sub.add_argument("--depth", type=int, default=3)
-    sub.add_argument("--steps", type=positive, default=24, help="steps per round")
-    sub.add_argument("--rounds", type=positive, default=6)
-
-    sub = on_model("startup", _startup, "from starting the process to the first text")
-    sub.add_argument("--repeats", type=positive, default=3)
-    sub.add_argument("--prompt", default="def fibonacci(n):")
-    sub.add_argument("--max-tokens", type=positive, default=32)
+    benchmarks.declare(command)
 
 
-def _run(args: Arguments) -> int:
-    """Measure, print, write. Returns the exit status."""
+def _run(args: argparse.Namespace) -> int:
+    """Measure, print, write, level by level. Returns the exit status."""
     from mtp_jax.bench import plot
-    from mtp_jax.bench.report import check, environment, write
+    from mtp_jax.bench.report import check, environment, table, write
     from mtp_jax.decode.compiled import use_compile_cache
 
     what = str(args.model or "server").rstrip("/").rpartition("/")[2]
@@ -160,102 +58,14 @@ def _run(args: Arguments) -> int:
     made_by = {"command": command, "options": options, "environment": environment()}
     if getattr(args, "compile_cache", "none") != "none":
         use_compile_cache(args.compile_cache)
-    report = args.measure(args)
-    write(report, path, made_by)
-    written = [path]
-    if args.plotted:
-        written.append(plot.draw(report, png))
+    shown = 0
+    for report in args.measure(args):
+        write(report, path, made_by)
+        if args.plotted:
+            plot.draw(report, png)
+        if report.pending:
+            show.note(table(report.headers, report.rows[shown:]))
+            shown = len(report.rows)
+    written = [path, *([png] if args.plotted else [])]
     show.write(f"{report.text()}\n\n{command} -> {', '.join(map(str, written))}\n")
     return 1 if report.figures.get("faults") else 0
-
-
-def _load(a: Arguments) -> "Report":
-    from mtp_jax.bench import load
-    from mtp_jax.bench.simulate import Simulated
-    from mtp_jax.bench.subject import load as load_model
-
-    unknown = [m for m in a.modes if m not in load.MODES]
-    if unknown:
-        raise ConfigError(f"--modes {unknown[0]}; expected some of {','.join(load.MODES)}")
-    simulated = Simulated(tuple(a.simulate_acceptance)) if a.simulate_acceptance is not None else None
-    given = load.Load(
-        a.concurrency, a.depth, a.requests, a.prompt_tokens, a.max_tokens, a.temperature, a.rounds
-    )
-    return load.run(load_model(a.model), a.modes, given, simulated)
-
-
-def _serve(a: Arguments) -> "Report":
-    from mtp_jax.bench import serve
-    from mtp_jax.bench.client import Target
-
-    target = Target(a.base_url, a.model or "", a.chat, a.max_tokens, a.temperature)
-    load = serve.Load(a.concurrency, a.rate, a.requests, a.prompt_characters, a.rounds, a.compare)
-    return serve.run(target, a.api_key, load)
-
-
-def _burst(a: Arguments) -> "Report":
-    from mtp_jax.bench import burst
-
-    return burst.run(a.model, a.queue, a.times, a.bursts, a.max_tokens, a.serve_options)
-
-
-def _overhead(a: Arguments) -> "Report":
-    from functools import partial
-
-    from mtp_jax.bench import overhead
-    from mtp_jax.bench.subject import DEMO
-    from mtp_jax.llm import LLM
-    from serve.run import served
-
-    model = None if a.model == DEMO else a.model
-    load = overhead.Load(a.concurrency, a.depth, a.requests, a.prompt_characters, a.max_tokens, a.rounds)
-    return overhead.run(a.model, partial(LLM, model, compile_cache=None), served, load)
-
-
-def _soak(a: Arguments) -> "Report":
-    from mtp_jax.bench import soak
-
-    return soak.run(a.model, a.minutes, a.rate, a.seed, a.serve_options)
-
-
-def _depth(a: Arguments) -> "Report":
-    from mtp_jax.bench import depth, subject
-
-    return depth.run(subject.load(a.model), a.depths, a.temperature, a.prompts, a.prompt_tokens, a.max_tokens)
-
-
-def _acceptance(a: Arguments) -> "Report":
-    from mtp_jax.bench import acceptance
-
-    return acceptance.run(
-        a.model, a.temperatures, a.depth, a.prompts, a.prompt_tokens, a.max_tokens, a.samples
-    )
-
-
-def _window(a: Arguments) -> "Report":
-    from mtp_jax.bench import subject, window
-
-    return window.run(subject.load(a.model), a.windows, a.rounds, a.depth, a.prompts, a.max_tokens)
-
-
-def _host(a: Arguments) -> "Report":
-    from mtp_jax.bench import host, subject
-
-    return host.run(subject.load(a.model), a.batch, a.depth, a.steps, a.rounds)
-
-
-def _startup(a: Arguments) -> "Report":
-    from mtp_jax.bench import startup
-
-    return startup.run(a.model, a.repeats, a.prompt, a.max_tokens)
-
-
-def _names(text: str) -> list[str]:
-    return text.split(",")
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers; write 0.8,0.7") from None

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mtp_jax import cli
-from mtp_jax.bench import load, simulate
+from mtp_jax.bench import load, report, simulate
 from mtp_jax.bench.latency import Percentiles, Summary, Timeline
 from mtp_jax.bench.report import Report
 from mtp_jax.bench.simulate import Simulated
@@ -65,10 +65,30 @@ def test_modes_are_compared_in_one_run(bench):
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_sweep_keeps_and_shows_every_level_as_it_ends(bench, capsys, monkeypatch):
+    written = []
+    write = report.write
+    monkeypatch.setattr(
+        report, "write", lambda r, *given: (written.append((r.pending, r.rows)), write(r, *given))
+    )
+    found, _ = bench("sweep", "--concurrency", "1,2", "--modes", "off", "--rounds", "1")
+    assert [(pending, len(rows)) for pending, rows in written] == [(1, 1), (0, 2)]
+    out, err = capsys.readouterr()
+    (row,) = [line for line in err.splitlines() if line.lstrip("| ").startswith("1 |")]
+    assert row.split() in [line.split() for line in out.splitlines()]
+    assert [level["concurrency"] for level in found["figures"]["levels"]] == [1, 2]
+    assert "pending_levels" not in found
+
+
+def test_an_unfinished_file_says_so(tmp_path):
+    report.write(Report("Load: x", ("a",), [(1,)], pending=2), tmp_path / "x.json", {})
+    assert json.loads((tmp_path / "x.json").read_text())["pending_levels"] == 2
+
+
 def test_simulated_acceptance_is_as_asked_and_labelled_everywhere(bench, capsys, monkeypatch):
     titles = []
     draw = load.Report.text
-    monkeypatch.setattr(load.Report, "text", lambda report: titles.append(report.title) or draw(report))
+    monkeypatch.setattr(load.Report, "text", lambda r: titles.append(r.title) or draw(r))
     found, _ = bench("offline", "--modes", "fixed", "--depth", "2", "--simulate-acceptance", "1,0.5")
     assert found["figures"]["simulated_acceptance"] == [1, 0.5]
     assert found["title"].startswith("SIMULATED ACCEPTANCE (1, 0.5) - ")
@@ -98,10 +118,10 @@ def test_rates_that_are_no_probabilities(rates):
 
 
 def test_a_label_keeps_what_it_labels():
-    report = Simulated((0.25,)).label(Report("Load: x", ("a",), [(1,)], ["before"], {"levels": []}))
-    assert report.title == "SIMULATED ACCEPTANCE (0.25) - Load: x"
-    assert report.notes[-1] == "before"
-    assert report.figures == {"simulated_acceptance": [0.25], "levels": []}
+    labelled = Simulated((0.25,)).label(Report("Load: x", ("a",), [(1,)], ["before"], {"levels": []}))
+    assert labelled.title == "SIMULATED ACCEPTANCE (0.25) - Load: x"
+    assert labelled.notes[-1] == "before"
+    assert labelled.figures == {"simulated_acceptance": [0.25], "levels": []}
 
 
 def test_refusals(capsys):
