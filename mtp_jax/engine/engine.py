@@ -31,6 +31,7 @@ from mtp_jax.engine.plan import (
     keys_for,
     prefill_key,
     prefill_together,
+    prompt_bucket,
     slot_bucket,
     step_key,
     warm_up_keys,
@@ -140,20 +141,23 @@ class Engine:
     def rehearse(self, keys: Iterable[Key]) -> None:
         """Run compiled programs over empty slots: the first run of each takes many times longer.
 
-        Steps that a depth is chosen among are then measured. Nothing happens while requests are served.
+        Steps that a depth is chosen among are then measured, in turn: a slow moment of the machine must not
+        fall on one of them alone. Nothing happens while requests are served.
         """
-        for key in keys:
-            if self.busy or key in self._rehearsed:
-                continue
-            self._rehearsed.add(key)
-            if isinstance(key, StepKey):
-                jax.block_until_ready(self._run_step(key, []))
-                while self.config.adaptive_depth and not self.depth.costs.known(key):
-                    began = time.perf_counter()
-                    jax.block_until_ready(self._run_step(key, []))
-                    self.depth.costs.add(key, time.perf_counter() - began)
-            elif isinstance(key, PrefillKey):
+        new = [] if self.busy else [k for k in dict.fromkeys(keys) if k not in self._rehearsed]
+        self._rehearsed.update(new)
+        for key in new:
+            if isinstance(key, PrefillKey):
                 jax.block_until_ready(self._run_prefill(key, [None] * key.prompts * self.shards, 0)[1])
+        steps = [k for k in new if isinstance(k, StepKey)]
+        for key in steps:
+            jax.block_until_ready(self._run_step(key, []))
+        costs = self.depth.costs
+        while self.config.adaptive_depth and (unknown := [k for k in steps if not costs.known(k)]):
+            for key in unknown:
+                began = time.perf_counter()
+                jax.block_until_ready(self._run_step(key, []))
+                costs.add(key, time.perf_counter() - began)
 
     def warm_up_keys(self) -> tuple[list[Key], list[Key]]:
         """Executables for serving: those that can serve anything, and cheaper ones for smaller work."""
@@ -304,14 +308,15 @@ class Engine:
                     r.unread += r.follows < 0
 
     def _next_prefill(self, waiting: list[list[Request]]) -> tuple[PrefillKey, list[Request | None]]:
-        """What to launch next, and whose prompt is in which row: several per shard if that is compiled."""
+        """What to launch next, and whose prompt is in which row: as many per shard as a program takes."""
         together = prefill_together(self.config, waiting)
-        prompts = max(map(len, together))
-        need = prefill_key(self.config, list(chain(*together)), prompts)
-        if prompts > 1 and self.executables.find(need) is None:
-            together, prompts = [w[:1] for w in waiting], 1
-            need = prefill_key(self.config, list(chain(*together)))
-        return need, [r for w in together for r in (*w, *[None] * (prompts - len(w)))]
+        prompts = prompt_bucket(max(map(len, together)))
+        while True:
+            together = [w[:prompts] for w in together]
+            need = prefill_key(self.config, list(chain(*together)), prompts)
+            if prompts == 1 or self.executables.find(need):
+                return need, [r for w in together for r in (*w, *[None] * (prompts - len(w)))]
+            prompts //= 2
 
     def _run_prefill(
         self, key: PrefillKey, chosen: Sequence[Request | None], tokens: int

@@ -30,16 +30,19 @@ def prefill_key(config: EngineConfig, requests: list[Request], prompts: int = 1)
 
 
 def prefill_together(config: EngineConfig, waiting: list[list[Request]]) -> list[list[Request]]:
-    """Of each data shard's waiting requests those to prefill now: several if one shard has enough alike.
+    """Of each data shard's waiting requests those to prefill now: the first, and those alike.
 
     At least one request must wait. Chunks of other lengths wait: they would be padded, or cut.
     """
     tokens = max(_next_chunk(config, w[0]) for w in waiting if w)
     alike = [w[:1] + [r for r in w[1:] if _next_chunk(config, r) == tokens] for w in waiting]
-    count = _together(config, tokens, len(waiting))
-    if max(map(len, alike)) < count:
-        count = 1
-    return [w[:count] for w in alike]
+    most = _together(config, tokens, len(waiting))
+    return [w[:most] for w in alike]
+
+
+def prompt_bucket(prompts: int) -> int:
+    """Prompts per data shard of the smallest prefill that takes so many."""
+    return next(b for b in _prompt_buckets(_TOGETHER) if b >= prompts)
 
 
 def keys_for(
@@ -97,9 +100,8 @@ def keys_for(
         columns = widest[-1]
     keys.append(PrefillKey(tokens, columns, *widths))
     for size, found in alike.items():
-        together = _together(config, size, shards)
-        if 1 < together <= len(found):
-            keys.append(PrefillKey(size, max(found), *widths, together))
+        most = prompt_bucket(min(len(found), _together(config, size, shards)))
+        keys += [PrefillKey(size, max(found), *widths, n) for n in _prompt_buckets(most) if n > 1]
     return list(dict.fromkeys(keys))
 
 
@@ -125,7 +127,7 @@ def warm_up_keys(config: EngineConfig, shards: int, structured: bool) -> tuple[l
     rest: list[Key] = []
     for i, p in enumerate(pages):
         for size in _chunk_buckets(config):
-            rest += [PrefillKey(size, p, prompts=k) for k in (1, _together(config, size, shards))]
+            rest += [PrefillKey(size, p, prompts=n) for n in _prompt_buckets(_together(config, size, shards))]
         some = slots if i < 2 else (slots[0], slots[-1])
         rest += [StepKey(b, d, p, mode) for mode in (greedy, sampled) for d in reversed(depths) for b in some]
     if structured:
@@ -149,9 +151,13 @@ def _next_chunk(config: EngineConfig, request: Request) -> int:
 
 
 def _together(config: EngineConfig, tokens: int, shards: int) -> int:
-    """Prompts per data shard that are prefilled at once, if there are as many, by so many tokens each."""
-    fits = tokens * _TOGETHER <= config.prefill_chunk and config.max_num_seqs >= _TOGETHER * shards
-    return _TOGETHER if fits else 1
+    """Most prompts per data shard that are prefilled at once, by so many tokens each."""
+    fitting = min(config.prefill_chunk // tokens, config.max_num_seqs // shards)
+    return max((n for n in _prompt_buckets(_TOGETHER) if n <= fitting), default=1)
+
+
+def _prompt_buckets(most: int) -> Sequence[int]:
+    return buckets(most, 1, 2)
 
 
 def mode_of(config: EngineConfig, requests: Iterable[Request]) -> SamplingMode:
