@@ -12,7 +12,8 @@ from statistics import median
 from mtp_jax.decode.compiled import StepKey
 
 _ENOUGH = 2  # measurements before a cost is believed
-_KEPT = 9
+# Few: what else the machine does makes wide steps up to twice as slow, for seconds at a time.
+_KEPT = 5
 # Looking at a depth that is not chosen may lose this share of the time, and is not done more often than this.
 _LOOKING = 0.005
 _LOOK_EVERY = 20
