@@ -60,7 +60,7 @@ bench: $(VENV)/.dev
 	  $(BENCH) depth --model build/bench/$$p --prompts 8 --max-tokens 64 || exit 1; done
 	@$(BENCH) host --model build/bench/dense --steps 12
 	@$(BENCH) sweep && for p in dense moe; do \
-	  $(BENCH) sweep --model build/bench/$$p --max-tokens 32 --rounds 2 || exit 1; done
+	  $(BENCH) sweep --model build/bench/$$p --prompt-tokens 16 --max-tokens 64 --rounds 2 || exit 1; done
 
 clean:
 	@rm -rf $(VENV) build dist *.egg-info .hypothesis .pytest_cache .ruff_cache
