@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import uvloop
+
 from mtp_jax.async_llm import AsyncLLM
 from mtp_jax.bench import raw_client
 from mtp_jax.bench.raw_client import Answer
@@ -76,7 +78,7 @@ def run(model: str, open_model: Callable[..., LLM], served: Served, load: Load) 
         prefix_cache=False,
     )
     prompts = texts(load.requests, load.prompt_characters)
-    runs = asyncio.run(_measure(llm, served, prompts, load))
+    runs = uvloop.run(_measure(llm, served, prompts, load))  # as in a server
     return _report(model, load, runs)
 
 
