@@ -17,6 +17,9 @@ _KEPT = 5
 # Looking at a depth that is not chosen may lose this share of the time, and is not done more often than this.
 _LOOKING = 0.005
 _LOOK_EVERY = 20
+# One whose last run was good enough to be the best is run again after so many steps: those before it may have
+# been measured in a slow moment, as the steps after a prefill are.
+_AGAIN_AFTER = 2
 _MEMORY = 0.98  # weight of a step's acceptance one step later
 _LEAST_PAST = 0.5
 # Optimistic: drafts that are never tried teach nothing.
@@ -49,6 +52,10 @@ class StepCosts:
         """What the step takes: the median, or of two measurements the lower, as first runs are slow."""
         seen = self._seconds[key]
         return median(seen) if len(seen) > _ENOUGH else min(seen)
+
+    def newest(self, key: StepKey) -> float:
+        """What the step took when it was last run."""
+        return self._seconds[key][-1]
 
 
 class Acceptance:
@@ -90,9 +97,9 @@ class DepthController:
         self._steps = 0
         # The step at which each depth was last run.
         self._run_at = [0] * (most + 1)
-        # Tokens by depth: promised by the acceptance, and emitted. Fewer, because rows end within a step, and
-        # because a step may be on its way when the one before it turns out to be the last.
-        self._promised = [_PRIOR_WEIGHT] * (most + 1)
+        # Tokens by depth: verified, and emitted. Fewer, because rows end within a step, and because a step
+        # may be on its way when the one before it turns out to be the last.
+        self._verified = [_PRIOR_WEIGHT] * (most + 1)
         self._emitted = [_PRIOR_WEIGHT] * (most + 1)
 
     def learn(
@@ -101,8 +108,12 @@ class DepthController:
         """Take a step that ended. ``rows``: drafts verified, drafts accepted and tokens emitted of each."""
         drafted, accepted, emitted = zip(*rows, strict=True)
         tokens = self.acceptance.tokens()
-        promised = sum(tokens[min(key.depth, d)] for d in depths)
-        self._promised[key.depth] = self._promised[key.depth] * _MEMORY + promised
+        # A row that had ended before emits nothing, and what it would have emitted is not known.
+        verified = sum(
+            a + 1 if e else tokens[min(key.depth, d)]
+            for d, a, e in zip(depths, accepted, emitted, strict=True)
+        )
+        self._verified[key.depth] = self._verified[key.depth] * _MEMORY + verified
         self._emitted[key.depth] = self._emitted[key.depth] * _MEMORY + sum(emitted)
         self.acceptance.add(drafted, accepted)
         self.costs.add(key, seconds)
@@ -122,15 +133,18 @@ class DepthController:
             return max(unknown, key=lambda k: k.depth)
         tokens = self.acceptance.tokens()
 
-        def rate(key: StepKey) -> float:
+        def worth(key: StepKey) -> float:
             expected = sum(tokens[min(key.depth, d)] for d in depths)
-            kept = min(self._emitted[key.depth] / self._promised[key.depth], 1)
-            return expected * kept * (_CLEARLY if key.depth else 1) / self.costs.seconds(key)
+            kept = min(self._emitted[key.depth] / self._verified[key.depth], 1)
+            return expected * kept * (_CLEARLY if key.depth else 1)
 
-        rates = {key: rate(key) for key in candidates}
+        worths = {key: worth(key) for key in candidates}
+        rates = {key: worths[key] / self.costs.seconds(key) for key in candidates}
         best = max(candidates, key=rates.__getitem__)
         for key in candidates:
             lost = (1 - rates[key] / rates[best]) * self.costs.seconds(key) / self.costs.seconds(best)
-            if self._steps - self._run_at[key.depth] >= max(lost / _LOOKING, _LOOK_EVERY):
+            hopeful = worths[key] / self.costs.newest(key) > rates[best]
+            wait = _AGAIN_AFTER if hopeful else max(lost / _LOOKING, _LOOK_EVERY)
+            if self._steps - self._run_at[key.depth] >= wait:
                 return key
         return best

@@ -109,6 +109,30 @@ def test_what_is_cut_off_does_not_count():
         assert controller.choose([key(0), key(3)], [3]).depth == best
 
 
+def test_unlucky_drafts_do_not_count_as_cut_off():
+    """They are in the acceptance already: a depth that was unlucky once is as good as its acceptance says."""
+    controller = DepthController(3)
+    for _ in range(4):
+        controller.costs.add(key(0), 1.0)
+        controller.learn(key(3), 3.0, [3], [(3, 0, 1)])
+    for _ in range(200):
+        controller.acceptance.add([3], [3])
+    assert controller.choose([key(0), key(3)], [3]).depth == 3
+
+
+def test_what_was_measured_in_a_slow_moment_is_soon_measured_again():
+    """The steps after a prefill are slower: the depth that ran then must not stay behind."""
+    controller = DepthController(3)
+    for depth, seconds in ((0, 1.0), (1, 1.4), (3, 2.8)):
+        for _ in range(5):
+            controller.costs.add(key(depth), seconds)
+    chosen = run(controller, lambda d: 1.0 + 0.2 * d, 0.9, 200)
+    assert chosen[0] != 3
+    first = chosen.index(3)
+    assert chosen[first : first + 20].count(3) >= 16
+    assert chosen[-50:].count(3) >= 46
+
+
 def test_expected_tokens():
     acceptance = Acceptance(3)
     for _ in range(400):
