@@ -207,8 +207,7 @@ class AsyncLLM:
         place = self.admission.take(params.n, _estimate(prompt))
         try:
             make = partial(self._job, prompt, params, dict(options))
-            slow = callable(prompt) or (isinstance(prompt, str) and len(prompt) > _SHORT_PROMPT)
-            slow |= params.structured is not None
+            slow = callable(prompt) or len(prompt) * params.n > _SHORT_PROMPT or params.structured is not None
             job = await self.off_loop(make) if slow else make()
             self.admission.correct(place, params.n * len(job.parts[0].request.prompt))
             self._check_running()

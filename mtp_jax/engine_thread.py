@@ -150,8 +150,8 @@ class EngineThread:
                 part.advance(self._engine)
             except Exception:  # of this request's text: no reason to fail the others
                 _LOG.exception("a request failed")
-                self._engine.abort(request)
-                request.finish_reason, part.done = "error", True
+                self._engine.abort(request, "error")
+                part.done = True
             if part.done:
                 del self._parts[request.id]
             changed[job] = None

@@ -37,6 +37,7 @@ _FUEL = 200_000
 _STEP_FUEL = 20_000
 # A state of the lexer for every remainder.
 _LARGEST_MULTIPLE = 50_000
+_SMALLEST_UNIT = 10**18  # of one: finer than any double between 1 and 100
 # A space, or a line break and its indent, is how models write JSON; without a limit, a weak one goes on with
 # white space for ever. A schema may say otherwise in its key "x-guidance", but not that what is unknown in it
 # be ignored.
@@ -72,11 +73,7 @@ class StructuredOutput:
                 f"a structured output names {given or 'nothing'}; give exactly one of json_schema, "
                 "json_object=True, regex, choice"
             )
-        length = len(self.grammar)
-        if length > MAX_GRAMMAR_LENGTH:
-            raise RequestError(
-                f"{given[0]} makes a grammar of {length} characters; at most {MAX_GRAMMAR_LENGTH} are allowed"
-            )
+        _check_length(given[0], len(self.grammar))
 
     @functools.cached_property
     def grammar(self) -> str:
@@ -94,6 +91,7 @@ class StructuredOutput:
         choices = self.choice if isinstance(self.choice, list | tuple) else []
         if not choices or any(not isinstance(c, str) or not c for c in choices):
             raise RequestError(f"choice = {self.choice!r}; expected a list of non-empty strings")
+        _check_length("choice", sum(map(len, choices)))
         return "|".join("".join(map(_literal, choice)) for choice in choices)
 
 
@@ -102,16 +100,33 @@ def _schema(schema: Any) -> str:
     if not isinstance(value, Mapping):
         raise RequestError(f"json_schema is a {type(value).__name__}; expected an object")
     text = json.dumps(value, allow_nan=False)
+    _check_length("json_schema", len(text))  # before its numbers are worked with
     multiples = [Fraction(str(m)) for m in _values(value, "multipleOf") if type(m) in (int, float)]
     # Schemas can be combined, and llguidance scales fractions up, to the least common multiple at most.
-    scale = math.lcm(*(m.denominator for m in multiples))
-    common = math.lcm(*(abs(int(m * scale)) for m in multiples if m))
-    if common > _LARGEST_MULTIPLE:
+    scale = _common_multiple((m.denominator for m in multiples), _SMALLEST_UNIT)
+    if not scale or not _common_multiple((abs(int(m * scale)) for m in multiples if m), _LARGEST_MULTIPLE):
         raise RequestError(
             f"multipleOf: the least common multiple of all of them is above {_LARGEST_MULTIPLE} of their "
             "smallest unit; use rounder ones"
         )
     return text
+
+
+def _check_length(what: str, length: int) -> None:
+    if length > MAX_GRAMMAR_LENGTH:
+        raise RequestError(
+            f"{what} makes a grammar of {length} characters; at most {MAX_GRAMMAR_LENGTH} are allowed"
+        )
+
+
+def _common_multiple(numbers: Iterable[int], most: int) -> int | None:
+    """The least; None if it is above ``most``, found out without computing with large numbers."""
+    common = 1
+    for number in numbers:
+        common = math.lcm(common, number) if number <= most else most + 1
+        if common > most:
+            return None
+    return common
 
 
 def _values(value: Any, key: str) -> Iterator[Any]:

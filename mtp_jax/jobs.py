@@ -90,7 +90,7 @@ class Job:
             CompletionOutput(
                 index=i,
                 text=part.text,
-                token_ids=list(part.request.output[: part.seen]),
+                token_ids=part.request.output[: part.seen],
                 finish_reason=part.request.finish_reason if part.done else None,
                 logprobs=part.request.logprobs[: part.seen] if self.params.logprobs is not None else None,
                 token_texts=list(part.token_texts),
@@ -98,6 +98,8 @@ class Job:
             )
             for i, part in enumerate(self.parts)
         ]
+
+        finished = [part.request.finished_at or 0.0 for part in self.parts]
 
         def since(at: float | None) -> float | None:
             return None if at is None else at - first.arrived
@@ -111,7 +113,7 @@ class Job:
             timing=Timing(
                 since(first.admitted_at),
                 since(first.first_token_at),
-                since(first.finished_at),
+                since(max(finished) if all(part.done for part in self.parts) else None),
             ),
             cached_tokens=first.cached_tokens,
         )

@@ -240,9 +240,9 @@ class LLM:
 
     def _prepare(self, jobs: list[Job]) -> None:
         """Compile what these jobs need together with those being served."""
-        parts = [*self._parts.values(), *(part for job in jobs for part in job.parts)]
+        requests = [part.request for job in jobs for part in job.parts]
         with self._report.phase("compile", "executables") as update:
-            self.engine.prepare([part.request for part in parts], update)
+            self.engine.prepare(requests, update)
 
     def _outputs(self, job: Job) -> Generator[RequestOutput, None, None]:
         self._prepare([job])

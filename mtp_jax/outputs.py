@@ -15,7 +15,8 @@ class CompletionOutput:
         index: which of the prompt's n completions.
         text: detokenised; empty without a tokenizer.
         token_ids: emitted tokens, a final stop token included.
-        finish_reason: "stop", "length", "abort", "timeout", "error" (the model produced NaN); None: it runs.
+        finish_reason: "stop", "length", "abort", "timeout", "error" (the model produced NaN, or a structured
+            output grew too complex to go on); None: it runs.
         logprobs: per token, if asked for: the chosen token first, then the most likely ones.
         token_texts: what each token added to ``text``: nothing while it is held back, more once it is not.
         speculation: drafts verified and accepted.
@@ -58,7 +59,7 @@ class RequestOutput:
         outputs: completions, in order.
         speculation: drafts verified and accepted over all completions.
         prompt_logprobs: per prompt token, if asked for; the first is None.
-        timing: of the first completion.
+        timing: of the first completion to its first token; to the end of the last.
         cached_tokens: tokens of the prompt whose cache was there already.
     """
 

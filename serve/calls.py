@@ -84,7 +84,9 @@ class Call(ABC):
         last: dict[int, RequestOutput] = {}
         async with aclosing(outputs(self.server, self.request, self.streams)) as growing:
             async for i, output in growing:
-                last[i] = output = self.trim(output)
+                last[i] = output
+                check(last.values())
+                output = self.trim(output)
                 chunks = b""
                 for c in output.outputs:
                     index = i * len(output.outputs) + c.index
@@ -93,18 +95,19 @@ class Call(ABC):
                         chunk = self._object(self.chunk_kind, [self.choice(index, output, c, shown)])
                         shown.all(c)
                         if include:
-                            chunk["usage"] = self.usage(list(last.values())) if continuous else None
+                            chunk["usage"] = (
+                                self.usage([self.trim(o) for o in last.values()]) if continuous else None
+                            )
                         chunks += event(chunk)
                 if chunks:
                     yield chunks
         if include:
-            done = list(last.values())
+            done = [self.trim(o) for o in last.values()]
             yield event(self._object(self.chunk_kind, []) | {"usage": self.usage(done)} | self._metrics(done))
 
     def _is_news(self, c: CompletionOutput, shown: Shown) -> bool:
-        """Whether there is something to tell of a completion; its failure is raised."""
+        """Whether there is something to tell of a completion."""
         if shown.ended or c.finish_reason is not None:
-            check(c)
             return not shown.ended
         return len(c.text) > shown.text or (len(c.token_ids) > shown.tokens and self._tells_tokens)
 

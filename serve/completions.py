@@ -60,7 +60,11 @@ class _Completions(Call):
         if self.body.max_tokens != 0:
             return output
         none: dict[str, Any] = {"text": "", "token_ids": [], "token_texts": [], "logprobs": []}
-        trimmed = [replace(c, **none, finish_reason=c.finish_reason and "length") for c in output.outputs]
+        ends = {"stop": "length"}
+        trimmed = [
+            replace(c, **none, finish_reason=ends.get(c.finish_reason or "", c.finish_reason))
+            for c in output.outputs
+        ]
         return replace(output, outputs=trimmed)
 
     def _prompt(self, output: RequestOutput) -> str:

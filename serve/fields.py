@@ -14,12 +14,13 @@ MOST_IDS = 1024
 Text = Annotated[str, Field(max_length=4 * 2**20)]
 Name = Annotated[str, Field(max_length=MAX_NAME)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=2**20)]
+# Lists fail fast: a body of wrong items alone would make millions of errors, of which one is told.
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=2**20)]
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 # Python's int() takes more: " 1", "1_0", "01".
 TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
-Ids = Annotated[list[TokenId], Field(max_length=MOST_IDS)]
+Ids = Annotated[list[TokenId], Field(fail_fast=True, max_length=MOST_IDS)]
 
 
 def form(value: Any) -> str:
@@ -39,7 +40,8 @@ def _prompt_form(value: Any) -> str:
 
 
 Stops = Annotated[
-    Annotated[Stop, Tag("a string")] | Annotated[list[Stop], Field(max_length=_MOST_STOPS), Tag("a list")],
+    Annotated[Stop, Tag("a string")]
+    | Annotated[list[Stop], Field(fail_fast=True, max_length=_MOST_STOPS), Tag("a list")],
     Discriminator(form),
 ]
 _Schema = Annotated[
@@ -49,8 +51,8 @@ _Schema = Annotated[
 Prompts = Annotated[
     Annotated[Text, Tag("a string")]
     | Annotated[TokenIds, Tag("a list of ids")]
-    | Annotated[list[Text], Field(max_length=MAX_PROMPTS), Tag("a list of strings")]
-    | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS), Tag("a list of lists")],
+    | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag("a list of strings")]
+    | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag("a list of lists")],
     Discriminator(_prompt_form),
 ]
 
@@ -111,5 +113,5 @@ class Structured(Body):
 
     json_: Annotated[_Schema | None, Field(alias="json")] = None
     regex: Text | None = None
-    choice: Annotated[list[Text], Field(min_length=1, max_length=4096)] | None = None
+    choice: Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=4096)] | None = None
     json_object: bool | None = None

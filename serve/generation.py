@@ -1,22 +1,31 @@
 """From checked requests to growing outputs."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing
 
 from starlette.requests import Request
 
-from mtp_jax import CompletionOutput, LazyPrompt, RequestOutput, SamplingParams, Stream
+from mtp_jax import LazyPrompt, RequestError, RequestOutput, SamplingParams, Stream
 from serve.errors import ApiError
 from serve.schema import Sampling
 from serve.sse import aborted_with_client
 from serve.state import Server
+
+_FAILED = (
+    "this request failed: the model's numbers were not finite, or its structured output grew too complex"
+)
 
 
 async def submit(
     server: Server, body: Sampling, prompts: Sequence[LazyPrompt], params: SamplingParams
 ) -> list[Stream]:
     """Queue every prompt, or none. Raises RequestError, Overloaded, EngineStopped."""
+    wanted, most = len(prompts) * params.n, server.allm.admission.max_requests
+    if wanted > most:
+        raise RequestError(
+            f"{len(prompts)} prompts of n = {params.n} are {wanted} requests; the queue takes {most}"
+        )
     streams: list[Stream] = []
     try:
         for prompt in prompts:
@@ -70,17 +79,21 @@ async def finals(server: Server, request: Request, streams: Sequence[Stream]) ->
     async with aclosing(outputs(server, request, streams)) as growing:
         async for i, output in growing:
             last[i] = output
-    for output in last.values():
-        for completion in output.outputs:
-            check(completion)
+    if getattr(request.state, "left", False):  # nobody reads this, but it is counted and logged as what it is
+        raise ApiError(499, "the client left before its answer was complete")
+    check(last.values())
     return [last[i] for i in range(len(streams))]
 
 
-def check(completion: CompletionOutput) -> None:
-    """Raises ApiError for a completion that failed, or ended without a single token."""
-    if completion.finish_reason == "error":
-        raise ApiError(500, "the model's numbers were not finite for this request", code="not_finite")
-    if not completion.token_ids and completion.finish_reason == "timeout":
+def check(outputs: Iterable[RequestOutput]) -> None:
+    """Raises ApiError for a completion that failed, or where some were ended and none has a single token."""
+    completions = [c for output in outputs for c in output.outputs]
+    reasons = {c.finish_reason for c in completions}
+    if "error" in reasons:
+        raise ApiError(500, _FAILED, code="generation_failed")
+    if any(c.token_ids for c in completions):
+        return
+    if "timeout" in reasons:
         raise ApiError(408, "the request's time was over before its first token", code="timeout")
-    if not completion.token_ids and completion.finish_reason == "abort":
+    if "abort" in reasons:
         raise ApiError(503, "the server shut down before the first token", code="unavailable")

@@ -87,19 +87,24 @@ class Metrics:
 
     async def follow(self, stream: Stream) -> AsyncGenerator[RequestOutput, None]:
         """The stream's outputs, measured on their way."""
-        seen, last, output = 0, perf_counter(), None
+        seen: dict[int, tuple[int, float]] = {}  # of each completion: tokens, and when the last of them came
+        output = None
         async with aclosing(stream):
             async for output in stream:
-                now, count = perf_counter(), sum(len(o.token_ids) for o in output.outputs)
-                if seen and count > seen:
-                    self._gaps.observe((now - last) / (count - seen), count - seen)
-                seen, last = count, now
+                now = perf_counter()
+                for c in output.outputs:
+                    before, last = seen.get(c.index, (0, now))
+                    new = len(c.token_ids) - before
+                    if before and new:
+                        self._gaps.observe((now - last) / new, new)
+                    if new:
+                        seen[c.index] = len(c.token_ids), now
                 yield output
         if output is not None:
             self._ended(output)
 
     def _ended(self, output: RequestOutput) -> None:
-        t, first = output.timing, output.outputs[0]
+        t, longest = output.timing, max(len(c.token_ids) for c in output.outputs)
         self._prompt.observe(len(output.prompt_token_ids))
         self._output.observe(sum(len(o.token_ids) for o in output.outputs))
         if t.admitted is not None:
@@ -109,9 +114,9 @@ class Metrics:
             self._prefill.observe(t.first_token - t.admitted)
         if t.finished is not None:
             self._end.observe(t.finished)
-            if t.first_token is not None and len(first.token_ids) > 1:
+            if t.first_token is not None and longest > 1:
                 self._decode.observe(t.finished - t.first_token)
-                self._per_token.observe((t.finished - t.first_token) / (len(first.token_ids) - 1))
+                self._per_token.observe((t.finished - t.first_token) / (longest - 1))
 
 
 class _Gaps:

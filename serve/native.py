@@ -34,7 +34,7 @@ class GenerateBody(Body):
     """/generate. Log-probabilities are given by the other routes only."""
 
     text: str | None = None
-    input_ids: Annotated[list[int], Field(min_length=1, max_length=2**20)] | None = None
+    input_ids: Annotated[list[int], Field(fail_fast=True, min_length=1, max_length=2**20)] | None = None
     sampling_params: NativeSampling | None = None
     stream: bool | None = None
     return_logprob: Literal[False] | None = None
@@ -65,9 +65,7 @@ async def generate(server: Server, request: Request) -> Response:
     async def events() -> AsyncGenerator[bytes, None]:
         async with aclosing(outputs(server, request, streams)) as growing:
             async for _, output in growing:
-                for c in output.outputs:
-                    if c.finish_reason is not None:
-                        check(c)
+                check([output])
                 yield b"".join(event(o) for o in _objects(name, output))
 
     if body.stream:

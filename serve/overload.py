@@ -15,22 +15,19 @@ from pydantic_core import to_json
 
 from mtp_jax import AsyncLLM
 from serve.errors import as_api_error
-from serve.metrics import Metrics
-from serve.turns import Turns
+from serve.security import Guard, Headers
 
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/generate")
 _ACCESS = logging.getLogger("serve.access")
 _FIRST_LINE = re.compile(rb"POST (%s) HTTP/1\.1\r\n" % b"|".join(route.encode() for route in ROUTES))
-_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,12})[ \t]*\r\n", re.IGNORECASE)
-_CLOSE = re.compile(rb"\r\nconnection:[ \t]*close[ \t]*\r\n", re.IGNORECASE)
 
 
 class Overload:
     """Answers for an ``AsyncLLM`` whose queue is full."""
 
-    def __init__(self, allm: AsyncLLM, metrics: Metrics, turns: Turns) -> None:
-        """turns: those in which served requests take their places."""
-        self._allm, self._metrics, self._turns = allm, metrics, turns
+    def __init__(self, allm: AsyncLLM, guard: Guard) -> None:
+        """guard: of the requests that are served; whom it would refuse is not told of the queue."""
+        self._allm, self._guard = allm, guard
         self._read = 0  # served requests that do not wait for their turn yet
 
     def refusal(self, data: bytes) -> tuple[bytes, bool] | None:
@@ -42,17 +39,20 @@ class Overload:
         first = _FIRST_LINE.match(data)
         if first is None:
             return None
-        overloaded = self._allm.admission.overloaded(self._read + self._turns.waiting)
+        overloaded = self._allm.admission.overloaded(self._read + self._guard.turns.waiting)
         if overloaded is None:
             self._expect_one()
             return None
-        end = data.find(b"\r\n\r\n") + 4
-        length = _LENGTH.search(data, 0, end)
-        if end < 4 or length is None or int(length[1]) != len(data) - end:
+        head, _, sent = data.partition(b"\r\n\r\n")
+        given, route = Headers.parse(head[first.end() :]), first[1].decode()
+        if given is None or given.get(b"content-length") != b"%d" % len(sent):
+            return None
+        if self._guard.refusal("POST", route, given):
             return None
         error = as_api_error(overloaded)
-        body, route = to_json(error.body), first[1].decode()
-        name = f"{random.getrandbits(128):032x}"  # no system call: it would let the engine's thread go first
+        body = to_json(error.body)
+        # No system call: it would let the engine's thread go first.
+        name = given.name() or f"{random.getrandbits(128):032x}"
         headers = {
             "content-type": "application/json",
             "content-length": len(body),
@@ -60,11 +60,11 @@ class Overload:
             "x-request-id": name,
             **(error.headers or {}),
         }
-        self._metrics.responded(route, error.status)
+        self._guard.metrics.responded(route, error.status)
         _ACCESS.info("%s POST %s %d %.3f s", name, route, error.status, time.perf_counter() - began)
         lines = "".join(f"{key}: {value}\r\n" for key, value in headers.items())
-        head = f"HTTP/1.1 {error.status} Service Unavailable\r\n{lines}\r\n"
-        return head.encode() + body, _CLOSE.search(data, 0, end) is not None
+        answer = f"HTTP/1.1 {error.status} Service Unavailable\r\n{lines}\r\n"
+        return answer.encode() + body, given.get(b"connection").lower() == b"close"
 
     def _expect_one(self) -> None:
         """A burst is read in one go, before any of its requests waits for its turn."""

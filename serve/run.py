@@ -90,7 +90,7 @@ def _config(allm: AsyncLLM, settings: Settings) -> uvicorn.Config:
 
     class Protocol(_Protocol):
         seconds = settings.body_seconds
-        overload = Overload(allm, app.metrics, app.turns)
+        overload = Overload(allm, app)
 
     return uvicorn.Config(
         app,
@@ -199,8 +199,12 @@ class _Protocol(H11Protocol):
             self._patience.cancel()
 
     def _check(self) -> None:
-        """The clock runs while a request has begun but its headers are not complete."""
-        waits = self.conn.their_state is h11.IDLE
+        """The clock runs while a request has begun but its headers are not complete.
+
+        It also does while the rest of a body is awaited whose request has been answered: refused, that is.
+        """
+        answered = self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
+        waits = self.conn.their_state is h11.IDLE or answered
         if waits and self._patience is None:
             self._patience = self.loop.call_later(self.seconds, self.transport.close)
         elif not waits and self._patience is not None:

@@ -145,7 +145,8 @@ class TextPart(Body):
 
 
 _Content = Annotated[
-    Annotated[Text, Tag("a string")] | Annotated[list[TextPart], Tag("a list")], Discriminator(form)
+    Annotated[Text, Tag("a string")] | Annotated[list[TextPart], Field(fail_fast=True), Tag("a list")],
+    Discriminator(form),
 ]
 
 
@@ -186,7 +187,7 @@ class TemplateOptions(Body):
 class Conversation(Body):
     """What a chat template needs."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
     chat_template_kwargs: TemplateOptions | None = None
 
     def unknown(self, prefix: str = "") -> Iterator[str]:
@@ -235,4 +236,4 @@ class DetokenizeBody(Body):
     """/detokenize."""
 
     model: Name | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=2**20)]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=2**20)]

@@ -5,6 +5,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,6 +19,7 @@ from serve.turns import Turns
 _ACCESS = logging.getLogger("serve.access")
 _OPEN_PATH = "/health"
 _PLAIN_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\r\n\0]*)(?:\r\n|\Z)")
 _MOST_HEADER_BYTES = 16 * 1024
 
 
@@ -40,9 +42,9 @@ class Guard:
         """Serve one connection."""
         if scope["type"] != "http":
             return
-        headers = _Headers(scope["headers"])
+        headers = Headers(scope["headers"])
         given = headers.get(b"x-request-id")
-        name = given if _PLAIN_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        name = (headers.name() or uuid.uuid4().hex).encode()
         started, status = time.perf_counter(), 0
 
         async def answer(message: Message) -> None:
@@ -55,7 +57,7 @@ class Guard:
 
         self._connections += 1
         try:
-            error = self._refusal(scope, headers)
+            error = self.refusal(scope["method"], scope["path"], headers)
             if error is not None:
                 await error.response()(scope, receive, answer)
             else:
@@ -68,8 +70,10 @@ class Guard:
             self.metrics.responded(path if path in self._routes else "other", status)
             _log(scope, name, given, status, time.perf_counter() - started)
 
-    def _refusal(self, scope: Scope, headers: "_Headers") -> ApiError | None:
-        if scope["path"] == _OPEN_PATH and scope["method"] in ("GET", "HEAD"):
+    def refusal(self, method: str, path: str, headers: "Headers") -> ApiError | None:
+        """Why a request reaches no route; None if it does."""
+        reads = method in ("GET", "HEAD")
+        if path == _OPEN_PATH and reads:
             return None
         if headers.size > _MOST_HEADER_BYTES:
             return ApiError(
@@ -81,8 +85,7 @@ class Guard:
         origin = headers.get(b"origin").decode("latin-1").lower()
         if origin and _netloc(origin) != host:
             return ApiError(403, "requests from pages of other origins are refused")
-        reads = scope["method"] in ("GET", "HEAD")
-        public = reads and scope["path"] in PAGE_PATHS  # where the key is entered
+        public = reads and path in PAGE_PATHS  # where the key is entered
         if self._keys and not public and not self._knows(headers.get(b"authorization")):
             hint = {"WWW-Authenticate": "Bearer"}
             return ApiError(
@@ -126,15 +129,28 @@ class Guard:
         )
 
 
-class _Headers:
+class Headers:
     """The first value of every header, and the bytes of all."""
 
-    def __init__(self, pairs: list[tuple[bytes, bytes]]) -> None:
+    def __init__(self, pairs: Sequence[tuple[bytes, bytes]]) -> None:
         self._values = {name.lower(): value for name, value in reversed(pairs)}
         self.size = sum(len(name) + len(value) for name, value in pairs)
 
+    @classmethod
+    def parse(cls, lines: bytes) -> "Headers | None":
+        """As they come from a socket; None where they are not plain: a parser says what is wrong."""
+        found = _HEADER.findall(lines)
+        pairs = [(name, value.rstrip(b" \t")) for name, value in found]
+        return cls(pairs) if len(pairs) == lines.count(b"\n") + 1 else None
+
     def get(self, name: bytes) -> bytes:
+        """The value of a header by its name in small letters; empty if there is none."""
         return self._values.get(name, b"")
+
+    def name(self) -> str | None:
+        """What the client calls the request, if that may be told and logged as it is."""
+        given = self.get(b"x-request-id")
+        return given.decode() if _PLAIN_ID.fullmatch(given) else None
 
 
 def _netloc(origin: str) -> str | None:

@@ -51,6 +51,7 @@ async def aborted_with_client(request: Request, streams: Iterable[Stream]) -> As
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
+        request.state.left = True
         for stream in streams:
             stream.abort()
 

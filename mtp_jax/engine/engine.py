@@ -108,6 +108,8 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request that ``make_request`` built."""
+        if not self.busy:
+            self._inflight.clear()  # launched before the last request was aborted
         self.scheduler.enqueue(request)
 
     def abort(self, request: Request, reason: str = "abort") -> None:
@@ -245,6 +247,10 @@ class Engine:
         self.submit(request)
         while self.busy:
             self.step()
+        if not request.output:
+            raise RequestError(
+                "the model's numbers are not finite for this prompt: there is nothing to draft on"
+            )
         tokens, logits = self.executables.draft(key, self.params, self.state, request.slot)
         return request.output[0], np.asarray(tokens[request.slot]), np.asarray(logits[request.slot])
 
@@ -300,8 +306,9 @@ class Engine:
             if budget < 0:
                 return
             rows = [(row, r) for row, r in enumerate(chosen) if r]
+            began = time.perf_counter()
             chunk, result = self._run_prefill(self.executables.cover(need), chosen, need.tokens)
-            self._track(Launch(rows, result.first, 1, prompt=result.prompt, chunk=chunk))
+            self._track(Launch(rows, result.first, 1, began, prompt=result.prompt, chunk=chunk))
             for row, r in rows:
                 if chunk.final[row]:
                     r.status, r.rows_bound = Status.RUNNING, r.prefilled + 1
@@ -331,20 +338,25 @@ class Engine:
         running = self.scheduler.running()
         if not running:
             return
-        depth = self._choose(running).depth
-        if self.scheduler.grow(running, depth):
-            self._stale = True
-            self._refresh()
-            running = self.scheduler.running()
-            if not running:
-                return
-        key = self.executables.cover(step_key(self.config, running, depth))
+        depth, deepest = -1, self._choose(running).depth
+        while depth < deepest:
+            depth = deepest
+            if self.scheduler.grow(running, depth):
+                self._stale = True
+                self._refresh()
+                running = self.scheduler.running()
+                if not running:
+                    return
+            # With fewer requests the cheapest program may be a deeper one, whose drafts need pages, too.
+            key = self.executables.cover(step_key(self.config, running, depth))
+            deepest = key.depth
+        began = time.perf_counter()
         result = self._run_step(key, running)
         width = key.depth + 1
         for r in running:
             r.rows_bound += width
             r.unread += 1
-        self._track(Launch([(r.slot, r) for r in running], result, width, step=key))
+        self._track(Launch([(r.slot, r) for r in running], result, width, began, step=key))
 
     def _run_step(self, key: StepKey, running: list[Request]) -> StepResult:
         """Structured steps are two launches: in between the host reads the drafts to say what may follow."""

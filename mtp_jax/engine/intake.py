@@ -4,6 +4,7 @@ import itertools
 import operator
 import time
 from collections.abc import Iterable
+from numbers import Integral
 
 import numpy as np
 
@@ -61,6 +62,12 @@ class Intake:
             )
         if timeout is not None and not timeout > 0:
             raise RequestError(f"timeout = {timeout!r}; expected seconds above 0")
+        if not isinstance(priority, int):
+            raise RequestError(f"priority = {priority!r}; expected an integer, lower ones first")
+        try:
+            cache_salt.encode()
+        except (AttributeError, UnicodeEncodeError) as e:
+            raise RequestError(f"cache_salt = {cache_salt!r}; expected a string that UTF-8 can hold") from e
         depth = config.num_speculative_tokens
         if params.num_speculative_tokens is not None:
             if params.num_speculative_tokens > depth:
@@ -70,6 +77,9 @@ class Intake:
             depth = params.num_speculative_tokens
         if seed is None:
             seed = params.seed if params.seed is not None else int(self._seeds.integers(2**32))
+        if params.max_tokens is None:  # as much as the cache holds
+            held = self.pages * config.page_size - config.num_speculative_tokens
+            room = max(min(room, held - len(ids) - spare), 1)
         max_tokens = min(params.max_tokens or room, room)
         capacity = len(ids) + max_tokens + spare
         needed = config.pages_for(capacity)
@@ -115,6 +125,6 @@ class Intake:
 
 
 def _check_ids(what: str, ids: Iterable[int], vocab: int) -> None:
-    wrong = next((t for t in ids if not 0 <= t < vocab), None)
+    wrong = next((t for t in ids if not (isinstance(t, Integral) and 0 <= t < vocab)), None)
     if wrong is not None:
         raise RequestError(f"{what} names token {wrong}; expected ids from 0 to {vocab - 1}")

@@ -1,7 +1,6 @@
 """What comes back from the device: launches on their way, and how their results are read."""
 
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from mtp_jax.decode.compiled import StepKey
@@ -18,19 +17,19 @@ class Launch:
         rows: which row of the result belongs to which request.
         result: tokens and counts.
         width: token columns of the result.
+        at: when its launch began.
         step: the executable, if it is a step.
         prompt: log-probabilities of prompt tokens, from a prefill.
         chunk: what a prefill took.
-        at: when it was launched.
     """
 
     rows: list[tuple[int, Request]]
     result: StepResult
     width: int
+    at: float
     step: StepKey | None = None
     prompt: Any = None
     chunk: Chunk | None = None
-    at: float = field(default_factory=time.perf_counter)
 
     def complete_rows(self, row: int, request: Request) -> int:
         """Cache rows that are complete once this is read: after a step all but the newest token's."""

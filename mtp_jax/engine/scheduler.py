@@ -50,6 +50,11 @@ class Scheduler:
         first = shard * self.slots_per_shard
         return [r for r in self.slots[first : first + self.slots_per_shard] if r]
 
+    def _lowest_free(self) -> list[int]:
+        """The lowest free slot of each shard that has one."""
+        lowest = {self.shard_of(i): i for i, r in reversed([*enumerate(self.slots)]) if r is None}
+        return list(lowest.values())
+
     def pool_of(self, request: Request) -> PagePool:
         """Where the pages of a request that has a slot come from."""
         return self.pools[self.shard_of(request.slot)]
@@ -72,7 +77,7 @@ class Scheduler:
 
         Low slots come first: they keep the slot bucket small.
         """
-        free = [slot for slot, r in enumerate(self.slots) if r is None]
+        free = self._lowest_free()
         if not free:
             return False
         request.take_up()

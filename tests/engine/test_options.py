@@ -144,3 +144,30 @@ def test_a_request_knows_its_times():
     assert (r.status, r.finish_reason, r.output) == (Status.FINISHED, "stop", [4, 5])
     assert r.finished_at is not None
     assert r.finished_at >= first
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"priority": None}, "priority = None; expected an integer"),
+        ({"priority": "1"}, "priority = '1'"),
+        ({"cache_salt": None}, "cache_salt = None; expected a string"),
+        ({"cache_salt": "\ud800"}, "cache_salt = "),
+    ],
+)
+def test_options_of_a_request(options, says):
+    with pytest.raises(RequestError, match=says):
+        make_engine().make_request([3, 4], SamplingParams(), **options)
+
+
+def test_stop_tokens_are_integers():
+    with pytest.raises(RequestError, match=r"names token 2\.0"):
+        make_engine().make_request([3, 4], SamplingParams(stop_token_ids=[2.0]))  # type: ignore[list-item]
+
+
+def test_without_max_tokens_an_answer_takes_what_the_cache_holds():
+    engine = make_engine(num_pages=2, num_speculative_tokens=3)
+    request = engine.make_request([3] * 5, SamplingParams(max_tokens=None))
+    assert request.max_tokens == 2 * 16 - 3 - 5
+    with pytest.raises(RequestError, match="needs 3 cache pages, the engine has 2"):
+        engine.make_request([3] * 30, SamplingParams(max_tokens=None))

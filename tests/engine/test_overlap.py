@@ -4,10 +4,13 @@ The device is a stand-in whose state holds nothing: any look at it fails.
 """
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
+from mtp_jax.decode.compiled import StepKey
 from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.plan import step_key
 from mtp_jax.engine.request import Request, SamplingParams
 from tests.engine.device import Device
 from tests.models import finish, make_engine, prompts
@@ -99,3 +102,44 @@ def test_steps_wait_for_no_prefill():
     finish(engine)
     kinds = "".join(e.split()[1][0] for e in device.log if e.startswith("launch"))
     assert kinds.startswith("pss" + "pspsps")
+
+
+def test_what_an_aborted_request_left_on_its_way_is_not_measured():
+    """It was done long ago when the next request comes: the time between is nobody's."""
+    engine, _, (request,) = start(keep=1.0)
+    while not request.output:
+        engine.step()
+    engine.abort(request)
+    assert not engine.busy
+    before = engine.stats().depth_steps
+    other = engine.make_request(prompts(1)[0], SamplingParams(temperature=0, max_tokens=4))
+    engine.prepare([other])
+    engine.submit(other)
+    engine.step()
+    assert engine.stats().depth_steps == before
+    finish(engine)
+    assert len(other.output) == 4
+
+
+def test_pages_are_there_for_the_step_that_runs():
+    """The program that covers what is wanted may be a deeper one."""
+    engine, _, (request,) = start()
+    cover, grow, grown, run = engine.executables.cover, engine.scheduler.grow, [], []
+
+    def deepest(need):
+        return cover(replace(need, depth=3) if isinstance(need, StepKey) else need)
+
+    def record(running, depth):
+        grown.append(depth)
+        return grow(running, depth)
+
+    def choose(running):
+        return step_key(engine.config, running, 1)
+
+    run_step = engine._run_step
+    engine._run_step = lambda key, running: run.append(key.depth) or run_step(key, running)
+    engine._choose, engine.executables.cover, engine.scheduler.grow = choose, deepest, record
+    finish(engine)
+    assert request.finish_reason == "length"
+    assert set(run) == {3}
+    assert grown == [1, 3] * len(run)

@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -299,3 +300,21 @@ def test_on_eight_devices(grammars, plain):
     requests = serve(engine, jobs())
     assert [r.output for r in requests] == [r.output for r in plain]
     assert sum(r.speculation.accepted for r in requests if r.matcher) > 10
+
+
+def test_a_structured_step_is_timed_with_its_drafting(grammars, tokenizer, monkeypatch):
+    """The host waits for the drafts before it launches the rest."""
+    engine = engine_with(grammars)
+    drafted, launched = [], []
+    draft, track = engine.executables.draft_phase, engine._track
+
+    def draft_phase(*args: Any) -> Any:
+        drafted.append(time.perf_counter())
+        return draft(*args)
+
+    monkeypatch.setattr(engine.executables, "draft_phase", draft_phase)
+    monkeypatch.setattr(engine, "_track", lambda launch: launched.append(launch) or track(launch))
+    serve(engine, [(tokenizer.encode("ab"), replace(GREEDY, structured=StructuredOutput(regex="[a-z]{20}")))])
+    began = [launch.at for launch in launched if launch.step]
+    assert drafted[-len(began) :]
+    assert all(a <= b for a, b in zip(began, drafted[-len(began) :], strict=True))

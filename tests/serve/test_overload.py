@@ -8,8 +8,9 @@ import socket
 import pytest
 
 from mtp_jax.admission import Admission
-from serve.metrics import Metrics
+from serve.app import make_app
 from serve.overload import ROUTES, Overload
+from serve.settings import Settings
 from serve.turns import Turns
 from tests.serve.conftest import Running
 
@@ -75,8 +76,8 @@ def test_a_request_in_pieces_is_refused_once_it_is_there(full, server: Running):
 def test_a_burst_that_is_read_in_one_go(server: Running, monkeypatch: pytest.MonkeyPatch):
     """Nobody has a place yet when the last of them is refused."""
     monkeypatch.setattr(server.allm, "admission", Admission(3, 10**6))
-    overload = Overload(server.allm, Metrics(server.allm, "tiny"), Turns())
-    request = b"POST /generate HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}"
+    overload = Overload(server.allm, make_app(server.allm, Settings("tiny")))
+    request = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
     found = server.call(lambda: [overload.refusal(request) for _ in range(50)])
     assert [answer is None for answer in found] == [True] * 3 + [False] * 47
     server.call(lambda: None)
@@ -94,15 +95,41 @@ def test_who_wants_the_connection_closed_gets_that(full, server: Running):
             assert answer.read().startswith(b"HTTP/1.1 503 ")  # to the end
 
 
+@pytest.mark.parametrize(
+    ("headers", "answered"),
+    [
+        (b"Host: localhost\r\nAuthorization: Bearer secret", True),
+        (b"host:localhost:8000\r\nauthorization:bearer secret ", True),
+        (b"Host: localhost", False),
+        (b"Host: localhost\r\nAuthorization: Bearer wrong", False),
+        (b"Host: elsewhere.example\r\nAuthorization: Bearer secret", False),
+        (b"Host: localhost\r\nAuthorization: Bearer secret\r\nOrigin: http://elsewhere.example", False),
+        (b"Host: localhost\r\nAuthorization: Bearer secret\r\nX-Folded: a\r\n b", False),
+        (b"Host: localhost\r\nAuthorization: Bearer secret\r\nno colon", False),
+    ],
+)
+def test_whom_the_guard_refuses_is_not_told_of_the_queue(full, server: Running, headers, answered):
+    """Those go the usual way, where the guard meets them."""
+    overload = Overload(server.allm, make_app(server.allm, Settings("tiny", api_keys=("secret",))))
+    request = b"POST /generate HTTP/1.1\r\n" + headers + b"\r\nContent-Length: 2\r\n\r\n{}"
+    assert (server.call(lambda: overload.refusal(request)) is not None) == answered
+
+
+def test_a_refusal_has_the_name_that_the_client_gave(full, server: Running):
+    with server.client() as one:
+        answer = one.post("/v1/completions", json=SHORT, headers={"x-request-id": "mine-1"})
+    assert (answer.status_code, answer.headers["x-request-id"]) == (503, "mine-1")
+
+
 def test_who_waits_for_a_turn_counts(server: Running, monkeypatch: pytest.MonkeyPatch):
     """Between being read and taking a place."""
     monkeypatch.setattr(server.allm, "admission", Admission(2, 10**6))
-    request = b"POST /generate HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}"
+    request = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
 
     async def found() -> list[bool]:
-        turns = Turns()
-        overload = Overload(server.allm, Metrics(server.allm, "tiny"), turns)
-        waiting = [asyncio.create_task(turns.next()) for _ in range(2)]
+        guard = make_app(server.allm, Settings("tiny"))
+        overload = Overload(server.allm, guard)
+        waiting = [asyncio.create_task(guard.turns.next()) for _ in range(2)]
         await asyncio.sleep(0)
         refused = [overload.refusal(request) is not None]
         await asyncio.gather(*waiting)

@@ -64,6 +64,15 @@ def test_r1_the_n_of_a_prompt_counts(server, client, monkeypatch):
     assert client.post("/v1/completions", json={**GREEDY, "n": 5}).status_code == 400
 
 
+def test_r1_more_prompts_than_ever_fit_are_a_client_error(server, client, monkeypatch):
+    """503 would have clients try again for ever."""
+    monkeypatch.setattr(server.allm, "admission", Admission(4, 10**6))
+    answer = client.post("/v1/completions", json={**GREEDY, "prompt": ["a", "b", "c"], "n": 2})
+    assert answer.status_code == 400
+    assert "3 prompts of n = 2 are 6 requests; the queue takes 4" in answer.json()["error"]["message"]
+    assert client.post("/v1/completions", json={**GREEDY, "prompt": ["a", "b"], "n": 2}).status_code == 200
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_r4_a_client_that_leaves_is_not_served(server: Running, compiled, gated, stream):
     """In the queue, before a prompt is in the cache, and while tokens are generated."""
@@ -117,6 +126,40 @@ def test_r5_a_deadline_ends_a_request(client):
     answer = client.post("/v1/completions", json={**GREEDY, "timeout": 1e-6})
     assert answer.status_code == 408
     assert answer.json()["error"]["code"] == "timeout"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_r5_a_deadline_keeps_the_completions_that_have_text(client, compiled, stream):
+    """Of three completions two have slots."""
+    engine, before = compiled.engine, compiled.engine.stats().generation_tokens
+    step = engine.step
+
+    def step_until_late():
+        if engine.stats().generation_tokens > before + 8:
+            for request in engine.scheduler.live():
+                request.deadline = 0.0
+        return step()
+
+    engine.step = step_until_late
+    try:
+        answer = client.post("/v1/completions", json={**LONG, "n": 3, "timeout": 1e4, "stream": stream})
+    finally:
+        del engine.step
+    assert answer.status_code == 200
+    texts, ends = ["", "", ""], ["", "", ""]
+    if stream:
+        *events, done = answer.text.strip().split("\n\n")
+        assert done == "data: [DONE]"
+        chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    else:
+        chunks = [answer.json()]
+    for choice in (c for chunk in chunks for c in chunk["choices"]):
+        texts[choice["index"]] += choice["text"]
+        ends[choice["index"]] = choice["finish_reason"] or ends[choice["index"]]
+    assert ends == ["timeout"] * 3
+    assert texts[0]
+    assert texts[1]
+    assert not texts[2]
 
 
 def test_r5_the_server_has_a_deadline_of_its_own(server):
@@ -259,10 +302,10 @@ def test_r10_numbers_that_are_not_finite_end_one_request(server, client, monkeyp
 
     monkeypatch.setattr(Part, "advance", fail)
     bad, good = many(server, [{**GREEDY, "max_tokens": 23}, GREEDY])
-    assert (bad.status_code, bad.json()["error"]["code"]) == (500, "not_finite")
+    assert (bad.status_code, bad.json()["error"]["code"]) == (500, "generation_failed")
     assert good.json()["choices"][0]["text"] == expected
     stream = client.post("/v1/completions", json={**GREEDY, "max_tokens": 23, "stream": True})
-    assert '"code":"not_finite"' in stream.text
+    assert '"code":"generation_failed"' in stream.text
 
 
 def test_r13_nothing_is_compiled_for_a_request(server, client, compiled, monkeypatch):

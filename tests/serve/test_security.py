@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 import mtp_jax
-from mtp_jax import ConfigError, RequestError
+from mtp_jax import ConfigError, RequestError, StructuredOutput, grammar
 from serve import app, page
 from serve.schema import ChatBody, CompletionBody
 from serve.settings import Settings
@@ -216,6 +216,35 @@ def test_s7_schemas_and_expressions_cannot_hurt(client, asked):
     assert client.post("/v1/completions", json=SHORT).status_code == 200
 
 
+def test_s7_numbers_and_choices_are_bounded_before_they_are_worked_with(monkeypatch):
+    """The first and the last would take minutes."""
+    lcm, bits = math.lcm, [0]
+    monkeypatch.setattr(grammar.math, "lcm", lambda a, b: bits.append((a * b).bit_length()) or lcm(a, b))
+    monkeypatch.setattr(grammar, "_literal", None)
+    coprime = [10**3000 + i for i in range(1, 2000, 2)]
+    wrong: list[dict[str, Any]] = [
+        {"json_schema": {"allOf": [{"multipleOf": n} for n in coprime]}},
+        {"json_schema": {"allOf": [{"multipleOf": n} for n in coprime[:20]]}},
+        {"json_schema": {"allOf": [{"multipleOf": float(f"1e-{n}")} for n in range(1, 300)]}},
+        {"choice": ["!" * 2**20] * 8},
+    ]
+    for asked in wrong:
+        with pytest.raises(RequestError, match=r"grammar of \d+ characters|least common multiple"):
+            StructuredOutput(**asked)
+    assert max(bits) < 128
+
+
+def test_s6_one_wrong_item_is_enough(client):
+    """Millions of errors would be collected, of which one is told."""
+    for body in ({"prompt": [["", ""], [""]]}, {"prompt": ["a", 1, 2]}, {"stop": [1, 2]}):
+        with pytest.raises(ValidationError) as caught:
+            CompletionBody.model_validate({**SHORT, **body})
+        assert caught.value.error_count() == 1
+    with pytest.raises(ValidationError) as caught:
+        ChatBody.model_validate({"messages": [{}, {}]})
+    assert len({error["loc"][1] for error in caught.value.errors()}) == 1
+
+
 @pytest.mark.parametrize(
     "regex", ["((((a{1,500}){1,500}){1,500}){1,500})b", "(a*)*b", "(.*){50}", "a{10000}"]
 )
@@ -269,6 +298,22 @@ def test_s9_headers_that_do_not_come_are_not_waited_for(fresh):
             assert silent.recv(100) == b""
         with running.client() as client:
             assert client.get("/health").status_code == 200
+    finally:
+        running.stop()
+
+
+@pytest.mark.parametrize("asked", [b"POST /v1/completions", b"POST /nowhere", b"GET /health"])
+def test_s9_a_body_that_nobody_reads_is_not_waited_for(fresh, asked):
+    """A byte after the answer must not make the connection last for ever."""
+    running = start(fresh, body_seconds=0.2, max_body_bytes=100)
+    try:
+        host, _, port = running.url.removeprefix("http://").rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=60) as slow:
+            slow.sendall(asked + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999\r\n\r\n")
+            assert slow.recv(10_000).startswith(b"HTTP/1.1 ")
+            slow.sendall(b"{")
+            with slow.makefile("rb") as rest:
+                rest.read()  # to the end
     finally:
         running.stop()
 
