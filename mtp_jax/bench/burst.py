@@ -5,6 +5,7 @@ an answer, so those of a refusal hold those of all refusals before it.
 """
 
 import asyncio
+import gc
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -36,6 +37,8 @@ async def _run(server: OwnServer, count: int, bursts: int, max_tokens: int) -> l
     answers = []
     async with connect(server.url, None) as http:
         await server.warm(http)
+        gc.collect()
+        gc.freeze()  # a look at all that this process has imported would take longer than a refusal
         for _ in range(bursts + 1):
             answers.append(await burst(server.host, server.port, body, count))
             while (await metrics(http))["vllm:num_requests_running"]:
