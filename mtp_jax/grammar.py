@@ -37,7 +37,7 @@ _FUEL = 200_000
 _STEP_FUEL = 20_000
 # A state of the lexer for every remainder.
 _LARGEST_MULTIPLE = 50_000
-_SMALLEST_UNIT = 10**18  # of one: finer than any double between 1 and 100
+_SMALLEST_UNIT = 10**18  # parts of one: doubles near 1 have no finer ones
 # A space, or a line break and its indent, is how models write JSON; without a limit, a weak one goes on with
 # white space for ever. A schema may say otherwise in its key "x-guidance", but not that what is unknown in it
 # be ignored.

@@ -54,12 +54,22 @@ class Load:
 
 @dataclass(frozen=True)
 class Run:
-    """One round of one way: wall seconds, processor seconds of engine and server, and of the client."""
+    """One round of one way.
+
+    Attributes:
+        seconds: of the wall.
+        processor: seconds of engine and server together.
+        loop: those of the event loop's thread: all that is served beside the engine.
+        client: the client's.
+        launches: prefills and steps.
+    """
 
     tokens: int
     seconds: float
     processor: float
+    loop: float
     client: float
+    launches: int
 
     @property
     def rate(self) -> float:
@@ -108,11 +118,15 @@ async def _measure(llm: LLM, served: Served, prompts: list[str], load: Load) -> 
             )
             for i in range(load.rounds + 1):
                 for way in _WAYS[i % len(_WAYS) :] + _WAYS[: i % len(_WAYS)]:
-                    began, busy = time.perf_counter(), time.process_time()
+                    before = _clocks(llm)
                     tokens, asking = await ways[way]()
-                    seconds, busy = time.perf_counter() - began, time.process_time() - busy
-                    runs[way] += [Run(tokens, seconds, busy, asking)] if i else []
+                    seconds, busy, loop, launches = (b - a for a, b in zip(before, _clocks(llm), strict=True))
+                    runs[way] += [Run(tokens, seconds, busy, loop, asking, int(launches))] if i else []
     return runs
+
+
+def _clocks(llm: LLM) -> tuple[float, ...]:
+    return time.perf_counter(), time.process_time(), time.thread_time(), llm.engine.launches
 
 
 def _params(max_tokens: int) -> SamplingParams:
@@ -178,15 +192,27 @@ def _report(model: str, load: Load, runs: dict[str, list[Run]]) -> Report:
         ratio = Spread.of([a.rate / b.rate for a, b in zip(own, runs["LLM"], strict=True)])
         busy = Spread.of([a.processor / b.processor for a, b in zip(own, runs["LLM"], strict=True)])
         rate, per_token = Spread.of([r.rate for r in own]), Spread.of([r.processor / r.tokens for r in own])
+        loop = Spread.of([r.loop / r.processor for r in own])
         client = Spread.of([r.client / r.tokens for r in own])
+        launches = Spread.of([float(r.launches) for r in own])
         figures[way] = {"throughput": ratio, "processor": busy, "rounds": [vars(r) for r in own]}
-        cells = (rate.show(0), ratio.show(3), per_token.show(3, 1e3), busy.show(3), client.show(3, 1e3))
-        rows.append((way, *cells))
-    headers = ("through", "tokens/s", "over LLM", "processor, ms/token", "over LLM", "client, ms/token")
+        cells = (rate.show(0), ratio.show(3), per_token.show(3, 1e3), busy.show(3), loop.show(1, 100))
+        rows.append((way, *cells, launches.show(0), client.show(3, 1e3)))
+    headers = (
+        "through",
+        "tokens/s",
+        "over LLM",
+        "processor, ms/token",
+        "over LLM",
+        "event loop, % of it",
+        "launches",
+        "client, ms/token",
+    )
     note = (
         f"Closed loop, {load.concurrency} at a time, {load.rounds} alternating rounds of {load.requests} "
         f"greedy requests of {load.prompt_characters} characters and {load.max_tokens} tokens, depth "
         f"{load.depth} in every step. Medians and quartiles, ratios within a round. Processor seconds are "
-        "those of engine and server together; the client is another process of this machine."
+        "those of engine and server together, of which the event loop's thread is all that comes beside the "
+        "engine; the client is another process of this machine. Launches: prefills and steps of a round."
     )
     return Report(f"Overhead of serving: {model}", headers, rows, [note], {"ways": figures})

@@ -22,14 +22,15 @@ def test_tokens_of_an_answer():
 
 
 def test_ratios_are_within_a_round():
-    plain = [Run(100, 1.0, 2.0, 0.0), Run(100, 2.0, 4.0, 0.0)]
-    slower = [Run(100, 1.25, 2.5, 0.5), Run(100, 2.5, 5.0, 0.5)]
+    plain = [Run(100, 1.0, 2.0, 0.0, 0.0, 10), Run(100, 2.0, 4.0, 0.0, 0.0, 10)]
+    slower = [Run(100, 1.25, 2.5, 0.1, 0.5, 11), Run(100, 2.5, 5.0, 0.2, 0.5, 11)]
     report = _report("demo", Load(8, 3, 4, 10, 10, 2), {"LLM": plain, "HTTP": slower})
     ways = report.figures["ways"]
     assert ways["LLM"]["throughput"].median == ways["LLM"]["processor"].median == 1
     assert ways["HTTP"]["throughput"].median == 0.8
     assert ways["HTTP"]["processor"].high == 1.25
-    assert "| HTTP " in report.text()
+    (row,) = (line for line in report.text().splitlines() if line.startswith("| HTTP "))
+    assert "| 4.0 (4.0-4.0) | 11 (11-11) | 5.000 (5.000-5.000) |" in " ".join(row.split())
 
 
 @pytest.mark.slow
@@ -56,3 +57,4 @@ def test_every_way_gives_the_same_number_of_tokens(tmp_path):
     for name, way in ways.items():
         assert [r["tokens"] for r in way["rounds"]] == [48, 48]
         assert all((r["client"] > 0) == name.startswith("HTTP") for r in way["rounds"])
+        assert all(r["launches"] > 4 and 0 < r["loop"] < r["processor"] for r in way["rounds"])
