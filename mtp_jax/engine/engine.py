@@ -248,9 +248,7 @@ class Engine:
         while self.busy:
             self.step()
         if not request.output:
-            raise RequestError(
-                "the model's numbers are not finite for this prompt: there is nothing to draft on"
-            )
+            raise RequestError("the model's numbers are not finite for this prompt: nothing to draft on")
         tokens, logits = self.executables.draft(key, self.params, self.state, request.slot)
         return request.output[0], np.asarray(tokens[request.slot]), np.asarray(logits[request.slot])
 
@@ -306,9 +304,8 @@ class Engine:
             if budget < 0:
                 return
             rows = [(row, r) for row, r in enumerate(chosen) if r]
-            began = time.perf_counter()
             chunk, result = self._run_prefill(self.executables.cover(need), chosen, need.tokens)
-            self._track(Launch(rows, result.first, 1, began, prompt=result.prompt, chunk=chunk))
+            self._track(Launch(rows, result.first, 1, time.perf_counter(), prompt=result.prompt, chunk=chunk))
             for row, r in rows:
                 if chunk.final[row]:
                     r.status, r.rows_bound = Status.RUNNING, r.prefilled + 1

@@ -17,7 +17,7 @@ class Launch:
         rows: which row of the result belongs to which request.
         result: tokens and counts.
         width: token columns of the result.
-        at: when its launch began.
+        at: when it was launched; of a step of two programs the first.
         step: the executable, if it is a step.
         prompt: log-probabilities of prompt tokens, from a prefill.
         chunk: what a prefill took.
