@@ -4,7 +4,6 @@ import itertools
 import operator
 import time
 from collections.abc import Iterable
-from numbers import Integral
 
 import numpy as np
 
@@ -125,6 +124,6 @@ class Intake:
 
 
 def _check_ids(what: str, ids: Iterable[int], vocab: int) -> None:
-    wrong = next((t for t in ids if not (isinstance(t, Integral) and 0 <= t < vocab)), None)
+    wrong = next((t for t in ids if not 0 <= t < vocab), None)
     if wrong is not None:
         raise RequestError(f"{what} names token {wrong}; expected ids from 0 to {vocab - 1}")

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from numbers import Integral
 
 from mtp_jax.errors import RequestError
 from mtp_jax.grammar import Matcher, StructuredOutput
@@ -89,6 +90,9 @@ class SamplingParams:
                 raise RequestError(
                     "a structured output ends where its grammar does; leave out ignore_eos and min_tokens"
                 )
+        for token in self.stop_token_ids:
+            if not isinstance(token, Integral):
+                raise RequestError(f"stop_token_ids holds {token!r}; expected integers")
         for token, bias in self.logit_bias.items():
             if not isinstance(token, int) or not math.isfinite(bias) or abs(bias) > 100:
                 raise RequestError(

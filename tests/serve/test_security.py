@@ -234,7 +234,7 @@ def test_s7_numbers_and_choices_are_bounded_before_they_are_worked_with(monkeypa
     assert max(bits) < 128
 
 
-def test_s6_one_wrong_item_is_enough(client):
+def test_s6_one_wrong_item_is_enough():
     """Millions of errors would be collected, of which one is told."""
     for body in ({"prompt": [["", ""], [""]]}, {"prompt": ["a", 1, 2]}, {"stop": [1, 2]}):
         with pytest.raises(ValidationError) as caught:
