@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mtp_jax.async_llm import AsyncLLM, LazyPrompt
-    from mtp_jax.engine.request import Logprob, SamplingParams, Speculation
+    from mtp_jax.engine.request import Logprob, OutputKind, SamplingParams, Speculation
     from mtp_jax.engine.stats import EngineStats
     from mtp_jax.errors import (
         CheckpointError,
@@ -39,6 +39,7 @@ __all__ = [
     "LazyPrompt",
     "Logprob",
     "MtpJaxError",
+    "OutputKind",
     "Overloaded",
     "PromptTooLong",
     "Reporter",
@@ -61,6 +62,7 @@ _HOMES = {
     "EngineStats": "engine.stats",
     "LazyPrompt": "async_llm",
     "Logprob": "engine.request",
+    "OutputKind": "engine.request",
     "Reporter": "progress",
     "RequestOutput": "outputs",
     "SamplingParams": "engine.request",

@@ -170,8 +170,9 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Complete one prompt, yielding the output so far as it grows. Ending the iteration early aborts.
+        """Complete one prompt, yielding its output as it grows. Ending the iteration early aborts.
 
+        ``output_kind`` of the parameters says what each output holds: by default all there is so far.
         Arguments and errors are those of ``submit``; errors come with the first output.
         """
         stream = await self.submit(prompt, sampling_params, **options)
@@ -215,7 +216,8 @@ class AsyncLLM:
         except BaseException:
             self.admission.leave(place)
             raise
-        stream = Stream(request_id, place, partial(self._thread.abort, job))
+        deltas = params.output_kind == "delta"
+        stream = Stream(request_id, place, deltas, partial(self._thread.abort, job))
         self._streams[request_id] = self._by_job[job] = stream
         self._idle.clear()
         self._thread.submit(job)

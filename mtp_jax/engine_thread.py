@@ -160,10 +160,10 @@ class EngineThread:
             for job in set(self._queued).difference(waiting):
                 self._admitted(job)
             self._queued = waiting
-        updates = [(job, job.output()) for job in changed]
+        updates = [(job, output) for job in changed if (output := job.news())]
         if updates:
             self._updated(updates)
-        return sum(output.finished for _, output in updates)
+        return sum(job.done for job in changed)
 
 
 def _waits(part: Part) -> bool:

@@ -5,7 +5,7 @@ from numbers import Integral
 from typing import Any
 
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams, Speculation
+from mtp_jax.engine.request import Request, SamplingParams
 from mtp_jax.errors import RequestError
 from mtp_jax.outputs import CompletionOutput, RequestOutput, Timing
 from mtp_jax.tokenizer import StopStrings, StreamDecoder, Tokenizer
@@ -27,6 +27,7 @@ class Part:
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
         self.request, self.text, self.seen, self.done = request, "", 0, False
         self.token_texts: list[str] = []
+        self._told = (0, 0, 0)  # characters, tokens and steps that have been put out
         p = request.params
         self._decoder = tokenizer and StreamDecoder(tokenizer, p.skip_special_tokens)
         self._stops = StopStrings(p.stop_strings, p.include_stop_str_in_output)
@@ -37,9 +38,7 @@ class Part:
         while self.seen < len(request.output):
             self.seen += 1
             if self._show(request.output[self.seen - 1]):
-                del request.output[self.seen :], request.logprobs[self.seen :]
-                engine.abort(request, "stop")
-                request.finish_reason = "stop"
+                engine.stop(request, self.seen)
                 self.done = True
                 return
         if request.finished:
@@ -49,6 +48,24 @@ class Part:
             self.text += rest
             if self.token_texts:
                 self.token_texts[-1] += rest
+
+    def output(self, index: int) -> CompletionOutput:
+        """All there is so far, or what has come since the last call."""
+        request, params = self.request, self.request.params
+        text, start, step = self._told
+        if params.output_kind == "delta":
+            self._told = len(self.text), self.seen, request.speculation.steps
+        return CompletionOutput(
+            index=index,
+            text=self.text[text:],
+            token_ids=request.output[start : self.seen],
+            num_tokens=self.seen,
+            finish_reason=request.finish_reason if self.done else None,
+            logprobs=None if params.logprobs is None else request.logprobs[start : self.seen],
+            token_texts=self.token_texts[start:],
+            drafted=request.drafted[start : self.seen],
+            speculation=request.speculation.since(step),
+        )
 
     def _show(self, token: int) -> bool:
         """Add a token's text; returns whether it completed a stop string."""
@@ -82,24 +99,25 @@ class Job:
         seeds = [None if params.seed is None else (params.seed + i) % 2**32 for i in range(params.n)]
         self.parts = [Part(engine.make_request(ids, params, seed, **options), tokenizer) for seed in seeds]
         self._ids = list(self.parts[0].request.prompt)
+        self._scored = False  # whether the prompt's log-probabilities have been put out
+
+    @property
+    def done(self) -> bool:
+        """Whether every completion has ended."""
+        return all(part.done for part in self.parts)
+
+    def news(self) -> RequestOutput | None:
+        """The output, if whoever asked for it wants to see it now."""
+        return self.output() if self.done or self.params.output_kind != "final_only" else None
 
     def output(self) -> RequestOutput:
-        """The output so far."""
+        """The output so far, or what is new of it."""
         first = self.parts[0].request
-        outputs = [
-            CompletionOutput(
-                index=i,
-                text=part.text,
-                token_ids=part.request.output[: part.seen],
-                finish_reason=part.request.finish_reason if part.done else None,
-                logprobs=part.request.logprobs[: part.seen] if self.params.logprobs is not None else None,
-                token_texts=list(part.token_texts),
-                speculation=part.request.speculation + Speculation(),
-            )
-            for i, part in enumerate(self.parts)
-        ]
-
+        outputs = [part.output(i) for i, part in enumerate(self.parts)]
         finished = [part.request.finished_at or 0.0 for part in self.parts]
+
+        scored = self.params.prompt_logprobs is not None and not self._scored
+        self._scored |= scored and self.params.output_kind == "delta" and bool(first.prompt_logprobs)
 
         def since(at: float | None) -> float | None:
             return None if at is None else at - first.arrived
@@ -108,12 +126,11 @@ class Job:
             prompt=self.prompt,
             prompt_token_ids=self._ids,
             outputs=outputs,
-            speculation=sum((o.speculation for o in outputs[1:]), outputs[0].speculation),
-            prompt_logprobs=list(first.prompt_logprobs) if self.params.prompt_logprobs is not None else None,
+            prompt_logprobs=list(first.prompt_logprobs) if scored else None,
             timing=Timing(
                 since(first.admitted_at),
                 since(first.first_token_at),
-                since(max(finished) if all(part.done for part in self.parts) else None),
+                since(max(finished) if self.done else None),
             ),
             cached_tokens=first.cached_tokens,
         )

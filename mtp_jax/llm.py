@@ -23,6 +23,7 @@ from mtp_jax.decode.step import Verifier
 from mtp_jax.demo import demo_model
 from mtp_jax.engine.config import CacheType, EngineConfig, KernelChoice
 from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.propose import propose
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.grammar import Grammars
@@ -188,7 +189,9 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Generator[RequestOutput, None, None]:
-        """Complete one prompt, yielding the output so far whenever it has grown. Closing the iterator aborts.
+        """Complete one prompt, yielding the output whenever it has grown. Closing the iterator aborts.
+
+        ``output_kind`` of the parameters says what each output holds: by default all there is so far.
 
         Several streams may be open at once, and ``generate`` called meanwhile.
 
@@ -217,7 +220,7 @@ class LLM:
             raise RequestError("draft needs num_speculative_tokens of 1 or more; the engine was made with 0")
         if num_tokens < 1:
             raise RequestError(f"num_tokens = {num_tokens}; expected at least 1")
-        token, ids, logits = self.engine.draft(token_ids, num_tokens)
+        token, ids, logits = propose(self.engine, token_ids, num_tokens)
         return Draft(token, ids.tolist(), logits)
 
     def _jobs(
@@ -252,7 +255,8 @@ class LLM:
                 grown = sum(part.seen + part.done for part in parts)
                 if grown > shown:
                     shown = grown
-                    yield job.output()
+                    if output := job.news():
+                        yield output
                 elif all(part.done for part in parts):
                     return
                 else:

@@ -1,6 +1,6 @@
 """What ``LLM.generate`` returns."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,29 +15,36 @@ class CompletionOutput:
         index: which of the prompt's n completions.
         text: detokenised; empty without a tokenizer.
         token_ids: emitted tokens, a final stop token included.
+        num_tokens: how many there are, in deltas those of earlier ones included.
         finish_reason: "stop", "length", "abort", "timeout", "error" (the model produced NaN, or a structured
             output grew too complex to go on); None: it runs.
         logprobs: per token, if asked for: the chosen token first, then the most likely ones.
         token_texts: what each token added to ``text``: nothing while it is held back, more once it is not.
+        drafted: per token whether it was; the others are a prefill's first and each step's last.
         speculation: drafts verified and accepted.
     """
 
     index: int
     text: str
     token_ids: list[int]
+    num_tokens: int
     finish_reason: str | None
     logprobs: list[TokenLogprobs] | None
     token_texts: list[str]
+    drafted: list[bool]
     speculation: Speculation
 
-    @property
-    def drafted(self) -> list[bool]:
-        """Per token whether it was drafted; the others are a prefill's first and each step's last token."""
-        flags = [False]
-        for accepted in self.speculation.accepted_per_step:
-            flags += [True] * accepted
-            flags.append(False)
-        return flags[: len(self.token_ids)]
+    def __add__(self, later: "CompletionOutput") -> "CompletionOutput":
+        """Two deltas as one."""
+        return replace(
+            later,
+            text=self.text + later.text,
+            token_ids=self.token_ids + later.token_ids,
+            logprobs=None if later.logprobs is None else (self.logprobs or []) + later.logprobs,
+            token_texts=self.token_texts + later.token_texts,
+            drafted=self.drafted + later.drafted,
+            speculation=self.speculation + later.speculation,
+        )
 
 
 @dataclass(frozen=True)
@@ -53,11 +60,13 @@ class Timing:
 class RequestOutput:
     """All completions of one prompt, and what speculation did for them together.
 
+    With ``output_kind = "delta"`` it is what is new since the output before; the prompt's log-probabilities
+    come with the first.
+
     Attributes:
         prompt: the prompt as a string, None if token ids were given.
         prompt_token_ids: the prompt as tokens.
         outputs: completions, in order.
-        speculation: drafts verified and accepted over all completions.
         prompt_logprobs: per prompt token, if asked for; the first is None.
         timing: of the first completion to its first token; to the end of the last.
         cached_tokens: tokens of the prompt whose cache was there already.
@@ -66,15 +75,24 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    speculation: Speculation
     prompt_logprobs: list[TokenLogprobs | None] | None
     timing: Timing
     cached_tokens: int
 
     @property
+    def speculation(self) -> Speculation:
+        """Drafts verified and accepted over all completions."""
+        return sum((o.speculation for o in self.outputs), Speculation())
+
+    @property
     def finished(self) -> bool:
         """Whether every completion has ended."""
         return all(o.finish_reason is not None for o in self.outputs)
+
+    def __add__(self, later: "RequestOutput") -> "RequestOutput":
+        """Two deltas as one."""
+        outputs = [a + b for a, b in zip(self.outputs, later.outputs, strict=True)]
+        return replace(later, outputs=outputs, prompt_logprobs=self.prompt_logprobs or later.prompt_logprobs)
 
 
 @dataclass(frozen=True)

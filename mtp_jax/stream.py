@@ -10,13 +10,15 @@ from mtp_jax.outputs import RequestOutput
 class Stream:
     """The growing output of one prompt: iterating gives its newest state, skipping what nobody waited for.
 
+    Of deltas nothing is skipped: those that nobody waited for come as one.
+
     Attributes:
         request_id: as given, or made up.
         place: in the queue.
     """
 
-    def __init__(self, request_id: str, place: Place, abort: Callable[[], None]) -> None:
-        self.request_id, self.place = request_id, place
+    def __init__(self, request_id: str, place: Place, deltas: bool, abort: Callable[[], None]) -> None:
+        self.request_id, self.place, self._deltas = request_id, place, deltas
         self._abort = abort
         self._latest: RequestOutput | None = None
         self._error: Exception | None = None
@@ -49,5 +51,7 @@ class Stream:
 
     def deliver(self, output: RequestOutput | None, error: Exception | None = None) -> None:
         """Take the newest state, or why there will be none."""
+        if self._deltas and self._latest and output:
+            output = self._latest + output
         self._latest, self._error = output, error
         self._wake.set()

@@ -12,7 +12,7 @@ _LEAST = -9999.0  # what OpenAI writes for minus infinity, which JSON has not
 def usage(outputs: Sequence[RequestOutput], reasoning_tokens: int | None = None) -> dict[str, Any]:
     """Token counts over all prompts."""
     prompt = sum(len(o.prompt_token_ids) for o in outputs)
-    completion = sum(len(c.token_ids) for o in outputs for c in o.outputs)
+    completion = sum(c.num_tokens for o in outputs for c in o.outputs)
     counts: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -24,17 +24,8 @@ def usage(outputs: Sequence[RequestOutput], reasoning_tokens: int | None = None)
     return counts
 
 
-def speculation_metrics(outputs: Sequence[RequestOutput], level: SpecMetrics, depth: int) -> dict[str, Any]:
-    """vLLM's ``metrics.speculative_decoding``: of one completion, null for several; none at level "none"."""
-    if level == "none":
-        return {}
-    completions = [c for o in outputs for c in o.outputs]
-    found = speculation(completions[0].speculation, level, depth) if len(completions) == 1 and depth else None
-    return {"metrics": {"speculative_decoding": found}}
-
-
-def speculation(s: Speculation, level: SpecMetrics, depth: int) -> dict[str, Any]:
-    """What drafting achieved, over the steps that drafted."""
+def speculation_metrics(s: Speculation, level: SpecMetrics, depth: int) -> dict[str, Any]:
+    """vLLM's ``metrics.speculative_decoding``: what drafting achieved, over the steps that drafted."""
     steps = [(d, a) for d, a in zip(s.drafted_per_step, s.accepted_per_step, strict=True) if d]
     by_length = {d: [0] * (d + 1) for d, _ in steps}
     histogram = [0] * (depth + 1)
@@ -57,13 +48,13 @@ def speculation(s: Speculation, level: SpecMetrics, depth: int) -> dict[str, Any
     return metrics
 
 
-def token_extras(c: CompletionOutput, start: int, ids: bool | None, origins: bool | None) -> dict[str, Any]:
-    """The tokens from ``start`` on, as asked for: their ids; ids, texts and whether they were drafted."""
+def token_extras(c: CompletionOutput, ids: bool | None, origins: bool | None) -> dict[str, Any]:
+    """The tokens, as asked for: their ids; ids, texts and whether they were drafted."""
     extras: dict[str, Any] = {}
     if ids:
-        extras["token_ids"] = c.token_ids[start:]
+        extras["token_ids"] = c.token_ids
     if origins:
-        tokens = zip(c.token_ids[start:], c.token_texts[start:], c.drafted[start:], strict=True)
+        tokens = zip(c.token_ids, c.token_texts, c.drafted, strict=True)
         extras["token_origins"] = [{"id": t, "text": text, "drafted": d} for t, text, d in tokens]
     return extras
 

@@ -12,7 +12,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mtp_jax import CompletionOutput, RequestOutput, Stream
+from mtp_jax import CompletionOutput, RequestOutput, Speculation, Stream
 from serve.answers import speculation_metrics, usage
 from serve.bodies import warning
 from serve.generation import check, finals, outputs
@@ -23,15 +23,16 @@ from serve.state import Server
 
 @dataclass
 class Shown:
-    """What of a completion the client has: characters, tokens, its end."""
+    """What of a completion the client has: whether anything, how many characters, its end."""
 
+    begun: bool = False
     text: int = 0
-    tokens: int = 0
     ended: bool = False
 
-    def all(self, c: CompletionOutput) -> None:
-        """The client has everything there is so far."""
-        self.text, self.tokens, self.ended = len(c.text), len(c.token_ids), c.finish_reason is not None
+    def add(self, c: CompletionOutput) -> None:
+        """The client has this, too."""
+        self.begun, self.ended = True, c.finish_reason is not None
+        self.text += len(c.text)
 
 
 class Call(ABC):
@@ -51,30 +52,29 @@ class Call(ABC):
         self._options = body.stream_options
         self._tells_tokens = bool(body.return_token_ids or body.return_token_origins)
         self._shown: dict[int, Shown] = {}
+        self._speculation = Speculation()
         self._head = {"id": self.prefix + uuid.uuid4().hex, "created": int(time.time())}
 
     @abstractmethod
     def choice(self, index: int, output: RequestOutput, c: CompletionOutput, shown: Shown) -> dict[str, Any]:
-        """What is new of a completion since ``shown``."""
+        """A completion, or what is new of it since ``shown``."""
 
     def usage(self, done: Sequence[RequestOutput]) -> dict[str, Any]:
         """Token counts."""
         return usage(done)
 
-    def trim(self, output: RequestOutput) -> RequestOutput:
-        """An output without what the client did not ask for."""
+    def take(self, output: RequestOutput) -> RequestOutput:
+        """An output as it comes, without what the client did not ask for."""
+        self._speculation += output.speculation
         return output
 
     async def respond(self) -> Response:
         """The response."""
         if self._stream:
             return EventStream(self._events(), warning(self.request))
-        done = [self.trim(o) for o in await finals(self.server, self.request, self.streams)]
-        choices = [
-            self.choice(i * len(o.outputs) + c.index, o, c, Shown())
-            for i, o in enumerate(done)
-            for c in o.outputs
-        ]
+        done = [self.take(o) for o in await finals(self.server, self.request, self.streams)]
+        each = [(i * len(o.outputs) + c.index, o, c) for i, o in enumerate(done) for c in o.outputs]
+        choices = [self.choice(index, o, c, Shown()) for index, o, c in each]
         answer = self._object(self.kind, choices) | {"usage": self.usage(done)} | self._metrics(done)
         return Response(to_json(answer), headers=warning(self.request), media_type="application/json")
 
@@ -86,34 +86,38 @@ class Call(ABC):
             async for i, output in growing:
                 last[i] = output
                 check(last.values())
-                output = self.trim(output)
+                last[i] = output = self.take(output)
                 chunks = b""
                 for c in output.outputs:
                     index = i * len(output.outputs) + c.index
                     shown = self._shown.setdefault(index, Shown())
                     if self._is_news(c, shown):
                         chunk = self._object(self.chunk_kind, [self.choice(index, output, c, shown)])
-                        shown.all(c)
+                        shown.add(c)
                         if include:
-                            chunk["usage"] = (
-                                self.usage([self.trim(o) for o in last.values()]) if continuous else None
-                            )
+                            chunk["usage"] = self.usage([*last.values()]) if continuous else None
                         chunks += event(chunk)
                 if chunks:
                     yield chunks
         if include:
-            done = [self.trim(o) for o in last.values()]
+            done = [*last.values()]
             yield event(self._object(self.chunk_kind, []) | {"usage": self.usage(done)} | self._metrics(done))
 
     def _is_news(self, c: CompletionOutput, shown: Shown) -> bool:
         """Whether there is something to tell of a completion."""
         if shown.ended or c.finish_reason is not None:
             return not shown.ended
-        return len(c.text) > shown.text or (len(c.token_ids) > shown.tokens and self._tells_tokens)
+        return bool(c.text) or (bool(c.token_ids) and self._tells_tokens)
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return self._head | {"object": kind, "model": self.server.settings.model_name, "choices": choices}
 
     def _metrics(self, done: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Of one completion, null for several; none at level "none"."""
         level = (self._speculative and self._speculative.metrics) or self.server.settings.spec_metrics
-        return speculation_metrics(done, level, self.server.allm.llm.engine.config.num_speculative_tokens)
+        if level == "none":
+            return {}
+        depth = self.server.allm.llm.engine.config.num_speculative_tokens
+        one = sum(len(o.outputs) for o in done) == 1 and depth > 0
+        found = speculation_metrics(self._speculation, level, depth) if one else None
+        return {"metrics": {"speculative_decoding": found}}

@@ -11,7 +11,7 @@ from serve.answers import chat_logprobs, token_extras, usage
 from serve.bodies import read
 from serve.calls import Call, Shown
 from serve.generation import submit
-from serve.reasoning import Splitter, may_think, opens_thought, reasoning_tokens
+from serve.reasoning import Splitter, ThoughtTokens, may_think, opens_thought
 from serve.schema import ChatBody, Conversation
 from serve.state import Server
 
@@ -60,19 +60,28 @@ class _Chat(Call):
         self._tells_tokens |= body.logprobs is True
         self._may_think = may_think(server.tokenizer)
         self._splitters: dict[int, Splitter] = {}
+        self._thoughts: dict[int, ThoughtTokens] = {}
         self._thought: set[int] = set()
+
+    def take(self, output: RequestOutput) -> RequestOutput:
+        """Counts the tokens of thoughts."""
+        if self._thinking or self._may_think:
+            for c in output.outputs:
+                counted = self._thoughts.setdefault(c.index, ThoughtTokens(self.server.tokenizer))
+                counted.push(c.token_ids)
+        return super().take(output)
 
     def choice(self, index: int, output: RequestOutput, c: CompletionOutput, shown: Shown) -> dict[str, Any]:
         """A message, or what is new of it."""
         del output
         splitter = self._splitters.setdefault(index, Splitter(self._thinking, self._may_think))
-        thought, answer = splitter.push(c.text[shown.text :])
+        thought, answer = splitter.push(c.text)
         if c.finish_reason is not None:
             rest = splitter.flush()
             thought, answer = thought + rest[0], answer + rest[1]
         if thought:
             self._thought.add(index)
-        message: dict[str, Any] = {} if self.body.stream and shown.tokens else {"role": "assistant"}
+        message: dict[str, Any] = {} if self.body.stream and shown.begun else {"role": "assistant"}
         if thought:
             message |= {"reasoning": thought, "reasoning_content": thought}
         if answer or not self.body.stream:
@@ -84,20 +93,12 @@ class _Chat(Call):
             "finish_reason": c.finish_reason,
         }
         if c.logprobs is not None:
-            ids, scores = c.token_ids[shown.tokens :], c.logprobs[shown.tokens :]
-            choice["logprobs"] = chat_logprobs(
-                self.server.tokenizer, ids, scores, self.body.top_logprobs or 0
-            )
-        extras = token_extras(c, shown.tokens, self.body.return_token_ids, self.body.return_token_origins)
+            top = self.body.top_logprobs or 0
+            choice["logprobs"] = chat_logprobs(self.server.tokenizer, c.token_ids, c.logprobs, top)
+        extras = token_extras(c, self.body.return_token_ids, self.body.return_token_origins)
         return choice | extras
 
     def usage(self, done: Sequence[RequestOutput]) -> dict[str, Any]:
         """With the tokens that went into thoughts, if there were any."""
-        tokenizer = self.server.tokenizer
-        thoughts = [
-            reasoning_tokens(tokenizer, c.token_ids)
-            for o in done
-            for c in o.outputs
-            if self._thinking or c.index in self._thought
-        ]
+        thoughts = [t.count for i, t in self._thoughts.items() if self._thinking or i in self._thought]
         return usage(done, sum(thoughts) if thoughts else None)

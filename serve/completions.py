@@ -41,10 +41,8 @@ class _Completions(Call):
 
     def choice(self, index: int, output: RequestOutput, c: CompletionOutput, shown: Shown) -> dict[str, Any]:
         """Text, and log-probabilities as parallel lists."""
-        text, ids = c.text[shown.text :], c.token_ids[shown.tokens :]
-        scores = list((c.logprobs or [])[shown.tokens :])
-        offset = shown.text
-        if self.body.echo and shown == Shown():
+        text, ids, scores, offset = c.text, c.token_ids, list(c.logprobs or []), shown.text
+        if self.body.echo and not shown.begun:
             text, ids = self._prompt(output) + text, output.prompt_token_ids + ids
             scores = [*(output.prompt_logprobs or []), *scores]
         elif self.body.echo:
@@ -52,14 +50,16 @@ class _Completions(Call):
         choice = {"index": index, "text": text, "logprobs": None, "finish_reason": c.finish_reason}
         if self.body.logprobs is not None:
             choice["logprobs"] = completion_logprobs(self.server.allm.llm.tokenizer, ids, scores, offset)
-        extras = token_extras(c, shown.tokens, self.body.return_token_ids, self.body.return_token_origins)
+        extras = token_extras(c, self.body.return_token_ids, self.body.return_token_origins)
         return choice | extras
 
-    def trim(self, output: RequestOutput) -> RequestOutput:
+    def take(self, output: RequestOutput) -> RequestOutput:
         """Without the token that max_tokens = 0 did not ask for."""
+        output = super().take(output)
         if self.body.max_tokens != 0:
             return output
-        none: dict[str, Any] = {"text": "", "token_ids": [], "token_texts": [], "logprobs": []}
+        none: dict[str, Any] = {"text": "", "num_tokens": 0}
+        none |= {"token_ids": [], "token_texts": [], "drafted": [], "logprobs": []}
         ends = {"stop": "length"}
         trimmed = [
             replace(c, **none, finish_reason=ends.get(c.finish_reason or "", c.finish_reason))

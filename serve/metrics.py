@@ -1,16 +1,14 @@
 """Prometheus metrics. Those that vLLM has too have its names, so that its dashboards and clients work."""
 
-from bisect import bisect_left
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from itertools import accumulate
-from time import perf_counter
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
-from mtp_jax import AsyncLLM, RequestOutput, Stream
+from mtp_jax import AsyncLLM, EngineStats, RequestOutput, Stream
 
 _LATENCY = (
     0.001,
@@ -61,7 +59,6 @@ class Metrics:
             "vllm:request_decode_time_seconds", "From the first token to the last.", _LATENCY
         )
         self._end = histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.", _LATENCY)
-        self._gaps = _Gaps(model_name)
         self._per_token = histogram(
             "vllm:request_time_per_output_token_seconds",
             "Seconds per token after the first, of a request.",
@@ -74,7 +71,6 @@ class Metrics:
         self._responses = Counter(
             "mtp_jax:http_responses", "HTTP responses.", [_LABEL, "route", "status"], registry=self.registry
         )
-        self.registry.register(self._gaps)
         self.registry.register(_Engine(allm, model_name))
 
     def text(self) -> bytes:
@@ -86,27 +82,18 @@ class Metrics:
         self._responses.labels(self._name, route, str(status)).inc()
 
     async def follow(self, stream: Stream) -> AsyncGenerator[RequestOutput, None]:
-        """The stream's outputs, measured on their way."""
-        seen: dict[int, tuple[int, float]] = {}  # of each completion: tokens, and when the last of them came
+        """The stream's outputs, of which the last is measured."""
         output = None
         async with aclosing(stream):
             async for output in stream:
-                now = perf_counter()
-                for c in output.outputs:
-                    before, last = seen.get(c.index, (0, now))
-                    new = len(c.token_ids) - before
-                    if before and new:
-                        self._gaps.observe((now - last) / new, new)
-                    if new:
-                        seen[c.index] = len(c.token_ids), now
                 yield output
         if output is not None:
             self._ended(output)
 
     def _ended(self, output: RequestOutput) -> None:
-        t, longest = output.timing, max(len(c.token_ids) for c in output.outputs)
+        t, longest = output.timing, max(c.num_tokens for c in output.outputs)
         self._prompt.observe(len(output.prompt_token_ids))
-        self._output.observe(sum(len(o.token_ids) for o in output.outputs))
+        self._output.observe(sum(c.num_tokens for c in output.outputs))
         if t.admitted is not None:
             self._queued.observe(t.admitted)
         if t.first_token is not None and t.admitted is not None:
@@ -117,31 +104,6 @@ class Metrics:
             if t.first_token is not None and longest > 1:
                 self._decode.observe(t.finished - t.first_token)
                 self._per_token.observe((t.finished - t.first_token) / (longest - 1))
-
-
-class _Gaps:
-    """A histogram that takes the equal gaps of a step's tokens at once: there are hundreds per second."""
-
-    def __init__(self, model_name: str) -> None:
-        self._name, self._sum = model_name, 0.0
-        self._counts = [0] * (len(_PER_TOKEN) + 1)
-
-    def observe(self, seconds: float, count: int) -> None:
-        self._counts[bisect_left(_PER_TOKEN, seconds)] += count
-        self._sum += seconds * count
-
-    def describe(self) -> list[Metric]:
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        family = HistogramMetricFamily(
-            "vllm:inter_token_latency_seconds",
-            "Between tokens, as they were handed over: a step's seconds over its tokens, once per token.",
-            labels=[_LABEL],
-        )
-        bounds = [*map(floatToGoString, _PER_TOKEN), "+Inf"]
-        family.add_metric([self._name], list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
-        yield family
 
 
 class _Engine:
@@ -193,6 +155,7 @@ class _Engine:
             "vllm:spec_decode_num_accepted_tokens": ("Drafts accepted.", s.accepted_tokens),
             "mtp_jax:prefill_seconds": ("Seconds of prefill launches.", s.prefill_seconds),
         }
+        yield self._inter_token(s)
         for name, (text, value) in gauges.items():
             yield self._family(GaugeMetricFamily(name, text, labels=[_LABEL]), {(): value})
         for name, (text, value) in counters.items():
@@ -216,6 +179,17 @@ class _Engine:
         for (name, text, label), values in by.items():
             family = CounterMetricFamily(name, text, labels=[_LABEL, label])
             yield self._family(family, {(str(key),): value for key, value in values.items()})
+
+    def _inter_token(self, stats: EngineStats) -> Metric:
+        gaps = stats.inter_token
+        family = HistogramMetricFamily(
+            "vllm:inter_token_latency_seconds",
+            "From token to token of a request: a step's seconds over its tokens, once per token.",
+            labels=[_LABEL],
+        )
+        bounds = [*map(floatToGoString, gaps.bounds), "+Inf"]
+        family.add_metric([self._name], list(zip(bounds, accumulate(gaps.counts), strict=True)), gaps.sum)
+        return family
 
     def _family(
         self, family: CounterMetricFamily | GaugeMetricFamily, values: dict[tuple[str, ...], float]

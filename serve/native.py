@@ -4,6 +4,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -11,7 +12,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mtp_jax import CompletionOutput, RequestOutput, SamplingParams
+from mtp_jax import CompletionOutput, OutputKind, RequestOutput, SamplingParams
 from serve.bodies import read, warning
 from serve.fields import Body
 from serve.generation import check, finals, outputs, submit
@@ -52,7 +53,8 @@ class GenerateBody(Body):
         p = self.sampling_params or NativeSampling()
         renamed = {"min_tokens": p.min_new_tokens, "seed": p.sampling_seed}
         p = p.model_copy(update={name: value for name, value in renamed.items() if value is not None})
-        return p.params(p.max_new_tokens or _DEFAULT_MAX_TOKENS, None)
+        kind: OutputKind = "cumulative" if self.stream else "final_only"
+        return replace(p.params(p.max_new_tokens or _DEFAULT_MAX_TOKENS, None), output_kind=kind)
 
 
 async def generate(server: Server, request: Request) -> Response:

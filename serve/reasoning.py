@@ -1,5 +1,7 @@
 """Splits what a model thinks from what it answers: ``<think>...</think>`` before the text."""
 
+from collections.abc import Iterable
+
 from mtp_jax import Tokenizer
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -57,11 +59,22 @@ class Splitter:
         return text[: len(text) - keep], ""
 
 
-def reasoning_tokens(tokenizer: Tokenizer, token_ids: list[int]) -> int:
-    """Tokens up to the end of the thought, all if it does not end."""
-    tail = b""
-    for i, token in enumerate(token_ids, start=1):
-        tail = tail[-len(CLOSE) :] + tokenizer.token_bytes(token, False)
-        if CLOSE.encode() in tail:
-            return i
-    return len(token_ids)
+class ThoughtTokens:
+    """Counts tokens up to the end of the thought, all if it does not end. One object per completion.
+
+    Attributes:
+        count: so far.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.count = 0
+        self._tokenizer, self._tail, self._ended = tokenizer, b"", False
+
+    def push(self, token_ids: Iterable[int]) -> None:
+        """Take the next tokens."""
+        for token in token_ids:
+            if self._ended:
+                return
+            self.count += 1
+            self._tail = self._tail[-len(CLOSE) :] + self._tokenizer.token_bytes(token, False)
+            self._ended = CLOSE.encode() in self._tail

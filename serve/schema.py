@@ -82,6 +82,7 @@ class Sampling(Body):
             prompt_logprobs=prompt_logprobs,
             num_speculative_tokens=self._depth(),
             structured=self._structured(),
+            output_kind="delta" if self.stream else "final_only",
         )
 
     def _depth(self) -> int | None:

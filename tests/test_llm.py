@@ -275,7 +275,8 @@ def test_text_needs_a_tokenizer():
 
 def test_the_package_offers_its_names_without_importing_jax():
     for name in mtp_jax.__all__:
-        assert getattr(getattr(mtp_jax, name), "__name__", name) == name  # a type alias has none
+        value = getattr(mtp_jax, name)
+        assert value.__name__ == name if isinstance(value, type) else value
     assert set(mtp_jax.__all__) <= set(dir(mtp_jax))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         mtp_jax.nothing  # noqa: B018

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mtp_jax.config import ModelConfig
-from mtp_jax.decode.compiled import DraftKey, Executables, Key, PrefillKey, StepKey
+from mtp_jax.decode.compiled import Executables, Key, PrefillKey, StepKey
 from mtp_jax.decode.prefill import Chunk, PrefillResult
 from mtp_jax.decode.state import StateShape, abstract_state, empty_state
 from mtp_jax.decode.step import ACCEPTED, COUNT, DRAFTED, FINISH, Finish, StepResult
@@ -36,13 +36,13 @@ from mtp_jax.engine.plan import (
     step_key,
     warm_up_keys,
 )
-from mtp_jax.engine.request import Request, SamplingParams, Status
+from mtp_jax.engine.request import Request, Speculation, Status
 from mtp_jax.engine.results import Launch, read_logprobs, read_prompt_logprobs
 from mtp_jax.engine.scheduler import Scheduler
 from mtp_jax.engine.speedup import Speedup
 from mtp_jax.engine.stats import Counters, EngineStats
 from mtp_jax.engine.structured import allowed
-from mtp_jax.errors import ConfigError, RequestError
+from mtp_jax.errors import ConfigError
 from mtp_jax.grammar import Grammars
 from mtp_jax.model.kernels import AUTO, Kernels
 from mtp_jax.model.params import Params
@@ -118,6 +118,14 @@ class Engine:
             self._stale |= request.status is not Status.WAITING
             self._finish(request, reason)
 
+    def stop(self, request: Request, tokens: int) -> None:
+        """End a request at a stop string, which the text of its first ``tokens`` ends with."""
+        request.cut(tokens)
+        self.abort(request, "stop")
+        if request.finish_reason != "stop":  # its last token completed the string
+            self.counters.ended_anew(request.finish_reason, "stop")
+            request.finish_reason = "stop"
+
     @property
     def busy(self) -> bool:
         """Whether a request is left to serve."""
@@ -189,6 +197,7 @@ class Engine:
             draft_tokens=c.draft_tokens,
             accepted_tokens=sum(c.accepted_at),
             accepted_per_position=tuple(c.accepted_at),
+            inter_token=c.inter_token.copy(),
             depth_steps=dict(c.depth_steps),
             step_seconds=dict(c.depth_seconds),
             phase_seconds=dict(c.phase_seconds),
@@ -226,31 +235,6 @@ class Engine:
         if len(self._inflight) == unread:
             unread = min(unread, 1)
         return advanced + self._read(unread)
-
-    def draft(self, prompt: Iterable[int], depth: int) -> tuple[int, np.ndarray, np.ndarray]:
-        """The token that greedily follows a prompt, and the drafts after it: (token, ids [K], logits [K, V]).
-
-        The engine must be idle. Raises RequestError.
-        """
-        if self.scheduler.busy:
-            raise RequestError("the engine is serving requests; draft needs it idle")
-        one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-        request = self.make_request(prompt, one, spare=depth)
-        if len(request.prompt) + depth >= self.config.max_model_len:
-            raise RequestError(
-                f"{len(request.prompt)} prompt tokens and {depth} drafts do not fit in max_model_len = "
-                f"{self.config.max_model_len}"
-            )
-        key = DraftKey(depth, self.config.columns)
-        self.prepare([request])
-        self.executables.compile([key])
-        self.submit(request)
-        while self.busy:
-            self.step()
-        if not request.output:
-            raise RequestError("the model's numbers are not finite for this prompt: nothing to draft on")
-        tokens, logits = self.executables.draft(key, self.params, self.state, request.slot)
-        return request.output[0], np.asarray(tokens[request.slot]), np.asarray(logits[request.slot])
 
     # Slots and pages
 
@@ -409,11 +393,12 @@ class Engine:
             count, finish = extra[COUNT], Finish(extra[FINISH])
             if launch.step:
                 request.rows_bound -= launch.width - count
-                request.speculation.accepted_per_step.append(extra[ACCEPTED])
-                request.speculation.drafted_per_step.append(extra[DRAFTED])
+                request.speculation += Speculation([extra[ACCEPTED]], [extra[DRAFTED]])
             if count or finish is not Finish.RUNNING:
                 request.unread -= 1
-                request.emit(tokens[:count])
+                seconds = request.emit(tokens[:count], extra[ACCEPTED])
+                if seconds is not None:
+                    self.counters.inter_token.add(seconds / count, count)
                 advanced.append(request)
                 if request.matcher and finish is Finish.RUNNING:
                     request.matcher.advance(tokens[:count])

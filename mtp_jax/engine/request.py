@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral
+from typing import Literal, get_args
 
 from mtp_jax.errors import RequestError
 from mtp_jax.grammar import Matcher, StructuredOutput
 
 MAX_LOGPROBS = 20
+OutputKind = Literal["cumulative", "delta", "final_only"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class SamplingParams:
         num_speculative_tokens: most drafts per step for this request; None: the engine's. 0: no speculation.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string in the text.
+        output_kind: what an iterator of outputs gives: all there is so far ("cumulative"), what is new
+            ("delta"), or one output at the end ("final_only").
         structured: what the output must be. It ends at an end-of-sequence token once it is complete, or, cut
             short, at a stop string or at max_tokens.
     """
@@ -62,6 +66,7 @@ class SamplingParams:
     num_speculative_tokens: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    output_kind: OutputKind = "cumulative"
     structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
@@ -83,6 +88,9 @@ class SamplingParams:
             raise RequestError(f"min_tokens = {self.min_tokens} is above max_tokens = {self.max_tokens}")
         if any(not isinstance(s, str) or not s for s in self.stop_strings):
             raise RequestError(f"stop = {self.stop!r}; expected non-empty strings")
+        if self.output_kind not in get_args(OutputKind):
+            kinds = ", ".join(map(repr, get_args(OutputKind)))
+            raise RequestError(f"output_kind = {self.output_kind!r}; expected one of {kinds}")
         if self.structured is not None:
             if not isinstance(self.structured, StructuredOutput):
                 raise RequestError(f"structured = {self.structured!r}; expected a StructuredOutput or None")
@@ -175,10 +183,19 @@ class Speculation:
         """Tokens per step: accepted drafts + 1, on average; 0.0 before the first step."""
         return (self.accepted + self.steps) / self.steps if self.steps else 0.0
 
+    def since(self, step: int) -> "Speculation":
+        """Of all steps but the first ``step``."""
+        return Speculation(self.accepted_per_step[step:], self.drafted_per_step[step:])
+
     def __add__(self, other: "Speculation") -> "Speculation":
         return Speculation(
             self.accepted_per_step + other.accepted_per_step, self.drafted_per_step + other.drafted_per_step
         )
+
+    def __iadd__(self, other: "Speculation") -> "Speculation":
+        self.accepted_per_step += other.accepted_per_step
+        self.drafted_per_step += other.drafted_per_step
+        return self
 
 
 class Status(Enum):
@@ -207,6 +224,7 @@ class Request:
         salt: only requests of the same salt share cached pages.
         tokens: to prefill: the prompt, and once preempted all it had emitted but the newest token.
         follows: that newest token; -1 before the first.
+        drafted: of each token of the output whether it was a draft.
         prefilled: how many of ``tokens`` are in the cache or on their way into it.
         registered: full pages the prefix cache knows of.
         digests: of its full pages.
@@ -232,6 +250,7 @@ class Request:
     salt: str = ""
     status: Status = Status.WAITING
     output: list[int] = field(default_factory=list)
+    drafted: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     finish_reason: str | None = None
@@ -251,6 +270,7 @@ class Request:
     arrived: float = field(default_factory=time.perf_counter)
     admitted_at: float | None = None
     first_token_at: float | None = None
+    last_token_at: float | None = None
     finished_at: float | None = None
 
     @property
@@ -264,11 +284,25 @@ class Request:
         if self.output:
             self.tokens, self.follows = (*self.prompt, *self.output[:-1]), self.output[-1]
 
-    def emit(self, tokens: list[int]) -> None:
-        """Take tokens that a launch produced."""
+    def emit(self, tokens: list[int], accepted: int = 0) -> float | None:
+        """Take tokens that a launch produced, of which the first ``accepted`` were drafted.
+
+        Returns the seconds since the tokens before; None if there are none, now or before.
+        """
+        if not tokens:
+            return None
         self.output += tokens
-        if tokens and self.first_token_at is None:
-            self.first_token_at = time.perf_counter()
+        self.drafted += [i < accepted for i in range(len(tokens))]
+        now, before = time.perf_counter(), self.last_token_at
+        self.last_token_at = now
+        if before is None:
+            self.first_token_at = now
+            return None
+        return now - before
+
+    def cut(self, tokens: int) -> None:
+        """Keep the first ``tokens`` of the output."""
+        del self.output[tokens:], self.drafted[tokens:], self.logprobs[tokens:]
 
     def end(self, reason: str) -> None:
         """No more tokens: "stop", "length", "abort", "timeout" or "error"."""

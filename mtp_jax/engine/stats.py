@@ -1,11 +1,42 @@
 """What an engine has done so far, counted."""
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
+_GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
 UNPROFILED = "unprofiled"
 """The phase of steps whose executable has not been profiled."""
+
+
+@dataclass
+class Histogram:
+    """How often values fell into each bucket.
+
+    Attributes:
+        bounds: upper ends of all buckets but the last, which has none.
+        counts: one per bucket.
+        sum: of all values.
+    """
+
+    bounds: tuple[float, ...]
+    counts: list[int]
+    sum: float = 0.0
+
+    @classmethod
+    def empty(cls, bounds: tuple[float, ...]) -> "Histogram":
+        """Without values."""
+        return cls(bounds, [0] * (len(bounds) + 1))
+
+    def add(self, value: float, times: int) -> None:
+        """Count a value, as often as it occurred."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def copy(self) -> "Histogram":
+        """One that does not change."""
+        return Histogram(self.bounds, [*self.counts], self.sum)
 
 
 @dataclass
@@ -17,6 +48,8 @@ class Counters:
         prefix_hits: those of them that were found.
         drafts: rows that verified at least one draft, one per row and step.
         accepted_at: how often the draft at each position was accepted.
+        inter_token: seconds from token to token of a request; tokens of one step share the time since the
+            step before.
         depth_steps: steps by depth.
         depth_seconds: seconds of those steps.
         finished: requests by finish reason.
@@ -32,6 +65,7 @@ class Counters:
     drafts: int = 0
     draft_tokens: int = 0
     accepted_at: list[int] = field(default_factory=list)
+    inter_token: Histogram = field(default_factory=lambda: Histogram.empty(_GAPS))
     depth_steps: Counter[int] = field(default_factory=Counter)
     depth_seconds: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     prefill_seconds: float = 0.0
@@ -47,6 +81,11 @@ class Counters:
         self.program_steps[program] += 1
         for phase, share in self.phase_shares.get(program, {UNPROFILED: 1.0}).items():
             self.phase_seconds[phase] += share * seconds
+
+    def ended_anew(self, before: str | None, reason: str) -> None:
+        """Count a request that has ended under another finish reason."""
+        self.finished[before or ""] -= 1
+        self.finished[reason] += 1
 
     def verified(self, drafted: int, accepted: int) -> None:
         """Count one row of one step."""
@@ -72,6 +111,8 @@ class EngineStats:
         drafts: rows that verified at least one draft, one per row and step.
         draft_tokens: drafts verified.
         accepted_per_position: how often the draft at each position was accepted.
+        inter_token: seconds from token to token of a request; tokens of one step share the time since the
+            step before.
         depth_steps: steps by depth.
         step_seconds: seconds of those steps, from the end of what ran before.
         phase_seconds: the same seconds by phase: those of executables that were profiled, by the shares found
@@ -94,6 +135,7 @@ class EngineStats:
     draft_tokens: int
     accepted_tokens: int
     accepted_per_position: tuple[int, ...]
+    inter_token: Histogram
     depth_steps: dict[int, int]
     step_seconds: dict[int, float]
     phase_seconds: dict[str, float]

@@ -12,6 +12,7 @@ import pytest
 
 from mtp_jax.checkpoint import Loaded, load
 from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.propose import propose
 from mtp_jax.engine.request import SamplingParams
 from tests.golden import expected, model_dir
 from tests.models import Reference, accepted, make_engine, serve
@@ -64,7 +65,7 @@ def test_tokens_and_acceptance_of_shallow_executables(depth):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_drafts_by_recursion(variant):
     want = expected(variant)
-    first, ids, logits = engine_of(variant).draft(want["input_ids"].tolist(), 4)
+    first, ids, logits = propose(engine_of(variant), want["input_ids"].tolist(), 4)
     assert first == want["greedy_ids"][0]
     assert ids.tolist() == want["draft_rec_ids"].tolist()
     close(logits, want["draft_rec_logits"])
@@ -78,7 +79,7 @@ def test_the_state_before_the_norm_gives_other_drafts():
 @pytest.mark.parametrize("variant", TWO_LAYERS)
 def test_drafts_by_a_chain_of_layers(variant):
     want = expected(variant)
-    _, ids, logits = engine_of(variant, layers=2).draft(want["input_ids"].tolist(), 2)
+    _, ids, logits = propose(engine_of(variant, layers=2), want["input_ids"].tolist(), 2)
     assert ids.tolist() == want["draft_chain_ids"].tolist()
     close(logits, want["draft_chain_logits"])
 

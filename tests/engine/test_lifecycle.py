@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.propose import propose
 from mtp_jax.engine.request import Request, Status
 from mtp_jax.errors import ConfigError, RequestError
 from tests.models import (
@@ -147,13 +148,13 @@ def test_draft_needs_an_idle_engine():
     request = engine.make_request(LONG, GREEDY)
     engine.submit(request)
     with pytest.raises(RequestError, match="needs it idle"):
-        engine.draft(LONG, 2)
+        propose(engine, LONG, 2)
     engine.abort(request)
 
 
 def test_draft_leaves_nothing_behind():
     engine = make_engine()
-    first, ids, logits = engine.draft(LONG, 2)
+    first, ids, logits = propose(engine, LONG, 2)
     reference = Reference(tiny_params())
     want, rows = reference.drafts([*LONG, text(tuple(LONG))[0]], 2)
     assert (first, ids.tolist()) == (text(tuple(LONG))[0], want)

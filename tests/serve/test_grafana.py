@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import serve
-from mtp_jax.engine.stats import EngineStats
+from mtp_jax.engine.stats import EngineStats, Histogram
 from serve.metrics import Metrics
 
 DASHBOARD = Path(serve.__file__).parent / "grafana" / "mtp-jax.json"
@@ -29,6 +29,7 @@ STATS = EngineStats(
     drafts=3,
     draft_tokens=6,
     accepted_tokens=4,
+    inter_token=Histogram.empty((0.1, 1.0)),
     accepted_per_position=(3, 1),
     depth_steps={0: 1, 2: 3},
     step_seconds={0: 0.1, 2: 0.4},

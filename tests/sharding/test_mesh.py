@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import Mesh
 
 from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.propose import propose
 from mtp_jax.engine.request import Request, SamplingParams
 from mtp_jax.model.params import param_specs
 from mtp_jax.model.sharding import make_mesh, param_shardings
@@ -102,7 +103,7 @@ def test_parameters_lie_where_the_specs_say():
 def test_drafts_after_a_prompt_are_those_of_one_device():
     alone, spread = make_engine(max_num_seqs=8), engine_on(make_mesh(4, 2))
     for prompt in (JOBS[0][0], JOBS[4][0], JOBS[0][0]):
-        want, got = alone.draft(prompt, 2), spread.draft(prompt, 2)
+        want, got = propose(alone, prompt, 2), propose(spread, prompt, 2)
         assert (got[0], got[1].tolist()) == (want[0], want[1].tolist())
         np.testing.assert_allclose(got[2], want[2], atol=1e-4)
 

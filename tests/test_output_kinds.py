@@ -1,0 +1,98 @@
+"""What an iterator of outputs gives: all so far, what is new, or the end alone."""
+
+import asyncio
+import shutil
+from dataclasses import replace
+from functools import reduce
+from operator import add
+
+import pytest
+
+from mtp_jax import LLM, AsyncLLM, RequestError, RequestOutput, SamplingParams
+from tests import golden, tiny_tokenizer
+
+PROMPT = golden.expected("rigged")["input_ids"].tolist()
+PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, n=2, logprobs=1, prompt_logprobs=1)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kinds") / "model"
+    shutil.copytree(golden.model_dir("rigged"), folder)
+    tiny_tokenizer.write(folder, golden.raw_config("rigged")["vocab_size"])
+    return LLM(folder, max_num_seqs=2, max_model_len=96, page_size=16, prefill_chunk=16, compile_cache=None)
+
+
+def without_times(output: RequestOutput) -> RequestOutput:
+    return replace(output, timing=None)
+
+
+def test_deltas_are_parts_of_the_whole(llm):
+    whole = llm.generate(PROMPT, PARAMS)[0]
+    deltas = list(llm.stream(PROMPT, replace(PARAMS, output_kind="delta")))
+    assert len(deltas) > 3
+    assert all(0 < sum(len(c.token_ids) for c in output.outputs) <= 8 for output in deltas)
+    assert [len(o.prompt_logprobs or ()) for o in deltas] == [len(PROMPT)] + [0] * (len(deltas) - 1)
+    assert without_times(reduce(add, deltas)) == without_times(whole)
+    assert whole.speculation.acceptance_length > 1.5
+    total = 0
+    for output in deltas:
+        total += len(output.outputs[0].token_ids)
+        assert output.outputs[0].num_tokens == total
+    # Every step ends with a token of the model itself, the first delta is a prefill's.
+    first, *steps = [output.outputs[0].drafted for output in deltas if output.outputs[0].token_ids]
+    assert first == [False]
+    assert all(drafted[:-1] == [True] * (len(drafted) - 1) for drafted in steps)
+
+
+def test_who_reads_late_misses_no_delta(llm):
+    async def run() -> tuple[list[RequestOutput], RequestOutput]:
+        async with AsyncLLM(llm) as allm:
+            whole = [output async for output in allm.generate(PROMPT, PARAMS)][-1]
+            stream = await allm.submit(PROMPT, replace(PARAMS, output_kind="delta"))
+            async with asyncio.timeout(60):
+                while allm.live:
+                    await asyncio.sleep(0.01)
+            return [output async for output in stream], whole
+
+    (late,), whole = asyncio.run(run())
+    assert without_times(late) == without_times(whole)
+
+
+def test_the_end_alone(llm):
+    last = replace(PARAMS, output_kind="final_only")
+
+    async def run() -> list[RequestOutput]:
+        async with AsyncLLM(llm) as allm:
+            return [output async for output in allm.generate(PROMPT, last)]
+
+    whole = llm.generate(PROMPT, PARAMS)[0]
+    (from_async,), (from_stream,) = asyncio.run(run()), llm.stream(PROMPT, last)
+    assert without_times(from_async) == without_times(from_stream) == without_times(whole)
+    assert from_async.timing.finished > from_async.timing.first_token > 0
+
+
+@pytest.mark.parametrize("kind", ["delta", "final_only"])
+def test_generate_gives_the_whole_whatever_the_kind(llm, kind):
+    whole, other = (llm.generate(PROMPT, p)[0] for p in (PARAMS, replace(PARAMS, output_kind=kind)))
+    assert without_times(other) == without_times(whole)
+
+
+@pytest.mark.parametrize("kind", ["whole", None, 2])
+def test_kinds_that_there_are(kind):
+    with pytest.raises(RequestError, match="expected one of 'cumulative', 'delta', 'final_only'"):
+        SamplingParams(output_kind=kind)
+
+
+def test_a_stop_string_in_the_last_token_counts_as_a_stop(llm):
+    whole = llm.generate(PROMPT, replace(PARAMS, n=1))[0].outputs[0]
+    ends_at = next(
+        n for n in range(2, 24) if whole.token_texts[n - 1] not in "".join(whole.token_texts[: n - 1])
+    )
+    stop = replace(PARAMS, n=1, max_tokens=ends_at, stop=whole.token_texts[ends_at - 1])
+    before = llm.engine.stats().finished
+    (output,) = llm.generate(PROMPT, stop)
+    after = llm.engine.stats().finished
+    assert (output.outputs[0].finish_reason, output.outputs[0].num_tokens) == ("stop", ends_at)
+    assert after["stop"] == before.get("stop", 0) + 1
+    assert after["length"] == before["length"]
