@@ -13,7 +13,6 @@ from mtp_jax.jobs import Job, Part
 from mtp_jax.outputs import RequestOutput
 
 _LOG = logging.getLogger(__name__)
-_PATIENCE = 0.1  # of a step
 
 Update = tuple[Job, RequestOutput]
 
@@ -43,7 +42,6 @@ class EngineThread:
         self._parts: dict[int, tuple[Job, Part]] = {}
         self._queued: list[Job] = []
         self._working_since: float | None = None
-        self._expected, self._patience = 0, 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -86,10 +84,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while self._commands():
-                began = time.monotonic()
-                ended = self._hand_over(self._engine.step())
-                now = time.monotonic()
-                self._expected, self._patience = ended, now + _PATIENCE * (now - began)
+                self._hand_over(self._engine.step())
         except BaseException as error:
             _LOG.critical("the engine failed", exc_info=error)
             self.error = error
@@ -97,16 +92,12 @@ class EngineThread:
         self._working_since = None
 
     def _commands(self) -> bool:
-        """Empty the inbox; False: end.
-
-        Whoever got an answer may ask again at once. The device is busy with the next step meanwhile, so a
-        moment's wait costs nothing, and without it the free slots would stay so for a step more.
-        """
+        """Empty the inbox, or wait for something while there is nothing to serve; False: end."""
         if not self._engine.busy:
             self._working_since = None
         while True:
             try:
-                command = self._inbox.get(timeout=self._wait())
+                command = self._inbox.get(block=self._working_since is None)
             except queue.Empty:
                 self._working_since = time.monotonic()
                 return True
@@ -115,17 +106,8 @@ class EngineThread:
             function, asked = command
             before, self._working_since = self._working_since, time.monotonic()
             function()
-            if asked:
-                self._expected -= 1
-            else:
+            if not asked:
                 self._working_since = before  # no reason to step
-
-    def _wait(self) -> float | None:
-        """Seconds to wait for a command; None: until there is one."""
-        if self._working_since is None:
-            return None
-        more = self._expected > 0 and not self._queued
-        return max(self._patience - time.monotonic(), 0.0) if more else 0.0
 
     def _enter(self, job: Job) -> None:
         for part in job.parts:
@@ -139,8 +121,8 @@ class EngineThread:
             self._engine.abort(part.request)
         self._hand_over([part.request for part in parts])
 
-    def _hand_over(self, advanced: Sequence[Request]) -> int:
-        """Turn tokens into text and tell what is new; returns how many jobs ended."""
+    def _hand_over(self, advanced: Sequence[Request]) -> None:
+        """Turn tokens into text and tell what is new."""
         changed: dict[Job, None] = {}
         for request in advanced:
             job, part = self._parts.get(request.id, (None, None))
@@ -163,7 +145,6 @@ class EngineThread:
         updates = [(job, output) for job in changed if (output := job.news())]
         if updates:
             self._updated(updates)
-        return sum(job.done for job in changed)
 
 
 def _waits(part: Part) -> bool:

@@ -1,7 +1,6 @@
 """One call of a generating route: its outputs as one answer, or as events while they grow."""
 
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -16,6 +15,7 @@ from mtp_jax import CompletionOutput, RequestOutput, Speculation, Stream
 from serve.answers import speculation_metrics, usage
 from serve.bodies import warning
 from serve.generation import check, finals, outputs
+from serve.ids import new_id
 from serve.schema import Sampling
 from serve.sse import EventStream, event
 from serve.state import Server
@@ -53,7 +53,7 @@ class Call(ABC):
         self._tells_tokens = bool(body.return_token_ids or body.return_token_origins)
         self._shown: dict[int, Shown] = {}
         self._speculation = Speculation()
-        self._head = {"id": self.prefix + uuid.uuid4().hex, "created": int(time.time())}
+        self._head = {"id": self.prefix + new_id(), "created": int(time.time())}
 
     @abstractmethod
     def choice(self, index: int, output: RequestOutput, c: CompletionOutput, shown: Shown) -> dict[str, Any]:

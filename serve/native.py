@@ -1,7 +1,6 @@
 """/generate and /server_info in the shapes of SGLang, whose benchmark client reads them."""
 
 import time
-import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -16,6 +15,7 @@ from mtp_jax import CompletionOutput, OutputKind, RequestOutput, SamplingParams
 from serve.bodies import read, warning
 from serve.fields import Body
 from serve.generation import check, finals, outputs, submit
+from serve.ids import new_id
 from serve.schema import Sampling
 from serve.sse import EventStream, event
 from serve.state import Server
@@ -62,7 +62,7 @@ async def generate(server: Server, request: Request) -> Response:
     body = await read(server.settings, request, GenerateBody)
     prompt = body.text if body.text is not None else body.input_ids or []
     streams = await submit(server, body.sampling_params or Sampling(), [prompt], body.params())
-    name = uuid.uuid4().hex
+    name = new_id()
 
     async def events() -> AsyncGenerator[bytes, None]:
         async with aclosing(outputs(server, request, streams)) as growing:

@@ -7,7 +7,6 @@ takes nobody. All others go the usual way, and are refused there.
 
 import asyncio
 import logging
-import random
 import re
 import time
 
@@ -15,6 +14,7 @@ from pydantic_core import to_json
 
 from mtp_jax import AsyncLLM
 from serve.errors import as_api_error
+from serve.ids import new_id
 from serve.security import Guard, Headers
 
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/generate")
@@ -51,8 +51,7 @@ class Overload:
             return None
         error = as_api_error(overloaded)
         body = to_json(error.body)
-        # No system call: it would let the engine's thread go first.
-        name = given.name() or f"{random.getrandbits(128):032x}"
+        name = given.name() or new_id()
         headers = {
             "content-type": "application/json",
             "content-length": len(body),

@@ -4,13 +4,13 @@ import hmac
 import logging
 import re
 import time
-import uuid
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.errors import ApiError
+from serve.ids import new_id
 from serve.metrics import Metrics
 from serve.page import PATHS as PAGE_PATHS
 from serve.settings import Settings
@@ -44,7 +44,7 @@ class Guard:
             return
         headers = Headers(scope["headers"])
         given = headers.get(b"x-request-id")
-        name = (headers.name() or uuid.uuid4().hex).encode()
+        name = (headers.name() or new_id()).encode()
         started, status = time.perf_counter(), 0
 
         async def answer(message: Message) -> None:

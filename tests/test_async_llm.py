@@ -239,31 +239,6 @@ def test_a_stuck_step_shows_in_its_age(llm):
     asyncio.run(run())
 
 
-def test_who_asks_again_at_once_does_not_miss_a_step(llm, monkeypatch):
-    """Between two steps the engine waits, here for ever, for as many requests as have just ended."""
-    monkeypatch.setattr("mtp_jax.engine_thread._PATIENCE", 1e6)
-    live, step = [], llm.engine.step
-    monkeypatch.setattr(
-        llm.engine, "step", lambda: live.append(len(list(llm.engine.scheduler.live()))) or step()
-    )
-
-    async def run() -> None:
-        async with serving(llm) as allm:
-
-            async def user(lengths: list[int]) -> None:
-                for count in lengths:
-                    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-                    await last(allm.generate(PROMPTS[0], params))
-                await allm.on_engine(lambda: None)  # nothing more comes: that ends the wait
-
-            await asyncio.gather(user([4, 9, 30]), user([7, 12, 5, 8, 25]))
-
-    asyncio.run(run())
-    together = live[live.index(2) :]
-    assert together == sorted(together, reverse=True)
-    assert together.count(2) > 8
-
-
 def test_an_idle_engine_does_not_step(llm, monkeypatch):
     calls = []
     step = llm.engine.step

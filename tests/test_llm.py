@@ -1,17 +1,20 @@
 """The Python API, on a checkpoint whose numbers another implementation computed."""
 
+import contextlib
 import itertools
 import shutil
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import mtp_jax
 from mtp_jax import LLM, CheckpointError, ConfigError, RequestError, SamplingParams
+from mtp_jax.decode.compiled import StepKey
 from tests import golden, tiny_tokenizer
 
 SIZES = {"max_num_seqs": 2, "max_model_len": 96, "page_size": 16, "prefill_chunk": 16, "compile_cache": None}
@@ -264,6 +267,17 @@ def test_requests_that_cannot_be_served(llm, call, message):
 def test_models_that_cannot_be_opened(variant, options, error, message):
     with pytest.raises(error, match=message):
         LLM(golden.model_dir(variant), **SIZES | options)
+
+
+def test_an_open_stream_is_prepared_for_once(directory):
+    more: dict[str, Any] = SIZES | {"max_num_seqs": 4}
+    llm = LLM(directory, **more)
+    with contextlib.closing(llm.stream(PROMPT, GREEDY)) as stream:
+        next(stream)
+        (output,) = llm.generate(PROMPT, GREEDY)
+        assert {k.slots for k in llm.engine.executables.keys if isinstance(k, StepKey)} == {1, 2}
+        *_, last = stream
+    assert tokens(last) == tokens(output)
 
 
 def test_text_needs_a_tokenizer():

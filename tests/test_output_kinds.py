@@ -69,7 +69,10 @@ def test_the_end_alone(llm):
     whole = llm.generate(PROMPT, PARAMS)[0]
     (from_async,), (from_stream,) = asyncio.run(run()), llm.stream(PROMPT, last)
     assert without_times(from_async) == without_times(from_stream) == without_times(whole)
-    assert from_async.timing.finished > from_async.timing.first_token > 0
+    times = from_async.timing
+    assert times.finished
+    assert times.first_token
+    assert times.finished > times.first_token > 0
 
 
 @pytest.mark.parametrize("kind", ["delta", "final_only"])

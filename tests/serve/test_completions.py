@@ -229,6 +229,7 @@ def test_every_option_reaches_the_engine():
         seed=2**32 - 1,
         logit_bias={5: 1.5},
         num_speculative_tokens=2,
+        output_kind="final_only",
     )
     assert params == expected
 
