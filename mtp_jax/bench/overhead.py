@@ -23,7 +23,9 @@ from mtp_jax.bench.report import Report, Spread
 from mtp_jax.bench.serve import texts
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import ConfigError, MtpJaxError
+from mtp_jax.jobs import Prompt
 from mtp_jax.llm import LLM
+from mtp_jax.synthetic import random_prompts
 
 Served = Callable[[LLM], AbstractAsyncContextManager[tuple[AsyncLLM, str]]]
 """Serves a model while its block runs, on this event loop; gives the engine and the base URL."""
@@ -40,14 +42,15 @@ class Load:
         concurrency: requests at a time, and slots.
         depth: drafts per step.
         requests: per round.
-        prompt_characters, max_tokens: of every request; greedy.
+        prompt_length: in characters, of a model without a tokenizer in tokens.
+        max_tokens: of every request; greedy.
         rounds: of every way, alternating, after one that is not measured.
     """
 
     concurrency: int
     depth: int
     requests: int
-    prompt_characters: int
+    prompt_length: int
     max_tokens: int
     rounds: int
 
@@ -84,15 +87,17 @@ def run(model: str, open_model: Callable[..., LLM], served: Served, load: Load) 
     llm = open_model(
         num_speculative_tokens=load.depth,
         max_num_seqs=load.concurrency,
-        max_model_len=load.prompt_characters + load.max_tokens,
+        max_model_len=load.prompt_length + load.max_tokens,
         prefix_cache=False,
     )
-    prompts = texts(load.requests, load.prompt_characters)
+    # A model without a tokenizer, a synthetic one, gets random ids.
+    prompts_of = texts if llm.tokenizer else partial(random_prompts, llm.config)
+    prompts = prompts_of(load.requests, load.prompt_length)
     runs = uvloop.run(_measure(llm, served, prompts, load))  # as in a server
     return _report(model, load, runs)
 
 
-async def _measure(llm: LLM, served: Served, prompts: list[str], load: Load) -> dict[str, list[Run]]:
+async def _measure(llm: LLM, served: Served, prompts: Sequence[Prompt], load: Load) -> dict[str, list[Run]]:
     runs: dict[str, list[Run]] = {way: [] for way in _WAYS}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context) as client:
@@ -133,12 +138,12 @@ def _params(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
 
 
-async def _llm(allm: AsyncLLM, prompts: Sequence[str], max_tokens: int) -> tuple[int, float]:
+async def _llm(allm: AsyncLLM, prompts: Sequence[Prompt], max_tokens: int) -> tuple[int, float]:
     outputs = await allm.on_engine(lambda: allm.llm.generate(prompts, _params(max_tokens)))
     return sum(len(c.token_ids) for o in outputs for c in o.outputs), 0.0
 
 
-async def _async_llm(allm: AsyncLLM, prompts: Sequence[str], load: Load) -> tuple[int, float]:
+async def _async_llm(allm: AsyncLLM, prompts: Sequence[Prompt], load: Load) -> tuple[int, float]:
     waiting = iter(prompts)
 
     async def user() -> int:
@@ -152,7 +157,7 @@ async def _async_llm(allm: AsyncLLM, prompts: Sequence[str], load: Load) -> tupl
 
 
 def _client(
-    url: str, prompts: Sequence[str], max_tokens: int, concurrency: int, stream: bool
+    url: str, prompts: Sequence[Prompt], max_tokens: int, concurrency: int, stream: bool
 ) -> tuple[int, float]:
     """In a process of its own: ask for everything; tokens, and the processor time of asking."""
     began = time.process_time()
@@ -160,11 +165,15 @@ def _client(
     return tokens, time.process_time() - began
 
 
-async def _ask_all(url: str, prompts: Sequence[str], max_tokens: int, concurrency: int, stream: bool) -> int:
+async def _ask_all(
+    url: str, prompts: Sequence[Prompt], max_tokens: int, concurrency: int, stream: bool
+) -> int:
     host, port = url.removeprefix("http://").split(":")
     waiting = iter(prompts)
     body: dict[str, Any] = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, "stream": stream}
     body |= {"stream_options": {"include_usage": True}} if stream else {}
+    if not isinstance(prompts[0], str):
+        body["return_token_ids"] = True  # without text a stream has nothing else to tell
 
     async def user() -> int:
         tokens = 0
@@ -210,9 +219,10 @@ def _report(model: str, load: Load, runs: dict[str, list[Run]]) -> Report:
     )
     note = (
         f"Closed loop, {load.concurrency} at a time, {load.rounds} alternating rounds of {load.requests} "
-        f"greedy requests of {load.prompt_characters} characters and {load.max_tokens} tokens, depth "
-        f"{load.depth} in every step. Medians and quartiles, ratios within a round. Processor seconds are "
-        "those of engine and server together, of which the event loop's thread is all that comes beside the "
-        "engine; the client is another process of this machine. Launches: prefills and steps of a round."
+        f"greedy requests of {load.prompt_length} characters (of a model without a tokenizer: tokens) and "
+        f"{load.max_tokens} tokens, depth {load.depth} in every step. Medians and quartiles, ratios within a "
+        "round. Processor seconds are those of engine and server together, of which the event loop's thread "
+        "is all that comes beside the engine; the client is another process of this machine. Launches: "
+        "prefills and steps of a round."
     )
     return Report(f"Overhead of serving: {model}", headers, rows, [note], {"ways": figures})

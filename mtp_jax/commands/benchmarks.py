@@ -121,7 +121,7 @@ def _declare_overhead(command: Command) -> None:
     sub.add_argument("--concurrency", type=int, default=8, help="requests at a time")
     sub.add_argument("--depth", type=int, default=3, help="drafts per step")
     sub.add_argument("--requests", type=int, default=32, help="per round")
-    sub.add_argument("--prompt-characters", type=int, default=128)
+    sub.add_argument("--prompt-characters", type=int, default=128, help="tokens, if it has no tokenizer")
     sub.add_argument("--max-tokens", type=int, default=96)
     sub.add_argument("--rounds", type=int, default=5, help="measured rounds of every way")
 

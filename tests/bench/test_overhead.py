@@ -34,10 +34,12 @@ def test_ratios_are_within_a_round():
 
 
 @pytest.mark.slow
-def test_every_way_gives_the_same_number_of_tokens(tmp_path):
+@pytest.mark.parametrize("tokenizer", [True, False])
+def test_every_way_gives_the_same_number_of_tokens(tmp_path, tokenizer):
     model = tmp_path / "rigged"
     shutil.copytree(golden.model_dir("rigged"), model)
-    tiny_tokenizer.write(model, golden.raw_config("rigged")["vocab_size"])
+    if tokenizer:
+        tiny_tokenizer.write(model, golden.raw_config("rigged")["vocab_size"])
     out = tmp_path / "out.json"
     sizes = [
         "--concurrency",
