@@ -13,6 +13,7 @@ from mtp_jax.jobs import Job, Part
 from mtp_jax.outputs import RequestOutput
 
 _LOG = logging.getLogger(__name__)
+_PATIENCE = 0.5  # of the work that the device still has
 
 Update = tuple[Job, RequestOutput]
 
@@ -42,6 +43,7 @@ class EngineThread:
         self._parts: dict[int, tuple[Job, Part]] = {}
         self._queued: list[Job] = []
         self._working_since: float | None = None
+        self._patience = 0.0  # until when the next launch waits for more requests
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -85,6 +87,7 @@ class EngineThread:
         try:
             while self._commands():
                 self._hand_over(self._engine.step())
+                self._patience = time.monotonic() + _PATIENCE * self._engine.work_ahead()
         except BaseException as error:
             _LOG.critical("the engine failed", exc_info=error)
             self.error = error
@@ -92,12 +95,16 @@ class EngineThread:
         self._working_since = None
 
     def _commands(self) -> bool:
-        """Empty the inbox, or wait for something while there is nothing to serve; False: end."""
+        """Empty the inbox, or wait for something while there is nothing to serve; False: end.
+
+        While there are free slots and the device is busy, the next launch waits for who may still come: whom
+        it misses waits for a step more, and is prefilled alone.
+        """
         if not self._engine.busy:
             self._working_since = None
         while True:
             try:
-                command = self._inbox.get(block=self._working_since is None)
+                command = self._inbox.get(timeout=self._wait())
             except queue.Empty:
                 self._working_since = time.monotonic()
                 return True
@@ -108,6 +115,12 @@ class EngineThread:
             function()
             if not asked:
                 self._working_since = before  # no reason to step
+
+    def _wait(self) -> float | None:
+        """Seconds to wait for a command; None: until there is one."""
+        if self._working_since is None:
+            return None
+        return max(self._patience - time.monotonic(), 0.0) if self._engine.scheduler.has_room else 0.0
 
     def _enter(self, job: Job) -> None:
         for part in job.parts:

@@ -239,6 +239,33 @@ def test_a_stuck_step_shows_in_its_age(llm):
     asyncio.run(run())
 
 
+def test_who_asks_again_at_once_does_not_miss_a_step(llm, monkeypatch):
+    """While the device is busy, the next launch waits, here for long, for free slots to fill."""
+    users = 2
+    live, step = [], llm.engine.step
+    monkeypatch.setattr(
+        llm.engine, "step", lambda: live.append(len(list(llm.engine.scheduler.live()))) or step()
+    )
+    monkeypatch.setattr(llm.engine, "work_ahead", lambda: 1.0 if users == 2 else 0.0)
+
+    async def run() -> None:
+        async with serving(llm) as allm:
+
+            async def user(lengths: list[int]) -> None:
+                nonlocal users
+                for count in lengths:
+                    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+                    await last(allm.generate(PROMPTS[0], params))
+                users -= 1
+
+            await asyncio.gather(user([4, 9, 30]), user([7, 12, 5, 8, 25]))
+
+    asyncio.run(run())
+    together = live[live.index(2) :]
+    assert together == sorted(together, reverse=True)
+    assert together.count(2) > 8
+
+
 def test_an_idle_engine_does_not_step(llm, monkeypatch):
     calls = []
     step = llm.engine.step

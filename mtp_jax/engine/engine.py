@@ -7,7 +7,7 @@ The host never needs a step's outcome to launch the next one: lengths, stops and
 """
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -103,6 +103,8 @@ class Engine:
         self._inflight: deque[Launch] = deque()
         self.launches = 0
         self._last_read = 0.0
+        # Seconds of the last two runs.
+        self._took: defaultdict[Key, deque[float]] = defaultdict(lambda: deque((0.0, 0.0), maxlen=2))
         # Whether slots or pages changed hands since the device was told.
         self._stale = False
 
@@ -130,6 +132,13 @@ class Engine:
     def busy(self) -> bool:
         """Whether a request is left to serve."""
         return self.scheduler.busy
+
+    def work_ahead(self) -> float:
+        """Seconds that the device will take for what was launched, by the last two runs of each."""
+        if not self._inflight:
+            return 0.0
+        expected = sum(min(self._took[launch.key]) for launch in self._inflight)
+        return expected + max(self._inflight[0].at, self._last_read) - time.perf_counter()
 
     def prepare(
         self,
@@ -288,8 +297,10 @@ class Engine:
             if budget < 0:
                 return
             rows = [(row, r) for row, r in enumerate(chosen) if r]
-            chunk, result = self._run_prefill(self.executables.cover(need), chosen, need.tokens)
-            self._track(Launch(rows, result.first, 1, time.perf_counter(), prompt=result.prompt, chunk=chunk))
+            key = self.executables.cover(need)
+            chunk, result = self._run_prefill(key, chosen, need.tokens)
+            began = time.perf_counter()
+            self._track(Launch(rows, result.first, 1, began, key, prompt=result.prompt, chunk=chunk))
             for row, r in rows:
                 if chunk.final[row]:
                     r.status, r.rows_bound = Status.RUNNING, r.prefilled + 1
@@ -337,7 +348,7 @@ class Engine:
         for r in running:
             r.rows_bound += width
             r.unread += 1
-        self._track(Launch([(r.slot, r) for r in running], result, width, began, step=key))
+        self._track(Launch([(r.slot, r) for r in running], result, width, began, key))
 
     def _run_step(self, key: StepKey, running: list[Request]) -> StepResult:
         """Structured steps are two launches: in between the host reads the drafts to say what may follow."""
@@ -421,6 +432,7 @@ class Engine:
         extra = packed[[row for row, _ in launch.rows], launch.width :]
         emitted = int(extra[:, COUNT].sum())
         c.generation_tokens += emitted
+        self._took[launch.key].append(seconds)
         key = launch.step
         if key is None:
             c.prefill_seconds += seconds

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from mtp_jax.decode.compiled import StepKey
+from mtp_jax.decode.compiled import Key, StepKey
 from mtp_jax.decode.prefill import Chunk
 from mtp_jax.decode.step import StepResult
 from mtp_jax.engine.request import Logprob, Request, TokenLogprobs
@@ -18,7 +18,7 @@ class Launch:
         result: tokens and counts.
         width: token columns of the result.
         at: when it was launched; of a step of two programs the first.
-        step: the executable, if it is a step.
+        key: the executable.
         prompt: log-probabilities of prompt tokens, from a prefill.
         chunk: what a prefill took.
     """
@@ -27,9 +27,14 @@ class Launch:
     result: StepResult
     width: int
     at: float
-    step: StepKey | None = None
+    key: Key
     prompt: Any = None
     chunk: Chunk | None = None
+
+    @property
+    def step(self) -> StepKey | None:
+        """The executable, if it is a step."""
+        return self.key if isinstance(self.key, StepKey) else None
 
     def complete_rows(self, row: int, request: Request) -> int:
         """Cache rows that are complete once this is read: after a step all but the newest token's."""

@@ -34,6 +34,11 @@ class Scheduler:
         """Whether any request is waiting or has a slot."""
         return bool(self.waiting) or any(self.slots)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether there is a slot for a further request."""
+        return len(self.waiting) < self.slots.count(None)
+
     def live(self) -> list[Request]:
         """Requests that wait or have a slot."""
         return [*(r for r in self.slots if r), *self.waiting]

@@ -5,14 +5,16 @@ The device is a stand-in whose state holds nothing: any look at it fails.
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from mtp_jax.decode.compiled import StepKey
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.plan import step_key
 from mtp_jax.engine.request import Request, SamplingParams
-from tests.engine.device import Device
+from tests.engine.device import Device, Late
 from tests.models import finish, make_engine, prompts
 
 PARAMS = SamplingParams(temperature=0, max_tokens=20)
@@ -50,6 +52,33 @@ def test_few_results_wait():
         read = sum(e.startswith("read") for e in device.log)
         # At most four prefill chunks and one step go out per call.
         assert launched - read <= 5
+
+
+def test_the_work_ahead_is_what_was_launched_and_not_read(monkeypatch):
+    engine, _, (request,) = start(keep=0.0)
+    clock = 0.0
+    read = Late.__array__
+
+    def takes_a_quarter(late: Late, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        nonlocal clock
+        clock += 0.25
+        return read(late, dtype, copy)
+
+    monkeypatch.setattr(Late, "__array__", takes_a_quarter)
+    monkeypatch.setattr("time.perf_counter", lambda: clock)
+    assert engine.work_ahead() == 0
+    ahead = []
+    while len(request.output) < 10:
+        engine.step()
+        ahead.append(engine.work_ahead())
+    # Nothing is expected of a program before it has run twice: its first run may take far longer.
+    assert ahead == sorted(ahead)
+    assert ahead[0] == 0.0
+    assert ahead[-3:] == [0.25] * 3
+    clock += 0.15
+    assert engine.work_ahead() == pytest.approx(0.1)
+    finish(engine)
+    assert engine.work_ahead() == 0
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 5])
