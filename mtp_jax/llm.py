@@ -257,7 +257,7 @@ class LLM:
                     shown = grown
                     if output := job.news():
                         yield output
-                elif all(part.done for part in parts):
+                elif job.done:
                     return
                 else:
                     self._step()

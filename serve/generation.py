@@ -91,7 +91,7 @@ def check(outputs: Iterable[RequestOutput]) -> None:
     reasons = {c.finish_reason for c in completions}
     if "error" in reasons:
         raise ApiError(500, _FAILED, code="generation_failed")
-    if any(c.token_ids for c in completions):
+    if any(c.num_tokens for c in completions):
         return
     if "timeout" in reasons:
         raise ApiError(408, "the request's time was over before its first token", code="timeout")

@@ -87,12 +87,12 @@ def _object(name: str, output: RequestOutput, c: CompletionOutput) -> dict[str, 
     s, seconds = c.speculation, output.timing.finished
     reason: dict[str, Any] | None = {"type": c.finish_reason} if c.finish_reason else None
     if reason and c.finish_reason == "length":
-        reason["length"] = len(c.token_ids)
+        reason["length"] = c.num_tokens
     meta: dict[str, Any] = {
         "id": name,
         "finish_reason": reason,
         "prompt_tokens": len(output.prompt_token_ids),
-        "completion_tokens": len(c.token_ids),
+        "completion_tokens": c.num_tokens,
         "cached_tokens": output.cached_tokens,
     }
     if s.drafted:

@@ -134,7 +134,7 @@ class Engine:
         return self.scheduler.busy
 
     def work_ahead(self) -> float:
-        """Seconds that the device will take for what was launched, by the last two runs of each."""
+        """Seconds until the device has done what was launched, by the quicker of each program's last two."""
         if not self._inflight:
             return 0.0
         expected = sum(min(self._took[launch.key]) for launch in self._inflight)

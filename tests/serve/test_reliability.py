@@ -16,7 +16,11 @@ import pytest
 
 from mtp_jax import ConfigError, SamplingParams
 from mtp_jax.admission import Admission
+from mtp_jax.engine.request import Speculation
 from mtp_jax.jobs import Part
+from mtp_jax.outputs import CompletionOutput, RequestOutput, Timing
+from serve.errors import ApiError
+from serve.generation import check
 from serve.settings import Settings
 from serve.watchdog import STUCK_STATUS, Watchdog
 from tests.serve.conftest import Running, start, wait_until
@@ -160,6 +164,20 @@ def test_r5_a_deadline_keeps_the_completions_that_have_text(client, compiled, st
     assert texts[0]
     assert texts[1]
     assert not texts[2]
+
+
+@pytest.mark.parametrize("reason", ["timeout", "abort"])
+def test_r5_an_end_without_new_tokens_is_no_error(reason):
+    """The last delta of a stream that its deadline ends has none."""
+
+    def end(tokens: int) -> RequestOutput:
+        c = CompletionOutput(0, "", [], tokens, reason, None, [], [], Speculation())
+        return RequestOutput("", [1], [c], None, Timing(0.1, 0.2, 0.3), 0)
+
+    check([end(5)])
+    check([end(0), end(5)])
+    with pytest.raises(ApiError):
+        check([end(0)])
 
 
 def test_r5_the_server_has_a_deadline_of_its_own(server):
