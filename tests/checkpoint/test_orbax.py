@@ -150,16 +150,23 @@ def test_damage_is_named(stored: Path, tmp_path: Path, kind: str):
 
 
 def test_cut_arrays(stored: Path, tmp_path: Path):
-    """In a process of its own: after an error Orbax leaves reads behind that complain to nobody later on."""
+    """In a process of its own: after an error Orbax leaves reads behind that complain to stderr at any time."""
     folder = tmp_path / "x"
     shutil.copytree(stored, folder)
     for path in (folder / "params").rglob("*"):
         if path.is_file() and path.stat().st_size > 10_000 and not path.name.startswith("_"):
             path.write_bytes(path.read_bytes()[:100])
-    code = "import sys; from mtp_jax.checkpoint import load; load(sys.argv[1])"
+    code = """if True:
+        import sys
+        from mtp_jax.checkpoint import load
+        from mtp_jax.errors import CheckpointError
+        try:
+            load(sys.argv[1])
+        except CheckpointError as error:
+            print(error)
+    """
     done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1
-    assert f"CheckpointError: {folder / 'params'} cannot be restored" in done.stderr
+    assert done.stdout.startswith(f"{folder / 'params'} cannot be restored")
 
 
 def test_wrong_arguments(stored: Path, tmp_path: Path):
