@@ -150,7 +150,7 @@ def test_damage_is_named(stored: Path, tmp_path: Path, kind: str):
 
 
 def test_cut_arrays(stored: Path, tmp_path: Path):
-    """In a process of its own: after an error Orbax leaves reads behind that complain to stderr at any time."""
+    """In a process of its own: reads that Orbax leaves behind complain to stderr at any time."""
     folder = tmp_path / "x"
     shutil.copytree(stored, folder)
     for path in (folder / "params").rglob("*"):
