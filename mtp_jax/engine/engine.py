@@ -297,9 +297,8 @@ class Engine:
             if budget < 0:
                 return
             rows = [(row, r) for row, r in enumerate(chosen) if r]
-            key = self.executables.cover(need)
+            key, began = self.executables.cover(need), time.perf_counter()
             chunk, result = self._run_prefill(key, chosen, need.tokens)
-            began = time.perf_counter()
             self._track(Launch(rows, result.first, 1, began, key, prompt=result.prompt, chunk=chunk))
             for row, r in rows:
                 if chunk.final[row]:

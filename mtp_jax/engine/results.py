@@ -17,7 +17,7 @@ class Launch:
         rows: which row of the result belongs to which request.
         result: tokens and counts.
         width: token columns of the result.
-        at: when it was launched; of a step of two programs the first.
+        at: when its launch began.
         key: the executable.
         prompt: log-probabilities of prompt tokens, from a prefill.
         chunk: what a prefill took.

@@ -41,16 +41,21 @@ STATS = EngineStats(
 )
 
 
-@pytest.fixture(scope="module")
-def labels():
-    """Label names by name of a sample, of a server that has answered something."""
+def still_metrics() -> Metrics:
+    """Those of an engine that does nothing more."""
     allm = SimpleNamespace(
         llm=SimpleNamespace(engine=SimpleNamespace(stats=lambda: STATS)),
         admission=SimpleNamespace(requests=1, tokens=3),
         step_age=0.1,
         warming=False,
     )
-    metrics = Metrics(allm, "tiny")  # type: ignore[arg-type]
+    return Metrics(allm, "tiny")  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def labels():
+    """Label names by name of a sample, of a server that has answered something."""
+    metrics = still_metrics()
     metrics.responded("/v1/completions", 200)
     found = defaultdict(set)
     for family in text_string_to_metric_families(metrics.text().decode()):

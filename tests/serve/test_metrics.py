@@ -2,15 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
-from types import SimpleNamespace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mtp_jax.engine.request import Speculation
 from mtp_jax.outputs import CompletionOutput, RequestOutput, Timing
-from serve.metrics import Metrics
-from tests.serve.test_grafana import STATS
+from tests.serve.test_grafana import still_metrics
 
 
 def output(*tokens: int) -> RequestOutput:
@@ -23,13 +21,7 @@ def output(*tokens: int) -> RequestOutput:
 
 def sums_after(*outputs: RequestOutput) -> dict[str, float]:
     """The sums of all histograms once a stream of these outputs has been followed."""
-    allm = SimpleNamespace(
-        llm=SimpleNamespace(engine=SimpleNamespace(stats=lambda: STATS)),
-        admission=SimpleNamespace(requests=1, tokens=3),
-        step_age=0.1,
-        warming=False,
-    )
-    metrics = Metrics(allm, "tiny")  # type: ignore[arg-type]
+    metrics = still_metrics()
 
     async def stream() -> AsyncGenerator[RequestOutput, None]:
         for o in outputs:
