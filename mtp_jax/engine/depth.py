@@ -144,7 +144,8 @@ class DepthController:
         for key in candidates:
             lost = (1 - rates[key] / rates[best]) * self.costs.seconds(key) / self.costs.seconds(best)
             hopeful = worths[key] / self.costs.newest(key) > rates[best]
-            wait = _AGAIN_AFTER if hopeful else max(lost / _LOOKING, _LOOK_EVERY)
+            rarely = lost / _LOOKING * len(depths) ** 0.5  # many rows teach more at once
+            wait = _AGAIN_AFTER if hopeful else max(rarely, _LOOK_EVERY)
             if self._steps - self._run_at[key.depth] >= wait:
                 return key
         return best

@@ -363,8 +363,8 @@ class Engine:
 
     def _choose(self, running: list[Request]) -> StepKey:
         """The executable for a step over these requests: the deepest, or adaptively the fastest."""
-        deepest = max(r.depth for r in running)
         fixed = max((r.depth for r in running if r.fixed_depth), default=0)
+        deepest = max(fixed, *(r.useful_depth for r in running))
         depths = {d for d in adaptive_depths(deepest) if d >= fixed}
         keys = [self.executables.cover(step_key(self.config, running, d)) for d in depths]
         return self.depth.choose(keys, [r.depth for r in running])

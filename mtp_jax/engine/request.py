@@ -278,6 +278,11 @@ class Request:
         """Whether no further token will come."""
         return self.status is Status.FINISHED
 
+    @property
+    def useful_depth(self) -> int:
+        """Drafts of its next step that it may have room for: its last token needs none."""
+        return min(self.depth, self.max_tokens - len(self.output) - self.unread - 1)
+
     def take_up(self) -> None:
         """Prepare for admission: everything known so far is to be prefilled."""
         self.tokens, self.follows = self.prompt, -1

@@ -178,6 +178,26 @@ def test_a_request_may_fix_its_depth(wanted, depths, drafted):
     assert max(request.speculation.drafted_per_step) == drafted
 
 
+@pytest.mark.parametrize(("most", "depths"), [(2, {0}), (3, {0, 1})])
+def test_no_drafts_for_tokens_that_cannot_come(most, depths):
+    """The first token is the prefill's; of two more the last needs no draft, even where drafts are free."""
+    engine = make_engine(adaptive_depth=True)
+    engine.depth.costs.seconds = lambda key: 1.0
+    (request,) = serve(engine, [(prompts(1)[0], SamplingParams(temperature=0, max_tokens=most))])
+    assert len(request.output) == most
+    assert set(engine.stats().depth_steps) <= depths
+
+
+def test_many_rows_are_looked_at_less_often():
+    """A look at a depth that loses costs all of them, and teaches as much as many looks at one of them."""
+    looks = {}
+    for slots in (1, 64):
+        chosen = run(DepthController(3), lambda d: 1.0 + 0.5 * d, 0.3, 1200, slots)
+        assert chosen[-200:].count(0) >= 180
+        looks[slots] = len(chosen[200:]) - chosen[200:].count(0)
+    assert 0 < looks[64] < looks[1] / 2
+
+
 def test_fixed_depth_is_the_default():
     engine = make_engine()
     serve(engine, [(p, GREEDY) for p in prompts(2)])
