@@ -14,7 +14,7 @@ from mtp_jax.decode.compiled import StepKey
 _ENOUGH = 2  # measurements before a cost is believed
 # Few: what else the machine does makes wide steps up to twice as slow, for seconds at a time.
 _KEPT = 5
-# Looking at a depth that is not chosen may lose this share of the time, and is not done more often than this.
+# Looking at a depth that is not chosen may lose this share of the time with one row, and waits for so many steps at least.
 _LOOKING = 0.005
 _LOOK_EVERY = 20
 # One whose last run was good enough to be the best is run again after so many steps: those before it may have
@@ -144,7 +144,8 @@ class DepthController:
         for key in candidates:
             lost = (1 - rates[key] / rates[best]) * self.costs.seconds(key) / self.costs.seconds(best)
             hopeful = worths[key] / self.costs.newest(key) > rates[best]
-            rarely = lost / _LOOKING * len(depths) ** 0.5  # many rows teach more at once
+            # Many rows teach more at once, as the square root of their number.
+            rarely = lost / _LOOKING * len(depths) ** 0.5
             wait = _AGAIN_AFTER if hopeful else max(rarely, _LOOK_EVERY)
             if self._steps - self._run_at[key.depth] >= wait:
                 return key

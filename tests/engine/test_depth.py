@@ -178,14 +178,14 @@ def test_a_request_may_fix_its_depth(wanted, depths, drafted):
     assert max(request.speculation.drafted_per_step) == drafted
 
 
-@pytest.mark.parametrize(("most", "depths"), [(2, {0}), (3, {0, 1})])
-def test_no_drafts_for_tokens_that_cannot_come(most, depths):
-    """The first token is the prefill's; of two more the last needs no draft, even where drafts are free."""
+@pytest.mark.parametrize("most", [2, 3])
+def test_no_drafts_for_tokens_that_cannot_come(most):
+    """The first token is the prefill's, and the last needs no draft, even where drafts are free."""
     engine = make_engine(adaptive_depth=True)
     engine.depth.costs.seconds = lambda key: 1.0
     (request,) = serve(engine, [(prompts(1)[0], SamplingParams(temperature=0, max_tokens=most))])
     assert len(request.output) == most
-    assert set(engine.stats().depth_steps) <= depths
+    assert max(engine.stats().depth_steps) == most - 2
 
 
 def test_many_rows_are_looked_at_less_often():

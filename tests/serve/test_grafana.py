@@ -5,6 +5,7 @@ import re
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -43,13 +44,13 @@ STATS = EngineStats(
 
 def still_metrics() -> Metrics:
     """Those of an engine that does nothing more."""
-    allm = SimpleNamespace(
+    allm: Any = SimpleNamespace(
         llm=SimpleNamespace(engine=SimpleNamespace(stats=lambda: STATS)),
         admission=SimpleNamespace(requests=1, tokens=3),
         step_age=0.1,
         warming=False,
     )
-    return Metrics(allm, "tiny")  # type: ignore[arg-type]
+    return Metrics(allm, "tiny")
 
 
 @pytest.fixture(scope="module")
