@@ -14,7 +14,8 @@ from mtp_jax.decode.compiled import StepKey
 _ENOUGH = 2  # measurements before a cost is believed
 # Few: what else the machine does makes wide steps up to twice as slow, for seconds at a time.
 _KEPT = 5
-# Looking at a depth that is not chosen may lose this share of the time with one row, and waits for so many steps at least.
+# Looking at a depth that is not chosen may lose this share of the time with one row, and waits for so many
+# steps at least.
 _LOOKING = 0.005
 _LOOK_EVERY = 20
 # One whose last run was good enough to be the best is run again after so many steps: those before it may have
