@@ -22,6 +22,7 @@ from mtp_jax.decode.sampling import argmax
 from mtp_jax.decode.state import StateShape, abstract_state, empty_state
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import trunk
+from mtp_jax.model.device import compiler_options
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.ops import PagedView
 from mtp_jax.model.params import Params
@@ -95,7 +96,8 @@ def time_windows(
 def _compile(cfg: ModelConfig, params: Params, cached: Cached, width: int) -> Callable[..., Any]:
     tokens, start = jax.ShapeDtypeStruct((1, width), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
     jitted = jax.jit(verify, donate_argnums=1, static_argnames="cfg")
-    return jitted.lower(params, cached.pages, tokens, start, cached.table, cfg=cfg).compile()
+    lowered = jitted.lower(params, cached.pages, tokens, start, cached.table, cfg=cfg)
+    return lowered.compile(compiler_options())
 
 
 def run(

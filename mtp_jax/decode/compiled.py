@@ -24,6 +24,7 @@ from mtp_jax.decode.prefill import Chunk, PrefillResult, prefill
 from mtp_jax.decode.state import Slots, State, admit, move, update
 from mtp_jax.decode.step import Accept, SamplingMode, StepResult, draft_phase, step, verify_phase
 from mtp_jax.errors import ConfigError
+from mtp_jax.model.device import compiler_options
 from mtp_jax.model.params import Params
 from mtp_jax.model.sharding import data_size
 from mtp_jax.model.trunk import Backend
@@ -242,7 +243,7 @@ class Executables:
     def _compile_one(self, key: Key) -> Any:
         if isinstance(key, StepKey) and key.mode.structured:
             return self._compile_phases(key)
-        return self._lower(key).compile()
+        return self._lower(key).compile(compiler_options())
 
     def _compile_phases(self, key: StepKey) -> _Phases:
         fixed: dict[str, Any] = {"cfg": self._cfg, "on": self._decode, "pages": key.pages, "mode": key.mode}
@@ -259,8 +260,8 @@ class Executables:
         verify = _named(partial(verify_phase, accept=self._accept, **fixed), f"verify_{name_of(key)}")
         second = jax.jit(verify, donate_argnums=1, **self._out())
         return _Phases(
-            first.lower(self._params, self._state, allowed).compile(),
-            second.lower(self._params, self._state, drafts, allowed).compile(),
+            first.lower(self._params, self._state, allowed).compile(compiler_options()),
+            second.lower(self._params, self._state, drafts, allowed).compile(compiler_options()),
         )
 
     def _out(self, result_too: bool = True) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from mtp_jax.config_json import FP8_BLOCK
 from mtp_jax.model.device import platform
 from mtp_jax.model.params import Fp8, Mlp
 
-# Above this many rows the plain product is as fast on a CPU.
-_FEW_ROWS = 64
+# On a CPU: above this many rows ``x @ w.T`` is the faster way in float32; bfloat16 takes so many at least.
+_FEW_ROWS, _LEAST_ROWS = 64, 8
 
 
 def expand(w: Float[Array, "*o i"] | Fp8, dtype: Any) -> Float[Array, "*o i"]:
@@ -28,18 +28,27 @@ def expand(w: Float[Array, "*o i"] | Fp8, dtype: Any) -> Float[Array, "*o i"]:
 
 
 def linear(x: Float[Array, "... i"], w: Float[Array, "*o i"] | Fp8) -> Float[Array, "..."]:
-    """``x @ w.T`` with weights as in the checkpoint, output features first; FP8 ones are expanded per use.
+    """``x @ w.T`` with weights as in the checkpoint, output features first; FP8 ones are expanded per use."""
+    return _product(x, expand(w, x.dtype), x.dtype)
 
-    For few rows on a CPU the product is written ``w @ x.T`` behind a barrier: XLA would rewrite it into
-    ``x @ w.T``, which is several times slower there (docs/architecture.md).
+
+def _product(x: Float[Array, "... i"], w: Float[Array, "*o i"], dtype: Any) -> Float[Array, "..."]:
+    """``x @ w.T``, accumulated in float32.
+
+    On a CPU, for few rows or in bfloat16, it is written ``w @ x.T`` behind a barrier: XLA would rewrite it
+    into ``x @ w.T``, which is slower there. bfloat16 is only fast if the product leaves float32, which the
+    barrier keeps XLA from narrowing, and with more than one row (docs/architecture.md).
     """
-    w, rows = expand(w, x.dtype), math.prod(x.shape[:-1])
+    rows, narrow = math.prod(x.shape[:-1]), x.dtype == jnp.bfloat16
     flat_x, flat_w = x.reshape(rows, x.shape[-1]), w.reshape(-1, w.shape[-1])
     contract_last = (((1,), (1,)), ((), ()))
-    if platform() == "cpu" and rows <= _FEW_ROWS:
-        y = jax.lax.optimization_barrier(jax.lax.dot_general(flat_w, flat_x, contract_last)).T
+    if platform() == "cpu" and (narrow or rows <= _FEW_ROWS):
+        if narrow and rows < _LEAST_ROWS:
+            flat_x = jnp.pad(flat_x, ((0, _LEAST_ROWS - rows), (0, 0)))
+        y = jax.lax.dot_general(flat_w, flat_x, contract_last, preferred_element_type=jnp.float32)
+        y = jax.lax.optimization_barrier(y)[:, :rows].T.astype(dtype)
     else:
-        y = jax.lax.dot_general(flat_x, flat_w, contract_last)
+        y = jax.lax.dot_general(flat_x, flat_w, contract_last, preferred_element_type=dtype)
     return y.reshape(*x.shape[:-1], *w.shape[:-1])
 
 
@@ -109,7 +118,5 @@ def swiglu(x: Float[Array, "... D"], p: Mlp) -> Float[Array, "... D"]:
 
 @jax.named_scope("head")
 def vocabulary_logits(hidden: Float[Array, "... D"], table: Float[Array, "V D"]) -> Float[Array, "... V"]:
-    """Logits in float32, products accumulated in float32."""
-    if table.dtype == jnp.float32:
-        return linear(hidden, table)
-    return jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)
+    """Logits in float32, from rows in the table's dtype, products accumulated in float32."""
+    return _product(hidden.astype(table.dtype), table, jnp.float32)
