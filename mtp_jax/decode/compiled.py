@@ -25,6 +25,7 @@ from mtp_jax.decode.state import Slots, State, admit, move, update
 from mtp_jax.decode.step import Accept, SamplingMode, StepResult, draft_phase, step, verify_phase
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.device import compiler_options
+from mtp_jax.model.mla import prefill_form
 from mtp_jax.model.params import Params
 from mtp_jax.model.sharding import data_size
 from mtp_jax.model.trunk import Backend
@@ -281,7 +282,8 @@ class Executables:
             only = _named(partial(self._draft_only, key), name_of(key))
             return jax.jit(only).lower(self._params, self._state, jax.ShapeDtypeStruct((), jnp.int32))
         widths = {"logprobs": key.logprobs, "prompt_logprobs": key.prompt_logprobs}
-        run = partial(prefill, cfg=self._cfg, pages=key.pages, on=self._prefill, **widths)
+        on = replace(self._prefill, form=prefill_form(self._cfg, key.tokens))
+        run = partial(prefill, cfg=self._cfg, pages=key.pages, on=on, **widths)
         named = _named(run, name_of(key))
         rows = key.prompts * data_size(self._prefill.mesh)
         chunk = abstract_chunk(rows, key.tokens, self._cfg.vocab_size)

@@ -14,6 +14,7 @@ from mtp_jax.config import ModelConfig
 from mtp_jax.model import cache, trunk
 from mtp_jax.model.attention import attention
 from mtp_jax.model.layers import rope_angles
+from mtp_jax.model.mla import prefill_form
 from mtp_jax.model.ops import PagedView, Queries, attend, packed, read_rows, write_rows
 from mtp_jax.model.params import Attention
 from mtp_jax.model.trunk import Backend
@@ -91,6 +92,16 @@ def test_the_two_forms_agree_under_any_mask():
     # A window token that sees nothing gives zeros.
     np.testing.assert_array_equal(both[0][0, 1], 0)
     np.testing.assert_array_equal(both[1][0, 1], 0)
+
+
+def test_prefill_takes_the_form_with_fewer_operations():
+    """Per head and cached row: naive (h + v) C once and h + R + v per token, absorbed 2 C + R per token."""
+    cfg = replace(TINY, kv_lora_rank=192, qk_nope_head_dim=64, v_head_dim=64)
+    h, v, c, r = cfg.qk_nope_head_dim, cfg.v_head_dim, cfg.kv_lora_rank, cfg.qk_rope_head_dim
+    forms = [prefill_form(cfg, w) for w in range(1, 300)]
+    fewer = [w * (2 * c + r) <= (h + v) * c + w * (h + r + v) for w in range(1, 300)]
+    assert forms == ["absorbed" if few else "naive" for few in fewer]
+    assert len(set(forms)) == 2, "there is nothing to choose in this model"
 
 
 @pytest.mark.parametrize("form", ["naive", "absorbed"])

@@ -131,6 +131,17 @@ def test_by_pair_in_slices_of_any_width(hidden, width):
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.parametrize(("width", "pairs"), [(WIDTH, 16), (8192, 4)])
+def test_pairs_apart_while_that_is_the_faster_way(width, pairs, monkeypatch):
+    """On a CPU: up to 16 pairs per expert if its weights take at most a MiB, up to 4 of a larger one."""
+    monkeypatch.setattr(moe, "by_pair", lambda gate_up, down, x, r: jnp.ones_like(x))
+    monkeypatch.setattr(moe, "grouped", lambda gate_up, down, x, r: jnp.zeros_like(x))
+    weights = jnp.zeros((E, 2, width, D)), jnp.zeros((E, D, width))
+    for rows, apart in ((E * pairs, 1), (E * pairs + 1, 0)):
+        r = Routing(jnp.zeros((rows, 1), jnp.int32), jnp.ones((rows, 1)))
+        assert moe.sparse(*weights, jnp.zeros((rows, D)), r)[0, 0] == apart
+
+
 def test_low_precision_rows_are_summed_in_float32():
     x, ids, weights = draw(5, 4, list(range(E)))
     gate_up, down, rows = (jnp.asarray(a, jnp.bfloat16) for a in (GATE_UP, DOWN, x))
