@@ -59,19 +59,45 @@ def token_extras(c: CompletionOutput, ids: bool | None, origins: bool | None) ->
     return extras
 
 
+class TextOffsets:
+    """Where the tokens of a choice begin in its text, in characters; without a tokenizer there is no text."""
+
+    def __init__(self, tokenizer: Tokenizer | None, skip_special_tokens: bool) -> None:
+        self._tokenizer, self._next = tokenizer, 0
+        self._decoder = StreamDecoder(tokenizer, skip_special_tokens) if tokenizer else None
+
+    def push(self, token_ids: Sequence[int]) -> list[int]:
+        """Of the tokens that come next."""
+        return [self._advance(token, None) for token in token_ids]
+
+    def of_prompt(self, token_ids: Sequence[int], prompt: str) -> list[int]:
+        """Of an echoed prompt, after which the completion begins, whatever the prompt's tokens say."""
+        offsets = [min(self._advance(token, prompt), len(prompt)) for token in token_ids]
+        if self._decoder:
+            self._decoder.flush()
+        self._next = len(prompt)
+        return offsets
+
+    def _advance(self, token: int, prompt: str | None) -> int:
+        """A special token has its name's length where the prompt spells it."""
+        at = self._next
+        if self._tokenizer and self._decoder:
+            piece = self._decoder.push([token])
+            if not piece and prompt is not None:
+                name = token_name(self._tokenizer, token)
+                piece = name if prompt.startswith(name, at) else ""
+            self._next += len(piece)
+        return at
+
+
 def completion_logprobs(
     tokenizer: Tokenizer | None,
     token_ids: Sequence[int],
     scores: Sequence[dict[int, Logprob] | None],
-    offset: int,
+    offsets: Sequence[int],
 ) -> dict[str, Any]:
-    """The legacy completion route's: parallel lists. ``offset``: of the first token in the choice's text."""
+    """The legacy completion route's: parallel lists."""
     tokens = [token_name(tokenizer, t) for t in token_ids]
-    decoder = StreamDecoder(tokenizer) if tokenizer else None
-    offsets = []
-    for token in token_ids:
-        offsets.append(offset)
-        offset += len(decoder.push([token])) if decoder else 0
     best = [s and {token_name(tokenizer, t): _finite(p) for t, p in s.items()} for s in scores]
     chosen = [s and _finite(s[t]) for t, s in zip(token_ids, scores, strict=True)]
     return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": best, "text_offset": offsets}

@@ -16,7 +16,7 @@ from serve.answers import speculation_metrics, usage
 from serve.bodies import warning
 from serve.generation import check, finals, outputs
 from serve.ids import new_id
-from serve.schema import Sampling
+from serve.schema import CallBody
 from serve.sse import EventStream, event
 from serve.state import Server
 
@@ -46,7 +46,7 @@ class Call(ABC):
     chunk_kind: str
     prefix: str
 
-    def __init__(self, server: Server, request: Request, body: Sampling, streams: Sequence[Stream]) -> None:
+    def __init__(self, server: Server, request: Request, body: CallBody, streams: Sequence[Stream]) -> None:
         self.server, self.request, self.streams = server, request, streams
         self._stream, self._speculative = body.stream, body.speculative
         self._options = body.stream_options

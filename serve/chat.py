@@ -44,7 +44,7 @@ async def chat_completions(server: Server, request: Request) -> Response:
     body = await read(server.settings, request, ChatBody)
     prompt = ChatPrompt(server.tokenizer, body)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    params = body.params(most, (body.top_logprobs or 0) if body.logprobs else None)
+    params = body.params(most, body.stream, (body.top_logprobs or 0) if body.logprobs else None)
     streams = await submit(server, body, [prompt], params)
     return await _Chat(server, request, body, streams, prompt.thinking).respond()
 

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mtp_jax import CompletionOutput, RequestOutput, Stream
-from serve.answers import completion_logprobs, token_extras
+from serve.answers import TextOffsets, completion_logprobs, token_extras
 from serve.bodies import read
 from serve.calls import Call, Shown
 from serve.generation import submit
@@ -23,7 +23,7 @@ async def completions(server: Server, request: Request) -> Response:
     body = await read(server.settings, request, CompletionBody)
     # To score a prompt the engine has to go on for one token, which nobody gets to see.
     most = _DEFAULT_MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
-    params = body.params(most, body.logprobs, body.logprobs if body.echo else None)
+    params = body.params(most, body.stream, body.logprobs, body.logprobs if body.echo else None)
     streams = await submit(server, body, body.prompts, params)
     return await _Completions(server, request, body, streams).respond()
 
@@ -38,20 +38,27 @@ class _Completions(Call):
         super().__init__(server, request, body, streams)
         self.body = body
         self._tells_tokens |= body.logprobs is not None
+        self._tokenizer, self._offsets = server.allm.llm.tokenizer, dict[int, TextOffsets]()
+        self._skips_special = body.skip_special_tokens is not False
 
     def choice(self, index: int, output: RequestOutput, c: CompletionOutput, shown: Shown) -> dict[str, Any]:
         """Text, and log-probabilities as parallel lists."""
-        text, ids, scores, offset = c.text, c.token_ids, list(c.logprobs or []), shown.text
-        if self.body.echo and not shown.begun:
-            text, ids = self._prompt(output) + text, output.prompt_token_ids + ids
-            scores = [*(output.prompt_logprobs or []), *scores]
-        elif self.body.echo:
-            offset += len(self._prompt(output))
+        echoed = self._prompt(output) if self.body.echo and not shown.begun else None
+        text = (echoed or "") + c.text
         choice = {"index": index, "text": text, "logprobs": None, "finish_reason": c.finish_reason}
         if self.body.logprobs is not None:
-            choice["logprobs"] = completion_logprobs(self.server.allm.llm.tokenizer, ids, scores, offset)
+            choice["logprobs"] = self._logprobs(index, output, c, echoed)
         extras = token_extras(c, self.body.return_token_ids, self.body.return_token_origins)
         return choice | extras
+
+    def _logprobs(self, index: int, output: RequestOutput, c: CompletionOutput, echoed: str | None) -> object:
+        offsets = self._offsets.setdefault(index, TextOffsets(self._tokenizer, self._skips_special))
+        ids, scores, places = c.token_ids, c.logprobs or [], []
+        if echoed is not None:
+            ids, scores = output.prompt_token_ids + ids, [*(output.prompt_logprobs or []), *scores]
+            places = offsets.of_prompt(output.prompt_token_ids, echoed)
+        places += offsets.push(c.token_ids)
+        return completion_logprobs(self._tokenizer, ids, scores, places)
 
     def take(self, output: RequestOutput) -> RequestOutput:
         """Without the token that max_tokens = 0 did not ask for."""
@@ -70,5 +77,4 @@ class _Completions(Call):
     def _prompt(self, output: RequestOutput) -> str:
         if output.prompt is not None:
             return output.prompt
-        special = self.body.skip_special_tokens is not False
-        return self.server.tokenizer.decode(output.prompt_token_ids, special)
+        return self.server.tokenizer.decode(output.prompt_token_ids, self._skips_special)

@@ -21,6 +21,7 @@ async def submit(
     server: Server, body: Sampling, prompts: Sequence[LazyPrompt], params: SamplingParams
 ) -> list[Stream]:
     """Queue every prompt, or none. Raises RequestError, Overloaded, EngineStopped."""
+    limits = [t for t in (body.timeout, server.settings.request_seconds) if t is not None]
     wanted, most = len(prompts) * params.n, server.allm.admission.max_requests
     if wanted > most:
         raise RequestError(
@@ -33,7 +34,7 @@ async def submit(
                 prompt,
                 params,
                 priority=body.priority or 0,
-                timeout=body.timeout or server.settings.request_seconds,
+                timeout=min(limits, default=None),
                 cache_salt=body.cache_salt or "",
             )
             streams.append(stream)

@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mtp_jax import CompletionOutput, OutputKind, RequestOutput, SamplingParams
+from mtp_jax import CompletionOutput, RequestOutput, SamplingParams
 from serve.bodies import read, warning
 from serve.fields import Body
 from serve.generation import check, finals, outputs, submit
@@ -29,6 +29,12 @@ class NativeSampling(Sampling):
     max_new_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     min_new_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     sampling_seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+
+    @model_validator(mode="after")
+    def _tells_little(self) -> "NativeSampling":
+        if self.speculative is not None and self.speculative.metrics is not None:
+            raise ValueError("speculative.metrics: not told here, see meta_info; leave it out")
+        return self
 
 
 class GenerateBody(Body):
@@ -53,8 +59,8 @@ class GenerateBody(Body):
         p = self.sampling_params or NativeSampling()
         renamed = {"min_tokens": p.min_new_tokens, "seed": p.sampling_seed}
         p = p.model_copy(update={name: value for name, value in renamed.items() if value is not None})
-        kind: OutputKind = "cumulative" if self.stream else "final_only"
-        return replace(p.params(p.max_new_tokens or _DEFAULT_MAX_TOKENS, None), output_kind=kind)
+        params = p.params(p.max_new_tokens or _DEFAULT_MAX_TOKENS, self.stream)
+        return replace(params, output_kind="cumulative") if self.stream else params
 
 
 async def generate(server: Server, request: Request) -> Response:

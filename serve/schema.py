@@ -27,9 +27,8 @@ from serve.fields import (
 
 
 class Sampling(Body):
-    """What both completion routes take. Names, ranges and defaults are OpenAI's; further ones are vLLM's."""
+    """How to sample, on every route. Names, ranges and defaults are OpenAI's; further ones are vLLM's."""
 
-    model: Name | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -46,25 +45,19 @@ class Sampling(Body):
     logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=MOST_IDS)] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     speculative: Speculative | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: Structured | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     timeout: Annotated[float, Field(gt=0, le=1e6)] | None = None
     cache_salt: Name | None = None
-    return_token_ids: bool | None = None
-    return_token_origins: bool | None = None
-
-    @model_validator(mode="after")
-    def _options_apply(self) -> "Sampling":
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options: only allowed with stream = true")
-        return self
 
     def params(
-        self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+        self,
+        max_tokens: int | None,
+        stream: bool | None,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
     ) -> SamplingParams:
         """For the engine. Raises RequestError."""
         same = (
@@ -82,7 +75,7 @@ class Sampling(Body):
             prompt_logprobs=prompt_logprobs,
             num_speculative_tokens=self._depth(),
             structured=self._structured(),
-            output_kind="delta" if self.stream else "final_only",
+            output_kind="delta" if stream else "final_only",
         )
 
     def _depth(self) -> int | None:
@@ -106,7 +99,23 @@ class Sampling(Body):
         return StructuredOutput(own.json_, own.json_object or False, own.regex, own.choice)
 
 
-class CompletionBody(Sampling):
+class CallBody(Sampling):
+    """What both completion routes take."""
+
+    model: Name | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_token_origins: bool | None = None
+
+    @model_validator(mode="after")
+    def _options_apply(self) -> "CallBody":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only allowed with stream = true")
+        return self
+
+
+class CompletionBody(CallBody):
     """/v1/completions."""
 
     prompt: Prompts
@@ -198,7 +207,7 @@ class Conversation(Body):
             yield from message.unknown(f"{prefix}messages.{i}.")
 
 
-class ChatBody(Sampling, Conversation):
+class ChatBody(CallBody, Conversation):
     """/v1/chat/completions."""
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None

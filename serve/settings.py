@@ -25,7 +25,7 @@ class Settings:
         max_body_bytes: of a request.
         body_seconds: in which a request's headers, and then its body, must arrive.
         max_connections: HTTP requests in progress; more are refused before their bodies are read.
-        request_seconds: after which a request is ended, if it names no timeout itself; None: never.
+        request_seconds: after which a request is ended, or sooner by its own timeout; None: never.
         drain_seconds: how long SIGTERM lets requests go on.
         ready_seconds: age of a step from which the server calls itself not ready.
         step_seconds: age of a step from which the process is ended.

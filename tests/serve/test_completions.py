@@ -1,6 +1,7 @@
 """/v1/completions: what comes back is what LLM.generate gives, in OpenAI's shapes."""
 
 import json
+from itertools import accumulate
 from typing import Any
 
 import httpx2
@@ -163,6 +164,32 @@ def test_logprobs_with_echo_cover_the_whole_text(client, stream):
         assert top[token] == score
 
 
+def joined_offsets(chunks: list[dict[str, Any]]) -> tuple[list[int], list[str]]:
+    """Offsets and tokens of all chunks."""
+    parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    return [o for p in parts for o in p["text_offset"]], [t for p in parts for t in p["tokens"]]
+
+
+def test_text_offsets_count_what_a_stop_string_holds_back(client):
+    """Chunks end in text that may yet become a stop string; the tokens that follow begin after it."""
+    letters = set(post(client, **GREEDY)["choices"][0]["text"])
+    chunks = events(client, **GREEDY, logprobs=0, stop=[c + "~~" for c in letters][:32])
+    offsets, tokens = joined_offsets(chunks)
+    assert len(offsets) == 24 > len(chunks)
+    assert offsets == [*accumulate(map(len, tokens[:-1]), initial=0)]
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_text_offsets_of_special_tokens(client, skip):
+    """Those that the text shows take room, in the prompt and after it; the others take none."""
+    body = {"prompt": "a<bos>b", "logit_bias": {"0": 100}, "skip_special_tokens": skip, "max_tokens": 3}
+    chunks = events(client, **GREEDY, **body, logprobs=0, echo=True)
+    text, (offsets, tokens) = texts(chunks)[0], joined_offsets(chunks)
+    assert tokens[-6:] == ["a", "<bos>", "b", "<bos>", "<bos>", "<bos>"]
+    assert text == ("a<bos>b" if skip else "a<bos>b<bos><bos><bos>")
+    assert offsets[-6:] == ([0, 1, 6, 7, 7, 7] if skip else [0, 1, 6, 7, 12, 17])
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_max_tokens_0_scores_a_prompt(client, stream):
     body = {"prompt": "hello", "echo": True, "logprobs": 0, "max_tokens": 0}
@@ -220,7 +247,7 @@ def test_every_option_reaches_the_engine():
         "include_stop_str_in_output": True,
     }
     mapped = {"seed": -1, "logit_bias": {"5": 1.5}, "speculative": {"max_tokens": 2}}
-    params = CompletionBody.model_validate({"prompt": "a", **same, **mapped}).params(9, 1, 2)
+    params = CompletionBody.model_validate({"prompt": "a", **same, **mapped}).params(9, None, 1, 2)
     expected = SamplingParams(
         **same,
         max_tokens=9,

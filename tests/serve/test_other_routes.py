@@ -39,10 +39,24 @@ def test_generate_in_sglangs_shape(client, fresh):
 
 
 @pytest.mark.parametrize(
-    "body", [{}, {"text": "a", "input_ids": [1]}, {"text": "a", "return_logprob": True}, {"input_ids": [160]}]
+    "body",
+    [
+        {},
+        {"text": "a", "input_ids": [1]},
+        {"text": "a", "return_logprob": True},
+        {"input_ids": [160]},
+        {"text": "a", "sampling_params": {"speculative": {"metrics": "summary"}}},
+    ],
 )
 def test_generate_refuses(client, body):
     assert client.post("/generate", json=body).status_code == 400
+
+
+def test_generate_warns_of_what_belongs_to_other_routes(client):
+    sampling = {"max_new_tokens": 1, "stream": True, "return_token_ids": True, "model": "tiny"}
+    answer = client.post("/generate", json={"text": "a", "sampling_params": sampling})
+    others = "sampling_params.stream, sampling_params.return_token_ids, sampling_params.model"
+    assert answer.headers["warning"] == f'299 mtp-jax "ignored: {others}"'
 
 
 def test_server_info_has_what_sglangs_client_reads(client):

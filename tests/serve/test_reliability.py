@@ -181,8 +181,9 @@ def test_r5_an_end_without_new_tokens_is_no_error(reason):
 
 
 def test_r5_the_server_has_a_deadline_of_its_own(server):
-    answer = server.variant(request_seconds=1e-6).post("/v1/completions", json=GREEDY)
-    assert answer.status_code == 408
+    impatient = server.variant(request_seconds=1e-6)
+    assert impatient.post("/v1/completions", json=GREEDY).status_code == 408
+    assert impatient.post("/v1/completions", json={**GREEDY, "timeout": 60}).status_code == 408
 
 
 def test_r6_sigterm_drains(fresh, client, gated):
