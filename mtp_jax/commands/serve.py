@@ -102,7 +102,12 @@ def _add_server(parser: Parser) -> None:
     )
     add("--max-body-bytes", type=int, metavar="N", help="of a request (default: 8388608)")
     add("--max-connections", type=int, metavar="N", help="most requests in progress (default: 4096)")
-    add("--request-seconds", type=float, metavar="S", help="end requests after this long (default: never)")
+    add(
+        "--request-seconds",
+        type=float,
+        metavar="S",
+        help="end requests after this long, or sooner by their own timeout (default: never)",
+    )
     add("--drain-seconds", type=float, metavar="S", help="how long SIGTERM waits for requests (default: 30)")
     add("--step-seconds", type=float, metavar="S", help="exit when a step takes longer (default: 300)")
 

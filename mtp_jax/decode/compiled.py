@@ -119,13 +119,15 @@ class Executables:
         cfg: ModelConfig,
         params: Params,
         state: State,
-        decode: Backend,
-        prefill: Backend,
+        on: Backend,
         accept: Accept | None = None,
     ) -> None:
-        """``params`` and ``state`` may be ``ShapeDtypeStruct`` trees: nothing runs. accept: see ``step``."""
+        """``params`` and ``state`` may be ``ShapeDtypeStruct`` trees: nothing runs.
+
+        on: what steps run on; each length of chunk has its own ``prefill_form``. accept: see ``step``.
+        """
         self._cfg, self._params, self._state = cfg, params, state
-        self._decode, self._prefill, self._accept = decode, prefill, accept
+        self._on, self._accept = on, accept
         self._compiled: dict[Key, Any] = {}
         self._covering: dict[Key, Key | None] = {}
         self._lock = threading.Lock()
@@ -141,7 +143,7 @@ class Executables:
 
     def accepting(self, accept: Accept) -> "Executables":
         """The same, nothing compiled yet, with other rules of acceptance: for measurements."""
-        return Executables(self._cfg, self._params, self._state, self._decode, self._prefill, accept)
+        return Executables(self._cfg, self._params, self._state, self._on, accept)
 
     @property
     def keys(self) -> list[Key]:
@@ -247,7 +249,7 @@ class Executables:
         return self._lower(key).compile(compiler_options())
 
     def _compile_phases(self, key: StepKey) -> _Phases:
-        fixed: dict[str, Any] = {"cfg": self._cfg, "on": self._decode, "pages": key.pages, "mode": key.mode}
+        fixed: dict[str, Any] = {"cfg": self._cfg, "on": self._on, "pages": key.pages, "mode": key.mode}
         propose = partial(draft_phase, slots=key.slots, depth=key.depth, **fixed)
         words = -(-self._cfg.vocab_size // 32)
         allowed = jax.ShapeDtypeStruct((key.slots, key.depth + 1, words), jnp.uint32)
@@ -266,7 +268,7 @@ class Executables:
         )
 
     def _out(self, result_too: bool = True) -> dict[str, Any]:
-        if self._decode.mesh is None:
+        if self._on.mesh is None:
             return {}
         state = jax.tree.map(lambda a: a.sharding, self._state)
         return {"out_shardings": (state, None) if result_too else state}
@@ -275,24 +277,24 @@ class Executables:
         if isinstance(key, StepKey):
             fixed = {"slots": key.slots, "depth": key.depth, "pages": key.pages, "mode": key.mode}
             run = _named(
-                partial(step, cfg=self._cfg, on=self._decode, accept=self._accept, **fixed), name_of(key)
+                partial(step, cfg=self._cfg, on=self._on, accept=self._accept, **fixed), name_of(key)
             )
             return jax.jit(run, donate_argnums=1, **self._out()).lower(self._params, self._state)
         if isinstance(key, DraftKey):
             only = _named(partial(self._draft_only, key), name_of(key))
             return jax.jit(only).lower(self._params, self._state, jax.ShapeDtypeStruct((), jnp.int32))
         widths = {"logprobs": key.logprobs, "prompt_logprobs": key.prompt_logprobs}
-        on = replace(self._prefill, form=prefill_form(self._cfg, key.tokens))
+        on = replace(self._on, form=prefill_form(self._cfg, key.tokens))
         run = partial(prefill, cfg=self._cfg, pages=key.pages, on=on, **widths)
         named = _named(run, name_of(key))
-        rows = key.prompts * data_size(self._prefill.mesh)
+        rows = key.prompts * data_size(self._on.mesh)
         chunk = abstract_chunk(rows, key.tokens, self._cfg.vocab_size)
         return jax.jit(named, donate_argnums=1, **self._out()).lower(self._params, self._state, chunk)
 
     def _draft_only(self, key: DraftKey, params: Params, state: State, slot: Int[Array, ""]) -> Any:
         slots = replace(state.slots, active=jnp.arange(len(state.slots.active)) == slot)
         table = slots.page_table[:, : key.pages]
-        drafts, _ = draft(params, self._cfg, state, slots, table, key.depth, None, self._decode)
+        drafts, _ = draft(params, self._cfg, state, slots, table, key.depth, None, self._on)
         return drafts.tokens, drafts.logits
 
     def _compile_bookkeeping(self) -> None:
