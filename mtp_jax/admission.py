@@ -75,13 +75,22 @@ class Admission:
         with self._lock:
             return self._full(ahead + 1)
 
-    def leave(self, place: Place) -> None:
-        """The requests got slots, or ended. Leaving twice is fine."""
+    def leave(self, place: Place, requests: int | None = None) -> None:
+        """So many of the requests, or all, got slots or ended, with their share of the tokens.
+
+        Leaving twice is fine.
+        """
         with self._lock:
-            if place in self._places:
+            if place not in self._places:
+                return
+            leaving = place.requests if requests is None else min(requests, place.requests)
+            tokens = place.tokens * leaving // place.requests
+            place.requests -= leaving
+            place.tokens -= tokens
+            self._requests -= leaving
+            self._tokens -= tokens
+            if not place.requests:
                 self._places.remove(place)
-                self._requests -= place.requests
-                self._tokens -= place.tokens
 
     def finished(self) -> None:
         """A prompt has been answered: what ``retry_after`` is estimated from."""

@@ -20,7 +20,7 @@ from mtp_jax.decode.mappings import room_for_programs
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.engine_thread import EngineThread, Update
 from mtp_jax.errors import EngineStopped, RequestError
-from mtp_jax.jobs import Job, Prompt
+from mtp_jax.jobs import Job, Prompt, check
 from mtp_jax.llm import LLM
 from mtp_jax.outputs import RequestOutput
 from mtp_jax.progress import Reporter, Silent
@@ -79,7 +79,7 @@ class AsyncLLM:
         self._failed = asyncio.Event()
         self._thread = EngineThread(
             llm.engine,
-            admitted=lambda job: self.admission.leave(self._by_job[job].place),
+            admitted=lambda job, parts: self.admission.leave(self._by_job[job].place, parts),
             updated=lambda updates: self._call(self._deliver, updates),
             failed=lambda error: self._call(self._fail_all, error),
         )
@@ -199,7 +199,8 @@ class AsyncLLM:
             EngineStopped: nothing can be served any more.
         """
         self._check_running()
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
+        check("" if callable(prompt) else prompt, params)
         request_id = options.pop("request_id", None)
         if request_id is None:
             request_id = f"request-{self._ids}"
@@ -310,14 +311,15 @@ class AsyncLLM:
             if not room_for_programs():
                 _LOG.warning(
                     "no further programs are compiled: the process has nearly as many memory mappings as the "
-                    "system allows (vm.max_map_count); larger programs serve instead"
+                    "system allows; larger programs serve instead (sysctl vm.max_map_count=262144 helps)"
                 )
                 return
             try:
                 self.llm.engine.executables.compile([key])
                 self._thread.rehearse(key)
             except Exception:  # what is compiled already serves everything
-                _LOG.exception("an executable did not compile")
+                if not self._closing.is_set():
+                    _LOG.exception("an executable did not compile")
 
 
 def _estimate(prompt: LazyPrompt) -> int:

@@ -10,18 +10,22 @@ for some 16 bytes per line, by which double and finished ones are known.
 """
 
 import asyncio
+import fcntl
 import json
 import uuid
 from array import array
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mtp_jax.errors import RequestError
 
 MAX_LINE_BYTES = 8 * 2**20
+# Written anew a character of two bytes is an escape of six.
+MAX_BODY_BYTES = 3 * MAX_LINE_BYTES
 _URLS = ("/v1/completions", "/v1/chat/completions")
 _BLOCK = 1 << 20
 _ID = "batch_req_"
@@ -47,11 +51,13 @@ class Counts:
 
     Attributes:
         skipped: that an earlier run has done.
+        failed_before: those of them that failed then.
         succeeded: answered with status 200.
         failed: answered with another status, or no requests.
     """
 
     skipped: int = 0
+    failed_before: int = 0
     succeeded: int = 0
     failed: int = 0
 
@@ -120,9 +126,10 @@ async def run(
     Raises RequestError for files that cannot be used. Whatever ``send`` raises ends the run; requests without
     an answer have no line in the output, so the next run asks again.
     """
-    done, seen, counts = finished(target), Names(), Counts()
+    seen, counts = Names(), Counts()
     tasks: set[asyncio.Task[None]] = set()
-    with target.open("ab") as out:
+    with _claimed(target) as out:
+        done, failed = _finished(target, out)
 
         async def answer(line: _Line) -> None:
             got = await send(line.url, line.body) if line.error is None else None
@@ -138,6 +145,7 @@ async def run(
             for line in _lines(source, seen):
                 if line.name in done:
                     counts.skipped += 1
+                    counts.failed_before += line.name in failed
                     progress(counts)
                     continue
                 tasks.add(asyncio.create_task(answer(line)))
@@ -168,29 +176,49 @@ def count_lines(source: Path) -> int:
 def finished(target: Path) -> Names:
     """What has a line in the output, which is made if there is none; a torn off last line is cut away.
 
-    Raises RequestError for a file that is not such an output: it is left as it is. Raises OSError for one
-    that cannot be written.
+    Raises RequestError for a file that is not such an output: it is left as it is, and for one that another
+    run writes to. Raises OSError for one that cannot be written.
     """
-    names = Names()
+    with _claimed(target) as file:
+        return _finished(target, file)[0]
+
+
+@contextmanager
+def _claimed(target: Path) -> Iterator[BinaryIO]:
+    """The output, which no other run may have at the same time."""
     with target.open("a+b") as file:
-        file.seek(0)
-        whole = 0
-        for number, line in enumerate(file, start=1):
-            try:
-                if not line.endswith(b"\n"):
-                    if line[: len(_OUTPUT)] != _OUTPUT[: len(line)]:
-                        raise ValueError
-                    file.truncate(whole)
-                    break
-                whole += len(line)
-                entry = json.loads(line)
-                error = entry["error"]
-                names.add(f"id {entry['custom_id']}" if error is None else f"line {error['line']}")
-            except (ValueError, LookupError, TypeError):
-                raise RequestError(
-                    f"{target} line {number} is no line of a batch's output; name another file"
-                ) from None
-    return names
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            message = f"{target} is being written by another run; wait for its end, or name another file"
+            raise RequestError(message) from None
+        yield file
+
+
+def _finished(target: Path, file: BinaryIO) -> tuple[Names, Names]:
+    """``finished``, and those that failed."""
+    names, failed = Names(), Names()
+    file.seek(0)
+    whole = 0
+    for number, line in enumerate(file, start=1):
+        try:
+            if not line.endswith(b"\n"):
+                if line[: len(_OUTPUT)] != _OUTPUT[: len(line)]:
+                    raise ValueError
+                file.truncate(whole)
+                break
+            whole += len(line)
+            entry = json.loads(line)
+            error = entry["error"]
+            name = f"id {entry['custom_id']}" if error is None else f"line {error['line']}"
+            names.add(name)
+            if error is not None or entry["response"]["status_code"] != 200:
+                failed.add(name)
+        except (ValueError, LookupError, TypeError):
+            raise RequestError(
+                f"{target} line {number} is no line of a batch's output; name another file"
+            ) from None
+    return names, failed
 
 
 def _lines(source: Path, seen: Names) -> Iterator[_Line]:

@@ -107,7 +107,8 @@ def _rope(raw: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"rope_parameters = {rope!r:.200}, rope_scaling = {scaling!r:.200}; expected objects or null"
         )
-    theta = raw.get("rope_theta") or rope.get("rope_theta") or 10000.0
+    given = (raw.get("rope_theta"), rope.get("rope_theta"), 10000.0)
+    theta = next(value for value in given if value is not None)
     return {"rope_theta": _number("rope_theta", theta), "rope_scaling": _yarn(raw, scaling or rope)}
 
 

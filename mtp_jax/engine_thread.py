@@ -5,10 +5,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 from mtp_jax.decode.compiled import Key
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, Status
+from mtp_jax.engine.request import Request
 from mtp_jax.jobs import Job, Part
 from mtp_jax.outputs import RequestOutput
 
@@ -28,12 +29,13 @@ class EngineThread:
     def __init__(
         self,
         engine: Engine,
-        admitted: Callable[[Job], None],
+        admitted: Callable[[Job, int], None],
         updated: Callable[[Sequence[Update]], None],
         failed: Callable[[BaseException], None],
     ) -> None:
-        """The functions are called on this thread: when all parts of a job have slots or have ended; with the
-        jobs that grew in a step, all in one call; when the engine has failed and nothing more will come.
+        """The functions are called on this thread: when so many more parts of a job got slots, or ended
+        without; with the jobs that grew in a step, all in one call; when the engine has failed and nothing
+        more will come.
         """
         self.error: BaseException | None = None
         self._engine = engine
@@ -41,7 +43,8 @@ class EngineThread:
         # What to do, and whether somebody asked for it; None: end.
         self._inbox: queue.SimpleQueue[tuple[Callable[[], object], bool] | None] = queue.SimpleQueue()
         self._parts: dict[int, tuple[Job, Part]] = {}
-        self._queued: list[Job] = []
+        # Parts that got slots, or ended without, of jobs of which others wait for their first.
+        self._queued: dict[Job, int] = {}
         self._working_since: float | None = None
         self._patience = 0.0  # until when the next launch waits for more requests
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -126,7 +129,7 @@ class EngineThread:
         for part in job.parts:
             self._engine.submit(part.request)
             self._parts[part.request.id] = (job, part)
-        self._queued.append(job)
+        self._queued[job] = 0
 
     def _end(self, job: Job) -> None:
         parts = [part for part in job.parts if not part.done]
@@ -150,15 +153,19 @@ class EngineThread:
             if part.done:
                 del self._parts[request.id]
             changed[job] = None
-        if self._queued:
-            waiting = [job for job in self._queued if any(map(_waits, job.parts))]
-            for job in set(self._queued).difference(waiting):
-                self._admitted(job)
-            self._queued = waiting
+        for job, before in list(self._queued.items()):
+            # The parts of a job get their slots in order.
+            through = sum(1 for _ in takewhile(_was_admitted, job.parts[before:]))
+            if through:
+                self._admitted(job, through)
+            self._queued[job] = before + through
+            if before + through == len(job.parts):
+                del self._queued[job]
         updates = [(job, output) for job in changed if (output := job.news())]
         if updates:
             self._updated(updates)
 
 
-def _waits(part: Part) -> bool:
-    return part.request.status is Status.WAITING
+def _was_admitted(part: Part) -> bool:
+    """Or ended before it was; one that is preempted waits again, but not in the queue."""
+    return part.request.admitted_at is not None or part.request.finished

@@ -1,8 +1,10 @@
 """A prompt on its way to its completions: tokens come out of the engine, text and outputs go to the user."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
+
+import numpy as np
 
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request, SamplingParams
@@ -68,8 +70,21 @@ class Part:
         )
 
     def _show(self, token: int) -> bool:
-        """Add a token's text; returns whether it completed a stop string."""
-        visible, stopped = self._stops.push(self._decoder.push([token]) if self._decoder else "")
+        """Add a token's text; returns whether it completed a stop string.
+
+        As in vLLM stop strings are looked for after the first ``min_tokens``, and a stop token has no text
+        unless those that end it are to be in it.
+        """
+        request = self.request
+        ends = request.finished and self.seen == len(request.output) and token in request.stops
+        if self._decoder is None or (ends and not request.params.include_stop_str_in_output):
+            text = ""
+        else:
+            text = self._decoder.push([token])
+        if self.seen > request.params.min_tokens:
+            visible, stopped = self._stops.push(text)
+        else:
+            visible, stopped = text, False
         self.text += visible
         self.token_texts.append(visible)
         return stopped
@@ -89,11 +104,12 @@ class Job:
         params: SamplingParams,
         **options: Any,
     ) -> None:
+        self.prompt = prompt if isinstance(prompt, str) else None
+        check(prompt, params)
         if tokenizer is None and (isinstance(prompt, str) or params.stop_strings):
             raise RequestError(
                 "the model directory has no tokenizer.json; give token ids and no stop strings"
             )
-        self.prompt = prompt if isinstance(prompt, str) else None
         ids = _ids(prompt, tokenizer)
         self.params = params
         seeds = [None if params.seed is None else (params.seed + i) % 2**32 for i in range(params.n)]
@@ -117,7 +133,9 @@ class Job:
         finished = [part.request.finished_at or 0.0 for part in self.parts]
 
         scored = self.params.prompt_logprobs is not None and not self._scored
-        self._scored |= scored and self.params.output_kind == "delta" and bool(first.prompt_logprobs)
+        # All parts find the same; whichever comes first has them first.
+        scores = max((part.request.prompt_logprobs for part in self.parts), key=len)
+        self._scored |= scored and self.params.output_kind == "delta" and bool(scores)
 
         def since(at: float | None) -> float | None:
             return None if at is None else at - first.arrived
@@ -126,7 +144,7 @@ class Job:
             prompt=self.prompt,
             prompt_token_ids=self._ids,
             outputs=outputs,
-            prompt_logprobs=list(first.prompt_logprobs) if scored else None,
+            prompt_logprobs=list(scores) if scored else None,
             timing=Timing(
                 since(first.admitted_at),
                 since(first.first_token_at),
@@ -136,12 +154,20 @@ class Job:
         )
 
 
+def check(prompt: Prompt, params: SamplingParams) -> None:
+    """Raises RequestError for what is neither a prompt nor sampling parameters at all."""
+    if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, str | Sequence | np.ndarray):
+        raise RequestError(f"the prompt is {prompt!r:.80}; expected a string or a list of token ids")
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"sampling_params = {params!r:.80}; expected SamplingParams")
+
+
 def _ids(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
     if isinstance(prompt, str):
         assert tokenizer is not None
         return tokenizer.encode(prompt)
     ids = list(prompt)
-    wrong = next((t for t in ids if not isinstance(t, Integral)), None)
+    wrong = next((t for t in ids if not isinstance(t, Integral) or isinstance(t, bool)), None)
     if wrong is not None:
         raise RequestError(f"the prompt holds {wrong!r}; expected a string or a list of token ids")
     return ids

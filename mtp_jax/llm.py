@@ -4,7 +4,7 @@ generate -> Engine.step -> compiled step -> tokens -> Part.advance -> text
 """
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -206,10 +206,11 @@ class LLM:
         ids = list(token_ids)
         self.engine.make_request(ids[:1], SamplingParams())
         limit = self.config.max_position_embeddings
-        wrong = next((t for t in ids if not 0 <= t < self.config.vocab_size), None)
+        vocab = self.config.vocab_size
+        wrong = next((t for t in ids if not isinstance(t, Integral) or not 0 <= t < vocab), None)
         if wrong is not None or len(ids) > limit:
             raise RequestError(
-                f"score takes up to {limit} tokens from 0 to {self.config.vocab_size - 1}; got {len(ids)} "
+                f"score takes up to {limit} tokens from 0 to {vocab - 1}; got {len(ids)} "
                 f"tokens{'' if wrong is None else f', {wrong} among them'}"
             )
         return self._scorer.score(ids)
@@ -218,7 +219,7 @@ class LLM:
         """The greedy drafts after a prompt and the trunk's own greedy next token. Raises RequestError."""
         if not self.engine.config.num_speculative_tokens:
             raise RequestError("draft needs num_speculative_tokens of 1 or more; the engine was made with 0")
-        if num_tokens < 1:
+        if not isinstance(num_tokens, int) or num_tokens < 1:
             raise RequestError(f"num_tokens = {num_tokens}; expected at least 1")
         token, ids, logits = propose(self.engine, token_ids, num_tokens)
         return Draft(token, ids.tolist(), logits)
@@ -229,7 +230,11 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[Job]:
         many = _as_prompts(prompts)
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams | Sequence):
+            raise RequestError(
+                f"sampling_params = {params!r:.80}; expected SamplingParams, or a list of them"
+            )
         each = [params] * len(many) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(many):
             raise RequestError(f"{len(many)} prompts with {len(each)} sampling_params; give one, or one each")
@@ -288,8 +293,8 @@ class LLM:
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        return [prompts]  # one, or none at all, as is found out where it is read
     items = list(prompts)
     if items and isinstance(items[0], Integral):
         return [cast(list[int], items)]

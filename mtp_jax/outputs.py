@@ -20,6 +20,7 @@ class CompletionOutput:
             output grew too complex to go on); None: it runs.
         logprobs: per token, if asked for: the chosen token first, then the most likely ones.
         token_texts: what each token added to ``text``: nothing while it is held back, more once it is not.
+            In deltas, what is still held back when a request ends without another token is in ``text`` alone.
         drafted: per token whether it was; the others are a prefill's first and each step's last.
         speculation: drafts verified and accepted.
     """

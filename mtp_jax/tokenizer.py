@@ -89,7 +89,11 @@ class Tokenizer:
             RequestError: `text` is not a string of valid characters.
         """
         try:
-            ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if not isinstance(text, str):
+                raise TypeError
+            # As a batch: that of one text alone would keep every other thread from running meanwhile.
+            (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids = encoded.ids
         except (TypeError, UnicodeEncodeError):
             raise RequestError(
                 f"the prompt must be text of valid Unicode characters, got {type(text).__name__} "

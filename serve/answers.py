@@ -1,6 +1,7 @@
 """Pieces of responses, in OpenAI's shapes."""
 
 from collections.abc import Sequence
+from functools import cache, partial
 from typing import Any
 
 from mtp_jax import CompletionOutput, Logprob, RequestOutput, Speculation, StreamDecoder, Tokenizer
@@ -97,8 +98,9 @@ def completion_logprobs(
     offsets: Sequence[int],
 ) -> dict[str, Any]:
     """The legacy completion route's: parallel lists."""
-    tokens = [token_name(tokenizer, t) for t in token_ids]
-    best = [s and {token_name(tokenizer, t): _finite(p) for t, p in s.items()} for s in scores]
+    name = cache(partial(token_name, tokenizer))
+    tokens = [name(t) for t in token_ids]
+    best = [s and {name(t): _finite(p) for t, p in s.items()} for s in scores]
     chosen = [s and _finite(s[t]) for t, s in zip(token_ids, scores, strict=True)]
     return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": best, "text_offset": offsets}
 

@@ -81,11 +81,12 @@ class Call(ABC):
     async def _events(self) -> AsyncGenerator[bytes, None]:
         include = self._options is not None and self._options.include_usage is True
         continuous = self._options is not None and self._options.continuous_usage_stats is True
+        came: dict[int, RequestOutput] = {}
         last: dict[int, RequestOutput] = {}
         async with aclosing(outputs(self.server, self.request, self.streams)) as growing:
             async for i, output in growing:
-                last[i] = output
-                check(last.values())
+                came[i] = output
+                check(came.values(), len(self.streams))
                 last[i] = output = self.take(output)
                 chunks = b""
                 for c in output.outputs:

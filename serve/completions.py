@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mtp_jax import CompletionOutput, RequestOutput, Stream
+from mtp_jax import CompletionOutput, Logprob, RequestOutput, Stream
 from serve.answers import TextOffsets, completion_logprobs, token_extras
 from serve.bodies import read
 from serve.calls import Call, Shown
@@ -38,11 +38,14 @@ class _Completions(Call):
         super().__init__(server, request, body, streams)
         self.body = body
         self._tells_tokens |= body.logprobs is not None
+        self._prompt_scores: dict[int, Sequence[dict[int, Logprob] | None]] = {}
         self._tokenizer, self._offsets = server.allm.llm.tokenizer, dict[int, TextOffsets]()
         self._skips_special = body.skip_special_tokens is not False
 
     def choice(self, index: int, output: RequestOutput, c: CompletionOutput, shown: Shown) -> dict[str, Any]:
         """Text, and log-probabilities as parallel lists."""
+        if output.prompt_logprobs:  # in a stream once for all completions
+            self._prompt_scores[index // len(output.outputs)] = output.prompt_logprobs
         echoed = self._prompt(output) if self.body.echo and not shown.begun else None
         text = (echoed or "") + c.text
         choice = {"index": index, "text": text, "logprobs": None, "finish_reason": c.finish_reason}
@@ -55,8 +58,11 @@ class _Completions(Call):
         offsets = self._offsets.setdefault(index, TextOffsets(self._tokenizer, self._skips_special))
         ids, scores, places = c.token_ids, c.logprobs or [], []
         if echoed is not None:
-            ids, scores = output.prompt_token_ids + ids, [*(output.prompt_logprobs or []), *scores]
-            places = offsets.of_prompt(output.prompt_token_ids, echoed)
+            prompt = output.prompt_token_ids
+            # A prompt that ended during its prefill has fewer.
+            known = self._prompt_scores.get(index // len(output.outputs), ())
+            ids, scores = prompt + ids, [*known, *[None] * (len(prompt) - len(known)), *scores]
+            places = offsets.of_prompt(prompt, echoed)
         places += offsets.push(c.token_ids)
         return completion_logprobs(self._tokenizer, ids, scores, places)
 

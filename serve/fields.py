@@ -44,7 +44,7 @@ Stops = Annotated[
     | Annotated[list[Stop], Field(fail_fast=True, max_length=_MOST_STOPS), Tag("a list")],
     Discriminator(form),
 ]
-_Schema = Annotated[
+Schema = Annotated[
     Annotated[Text, Tag("a string")] | Annotated[dict[str, Any], Tag("an object")],
     Discriminator(_schema_form),
 ]
@@ -111,7 +111,7 @@ class ResponseFormat(Body):
 class Structured(Body):
     """vLLM's ``structured_outputs``: exactly one of these."""
 
-    json_: Annotated[_Schema | None, Field(alias="json")] = None
+    json_: Annotated[Schema | None, Field(alias="json")] = None
     regex: Text | None = None
     choice: Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=4096)] | None = None
     json_object: bool | None = None

@@ -1,7 +1,7 @@
 """From checked requests to growing outputs."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import AsyncExitStack, aclosing
 
 from starlette.requests import Request
@@ -22,6 +22,10 @@ async def submit(
 ) -> list[Stream]:
     """Queue every prompt, or none. Raises RequestError, Overloaded, EngineStopped."""
     limits = [t for t in (body.timeout, server.settings.request_seconds) if t is not None]
+    depth, deepest = params.num_speculative_tokens, server.allm.llm.engine.config.num_speculative_tokens
+    if depth is not None and depth > deepest:
+        message = f"speculative.max_tokens = {depth}; this server drafts at most {deepest}; give that or less"
+        raise ApiError(400, message, "speculative")
     wanted, most = len(prompts) * params.n, server.allm.admission.max_requests
     if wanted > most:
         raise RequestError(
@@ -82,17 +86,21 @@ async def finals(server: Server, request: Request, streams: Sequence[Stream]) ->
             last[i] = output
     if getattr(request.state, "left", False):  # nobody reads this, but it is counted and logged as what it is
         raise ApiError(499, "the client left before its answer was complete")
-    check(last.values())
+    check(last.values(), len(streams))
     return [last[i] for i in range(len(streams))]
 
 
-def check(outputs: Iterable[RequestOutput]) -> None:
-    """Raises ApiError for a completion that failed, or where some were ended and none has a single token."""
+def check(outputs: Collection[RequestOutput], prompts: int) -> None:
+    """Raises ApiError for a completion that failed, or where all have ended, some too early, without a token.
+
+    outputs: the newest of every prompt that has one, of so many prompts.
+    """
     completions = [c for output in outputs for c in output.outputs]
     reasons = {c.finish_reason for c in completions}
     if "error" in reasons:
         raise ApiError(500, _FAILED, code="generation_failed")
-    if any(c.num_tokens for c in completions):
+    ended = len(outputs) == prompts and all(output.finished for output in outputs)
+    if not ended or any(c.num_tokens for c in completions):
         return
     if "timeout" in reasons:
         raise ApiError(408, "the request's time was over before its first token", code="timeout")

@@ -73,16 +73,20 @@ async def tokenize(server: Server, request: Request) -> Response:
     """Text, or a conversation as the chat template renders it, to token ids."""
     body = await read(server.settings, request, TokenizeChatBody, TokenizeBody)
     tokenizer = server.tokenizer
-    if isinstance(body, TokenizeChatBody):
-        tokens = await server.allm.off_loop(ChatPrompt(tokenizer, body))
-    else:
-        special = body.add_special_tokens is not False
-        tokens = await server.allm.off_loop(lambda: tokenizer.encode(body.prompt, special))
     limit = server.allm.llm.engine.config.max_model_len
-    answer: dict[str, object] = {"count": len(tokens), "max_model_len": limit, "tokens": tokens}
-    if body.return_token_strs:
-        answer["token_strs"] = [token_name(tokenizer, t) for t in tokens]
-    return _json(answer, headers=warning(request))
+
+    def answer() -> bytes:
+        if isinstance(body, TokenizeChatBody):
+            tokens = ChatPrompt(tokenizer, body)()
+        else:
+            tokens = tokenizer.encode(body.prompt, body.add_special_tokens is not False)
+        found: dict[str, object] = {"count": len(tokens), "max_model_len": limit, "tokens": tokens}
+        if body.return_token_strs:
+            found["token_strs"] = [token_name(tokenizer, t) for t in tokens]
+        return to_json(found)
+
+    answered = await server.allm.off_loop(answer)
+    return Response(answered, headers=warning(request), media_type="application/json")
 
 
 async def detokenize(server: Server, request: Request) -> Response:

@@ -146,7 +146,7 @@ class _Engine:
             )
         counters = {
             "vllm:prompt_tokens": ("Prompt tokens of admitted requests.", s.prompt_tokens),
-            "vllm:generation_tokens": ("Tokens generated.", s.generation_tokens),
+            "vllm:generation_tokens": ("Tokens generated, also those cut off again.", s.generation_tokens),
             "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", s.prefix_queries),
             "vllm:prefix_cache_hits": ("Prompt tokens found there.", s.prefix_hits),
             "vllm:num_preemptions": ("Requests that lost their pages for a time.", s.preemptions),

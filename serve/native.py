@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from mtp_jax import CompletionOutput, RequestOutput, SamplingParams
 from serve.bodies import read, warning
-from serve.fields import Body
+from serve.fields import Body, Name, Schema, Structured, Text
 from serve.generation import check, finals, outputs, submit
 from serve.ids import new_id
 from serve.schema import Sampling
@@ -29,9 +29,18 @@ class NativeSampling(Sampling):
     max_new_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     min_new_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     sampling_seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    no_stop_trim: bool | None = None
+    json_schema: Schema | None = None
+    regex: Text | None = None
+    ebnf: Any = None
+    structural_tag: Any = None
 
     @model_validator(mode="after")
-    def _tells_little(self) -> "NativeSampling":
+    def _applies(self) -> "NativeSampling":
+        if self.ebnf is not None or self.structural_tag is not None:
+            raise ValueError("ebnf, structural_tag: not supported; use json_schema or regex")
+        if (self.json_schema is not None or self.regex is not None) and self.structured_outputs is not None:
+            raise ValueError("structured_outputs: not with json_schema or regex; leave one of them out")
         if self.speculative is not None and self.speculative.metrics is not None:
             raise ValueError("speculative.metrics: not told here, see meta_info; leave it out")
         return self
@@ -40,6 +49,7 @@ class NativeSampling(Sampling):
 class GenerateBody(Body):
     """/generate. Log-probabilities are given by the other routes only."""
 
+    model: Name | None = None
     text: str | None = None
     input_ids: Annotated[list[int], Field(fail_fast=True, min_length=1, max_length=2**20)] | None = None
     sampling_params: NativeSampling | None = None
@@ -57,7 +67,15 @@ class GenerateBody(Body):
     def params(self) -> SamplingParams:
         """For the engine. Raises RequestError."""
         p = self.sampling_params or NativeSampling()
-        renamed = {"min_tokens": p.min_new_tokens, "seed": p.sampling_seed}
+        structured = None
+        if p.json_schema is not None or p.regex is not None:
+            structured = Structured.model_validate({"json": p.json_schema, "regex": p.regex})
+        renamed = {
+            "min_tokens": p.min_new_tokens,
+            "seed": p.sampling_seed,
+            "include_stop_str_in_output": p.no_stop_trim,
+            "structured_outputs": structured,
+        }
         p = p.model_copy(update={name: value for name, value in renamed.items() if value is not None})
         params = p.params(p.max_new_tokens or _DEFAULT_MAX_TOKENS, self.stream)
         return replace(params, output_kind="cumulative") if self.stream else params
@@ -73,7 +91,7 @@ async def generate(server: Server, request: Request) -> Response:
     async def events() -> AsyncGenerator[bytes, None]:
         async with aclosing(outputs(server, request, streams)) as growing:
             async for _, output in growing:
-                check([output])
+                check([output], 1)
                 yield b"".join(event(o) for o in _objects(name, output))
 
     if body.stream:

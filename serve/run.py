@@ -30,19 +30,28 @@ _IDLE = {h11.CLIENT: h11.IDLE, h11.SERVER: h11.IDLE}
 
 
 def listen(settings: Settings) -> socket.socket:
-    """Take the port before anything slow happens. Raises ConfigError if it cannot be had."""
+    """Take the port before anything slow happens. Raises ConfigError if it cannot be had.
+
+    Nobody can connect yet.
+    """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((settings.host, settings.port))
+        try:  # two sockets that may share the port could both have it until one of them listens
+            listener.bind((settings.host, settings.port))
+        except OSError:  # but connections of a server that has just ended hold it for a minute
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((settings.host, settings.port))
     except OSError as error:
         listener.close()
-        message = (
-            f"cannot bind to {settings.host} port {settings.port}: {error.strerror}; choose another --port"
-        )
-        raise ConfigError(message) from error
+        raise _no_port(settings, error) from error
     return listener
+
+
+def _no_port(settings: Settings, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot bind to {settings.host} port {settings.port}: {error.strerror}; choose another --port"
+    )
 
 
 def serve(
@@ -137,6 +146,12 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Until the engine is warm and the port open. Raises what keeps the engine from it."""
         await self._allm.start(self._reporter)
+        for listener in sockets or ():
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.listen(self.config.backlog)
+            except OSError as error:  # of which uvicorn would say nothing
+                raise _no_port(self._settings, error) from error
         await super().startup(sockets)
         if self.started:
             _freeze()

@@ -221,7 +221,7 @@ class ChatBody(CallBody, Conversation):
     def _combines(self) -> "ChatBody":
         if self.tools or self.functions:
             raise ValueError("tools: not supported; leave them out")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only allowed with logprobs = true")
         return self
 

@@ -12,7 +12,6 @@ from mtp_jax import (
     LLM,
     AsyncLLM,
     EngineStopped,
-    Overloaded,
     RequestError,
     RequestOutput,
     SamplingParams,
@@ -140,54 +139,6 @@ def test_abort_by_name_gives_the_text_so_far(llm):
     output = asyncio.run(run())
     assert output.outputs[0].finish_reason == "abort"
     assert 0 < len(output.outputs[0].token_ids) < 120
-
-
-def test_a_full_queue_refuses_before_it_tokenises(llm):
-    async def run() -> None:
-        async with serving(llm, max_queued_requests=3, max_queued_tokens=64) as allm:
-            made = []
-
-            def prompt() -> list[int]:
-                made.append(threading.current_thread().name)
-                return PROMPTS[0]
-
-            tries = [allm.submit(prompt, GREEDY) for _ in range(50)]
-            got = await asyncio.gather(*tries, return_exceptions=True)
-            refused = [g for g in got if isinstance(g, Overloaded)]
-            assert len(made) == 50 - len(refused) == 3
-            assert all(name.startswith("tokenise") for name in made)
-            assert all(1 <= r.retry_after <= 60 for r in refused)
-            for stream in got:
-                if isinstance(stream, Stream):
-                    assert len((await last(stream)).outputs[0].token_ids) == 24
-            with pytest.raises(RequestError, match="n = 4"):
-                await allm.submit(PROMPTS[0], SamplingParams(n=4))
-
-    asyncio.run(run())
-
-
-def test_prompt_tokens_are_bounded_too(llm):
-    async def run() -> None:
-        async with serving(llm, max_queued_tokens=64) as allm:
-            long = [[5] * 40] * 6
-            got = await asyncio.gather(*(allm.submit(p, GREEDY) for p in long), return_exceptions=True)
-            assert [type(g) for g in got] == [Stream] + [Overloaded] * 5
-            assert isinstance(got[0], Stream)
-            await last(got[0])
-            alone = await allm.submit([5] * 100, GREEDY)  # more than the limit, but nobody else waits
-            assert (await last(alone)).finished
-
-    asyncio.run(run())
-
-
-def test_what_cannot_be_served_leaves_no_trace(llm):
-    async def run() -> None:
-        async with serving(llm) as allm:
-            for prompt in ([], [10**6], [5] * 1000):
-                with pytest.raises(RequestError):
-                    await allm.submit(prompt, GREEDY)
-
-    asyncio.run(run())
 
 
 def test_drain_ends_what_runs_and_takes_nothing_new(llm):

@@ -118,6 +118,41 @@ def test_a_bad_line_is_one_error_line(files, line, message):
     assert (again.skipped, server.asked) == (3, [])
 
 
+def test_the_longest_line_is_no_body_too_large(files):
+    """Of two-byte characters, whose escapes are three times as long."""
+    pad = "\u00e9" * (batch.MAX_LINE_BYTES // 2 - 200)
+    files[0].write_text(json.dumps(json.loads(request("a", pad=pad)), ensure_ascii=False), encoding="utf-8")
+    sizes = []
+
+    class Measuring(Server):
+        async def send(self, url, body):
+            sizes.append(len(body))
+            return await super().send(url, body)
+
+    assert run(files, Measuring()).succeeded == 1
+    assert 2 * batch.MAX_LINE_BYTES < sizes[0] <= batch.MAX_BODY_BYTES
+
+
+def test_two_runs_cannot_write_one_output(files):
+    files[0].write_text(request("a"))
+
+    async def send(url, body):
+        for other in (batch.finished, lambda target: run(files)):
+            with pytest.raises(RequestError, match="is being written by another run"):
+                await asyncio.to_thread(other, files[1])
+        return Answer(200, "r", {})
+
+    assert asyncio.run(batch.run(files[0], files[1], send, 1, lambda counts: None)).succeeded == 1
+    assert run(files).skipped == 1
+
+
+def test_what_failed_before_is_told(files):
+    files[0].write_text("\n".join([request("a"), "{", request("b", prompt="bad")]))
+    assert run(files).failed == 2
+    again = run(files)
+    assert (again.skipped, again.failed, again.failed_before) == (3, 0, 2)
+
+
 def test_a_run_goes_on_where_it_was_interrupted(files):
     files[0].write_text("\n".join([*(request(f"n{i}", prompt=str(i)) for i in range(20)), "{"]))
     with pytest.raises(RuntimeError, match="broken"):

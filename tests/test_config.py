@@ -226,6 +226,7 @@ REFUSED = [
     ({"num_nextn_predict_layers": "1"}, "wrong type"),
     ({"rms_norm_eps": 0}, "rms_norm_eps = 0; expected a positive number"),
     ({"rope_theta": -1}, "rope_theta = -1.0; expected a positive number"),
+    ({"rope_theta": 0}, "rope_theta = 0.0; expected a positive number"),
     ({"routed_scaling_factor": "x"}, "routed_scaling_factor = 'x'; expected a positive number"),
     ({"norm_topk_prob": 1}, "norm_topk_prob = 1; expected true or false"),
     ({"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no'; expected true or false"),

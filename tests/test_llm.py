@@ -116,11 +116,27 @@ def test_stop_strings_cut_text_and_tokens(llm):
         assert len(cut.logprobs) == len(cut.token_ids)
 
 
-def test_stop_token_ends_the_output(llm):
+def test_stop_strings_begin_after_min_tokens(llm):
+    whole = llm.generate(PROMPT, GREEDY)[0].outputs[0]
+    repeated = next(c for c in whole.text if whole.text.count(c) > 1)
+    early = next(i for i, text in enumerate(whole.token_texts) if repeated in text)
+    params = replace(SCORED, stop=[repeated], min_tokens=early + 1)
+    cut = llm.generate(PROMPT, params)[0].outputs[0]
+    kept = len("".join(whole.token_texts[: early + 1]))
+    assert cut.text == whole.text[: whole.text.index(repeated, kept)]
+    assert llm.generate(PROMPT, replace(params, min_tokens=early))[0].outputs[0].num_tokens == early + 1
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_stop_token_ends_the_output(llm, keep):
     expected = golden.expected("rigged")["greedy_ids"].tolist()
-    output = llm.generate(PROMPT, replace(GREEDY, stop_token_ids=[expected[4]]))[0].outputs[0]
-    assert output.token_ids == expected[: expected.index(expected[4]) + 1]
+    params = replace(GREEDY, stop_token_ids=[expected[4]], include_stop_str_in_output=keep)
+    output = llm.generate(PROMPT, params)[0].outputs[0]
+    end = expected.index(expected[4])
+    assert output.token_ids == expected[: end + 1]
     assert output.finish_reason == "stop"
+    assert output.text == llm.tokenizer.decode(expected[: end + keep])
+    assert "".join(output.token_texts) == output.text
 
 
 def log_softmax(logits):
@@ -228,6 +244,17 @@ def test_draft_gives_the_golden_drafts(llm):
         (lambda m: m.generate([3] * 96), "96 tokens; max_model_len = 96 leaves no room"),
         (lambda m: m.generate("a\ud800"), "lone surrogates"),
         (lambda m: m.generate(["a", "b"], [GREEDY]), "2 prompts with 1 sampling_params"),
+        (lambda m: m.generate("a", []), "1 prompts with 0 sampling_params"),
+        (lambda m: m.generate("a", {"temperature": 0}), "expected SamplingParams"),
+        (lambda m: m.generate("a", [{"temperature": 0}]), "expected SamplingParams"),
+        (lambda m: m.generate({"prompt": "a"}), "expected a string or a list of token ids"),
+        (lambda m: m.generate([b"abc"]), "expected a string or a list of token ids"),
+        (lambda m: m.generate(b"abc"), "expected a string or a list of token ids"),
+        (lambda m: m.generate(None), "the prompt is None; expected"),
+        (lambda m: m.generate(5), "the prompt is 5; expected"),
+        (lambda m: m.generate([[True, False]]), "holds True"),
+        (lambda m: m.score([5, 5.5]), "5.5 among them"),
+        (lambda m: m.draft([1, 2, 3], 1.5), "num_tokens = 1.5"),
         (lambda m: m.generate("a", SamplingParams(num_speculative_tokens=4)), "num_speculative_tokens = 4"),
         (lambda m: m.generate("a", SamplingParams(stop_token_ids=[160])), "stop_token_ids names token 160"),
         (lambda m: m.generate("a", SamplingParams(logit_bias={160: 1.0})), "logit_bias names token 160"),
@@ -244,6 +271,29 @@ def test_draft_gives_the_golden_drafts(llm):
 def test_requests_that_cannot_be_served(llm, call, message):
     with pytest.raises(RequestError, match=message):
         call(llm)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("stop", 5, "stop = 5; expected non-empty strings"),
+        ("stop", ["a", ""], "expected non-empty strings"),
+        ("stop_token_ids", 5, "stop_token_ids = 5; expected integers"),
+        ("logit_bias", [1], "expected token ids and numbers"),
+        ("logit_bias", {5: "x"}, "logit_bias 5: 'x'; expected token id: number"),
+        ("logit_bias", {5: float("nan")}, "expected token id: number"),
+        ("logit_bias", {True: 1.0}, "logit_bias True: 1.0; expected token id: number"),
+        ("stop_token_ids", [True], "holds True"),
+        ("ignore_eos", "no", "ignore_eos = 'no'; expected True or False"),
+    ],
+)
+def test_sampling_params_of_wrong_types(name, value, message):
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(**{name: value})
+
+
+def test_none_is_none_of_them_as_in_vllm():
+    assert SamplingParams(stop=None, stop_token_ids=None, logit_bias=None) == SamplingParams()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import functools
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,25 @@ def with_template(tokenizer: Tokenizer, template: object) -> Tokenizer:
 def stream(tokenizer: Tokenizer, chunks: list[list[int]], skip_special_tokens: bool = True) -> list[str]:
     decoder = StreamDecoder(tokenizer, skip_special_tokens)
     return [*(decoder.push(chunk) for chunk in chunks), decoder.flush()]
+
+
+def test_others_run_while_a_long_text_is_encoded() -> None:
+    """A server streams meanwhile."""
+    ticks, done = 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not done.wait(0.001):
+            ticks += 1
+
+    tokenizer, thread = demo(), threading.Thread(target=tick)
+    thread.start()
+    before = ticks
+    tokenizer.encode("def f(x): return x\n" * 100_000)
+    found = ticks - before
+    done.set()
+    thread.join()
+    assert found > 10
 
 
 def test_special_ids(tokenizer: Tokenizer) -> None:

@@ -47,7 +47,7 @@ def register(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer the file. Returns the exit status: 1 if some line failed."""
+    """Answer the file. Returns the exit status: 1 if some line failed, now or before."""
     from mtp_jax import batch
     from serve.settings import Settings
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     lines = batch.count_lines(args.source)
     batch.finished(args.target)  # what is wrong with it is said before the model is loaded
     name = model_dir(args).resolve().name if args.served_model_name is None else args.served_model_name
-    settings = Settings(name, max_body_bytes=2 * batch.MAX_LINE_BYTES)
+    settings = Settings(name, max_body_bytes=batch.MAX_BODY_BYTES)
     report = reporter(args)
     llm = open_llm(args, report, _SLOTS)
     from mtp_jax.async_llm import AsyncLLM
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     counts, seconds = asyncio.run(_answer(args, allm, settings, in_flight, lines, report))
     if not args.quiet:
         show.note(_summary(counts, allm, seconds))
-    return 1 if counts.failed else 0
+    return 1 if counts.failed or counts.failed_before else 0
 
 
 async def _answer(
@@ -152,6 +152,7 @@ def _summary(counts: "Counts", allm: "AsyncLLM", seconds: float) -> str:
     done = f"{counts.succeeded} answered, {counts.failed} failed"
     if counts.skipped:
         done += f", {counts.skipped} done before"
+        done += f" ({counts.failed_before} failed)" if counts.failed_before else ""
     rate = f"{s.generation_tokens} tokens in {seconds:.1f} s: {s.generation_tokens / seconds:.0f} tokens/s"
     parts = [done, rate]
     if s.drafts:

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
-from mtp_jax.commands.parser import Parser, integers, positive, positive_number
+from mtp_jax.commands.parser import Parser, counts, integers, positive, positive_number
 from mtp_jax.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def _acceptance(a: Arguments) -> "Reports":
 
 def _declare_window(command: Command) -> None:
     sub = command("window", _window, "what a wider window costs, in time and in bytes", on_model=True)
-    sub.add_argument("--windows", type=integers, default=[1, 2, 4, 8])
+    sub.add_argument("--windows", type=counts, default=[1, 2, 4, 8])
     sub.add_argument("--rounds", type=positive, default=40, help="calls per window")
     sub.add_argument("--depth", type=int, default=3, help="of the end-to-end comparison")
     sub.add_argument("--prompts", type=positive, default=8)

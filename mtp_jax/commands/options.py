@@ -171,7 +171,8 @@ def add_engine(parser: Parser) -> None:
         "--compile-cache",
         type=Path,
         metavar="DIR",
-        help="keep compiled programs here; nobody else may write to it (default: ~/.cache/mtp-jax/xla)",
+        help="keep compiled programs here, whatever JAX_COMPILATION_CACHE_DIR says; nobody else may write "
+        "to it (default: ~/.cache/mtp-jax/xla)",
     )
     cache.add_argument("--no-compile-cache", action="store_true", help="compile everything again")
     parser.add_argument("-q", "--quiet", action="store_true", help="print nothing but the result")

@@ -58,6 +58,11 @@ def integers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers; write 1,2,3") from None
 
 
+def counts(text: str) -> list[int]:
+    """Integers of 1 or more: "1,2,4"."""
+    return [positive(part) for part in text.split(",")]
+
+
 def mesh_shape(text: str) -> tuple[int, int]:
     """A mesh of devices, data x model: "2x4"."""
     try:

@@ -58,6 +58,7 @@ class EngineConfig:
             ("max_model_len", 2, 2**24),
             ("page_size", 1, 4096),
             ("prefill_chunk", 1, 2**16),
+            ("seed", 0, 2**63 - 1),
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:

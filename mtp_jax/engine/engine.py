@@ -234,16 +234,16 @@ class Engine:
             self._admit(request)
         for source, target in self.scheduler.pack(partial(slot_bucket, self.config)):
             self.state = self.executables.move(self.state, source, target)
-        unread = len(self._inflight)
+        before = len(self._inflight)
         self._launch_prefill()
         advanced = []
         if any(r.matcher for r in self.scheduler.running()):
             # What a grammar allows depends on the newest tokens: nothing may be in flight.
-            advanced, unread = self._read(len(self._inflight)), 0
+            advanced, before = self._read(len(self._inflight)), 0
         self._launch_step()
-        if len(self._inflight) == unread:
-            unread = min(unread, 1)
-        return advanced + self._read(unread)
+        if len(self._inflight) == before:  # nothing was launched: what ends next may make room
+            before = min(before, 1)
+        return advanced + self._read(before)
 
     # Slots and pages
 
@@ -407,6 +407,7 @@ class Engine:
             if count or finish is not Finish.RUNNING:
                 request.unread -= 1
                 seconds = request.emit(tokens[:count], extra[ACCEPTED])
+                self.counters.generation_tokens += count
                 if seconds is not None:
                     self.counters.inter_token.add(seconds / count, count)
                 advanced.append(request)
@@ -430,7 +431,6 @@ class Engine:
         self._last_read = now
         extra = packed[[row for row, _ in launch.rows], launch.width :]
         emitted = int(extra[:, COUNT].sum())
-        c.generation_tokens += emitted
         self._took[launch.key].append(seconds)
         key = launch.step
         if key is None:

@@ -4,6 +4,7 @@ import itertools
 import operator
 import time
 from collections.abc import Iterable
+from numbers import Real
 
 import numpy as np
 
@@ -59,7 +60,7 @@ class Intake:
                 f"the prompt has {len(ids)} tokens; max_model_len = {config.max_model_len} leaves no room "
                 "for an answer"
             )
-        if timeout is not None and not timeout > 0:
+        if timeout is not None and not (isinstance(timeout, Real) and timeout > 0):
             raise RequestError(f"timeout = {timeout!r}; expected seconds above 0")
         if not isinstance(priority, int):
             raise RequestError(f"priority = {priority!r}; expected an integer, lower ones first")
@@ -67,6 +68,12 @@ class Intake:
             cache_salt.encode()
         except (AttributeError, UnicodeEncodeError) as e:
             raise RequestError(f"cache_salt = {cache_salt!r}; expected a string that UTF-8 can hold") from e
+        least = config.pages_for(len(ids) + 1 + spare)
+        if least > self.pages:
+            raise PromptTooLong(
+                f"the prompt has {len(ids)} tokens and needs {least} cache pages, the engine has "
+                f"{self.pages}; shorten it or raise num_pages"
+            )
         depth = config.num_speculative_tokens
         if params.num_speculative_tokens is not None:
             if params.num_speculative_tokens > depth:

@@ -2,10 +2,10 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Literal, get_args
 
 from mtp_jax.errors import RequestError
@@ -26,9 +26,10 @@ class SamplingParams:
         top_k: most likely tokens to keep; 0 or -1 is off.
         min_p: least probability relative to the most likely token; 0 is off.
         max_tokens: most tokens to emit; None: as many as fit.
-        min_tokens: no stop token before this many.
+        min_tokens: no stop token before this many, and no stop string in their text.
         stop: strings that end the text; not part of it unless ``include_stop_str_in_output``.
-        stop_token_ids: tokens that end the output beside the model's own, emitted.
+        stop_token_ids: tokens that end the output beside the model's own, emitted as ids; they have no text
+            unless ``include_stop_str_in_output``.
         ignore_eos: go on after the model's end-of-sequence tokens.
         seed: makes sampling reproducible, whatever shares the batch.
         presence_penalty: subtracted from every token already in the output.
@@ -39,7 +40,7 @@ class SamplingParams:
         prompt_logprobs: the same for the tokens of the prompt.
         num_speculative_tokens: most drafts per step for this request; None: the engine's. 0: no speculation.
         skip_special_tokens: leave special tokens out of the text.
-        include_stop_str_in_output: keep the stop string in the text.
+        include_stop_str_in_output: keep the stop string, or the text of the stop token, in the text.
         output_kind: what an iterator of outputs gives: all there is so far ("cumulative"), what is new
             ("delta"), or one output at the end ("final_only").
         structured: what the output must be. It ends at an end-of-sequence token once it is complete, or, cut
@@ -70,6 +71,9 @@ class SamplingParams:
     structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
+        for name, none in (("stop", ()), ("stop_token_ids", ()), ("logit_bias", {})):
+            if getattr(self, name) is None:  # as vLLM writes it
+                object.__setattr__(self, name, none)
         _check_number(self, "temperature", 0, 1e6)
         _check_number(self, "top_p", 0, 1, low_open=True)
         _check_number(self, "min_p", 0, 1)
@@ -86,7 +90,11 @@ class SamplingParams:
         _check_integer(self, "num_speculative_tokens", 0, 64, optional=True)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens = {self.min_tokens} is above max_tokens = {self.max_tokens}")
-        if any(not isinstance(s, str) or not s for s in self.stop_strings):
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} = {getattr(self, name)!r}; expected True or False")
+        many = isinstance(self.stop, Iterable)
+        if not many or any(not isinstance(s, str) or not s for s in self.stop_strings):
             raise RequestError(f"stop = {self.stop!r}; expected non-empty strings")
         if self.output_kind not in get_args(OutputKind):
             kinds = ", ".join(map(repr, get_args(OutputKind)))
@@ -98,11 +106,16 @@ class SamplingParams:
                 raise RequestError(
                     "a structured output ends where its grammar does; leave out ignore_eos and min_tokens"
                 )
+        if not isinstance(self.stop_token_ids, Iterable):
+            raise RequestError(f"stop_token_ids = {self.stop_token_ids!r}; expected integers")
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(f"logit_bias = {self.logit_bias!r}; expected token ids and numbers")
         for token in self.stop_token_ids:
-            if not isinstance(token, Integral):
+            if not isinstance(token, Integral) or isinstance(token, bool):
                 raise RequestError(f"stop_token_ids holds {token!r}; expected integers")
         for token, bias in self.logit_bias.items():
-            if not isinstance(token, int) or not math.isfinite(bias) or abs(bias) > 100:
+            numbers = isinstance(token, int) and isinstance(bias, Real)
+            if not numbers or isinstance(token, bool) or isinstance(bias, bool) or not abs(bias) <= 100:
                 raise RequestError(
                     f"logit_bias {token!r}: {bias!r}; expected token id: number from -100 to 100"
                 )
@@ -210,7 +223,7 @@ class Status(Enum):
 TokenLogprobs = dict[int, Logprob]
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """One completion on its way through the engine. Only the engine changes it.
 

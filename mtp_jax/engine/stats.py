@@ -44,6 +44,7 @@ class Counters:
     """Running totals. Only the engine changes them.
 
     Attributes:
+        generation_tokens: emitted, those that a stop string cut off included.
         prefix_queries: prompt tokens looked up in the prefix cache.
         prefix_hits: those of them that were found.
         drafts: rows that verified at least one draft, one per row and step.

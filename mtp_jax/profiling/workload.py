@@ -42,6 +42,9 @@ def start(
     """
     if phase in ("verify", "mixed") and depth < 1:
         raise ConfigError(f"--phase {phase} verifies drafts: --depth 1 or more")
+    limit = subject.config.max_position_embeddings
+    if input_len > limit:
+        raise ConfigError(f"--input-len {input_len}: the model's positions end at {limit}")
     depth = 0 if phase == "decode" else depth
     decoding = 0 if phase == "prefill" else batch
     fed = steps + _SETTLE + 1 if phase in ("prefill", "mixed") else 0

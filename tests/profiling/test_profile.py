@@ -104,6 +104,9 @@ def test_a_compilation_among_the_measured_steps_is_an_error(subject, profiled, m
 def test_a_verifying_phase_needs_drafts(subject):
     with pytest.raises(ConfigError, match="--depth 1 or more"):
         workload.start(subject, "verify", batch=2, input_len=8, depth=0, steps=2, temperature=0.0)
+    limit = subject.config.max_position_embeddings
+    with pytest.raises(ConfigError, match=f"--input-len {limit + 1}: the model's positions end at {limit}"):
+        workload.start(subject, "decode", batch=2, input_len=limit + 1, depth=0, steps=2, temperature=0.0)
 
 
 def test_the_command_prints_the_report(subject, profiled, monkeypatch, capsys, tmp_path):

@@ -16,6 +16,8 @@ import pytest
 
 from mtp_jax import AsyncLLM, ConfigError, Reporter, cli
 from mtp_jax.commands.serve import summary
+from serve.run import listen
+from serve.settings import Settings
 from serve.stats_log import describe
 from tests.serve.conftest import Running
 
@@ -49,6 +51,30 @@ def test_a_port_in_use_is_found_before_the_model_is_read(capsys):
         port = taken.getsockname()[1]
         assert cli.main(["serve", "-q", "--port", str(port)]) == 2
     assert f"cannot bind to 127.0.0.1 port {port}" in capsys.readouterr().err
+
+
+def test_a_port_of_a_server_that_still_starts_is_taken(capsys):
+    """Neither ever listens, so it is for the bind to find out."""
+    with listen(Settings("first", port=0)) as taken:
+        port = taken.getsockname()[1]
+        assert cli.main(["serve", "-q", "--port", str(port)]) == 2
+    assert f"cannot bind to 127.0.0.1 port {port}" in capsys.readouterr().err
+
+
+def test_a_port_lost_while_the_engine_starts_is_one_line(model: Path, monkeypatch, capsys):
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+
+        async def start(allm: AsyncLLM, reporter: Reporter | None = None) -> None:
+            other.listen()
+
+        monkeypatch.setattr(AsyncLLM, "start", start)
+        assert cli.main(["serve", str(model), "-q", "--port", str(port), "--no-compile-cache"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: cannot bind to 127.0.0.1 port {port}: Address already in use")
+    assert error.count("\n") == 1
 
 
 def test_what_keeps_the_engine_from_starting_is_one_line(model: Path, monkeypatch, capsys):

@@ -164,6 +164,19 @@ def test_logprobs_with_echo_cover_the_whole_text(client, stream):
         assert top[token] == score
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_completion_of_an_echoed_prompt_has_its_logprobs(client, stream):
+    """The prompt is longer than a chunk, so that completions begin in different steps."""
+    body = {**GREEDY, "prompt": "a longer prompt " * 3, "n": 3, "echo": True, "logprobs": 0, "max_tokens": 4}
+    answers = events(client, **body) if stream else [post(client, **body)]
+    found: dict[int, list[float]] = {}
+    for choice in (c for answer in answers for c in answer["choices"]):
+        found.setdefault(choice["index"], []).extend(choice["logprobs"]["token_logprobs"])
+    assert len(found[0]) == 48 + 4
+    assert None not in found[0][1:]
+    assert found[0] == found[1] == found[2]
+
+
 def joined_offsets(chunks: list[dict[str, Any]]) -> tuple[list[int], list[str]]:
     """Offsets and tokens of all chunks."""
     parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
@@ -304,7 +317,7 @@ def test_unknown_fields_are_refused_when_strict(server):
         ({"logit_bias": {"100000": 1}}, None, "logit_bias names token 100000"),
         ({"prompt": [7, 1000]}, None, "token 1000"),
         ({"min_tokens": 30}, None, "above max_tokens"),
-        ({"speculative": {"max_tokens": 9}}, None, "the engine's is 3"),
+        ({"speculative": {"max_tokens": 9}}, "speculative", "max_tokens = 9; this server drafts at most 3"),
         (
             {"response_format": {"type": "json_schema"}},
             "response_format",

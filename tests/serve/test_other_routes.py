@@ -1,6 +1,7 @@
 """/generate, /server_info, /tokenize, /v1/models and the rest."""
 
 import json
+import re
 from itertools import pairwise
 
 import pytest
@@ -46,10 +47,33 @@ def test_generate_in_sglangs_shape(client, fresh):
         {"text": "a", "return_logprob": True},
         {"input_ids": [160]},
         {"text": "a", "sampling_params": {"speculative": {"metrics": "summary"}}},
+        {"text": "a", "sampling_params": {"ebnf": "root ::= 'a'"}},
+        {"text": "a", "sampling_params": {"regex": "a", "structured_outputs": {"choice": ["a"]}}},
     ],
 )
 def test_generate_refuses(client, body):
     assert client.post("/generate", json=body).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("constraint", "wanted"),
+    [({"regex": "[0-9]{3}"}, r"[0-9]{3}"), ({"json_schema": '{"type": "boolean"}'}, "true|false")],
+)
+def test_generate_takes_sglangs_constraints(client, constraint, wanted):
+    body = {"text": "a", "model": "tiny", "sampling_params": {"temperature": 0, **constraint}}
+    answer = client.post("/generate", json=body)
+    assert re.fullmatch(wanted, answer.json()["text"])
+    assert "warning" not in answer.headers
+
+
+def test_generate_trims_stop_strings_unless_told_not_to(client):
+    sampling = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True}
+    whole = client.post("/generate", json={"text": "abc", "sampling_params": sampling}).json()["text"]
+    stop = whole[4]
+    for keep in (False, True):
+        options = {**sampling, "stop": stop, "no_stop_trim": keep}
+        answer = client.post("/generate", json={"text": "abc", "sampling_params": options}).json()
+        assert answer["text"] == whole[: whole.index(stop) + keep]
 
 
 def test_generate_warns_of_what_belongs_to_other_routes(client):

@@ -170,14 +170,39 @@ def test_r5_a_deadline_keeps_the_completions_that_have_text(client, compiled, st
 def test_r5_an_end_without_new_tokens_is_no_error(reason):
     """The last delta of a stream that its deadline ends has none."""
 
-    def end(tokens: int) -> RequestOutput:
+    def end(tokens: int, reason: str | None = reason) -> RequestOutput:
         c = CompletionOutput(0, "", [], tokens, reason, None, [], [], Speculation())
         return RequestOutput("", [1], [c], None, Timing(0.1, 0.2, 0.3), 0)
 
-    check([end(5)])
-    check([end(0), end(5)])
+    check([end(5)], 1)
+    check([end(0), end(5)], 2)
+    check([end(0), end(0, None)], 2)
+    check([end(0)], 2)
     with pytest.raises(ApiError):
-        check([end(0)])
+        check([end(0)], 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 4])
+def test_r5_scored_prompts_outlive_one_that_ends_early(client, compiled, monkeypatch, stream, max_tokens):
+    """Of a prompt whose time was over before its prefill, tokens are told without log-probabilities."""
+    make, times = compiled.engine.make_request, iter([1e-6, None])
+    monkeypatch.setattr(
+        compiled.engine, "make_request", lambda *a, **o: make(*a, **{**o, "timeout": next(times)})
+    )
+    body = {**GREEDY, "prompt": ["abc", "defgh"], "echo": True, "logprobs": 0, "max_tokens": max_tokens}
+    response = client.post("/v1/completions", json={**body, "stream": stream})
+    assert response.status_code == 200
+    lines = response.text.removesuffix("data: [DONE]\n\n").strip().split("\n\n")
+    answers = [json.loads(line.removeprefix("data: ")) for line in lines]
+    found: dict[int, list[float | None]] = {0: [], 1: []}
+    ends = {}
+    for choice in (c for answer in answers for c in answer["choices"]):
+        found[choice["index"]] += choice["logprobs"]["token_logprobs"]
+        ends[choice["index"]] = choice["finish_reason"]
+    assert found[0] == [None] * 3
+    assert [p is None for p in found[1]] == [True] + [False] * (4 + max_tokens)
+    assert ends == {0: "timeout", 1: "length"}
 
 
 def test_r5_the_server_has_a_deadline_of_its_own(server):
