@@ -18,7 +18,9 @@ from mtp_jax.errors import MtpJaxError
 
 _COMMANDS = (generate, batch, chat, serve, info, train, checkpoints, bench, profile)
 INTERRUPTED = 130
-_OUT_OF_MEMORY = "out of device memory; lower --max-num-seqs or --max-model-len, or give --mesh more devices"
+_OUT_OF_MEMORY = (
+    "out of device memory; lower --max-num-seqs, --max-model-len or --num-pages, or give --mesh more devices"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,6 +21,9 @@ _LOOK_EVERY = 20
 # One whose last run was good enough to be the best is run again after so many steps: those before it may have
 # been measured in a slow moment, as the steps after a prefill are.
 _AGAIN_AFTER = 2
+# The first steps after those of another program are slower, caches and clocks being as those left them: up to
+# so much, as far as is believed of them, and for so long.
+_SETTLED, _SETTLES_AFTER = 0.6, 8
 _MEMORY = 0.98  # weight of a step's acceptance one step later
 _LEAST_PAST = 0.5
 # Optimistic: drafts that are never tried teach nothing.
@@ -36,27 +39,49 @@ def adaptive_depths(most: int) -> tuple[int, ...]:
 
 
 class StepCosts:
-    """Measured seconds of every step executable."""
+    """Measured seconds of every step executable: rehearsed or settled, and in looks since."""
 
     def __init__(self) -> None:
         self._seconds: dict[StepKey, deque[float]] = {}
+        self._looks: dict[StepKey, deque[float]] = {}
+        self._last: StepKey | None = None
+        self._in_a_row = 0
 
     def add(self, key: StepKey, seconds: float) -> None:
         """Take a measurement."""
         self._seconds.setdefault(key, deque(maxlen=_KEPT)).append(seconds)
+        self._looks.pop(key, None)
+
+    def ran(self, key: StepKey, seconds: float) -> None:
+        """Take what a step among others took."""
+        self._in_a_row = self._in_a_row + 1 if key == self._last else 1
+        self._last = key
+        if self._in_a_row > _SETTLES_AFTER or not self.known(key):
+            self.add(key, seconds)
+        else:
+            self._looks.setdefault(key, deque(maxlen=_KEPT)).append(seconds)
 
     def known(self, key: StepKey) -> bool:
         """Whether there are enough measurements."""
         return len(self._seconds.get(key, ())) >= _ENOUGH
 
     def seconds(self, key: StepKey) -> float:
-        """What the step takes: the median, or of two measurements the lower, as first runs are slow."""
-        seen = self._seconds[key]
-        return median(seen) if len(seen) > _ENOUGH else min(seen)
+        """What the step takes: the median, or of two measurements the lower, as first runs are slow.
+
+        As far as looks have not shown otherwise: they take more than settled steps, but not any longer.
+        """
+        seen, looks = self._seconds[key], self._looks.get(key)
+        usual = median(seen) if len(seen) > _ENOUGH else min(seen)
+        return _between(usual, median(looks)) if looks else usual
 
     def newest(self, key: StepKey) -> float:
         """What the step took when it was last run."""
-        return self._seconds[key][-1]
+        looks = self._looks.get(key)
+        return _between(self.seconds(key), looks[-1]) if looks else self._seconds[key][-1]
+
+
+def _between(usual: float, look: float) -> float:
+    return min(max(usual, _SETTLED * look), look)
 
 
 class Acceptance:
@@ -117,7 +142,7 @@ class DepthController:
         self._verified[key.depth] = self._verified[key.depth] * _MEMORY + verified
         self._emitted[key.depth] = self._emitted[key.depth] * _MEMORY + sum(emitted)
         self.acceptance.add(drafted, accepted)
-        self.costs.add(key, seconds)
+        self.costs.ran(key, seconds)
 
     def choose(self, keys: Iterable[StepKey], depths: Sequence[int]) -> StepKey:
         """The best of ``keys``, or one that must be measured. ``depths``: the most each row verifies."""

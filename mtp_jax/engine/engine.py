@@ -174,6 +174,7 @@ class Engine:
         costs = self.depth.costs
         while self.config.adaptive_depth and (unknown := [k for k in steps if not costs.known(k)]):
             for key in unknown:
+                jax.block_until_ready(self._run_step(key, []))  # the first after another is slower
                 began = time.perf_counter()
                 jax.block_until_ready(self._run_step(key, []))
                 costs.add(key, time.perf_counter() - began)

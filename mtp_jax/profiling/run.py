@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -45,6 +46,7 @@ def profile(subject: Subject, options: Options, out: Path) -> Profile:
     """
     o = options
     out.mkdir(parents=True, exist_ok=True)
+    _clear(out)
     with compiles.recorded() as compiled:
         peaks = machine.measure(subject.dtype)
         work = workload.start(subject, o.phase, o.batch, o.input_len, o.depth, 2 * o.steps, o.temperature)
@@ -53,7 +55,8 @@ def profile(subject: Subject, options: Options, out: Path) -> Profile:
         traced = _traced(work, o.steps, out)
         compiles.write(compiled, out / "compiles.jsonl")
         _refuse(compiled[before:])
-    found = trace.read(_newest(out / "trace", "*.xplane.pb"), _WINDOW)
+    (recorded,) = (out / "trace").rglob("*.xplane.pb")
+    found = trace.read(recorded, _WINDOW)
     engine, ran = work.engine, {op.module for line in found.lines for op in line}
     programs, scopes = [], {}
     (out / "hlo").mkdir(exist_ok=True)
@@ -84,6 +87,13 @@ def profile(subject: Subject, options: Options, out: Path) -> Profile:
     return result
 
 
+def _clear(out: Path) -> None:
+    """Away with the programs and traces of an earlier profile; everything else is written over."""
+    for program in (out / "hlo").glob("*.txt"):
+        program.unlink()
+    shutil.rmtree(out / "trace" / "plugins", ignore_errors=True)
+
+
 def _timed(work: Workload, steps: int) -> list[float]:
     """Seconds of every step. The engine reads one step late, so that they keep the device's pace."""
     seconds = []
@@ -105,7 +115,8 @@ def _traced(work: Workload, steps: int, out: Path) -> list[float]:
     to = jax.profiler.trace(str(out / "trace"), create_perfetto_trace=True, profiler_options=options)
     with to, jax.profiler.TraceAnnotation(_WINDOW):
         seconds = _timed(work, steps)
-    _newest(out / "trace", "perfetto_trace.json.gz").replace(out / "perfetto.json.gz")
+    (perfetto,) = (out / "trace").rglob("perfetto_trace.json.gz")
+    perfetto.replace(out / "perfetto.json.gz")
     return seconds
 
 
@@ -116,11 +127,6 @@ def _refuse(late: Sequence[Compile]) -> None:
             f"{len(late)} compilations fell into the measured steps ({names}), so their times mean nothing; "
             "this is a defect of mtp-jax: a step must never compile"
         )
-
-
-def _newest(folder: Path, pattern: str) -> Path:
-    """A trace folder keeps the traces of earlier runs, too."""
-    return max(folder.rglob(pattern), key=lambda path: path.stat().st_mtime)
 
 
 def _program(subject: Subject, engine: Engine, key: StepKey | PrefillKey, found: trace.Trace) -> Program:

@@ -6,7 +6,7 @@ import pytest
 
 from mtp_jax.decode.compiled import StepKey
 from mtp_jax.decode.step import SamplingMode
-from mtp_jax.engine.depth import Acceptance, DepthController, adaptive_depths
+from mtp_jax.engine.depth import Acceptance, DepthController, StepCosts, adaptive_depths
 from mtp_jax.engine.request import SamplingParams
 from tests.models import GREEDY, Reference, accepted, make_engine, prompts, serve, tiny_params
 
@@ -131,6 +131,34 @@ def test_what_was_measured_in_a_slow_moment_is_soon_measured_again():
     first = chosen.index(3)
     assert chosen[first : first + 20].count(3) >= 16
     assert chosen[-50:].count(3) >= 46
+
+
+def test_a_depth_is_not_judged_by_its_first_steps_after_another():
+    """What a look at depth 0 takes, while depth 3 runs, is no more than it may take before it settles."""
+    costs = StepCosts()
+    for depth, seconds in ((0, 1.0), (3, 3.0)):
+        costs.add(key(depth), seconds)
+        costs.add(key(depth), seconds)
+    for _ in range(20):
+        for _ in range(30):
+            costs.ran(key(3), 3.0)
+        costs.ran(key(0), 1.4)
+    assert costs.seconds(key(0)) == 1.0
+    for _ in range(20):
+        costs.ran(key(0), 1.2)
+    assert costs.seconds(key(0)) == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize(("rehearsed", "ran", "believed"), [(1.0, 4.0, 2.4), (3.0, 2.0, 2.0)])
+def test_a_rehearsal_that_was_wrong_is_corrected_even_if_nothing_settles(rehearsed, ran, believed):
+    costs = StepCosts()
+    for depth in (0, 3):
+        for _ in range(2):
+            costs.add(key(depth), rehearsed)
+    for _ in range(10):
+        costs.ran(key(0), rehearsed)
+        costs.ran(key(3), ran)
+    assert costs.seconds(key(3)) == pytest.approx(believed)
 
 
 def test_expected_tokens():

@@ -25,8 +25,11 @@ def subject():
 
 @pytest.fixture(scope="module")
 def profiled(subject, tmp_path_factory):
-    """(folder, profile) of steps that draft, verify and sample beside prompts."""
+    """(folder, profile) of steps that draft, verify and sample beside prompts; in a folder used before."""
     out = tmp_path_factory.mktemp("profile")
+    for old in (out / "hlo" / "old.txt", out / "trace" / "plugins" / "profile" / "then" / "old.xplane.pb"):
+        old.parent.mkdir(parents=True)
+        old.write_text("old")
     return out, run.profile(subject, MIXED, out)
 
 
@@ -36,6 +39,7 @@ def test_all_files_are_written(profiled):
         *("trace", "perfetto.json.gz", "hlo", "cost.json", "memory.json", "compiles.jsonl", "report.md")
     }
     assert list((out / "trace").rglob("*.xplane.pb"))
+    assert not list(out.rglob("old.*"))
     assert json.loads(gzip.decompress((out / "perfetto.json.gz").read_bytes()))["traceEvents"]
     assert {p.stem for p in (out / "hlo").iterdir()} >= {"prefill_b1_t16_p1", "step_b2_k2_p1_sampled"}
     memory = json.loads((out / "memory.json").read_text())
