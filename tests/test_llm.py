@@ -293,7 +293,8 @@ def test_sampling_params_of_wrong_types(name, value, message):
 
 
 def test_none_is_none_of_them_as_in_vllm():
-    assert SamplingParams(stop=None, stop_token_ids=None, logit_bias=None) == SamplingParams()  # type: ignore[arg-type]
+    none: dict[str, Any] = dict.fromkeys(("stop", "stop_token_ids", "logit_bias"))
+    assert SamplingParams(**none) == SamplingParams()
 
 
 @pytest.mark.parametrize(
