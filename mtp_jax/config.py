@@ -208,6 +208,9 @@ _NATURAL = (
     "num_nextn_predict_layers",
 )
 
+# Each of them has tensors of its own.
+_COUNTS, _MOST = ("num_hidden_layers", "num_nextn_predict_layers", "n_routed_experts"), 2**16
+
 
 def _check(c: ModelConfig) -> None:
     def need(ok: bool, name: str, expected: str) -> None:
@@ -221,6 +224,8 @@ def _check(c: ModelConfig) -> None:
         need(whole(getattr(c, name), 1), name, "a positive integer")
     for name in _NATURAL:
         need(whole(getattr(c, name), 0), name, "an integer >= 0")
+    for name in _COUNTS:
+        need(getattr(c, name) <= _MOST, name, f"at most {_MOST:,}")
     for name in ("rms_norm_eps", "rope_theta", "routed_scaling_factor"):
         need(config_json.is_number(getattr(c, name)) and getattr(c, name) > 0, name, "a positive number")
     for name in ("norm_topk_prob", "rope_interleave", "tie_word_embeddings"):

@@ -53,7 +53,7 @@ def _model(server: Server) -> dict[str, object]:
         "object": "model",
         "created": server.created,
         "owned_by": "mtp-jax",
-        "max_model_len": server.allm.llm.engine.config.max_model_len,
+        "max_model_len": server.allm.llm.engine.config.longest,
     }
 
 
@@ -73,7 +73,7 @@ async def tokenize(server: Server, request: Request) -> Response:
     """Text, or a conversation as the chat template renders it, to token ids."""
     body = await read(server.settings, request, TokenizeChatBody, TokenizeBody)
     tokenizer = server.tokenizer
-    limit = server.allm.llm.engine.config.max_model_len
+    limit = server.allm.llm.engine.config.longest
 
     def answer() -> bytes:
         if isinstance(body, TokenizeChatBody):

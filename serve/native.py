@@ -146,7 +146,7 @@ async def server_info(server: Server, request: Request) -> Response:
     info = {
         "model_path": server.settings.model_name,
         "served_model_name": server.settings.model_name,
-        "max_model_len": config.max_model_len,
+        "max_model_len": config.longest,
         "max_num_seqs": config.max_num_seqs,
         "num_speculative_tokens": config.num_speculative_tokens,
         "adaptive_depth": config.adaptive_depth,

@@ -13,6 +13,7 @@ tail holds the hidden states that the next NextN rows merge, so a sequence that 
 on, drafting too, as if it had computed them. It is written with the page's last row.
 """
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.config import ModelConfig
 from mtp_jax.decode.sampling import SamplingState, neutral_state
+from mtp_jax.errors import ConfigError
 from mtp_jax.model.ops import packed
 from mtp_jax.model.params import type_of
 from mtp_jax.model.sharding import data_size, partition
@@ -116,8 +118,22 @@ def abstract_state(
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=over_data), state)
 
 
+def memory_size() -> int:
+    """Bytes of memory that this computer has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def empty_state(abstract: State) -> State:
-    """A zeroed state of these shapes: no slot is active."""
+    """A zeroed state of these shapes: no slot is active. Raises ConfigError.
+
+    A GPU refuses what it has no room for; a computer ends the process, later, once the memory is written.
+    """
+    size = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(abstract))
+    if jax.default_backend() == "cpu" and size > (memory := memory_size()):
+        raise ConfigError(
+            f"the cache takes {size / 2**30:,.1f} GiB, this computer has {memory / 2**30:,.1f}; lower "
+            "num_pages, max_num_seqs or max_model_len"
+        )
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), abstract)
 
 

@@ -50,7 +50,7 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        sizes = (("num_pages", 1, 2**31 - 1),) if self.num_pages is not None else ()
+        sizes = (("num_pages", 1, 2**22),) if self.num_pages is not None else ()
         for name, low, high in (
             *sizes,
             ("num_speculative_tokens", 0, 64),
@@ -79,6 +79,14 @@ class EngineConfig:
     def columns(self) -> int:
         """Width of the page table: the pages of the longest request."""
         return self.pages_for(self.max_model_len)
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of prompt and output together: max_model_len, or what the pages hold."""
+        if self.num_pages is None:
+            return self.max_model_len
+        held = self.num_pages * self.page_size - self.num_speculative_tokens
+        return min(self.max_model_len, max(held, 0))
 
     def pages_for(self, tokens: int) -> int:
         """Pages that a sequence of this many tokens needs, the drafts past its end included."""

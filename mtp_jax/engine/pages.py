@@ -12,13 +12,15 @@ import numpy as np
 
 from mtp_jax.errors import ConfigError
 
+_MOST = 2**22  # what the host keeps about each fits in a few hundred MB
+
 
 class PagePool:
     """Hands out page numbers. Invariant: with no live request every page is free or kept as a prefix."""
 
     def __init__(self, pages: int) -> None:
-        if pages < 1:
-            raise ConfigError(f"num_pages = {pages}; expected at least 1")
+        if not 1 <= pages <= _MOST:
+            raise ConfigError(f"num_pages = {pages}; expected an integer from 1 to {_MOST}")
         self.pages = pages
         self._free = list(range(pages - 1, -1, -1))
         self._users = [0] * pages

@@ -163,7 +163,15 @@ def test_options_of_a_request(options, says):
 
 def test_without_max_tokens_an_answer_takes_what_the_cache_holds():
     engine = make_engine(num_pages=2, num_speculative_tokens=3)
+    assert engine.config.longest == 2 * 16 - 3
     request = engine.make_request([3] * 5, SamplingParams(max_tokens=None))
     assert request.max_tokens == 2 * 16 - 3 - 5
     with pytest.raises(RequestError, match="needs 3 cache pages, the engine has 2"):
         engine.make_request([3] * 30, SamplingParams(max_tokens=None))
+
+
+def test_a_cache_that_no_memory_holds_is_refused():
+    with pytest.raises(ConfigError, match=r"cache takes [\d,.]+ GiB, this computer has [\d,.]+; lower num"):
+        make_engine(num_pages=2**22, page_size=4096)
+    with pytest.raises(ConfigError, match="num_pages = 16777216; expected an integer from 1 to 4194304"):
+        make_engine(max_model_len=2**24, page_size=1, max_num_seqs=1, num_speculative_tokens=0)
