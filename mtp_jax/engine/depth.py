@@ -5,32 +5,35 @@ how often the draft at each position is accepted. Depth 0 takes part, so specula
 not pay. Whatever is chosen, the tokens are right: trying a depth out costs time only.
 """
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Sequence
 from statistics import median
 
 from mtp_jax.decode.compiled import StepKey
 
 _ENOUGH = 2  # measurements before a cost is believed
-# Few: what else the machine does makes wide steps up to twice as slow, for seconds at a time.
-_KEPT = 5
+# Of so many measurements the lower quartile counts: what else the machine does makes steps slower, never
+# faster, and for longer than a few of them.
+_KEPT = 64
 # Looking at a depth that is not chosen may lose this share of the time with one row, and waits for so many
 # steps at least.
 _LOOKING = 0.005
 _LOOK_EVERY = 20
+# A look at a deeper one costs so many steps more, where there are many rows: they then end apart.
+_UPSETS = 3
 # One whose last run was good enough to be the best is run again after so many steps: those before it may have
 # been measured in a slow moment, as the steps after a prefill are.
 _AGAIN_AFTER = 2
-# The first steps after those of another program are slower, caches and clocks being as those left them: up to
-# so much, as far as is believed of them, and for so long.
-_SETTLED, _SETTLES_AFTER = 0.6, 8
+# Steps take longer for so many after a deeper one, the caches being as that left them. What is left of the
+# time of the first few: at least, and, until it has been seen, at depth 0.
+_SETTLES_AFTER, _FIRST, _LEAST, _LIKELY = 24, 5, 0.6, 0.8
 _MEMORY = 0.98  # weight of a step's acceptance one step later
 _LEAST_PAST = 0.5
 # Optimistic: drafts that are never tried teach nothing.
 _PRIOR, _PRIOR_WEIGHT = 0.8, 4.0
 # A depth is worth drafting if it beats depth 0 by more than this: rows then end apart, and prompts come one
 # by one, so that fewer of them are prefilled together.
-_CLEARLY = 0.9
+_CLEARLY = 0.88
 
 
 def adaptive_depths(most: int) -> tuple[int, ...]:
@@ -39,40 +42,85 @@ def adaptive_depths(most: int) -> tuple[int, ...]:
 
 
 class StepCosts:
-    """Measured seconds of every step executable: rehearsed or settled, and in looks since."""
+    """Seconds of every step executable, as it takes them once no deeper one has run for a while.
+
+    Steps that run sooner are looks: they are taken to be as much too slow as such steps were seen to be, and
+    believed where they took less than was thought.
+    """
 
     def __init__(self) -> None:
+        # Rehearsed or settled, and as looks since let expect.
         self._seconds: dict[StepKey, deque[float]] = {}
         self._looks: dict[StepKey, deque[float]] = {}
+        self._believed: dict[StepKey, float] = {}
+        # What settled steps take of the first ones, by slots and depth.
+        self._share: dict[tuple[int, int], float] = {}
+        self._steps = 0
+        # The step at which each depth was last run.
+        self._run_at: dict[int, int] = {}
+        # Seconds of the steps since a deeper one, if all were of one program.
+        self._row: list[float] = []
         self._last: StepKey | None = None
-        self._in_a_row = 0
 
-    def add(self, key: StepKey, seconds: float) -> None:
-        """Take a measurement."""
-        self._seconds.setdefault(key, deque(maxlen=_KEPT)).append(seconds)
-        self._looks.pop(key, None)
+    def rehearsed(self, key: StepKey, seconds: float) -> None:
+        """Take what a run of its own took."""
+        self._count(key)
+        self._add(key, seconds * self._share_of(key))
 
     def ran(self, key: StepKey, seconds: float) -> None:
         """Take what a step among others took."""
-        self._in_a_row = self._in_a_row + 1 if key == self._last else 1
-        self._last = key
-        if self._in_a_row > _SETTLES_AFTER or not self.known(key):
-            self.add(key, seconds)
+        since = self._count(key)
+        self._believed.pop(key, None)
+        if since >= _SETTLES_AFTER:
+            self._add(key, seconds)
+            return
+        share = self._share_of(key)
+        settled = seconds * (share + (1 - share) * since / _SETTLES_AFTER)
+        if self.known(key):
+            self._looks.setdefault(key, deque(maxlen=_FIRST)).append(settled)
         else:
-            self._looks.setdefault(key, deque(maxlen=_KEPT)).append(seconds)
+            self._add(key, settled)
+        self._row = [*self._row, seconds] if since and key == self._last else [seconds]
+        self._last = key
+        if len(self._row) == _SETTLES_AFTER:
+            self._settled(key, share)
+
+    def _count(self, key: StepKey) -> int:
+        """Count a run. Returns how many there were since one of a deeper program."""
+        self._steps += 1
+        self._run_at[key.depth] = self._steps
+        deeper = [step for depth, step in self._run_at.items() if depth > key.depth]
+        return self._steps - max(deeper, default=-_SETTLES_AFTER) - 1
+
+    def _settled(self, key: StepKey, share: float) -> None:
+        seen = min(max(median(self._row[-_FIRST:]) / median(self._row[:_FIRST]), _LEAST), 1)
+        of = (key.slots, key.depth)
+        if of in self._share:
+            seen = (seen + share) / 2
+        else:  # what rehearsals showed hung on a guess
+            self._seconds[key] = deque(self._row[-_FIRST:], maxlen=_KEPT)
+            self._looks.pop(key, None)
+        self._share[of] = seen
+
+    def _add(self, key: StepKey, seconds: float) -> None:
+        self._seconds.setdefault(key, deque(maxlen=_KEPT)).append(seconds)
+        self._looks.pop(key, None)
+        self._believed.pop(key, None)
+
+    def _share_of(self, key: StepKey) -> float:
+        return self._share.get((key.slots, key.depth), 1 if key.depth else _LIKELY)
 
     def known(self, key: StepKey) -> bool:
         """Whether there are enough measurements."""
         return len(self._seconds.get(key, ())) >= _ENOUGH
 
     def seconds(self, key: StepKey) -> float:
-        """What the step takes: the median, or of two measurements the lower, as first runs are slow.
-
-        As far as looks have not shown otherwise: they take more than settled steps, but not any longer.
-        """
-        seen, looks = self._seconds[key], self._looks.get(key)
-        usual = median(seen) if len(seen) > _ENOUGH else min(seen)
-        return _between(usual, median(looks)) if looks else usual
+        """What the step takes, as far as is known."""
+        found = self._believed.get(key)
+        if found is None:
+            usual, looks = _usual(self._seconds[key]), self._looks.get(key)
+            self._believed[key] = found = _between(usual, _usual(looks)) if looks else usual
+        return found
 
     def newest(self, key: StepKey) -> float:
         """What the step took when it was last run."""
@@ -80,8 +128,12 @@ class StepCosts:
         return _between(self.seconds(key), looks[-1]) if looks else self._seconds[key][-1]
 
 
+def _usual(seen: Collection[float]) -> float:
+    return sorted(seen)[len(seen) // 4]
+
+
 def _between(usual: float, look: float) -> float:
-    return min(max(usual, _SETTLED * look), look)
+    return min(max(usual, _LEAST * look), look)
 
 
 class Acceptance:
@@ -157,22 +209,25 @@ class DepthController:
         unknown = [k for k in candidates if not self.costs.known(k)]
         if unknown:
             return max(unknown, key=lambda k: k.depth)
-        tokens = self.acceptance.tokens()
+        tokens, asked = self.acceptance.tokens(), Counter(depths).items()
 
-        def worth(key: StepKey) -> float:
-            expected = sum(tokens[min(key.depth, d)] for d in depths)
-            kept = min(self._emitted[key.depth] / self._verified[key.depth], 1)
-            return expected * kept * (_CLEARLY if key.depth else 1)
+        def worth(depth: int) -> float:
+            expected = sum(tokens[min(depth, d)] * rows for d, rows in asked)
+            kept = min(self._emitted[depth] / self._verified[depth], 1)
+            return expected * kept * (_CLEARLY if depth else 1)
 
-        worths = {key: worth(key) for key in candidates}
-        rates = {key: worths[key] / self.costs.seconds(key) for key in candidates}
-        best = max(candidates, key=rates.__getitem__)
-        for key in candidates:
-            lost = (1 - rates[key] / rates[best]) * self.costs.seconds(key) / self.costs.seconds(best)
-            hopeful = worths[key] / self.costs.newest(key) > rates[best]
-            # Many rows teach more at once, as the square root of their number.
-            rarely = lost / _LOOKING * len(depths) ** 0.5
-            wait = _AGAIN_AFTER if hopeful else max(rarely, _LOOK_EVERY)
-            if self._steps - self._run_at[key.depth] >= wait:
+        seconds = [self.costs.seconds(key) for key in candidates]
+        worths = [worth(key.depth) for key in candidates]
+        rates = [w / s for w, s in zip(worths, seconds, strict=True)]
+        best = rates.index(max(rates))
+        for i, key in enumerate(candidates):
+            waited = self._steps - self._run_at[key.depth]
+            if i == best or waited < _AGAIN_AFTER:
+                continue
+            lost = (1 - rates[i] / rates[best]) * seconds[i] / seconds[best]
+            if key.depth > candidates[best].depth:
+                lost += _UPSETS * (1 - 1 / len(depths))
+            hopeful = worths[i] / self.costs.newest(key) > rates[best]
+            if hopeful or waited >= max(lost / _LOOKING, _LOOK_EVERY):
                 return key
-        return best
+        return candidates[best]

@@ -34,6 +34,7 @@ from mtp_jax.engine.plan import (
     prompt_bucket,
     slot_bucket,
     step_key,
+    step_keys,
     warm_up_keys,
 )
 from mtp_jax.engine.request import Request, Speculation, Status
@@ -177,7 +178,7 @@ class Engine:
                 jax.block_until_ready(self._run_step(key, []))  # the first after another is slower
                 began = time.perf_counter()
                 jax.block_until_ready(self._run_step(key, []))
-                costs.add(key, time.perf_counter() - began)
+                costs.rehearsed(key, time.perf_counter() - began)
 
     def warm_up_keys(self) -> tuple[list[Key], list[Key]]:
         """Executables for serving: those that can serve anything, and cheaper ones for smaller work."""
@@ -330,18 +331,17 @@ class Engine:
         running = self.scheduler.running()
         if not running:
             return
-        depth, deepest = -1, self._choose(running).depth
-        while depth < deepest:
-            depth = deepest
+        key, depth = self._choose(running), -1
+        while depth < key.depth:
+            depth = key.depth
             if self.scheduler.grow(running, depth):
                 self._stale = True
                 self._refresh()
                 running = self.scheduler.running()
                 if not running:
                     return
-            # With fewer requests the cheapest program may be a deeper one, whose drafts need pages, too.
-            key = self.executables.cover(step_key(self.config, running, depth))
-            deepest = key.depth
+                # With fewer requests the cheapest program may be a deeper one, whose drafts need pages, too.
+                key = self.executables.cover(step_key(self.config, running, depth))
         began = time.perf_counter()
         result = self._run_step(key, running)
         width = key.depth + 1
@@ -367,7 +367,7 @@ class Engine:
         fixed = max((r.depth for r in running if r.fixed_depth), default=0)
         deepest = max(fixed, *(r.useful_depth for r in running))
         depths = {d for d in adaptive_depths(deepest) if d >= fixed}
-        keys = [self.executables.cover(step_key(self.config, running, d)) for d in depths]
+        keys = [self.executables.cover(k) for k in step_keys(self.config, running, depths)]
         return self.depth.choose(keys, [r.depth for r in running])
 
     def _track(self, launch: Launch) -> None:

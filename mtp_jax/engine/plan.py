@@ -18,8 +18,17 @@ _TOGETHER = 4
 
 def step_key(config: EngineConfig, running: list[Request], depth: int) -> StepKey:
     """What one step of ``depth`` drafts over these requests needs at least."""
-    pages = max(config.pages_for_step(r.rows_bound, depth, r.capacity) for r in running)
-    return StepKey(max(r.slot for r in running) + 1, depth, pages, mode_of(config, running))
+    return step_keys(config, running, [depth])[0]
+
+
+def step_keys(config: EngineConfig, running: list[Request], depths: Iterable[int]) -> list[StepKey]:
+    """What one step of each of these depths over these requests needs at least."""
+    slots, mode = max(r.slot for r in running) + 1, mode_of(config, running)
+    rows = {(r.rows_bound, r.capacity) for r in running}
+    return [
+        StepKey(slots, depth, max(config.pages_for_step(bound, depth, most) for bound, most in rows), mode)
+        for depth in depths
+    ]
 
 
 def prefill_key(config: EngineConfig, requests: list[Request], prompts: int = 1) -> PrefillKey:
