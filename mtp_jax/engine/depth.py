@@ -31,8 +31,8 @@ _MEMORY = 0.98  # weight of a step's acceptance one step later
 _LEAST_PAST = 0.5
 # Optimistic: drafts that are never tried teach nothing.
 _PRIOR, _PRIOR_WEIGHT = 0.8, 4.0
-# A depth is worth drafting if it beats depth 0 by more than this: rows then end apart, and prompts come one
-# by one, so that fewer of them are prefilled together.
+# With several rows a depth is worth drafting if it beats depth 0 by more than this: rows then end apart, and
+# prompts come one by one, so that fewer of them are prefilled together.
 _CLEARLY = 0.88
 
 
@@ -214,7 +214,7 @@ class DepthController:
         def worth(depth: int) -> float:
             expected = sum(tokens[min(depth, d)] * rows for d, rows in asked)
             kept = min(self._emitted[depth] / self._verified[depth], 1)
-            return expected * kept * (_CLEARLY if depth else 1)
+            return expected * kept * (_CLEARLY if depth and len(depths) > 1 else 1)
 
         seconds = [self.costs.seconds(key) for key in candidates]
         worths = [worth(key.depth) for key in candidates]
