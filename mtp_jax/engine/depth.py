@@ -25,8 +25,8 @@ _UPSETS = 3
 # been measured in a slow moment, as the steps after a prefill are.
 _AGAIN_AFTER = 2
 # Steps take longer for so many after a deeper one, the caches being as that left them. What is left of the
-# time of the first few: at least, and, until it has been seen, at depth 0.
-_SETTLES_AFTER, _FIRST, _LEAST, _LIKELY = 24, 5, 0.6, 0.8
+# time of the first few: at least, and, until it has been seen, at depth 0 with several rows.
+_SETTLES_AFTER, _FIRST, _LEAST, _LIKELY = 16, 5, 0.6, 0.8
 _MEMORY = 0.98  # weight of a step's acceptance one step later
 _LEAST_PAST = 0.5
 # Optimistic: drafts that are never tried teach nothing.
@@ -108,7 +108,7 @@ class StepCosts:
         self._believed.pop(key, None)
 
     def _share_of(self, key: StepKey) -> float:
-        return self._share.get((key.slots, key.depth), 1 if key.depth else _LIKELY)
+        return self._share.get((key.slots, key.depth), 1 if key.depth or key.slots == 1 else _LIKELY)
 
     def known(self, key: StepKey) -> bool:
         """Whether there are enough measurements."""
