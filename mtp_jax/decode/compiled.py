@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from mtp_jax.config import ModelConfig
+from mtp_jax.decode.backlog import catch_up
 from mtp_jax.decode.draft import Drafts, draft
 from mtp_jax.decode.prefill import Chunk, PrefillResult, prefill
 from mtp_jax.decode.state import Slots, State, admit, move, update
@@ -134,6 +135,7 @@ class Executables:
         self._admit: Callable[..., State] | None = None
         self._move: Callable[..., State] | None = None
         self._update: Callable[..., State] | None = None
+        self._catch_up: Callable[..., State] | None = None
 
     def __contains__(self, key: Key) -> bool:
         return key in self._compiled
@@ -243,6 +245,11 @@ class Executables:
         assert self._update is not None
         return self._update(state, keep, page_table)
 
+    def catch_up(self, params: Params, state: State) -> State:
+        """Write the NextN rows that steps without drafts put off."""
+        assert self._catch_up is not None
+        return self._catch_up(params, state)
+
     def _compile_one(self, key: Key) -> Any:
         if isinstance(key, StepKey) and key.mode.structured:
             return self._compile_phases(key)
@@ -306,6 +313,10 @@ class Executables:
         self._admit = jax.jit(admit, donate_argnums=0, **out).lower(self._state, index, row, index).compile()
         self._move = jax.jit(move, donate_argnums=0, **out).lower(self._state, index, index).compile()
         self._update = jax.jit(update, donate_argnums=0, **out).lower(self._state, keep, table).compile()
+        if self._state.nextn:
+            write = _named(partial(catch_up, cfg=self._cfg, on=self._on), "catch_up")
+            lowered = jax.jit(write, donate_argnums=1, **out).lower(self._params, self._state)
+            self._catch_up = lowered.compile(compiler_options())
 
 
 def name_of(key: Key) -> str:

@@ -52,6 +52,12 @@ class Extension:
     tails: Array
     merged: Float[Array, "B W k D"]
 
+    def carry(self, count: Int[Array, " B"], before: Float[Array, "B k D"]) -> Float[Array, "B k D"]:
+        """What the row after the first ``count`` of the window merges: ``before`` if that is none."""
+        last = jnp.maximum(count - 1, 0)[:, None, None, None]
+        after = jnp.take_along_axis(self.merged, last, axis=1)[:, 0]
+        return jnp.where((count > 0)[:, None, None], after, before)
+
 
 def extend(
     params: Params,

@@ -84,7 +84,6 @@ def prefill(
         extension = extend(
             params, cfg, state.nextn, state.tails, table, chunk.tokens, positions, hidden, s.carry, on
         )
-        carry = jnp.take_along_axis(extension.merged, last[..., None], axis=1)[:, 0]
     with jax.named_scope("first_token"):
         logits = trunk.logits(params, jnp.take_along_axis(hidden, last, axis=1))
         healthy = (jnp.isfinite(hidden).all(axis=-1) | ~valid).all(axis=1)
@@ -98,7 +97,7 @@ def prefill(
         active=(token >= 0) & (finish == Finish.RUNNING),
         remaining=s.remaining - emitted,
         generated=s.generated + emitted,
-        carry=carry,
+        carry=extension.carry(chunk.count, s.carry),
         sampling=count_tokens(s, jnp.where(fresh, token, -1)[:, None]),
     )
     slots = jax.tree.map(lambda a, b: a.at[chunk.slot].set(b, mode="drop"), state.slots, new)
@@ -109,7 +108,7 @@ def prefill(
     if prompt_logprobs is not None:
         with jax.named_scope("prompt_logprobs"):
             prompt = top_logprobs(trunk.logits(params, hidden), chunk.targets, prompt_logprobs)
-    new_state = State(traced.pages, extension.pages, extension.tails, slots)
+    new_state = State(traced.pages, extension.pages, extension.tails, slots, state.backlog)
     return new_state, PrefillResult(StepResult(packed, top), prompt)
 
 

@@ -4,7 +4,8 @@ Invariant *committed length*: whatever lies in the cache past a slot's ``length`
 the rollback of rejected drafts is only a length.
 
 Invariant *warm draft cache*: the NextN cache is extended for every committed token, at every depth, so that
-drafting can begin at any step. Its rows are indexed by the token: row j of layer 0 holds the pair
+drafting can begin at any step. Steps without drafts put their rows off, ``BACKLOG`` at most, and ``catch_up``
+writes them before any other program runs. Rows are indexed by the token: row j of layer 0 holds the pair
 (h_{j-1}, t_j), row j of layer k the pair (z_{k-1} of row j-1, t_j), so rows 0..k of layer k do not exist.
 Like the trunk's cache it ends before the newest token.
 
@@ -33,6 +34,9 @@ from mtp_jax.model.sharding import data_size, partition
 
 Tree = TypeVar("Tree")
 
+# Steps without drafts after which the NextN rows that they put off must be written.
+BACKLOG = 16
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -47,8 +51,8 @@ class Slots:
         generated: tokens emitted so far.
         depth: most drafts the slot's request wants verified per step.
         page_table: pages in order, local to the slot's data shard; the spare last page where unallocated.
-        carry: what the NextN row after the committed ones merges, by layer: the trunk's hidden state of the
-            last committed token for layer 0, z_{k-1} of it for layer k.
+        carry: what the NextN row after the written ones merges, by layer: the trunk's hidden state of the
+            last token that has one for layer 0, z_{k-1} of it for layer k.
         sampling: what the request asks of the sampler.
     """
 
@@ -65,13 +69,30 @@ class Slots:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Backlog:
+    """Committed tokens whose NextN rows are put off: the last ones of each slot, in order.
+
+    Attributes:
+        tokens: W = ``BACKLOG`` of them, or none without NextN layers.
+        hidden: the trunk's hidden states of them.
+        count: how many of them there are; the others are garbage.
+    """
+
+    tokens: Int[Array, "B W"]
+    hidden: Float[Array, "B W D"]
+    count: Int[Array, " B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class State:
-    """The paged latent cache, [P, S, C + R] or Fp8Rows per layer, page tails [P, 1, k * D], and the slots."""
+    """The paged latent cache, [P, S, C + R] or Fp8Rows per layer, page tails [P, 1, k * D], and slots."""
 
     trunk: tuple[Any, ...]
     nextn: tuple[Any, ...]
     tails: Any
     slots: Slots
+    backlog: Backlog
 
 
 @dataclass(frozen=True)
@@ -109,7 +130,10 @@ def abstract_state(
             sampling=neutral_state(shape.slots, cfg.vocab_size),
         )
         tails = jnp.zeros((pages, 1, layers * cfg.hidden_size), type_of[dtype])
-        return State((cache,) * cfg.num_hidden_layers, (cache,) * layers, tails, slots)
+        tokens = jnp.zeros((shape.slots, BACKLOG if layers else 0), jnp.int32)
+        hidden = jnp.zeros((*tokens.shape, cfg.hidden_size), type_of[dtype])
+        backlog = Backlog(tokens, hidden, number)
+        return State((cache,) * cfg.num_hidden_layers, (cache,) * layers, tails, slots, backlog)
 
     state = jax.eval_shape(zeros)
     if mesh is None:

@@ -3,7 +3,8 @@
     draft    K recursive NextN passes from the newest token
     verify   the trunk over the window [newest, drafts]: logits and hidden states of W = K + 1 tokens
     accept   the same transforms as plain sampling; the accepted drafts and one corrected or bonus token
-    commit   lengths grow, finished slots switch themselves off, NextN rows of the kept tokens are written
+    commit   lengths grow, finished slots switch themselves off, NextN rows of the kept tokens are written,
+             or put off if there are no drafts
 
 Drafting first lets every step have its own depth: nothing that depends on the depth crosses steps.
 
@@ -23,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from mtp_jax.config import ModelConfig
 from mtp_jax.decode import verify
+from mtp_jax.decode.backlog import put_off
 from mtp_jax.decode.draft import Drafting, Drafts, draft, extend
 from mtp_jax.decode.greedy import best_tokens, parts_on
 from mtp_jax.decode.sampling import (
@@ -173,27 +175,14 @@ def verify_phase(
             verdict = (accept or accept_drafts)(logits, window, drafts, s, mode, allowed)
         emitted = _emit(verdict, drafts.tokens, s, healthy)
     with jax.named_scope("commit"):
-        tokens, index = emitted.tokens, jnp.arange(depth + 1)
-        positions = jnp.where(index < emitted.count[:, None], s.length[:, None] + index, -1)
-        extension = extend(
-            params,
-            cfg,
-            state.nextn,
-            state.tails,
-            table,
-            jnp.maximum(window, 0),
-            positions,
-            traced.hidden,
-            s.carry,
-            on,
-        )
-        advanced = _advance(s, emitted, extension.merged)
+        kept, carry = _keep(params, cfg, state, s, table, window, traced.hidden, emitted.count, on)
+        slots_after = put_first_slots(state.slots, _advance(s, emitted, carry))
     num_drafts = jnp.where(s.active, jnp.minimum(s.depth, depth), 0)
     counts = (emitted.count, jnp.where(s.active, verdict.accepted, 0), num_drafts, emitted.finish)
+    tokens = emitted.tokens
     packed = jnp.concatenate([tokens, jnp.stack(counts, axis=1)], axis=1)
     top = None if mode.logprobs is None or logits is None else top_logprobs(logits, tokens, mode.logprobs)
-    new = State(traced.pages, extension.pages, extension.tails, put_first_slots(state.slots, advanced))
-    return new, StepResult(packed, top)
+    return replace(kept, trunk=traced.pages, slots=slots_after), StepResult(packed, top)
 
 
 def _no_drafts(cfg: ModelConfig, slots: int, mode: SamplingMode) -> Drafts:
@@ -285,12 +274,36 @@ def _first(flags: Bool[Array, "B W"]) -> Int[Array, " B"]:
     return jnp.where(flags.any(axis=1), jnp.argmax(flags, axis=1), flags.shape[1] + 1)
 
 
-def _advance(s: Slots, emitted: Emitted, merged: Float[Array, "B W k D"]) -> Slots:
+def _keep(
+    params: Params,
+    cfg: ModelConfig,
+    state: State,
+    s: Slots,
+    table: Int[Array, "B n"],
+    window: Int[Array, "B W"],
+    hidden: Float[Array, "B W D"],
+    count: Int[Array, " B"],
+    on: Backend,
+) -> tuple[State, Float[Array, "B k D"]]:
+    """Commit: the NextN rows of the first ``count`` tokens of each window, put off if it has no drafts.
+
+    Returns (state, carry).
+    """
+    if window.shape[1] == 1:
+        own = put_off(first_slots(state.backlog, len(window)), window[:, 0], hidden[:, 0], count)
+        return replace(state, backlog=put_first_slots(state.backlog, own)), s.carry
+    index = jnp.arange(window.shape[1])
+    positions = jnp.where(index < count[:, None], s.length[:, None] + index, -1)
+    tokens = jnp.maximum(window, 0)
+    extension = extend(params, cfg, state.nextn, state.tails, table, tokens, positions, hidden, s.carry, on)
+    return replace(state, nextn=extension.pages, tails=extension.tails), extension.carry(count, s.carry)
+
+
+def _advance(s: Slots, emitted: Emitted, carry: Float[Array, "B k D"]) -> Slots:
     """Commit: rows up to the new length are now part of the sequence."""
     some = emitted.count > 0
     last = jnp.maximum(emitted.count - 1, 0)
     newest = jnp.take_along_axis(emitted.tokens, last[:, None], axis=1)[:, 0]
-    carry = jnp.take_along_axis(merged, last[:, None, None, None], axis=1)[:, 0]
     return replace(
         s,
         length=s.length + emitted.count,
@@ -298,7 +311,7 @@ def _advance(s: Slots, emitted: Emitted, merged: Float[Array, "B W k D"]) -> Slo
         active=s.active & (emitted.finish == Finish.RUNNING),
         remaining=s.remaining - emitted.count,
         generated=s.generated + emitted.count,
-        carry=jnp.where(some[:, None, None], carry, s.carry),
+        carry=carry,
         sampling=count_tokens(s, emitted.tokens),
     )
 

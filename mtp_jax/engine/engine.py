@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from mtp_jax.config import ModelConfig
 from mtp_jax.decode.compiled import Executables, Key, PrefillKey, StepKey
 from mtp_jax.decode.prefill import Chunk, PrefillResult
-from mtp_jax.decode.state import StateShape, abstract_state, empty_state
+from mtp_jax.decode.state import BACKLOG, State, StateShape, abstract_state, empty_state
 from mtp_jax.decode.step import ACCEPTED, COUNT, DRAFTED, FINISH, Finish, StepResult
 from mtp_jax.engine.arrays import next_chunk, page_row, slot_row
 from mtp_jax.engine.config import EngineConfig
@@ -97,6 +97,7 @@ class Engine:
         on = Backend("absorbed", "sparse", mesh, kernels)
         self.executables = Executables(cfg, params, abstract, on)
         self.state = empty_state(abstract)
+        self._put_off = 0  # steps whose NextN rows are to be written
         self.depth = DepthController(config.num_speculative_tokens)
         self.counters, self.speedup = Counters(), Speedup()
         self.make_request = Intake(cfg, config, self.pages, grammars).make_request
@@ -191,32 +192,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot of what the engine holds and has done."""
-        c, pools = self.counters, self.scheduler.pools
-        available, cached = sum(p.available for p in pools), sum(p.cached for p in pools)
-        return EngineStats(
-            running=sum(r is not None for r in self.scheduler.slots),
-            waiting=len(self.scheduler.waiting),
-            pages_total=self.pages * self.shards,
-            pages_used=self.pages * self.shards - available,
-            pages_cached=cached,
-            prompt_tokens=c.prompt_tokens,
-            generation_tokens=c.generation_tokens,
-            prefix_queries=c.prefix_queries,
-            prefix_hits=c.prefix_hits,
-            preemptions=self.scheduler.preemptions,
-            drafts=c.drafts,
-            draft_tokens=c.draft_tokens,
-            accepted_tokens=sum(c.accepted_at),
-            accepted_per_position=tuple(c.accepted_at),
-            inter_token=c.inter_token.copy(),
-            depth_steps=dict(c.depth_steps),
-            step_seconds=dict(c.depth_seconds),
-            phase_seconds=dict(c.phase_seconds),
-            prefill_seconds=c.prefill_seconds,
-            finished=dict(c.finished),
-            executables=len(self.executables),
-            realised_speedup=self.speedup.value,
-        )
+        return EngineStats.of(self.counters, self.scheduler, len(self.executables), self.speedup.value)
 
     def step(self) -> list[Request]:
         """Launch what can be launched, then read what was launched before. Returns requests that advanced.
@@ -235,7 +211,7 @@ class Engine:
         for request in self.scheduler.admit():
             self._admit(request)
         for source, target in self.scheduler.pack(partial(slot_bucket, self.config)):
-            self.state = self.executables.move(self.state, source, target)
+            self.state = self.executables.move(self.caught_up(), source, target)
         before = len(self._inflight)
         self._launch_prefill()
         advanced = []
@@ -267,7 +243,7 @@ class Engine:
             slots = self.scheduler.slots
             keep = np.array([r is not None for r in slots])
             table = np.concatenate([self._page_row(r) for r in slots])
-            self.state = self.executables.update(self.state, keep, table)
+            self.state = self.executables.update(self.caught_up(), keep, table)
             self._stale = False
 
     def _page_row(self, request: Request | None) -> Any:
@@ -286,7 +262,7 @@ class Engine:
         page = request.pages[last] if last >= 0 else self.pages
         tail = self.scheduler.shard_of(request.slot) * (self.pages + 1) + page
         arrays = slot_row(request, self.cfg, self._page_row(request), self.state.slots.carry.dtype)
-        self.state = self.executables.admit(self.state, request.slot, arrays, tail)
+        self.state = self.executables.admit(self.caught_up(), request.slot, arrays, tail)
 
     # Launching
 
@@ -324,7 +300,7 @@ class Engine:
         rows = [(row, r) for row, r in enumerate(chosen) if r]
         first = allowed(self.grammars, rows, (len(chosen), 1), self.cfg.vocab_size)[:, 0]
         chunk = next_chunk(chosen, tokens, key.tokens, self.config.max_num_seqs, first)
-        self.state, result = self.executables.prefill(key, self.params, self.state, chunk)
+        self.state, result = self.executables.prefill(key, self.params, self.caught_up(), chunk)
         return chunk, result
 
     def _launch_step(self) -> None:
@@ -352,15 +328,23 @@ class Engine:
 
     def _run_step(self, key: StepKey, running: list[Request]) -> StepResult:
         """Structured steps are two launches: in between the host reads the drafts to say what may follow."""
+        state = self.caught_up() if key.depth or self._put_off == BACKLOG else self.state
+        self._put_off += not key.depth and self.cfg.num_nextn_predict_layers > 0
         if not key.mode.structured:
-            self.state, result = self.executables.step(key, self.params, self.state)
+            self.state, result = self.executables.step(key, self.params, state)
             return result
         rows, shape, vocab = [(r.slot, r) for r in running], (key.slots, key.depth + 1), self.cfg.vocab_size
         masks = allowed(self.grammars, rows, shape, vocab)
-        self.state, drafts = self.executables.draft_phase(key, self.params, self.state, masks)
+        self.state, drafts = self.executables.draft_phase(key, self.params, state, masks)
         masks = allowed(self.grammars, rows, shape, vocab, np.asarray(drafts.tokens))
         self.state, result = self.executables.verify_phase(key, self.params, self.state, drafts, masks)
         return result
+
+    def caught_up(self) -> State:
+        """The state, once NextN rows that steps without drafts put off are written."""
+        if self._put_off:
+            self.state, self._put_off = self.executables.catch_up(self.params, self.state), 0
+        return self.state
 
     def _choose(self, running: list[Request]) -> StepKey:
         """The executable for a step over these requests: the deepest, or adaptively the fastest."""

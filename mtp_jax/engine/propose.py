@@ -32,5 +32,5 @@ def propose(engine: Engine, prompt: Iterable[int], depth: int) -> tuple[int, np.
         engine.step()
     if not request.output:
         raise RequestError("the model's numbers are not finite for this prompt: nothing to draft on")
-    tokens, logits = engine.executables.draft(key, engine.params, engine.state, request.slot)
+    tokens, logits = engine.executables.draft(key, engine.params, engine.caught_up(), request.slot)
     return request.output[0], np.asarray(tokens[request.slot]), np.asarray(logits[request.slot])

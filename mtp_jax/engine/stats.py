@@ -5,6 +5,8 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
+from mtp_jax.engine.scheduler import Scheduler
+
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
 UNPROFILED = "unprofiled"
 """The phase of steps whose executable has not been profiled."""
@@ -144,6 +146,38 @@ class EngineStats:
     finished: dict[str, int]
     executables: int
     realised_speedup: float | None
+
+    @classmethod
+    def of(
+        cls, c: Counters, scheduler: Scheduler, executables: int, realised_speedup: float | None
+    ) -> "EngineStats":
+        """What an engine's parts say now."""
+        pools = scheduler.pools
+        total, available = sum(p.pages for p in pools), sum(p.available for p in pools)
+        return cls(
+            running=sum(r is not None for r in scheduler.slots),
+            waiting=len(scheduler.waiting),
+            pages_total=total,
+            pages_used=total - available,
+            pages_cached=sum(p.cached for p in pools),
+            prompt_tokens=c.prompt_tokens,
+            generation_tokens=c.generation_tokens,
+            prefix_queries=c.prefix_queries,
+            prefix_hits=c.prefix_hits,
+            preemptions=scheduler.preemptions,
+            drafts=c.drafts,
+            draft_tokens=c.draft_tokens,
+            accepted_tokens=sum(c.accepted_at),
+            accepted_per_position=tuple(c.accepted_at),
+            inter_token=c.inter_token.copy(),
+            depth_steps=dict(c.depth_steps),
+            step_seconds=dict(c.depth_seconds),
+            phase_seconds=dict(c.phase_seconds),
+            prefill_seconds=c.prefill_seconds,
+            finished=dict(c.finished),
+            executables=executables,
+            realised_speedup=realised_speedup,
+        )
 
     @property
     def steps(self) -> int:

@@ -69,6 +69,7 @@ def poison(engine: Engine) -> None:
         tuple(spoil(p, used) for p in engine.state.nextn),
         jnp.full_like(engine.state.tails, jnp.nan),
         replace(engine.state.slots, carry=jnp.asarray(carry)),
+        engine.state.backlog,
     )
 
 
@@ -136,7 +137,7 @@ def test_warm_draft_cache(depth, compiled):
             if not engine.state.slots.active[0]:
                 continue
             known = int(engine.state.slots.length[0]) + 1
-            got = np.asarray(next_drafts(engine.params, engine.state))[0]
+            got = np.asarray(next_drafts(engine.params, engine.caught_up()))[0]
             np.testing.assert_allclose(got, reference().drafts(text[:known], 3)[1], atol=2e-4)
             checked += 1
     finally:
@@ -144,7 +145,7 @@ def test_warm_draft_cache(depth, compiled):
     assert checked >= 5
 
 
-@pytest.mark.parametrize("steps", [1, 7])
+@pytest.mark.parametrize("steps", [1, 7, 18])
 def test_speculation_switched_on_later(steps):
     """After steps at depth 0, depth 3 accepts what it would have accepted with depth 3 from the start."""
     engine = make_engine()

@@ -1,7 +1,8 @@
 """A stand-in for the compiled programs that only keeps count: the engine's host side without a model.
 
 It checks what every launch promises: that the rows it writes lie inside the page table it was compiled for,
-and that committed rows lie in pages the request holds.
+that committed rows lie in pages the request holds, and that NextN rows are put off by steps without drafts
+alone, and by no more of them than there is room for.
 """
 
 import random
@@ -13,7 +14,7 @@ import numpy as np
 
 from mtp_jax.decode.compiled import Executables, PrefillKey, StepKey
 from mtp_jax.decode.prefill import Chunk, PrefillResult
-from mtp_jax.decode.state import Slots
+from mtp_jax.decode.state import BACKLOG, Slots
 from mtp_jax.decode.step import EXTRA_COLUMNS, Finish, StepResult
 from mtp_jax.engine.engine import Engine
 
@@ -42,6 +43,7 @@ class Device:
         self.rows: dict[int, SimpleNamespace] = {}
         self.log: list[str] = []
         self.launches = 0
+        self.put_off = 0
         self._compiled: dict[Any, None] = {}
         self._covering: dict[Any, Any] = {}
         self._lock = threading.Lock()
@@ -60,19 +62,28 @@ class Device:
         self._covering.clear()
 
     def admit(self, state: Any, slot: int, row: Slots, tail: int) -> Any:
+        assert not self.put_off
         remaining, depth = int(row.remaining[0]), int(row.depth[0])
         self.rows[slot] = SimpleNamespace(active=False, remaining=remaining, depth=depth, length=None)
         self._hold(slot, row.page_table[0])
         return state
 
     def move(self, state: Any, source: int, target: int) -> Any:
+        assert not self.put_off
         self.rows[target] = self.rows.pop(source)
         return state
 
     def _hold(self, slot: int, table: Any) -> None:
         self.rows[slot].held = int((np.asarray(table) < self.pages).sum()) * self.size
 
+    def catch_up(self, params: Any, state: Any) -> Any:
+        assert self.put_off, "NextN rows are written when there are some"
+        self.log.append("catch up")
+        self.put_off = 0
+        return state
+
     def update(self, state: Any, keep: np.ndarray, page_table: np.ndarray) -> Any:
+        assert not self.put_off
         for slot, row in self.rows.items():
             row.active &= bool(keep[slot])
             self._hold(slot, page_table[slot])
@@ -106,6 +117,7 @@ class Device:
         return StepResult(late, None)
 
     def prefill(self, key: PrefillKey, params: Any, state: Any, chunk: Chunk) -> tuple[Any, PrefillResult]:
+        assert not self.put_off
         emitted = []
         for g, slot in enumerate(np.asarray(chunk.slot)):
             tokens, finish = [], Finish.RUNNING
@@ -129,6 +141,8 @@ class Device:
         return state, PrefillResult(self._result("prefill", emitted, 1), None)
 
     def step(self, key: StepKey, params: Any, state: Any) -> tuple[Any, StepResult]:
+        assert self.put_off < BACKLOG if not key.depth else not self.put_off
+        self.put_off += not key.depth
         emitted: list[tuple[list[int], Finish]] = []
         for slot in range(key.slots):
             row = self.rows.get(slot)

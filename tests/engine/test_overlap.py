@@ -44,6 +44,21 @@ def test_every_result_is_copied_at_once_and_read_a_launch_later():
     assert all(device.log.count(f"read {s}") == 1 for s in steps)
 
 
+def test_steps_without_drafts_leave_nextn_rows_to_one_launch():
+    engine = make_engine(page_size=64)
+    device = Device(engine)
+    params = SamplingParams(temperature=0, max_tokens=50, num_speculative_tokens=0)
+    request = engine.make_request(prompts(1)[0], params)
+    engine.prepare([request])
+    device.log.clear()
+    engine.submit(request)
+    finish(engine)
+    steps = [i for i, entry in enumerate(device.log) if entry.startswith("launch step")]
+    assert len(steps) >= 49
+    passes = [i for i, entry in enumerate(device.log) if entry == "catch up" and i > steps[0]]
+    assert [sum(i < at for i in steps) for at in passes] == [16, 32, 48]
+
+
 def test_few_results_wait():
     engine, device, _ = start(6, stop=0.05)
     while engine.busy:

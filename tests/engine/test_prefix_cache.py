@@ -67,16 +67,18 @@ def test_two_nextn_layers_go_on_from_cached_pages(params):
     np.testing.assert_allclose(chosen_logprobs(got), chosen_logprobs(want), atol=1e-5)
 
 
-def test_pages_of_generated_tokens_are_found_too():
-    """A conversation: the next prompt begins with this prompt and its answer."""
+@pytest.mark.parametrize("depth", [0, 3])
+def test_pages_of_generated_tokens_are_found_too(depth):
+    """A conversation: the next prompt begins with this prompt and its answer, drafted or not."""
     engine = make_engine()
-    first = one(engine, LONG[:20])
+    first = one(engine, LONG[:20], replace(GREEDY, num_speculative_tokens=depth))
     prompt = [*LONG[:20], *first.output, 5, 9]
     second = one(engine, prompt, replace(GREEDY, max_tokens=8))
     told = reference().speculate(prompt, 8, 3)
     assert second.cached_tokens == 32  # 20 + 24 - 1 rows are complete
     assert second.output == told.ids
     assert accepted(second)[: len(told.accepted)] == told.accepted
+    assert sum(told.accepted) > 0
 
 
 def test_hits_are_the_same_with_and_without_speculation():

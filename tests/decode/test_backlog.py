@@ -1,0 +1,90 @@
+"""NextN rows that steps without drafts put off are, once written, what each step would have written."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import jax
+import numpy as np
+import pytest
+
+from mtp_jax.decode.compiled import StepKey
+from mtp_jax.decode.state import BACKLOG
+from mtp_jax.decode.step import SamplingMode
+from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.request import SamplingParams
+from tests.models import GREEDY, TINY, make_engine, prepare, prompts
+
+TWO_LAYERS = replace(TINY, num_nextn_predict_layers=2, nextn_moe=(True, False))
+PLAIN = replace(GREEDY, max_tokens=40, num_speculative_tokens=0)
+
+
+def kept(engine: Engine) -> list[np.ndarray]:
+    """What drafts will read of each slot in use: its NextN rows, the tails of its full pages, its carry."""
+    state = engine.caught_up()
+    caches, tails = [np.asarray(p) for p in state.nextn], np.asarray(state.tails)
+    size, found = caches[0].shape[1], []
+    for slot, length in enumerate(np.asarray(state.slots.length).tolist()):
+        if engine.scheduler.slots[slot] is None:
+            continue
+        table, rows = np.asarray(state.slots.page_table[slot]), np.arange(length)
+        # Layer k's rows 0 to k do not exist.
+        found += [c[table[rows // size], rows % size][k + 1 :] for k, c in enumerate(caches)]
+        found += [tails[table[: length // size]], np.asarray(state.slots.carry[slot])]
+    return found
+
+
+@pytest.mark.parametrize("cfg", [TINY, TWO_LAYERS], ids=["one", "two"])
+def test_one_pass_writes_what_each_step_would(cfg):
+    """Some rows end on the way, and pages fill up."""
+    late, eager = (make_engine(cfg=cfg, max_model_len=128) for _ in range(2))
+    most = 0
+    for engine in (late, eager):
+        requests = [
+            engine.make_request(p, replace(PLAIN, max_tokens=40 - 9 * i)) for i, p in enumerate(prompts(4))
+        ]
+        prepare(engine, requests)
+        for r in requests:
+            engine.submit(r)
+    while not requests[2].finished:
+        late.step()
+        eager.step()
+        eager.caught_up()
+        most = max(most, int(np.asarray(late.state.backlog.count).max()))
+    assert most > 8
+    assert int(np.asarray(late.state.backlog.count).max()) > 1
+    for a, b in zip(kept(late), kept(eager), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+    assert sum(a.size for a in kept(late)) > 1000
+
+
+def test_more_steps_than_there_is_room_for():
+    engine = make_engine(page_size=64, max_model_len=128)
+    request = engine.make_request(prompts(1)[0], replace(PLAIN, max_tokens=3 * BACKLOG))
+    prepare(engine, [request])
+    engine.submit(request)
+    counts = []
+    while not request.finished:
+        engine.step()
+        counts.append(int(np.asarray(engine.state.backlog.count)[0]))
+    assert max(counts) == BACKLOG
+    falls = sum(b < a for a, b in pairwise(counts))
+    assert 2 <= falls <= 3
+
+
+def test_a_step_without_drafts_runs_nothing_of_nextn():
+    engine = make_engine()
+    keys = [StepKey(1, depth, 1, SamplingMode()) for depth in (0, 1)]
+    engine.executables.compile(keys)
+    plain, drafting = (engine.executables.program(k).as_text() for k in keys)
+    assert "/nextn_0/" in drafting
+    assert "/nextn_0/" not in plain
+
+
+def test_without_nextn_layers_nothing_is_kept():
+    engine = make_engine(cfg=TINY.with_nextn(()), num_speculative_tokens=0)
+    request = engine.make_request([3, 4, 5], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    prepare(engine, [request])
+    engine.submit(request)
+    while not request.finished:
+        engine.step()
+    assert sum(a.nbytes for a in jax.tree.leaves((engine.state.nextn, engine.state.backlog.hidden))) == 0
