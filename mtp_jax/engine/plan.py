@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from mtp_jax.decode.compiled import Key, PrefillKey, StepKey, buckets
 from mtp_jax.decode.step import SamplingMode
@@ -10,7 +11,8 @@ from mtp_jax.engine.depth import adaptive_depths
 from mtp_jax.engine.request import MAX_LOGPROBS, Request
 
 _LOGPROB_WIDTHS = (0, 5, MAX_LOGPROBS)
-_SMALLEST_ROWS = 256
+# Rows of the narrowest page tables, of steps and of prefill: a short prompt sees no more.
+_SMALLEST_ROWS, _SMALLEST_PROMPT = 256, 64
 _SMALLEST_CHUNK = 16
 # Short prompts in one prefill: the weights are read once for all of them.
 _TOGETHER = 4
@@ -99,7 +101,7 @@ def keys_for(
         while start < len(r.prompt):
             size = next(chunks(config, len(r.prompt) - start))
             rows = min(start + size, len(r.prompt))
-            page = _page_buckets(config, -(-rows // config.page_size))[-1]
+            page = _page_buckets(config, -(-rows // config.page_size), _SMALLEST_PROMPT)[-1]
             keys.append(PrefillKey(size, page, *_widths([r])))
             alike.setdefault(size, []).append(page)
             tokens, columns = max(tokens, size), max(columns, page)
@@ -134,11 +136,17 @@ def warm_up_keys(config: EngineConfig, shards: int, structured: bool) -> tuple[l
     if structured:
         first.append(StepKey(slots[-1], deepest, pages[-1], replace(scored, structured=True)))
     rest: list[Key] = []
-    for i, p in enumerate(pages):
-        for size in _chunk_buckets(config):
-            rest += [PrefillKey(size, p, prompts=n) for n in _prompt_buckets(_together(config, size, shards))]
-        some = slots if i < 2 else (slots[0], slots[-1])
-        rest += [StepKey(b, d, p, mode) for mode in (greedy, sampled) for d in reversed(depths) for b in some]
+    sizes = _chunk_buckets(config)
+    for p in _page_buckets(config, config.columns, _SMALLEST_PROMPT):
+        for smaller, size in pairwise((0, *sizes)):
+            if smaller < p * config.page_size:  # else so few rows take a smaller chunk
+                most = _together(config, size, shards)
+                rest += [PrefillKey(size, p, prompts=n) for n in _prompt_buckets(most)]
+        if p in pages:
+            some = slots if p in pages[:2] else (slots[0], slots[-1])
+            rest += [
+                StepKey(b, d, p, mode) for mode in (greedy, sampled) for d in reversed(depths) for b in some
+            ]
     if structured:
         mode = replace(sampled, structured=True)
         ends = [(b, d) for d in (deepest, 0) for b in (slots[0], slots[-1])]
@@ -192,9 +200,9 @@ def _chunk_buckets(config: EngineConfig) -> Sequence[int]:
     return buckets(config.prefill_chunk, min(_SMALLEST_CHUNK, config.prefill_chunk), 4)
 
 
-def _page_buckets(config: EngineConfig, needed: int) -> list[int]:
-    """Page-table widths up to the first that holds ``needed`` pages."""
-    smallest = min(-(-_SMALLEST_ROWS // config.page_size), config.columns)
+def _page_buckets(config: EngineConfig, needed: int, rows: int = _SMALLEST_ROWS) -> list[int]:
+    """Page-table widths, from one of ``rows``, up to the first that holds ``needed`` pages."""
+    smallest = min(-(-rows // config.page_size), config.columns)
     sizes = buckets(config.columns, smallest, 4)
     return [b for i, b in enumerate(sizes) if i == 0 or sizes[i - 1] < needed]
 

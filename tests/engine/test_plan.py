@@ -6,8 +6,9 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
+from mtp_jax.decode.compiled import PrefillKey
 from mtp_jax.engine.config import EngineConfig
-from mtp_jax.engine.plan import chunks, keys_for, mode_of, prefill_together
+from mtp_jax.engine.plan import chunks, keys_for, mode_of, prefill_together, warm_up_keys
 from mtp_jax.engine.request import Request, SamplingParams
 from mtp_jax.model.sharding import make_mesh
 from tests.engine.device import Device
@@ -79,6 +80,18 @@ def waiting(*lengths: int) -> list[Request]:
 def test_short_prompts_are_prefilled_together(lengths, together):
     found = prefill_together(CONFIG, [waiting(*n) for n in lengths])
     assert [[len(r.prompt) for r in w] for w in found] == together
+
+
+def test_short_prompts_are_prefilled_over_few_pages():
+    """And no server compiles a chunk that is longer than what its page table holds."""
+    config = EngineConfig(max_num_seqs=8, max_model_len=4096, page_size=64, prefill_chunk=1024)
+    keys = [k for some in warm_up_keys(config, 1, structured=False) for k in some]
+    found = {(k.tokens, k.pages) for k in keys if isinstance(k, PrefillKey)}
+    shorter = {(16, 1), (64, 1), (16, 4), (64, 4), (256, 4), (16, 16), (64, 16), (256, 16), (1024, 16)}
+    assert found == shorter | {(size, 64) for size in (16, 64, 256, 1024)}
+    requests = [r for n in (9, 60, 70) for r in waiting(n)]
+    found = [k for k in keys_for(config, requests, 1, slots=0, pages=64) if isinstance(k, PrefillKey)]
+    assert {(k.tokens, k.pages) for k in found if k.prompts == 1} == {(16, 1), (64, 1), (256, 4)}
 
 
 def test_nothing_is_compiled_for_nobody():
