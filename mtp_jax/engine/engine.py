@@ -317,7 +317,7 @@ class Engine:
                 if not running:
                     return
                 # With fewer requests the cheapest program may be a deeper one, whose drafts need pages, too.
-                key = self.executables.cover(step_key(self.config, running, depth))
+                key = self._cover(running, step_key(self.config, running, depth))
         began = time.perf_counter()
         result = self._run_step(key, running)
         width = key.depth + 1
@@ -351,8 +351,15 @@ class Engine:
         fixed = max((r.depth for r in running if r.fixed_depth), default=0)
         deepest = max(fixed, *(r.useful_depth for r in running))
         depths = {d for d in adaptive_depths(deepest) if d >= fixed}
-        keys = [self.executables.cover(k) for k in step_keys(self.config, running, depths)]
+        keys = [self._cover(running, need) for need in step_keys(self.config, running, depths)]
         return self.depth.choose(keys, [r.depth for r in running])
+
+    def _cover(self, running: list[Request], need: StepKey) -> StepKey:
+        """The cheapest executable for it, with pages for all rows that it writes: a deeper one has more."""
+        key = self.executables.cover(need)
+        if key.depth == need.depth:
+            return key
+        return self._cover(running, step_key(self.config, running, key.depth))
 
     def _track(self, launch: Launch) -> None:
         self.launches += 1

@@ -84,7 +84,7 @@ def test_short_prompts_are_prefilled_together(lengths, together):
 
 def test_short_prompts_are_prefilled_over_few_pages():
     """And no server compiles a chunk that is longer than what its page table holds."""
-    config = EngineConfig(max_num_seqs=8, max_model_len=4096, page_size=64, prefill_chunk=1024)
+    config = EngineConfig(3, max_num_seqs=8, max_model_len=4093, page_size=64, prefill_chunk=1024)
     keys = [k for some in warm_up_keys(config, 1, structured=False) for k in some]
     found = {(k.tokens, k.pages) for k in keys if isinstance(k, PrefillKey)}
     shorter = {(16, 1), (64, 1), (16, 4), (64, 4), (256, 4), (16, 16), (64, 16), (256, 16), (1024, 16)}
@@ -113,6 +113,19 @@ JOB = st.tuples(
     seed=0,
     stop=0.0,
     keep=1.0,
+    later=0,
+    crowded=False,
+    adaptive=False,
+)
+@example(  # a deeper executable than asked for would write past 256 rows, for which its request has pages
+    jobs=[(174, 39, None, 0.0), (210, 47, 1, 1.0)],
+    page_size=64,
+    chunk=50,
+    slots=2,
+    shards=1,
+    seed=0,
+    stop=0.0,
+    keep=0.0,
     later=0,
     crowded=False,
     adaptive=False,
