@@ -136,17 +136,14 @@ def warm_up_keys(config: EngineConfig, shards: int, structured: bool) -> tuple[l
     if structured:
         first.append(StepKey(slots[-1], deepest, pages[-1], replace(scored, structured=True)))
     rest: list[Key] = []
-    sizes = _chunk_buckets(config)
-    for p in _page_buckets(config, config.columns, _SMALLEST_PROMPT):
-        for smaller, size in pairwise((0, *sizes)):
-            if smaller < p * config.page_size:  # else so few rows take a smaller chunk
-                most = _together(config, size, shards)
-                rest += [PrefillKey(size, p, prompts=n) for n in _prompt_buckets(most)]
-        if p in pages:
-            some = slots if p in pages[:2] else (slots[0], slots[-1])
-            rest += [
-                StepKey(b, d, p, mode) for mode in (greedy, sampled) for d in reversed(depths) for b in some
-            ]
+    prefills = _page_buckets(config, config.columns, _SMALLEST_PROMPT)
+    for p in sorted({*prefills, *pages}):
+        # A chunk of bucket b has more than a tokens: page tables of so few rows never meet it.
+        sizes = [b for a, b in pairwise((0, *_chunk_buckets(config))) if a < p * config.page_size]
+        for size in sizes if p in prefills else ():
+            rest += [PrefillKey(size, p, prompts=n) for n in _prompt_buckets(_together(config, size, shards))]
+        some = () if p not in pages else slots if p in pages[:2] else (slots[0], slots[-1])
+        rest += [StepKey(b, d, p, mode) for mode in (greedy, sampled) for d in reversed(depths) for b in some]
     if structured:
         mode = replace(sampled, structured=True)
         ends = [(b, d) for d in (deepest, 0) for b in (slots[0], slots[-1])]

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from mtp_jax.decode.compiled import PrefillKey
+from mtp_jax.decode.compiled import PrefillKey, StepKey
+from mtp_jax.decode.step import SamplingMode
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.plan import chunks, keys_for, mode_of, prefill_together, warm_up_keys
 from mtp_jax.engine.request import Request, SamplingParams
@@ -92,6 +93,25 @@ def test_short_prompts_are_prefilled_over_few_pages():
     requests = [r for n in (9, 60, 70) for r in waiting(n)]
     found = [k for k in keys_for(config, requests, 1, slots=0, pages=64) if isinstance(k, PrefillKey)]
     assert {(k.tokens, k.pages) for k in found if k.prompts == 1} == {(16, 1), (64, 1), (256, 4)}
+
+
+@pytest.mark.parametrize(
+    ("page_size", "steps", "prefills"),
+    [
+        (16, {16, 64, 256}, {4, 16, 64, 256}),
+        (64, {4, 16, 64}, {1, 4, 16, 64}),
+        (128, {2, 8, 32}, {1, 4, 16, 32}),
+        (4096, {1}, {1}),
+    ],
+)
+def test_a_server_compiles_steps_and_prefills_of_all_their_widths(page_size, steps, prefills):
+    config = EngineConfig(3, max_num_seqs=8, max_model_len=4093, page_size=page_size, adaptive_depth=True)
+    keys = [k for some in warm_up_keys(config, 1, structured=False) for k in some]
+    assert {k.pages for k in keys if isinstance(k, StepKey)} == steps
+    assert {k.pages for k in keys if isinstance(k, PrefillKey)} == prefills
+    for mode in (SamplingMode(), SamplingMode(config.drafting, config.verifier)):
+        found = {(k.slots, k.pages, k.depth) for k in keys if isinstance(k, StepKey) and k.mode == mode}
+        assert {(b, p, d) for b in (1, 8) for p in steps for d in (0, 1, 3)} <= found
 
 
 def test_nothing_is_compiled_for_nobody():
