@@ -86,7 +86,12 @@ class Backlog:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """The paged latent cache, [P, S, C + R] or Fp8Rows per layer, page tails [P, 1, k * D], and slots."""
+    """Latent cache, page tails, slots, and what steps put off.
+
+    Attributes:
+        trunk, nextn: the paged cache of each layer, [P, S, C + R] or Fp8Rows.
+        tails: [P, 1, k * D].
+    """
 
     trunk: tuple[Any, ...]
     nextn: tuple[Any, ...]
