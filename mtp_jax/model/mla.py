@@ -1,16 +1,20 @@
 """Multi-head Latent Attention over rows at hand, in its two forms, by XLA."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.config import ModelConfig
 from mtp_jax.model.device import platform
 
 Form = Literal["naive", "absorbed"]
+
+# The least peak of scores: a token that sees nothing (an idle slot) must get zeros, not NaN.
+_LEAST = jnp.finfo(jnp.float32).min
 
 
 @jax.tree_util.register_dataclass
@@ -47,26 +51,55 @@ def attend(
     ``naive`` expands the latent to keys and values of every head; ``absorbed`` moves the expansion to the
     query and the output, so that all heads read the latent itself. Equal up to rounding.
     """
-    rank = k_up.shape[-1]
-    if form == "naive":
-        latent, key_rope = jnp.split(rows, [rank], axis=-1)
-        keys = _expand(latent, k_up)
-        shared = jnp.broadcast_to(key_rope.swapaxes(1, 2)[:, None], (*keys.shape[:2], *key_rope.shape[:0:-1]))
-        whole = jnp.concatenate([q.nope, q.rope], axis=-1).transpose(0, 2, 1, 3)
-        scores = _by_head(_fixed(whole), jnp.concatenate([keys, shared], axis=2), (3, 2))
-    else:
-        whole = jnp.concatenate([absorb(q.nope, k_up), q.rope], axis=-1)
-        scores = jnp.einsum("bwnc,blc->bnwl", whole, rows, preferred_element_type=jnp.float32)
+    if form == "absorbed":
+        return attend_in_blocks(q, k_up, v_up, lambda _: (rows, mask), 1, scale)
+    latent, key_rope = jnp.split(rows, [k_up.shape[-1]], axis=-1)
+    keys = _expand(latent, k_up)
+    shared = jnp.broadcast_to(key_rope.swapaxes(1, 2)[:, None], (*keys.shape[:2], *key_rope.shape[:0:-1]))
+    whole = jnp.concatenate([q.nope, q.rope], axis=-1).transpose(0, 2, 1, 3)
+    scores = _dots(_fixed(whole), jnp.concatenate([keys, shared], axis=2), (3, 2))
     scores = jnp.where(mask[:, None], scores * scale, -jnp.inf)
-    # A row that sees nothing (an idle slot) must give zeros, not NaN.
-    peak = jnp.maximum(scores.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
+    peak = jnp.maximum(scores.max(axis=-1, keepdims=True), _LEAST)
     weights = jnp.exp(scores - peak)
     weights = (weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)).astype(rows.dtype)
-    if form == "naive":
-        context = _by_head(_expand(latent, v_up), _fixed(weights), (3, 3))
-        return context.transpose(0, 3, 1, 2).astype(rows.dtype)
-    # Whole rows again: slicing the rope part off the result is cheaper than off the cache.
-    return jnp.einsum("bwnc,nvc->bwnv", _mix(weights, rows)[..., :rank], v_up)
+    context = _dots(_expand(latent, v_up), _fixed(weights), (3, 3))
+    return context.transpose(0, 3, 1, 2).astype(rows.dtype)
+
+
+def attend_in_blocks(
+    q: Queries,
+    k_up: Float[Array, "N h C"],
+    v_up: Float[Array, "N v C"],
+    read: Callable[[Int[Array, ""] | int], tuple[Float[Array, "B l c"], Bool[Array, "B W l"]]],
+    blocks: Int[Array, ""] | int,
+    scale: float,
+) -> Float[Array, "B W N v"]:
+    """``attend`` in the absorbed form over the rows and the mask of each of ``blocks`` blocks, by ``read``.
+
+    The softmax is summed on the way (arXiv 1805.02867, algorithm 3). A block that a token does not see
+    leaves what it has to the bit, so a result does not depend on how many blocks others need.
+    """
+    whole = jnp.concatenate([absorb(q.nope, k_up), q.rope], axis=-1)
+    slots, width, heads, _ = whole.shape
+    flat = _fixed(whole.transpose(0, 2, 1, 3).reshape(slots, heads * width, -1))
+
+    def block(i: Int[Array, ""] | int, so_far: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        peak, total, mixed = so_far
+        rows, mask = read(i)
+        sees = jnp.broadcast_to(mask[:, None], (slots, heads, *mask.shape[1:])).reshape(*flat.shape[:2], -1)
+        scores = jnp.where(sees, _dots(flat, rows, (2, 2)) * scale, -jnp.inf)
+        top = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
+        weights, shrunk = jnp.exp(scores - top), jnp.exp(peak - top)
+        # Whole rows: slicing the rope part off the result is cheaper than off the cache.
+        more = _dots(_fixed(weights.astype(rows.dtype)), rows, (2, 1))
+        return top, total * shrunk + weights.sum(axis=-1, keepdims=True), mixed * shrunk + more
+
+    one = (*flat.shape[:2], 1)
+    start = jnp.full(one, _LEAST), jnp.zeros(one), jnp.zeros(flat.shape)
+    alone = isinstance(blocks, int) and blocks == 1
+    _, total, mixed = block(0, start) if alone else jax.lax.fori_loop(0, blocks, block, start)
+    latent = (mixed / jnp.maximum(total, 1e-30)).astype(whole.dtype)[..., : k_up.shape[-1]]
+    return jnp.einsum("bnwc,nvc->bwnv", latent.reshape(slots, heads, width, -1), v_up)
 
 
 def _fixed(x: jax.Array) -> jax.Array:
@@ -82,20 +115,13 @@ def _expand(latent: Float[Array, "B L C"], up: Float[Array, "N o C"]) -> Float[A
     return _fixed(columns).reshape(heads, -1, slots, length).transpose(2, 0, 1, 3)
 
 
-def _by_head(
-    a: Float[Array, "B N x y"], b: Float[Array, "B N z t"], contracted: tuple[int, int]
-) -> Float[Array, "B N s u"]:
-    """Products of every slot and head, in float32."""
-    dims = ((contracted[:1], contracted[1:]), ((0, 1), (0, 1)))
+def _dots(
+    a: Float[Array, "*b x y"], b: Float[Array, "*b z t"], contracted: tuple[int, int]
+) -> Float[Array, "*b s u"]:
+    """Products of every slot, or slot and head, in float32."""
+    batch = tuple(range(a.ndim - 2))
+    dims = ((contracted[:1], contracted[1:]), (batch, batch))
     return _fixed(jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32))
-
-
-def _mix(weights: Float[Array, "B N W L"], rows: Float[Array, "B L c"]) -> Float[Array, "B W N c"]:
-    """Cached rows summed by weight."""
-    slots, heads, width, length = weights.shape
-    flat = _fixed(weights.reshape(slots, heads * width, length))
-    mixed = _fixed(jax.lax.dot_general(flat, rows, (((2,), (1,)), ((0,), (0,)))))
-    return mixed.reshape(slots, heads, width, -1).transpose(0, 2, 1, 3)
 
 
 def absorb(q: Float[Array, "B W N h"], k_up: Float[Array, "N h C"]) -> Float[Array, "B W N C"]:

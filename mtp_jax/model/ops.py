@@ -1,9 +1,12 @@
 """Operations that XLA or a kernel can compute: routed experts, and attention over the paged latent cache."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
@@ -19,12 +22,17 @@ from kernels_pallas.router import api as router
 from kernels_pallas.router.rule import Rule
 from mtp_jax.model import products
 from mtp_jax.model.cache import Fp8Rows, PagedView, Pages, read_rows, write_rows
+from mtp_jax.model.device import platform
 from mtp_jax.model.kernels import AUTO, Kernels, can, may_run, runs
-from mtp_jax.model.mla import Form, Queries, absorb, attend
+from mtp_jax.model.mla import Form, Queries, absorb, attend, attend_in_blocks
 from mtp_jax.model.params import Fp8
 from mtp_jax.model.sharding import partition, sharded
 
 Cache = TypeVar("Cache", bound=Pages)
+
+# Cached rows that attention on a CPU takes at a time: a quarter of the table, within these bounds. Fewer cost
+# more than they compute, more do not stay in a core's cache.
+_BLOCK = 64, 128
 
 
 def experts_take_quantised(kernels: Kernels, dtype: Any, gate_up: Any, down: Any) -> bool:
@@ -167,6 +175,8 @@ def paged_attention(
                 context = _decode(q, k_up, v_up, pages, view, scale)
             elif form == "naive" and runs(kernels.attention, _check_prefill, q, k_up, v_up):
                 context = _prefill(q, k_up, v_up, cached(pages, view), view, scale)
+            elif form == "absorbed" and platform() == "cpu":
+                context = _attend_seen(q, k_up, v_up, partial(cached, pages), view, scale, pages.shape[1])
             else:
                 context = attend(q, k_up, v_up, cached(pages, view), view.mask, scale, form)
         return context, pages
@@ -181,6 +191,34 @@ def paged_attention(
     up, paged = partition("heads"), partition("pages")
     run = sharded(local, mesh, (heads, up, up, per_slot, paged, per_slot), (heads, paged))
     return run(q, k_up, v_up, rows, pages, view)
+
+
+def _attend_seen(
+    q: Queries,
+    k_up: Float[Array, "N h C"],
+    v_up: Float[Array, "N v C"],
+    cached: Callable[[PagedView], Float[Array, "B l c"]],
+    view: PagedView,
+    scale: float,
+    page: int,
+) -> Float[Array, "B W N v"]:
+    """``attend`` over no more blocks of the cached rows than hold what any token sees."""
+    columns = view.page_table.shape[1]
+    length = columns * page
+    each = min(max(int(np.clip(length // 4, *_BLOCK)) // page, 1), columns)
+    padding = -columns % each
+    table = jnp.pad(view.page_table, ((0, 0), (0, padding)))
+    mask = jnp.pad(view.mask, ((0, 0), (0, 0), (0, padding * page)))
+
+    def read(i: Int[Array, ""] | int) -> tuple[Float[Array, "B l c"], Bool[Array, "B W l"]]:
+        pages = jax.lax.dynamic_slice_in_dim(table, i * each, each, axis=1)
+        part = jax.lax.dynamic_slice_in_dim(mask, i * each * page, each * page, axis=2)
+        return cached(PagedView(pages, view.positions, part)), part
+
+    if columns == each:
+        return attend_in_blocks(q, k_up, v_up, read, 1, scale)
+    last = jnp.max(jnp.where(view.mask.any(axis=(0, 1)), jnp.arange(1, length + 1), 0))
+    return attend_in_blocks(q, k_up, v_up, read, -(-last // (each * page)), scale)
 
 
 def _check_decode(q: Queries, k_up: Float[Array, "N h C"], pages: Pages) -> None:

@@ -11,11 +11,11 @@ import pytest
 
 from mtp_jax.checkpoint import load
 from mtp_jax.config import ModelConfig
-from mtp_jax.model import cache, trunk
+from mtp_jax.model import cache, ops, trunk
 from mtp_jax.model.attention import attention
 from mtp_jax.model.layers import rope_angles
 from mtp_jax.model.mla import prefill_form
-from mtp_jax.model.ops import PagedView, Queries, attend, packed, read_rows, write_rows
+from mtp_jax.model.ops import PagedView, Queries, attend, packed, paged_attention, read_rows, write_rows
 from mtp_jax.model.params import Attention
 from mtp_jax.model.trunk import Backend
 from tests.golden import expected, model_dir
@@ -92,6 +92,44 @@ def test_the_two_forms_agree_under_any_mask():
     # A window token that sees nothing gives zeros.
     np.testing.assert_array_equal(both[0][0, 1], 0)
     np.testing.assert_array_equal(both[1][0, 1], 0)
+
+
+@pytest.mark.parametrize("columns", [4, 5])
+def test_blocks_of_the_cache_equal_all_of_it(monkeypatch, columns):
+    """Blocks of two pages, the last of one, NaN from the first row nobody sees; an idle slot gives zeros.
+
+    How many blocks another slot needs changes nothing, to the bit.
+    """
+    monkeypatch.setattr(ops, "_BLOCK", (2 * SIZE, 2 * SIZE))
+    rng = np.random.default_rng(8)
+    p, q = block("low rank")[0], queries(rng, 3)
+    table = rng.permutation(B * columns).reshape(B, columns)
+    rows = rng.normal(size=(B * columns + 1, SIZE, TINY.latent_dim)).astype(np.float32)
+
+    @jax.jit
+    def attended(pages, view):
+        no_rows: dict[str, Any] = {"scale": 0.3, "form": "absorbed", "mesh": None}
+        return paged_attention(q, p.k_up, p.v_up, None, pages, view, **no_rows)[0]
+
+    found = {}
+    for others in (-1, 2, SIZE, 3 * SIZE, columns * SIZE - 3):
+        ends = np.array([SIZE + 1, others])
+        positions = np.where(ends[:, None] < 0, -1, ends[:, None] + np.arange(3))
+        view = view_of(table, positions)
+        pages = rows.copy()
+        for slot in range(B):
+            pages[table[slot]] = np.where(
+                (np.arange(columns * SIZE) <= positions[slot].max()).reshape(columns, SIZE, 1),
+                pages[table[slot]],
+                np.nan,
+            )
+        got = np.asarray(attended(jnp.asarray(pages), view))
+        seen: Any = read_rows(jnp.asarray(pages), view)
+        np.testing.assert_allclose(got, attend(q, p.k_up, p.v_up, seen, view.mask, 0.3, "naive"), atol=2e-6)
+        found[others] = got
+    np.testing.assert_array_equal(found[-1][1], 0)
+    for got in found.values():
+        np.testing.assert_array_equal(got[0], found[-1][0])
 
 
 def test_prefill_takes_the_form_with_fewer_operations():
