@@ -7,11 +7,13 @@ not pay. Whatever is chosen, the tokens are right: trying a depth out costs time
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
+from math import log2
 from statistics import median
 
 from mtp_jax.decode.compiled import StepKey
 
 _ENOUGH = 2  # measurements before a cost is believed
+REHEARSED = 8  # runs of a step without drafts before the one that is measured
 # Of so many measurements the lower quartile counts: what else the machine does makes steps slower, never
 # faster, and for longer than a few of them.
 _KEPT = 64
@@ -31,9 +33,12 @@ _MEMORY = 0.98  # weight of a step's acceptance one step later
 _LEAST_PAST = 0.5
 # Optimistic: drafts that are never tried teach nothing.
 _PRIOR, _PRIOR_WEIGHT = 0.8, 4.0
-# With several rows a depth is worth drafting if it beats depth 0 by more than this: rows then end apart, and
-# prompts come one by one, so that fewer of them are prefilled together.
-_CLEARLY = 0.88
+# What deeper steps promise counts for so much less with each doubling of the rows from two on, up to a most:
+# rows then end apart, prompts come one by one, so that fewer are prefilled together, slots idle until an end
+# is read, and steps without drafts are slower than in a row of their own.
+_APART, _APART_MOST = 0.12, 0.3
+# Another depth must promise so much more than the one that has been best: every change costs some steps.
+_CHANGE = 1.05
 
 
 def adaptive_depths(most: int) -> tuple[int, ...]:
@@ -63,9 +68,9 @@ class StepCosts:
         self._last: StepKey | None = None
 
     def rehearsed(self, key: StepKey, seconds: float) -> None:
-        """Take what a run of its own took."""
+        """Take what a run of its own took, behind others of it."""
         self._count(key)
-        self._add(key, seconds * self._share_of(key))
+        self._add(key, seconds)
 
     def ran(self, key: StepKey, seconds: float) -> None:
         """Take what a step among others took."""
@@ -172,7 +177,7 @@ class DepthController:
 
     def __init__(self, most: int) -> None:
         self.costs, self.acceptance = StepCosts(), Acceptance(most)
-        self._steps = 0
+        self._steps, self._best = 0, 0
         # The step at which each depth was last run.
         self._run_at = [0] * (most + 1)
         # Tokens by depth: verified, and emitted. Fewer, because rows end within a step, and because a step
@@ -211,15 +216,20 @@ class DepthController:
             return max(unknown, key=lambda k: k.depth)
         tokens, asked = self.acceptance.tokens(), Counter(depths).items()
 
+        apart = min(_APART * max(log2(len(depths)) - 1, 0), _APART_MOST)
+
         def worth(depth: int) -> float:
             expected = sum(tokens[min(depth, d)] * rows for d, rows in asked)
             kept = min(self._emitted[depth] / self._verified[depth], 1)
-            return expected * kept * (_CLEARLY if depth and len(depths) > 1 else 1)
+            return expected * kept * (1 - apart if depth else 1)
 
         seconds = [self.costs.seconds(key) for key in candidates]
         worths = [worth(key.depth) for key in candidates]
         rates = [w / s for w, s in zip(worths, seconds, strict=True)]
         best = rates.index(max(rates))
+        before = [i for i, key in enumerate(candidates) if key.depth == self._best]
+        best = next((i for i in before if rates[i] * _CHANGE > rates[best]), best)
+        self._best = candidates[best].depth
         for i, key in enumerate(candidates):
             waited = self._steps - self._run_at[key.depth]
             if i == best or waited < _AGAIN_AFTER:
@@ -227,7 +237,7 @@ class DepthController:
             lost = (1 - rates[i] / rates[best]) * seconds[i] / seconds[best]
             if key.depth > candidates[best].depth:
                 lost += _UPSETS * (1 - 1 / len(depths))
-            hopeful = worths[i] / self.costs.newest(key) > rates[best]
+            hopeful = worths[i] / self.costs.newest(key) > rates[best] * _CHANGE
             if hopeful or waited >= max(lost / _LOOKING, _LOOK_EVERY):
                 return key
         return candidates[best]

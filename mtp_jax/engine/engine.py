@@ -25,9 +25,10 @@ from mtp_jax.decode.state import BACKLOG, State, StateShape, abstract_state, emp
 from mtp_jax.decode.step import ACCEPTED, COUNT, DRAFTED, FINISH, Finish, StepResult
 from mtp_jax.engine.arrays import next_chunk, page_row, slot_row
 from mtp_jax.engine.config import EngineConfig
-from mtp_jax.engine.depth import DepthController, adaptive_depths
+from mtp_jax.engine.depth import REHEARSED, DepthController, adaptive_depths
 from mtp_jax.engine.intake import Intake
 from mtp_jax.engine.plan import (
+    TOGETHER,
     keys_for,
     prefill_key,
     prefill_together,
@@ -176,7 +177,8 @@ class Engine:
         costs = self.depth.costs
         while self.config.adaptive_depth and (unknown := [k for k in steps if not costs.known(k)]):
             for key in unknown:
-                jax.block_until_ready(self._run_step(key, []))  # the first after another is slower
+                for _ in range(1 if key.depth else REHEARSED):  # the first after another are slower
+                    jax.block_until_ready(self._run_step(key, []))
                 began = time.perf_counter()
                 jax.block_until_ready(self._run_step(key, []))
                 costs.rehearsed(key, time.perf_counter() - began)
@@ -268,6 +270,8 @@ class Engine:
 
     def _launch_prefill(self) -> None:
         """Chunks of waiting prompts, as far as the budget of tokens goes."""
+        if self.scheduler.hold_prefill(TOGETHER):
+            return
         budget = self.config.prefill_chunk * self.scheduler.prefill_chunks()
         while any(waiting := self.scheduler.prefilling()):
             need, chosen = self._next_prefill(waiting)

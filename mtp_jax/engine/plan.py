@@ -15,7 +15,7 @@ _LOGPROB_WIDTHS = (0, 5, MAX_LOGPROBS)
 _SMALLEST_ROWS, _SMALLEST_PROMPT = 256, 64
 _SMALLEST_CHUNK = 16
 # Short prompts in one prefill: the weights are read once for all of them.
-_TOGETHER = 4
+TOGETHER = 4
 
 
 def step_key(config: EngineConfig, running: list[Request], depth: int) -> StepKey:
@@ -53,7 +53,7 @@ def prefill_together(config: EngineConfig, waiting: list[list[Request]]) -> list
 
 def prompt_bucket(prompts: int) -> int:
     """Prompts per data shard of the smallest prefill that takes so many."""
-    return next(b for b in _prompt_buckets(_TOGETHER) if b >= prompts)
+    return next(b for b in _prompt_buckets(TOGETHER) if b >= prompts)
 
 
 def keys_for(
@@ -167,7 +167,7 @@ def _next_chunk(config: EngineConfig, request: Request) -> int:
 def _together(config: EngineConfig, tokens: int, shards: int) -> int:
     """Most prompts per data shard that are prefilled at once, by so many tokens each."""
     fitting = min(config.prefill_chunk // tokens, config.max_num_seqs // shards)
-    return max((n for n in _prompt_buckets(_TOGETHER) if n <= fitting), default=1)
+    return max((n for n in _prompt_buckets(TOGETHER) if n <= fitting), default=1)
 
 
 def _prompt_buckets(most: int) -> Sequence[int]:

@@ -11,6 +11,8 @@ from mtp_jax.engine.pages import PagePool, extend_digests
 from mtp_jax.engine.request import Request, Status
 
 _FILLING = 4
+# An end further away than so many steps is not waited for.
+_LATER = 8
 
 
 class Scheduler:
@@ -28,6 +30,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.slots: list[Request | None] = [None] * config.max_num_seqs
         self.preemptions = 0
+        self._idle = 0  # steps times slots that prompts have waited for others
 
     @property
     def busy(self) -> bool:
@@ -146,6 +149,22 @@ class Scheduler:
             sorted((r for r in self._in_shard(shard) if r.status is Status.PREFILL), key=_turn)
             for shard in range(self.shards)
         ]
+
+    def hold_prefill(self, together: int) -> bool:
+        """Whether new prompts wait a step for requests about to end, to be prefilled with what follows them.
+
+        together: prompts that one prefill takes. Every row waits for a prefill longer than for a step, so the
+        slots of these prompts may idle for as much as one step of all rows; call once a step.
+        """
+        prompts = [r for r in self.slots if r and r.status is Status.PREFILL]
+        rows = [r for r in self.slots if r and r.status is Status.RUNNING]
+        # The next end that is sure, in steps: each emits a token at least.
+        steps = max(1, min((r.max_tokens - len(r.output) - r.unread for r in rows), default=_LATER + 1))
+        begun = any(r.inflight for r in prompts)
+        idle = self._idle + len(prompts) * steps
+        hold = 0 < len(prompts) < together and not begun and steps <= _LATER and idle <= len(rows)
+        self._idle = self._idle + len(prompts) if hold else 0
+        return hold
 
     def prefill_chunks(self) -> int:
         """Chunks to prefill before the next step: more while most slots wait, as few rows make it dear."""

@@ -1,6 +1,7 @@
 """Adaptive depth: the choice is the fastest by what was measured, and any choice gives the same tokens."""
 
 import itertools
+from statistics import mode
 
 import pytest
 
@@ -89,6 +90,29 @@ def test_what_a_rehearsal_showed_to_lose_is_not_tried():
     assert set(run(controller, lambda d: 1.0 + d, 0.9, 30, slots=64)) == {0}
 
 
+@pytest.mark.parametrize(("slots", "gain", "best"), [(1, 1.1, 3), (2, 1.4, 3), (8, 1.2, 0), (8, 1.7, 3)])
+def test_many_rows_draft_only_for_a_clear_gain(slots, gain, best):
+    """They then end apart. ``gain``: of tokens per second, in steps of depth 3; every draft holds."""
+    chosen = run(DepthController(3), lambda d: 4 / gain if d == 3 else d + 1.0, 1.0, 300, slots)
+    assert chosen[-90:].count(best) >= 80
+
+
+def test_a_depth_that_is_hardly_better_is_not_changed_to():
+    """Each change costs steps: what is best stays so within a twentieth. Here all drafts hold."""
+    controller, keys = DepthController(3), [key(0), key(3)]
+    for _ in range(200):
+        controller.acceptance.add([3], [3])
+
+    def mostly(seconds: float) -> int:
+        """With steps of depth 3 that take so long, and of depth 0 a second."""
+        for _ in range(64):
+            controller.costs.rehearsed(key(0), 1.0)
+            controller.costs.rehearsed(key(3), seconds)
+        return mode(controller.choose(keys, [3]).depth for _ in range(15))
+
+    assert [mostly(s) for s in (5.0, 3.9, 3.5, 4.1, 4.5)] == [0, 0, 3, 3, 0]
+
+
 def test_a_rehearsal_measures_every_depth():
     engine = make_engine(adaptive_depth=True)
     request = engine.make_request(prompts(1)[0], GREEDY)
@@ -166,11 +190,14 @@ def test_how_much_slower_first_steps_are_is_seen():
 
 @pytest.mark.parametrize(("slots", "share"), [(1, 1.0), (8, 0.8)])
 def test_depth_0_gets_the_benefit_of_the_doubt_with_several_rows(slots, share):
-    costs = StepCosts()
+    """Seen behind deeper steps only; a rehearsal runs it behind its like."""
+    costs, rehearsed = StepCosts(), StepCosts()
     for _ in range(2):
-        costs.rehearsed(key(3, slots), 3.0)
-        costs.rehearsed(key(0, slots), 1.0)
-    assert (costs.seconds(key(0, slots)), costs.seconds(key(3, slots))) == (share, 3.0)
+        for depth, seconds in ((3, 3.0), (0, 1.0)):
+            costs.ran(key(depth, slots), seconds)
+            rehearsed.rehearsed(key(depth, slots), seconds)
+    assert [c.seconds(key(0, slots)) for c in (costs, rehearsed)] == [share, 1.0]
+    assert [c.seconds(key(3, slots)) for c in (costs, rehearsed)] == [3.0, 3.0]
 
 
 def test_what_else_runs_on_the_machine_does_not_count():

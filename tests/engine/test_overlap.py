@@ -148,6 +148,21 @@ def test_steps_wait_for_no_prefill():
     assert kinds.startswith("pss" + "pspsps")
 
 
+@pytest.mark.parametrize(("apart", "prefills"), [(2, 1), (12, 2)])
+def test_prompts_behind_rows_that_end_close_together_are_prefilled_together(apart, prefills):
+    engine = make_engine(max_num_seqs=4, prefill_chunk=64)
+    device = Device(engine, keep=0.0)
+    params = [replace(PARAMS, max_tokens=n) for n in (20, 20 + apart, 40, 40, 8, 8)]
+    requests = [engine.make_request(p[:4], q) for p, q in zip(prompts(6), params, strict=True)]
+    engine.prepare(requests)
+    device.log.clear()
+    for r in requests:
+        engine.submit(r)
+    finish(engine)
+    assert [len(r.output) for r in requests] == [q.max_tokens for q in params]
+    assert sum(e.startswith("launch prefill") for e in device.log) == 1 + prefills
+
+
 def test_what_an_aborted_request_left_on_its_way_is_not_measured():
     """It was done long ago when the next request comes: the time between is nobody's."""
     engine, _, (request,) = start(keep=1.0)
