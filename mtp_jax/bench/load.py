@@ -13,8 +13,10 @@ from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import SamplingParams, Speculation
 from mtp_jax.errors import ConfigError
 
-Mode = Literal["off", "fixed", "adaptive"]
+# "control" is "off" once more: its speed-up is what the machine makes of two equal engines.
+Mode = Literal["off", "control", "fixed", "adaptive"]
 MODES: tuple[Mode, ...] = get_args(Mode)
+_DRAFTING: tuple[Mode, ...] = "fixed", "adaptive"
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,9 @@ def run(
     most = max(load.concurrency)
     given = prompts_for(subject, max(map(load.requests_at, load.concurrency)), load.prompt_tokens)
     length = load.prompt_tokens + load.max_tokens + load.depth  # as many pages in a step of every mode
-    engines = {m: subject.engine(load.depth * (m != "off"), most, length, m == "adaptive") for m in modes}
-    if simulated:
-        for mode in modes[1:]:
+    engines = {m: subject.engine(load.depth * (m in _DRAFTING), most, length, m == "adaptive") for m in modes}
+    for mode in _DRAFTING:
+        if simulated and mode in modes:
             simulate(engines[mode], simulated)
     count = load.requests or "max(16, 4 x level)"
     note = (
@@ -112,6 +114,8 @@ def run(
         f"{load.depth} (adaptive: at most). Speed-up: throughput over that of the same round at depth 0, "
         'without the NextN layers ("off"), median and quartiles. Acceptance length: tokens per step of a row.'
     )
+    if "control" in modes:
+        note += ' "control": a second engine like "off"; a speed-up other than 1 is noise.'
     headers = ("at a time", "MTP", "speed-up", "acceptance length", *HEADERS)
     title = f"Load: {subject.name}"
     rows: list[tuple[Any, ...]] = []

@@ -54,7 +54,12 @@ def _declare_load(command: Command) -> None:
     ):
         sub = command(name, _load, help, on_model=True, plotted=True)
         sub.add_argument("--concurrency", type=integers, default=levels, help="requests at a time")
-        sub.add_argument("--modes", type=_names, default=["off", "fixed", "adaptive"], help="of MTP")
+        sub.add_argument(
+            "--modes",
+            type=_names,
+            default=["off", "fixed", "adaptive"],
+            help="of MTP; control: off once more, which shows how far noise goes",
+        )
         sub.add_argument("--depth", type=int, default=3, help="drafts per step; adaptive: at most")
         sub.add_argument(
             "--requests", type=positive, help="per run (default: 4 per concurrent one, at least 16)"

@@ -65,6 +65,16 @@ def test_modes_are_compared_in_one_run(bench):
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_control_is_like_the_baseline(bench, capsys):
+    found, _ = bench("offline", "--modes", "control,fixed", "--depth", "2", "--simulate-acceptance", "1")
+    off, control, fixed = found["figures"]["levels"]
+    assert (off["mode"], control["mode"], fixed["mode"]) == ("off", "control", "fixed")
+    assert control["depth_steps"] == off["depth_steps"]
+    assert control["acceptance_length"] == 1 < fixed["acceptance_length"]
+    assert control["speedup"]["median"] != 1  # measured, of runs of its own
+    assert 'a second engine like "off"' in capsys.readouterr().out
+
+
 def test_a_sweep_keeps_and_shows_every_level_as_it_ends(bench, capsys, monkeypatch):
     written = []
     write = report.write
@@ -127,7 +137,7 @@ def test_a_label_keeps_what_it_labels():
 def test_refusals(capsys):
     model = str(golden.model_dir("rigged"))
     for given, message in (
-        (["--modes", "sometimes"], "--modes sometimes; expected some of off,fixed,adaptive"),
+        (["--modes", "sometimes"], "--modes sometimes; expected some of off,control,fixed,adaptive"),
         (["--concurrency", "0"], "are 1 or more"),
         (["--simulate-acceptance", "2"], "expected probabilities"),
     ):
