@@ -1,5 +1,20 @@
-"""`python -m mtp_jax`."""
+"""The process `mtp-jax`, also as `python -m mtp_jax`."""
 
-from mtp_jax.cli import entry
+import signal
+from typing import NoReturn
 
-entry()
+
+def entry() -> NoReturn:
+    """Run the command line. Ctrl-C ends the process without a word while that is being imported."""
+    quiet = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # which prints a traceback
+    if quiet:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from mtp_jax import cli
+
+    if quiet:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    cli.entry()
+
+
+if __name__ == "__main__":
+    entry()

@@ -66,6 +66,12 @@ class Counts:
         """Lines that have a line in the output."""
         return self.skipped + self.succeeded + self.failed
 
+    def skip(self, name: str, done: "Names", failed: "Names") -> bool:
+        """Count a line if an earlier run has done it. Returns whether it has."""
+        self.skipped += name in done
+        self.failed_before += name in failed
+        return name in done
+
 
 class Names:
     """A set of strings that keeps 64 bits of each, in an open hash table."""
@@ -143,9 +149,7 @@ async def run(
 
         try:
             for line in _lines(source, seen):
-                if line.name in done:
-                    counts.skipped += 1
-                    counts.failed_before += line.name in failed
+                if counts.skip(line.name, done, failed):
                     progress(counts)
                     continue
                 tasks.add(asyncio.create_task(answer(line)))
@@ -168,19 +172,21 @@ async def _some(tasks: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
     return others
 
 
-def count_lines(source: Path) -> int:
-    """Lines that are not blank. Raises RequestError if the file cannot be read."""
-    return sum(1 for _ in _raw_lines(source))
+def already(source: Path, target: Path) -> tuple[int, Counts]:
+    """How many lines there are to answer in all, and what earlier runs have done of them.
 
-
-def finished(target: Path) -> Names:
-    """What has a line in the output, which is made if there is none; a torn off last line is cut away.
-
-    Raises RequestError for a file that is not such an output: it is left as it is, and for one that another
-    run writes to. Raises OSError for one that cannot be written.
+    The output is made if there is none; a torn off last line is cut away. Raises RequestError for a file that
+    is not such an output: it is left as it is, for one that another run writes to, and for an input that
+    cannot be read. Raises OSError for an output that cannot be written.
     """
+    lines, seen, counts = 0, Names(), Counts()
+    next(_raw_lines(source), None)  # no output is made for an input that cannot be read
     with _claimed(target) as file:
-        return _finished(target, file)[0]
+        done, failed = _finished(target, file)
+    for line in _lines(source, seen):
+        lines += 1
+        counts.skip(line.name, done, failed)
+    return lines, counts
 
 
 @contextmanager
@@ -196,7 +202,7 @@ def _claimed(target: Path) -> Iterator[BinaryIO]:
 
 
 def _finished(target: Path, file: BinaryIO) -> tuple[Names, Names]:
-    """``finished``, and those that failed."""
+    """What has a line in the output, and those of them that failed; a torn off last line is cut away."""
     names, failed = Names(), Names()
     file.seek(0)
     whole = 0

@@ -66,9 +66,15 @@ class Guard:
                 await self._app(scope, self._limited(receive), answer)
         finally:
             self._connections -= 1
-            path = scope["path"]
-            self.metrics.responded(path if path in self._routes else "other", status)
+            self.metrics.responded(self._route(scope["path"]), status)
             _log(scope, name, given, status, time.perf_counter() - started)
+
+    def _route(self, path: str) -> str:
+        """The route of a path, as metrics name it."""
+        if path in self._routes:
+            return path
+        with_name = (r for r in self._routes if "{" in r)
+        return next((r for r in with_name if path.startswith(r.partition("{")[0])), "other")
 
     def refusal(self, method: str, path: str, headers: "Headers") -> ApiError | None:
         """Why a request reaches no route; None if it does."""

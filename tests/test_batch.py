@@ -54,9 +54,10 @@ def entries(path):
 )
 def test_a_file_that_is_no_output_is_left_as_it_is(files, text):
     """Without a line end, too: it is not what an interrupted run leaves."""
+    files[0].write_text(request("a"))
     files[1].write_text(text)
     with pytest.raises(RequestError, match="is no line of a batch's output"):
-        batch.finished(files[1])
+        batch.already(*files)
     assert files[1].read_text() == text
 
 
@@ -66,7 +67,7 @@ def test_a_line_torn_anywhere_is_cut_away(files, torn):
     run(files)
     whole = files[1].read_text()
     files[1].write_text(whole + torn)
-    assert "id a" in batch.finished(files[1])
+    assert batch.already(*files) == (1, batch.Counts(skipped=1))
     assert files[1].read_text() == whole
 
 
@@ -76,7 +77,7 @@ def test_answers_in_openai_format(files):
     counts = run(files, server, progress=lambda c: seen.append(c.done))
     assert (counts.succeeded, counts.failed, counts.skipped) == (1, 1, 0)
     assert seen == [1, 2]
-    assert batch.count_lines(files[0]) == 2
+    assert batch.already(*files) == (2, batch.Counts(skipped=2, failed_before=1))
     a, b = sorted(entries(files[1]), key=lambda e: e["custom_id"])
     assert a.pop("id").startswith("batch_req_")
     assert a == {
@@ -137,9 +138,9 @@ def test_two_runs_cannot_write_one_output(files):
     files[0].write_text(request("a"))
 
     async def send(url, body):
-        for other in (batch.finished, lambda target: run(files)):
+        for other in (lambda: batch.already(*files), lambda: run(files)):
             with pytest.raises(RequestError, match="is being written by another run"):
-                await asyncio.to_thread(other, files[1])
+                await asyncio.to_thread(other)
         return Answer(200, "r", {})
 
     assert asyncio.run(batch.run(files[0], files[1], send, 1, lambda counts: None)).succeeded == 1

@@ -78,6 +78,11 @@ def test_a_file_is_answered_as_by_the_server_and_again_after_growing(model, open
     assert {e["custom_id"] for e in before} == set(found)
     assert late["response"]["body"]["choices"][0]["token_ids"] == EXPECTED["greedy_ids"].tolist()
 
+    opened.clear()
+    assert cli.main(command) == 1
+    assert "0 answered, 0 failed, 5 done before (2 failed)\n" in capsys.readouterr().err
+    assert not opened  # nothing was left to do, so no model was loaded
+
 
 def test_refusals(model, tmp_path, capsys):
     source = tmp_path / "in.jsonl"

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -125,6 +126,28 @@ def process(*argv, **options):
     return subprocess.run(
         [sys.executable, "-m", "mtp_jax", *map(str, argv)], capture_output=True, text=True, **options
     )
+
+
+def test_ctrl_c_at_the_very_start_prints_nothing(tmp_path):
+    """While the command line is being imported; afterwards it is as it was."""
+    (tmp_path / "interrupted.py").write_text(
+        "import signal, sys\n"
+        "from mtp_jax.__main__ import entry\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == interrupted:\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "interrupted = sys.argv.pop(1)\n"
+        "entry()\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parent.parent)}
+    killed = -signal.SIGINT
+    for name, status in (("mtp_jax.cli", killed), ("mtp_jax.commands.batch", killed), ("none", 0)):
+        command = [sys.executable, str(tmp_path / "interrupted.py"), name, "version"]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert (done.returncode, done.stderr) == (status, "")
 
 
 def test_help_and_errors_do_not_wait_for_jax(tmp_path):

@@ -58,10 +58,12 @@ def run(args: argparse.Namespace) -> int:
             )
     if args.target.exists() and args.target.samefile(args.source):
         raise RequestError(f"{args.target} is the input; name another file for the answers")
-    lines = batch.count_lines(args.source)
-    batch.finished(args.target)  # what is wrong with it is said before the model is loaded
+    # What is wrong with the files is said before the model is loaded, and so is that nothing is left to do.
+    lines, before = batch.already(args.source, args.target)
     name = model_dir(args).resolve().name if args.served_model_name is None else args.served_model_name
     settings = Settings(name, max_body_bytes=batch.MAX_BODY_BYTES)
+    if before.done == lines:
+        return _end(args, _done(before), before)
     report = reporter(args)
     llm = open_llm(args, report, _SLOTS)
     from mtp_jax.async_llm import AsyncLLM
@@ -70,8 +72,12 @@ def run(args: argparse.Namespace) -> int:
     allm = AsyncLLM(llm, max_queued_requests=2**31, max_queued_tokens=2**40)
     in_flight = args.in_flight or 2 * llm.engine.config.max_num_seqs
     counts, seconds = asyncio.run(_answer(args, allm, settings, in_flight, lines, report))
+    return _end(args, _summary(counts, allm, seconds), counts)
+
+
+def _end(args: argparse.Namespace, summary: str, counts: "Counts") -> int:
     if not args.quiet:
-        show.note(_summary(counts, allm, seconds))
+        show.note(summary)
     return 1 if counts.failed or counts.failed_before else 0
 
 
@@ -146,15 +152,19 @@ async def call(app: Any, url: str, body: bytes) -> "Answer":
     return Answer(status, name, json.loads(b"".join(parts)))
 
 
-def _summary(counts: "Counts", allm: "AsyncLLM", seconds: float) -> str:
-    """What was done, how fast, and what speculation did."""
-    s = allm.llm.engine.stats()
+def _done(counts: "Counts") -> str:
     done = f"{counts.succeeded} answered, {counts.failed} failed"
     if counts.skipped:
         done += f", {counts.skipped} done before"
         done += f" ({counts.failed_before} failed)" if counts.failed_before else ""
+    return done
+
+
+def _summary(counts: "Counts", allm: "AsyncLLM", seconds: float) -> str:
+    """What was done, how fast, and what speculation did."""
+    s = allm.llm.engine.stats()
     rate = f"{s.generation_tokens} tokens in {seconds:.1f} s: {s.generation_tokens / seconds:.0f} tokens/s"
-    parts = [done, rate]
+    parts = [_done(counts), rate]
     if s.drafts:
         positions = " ".join(f"{n / s.drafts:.0%}" for n in s.accepted_per_position)
         parts.append(f"acceptance length {1 + s.accepted_tokens / s.drafts:.2f} ({positions} by position)")

@@ -121,6 +121,11 @@ def test_models_and_version(client):
     assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 252)
     assert client.get("/v1/models/tiny").json() == model
     assert client.get("/v1/models/other").status_code == 404
+    counted = client.get("/metrics").text
+    named = "/v1/models/{name:path}"
+    for route, status in (("/v1/models", 200), (named, 200), (named, 404)):
+        labels = f'model_name="tiny",route="{route}",status="{status}"'
+        assert f"mtp_jax:http_responses_total{{{labels}}}" in counted
     assert client.get("/version").json()["version"]
 
 
