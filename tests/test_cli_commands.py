@@ -129,7 +129,7 @@ def process(*argv, **options):
 
 
 def test_ctrl_c_at_the_very_start_prints_nothing(tmp_path):
-    """While the command line is being imported; afterwards it is as it was."""
+    """While the command line is being imported; later it is an interruption with a status of its own."""
     (tmp_path / "interrupted.py").write_text(
         "import signal, sys\n"
         "from mtp_jax.__main__ import entry\n"
@@ -144,8 +144,13 @@ def test_ctrl_c_at_the_very_start_prints_nothing(tmp_path):
     )
     environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parent.parent)}
     killed = -signal.SIGINT
-    for name, status in (("mtp_jax.cli", killed), ("mtp_jax.commands.batch", killed), ("none", 0)):
-        command = [sys.executable, str(tmp_path / "interrupted.py"), name, "version"]
+    for name, argv, status in (
+        ("mtp_jax.cli", ["version"], killed),
+        ("mtp_jax.commands.batch", ["version"], killed),
+        ("jax", ["info", str(V3)], cli.INTERRUPTED),
+        ("none", ["version"], 0),
+    ):
+        command = [sys.executable, str(tmp_path / "interrupted.py"), name, *argv]
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert (done.returncode, done.stderr) == (status, "")
 
