@@ -31,6 +31,7 @@ _AGAIN_AFTER = 2
 _SETTLES_AFTER, _FIRST, _LEAST, _LIKELY = 16, 5, 0.6, 0.8
 _MEMORY = 0.98  # weight of a step's acceptance one step later
 _LEAST_PAST = 0.5
+_LEAST_WEIGHT = 0.01  # rows that the past counts for: a rate of nothing at all has no value
 # Optimistic: drafts that are never tried teach nothing.
 _PRIOR, _PRIOR_WEIGHT = 0.8, 4.0
 # What deeper steps promise counts for so much less with each doubling of the rows from two on, up to a most:
@@ -159,6 +160,7 @@ class Acceptance:
             held = sum(a > i for a in accepted)
             # After a long time without a look, what was seen before counts for little.
             past = max(_MEMORY ** (self._steps - self._looked[i]), _LEAST_PAST)
+            past = min(max(past, _LEAST_WEIGHT / self._tried[i]), 1)
             self._looked[i] = self._steps
             self._tried[i] = self._tried[i] * past + tried
             self._held[i] = self._held[i] * past + held

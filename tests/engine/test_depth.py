@@ -235,6 +235,18 @@ def test_expected_tokens():
     assert acceptance.tokens() == pytest.approx([1, 1 + 2 / 3, 2, 2 + 1 / 3], abs=0.01)
 
 
+def test_a_position_that_is_never_reached_keeps_its_rate():
+    acceptance = Acceptance(3)
+    for _ in range(2500):  # its weight is halved each time
+        for _ in range(40):
+            acceptance.add([0], [0])
+        acceptance.add([3], [0])
+    assert acceptance.tokens() == pytest.approx([1, 1, 1, 1], abs=0.01)
+    for _ in range(20):
+        acceptance.add([3], [3])
+    assert acceptance.tokens()[3] > 3
+
+
 def test_adaptive_steps_give_the_tokens_of_depth_0(monkeypatch):
     reference = Reference(tiny_params())
     engine = make_engine(adaptive_depth=True, max_model_len=128)
