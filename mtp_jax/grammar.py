@@ -3,6 +3,9 @@
 llguidance parses the output so far on the host and says which tokens can go on. It bounds the work of most
 grammars and of every mask, more tightly here than by default; what exceeds the bounds is refused, or ends its
 own request. What it does not bound is bounded here: multiples, and the time a grammar takes to compile.
+
+After a prompt that ends inside a think block the output begins with a thought, of any text: what the grammar
+says begins behind it.
 """
 
 import functools
@@ -30,6 +33,7 @@ WORD = 32
 """Tokens per word of a packed mask: token t is bit t % 32 of word t // 32."""
 
 _CACHED_GRAMMARS = 64
+_TAIL = 16  # tokens that hold the end of a prompt: a tag and white space
 _COMPILE_SECONDS = 10.0
 # Expressions that llguidance may derive, at first and for a token: milliseconds of work. Repeats of tens of
 # thousands need as many for each mask.
@@ -146,6 +150,20 @@ def _text(text: Any) -> str:
     return text
 
 
+def _behind_thought(grammar: str, is_token: bool) -> str:
+    """The grammar, in llguidance's form, of any text that ends its thought and then fits ``grammar``.
+
+    is_token: whether the end of a thought is a token of its own, which no text holds, rather than text.
+    """
+    (inner,) = json.loads(grammar)["grammars"]
+    expression = inner["lark_grammar"]
+    answer = expression.removeprefix("start: ") if expression else "%json " + json.dumps(inner["json_schema"])
+    text = "/(.|\\n)*/"
+    close = Tokenizer.CLOSE_THOUGHT
+    thought = f"thought: {text} {close}" if is_token else f'thought[suffix="{close}"]: {text}'
+    return f"start: thought answer\n{thought}\nanswer: {answer}\n"
+
+
 def _literal(character: str) -> str:
     plain = character.isascii() and character.isalnum()
     return character if plain else f"\\x{{{ord(_text(character)):x}}}"
@@ -186,7 +204,7 @@ class Grammars:
     def __init__(self, tokenizer: tokenizers.Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
         """vocab_size: of the model; its ids without a token are never allowed. eos_ids: at least one."""
         self.words = -(-vocab_size // WORD)
-        self._eos = eos_ids[0]
+        self._eos, self._text = eos_ids[0], tokenizer
         self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=list(eos_ids))
         self._executor = LLExecutor()
         self._compiling = threading.Lock()
@@ -200,12 +218,17 @@ class Grammars:
         fits = eos and tokenizer.vocab_size <= vocab_size
         return cls(tokenizer.backend, vocab_size, eos) if fits else None
 
-    def matcher(self, wanted: StructuredOutput, stop_ids: Iterable[int]) -> Matcher:
-        """The beginning of an output. stop_ids: what may end it. Raises RequestError."""
+    def matcher(
+        self, wanted: StructuredOutput, stop_ids: Iterable[int], prompt: Sequence[int] = ()
+    ) -> Matcher:
+        """The beginning of an output. stop_ids: what may end it. prompt: before it. Raises RequestError."""
         stops = np.zeros(self.words, np.uint32)
         for token in stop_ids:
             stops[token // WORD] |= np.uint32(1 << token % WORD)
-        return Matcher(self._compiled(wanted.grammar).deep_copy(), stops)
+        grammar = wanted.grammar
+        if Tokenizer.opens_thought(self._text.decode(list(prompt[-_TAIL:]), skip_special_tokens=False)):
+            grammar = _behind_thought(grammar, self._text.token_to_id(Tokenizer.CLOSE_THOUGHT) is not None)
+        return Matcher(self._compiled(grammar).deep_copy(), stops)
 
     def _compile(self, grammar: str) -> LLMatcher:
         """In a thread that can be left behind: llguidance cannot be interrupted. One at a time."""

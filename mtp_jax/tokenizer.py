@@ -28,6 +28,8 @@ class Tokenizer:
         eos_ids: every id that ends a generation (generation_config.json may list several).
     """
 
+    OPEN_THOUGHT, CLOSE_THOUGHT = "<think>", "</think>"
+
     def __init__(
         self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], generation: Mapping[str, Any]
     ):
@@ -78,6 +80,11 @@ class Tokenizer:
                     f"{template} is not readable UTF-8 text: {first_line(error)}"
                 ) from error
         return cls(backend, config, _read_json(folder / "generation_config.json"))
+
+    @classmethod
+    def opens_thought(cls, prompt: str) -> bool:
+        """Whether a rendered prompt ends inside a think block, so that the output begins in it."""
+        return prompt.rstrip().endswith(cls.OPEN_THOUGHT)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`. With `add_special_tokens` it begins with exactly one bos, if the model wants one.

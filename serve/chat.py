@@ -11,7 +11,7 @@ from serve.answers import chat_logprobs, token_extras, usage
 from serve.bodies import read
 from serve.calls import Call, Shown
 from serve.generation import submit
-from serve.reasoning import Splitter, ThoughtTokens, may_think, opens_thought
+from serve.reasoning import Splitter, ThoughtTokens, may_think
 from serve.schema import ChatBody, Conversation
 from serve.state import Server
 
@@ -35,7 +35,7 @@ class ChatPrompt:
         )
         messages = [message.for_template() for message in self._conversation.messages]
         prompt = self._tokenizer.apply_chat_template(messages, **given)
-        self.thinking = opens_thought(prompt)
+        self.thinking = self._tokenizer.opens_thought(prompt)
         return self._tokenizer.encode(prompt, add_special_tokens=False)
 
 

@@ -4,12 +4,7 @@ from collections.abc import Iterable
 
 from mtp_jax import Tokenizer
 
-OPEN, CLOSE = "<think>", "</think>"
-
-
-def opens_thought(prompt: str) -> bool:
-    """Whether a rendered chat prompt ends inside a think block, so that the output begins in it."""
-    return prompt.rstrip().endswith(OPEN)
+OPEN, CLOSE = Tokenizer.OPEN_THOUGHT, Tokenizer.CLOSE_THOUGHT
 
 
 def may_think(tokenizer: Tokenizer) -> bool:

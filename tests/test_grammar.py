@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
 
 from mtp_jax.errors import RequestError
 from mtp_jax.grammar import MAX_GRAMMAR_LENGTH, Grammars, Matcher, StructuredOutput, Window
@@ -129,6 +131,39 @@ def test_rows_of_a_batch(grammars, tokenizer):
 def test_special_and_missing_tokens_are_never_allowed(grammars):
     anything = grammars.matcher(StructuredOutput(regex="(.|\n)*"), [EOS])
     assert one(grammars, anything)[0] == set(range(TOKENS)) - {0}
+
+
+@pytest.mark.parametrize("tags", ["text", "tokens", "special tokens"])
+@pytest.mark.parametrize(
+    ("wanted", "answer"),
+    [
+        (StructuredOutput(choice=["yes/no", "abc"]), "yes/no"),
+        (StructuredOutput(regex="[a-c]/[0-9]"), "b/7"),
+        (StructuredOutput(json_schema={"type": "integer", "minimum": 8}), "12"),
+        (StructuredOutput(json_object=True), '{"a": 1}'),
+    ],
+)
+def test_a_thought_is_free_and_the_grammar_begins_behind_it(wanted, answer, tags, tokenizer):
+    backend = Backend.from_str(tokenizer.backend.to_str())
+    if tags != "text":
+        added = [AddedToken(t, special=tags == "special tokens") for t in ("<think>", "</think>")]
+        backend.add_tokens(added)
+    grammars = Grammars(backend, VOCAB, [EOS])
+
+    def ids(text: str) -> list[int]:
+        return backend.encode(text, add_special_tokens=False).ids
+
+    matcher = grammars.matcher(wanted, [EOS], ids("x = <think>\n"))
+    matcher.advance(ids('a b, {"c'))
+    in_thought = one(grammars, matcher)[0]
+    assert set(ids("a{ \n")) <= in_thought
+    assert EOS not in in_thought
+    first, *_, last = one(grammars, matcher, ids("</think>" + answer))[len(ids("</think>")) :]
+    plain = grammars.matcher(wanted, [EOS], ids("x = <think>a</think>"))
+    assert first == one(grammars, plain)[0]
+    assert EOS in last
+    matcher.advance(ids("</think>" + answer))
+    assert not matcher.failed
 
 
 def test_requests_of_one_grammar_do_not_meet(grammars, tokenizer):

@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from mtp_jax import LLM, RequestError, SamplingParams, StructuredOutput
+from mtp_jax import LLM, RequestError, SamplingParams, StructuredOutput, Tokenizer
 from tests import golden, tiny_tokenizer
 
 SIZES = {"max_num_seqs": 2, "max_model_len": 240, "page_size": 16, "prefill_chunk": 16, "compile_cache": None}
@@ -37,6 +37,21 @@ def test_greedy_is_valid_and_the_same_without_speculation(llm):
     jsonschema.validate(json.loads(output.outputs[0].text), SCHEMA)
     assert output.outputs[0].finish_reason == "stop"
     assert output.speculation.accepted > 5
+
+
+def test_after_a_free_thought_and_the_same_without_speculation(llm, monkeypatch):
+    prompt, free = "def <think>\n", SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    text = llm.generate(prompt, free)[0].outputs[0].text
+    end = text[30:33]
+    thought = text[: text.index(end) + len(end)]
+    monkeypatch.setattr(Tokenizer, "CLOSE_THOUGHT", end)
+    (output,) = llm.generate(prompt, GREEDY)
+    (plain,) = llm.without_speculation().generate(prompt, GREEDY)
+    assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert output.outputs[0].text.startswith(thought)
+    jsonschema.validate(json.loads(output.outputs[0].text.removeprefix(thought)), SCHEMA)
+    assert output.outputs[0].finish_reason == "stop"
+    assert output.speculation.accepted > 10
 
 
 def test_several_completions_of_one_prompt(llm):

@@ -107,7 +107,7 @@ class Intake:
             capacity,
             spare=spare,
             stops=self._stops(params),
-            matcher=self._matcher(params),
+            matcher=self._matcher(params, ids),
             fixed_depth=not config.adaptive_depth or seeded or params.num_speculative_tokens is not None,
             priority=priority,
             deadline=None if timeout is None else time.perf_counter() + timeout,
@@ -119,7 +119,7 @@ class Intake:
         stops = {*p.stop_token_ids, *(() if p.ignore_eos else self.cfg.eos_token_ids)}
         return tuple(t for t in stops if t < self.cfg.vocab_size)
 
-    def _matcher(self, p: SamplingParams) -> Matcher | None:
+    def _matcher(self, p: SamplingParams, prompt: tuple[int, ...]) -> Matcher | None:
         if p.structured is None:
             return None
         if self.grammars is None:
@@ -127,7 +127,7 @@ class Intake:
                 "structured output needs a tokenizer.json that fits the model and names its end-of-sequence "
                 "token; this model has none"
             )
-        return self.grammars.matcher(p.structured, self._stops(p))
+        return self.grammars.matcher(p.structured, self._stops(p), prompt)
 
 
 def _check_ids(what: str, ids: Iterable[int], vocab: int) -> None:

@@ -125,6 +125,15 @@ def test_a_template_that_opens_a_thought(client):
     assert "completion_tokens_details" not in chat(client)["usage"]
 
 
+def test_a_thought_goes_before_structured_output(client):
+    thinking = {"chat_template_kwargs": {"thinking": True}}
+    (free,) = chat(client, **thinking)["choices"]
+    structured = {"response_format": {"type": "json_object"}, "ignore_eos": False}
+    (choice,) = chat(client, **structured, **thinking)["choices"]
+    assert choice["message"]["reasoning"] == free["message"]["reasoning"]
+    assert choice["message"]["content"] == ""  # the model never closes it
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 100])
 @pytest.mark.parametrize(
     ("text", "thinking", "may_think", "expected"),
