@@ -90,7 +90,8 @@ class EngineThread:
         try:
             while self._commands():
                 self._hand_over(self._engine.step())
-                self._patience = time.monotonic() + _PATIENCE * self._engine.work_ahead()
+                ahead = 0.0 if self._engine.reads_next else self._engine.work_ahead()
+                self._patience = time.monotonic() + _PATIENCE * ahead
         except BaseException as error:
             _LOG.critical("the engine failed", exc_info=error)
             self.error = error

@@ -217,6 +217,23 @@ def test_who_asks_again_at_once_does_not_miss_a_step(llm, monkeypatch):
     assert together.count(2) > 8
 
 
+def test_first_tokens_are_not_waited_with(llm, monkeypatch):
+    """The wait is for the next launch, and a step that only reads launches nothing."""
+    engine, reads, waits = llm.engine, [], []
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda: reads.append(engine.reads_next) or step())
+    monkeypatch.setattr(engine, "work_ahead", lambda: waits.append(engine.reads_next) or 0.0)
+
+    async def run() -> None:
+        async with serving(llm) as allm:
+            await last(allm.generate(PROMPTS[0], GREEDY))
+
+    asyncio.run(run())
+    assert reads.count(True) == 1
+    assert waits.count(False) > 3
+    assert not any(waits)
+
+
 def test_an_idle_engine_does_not_step(llm, monkeypatch):
     calls = []
     step = llm.engine.step

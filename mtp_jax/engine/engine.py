@@ -136,6 +136,11 @@ class Engine:
         """Whether a request is left to serve."""
         return self.scheduler.busy
 
+    @property
+    def reads_next(self) -> bool:
+        """Whether the next step launches nothing: it hands on what a prefill gave, with a step behind it."""
+        return len(self._inflight) > 1 and self._inflight[0].chunk is not None
+
     def work_ahead(self) -> float:
         """Seconds until the device has done what was launched, by the quicker of each program's last two."""
         if not self._inflight:
@@ -202,8 +207,7 @@ class Engine:
         First tokens are read, and handed on, while the step launched behind their prefill runs.
         """
         late = self._end_late()
-        behind_prefill = len(self._inflight) > 1 and self._inflight[0].chunk is not None
-        advanced = self._read(1) if behind_prefill else self._launch()
+        advanced = self._read(1) if self.reads_next else self._launch()
         if not self.busy:
             self._inflight.clear()
         return late + advanced
@@ -283,6 +287,7 @@ class Engine:
             chunk, result = self._run_prefill(key, chosen, need.tokens)
             self._track(Launch(rows, result.first, 1, began, key, prompt=result.prompt, chunk=chunk))
             for row, r in rows:
+                r.begun = True
                 if chunk.final[row]:
                     r.status, r.rows_bound = Status.RUNNING, r.prefilled + 1
                     r.unread += r.follows < 0
@@ -410,6 +415,7 @@ class Engine:
                 if request.matcher and finish is Finish.RUNNING:
                     request.matcher.advance(tokens[:count])
             if finish is Finish.NAN:
+                self._stale = True  # a chunk behind this one may have been sound, and have set the slot going
                 self.scheduler.broken(request)
             else:
                 self.scheduler.committed(request, launch.complete_rows(row, request))

@@ -77,7 +77,7 @@ def keys_for(
     if shards == 1:
         needed = max(slots, min(len(requests), needed))
     slots = slot_bucket(config, needed)
-    sizes = [b for b in _slot_buckets(config) if b == slots or (every_size and b < slots)]
+    sizes = [b for b in _step_slots(config, shards) if b == slots or (every_size and b < slots)]
     deepest, mode = max(r.depth for r in requests), mode_of(config, requests)
     depths = {deepest} if all(r.fixed_depth for r in requests) else adaptive_depths(deepest)
     widest = _page_buckets(config, max(config.pages_for(r.capacity) for r in requests))
@@ -125,7 +125,7 @@ def warm_up_keys(config: EngineConfig, shards: int, structured: bool) -> tuple[l
     depths = adaptive_depths(deepest) if config.adaptive_depth else (deepest,)
     greedy, sampled = SamplingMode(), SamplingMode(config.drafting, config.verifier)
     scored = replace(sampled, logprobs=MAX_LOGPROBS)
-    slots, pages = _slot_buckets(config), _page_buckets(config, config.columns)
+    slots, pages = _step_slots(config, shards), _page_buckets(config, config.columns)
     chunk = config.prefill_chunk
     first: list[Key] = [
         PrefillKey(chunk, pages[-1]),
@@ -187,6 +187,11 @@ def mode_of(config: EngineConfig, requests: Iterable[Request]) -> SamplingMode:
 def slot_bucket(config: EngineConfig, slots: int) -> int:
     """Slots of the smallest step that reaches so many."""
     return next(b for b in _slot_buckets(config) if b >= slots)
+
+
+def _step_slots(config: EngineConfig, shards: int) -> Sequence[int]:
+    """Slots of the steps to compile: over several data shards all, as the first few are one shard's alone."""
+    return _slot_buckets(config) if shards == 1 else (config.max_num_seqs,)
 
 
 def _slot_buckets(config: EngineConfig) -> Sequence[int]:

@@ -120,7 +120,7 @@ class Scheduler:
             pool.release(cached)
             return False
         request.slot, request.pages = slot, [*cached, *pages]
-        request.prefilled = len(cached) * self.config.page_size
+        request.prefilled, request.begun = len(cached) * self.config.page_size, False
         request.registered = len(cached)
         return True
 
@@ -160,7 +160,7 @@ class Scheduler:
         rows = [r for r in self.slots if r and r.status is Status.RUNNING]
         # The next end that is sure, in steps: each emits a token at least.
         steps = max(1, min((r.max_tokens - len(r.output) - r.unread for r in rows), default=_LATER + 1))
-        begun = any(r.inflight for r in prompts)
+        begun = any(r.begun for r in prompts)
         idle = self._idle + len(prompts) * steps
         hold = 0 < len(prompts) < together and not begun and steps <= _LATER and idle <= len(rows)
         self._idle = self._idle + len(prompts) if hold else 0

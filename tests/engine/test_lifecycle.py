@@ -130,6 +130,38 @@ def test_an_error_ends_only_its_request_and_frees_its_pages():
     assert is_free(engine)
 
 
+def test_a_prompt_that_fails_in_its_first_chunk_does_not_run_after_a_sound_one(monkeypatch):
+    """More prompts wait than rows run, so further chunks are on their way when the first is read."""
+    engine = make_engine(max_num_seqs=4, prefill_chunk=16, page_size=64)
+    first, *victims = [engine.make_request(p, GREEDY) for p in (PROMPTS[0], LONG, LONG, LONG)]
+    prepare(engine, [first, *victims])
+    engine.submit(first)
+    while len(first.output) < 3:
+        engine.step()
+    run, params, launched = engine._run_prefill, engine.params, []
+
+    def broken_first(*args):
+        norm = np.nan * params.norm if not launched else params.norm  # the cached rows are sound
+        engine.params = replace(params, norm=norm)
+        launched.append(args)
+        return run(*args)
+
+    monkeypatch.setattr(engine, "_run_prefill", broken_first)
+    for r in victims:
+        engine.submit(r)
+    while not victims[0].finished:
+        engine.step()
+    assert (victims[0].finish_reason, victims[0].output, len(launched)) == ("error", [], 4)
+    before = engine.launches
+    while engine.launches == before:
+        engine.step()
+    assert [r and r.id for r in engine.scheduler.slots] == [0, None, 2, 3]
+    assert np.asarray(engine.state.slots.active)[:3].tolist() == [True, False, True]
+    finish(engine)
+    assert [r.output for r in victims[1:]] == [text(r.prompt) for r in victims[1:]]
+    assert is_free(engine)
+
+
 def test_engines_do_not_share_state():
     first, second = make_engine(), make_engine(rigged(seed=7))
     both = [e.make_request(LONG, GREEDY) for e in (first, second)]

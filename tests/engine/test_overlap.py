@@ -163,6 +163,26 @@ def test_prompts_behind_rows_that_end_close_together_are_prefilled_together(apar
     assert sum(e.startswith("launch prefill") for e in device.log) == 1 + prefills
 
 
+def test_a_prompt_that_has_begun_waits_for_no_end():
+    engine = make_engine(max_num_seqs=4, prefill_chunk=16, max_model_len=128)
+    device = Device(engine, keep=0.0)
+    rows = [
+        engine.make_request(p[:4], replace(PARAMS, max_tokens=n))
+        for p, n in zip(prompts(3), (16, 18, 20), strict=True)
+    ]
+    long = engine.make_request(prompts(1, shortest=80)[0], PARAMS)
+    engine.prepare([*rows, long])
+    device.log.clear()
+    for r in rows:
+        engine.submit(r)
+    while len(rows[0].output) < 9:
+        engine.step()
+    engine.submit(long)
+    finish(engine)
+    kinds = "".join(e.split()[1][0] for e in device.log if e.startswith("launch"))
+    assert "pspspspsps" in kinds, "a step between two chunks, though rows end meanwhile"
+
+
 def test_what_an_aborted_request_left_on_its_way_is_not_measured():
     """It was done long ago when the next request comes: the time between is nobody's."""
     engine, _, (request,) = start(keep=1.0)

@@ -114,6 +114,15 @@ def test_a_server_compiles_steps_and_prefills_of_all_their_widths(page_size, ste
         assert {(b, p, d) for b in (1, 8) for p in steps for d in (0, 1, 3)} <= found
 
 
+@pytest.mark.parametrize("every_size", [False, True])
+def test_steps_over_data_shards_have_all_slots(every_size):
+    """The first few slots are those of one shard; a step of them would be split over all."""
+    config = EngineConfig(3, max_num_seqs=8, max_model_len=4093, adaptive_depth=True)
+    keys = [k for some in warm_up_keys(config, 2, structured=True) for k in some]
+    keys += keys_for(config, waiting(9, 60), 2, slots=1, pages=64, every_size=every_size)
+    assert {k.slots for k in keys if isinstance(k, StepKey)} == {8}
+
+
 def test_nothing_is_compiled_for_nobody():
     assert keys_for(CONFIG, [], 1, slots=0, pages=9) == []
 

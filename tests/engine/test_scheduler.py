@@ -88,7 +88,7 @@ def test_prompts_wait_for_ends_that_are_near(left, prompts, held):
     waits = [s.hold_prefill(4) for _ in range(held + 1)]
     assert waits == [True] * held + [False]
     if held:
-        new[0].inflight = 1
+        new[0].begun = True
         assert not s.hold_prefill(4), "what has begun goes on"
 
 

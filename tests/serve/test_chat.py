@@ -126,10 +126,10 @@ def test_a_template_that_opens_a_thought(client):
 
 
 def test_a_thought_goes_before_structured_output(client):
-    thinking = {"chat_template_kwargs": {"thinking": True}}
-    (free,) = chat(client, **thinking)["choices"]
+    thinking = {"thinking": True}
+    (free,) = chat(client, chat_template_kwargs=thinking)["choices"]
     structured = {"response_format": {"type": "json_object"}, "ignore_eos": False}
-    (choice,) = chat(client, **structured, **thinking)["choices"]
+    (choice,) = chat(client, 200, **structured, chat_template_kwargs=thinking)["choices"]
     assert choice["message"]["reasoning"] == free["message"]["reasoning"]
     assert choice["message"]["content"] == ""  # the model never closes it
 
