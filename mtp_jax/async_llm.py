@@ -86,6 +86,8 @@ class AsyncLLM:
         self._warming = threading.Thread(target=self._warm_the_rest, name="warm-up", daemon=True)
         self._closing = threading.Event()
         self._workers = ThreadPoolExecutor(_TOKENISING_THREADS, "tokenise")
+        # A grammar may take seconds to compile, for which others need not wait.
+        self._grammar_workers = ThreadPoolExecutor(_TOKENISING_THREADS, "grammar")
 
     # Life
 
@@ -123,6 +125,7 @@ class AsyncLLM:
         self._closing.set()
         await asyncio.to_thread(self._thread.stop)
         self._workers.shutdown(wait=False)
+        self._grammar_workers.shutdown(wait=False)
 
     async def __aenter__(self) -> "AsyncLLM":
         await self.start()
@@ -195,7 +198,7 @@ class AsyncLLM:
 
         Raises:
             RequestError: it cannot be served.
-            Overloaded: the queue is full.
+            Overloaded: the queue is full, or the grammar of another request is being compiled.
             EngineStopped: nothing can be served any more.
         """
         self._check_running()
@@ -209,8 +212,12 @@ class AsyncLLM:
         place = self.admission.take(params.n, _estimate(prompt))
         try:
             make = partial(self._job, prompt, params, dict(options))
-            slow = callable(prompt) or len(prompt) * params.n > _SHORT_PROMPT or params.structured is not None
-            job = await self.off_loop(make) if slow else make()
+            if params.structured is not None:
+                job = await asyncio.get_running_loop().run_in_executor(self._grammar_workers, make)
+            elif callable(prompt) or len(prompt) * params.n > _SHORT_PROMPT:
+                job = await self.off_loop(make)
+            else:
+                job = make()
             self.admission.correct(place, params.n * len(job.parts[0].request.prompt))
             self._check_running()
             self._check_unused(request_id)  # nor taken meanwhile

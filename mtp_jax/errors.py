@@ -22,7 +22,7 @@ class PromptTooLong(RequestError):
 
 
 class Overloaded(MtpJaxError):
-    """The queue is full.
+    """Nothing more can be taken now.
 
     Attributes:
         retry_after: seconds after which to try again.

@@ -23,7 +23,7 @@ import tokenizers
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
-from mtp_jax.errors import RequestError
+from mtp_jax.errors import Overloaded, RequestError
 from mtp_jax.tokenizer import Tokenizer
 
 MAX_GRAMMAR_LENGTH = 2**16
@@ -221,7 +221,10 @@ class Grammars:
     def matcher(
         self, wanted: StructuredOutput, stop_ids: Iterable[int], prompt: Sequence[int] = ()
     ) -> Matcher:
-        """The beginning of an output. stop_ids: what may end it. prompt: before it. Raises RequestError."""
+        """The beginning of an output that follows ``prompt``. stop_ids: what may end it.
+
+        Raises RequestError, and Overloaded while another grammar is being compiled.
+        """
         stops = np.zeros(self.words, np.uint32)
         for token in stop_ids:
             stops[token // WORD] |= np.uint32(1 << token % WORD)
@@ -233,7 +236,7 @@ class Grammars:
     def _compile(self, grammar: str) -> LLMatcher:
         """In a thread that can be left behind: llguidance cannot be interrupted. One at a time."""
         if not self._compiling.acquire(timeout=_COMPILE_SECONDS):
-            raise RequestError("another structured output is still being compiled; try again later")
+            raise Overloaded("another structured output is still being compiled; try again", _COMPILE_SECONDS)
         built: Future[LLMatcher] = Future()
 
         def build() -> None:

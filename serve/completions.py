@@ -83,4 +83,6 @@ class _Completions(Call):
     def _prompt(self, output: RequestOutput) -> str:
         if output.prompt is not None:
             return output.prompt
-        return self.server.tokenizer.decode(output.prompt_token_ids, self._skips_special)
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(output.prompt_token_ids, self._skips_special)

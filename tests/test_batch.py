@@ -5,9 +5,14 @@ import json
 import tracemalloc
 
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from mtp_jax import batch
 from mtp_jax.batch import Answer, Names
+from mtp_jax.commands.batch import call
 from mtp_jax.errors import RequestError
 
 
@@ -204,6 +209,27 @@ def test_memory_does_not_grow_with_the_file(files):
     peak(10)
     # 2,000 further lines are 4 MB of input.
     assert peak(2100) - peak(100) < 300_000
+
+
+def test_what_goes_wrong_in_a_route_is_the_answer_of_its_line():
+    """Starlette answers 500, and raises what it was again."""
+
+    async def wrong(request: Request) -> Response:
+        raise RuntimeError("broken")
+
+    async def respond(request: Request, error: Exception) -> Response:
+        return JSONResponse({"error": {"message": "internal error"}}, 500)
+
+    routes = [Route("/v1/completions", wrong, methods=["POST"])]
+    app = Starlette(routes=routes, exception_handlers={Exception: respond})
+    answer = asyncio.run(call(app, "/v1/completions", b"{}"))
+    assert (answer.status, answer.body) == (500, {"error": {"message": "internal error"}})
+
+    async def silent(scope: object, receive: object, send: object) -> None:
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        asyncio.run(call(silent, "/v1/completions", b"{}"))
 
 
 def test_names():

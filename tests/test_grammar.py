@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from mtp_jax.errors import RequestError
+from mtp_jax.errors import Overloaded, RequestError
 from mtp_jax.grammar import MAX_GRAMMAR_LENGTH, Grammars, Matcher, StructuredOutput, Window
 from mtp_jax.tokenizer import Tokenizer
 from tests import tiny_tokenizer
@@ -271,7 +271,7 @@ def test_compiling_takes_a_bounded_time(tokenizer, monkeypatch):
     slow = StructuredOutput(json_schema={"type": "object", "patternProperties": patterns})
     with pytest.raises(RequestError, match="longer than"):
         grammars.matcher(slow, [EOS])
-    with pytest.raises(RequestError, match="another"):
+    with pytest.raises(Overloaded, match="another"):
         grammars.matcher(StructuredOutput(choice=["b"]), [EOS])
     grammars.matcher(known, [EOS])
     monkeypatch.setattr("mtp_jax.grammar._COMPILE_SECONDS", 60.0)

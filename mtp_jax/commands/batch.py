@@ -148,7 +148,11 @@ async def call(app: Any, url: str, body: bytes) -> "Answer":
         else:
             parts.append(message.get("body", b""))
 
-    await app(scope, receive, send)
+    try:
+        await app(scope, receive, send)
+    except Exception:
+        if not parts:  # Starlette answers 500, and raises what went wrong again, for servers to log
+            raise
     return Answer(status, name, json.loads(b"".join(parts)))
 
 

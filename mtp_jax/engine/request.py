@@ -22,7 +22,7 @@ class SamplingParams:
     Attributes:
         n: completions per prompt.
         temperature: 0 is greedy.
-        top_p: smallest set of tokens with at least this mass; 1 is off.
+        top_p: smallest set of tokens with at least this mass; 1 is off, 0 leaves the likeliest.
         top_k: most likely tokens to keep; 0 or -1 is off.
         min_p: least probability relative to the most likely token; 0 is off.
         max_tokens: most tokens to emit; None: as many as fit.
@@ -75,7 +75,7 @@ class SamplingParams:
             if getattr(self, name) is None:  # as vLLM writes it
                 object.__setattr__(self, name, none)
         _check_number(self, "temperature", 0, 1e6)
-        _check_number(self, "top_p", 0, 1, low_open=True)
+        _check_number(self, "top_p", 0, 1)
         _check_number(self, "min_p", 0, 1)
         _check_number(self, "presence_penalty", -2, 2)
         _check_number(self, "frequency_penalty", -2, 2)
@@ -137,13 +137,11 @@ class SamplingParams:
         return self.temperature == 0 and not any(penalties) and not self.logit_bias
 
 
-def _check_number(p: SamplingParams, name: str, low: float, high: float, low_open: bool = False) -> None:
+def _check_number(p: SamplingParams, name: str, low: float, high: float) -> None:
     value = getattr(p, name)
     ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not ok or not low <= value <= high or (low_open and value == low):
-        raise RequestError(
-            f"{name} = {value!r}; expected a number {'above' if low_open else 'from'} {low} to {high}"
-        )
+    if not ok or not low <= value <= high:
+        raise RequestError(f"{name} = {value!r}; expected a number from {low} to {high}")
 
 
 def _check_integer(p: SamplingParams, name: str, low: int, high: int, optional: bool = False) -> None:

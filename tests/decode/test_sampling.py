@@ -43,8 +43,8 @@ def expected_row(logits, temperature, top_k, top_p, min_p):
     close = False
     if top_p < 1:
         above = np.array([p[p > value].sum() for value in p])
-        close = bool(np.any(np.abs(above - np.float64(top_p)) < 1e-5))
-        p[above >= top_p] = 0
+        close = top_p > 0 and bool(np.any(np.abs(above - np.float64(top_p)) < 1e-5))
+        p[above >= max(top_p, 1e-300)] = 0
         p /= p.sum()
     return p, close
 
@@ -53,7 +53,7 @@ ROW = st.fixed_dictionaries(
     {
         "temperature": st.sampled_from([0.0, 0.3, 1.0, 2.5]),
         "top_k": st.sampled_from([0, 1, 2, 5, V - 1, V, V + 50]),
-        "top_p": st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.1, 1e-6]),
+        "top_p": st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.1, 1e-6, 0.0]),
         "min_p": st.sampled_from([0.0, 0.01, 0.3, 1.0]),
     }
 )

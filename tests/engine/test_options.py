@@ -14,7 +14,7 @@ NAN, INF = float("nan"), float("inf")
     ("name", "wrong", "allowed"),
     [
         ("temperature", [-0.1, NAN, INF, "1", None, True], "from 0"),
-        ("top_p", [0, -1, 1.1, NAN, None], "above 0 to 1"),
+        ("top_p", [-0.1, -1, 1.1, NAN, None], "from 0 to 1"),
         ("min_p", [-0.1, 1.5, NAN], "from 0 to 1"),
         ("top_k", [-2, 1.5, "3", None, True], "an integer from -1"),
         ("presence_penalty", [-2.1, 2.1, NAN], "from -2 to 2"),
@@ -48,7 +48,7 @@ def test_sampling_params(name, wrong, allowed):
     [
         {"temperature": 0},
         {"top_p": 1},
-        {"top_p": 1e-9},
+        {"top_p": 0},
         {"min_p": 1},
         {"top_k": -1},
         {"top_k": 10**9},

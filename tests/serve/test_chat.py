@@ -1,8 +1,13 @@
 """/v1/chat/completions."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import pytest
 
 from mtp_jax import LLM, SamplingParams
+from mtp_jax.grammar import Grammars
 from serve.reasoning import Splitter
 from tests.serve.test_completions import events
 
@@ -132,6 +137,27 @@ def test_a_thought_goes_before_structured_output(client):
     (choice,) = chat(client, 200, **structured, chat_template_kwargs=thinking)["choices"]
     assert choice["message"]["reasoning"] == free["message"]["reasoning"]
     assert choice["message"]["content"] == ""  # the model never closes it
+
+
+def test_other_chats_do_not_wait_for_grammars(client, monkeypatch):
+    matcher, begun, go = Grammars.matcher, threading.Semaphore(0), threading.Event()
+
+    def slow(*args: Any) -> Any:
+        begun.release()
+        assert go.wait(60)
+        return matcher(*args)
+
+    monkeypatch.setattr(Grammars, "matcher", slow)
+    structured = {"response_format": {"type": "json_object"}, "ignore_eos": False}
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            waiting = [pool.submit(lambda: chat(client, 200, **structured)) for _ in range(2)]
+            assert all(begun.acquire(timeout=60) for _ in waiting)
+            assert chat(client)["usage"]["completion_tokens"] == 20
+            assert not any(w.done() for w in waiting)
+        finally:
+            go.set()
+        assert all(w.result()["choices"] for w in waiting)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 100])

@@ -164,6 +164,16 @@ def test_logprobs_with_echo_cover_the_whole_text(client, stream):
         assert top[token] == score
 
 
+def test_ids_are_scored_without_a_tokenizer(client, server, monkeypatch):
+    body = {"prompt": [5, 6, 7], "echo": True, "logprobs": 0, "max_tokens": 0}
+    (known,) = post(client, **body)["choices"]
+    monkeypatch.setattr(server.allm.llm, "tokenizer", None)
+    (choice,) = post(client, **body)["choices"]
+    assert choice["text"] == ""
+    assert len(choice["logprobs"]["token_logprobs"]) == 3
+    assert choice["logprobs"]["token_logprobs"] == known["logprobs"]["token_logprobs"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_completion_of_an_echoed_prompt_has_its_logprobs(client, stream):
     """The prompt is longer than a chunk, so that completions begin in different steps."""
