@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from mtp_jax.decode.compiled import StepKey
+from mtp_jax.decode.step import SamplingMode
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.propose import propose
 from mtp_jax.engine.request import Request, SamplingParams
@@ -60,6 +62,23 @@ def test_same_as_one_device(data, model):
     cache = engine.state.trunk[0]
     assert {s.data.shape[0] for s in cache.addressable_shards} == {cache.shape[0] // data}
     assert {s.data.shape[0] for s in engine.state.slots.length.addressable_shards} == {8 // data}
+
+
+def test_what_a_server_compiles_keeps_rows_on_their_shard():
+    """Two rows in the first slots, whose pages are all on one shard."""
+    engine = engine_on(make_mesh(2, 1))
+    first, rest = engine.warm_up_keys()
+    steps = [k for k in rest if isinstance(k, StepKey) and k.mode == SamplingMode()]
+    engine.executables.compile([first[0], *(k for k in steps if k.slots > 1)])
+    (prompt,), greedy = prompts(1, shortest=24), replace(GREEDY, logprobs=None)
+    serve(engine, [(prompt, greedy)])
+    both = [([*prompt, t], greedy) for t in (3, 4)]
+    requests, reference = serve(engine, both), serve(make_engine(), both)
+    assert [r.slot for r in requests] == [0, 1]
+    assert all(r.cached_tokens for r in requests)
+    assert [r.output for r in requests] == [r.output for r in reference]
+    assert [accepted(r) for r in requests] == [accepted(r) for r in reference]
+    assert sum(r.speculation.accepted for r in requests) > 0
 
 
 def test_prompts_of_every_shard_are_prefilled_together(monkeypatch):
