@@ -73,6 +73,11 @@ class Call(ABC):
         if self._stream:
             return EventStream(self._events(), warning(self.request))
         done = [self.take(o) for o in await finals(self.server, self.request, self.streams)]
+        if any(o.prompt_logprobs for o in done):  # long: nothing else is to wait for it
+            return await self.server.allm.off_loop(lambda: self._answer(done))
+        return self._answer(done)
+
+    def _answer(self, done: Sequence[RequestOutput]) -> Response:
         each = [(i * len(o.outputs) + c.index, o, c) for i, o in enumerate(done) for c in o.outputs]
         choices = [self.choice(index, o, c, Shown()) for index, o, c in each]
         answer = self._object(self.kind, choices) | {"usage": self.usage(done)} | self._metrics(done)

@@ -11,6 +11,7 @@ MAX_N = 128
 MAX_PROMPTS = 1024
 _MOST_STOPS = 32
 MOST_IDS = 1024
+MOST_SCORES = 2**22
 Text = Annotated[str, Field(max_length=4 * 2**20)]
 Name = Annotated[str, Field(max_length=MAX_NAME)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]

@@ -9,6 +9,7 @@ from mtp_jax import RequestError, SamplingParams, StructuredOutput
 from serve.fields import (
     MAX_N,
     MOST_IDS,
+    MOST_SCORES,
     Bias,
     Body,
     Ids,
@@ -135,6 +136,14 @@ class CompletionBody(CallBody):
             raise ValueError("max_tokens: 0 is only allowed with echo = true; give 1 or more")
         if self.echo and self.return_token_origins:
             raise ValueError("return_token_origins: not allowed with echo; leave one of them out")
+        if self.echo and self.logprobs is not None:
+            # A character is a token at most, or nearly.
+            scores = sum(map(len, self.prompts)) * (self.n or 1) * (self.logprobs + 1)
+            if scores > MOST_SCORES:
+                raise ValueError(
+                    "logprobs: with echo, the characters or ids of all prompts times n times logprobs + 1 "
+                    f"are {scores}; at most {MOST_SCORES} are allowed: send fewer prompts at once"
+                )
         return self
 
     @property

@@ -318,6 +318,11 @@ def test_unknown_fields_are_refused_when_strict(server):
         ({"best_of": 2}, "best_of", "value of n"),
         ({"suffix": "x"}, "suffix", "not supported"),
         ({"max_tokens": 0}, "max_tokens", "echo"),
+        (
+            {"echo": True, "logprobs": 20, "n": 128, "prompt": "a" * 1561},
+            "logprobs",
+            "are 4195968; at most 4194304",
+        ),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream = true"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "match pattern '^(0|[1-9][0-9]{0,9})$'; got \"a\""),
         ({"logit_bias": {"1_0": 1}}, "logit_bias", "match pattern"),
