@@ -9,6 +9,7 @@ immutable.
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
@@ -202,6 +203,7 @@ class AsyncLLM:
             EngineStopped: nothing can be served any more.
         """
         self._check_running()
+        arrived = time.perf_counter()
         params = SamplingParams() if sampling_params is None else sampling_params
         check("" if callable(prompt) else prompt, params)
         request_id = options.pop("request_id", None)
@@ -211,7 +213,7 @@ class AsyncLLM:
         self._check_unused(request_id)
         place = self.admission.take(params.n, _estimate(prompt))
         try:
-            make = partial(self._job, prompt, params, dict(options))
+            make = partial(self._job, prompt, params, {**options, "arrived": arrived})
             if params.structured is not None:
                 job = await asyncio.get_running_loop().run_in_executor(self._grammar_workers, make)
             elif callable(prompt) or len(prompt) * params.n > _SHORT_PROMPT:

@@ -78,7 +78,9 @@ def serve(
 async def served(llm: LLM) -> AsyncIterator[tuple[AsyncLLM, str]]:
     """Serve a model to this computer while the block runs, on this event loop; gives engine and base URL."""
     allm, ready = AsyncLLM(llm), asyncio.Event()
-    settings = Settings("served", port=0)
+    settings = Settings(
+        "served", port=0, step_seconds=1e8
+    )  # what the block does with the engine may take long
     with listen(settings) as listener:
         server = Server(allm, settings, ready.set)
         serving = asyncio.create_task(server.serve([listener]))
@@ -187,7 +189,10 @@ class Server(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """Refuses while the queue is full; closes connections that do not get to the end of their headers."""
+    """Refuses while the queue is full.
+
+    Closes connections that do not get to the end of their headers, or do not read their answers.
+    """
 
     seconds: float
     overload: Overload
@@ -195,11 +200,12 @@ class _Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._patience: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
         self._check()
 
     def data_received(self, data: bytes) -> None:
         idle = self.conn.states == _IDLE and not self.conn.trailing_data[0]
-        if idle and (refusal := self.overload.refusal(data)):
+        if idle and not self.flow.write_paused and (refusal := self.overload.refusal(data)):
             answer, close = refusal
             self.transport.write(answer)
             if close:
@@ -210,8 +216,30 @@ class _Protocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self._patience is not None:
-            self._patience.cancel()
+        for timer in (self._patience, self._unread):
+            if timer is not None:
+                timer.cancel()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+
+    def _await_reader(self) -> None:
+        """The connection ends if its client reads nothing of what waits for it."""
+        before = self.transport.get_write_buffer_size()
+
+        def look() -> None:
+            if self.transport.get_write_buffer_size() < before:
+                self._await_reader()
+            else:
+                self.transport.abort()
+
+        self._unread = self.loop.call_later(self.seconds, look)
 
     def _check(self) -> None:
         """The clock runs while a request has begun but its headers are not complete.

@@ -23,7 +23,8 @@ class Settings:
         allowed_hosts: Host headers to answer; none: the loopback names while bound to one, else any.
         strict: refuse requests with unknown fields instead of warning.
         max_body_bytes: of a request.
-        body_seconds: in which a request's headers, and then its body, must arrive.
+        body_seconds: in which a request's headers, and then its body, must arrive, and something of an answer
+            that waits must be read.
         max_connections: HTTP requests in progress; more are refused before their bodies are read.
         request_seconds: after which a request is ended, or sooner by its own timeout; None: never.
         drain_seconds: how long SIGTERM lets requests go on.

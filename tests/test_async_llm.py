@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -232,6 +233,22 @@ def test_first_tokens_are_not_waited_with(llm, monkeypatch):
     assert reads.count(True) == 1
     assert waits.count(False) > 3
     assert not any(waits)
+
+
+def test_time_runs_from_arrival_whatever_makes_the_prompt_takes(llm):
+    def slow() -> list[int]:
+        time.sleep(0.3)
+        return PROMPTS[0]
+
+    async def run() -> None:
+        async with serving(llm) as allm:
+            output = await last(allm.generate(slow, GREEDY))
+            assert output.timing.first_token is not None
+            assert output.timing.first_token > 0.3
+            late = await last(allm.generate(slow, GREEDY, timeout=0.2))
+            assert (late.outputs[0].finish_reason, late.outputs[0].token_ids) == ("timeout", [])
+
+    asyncio.run(run())
 
 
 def test_an_idle_engine_does_not_step(llm, monkeypatch):

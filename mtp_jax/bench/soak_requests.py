@@ -48,7 +48,7 @@ def make(rng: random.Random, text: Callable[[int], str], model: str, chat: bool)
     """Draw a request. ``text``: a piece of text of so many characters. chat: whether the model can."""
     chance = rng.random()
     if chance < _INVALID_SHARE:
-        return Asked("invalid", "/v1/completions", rng.choice(_WRONG)(model), None)
+        return Asked("invalid", "/v1/completions", rng.choice(WRONG)(model), None)
     body = _valid(rng, text, model, chat)
     url = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     if chance < _INVALID_SHARE + _ABORTED_SHARE:
@@ -125,13 +125,13 @@ def _body(**given: Any) -> Callable[[str], bytes]:
 
 
 # Each is answered with a 4xx.
-_WRONG: tuple[Callable[[str], bytes], ...] = (
+WRONG: tuple[Callable[[str], bytes], ...] = (
     lambda model: b"{",
     lambda model: b"[1]",
     lambda model: b'{"prompt": "x", "temperature": NaN}',
     _body(model="another"),
     _body(temperature=-1),
-    _body(top_p=0),
+    _body(top_p=1.5),
     _body(n=0),
     _body(max_tokens="x"),
     _body(prompt=[]),

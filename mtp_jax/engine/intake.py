@@ -38,13 +38,16 @@ class Intake:
         timeout: float | None = None,
         cache_salt: str = "",
         spare: int = 0,
+        arrived: float | None = None,
     ) -> Request:
         """A request for a prompt of token ids. Any thread may call it. Raises RequestError.
 
-        seed: overrides ``params.seed``. priority: lower numbers are served first. timeout: seconds from now
-        after which it is ended with what it has. cache_salt: only requests of the same salt share cached
-        pages. spare: further tokens its pages hold from the start.
+        seed: overrides ``params.seed``. priority: lower numbers are served first. timeout: seconds from its
+        arrival after which it is ended with what it has. cache_salt: only requests of the same salt share
+        cached pages. spare: further tokens its pages hold from the start. arrived: ``time.perf_counter()``
+        then; None: now.
         """
+        arrived = time.perf_counter() if arrived is None else arrived
         try:
             ids, config = tuple(operator.index(t) for t in prompt), self.config
         except TypeError as e:
@@ -110,8 +113,9 @@ class Intake:
             matcher=self._matcher(params, ids),
             fixed_depth=not config.adaptive_depth or seeded or params.num_speculative_tokens is not None,
             priority=priority,
-            deadline=None if timeout is None else time.perf_counter() + timeout,
+            deadline=None if timeout is None else arrived + timeout,
             salt=cache_salt,
+            arrived=arrived,
         )
 
     def _stops(self, p: SamplingParams) -> tuple[int, ...]:

@@ -9,11 +9,14 @@ operations per weight and row. Activations count as free.
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import numpy as np
+
 from mtp_jax.bench import cost
 from mtp_jax.bench.cost import Weights
 from mtp_jax.config import ModelConfig
 from mtp_jax.decode.compiled import PrefillKey, StepKey
-from mtp_jax.model.params import Params, type_of
+from mtp_jax.model.params import Fp8, Params, type_of
 
 
 @dataclass(frozen=True)
@@ -27,20 +30,34 @@ class Work:
         return Work(self.bytes + other.bytes, self.flops + other.flops)
 
 
+@dataclass(frozen=True)
+class Part:
+    """A part of the model: the bytes of its weights, and their number."""
+
+    bytes: Weights
+    count: Weights
+
+
+def _one_byte_each(weight: Any) -> np.ndarray:
+    """Stands for a weight where bytes are counted."""
+    return np.broadcast_to(np.int8(0), weight.shape)
+
+
 def of_launch(
     key: StepKey | PrefillKey, cfg: ModelConfig, params: Params, page_size: int, dtype: str, shards: int
 ) -> Work:
     """The work of one launch of an executable, over all devices; padding counts, as it is computed too."""
     itemsize = type_of[dtype].dtype.itemsize
-    nextn = [cost.of_nextn(p) for p in params.nextn]
-    head, trunk = cost.of_head(params), cost.of_trunk(params)
+    both = (params, jax.tree.map(_one_byte_each, params, is_leaf=lambda a: isinstance(a, Fp8)))
+    nextn = [Part(*map(cost.of_nextn, p)) for p in zip(*(each.nextn for each in both), strict=True)]
+    head, trunk = Part(*map(cost.of_head, both)), Part(*map(cost.of_trunk, both))
     cached = key.pages * page_size
 
-    def run(part: Weights, layers: int, slots: int, width: int) -> Work:
+    def run(part: Part, layers: int, slots: int, width: int) -> Work:
         """One pass of ``width`` tokens in each slot."""
         rows, experts = slots * width, expected_experts(cfg, slots * width)
-        active = part.always + part.expert * min(cfg.num_experts_per_tok or 0, experts)
-        weights = Work(part.touched(experts), 2 * rows * active / itemsize)
+        active = part.count.touched(min(cfg.num_experts_per_tok or 0, experts))
+        weights = Work(part.bytes.touched(experts), 2 * rows * active)
         latent = cfg.latent_dim * layers
         attention = 4 * rows * cached * cfg.num_attention_heads * latent
         return weights + Work(slots * cached * latent * itemsize, attention)

@@ -8,6 +8,7 @@ import httpx2
 import pytest
 
 from mtp_jax import LLM, SamplingParams
+from mtp_jax.bench import soak_requests
 from serve.schema import CompletionBody
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -288,6 +289,12 @@ def test_logit_bias_and_penalties_change_the_text(client):
     ids = post(client, **GREEDY, return_token_ids=True)["choices"][0]["token_ids"]
     biased = post(client, **GREEDY, logit_bias={str(ids[0]): -100}, return_token_ids=True)
     assert biased["choices"][0]["token_ids"][0] != ids[0]
+
+
+@pytest.mark.parametrize("body", soak_requests.WRONG)
+def test_what_a_soak_sends_as_invalid_is_refused(client, body):
+    answer = client.post("/v1/completions", content=body("tiny"))
+    assert 400 <= answer.status_code < 500
 
 
 def test_unknown_fields_are_warned_of(client):

@@ -318,6 +318,21 @@ def test_s9_a_body_that_nobody_reads_is_not_waited_for(fresh, asked):
         running.stop()
 
 
+def test_s9_answers_that_nobody_reads_are_not_waited_for(fresh):
+    running = start(fresh, body_seconds=0.2)
+    try:
+        host, _, port = running.url.removeprefix("http://").rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=60) as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            ask = b"GET /web/page.js HTTP/1.1\r\nHost: localhost\r\n\r\n"
+            with pytest.raises(ConnectionError):
+                deaf.sendall(ask * 2_000_000)
+        with running.client() as client:
+            assert client.get("/health").status_code == 200
+    finally:
+        running.stop()
+
+
 def test_s9_connections_are_bounded(server: Running):
     few = server.variant(max_connections=1)
 
