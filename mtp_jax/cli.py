@@ -31,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _fill_in_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model's text need not fit the terminal's encoding
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # what is not text is refused as such
     try:
         status = _run(argv)
         sys.stdout.flush()

@@ -113,7 +113,7 @@ class ModelConfig:
         values["fp8"] = None if ue8m0 is None else Fp8Config(ue8m0)
         try:
             count = values.get("num_nextn_predict_layers", 0)
-            values["nextn_moe"] = tuple(raw.get("nextn_moe", [moe] * count))
+            values["nextn_moe"] = tuple(raw.get("nextn_moe", [moe] * min(count, _MOST + 1)))
             return cls(**values)
         except (TypeError, OverflowError) as e:
             raise ConfigError(f"config.json has a value of the wrong type: {e}") from e

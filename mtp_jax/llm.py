@@ -74,7 +74,7 @@ class LLM:
             max_num_seqs: slots.
             max_model_len: most tokens of prompt and output; None: the model's own, at most 8192.
             mesh: from ``make_mesh``; None for one device.
-            num_nextn_layers: NextN layers to load; None: all there are.
+            num_nextn_layers: NextN layers to load; None: all there are, or none without speculation.
             page_size: cache rows per page.
             num_pages: cache pages per data shard; None: enough for every slot at max_model_len.
             prefill_chunk: most prompt tokens per prefill launch, and between two steps while most slots run.
@@ -101,6 +101,8 @@ class LLM:
         kind = dtype
         if dtype == "auto":
             kind = "float32" if jax.default_backend() == "cpu" else described.dtype
+        if not num_speculative_tokens and draft_model is None and num_nextn_layers is None:
+            num_nextn_layers = 0  # the folder need not have what its config.json declares
         limit = described.max_position_embeddings
         if max_model_len is not None and max_model_len > limit:
             raise ConfigError(f"max_model_len = {max_model_len}; the model's positions end at {limit}")

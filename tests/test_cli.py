@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import mtp_jax.llm
-from mtp_jax import LLM, cli
+from mtp_jax import LLM, Tokenizer, cli
 from mtp_jax.commands import show
 from tests import golden, tiny_tokenizer
 
@@ -240,6 +240,12 @@ def test_chat_answers_become_part_of_the_prompt(run, model, prompts):
     assert prompts[1].endswith("\nuser: b\nassistant:")
     answer = prompts[1].removeprefix("system: s\nuser: a\nassistant: ").removesuffix("\nuser: b\nassistant:")
     assert out.startswith(answer)
+
+
+def test_chat_forgets_what_was_thought(run, model, prompts, monkeypatch):
+    monkeypatch.setattr(Tokenizer, "OPEN_THOUGHT", "assistant:")
+    chat(run, model, ["a", "b"], "-q", "--max-tokens", 3)
+    assert prompts[1] == "user: a\nassistant: \nuser: b\nassistant:"  # it never ended
 
 
 def test_ctrl_c_stops_one_answer(run, model, monkeypatch):

@@ -270,6 +270,14 @@ def test_input_that_cannot_be_read(capsys, monkeypatch, tmp_path):
     assert "no prompt; give -p TEXT, -f FILE, or text on standard input" in fail()
 
 
+def test_bytes_that_are_no_text_are_read_as_such(monkeypatch):
+    """As `input` reads them in a chat, in locales where Python would raise an error."""
+    stream = io.TextIOWrapper(io.BytesIO(b"a\xff\n"), "utf-8", errors="strict")
+    monkeypatch.setattr(sys, "stdin", stream)
+    assert cli.main(["version"]) == 0
+    assert stream.readline() == "a\udcff\n"
+
+
 @pytest.mark.parametrize("name", ["stdin", "stdout", "stderr"])
 def test_a_closed_stream_is_an_empty_one(name, monkeypatch):
     """As after `<&-`, or under a supervisor that gives none: Python has None there."""

@@ -224,6 +224,10 @@ REFUSED = [
     ({"n_shared_experts": -1}, "n_shared_experts = -1; expected an integer >= 0"),
     ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers = -1; expected an integer >= 0"),
     ({"num_nextn_predict_layers": "1"}, "wrong type"),
+    (
+        {"num_nextn_predict_layers": 10**12},
+        "num_nextn_predict_layers = 1000000000000; expected at most 65,536",
+    ),
     ({"rms_norm_eps": 0}, "rms_norm_eps = 0; expected a positive number"),
     ({"rope_theta": -1}, "rope_theta = -1.0; expected a positive number"),
     ({"rope_theta": 0}, "rope_theta = 0.0; expected a positive number"),

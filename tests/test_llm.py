@@ -16,6 +16,7 @@ import mtp_jax
 from mtp_jax import LLM, CheckpointError, ConfigError, RequestError, SamplingParams
 from mtp_jax.decode.compiled import StepKey
 from tests import golden, tiny_tokenizer
+from tests.checkpoint.files import edit_tensors
 
 SIZES = {"max_num_seqs": 2, "max_model_len": 96, "page_size": 16, "prefill_chunk": 16, "compile_cache": None}
 PROMPT = golden.expected("rigged")["input_ids"].tolist()
@@ -318,6 +319,20 @@ def test_none_is_none_of_them_as_in_vllm():
 def test_models_that_cannot_be_opened(variant, options, error, message):
     with pytest.raises(error, match=message):
         LLM(golden.model_dir(variant), **SIZES | options)
+
+
+def test_without_speculation_the_folder_need_not_have_the_layers_it_declares(tmp_path):
+    rigged = golden.model_dir("rigged")
+    layer = f"model.layers.{golden.raw_config('rigged')['num_hidden_layers']}."
+    drop = lambda t: [t.pop(n) for n in list(t) if n.startswith(layer)]  # noqa: E731
+    folder = edit_tensors(rigged, tmp_path / "model", drop)
+    with pytest.raises(CheckpointError, match="or run without: num_speculative_tokens=0"):
+        LLM(folder, **SIZES)
+    options: dict[str, Any] = SIZES | {"num_speculative_tokens": 0}
+    ids, params = [5, 9, 11], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    (output,), (whole,) = (LLM(m, **options).generate([ids], params) for m in (folder, rigged))
+    assert output.outputs[0].token_ids == whole.outputs[0].token_ids
+    assert len(output.outputs[0].token_ids) == 8
 
 
 def test_an_open_stream_is_prepared_for_once(directory):

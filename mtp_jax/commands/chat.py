@@ -100,7 +100,10 @@ class _Chat:
             return
         if output is None:
             return
-        self.turns = [*turns, {"role": "assistant", "content": output.outputs[0].text}]
+        said = output.outputs[0].text
+        if self.tokenizer.opens_thought(prompt):  # of which no later turn is to know, whether it ended or not
+            said = said.partition(self.tokenizer.CLOSE_THOUGHT)[2]
+        self.turns = [*turns, {"role": "assistant", "content": said}]
         if not self.quiet:
             show.note(f"[{show.stats(output)}]")
 
