@@ -78,9 +78,8 @@ def serve(
 async def served(llm: LLM) -> AsyncIterator[tuple[AsyncLLM, str]]:
     """Serve a model to this computer while the block runs, on this event loop; gives engine and base URL."""
     allm, ready = AsyncLLM(llm), asyncio.Event()
-    settings = Settings(
-        "served", port=0, step_seconds=1e8
-    )  # what the block does with the engine may take long
+    # No limit to a step: what the block does with the engine may take long.
+    settings = Settings("served", port=0, step_seconds=1e8)
     with listen(settings) as listener:
         server = Server(allm, settings, ready.set)
         serving = asyncio.create_task(server.serve([listener]))
