@@ -204,7 +204,7 @@ class Grammars:
     def __init__(self, tokenizer: tokenizers.Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
         """vocab_size: of the model; its ids without a token are never allowed. eos_ids: at least one."""
         self.words = -(-vocab_size // WORD)
-        self._eos, self._text = eos_ids[0], tokenizer
+        self._eos, self._backend = eos_ids[0], tokenizer
         self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=list(eos_ids))
         self._executor = LLExecutor()
         self._compiling = threading.Lock()
@@ -229,8 +229,8 @@ class Grammars:
         for token in stop_ids:
             stops[token // WORD] |= np.uint32(1 << token % WORD)
         grammar = wanted.grammar
-        if Tokenizer.opens_thought(self._text.decode(list(prompt[-_TAIL:]), skip_special_tokens=False)):
-            grammar = _behind_thought(grammar, self._text.token_to_id(Tokenizer.CLOSE_THOUGHT) is not None)
+        if Tokenizer.opens_thought(self._backend.decode(list(prompt[-_TAIL:]), skip_special_tokens=False)):
+            grammar = _behind_thought(grammar, self._backend.token_to_id(Tokenizer.CLOSE_THOUGHT) is not None)
         return Matcher(self._compiled(grammar).deep_copy(), stops)
 
     def _compile(self, grammar: str) -> LLMatcher:
