@@ -298,8 +298,9 @@ def mla_decode(
             plgpu.Barrier(num_barriers=COMPUTE),
             plgpu.Barrier(num_arrivals=COMPUTE),
         ],
-        grid=(height // count, splits, slots),
-        grid_names=("block", "split", "slot"),
+        # The last axis starts first: blocks that read the same pages run side by side and share the L2 cache.
+        grid=(slots, splits, height // count),
+        grid_names=("slot", "split", "block"),
         num_threads=COMPUTE + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),

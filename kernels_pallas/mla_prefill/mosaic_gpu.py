@@ -68,7 +68,7 @@ def mla_prefill(
         q_s: Ref, q_rope_s: Ref, k_s: Ref, k_rope_s: Ref, v_s: Ref, probs_s: Ref, lse_s: Ref,
         q_ready: Ref, k_ready: Ref, v_ready: Ref, k_freed: Ref, v_freed: Ref,
     ) -> None:  # fmt: skip
-        # The last queries have the most keys: they start first.
+        # A head's last queries have the most keys: they start first.
         tile = length // QUERIES - 1 - lax.axis_index("tile")
         head, slot = lax.axis_index("head"), lax.axis_index("slot")
         count, begin = limits_ref[COUNT, slot], limits_ref[BEGIN, slot]
@@ -188,8 +188,9 @@ def mla_prefill(
             plgpu.Barrier(num_barriers=STAGES, num_arrivals=COMPUTE),
             plgpu.Barrier(num_barriers=STAGES, num_arrivals=COMPUTE),
         ],
-        grid=(length // QUERIES, heads, slots),
-        grid_names=("tile", "head", "slot"),
+        # The last axis starts first: a head's tiles run side by side and share its keys in the L2 cache.
+        grid=(slots, heads, length // QUERIES),
+        grid_names=("slot", "head", "tile"),
         num_threads=COMPUTE + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
