@@ -86,16 +86,32 @@ def check(case: Case, peak: Rates, seed: int, *, timed: bool) -> list[str]:
     except Exception as e:  # one kernel that does not compile or run must not hide the others
         print(f"{case.name:48} FAILED", flush=True)
         return [f"{case.name}: {type(e).__name__}: {e}"]
-    line = f"{case.name:48} distance {verdict.distance:.1e}"
+    faults = verdict.faults(case.tolerance)
+    line = f"{case.name:48} distance {verdict.distance:.1e}{' WRONG' * bool(faults)}"
     if timed and not case.small:
-        inputs = jax.jit(case.inputs)(key)
-        time = seconds(case.kernel, inputs)
-        line += f"  {time * 1e6:9.1f} us {case.work.flops / time / 1e12:6.1f} TFLOP/s"
-        line += f" {case.work.bytes / time / 1e9:7.0f} GB/s  floor / time {peak.floor(case.work) / time:4.0%}"
-        for name in case.baselines:
-            line += f"; {name} {baseline(case, name, inputs)}"
+        try:
+            line += timing(case, peak, key)
+        except Exception as e:  # one that runs out of memory, say
+            line += "  NOT TIMED"
+            faults.append(f"{type(e).__name__}: {e}")
     print(line, flush=True)
-    return [f"{case.name}: {fault}" for fault in verdict.faults(case.tolerance)]
+    return [f"{case.name}: {fault}" for fault in faults]
+
+
+def timing(case: Case, peak: Rates, key: jax.Array) -> str:
+    """The rest of a case's line: its time, and those of its baselines."""
+    inputs = jax.jit(case.inputs)(key)
+    time = seconds(case.kernel, inputs)
+    line = f"  {microseconds(time):>12}"
+    if time > 0:
+        line += f" {case.work.flops / time / 1e12:6.1f} TFLOP/s {case.work.bytes / time / 1e9:7.0f} GB/s"
+        line += f"  floor / time {peak.floor(case.work) / time:4.0%}"
+    return line + "".join(f"; {name} {baseline(case, name, inputs)}" for name in case.baselines)
+
+
+def microseconds(time: float) -> str:
+    """A time as it is shown; the difference of two programs may come out as nothing or less."""
+    return f"{time * 1e6:.1f} us" if time > 0 else "too short to tell"
 
 
 def baseline(case: Case, name: str, inputs: tuple) -> str:
@@ -106,7 +122,7 @@ def baseline(case: Case, name: str, inputs: tuple) -> str:
             call = way.prepare(*jax.block_until_ready(inputs))
             apart = distance(call().float().cpu().numpy(), jax.jit(case.kernel)(*inputs))
             return f"{external_seconds(call) * 1e6:.1f} us ({apart:.1e} from ours)"
-        return f"{seconds(way, inputs) * 1e6:.1f} us"
+        return microseconds(seconds(way, inputs))
     except UnavailableError as e:
         return f"unavailable ({e})"
     except Exception as e:  # a baseline that runs out of memory, say

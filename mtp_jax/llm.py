@@ -24,11 +24,12 @@ from mtp_jax.demo import demo_model
 from mtp_jax.engine.config import CacheType, EngineConfig, KernelChoice
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.propose import propose
-from mtp_jax.engine.request import SamplingParams
+from mtp_jax.engine.request import MAX_DRAFTS, SamplingParams
 from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.grammar import Grammars
 from mtp_jax.interrupt import interruptible
 from mtp_jax.jobs import Job, Part, Prompt
+from mtp_jax.model.kernels import all_by
 from mtp_jax.outputs import Draft, RequestOutput
 from mtp_jax.progress import Reporter, Silent
 from mtp_jax.score import Scorer, Scores
@@ -123,6 +124,7 @@ class LLM:
             dtype=kind,
             seed=seed,
         )
+        computing = all_by(kernels)
         self.tokenizer = Tokenizer.from_dir(directory)
         with self._report.phase("read", "B") as update:
             loaded = checkpoint.load(
@@ -144,7 +146,7 @@ class LLM:
         )
         self.engine = self._make_engine(engine_config)
         self._parts: dict[int, Part] = {}
-        self._scorer = Scorer(self.config, loaded.params, mesh)
+        self._scorer = Scorer(self.config, loaded.params, mesh, computing)
 
     def _make_engine(self, config: EngineConfig) -> Engine:
         cfg, params = self.config, self._params
@@ -224,8 +226,8 @@ class LLM:
         """The greedy drafts after a prompt and the trunk's own greedy next token. Raises RequestError."""
         if not self.engine.config.num_speculative_tokens:
             raise RequestError("draft needs num_speculative_tokens of 1 or more; the engine was made with 0")
-        if not isinstance(num_tokens, int) or num_tokens < 1:
-            raise RequestError(f"num_tokens = {num_tokens}; expected at least 1")
+        if not isinstance(num_tokens, int) or not 1 <= num_tokens <= MAX_DRAFTS:
+            raise RequestError(f"num_tokens = {num_tokens}; expected an integer from 1 to {MAX_DRAFTS}")
         token, ids, logits = propose(self.engine, token_ids, num_tokens)
         return Draft(token, ids.tolist(), logits)
 

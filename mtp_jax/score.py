@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from mtp_jax.config import ModelConfig
 from mtp_jax.model import nextn, trunk
+from mtp_jax.model.kernels import Kernels
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Backend
 
@@ -36,9 +37,9 @@ class Scores:
 class Scorer:
     """Scores sequences; one executable per power-of-two length."""
 
-    def __init__(self, cfg: ModelConfig, params: Params, mesh: Mesh | None) -> None:
+    def __init__(self, cfg: ModelConfig, params: Params, mesh: Mesh | None, kernels: Kernels) -> None:
         self._cfg, self._params = cfg, params
-        self._on = Backend("naive", "sparse", mesh)
+        self._on = Backend("naive", "sparse", mesh, kernels)
         # A sharded batch must divide over the data axis; a copy of the row per shard does.
         self._rows = 1 if mesh is None else mesh.shape["data"]
         self._compiled: dict[int, Any] = {}

@@ -83,7 +83,7 @@ class Speculative(Body):
     """enabled: whether to draft. max_tokens: most drafts per step. metrics: what to tell of it at the end."""
 
     enabled: bool | None = None
-    max_tokens: Annotated[int, Field(ge=0, le=64)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=31)] | None = None  # as SamplingParams has it
     metrics: SpecMetrics | None = None
 
 

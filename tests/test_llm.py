@@ -215,6 +215,19 @@ def test_warm_up_prepares_and_serves_nothing(llm, monkeypatch):
     assert not llm.engine.scheduler.busy
 
 
+def test_kernels_without_a_gpu_are_refused_before_weights_are_read(monkeypatch):
+    monkeypatch.setattr("mtp_jax.checkpoint.load", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(ConfigError, match="found cpu: --kernels auto or xla"):
+        LLM(golden.model_dir("rigged"), kernels="mosaic_gpu")
+
+
+def test_score_computes_by_the_kernels_that_are_chosen(monkeypatch):
+    monkeypatch.setattr("mtp_jax.model.kernels.is_hopper", lambda: True)
+    insisting = LLM(golden.model_dir("rigged"), kernels="mosaic_gpu")
+    with pytest.raises(ConfigError, match=r"float32.*kernels='auto' or 'xla'"):
+        insisting.score(PROMPT)
+
+
 def test_score_gives_the_golden_numbers(llm):
     expected = golden.expected("rigged")
     scores = llm.score(PROMPT)
@@ -266,7 +279,8 @@ def test_draft_gives_the_golden_drafts(llm):
         (lambda m: m.score([]), "empty"),
         (lambda m: m.score([3, 160]), "from 0 to 159"),
         (lambda m: m.score([3] * 5000), "up to 2560 tokens"),
-        (lambda m: m.draft([3], 0), "num_tokens = 0; expected at least 1"),
+        (lambda m: m.draft([3], 0), "num_tokens = 0; expected an integer from 1 to 31"),
+        (lambda m: m.draft([3], 32), "num_tokens = 32; expected an integer from 1 to 31"),
         (lambda m: m.draft([3] * 90, 20), "90 prompt tokens and 20 drafts"),
         (lambda m: m.without_speculation().draft([3], 1), "num_speculative_tokens of 1 or more"),
     ],

@@ -22,9 +22,18 @@ class Rates:
         return max(work.bytes / self.bandwidth, work.flops / self.flops[work.format])
 
 
-# The H200's bfloat16 rate is measured, 80 % of the data sheet's; the others are 80 % of theirs.
+# Tensor cores' rates are 80 % of the data sheet's, about what a large product reaches.
 _SXM = {"bf16": 790e12, "fp8": 1580e12}
+_NVL = {"bf16": 668e12, "fp8": 1336e12}
+_PCIE = {"bf16": 605e12, "fp8": 1210e12}
+# By words of the device's name; the first that has all of its words holds.
 RATES = {
+    "H100 PCIe": Rates(2.0e12, _PCIE),
+    "H800 PCIe": Rates(2.0e12, _PCIE),
+    "H100 NVL": Rates(3.9e12, _NVL),
+    "H200 NVL": Rates(4.8e12, _NVL),
+    "GH200 144G": Rates(4.9e12, _SXM),
+    "GH200": Rates(4.0e12, _SXM),
     "H200": Rates(4.8e12, _SXM),
     "H100": Rates(3.35e12, _SXM),
     "H800": Rates(3.35e12, _SXM),
@@ -34,5 +43,5 @@ RATES = {
 
 def rates(kind: str) -> Rates | None:
     """Of the GPU that calls itself ``kind``, "NVIDIA H200" for example; None if it is not known."""
-    words = kind.split()
-    return next((rates for name, rates in RATES.items() if name in words), None)
+    words = set(kind.split())
+    return next((rates for name, rates in RATES.items() if words.issuperset(name.split())), None)

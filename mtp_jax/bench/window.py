@@ -20,6 +20,7 @@ from mtp_jax.bench.subject import Subject, prompts_for
 from mtp_jax.config import ModelConfig
 from mtp_jax.decode.sampling import argmax
 from mtp_jax.decode.state import StateShape, abstract_state, empty_state
+from mtp_jax.engine.request import MAX_DRAFTS
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import trunk
 from mtp_jax.model.device import compiler_options
@@ -106,10 +107,10 @@ def run(
     """Time windows alone; then decode at depth 0 and ``depth`` and compare with what the bytes promise."""
     windows = sorted({1, *windows})
     longest = _ROWS - _PROMPT
-    if max(windows) > 64 or max_tokens > longest or depth < 1:
+    if max(windows) > MAX_DRAFTS + 1 or max_tokens > longest or depth < 1:
         raise ConfigError(
             f"windows up to {max(windows)}, max_tokens = {max_tokens}, depth = {depth}; expected windows "
-            f"of at most 64, max_tokens of at most {longest}, and depth of at least 1"
+            f"of at most {MAX_DRAFTS + 1}, max_tokens of at most {longest}, and depth of at least 1"
         )
     given = prompts_for(subject, prompts, _PROMPT)
     engines = {d: subject.engine(d, 1, _ROWS) for d in (0, depth)}

@@ -5,6 +5,7 @@ from typing import Literal
 
 from mtp_jax.decode.draft import Drafting
 from mtp_jax.decode.step import Verifier
+from mtp_jax.engine.request import MAX_DRAFTS
 from mtp_jax.errors import ConfigError
 
 KernelChoice = Literal["auto", "xla", "mosaic_gpu"]
@@ -16,7 +17,7 @@ class EngineConfig:
     """Sizes and choices of an engine.
 
     Attributes:
-        num_speculative_tokens: depth K: drafts per step unless a request asks for fewer.
+        num_speculative_tokens: depth K: drafts per step unless a request asks for fewer; at most 31.
         max_num_seqs: slots.
         max_model_len: most tokens of prompt and output together.
         page_size: cache rows per page.
@@ -28,7 +29,8 @@ class EngineConfig:
         verifier: "rejection" (arXiv 2211.17192), "block" (arXiv 2403.10444), or "coupled" (arXiv 2408.07978):
             a seed gives one text at every depth, for somewhat fewer accepted drafts.
         kernels: who computes attention, experts and FP8 products: "auto", a kernel where there is one for the
-            device and the shapes; "xla", none; "mosaic_gpu", always a kernel, or an error.
+            device and the shapes; "xla", none; "mosaic_gpu", always a kernel, or an error. What lies between
+            them (routing, norms, quantisation) is a kernel's where one can.
         dtype: of weights and cache.
         kv_cache_dtype: "auto", as dtype says; "fp8", latents in e4m3, with a scale per 128 of them.
         seed: from which seeds of requests without one are drawn.
@@ -53,7 +55,7 @@ class EngineConfig:
         sizes = (("num_pages", 1, 2**22),) if self.num_pages is not None else ()
         for name, low, high in (
             *sizes,
-            ("num_speculative_tokens", 0, 64),
+            ("num_speculative_tokens", 0, MAX_DRAFTS),
             ("max_num_seqs", 1, 4096),
             ("max_model_len", 2, 2**24),
             ("page_size", 1, 4096),

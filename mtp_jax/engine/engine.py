@@ -46,7 +46,7 @@ from mtp_jax.engine.stats import Counters, EngineStats
 from mtp_jax.engine.structured import allowed
 from mtp_jax.errors import ConfigError
 from mtp_jax.grammar import Grammars
-from mtp_jax.model.kernels import AUTO, Kernels
+from mtp_jax.model.kernels import all_by
 from mtp_jax.model.params import Params
 from mtp_jax.model.sharding import check_divisible, data_size
 from mtp_jax.model.trunk import Backend
@@ -94,8 +94,7 @@ class Engine:
         self.pages = self.scheduler.pools[0].pages
         shape = StateShape(config.max_num_seqs, self.pages, config.page_size, config.columns)
         abstract = abstract_state(cfg, shape, config.dtype, mesh, config.kv_cache_dtype == "fp8")
-        kernels = AUTO if config.kernels == "auto" else Kernels(*(config.kernels,) * 3)
-        on = Backend("absorbed", "sparse", mesh, kernels)
+        on = Backend("absorbed", "sparse", mesh, all_by(config.kernels))
         self.executables = Executables(cfg, params, abstract, on)
         self.state = empty_state(abstract)
         self._put_off = 0  # steps whose NextN rows are to be written

@@ -12,6 +12,8 @@ from mtp_jax.errors import RequestError
 from mtp_jax.grammar import Matcher, StructuredOutput
 
 MAX_LOGPROBS = 20
+# A window of 32 tokens: of longer ones a bit per draft (kernels_pallas.mla_decode.visible) has no room.
+MAX_DRAFTS = 31
 OutputKind = Literal["cumulative", "delta", "final_only"]
 
 
@@ -87,7 +89,7 @@ class SamplingParams:
         _check_integer(self, "seed", 0, 2**32 - 1, optional=True)
         _check_integer(self, "logprobs", 0, MAX_LOGPROBS, optional=True)
         _check_integer(self, "prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
-        _check_integer(self, "num_speculative_tokens", 0, 64, optional=True)
+        _check_integer(self, "num_speculative_tokens", 0, MAX_DRAFTS, optional=True)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens = {self.min_tokens} is above max_tokens = {self.max_tokens}")
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):

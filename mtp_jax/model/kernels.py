@@ -33,6 +33,19 @@ class Kernels:
 AUTO = Kernels()
 
 
+def all_by(implementation: Implementation | Literal["auto"]) -> Kernels:
+    """The same for everything. Raises ConfigError for kernels on a device that has none."""
+    if implementation == "auto":
+        return AUTO
+    if implementation == "mosaic_gpu" and not is_hopper():
+        found = jax.devices()[0].device_kind
+        raise ConfigError(
+            "kernels = 'mosaic_gpu' needs an NVIDIA GPU of the Hopper generation (H100, H200); found "
+            f"{found}: --kernels auto or xla, in Python kernels='auto' or 'xla'"
+        )
+    return Kernels(implementation, implementation, implementation)
+
+
 def may_run(wanted: Implementation | None) -> bool:
     """Whether kernels run where they can."""
     return wanted == "mosaic_gpu" or (wanted is None and is_hopper())

@@ -46,7 +46,7 @@ def runs_experts(kernels: Kernels, x: Any, gate_up: Any, down: Any) -> bool:
 
     Raises ConfigError if it is wanted and cannot.
     """
-    return all(runs(kernels.experts, grouped_matmul.check, x, *_arrays(w)) for w in (gate_up, down))
+    return runs(kernels.experts, _check_experts, x, gate_up, down)
 
 
 def choose_experts(
@@ -84,6 +84,16 @@ def experts(
         rows_per_expert=rows_per_expert,
         implementation="mosaic_gpu",
     )
+
+
+def _check_experts(x: Any, gate_up: Any, down: Any) -> None:
+    """Raise ValueError for what the kernel cannot do."""
+    if isinstance(gate_up, Fp8) != isinstance(down, Fp8):
+        raise ValueError(
+            "grouped_matmul on mosaic_gpu: experts' gate, up and down are FP8 together or not at all"
+        )
+    for w in (gate_up, down):
+        grouped_matmul.check(x, *_arrays(w))
 
 
 def _arrays(w: Any) -> tuple[Any, Any]:
@@ -224,8 +234,8 @@ def _attend_seen(
 def _check_decode(q: Queries, k_up: Float[Array, "N h C"], pages: Pages) -> None:
     """Raise ValueError for what the kernel cannot do."""
     window = q.rope.shape[1]
-    if window > MAX_AHEAD:
-        raise ValueError(f"mla_decode on mosaic_gpu: a window of {window} tokens, at most {MAX_AHEAD}")
+    if window > MAX_AHEAD + 1:  # all tokens see the first one's row
+        raise ValueError(f"mla_decode on mosaic_gpu: a window of {window} tokens, at most {MAX_AHEAD + 1}")
     mla_decode.check(absorb(q.nope, k_up), q.rope, _parts(pages))
 
 

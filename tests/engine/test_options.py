@@ -28,7 +28,7 @@ NAN, INF = float("nan"), float("inf")
         ("seed", [-1, 2**32, 1.5], "an integer from 0"),
         ("logprobs", [-1, 21, 1.5], "an integer from 0 to 20"),
         ("prompt_logprobs", [-1, 21, True], "an integer from 0 to 20"),
-        ("num_speculative_tokens", [-1, 65, 1.5], "an integer from 0 to 64"),
+        ("num_speculative_tokens", [-1, 32, 1.5], "an integer from 0 to 31"),
         ("stop", ["", ["a", ""], [3]], "non-empty strings"),
         ("stop_token_ids", [[2.0], ["2"], [3, None]], "expected integers"),
         ("logit_bias", [{1: 101}, {1: NAN}, {"1": 1}], "from -100 to 100"),
@@ -93,7 +93,7 @@ def test_iterators_are_read_once():
 @pytest.mark.parametrize(
     ("name", "wrong", "allowed"),
     [
-        ("num_speculative_tokens", [-1, 65, 1.0, None, True], "an integer from 0 to 64"),
+        ("num_speculative_tokens", [-1, 32, 1.0, None, True], "an integer from 0 to 31"),
         ("max_num_seqs", [0, 5000, "8"], "an integer from 1 to 4096"),
         ("max_model_len", [1, 0, 2.5], "an integer from 2"),
         ("page_size", [0, 5000], "an integer from 1 to 4096"),

@@ -55,6 +55,25 @@ def test_a_right_kernel_passes_and_wrong_ones_do_not():
     assert fault.startswith("1 elements are NaN")
 
 
+def test_no_output_hides_what_is_wrong_with_another():
+    def two(x):
+        return 2 * x, x
+
+    def infinite(x, interpret=None):
+        return 2 * x, x.at[0].set(jnp.inf)
+
+    key, pair = jnp.zeros(2, jnp.uint32), replace(DOUBLING, reference=two)
+    assert verify(replace(pair, kernel=lambda x, interpret=None: two(x)), key).faults(1e-2) == []
+    # Infinite on both sides: no element to blame, and no distance.
+    both = replace(pair, kernel=infinite, reference=infinite)
+    (fault,) = verify(both, key).faults(1e-2)
+    assert "relative distance nan" in fault
+    # A reference too large for its norm: everything would be near it.
+    huge = replace(DOUBLING, kernel=lambda x, interpret=None: x, reference=lambda x: x.at[0].set(-1e30))
+    (fault,) = verify(huge, key).faults(1e-2)
+    assert "relative distance nan" in fault
+
+
 def test_timed_programs_make_every_call():
     seen = []
 
@@ -72,6 +91,10 @@ def test_floor_is_the_longer_of_moving_and_multiplying():
     assert rates("NVIDIA H200") is h200
     assert rates("NVIDIA A100-SXM4-80GB") is None
     assert rates("NVIDIA H100 80GB HBM3") is RATES["H100"]
+    assert rates("NVIDIA H100 PCIe") is RATES["H100 PCIe"]
+    assert rates("NVIDIA H200 NVL") is RATES["H200 NVL"]
+    assert rates("NVIDIA GH200 480GB") is RATES["GH200"]
+    assert rates("NVIDIA GH200 144G HBM3e") is RATES["GH200 144G"]
     assert h200.floor(Work(0, 4.8e9, "bf16")) == pytest.approx(1e-3)
     assert h200.floor(Work(1.58e12, 4.8e9, "bf16")) == pytest.approx(2e-3)
     assert h200.floor(Work(1.58e12, 4.8e9, "fp8")) == pytest.approx(1e-3)
@@ -115,11 +138,28 @@ def test_the_command_verifies_and_times(capsys, monkeypatch):
     assert check.main(["--seed", "1"]) == 1
     first, second, third, fourth = capsys.readouterr().out.splitlines()
     assert "seed 1" in first
-    assert re.search(
-        r"distance 0.0e\+00 .* us .* TFLOP/s .*; itself -?[\d.]+ us; cudnn unavail.*needs cuDNN", second
-    )
-    assert third.split() == ["test/wrong", "distance", "5.0e-01"]
+    assert re.search(r"distance 0.0e\+00  .*; itself .*; cudnn unavail.*needs cuDNN", second)
+    assert third.split() == ["test/wrong", "distance", "5.0e-01", "WRONG"]
     assert fourth == "test/wrong: relative distance 5.00e-01 from the reference, at most 1e-02"
+
+
+def test_a_case_that_cannot_be_timed_does_not_hide_the_others(capsys, monkeypatch):
+    times = iter([RuntimeError("out of memory"), 0.0])
+
+    def seconds(*_):
+        if isinstance(time := next(times), Exception):
+            raise time
+        return time
+
+    named = (replace(DOUBLING, name=f"test/{n}") for n in ("first", "second"))
+    monkeypatch.setattr(check, "cases", lambda pattern, found=tuple(named): found)
+    monkeypatch.setattr(check, "rates", lambda kind: RATES["H200"])
+    monkeypatch.setattr(check, "seconds", seconds)
+    assert check.main(["--seed", "1"]) == 1
+    _, first, second, fault = capsys.readouterr().out.splitlines()
+    assert re.search(r"test/first +distance 0.0e\+00  NOT TIMED$", first)
+    assert re.search(r"test/second +distance 0.0e\+00   *too short to tell$", second)
+    assert fault == "test/first: RuntimeError: out of memory"
 
 
 PTXAS = """ptxas info    : Compiling entry function 'kernel_mosaic_gpu_kernel' for 'sm_90a'

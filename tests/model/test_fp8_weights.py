@@ -15,11 +15,14 @@ from kernels_pallas.expert_layout import reference as layout_reference
 from kernels_pallas.fp8_matmul import reference as fp8_reference
 from kernels_pallas.grouped_matmul import reference as grouped_reference
 from kernels_pallas.grouped_matmul.layout import Groups
+from kernels_pallas.mla_decode.visible import MAX_AHEAD
 from kernels_pallas.quantised import whole_tiles
 from kernels_pallas.rms_norm import reference as norm_reference
 from kernels_pallas.router import reference as router_reference
 from mtp_jax.checkpoint import load, save
 from mtp_jax.checkpoint.fp8 import may_be_fp8
+from mtp_jax.engine.propose import propose
+from mtp_jax.engine.request import MAX_DRAFTS
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model import attention, ops, trunk
 from mtp_jax.model.device import is_hopper, platform
@@ -104,6 +107,19 @@ def test_the_engine_decodes_the_same_tokens():
     )
     assert got == want
     assert all(len(tokens) == 12 for tokens in got)
+
+
+def test_drafts_are_those_of_dequantised_weights():
+    """Of rows that a prompt left and rows that drafts did."""
+    (prompt,) = prompts(1, shortest=20, vocab=kept("fp8").config.vocab_size)
+    sizes: dict[str, Any] = {"num_speculative_tokens": 3, "max_num_seqs": 1, "max_model_len": 64}
+    got, want = (
+        propose(make_engine(found.params, found.config, **sizes), prompt, 3)
+        for found in (kept("fp8"), load(model_dir("fp8")))
+    )
+    assert is_fp8(kept("fp8").params.nextn[0].layer.attention.kv_a)
+    np.testing.assert_array_equal(got[1], want[1])
+    np.testing.assert_allclose(got[2], want[2], atol=1e-4)
 
 
 def test_scales_follow_their_weights():
@@ -271,20 +287,30 @@ def test_what_kernels_cannot_do_is_refused():
         hidden(aligned(), Backend("absorbed", "dense", kernels=Kernels(experts="mosaic_gpu")))
 
 
+def test_experts_in_two_formats_are_left_to_xla(monkeypatch):
+    experts = next(p.mlp for p in aligned().layers if hasattr(p.mlp, "gate_up") and is_fp8(p.mlp.gate_up))
+    x, plain = jnp.zeros((8, 512), jnp.bfloat16), expand(experts.down, jnp.bfloat16)
+    monkeypatch.setattr("mtp_jax.model.kernels.is_hopper", lambda: True)
+    assert ops.runs_experts(Kernels(), x, experts.gate_up, experts.down)
+    assert not ops.runs_experts(Kernels(), x, experts.gate_up, plain)
+    with pytest.raises(ConfigError, match="FP8 together or not at all"):
+        ops.runs_experts(KERNELS, x, experts.gate_up, plain)
+
+
 def test_on_a_cpu_nothing_chooses_a_kernel(calls):
     hidden(aligned(), Backend("absorbed"))
     assert not calls
 
 
 def test_rows_seen_are_told_to_the_kernel_as_the_mask_says():
-    length, rows, window = np.array([0, 5, 70, 64]), 128, 4
+    assert MAX_DRAFTS == MAX_AHEAD
+    length, rows, window = np.array([0, 5, 70, 64]), 128, MAX_DRAFTS + 1
     position = length[:, None] + np.arange(window)
     row = np.arange(rows)
     causal = row <= position[..., None]
     causal[1] = False  # an idle slot
-    skips = (row > 1) & (
-        (row <= length[:, None]) | ((row - length[:, None]) % 3 == 1) & (row < length[:, None] + 30)
-    )
+    ahead = row - length[:, None]
+    skips = (row > 1) & ((ahead <= 0) | (ahead % 3 == 1) & (ahead <= MAX_DRAFTS))
     for mask in (causal, skips[:, None], causal & (row >= 1)):
         got = np.asarray(ops.visible(jnp.asarray(mask)).mask(rows))
         np.testing.assert_array_equal(got[mask.any(2)], mask[mask.any(2)])

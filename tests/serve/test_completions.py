@@ -9,6 +9,7 @@ import pytest
 
 from mtp_jax import LLM, AsyncLLM, SamplingParams
 from mtp_jax.bench import soak_requests
+from mtp_jax.engine.request import MAX_DRAFTS
 from serve.schema import CompletionBody
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -370,6 +371,7 @@ def test_long_lists_of_scores_are_made_beside_the_event_loop(server, stream, mon
         ({"prompt": [7, 1000]}, None, "token 1000"),
         ({"min_tokens": 30}, None, "above max_tokens"),
         ({"speculative": {"max_tokens": 9}}, "speculative", "max_tokens = 9; this server drafts at most 3"),
+        ({"speculative": {"max_tokens": 32}}, "speculative", f"less than or equal to {MAX_DRAFTS}; got 32"),
         (
             {"response_format": {"type": "json_schema"}},
             "response_format",
