@@ -35,5 +35,5 @@ def describe(before: EngineStats, after: EngineStats, seconds: float) -> str:
         parts.append(f"prefix hits {(after.prefix_hits - before.prefix_hits) / looked:.0%}")
     if drafts := after.drafts - before.drafts:
         accepted = after.accepted_tokens - before.accepted_tokens
-        parts.append(f"acceptance length {1 + accepted / drafts:.2f}")
+        parts.append(f"acceptance length {1 + accepted / drafts:.2f} where drafted")
     return "; ".join(parts)

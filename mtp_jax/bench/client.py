@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,7 +103,9 @@ async def speculated(client: httpx2.AsyncClient) -> Speculated | None:
     except httpx2.HTTPError:
         return None
     drafts = [float(n) for n in _COUNTERS["drafts"].findall(text)]
-    accepted = {int(position): int(float(n)) for position, n in _COUNTERS["accepted"].findall(text)}
+    accepted = Counter[int]()  # over all engines of the server
+    for position, n in _COUNTERS["accepted"].findall(text):
+        accepted[int(position)] += int(float(n))
     return Speculated(int(sum(drafts)), tuple(accepted[i] for i in sorted(accepted))) if drafts else None
 
 

@@ -67,8 +67,9 @@ def step_bytes(params: Params, depth: int, experts: Mapping[int, float]) -> floa
     """Bytes that one draft-and-verify step of one slot touches.
 
     The trunk and its head over a window of depth + 1; NextN and the head once per draft, one row each; and to
-    extend the NextN cache over the window, all of each layer but the last, of which only the rows. The latter
-    are written without drafts, too, but a model without NextN is what speculation is compared with.
+    extend the NextN cache over the window, all of each layer but the last, of which only the rows. Layers
+    but the first also write their row of the newest token. Without drafts the rows are put off, to a program
+    of its own.
     ``experts[w]``: different experts per MoE layer that a window of w visits.
     """
     trunk, head = of_trunk(params), of_head(params)
@@ -80,7 +81,8 @@ def step_bytes(params: Params, depth: int, experts: Mapping[int, float]) -> floa
     drafts = sum(layers[k % len(layers)].touched(experts[1]) for k in range(depth))
     extend = sum(p.touched(experts[window]) for p in layers[:-1])
     extend += of_nextn_cache(params.nextn[-1]).always
-    return total + depth * head.always + drafts + extend
+    newest = sum(of_nextn_cache(p).always for p in params.nextn[1:depth])
+    return total + depth * head.always + drafts + extend + newest
 
 
 def predicted_speedup(acceptance: float, plain: float, speculative: float) -> float:

@@ -101,6 +101,8 @@ def run(
     if min(load.concurrency, default=0) < 1 or load.rounds < 1 or load.max_tokens < 2 or load.depth < 1:
         raise ConfigError("concurrency, rounds and depth are 1 or more, max_tokens 2 or more")
     most = max(load.concurrency)
+    if load.requests and load.requests < most:
+        raise ConfigError(f"--requests {load.requests} is fewer than the {most} at a time of --concurrency")
     given = prompts_for(subject, max(map(load.requests_at, load.concurrency)), load.prompt_tokens)
     length = load.prompt_tokens + load.max_tokens + load.depth  # as many pages in a step of every mode
     engines = {m: subject.engine(load.depth * (m in _DRAFTING), most, length, m == "adaptive") for m in modes}

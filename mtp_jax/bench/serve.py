@@ -58,6 +58,8 @@ def run(target: Target, api_key: str | None, load: Load) -> Report:
         raise ConfigError("give either --concurrency or --rate")
     if min([*load.concurrency, *load.rates, load.rounds, load.prompt_characters]) <= 0:
         raise ConfigError("concurrency, rate, rounds and prompt characters must be above 0")
+    if load.requests and load.requests < (most := max(load.concurrency, default=0)):
+        raise ConfigError(f"--requests {load.requests} is fewer than the {most} at a time of --concurrency")
     return asyncio.run(_run(target, api_key, load))
 
 
@@ -91,8 +93,12 @@ async def _run(target: Target, api_key: str | None, load: Load) -> Report:
         f"{kind}, {load.rounds} rounds per level of {count} prompts of {load.prompt_characters} characters, "
         f"{target.max_tokens} tokens each, temperature {target.temperature:g}; prefixes "
         f"{'' if flushed else 'NOT '}forgotten before every run. Latencies: p50 / p90 / p99; a chunk may "
-        "bring several tokens, and between them is the time between chunks."
+        "bring several tokens, and between them is the time between chunks. Acceptance length: 1 and the "
+        "drafts accepted per window that had any, by the server's counters."
     )
+    if load.compare:
+        over = "throughput" if load.concurrency else "p50 of the end-to-end latency, off's over its own,"
+        note += f" Over off: {over} in the same round, median and quartiles."
     return Report(f"Server: {target.base_url}, {target.model}", headers, rows, [note], {"levels": figures})
 
 
@@ -132,13 +138,20 @@ def _figures(load: Load, level: float, mode: str, own: list[Run], first: list[Ru
     return {
         "concurrency" if load.concurrency else "rate": level,
         "mode": mode,
-        "speedup": Spread.of([a.summary.rate / b.summary.rate for a, b in zip(own, first, strict=True)]),
+        "speedup": Spread.of([_faster(load, a, b) for a, b in zip(own, first, strict=True)]),
         "tokens_per_second": Spread.of([r.summary.rate for r in own]),
         "acceptance_length": 1 + sum(accepted) / drafts if drafts else None,
         "acceptance_per_position": acceptance_per_position(drafts, accepted),
         "errors": dict(sum((r.errors for r in own), Counter())),
         "rounds": [r.summary for r in own],
     }
+
+
+def _faster(load: Load, run: Run, than: Run) -> float:
+    """How many times. At a rate throughput is what arrives, however fast it is answered."""
+    if load.concurrency:
+        return run.summary.rate / than.summary.rate
+    return than.summary.e2e.p50 / run.summary.e2e.p50
 
 
 def texts(count: int, characters: int) -> list[str]:

@@ -67,14 +67,12 @@ async def _soak(server: OwnServer, seconds: float, rate: float, seed: int) -> So
         if not (compiled := _compilations(server.log)):
             raise MtpJaxError("the server's log shows no compilation, so late ones would not be noticed")
         sampling = asyncio.create_task(_sample(soak, server.process.pid))
-        tasks: set[asyncio.Task[None]] = set()
+        tasks: list[asyncio.Task[None]] = []
         end, due = time.monotonic() + seconds, time.monotonic()
         while due < end:
             server.check()
             asked = make(rng, lambda length: rng.choice(pieces)[:length], MODEL_NAME, chat)
-            task = asyncio.create_task(_one(http, asked, soak))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+            tasks.append(asyncio.create_task(_one(http, asked, soak)))
             due += rng.expovariate(rate)
             await asyncio.sleep(max(0.0, due - time.monotonic()))
         await asyncio.gather(*tasks)

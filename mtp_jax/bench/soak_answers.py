@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -102,14 +103,34 @@ def faults(asked: Asked, got: Got) -> list[str]:
 
 
 def _follows(structured: dict[str, Any], text: str) -> bool:
-    """Whether a completed text has the form; of JSON, whether the required members are there."""
+    """Whether a completed text has the form."""
     if "choice" in structured:
         return text in structured["choice"]
     if "regex" in structured:
-        return text.split(" ")[0] in ("yes", "no")
+        return re.fullmatch(structured["regex"], text) is not None
     if "json" in structured:
+        members = structured["json"]["properties"]
         try:
-            return set(json.loads(text)) == set(structured["json"]["required"])
+            value = json.loads(text)
         except ValueError:
             return False
+        return (
+            isinstance(value, dict)
+            and value.keys() == members.keys()
+            and all(_is(value[name], schema) for name, schema in members.items())
+        )
     return True
+
+
+def _is(value: Any, schema: dict[str, Any]) -> bool:
+    """Whether a value is as one of the schemas of soak_requests.py asks."""
+    match schema:
+        case {"enum": allowed}:
+            return value in allowed
+        case {"type": "boolean"}:
+            return isinstance(value, bool)
+        case {"type": "integer", "minimum": low, "maximum": high}:
+            return type(value) is int and low <= value <= high
+        case {"type": "array", "items": items, "maxItems": most}:
+            return isinstance(value, list) and len(value) <= most and all(_is(v, items) for v in value)
+    raise ValueError(f"the soak cannot check {schema}")

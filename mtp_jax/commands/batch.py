@@ -171,7 +171,8 @@ def _summary(counts: "Counts", allm: "AsyncLLM", seconds: float) -> str:
     parts = [_done(counts), rate]
     if s.drafts:
         positions = " ".join(f"{n / s.drafts:.0%}" for n in s.accepted_per_position)
-        parts.append(f"acceptance length {1 + s.accepted_tokens / s.drafts:.2f} ({positions} by position)")
+        length = 1 + s.accepted_tokens / s.drafts
+        parts.append(f"acceptance length {length:.2f} where drafted ({positions} by position)")
         steps = ", ".join(f"{n} at depth {d}" for d, n in sorted(s.depth_steps.items()))
         parts.append(f"steps: {steps}")
     return "; ".join(parts)

@@ -1,7 +1,9 @@
 """`mtp-jax bench NAME`: measure, print a table, write JSON with the command and the machine, and a figure."""
 
 import argparse
+import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +41,15 @@ def register(subparsers: Subparsers) -> None:
     benchmarks.declare(command)
 
 
+def _without_key(words: Sequence[str]) -> list[str]:
+    """The command line as it may be shown and kept: without the value of --api-key."""
+    shown: list[str] = []
+    for word in words:
+        secret = shown[-1:] == ["--api-key"]
+        shown.append("***" if secret else re.sub("^--api-key=.*", "--api-key=***", word, flags=re.DOTALL))
+    return shown
+
+
 def _run(args: argparse.Namespace) -> int:
     """Measure, print, write, level by level. Returns the exit status."""
     from mtp_jax.bench import plot
@@ -52,7 +63,7 @@ def _run(args: argparse.Namespace) -> int:
         png = args.png or path.with_suffix(".png")
         check(png)
         plot.check()
-    command = f"mtp-jax {shlex.join(args.command)}"
+    command = f"mtp-jax {shlex.join(_without_key(args.command))}"
     hidden = ("run", "measure", "plotted", "command", "json", "png", "api_key")
     options = {k: v for k, v in vars(args).items() if k not in hidden}
     made_by = {"command": command, "options": options, "environment": environment()}

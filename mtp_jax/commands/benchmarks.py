@@ -244,7 +244,8 @@ def _host(a: Arguments) -> "Reports":
 
 
 def _declare_startup(command: Command) -> None:
-    sub = command("startup", _startup, "from starting the process to the first text", on_model=True)
+    sub = command("startup", _startup, "from starting the process to the first text")
+    sub.add_argument("--model", default="demo", metavar="DIR", help="model directory, or demo")
     sub.add_argument("--repeats", type=positive, default=3)
     sub.add_argument("--prompt", default="def fibonacci(n):")
     sub.add_argument("--max-tokens", type=positive, default=32)

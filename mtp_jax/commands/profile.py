@@ -31,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
     from mtp_jax.bench.subject import load
     from mtp_jax.profiling.run import Options, profile
 
-    options = Options(args.phase, args.batch, args.input_len, args.steps, args.depth, args.temperature)
-    result = profile(load(args.model, drafts=args.depth > 0), options, args.out)
+    depth = 0 if args.phase == "decode" else args.depth
+    options = Options(args.phase, args.batch, args.input_len, args.steps, depth, args.temperature)
+    result = profile(load(args.model, drafts=depth > 0), options, args.out)
     show.write(f"{result.text()}\nwritten to {args.out}\n")
     return 0

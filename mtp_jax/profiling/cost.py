@@ -49,7 +49,9 @@ def of_launch(
     """The work of one launch of an executable, over all devices; padding counts, as it is computed too."""
     itemsize = type_of[dtype].dtype.itemsize
     both = (params, jax.tree.map(_one_byte_each, params, is_leaf=lambda a: isinstance(a, Fp8)))
-    nextn = [Part(*map(cost.of_nextn, p)) for p in zip(*(each.nextn for each in both), strict=True)]
+    layers = list(zip(*(each.nextn for each in both), strict=True))
+    nextn = [Part(*map(cost.of_nextn, p)) for p in layers]
+    rows_only = [Part(*map(cost.of_nextn_cache, p)) for p in layers]
     head, trunk = Part(*map(cost.of_head, both)), Part(*map(cost.of_trunk, both))
     cached = key.pages * page_size
 
@@ -62,16 +64,22 @@ def of_launch(
         attention = 4 * rows * cached * cfg.num_attention_heads * latent
         return weights + Work(slots * cached * latent * itemsize, attention)
 
+    def extend(slots: int, width: int) -> list[Work]:
+        """The NextN rows of known tokens: of the last layer nothing but its rows."""
+        passes = [run(p, 1, slots, width) for p in nextn[:-1]]
+        return [*passes, *(run(p, 0, slots, width) for p in rows_only[-1:])]
+
     if isinstance(key, PrefillKey):
         rows = key.prompts * shards
         passes = [run(trunk, cfg.num_hidden_layers, rows, key.tokens), run(head, 0, rows, 1)]
-        passes += [run(p, 1, rows, width) for p in nextn for width in (key.tokens, 1)]
-        return sum(passes, Work(0, 0))
+        return sum(passes + extend(rows, key.tokens), Work(0, 0))
     window = key.depth + 1
     passes = [run(trunk, cfg.num_hidden_layers, key.slots, window), run(head, 0, key.slots, window)]
-    passes += [run(head, 0, key.slots, 1)] * key.depth
-    passes += [run(nextn[k % len(nextn)], 1, key.slots, 1) for k in range(1, key.depth)]
-    passes += [run(p, 1, key.slots, window) for p in nextn]
+    if key.depth:  # without drafts NextN rows are put off
+        passes += [run(head, 0, key.slots, 1)] * key.depth
+        passes += [run(p, 0, key.slots, 1) for p in rows_only[1 : key.depth]]
+        passes += [run(nextn[k % len(nextn)], 1, key.slots, 1) for k in range(key.depth)]
+        passes += extend(key.slots, window)
     return sum(passes, Work(0, 0))
 
 

@@ -27,7 +27,7 @@ _WINDOW = "mtp-jax measured steps"
 
 @dataclass(frozen=True)
 class Options:
-    """What to profile. ``depth`` has no effect on "decode"; ``temperature`` 0 is greedy."""
+    """What to profile. ``depth`` is 0 for "decode"; ``temperature`` 0 is greedy."""
 
     phase: Phase
     batch: int
@@ -82,7 +82,7 @@ def profile(subject: Subject, options: Options, out: Path) -> Profile:
         out / "cost.json",
         {"peaks": asdict(peaks), "step": step, "programs": [p.costs(peaks) for p in programs]},
     )
-    _write(out / "memory.json", _memory(subject, engine))
+    _write(out / "memory.json", _memory(engine))
     (out / "report.md").write_text(result.text(), encoding="utf-8")
     return result
 
@@ -139,13 +139,13 @@ def _program(subject: Subject, engine: Engine, key: StepKey | PrefillKey, found:
     return Program(name_of(key), len(spans), mean, work, cost.by_xla(compiled), cost.memory(compiled))
 
 
-def _memory(subject: Subject, engine: Engine) -> dict[str, Any]:
+def _memory(engine: Engine) -> dict[str, Any]:
     def size(tree: Any) -> int:
         return sum(a.nbytes for a in jax.tree.leaves(tree))
 
     programs = {name_of(k): cost.memory(engine.executables.program(k)) for k in engine.executables.keys}
     return {
-        "weights_bytes": size(subject.params),
+        "weights_bytes": size(engine.params),
         "cache_bytes": size((engine.state.trunk, engine.state.nextn)),
         "slots_bytes": size(engine.state.slots),
         "device": {str(d): d.memory_stats() for d in jax.local_devices()},

@@ -42,10 +42,11 @@ def start(
     """
     if phase in ("verify", "mixed") and depth < 1:
         raise ConfigError(f"--phase {phase} verifies drafts: --depth 1 or more")
+    if phase == "decode" and depth:
+        raise ConfigError(f"--phase decode has no drafts: a depth of 0, not {depth}")
     limit = subject.config.max_position_embeddings
     if input_len > limit:
         raise ConfigError(f"--input-len {input_len}: the model's positions end at {limit}")
-    depth = 0 if phase == "decode" else depth
     decoding = 0 if phase == "prefill" else batch
     fed = steps + _SETTLE + 1 if phase in ("prefill", "mixed") else 0
     # Slots decode already while the prompts of the others are read, 16 tokens at a time at worst.

@@ -39,6 +39,11 @@ def test_without_drafts_a_folder_need_not_have_the_layers_it_declares(tmp_path):
     assert load_model(folder, drafts=False).config.num_nextn_predict_layers == 0
 
 
+def test_an_option_that_would_do_nothing_is_not_offered(capsys):
+    assert cli.main(["bench", "startup", "--compile-cache", "none"]) == 2
+    assert "--compile-cache" in capsys.readouterr().err
+
+
 def test_latencies_of_a_timeline():
     line = Timeline(10.0)
     for at, tokens in ((12.0, 1), (13.0, 0), (15.0, 3), (16.0, 1)):
@@ -148,6 +153,7 @@ def test_refusals(capsys):
     for given, message in (
         (["--modes", "sometimes"], "--modes sometimes; expected some of off,control,fixed,adaptive"),
         (["--concurrency", "0"], "are 1 or more"),
+        (["--concurrency", "1,8", "--requests", "7"], "--requests 7 is fewer than the 8 at a time"),
         (["--simulate-acceptance", "2"], "expected probabilities"),
     ):
         assert cli.main(["bench", "offline", "--model", model, "--compile-cache", "none", *given]) == 2

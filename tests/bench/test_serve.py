@@ -22,7 +22,7 @@ class Fake:
     """Answers every prompt with two chunks of three tokens each; counts what it is asked."""
 
     def __init__(self):
-        self.bodies, self.busy, self.most, self.flushes, self.broken = [], 0, 0, 0, False
+        self.bodies, self.busy, self.most, self.flushes, self.broken, self.slow = [], 0, 0, 0, False, False
 
     def app(self):
         routes = [
@@ -43,10 +43,13 @@ class Fake:
 
     async def metrics(self, request):
         n = sum("speculative" not in b for b in self.bodies)
-        lines = [f'vllm:spec_decode_num_drafts_total{{model_name="fake"}} {2.0 * n}']
-        for position, accepted in (("0", 2.0 * n), ("1", 1.0 * n)):
-            labels = f'{{model_name="fake",position="{position}"}}'
-            lines.append(f"vllm:spec_decode_num_accepted_tokens_per_pos_total{labels} {accepted}")
+        lines = []
+        for engine in ("0", "1"):  # data parallelism
+            labels = f'engine="{engine}",model_name="fake"'
+            lines.append(f"vllm:spec_decode_num_drafts_total{{{labels}}} {1.0 * n}")
+            for position, accepted in (("0", 1.0 * n), ("1", 0.5 * n)):
+                at = f'{{{labels},position="{position}"}}'
+                lines.append(f"vllm:spec_decode_num_accepted_tokens_per_pos_total{at} {accepted}")
         return PlainTextResponse("\n".join(lines) + "\n")
 
     async def complete(self, request):
@@ -59,7 +62,7 @@ class Fake:
             self.busy += 1
             self.most = max(self.most, self.busy)
             for _ in range(2):
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.05 if self.slow and "speculative" in body else 0.01)
                 choice = {"delta": {"content": "abc"}} if "messages" in body else {"text": "abc"}
                 yield f"data: {json.dumps({'choices': [choice], 'usage': None})}\n\n"
             yield f"data: {json.dumps({'choices': [], 'usage': {'completion_tokens': 6}})}\n\n"
@@ -124,6 +127,23 @@ def test_closed_loop_with_and_without_speculation(fake, bench, tmp_path):
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_key_is_neither_shown_nor_kept(bench, capsys):
+    for given in (["--api-key", "sesame"], ["--api-key=sesame"]):
+        _, found = bench("--concurrency", "1", "--requests", "2", "--rounds", "1", *given)
+        assert "sesame" not in json.dumps(found) + "".join(capsys.readouterr())
+        assert "--api-key" in found["command"]
+
+
+def test_at_a_rate_the_faster_answers_count(fake, bench):
+    fake.slow = True
+    _, found = bench("--rate", "100", "--requests", "4", "--rounds", "1", "--compare")
+    off, server = found["figures"]["levels"]
+    assert (off["mode"], off["speedup"]["median"]) == ("off", 1)
+    a, b = (level["rounds"][0]["e2e"]["p50"] for level in (off, server))
+    assert server["speedup"]["median"] == pytest.approx(a / b)
+    assert server["speedup"]["median"] > 1.5  # without drafts the fake answers in five times the time
+
+
 def test_poisson_arrivals_to_the_chat_route(fake, bench):
     status, found = bench("--rate", "200", "--requests", "8", "--rounds", "1", "--chat", "--model", "mine")
     assert status == 0
@@ -145,6 +165,7 @@ def test_refusals(capsys):
     for given, message in (
         (["--concurrency", "1", "--rate", "1"], "give either --concurrency or --rate"),
         (["--rate", "0"], "must be above 0"),
+        (["--concurrency", "1,8", "--requests", "7"], "--requests 7 is fewer than the 8 at a time"),
         (["--base-url", "http://127.0.0.1:9", "--rate", "1"], "does not answer as it should"),
         (["--base-url", "http://a:b", "--rate", "1"], "'http://a:b' is no URL"),
     ):

@@ -23,6 +23,14 @@ def got(status=200, ids=(1, 2), reason: str | None = "stop", text="", **more) ->
     return Got(status, {0: list(ids)}, {0: text}, {0: reason} if reason else {}, **more)
 
 
+INTEGER = {"type": "integer", "minimum": 0, "maximum": 99}
+ARRAY = {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}
+
+
+def schema(**member) -> dict:
+    return {"json": {"properties": {"x": member}}}
+
+
 @pytest.mark.parametrize(
     ("request_", "answer", "fault"),
     [
@@ -40,8 +48,18 @@ def got(status=200, ids=(1, 2), reason: str | None = "stop", text="", **more) ->
         (asked(), got(ids=range(5)), "lengths [5]"),
         (asked(structured_outputs={"choice": ["a", "b"]}), got(text="c"), "'c' is not as"),
         (asked(structured_outputs={"choice": ["a", "b"]}), got(text="b"), None),
-        (asked(structured_outputs={"json": {"required": ["x"]}}), got(text='{"x": 1'), "is not as"),
-        (asked(structured_outputs={"json": {"required": ["x"]}}), got(text='{"x": 1}'), None),
+        (asked(structured_outputs={"regex": "(yes|no)( [0-9]{1,4})?"}), got(text="yes 12345"), "is not as"),
+        (asked(structured_outputs={"regex": "(yes|no)( [0-9]{1,4})?"}), got(text="yes 1234"), None),
+        (asked(structured_outputs=schema(type="boolean")), got(text='{"x": true'), "is not as"),
+        (asked(structured_outputs=schema(type="boolean")), got(text='["x"]'), "is not as"),
+        (asked(structured_outputs=schema(type="boolean")), got(text='{"x": 1}'), "is not as"),
+        (asked(structured_outputs=schema(type="boolean")), got(text='{"x": true}'), None),
+        (asked(structured_outputs=schema(enum=["red"])), got(text='{"x": "green"}'), "is not as"),
+        (asked(structured_outputs=schema(enum=["red"])), got(text='{"x": "red"}'), None),
+        (asked(structured_outputs=schema(**INTEGER)), got(text='{"x": 100}'), "is not as"),
+        (asked(structured_outputs=schema(**INTEGER)), got(text='{"x": 99}'), None),
+        (asked(structured_outputs=schema(**ARRAY)), got(text='{"x": [true, 1]}'), "is not as"),
+        (asked(structured_outputs=schema(**ARRAY)), got(text='{"x": [true, false]}'), None),
     ],
 )
 def test_faults_of_an_answer(request_, answer, fault):

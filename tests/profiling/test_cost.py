@@ -1,9 +1,12 @@
 """The work of a launch, counted from the weights."""
 
+from dataclasses import replace
+
 import jax
 import pytest
 
 from mtp_jax import checkpoint
+from mtp_jax.bench.cost import of_head, of_nextn, of_nextn_cache, of_trunk, step_bytes
 from mtp_jax.decode.compiled import PrefillKey, StepKey
 from mtp_jax.decode.step import SamplingMode
 from mtp_jax.model.params import Fp8
@@ -23,3 +26,40 @@ def test_quantised_weights_are_fewer_bytes_but_as_many_operations(key):
     one, other = (cost.of_launch(key, m.config, m.params, 16, "bfloat16", 1) for m in (plain, kept))
     assert one.flops == other.flops > 0
     assert other.bytes < one.bytes
+
+
+@pytest.mark.parametrize("name", ["rigged", "fp8", "rigged_mtp2"])
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_weights_of_a_step_are_those_of_the_prediction(name, depth):
+    model = checkpoint.load(golden.model_dir(name))
+    experts = {w: cost.expected_experts(model.config, w) for w in range(1, depth + 2)}
+    key = StepKey(1, depth, 0, SamplingMode())  # no cached rows
+    work = cost.of_launch(key, model.config, model.params, 16, "float32", 1)
+    assert work.bytes == pytest.approx(step_bytes(model.params, depth, experts))
+
+
+def test_with_two_nextn_layers_they_take_turns_and_the_second_catches_up():
+    model = checkpoint.load(golden.model_dir("rigged_mtp2"))
+    key = StepKey(1, 3, 0, SamplingMode())
+    work, plain = (
+        cost.of_launch(k, model.config, model.params, 16, "float32", 1) for k in (key, replace(key, depth=0))
+    )
+    trunk, head, (one, two) = of_trunk(model.params), of_head(model.params), map(of_nextn, model.params.nextn)
+    narrow, wide = (cost.expected_experts(model.config, w) for w in (1, 4))
+    drafts = 3 * head.always + 2 * one.touched(narrow) + two.touched(narrow)
+    rows = 2 * of_nextn_cache(model.params.nextn[1]).always  # of the newest token, and of the window
+    known = one.touched(wide) + rows
+    more = trunk.touched(wide) - trunk.touched(narrow)
+    assert work.bytes - plain.bytes == pytest.approx(more + drafts + known)
+
+
+def test_nextn_rows_of_a_prompt_cost_their_merge_and_latents():
+    model = checkpoint.load(golden.model_dir("rigged"))
+    plain = replace(model.params, nextn=())
+    key = PrefillKey(16, 0)
+    with_rows, without = (
+        cost.of_launch(key, model.config, p, 16, "float32", 1) for p in (model.params, plain)
+    )
+    (layer,) = model.params.nextn
+    assert with_rows.bytes - without.bytes == of_nextn_cache(layer).always
+    assert with_rows.flops - without.flops == 2 * 16 * of_nextn_cache(layer).always / 4

@@ -108,6 +108,8 @@ def test_a_compilation_among_the_measured_steps_is_an_error(subject, profiled, m
 def test_a_verifying_phase_needs_drafts(subject):
     with pytest.raises(ConfigError, match="--depth 1 or more"):
         workload.start(subject, "verify", batch=2, input_len=8, depth=0, steps=2, temperature=0.0)
+    with pytest.raises(ConfigError, match="a depth of 0, not 2"):
+        workload.start(subject, "decode", batch=2, input_len=8, depth=2, steps=2, temperature=0.0)
     limit = subject.config.max_position_embeddings
     with pytest.raises(ConfigError, match=f"--input-len {limit + 1}: the model's positions end at {limit}"):
         workload.start(subject, "decode", batch=2, input_len=limit + 1, depth=0, steps=2, temperature=0.0)
@@ -118,7 +120,10 @@ def test_the_command_prints_the_report(subject, profiled, monkeypatch, capsys, t
     asked = []
     monkeypatch.setattr(run, "profile", lambda *given: asked.append(given) or profile)
     model = str(golden.model_dir("rigged"))
-    command = ["profile", "--phase", "verify", "--model", model, "--batch", "3", "--out", str(tmp_path)]
-    assert cli.main(command) == 0
+    common = ["--model", model, "--batch", "3", "--out", str(tmp_path)]
+    assert cli.main(["profile", "--phase", "verify", *common]) == 0
     assert "## Time by scope" in capsys.readouterr().out
     assert asked[0][1:] == (Options("verify", 3, 128, 10, 3, 0.0), tmp_path)
+    assert cli.main(["profile", "--phase", "decode", *common]) == 0
+    assert asked[1][0].config.num_nextn_predict_layers == 0
+    assert asked[1][1] == Options("decode", 3, 128, 10, 0, 0.0)
