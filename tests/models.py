@@ -7,7 +7,9 @@ on top that the text depends on the whole history, so a cache that is wrong anyw
 """
 
 import functools
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -136,6 +138,10 @@ class Reference:
         row[0, : len(ids)] = ids
         return row
 
+    def hidden(self, ids: Sequence[int]) -> np.ndarray:
+        """The trunk's hidden states [T, D]."""
+        return np.asarray(self._trunk(self._padded(ids))[0])[: len(ids)]
+
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         """[T, V]; row i predicts token i + 1."""
         return np.asarray(self._trunk(self._padded(ids))[1])[: len(ids)]
@@ -256,6 +262,22 @@ def finish(engine: Engine) -> None:
             return
         engine.step()
     raise AssertionError("the engine does not come to an end")
+
+
+@contextmanager
+def slowed(engine: Engine, seconds: float = 0.02) -> Iterator[None]:
+    """Steps that take long enough to do something in the midst of an answer."""
+    step = engine.step
+
+    def slow() -> Any:
+        time.sleep(seconds)
+        return step()
+
+    engine.step = slow  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del engine.step
 
 
 def accepted(request: Request) -> list[int]:

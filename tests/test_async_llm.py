@@ -19,6 +19,7 @@ from mtp_jax import (
     Stream,
 )
 from mtp_jax.engine.request import Request
+from tests.models import slowed
 
 RIGGED = Path(__file__).parent / "golden" / "rigged" / "model"
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -106,7 +107,10 @@ def test_leaving_the_iteration_aborts(llm):
             await outputs.aclose()
             await until(lambda: allm.live == 0)
 
-    asyncio.run(run())
+    aborted = llm.engine.stats().finished.get("abort", 0)
+    with slowed(llm.engine):
+        asyncio.run(run())
+    assert llm.engine.stats().finished["abort"] == aborted + 1
 
 
 def test_cancelling_aborts_wherever_the_request_is(llm):
@@ -122,7 +126,10 @@ def test_cancelling_aborts_wherever_the_request_is(llm):
             kept = [d for d in done if isinstance(d, RequestOutput)]
             assert [o.outputs[0].finish_reason for o in kept] == ["length"] * 2
 
-    asyncio.run(run())
+    aborted = llm.engine.stats().finished.get("abort", 0)
+    with slowed(llm.engine):
+        asyncio.run(run())
+    assert llm.engine.stats().finished["abort"] == aborted + 6
 
 
 def test_abort_by_name_gives_the_text_so_far(llm):
@@ -176,7 +183,7 @@ def test_drain_aborts_what_takes_too_long(llm):
 def test_a_stuck_step_shows_in_its_age(llm):
     async def run() -> None:
         async with serving(llm) as allm:
-            assert allm.step_age == 0
+            await until(lambda: allm.step_age == 0)  # programs may be rehearsed at the start
             step, go = llm.engine.step, threading.Event()
             llm.engine.step = lambda: go.wait(60) and step()  # type: ignore[method-assign]
             try:

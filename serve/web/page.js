@@ -174,7 +174,8 @@ $("composer").addEventListener("submit", (event) => {
   send();
 });
 $("prompt").addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  // Safari ends a composition before it tells of the Enter that did, by 229 alone.
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing || event.keyCode === 229) return;
   event.preventDefault();
   send();
 });

@@ -219,6 +219,10 @@ def test_nan_while_prefilling_ends_the_request_without_tokens():
     assert (requests[0].finish_reason, requests[0].output) == ("error", [])
     assert requests[1].output == reference().speculate(PROMPTS[0], 24).ids
     assert engine.stats().pages_used == 0
+    # Nobody finds its pages in the prefix cache.
+    (again,) = serve(engine, [(PROMPTS[5], GREEDY)])
+    told = reference().speculate(PROMPTS[5], 24, 3)
+    assert (again.cached_tokens, again.output, accepted(again)) == (0, told.ids, told.accepted)
 
 
 def by_chance(request: Request) -> int:

@@ -226,6 +226,18 @@ def test_block_verification_accepts_at_least_as_much(drafting):
     assert block > rejection - 0.02
 
 
+def test_every_mode_is_one_of_its_own():
+    found = {mode: emitted(*mode) for mode in MODES if mode[1] != "coupled"}
+    assert found["sampled", "block"].accepted.mean() > found["sampled", "rejection"].accepted.mean()
+    for one, other in itertools.combinations(found.values(), 2):
+        assert (one.accepted != other.accepted).any()
+    for verifier in (
+        "block",
+        "rejection",
+    ):  # a draft drawn from its law is likelier to be right than its mode
+        assert found["sampled", verifier].accepted.mean() > found["greedy", verifier].accepted.mean() + 0.05
+
+
 def test_rows_verify_their_own_depth():
     got = emitted("sampled", "block")
     depths = np.where(np.arange(len(got.drafted)) % 7 == 0, 0, 1 + np.arange(len(got.drafted)) % DEPTH)

@@ -5,9 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.propose import propose
 from mtp_jax.engine.request import Request
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.sharding import make_mesh
@@ -51,6 +53,16 @@ def test_speculation_and_batching_change_no_token():
     caches = [*engine.state.trunk, *engine.state.nextn]
     rows = engine.config.page_size * (engine.pages + 1)
     assert {sum(a.nbytes for a in jax.tree.leaves(c)) for c in caches} == {rows * TINY.fp8_row_bytes}
+
+
+def test_drafts_are_nearly_those_of_a_float32_cache():
+    for prompt in prompts(3, shortest=20):
+        want, got = (propose(engine, prompt, 3) for engine in (make_engine(), fp8()))
+        distance = np.linalg.norm(got[2] - want[2]) / np.linalg.norm(want[2])
+        assert 0 < distance < 0.05, distance
+    exact = serve(make_engine(), JOBS)
+    most = sum(r.speculation.accepted for r in exact)
+    assert sum(r.speculation.accepted for r in serve(fp8(), JOBS)) > 0.85 * most
 
 
 def test_a_prompt_goes_on_from_cached_pages():

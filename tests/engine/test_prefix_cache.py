@@ -142,12 +142,22 @@ def test_preempted_requests_end_as_if_nothing_had_happened(prefix_cache, depth):
     assert engine.stats().preemptions == sum(r.preemptions for r in requests) > 0
     for r in requests:
         assert r.output == reference().speculate(r.prompt, 30).ids
-        assert len(r.logprobs) == 30
+        want = reference().logprobs([*r.prompt, *r.output])[len(r.prompt) - 1 : -1]
+        np.testing.assert_allclose(chosen_logprobs(r), want[np.arange(30), r.output], atol=1e-4)
     assert engine.stats().pages_used == 0
     if depth:
         alone = [one(make_engine(), list(r.prompt), params) for r in requests]
         assert [accepted(r) for r in requests] == [accepted(r) for r in alone]
         assert sum(sum(accepted(r)) for r in requests) > 0
+
+
+def test_preempted_prompts_are_scored_once():
+    engine, requests = crowd(replace(GREEDY, max_tokens=30, prompt_logprobs=0))
+    assert engine.stats().preemptions > 0
+    for r in requests:
+        want = reference().logprobs(r.prompt)
+        got = [next(iter(p.values())).logprob for p in r.prompt_logprobs[1:] if p]
+        np.testing.assert_allclose(got, [want[i, t] for i, t in enumerate(r.prompt[1:])], atol=1e-4)
 
 
 def test_preemption_changes_no_sampled_token():

@@ -18,6 +18,7 @@ from serve.app import make_app
 from serve.run import Server, listen
 from serve.settings import Settings
 from tests import tiny_tokenizer
+from tests.models import slowed
 
 RIGGED = Path(__file__).parent.parent / "golden" / "rigged" / "model"
 # Few buckets: every executable costs seconds.
@@ -163,6 +164,13 @@ def gated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[LLM], threading
     yield gate
     for opened in gates:
         opened.set()
+
+
+@pytest.fixture
+def slow_steps(server: Running) -> Iterator[None]:
+    """Time to see an answer grow, and to stop it."""
+    with slowed(server.allm.llm.engine, 0.05):
+        yield
 
 
 @pytest.fixture(autouse=True)

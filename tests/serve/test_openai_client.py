@@ -75,7 +75,7 @@ def test_async_clients_at_once(server: Running, api: OpenAI):
     assert asyncio.run(ask()) == [expected] * 6
 
 
-def test_closing_a_stream_ends_the_request(server: Running, api: OpenAI):
+def test_closing_a_stream_ends_the_request(server: Running, api: OpenAI, slow_steps):
     aborted = server.allm.llm.engine.stats().finished.get("abort", 0)
     with api.completions.create(
         prompt="abc", stream=True, model="tiny", max_tokens=200, extra_body=MORE

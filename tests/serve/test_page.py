@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -90,19 +89,6 @@ def opened(chromium: Browser, server: Running, problems: list[str]) -> Iterator[
     for context in contexts:
         context.close()
     assert problems == []
-
-
-@pytest.fixture
-def slow_steps(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time to see an answer grow, and to stop it."""
-    engine = server.allm.llm.engine
-    step = engine.step
-
-    def slow() -> Any:
-        time.sleep(0.05)
-        return step()
-
-    monkeypatch.setattr(engine, "step", slow)
 
 
 def body_of(request: Request) -> dict[str, Any]:
@@ -323,6 +309,27 @@ def test_the_key_is_asked_for(opened: Opener, fresh: LLM, problems: list[str]):
         ]
     finally:
         running.stop()
+
+
+@browser_only
+def test_an_enter_that_ends_a_composition_sends_nothing(opened: Opener):
+    page = opened()
+    prompt = page.get_by_role("textbox", name="Prompt")
+    prompt.fill("abc")
+    enter = {"key": "Enter", "keyCode": 229, "bubbles": True, "cancelable": True}  # Safari's
+    prompt.dispatch_event("keydown", enter)
+    expect(page.locator("article")).to_have_count(0)
+    expect(prompt).to_have_value("abc")
+
+
+@browser_only
+def test_without_storage_the_theme_changes_all_the_same(opened: Opener):
+    page = opened(color_scheme="dark")
+    refuse = "{ get() { throw new DOMException('blocked', 'SecurityError'); } }"
+    page.add_init_script(f"Object.defineProperty(window, 'localStorage', {refuse})")
+    page.reload()
+    page.get_by_role("button", name="Dark or light").click()
+    expect(page.locator("html")).to_have_attribute("data-theme", "light")
 
 
 @browser_only

@@ -288,7 +288,7 @@ def test_s9_a_body_that_does_not_come_is_not_waited_for(server: Running):
 
 
 def test_s9_headers_that_do_not_come_are_not_waited_for(fresh):
-    running = start(fresh, body_seconds=0.2)
+    running = start(fresh, body_seconds=1.5)
     try:
         host, _, port = running.url.removeprefix("http://").rpartition(":")
         with socket.create_connection((host, int(port)), timeout=60) as slow:
@@ -305,7 +305,7 @@ def test_s9_headers_that_do_not_come_are_not_waited_for(fresh):
 @pytest.mark.parametrize("asked", [b"POST /v1/completions", b"POST /nowhere", b"GET /health"])
 def test_s9_a_body_that_nobody_reads_is_not_waited_for(fresh, asked):
     """A byte after the answer must not make the connection last for ever."""
-    running = start(fresh, body_seconds=0.2, max_body_bytes=100)
+    running = start(fresh, body_seconds=1.5, max_body_bytes=100)
     try:
         host, _, port = running.url.removeprefix("http://").rpartition(":")
         with socket.create_connection((host, int(port)), timeout=60) as slow:
@@ -319,7 +319,7 @@ def test_s9_a_body_that_nobody_reads_is_not_waited_for(fresh, asked):
 
 
 def test_s9_answers_that_nobody_reads_are_not_waited_for(fresh):
-    running = start(fresh, body_seconds=0.2)
+    running = start(fresh, body_seconds=1.5)
     try:
         host, _, port = running.url.removeprefix("http://").rpartition(":")
         with socket.create_connection((host, int(port)), timeout=60) as deaf:

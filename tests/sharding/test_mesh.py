@@ -82,6 +82,41 @@ def test_what_a_server_compiles_keeps_rows_on_their_shard():
     assert sum(r.speculation.accepted for r in requests) > 0
 
 
+def test_a_prompt_goes_on_from_the_pages_of_its_shard(monkeypatch):
+    """From the hidden state at their end, too, which only drafts need."""
+    engine, reference, tails = engine_on(make_mesh(2, 1)), Reference(tiny_params()), []
+    admit = engine.executables.admit
+
+    def seen(state, slot, arrays, tail):
+        tails.append(np.asarray(state.tails[tail]).ravel()[: TINY.hidden_size])
+        return admit(state, slot, arrays, tail)
+
+    jobs = [(p, replace(GREEDY, max_tokens=12)) for p in prompts(4, shortest=36)]
+    first = serve(engine, jobs)
+    assert {engine.scheduler.shard_of(r.slot) for r in first} == {0, 1}
+    monkeypatch.setattr(engine.executables, "admit", seen)
+    later = [serve(engine, [job])[0] for job in jobs]
+    assert {engine.scheduler.shard_of(r.slot) for r in later} == {0, 1}
+    for r, tail in zip(later, tails, strict=True):
+        told = reference.speculate(r.prompt, 12, 3)
+        assert (r.output, accepted(r)) == (told.ids, told.accepted)
+        assert r.cached_tokens >= 32
+        np.testing.assert_allclose(tail, reference.hidden(r.prompt)[r.cached_tokens - 1], atol=1e-4)
+
+
+def test_requests_preempted_on_every_shard_end_as_if_nothing_had_happened():
+    params = on_mesh(tiny_params(), mesh := make_mesh(2, 1))
+    engine = make_engine(params, mesh=mesh, max_num_seqs=8, num_pages=6)
+    jobs = [
+        (p, replace(GREEDY, max_tokens=30)) for seed in (6, 7) for p in prompts(4, shortest=14, seed=seed)
+    ]
+    requests, calm = serve(engine, jobs), serve(make_engine(max_num_seqs=8), jobs)
+    assert engine.stats().preemptions > 1
+    assert [r.output for r in requests] == [r.output for r in calm]
+    assert [accepted(r) for r in requests] == [accepted(r) for r in calm]
+    assert sum(r.speculation.accepted for r in requests) > len(requests)
+
+
 def test_prompts_of_every_shard_are_prefilled_together(monkeypatch):
     mesh = make_mesh(2, 1)
     params = on_mesh(tiny_params(), mesh)
