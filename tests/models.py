@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import Mesh
 
 from mtp_jax.config import ModelConfig
@@ -273,11 +274,9 @@ def slowed(engine: Engine, seconds: float = 0.02) -> Iterator[None]:
         time.sleep(seconds)
         return step()
 
-    engine.step = slow  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "step", slow)
         yield
-    finally:
-        del engine.step
 
 
 def accepted(request: Request) -> list[int]:

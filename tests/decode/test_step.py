@@ -231,10 +231,7 @@ def test_every_mode_is_one_of_its_own():
     assert found["sampled", "block"].accepted.mean() > found["sampled", "rejection"].accepted.mean()
     for one, other in itertools.combinations(found.values(), 2):
         assert (one.accepted != other.accepted).any()
-    for verifier in (
-        "block",
-        "rejection",
-    ):  # a draft drawn from its law is likelier to be right than its mode
+    for verifier in ("block", "rejection"):
         assert found["sampled", verifier].accepted.mean() > found["greedy", verifier].accepted.mean() + 0.05
 
 

@@ -154,6 +154,7 @@ def test_preempted_requests_end_as_if_nothing_had_happened(prefix_cache, depth):
 def test_preempted_prompts_are_scored_once():
     engine, requests = crowd(replace(GREEDY, max_tokens=30, prompt_logprobs=0))
     assert engine.stats().preemptions > 0
+    assert sum(r.speculation.accepted for r in requests) > len(requests)
     for r in requests:
         want = reference().logprobs(r.prompt)
         got = [next(iter(p.values())).logprob for p in r.prompt_logprobs[1:] if p]
