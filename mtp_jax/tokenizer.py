@@ -200,33 +200,54 @@ class StopStrings:
             raise RequestError(f"stop must be non-empty strings, got {wrong[0]!r}; remove it")
         self.matched: str | None = None
         self._include = include_stop
-        self._held = ""
+        self._borders = [_borders(stop) for stop in self.stops]
+        self._begin()
 
     def push(self, text: str) -> tuple[str, bool]:
         """Take text; return (the part that may be shown, whether a stop string has been met)."""
         if self.matched is not None:
             return "", True
+        seen = len(self._held)
         text = self._held + text
-        # Earliest end first, then earliest start: the same answer however the text was cut into pushes.
-        found = [(at + len(stop), at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
-        if found:
-            end, start, self.matched = min(found)
-            self._held = ""
-            return text[: end if self._include else start], True
-        keep = max((_overlap(text, stop) for stop in self.stops), default=0)
+        for end in range(seen, len(text)):
+            for i, stop in enumerate(self.stops):
+                self._met[i] = _grown(stop, self._borders[i], self._met[i], text[end])
+            whole = [stop for stop, met in zip(self.stops, self._met, strict=True) if met == len(stop)]
+            if whole:  # earliest end first, then earliest start: however the text was cut into pushes
+                self.matched = max(whole, key=len)
+                self._begin()
+                return text[: end + 1 - (0 if self._include else len(self.matched))], True
+        keep = max(self._met, default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
     def flush(self) -> str:
         """End of the stream without a stop: the text held back so far."""
-        rest, self._held = self._held, ""
+        rest = self._held
+        self._begin()
         return rest
 
+    def _begin(self) -> None:
+        self._held = ""
+        self._met = [0] * len(self.stops)  # how much of each stop string the text so far ends in
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest proper prefix of `stop` that ends `text`."""
-    longest = min(len(stop) - 1, len(text))
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+# Knuth, Morris and Pratt: every character is looked at once per stop string, however long those are.
+
+
+def _grown(stop: str, borders: Sequence[int], met: int, character: str) -> int:
+    """Length of the longest prefix of `stop` that ends the text, which so far ended in `met` of it."""
+    while met and stop[met] != character:
+        met = borders[met - 1]
+    return met + (stop[met] == character)
+
+
+def _borders(stop: str) -> list[int]:
+    """For every prefix of `stop` the length of the longest shorter prefix that ends it."""
+    borders = [0]
+    for character in stop[1:]:
+        borders.append(_grown(stop, borders, borders[-1], character))
+    return borders
 
 
 def _token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:

@@ -1,6 +1,6 @@
 """Pieces of responses, in OpenAI's shapes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -69,26 +69,29 @@ class TextOffsets:
 
     def push(self, token_ids: Sequence[int]) -> list[int]:
         """Of the tokens that come next."""
-        return [self._advance(token, None) for token in token_ids]
-
-    def of_prompt(self, token_ids: Sequence[int], prompt: str) -> list[int]:
-        """Of an echoed prompt, after which the completion begins, whatever the prompt's tokens say."""
-        offsets = [min(self._advance(token, prompt), len(prompt)) for token in token_ids]
-        if self._decoder:
-            self._decoder.flush()
-        self._next = len(prompt)
+        offsets = []
+        for token in token_ids:
+            offsets.append(self._next)
+            self._next += len(self._decoder.push([token])) if self._decoder else 0
         return offsets
 
-    def _advance(self, token: int, prompt: str | None) -> int:
-        """A special token has its name's length where the prompt spells it."""
-        at = self._next
-        if self._tokenizer and self._decoder:
-            piece = self._decoder.push([token])
-            if not piece and prompt is not None:
+    def of_prompt(self, token_ids: Sequence[int], prompt: str) -> list[int]:
+        """Of an echoed prompt, after which the completion begins, whatever the prompt's tokens say.
+
+        A special token has its name's length where the prompt spells it; a tokenizer's own bos has none.
+        """
+        offsets = [0] * len(token_ids)
+        if self._tokenizer:
+            decoder, at = StreamDecoder(self._tokenizer), 0
+            for i, token in enumerate(token_ids):
+                offsets[i] = min(at, len(prompt))
                 name = token_name(self._tokenizer, token)
-                piece = name if prompt.startswith(name, at) else ""
-            self._next += len(piece)
-        return at
+                if self._tokenizer.token_bytes(token):  # an ordinary one
+                    at += len(decoder.push([token]))
+                elif prompt.startswith(name, at):
+                    at += len(name)
+        self._next = len(prompt)
+        return offsets
 
 
 def completion_logprobs(
@@ -100,7 +103,7 @@ def completion_logprobs(
     """The legacy completion route's: parallel lists."""
     name = cache(partial(token_name, tokenizer))
     tokens = [name(t) for t in token_ids]
-    best = [s and {name(t): _finite(p) for t, p in s.items()} for s in scores]
+    best = [s and _by_name(name, s) for s in scores]
     chosen = [s and _finite(s[t]) for t, s in zip(token_ids, scores, strict=True)]
     return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": best, "text_offset": offsets}
 
@@ -125,6 +128,14 @@ def chat_logprobs(
 def token_name(tokenizer: Tokenizer | None, token: int) -> str:
     """A token as text; without a tokenizer its id."""
     return tokenizer.decode([token], skip_special_tokens=False) if tokenizer else f"token_id:{token}"
+
+
+def _by_name(name: Callable[[int], str], scores: dict[int, Logprob]) -> dict[str, float]:
+    """The likeliest of the tokens that share a name, as parts of characters do."""
+    best: dict[str, float] = {}
+    for token, score in scores.items():
+        best[name(token)] = max(best.get(name(token), _LEAST), _finite(score))
+    return best
 
 
 def _finite(score: Logprob) -> float:

@@ -1,6 +1,7 @@
 """From the bytes of a request to a checked body."""
 
 import asyncio
+from itertools import islice
 from typing import TypeVar
 
 from pydantic_core import from_json
@@ -43,7 +44,7 @@ async def read(settings: Settings, request: Request, *kinds: type[_Body]) -> _Bo
     if model is not None and model != settings.model_name:
         message = f"the model {model!r} does not exist; this server has {settings.model_name!r}"
         raise ApiError(404, message, "model", "model_not_found")
-    unknown = [_printable(name) for name in body.unknown()]
+    unknown = [_printable(name) for name in islice(body.unknown(), _MOST_NAMED)]
     if unknown and settings.strict:
         raise ApiError(400, f"unknown field {unknown[0]}; leave it out", unknown[0], "unknown_field")
     request.state.unknown = unknown
@@ -53,7 +54,7 @@ async def read(settings: Settings, request: Request, *kinds: type[_Body]) -> _Bo
 def warning(request: Request) -> dict[str, str]:
     """A header that names the fields of the request that have no effect."""
     unknown = getattr(request.state, "unknown", [])
-    return {"Warning": f'299 mtp-jax "ignored: {", ".join(unknown[:_MOST_NAMED])}"'} if unknown else {}
+    return {"Warning": f'299 mtp-jax "ignored: {", ".join(unknown)}"'} if unknown else {}
 
 
 def _required(kind: type[Body]) -> set[str]:

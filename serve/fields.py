@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from serve.settings import MAX_NAME, SpecMetrics
 
 MAX_N = 128
 MAX_PROMPTS = 1024
 _MOST_STOPS = 32
-MOST_IDS = 1024
+_MOST_IDS = 1024
 MOST_SCORES = 2**22
 Text = Annotated[str, Field(max_length=4 * 2**20)]
 Name = Annotated[str, Field(max_length=MAX_NAME)]
@@ -18,10 +18,9 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 # Lists fail fast: a body of wrong items alone would make millions of errors, of which one is told.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=2**20)]
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
-Bias = Annotated[float, Field(ge=-100, le=100)]
 # Python's int() takes more: " 1", "1_0", "01".
-TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
-Ids = Annotated[list[TokenId], Field(fail_fast=True, max_length=MOST_IDS)]
+_TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
+Ids = Annotated[list[TokenId], Field(fail_fast=True, max_length=_MOST_IDS)]
 
 
 def form(value: Any) -> str:
@@ -40,6 +39,14 @@ def _prompt_form(value: Any) -> str:
     return inner.get(type(value[0]), "a list of ids") if value else "a list of ids"
 
 
+def _few(value: Any) -> Any:
+    """Objects cannot fail fast: their size is looked at first."""
+    if isinstance(value, dict) and len(value) > _MOST_IDS:
+        raise ValueError(f"at most {_MOST_IDS} tokens are allowed, got {len(value)}")
+    return value
+
+
+Biases = Annotated[dict[_TokenKey, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few)]
 Stops = Annotated[
     Annotated[Stop, Tag("a string")]
     | Annotated[list[Stop], Field(fail_fast=True, max_length=_MOST_STOPS), Tag("a list")],

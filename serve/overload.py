@@ -9,13 +9,14 @@ import asyncio
 import logging
 import re
 import time
+from functools import lru_cache
 
 from pydantic_core import to_json
 
-from mtp_jax import AsyncLLM
+from mtp_jax import AsyncLLM, Overloaded
 from serve.errors import as_api_error
 from serve.ids import new_id
-from serve.security import Guard, Headers
+from serve.security import MOST_HEADER_BYTES, Guard, Headers
 
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/generate")
 _ACCESS = logging.getLogger("serve.access")
@@ -44,26 +45,18 @@ class Overload:
             self._expect_one()
             return None
         head, _, sent = data.partition(b"\r\n\r\n")
+        if len(head) > MOST_HEADER_BYTES:
+            return None
         given, route = Headers.parse(head[first.end() :]), first[1].decode()
         if given is None or given.get(b"content-length") != b"%d" % len(sent):
             return None
         if self._guard.refusal("POST", route, given):
             return None
-        error = as_api_error(overloaded)
-        body = to_json(error.body)
+        status, start, end = _answer(str(overloaded), overloaded.retry_after)
         name = given.name() or new_id()
-        headers = {
-            "content-type": "application/json",
-            "content-length": len(body),
-            "x-content-type-options": "nosniff",
-            "x-request-id": name,
-            **(error.headers or {}),
-        }
-        self._guard.metrics.responded(route, error.status)
-        _ACCESS.info("%s POST %s %d %.3f s", name, route, error.status, time.perf_counter() - began)
-        lines = "".join(f"{key}: {value}\r\n" for key, value in headers.items())
-        answer = f"HTTP/1.1 {error.status} Service Unavailable\r\n{lines}\r\n"
-        return answer.encode() + body, given.get(b"connection").lower() == b"close"
+        self._guard.metrics.responded(route, status)
+        _ACCESS.info("%s POST %s %d %.3f s", name, route, status, time.perf_counter() - began)
+        return start + name.encode() + end, given.get(b"connection").lower() == b"close"
 
     def _expect_one(self) -> None:
         """A burst is read in one go, before any of its requests waits for its turn."""
@@ -73,3 +66,19 @@ class Overload:
 
         self._read += 1
         asyncio.get_running_loop().call_soon(waits)  # just before the task that is made of the request begins
+
+
+@lru_cache(maxsize=16)
+def _answer(message: str, retry_after: float) -> tuple[int, bytes, bytes]:
+    """The status, what comes before the request's name, and what after it: made once for a whole burst."""
+    error = as_api_error(Overloaded(message, retry_after))
+    body = to_json(error.body)
+    headers = {
+        "content-type": "application/json",
+        "content-length": len(body),
+        "x-content-type-options": "nosniff",
+        **(error.headers or {}),
+    }
+    lines = "".join(f"{key}: {value}\r\n" for key, value in headers.items())
+    start = f"HTTP/1.1 {error.status} Service Unavailable\r\n{lines}x-request-id: "
+    return error.status, start.encode(), b"\r\n\r\n" + body

@@ -214,6 +214,8 @@ class _Protocol(H11Protocol):
             self.transport.write(answer)
             if close:
                 self.transport.close()
+            else:
+                self._await_next()
             return
         super().data_received(data)
         self._check()
@@ -232,6 +234,16 @@ class _Protocol(H11Protocol):
         super().resume_writing()
         if self._unread is not None:
             self._unread.cancel()
+
+    def _await_next(self) -> None:
+        """The clocks as they are after every other answer: the next request may take its time to begin."""
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
 
     def _await_reader(self) -> None:
         """The connection ends if its client reads nothing of what waits for it."""

@@ -8,9 +8,8 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from mtp_jax import RequestError, SamplingParams, StructuredOutput
 from serve.fields import (
     MAX_N,
-    MOST_IDS,
     MOST_SCORES,
-    Bias,
+    Biases,
     Body,
     Ids,
     Name,
@@ -22,7 +21,6 @@ from serve.fields import (
     Structured,
     Text,
     TokenId,
-    TokenKey,
     form,
 )
 
@@ -43,7 +41,7 @@ class Sampling(Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=MOST_IDS)] | None = None
+    logit_bias: Biases | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     speculative: Speculative | None = None

@@ -19,8 +19,8 @@ from serve.turns import Turns
 _ACCESS = logging.getLogger("serve.access")
 _OPEN_PATH = "/health"
 _PLAIN_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-_HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\r\n\0]*)(?:\r\n|\Z)")
-_MOST_HEADER_BYTES = 16 * 1024
+_HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([^\r\n\0]*)")
+MOST_HEADER_BYTES = 16 * 1024
 
 
 class Guard:
@@ -81,9 +81,9 @@ class Guard:
         reads = method in ("GET", "HEAD")
         if path == _OPEN_PATH and reads:
             return None
-        if headers.size > _MOST_HEADER_BYTES:
+        if headers.size > MOST_HEADER_BYTES:
             return ApiError(
-                431, f"the headers have {headers.size} bytes; at most {_MOST_HEADER_BYTES} are allowed"
+                431, f"the headers have {headers.size} bytes; at most {MOST_HEADER_BYTES} are allowed"
             )
         host = headers.get(b"host").decode("latin-1").lower()
         if self._hosts and host.rpartition(":")[0] not in self._hosts and host not in self._hosts:
@@ -149,9 +149,13 @@ class Headers:
     @classmethod
     def parse(cls, lines: bytes) -> "Headers | None":
         """As they come from a socket; None where they are not plain: a parser says what is wrong."""
-        found = _HEADER.findall(lines)
-        pairs = [(name, value.rstrip(b" \t")) for name, value in found]
-        return cls(pairs) if len(pairs) == lines.count(b"\n") + 1 else None
+        pairs = []
+        for line in lines.split(b"\r\n"):
+            found = _HEADER.fullmatch(line)
+            if found is None:
+                return None
+            pairs.append((found[1], found[2].strip(b" \t")))
+        return cls(pairs)
 
     def get(self, name: bytes) -> bytes:
         """The value of a header by its name in small letters; empty if there is none."""

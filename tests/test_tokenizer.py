@@ -251,6 +251,15 @@ def test_stop_strings_against_a_plain_search(
     assert shown + finder.flush() == (shown if ends else text)
 
 
+def test_long_stop_strings_look_at_every_character_once() -> None:
+    """Of one that is nearly met all the time, too: a quadratic search would take hours."""
+    nearly = "a" * 100_000
+    finder = StopStrings([nearly + "b"])
+    shown = "".join(finder.push(nearly[:50_000])[0] for _ in range(20))
+    assert len(shown) == 900_000
+    assert finder.push("b") == ("", True)
+
+
 def test_stop_strings_hold_back_only_what_may_stop() -> None:
     finder = StopStrings(["</s>"])
     assert finder.push("one <") == ("one ", False)

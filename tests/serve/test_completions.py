@@ -303,6 +303,9 @@ def test_unknown_fields_are_warned_of(client):
     response = client.post("/v1/completions", json=body)
     assert response.headers["warning"] == '299 mtp-jax "ignored: user, speculative.depth"'
     assert "warning" not in client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).headers
+    many = {f"x{i}": 1 for i in range(100_000)}
+    told = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, **many}).headers["warning"]
+    assert told == '299 mtp-jax "ignored: ' + ", ".join(f"x{i}" for i in range(10)) + '"'
 
 
 def test_unknown_fields_are_refused_when_strict(server):
@@ -365,6 +368,11 @@ def test_long_lists_of_scores_are_made_beside_the_event_loop(server, stream, mon
         ({"logit_bias": {"a": 1}}, "logit_bias", "match pattern '^(0|[1-9][0-9]{0,9})$'; got \"a\""),
         ({"logit_bias": {"1_0": 1}}, "logit_bias", "match pattern"),
         ({"logit_bias": {"05": 1}}, "logit_bias", "match pattern"),
+        (
+            {"logit_bias": {str(i): 1 for i in range(2000)}},
+            "logit_bias",
+            "at most 1024 tokens are allowed, got 2000",
+        ),
         ({"logit_bias": []}, "logit_bias", "logit_bias: Input should be an object; got []"),
         ({"repetition_penalty": 1e-40}, "repetition_penalty", "greater than or equal to 0.01"),
         ({"logit_bias": {"100000": 1}}, None, "logit_bias names token 100000"),

@@ -4,15 +4,18 @@ import asyncio
 import gc
 import json
 import socket
+import time
 
 import pytest
 
+from mtp_jax import LLM
 from mtp_jax.admission import Admission
 from serve.app import make_app
 from serve.overload import ROUTES, Overload
+from serve.security import MOST_HEADER_BYTES
 from serve.settings import Settings
 from serve.turns import Turns
-from tests.serve.conftest import Running
+from tests.serve.conftest import Running, start
 
 SHORT = {"prompt": "abc", "max_tokens": 4, "temperature": 0}
 
@@ -59,6 +62,38 @@ def test_the_connection_goes_on_and_other_routes_answer(full, server: Running):
         assert one.post("/v1/completions", json=SHORT).status_code == 200
 
 
+def test_a_refused_connection_may_wait_with_its_next_request(fresh: LLM, monkeypatch: pytest.MonkeyPatch):
+    """As long as one that got an answer: the time for headers begins with them."""
+    running = start(fresh, body_seconds=0.5)
+    try:
+        admission = Admission(1, 10**6)
+        admission.take(1, 1)
+        monkeypatch.setattr(running.allm, "admission", admission)
+        request = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
+        host, port = running.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            for _ in range(2):
+                connection.sendall(request)
+                assert connection.recv(4096).startswith(b"HTTP/1.1 503 ")
+                time.sleep(1)
+            connection.sendall(b"POST /generate HTTP/1.1\r\nHost")
+            assert connection.recv(4096) == b""
+    finally:
+        running.stop()
+
+
+def test_refused_connections_are_closed_when_nothing_more_comes(
+    full, server: Running, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(server.uvicorn.config, "timeout_keep_alive", 0.5)
+    request = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(request)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 503 ")
+        assert connection.recv(4096) == b""
+
+
 def test_a_request_in_pieces_is_refused_once_it_is_there(full, server: Running):
     body = json.dumps(SHORT).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
@@ -71,6 +106,24 @@ def test_a_request_in_pieces_is_refused_once_it_is_there(full, server: Running):
         connection.settimeout(60)
         connection.sendall(body)
         assert connection.recv(4096).startswith(b"HTTP/1.1 503 ")
+
+
+def test_refusals_tell_how_the_queue_is_now(full, server: Running):
+    """What a burst gets is made once; what changes is told all the same."""
+    admission, _ = full
+    overload = Overload(server.allm, make_app(server.allm, Settings("tiny")))
+    request = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
+    first, second = (server.call(lambda: overload.refusal(request)) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert first[0] != second[0]  # names of their own
+    assert first[0].partition(b"\r\n\r\n")[2] == second[0].partition(b"\r\n\r\n")[2]
+    admission.max_requests = 2
+    place = admission.take(1, 1)
+    third = server.call(lambda: overload.refusal(request))
+    admission.leave(place)
+    assert third is not None
+    assert b"2 requests wait, 2 may" in third[0]
 
 
 def test_a_burst_that_is_read_in_one_go(server: Running, monkeypatch: pytest.MonkeyPatch):
@@ -106,6 +159,8 @@ def test_who_wants_the_connection_closed_gets_that(full, server: Running):
         (b"Host: localhost\r\nAuthorization: Bearer secret\r\nOrigin: http://elsewhere.example", False),
         (b"Host: localhost\r\nAuthorization: Bearer secret\r\nX-Folded: a\r\n b", False),
         (b"Host: localhost\r\nAuthorization: Bearer secret\r\nno colon", False),
+        (b"Host: localhost\r\nAuthorization: Bearer secret\r\n" + b"x" * 10**6, False),
+        (b"Host: localhost\r\nAuthorization: Bearer secret\r\nX: " + b"x" * MOST_HEADER_BYTES, False),
     ],
 )
 def test_whom_the_guard_refuses_is_not_told_of_the_queue(full, server: Running, headers, answered):
