@@ -40,6 +40,7 @@ _GAINS = {
 }
 _QUIET = ("o_proj", "down_proj")
 _HEAD_NOISE, _HEAD_SIGNAL = 0.9, 6.0
+_OUT_OF_REACH = 0.2
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,8 @@ def tune(
 ) -> Tuned:
     """Bisect the noise until greedy decoding at ``depth`` emits ``target`` tokens per step.
 
-    One executable serves every trial: only eh_proj changes. Raises ConfigError for a target out of reach.
+    One executable serves every trial: only eh_proj changes. Raises ConfigError for a target out of reach,
+    also where no noise comes within 0.2 of it.
     """
     if not 1 < target <= depth + 1:
         raise ConfigError(
@@ -243,6 +245,11 @@ def tune(
         low, high = (noise, high) if got > target else (low, noise)
         if abs(got - target) < abs(best.acceptance - target):
             best = Tuned(noise, got)
+    if abs(best.acceptance - target) > _OUT_OF_REACH:
+        raise ConfigError(
+            f"acceptance length {target} at depth {depth} is out of reach for this model: the nearest is "
+            f"{best.acceptance:.3f}, with noise {best.noise:.4f}; ask for that, or give the noise"
+        )
     return best
 
 
@@ -256,22 +263,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     what.add_argument("--config", help="any config.json")
     parser.add_argument("--out", required=True, help="directory to write")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--noise", type=float, help="of eh_proj; default: the preset's")
-    parser.add_argument(
+    noisy = parser.add_mutually_exclusive_group()
+    noisy.add_argument("--noise", type=float, help="of eh_proj; default: the preset's")
+    noisy.add_argument(
         "--tune", type=float, metavar="LENGTH", help="find the noise for this acceptance length"
     )
-    parser.add_argument("--depth", type=int, default=3, help="drafts per step while tuning (default: 3)")
+    parser.add_argument("--depth", type=int, help="drafts per step while tuning (default: 3)")
     args = parser.parse_args(argv)
     try:
         if args.seed < 0:
             raise ConfigError(f"--seed {args.seed}; expected 0 or more")
+        if args.noise is not None and not (math.isfinite(args.noise) and args.noise >= 0):
+            raise ConfigError(f"--noise {args.noise}; expected a finite number of 0 or more")
+        if args.depth is not None and args.tune is None:
+            raise ConfigError("--depth has no effect without --tune; add that, or leave it out")
         chosen = preset(args.preset) if args.preset else None
         cfg = chosen.config if chosen else ModelConfig.from_file(args.config)
         noise = args.noise if args.noise is not None else chosen.noise if chosen else None
         if args.tune is not None:
-            tuned = tune(cfg, args.tune, args.depth, args.seed)
+            depth = 3 if args.depth is None else args.depth
+            tuned = tune(cfg, args.tune, depth, args.seed)
             noise = tuned.noise
-            print(f"noise {tuned.noise:.4f}: acceptance length {tuned.acceptance:.3f} at depth {args.depth}")
+            print(f"noise {tuned.noise:.4f}: acceptance length {tuned.acceptance:.3f} at depth {depth}")
         if noise is None:
             raise ConfigError("--config needs --noise or --tune: how often should drafts come true?")
         params = rigged_params(cfg, noise, args.seed, cfg.dtype)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from mtp_jax import cli
+from mtp_jax import cli, synthetic
 from mtp_jax.bench import cost
 from mtp_jax.bench.acceptance import repeated
 from mtp_jax.bench.report import Spread, table
@@ -116,6 +116,23 @@ def test_what_cannot_be_rigged_is_refused(capsys, tmp_path):
     assert "--noise or --tune" in capsys.readouterr().err
     assert main(["--preset", "dense", "--seed", "-1", "--out", str(tmp_path)]) == 1
     assert capsys.readouterr().err == "error: --seed -1; expected 0 or more\n"
+    for given, message in (
+        (["--noise", "nan"], "error: --noise nan; expected a finite number of 0 or more\n"),
+        (["--noise", "-1"], "error: --noise -1.0; expected a finite number of 0 or more\n"),
+        (["--depth", "2"], "error: --depth has no effect without --tune; add that, or leave it out\n"),
+    ):
+        assert main(["--preset", "dense", "--out", str(tmp_path), *given]) == 1
+        assert capsys.readouterr().err == message
+    with pytest.raises(SystemExit, match="2"):
+        main(["--preset", "dense", "--out", str(tmp_path), "--noise", "1", "--tune", "2"])
+    assert "not allowed with" in capsys.readouterr().err
+
+
+def test_an_acceptance_that_no_noise_gives_is_refused(monkeypatch):
+    calm = synthetic.with_noise
+    monkeypatch.setattr(synthetic, "with_noise", lambda params, noise, seed=0: calm(params, 0.0, seed))
+    with pytest.raises(ConfigError, match=r"2.0 at depth 3 is out of reach .*: the nearest is 4\.000"):
+        tune(CFG, 2.0, depth=3, prompts=2, max_tokens=12)
 
 
 def test_bytes_of_a_step():

@@ -6,6 +6,7 @@
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
@@ -51,9 +52,9 @@ def layer_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def nextn_layers(folder: Folder) -> list[int]:
+def nextn_layers(names: Iterable[str]) -> list[int]:
     """Numbers of the layers that have what only a NextN layer has; -1 for such tensors outside the layers."""
-    matches = (_ONLY_NEXTN.fullmatch(n) for n in folder.tensors)
+    matches = (_ONLY_NEXTN.fullmatch(n) for n in names)
     return sorted({int(m[1] or -1) for m in matches if m})
 
 
@@ -62,7 +63,7 @@ def in_place(folder: Folder, cfg: ModelConfig) -> Draft:
 
     Raises CheckpointError if they do not follow the trunk's layers.
     """
-    layers = nextn_layers(folder)
+    layers = nextn_layers(folder.tensors)
     first = cfg.num_hidden_layers
     if layers and layers != list(range(first, first + len(layers))):
         raise CheckpointError(
@@ -87,7 +88,7 @@ def open_draft(path: str | Path, cfg: ModelConfig) -> Draft:
     ]
     if differing:
         raise CheckpointError(f"{folder.path} does not fit the model: {'; '.join(differing)}")
-    first, layers = cfg.num_hidden_layers, nextn_layers(folder)
+    first, layers = cfg.num_hidden_layers, nextn_layers(folder.tensors)
     if layers[:1] == [first]:
         return replace(in_place(folder, cfg), fp8=own.fp8)
     if layers == [-1]:

@@ -15,11 +15,11 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from mtp_jax.checkpoint.folder import read_config, text_files
 from mtp_jax.checkpoint.read import Loaded, Progress, load_folder
-from mtp_jax.checkpoint.write import new_folder, write_json
+from mtp_jax.checkpoint.write import check_no_fp8, new_folder, write_json
 from mtp_jax.config import ModelConfig
 from mtp_jax.config_json import read_json
 from mtp_jax.errors import CheckpointError, ConfigError
-from mtp_jax.model.params import Fp8, Params, Spec, dtype_of, nextn_specs, trunk_specs, type_of
+from mtp_jax.model.params import Params, Spec, dtype_of, nextn_specs, trunk_specs, type_of
 from mtp_jax.model.sharding import check_divisible, param_sharding
 
 MARKER = "orbax.json"
@@ -92,8 +92,7 @@ def save(path: str | Path, cfg: ModelConfig, params: Params) -> None:
     import orbax.checkpoint as ocp  # slow to import, and most runs do without
 
     path = Path(path).absolute()
-    if any(isinstance(x, Fp8) for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Fp8))):
-        raise CheckpointError("Orbax folders hold no FP8 weights; load with fp8='dequantise' to save them")
+    check_no_fp8(params)
     if is_orbax(path) or (path / "params").exists():
         raise CheckpointError(f"{path} already holds an Orbax checkpoint; name a new folder or remove it")
     path.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """What a load will read: every expected tensor found, every found tensor accounted for. Headers only."""
 
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mtp_jax.checkpoint.draft import Draft, in_place, layer_of, open_draft
+from mtp_jax.checkpoint.draft import Draft, in_place, layer_of, nextn_layers, open_draft
 from mtp_jax.checkpoint.folder import open_folder, read_config, shortlist
 from mtp_jax.checkpoint.fp8 import SCALE_SUFFIX, may_be_fp8, scale_shape
 from mtp_jax.checkpoint.safetensors_file import Tensor
@@ -60,6 +61,12 @@ def nextn_copies(cfg: ModelConfig, k: int) -> tuple[str, str]:
 def spec_names(spec: Spec) -> np.ndarray:
     """``spec.names`` as an object array whose shape is the stacked leading dimensions."""
     return np.array(spec.names, dtype=object)
+
+
+def can_stay_fp8(spec: Spec, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a parameter can stay FP8 in memory: whole weights, all of them in FP8."""
+    stored = (tensors.get(name) for name in spec_names(spec).flat)
+    return spec.rows is None and all(t is not None and t.dtype == "F8_E4M3" for t in stored)
 
 
 def make_plan(
@@ -156,7 +163,7 @@ class _Accounting:
     def __init__(self, cfg: ModelConfig, found: dict[str, Tensor], fp8: dict[str, bool]):
         self.cfg, self.found, self.fp8 = cfg, found, fp8
         self.used: dict[str, None] = {}
-        self.missing: list[str] = []
+        self.missing: dict[str, None] = {}
         self.wrong: list[str] = []
 
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
@@ -165,7 +172,7 @@ class _Accounting:
             return
         tensor = self.found.get(name)
         if tensor is None:
-            self.missing.append(name)
+            self.missing[name] = None
             return
         self.used[name] = None
         if tensor.shape != shape:
@@ -186,7 +193,7 @@ class _Accounting:
             )
         scale = self.found.get(name + SCALE_SUFFIX)
         if scale is None:
-            self.missing.append(name + SCALE_SUFFIX)
+            self.missing[name + SCALE_SUFFIX] = None
             return
         self.used[name + SCALE_SUFFIX] = None
         shape = scale_shape(weight.shape)
@@ -218,7 +225,7 @@ def _by_file(tensors: list[Tensor]) -> str:
     return "; ".join(f"{path.name}: {shortlist(names)}" for path, names in files.items())
 
 
-def _hints(cfg: ModelConfig, found: dict[str, Tensor], missing: list[str]) -> list[str]:
+def _hints(cfg: ModelConfig, found: dict[str, Tensor], missing: Collection[str]) -> list[str]:
     """Config values that the tensors contradict."""
 
     def numbers(pattern: str) -> set[int]:
@@ -230,7 +237,7 @@ def _hints(cfg: ModelConfig, found: dict[str, Tensor], missing: list[str]) -> li
 
     out = []
     layers = numbers(r"model\.layers\.(\d{1,9})\..*")
-    nextn = numbers(r"model\.layers\.(\d{1,9})\.enorm\.weight")
+    nextn = set(nextn_layers(found))
     depth = len(layers - nextn)
     if layers and depth != cfg.num_hidden_layers:
         out.append(say("num_hidden_layers", cfg.num_hidden_layers, f"the tensors have {depth} trunk layers"))

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mtp_jax.checkpoint.fp8 import SCALE_SUFFIX, dequantise
-from mtp_jax.checkpoint.plan import HEAD, Plan, make_plan, spec_names
+from mtp_jax.checkpoint.plan import HEAD, Plan, can_stay_fp8, make_plan, spec_names
 from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.config import ModelConfig
 from mtp_jax.config_json import FP8_BLOCK
@@ -65,7 +65,7 @@ def load_folder(
     leaves, tree = jax.tree.flatten(plan.specs(own))
     arrays: list[Any] = []
     for spec in leaves:
-        if fp8 == "keep" and _is_fp8(spec, plan.tensors):
+        if fp8 == "keep" and can_stay_fp8(spec, plan.tensors):
             arrays.append(_place_fp8(spec, plan.tensors, mesh))
         else:
             arrays.append(_place(spec, plan.tensors, dtype_of(spec, dtype), mesh))
@@ -101,11 +101,6 @@ def is_copy(plan: Plan, name: str) -> bool:
         )
         for i in range(0, len(x), _COMPARE_BYTES)
     )
-
-
-def _is_fp8(spec: Spec, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether a parameter can stay FP8: whole weights, all of them in FP8."""
-    return spec.rows is None and all(tensors[name].dtype == "F8_E4M3" for name in spec_names(spec).flat)
 
 
 def _place_fp8(spec: Spec, tensors: Mapping[str, Tensor], mesh: Mesh | None) -> Fp8:

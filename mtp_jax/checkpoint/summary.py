@@ -1,17 +1,19 @@
 """What a checkpoint holds and needs, from its config and headers alone."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 import numpy as np
 
+from mtp_jax.checkpoint.fp8 import SCALE_SUFFIX
 from mtp_jax.checkpoint.orbax_store import check_no_draft, is_orbax, read_about
-from mtp_jax.checkpoint.plan import make_plan
+from mtp_jax.checkpoint.plan import can_stay_fp8, make_plan
+from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.config import ModelConfig
-from mtp_jax.model.params import Moe, Params, Spec, dtype_of, param_specs, type_of
+from mtp_jax.model.params import Moe, Params, Spec, dtype_of, param_specs, scale_spec, type_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Summary:
         parameters: of the trunk, embedding and head included (a tied one once).
         active_parameters: of the trunk, those that one token uses.
         nextn_parameters: of the NextN layers, copies of the trunk's embedding and head left out.
-        weight_bytes: memory for all parameters, by engine dtype.
+        weight_bytes: memory for all parameters, by engine dtype, and where there are FP8 weights as "fp8":
+            those kept, the rest bfloat16.
         cache_bytes_per_token: latent cache of all layers, NextN included, by engine dtype and as FP8 rows.
     """
 
@@ -99,11 +102,12 @@ def summarise(
             kind = np.dtype(dtype_of(spec, about.dtype))
             name = "F32" if kind == np.float32 else "BF16"
             _add(stored, name, math.prod(spec.shape), math.prod(spec.shape) * kind.itemsize)
-        return _summary("deepseek_v3", about.config, "Orbax", 0, stored)
+        return _summary("deepseek_v3", about.config, about.specs, "Orbax", 0, stored, {})
     plan = make_plan(model_dir, draft_model, num_nextn_layers)
     for t in plan.tensors.values():
         _add(stored, t.dtype, math.prod(t.shape), t.nbytes)
-    return _summary(plan.architecture, plan.config, plan.layout, len(plan.files), stored)
+    specs = param_specs(plan.config)
+    return _summary(plan.architecture, plan.config, specs, plan.layout, len(plan.files), stored, plan.tensors)
 
 
 def parameter_counts(cfg: ModelConfig) -> tuple[int, int, int]:
@@ -119,15 +123,30 @@ def parameter_counts(cfg: ModelConfig) -> tuple[int, int, int]:
 
 
 def _summary(
-    architecture: str, cfg: ModelConfig, layout: str | None, files: int, stored: dict[str, Stored]
+    architecture: str,
+    cfg: ModelConfig,
+    params: Params,
+    layout: str | None,
+    files: int,
+    stored: dict[str, Stored],
+    tensors: Mapping[str, Tensor],
 ) -> Summary:
-    specs = jax.tree.leaves(param_specs(cfg))
+    """``params``: the tree of Spec in memory. ``tensors``: those on disk; none of an Orbax folder."""
+    specs: list[Spec] = jax.tree.leaves(params)
     total, active, nextn = parameter_counts(cfg)
     layers = cfg.num_hidden_layers + cfg.num_nextn_predict_layers
 
-    def weight_bytes(dtype: str) -> int:
-        return sum(math.prod(s.shape) * np.dtype(dtype_of(s, dtype)).itemsize for s in specs)
+    def in_memory(spec: Spec, dtype: str) -> int:
+        return math.prod(spec.shape) * np.dtype(dtype_of(spec, dtype)).itemsize
 
+    def kept(spec: Spec) -> int:
+        if not can_stay_fp8(spec, tensors):
+            return in_memory(spec, "bfloat16")
+        return math.prod(spec.shape) + in_memory(scale_spec(spec, SCALE_SUFFIX), "float32")
+
+    weight_bytes = {d: sum(in_memory(s, d) for s in specs) for d in type_of}
+    if any(t.dtype == "F8_E4M3" for t in tensors.values()):
+        weight_bytes["fp8"] = sum(map(kept, specs))
     return Summary(
         architecture=architecture,
         config=cfg,
@@ -137,7 +156,7 @@ def _summary(
         parameters=total,
         active_parameters=active,
         nextn_parameters=nextn,
-        weight_bytes={d: weight_bytes(d) for d in type_of},
+        weight_bytes=weight_bytes,
         cache_bytes_per_token={d: layers * cfg.latent_dim * np.dtype(k).itemsize for d, k in type_of.items()}
         | {"fp8": layers * cfg.fp8_row_bytes},
     )

@@ -19,7 +19,7 @@ from mtp_jax.checkpoint.read import is_copy
 from mtp_jax.checkpoint.safetensors_file import DTYPES
 from mtp_jax.config import ModelConfig
 from mtp_jax.errors import CheckpointError, ConfigError
-from mtp_jax.model.params import Params, Spec, nextn_specs, trunk_specs, type_of
+from mtp_jax.model.params import Fp8, Params, Spec, nextn_specs, trunk_specs, type_of
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\..+")
 _OWN_FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
@@ -53,10 +53,11 @@ def save_checkpoint(
     Norms, the router and its bias stay float32; everything else becomes ``dtype``. NextN layers are written
     in place (layer L + k), their copies of embedding and head only where they are not the trunk's. Files of
     an earlier checkpoint in the folder are replaced; others, such as a tokenizer, are left alone.
-    Raises ConfigError for an unknown dtype, CheckpointError for params of another model.
+    Raises ConfigError for an unknown dtype, CheckpointError for params of another model or kept in FP8.
     """
     if dtype not in type_of:
         raise ConfigError(f"dtype {dtype!r} is not supported; expected one of {', '.join(type_of)}")
+    check_no_fp8(params)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     shards = _split(_pieces(cfg, params, dtype), max_shard_bytes)
@@ -76,6 +77,12 @@ def save_checkpoint(
         if _OWN_FILES.fullmatch(path.name) and path.name not in files:
             path.unlink()
     write_json(directory / "config.json", cfg.to_dict() | {"torch_dtype": dtype})
+
+
+def check_no_fp8(params: Params) -> None:
+    """Raises CheckpointError for FP8 weights that were kept: what is written is of one dtype."""
+    if any(isinstance(x, Fp8) for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Fp8))):
+        raise CheckpointError("FP8 weights are not written; load with fp8='dequantise' to save them")
 
 
 def export_nextn(model_dir: str | Path, out_dir: str | Path) -> None:

@@ -96,6 +96,23 @@ def fingerprint(files: Sequence[SourceFile]) -> str:
     return digest.hexdigest()
 
 
+def read_tokenizer(path: Path) -> Tokenizer:
+    """A tokenizer.json, without what it may say of truncation and padding: texts are taken whole.
+
+    Raises:
+        ConfigError: there is no such file, or it is damaged.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist; a tokenizer is a tokenizer.json")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ConfigError(f"{path} is damaged: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
 def tokens(tokenizer: Tokenizer, files: Sequence[SourceFile], seed: int) -> np.ndarray:
     """One stream of ids [T]: bos + text + eos of every file, files shuffled by `seed`.
 

@@ -13,8 +13,9 @@ from typing import Any, cast
 
 import jax
 import numpy as np
-from tokenizers import Tokenizer
 
+from mtp_jax.checkpoint.folder import text_files
+from mtp_jax.checkpoint.write import save_checkpoint, write_json
 from mtp_jax.config import ModelConfig
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.interrupt import interruptible
@@ -47,21 +48,21 @@ def train(
 
     Raises:
         KeyboardInterrupt: Ctrl-C; the steps that were done have a checkpoint.
-        CheckpointError: `out_dir` holds another run, or a checkpoint and `resume` is False.
+        CheckpointError: `out_dir` holds another run or a longer one, or a checkpoint and `resume` is False.
         ConfigError: the corpus is too short for the recipe, or its files are missing.
     """
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     cfg = dataclasses.replace(ModelConfig.from_file(recipe.model_config), dtype="float32")
     files = corpus.read_files() if files is None else files
-    if not recipe.tokenizer.is_file():
-        raise ConfigError(f"{recipe.tokenizer} does not exist; the recipe's tokenizer is a tokenizer.json")
     if not cfg.num_nextn_predict_layers:
         raise ConfigError(f"{recipe.model_config} has no NextN layer to train; num_nextn_predict_layers = 0")
-    try:
-        tokenizer = Tokenizer.from_file(str(recipe.tokenizer))
-    except Exception as error:  # the library raises plain Exception
-        raise ConfigError(f"{recipe.tokenizer} is damaged: {error}") from error
+    tokenizer = corpus.read_tokenizer(recipe.tokenizer)
+    if (ids := tokenizer.get_vocab_size()) > cfg.vocab_size:
+        raise ConfigError(
+            f"{recipe.tokenizer} has {ids} ids, more than the model's vocab_size = {cfg.vocab_size} in "
+            f"{recipe.model_config}; raise that, or name the model's own tokenizer"
+        )
     parts = corpus.split(files)
     stream = corpus.tokens(tokenizer, parts.train, recipe.seed)
     held_out = corpus.tokens(tokenizer, parts.held_out, recipe.seed)
@@ -81,6 +82,11 @@ def train(
         state = store.restore(first, state)
 
     last = recipe.total_steps if stop_after is None else min(stop_after, recipe.total_steps)
+    if first > last:
+        raise CheckpointError(
+            f"{out_dir} holds a run of {first} steps, more than the {last} of this one; resume it with as "
+            "many or more, or name another directory"
+        )
     reporter = Reporter(out_dir, first, recipe.total_steps, recipe.report_seconds)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     reporter.say(f"{count:,} parameters, {len(stream):,} training tokens, steps {first}..{last}")
@@ -128,15 +134,12 @@ _TO_RESIDUAL = tuple(jax.tree_util.GetAttrKey(name) for name in ("o", "down"))
 
 
 def export(cfg: ModelConfig, params: Params, recipe: Recipe, directory: Path) -> Path:
-    """Write the model in the release layout (bfloat16), with the tokenizer's files beside it."""
-    from mtp_jax.checkpoint.write import save_checkpoint
-
+    """Write the model in the release layout (bfloat16), with the tokenizer and the files beside that."""
     directory.mkdir(parents=True, exist_ok=True)
     save_checkpoint(directory, dataclasses.replace(cfg, dtype="bfloat16"), params, dtype="bfloat16")
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        source = recipe.tokenizer.with_name(name)
-        if source.exists():
-            shutil.copyfile(source, directory / name)
+    for source in text_files(recipe.tokenizer.parent):
+        shutil.copyfile(source, directory / source.name)
+    shutil.copyfile(recipe.tokenizer, directory / "tokenizer.json")  # whatever its own name is
     return directory
 
 
@@ -185,15 +188,25 @@ def _check_same_run(path: Path, recipe: Recipe, fingerprint: str, resuming: bool
         "tokenizer": hashlib.sha256(recipe.tokenizer.read_bytes()).hexdigest(),
         "model config": hashlib.sha256(recipe.model_config.read_bytes()).hexdigest(),
     }
-    if resuming and path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
+    if resuming:
+        before = _read_run(path)
         changed = [key for key in now if before.get(key) != now[key]]
         if changed:
             raise CheckpointError(
                 f"{path.parent} holds a run with another {' and '.join(changed)}; resume with the recipe "
                 "and the Python that started it, or name another output directory"
             )
-    path.write_text(json.dumps(now | {"recipe": _plain(recipe)}, indent=2) + "\n", encoding="utf-8")
+    write_json(path, now | {"recipe": _plain(recipe)})
+
+
+def _read_run(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}, which says what the checkpoints beside it are of, cannot be read: {error}; restore it, "
+            "or name another output directory"
+        ) from error
 
 
 def _plain(recipe: Recipe) -> dict[str, Any]:

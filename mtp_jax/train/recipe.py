@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from mtp_jax.errors import ConfigError
@@ -16,6 +16,9 @@ Natural = Annotated[int, Field(strict=True, ge=0)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(strict=True, ge=0, le=1)]
 NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+
+
+_MUON_ONLY = {"adam_learning_rate", "muon_ns_steps"}
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -32,6 +35,15 @@ class Stage:
     micro_batches: Count = 1
     mtp_depth: Natural = 1
     mtp_targets: Literal["data", "trunk"] = "data"
+
+    @model_validator(mode="after")
+    def _leaves_targets(self) -> "Stage":
+        if self.mtp_targets == "trunk" and self.seq_len <= self.mtp_depth:
+            raise ValueError(
+                f"seq_len = {self.seq_len} leaves draft {self.mtp_depth} no prediction of the trunk to learn "
+                'from; mtp_targets = "trunk" needs seq_len above mtp_depth'
+            )
+        return self
 
     @property
     def step_tokens(self) -> int:
@@ -56,10 +68,10 @@ class Recipe:
     learning_rate: Positive = 5e-3
     adam_learning_rate: Positive = 3e-3
     final_lr_fraction: Share = 0.02
-    warmup_steps: Natural = 60
+    warmup_steps: Natural = 60  # at most a quarter of all steps
     decay_fraction: Share = 0.5
     weight_decay: NotNegative = 0.05
-    beta2: Share = 0.98
+    beta2: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.98
     grad_clip: Positive = 1.0
     muon_ns_steps: Count = 5
     # objective (DeepSeek-V3 report, sections 2.1.2 and 2.2)
@@ -94,6 +106,10 @@ class Recipe:
         flat: dict[str, Any] = {}
         for key, value in data.items():
             flat |= value if isinstance(value, Mapping) else {"stages" if key == "stage" else key: value}
+        if flat.get("optimizer") == "adamw" and (idle := sorted(_MUON_ONLY & flat.keys())):
+            raise ConfigError(
+                f"the recipe cannot be used: {', '.join(idle)}: of the optimizer muon alone; leave it out"
+            )
         try:
             recipe = cls(**flat)
         except ValidationError as err:

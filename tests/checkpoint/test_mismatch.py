@@ -248,3 +248,11 @@ def test_unknown_dtype_to_load_as():
 def test_number_of_nextn_layers(count: int, expected: str):
     with pytest.raises(CheckpointError, match=expected):
         load(model_dir("v3"), num_nextn_layers=count)
+
+
+def test_a_nextn_layer_without_its_norm_is_no_layer_of_the_trunk(tmp_path: Path):
+    name = "model.layers.3.enorm.weight"
+    folder = edit_tensors(model_dir("v3"), tmp_path / "model", lambda t: t.pop(name))
+    with pytest.raises(CheckpointError, match=rf"missing \(1\): {name}") as error:
+        load(folder)
+    assert "num_hidden_layers" not in str(error.value)

@@ -76,6 +76,14 @@ def test_counts_are_those_of_the_loaded_model(variant: str):
     assert summary.cache_bytes_per_token == {d: layers * n for d, n in bytes_per_layer.items()}
 
 
+def test_fp8_weights_that_are_kept_are_counted_with_their_scales():
+    summary = summarise(model_dir("fp8"))
+    kept = load(model_dir("fp8"), dtype="bfloat16", fp8="keep").params
+    assert summary.weight_bytes["fp8"] == sum(x.nbytes for x in jax.tree.leaves(kept))
+    assert summary.weight_bytes["fp8"] < summary.weight_bytes["bfloat16"]
+    assert "fp8" not in summarise(model_dir("v3")).weight_bytes
+
+
 def test_text():
     text = summarise(model_dir("fp8")).text()
     for fragment in (

@@ -121,6 +121,18 @@ def test_training_a_tokenizer(tmp_path: Path, held_out: list[SourceFile]) -> Non
         bpe.train_tokenizer(texts, 259)
 
 
+def test_a_tokenizer_that_cuts_or_pads_texts_takes_them_whole(
+    tmp_path: Path, demo: tokenizers.Tokenizer, held_out: list[SourceFile]
+) -> None:
+    limited = tokenizers.Tokenizer.from_str(demo.to_str())
+    limited.enable_truncation(8)
+    limited.enable_padding(length=10_000)
+    limited.save(str(tmp_path / "tokenizer.json"))
+    read = corpus.read_tokenizer(tmp_path / "tokenizer.json")
+    some = held_out[:3]
+    assert np.array_equal(corpus.tokens(read, some, seed=1), corpus.tokens(demo, some, seed=1))
+
+
 def test_stream_needs_the_special_tokens() -> None:
     bare = tokenizers.Tokenizer(tokenizers.models.BPE())
     with pytest.raises(ConfigError, match="lacks the special token"):

@@ -5,12 +5,14 @@ import json
 import math
 import signal
 from pathlib import Path
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtp_jax.checkpoint import load
 from mtp_jax.config import ModelConfig
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model import nextn, trunk
@@ -19,8 +21,10 @@ from mtp_jax.train import forward, loop, step
 from mtp_jax.train.corpus import SourceFile
 from mtp_jax.train.data import batch_at, even_windows
 from mtp_jax.train.loss import loss
+from mtp_jax.train.optimizer import make_optimizer
 from mtp_jax.train.recipe import Recipe, Stage
 from mtp_jax.train.report import Reporter
+from mtp_jax.train.state_store import StateStore
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo"
 TINY = {
@@ -119,6 +123,83 @@ def test_loss_is_the_weighted_sum_of_its_terms(config: ModelConfig, params: Para
     assert float(aux.losses[0]) == pytest.approx(float(expected), rel=1e-5)
 
 
+def test_drafts_learn_the_text_or_what_the_trunk_says(config: ModelConfig, params: Params) -> None:
+    tokens = jax.random.randint(jax.random.key(4), (2, 13), 0, config.vocab_size)
+    length = 10
+    out = forward.trunk(params, config, tokens[:, :length])
+    assert params.head is None  # tied
+    trunk_log = jax.nn.log_softmax(out.x @ params.embed.T)
+    drafts = [d.x @ params.embed.T for d in forward.nextn(params, config, tokens, out.x, 2)]
+    _, text = loss(params, config, tokens, 0.3, 2, "data")
+    _, taught = loss(params, config, tokens, 0.3, 2, "trunk")
+    for k, logits in enumerate(drafts, start=1):
+        log = jax.nn.log_softmax(logits)
+        right = tokens[:, k + 1 : k + 1 + length]
+        nll = -jnp.take_along_axis(log, right[..., None], -1).mean()
+        assert float(text.losses[k]) == pytest.approx(float(nll), rel=1e-5)
+        assert float(text.accuracy[k]) == pytest.approx(float((log.argmax(-1) == right).mean()))
+        teacher, pupil = trunk_log[:, k:], log[:, :-k]  # the same token, k positions later in the trunk
+        cross = -(jnp.exp(teacher) * pupil).sum(-1).mean()
+        assert float(taught.losses[k]) == pytest.approx(float(cross), rel=1e-5)
+        same = (teacher.argmax(-1) == pupil.argmax(-1)).mean()
+        assert float(taught.accuracy[k]) == pytest.approx(float(same))
+    assert float(text.losses[0]) == float(taught.losses[0])
+
+
+def test_micro_batches_are_one_batch(config: ModelConfig, params: Params, recipe: Recipe) -> None:
+    recipe = dataclasses.replace(recipe, balance_rate=0.0)
+    tokens = jax.random.randint(jax.random.key(5), (4, 14), 0, config.vocab_size)
+    found = []
+    for stage in (Stage(1, 12, 4, 1, 1), Stage(1, 12, 2, 2, 1)):
+        optimizer = make_optimizer(recipe)
+        own = jax.tree.map(jnp.copy, params)
+        state = step.TrainState(own, optimizer.init(cast(Any, own)))
+        advance = step.make_step(recipe, stage, config, optimizer)
+        found.append(advance(state, tokens.reshape(stage.micro_batches, stage.batch, -1)))
+    whole, parts = found
+    np.testing.assert_allclose(whole.aux.losses, parts.aux.losses, rtol=1e-5)
+    np.testing.assert_allclose(whole.grad_norm, parts.grad_norm, rtol=1e-4)
+    for a, b in zip(whole.aux.loads, parts.aux.loads, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_finished_run_is_a_model_with_its_tokenizer(recipe: Recipe, tmp_path: Path) -> None:
+    folder = tmp_path / "given"
+    folder.mkdir()
+    (folder / "mine.json").write_text(recipe.tokenizer.read_text())
+    (folder / "tokenizer.json").write_text("another one")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    own = dataclasses.replace(recipe, tokenizer=folder / "mine.json", stages=(Stage(1, 24, 2),))
+    model = loop.train(own, tmp_path / "out", files=source_files(60))
+    assert (model / "tokenizer.json").read_text() == recipe.tokenizer.read_text()
+    assert (model / "chat_template.jinja").read_text() == "{{ messages }}"
+    loaded = load(model)
+    state = StateStore(tmp_path / "out" / "state")
+    assert state.latest() == 1
+    state.close()
+    assert loaded.config.num_nextn_predict_layers == 1
+    summary = (tmp_path / "out" / "metrics.jsonl").read_text()
+    assert "held_out" in summary
+
+
+def test_a_finished_run_is_not_cut_short(recipe: Recipe, tmp_path: Path) -> None:
+    run(recipe, tmp_path, steps=3)
+    with pytest.raises(CheckpointError, match="holds a run of 3 steps, more than the 2 of this one"):
+        run(recipe, tmp_path, steps=2)
+
+
+@pytest.mark.parametrize(
+    "damage", [Path.unlink, lambda path: path.write_text("{"), lambda p: p.write_text("1")]
+)
+def test_a_run_is_resumed_only_if_it_is_known_what_it_is(recipe: Recipe, tmp_path: Path, damage) -> None:
+    run(recipe, tmp_path, steps=1)
+    damage(tmp_path / "run.json")
+    with pytest.raises(
+        CheckpointError, match=r"run\.json, which says what the checkpoints .* cannot be read"
+    ):
+        run(recipe, tmp_path, steps=2)
+
+
 def test_balance_moves_bias_towards_even_load(params: Params) -> None:
     moved = step.balance(params, (jnp.array([9.0, 1.0, 4.0, 2.0]),), 0.5)
     block = moved.layers[1].mlp
@@ -195,10 +276,12 @@ def test_what_cannot_be_trained_is_refused_before_it_takes_time(recipe: Recipe, 
         json.dumps(TINY | {"num_nextn_predict_layers": 0, "nextn_moe": []})
     )
     (tmp_path / "tokenizer.json").write_text("{")
+    (tmp_path / "small.json").write_text(json.dumps(TINY | {"vocab_size": 4095}))
     for wrong, message in (
         ({"model_config": tmp_path / "drafts-nothing.json"}, "no NextN layer to train"),
         ({"tokenizer": tmp_path / "tokenizer.json"}, "is damaged"),
         ({"tokenizer": tmp_path / "none"}, "does not exist"),
+        ({"model_config": tmp_path / "small.json"}, "has 4096 ids, more than the model's vocab_size = 4095"),
     ):
         with pytest.raises(ConfigError, match=message):
             loop.train(dataclasses.replace(recipe, **wrong), tmp_path / "out", files=source_files(1))
@@ -223,6 +306,15 @@ def test_recipe_reads_the_demo_file_and_names_mistakes(tmp_path: Path) -> None:
         (good + stage.replace("8", '"x"'), "stages.0.seq_len: Input should be a valid integer, got 'x'"),
         (good + stage + "nonsense = 1\n", "stages.0.nonsense: Unexpected"),
         (good + "learning_rate = nan\n" + stage, "learning_rate: Input should be a finite number"),
+        (good + "beta2 = 1.0\n" + stage, "beta2: Input should be less than 1, got 1.0"),
+        (
+            good + 'optimizer = "adamw"\nmuon_ns_steps = 5\n' + stage,
+            "muon_ns_steps: of the optimizer muon alone",
+        ),
+        (
+            good + stage + 'mtp_depth = 8\nmtp_targets = "trunk"\n',
+            "seq_len = 8 leaves draft 8 no prediction of the trunk to learn from",
+        ),
         ("= 1", "cannot read"),
     ):
         path = tmp_path / "recipe.toml"
