@@ -34,11 +34,12 @@ _OUTPUT = b'{"id": "%s' % _ID.encode()  # how a line of the output begins
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server said: status, its id for the request, the JSON body."""
+    """What a server said: status, its id for the request, the JSON body, the warning if there is one."""
 
     status: int
     request_id: str
     body: Any
+    warning: str = ""
 
 
 Send = Callable[[str, bytes], Awaitable[Answer]]
@@ -54,17 +55,33 @@ class Counts:
         failed_before: those of them that failed then.
         succeeded: answered with status 200.
         failed: answered with another status, or no requests.
+        tokens: of the answers.
+        warned: answered with a warning; the first of them is kept.
     """
 
     skipped: int = 0
     failed_before: int = 0
     succeeded: int = 0
     failed: int = 0
+    tokens: int = 0
+    warned: int = 0
+    warning: str = ""
 
     @property
     def done(self) -> int:
         """Lines that have a line in the output."""
         return self.skipped + self.succeeded + self.failed
+
+    def add(self, got: Answer | None) -> None:
+        """Count an answer, or a line that is no request."""
+        if got is None or got.status != 200:
+            self.failed += 1
+        else:
+            self.succeeded += 1
+            self.tokens += got.body["usage"]["completion_tokens"]
+        if got is not None and got.warning:
+            self.warned += 1
+            self.warning = self.warning or got.warning
 
     def skip(self, name: str, done: "Names", failed: "Names") -> bool:
         """Count a line if an earlier run has done it. Returns whether it has."""
@@ -141,10 +158,7 @@ async def run(
             got = await send(line.url, line.body) if line.error is None else None
             out.write(_result(line, got))
             out.flush()  # an answer that is not on its way to the disk is lost when the process is killed
-            if got is not None and got.status == 200:
-                counts.succeeded += 1
-            else:
-                counts.failed += 1
+            counts.add(got)
             progress(counts)
 
         try:

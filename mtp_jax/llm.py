@@ -246,11 +246,11 @@ class LLM:
         if len(each) != len(many):
             raise RequestError(f"{len(many)} prompts with {len(each)} sampling_params; give one, or one each")
         jobs = []
-        for i, (prompt, p) in enumerate(zip(many, each, strict=True)):
+        for i, (prompt, p) in enumerate(zip(many, each, strict=True), start=1):
             try:
                 jobs.append(Job(self.engine, self.tokenizer, prompt, p))
             except RequestError as e:
-                raise RequestError(f"prompt {i}: {e}" if len(many) > 1 else str(e)) from e
+                raise RequestError(f"prompt {i} of {len(many)}: {e}" if len(many) > 1 else str(e)) from e
         return jobs
 
     def _prepare(self, jobs: list[Job]) -> None:

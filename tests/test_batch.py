@@ -15,6 +15,8 @@ from mtp_jax.batch import Answer, Names
 from mtp_jax.commands.batch import call
 from mtp_jax.errors import RequestError
 
+USAGE = {"usage": {"completion_tokens": 2}}
+
 
 def request(name, url="/v1/completions", **body):
     return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": {"prompt": "x"} | body})
@@ -37,7 +39,8 @@ class Server:
         self.asked.append((url, prompt))
         if prompt == "bad":
             return Answer(400, "r", {"error": {"message": "no"}})
-        return Answer(200, "r", {"text": prompt})
+        warning = f"ignored {prompt}" if prompt.startswith("odd") else ""
+        return Answer(200, "r", {"text": prompt, **USAGE}, warning)
 
 
 @pytest.fixture
@@ -87,7 +90,7 @@ def test_answers_in_openai_format(files):
     assert a.pop("id").startswith("batch_req_")
     assert a == {
         "custom_id": "a",
-        "response": {"status_code": 200, "request_id": "r", "body": {"text": "x"}},
+        "response": {"status_code": 200, "request_id": "r", "body": {"text": "x", **USAGE}},
         "error": None,
     }
     assert b["response"]["status_code"] == 400
@@ -146,10 +149,17 @@ def test_two_runs_cannot_write_one_output(files):
         for other in (lambda: batch.already(*files), lambda: run(files)):
             with pytest.raises(RequestError, match="is being written by another run"):
                 await asyncio.to_thread(other)
-        return Answer(200, "r", {})
+        return Answer(200, "r", USAGE)
 
     assert asyncio.run(batch.run(files[0], files[1], send, 1, lambda counts: None)).succeeded == 1
     assert run(files).skipped == 1
+
+
+def test_tokens_and_warnings_are_counted(files):
+    prompts = ["x", "odd 1", "bad", "odd 2"]
+    files[0].write_text("\n".join(request(str(i), prompt=p) for i, p in enumerate(prompts)))
+    counts = run(files, in_flight=1)
+    assert (counts.succeeded, counts.tokens, counts.warned, counts.warning) == (3, 6, 2, "ignored odd 1")
 
 
 def test_what_failed_before_is_told(files):

@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -183,6 +184,48 @@ def test_compare(run, model):
     rates = [result[side]["tokens_per_second"] for side in ("with", "without")]
     assert result["speedup"] == pytest.approx(rates[0] / rates[1])
     assert result["output"]["outputs"][0]["token_ids"] == GREEDY
+
+
+def test_failed_completions_are_told_and_the_status(run, model, monkeypatch):
+    plain = LLM._outputs
+
+    def failing(self, job):
+        for output in plain(self, job):
+            yield replace(output, outputs=[replace(c, finish_reason="error") for c in output.outputs])
+
+    monkeypatch.setattr(LLM, "_outputs", failing)
+    status, _, err = run("generate", model, "-p", "def f", "--max-tokens", 4, "-q", *SIZES)
+    assert status == 1
+    assert err.startswith("error: 1 of 1 completions failed: ")
+
+
+def test_compare_prefills_in_every_run(run, model, monkeypatch):
+    cached, generate = [], LLM.generate
+
+    def watched(self, prompts, sampling_params=None):
+        outputs = generate(self, prompts, sampling_params)
+        cached.extend(o.cached_tokens for o in outputs)
+        return outputs
+
+    monkeypatch.setattr(LLM, "generate", watched)
+    ids = ",".join(map(str, (PROMPT * 8)[:64]))
+    argv = ["generate", model, "--token-ids", ids, "--max-tokens", 8, "--compare", "--runs", 1, *SIZES]
+    assert run(*argv)[0] == 0
+    assert cached == [0, 0, 0, 0]
+
+
+def test_compare_looks_at_the_tokens_of_all_runs(run, model, monkeypatch):
+    done, generate = [], LLM.generate
+
+    def once_wrong(self, prompts, sampling_params=None):
+        done.append(prompts)
+        return generate(self, [[5, 6]] if len(done) == 3 else prompts, sampling_params)
+
+    monkeypatch.setattr(LLM, "generate", once_wrong)
+    argv = ["generate", model, "--token-ids", IDS, "--max-tokens", 24, "--compare", "--runs", 2, *SIZES]
+    status, out, _ = run(*argv)
+    assert status == 1
+    assert "TOKENS DIFFER from number 0 on\n" in out
 
 
 def test_compare_fails_if_tokens_differ(run, model, opened, monkeypatch):

@@ -74,7 +74,7 @@ def test_a_file_is_answered_as_by_the_server_and_again_after_growing(model, open
     assert cli.main(command) == 1  # those that failed before still have
     [(options, _)] = opened.items()
     assert dict(options)["adaptive_depth"] is True
-    assert "1 answered, 0 failed, 4 done before (2 failed); 120 tokens in " in capsys.readouterr().err
+    assert "1 answered, 0 failed, 4 done before (2 failed); 24 tokens in " in capsys.readouterr().err
     *before, late = map(json.loads, target.read_text().splitlines())
     assert {e["custom_id"] for e in before} == set(found)
     assert late["response"]["body"]["choices"][0]["token_ids"] == EXPECTED["greedy_ids"].tolist()
@@ -83,6 +83,30 @@ def test_a_file_is_answered_as_by_the_server_and_again_after_growing(model, open
     assert cli.main(command) == 1
     assert "0 answered, 0 failed, 5 done before (2 failed)\n" in capsys.readouterr().err
     assert not opened  # nothing was left to do, so no model was loaded
+
+
+def test_unknown_fields_are_told_of_or_refused(model, opened, tmp_path, capsys):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(line("plain") + line("typo", max_token=3) + line("too", user="me"))
+    command = [
+        "batch",
+        str(source),
+        str(target),
+        str(model),
+        "--no-compile-cache",
+        "--in-flight",
+        "1",
+        *SIZES,
+    ]
+    assert cli.main(command) == 0
+    said = capsys.readouterr().err
+    assert "3 answered, 0 failed; 72 tokens in " in said
+    assert '2 answers came with a warning, the first: 299 mtp-jax "ignored: max_token"\n' in said
+    assert cli.main([*command[:2], str(tmp_path / "strict.jsonl"), *command[3:], "--strict"]) == 1
+    assert "1 answered, 2 failed" in capsys.readouterr().err
+    found = [json.loads(row) for row in (tmp_path / "strict.jsonl").read_text().splitlines()]
+    codes = [entry["response"]["body"].get("error", {}).get("code") for entry in found]
+    assert codes == [None, "unknown_field", "unknown_field"]
 
 
 def test_refusals(model, tmp_path, capsys):

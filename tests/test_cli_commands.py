@@ -19,6 +19,16 @@ from tests import golden, tiny_tokenizer
 V3 = golden.model_dir("v3")
 
 
+def test_without_a_compile_cache_there_is_none_even_if_the_environment_names_one(tmp_path):
+    env = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "xla")}
+    env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    sizes = ["--max-model-len", "32", "--page-size", "16", "--prefill-chunk", "16"]
+    command = [sys.executable, "-m", "mtp_jax", "generate", str(golden.model_dir("rigged")), "-q"]
+    command += ["--token-ids", "1,2", "--max-tokens", "2", "--num-speculative-tokens", "0", *sizes]
+    subprocess.run([*command, "--no-compile-cache"], env=env, check=True, stdout=subprocess.DEVNULL)
+    assert not (tmp_path / "xla").exists()
+
+
 def test_info(capsys):
     assert cli.main(["info", str(V3), "--draft-model", str(V3.parent / "nextn")]) == 0
     rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines()[1:])

@@ -253,7 +253,7 @@ def test_draft_gives_the_golden_drafts(llm):
         (lambda m: m.generate([[]]), "the prompt is empty"),
         (
             lambda m: m.generate(["ab", [999]]),
-            "prompt 1: the prompt names token 999; expected ids from 0 to 159",
+            "prompt 2 of 2: the prompt names token 999; expected ids from 0 to 159",
         ),
         (lambda m: m.generate([3, -1]), "token -1"),
         (lambda m: m.generate([[3, "x"]]), "holds 'x'; expected a string or a list of token ids"),

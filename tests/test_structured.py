@@ -83,7 +83,7 @@ def test_streams_with_and_without_a_grammar(llm):
 
 def test_a_bad_schema_is_refused_before_anything_is_generated(llm):
     bad = SamplingParams(structured=StructuredOutput(json_schema={"type": "date"}))
-    with pytest.raises(RequestError, match=r"prompt 1: .*Invalid type: date"):
+    with pytest.raises(RequestError, match=r"prompt 2 of 2: .*Invalid type: date"):
         llm.generate(["a", "b"], [GREEDY, bad])
     assert not llm.engine.busy
 

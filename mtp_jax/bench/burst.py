@@ -67,11 +67,19 @@ def faults(answers: Sequence[Answer], max_tokens: int) -> list[str]:
         )
     if other := sorted({a.status for a in answers} - {200, 503}):
         found.append(f"answers lost (0), or of other statuses: {other}")
-    if broken := sum(json.loads(a.body)["usage"]["completion_tokens"] != max_tokens for a in accepted):
+    if broken := sum(_tokens(a.body) != max_tokens for a in accepted):
         found.append(f"{broken} of {len(accepted)} answers are not whole")
     if not refused or not accepted:
         found.append(f"{len(accepted)} requests accepted, {len(refused)} refused: expected some of both")
     return found
+
+
+def _tokens(body: bytes) -> int | None:
+    """Of a whole answer; None of one that was cut off."""
+    try:
+        return json.loads(body)["usage"]["completion_tokens"]
+    except (ValueError, LookupError, TypeError):
+        return None
 
 
 def _report(

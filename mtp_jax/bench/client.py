@@ -16,6 +16,8 @@ from mtp_jax.bench.latency import Timeline
 from mtp_jax.errors import MtpJaxError
 
 _SECONDS = 600.0
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_TEXTS = ("text", "content", "reasoning", "reasoning_content")  # under which servers send it
 _COUNTERS = {
     "drafts": re.compile(r"^vllm:spec_decode_num_drafts_total(?:\{[^}]*\})? ([\d.e+]+)$", re.MULTILINE),
     "accepted": re.compile(
@@ -69,11 +71,17 @@ class Speculated:
 
 
 def connect(base_url: str, api_key: str | None) -> httpx2.AsyncClient:
-    """A client with as many connections as it takes. Raises MtpJaxError for what is no URL."""
+    """A client with as many connections as it takes. Raises MtpJaxError for what is no URL.
+
+    A server on this computer is asked directly, whatever proxies the environment names.
+    """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
     try:
-        return httpx2.AsyncClient(base_url=base_url, headers=headers, timeout=_SECONDS, limits=limits)
+        proxies = httpx2.URL(base_url).host not in _LOOPBACK
+        return httpx2.AsyncClient(
+            base_url=base_url, headers=headers, timeout=_SECONDS, limits=limits, trust_env=proxies
+        )
     except httpx2.InvalidURL as error:
         raise MtpJaxError(f"{base_url!r} is no URL: {error}") from error
 
@@ -139,13 +147,13 @@ async def ask(client: httpx2.AsyncClient, target: Target, prompt: str, extra: Ma
 
 
 def _read(answer: Answer, chunk: dict[str, Any]) -> None:
-    if "error" in chunk:
-        answer.error = str(chunk["error"].get("message", chunk["error"]))
+    if error := chunk.get("error"):
+        answer.error = str((isinstance(error, dict) and error.get("message")) or error)
     if usage := chunk.get("usage"):
         answer.timeline.total = usage["completion_tokens"]
-    for choice in chunk.get("choices", ()):
-        said = choice.get("delta", choice)
-        text = said.get("text") or said.get("content") or said.get("reasoning") or ""
+    for choice in chunk.get("choices") or ():
+        said = choice.get("delta") or choice
+        text = next(filter(None, map(said.get, _TEXTS)), "")
         if text:
             answer.timeline.add(time.perf_counter(), 1)
             answer.text.append(text)

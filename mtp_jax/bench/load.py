@@ -118,7 +118,7 @@ def run(
     )
     if "control" in modes:
         note += ' "control": a second engine like "off"; a speed-up other than 1 is noise.'
-    headers = ("at a time", "MTP", "speed-up", "acceptance length", *HEADERS)
+    headers = ("at a time", "MTP", "speed-up", "acceptance length", "same tokens", *HEADERS)
     title = f"Load: {subject.name}"
     rows: list[tuple[Any, ...]] = []
     figures: list[dict[str, Any]] = []
@@ -133,8 +133,9 @@ def run(
             found = _figures(level, mode, runs, load, simulated)
             figures.append(found)
             length_of = f"{found['acceptance_length']:.2f}"
+            same = {None: "-", True: "yes", False: "NO"}[found["same_tokens"]]
             median = Summary.median([r.summary for r in runs[mode]])
-            rows.append((level, mode, found["speedup"].show(), length_of, *median.row()))
+            rows.append((level, mode, found["speedup"].show(), length_of, same, *median.row()))
         report = Report(title, headers, [*rows], [note, PERCENTILES_NOTE], {"levels": [*figures]}, pending)
         yield simulated.label(report) if simulated else report
 

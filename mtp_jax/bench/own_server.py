@@ -45,15 +45,17 @@ class OwnServer:
             raise MtpJaxError(f"the server ended with status {status}; its log ends with\n{tail}")
 
     async def warm(self, http: httpx2.AsyncClient) -> None:
-        """Wait until every program is compiled. Raises MtpJaxError if it ends, or takes an hour."""
+        """Wait until every program is compiled. Raises MtpJaxError if it ends, refuses, or takes an hour."""
         end = time.monotonic() + _WARM_SECONDS
         while time.monotonic() < end:
             self.check()
             try:
                 if (await metrics(http))["mtp_jax:warming"] == 0:
                     return
-            except httpx2.HTTPError:
+            except httpx2.TransportError:  # it does not listen yet
                 pass
+            except httpx2.HTTPStatusError as error:
+                raise MtpJaxError(f"the server does not show its metrics: {error}") from error
             await asyncio.sleep(1)
         raise MtpJaxError(f"the server is not warm after {_WARM_SECONDS:.0f} s")
 
@@ -68,6 +70,7 @@ def own_server(model: str, options: Sequence[str]) -> Iterator[OwnServer]:
     command += ["--port", str(port), "--served-model-name", MODEL_NAME, *options]
     with tempfile.TemporaryFile() as log:
         env = os.environ | {"JAX_LOG_COMPILES": "1"}
+        env.pop("MTP_JAX_API_KEY", None)  # nobody else can ask it anything
         process = subprocess.Popen(command, stderr=log, stdout=subprocess.DEVNULL, env=env)
         try:
             yield OwnServer(process, host, port, log)

@@ -60,7 +60,8 @@ def _levels(levels: Sequence[Mapping[str, Any]], axes: Any) -> None:
     throughput.set_ylim(bottom=0)
     lines(gain, "", lambda f: f["speedup"].median)
     gain.axhline(1, color="black", linewidth=0.5)
-    gain.set_title(f"throughput over that of {modes[0]}")
+    of_what = "throughput over that" if by == "concurrency" else "speed of p50 end to end over that"
+    gain.set_title(f"{of_what} of {modes[0]}")
     for axis, latency, title in (
         (first, "ttft", "time to first token, ms"),
         (per_token, "tpot", "time per output token, ms"),

@@ -10,6 +10,7 @@ import random
 import shlex
 import signal
 import statistics
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -53,8 +54,11 @@ def run(model: str, minutes: float, rate: float, seed: int, options: Sequence[st
     with own_server(model, options) as server:
         soak = asyncio.run(_soak(server, minutes * 60, rate, seed))
         server.process.send_signal(signal.SIGTERM)
-        if (status := server.process.wait(_IDLE_SECONDS)) != 0:
-            soak.faults.append(f"the server ended with status {status} after SIGTERM")
+        try:
+            if (status := server.process.wait(_IDLE_SECONDS)) != 0:
+                soak.faults.append(f"the server ended with status {status} after SIGTERM")
+        except subprocess.TimeoutExpired:
+            soak.faults.append(f"the server had not ended {_IDLE_SECONDS:.0f} s after SIGTERM")
     return _report(model, soak, minutes, rate, seed, options)
 
 

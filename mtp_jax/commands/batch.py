@@ -43,6 +43,9 @@ def register(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--in-flight", type=positive, metavar="N", help="requests in memory (default: two per slot)"
     )
+    parser.add_argument(
+        "--strict", action="store_true", help="refuse unknown fields of requests instead of ignoring them"
+    )
     parser.set_defaults(run=run)
 
 
@@ -61,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     # What is wrong with the files is said before the model is loaded, and so is that nothing is left to do.
     lines, before = batch.already(args.source, args.target)
     name = model_dir(args).resolve().name if args.served_model_name is None else args.served_model_name
-    settings = Settings(name, max_body_bytes=batch.MAX_BODY_BYTES)
+    settings = Settings(name, strict=args.strict, max_body_bytes=batch.MAX_BODY_BYTES)
     if before.done == lines:
         return _end(args, _done(before), before)
     report = reporter(args)
@@ -78,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
 def _end(args: argparse.Namespace, summary: str, counts: "Counts") -> int:
     if not args.quiet:
         show.note(summary)
+        if counts.warned:
+            show.note(f"{counts.warned} answers came with a warning, the first: {counts.warning}")
     return 1 if counts.failed or counts.failed_before else 0
 
 
@@ -133,7 +138,8 @@ async def call(app: Any, url: str, body: bytes) -> "Answer":
         "client": None,
         "server": None,
     }
-    unsent, never, status, name, parts = [body], asyncio.Event(), 0, "", []
+    unsent, never, status, parts = [body], asyncio.Event(), 0, []
+    headers: dict[bytes, bytes] = {}
 
     async def receive() -> dict[str, Any]:
         if not unsent:
@@ -141,10 +147,10 @@ async def call(app: Any, url: str, body: bytes) -> "Answer":
         return {"type": "http.request", "body": unsent.pop(), "more_body": False}
 
     async def send(message: dict[str, Any]) -> None:
-        nonlocal status, name
+        nonlocal status
         if message["type"] == "http.response.start":
             status = message["status"]
-            name = dict(message["headers"]).get(b"x-request-id", b"").decode()
+            headers.update(message["headers"])
         else:
             parts.append(message.get("body", b""))
 
@@ -153,7 +159,8 @@ async def call(app: Any, url: str, body: bytes) -> "Answer":
     except Exception:
         if not parts:  # Starlette answers 500, and raises what went wrong again, for servers to log
             raise
-    return Answer(status, name, json.loads(b"".join(parts)))
+    name, warning = (headers.get(key, b"").decode() for key in (b"x-request-id", b"warning"))
+    return Answer(status, name, json.loads(b"".join(parts)), warning)
 
 
 def _done(counts: "Counts") -> str:
@@ -167,12 +174,14 @@ def _done(counts: "Counts") -> str:
 def _summary(counts: "Counts", allm: "AsyncLLM", seconds: float) -> str:
     """What was done, how fast, and what speculation did."""
     s = allm.llm.engine.stats()
-    rate = f"{s.generation_tokens} tokens in {seconds:.1f} s: {s.generation_tokens / seconds:.0f} tokens/s"
+    rate = f"{counts.tokens} tokens in {seconds:.1f} s: {counts.tokens / seconds:.0f} tokens/s"
     parts = [_done(counts), rate]
     if s.drafts:
         positions = " ".join(f"{n / s.drafts:.0%}" for n in s.accepted_per_position)
         length = 1 + s.accepted_tokens / s.drafts
-        parts.append(f"acceptance length {length:.2f} where drafted ({positions} by position)")
+        parts.append(
+            f"acceptance length {length:.2f} where drafted ({positions} of those windows by position)"
+        )
         steps = ", ".join(f"{n} at depth {d}" for d, n in sorted(s.depth_steps.items()))
         parts.append(f"steps: {steps}")
     return "; ".join(parts)

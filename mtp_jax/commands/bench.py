@@ -1,6 +1,8 @@
 """`mtp-jax bench NAME`: measure, print a table, write JSON with the command and the machine, and a figure."""
 
 import argparse
+import itertools
+import json
 import re
 import shlex
 from collections.abc import Sequence
@@ -8,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtp_jax.commands import benchmarks, show
+from mtp_jax.commands.options import forget_compile_cache
 from mtp_jax.commands.parser import Parser, Subparsers
+from mtp_jax.errors import ConfigError
 
 if TYPE_CHECKING:
     from mtp_jax.commands.benchmarks import Measurement
@@ -50,25 +54,53 @@ def _without_key(words: Sequence[str]) -> list[str]:
     return shown
 
 
+def _place(path: Path, command: str) -> Path:
+    """``path``, or the same with a number where that holds the figures of another command."""
+    numbered = (path.with_stem(f"{path.stem}-{n}") for n in itertools.count(2))
+    return next(p for p in itertools.chain([path], numbered) if _made_by(p) in (None, command))
+
+
+def _made_by(path: Path) -> str | None:
+    """The command whose figures a file holds; None where there is no such file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["command"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, LookupError, TypeError):
+        return "unknown"
+
+
 def _run(args: argparse.Namespace) -> int:
     """Measure, print, write, level by level. Returns the exit status."""
+    try:
+        return _measure(args)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"this benchmark needs {error.name}; install it with: pip install 'mtp-jax[bench]'"
+        ) from error
+
+
+def _measure(args: argparse.Namespace) -> int:
+    compile_cache = getattr(args, "compile_cache", None)
+    if compile_cache == "none":
+        forget_compile_cache()
     from mtp_jax.bench import plot
     from mtp_jax.bench.report import check, environment, table, write
     from mtp_jax.decode.compiled import use_compile_cache
 
+    command = f"mtp-jax {shlex.join(_without_key(args.command))}"
     what = str(args.model or "server").rstrip("/").rpartition("/")[2]
-    path = args.json or Path(f"build/bench/{args.name}-{what}.json")
+    path = args.json or _place(Path(f"build/bench/{args.name}-{what}.json"), command)
     check(path)
     if args.plotted:
         png = args.png or path.with_suffix(".png")
         check(png)
         plot.check()
-    command = f"mtp-jax {shlex.join(_without_key(args.command))}"
     hidden = ("run", "measure", "plotted", "command", "json", "png", "api_key")
     options = {k: v for k, v in vars(args).items() if k not in hidden}
     made_by = {"command": command, "options": options, "environment": environment()}
-    if getattr(args, "compile_cache", "none") != "none":
-        use_compile_cache(args.compile_cache)
+    if compile_cache not in (None, "none"):
+        use_compile_cache(compile_cache)
     shown = 0
     for report in args.measure(args):
         write(report, path, made_by)

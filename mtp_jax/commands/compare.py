@@ -41,7 +41,7 @@ class Measured:
 def compare(
     args: argparse.Namespace, llm: "LLM", prompt: "Prompt", params: SamplingParams, report: Reporter
 ) -> int:
-    """Measure and print. Returns 1 if greedy float32 tokens differ, which must not happen, else 0."""
+    """Measure and print. Returns 1 if a run failed or greedy float32 tokens differ, which must not happen."""
     plain = llm.without_speculation()
     sides = (llm, plain)
     for side in sides:
@@ -53,12 +53,13 @@ def compare(
     runs: list[list[RequestOutput]] = [[], []]
     for i in range((args.runs or _RUNS) + 1):
         for side, outputs in zip(sides, runs, strict=True):
+            side.engine.flush_prefix_cache()  # or only the first run would prefill
             output = side.generate([prompt], params)[0]
             if i > 0:
                 outputs.append(output)
     fast, slow = (_measured(side, outputs) for side, outputs in zip(sides, runs, strict=True))
-    tokens = [outputs[-1].outputs[0].token_ids for outputs in runs]
-    same = tokens[0] == tokens[1] if params.temperature == 0 else None
+    tokens = [output.outputs[0].token_ids for outputs in runs for output in outputs]
+    same = all(t == tokens[0] for t in tokens) if params.temperature == 0 else None
     if args.json:
         result = {
             "with": asdict(fast),
@@ -73,7 +74,8 @@ def compare(
         show.write(
             "\n" + _lines(depth(llm), fast, slow, runs, _verdict(tokens, same, llm.engine.config.dtype))
         )
-    return 1 if same is False and llm.engine.config.dtype == "float32" else 0
+    status = show.failed([output for outputs in runs for output in outputs])
+    return 1 if same is False and llm.engine.config.dtype == "float32" else status
 
 
 def _measured(llm: "LLM", outputs: "list[RequestOutput]") -> Measured:
@@ -106,8 +108,8 @@ def _verdict(tokens: list[list[int]], same: bool | None, dtype: str) -> str:
         return "sampled, so tokens differ by chance"
     if same:
         return "same tokens"
-    pairs = zip(*tokens, strict=False)
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(map(len, tokens)))
+    places = zip(*tokens, strict=False)
+    at = next((i for i, place in enumerate(places) if len({*place}) > 1), min(map(len, tokens)))
     why = "" if dtype == "float32" else f", as {dtype} rounding can"
     return f"TOKENS DIFFER from number {at} on{why}"
 

@@ -24,6 +24,7 @@ from mtp_jax.errors import RequestError
 if TYPE_CHECKING:
     from mtp_jax.jobs import Prompt
     from mtp_jax.llm import LLM
+    from mtp_jax.outputs import RequestOutput
 
 _DESCRIPTION = """\
 Complete a prompt, given by -p, -f or standard input. Text goes to standard output as it is generated, numbers
@@ -74,12 +75,12 @@ def run(args: argparse.Namespace) -> int:
     llm.warm_up(prompts, params)
     ready(report, llm)
     if len(prompts) == params.n == 1 and not args.json:
-        numbers = _one(llm, prompts[0], params)
+        outputs, numbers = _one(llm, prompts[0], params)
     else:
-        numbers = _many(llm, prompts, params, args.json)
+        outputs, numbers = _many(llm, prompts, params, args.json)
     if not args.quiet:
         show.note(numbers)
-    return 0
+    return show.failed(outputs)
 
 
 def _check(args: argparse.Namespace, params: SamplingParams) -> None:
@@ -128,17 +129,19 @@ def _read(file: Path | None) -> str:
         raise RequestError(f"{name} cannot be read: {error.strerror}") from error
 
 
-def _one(llm: "LLM", prompt: "Prompt", params: SamplingParams) -> str:
+def _one(llm: "LLM", prompt: "Prompt", params: SamplingParams) -> "tuple[list[RequestOutput], str]":
     output = show.stream(llm, prompt, params)
     assert output is not None
     if output.prompt_logprobs is not None:
         show.write(f"\nprompt:\n{show.logprob_table(llm, output.prompt_logprobs)}")
     if output.outputs[0].logprobs is not None:
         show.write(f"\noutput:\n{show.logprob_table(llm, list(output.outputs[0].logprobs))}")
-    return show.stats(output)
+    return [output], show.stats(output)
 
 
-def _many(llm: "LLM", prompts: "list[Prompt]", params: SamplingParams, json_lines: bool) -> str:
+def _many(
+    llm: "LLM", prompts: "list[Prompt]", params: SamplingParams, json_lines: bool
+) -> "tuple[list[RequestOutput], str]":
     start = time.perf_counter()
     outputs = llm.generate(prompts, params)
     seconds = time.perf_counter() - start
@@ -154,4 +157,4 @@ def _many(llm: "LLM", prompts: "list[Prompt]", params: SamplingParams, json_line
             show.write(f"==> prompt {i}{number}\n{text}{'' if text.endswith(chr(10)) else chr(10)}")
             if c.logprobs is not None:
                 show.write(show.logprob_table(llm, list(c.logprobs)))
-    return show.totals(outputs, seconds)
+    return outputs, show.totals(outputs, seconds)

@@ -4,6 +4,7 @@ Every default is None, "not given", so that the Python API alone decides what an
 """
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -204,6 +205,8 @@ def open_llm(args: argparse.Namespace, report: Reporter, completions: int) -> "L
         # What a seed gives depends on whether the verifier is coupled even where it has no drafts.
         names = _NEED_DRAFTS if args.verifier == "coupled" else (*_NEED_DRAFTS, "verifier")
         _without_effect(args, names, "with --num-speculative-tokens 0; raise that")
+    if args.no_compile_cache:
+        forget_compile_cache()
     with report.phase("import jax"):
         from mtp_jax.llm import LLM
         from mtp_jax.model.sharding import make_mesh
@@ -218,6 +221,11 @@ def open_llm(args: argparse.Namespace, report: Reporter, completions: int) -> "L
     if args.max_num_seqs is None:
         given["max_num_seqs"] = -(-min(completions, _MOST_SLOTS) // data) * data
     return LLM(args.model, reporter=report, **given)
+
+
+def forget_compile_cache() -> None:
+    """Before JAX is imported, which would use the folder that the environment names."""
+    os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
 
 def ready(report: Reporter, llm: "LLM") -> None:

@@ -1,5 +1,6 @@
 """What the user sees: text, log-probabilities, JSON, and the line of numbers after it."""
 
+import statistics
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -89,10 +90,21 @@ def totals(outputs: "list[RequestOutput]", seconds: float) -> str:
     parts = [
         f"{count} tokens of {len(completions)} completions in {seconds:.2f} s: {count / seconds:.0f} tokens/s"
     ]
-    firsts = sorted(f for output in outputs if (f := output.timing.first_token) is not None)
+    firsts = [f for output in outputs if (f := output.timing.first_token) is not None]
     if firsts:
-        parts.append(f"median first token after {firsts[len(firsts) // 2] * 1000:.0f} ms")
+        parts.append(f"median first token after {statistics.median(firsts) * 1000:.0f} ms")
     return ", ".join([*parts, *speculation(sum((o.speculation for o in outputs), Speculation()))])
+
+
+def failed(outputs: "list[RequestOutput]") -> int:
+    """Say how many completions ended with an error. Returns the exit status: 1 if any did."""
+    errors = sum(c.finish_reason == "error" for output in outputs for c in output.outputs)
+    if errors:
+        note(
+            f"error: {errors} of {sum(len(o.outputs) for o in outputs)} completions failed: the model's "
+            "numbers were not finite, or structured output grew too complex"
+        )
+    return 1 if errors else 0
 
 
 def decode_rate(output: "RequestOutput") -> float:

@@ -12,7 +12,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from mtp_jax.bench.burst import burst, faults
-from mtp_jax.bench.own_server import OwnServer
+from mtp_jax.bench.client import connect
+from mtp_jax.bench.own_server import OwnServer, own_server
 from mtp_jax.bench.raw_client import Answer
 from mtp_jax.errors import MtpJaxError
 from tests.bench.test_serve import running
@@ -29,6 +30,8 @@ GOOD, REFUSED = Answer(3.0, 200, WHOLE), Answer(0.01, 503, b"{}")
         ([GOOD, REFUSED, Answer(0.1, 0, b"")], "answers lost (0), or of other statuses: [0]"),
         ([GOOD, REFUSED, Answer(0.1, 500, b"{}")], "[500]"),
         ([Answer(3.0, 200, WHOLE.replace(b"8", b"7")), REFUSED], "1 of 1 answers are not whole"),
+        ([Answer(3.0, 200, WHOLE[:-3]), REFUSED], "1 of 1 answers are not whole"),
+        ([Answer(3.0, 200, b"[]"), REFUSED], "1 of 1 answers are not whole"),
         ([GOOD], "1 requests accepted, 0 refused"),
         ([REFUSED], "0 requests accepted, 1 refused"),
     ],
@@ -60,6 +63,45 @@ def test_a_burst_comes_at_once_and_everybody_is_answered():
     assert bodies == [{"prompt": "x", "max_tokens": 8}] * 40
     assert {a.status for a in answers} == {200, 503}
     assert [f for f in faults(answers, 8) if "later" not in f] == []
+
+
+def test_a_server_that_refuses_its_metrics_is_not_waited_for():
+    async def metrics(request):
+        return JSONResponse({"error": {}}, 401)
+
+    async def warm(server):
+        async with connect(server.url, None) as http:
+            await server.warm(http)
+
+    with running(Starlette(routes=[Route("/metrics", metrics)])) as url, tempfile.TemporaryFile() as log:
+        port = int(url.rpartition(":")[2])
+        command = [sys.executable, "-c", "input()"]
+        with (
+            subprocess.Popen(command, stdin=subprocess.PIPE) as process,
+            pytest.raises(MtpJaxError, match=r"does not show its metrics: .*401"),
+        ):
+            asyncio.run(warm(OwnServer(process, "127.0.0.1", port, log)))
+
+
+def test_a_key_in_the_environment_does_not_lock_a_benchmark_out(monkeypatch):
+    started = {}
+
+    class Started:
+        def __init__(self, command, **options):
+            started.update(options)
+
+        def kill(self):
+            started["killed"] = True
+
+        def wait(self):
+            return 0
+
+    monkeypatch.setenv("MTP_JAX_API_KEY", "sesame")
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    with own_server("demo", []):
+        assert "MTP_JAX_API_KEY" not in started["env"]
+        assert started["env"]["JAX_LOG_COMPILES"] == "1"
+    assert started["killed"]
 
 
 def test_a_server_that_has_ended_is_told_with_its_log():

@@ -1,6 +1,7 @@
 """The closed loop over the Python engine, its latencies, and acceptance that is simulated and says so."""
 
 import json
+import sys
 
 import pytest
 
@@ -57,7 +58,7 @@ def test_latencies_of_a_timeline():
     assert Summary.median(runs).seconds == 8.0
 
 
-def test_modes_are_compared_in_one_run(bench):
+def test_modes_are_compared_in_one_run(bench, capsys):
     found, figure = bench("offline", "--modes", "fixed,adaptive", "--depth", "2")
     off, fixed, adaptive = found["figures"]["levels"]
     assert (off["mode"], fixed["mode"], adaptive["mode"]) == ("off", "fixed", "adaptive")
@@ -75,6 +76,9 @@ def test_modes_are_compared_in_one_run(bench):
             assert 0 < summary["ttft"]["p50"] < summary["e2e"]["p50"] <= summary["seconds"]
             assert 0 < summary["itl"]["count"] <= 5 * 23
     assert found["command"].startswith("mtp-jax bench offline --model ")
+    header, _, *rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    column = [name.strip() for name in header.split("|")].index("same tokens")
+    assert [row.split("|")[column].strip() for row in rows] == ["yes"] * 3
     assert "SIMULATED" not in json.dumps(found)
     assert figure.read_bytes().startswith(b"\x89PNG")
 
@@ -102,6 +106,28 @@ def test_a_sweep_keeps_and_shows_every_level_as_it_ends(bench, capsys, monkeypat
     assert row.split() in [line.split() for line in out.splitlines()]
     assert [level["concurrency"] for level in found["figures"]["levels"]] == [1, 2]
     assert "pending_levels" not in found
+
+
+def test_figures_of_another_command_are_kept(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "build" / "bench"
+    command = ["bench", "offline", "--model", str(golden.model_dir("rigged")), "--modes", "off", *SIZES]
+    for given in ([], [], ["--max-tokens", "8"]):
+        assert cli.main([*command, *given]) == 0
+    (folder / "offline-model-3.json").write_text("not ours")
+    assert cli.main([*command, "--max-tokens", "9"]) == 0
+    names = {f"offline-model{n}.{kind}" for n in ("", "-2", "-4") for kind in ("json", "png")}
+    assert {path.name for path in folder.iterdir()} == names | {"offline-model-3.json"}
+    commands = [json.loads((folder / f"offline-model{n}.json").read_text())["command"] for n in ("", "-2")]
+    assert ["--max-tokens 8" in c for c in commands] == [False, True]
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "httpx2", None)
+    monkeypatch.delitem(sys.modules, "mtp_jax.bench.client", raising=False)
+    monkeypatch.delitem(sys.modules, "mtp_jax.bench.serve", raising=False)
+    assert cli.main(["bench", "serve", "--concurrency", "1"]) == 2
+    assert "needs httpx2; install it with: pip install 'mtp-jax[bench]'" in capsys.readouterr().err
 
 
 def test_an_unfinished_file_says_so(tmp_path):

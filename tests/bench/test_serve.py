@@ -173,6 +173,36 @@ def test_refusals(capsys):
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [({"message": "no"}, "no"), ("no", "no"), ({"code": 1}, "{'code': 1}"), (["no"], "['no']"), (None, None)],
+)
+def test_errors_in_a_stream_are_told_in_every_form(error, told):
+    answer = Answer(Timeline(0.0))
+    client._read(answer, {"error": error, "choices": None})
+    assert answer.error == told
+
+
+@pytest.mark.parametrize("name", ["content", "reasoning", "reasoning_content"])
+def test_thoughts_are_output_under_any_name(name):
+    answer = Answer(Timeline(0.0))
+    client._read(answer, {"choices": [{"delta": {"role": "assistant", "content": None, name: "hm"}}]})
+    client._read(answer, {"choices": [{"delta": {}, "finish_reason": "stop"}]})
+    assert answer.text == ["hm"]
+
+
+def test_a_server_on_this_computer_is_asked_without_a_proxy(fake, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
+
+    async def named(url):
+        async with client.connect(url, None) as http:
+            return await client.model_name(http)
+
+    with running(fake.app()) as url:
+        assert asyncio.run(named(url)) == "fake"
+
+
 def test_arrivals_are_independent_of_answers():
     async def run():
         starts = []

@@ -1,14 +1,19 @@
 """The soak notices what must not happen; and a short one on a small model finds nothing."""
 
+import io
 import json
 import random
 import shutil
+import subprocess
+import sys
 from collections import Counter
+from contextlib import contextmanager
 
 import pytest
 
 from mtp_jax import cli
 from mtp_jax.bench import soak
+from mtp_jax.bench.own_server import OwnServer
 from mtp_jax.bench.soak_answers import Got, faults
 from mtp_jax.bench.soak_requests import Asked, Kind, make, without_drafts
 from tests import golden, tiny_tokenizer
@@ -98,6 +103,27 @@ def test_faults_are_counted_shown_and_the_status(monkeypatch, tmp_path, capsys):
     assert cli.main(["bench", "soak", "--json", str(tmp_path / "out.json")]) == 1
     assert "FAULT: tokens differ" in capsys.readouterr().out
     assert json.loads((tmp_path / "out.json").read_text())["figures"]["faults"] == ["tokens differ"]
+
+
+def test_a_server_that_does_not_end_is_a_fault(monkeypatch):
+    monkeypatch.setattr(soak, "_IDLE_SECONDS", 0.2)
+
+    async def nothing(*given):
+        return soak.Soak()
+
+    @contextmanager
+    def deaf(*given):
+        code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); input()"
+        pipe = subprocess.PIPE
+        with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) as process:
+            assert process.stdout
+            process.stdout.readline()
+            yield OwnServer(process, "127.0.0.1", 1, io.BytesIO())
+
+    monkeypatch.setattr(soak, "_soak", nothing)
+    monkeypatch.setattr(soak, "own_server", deaf)
+    found = soak.run("demo", 1, 1, 0, [])
+    assert found.figures["faults"] == ["the server had not ended 0 s after SIGTERM"]
 
 
 @pytest.mark.slow
