@@ -71,6 +71,7 @@ class AsyncLLM:
         self.llm = llm
         self.admission = Admission(max_queued_requests, max_queued_tokens)
         self._streams: dict[str, Stream] = {}
+        self._submitting: dict[str, bool] = {}  # names on their way to a stream, and whether to abort it
         self._by_job: dict[Job, Stream] = {}
         self._calls: set[Future[Any]] = set()
         self._ids = 0
@@ -209,12 +210,9 @@ class AsyncLLM:
         arrived = time.perf_counter()
         params = SamplingParams() if sampling_params is None else sampling_params
         check("" if callable(prompt) else prompt, params)
-        request_id = options.pop("request_id", None)
-        if request_id is None:
-            request_id = f"request-{self._ids}"
-            self._ids += 1
-        self._check_unused(request_id)
+        request_id = self._name(options.pop("request_id", None))
         place = self.admission.take(params.n, _estimate(prompt))
+        self._submitting[request_id] = False
         try:
             make = partial(self._job, prompt, params, {**options, "arrived": arrived})
             if params.structured is not None or callable(prompt) or len(prompt) * params.n > _SHORT_PROMPT:
@@ -224,21 +222,26 @@ class AsyncLLM:
                 job = make()
             self.admission.correct(place, params.n * len(job.parts[0].request.prompt))
             self._check_running()
-            self._check_unused(request_id)  # nor taken meanwhile
         except BaseException:
             self.admission.leave(place)
             raise
+        finally:
+            aborted = self._submitting.pop(request_id)
         deltas = params.output_kind == "delta"
         stream = Stream(request_id, place, deltas, partial(self._thread.abort, job))
         self._streams[request_id] = self._by_job[job] = stream
         self._idle.clear()
         self._thread.submit(job)
+        if aborted:
+            stream.abort()
         return stream
 
     def abort(self, request_id: str) -> None:
         """End a request, if there is one of this name: its stream gets a last output."""
         if stream := self._streams.get(request_id):
             stream.abort()
+        elif request_id in self._submitting:
+            self._submitting[request_id] = True
 
     async def on_engine(self, function: Callable[[], _T]) -> _T:
         """Run a function between two steps, on the engine's thread: for example ``flush_prefix_cache``.
@@ -282,9 +285,17 @@ class AsyncLLM:
         if not self._thread.alive:
             raise EngineStopped("the engine has not been started; call start() first")
 
-    def _check_unused(self, request_id: str) -> None:
-        if request_id in self._streams:
-            raise RequestError(f"request_id {request_id!r} is in use; give another, or none")
+    def _name(self, given: str | None) -> str:
+        """The one given, or one that nobody has. Raises RequestError."""
+        taken = self._streams.keys() | self._submitting.keys()
+        if given is not None and not isinstance(given, str):
+            raise RequestError(f"request_id = {given!r:.80}; expected a string, or None")
+        if given in taken:
+            raise RequestError(f"request_id {given!r} is in use; give another, or none")
+        while given is None:
+            made, self._ids = f"request-{self._ids}", self._ids + 1
+            given = None if made in taken else made
+        return given
 
     def _deliver(self, updates: Sequence[Update]) -> None:
         """On the event loop, once per step."""

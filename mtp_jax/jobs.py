@@ -45,7 +45,8 @@ class Part:
                 return
         if request.finished:
             self.done = True
-            rest, stopped = self._stops.push(self._decoder.flush() if self._decoder else "")
+            rest = self._decoder.flush() if self._decoder else ""
+            rest, stopped = self._stops.push(rest, self.seen > request.params.min_tokens)
             rest += "" if stopped else self._stops.flush()
             self.text += rest
             if self.token_texts:
@@ -67,13 +68,18 @@ class Part:
             token_texts=self.token_texts[start:],
             drafted=request.drafted[start : self.seen],
             speculation=request.speculation.since(step),
+            decode_seconds=self._decode_seconds() if self.done else None,
         )
+
+    def _decode_seconds(self) -> float | None:
+        first, last = self.request.first_token_at, self.request.finished_at
+        return None if first is None or last is None else last - first
 
     def _show(self, token: int) -> bool:
         """Add a token's text; returns whether it completed a stop string.
 
-        As in vLLM stop strings are looked for after the first ``min_tokens``, and a stop token has no text
-        unless those that end it are to be in it.
+        As in vLLM none is completed within the first ``min_tokens``, and a stop token has no text unless what
+        ends it is to be in it.
         """
         request = self.request
         ends = request.finished and self.seen == len(request.output) and token in request.stops
@@ -81,10 +87,7 @@ class Part:
             text = ""
         else:
             text = self._decoder.push([token])
-        if self.seen > request.params.min_tokens:
-            visible, stopped = self._stops.push(text)
-        else:
-            visible, stopped = text, False
+        visible, stopped = self._stops.push(text, self.seen > request.params.min_tokens)
         self.text += visible
         self.token_texts.append(visible)
         return stopped

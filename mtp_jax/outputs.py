@@ -1,6 +1,6 @@
 """What ``LLM.generate`` returns."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -23,6 +23,7 @@ class CompletionOutput:
             In deltas, what is still held back when a request ends without another token is in ``text`` alone.
         drafted: per token whether it was; the others are a prefill's first and each step's last.
         speculation: drafts verified and accepted.
+        decode_seconds: from its first token to its end; None while it runs, and without a token.
     """
 
     index: int
@@ -34,6 +35,7 @@ class CompletionOutput:
     token_texts: list[str]
     drafted: list[bool]
     speculation: Speculation
+    decode_seconds: float | None = field(compare=False)
 
     def __add__(self, later: "CompletionOutput") -> "CompletionOutput":
         """Two deltas as one."""

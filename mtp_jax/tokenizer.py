@@ -203,8 +203,11 @@ class StopStrings:
         self._borders = [_borders(stop) for stop in self.stops]
         self._begin()
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """Take text; return (the part that may be shown, whether a stop string has been met)."""
+    def push(self, text: str, may_stop: bool = True) -> tuple[str, bool]:
+        """Take text; return (the part that may be shown, whether a stop string has been met).
+
+        may_stop: whether one may end in this text; it may have begun in text in which none might end.
+        """
         if self.matched is not None:
             return "", True
         seen = len(self._held)
@@ -212,11 +215,13 @@ class StopStrings:
         for end in range(seen, len(text)):
             for i, stop in enumerate(self.stops):
                 self._met[i] = _grown(stop, self._borders[i], self._met[i], text[end])
-            whole = [stop for stop, met in zip(self.stops, self._met, strict=True) if met == len(stop)]
-            if whole:  # earliest end first, then earliest start: however the text was cut into pushes
-                self.matched = max(whole, key=len)
+            whole = [i for i, stop in enumerate(self.stops) if self._met[i] == len(stop)]
+            if whole and may_stop:  # earliest end first, then earliest start: however the text was cut
+                self.matched = max((self.stops[i] for i in whole), key=len)
                 self._begin()
                 return text[: end + 1 - (0 if self._include else len(self.matched))], True
+            for i in whole:
+                self._met[i] = self._borders[i][-1]
         keep = max(self._met, default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False

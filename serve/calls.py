@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pydantic_core import to_json
@@ -19,6 +20,17 @@ from serve.ids import new_id
 from serve.schema import CallBody
 from serve.sse import EventStream, event
 from serve.state import Server
+
+# Tokens and scores of an answer from which on it is written beside the event loop: some milliseconds' worth.
+_MANY = 1024
+
+
+def _is_long(outputs: Sequence[RequestOutput]) -> bool:
+    """Whether nothing else is to wait for what is made of these."""
+    completions = [c for o in outputs for c in o.outputs]
+    scored = [*(c.logprobs for c in completions), *(o.prompt_logprobs for o in outputs)]
+    scores = sum(len(row or ()) for rows in scored for row in rows or ())
+    return scores + sum(len(c.token_ids) for c in completions) > _MANY
 
 
 @dataclass
@@ -73,8 +85,7 @@ class Call(ABC):
         if self._stream:
             return EventStream(self._events(), warning(self.request))
         done = [self.take(o) for o in await finals(self.server, self.request, self.streams)]
-        if any(o.prompt_logprobs or any(c.logprobs for c in o.outputs) for o in done):
-            # Long: nothing else is to wait for it.
+        if _is_long(done):
             return await self.server.allm.off_loop(lambda: self._answer(done))
         return self._answer(done)
 
@@ -94,21 +105,26 @@ class Call(ABC):
                 came[i] = output
                 check(came.values(), len(self.streams))
                 last[i] = output = self.take(output)
-                chunks = b""
-                for c in output.outputs:
-                    index = i * len(output.outputs) + c.index
-                    shown = self._shown.setdefault(index, Shown())
-                    if self._is_news(c, shown):
-                        chunk = self._object(self.chunk_kind, [self.choice(index, output, c, shown)])
-                        shown.add(c)
-                        if include:
-                            chunk["usage"] = self.usage([*last.values()]) if continuous else None
-                        chunks += event(chunk)
+                counts = {"usage": self.usage([*last.values()]) if continuous else None} if include else {}
+                make = partial(self._chunks, i, output, counts)
+                chunks = await self.server.allm.off_loop(make) if _is_long([output]) else make()
                 if chunks:
                     yield chunks
         if include:
             done = [*last.values()]
             yield event(self._object(self.chunk_kind, []) | {"usage": self.usage(done)} | self._metrics(done))
+
+    def _chunks(self, prompt: int, output: RequestOutput, counts: dict[str, Any]) -> bytes:
+        """Events of what is new of a prompt's completions; ``counts`` goes into each."""
+        chunks = b""
+        for c in output.outputs:
+            index = prompt * len(output.outputs) + c.index
+            shown = self._shown.setdefault(index, Shown())
+            if self._is_news(c, shown):
+                chunk = self._object(self.chunk_kind, [self.choice(index, output, c, shown)])
+                shown.add(c)
+                chunks += event(chunk | counts)
+        return chunks
 
     def _is_news(self, c: CompletionOutput, shown: Shown) -> bool:
         """Whether there is something to tell of a completion."""

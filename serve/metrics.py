@@ -104,14 +104,15 @@ class Metrics:
                 self._prefill.observe(t.first_token - t.admitted)
 
     def _ended(self, output: RequestOutput) -> None:
-        t, longest = output.timing, max(c.num_tokens for c in output.outputs)
+        t, longest = output.timing, max(output.outputs, key=lambda c: c.num_tokens)
         self._prompt.observe(len(output.prompt_token_ids))
         self._output.observe(sum(c.num_tokens for c in output.outputs))
         if t.finished is not None:
             self._end.observe(t.finished)
-            if t.first_token is not None and longest > 1:
-                self._decode.observe(t.finished - t.first_token)
-                self._per_token.observe((t.finished - t.first_token) / (longest - 1))
+        # Completions of one prompt grow side by side, as far as there are slots.
+        if longest.decode_seconds is not None and longest.num_tokens > 1:
+            self._decode.observe(longest.decode_seconds)
+            self._per_token.observe(longest.decode_seconds / (longest.num_tokens - 1))
 
 
 class _Engine:

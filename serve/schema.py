@@ -187,6 +187,12 @@ class Message(Body):
     reasoning: Text | None = None
     reasoning_content: Text | None = None
 
+    def unknown(self, prefix: str = "") -> Iterator[str]:
+        """Those of the parts, too."""
+        yield from super().unknown(prefix)
+        for i, part in enumerate(self.content if isinstance(self.content, list) else ()):
+            yield from part.unknown(f"{prefix}content.{i}.")
+
     @model_validator(mode="after")
     def _has_content(self) -> "Message":
         if self.content is None and self.role != "assistant":

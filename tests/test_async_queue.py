@@ -79,6 +79,8 @@ def test_prompt_tokens_are_bounded_too(llm):
         (lambda: None, GREEDY, {}),
         (PROMPTS[0], {"temperature": 0}, {}),
         (PROMPTS[0], GREEDY, {"timeout": "1"}),
+        (PROMPTS[0], GREEDY, {"timeout": 10**400}),
+        (PROMPTS[0], GREEDY, {"request_id": ["a"]}),
     ],
 )
 def test_what_is_no_request_at_all_is_refused(llm, prompt, params, options):
@@ -87,6 +89,63 @@ def test_what_is_no_request_at_all_is_refused(llm, prompt, params, options):
             with pytest.raises(RequestError):
                 await allm.submit(prompt, params, **options)
             assert len((await last(await allm.submit(PROMPTS[0], GREEDY))).outputs[0].token_ids) == 24
+
+    asyncio.run(run())
+
+
+def test_a_request_can_be_aborted_while_it_is_submitted(llm):
+    """Its prompt is being tokenised, or its grammar compiled."""
+
+    async def run() -> None:
+        async with serving(llm) as allm:
+            begun, go = threading.Event(), threading.Event()
+
+            def prompt() -> list[int]:
+                begun.set()
+                go.wait(60)
+                return PROMPTS[0]
+
+            submitting = asyncio.create_task(allm.submit(prompt, GREEDY, request_id="mine"))
+            await asyncio.to_thread(begun.wait, 60)
+            with pytest.raises(RequestError, match="'mine' is in use"):
+                await allm.submit(PROMPTS[0], GREEDY, request_id="mine")
+            allm.abort("mine")
+            go.set()
+            output = await last(await submitting)
+            assert output.outputs[0].finish_reason == "abort"
+            again = await last(await allm.submit(PROMPTS[0], GREEDY, request_id="mine"))
+            assert again.outputs[0].finish_reason == "length"
+
+    asyncio.run(run())
+
+
+def test_made_up_names_are_nobodys(llm):
+    async def run() -> None:
+        async with serving(llm) as allm:
+            names = [None, "request-1", "request-2", None, None]
+            streams = [await allm.submit(PROMPTS[0], GREEDY, request_id=name) for name in names]
+            assert [s.request_id for s in streams] == [
+                "request-0",
+                "request-1",
+                "request-2",
+                "request-3",
+                "request-4",
+            ]
+            for stream in streams:
+                await last(stream)
+
+    asyncio.run(run())
+
+
+def test_what_a_caller_does_to_its_parameters_later_harms_nobody(llm):
+    async def run() -> None:
+        async with serving(llm) as allm:
+            bias = {5: 1.0}
+            params = replace(GREEDY, logit_bias=bias)
+            streams = [await allm.submit(PROMPTS[0], params) for _ in range(4)]  # two of them wait for a slot
+            bias[10**6] = 1.0
+            outputs = [await last(stream) for stream in streams]
+            assert [o.outputs[0].finish_reason for o in outputs] == ["length"] * 4
 
     asyncio.run(run())
 

@@ -29,6 +29,14 @@ def test_without_a_compile_cache_there_is_none_even_if_the_environment_names_one
     assert not (tmp_path / "xla").exists()
 
 
+def test_profile_refuses_what_a_phase_has_no_use_for(capsys, tmp_path):
+    for phase, given in (("prefill", ["--batch", "4"]), ("decode", ["--depth", "2"])):
+        assert cli.main(["profile", "--phase", phase, *given, "--out", str(tmp_path / "out")]) == 2
+        told = f"error: {' '.join(given)} has no effect with --phase {phase}; leave it out\n"
+        assert capsys.readouterr().err == told
+    assert not (tmp_path / "out").exists()
+
+
 def test_info(capsys):
     assert cli.main(["info", str(V3), "--draft-model", str(V3.parent / "nextn")]) == 0
     rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines()[1:])

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import json
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -128,6 +127,19 @@ def test_stop_strings_begin_after_min_tokens(llm):
     kept = len("".join(whole.token_texts[: early + 1]))
     assert cut.text == whole.text[: whole.text.index(repeated, kept)]
     assert llm.generate(PROMPT, replace(params, min_tokens=early))[0].outputs[0].num_tokens == early + 1
+
+
+def test_a_stop_string_may_begin_within_min_tokens(llm):
+    """It counts where it ends."""
+    whole = llm.generate(PROMPT, GREEDY)[0].outputs[0]
+    pairs = [whole.token_texts[i : i + 2] for i in range(len(whole.token_ids) - 1)]
+    alone = (i for i, pair in enumerate(pairs) if all(pair) and whole.text.count("".join(pair)) == 1)
+    at = next(i for i in alone if i > 1)
+    stop, before = "".join(pairs[at]), "".join(whole.token_texts[:at])
+    for least, reached in ((at, True), (at + 1, True), (at + 2, False)):
+        cut = llm.generate(PROMPT, replace(SCORED, stop=[stop], min_tokens=least))[0].outputs[0]
+        assert cut.text == (before if reached else whole.text)
+        assert cut.num_tokens == (at + 2 if reached else whole.num_tokens)
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -299,6 +311,8 @@ def test_requests_that_cannot_be_served(llm, call, message):
         ("logit_bias", [1], "expected token ids and numbers"),
         ("logit_bias", {5: "x"}, "logit_bias 5: 'x'; expected token id: number"),
         ("logit_bias", {5: float("nan")}, "expected token id: number"),
+        ("temperature", 10**400, "expected a number from 0 to 1000000.0"),
+        ("top_p", float("nan"), "expected a number from 0 to 1"),
         ("logit_bias", {True: 1.0}, "logit_bias True: 1.0; expected token id: number"),
         ("stop_token_ids", [True], "holds True"),
         ("ignore_eos", "no", "ignore_eos = 'no'; expected True or False"),
@@ -363,32 +377,6 @@ def test_the_tokenizer_names_the_end_of_text_where_the_model_does_not(tmp_path, 
     assert llm.tokenizer
     assert llm.tokenizer.eos_ids == (1,)
     assert llm.config.eos_token_ids == ((7,) if named.get("eos_token_id") else (1,))
-
-
-def test_ctrl_c_loses_no_token_of_another_stream(llm, monkeypatch):
-    """It comes while a result is being read, as it mostly does."""
-    (expected,) = llm.generate(PROMPT, GREEDY)
-    with contextlib.closing(llm.stream(PROMPT, GREEDY)) as stream:
-        next(stream)
-        collect, pressed = llm.engine._collect, []
-
-        def press_once(launch):
-            if not pressed:
-                pressed.append(launch)
-                signal.raise_signal(signal.SIGINT)
-            return collect(launch)
-
-        monkeypatch.setattr(llm.engine, "_collect", press_once)
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                llm.generate([3, 4, 5], GREEDY)
-        finally:
-            signal.signal(signal.SIGINT, before)
-        assert pressed
-        *_, last = stream
-    assert tokens(last) == tokens(expected)
-    assert last.speculation.accepted > 0
 
 
 def test_an_open_stream_is_prepared_for_once(directory):

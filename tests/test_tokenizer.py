@@ -251,6 +251,28 @@ def test_stop_strings_against_a_plain_search(
     assert shown + finder.flush() == (shown if ends else text)
 
 
+@given(
+    st.text("ab", max_size=30),
+    st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+    st.integers(0, 20),
+)
+def test_stop_strings_that_end_too_early_do_not_count(text: str, stops: list[str], first: int) -> None:
+    late = range(first + 1, len(text) + 1)
+    ends = [(end, -len(s), s) for end in late for s in stops if text[:end].endswith(s)]
+    finder, shown, stopped = StopStrings(stops), "", False
+    for at, character in enumerate(text):
+        visible, stopped = finder.push(character, at >= first)
+        shown += visible
+        if stopped:
+            break
+    assert stopped == bool(ends)
+    if ends:
+        end, length, stop = min(ends)
+        assert (finder.matched, shown) == (stop, text[: max(end + length, 0)])
+    else:
+        assert shown + finder.flush() == text
+
+
 def test_long_stop_strings_look_at_every_character_once() -> None:
     """Of one that is nearly met all the time, too: a quadratic search would take hours."""
     nearly = "a" * 100_000

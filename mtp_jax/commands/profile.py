@@ -5,6 +5,7 @@ from pathlib import Path
 
 from mtp_jax.commands import show
 from mtp_jax.commands.parser import Subparsers, positive
+from mtp_jax.errors import ConfigError
 
 _DESCRIPTION = """\
 Keep an engine in one phase, time its steps, trace them, and write a folder: report.md with the time by named
@@ -17,10 +18,10 @@ def register(subparsers: Subparsers) -> None:
     add = parser.add_argument
     add("--phase", required=True, choices=("prefill", "decode", "verify", "mixed"), help="what the steps do")
     add("--model", default="demo", metavar="DIR", help="model directory (default: the demo model)")
-    add("--batch", type=positive, default=8, metavar="N", help="slots (default: 8)")
+    add("--batch", type=positive, metavar="N", help="slots (default: 8); prefill has one prompt at a time")
     add("--input-len", type=positive, default=128, metavar="N", help="tokens of every prompt (default: 128)")
     add("--steps", type=positive, default=10, metavar="N", help="steps to time, and to trace (default: 10)")
-    add("--depth", type=int, default=3, metavar="K", help="drafts per step; decode has none (default: 3)")
+    add("--depth", type=int, metavar="K", help="drafts per step (default: 3); decode has none")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
     add("--out", type=Path, required=True, metavar="DIR", help="where to write")
     parser.set_defaults(run=run)
@@ -31,8 +32,19 @@ def run(args: argparse.Namespace) -> int:
     from mtp_jax.bench.subject import load
     from mtp_jax.profiling.run import Options, profile
 
-    depth = 0 if args.phase == "decode" else args.depth
-    options = Options(args.phase, args.batch, args.input_len, args.steps, depth, args.temperature)
+    batch = _given(args, "batch", "prefill", among_others=8, there=1)
+    depth = _given(args, "depth", "decode", among_others=3, there=0)
+    options = Options(args.phase, batch, args.input_len, args.steps, depth, args.temperature)
     result = profile(load(args.model, drafts=depth > 0), options, args.out)
     show.write(f"{result.text()}\nwritten to {args.out}\n")
     return 0
+
+
+def _given(args: argparse.Namespace, name: str, phase: str, among_others: int, there: int) -> int:
+    """An option that one phase has no use for. Raises ConfigError if it is given there."""
+    value: int | None = getattr(args, name)
+    if args.phase != phase:
+        return among_others if value is None else value
+    if value not in (None, there):
+        raise ConfigError(f"--{name} {value} has no effect with --phase {phase}; leave it out")
+    return there

@@ -48,7 +48,7 @@ def register(subparsers: Subparsers) -> None:
         "--per-request-spec-decode-metrics",
         dest="spec_metrics",
         choices=("none", "summary", "detailed"),
-        help="add speculation metrics to every response (default: none)",
+        help="add speculation metrics to completions and chats; in streams with the usage (default: none)",
     )
     parser.add_argument(
         "--phase-profile",

@@ -12,6 +12,8 @@ from mtp_jax.engine.request import Request, SamplingParams
 from mtp_jax.errors import PromptTooLong, RequestError
 from mtp_jax.grammar import Grammars, Matcher
 
+_LONGEST_TIMEOUT = 10**9
+
 
 class Intake:
     """Makes the requests of one engine.
@@ -37,7 +39,9 @@ class Intake:
         spare: int = 0,
         arrived: float | None = None,
     ) -> Request:
-        """A request for a prompt of token ids. Any thread may call it. Raises RequestError.
+        """A request for a prompt of token ids. Any thread may call it.
+
+        Raises RequestError, and Overloaded while a grammar that took too long is still being compiled.
 
         seed: overrides ``params.seed``. priority: lower numbers are served first. timeout: seconds from its
         arrival after which it is ended with what it has. cache_salt: only requests of the same salt share
@@ -60,8 +64,8 @@ class Intake:
                 f"the prompt has {len(ids)} tokens; max_model_len = {config.max_model_len} leaves no room "
                 "for an answer"
             )
-        if timeout is not None and not (isinstance(timeout, Real) and timeout > 0):
-            raise RequestError(f"timeout = {timeout!r}; expected seconds above 0")
+        if timeout is not None and not (isinstance(timeout, Real) and 0 < timeout <= _LONGEST_TIMEOUT):
+            raise RequestError(f"timeout = {timeout!r}; expected seconds above 0, at most {_LONGEST_TIMEOUT}")
         if not isinstance(priority, int):
             raise RequestError(f"priority = {priority!r}; expected an integer, lower ones first")
         try:

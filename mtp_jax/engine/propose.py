@@ -8,6 +8,7 @@ from mtp_jax.decode.compiled import DraftKey
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import RequestError
+from mtp_jax.interrupt import interruptible
 
 
 def propose(engine: Engine, prompt: Iterable[int], depth: int) -> tuple[int, np.ndarray, np.ndarray]:
@@ -28,8 +29,14 @@ def propose(engine: Engine, prompt: Iterable[int], depth: int) -> tuple[int, np.
     engine.prepare([request])
     engine.executables.compile([key])
     engine.submit(request)
-    while engine.busy:
-        engine.step()
+    try:
+        while engine.busy:
+            with interruptible() as stopped:  # in its midst results have been read that nobody has yet
+                engine.step()
+            if stopped.is_set():
+                raise KeyboardInterrupt
+    finally:
+        engine.abort(request)
     if not request.output:
         raise RequestError("the model's numbers are not finite for this prompt: nothing to draft on")
     tokens, logits = engine.executables.draft(key, engine.params, engine.caught_up(), request.slot)

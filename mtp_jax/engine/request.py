@@ -1,6 +1,5 @@
 """What a user asks for, SamplingParams, and a request on its way through the engine."""
 
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ class SamplingParams:
         top_k: most likely tokens to keep; 0 or -1 is off.
         min_p: least probability relative to the most likely token; 0 is off.
         max_tokens: most tokens to emit; None: as many as fit.
-        min_tokens: no stop token before this many, and no stop string in their text.
+        min_tokens: no stop token before this many, and no stop string that ends in their text.
         stop: strings that end the text; not part of it unless ``include_stop_str_in_output``.
         stop_token_ids: tokens that end the output beside the model's own, emitted as ids; they have no text
             unless ``include_stop_str_in_output``.
@@ -46,7 +45,7 @@ class SamplingParams:
         output_kind: what an iterator of outputs gives: all there is so far ("cumulative"), what is new
             ("delta"), or one output at the end ("final_only").
         structured: what the output must be. It ends at an end-of-sequence token once it is complete, or, cut
-            short, at a stop string or at max_tokens.
+            short, at a stop string, a stop token or max_tokens.
     """
 
     n: int = 1
@@ -115,6 +114,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if not isinstance(self.logit_bias, Mapping):
             raise RequestError(f"logit_bias = {self.logit_bias!r}; expected token ids and numbers")
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # whatever becomes of the caller's
         for token in self.stop_token_ids:
             if not isinstance(token, Integral) or isinstance(token, bool):
                 raise RequestError(f"stop_token_ids holds {token!r}; expected integers")
@@ -144,8 +144,7 @@ class SamplingParams:
 
 def _check_number(p: SamplingParams, name: str, low: float, high: float) -> None:
     value = getattr(p, name)
-    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not ok or not low <= value <= high:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
         raise RequestError(f"{name} = {value!r}; expected a number from {low} to {high}")
 
 

@@ -228,7 +228,7 @@ class Scheduler:
             self.pool_of(request).forget(request.pages)
 
     def finish(self, request: Request, reason: str) -> None:
-        """End a request, wherever it is, and take back what it holds."""
+        """End a request, wherever it is, and take back what it holds. Raises ValueError for none of these."""
         if request.status is Status.WAITING:
             self.waiting.remove(request)
         else:
@@ -236,6 +236,8 @@ class Scheduler:
         request.end(reason)
 
     def _vacate(self, request: Request) -> None:
+        if request.slot < 0 or self.slots[request.slot] is not request:
+            raise ValueError(f"request {request.id} is not in a slot")
         self.pool_of(request).release(request.pages)
         self.slots[request.slot] = None
         request.pages = []

@@ -27,7 +27,9 @@ _WINDOW = "mtp-jax live steps"
 _LOOK_SECONDS = 2.0
 _COMMON = 50  # steps of a program before it is worth a trace
 _TRACED = 5
+_ENOUGH = 3  # steps of a program in a trace, of which the first and the last may be cut
 _TRACE_SECONDS = 2.0
+_LONGEST_SECONDS = 30.0
 _POLL_SECONDS = 0.005
 _TRIES = 3
 
@@ -76,22 +78,29 @@ class PhaseProfiler:
         return [k for k in common if k not in known and not k.mode.structured]
 
     def _profile(self, key: StepKey) -> None:
-        """Trace a few steps of a program, and take the shares of all that ran meanwhile."""
+        """Trace a few steps of a program, and take the shares of all that took as many meanwhile.
+
+        Slow steps get the time they need for the fewest that say something.
+        """
         self._tries[key] += 1
         with tempfile.TemporaryDirectory() as folder:
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0
             with jax.profiler.trace(folder, profiler_options=options), jax.profiler.TraceAnnotation(_WINDOW):
-                first, end = self._steps()[key], time.monotonic() + _TRACE_SECONDS
-                while self._steps()[key] < first + _TRACED and time.monotonic() < end:
+                first, began, taken = self._steps(), time.monotonic(), 0
+                while taken < _TRACED and not self._stop.is_set():
+                    seconds = time.monotonic() - began
+                    if seconds > (_TRACE_SECONDS if taken >= _ENOUGH else _LONGEST_SECONDS):
+                        break
                     time.sleep(_POLL_SECONDS)
+                    taken = self._steps()[key] - first[key]
+                last = self._steps()
             (file,) = Path(folder).rglob("*.xplane.pb")
             found = trace.read(file, _WINDOW)
-        ran = {op.module for line in found.lines for op in line}
-        for other in self._wanted(self._steps()):
-            module = f"jit_{name_of(other)}"
-            if module in ran:
+        for other in self._wanted(last):
+            if last[other] - first.get(other, 0) >= _ENOUGH:
                 text = self._engine.executables.program(other).as_text()
+                module = f"jit_{name_of(other)}"
                 self._engine.counters.phase_shares[other] = shares(found, module, scopes_of(text))
 
 

@@ -263,9 +263,14 @@ def test_finishing_twice_or_unknown_requests_is_a_mistake_that_shows():
     r = request()
     submit(s, r)
     s.finish(r, "stop")
-    with pytest.raises(ValueError, match="not in"):
-        scheduler().finish(request(), "abort")
     assert s.pools[0].available == s.pools[0].pages
+    other = request()
+    submit(s, other)
+    assert other.slot == r.slot
+    for wrong in (r, request()):
+        with pytest.raises(ValueError, match="not in"):
+            s.finish(wrong, "abort")
+    assert s.slots[other.slot] is other
     assert (r.finish_reason, r.finished, r.pages) == ("stop", True, [])
 
 

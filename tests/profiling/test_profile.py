@@ -59,7 +59,8 @@ def test_all_files_are_written(profiled):
 def test_times_of_the_scopes_add_up(profiled):
     _, profile = profiled
     total, traced = sum(profile.scopes.values()), profile.traced
-    assert traced.median <= total * MIXED.steps <= 100 * traced.high
+    # Of three steps the mean is two thirds of the median at least, and twice the upper quartile at most.
+    assert 0.6 * traced.median <= total <= 2.2 * traced.high
     found = {scope.phase for scope in profile.scopes}
     assert found >= {*scopes.STEP_PHASES, *scopes.PREFILL_PHASES, DISPATCH.phase, HOST_GAP.phase}
     unknown = sum(t for s, t in profile.scopes.items() if s.phase == scopes.OTHER)

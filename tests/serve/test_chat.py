@@ -51,6 +51,13 @@ def test_streamed_deltas_equal_the_message(client):
     assert choices[-1]["finish_reason"] == "length"
 
 
+def test_unknown_fields_of_messages_and_their_parts_are_warned_of(client):
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i", "cache_control": {}}]
+    messages = [{"role": "user", "content": parts, "mood": "good"}]
+    told = client.post(PATH, json={**GREEDY, "messages": messages}).headers["warning"]
+    assert told == '299 mtp-jax "ignored: messages.0.mood, messages.0.content.1.cache_control"'
+
+
 def test_messages_of_every_kind(client):
     def rendered(*messages) -> str:
         tokens = client.post("/tokenize", json={"messages": messages}).json()["tokens"]

@@ -10,6 +10,7 @@ import pytest
 from mtp_jax import LLM, AsyncLLM, SamplingParams
 from mtp_jax.bench import soak_requests
 from mtp_jax.engine.request import MAX_DRAFTS
+from serve import calls
 from serve.schema import CompletionBody
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -334,20 +335,21 @@ def test_characters_that_end_lines_elsewhere_do_not_end_events(client):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_long_lists_of_scores_are_made_beside_the_event_loop(server, stream, monkeypatch):
-    """Streamed ones come in small pieces."""
+    """Those of an echoed prompt come at once in a stream, too; the rest of it in small pieces."""
     beside, off_loop = [], AsyncLLM.off_loop
+    monkeypatch.setattr(calls, "_MANY", 20)
 
     def counted(self: AsyncLLM, function: Any) -> Any:
         beside.append(function)
         return off_loop(self, function)
 
     monkeypatch.setattr(AsyncLLM, "off_loop", counted)
-    for scores in ({}, {"logprobs": 1}):
-        answer = server.variant().post(
-            "/v1/completions", json={**GREEDY, "prompt": "abc", "max_tokens": 8, "stream": stream, **scores}
-        )
+    for scores, long in (({}, False), ({"logprobs": 1}, not stream), ({"logprobs": 1, "echo": True}, True)):
+        beside.clear()
+        body = {**GREEDY, "prompt": "abcdefgh" * 3, "max_tokens": 12, "stream": stream, **scores}
+        answer = server.variant().post("/v1/completions", json=body)
         assert answer.status_code == 200
-        assert len(beside) == bool(scores and not stream)
+        assert len(beside) == long
 
 
 @pytest.mark.parametrize(

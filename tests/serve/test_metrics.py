@@ -18,7 +18,8 @@ ENDED = Timing(0.5, 2.0, 11.0)
 def output(*tokens: int, ended: str | None = "length", timing: Timing = ENDED) -> RequestOutput:
     """Of completions with so many tokens: half a second to a slot, 2 to the first token, 11 to the end."""
     completions = [
-        CompletionOutput(i, "", [], n, ended, None, [], [], Speculation()) for i, n in enumerate(tokens)
+        CompletionOutput(i, "", [], n, ended, None, [], [], Speculation(), 9.0 if ended else None)
+        for i, n in enumerate(tokens)
     ]
     return RequestOutput("", [1, 2, 3], completions, None, timing, 0)
 
@@ -91,6 +92,14 @@ def test_time_per_token_is_that_of_the_longest_completion(tokens):
     sums = sums_after(output(*tokens))
     assert sums["vllm:request_time_per_output_token_seconds_sum"] == 1
     assert sums["vllm:request_generation_tokens_sum"] == sum(tokens)
+
+
+def test_a_completion_that_waits_for_a_slot_is_not_slower_for_it():
+    """With more completions than slots the last ones begin when others have ended."""
+    sums = sums_after(output(10, 10, timing=Timing(0.5, 2.0, 20.0)))
+    assert sums["vllm:request_time_per_output_token_seconds_sum"] == 1
+    assert sums["vllm:request_decode_time_seconds_sum"] == 9
+    assert sums["vllm:e2e_request_latency_seconds_sum"] == 20
 
 
 def test_one_token_has_no_time_per_token():

@@ -174,7 +174,7 @@ def test_r5_an_end_without_new_tokens_is_no_error(reason):
     """The last delta of a stream that its deadline ends has none."""
 
     def end(tokens: int, reason: str | None = reason) -> RequestOutput:
-        c = CompletionOutput(0, "", [], tokens, reason, None, [], [], Speculation())
+        c = CompletionOutput(0, "", [], tokens, reason, None, [], [], Speculation(), None)
         return RequestOutput("", [1], [c], None, Timing(0.1, 0.2, 0.3), 0)
 
     check([end(5)], 1)
