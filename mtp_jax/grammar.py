@@ -12,6 +12,8 @@ import functools
 import json
 import math
 import threading
+import time
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -21,7 +23,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
+from llguidance.numpy import (
+    fill_next_token_bitmask,
+    fill_next_token_bitmask_par,
+    fill_next_token_bitmask_par_with_draft_tokens,
+)
 
 from mtp_jax.errors import Overloaded, RequestError
 from mtp_jax.tokenizer import Tokenizer
@@ -35,6 +41,7 @@ WORD = 32
 _CACHED_GRAMMARS = 64
 _TAIL = 16  # tokens that hold the end of a prompt: a tag and white space
 _COMPILE_SECONDS = 10.0
+_ALONE_SECONDS = 0.1  # what takes longer to build is not built again while everybody waits
 _TURN_SECONDS = 2.0  # whoever waits longer comes again, and leaves the thread to those with known grammars
 # Expressions that llguidance may derive, at first and for a token: milliseconds of work. Repeats of tens of
 # thousands need as many for each mask.
@@ -170,15 +177,34 @@ def _literal(character: str) -> str:
     return character if plain else f"\\x{{{ord(_text(character)):x}}}"
 
 
-class Matcher:
-    """Where one output stands in its grammar."""
+@dataclass(frozen=True)
+class _Compiled:
+    """A grammar in llguidance's form, a matcher at its beginning, and the seconds that took to build."""
 
-    def __init__(self, matcher: LLMatcher, stops: np.ndarray) -> None:
-        """stops: packed mask of the tokens that may end the output once it is complete."""
-        self.inner, self.stops = matcher, stops
+    grammar: str
+    matcher: LLMatcher
+    seconds: float
+
+
+class Matcher:
+    """Where one output stands in its grammar.
+
+    Attributes:
+        inner: llguidance's.
+        stops: packed mask of the tokens that may end the output once it is complete.
+        compiled: what it began with.
+        taken: tokens of the output so far.
+        alone: whether nothing of it is shared with other outputs any more (see ``Grammars.masks``).
+    """
+
+    def __init__(self, compiled: _Compiled, stops: np.ndarray) -> None:
+        self.inner, self.compiled, self.stops = compiled.matcher.deep_copy(), compiled, stops
+        self.taken: list[int] = []
+        self.alone = False
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Take emitted tokens, up to but not including one that ended the output."""
+        self.taken += tokens
         self.inner.consume_tokens(list(tokens))
 
     def forced(self) -> list[int]:
@@ -209,8 +235,9 @@ class Grammars:
         self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=list(eos_ids))
         self._executor = LLExecutor()
         self._compiling = threading.Lock()
-        # Every request starts from a copy of the compiled grammar.
-        self._compiled = functools.lru_cache(_CACHED_GRAMMARS)(self._compile)
+        # Every request starts from a copy of the compiled grammar; those used last come last.
+        self._cached: OrderedDict[str, _Compiled] = OrderedDict()
+        self._caching = threading.Lock()
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> "Grammars | None":
@@ -232,17 +259,31 @@ class Grammars:
         grammar = wanted.grammar
         if Tokenizer.opens_thought(self._backend.decode(list(prompt[-_TAIL:]), skip_special_tokens=False)):
             grammar = _behind_thought(grammar, self._backend.token_to_id(Tokenizer.CLOSE_THOUGHT) is not None)
-        return Matcher(self._compiled(grammar).deep_copy(), stops)
+        return Matcher(self._compiled(grammar), stops)
 
-    def _compile(self, grammar: str) -> LLMatcher:
+    def _compiled(self, grammar: str) -> _Compiled:
+        with self._caching:
+            if found := self._cached.get(grammar):
+                self._cached.move_to_end(grammar)
+                return found
+        made = self._compile(grammar)
+        with self._caching:
+            self._cached[grammar] = made
+            if len(self._cached) > _CACHED_GRAMMARS:
+                self._cached.popitem(last=False)
+        return made
+
+    def _compile(self, grammar: str) -> _Compiled:
         """In a thread that can be left behind: llguidance cannot be interrupted. One at a time."""
         if not self._compiling.acquire(timeout=_TURN_SECONDS):
             raise Overloaded("another structured output is still being compiled; try again", _COMPILE_SECONDS)
-        built: Future[LLMatcher] = Future()
+        built: Future[_Compiled] = Future()
 
         def build() -> None:
             try:
-                built.set_result(self._build(grammar))
+                began = time.perf_counter()
+                matcher = self._build(grammar)
+                built.set_result(_Compiled(grammar, matcher, time.perf_counter() - began))
             except Exception as e:
                 built.set_exception(e)
             finally:
@@ -250,17 +291,17 @@ class Grammars:
 
         threading.Thread(target=build, name="grammar", daemon=True).start()
         try:
-            matcher = built.result(_COMPILE_SECONDS)
+            compiled = built.result(_COMPILE_SECONDS)
         except TimeoutError:
             raise RequestError(
                 f"the structured output takes longer than {_COMPILE_SECONDS:g} s to compile; simplify it"
             ) from None
-        if matcher.is_error():
-            reason = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
+        if compiled.matcher.is_error():
+            reason = " ".join(compiled.matcher.get_error().replace("<non-verbose/>", "").split())
             if reason.startswith("NoExtension"):
                 reason = "no text the model can write fits it"
             raise RequestError(f"the structured output cannot be compiled: {reason[:300]}; change it")
-        return matcher
+        return compiled
 
     def _build(self, grammar: str) -> LLMatcher:
         limits = LLParserLimits(verbose_errors=False, initial_lexer_fuel=_FUEL, step_lexer_fuel=_STEP_FUEL)
@@ -280,7 +321,8 @@ class Grammars:
         """Allowed tokens at every position of every window, uint32 [rows, width, words].
 
         Position i is what may follow i drafts. Rows that are not named, and positions after a draft that is
-        not allowed, which is never kept, are all ones.
+        not allowed, which is never kept, are all ones. Outputs of one grammar share a lexer, which is of no
+        use to any of them once the text, or a draft, of one exceeds its bounds: the others go on alone.
         """
         masks = np.full((rows * width, self.words), -1, np.int32)
         work = [(w.matcher.inner, w.row * width, _tokens(w.drafts)) for w in windows]
@@ -289,12 +331,38 @@ class Grammars:
             fill_next_token_bitmask_par(self._executor, plain, masks)
         if drafted := [w for w in work if w[2]]:
             fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, masks)
+        for w in windows:
+            if w.matcher.failed and not w.matcher.alone and w.matcher.compiled.seconds < _ALONE_SECONDS:
+                masks[w.row * width : (w.row + 1) * width] = self._alone(w.matcher, _tokens(w.drafts), width)
         bits = masks.view(np.uint32).reshape(rows, width, self.words)
         word, bit = self._eos // WORD, np.uint32(self._eos % WORD)
         for w in windows:
             row = bits[w.row]
             row[(row[:, word] >> bit & 1).astype(bool)] |= w.matcher.stops
         return bits
+
+    def _alone(self, matcher: Matcher, drafts: Sequence[int], width: int) -> np.ndarray:
+        """Masks along the drafts by a lexer of the output's own; where it fails, too, nothing may follow."""
+        with self._caching:
+            if self._cached.get(matcher.compiled.grammar) is matcher.compiled:
+                del self._cached[matcher.compiled.grammar]
+        matcher.alone, matcher.inner = True, self._anew(matcher)
+        masks, ahead = np.full((width, self.words), -1, np.int32), matcher.inner.deep_copy()
+        for i, draft in enumerate([*drafts, None]):
+            fill_next_token_bitmask(ahead, masks, i)
+            if ahead.is_error():
+                masks[i:] = 0
+                matcher.inner = self._anew(matcher) if i else ahead
+                break
+            if draft is None or not ahead.try_consume_tokens([draft]):
+                break
+        return masks
+
+    def _anew(self, matcher: Matcher) -> LLMatcher:
+        inner = self._build(matcher.compiled.grammar)
+        if matcher.taken:
+            inner.consume_tokens(matcher.taken)
+        return inner
 
 
 def _tokens(drafts: Sequence[int]) -> list[int]:

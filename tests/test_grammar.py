@@ -10,6 +10,7 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from mtp_jax.demo import demo_model
 from mtp_jax.errors import Overloaded, RequestError
 from mtp_jax.grammar import MAX_GRAMMAR_LENGTH, Grammars, Matcher, StructuredOutput, Window
 from mtp_jax.tokenizer import Tokenizer
@@ -193,6 +194,80 @@ def test_white_space_in_json_is_limited(grammars, tokenizer):
         }
     )
     assert not {space, line} & one(grammars, grammars.matcher(compact, [EOS]), [bracket])[1]
+
+
+# With a vocabulary of long tokens masks of the second alternative exceed llguidance's bounds soon.
+TWO_WAYS = StructuredOutput(regex="b{1,500}|xxx([a-z]*a[a-z]{200}c|[a-y]*b[a-z]{199}d|[a-x]*c[a-z]{198}e)+")
+EXPLODING = "xxxabcabacbacbacbacabcbcb"
+
+
+@pytest.fixture
+def demo() -> tuple[Grammars, Tokenizer]:
+    tokenizer = Tokenizer.from_dir(demo_model())
+    assert tokenizer is not None
+    return Grammars(tokenizer.backend, tokenizer.vocab_size, [EOS]), tokenizer
+
+
+def test_an_output_that_exceeds_the_bounds_ends_no_other(demo):
+    grammars, tokenizer = demo
+    wrong, right = (grammars.matcher(TWO_WAYS, [EOS]) for _ in range(2))
+    b, *_ = tokenizer.encode("b", add_special_tokens=False)
+    expected = one(grammars, right, [b, b])
+    right.advance([b])
+    for token in tokenizer.encode(EXPLODING, add_special_tokens=False):
+        one(grammars, wrong)
+        if wrong.failed:
+            break
+        wrong.advance([token])
+    assert wrong.failed
+    assert wrong.alone  # it had its chance
+    found = one(grammars, right, [b])
+    assert right.alone
+    assert not right.failed
+    assert found == expected[1:]
+    right.advance([b])
+    assert one(grammars, right)[0] == expected[2]
+    new = grammars.matcher(TWO_WAYS, [EOS])
+    assert one(grammars, new, [b, b]) == expected
+    assert not new.alone
+
+
+def test_drafts_that_exceed_the_bounds_end_no_output(demo):
+    grammars, tokenizer = demo
+    matcher, fine = (grammars.matcher(TWO_WAYS, [EOS]) for _ in range(2))
+    first = one(grammars, fine)[0]
+    masks = one(grammars, matcher, tokenizer.encode(EXPLODING, add_special_tokens=False))
+    assert matcher.alone
+    assert not matcher.failed
+    assert masks[0] == first
+    assert masks[-1] == set()  # without drafts it would have ended there
+    matcher.advance(tokenizer.encode("bbb", add_special_tokens=False))
+    assert EOS in one(grammars, matcher)[0]
+
+
+def test_masks_of_an_output_alone_are_the_same(grammars, tokenizer):
+    wanted = StructuredOutput(json_schema={"properties": {"a": {"enum": [1, 23]}}, "required": ["a"]})
+    matcher, other = (grammars.matcher(wanted, [EOS]) for _ in range(2))
+    start, rest = (tokenizer.encode(text, add_special_tokens=False) for text in ('{"a', '":23}'))
+    for m in (matcher, other):
+        m.advance(start)
+    drafts = [*rest, EOS, 7]
+    expected = one(grammars, matcher, drafts)
+    alone = grammars._alone(other, drafts, len(drafts) + 1)
+    window = grammars.masks([Window(0, other, drafts)], 1, len(drafts) + 1)
+    assert unpack(window[0]) == expected
+    assert unpack(alone.view(np.uint32))[: len(drafts)] == expected[: len(drafts)]
+
+
+def test_known_grammars_are_bounded_and_the_last_used_stay(tokenizer, monkeypatch):
+    grammars, built = Grammars(tokenizer.backend, VOCAB, [EOS]), []
+    monkeypatch.setattr("mtp_jax.grammar._CACHED_GRAMMARS", 2)
+    build = grammars._build
+    monkeypatch.setattr(grammars, "_build", lambda grammar: (built.append(grammar), build(grammar))[1])
+    for choice in ("a", "b", "a", "c", "a", "b"):
+        grammars.matcher(StructuredOutput(choice=[choice]), [EOS])
+    assert len(built) == 4  # "b" made room for "c"
+    assert len(grammars._cached) == 2
 
 
 def test_a_failure_on_the_way_shows(grammars):

@@ -151,6 +151,35 @@ def test_depths_of_requests_and_engine_change_nothing(grammars, plain):
     assert len(engine.stats().depth_steps) > 2
 
 
+@pytest.mark.parametrize("at", [9, 10])  # before drafts, and between drafts and verification
+def test_outputs_whose_grammar_was_spoilt_by_another_go_on_alone(grammars, plain, monkeypatch, at):
+    masks, calls, steps_before = grammars.masks, [], {}
+
+    def spoiling(windows, rows, width):
+        calls.append(width)
+        if len(calls) == at:
+            for w in windows:
+                w.matcher.inner.consume_token(0)
+                assert w.matcher.failed
+            steps_before.update({r.id: len(accepted(r)) for r in requests})
+        return masks(windows, rows, width)
+
+    engine = engine_with(grammars)
+    requests = [engine.make_request(*job) for job in jobs()]
+    prepare(engine, requests)
+    monkeypatch.setattr(grammars, "masks", spoiling)
+    for r in requests:
+        engine.submit(r)
+    finish(engine)
+    assert [r.output for r in requests] == [r.output for r in plain]
+    alone = [r for r in requests if r.matcher and r.matcher.alone]
+    assert len(alone) > 1
+    after = [n for r in alone for n in accepted(r)[steps_before[r.id] + 1 :]]
+    assert after == [0] * len(after)
+    assert len(after) > len(alone)
+    assert sum(sum(accepted(r)) for r in requests if r not in alone) > 0
+
+
 def test_sampled_output_is_valid(grammars, tokenizer):
     options = replace(GREEDY, temperature=1.5, top_p=0.98, frequency_penalty=0.1)
     requests = serve(engine_with(grammars), jobs(options) * 2)
