@@ -64,7 +64,7 @@ def test_the_connection_goes_on_and_other_routes_answer(full, server: Running):
 
 def test_a_refused_connection_may_wait_with_its_next_request(fresh: LLM, monkeypatch: pytest.MonkeyPatch):
     """As long as one that got an answer: the time for headers begins with them."""
-    running = start(fresh, body_seconds=0.5)
+    running = start(fresh, body_seconds=1.5)
     try:
         admission = Admission(1, 10**6)
         admission.take(1, 1)
@@ -75,7 +75,7 @@ def test_a_refused_connection_may_wait_with_its_next_request(fresh: LLM, monkeyp
             for _ in range(2):
                 connection.sendall(request)
                 assert connection.recv(4096).startswith(b"HTTP/1.1 503 ")
-                time.sleep(1)
+                time.sleep(2)
             connection.sendall(b"POST /generate HTTP/1.1\r\nHost")
             assert connection.recv(4096) == b""
     finally:
