@@ -4,6 +4,7 @@ import functools
 import json
 import shutil
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -224,6 +225,17 @@ def cut(text: str, sizes: list[int]) -> list[str]:
     return pieces
 
 
+def fed(finder: StopStrings, pieces: Iterable[tuple[str, bool]]) -> tuple[str, bool]:
+    """What is shown of the pieces, of which some may stop the text, and whether one did."""
+    shown = ""
+    for piece, may_stop in pieces:
+        visible, stopped = finder.push(piece, may_stop)
+        shown += visible
+        if stopped:
+            return shown, True
+    return shown, False
+
+
 @given(
     st.text("abc", max_size=24),
     st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
@@ -236,12 +248,7 @@ def test_stop_strings_against_a_plain_search(
 ) -> None:
     ends = [(end, -len(s), s) for end in range(len(text) + 1) for s in stops if text[:end].endswith(s)]
     finder = StopStrings(stops, include)
-    shown, stopped = "", False
-    for piece in cut(text, sizes):
-        visible, stopped = finder.push(piece)
-        shown += visible
-        if stopped:
-            break
+    shown, stopped = fed(finder, ((piece, True) for piece in cut(text, sizes)))
     assert stopped == bool(ends)
     if ends:
         end, length, stop = min(ends)
@@ -259,12 +266,8 @@ def test_stop_strings_against_a_plain_search(
 def test_stop_strings_that_end_too_early_do_not_count(text: str, stops: list[str], first: int) -> None:
     late = range(first + 1, len(text) + 1)
     ends = [(end, -len(s), s) for end in late for s in stops if text[:end].endswith(s)]
-    finder, shown, stopped = StopStrings(stops), "", False
-    for at, character in enumerate(text):
-        visible, stopped = finder.push(character, at >= first)
-        shown += visible
-        if stopped:
-            break
+    finder = StopStrings(stops)
+    shown, stopped = fed(finder, ((character, at >= first) for at, character in enumerate(text)))
     assert stopped == bool(ends)
     if ends:
         end, length, stop = min(ends)
