@@ -53,7 +53,7 @@ gpu-compile: $(GPU_COMPILE)/.installed
 BENCH = $(BIN)/mtp-jax bench
 
 bench: $(VENV)/.dev
-	@for p in dense moe; do $(BIN)/python -m mtp_jax.synthetic --preset $$p --out build/bench/$$p || exit 1; done
+	@for p in dense moe; do $(BIN)/python -m mtp_jax.bench.synthetic --preset $$p --out build/bench/$$p || exit 1; done
 	@$(BENCH) depth && $(BENCH) depth --temperature 1 --json build/bench/depth-demo-sampled.json
 	@$(BENCH) acceptance && $(BENCH) host && $(BENCH) startup
 	@for p in dense moe; do $(BENCH) window --model build/bench/$$p && \

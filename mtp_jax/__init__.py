@@ -7,7 +7,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mtp_jax.async_llm import AsyncLLM, LazyPrompt
+    from mtp_jax.api.async_llm import AsyncLLM, LazyPrompt
+    from mtp_jax.api.llm import LLM
+    from mtp_jax.api.outputs import CompletionOutput, Draft, RequestOutput
+    from mtp_jax.api.progress import Reporter
+    from mtp_jax.api.stream import Stream
     from mtp_jax.engine.request import Logprob, OutputKind, SamplingParams, Speculation
     from mtp_jax.engine.stats import EngineStats
     from mtp_jax.errors import (
@@ -19,13 +23,9 @@ if TYPE_CHECKING:
         PromptTooLong,
         RequestError,
     )
-    from mtp_jax.grammar import StructuredOutput
-    from mtp_jax.llm import LLM
     from mtp_jax.model.sharding import make_mesh
-    from mtp_jax.outputs import CompletionOutput, Draft, RequestOutput
-    from mtp_jax.progress import Reporter
-    from mtp_jax.stream import Stream
-    from mtp_jax.tokenizer import StreamDecoder, Tokenizer
+    from mtp_jax.text.grammar import StructuredOutput
+    from mtp_jax.text.tokenizer import StreamDecoder, Tokenizer
 
 __all__ = [
     "LLM",
@@ -55,22 +55,22 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LLM": "llm",
-    "AsyncLLM": "async_llm",
-    "CompletionOutput": "outputs",
-    "Draft": "outputs",
+    "LLM": "api.llm",
+    "AsyncLLM": "api.async_llm",
+    "CompletionOutput": "api.outputs",
+    "Draft": "api.outputs",
     "EngineStats": "engine.stats",
-    "LazyPrompt": "async_llm",
+    "LazyPrompt": "api.async_llm",
     "Logprob": "engine.request",
     "OutputKind": "engine.request",
-    "Reporter": "progress",
-    "RequestOutput": "outputs",
+    "Reporter": "api.progress",
+    "RequestOutput": "api.outputs",
     "SamplingParams": "engine.request",
     "Speculation": "engine.request",
-    "Stream": "stream",
-    "StreamDecoder": "tokenizer",
-    "StructuredOutput": "grammar",
-    "Tokenizer": "tokenizer",
+    "Stream": "api.stream",
+    "StreamDecoder": "text.tokenizer",
+    "StructuredOutput": "text.grammar",
+    "Tokenizer": "text.tokenizer",
     "make_mesh": "model.sharding",
 }
 

@@ -9,7 +9,7 @@ def entry() -> NoReturn:
     quiet = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # which prints a traceback
     if quiet:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from mtp_jax import cli
+    from mtp_jax.commands import cli
 
     if quiet:
         signal.signal(signal.SIGINT, signal.default_int_handler)

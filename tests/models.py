@@ -19,15 +19,15 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from mtp_jax.config import ModelConfig
 from mtp_jax.decode.compiled import Executables
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request, SamplingParams
-from mtp_jax.grammar import Grammars
 from mtp_jax.model import nextn, trunk
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Layer, Mlp, Moe, Params, Spec, param_specs
 from mtp_jax.model.sharding import param_sharding
+from mtp_jax.text.grammar import Grammars
 
 # Heads, vocabulary, experts and widths divide by eight, so that every mesh of eight devices fits.
 TINY = ModelConfig(

@@ -7,12 +7,12 @@ beside every acceptance length, and sampled text shows what is left without them
 from collections.abc import Sequence
 from typing import Any
 
+from mtp_jax.api.llm import LLM
+from mtp_jax.api.outputs import RequestOutput
 from mtp_jax.bench.report import Report
 from mtp_jax.bench.subject import Subject, directory_of, prompts_for
 from mtp_jax.engine.request import SamplingParams, Speculation
 from mtp_jax.errors import ConfigError
-from mtp_jax.llm import LLM
-from mtp_jax.outputs import RequestOutput
 
 _GRAM = 8
 

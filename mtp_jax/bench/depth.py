@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from mtp_jax.bench.acceptance import repeated
 from mtp_jax.bench.report import Report, Spread
 from mtp_jax.bench.subject import Prompts, Subject, prompts_for
+from mtp_jax.bench.synthetic import complete
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request, Speculation
 from mtp_jax.errors import ConfigError
-from mtp_jax.synthetic import complete
 
 
 @dataclass(frozen=True)

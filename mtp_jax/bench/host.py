@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from mtp_jax.bench.report import Report, Spread
 from mtp_jax.bench.subject import Subject, prompts_for
-from mtp_jax.decode.compiled import StepKey
+from mtp_jax.decode.keys import StepKey
+from mtp_jax.engine.buckets import step_key
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.plan import step_key
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import ConfigError
 

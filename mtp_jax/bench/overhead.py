@@ -16,16 +16,16 @@ from typing import Any
 
 import uvloop
 
-from mtp_jax.async_llm import AsyncLLM
+from mtp_jax.api.async_llm import AsyncLLM
+from mtp_jax.api.completions import Prompt
+from mtp_jax.api.llm import LLM
 from mtp_jax.bench import raw_client
 from mtp_jax.bench.raw_client import Answer
 from mtp_jax.bench.report import Report, Spread
 from mtp_jax.bench.serve import texts
+from mtp_jax.bench.synthetic import random_prompts
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import ConfigError, MtpJaxError
-from mtp_jax.jobs import Prompt
-from mtp_jax.llm import LLM
-from mtp_jax.synthetic import random_prompts
 
 Served = Callable[[LLM], AbstractAsyncContextManager[tuple[AsyncLLM, str]]]
 """Serves a model while its block runs, on this event loop; gives the engine and the base URL."""

@@ -11,12 +11,11 @@ from typing import Any
 import httpx2
 import numpy as np
 
-from mtp_jax.bench import client
+from mtp_jax.bench import client, corpus
 from mtp_jax.bench.client import Answer, Speculated, Target
 from mtp_jax.bench.latency import HEADERS, Summary, acceptance_per_position
 from mtp_jax.bench.report import Report, Spread
 from mtp_jax.errors import ConfigError, MtpJaxError
-from mtp_jax.train import corpus
 
 # What a request says to be served without drafts; servers other than this project's may refuse it.
 _OFF = {"speculative": {"enabled": False}}

@@ -15,9 +15,10 @@ from jaxtyping import Array, Float, Int
 
 from mtp_jax.bench.report import Report
 from mtp_jax.decode.draft import Drafts
+from mtp_jax.decode.keys import SamplingMode
 from mtp_jax.decode.sampling import argmax, row_keys
 from mtp_jax.decode.state import Slots
-from mtp_jax.decode.step import SamplingMode, accept_drafts
+from mtp_jax.decode.step import accept_drafts
 from mtp_jax.decode.verify import Verdict
 from mtp_jax.engine.engine import Engine
 from mtp_jax.errors import ConfigError

@@ -7,14 +7,14 @@ import jax
 from tokenizers import Tokenizer
 
 from mtp_jax import checkpoint
-from mtp_jax.config import ModelConfig
-from mtp_jax.demo import demo_model
+from mtp_jax.bench import corpus
+from mtp_jax.bench.synthetic import random_prompts
+from mtp_jax.checkpoint.demo import demo_model
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.errors import ConfigError
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params
-from mtp_jax.synthetic import random_prompts
-from mtp_jax.train import corpus
 
 DEMO = "demo"
 

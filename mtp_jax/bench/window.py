@@ -17,18 +17,18 @@ from mtp_jax.bench import cost
 from mtp_jax.bench.depth import Decode, decode_alternating, speedup
 from mtp_jax.bench.report import Report, Spread
 from mtp_jax.bench.subject import Subject, prompts_for
-from mtp_jax.config import ModelConfig
+from mtp_jax.bench.synthetic import complete
 from mtp_jax.decode.sampling import argmax
 from mtp_jax.decode.state import StateShape, abstract_state, empty_state
 from mtp_jax.engine.request import MAX_DRAFTS
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import trunk
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import compiler_options
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.ops import PagedView
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Backend
-from mtp_jax.synthetic import complete
 
 # One slot of 256 rows, prompts of 16 tokens: short enough that weights, not the cache, are what is read.
 _PAGE_SIZE, _ROWS, _PROMPT = 64, 256, 16

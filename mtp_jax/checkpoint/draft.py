@@ -12,8 +12,8 @@ from pathlib import Path
 
 from mtp_jax.checkpoint.folder import Folder, open_folder, shortlist
 from mtp_jax.checkpoint.safetensors_file import Tensor
-from mtp_jax.config import ModelConfig
 from mtp_jax.errors import CheckpointError
+from mtp_jax.model.config import ModelConfig
 
 IN_PLACE, LMSYS, XLLM = "in place", "lmsys NextN", "xLLM export"
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from mtp_jax.checkpoint.safetensors_file import Tensor, open_file, strict_json
-from mtp_jax.config import ModelConfig
-from mtp_jax.config_json import read_json
 from mtp_jax.errors import CheckpointError
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.hf_config import read_json
 
 INDEX = "model.safetensors.index.json"
 _NAMES_IN_ERRORS = 12

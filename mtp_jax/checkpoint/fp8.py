@@ -6,7 +6,7 @@ Blocks at the edge are partial: a [576, 7168] weight has a [5, 56] scale. The te
 
 import numpy as np
 
-from mtp_jax.config_json import FP8_BLOCK
+from mtp_jax.model.hf_config import FP8_BLOCK
 
 SCALE_SUFFIX = "_scale_inv"
 

@@ -16,9 +16,9 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from mtp_jax.checkpoint.folder import read_config, text_files
 from mtp_jax.checkpoint.read import Loaded, Progress, load_folder
 from mtp_jax.checkpoint.write import check_no_fp8, new_folder, write_json
-from mtp_jax.config import ModelConfig
-from mtp_jax.config_json import read_json
 from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.hf_config import read_json
 from mtp_jax.model.params import Params, Spec, dtype_of, nextn_specs, trunk_specs, type_of
 from mtp_jax.model.sharding import check_divisible, param_sharding
 

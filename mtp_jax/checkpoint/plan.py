@@ -13,8 +13,8 @@ from mtp_jax.checkpoint.draft import Draft, in_place, layer_of, nextn_layers, op
 from mtp_jax.checkpoint.folder import open_folder, read_config, shortlist
 from mtp_jax.checkpoint.fp8 import SCALE_SUFFIX, may_be_fp8, scale_shape
 from mtp_jax.checkpoint.safetensors_file import Tensor
-from mtp_jax.config import ModelConfig
 from mtp_jax.errors import CheckpointError
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import NextN, Params, Spec, nextn_specs, param_specs
 
 _IGNORABLE = re.compile(r".*rotary_emb\.inv_freq")

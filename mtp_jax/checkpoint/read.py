@@ -14,9 +14,9 @@ from jax.sharding import Mesh
 from mtp_jax.checkpoint.fp8 import SCALE_SUFFIX, dequantise
 from mtp_jax.checkpoint.plan import HEAD, Plan, can_stay_fp8, make_plan, spec_names
 from mtp_jax.checkpoint.safetensors_file import Tensor
-from mtp_jax.config import ModelConfig
-from mtp_jax.config_json import FP8_BLOCK
 from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.hf_config import FP8_BLOCK
 from mtp_jax.model.params import Fp8, Params, Spec, dtype_of, scale_spec, type_of
 from mtp_jax.model.sharding import check_divisible, param_sharding, ways
 

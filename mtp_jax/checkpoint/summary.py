@@ -12,7 +12,7 @@ from mtp_jax.checkpoint.fp8 import SCALE_SUFFIX
 from mtp_jax.checkpoint.orbax_store import check_no_draft, is_orbax, read_about
 from mtp_jax.checkpoint.plan import can_stay_fp8, make_plan
 from mtp_jax.checkpoint.safetensors_file import Tensor
-from mtp_jax.config import ModelConfig
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Moe, Params, Spec, dtype_of, param_specs, scale_spec, type_of
 
 

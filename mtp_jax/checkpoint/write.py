@@ -17,8 +17,8 @@ from mtp_jax.checkpoint.folder import INDEX, read_config
 from mtp_jax.checkpoint.plan import make_plan, spec_names
 from mtp_jax.checkpoint.read import is_copy
 from mtp_jax.checkpoint.safetensors_file import DTYPES
-from mtp_jax.config import ModelConfig
 from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Fp8, Params, Spec, nextn_specs, trunk_specs, type_of
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\..+")

@@ -13,9 +13,9 @@ from mtp_jax.commands.parser import Subparsers, positive
 from mtp_jax.errors import EngineStopped, RequestError
 
 if TYPE_CHECKING:
-    from mtp_jax.async_llm import AsyncLLM
-    from mtp_jax.batch import Answer, Counts
-    from mtp_jax.progress import Reporter
+    from mtp_jax.api.async_llm import AsyncLLM
+    from mtp_jax.api.progress import Reporter
+    from mtp_jax.commands.batch_file import Answer, Counts
     from serve.settings import Settings
 
 _SLOTS = 8
@@ -51,7 +51,7 @@ def register(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer the file. Returns the exit status: 1 if some line failed, now or before."""
-    from mtp_jax import batch
+    from mtp_jax.commands import batch_file
     from serve.settings import Settings
 
     for path in (args.source, args.target):
@@ -62,14 +62,14 @@ def run(args: argparse.Namespace) -> int:
     if args.target.exists() and args.target.samefile(args.source):
         raise RequestError(f"{args.target} is the input; name another file for the answers")
     # What is wrong with the files is said before the model is loaded, and so is that nothing is left to do.
-    lines, before = batch.already(args.source, args.target)
+    lines, before = batch_file.already(args.source, args.target)
     name = model_dir(args).resolve().name if args.served_model_name is None else args.served_model_name
-    settings = Settings(name, strict=args.strict, max_body_bytes=batch.MAX_BODY_BYTES)
+    settings = Settings(name, strict=args.strict, max_body_bytes=batch_file.MAX_BODY_BYTES)
     if before.done == lines:
         return _end(args, _done(before), before)
     report = reporter(args)
     llm = open_llm(args, report, _SLOTS)
-    from mtp_jax.async_llm import AsyncLLM
+    from mtp_jax.api.async_llm import AsyncLLM
 
     # What is in memory is bounded by --in-flight, so the queue need not be.
     allm = AsyncLLM(llm, max_queued_requests=2**31, max_queued_tokens=2**40)
@@ -95,7 +95,7 @@ async def _answer(
     report: "Reporter",
 ) -> "tuple[Counts, float]":
     """Returns (counts, seconds)."""
-    from mtp_jax import batch
+    from mtp_jax.commands import batch_file
     from serve.app import make_app
 
     app = make_app(allm, settings)
@@ -113,7 +113,7 @@ async def _answer(
     try:
         began = time.perf_counter()
         with report.phase("answer", "requests") as update:
-            counts = await batch.run(
+            counts = await batch_file.run(
                 args.source, args.target, send, in_flight, lambda counts: update(counts.done, lines)
             )
         return counts, time.perf_counter() - began
@@ -123,7 +123,7 @@ async def _answer(
 
 async def call(app: Any, url: str, body: bytes) -> "Answer":
     """One request to an ASGI application in this process: what a client over HTTP would get."""
-    from mtp_jax.batch import Answer
+    from mtp_jax.commands.batch_file import Answer
 
     scope = {
         "type": "http",

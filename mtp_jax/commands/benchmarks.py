@@ -136,9 +136,9 @@ def _declare_overhead(command: Command) -> None:
 def _overhead(a: Arguments) -> "Reports":
     from functools import partial
 
+    from mtp_jax.api.llm import LLM
     from mtp_jax.bench import overhead
     from mtp_jax.bench.subject import DEMO
-    from mtp_jax.llm import LLM
     from serve.run import served
 
     model = None if a.model == DEMO else a.model

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mtp_jax.api.interrupt import interruptible
 from mtp_jax.commands import show
 from mtp_jax.commands.options import (
     add_engine,
@@ -20,11 +21,10 @@ from mtp_jax.commands.options import (
 from mtp_jax.commands.parser import Subparsers
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import RequestError
-from mtp_jax.interrupt import interruptible
-from mtp_jax.tokenizer import Tokenizer
+from mtp_jax.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from mtp_jax.llm import LLM
+    from mtp_jax.api.llm import LLM
 
 _HELP = "/reset begins anew, /system TEXT does so with a system message, /exit ends; Ctrl-C stops an answer"
 _DEMO = "The demo model completes Python code; it has not learnt to converse. Try: def read_config(path):"

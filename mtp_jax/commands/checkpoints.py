@@ -3,10 +3,10 @@
 import argparse
 from pathlib import Path
 
+from mtp_jax.api.progress import Terminal
 from mtp_jax.commands import show
 from mtp_jax.commands.options import model_dir
 from mtp_jax.commands.parser import Subparsers, mesh_shape
-from mtp_jax.progress import Terminal
 
 
 def register(subparsers: Subparsers) -> None:

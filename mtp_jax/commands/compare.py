@@ -6,15 +6,15 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from mtp_jax.api.progress import Reporter
 from mtp_jax.commands import show
 from mtp_jax.commands.options import depth, ready
 from mtp_jax.engine.request import SamplingParams
-from mtp_jax.progress import Reporter
 
 if TYPE_CHECKING:
-    from mtp_jax.jobs import Prompt
-    from mtp_jax.llm import LLM
-    from mtp_jax.outputs import RequestOutput
+    from mtp_jax.api.completions import Prompt
+    from mtp_jax.api.llm import LLM
+    from mtp_jax.api.outputs import RequestOutput
 
 _RUNS = 3
 

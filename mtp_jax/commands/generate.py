@@ -22,9 +22,9 @@ from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import RequestError
 
 if TYPE_CHECKING:
-    from mtp_jax.jobs import Prompt
-    from mtp_jax.llm import LLM
-    from mtp_jax.outputs import RequestOutput
+    from mtp_jax.api.completions import Prompt
+    from mtp_jax.api.llm import LLM
+    from mtp_jax.api.outputs import RequestOutput
 
 _DESCRIPTION = """\
 Complete a prompt, given by -p, -f or standard input. Text goes to standard output as it is generated, numbers

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mtp_jax.commands import show
 from mtp_jax.commands.options import model_dir
 from mtp_jax.commands.parser import Subparsers
-from mtp_jax.tokenizer import Tokenizer
+from mtp_jax.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from mtp_jax.checkpoint import Summary

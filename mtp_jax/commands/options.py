@@ -8,15 +8,15 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mtp_jax.api.progress import Reporter, Silent, Terminal
+from mtp_jax.checkpoint.demo import demo_model
 from mtp_jax.commands.parser import Parser, biases, integers, mesh_shape
-from mtp_jax.demo import demo_model
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import ConfigError, RequestError
-from mtp_jax.grammar import StructuredOutput
-from mtp_jax.progress import Reporter, Silent, Terminal
+from mtp_jax.text.grammar import StructuredOutput
 
 if TYPE_CHECKING:
-    from mtp_jax.llm import LLM
+    from mtp_jax.api.llm import LLM
 
 SAMPLING = (
     "n",
@@ -208,7 +208,7 @@ def open_llm(args: argparse.Namespace, report: Reporter, completions: int) -> "L
     if args.no_compile_cache:
         forget_compile_cache()
     with report.phase("import jax"):
-        from mtp_jax.llm import LLM
+        from mtp_jax.api.llm import LLM
         from mtp_jax.model.sharding import make_mesh
 
     given: dict[str, Any] = {name: v for name in ENGINE if (v := getattr(args, name)) is not None}

@@ -6,13 +6,13 @@ import os
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+from mtp_jax.api.progress import Terminal
 from mtp_jax.commands import show
 from mtp_jax.commands.options import add_engine, depth, model_dir, open_llm, reporter
 from mtp_jax.commands.parser import Parser, Subparsers, positive
-from mtp_jax.progress import Terminal
 
 if TYPE_CHECKING:
-    from mtp_jax.async_llm import AsyncLLM
+    from mtp_jax.api.async_llm import AsyncLLM
     from serve.settings import Settings
 
 _KEY_VARIABLE = "MTP_JAX_API_KEY"
@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
         from serve.run import listen, serve
     with listen(settings) as listener:
         llm = open_llm(args, report, _SLOTS)
-        from mtp_jax.async_llm import AsyncLLM
+        from mtp_jax.api.async_llm import AsyncLLM
 
         allm = AsyncLLM(llm, args.max_queued_requests, args.max_queued_tokens)
         address = f"http://{_bracketed(settings.host)}:{listener.getsockname()[1]}"

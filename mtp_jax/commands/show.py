@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from mtp_jax.engine.request import SamplingParams, Speculation, TokenLogprobs
 
 if TYPE_CHECKING:
-    from mtp_jax.jobs import Prompt
-    from mtp_jax.llm import LLM
-    from mtp_jax.outputs import CompletionOutput, RequestOutput
+    from mtp_jax.api.completions import Prompt
+    from mtp_jax.api.llm import LLM
+    from mtp_jax.api.outputs import CompletionOutput, RequestOutput
 
 # A model's output must not drive a terminal: only line ends and tabs pass.
 _CONTROL = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "�")

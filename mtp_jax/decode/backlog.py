@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mtp_jax.config import ModelConfig
 from mtp_jax.decode.draft import extend
 from mtp_jax.decode.state import Backlog, State
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Backend
 

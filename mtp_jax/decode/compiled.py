@@ -7,7 +7,7 @@ cheapest executable that can do a piece of work, so that not every bucket needs 
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,86 +18,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from mtp_jax.config import ModelConfig
 from mtp_jax.decode.backlog import catch_up
 from mtp_jax.decode.draft import Drafts, draft
+from mtp_jax.decode.keys import DraftKey, Key, PrefillKey, StepKey, name_of
 from mtp_jax.decode.prefill import Chunk, PrefillResult, prefill
 from mtp_jax.decode.state import Slots, State, admit, move, update
-from mtp_jax.decode.step import Accept, SamplingMode, StepResult, draft_phase, step, verify_phase
+from mtp_jax.decode.step import Accept, StepResult, draft_phase, step, verify_phase
 from mtp_jax.errors import ConfigError
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import compiler_options
 from mtp_jax.model.mla import prefill_form
 from mtp_jax.model.params import Params
 from mtp_jax.model.sharding import data_size
 from mtp_jax.model.trunk import Backend
-
-
-@dataclass(frozen=True)
-class StepKey:
-    """One draft-and-verify executable: slots, depth, page-table columns, static sampling choices."""
-
-    slots: int
-    depth: int
-    pages: int
-    mode: SamplingMode
-
-    def covers(self, need: "StepKey") -> bool:
-        """Whether this executable can do what ``need`` asks; a sampling step also serves greedy rows."""
-        own, wanted = self.mode, need.mode
-        greedy = wanted.drafting is None
-        return (
-            self.slots >= need.slots
-            and self.depth >= need.depth
-            and self.pages >= need.pages
-            and (greedy or (own.drafting, own.verifier) == (wanted.drafting, wanted.verifier))
-            and own.structured == wanted.structured
-            and _width(own.logprobs) >= _width(wanted.logprobs)
-        )
-
-    @property
-    def cost(self) -> tuple[int, ...]:
-        """Orders executables that can do the same work."""
-        rows = self.slots * (self.depth + 1)
-        return (rows, self.pages, self.mode.drafting is not None, _width(self.mode.logprobs))
-
-
-@dataclass(frozen=True)
-class PrefillKey:
-    """One prefill executable: chunk length, page-table columns, log-probability widths, prompts per shard."""
-
-    tokens: int
-    pages: int
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    prompts: int = 1
-
-    def covers(self, need: "PrefillKey") -> bool:
-        """Whether this executable can do what ``need`` asks."""
-        return (
-            self.prompts == need.prompts
-            and self.tokens >= need.tokens
-            and self.pages >= need.pages
-            and _width(self.logprobs) >= _width(need.logprobs)
-            and _width(self.prompt_logprobs) >= _width(need.prompt_logprobs)
-        )
-
-    @property
-    def cost(self) -> tuple[int, ...]:
-        """Orders executables that can do the same work."""
-        return (self.prompts * self.tokens, self.pages, _width(self.logprobs), _width(self.prompt_logprobs))
-
-
-def _width(logprobs: int | None) -> int:
-    """Orders how many log-probabilities a program gives; None, not even the chosen token's, is the least."""
-    return -1 if logprobs is None else logprobs
-
-
-@dataclass(frozen=True)
-class DraftKey:
-    """An executable that only drafts, for ``LLM.draft``: depth and page-table columns."""
-
-    depth: int
-    pages: int
 
 
 @dataclass(frozen=True)
@@ -108,7 +41,6 @@ class _Phases:
     verify: Callable[..., tuple[State, StepResult]]
 
 
-Key = StepKey | PrefillKey | DraftKey
 Covering = TypeVar("Covering", StepKey, PrefillKey)
 
 
@@ -319,21 +251,6 @@ class Executables:
             self._catch_up = lowered.compile(compiler_options())
 
 
-def name_of(key: Key) -> str:
-    """The program's name in HLO and in traces, another for every key of an engine: step_b8_k3_p16_sampled."""
-    if isinstance(key, DraftKey):
-        return f"draft_k{key.depth}_p{key.pages}"
-    if isinstance(key, PrefillKey):
-        scores = "" if key.prompt_logprobs is None else f"_prompt{key.prompt_logprobs}"
-        return f"prefill_b{key.prompts}_t{key.tokens}_p{key.pages}{_scored(key.logprobs)}{scores}"
-    kind = ("_sampled" if key.mode.drafting else "") + ("_structured" if key.mode.structured else "")
-    return f"step_b{key.slots}_k{key.depth}_p{key.pages}{kind}{_scored(key.mode.logprobs)}"
-
-
-def _scored(logprobs: int | None) -> str:
-    return "" if logprobs is None else f"_logprobs{logprobs}"
-
-
 def _named(f: Callable[..., Any], name: str) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         return f(*args)
@@ -351,16 +268,6 @@ def abstract_chunk(prompts: int, tokens: int, vocab: int) -> Chunk:
         return Chunk(number, number, number, jnp.zeros(prompts, bool), ids, ids, number, allowed)
 
     return jax.eval_shape(zeros)
-
-
-def buckets(largest: int, smallest: int, factor: int) -> Sequence[int]:
-    """``smallest, smallest * factor, ...``, ending at ``largest``."""
-    sizes = []
-    size = smallest
-    while size < largest:
-        sizes.append(size)
-        size *= factor
-    return (*sizes, largest)
 
 
 def use_compile_cache(directory: str | Path) -> None:

@@ -1,13 +1,12 @@
 """The NextN layers at inference: extending their cache over known tokens, and drafting ahead of them."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from mtp_jax.config import ModelConfig
+from mtp_jax.decode.keys import Drafting
 from mtp_jax.decode.sampling import (
     Purpose,
     adjust,
@@ -20,11 +19,10 @@ from mtp_jax.decode.sampling import (
 )
 from mtp_jax.decode.state import Slots, State
 from mtp_jax.model import nextn
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.ops import PagedView, Pages, write
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Backend
-
-Drafting = Literal["greedy", "sampled"]
 
 
 @jax.tree_util.register_dataclass

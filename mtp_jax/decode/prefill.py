@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from mtp_jax.config import ModelConfig
 from mtp_jax.decode.draft import extend
+from mtp_jax.decode.keys import Finish
 from mtp_jax.decode.sampling import Purpose, TopLogprobs, adjust, distribution, row_keys, sample, top_logprobs
 from mtp_jax.decode.state import Slots, State
-from mtp_jax.decode.step import Finish, StepResult, count_tokens
+from mtp_jax.decode.step import StepResult, count_tokens
 from mtp_jax.model import trunk
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.ops import PagedView
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Backend

@@ -25,9 +25,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
-from mtp_jax.config import ModelConfig
 from mtp_jax.decode.sampling import SamplingState, neutral_state
 from mtp_jax.errors import ConfigError
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.ops import packed
 from mtp_jax.model.params import type_of
 from mtp_jax.model.sharding import data_size, partition

@@ -15,18 +15,16 @@ of them in one.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import IntEnum
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from mtp_jax.config import ModelConfig
 from mtp_jax.decode import verify
 from mtp_jax.decode.backlog import put_off
-from mtp_jax.decode.draft import Drafting, Drafts, draft, extend
+from mtp_jax.decode.draft import Drafts, draft, extend
 from mtp_jax.decode.greedy import best_tokens, parts_on
+from mtp_jax.decode.keys import Finish, SamplingMode
 from mtp_jax.decode.sampling import (
     Purpose,
     SamplingState,
@@ -41,38 +39,10 @@ from mtp_jax.decode.sampling import (
 )
 from mtp_jax.decode.state import Slots, State, first_slots, put_first_slots
 from mtp_jax.model import trunk
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.ops import PagedView
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Backend
-
-Verifier = Literal["rejection", "block", "coupled"]
-
-
-@dataclass(frozen=True)
-class SamplingMode:
-    """Static choices of a step. ``drafting`` None: every row is greedy and unadjusted, so argmax decides.
-
-    ``structured``: the step is two programs and takes what grammars allow.
-    """
-
-    drafting: Drafting | None = None
-    verifier: Verifier = "rejection"
-    logprobs: int | None = None
-    structured: bool = False
-
-
-class Finish(IntEnum):
-    """Why a slot switched itself off, in the last column of ``StepResult.packed``."""
-
-    RUNNING = 0
-    STOP = 1
-    LENGTH = 2
-    NAN = 3
-
-
-# Columns of StepResult.packed after the W tokens.
-COUNT, ACCEPTED, DRAFTED, FINISH = range(4)
-EXTRA_COLUMNS = 4
 
 
 @jax.tree_util.register_dataclass

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from mtp_jax.decode.draft import Drafting
-from mtp_jax.decode.step import Verifier
+from mtp_jax.decode.keys import Drafting, Verifier
 from mtp_jax.engine.request import MAX_DRAFTS
 from mtp_jax.errors import ConfigError
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from math import log2
 from statistics import median
 
-from mtp_jax.decode.compiled import StepKey
+from mtp_jax.decode.keys import StepKey
 
 _ENOUGH = 2  # measurements before a cost is believed
 REHEARSED = 8  # runs of a step without drafts before the one that is measured

@@ -18,16 +18,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from mtp_jax.config import ModelConfig
-from mtp_jax.decode.compiled import Executables, Key, PrefillKey, StepKey
+from mtp_jax.decode.compiled import Executables
+from mtp_jax.decode.keys import ACCEPTED, COUNT, DRAFTED, FINISH, Finish, Key, PrefillKey, StepKey
 from mtp_jax.decode.prefill import Chunk, PrefillResult
 from mtp_jax.decode.state import BACKLOG, State, StateShape, abstract_state, empty_state
-from mtp_jax.decode.step import ACCEPTED, COUNT, DRAFTED, FINISH, Finish, StepResult
-from mtp_jax.engine.arrays import next_chunk, page_row, slot_row
-from mtp_jax.engine.config import EngineConfig
-from mtp_jax.engine.depth import REHEARSED, DepthController, adaptive_depths
-from mtp_jax.engine.intake import Intake
-from mtp_jax.engine.plan import (
+from mtp_jax.decode.step import StepResult
+from mtp_jax.engine.buckets import (
     TOGETHER,
     keys_for,
     prefill_key,
@@ -38,18 +34,23 @@ from mtp_jax.engine.plan import (
     step_keys,
     warm_up_keys,
 )
+from mtp_jax.engine.config import EngineConfig
+from mtp_jax.engine.depth import REHEARSED, DepthController, adaptive_depths
+from mtp_jax.engine.inputs import next_chunk, page_row, slot_row
 from mtp_jax.engine.request import Request, Speculation, Status
 from mtp_jax.engine.results import Launch, read_logprobs, read_prompt_logprobs
 from mtp_jax.engine.scheduler import Scheduler
 from mtp_jax.engine.speedup import Speedup
 from mtp_jax.engine.stats import Counters, EngineStats
 from mtp_jax.engine.structured import allowed
+from mtp_jax.engine.validate import Intake
 from mtp_jax.errors import ConfigError
-from mtp_jax.grammar import Grammars
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.kernels import all_by
 from mtp_jax.model.params import Params
 from mtp_jax.model.sharding import check_divisible, data_size
 from mtp_jax.model.trunk import Backend
+from mtp_jax.text.grammar import Grammars
 
 _REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.NAN: "error"}
 

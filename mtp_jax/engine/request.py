@@ -8,7 +8,7 @@ from numbers import Integral, Real
 from typing import Literal, get_args
 
 from mtp_jax.errors import RequestError
-from mtp_jax.grammar import Matcher, StructuredOutput
+from mtp_jax.text.grammar import Matcher, StructuredOutput
 
 MAX_LOGPROBS = 20
 # A window of 32 tokens: of longer ones a bit per draft (kernels_pallas.mla_decode.visible) has no room.

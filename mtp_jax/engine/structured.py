@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from mtp_jax.engine.request import Request
-from mtp_jax.grammar import WORD, Grammars, Window
+from mtp_jax.text.grammar import WORD, Grammars, Window
 
 
 def allowed(

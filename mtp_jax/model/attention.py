@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from mtp_jax.config import ModelConfig
 from mtp_jax.model import products
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.kernels import AUTO, Kernels
 from mtp_jax.model.layers import rms_norm, rotate, whole
 from mtp_jax.model.ops import (

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mtp_jax.config import ModelConfig
-from mtp_jax.config_json import FP8_BLOCK
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import platform
+from mtp_jax.model.hf_config import FP8_BLOCK
 from mtp_jax.model.params import Fp8, Mlp
 
 # On a CPU: above this many rows ``x @ w.T`` is the faster way in float32; bfloat16 takes so many at least.

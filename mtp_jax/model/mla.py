@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mtp_jax.config import ModelConfig
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import platform
 
 Form = Literal["naive", "absorbed"]

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from mtp_jax.config import ModelConfig
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import ops, products
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import platform
 from mtp_jax.model.kernels import AUTO, Kernels
 from mtp_jax.model.layers import expand, linear

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mtp_jax.config import ModelConfig
 from mtp_jax.model.attention import latent_rows
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import linear, rms_norm, rope_angles, vocabulary_logits
 from mtp_jax.model.ops import PagedView, Pages, as_stored, write
 from mtp_jax.model.params import NextN, Params

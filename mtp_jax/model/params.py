@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mtp_jax.config import ModelConfig
-from mtp_jax.config_json import FP8_BLOCK
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.hf_config import FP8_BLOCK
 
 type_of = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 

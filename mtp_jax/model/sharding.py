@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from mtp_jax.config import ModelConfig
 from mtp_jax.errors import ConfigError
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Spec, param_specs
 
 RULES: dict[str | None, Any] = {

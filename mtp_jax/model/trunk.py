@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from mtp_jax.config import ModelConfig
 from mtp_jax.model import attention as mla
 from mtp_jax.model import products
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.kernels import AUTO, Kernels
 from mtp_jax.model.layers import rms_norm, rope_angles, vocabulary_logits
 from mtp_jax.model.moe import Experts, Routing, moe

@@ -14,8 +14,8 @@ import numpy as np
 
 from mtp_jax.bench import cost
 from mtp_jax.bench.cost import Weights
-from mtp_jax.config import ModelConfig
-from mtp_jax.decode.compiled import PrefillKey, StepKey
+from mtp_jax.decode.keys import PrefillKey, StepKey
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Fp8, Params, type_of
 
 

@@ -16,7 +16,7 @@ from types import TracebackType
 
 import jax
 
-from mtp_jax.decode.compiled import StepKey, name_of
+from mtp_jax.decode.keys import StepKey, name_of
 from mtp_jax.engine.engine import Engine
 from mtp_jax.profiling import trace
 from mtp_jax.profiling.scopes import OTHER, STEP_PHASES, Scope, scopes_of

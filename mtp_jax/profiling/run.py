@@ -13,7 +13,7 @@ import jax
 
 from mtp_jax.bench.report import Spread, environment
 from mtp_jax.bench.subject import Subject
-from mtp_jax.decode.compiled import PrefillKey, StepKey, name_of
+from mtp_jax.decode.keys import PrefillKey, StepKey, name_of
 from mtp_jax.engine.engine import Engine
 from mtp_jax.errors import MtpJaxError
 from mtp_jax.profiling import compiles, cost, machine, trace, workload

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from mtp_jax.bench.subject import Subject, prompts_for
-from mtp_jax.decode.compiled import Key, PrefillKey
+from mtp_jax.decode.keys import Key, PrefillKey
+from mtp_jax.engine.buckets import keys_for
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.plan import keys_for
 from mtp_jax.engine.request import Request, SamplingParams
 from mtp_jax.errors import ConfigError
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from mtp_jax.config import ModelConfig
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import vocabulary_logits
 from mtp_jax.model.params import Params
 from mtp_jax.train import forward

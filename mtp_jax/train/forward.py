@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mtp_jax.config import ModelConfig
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import linear, rms_norm, rope_angles, rotate, swiglu
 from mtp_jax.model.moe import route
 from mtp_jax.model.params import Attention, Layer, Moe, Params

@@ -14,13 +14,13 @@ from typing import Any, cast
 import jax
 import numpy as np
 
+from mtp_jax.api.interrupt import interruptible
+from mtp_jax.bench import corpus
 from mtp_jax.checkpoint.folder import text_files
 from mtp_jax.checkpoint.write import save_checkpoint, write_json
-from mtp_jax.config import ModelConfig
 from mtp_jax.errors import CheckpointError, ConfigError
-from mtp_jax.interrupt import interruptible
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params, init_params
-from mtp_jax.train import corpus
 from mtp_jax.train.data import batch_at, even_windows
 from mtp_jax.train.evaluate import evaluate
 from mtp_jax.train.optimizer import make_optimizer

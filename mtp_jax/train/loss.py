@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mtp_jax.config import ModelConfig
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import vocabulary_logits
 from mtp_jax.model.params import Params
 from mtp_jax.train import forward

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mtp_jax.config import ModelConfig
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Layer, Moe, Params
 from mtp_jax.train.loss import Aux, loss
 from mtp_jax.train.recipe import Recipe, Stage

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from mtp_jax import checkpoint, cli
+from mtp_jax import checkpoint
+from mtp_jax.commands import cli
 from tests import golden
 
 

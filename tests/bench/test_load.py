@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from mtp_jax import cli
 from mtp_jax.bench import load, report, simulate
 from mtp_jax.bench.latency import Percentiles, Summary, Timeline
 from mtp_jax.bench.report import Report
 from mtp_jax.bench.simulate import Simulated
 from mtp_jax.bench.subject import load as load_model
+from mtp_jax.commands import cli
 from mtp_jax.errors import CheckpointError, ConfigError
 from tests import golden
 from tests.checkpoint.files import drop_nextn, edit_tensors

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
-from mtp_jax import cli
 from mtp_jax.bench.overhead import Load, Run, _report, _tokens
 from mtp_jax.bench.raw_client import Answer
+from mtp_jax.commands import cli
 from mtp_jax.errors import MtpJaxError
 from tests import golden, tiny_tokenizer
 

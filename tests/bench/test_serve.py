@@ -12,10 +12,10 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
-from mtp_jax import cli
 from mtp_jax.bench import client
 from mtp_jax.bench.client import Answer, Speculated
 from mtp_jax.bench.latency import Timeline
+from mtp_jax.commands import cli
 
 
 class Fake:

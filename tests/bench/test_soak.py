@@ -11,11 +11,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from mtp_jax import cli
 from mtp_jax.bench import soak
 from mtp_jax.bench.own_server import OwnServer
 from mtp_jax.bench.soak_answers import Got, faults
 from mtp_jax.bench.soak_requests import Asked, Kind, make, without_drafts
+from mtp_jax.commands import cli
 from tests import golden, tiny_tokenizer
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from mtp_jax.checkpoint import load, save_checkpoint
-from mtp_jax.config import ModelConfig
 from mtp_jax.errors import ConfigError
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Mlp, Moe, Params, Spec, init_params, param_specs
 from mtp_jax.model.sharding import make_mesh, partition
 from tests.checkpoint.files import (

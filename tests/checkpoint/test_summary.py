@@ -9,7 +9,7 @@ from mtp_jax.checkpoint import load, summarise
 from mtp_jax.checkpoint.fp8 import may_be_fp8, scale_shape
 from mtp_jax.checkpoint.plan import nextn_copies, spec_names
 from mtp_jax.checkpoint.summary import parameter_counts
-from mtp_jax.config import ModelConfig
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import param_specs
 from tests.checkpoint.files import read_folder
 from tests.golden import GOLDEN, VARIANTS, model_dir

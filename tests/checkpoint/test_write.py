@@ -12,8 +12,8 @@ from safetensors import safe_open
 
 from mtp_jax.checkpoint import export_nextn, load, save_checkpoint
 from mtp_jax.checkpoint.folder import INDEX
-from mtp_jax.config import ModelConfig
 from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import init_params
 from mtp_jax.model.sharding import make_mesh
 from tests.checkpoint.files import assert_same, edit_tensors, read_folder

@@ -7,9 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from mtp_jax.decode.compiled import StepKey
+from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.decode.state import BACKLOG
-from mtp_jax.decode.step import SamplingMode
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import SamplingParams
 from tests.models import GREEDY, TINY, make_engine, prepare, prompts

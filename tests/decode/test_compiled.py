@@ -7,8 +7,9 @@ from dataclasses import replace
 import jax
 import pytest
 
-from mtp_jax.decode.compiled import DraftKey, PrefillKey, StepKey, buckets, name_of, use_compile_cache
-from mtp_jax.decode.step import SamplingMode, accept_drafts
+from mtp_jax.decode.compiled import use_compile_cache
+from mtp_jax.decode.keys import DraftKey, PrefillKey, SamplingMode, StepKey, buckets, name_of
+from mtp_jax.decode.step import accept_drafts
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import ConfigError
 from tests.models import GREEDY, finish, make_engine, prepare, prompts, serve

@@ -11,10 +11,10 @@ import pytest
 
 from mtp_jax.decode import step as module
 from mtp_jax.decode.greedy import best_tokens
+from mtp_jax.decode.keys import ACCEPTED, SamplingMode
 from mtp_jax.decode.prefill import Chunk, prefill
 from mtp_jax.decode.sampling import argmax
 from mtp_jax.decode.state import StateShape, abstract_state, empty_state
-from mtp_jax.decode.step import ACCEPTED, SamplingMode
 from mtp_jax.model.layers import vocabulary_logits
 from mtp_jax.model.trunk import Backend
 from tests.models import TINY, rigged

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtp_jax.decode.compiled import StepKey
 from mtp_jax.decode.draft import draft
+from mtp_jax.decode.keys import StepKey
 from mtp_jax.decode.state import Slots, State
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request, SamplingParams, Status

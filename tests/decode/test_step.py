@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from mtp_jax.decode.keys import ACCEPTED, DRAFTED, SamplingMode
 from mtp_jax.decode.prefill import Chunk, prefill
 from mtp_jax.decode.sampling import adjust, distribution, neutral_state
 from mtp_jax.decode.state import State, StateShape, abstract_state, empty_state
-from mtp_jax.decode.step import ACCEPTED, DRAFTED, SamplingMode, draft_phase, step, verify_phase
+from mtp_jax.decode.step import draft_phase, step, verify_phase
 from mtp_jax.model import trunk
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Backend

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from mtp_jax.decode.compiled import Executables, PrefillKey, StepKey
+from mtp_jax.decode.compiled import Executables
+from mtp_jax.decode.keys import EXTRA_COLUMNS, Finish, PrefillKey, StepKey
 from mtp_jax.decode.prefill import Chunk, PrefillResult
 from mtp_jax.decode.state import BACKLOG, Slots
-from mtp_jax.decode.step import EXTRA_COLUMNS, Finish, StepResult
+from mtp_jax.decode.step import StepResult
 from mtp_jax.engine.engine import Engine
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mtp_jax.decode.compiled import PrefillKey
+from mtp_jax.decode.keys import PrefillKey
 from mtp_jax.engine.request import Request
 from tests.models import (
     GREEDY,

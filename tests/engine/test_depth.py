@@ -5,8 +5,7 @@ from statistics import mode
 
 import pytest
 
-from mtp_jax.decode.compiled import StepKey
-from mtp_jax.decode.step import SamplingMode
+from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.engine.depth import Acceptance, DepthController, StepCosts, adaptive_depths
 from mtp_jax.engine.request import SamplingParams
 from tests.models import GREEDY, Reference, accepted, make_engine, prompts, serve, tiny_params

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+from mtp_jax.api.propose import propose
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.propose import propose
 from mtp_jax.engine.request import Request
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.sharding import make_mesh

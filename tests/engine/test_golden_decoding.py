@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from mtp_jax.api.propose import propose
 from mtp_jax.checkpoint import Loaded, load
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.propose import propose
 from mtp_jax.engine.request import SamplingParams
 from tests.golden import expected, model_dir
 from tests.models import Reference, accepted, make_engine, serve

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from mtp_jax.api.propose import propose
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.propose import propose
 from mtp_jax.engine.request import Request, Status
 from mtp_jax.errors import ConfigError, RequestError
 from tests.models import (

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtp_jax.decode.compiled import StepKey
+from mtp_jax.decode.keys import StepKey
+from mtp_jax.engine.buckets import step_key
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.plan import step_key
 from mtp_jax.engine.request import Request, SamplingParams
 from tests.engine.device import Device, Late
 from tests.models import finish, make_engine, prompts

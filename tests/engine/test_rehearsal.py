@@ -4,8 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from mtp_jax.decode.compiled import PrefillKey, StepKey
-from mtp_jax.decode.step import SamplingMode
+from mtp_jax.decode.keys import PrefillKey, SamplingMode, StepKey
 from mtp_jax.engine.engine import Engine
 from tests.engine.device import Device
 from tests.models import GREEDY, accepted, make_engine, prompts, serve

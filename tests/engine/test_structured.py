@@ -12,14 +12,14 @@ import jsonschema
 import numpy as np
 import pytest
 
-from mtp_jax.decode.compiled import StepKey
+from mtp_jax.decode.keys import StepKey
+from mtp_jax.engine.buckets import step_key
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.plan import step_key
 from mtp_jax.engine.request import Request, SamplingParams
 from mtp_jax.errors import RequestError
-from mtp_jax.grammar import Grammars, StructuredOutput
 from mtp_jax.model.sharding import make_mesh
-from mtp_jax.tokenizer import Tokenizer
+from mtp_jax.text.grammar import Grammars, StructuredOutput
+from mtp_jax.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.decode.test_compiled import compilations as compilations
 from tests.models import (

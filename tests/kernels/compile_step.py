@@ -25,9 +25,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from kernels_pallas.deviceless import report, target
 from mtp_jax.checkpoint.fp8 import SCALE_SUFFIX, may_be_fp8
-from mtp_jax.config import ModelConfig
+from mtp_jax.decode.keys import SamplingMode
 from mtp_jax.decode.state import StateShape, abstract_state
-from mtp_jax.decode.step import SamplingMode, step
+from mtp_jax.decode.step import step
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import rope_angles
 from mtp_jax.model.ops import PagedView
 from mtp_jax.model.params import Fp8, Layer, Params, Spec, dtype_of, param_specs, scale_spec

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from mtp_jax.checkpoint import load
-from mtp_jax.config import ModelConfig
 from mtp_jax.model import cache, ops, trunk
 from mtp_jax.model.attention import attention
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import rope_angles
 from mtp_jax.model.mla import prefill_form
 from mtp_jax.model.ops import PagedView, Queries, attend, packed, paged_attention, read_rows, write_rows

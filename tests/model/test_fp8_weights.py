@@ -19,9 +19,9 @@ from kernels_pallas.mla_decode.visible import MAX_AHEAD
 from kernels_pallas.quantised import whole_tiles
 from kernels_pallas.rms_norm import reference as norm_reference
 from kernels_pallas.router import reference as router_reference
+from mtp_jax.api.propose import propose
 from mtp_jax.checkpoint import load, save
 from mtp_jax.checkpoint.fp8 import may_be_fp8
-from mtp_jax.engine.propose import propose
 from mtp_jax.engine.request import MAX_DRAFTS
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model import attention, ops, trunk

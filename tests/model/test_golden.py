@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from mtp_jax.checkpoint import Loaded, load
-from mtp_jax.config import ModelConfig
 from mtp_jax.model import nextn, trunk
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.moe import Experts
 from mtp_jax.model.ops import Form
 from mtp_jax.model.params import Params

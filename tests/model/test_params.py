@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtp_jax.config import ModelConfig
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Moe, Params, Spec, dtype_of, init_params, nextn_specs, param_specs
 from tests.models import TINY
 

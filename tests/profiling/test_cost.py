@@ -7,8 +7,7 @@ import pytest
 
 from mtp_jax import checkpoint
 from mtp_jax.bench.cost import of_head, of_nextn, of_nextn_cache, of_trunk, step_bytes
-from mtp_jax.decode.compiled import PrefillKey, StepKey
-from mtp_jax.decode.step import SamplingMode
+from mtp_jax.decode.keys import PrefillKey, SamplingMode, StepKey
 from mtp_jax.model.params import Fp8
 from mtp_jax.profiling import cost
 from tests import golden

@@ -6,8 +6,7 @@ import time
 import jax
 import pytest
 
-from mtp_jax.decode.compiled import StepKey
-from mtp_jax.decode.step import SamplingMode
+from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.engine.stats import UNPROFILED, Counters
 from mtp_jax.profiling import live

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mtp_jax import cli
 from mtp_jax.bench.subject import load
+from mtp_jax.commands import cli
 from mtp_jax.errors import ConfigError, MtpJaxError
 from mtp_jax.profiling import run, scopes, workload
 from mtp_jax.profiling.run import Options

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mtp_jax import LLM, SamplingParams
-from mtp_jax.grammar import Grammars
+from mtp_jax.text.grammar import Grammars
 from serve.reasoning import Splitter
 from tests.serve.test_completions import events
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from mtp_jax import AsyncLLM, ConfigError, Reporter, cli
+from mtp_jax import AsyncLLM, ConfigError, Reporter
+from mtp_jax.commands import cli
 from mtp_jax.commands.serve import summary
 from serve.run import listen
 from serve.settings import Settings
@@ -110,7 +111,15 @@ def test_the_log_describes_an_interval(server: Running, client):
 def process(model: Path) -> Iterator[tuple[subprocess.Popen, str]]:
     """A server process, and its address."""
     small = "--max-num-seqs 1 --max-model-len 252 --page-size 16 --prefill-chunk 16 --fixed-depth --port 0"
-    command = [sys.executable, "-m", "mtp_jax.cli", "serve", str(model), *small.split(), "--no-compile-cache"]
+    command = [
+        sys.executable,
+        "-m",
+        "mtp_jax.commands.cli",
+        "serve",
+        str(model),
+        *small.split(),
+        "--no-compile-cache",
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as running:
         assert running.stderr is not None
         try:

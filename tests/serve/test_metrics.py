@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from mtp_jax.api.outputs import CompletionOutput, RequestOutput, Timing
 from mtp_jax.engine.request import Speculation
-from mtp_jax.outputs import CompletionOutput, RequestOutput, Timing
 from serve.metrics import Metrics
 from tests.serve.test_grafana import still_metrics
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from mtp_jax import LLM
-from mtp_jax.admission import Admission
+from mtp_jax.api.admission import Admission
 from serve.app import make_app
 from serve.overload import ROUTES, Overload
 from serve.security import MOST_HEADER_BYTES

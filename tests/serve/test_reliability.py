@@ -16,10 +16,10 @@ import httpx2
 import pytest
 
 from mtp_jax import ConfigError, SamplingParams
-from mtp_jax.admission import Admission
+from mtp_jax.api.admission import Admission
+from mtp_jax.api.completions import Part
+from mtp_jax.api.outputs import CompletionOutput, RequestOutput, Timing
 from mtp_jax.engine.request import Speculation
-from mtp_jax.jobs import Part
-from mtp_jax.outputs import CompletionOutput, RequestOutput, Timing
 from serve.errors import ApiError
 from serve.generation import check
 from serve.settings import Settings

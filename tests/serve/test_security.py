@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 import mtp_jax
-from mtp_jax import ConfigError, RequestError, StructuredOutput, grammar
+from mtp_jax import ConfigError, RequestError, StructuredOutput
+from mtp_jax.text import grammar
 from serve import app, page
 from serve.schema import ChatBody, CompletionBody
 from serve.settings import Settings

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from mtp_jax.decode.compiled import StepKey
-from mtp_jax.decode.step import SamplingMode
+from mtp_jax.api.propose import propose
+from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.propose import propose
 from mtp_jax.engine.request import Request, SamplingParams
 from mtp_jax.model.params import param_specs
 from mtp_jax.model.sharding import make_mesh, param_sharding

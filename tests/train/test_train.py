@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtp_jax.bench.corpus import SourceFile
 from mtp_jax.checkpoint import load
-from mtp_jax.config import ModelConfig
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model import nextn, trunk
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Moe, Params, init_params
 from mtp_jax.train import forward, loop, step
-from mtp_jax.train.corpus import SourceFile
 from mtp_jax.train.data import batch_at, even_windows
 from mtp_jax.train.loss import loss
 from mtp_jax.train.optimizer import make_optimizer

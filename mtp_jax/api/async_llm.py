@@ -1,0 +1,351 @@
+"""``AsyncLLM``: one engine for many coroutines. An engine thread steps; an event loop reads.
+
+    submit: a place in the queue -> tokenised -> inbox -> engine thread: step, text -> Stream
+
+The engine and every ``Part`` are touched by the engine's thread alone; what it hands over, once per step, is
+immutable.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import aclosing
+from functools import partial
+from typing import Any, TypedDict, TypeVar, Unpack
+
+from mtp_jax.api.admission import Admission
+from mtp_jax.api.completions import Job, Prompt, check
+from mtp_jax.api.llm import LLM
+from mtp_jax.api.mappings import room_for_programs
+from mtp_jax.api.outputs import RequestOutput
+from mtp_jax.api.progress import Reporter, Silent
+from mtp_jax.api.stream import Stream
+from mtp_jax.api.thread import EngineThread, Update
+from mtp_jax.engine.request import SamplingParams
+from mtp_jax.errors import EngineStopped, RequestError
+
+_LOG = logging.getLogger(__name__)
+_CHARACTERS_PER_TOKEN = 4
+_SHORT_PROMPT = 1000
+_THREADS = 2
+_GRAMMAR_THREADS = 8  # one compiles, the others wait for it or know theirs
+_T = TypeVar("_T")
+
+LazyPrompt = Prompt | Callable[[], Prompt]
+"""A prompt, or what makes it: called on a worker thread once there is a place in the queue."""
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a request may say besides its prompt and how to choose tokens.
+
+    Keys:
+        request_id: names it to ``abort``.
+        priority: lower runs first; 0 unless given.
+        timeout: seconds after which it ends with the reason "timeout"; None: never.
+        cache_salt: only requests of the same salt share cached prefixes.
+    """
+
+    request_id: str | None
+    priority: int
+    timeout: float | None
+    cache_salt: str
+
+
+class AsyncLLM:
+    """A model that serves many coroutines of one event loop.
+
+    ``start`` it, ``generate`` or ``submit``, and ``close`` it; ``async with`` does the first and the last.
+    """
+
+    def __init__(self, llm: LLM, max_queued_requests: int = 256, max_queued_tokens: int = 2**20) -> None:
+        """Take over an LLM: nothing else may use it from now on.
+
+        Args:
+            llm: the model.
+            max_queued_requests: most requests that may wait for a slot, each of a prompt's n counted.
+            max_queued_tokens: most prompt tokens that may wait.
+        """
+        self.llm = llm
+        self.admission = Admission(max_queued_requests, max_queued_tokens)
+        self._streams: dict[str, Stream] = {}
+        self._submitting: dict[str, bool] = {}  # names on their way to a stream, and whether to abort it
+        self._by_job: dict[Job, Stream] = {}
+        self._calls: set[Future[Any]] = set()
+        self._ids = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+        self._failed = asyncio.Event()
+        self._thread = EngineThread(
+            llm.engine,
+            admitted=lambda job, parts: self.admission.leave(self._by_job[job].place, parts),
+            updated=lambda updates: self._call(self._deliver, updates),
+            failed=lambda error: self._call(self._fail_all, error),
+        )
+        self._warming = threading.Thread(target=self._warm_the_rest, name="warm-up", daemon=True)
+        self._closing = threading.Event()
+        # Requests on their way to the engine wait neither for what goes nowhere near it nor for those with a
+        # grammar, which may take seconds to compile.
+        sizes = {"tokenise": _THREADS, "grammar": _GRAMMAR_THREADS, "beside": _THREADS}
+        pools = (ThreadPoolExecutor(threads, name) for name, threads in sizes.items())
+        self._tokenising, self._compiling, self._beside = pools
+
+    # Life
+
+    async def start(self, reporter: Reporter | None = None) -> None:
+        """Compile enough to serve anything, then start to; cheaper executables follow in the background."""
+        self._loop = asyncio.get_running_loop()
+        first, self._rest = self.llm.engine.warm_up_keys()
+        with (reporter or Silent()).phase("compile", "executables") as update:
+            # Not in the event loop's own threads: its end, after Ctrl-C for one, would wait for the compiler.
+            await self.off_loop(lambda: self.llm.engine.executables.compile(first, update))
+            await self.off_loop(lambda: self.llm.engine.rehearse(first))
+        self._thread.start()
+        self._warming.start()
+
+    async def drain(self, timeout: float) -> bool:
+        """Take nothing new and let what runs come to its end; after ``timeout`` seconds abort the rest.
+
+        Returns whether everything ended by itself.
+        """
+        self._draining = True
+        try:
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+            return True
+        except TimeoutError:
+            for stream in list(self._streams.values()):
+                stream.abort()
+            return False
+
+    async def close(self) -> None:
+        """Abort what runs and end the engine thread. What is being compiled is not waited for."""
+        self._draining = True
+        for stream in list(self._streams.values()):
+            stream.abort()
+        self._closing.set()
+        await asyncio.to_thread(self._thread.stop)
+        for pool in (self._tokenising, self._compiling, self._beside):
+            pool.shutdown(wait=False)
+
+    async def __aenter__(self) -> "AsyncLLM":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    # State
+
+    @property
+    def error(self) -> BaseException | None:
+        """What made the engine fail; None while it works."""
+        return self._thread.error
+
+    async def failed(self) -> None:
+        """Returns once the engine has failed and every stream has been told."""
+        await self._failed.wait()
+
+    @property
+    def draining(self) -> bool:
+        """Whether nothing new is taken any more."""
+        return self._draining
+
+    @property
+    def warming(self) -> bool:
+        """Whether executables are still being compiled in the background."""
+        return self._warming.is_alive()
+
+    @property
+    def live(self) -> int:
+        """Prompts on their way."""
+        return len(self._streams)
+
+    @property
+    def step_age(self) -> float:
+        """Seconds since the engine thread began the step it is in; 0.0 while nothing is to be done."""
+        return self._thread.step_age
+
+    # Requests
+
+    async def generate(
+        self,
+        prompt: LazyPrompt,
+        sampling_params: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete one prompt, yielding its output as it grows. Ending the iteration early aborts.
+
+        ``output_kind`` of the parameters says what each output holds: by default all there is so far.
+        Arguments and errors are those of ``submit``; errors come with the first output.
+        """
+        stream = await self.submit(prompt, sampling_params, **options)
+        async with aclosing(stream):
+            async for output in stream:
+                yield output
+
+    async def submit(
+        self,
+        prompt: LazyPrompt,
+        sampling_params: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Stream:
+        """Queue one prompt.
+
+        Args:
+            prompt: a string, token ids, or a function that makes one of them, called on a worker thread.
+            sampling_params: how to choose tokens.
+            options: of ``RequestOptions``.
+
+        Raises:
+            RequestError: it cannot be served.
+            Overloaded: the queue is full, or the grammar of another request is being compiled.
+            EngineStopped: nothing can be served any more.
+        """
+        self._check_running()
+        arrived = time.perf_counter()
+        params = SamplingParams() if sampling_params is None else sampling_params
+        check("" if callable(prompt) else prompt, params)
+        request_id = self._name(options.pop("request_id", None))
+        place = self.admission.take(params.n, _estimate(prompt))
+        self._submitting[request_id] = False
+        try:
+            make = partial(self._job, prompt, params, {**options, "arrived": arrived})
+            if params.structured is not None or callable(prompt) or len(prompt) * params.n > _SHORT_PROMPT:
+                pool = self._tokenising if params.structured is None else self._compiling
+                job = await asyncio.get_running_loop().run_in_executor(pool, make)
+            else:
+                job = make()
+            self.admission.correct(place, params.n * len(job.parts[0].request.prompt))
+            self._check_running()
+        except BaseException:
+            self.admission.leave(place)
+            raise
+        finally:
+            aborted = self._submitting.pop(request_id)
+        deltas = params.output_kind == "delta"
+        stream = Stream(request_id, place, deltas, partial(self._thread.abort, job))
+        self._streams[request_id] = self._by_job[job] = stream
+        self._idle.clear()
+        self._thread.submit(job)
+        if aborted:
+            stream.abort()
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """End a request, if there is one of this name: its stream gets a last output."""
+        if stream := self._streams.get(request_id):
+            stream.abort()
+        elif request_id in self._submitting:
+            self._submitting[request_id] = True
+
+    async def on_engine(self, function: Callable[[], _T]) -> _T:
+        """Run a function between two steps, on the engine's thread: for example ``flush_prefix_cache``.
+
+        Raises EngineStopped if the engine ends before.
+        """
+        self._check_running(even_draining=True)
+        future: Future[_T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._calls.add(future)
+        try:
+            self._thread.call(run)
+            self._check_running(even_draining=True)  # what fails from here on fails the call as well
+            return await asyncio.wrap_future(future)
+        finally:
+            self._calls.discard(future)
+
+    async def off_loop(self, function: Callable[[], _T]) -> _T:
+        """Run what takes long, and is no request to the engine, on a thread beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._beside, function)
+
+    def _job(self, prompt: LazyPrompt, params: SamplingParams, options: dict[str, Any]) -> Job:
+        made = prompt() if callable(prompt) else prompt
+        return Job(self.llm.engine, self.llm.tokenizer, made, params, **options)
+
+    def _check_running(self, even_draining: bool = False) -> None:
+        if self.error is not None:
+            raise EngineStopped(f"the engine has failed ({type(self.error).__name__}); restart it")
+        if self._draining and not even_draining:
+            raise EngineStopped("the engine is shutting down; send this to another one")
+        if self._closing.is_set():
+            raise EngineStopped("the engine has been closed")
+        if not self._thread.alive:
+            raise EngineStopped("the engine has not been started; call start() first")
+
+    def _name(self, given: str | None) -> str:
+        """The one given, or one that nobody has. Raises RequestError."""
+        taken = self._streams.keys() | self._submitting.keys()
+        if given is not None and not isinstance(given, str):
+            raise RequestError(f"request_id = {given!r:.80}; expected a string, or None")
+        if given in taken:
+            raise RequestError(f"request_id {given!r} is in use; give another, or none")
+        while given is None:
+            made, self._ids = f"request-{self._ids}", self._ids + 1
+            given = None if made in taken else made
+        return given
+
+    def _deliver(self, updates: Sequence[Update]) -> None:
+        """On the event loop, once per step."""
+        for job, output in updates:
+            self._by_job[job].deliver(output)
+            if output.finished:
+                self._forget(job)
+
+    def _fail_all(self, error: BaseException) -> None:
+        self._failed.set()
+        failure = EngineStopped(f"the engine failed: {type(error).__name__}")
+        for job, stream in list(self._by_job.items()):
+            stream.deliver(None, failure)
+            self._forget(job)
+        for call in self._calls:
+            if not call.done():
+                call.set_exception(failure)
+
+    def _forget(self, job: Job) -> None:
+        stream = self._by_job.pop(job)
+        del self._streams[stream.request_id]
+        self.admission.leave(stream.place)
+        self.admission.finished()
+        if not self._streams:
+            self._idle.set()
+
+    def _call(self, function: Callable[..., None], *args: Any) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(function, *args)
+
+    def _warm_the_rest(self) -> None:
+        for key in self._rest:
+            if self._closing.is_set():
+                return
+            if not room_for_programs():
+                _LOG.warning(
+                    "no further programs are compiled: the process has nearly as many memory mappings as the "
+                    "system allows; larger programs serve instead (sysctl vm.max_map_count=262144 helps)"
+                )
+                return
+            try:
+                self.llm.engine.executables.compile([key])
+                self._thread.rehearse(key)
+            except Exception:  # what is compiled already serves everything
+                if not self._closing.is_set():
+                    _LOG.exception("an executable did not compile")
+
+
+def _estimate(prompt: LazyPrompt) -> int:
+    """Tokens of a prompt, before they are known."""
+    if callable(prompt):
+        return 1
+    return len(prompt) // _CHARACTERS_PER_TOKEN + 1 if isinstance(prompt, str) else len(prompt)

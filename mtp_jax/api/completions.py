@@ -1,0 +1,176 @@
+"""A prompt on its way to its completions: tokens come out of the engine, text and outputs go to the user."""
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+
+from mtp_jax.api.outputs import CompletionOutput, RequestOutput, Timing
+from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.errors import RequestError
+from mtp_jax.text.tokenizer import StopStrings, StreamDecoder, Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+class Part:
+    """One completion: a request and its text so far.
+
+    Attributes:
+        request: on its way through the engine.
+        text: what may be shown.
+        token_texts: what each token added to it.
+        seen: tokens of the request's output that are in the text.
+        done: whether nothing more will come.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
+        self.request, self.text, self.seen, self.done = request, "", 0, False
+        self.token_texts: list[str] = []
+        self._told = (0, 0, 0)  # characters, tokens and steps that have been put out
+        p = request.params
+        self._decoder = tokenizer and StreamDecoder(tokenizer, p.skip_special_tokens)
+        self._stops = StopStrings(p.stop_strings, p.include_stop_str_in_output)
+
+    def advance(self, engine: Engine) -> None:
+        """Detokenise what is new; a stop string cuts the tokens that follow it."""
+        request = self.request
+        while self.seen < len(request.output):
+            self.seen += 1
+            if self._show(request.output[self.seen - 1]):
+                engine.stop(request, self.seen)
+                self.done = True
+                return
+        if request.finished:
+            self.done = True
+            rest = self._decoder.flush() if self._decoder else ""
+            rest, stopped = self._stops.push(rest, self.seen > request.params.min_tokens)
+            rest += "" if stopped else self._stops.flush()
+            self.text += rest
+            if self.token_texts:
+                self.token_texts[-1] += rest
+
+    def output(self, index: int) -> CompletionOutput:
+        """All there is so far, or what has come since the last call."""
+        request, params = self.request, self.request.params
+        text, start, step = self._told
+        if params.output_kind == "delta":
+            self._told = len(self.text), self.seen, request.speculation.steps
+        return CompletionOutput(
+            index=index,
+            text=self.text[text:],
+            token_ids=request.output[start : self.seen],
+            num_tokens=self.seen,
+            finish_reason=request.finish_reason if self.done else None,
+            logprobs=None if params.logprobs is None else request.logprobs[start : self.seen],
+            token_texts=self.token_texts[start:],
+            drafted=request.drafted[start : self.seen],
+            speculation=request.speculation.since(step),
+            decode_seconds=self._decode_seconds() if self.done else None,
+        )
+
+    def _decode_seconds(self) -> float | None:
+        first, last = self.request.first_token_at, self.request.finished_at
+        return None if first is None or last is None else last - first
+
+    def _show(self, token: int) -> bool:
+        """Add a token's text; returns whether it completed a stop string.
+
+        As in vLLM none is completed within the first ``min_tokens``, and a stop token has no text unless what
+        ends it is to be in it.
+        """
+        request = self.request
+        ends = request.finished and self.seen == len(request.output) and token in request.stops
+        if self._decoder is None or (ends and not request.params.include_stop_str_in_output):
+            text = ""
+        else:
+            text = self._decoder.push([token])
+        visible, stopped = self._stops.push(text, self.seen > request.params.min_tokens)
+        self.text += visible
+        self.token_texts.append(visible)
+        return stopped
+
+
+class Job:
+    """One prompt and its n completions. Raises RequestError for what cannot be served.
+
+    ``options``: keyword arguments of ``Engine.make_request``.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer | None,
+        prompt: Prompt,
+        params: SamplingParams,
+        **options: Any,
+    ) -> None:
+        self.prompt = prompt if isinstance(prompt, str) else None
+        check(prompt, params)
+        if tokenizer is None and (isinstance(prompt, str) or params.stop_strings):
+            raise RequestError(
+                "the model directory has no tokenizer.json; give token ids and no stop strings"
+            )
+        ids = _ids(prompt, tokenizer)
+        self.params = params
+        seeds = [None if params.seed is None else (params.seed + i) % 2**32 for i in range(params.n)]
+        self.parts = [Part(engine.make_request(ids, params, seed, **options), tokenizer) for seed in seeds]
+        self._ids = list(self.parts[0].request.prompt)
+        self._scored = False  # whether the prompt's log-probabilities have been put out
+
+    @property
+    def done(self) -> bool:
+        """Whether every completion has ended."""
+        return all(part.done for part in self.parts)
+
+    def news(self) -> RequestOutput | None:
+        """The output, if whoever asked for it wants to see it now."""
+        return self.output() if self.done or self.params.output_kind != "final_only" else None
+
+    def output(self) -> RequestOutput:
+        """The output so far, or what is new of it."""
+        first = self.parts[0].request
+        outputs = [part.output(i) for i, part in enumerate(self.parts)]
+        finished = [part.request.finished_at or 0.0 for part in self.parts]
+
+        scored = self.params.prompt_logprobs is not None and not self._scored
+        # All parts find the same; whichever comes first has them first.
+        scores = max((part.request.prompt_logprobs for part in self.parts), key=len)
+        self._scored |= scored and self.params.output_kind == "delta" and bool(scores)
+
+        def since(at: float | None) -> float | None:
+            return None if at is None else at - first.arrived
+
+        return RequestOutput(
+            prompt=self.prompt,
+            prompt_token_ids=self._ids,
+            outputs=outputs,
+            prompt_logprobs=list(scores) if scored else None,
+            timing=Timing(
+                since(first.admitted_at),
+                since(first.first_token_at),
+                since(max(finished) if self.done else None),
+            ),
+            cached_tokens=first.cached_tokens,
+        )
+
+
+def check(prompt: Prompt, params: SamplingParams) -> None:
+    """Raises RequestError for what is neither a prompt nor sampling parameters at all."""
+    if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, str | Sequence | np.ndarray):
+        raise RequestError(f"the prompt is {prompt!r:.80}; expected a string or a list of token ids")
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"sampling_params = {params!r:.80}; expected SamplingParams")
+
+
+def _ids(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
+    if isinstance(prompt, str):
+        assert tokenizer is not None
+        return tokenizer.encode(prompt)
+    ids = list(prompt)
+    wrong = next((t for t in ids if not isinstance(t, Integral) or isinstance(t, bool)), None)
+    if wrong is not None:
+        raise RequestError(f"the prompt holds {wrong!r}; expected a string or a list of token ids")
+    return ids

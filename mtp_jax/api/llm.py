@@ -1,0 +1,310 @@
+"""The Python API: ``LLM`` loads a model and generates, scores and drafts.
+
+generate -> Engine.step -> compiled step -> tokens -> Part.advance -> text
+"""
+
+import time
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import replace
+from numbers import Integral
+from pathlib import Path
+from typing import cast
+
+import jax
+from jax.sharding import Mesh
+
+from mtp_jax import checkpoint
+from mtp_jax.api.completions import Job, Part, Prompt
+from mtp_jax.api.interrupt import interruptible
+from mtp_jax.api.outputs import Draft, RequestOutput
+from mtp_jax.api.progress import Reporter, Silent
+from mtp_jax.api.propose import propose
+from mtp_jax.api.score import Scorer, Scores
+from mtp_jax.checkpoint.demo import demo_model
+from mtp_jax.decode.compiled import use_compile_cache
+from mtp_jax.decode.keys import Drafting, Verifier
+from mtp_jax.engine.config import CacheType, EngineConfig, KernelChoice
+from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.request import MAX_DRAFTS, SamplingParams
+from mtp_jax.errors import ConfigError, RequestError
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.kernels import all_by
+from mtp_jax.text.grammar import Grammars
+from mtp_jax.text.tokenizer import Tokenizer
+
+_DEFAULT_MAX_MODEL_LEN = 8192
+
+
+class LLM:
+    """A model ready to generate. Not thread-safe."""
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        draft_model: str | Path | None = None,
+        num_speculative_tokens: int = 3,
+        dtype: str = "auto",
+        max_num_seqs: int = 8,
+        max_model_len: int | None = None,
+        mesh: Mesh | None = None,
+        *,
+        num_nextn_layers: int | None = None,
+        page_size: int = 64,
+        num_pages: int | None = None,
+        prefill_chunk: int = 256,
+        drafting: Drafting = "sampled",
+        verifier: Verifier = "block",
+        prefix_cache: bool = True,
+        adaptive_depth: bool = False,
+        kernels: KernelChoice = "auto",
+        kv_cache_dtype: CacheType = "auto",
+        seed: int = 0,
+        compile_cache: str | Path | None = "~/.cache/mtp-jax/xla",
+        reporter: Reporter | None = None,
+    ) -> None:
+        """Load a model; executables are compiled when first needed, before any token is generated.
+
+        Args:
+            model: directory with config.json and weights, as released or as ``convert`` wrote it; None: the
+                demo model.
+            draft_model: directory of separately exported NextN layers.
+            num_speculative_tokens: depth K; 0 turns speculation off.
+            dtype: "float32", "bfloat16", or "auto": float32 on a CPU, the checkpoint's elsewhere.
+            max_num_seqs: slots.
+            max_model_len: most tokens of prompt and output; None: the model's own, at most 8192.
+            mesh: from ``make_mesh``; None for one device.
+            num_nextn_layers: NextN layers to load; None: all there are, or none without speculation.
+            page_size: cache rows per page.
+            num_pages: cache pages per data shard; None: enough for every slot at max_model_len.
+            prefill_chunk: most prompt tokens per prefill launch, and between two steps while most slots run.
+            drafting: "sampled" or "greedy" drafts for sampling requests.
+            verifier: "block", "rejection" or "coupled", all lossless; "coupled" accepts fewer drafts, and a
+                seed gives the same text at every depth, so it may be adaptive.
+            prefix_cache: keep the cache pages of past requests for prompts that begin the same.
+            adaptive_depth: choose each step's depth by measured speed, from 0 to num_speculative_tokens.
+            kv_cache_dtype: "auto" stores the cache in dtype, "fp8" in about half of bfloat16's bytes.
+            kernels: "auto" uses the GPU kernels where they fit; "xla" none; "mosaic_gpu" insists on them.
+            seed: seeds requests that give none.
+            compile_cache: folder of compiled programs, trusted, so it must be yours alone; None: no cache.
+            reporter: where start-up phases are shown.
+
+        Raises:
+            ConfigError, CheckpointError: say what to change.
+        """
+        self._report = reporter or Silent()
+        if compile_cache is not None:
+            use_compile_cache(compile_cache)
+        directory = Path(model) if model is not None else demo_model()
+        # Everything that can be wrong with the arguments is found before the weights are read.
+        described = ModelConfig.from_file(directory / "config.json")
+        kind = dtype
+        if dtype == "auto":
+            kind = "float32" if jax.default_backend() == "cpu" else described.dtype
+        if not num_speculative_tokens and draft_model is None and num_nextn_layers is None:
+            num_nextn_layers = 0  # the folder need not have what its config.json declares
+        limit = described.max_position_embeddings
+        if max_model_len is not None and max_model_len > limit:
+            raise ConfigError(f"max_model_len = {max_model_len}; the model's positions end at {limit}")
+        engine_config = EngineConfig(
+            num_speculative_tokens=num_speculative_tokens,
+            max_num_seqs=max_num_seqs,
+            max_model_len=min(limit, _DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len,
+            page_size=page_size,
+            num_pages=num_pages,
+            prefill_chunk=prefill_chunk,
+            drafting=drafting,
+            verifier=verifier,
+            prefix_cache=prefix_cache,
+            adaptive_depth=adaptive_depth,
+            kernels=kernels,
+            kv_cache_dtype=kv_cache_dtype,
+            dtype=kind,
+            seed=seed,
+        )
+        computing = all_by(kernels)
+        self.tokenizer = Tokenizer.from_dir(directory)
+        with self._report.phase("read", "B") as update:
+            loaded = checkpoint.load(
+                directory,
+                draft_model,
+                dtype=kind,
+                mesh=mesh,
+                num_nextn_layers=num_nextn_layers,
+                progress=update,
+            )
+        with self._report.phase("place"):
+            jax.block_until_ready(loaded.params)
+        self.config: ModelConfig = loaded.config
+        if self.tokenizer and not self.config.eos_token_ids:
+            self.config = self.config.with_eos(list(self.tokenizer.eos_ids))
+        self._params, self._mesh = loaded.params, mesh
+        self._grammars = self.tokenizer and Grammars.of(
+            self.tokenizer, self.config.vocab_size, self.config.eos_token_ids
+        )
+        self.engine = self._make_engine(engine_config)
+        self._parts: dict[int, Part] = {}
+        self._scorer = Scorer(self.config, loaded.params, mesh, computing)
+
+    def _make_engine(self, config: EngineConfig) -> Engine:
+        cfg, params = self.config, self._params
+        if not config.num_speculative_tokens:
+            # Without speculation the NextN layers cost nothing: they are left out of the step altogether.
+            cfg, params = cfg.with_nextn(()), replace(params, nextn=())
+        with self._report.phase("allocate cache"):
+            return Engine(cfg, params, config, self._mesh, self._grammars)
+
+    def without_speculation(self) -> "LLM":
+        """The same weights, not a copy, with an engine of its own that never drafts: to compare with."""
+        other = copy(self)
+        other._parts = {}
+        other.engine = self._make_engine(replace(self.engine.config, num_speculative_tokens=0))
+        return other
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete one or many prompts; results keep their order.
+
+        Args:
+            prompts: a string, a list of token ids, or a list of either.
+            sampling_params: one for all prompts, or one each.
+
+        Raises:
+            RequestError: a prompt or option that cannot be served; nothing has been generated then.
+        """
+        jobs = self._jobs(prompts, sampling_params)
+        self._prepare(jobs)
+        with self._serving(jobs) as parts:
+            for part in parts:
+                while not part.done:
+                    self._step()
+        return [job.output() for job in jobs]
+
+    def warm_up(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> None:
+        """Compile what ``generate`` with the same arguments will need. Raises RequestError likewise."""
+        self._prepare(self._jobs(prompts, sampling_params))
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Generator[RequestOutput, None, None]:
+        """Complete one prompt, yielding the output whenever it has grown. Closing the iterator aborts.
+
+        ``output_kind`` of the parameters says what each output holds: by default all there is so far.
+
+        Several streams may be open at once, and ``generate`` called meanwhile.
+
+        Raises:
+            RequestError: at the call, not at the first output.
+        """
+        jobs = self._jobs([prompt], sampling_params)
+        return self._outputs(jobs[0])
+
+    def score(self, token_ids: Sequence[int]) -> Scores:
+        """Teacher-forced logits and hidden states of a sequence. Raises RequestError for bad ids."""
+        ids = list(token_ids)
+        self.engine.make_request(ids[:1], SamplingParams())
+        limit = self.config.max_position_embeddings
+        vocab = self.config.vocab_size
+        wrong = next((t for t in ids if not isinstance(t, Integral) or not 0 <= t < vocab), None)
+        if wrong is not None or len(ids) > limit:
+            raise RequestError(
+                f"score takes up to {limit} tokens from 0 to {vocab - 1}; got {len(ids)} "
+                f"tokens{'' if wrong is None else f', {wrong} among them'}"
+            )
+        return self._scorer.score(ids)
+
+    def draft(self, token_ids: Sequence[int], num_tokens: int) -> Draft:
+        """The greedy drafts after a prompt and the trunk's own greedy next token. Raises RequestError."""
+        if not self.engine.config.num_speculative_tokens:
+            raise RequestError("draft needs num_speculative_tokens of 1 or more; the engine was made with 0")
+        if not isinstance(num_tokens, int) or not 1 <= num_tokens <= MAX_DRAFTS:
+            raise RequestError(f"num_tokens = {num_tokens}; expected an integer from 1 to {MAX_DRAFTS}")
+        token, ids, logits = propose(self.engine, token_ids, num_tokens)
+        return Draft(token, ids.tolist(), logits)
+
+    def _jobs(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[Job]:
+        many = _as_prompts(prompts)
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams | Sequence):
+            raise RequestError(
+                f"sampling_params = {params!r:.80}; expected SamplingParams, or a list of them"
+            )
+        each = [params] * len(many) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(many):
+            raise RequestError(f"{len(many)} prompts with {len(each)} sampling_params; give one, or one each")
+        jobs = []
+        for i, (prompt, p) in enumerate(zip(many, each, strict=True), start=1):
+            try:
+                jobs.append(Job(self.engine, self.tokenizer, prompt, p))
+            except RequestError as e:
+                raise RequestError(f"prompt {i} of {len(many)}: {e}" if len(many) > 1 else str(e)) from e
+        return jobs
+
+    def _prepare(self, jobs: list[Job]) -> None:
+        """Compile what these jobs need together with those being served."""
+        requests = [part.request for job in jobs for part in job.parts]
+        with self._report.phase("compile", "executables") as update:
+            self.engine.prepare(requests, update)
+
+    def _outputs(self, job: Job) -> Generator[RequestOutput, None, None]:
+        self._prepare([job])
+        with self._serving([job]) as parts:
+            shown = 0
+            while True:
+                grown = sum(part.seen + part.done for part in parts)
+                if grown > shown:
+                    shown = grown
+                    if output := job.news():
+                        yield output
+                elif job.done:
+                    return
+                else:
+                    self._step()
+
+    @contextmanager
+    def _serving(self, jobs: list[Job]) -> Iterator[list[Part]]:
+        """Submits; whatever is unfinished at the end is aborted."""
+        parts = [part for job in jobs for part in job.parts]
+        try:
+            for part in parts:
+                part.request.arrived = time.perf_counter()
+                self.engine.submit(part.request)
+                self._parts[part.request.id] = part
+            yield parts
+        finally:
+            for part in parts:
+                if self._parts.pop(part.request.id, None):
+                    self.engine.abort(part.request)
+
+    def _step(self) -> None:
+        """One step for everybody: the texts of other streams advance too."""
+        with interruptible() as stopped:  # in its midst results have been read that nobody has yet
+            for request in self.engine.step():
+                part = self._parts.get(request.id)
+                if part:
+                    part.advance(self.engine)
+                if part and part.done:
+                    del self._parts[request.id]
+        if stopped.is_set():
+            raise KeyboardInterrupt
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        return [prompts]  # one, or none at all, as is found out where it is read
+    items = list(prompts)
+    if items and isinstance(items[0], Integral):
+        return [cast(list[int], items)]
+    return cast(list[Prompt], items)

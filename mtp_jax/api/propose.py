@@ -1,0 +1,43 @@
+"""What the NextN layers propose after a prompt, to look at: the engine's own draft program on one request."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from mtp_jax.api.interrupt import interruptible
+from mtp_jax.decode.keys import DraftKey
+from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.request import SamplingParams
+from mtp_jax.errors import RequestError
+
+
+def propose(engine: Engine, prompt: Iterable[int], depth: int) -> tuple[int, np.ndarray, np.ndarray]:
+    """The token that greedily follows a prompt, and the drafts after it: (token, ids [K], logits [K, V]).
+
+    The engine must be idle. Raises RequestError.
+    """
+    if engine.busy:
+        raise RequestError("the engine is serving requests; draft needs it idle")
+    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    request = engine.make_request(prompt, one, spare=depth)
+    most = engine.config.max_model_len
+    if len(request.prompt) + depth >= most:
+        raise RequestError(
+            f"{len(request.prompt)} prompt tokens and {depth} drafts do not fit in max_model_len = {most}"
+        )
+    key = DraftKey(depth, engine.config.columns)
+    engine.prepare([request])
+    engine.executables.compile([key])
+    engine.submit(request)
+    try:
+        while engine.busy:
+            with interruptible() as stopped:  # in its midst results have been read that nobody has yet
+                engine.step()
+            if stopped.is_set():
+                raise KeyboardInterrupt
+    finally:
+        engine.abort(request)
+    if not request.output:
+        raise RequestError("the model's numbers are not finite for this prompt: nothing to draft on")
+    tokens, logits = engine.executables.draft(key, engine.params, engine.caught_up(), request.slot)
+    return request.output[0], np.asarray(tokens[request.slot]), np.asarray(logits[request.slot])

@@ -1,0 +1,301 @@
+"""Checkpoints with rigged acceptance: any size, no real weights, drafts that come true as often as asked.
+
+    trunk   greedy next token of t = chain[t]: blocks are quiet, the head's row chain[t] points along embed[t]
+    NextN   eh_proj = [identity | 0] + noise, so it foresees the chain, with mistakes set by the noise
+
+Plain random weights accept nothing and would exercise none of the draft-and-verify loop.
+"""
+
+import argparse
+import math
+import sys
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mtp_jax.checkpoint import save_checkpoint
+from mtp_jax.engine.config import EngineConfig
+from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.errors import ConfigError, MtpJaxError
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.params import Params, Spec, dtype_of, param_specs
+
+# All blocks together add this much to the residual stream, relative to the embedding they start from.
+_LOUDNESS = 0.4
+
+# Beside the quiet ones: gates and queries loud enough that attention and experts are not uniform.
+_GAINS = {
+    "gate_proj": 1.25,
+    "down_proj": 1.5,
+    "q_proj": 1.5,
+    "q_b_proj": 1.5,
+    "gate": 2.0,
+    "e_score_correction_bias": 0.2,
+}
+_QUIET = ("o_proj", "down_proj")
+_HEAD_NOISE, _HEAD_SIGNAL = 0.9, 6.0
+_OUT_OF_REACH = 0.2
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A config and the noise that ``tune`` found for it with seed 0; ``about`` says what it is for."""
+
+    about: str
+    config: ModelConfig
+    noise: float
+
+
+def preset(name: str) -> Preset:
+    """The preset "dense" or "moe": about 200 million parameters in 24 layers. Raises ConfigError.
+
+    A vocabulary of 4096 keeps the head's share of a step near the release's: 2 to 5 % of the weights a token
+    touches (DeepSeek-V3: 2.5 %), so that a draft, which needs the head too, is as cheap as it is there.
+    """
+    if name == "dense":
+        return Preset("24 dense layers, 0.8 GB in float32", _dense(), noise=5.125)
+    if name == "moe":
+        return Preset("2 dense and 22 MoE layers, 0.8 GB in float32", _moe(), noise=4.384)
+    raise ConfigError(f"preset {name!r} is unknown; expected 'dense' or 'moe'")
+
+
+def _dense() -> ModelConfig:
+    return ModelConfig(
+        vocab_size=4096,
+        hidden_size=1024,
+        intermediate_size=1792,
+        num_hidden_layers=24,
+        num_attention_heads=12,
+        q_lora_rank=384,
+        kv_lora_rank=256,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=32,
+        v_head_dim=64,
+        first_k_dense_replace=24,
+        num_nextn_predict_layers=1,
+        nextn_moe=(False,),
+        dtype="float32",
+    )
+
+
+def _moe() -> ModelConfig:
+    """The NextN layer has an MoE block too, as in the release."""
+    return replace(
+        _dense(),
+        hidden_size=768,
+        intermediate_size=2048,
+        moe_intermediate_size=96,
+        num_attention_heads=8,
+        q_lora_rank=256,
+        kv_lora_rank=192,
+        n_routed_experts=32,
+        n_shared_experts=1,
+        num_experts_per_tok=4,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        first_k_dense_replace=2,
+        nextn_moe=(True,),
+    )
+
+
+def chain(cfg: ModelConfig, seed: int = 0) -> np.ndarray:
+    """int32 [V]: the token that follows each token.
+
+    One cycle through all ordinary tokens, so that a run repeats nothing before it has seen the vocabulary;
+    bos and eos lead into it and never come up.
+    """
+    special = {cfg.bos_token_id, *cfg.eos_token_ids}
+    ordinary = np.array([t for t in range(cfg.vocab_size) if t not in special], np.int32)
+    order = _generator(seed, "chain").permutation(ordinary)
+    following = np.full(cfg.vocab_size, order[0], np.int32)
+    following[order] = np.roll(order, -1)
+    return following
+
+
+def rigged_params(cfg: ModelConfig, noise: float, seed: int = 0, dtype: str = "float32") -> Params:
+    """Parameters whose greedy text is ``chain`` and whose NextN layers foresee it, less well with more noise.
+
+    Every array has its own random stream, named by its tensor: the same seed gives the same bytes.
+    Raises ConfigError for a model with a tied head or without a NextN layer: there is nothing to rig.
+    """
+    if cfg.tie_word_embeddings or not cfg.num_nextn_predict_layers:
+        raise ConfigError(
+            "a rigged model needs a head of its own and a NextN layer; set tie_word_embeddings = false "
+            "and num_nextn_predict_layers >= 1"
+        )
+    leaves, tree = jax.tree.flatten(param_specs(cfg))
+    params: Params = tree.unflatten([jnp.asarray(_array(s, cfg, seed), dtype_of(s, dtype)) for s in leaves])
+    head = jnp.asarray(
+        _head(np.asarray(params.embed, np.float32), chain(cfg, seed), seed), params.embed.dtype
+    )
+    return with_noise(replace(params, head=head), noise, seed)
+
+
+def with_noise(params: Params, noise: float, seed: int = 0) -> Params:
+    """``params`` with eh_proj = [identity | 0] + noise * N(0, 1 / D) in every NextN layer."""
+
+    def rig(k: int, merge: Any) -> jax.Array:
+        hidden = merge.shape[0]
+        random = _generator(seed, f"noise {k}").standard_normal(merge.shape, np.float32)
+        random *= np.float32(noise / math.sqrt(hidden))
+        random[:, :hidden] += np.eye(hidden, dtype=np.float32)
+        return jnp.asarray(random, merge.dtype)
+
+    nextn = tuple(replace(p, merge=rig(k, p.merge)) for k, p in enumerate(params.nextn))
+    return replace(params, nextn=nextn)
+
+
+def _generator(seed: int, name: str) -> np.random.Generator:
+    return np.random.default_rng([seed, zlib.crc32(name.encode())])
+
+
+def _array(spec: Spec, cfg: ModelConfig, seed: int) -> np.ndarray:
+    first = spec.names
+    while not isinstance(first, str):
+        first = first[0]
+    value = _generator(seed, f"{first} {spec.rows}").standard_normal(spec.shape, np.float32)
+    if spec.init == "ones":
+        return 1 + 0.02 * value
+    if spec.init == "embedding":
+        return value
+    kind = first.removesuffix(".weight").rpartition(".")[2]
+    gain = _GAINS.get(kind, 1.0) * (_LOUDNESS / math.sqrt(cfg.num_hidden_layers) if kind in _QUIET else 1.0)
+    value *= np.float32(gain if spec.init == "zeros" else gain / math.sqrt(spec.tensor_shape[-1]))
+    return value
+
+
+def _head(embed: np.ndarray, following: np.ndarray, seed: int) -> np.ndarray:
+    head = _generator(seed, "head").standard_normal(embed.shape, np.float32)
+    head *= np.float32(_HEAD_NOISE / math.sqrt(embed.shape[1]))
+    unit = embed / np.linalg.norm(embed, axis=1, keepdims=True)
+    np.add.at(head, following, _HEAD_SIGNAL * unit)
+    return head
+
+
+def complete(
+    engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float = 0.0
+) -> list[Request]:
+    """Completions of ``max_tokens`` tokens each, end-of-text ignored, seed 0; leaves the engine idle."""
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=0)
+    requests = [engine.make_request(p, params) for p in prompts]
+    engine.prepare(requests)
+    for request in requests:
+        engine.submit(request)
+    while engine.busy:
+        engine.step()
+    return requests
+
+
+def random_prompts(cfg: ModelConfig, count: int, length: int, seed: int = 0) -> list[list[int]]:
+    """``count`` prompts of ``length`` random ordinary tokens."""
+    return _generator(seed, "prompts").choice(np.unique(chain(cfg)), (count, length)).tolist()
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The noise found, and the acceptance length measured with it."""
+
+    noise: float
+    acceptance: float
+
+
+def tune(
+    cfg: ModelConfig,
+    target: float,
+    depth: int = 3,
+    seed: int = 0,
+    *,
+    prompts: int = 16,
+    max_tokens: int = 48,
+    tolerance: float = 0.03,
+) -> Tuned:
+    """Bisect the noise until greedy decoding at ``depth`` emits ``target`` tokens per step.
+
+    One executable serves every trial: only eh_proj changes. Raises ConfigError for a target out of reach,
+    also where no noise comes within 0.2 of it.
+    """
+    if not 1 < target <= depth + 1:
+        raise ConfigError(
+            f"target acceptance {target} at depth {depth}; expected above 1, at most {depth + 1}"
+        )
+    params = rigged_params(cfg, 0.0, seed)
+    sizes = EngineConfig(depth, max_num_seqs=min(8, prompts), max_model_len=max_tokens + 16, seed=seed)
+    engine = Engine(cfg, params, sizes)
+    given = random_prompts(cfg, prompts, 8, seed)
+
+    def acceptance(noise: float) -> float:
+        engine.params = with_noise(params, noise, seed)
+        runs = [r.speculation for r in complete(engine, given, max_tokens)]
+        return sum(s.accepted for s in runs) / sum(s.steps for s in runs) + 1
+
+    low, high = 0.0, math.sqrt(cfg.hidden_size)
+    best = Tuned(0.0, acceptance(0.0))
+    for _ in range(12):
+        if abs(best.acceptance - target) <= tolerance:
+            break
+        noise = (low + high) / 2
+        got = acceptance(noise)
+        low, high = (noise, high) if got > target else (low, noise)
+        if abs(got - target) < abs(best.acceptance - target):
+            best = Tuned(noise, got)
+    if abs(best.acceptance - target) > _OUT_OF_REACH:
+        raise ConfigError(
+            f"acceptance length {target} at depth {depth} is out of reach for this model: the nearest is "
+            f"{best.acceptance:.3f}, with noise {best.noise:.4f}; ask for that, or give the noise"
+        )
+    return best
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write a synthetic checkpoint; 0 on success, 1 with a message on an error the user can fix."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mtp_jax.bench.synthetic", description="Write a checkpoint with rigged acceptance."
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--preset", choices=("dense", "moe"), help="a model of about 200 million parameters")
+    what.add_argument("--config", help="any config.json")
+    parser.add_argument("--out", required=True, help="directory to write")
+    parser.add_argument("--seed", type=int, default=0)
+    noisy = parser.add_mutually_exclusive_group()
+    noisy.add_argument("--noise", type=float, help="of eh_proj; default: the preset's")
+    noisy.add_argument(
+        "--tune", type=float, metavar="LENGTH", help="find the noise for this acceptance length"
+    )
+    parser.add_argument("--depth", type=int, help="drafts per step while tuning (default: 3)")
+    args = parser.parse_args(argv)
+    try:
+        if args.seed < 0:
+            raise ConfigError(f"--seed {args.seed}; expected 0 or more")
+        if args.noise is not None and not (math.isfinite(args.noise) and args.noise >= 0):
+            raise ConfigError(f"--noise {args.noise}; expected a finite number of 0 or more")
+        if args.depth is not None and args.tune is None:
+            raise ConfigError("--depth has no effect without --tune; add that, or leave it out")
+        chosen = preset(args.preset) if args.preset else None
+        cfg = chosen.config if chosen else ModelConfig.from_file(args.config)
+        noise = args.noise if args.noise is not None else chosen.noise if chosen else None
+        if args.tune is not None:
+            depth = 3 if args.depth is None else args.depth
+            tuned = tune(cfg, args.tune, depth, args.seed)
+            noise = tuned.noise
+            print(f"noise {tuned.noise:.4f}: acceptance length {tuned.acceptance:.3f} at depth {depth}")
+        if noise is None:
+            raise ConfigError("--config needs --noise or --tune: how often should drafts come true?")
+        params = rigged_params(cfg, noise, args.seed, cfg.dtype)
+        save_checkpoint(args.out, cfg, params, cfg.dtype)
+    except (MtpJaxError, OSError) as err:
+        print(f"error: {err}", file=sys.stderr)
+        return 1
+    count = sum(a.size for a in jax.tree.leaves(params))
+    print(f"{args.out}: {count / 1e6:.0f} million parameters, {cfg.dtype}, noise {noise}, seed {args.seed}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""What the host knows of the device: the keys of programs, and how a packed result reads. No jax here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+Drafting = Literal["greedy", "sampled"]
+Verifier = Literal["rejection", "block", "coupled"]
+
+
+@dataclass(frozen=True)
+class SamplingMode:
+    """Static choices of a step. ``drafting`` None: every row is greedy and unadjusted, so argmax decides.
+
+    ``structured``: the step is two programs and takes what grammars allow.
+    """
+
+    drafting: Drafting | None = None
+    verifier: Verifier = "rejection"
+    logprobs: int | None = None
+    structured: bool = False
+
+
+class Finish(IntEnum):
+    """Why a slot switched itself off, in the last column of ``StepResult.packed``."""
+
+    RUNNING = 0
+    STOP = 1
+    LENGTH = 2
+    NAN = 3
+
+
+# Columns of StepResult.packed after the W tokens.
+COUNT, ACCEPTED, DRAFTED, FINISH = range(4)
+EXTRA_COLUMNS = 4
+
+
+@dataclass(frozen=True)
+class StepKey:
+    """One draft-and-verify executable: slots, depth, page-table columns, static sampling choices."""
+
+    slots: int
+    depth: int
+    pages: int
+    mode: SamplingMode
+
+    def covers(self, need: "StepKey") -> bool:
+        """Whether this executable can do what ``need`` asks; a sampling step also serves greedy rows."""
+        own, wanted = self.mode, need.mode
+        greedy = wanted.drafting is None
+        return (
+            self.slots >= need.slots
+            and self.depth >= need.depth
+            and self.pages >= need.pages
+            and (greedy or (own.drafting, own.verifier) == (wanted.drafting, wanted.verifier))
+            and own.structured == wanted.structured
+            and _width(own.logprobs) >= _width(wanted.logprobs)
+        )
+
+    @property
+    def cost(self) -> tuple[int, ...]:
+        """Orders executables that can do the same work."""
+        rows = self.slots * (self.depth + 1)
+        return (rows, self.pages, self.mode.drafting is not None, _width(self.mode.logprobs))
+
+
+@dataclass(frozen=True)
+class PrefillKey:
+    """One prefill executable: chunk length, page-table columns, log-probability widths, prompts per shard."""
+
+    tokens: int
+    pages: int
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    prompts: int = 1
+
+    def covers(self, need: "PrefillKey") -> bool:
+        """Whether this executable can do what ``need`` asks."""
+        return (
+            self.prompts == need.prompts
+            and self.tokens >= need.tokens
+            and self.pages >= need.pages
+            and _width(self.logprobs) >= _width(need.logprobs)
+            and _width(self.prompt_logprobs) >= _width(need.prompt_logprobs)
+        )
+
+    @property
+    def cost(self) -> tuple[int, ...]:
+        """Orders executables that can do the same work."""
+        return (self.prompts * self.tokens, self.pages, _width(self.logprobs), _width(self.prompt_logprobs))
+
+
+def _width(logprobs: int | None) -> int:
+    """Orders how many log-probabilities a program gives; None, not even the chosen token's, is the least."""
+    return -1 if logprobs is None else logprobs
+
+
+@dataclass(frozen=True)
+class DraftKey:
+    """An executable that only drafts, for ``LLM.draft``: depth and page-table columns."""
+
+    depth: int
+    pages: int
+
+
+Key = StepKey | PrefillKey | DraftKey
+
+
+def name_of(key: Key) -> str:
+    """The program's name in HLO and in traces, another for every key of an engine: step_b8_k3_p16_sampled."""
+    if isinstance(key, DraftKey):
+        return f"draft_k{key.depth}_p{key.pages}"
+    if isinstance(key, PrefillKey):
+        scores = "" if key.prompt_logprobs is None else f"_prompt{key.prompt_logprobs}"
+        return f"prefill_b{key.prompts}_t{key.tokens}_p{key.pages}{_scored(key.logprobs)}{scores}"
+    kind = ("_sampled" if key.mode.drafting else "") + ("_structured" if key.mode.structured else "")
+    return f"step_b{key.slots}_k{key.depth}_p{key.pages}{kind}{_scored(key.mode.logprobs)}"
+
+
+def _scored(logprobs: int | None) -> str:
+    return "" if logprobs is None else f"_logprobs{logprobs}"
+
+
+def buckets(largest: int, smallest: int, factor: int) -> Sequence[int]:
+    """``smallest, smallest * factor, ...``, ending at ``largest``."""
+    sizes = []
+    size = smallest
+    while size < largest:
+        sizes.append(size)
+        size *= factor
+    return (*sizes, largest)

@@ -1,0 +1,80 @@
+"""Requests as the arrays that the device's programs take."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mtp_jax.decode.prefill import Chunk
+from mtp_jax.decode.sampling import SamplingState
+from mtp_jax.decode.state import Slots, mask_row
+from mtp_jax.engine.request import Request
+from mtp_jax.model.config import ModelConfig
+
+
+def page_row(pages: list[int], columns: int, spare: int) -> Any:
+    """A row [1, columns] of the page table, with the spare page where there is none."""
+    row = np.full((1, columns), spare, np.int32)
+    row[0, : len(pages)] = pages
+    return row
+
+
+def slot_row(request: Request, cfg: ModelConfig, page_table: Any, carry_dtype: Any) -> Slots:
+    """The request's row [1, ...] of every per-slot array, before its prompt is prefilled."""
+    p, vocab = request.params, cfg.vocab_size
+    bias: Any = np.zeros((1, vocab), np.float32)
+    bias[0, list(p.logit_bias)] = list(p.logit_bias.values())
+    carry: Any = np.zeros((1, cfg.num_nextn_predict_layers, cfg.hidden_size), carry_dtype)
+    counts: Any = np.bincount(request.output, minlength=vocab)[None].astype(np.int32)
+
+    def one(value: Any, dtype: Any = np.int32) -> Any:
+        return np.full(1, value, dtype)
+
+    return Slots(
+        length=one(0),
+        newest=one(0),
+        active=one(False, bool),
+        remaining=one(request.max_tokens - len(request.output)),
+        generated=one(len(request.output)),
+        depth=one(request.depth),
+        page_table=page_table,
+        carry=carry,
+        sampling=SamplingState(
+            temperature=one(p.temperature, np.float32),
+            top_k=one(max(p.top_k, 0)),
+            top_p=one(p.top_p, np.float32),
+            min_p=one(p.min_p, np.float32),
+            presence=one(p.presence_penalty, np.float32),
+            frequency=one(p.frequency_penalty, np.float32),
+            repetition=one(p.repetition_penalty, np.float32),
+            min_tokens=one(p.min_tokens),
+            seed=one(request.seed, np.uint32),
+            logit_bias=bias,
+            stop_mask=mask_row(request.stops, vocab),
+            prompt_mask=mask_row(request.prompt, vocab),
+            counts=counts,
+        ),
+    )
+
+
+def next_chunk(
+    chosen: Sequence[Request | None], limit: int, width: int, idle_slot: int, allowed: Any
+) -> Chunk:
+    """The next ``limit`` tokens of each prompt, padded to ``width``; the requests move on."""
+    shape = (len(chosen), width)
+    tokens, targets = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
+    slot = np.full(len(chosen), idle_slot, np.int32)
+    start, count = np.zeros(len(chosen), np.int32), np.zeros(len(chosen), np.int32)
+    final, follows = np.zeros(len(chosen), bool), np.full(len(chosen), -1, np.int32)
+    for g, r in enumerate(chosen):
+        if r is None:
+            continue
+        begin, end = r.prefilled, min(r.prefilled + limit, len(r.tokens))
+        slot[g], start[g], count[g], final[g] = r.slot, begin, end - begin, end == len(r.tokens)
+        tokens[g, : end - begin] = r.tokens[begin:end]
+        following = r.tokens[begin + 1 : end + 1]
+        targets[g, : len(following)] = following
+        follows[g] = r.follows
+        r.prefilled = end
+    arrays: tuple[Any, ...] = (slot, start, count, final, tokens, targets, follows, allowed)
+    return Chunk(*arrays)

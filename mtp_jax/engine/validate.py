@@ -1,0 +1,139 @@
+"""What may be asked of an engine: a prompt and its options become a request, or an error says why not."""
+
+import itertools
+import operator
+import time
+from collections.abc import Iterable
+from numbers import Real
+
+from mtp_jax.engine.config import EngineConfig
+from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.errors import PromptTooLong, RequestError
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.text.grammar import Grammars, Matcher
+
+_LONGEST_TIMEOUT = 10**9
+
+
+class Intake:
+    """Makes the requests of one engine.
+
+    Attributes:
+        grammars: for structured output; None refuses it.
+    """
+
+    def __init__(self, cfg: ModelConfig, config: EngineConfig, pages: int, grammars: Grammars | None) -> None:
+        """``pages``: that a data shard has."""
+        self.cfg, self.config, self.pages, self.grammars = cfg, config, pages, grammars
+        self._ids = itertools.count()
+
+    def make_request(
+        self,
+        prompt: Iterable[int],
+        params: SamplingParams,
+        seed: int | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str = "",
+        spare: int = 0,
+        arrived: float | None = None,
+    ) -> Request:
+        """A request for a prompt of token ids. Any thread may call it.
+
+        Raises RequestError, and Overloaded while a grammar that took too long is still being compiled.
+
+        seed: overrides ``params.seed``. priority: lower numbers are served first. timeout: seconds from its
+        arrival after which it is ended with what it has. cache_salt: only requests of the same salt share
+        cached pages. spare: further tokens its pages hold from the start. arrived: ``time.perf_counter()``
+        then; None: now.
+        """
+        arrived = time.perf_counter() if arrived is None else arrived
+        try:
+            ids, config = tuple(operator.index(t) for t in prompt), self.config
+        except TypeError as e:
+            raise RequestError(f"a prompt is a list of integers: {e}") from e
+        _check_ids("the prompt", ids, self.cfg.vocab_size)
+        _check_ids("logit_bias", params.logit_bias, self.cfg.vocab_size)
+        _check_ids("stop_token_ids", params.stop_token_ids, self.cfg.vocab_size)
+        if not ids:
+            raise RequestError("the prompt is empty; give at least one token")
+        room = config.max_model_len - len(ids)
+        if room < 1:
+            raise PromptTooLong(
+                f"the prompt has {len(ids)} tokens; max_model_len = {config.max_model_len} leaves no room "
+                "for an answer"
+            )
+        if timeout is not None and not (isinstance(timeout, Real) and 0 < timeout <= _LONGEST_TIMEOUT):
+            raise RequestError(f"timeout = {timeout!r}; expected seconds above 0, at most {_LONGEST_TIMEOUT}")
+        if not isinstance(priority, int):
+            raise RequestError(f"priority = {priority!r}; expected an integer, lower ones first")
+        try:
+            cache_salt.encode()
+        except (AttributeError, UnicodeEncodeError) as e:
+            raise RequestError(f"cache_salt = {cache_salt!r}; expected a string that UTF-8 can hold") from e
+        least = config.pages_for(len(ids) + 1 + spare)
+        if least > self.pages:
+            raise PromptTooLong(
+                f"the prompt has {len(ids)} tokens and needs {least} cache pages, the engine has "
+                f"{self.pages}; shorten it or raise num_pages"
+            )
+        depth = config.num_speculative_tokens
+        if params.num_speculative_tokens is not None:
+            if params.num_speculative_tokens > depth:
+                raise RequestError(
+                    f"num_speculative_tokens = {params.num_speculative_tokens}; the engine's is {depth}"
+                )
+            depth = params.num_speculative_tokens
+        if params.max_tokens is None:  # as much as the cache holds
+            held = self.pages * config.page_size - config.num_speculative_tokens
+            room = max(min(room, held - len(ids) - spare), 1)
+        max_tokens = min(params.max_tokens or room, room)
+        capacity = len(ids) + max_tokens + spare
+        needed = config.pages_for(capacity)
+        if needed > self.pages:
+            raise RequestError(
+                f"the request needs {needed} cache pages, the engine has {self.pages}; lower max_tokens or "
+                "raise num_pages"
+            )
+        # Which random numbers a sampled token meets depends on where steps begin, so a seed fixes the depth,
+        # unless the verifier is made for that.
+        seeded = params.seed is not None and params.temperature > 0 and config.verifier != "coupled"
+        return Request(
+            next(self._ids),
+            ids,
+            params,
+            params.seed if seed is None else seed,
+            max_tokens,
+            depth,
+            capacity,
+            spare=spare,
+            stops=self._stops(params),
+            matcher=self._matcher(params, ids),
+            fixed_depth=not config.adaptive_depth or seeded or params.num_speculative_tokens is not None,
+            priority=priority,
+            deadline=None if timeout is None else arrived + timeout,
+            salt=cache_salt,
+            arrived=arrived,
+        )
+
+    def _stops(self, p: SamplingParams) -> tuple[int, ...]:
+        """The tokens that end an output."""
+        stops = {*p.stop_token_ids, *(() if p.ignore_eos else self.cfg.eos_token_ids)}
+        return tuple(t for t in stops if t < self.cfg.vocab_size)
+
+    def _matcher(self, p: SamplingParams, prompt: tuple[int, ...]) -> Matcher | None:
+        if p.structured is None:
+            return None
+        if self.grammars is None:
+            raise RequestError(
+                "structured output needs a tokenizer.json that fits the model and names its end-of-sequence "
+                "token; this model has none"
+            )
+        return self.grammars.matcher(p.structured, self._stops(p), prompt)
+
+
+def _check_ids(what: str, ids: Iterable[int], vocab: int) -> None:
+    wrong = next((t for t in ids if not 0 <= t < vocab), None)
+    if wrong is not None:
+        raise RequestError(f"{what} names token {wrong}; expected ids from 0 to {vocab - 1}")

@@ -1,0 +1,263 @@
+"""Model configuration: one frozen ``ModelConfig``, whose values go together."""
+
+import math
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from mtp_jax.errors import ConfigError
+from mtp_jax.model import hf_config
+
+
+@dataclass(frozen=True)
+class YarnConfig:
+    """YaRN context extension (arXiv 2309.00071), in the names of ``rope_scaling``."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+
+    def _mscale(self, weight: float) -> float:
+        return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    @property
+    def rope_factor(self) -> float:
+        """What cos and sin are multiplied by."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
+        return self._mscale(1.0)
+
+    @property
+    def softmax_factor(self) -> float:
+        """What the softmax scale is multiplied by."""
+        return self._mscale(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A DeepSeek-V3-family model; fields keep their Hugging Face names.
+
+    ``nextn_moe[k]`` says whether NextN layer ``k`` has an MoE block; a checkpoint reader decides it from the
+    tensors present, since some models ship a dense one.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None = None
+    moe_intermediate_size: int = 0
+    n_routed_experts: int = 0
+    n_shared_experts: int = 0
+    num_experts_per_tok: int = 0
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+    norm_topk_prob: bool = True
+    first_k_dense_replace: int = 0
+    moe_layer_freq: int = 1
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_interleave: bool = True
+    rope_scaling: YarnConfig | None = None
+    max_position_embeddings: int = 4096
+    num_nextn_predict_layers: int = 0
+    nextn_moe: tuple[bool, ...] = ()
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = 0
+    eos_token_ids: tuple[int, ...] = (1,)
+    dtype: str = "bfloat16"
+    fp8: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "ModelConfig":
+        """Read ``config.json``. Raises ConfigError for unreadable JSON or an unsupported model."""
+        return cls.from_dict(hf_config.read_json(path))
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> "ModelConfig":
+        """Build from the parsed JSON of either dialect. Raises ConfigError."""
+        translated = hf_config.translate(raw)
+        known = {f.name: f for f in fields(cls)}
+        values = {k: v for k, v in raw.items() if k in known and v is not None} | translated
+        moe = bool(values.get("n_routed_experts"))
+        required = [n for n, f in known.items() if f.default is MISSING]
+        missing = [n for n in (*required, *(_REQUIRED_OF_MOE if moe else ())) if n not in values]
+        if missing:
+            raise ConfigError(f"config.json lacks {', '.join(missing)}; a DeepSeek-V3 config has them all")
+        if not moe:
+            values["first_k_dense_replace"] = values["num_hidden_layers"]
+        yarn = values["rope_scaling"]
+        values["rope_scaling"] = None if yarn is None else YarnConfig(**yarn)
+        try:
+            count = values.get("num_nextn_predict_layers", 0)
+            values["nextn_moe"] = tuple(raw.get("nextn_moe", [moe] * min(count, _MOST + 1)))
+            return cls(**values)
+        except (TypeError, OverflowError) as e:
+            raise ConfigError(f"config.json has a value of the wrong type: {e}") from e
+
+    def to_dict(self) -> dict[str, Any]:
+        """``config.json`` in the dialect of the release, without quantisation."""
+        out: dict[str, Any] = {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "attention_bias": False,
+            "hidden_act": "silu",
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "num_key_value_heads": self.num_attention_heads,
+        }
+        out |= {f.name: getattr(self, f.name) for f in fields(self)}
+        del out["fp8"]
+        out["torch_dtype"] = out.pop("dtype")
+        ids = out.pop("eos_token_ids")
+        out["eos_token_id"] = ids[0] if len(ids) == 1 else list(ids) or None
+        if self.rope_scaling:
+            yarn = {k: v for k, v in asdict(self.rope_scaling).items() if v is not None}
+            out["rope_scaling"] = {"type": "yarn"} | yarn
+        out["nextn_moe"] = list(self.nextn_moe)
+        return out
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of one query or key head, rope part included."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """Values cached per token and layer: the latent and the shared rope key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def fp8_row_bytes(self) -> int:
+        """Bytes of them in an FP8 cache: e4m3 latents, bfloat16 rope key, a float32 scale per 128 latents."""
+        scales = -(-self.kv_lora_rank // hf_config.FP8_BLOCK)
+        return self.kv_lora_rank + 2 * self.qk_rope_head_dim + 4 * scales
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor on attention scores, YaRN's part included."""
+        return self.qk_head_dim**-0.5 * (self.rope_scaling.softmax_factor if self.rope_scaling else 1.0)
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether trunk layer ``layer`` has an MoE block (first_k_dense_replace, moe_layer_freq)."""
+        return (
+            self.n_routed_experts > 0
+            and layer >= self.first_k_dense_replace
+            and layer % self.moe_layer_freq == 0
+        )
+
+    def with_nextn(self, moe: tuple[bool, ...]) -> "ModelConfig":
+        """The same model with ``len(moe)`` NextN layers."""
+        return replace(self, num_nextn_predict_layers=len(moe), nextn_moe=moe)
+
+    def with_eos(self, eos: int | list[int] | None) -> "ModelConfig":
+        """The same model with other end-of-text ids; None keeps them."""
+        if eos is None:
+            return self
+        return replace(self, eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,))
+
+
+# Their defaults in transformers are DeepSeek-V3's own values, which a file of another model must not fall
+# back to.
+_REQUIRED_OF_MOE = (
+    "moe_intermediate_size",
+    "num_experts_per_tok",
+    "routed_scaling_factor",
+    "n_group",
+    "topk_group",
+)
+
+_POSITIVE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "max_position_embeddings",
+    "n_group",
+    "topk_group",
+    "moe_layer_freq",
+)
+_NATURAL = (
+    "moe_intermediate_size",
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "first_k_dense_replace",
+    "num_nextn_predict_layers",
+)
+
+# Each of them has tensors of its own.
+_COUNTS, _MOST = ("num_hidden_layers", "num_nextn_predict_layers", "n_routed_experts"), 2**16
+
+
+def _check(c: ModelConfig) -> None:
+    def need(ok: bool, name: str, expected: str) -> None:
+        if not ok:
+            raise ConfigError(f"{name} = {getattr(c, name)!r:.200}; expected {expected}")
+
+    def whole(value: Any, least: int) -> bool:
+        return type(value) is int and value >= least
+
+    for name in _POSITIVE:
+        need(whole(getattr(c, name), 1), name, "a positive integer")
+    for name in _NATURAL:
+        need(whole(getattr(c, name), 0), name, "an integer >= 0")
+    for name in _COUNTS:
+        need(getattr(c, name) <= _MOST, name, f"at most {_MOST:,}")
+    for name in ("rms_norm_eps", "rope_theta", "routed_scaling_factor"):
+        need(hf_config.is_number(getattr(c, name)) and getattr(c, name) > 0, name, "a positive number")
+    for name in ("norm_topk_prob", "rope_interleave", "tie_word_embeddings"):
+        need(type(getattr(c, name)) is bool, name, "true or false")
+    need(c.q_lora_rank is None or whole(c.q_lora_rank, 1), "q_lora_rank", "a positive integer or null")
+    need(c.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", "an even number")
+    need(all(whole(i, 0) for i in c.eos_token_ids), "eos_token_ids", "token ids")
+    need(c.bos_token_id is None or whole(c.bos_token_id, 0), "bos_token_id", "a token id or null")
+    need(c.dtype in ("float32", "bfloat16"), "dtype", "float32 or bfloat16")
+    need(all(type(m) is bool for m in c.nextn_moe), "nextn_moe", "true or false for each layer")
+    if c.rope_scaling:
+        y = c.rope_scaling
+        if not (y.factor >= 1 and y.beta_fast >= y.beta_slow > 0):
+            raise ConfigError(f"rope_scaling = {y}; expected factor >= 1 and beta_fast >= beta_slow > 0")
+        need(c.rope_theta > 1, "rope_theta", "more than 1 with YaRN")
+        original = y.original_max_position_embeddings
+        if not (whole(original, 1) and hf_config.is_number(original)):
+            raise ConfigError(f"rope_scaling = {y}; expected whole original_max_position_embeddings >= 1")
+    if len(c.nextn_moe) != c.num_nextn_predict_layers:
+        raise ConfigError(
+            f"nextn_moe has {len(c.nextn_moe)} entries, num_nextn_predict_layers is "
+            f"{c.num_nextn_predict_layers}"
+        )
+    if c.n_routed_experts:
+        if c.n_routed_experts % c.n_group:
+            raise ConfigError(
+                f"n_group = {c.n_group} does not divide n_routed_experts = {c.n_routed_experts}"
+            )
+        reachable = c.n_routed_experts // c.n_group * c.topk_group
+        if not 1 <= c.num_experts_per_tok <= reachable or c.topk_group > c.n_group:
+            raise ConfigError(
+                f"num_experts_per_tok = {c.num_experts_per_tok}, topk_group = {c.topk_group}: at most "
+                f"{reachable} experts lie in {c.topk_group} of {c.n_group} groups"
+            )
+        if c.n_group > 1 and c.n_routed_experts // c.n_group < 2:
+            raise ConfigError("expert groups of one: a group's score is the sum of its two best experts")
+        need(c.moe_intermediate_size > 0, "moe_intermediate_size", "a positive integer")

@@ -1,0 +1,370 @@
+"""Structured output: what may come next under a JSON schema, an expression or a choice, as token masks.
+
+llguidance parses the output so far on the host and says which tokens can go on. It bounds the work of most
+grammars and of every mask, more tightly here than by default; what exceeds the bounds is refused, or ends its
+own request. What it does not bound is bounded here: multiples, and the time a grammar takes to compile.
+
+After a prompt that ends inside a think block the output begins with a thought, of any text: what the grammar
+says begins behind it.
+"""
+
+import functools
+import json
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import numpy as np
+import tokenizers
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.numpy import (
+    fill_next_token_bitmask,
+    fill_next_token_bitmask_par,
+    fill_next_token_bitmask_par_with_draft_tokens,
+)
+
+from mtp_jax.errors import Overloaded, RequestError
+from mtp_jax.text.tokenizer import Tokenizer
+
+MAX_GRAMMAR_LENGTH = 2**16
+"""Characters of a schema, an expression or all choices together."""
+
+WORD = 32
+"""Tokens per word of a packed mask: token t is bit t % 32 of word t // 32."""
+
+_CACHED_GRAMMARS = 64
+_TAIL = 16  # tokens that hold the end of a prompt: a tag and white space
+_COMPILE_SECONDS = 10.0
+_ALONE_SECONDS = 0.1  # what takes longer to build is not built again while everybody waits
+_TURN_SECONDS = 2.0  # whoever waits longer comes again, and leaves the thread to those with known grammars
+# Expressions that llguidance may derive, at first and for a token: milliseconds of work. Repeats of tens of
+# thousands need as many for each mask.
+_FUEL = 200_000
+_STEP_FUEL = 20_000
+# A state of the lexer for every remainder.
+_LARGEST_MULTIPLE = 50_000
+_SMALLEST_UNIT = 10**18  # parts of one: doubles near 1 have no finer ones
+# A space, or a line break and its indent, is how models write JSON; without a limit, a weak one goes on with
+# white space for ever. A schema may say otherwise in its key "x-guidance", but not that keywords which
+# llguidance does not implement be ignored.
+_JSON_OPTIONS: Any = {
+    "defaults": {"whitespace_pattern": r" |\r?\n[ \t]{0,20}"},
+    "overrides": {"lenient": False},
+}
+
+
+@dataclass(frozen=True)
+class StructuredOutput:
+    """What the output must be. Exactly one field is given.
+
+    Attributes:
+        json_schema: JSON that fits this JSON Schema, an object or its text.
+        json_object: any JSON object.
+        regex: text that the expression matches from beginning to end (Rust's syntax: no look-around).
+        choice: one of these strings.
+    """
+
+    json_schema: Mapping[str, Any] | str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.json_object, bool):
+            raise RequestError(f"json_object = {self.json_object!r}; expected True or False")
+        given = [name for name in ("json_schema", "regex", "choice") if getattr(self, name) is not None]
+        given += ["json_object"] if self.json_object else []
+        if len(given) != 1:
+            raise RequestError(
+                f"a structured output names {given or 'nothing'}; give exactly one of json_schema, "
+                "json_object=True, regex, choice"
+            )
+        _check_length(given[0], len(self.grammar))
+
+    @functools.cached_property
+    def grammar(self) -> str:
+        """In llguidance's form. Raises RequestError where the text alone shows that it is none."""
+        try:
+            if self.json_object:
+                return LLMatcher.grammar_from_json_schema({"type": "object"}, **_JSON_OPTIONS)
+            if self.json_schema is not None:
+                return LLMatcher.grammar_from_json_schema(_schema(self.json_schema), **_JSON_OPTIONS)
+            return LLMatcher.grammar_from_regex(_text(self.regex) if self.choice is None else self._choices())
+        except (TypeError, ValueError, RecursionError) as e:
+            raise RequestError(f"the structured output is not valid: {e}") from e
+
+    def _choices(self) -> str:
+        choices = self.choice if isinstance(self.choice, list | tuple) else []
+        if not choices or any(not isinstance(c, str) or not c for c in choices):
+            raise RequestError(f"choice = {self.choice!r}; expected a list of non-empty strings")
+        _check_length("choice", sum(map(len, choices)))
+        return "|".join("".join(map(_literal, choice)) for choice in choices)
+
+
+def _schema(schema: Any) -> str:
+    value = json.loads(_text(schema)) if isinstance(schema, str) else schema
+    if not isinstance(value, Mapping):
+        raise RequestError(f"json_schema is a {type(value).__name__}; expected an object")
+    text = json.dumps(value, allow_nan=False)
+    _check_length("json_schema", len(text))  # before its numbers are worked with
+    multiples = [Fraction(str(m)) for m in _values(value, "multipleOf") if type(m) in (int, float)]
+    # Schemas can be combined, and llguidance scales fractions up, to the least common multiple at most.
+    scale = _common_multiple((m.denominator for m in multiples), _SMALLEST_UNIT)
+    if not scale or not _common_multiple((abs(int(m * scale)) for m in multiples if m), _LARGEST_MULTIPLE):
+        raise RequestError(
+            f"multipleOf: the least common multiple of all of them is above {_LARGEST_MULTIPLE} of their "
+            "smallest unit; use rounder ones"
+        )
+    return text
+
+
+def _check_length(what: str, length: int) -> None:
+    if length > MAX_GRAMMAR_LENGTH:
+        raise RequestError(
+            f"{what} makes a grammar of {length} characters; at most {MAX_GRAMMAR_LENGTH} are allowed"
+        )
+
+
+def _common_multiple(numbers: Iterable[int], most: int) -> int | None:
+    """The least; None if it is above ``most``, found out without computing with large numbers."""
+    common = 1
+    for number in numbers:
+        common = math.lcm(common, number) if number <= most else most + 1
+        if common > most:
+            return None
+    return common
+
+
+def _values(value: Any, key: str) -> Iterator[Any]:
+    """What stands under a key, anywhere."""
+    if isinstance(value, Mapping):
+        yield from (v for k, v in value.items() if k == key)
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from _values(part, key)
+
+
+def _text(text: Any) -> str:
+    if not isinstance(text, str):
+        raise RequestError(f"{text!r} is a {type(text).__name__}; expected a string")
+    text.encode()  # a lone surrogate raises ValueError
+    return text
+
+
+def _behind_thought(grammar: str, is_token: bool) -> str:
+    """The grammar, in llguidance's form, of any text that ends its thought and then fits ``grammar``.
+
+    is_token: whether the end of a thought is a token of its own, which no text holds, rather than text.
+    """
+    (inner,) = json.loads(grammar)["grammars"]
+    expression = inner["lark_grammar"]
+    answer = expression.removeprefix("start: ") if expression else "%json " + json.dumps(inner["json_schema"])
+    text = "/(.|\\n)*/"
+    close = Tokenizer.CLOSE_THOUGHT
+    thought = f"thought: {text} {close}" if is_token else f'thought[suffix="{close}"]: {text}'
+    return f"start: thought answer\n{thought}\nanswer: {answer}\n"
+
+
+def _literal(character: str) -> str:
+    plain = character.isascii() and character.isalnum()
+    return character if plain else f"\\x{{{ord(_text(character)):x}}}"
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """A grammar in llguidance's form, a matcher at its beginning, and the seconds that took to build."""
+
+    grammar: str
+    matcher: LLMatcher
+    seconds: float
+
+
+class Matcher:
+    """Where one output stands in its grammar.
+
+    Attributes:
+        inner: llguidance's.
+        stops: packed mask of the tokens that may end the output once it is complete.
+        compiled: what it began with.
+        taken: tokens of the output so far.
+        alone: whether nothing of it is shared with other outputs any more (see ``Grammars.masks``).
+    """
+
+    def __init__(self, compiled: _Compiled, stops: np.ndarray) -> None:
+        self.inner, self.compiled, self.stops = compiled.matcher.deep_copy(), compiled, stops
+        self.taken: list[int] = []
+        self.alone = False
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Take emitted tokens, up to but not including one that ended the output."""
+        self.taken += tokens
+        self.inner.consume_tokens(list(tokens))
+
+    def forced(self) -> list[int]:
+        """The next tokens, as far as the grammar leaves no choice."""
+        return self.inner.compute_ff_tokens()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the grammar exceeded llguidance's bounds on the way: nothing can follow."""
+        return self.inner.is_error()
+
+
+class Window(NamedTuple):
+    """Where the masks of one output go, and the drafts they are to follow."""
+
+    row: int
+    matcher: Matcher
+    drafts: Sequence[int]
+
+
+class Grammars:
+    """Compiles grammars for one vocabulary and computes masks. Threads may share it."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        """vocab_size: of the model; its ids without a token are never allowed. eos_ids: at least one."""
+        self.words = -(-vocab_size // WORD)
+        self._eos, self._backend = eos_ids[0], tokenizer
+        self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=list(eos_ids))
+        self._executor = LLExecutor()
+        self._compiling = threading.Lock()
+        # Every request starts from a copy of the compiled grammar; those used last come last.
+        self._cached: OrderedDict[str, _Compiled] = OrderedDict()
+        self._caching = threading.Lock()
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> "Grammars | None":
+        """None where the tokenizer does not fit: it has more tokens than the model, or no eos_ids."""
+        eos = [t for t in eos_ids if t < tokenizer.vocab_size]
+        fits = eos and tokenizer.vocab_size <= vocab_size
+        return cls(tokenizer.backend, vocab_size, eos) if fits else None
+
+    def matcher(
+        self, wanted: StructuredOutput, stop_ids: Iterable[int], prompt: Sequence[int] = ()
+    ) -> Matcher:
+        """The beginning of an output that follows ``prompt``. stop_ids: what may end it.
+
+        Raises RequestError, and Overloaded while another grammar is being compiled.
+        """
+        stops = np.zeros(self.words, np.uint32)
+        for token in stop_ids:
+            stops[token // WORD] |= np.uint32(1 << token % WORD)
+        grammar = wanted.grammar
+        if Tokenizer.opens_thought(self._backend.decode(list(prompt[-_TAIL:]), skip_special_tokens=False)):
+            grammar = _behind_thought(grammar, self._backend.token_to_id(Tokenizer.CLOSE_THOUGHT) is not None)
+        return Matcher(self._compiled(grammar), stops)
+
+    def _compiled(self, grammar: str) -> _Compiled:
+        with self._caching:
+            if found := self._cached.get(grammar):
+                self._cached.move_to_end(grammar)
+                return found
+        made = self._compile(grammar)
+        with self._caching:
+            self._cached[grammar] = made
+            if len(self._cached) > _CACHED_GRAMMARS:
+                self._cached.popitem(last=False)
+        return made
+
+    def _compile(self, grammar: str) -> _Compiled:
+        """In a thread that can be left behind: llguidance cannot be interrupted. One at a time."""
+        if not self._compiling.acquire(timeout=_TURN_SECONDS):
+            raise Overloaded("another structured output is still being compiled; try again", _COMPILE_SECONDS)
+        built: Future[_Compiled] = Future()
+
+        def build() -> None:
+            try:
+                began = time.perf_counter()
+                matcher = self._build(grammar)
+                built.set_result(_Compiled(grammar, matcher, time.perf_counter() - began))
+            except Exception as e:
+                built.set_exception(e)
+            finally:
+                self._compiling.release()
+
+        threading.Thread(target=build, name="grammar", daemon=True).start()
+        try:
+            compiled = built.result(_COMPILE_SECONDS)
+        except TimeoutError:
+            raise RequestError(
+                f"the structured output takes longer than {_COMPILE_SECONDS:g} s to compile; simplify it"
+            ) from None
+        if compiled.matcher.is_error():
+            reason = " ".join(compiled.matcher.get_error().replace("<non-verbose/>", "").split())
+            if reason.startswith("NoExtension"):
+                reason = "no text the model can write fits it"
+            raise RequestError(f"the structured output cannot be compiled: {reason[:300]}; change it")
+        return compiled
+
+    def _build(self, grammar: str) -> LLMatcher:
+        limits = LLParserLimits(verbose_errors=False, initial_lexer_fuel=_FUEL, step_lexer_fuel=_STEP_FUEL)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            return matcher
+        # Some grammars only turn out to be empty, or too large, with the first mask, some with the second.
+        allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        ahead = matcher.deep_copy()
+        if allowed.any():
+            ahead.consume_token(int(allowed.argmax()))
+        if not ahead.is_error() and not ahead.is_stopped():
+            ahead.compute_bitmask()
+        return ahead if ahead.is_error() else matcher
+
+    def masks(self, windows: Sequence[Window], rows: int, width: int) -> np.ndarray:
+        """Allowed tokens at every position of every window, uint32 [rows, width, words].
+
+        Position i is what may follow i drafts. Rows that are not named, and positions after a draft that is
+        not allowed, which is never kept, are all ones. Outputs of one grammar share a lexer, which is of no
+        use to any of them once the text, or a draft, of one exceeds its bounds: the others go on alone.
+        """
+        masks = np.full((rows * width, self.words), -1, np.int32)
+        work = [(w.matcher.inner, w.row * width, _tokens(w.drafts)) for w in windows]
+        # llguidance has a function of its own for no drafts, and both refuse an empty list.
+        if plain := [(inner, at) for inner, at, drafts in work if not drafts]:
+            fill_next_token_bitmask_par(self._executor, plain, masks)
+        if drafted := [w for w in work if w[2]]:
+            fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, masks)
+        for w in windows:
+            if w.matcher.failed and not w.matcher.alone and w.matcher.compiled.seconds < _ALONE_SECONDS:
+                masks[w.row * width : (w.row + 1) * width] = self._alone(w.matcher, _tokens(w.drafts), width)
+        bits = masks.view(np.uint32).reshape(rows, width, self.words)
+        word, bit = self._eos // WORD, np.uint32(self._eos % WORD)
+        for w in windows:
+            row = bits[w.row]
+            row[(row[:, word] >> bit & 1).astype(bool)] |= w.matcher.stops
+        return bits
+
+    def _alone(self, matcher: Matcher, drafts: Sequence[int], width: int) -> np.ndarray:
+        """Masks along the drafts by a lexer of the output's own; where it fails, too, nothing may follow."""
+        with self._caching:
+            if self._cached.get(matcher.compiled.grammar) is matcher.compiled:
+                del self._cached[matcher.compiled.grammar]
+        matcher.alone, matcher.inner = True, self._anew(matcher)
+        masks, ahead = np.full((width, self.words), -1, np.int32), matcher.inner.deep_copy()
+        for i, draft in enumerate([*drafts, None]):
+            fill_next_token_bitmask(ahead, masks, i)
+            if ahead.is_error():
+                masks[i:] = 0
+                matcher.inner = self._anew(matcher) if i else ahead
+                break
+            if draft is None or not ahead.try_consume_tokens([draft]):
+                break
+        return masks
+
+    def _anew(self, matcher: Matcher) -> LLMatcher:
+        inner = self._build(matcher.compiled.grammar)
+        if matcher.taken:
+            inner.consume_tokens(matcher.taken)
+        return inner
+
+
+def _tokens(drafts: Sequence[int]) -> list[int]:
+    """Up to the first draft that a broken drafter left without a token."""
+    return list(drafts[: next((i for i, t in enumerate(drafts) if t < 0), len(drafts))])

@@ -1,0 +1,304 @@
+"""Text to ids and back: tokenizer.json read directly, incremental decoding, stop strings.
+
+transformers is left out on purpose: its version 5 replaces the pre-tokenizer of these files and loses every
+space.
+"""
+
+import codecs
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders
+
+from mtp_jax.errors import CheckpointError, RequestError
+from mtp_jax.text.chat_template import ChatTemplate, first_line
+
+
+class Tokenizer:
+    """The tokenizer of one model directory. Immutable after loading: threads may share it.
+
+    Attributes:
+        backend: the `tokenizers.Tokenizer` underneath.
+        vocab_size: one more than the highest id that has a token. The model's own may be padded above it.
+        bos_token, eos_token: their contents, "" where the files name none.
+        bos_id: id of bos, or None.
+        eos_ids: every id that ends a generation (generation_config.json may list several); for models whose
+            config.json names none.
+    """
+
+    OPEN_THOUGHT, CLOSE_THOUGHT = "<think>", "</think>"
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], generation: Mapping[str, Any]
+    ):
+        if not isinstance(backend.decoder, decoders.ByteLevel):
+            raise CheckpointError(
+                f"tokenizer.json has the decoder {type(backend.decoder).__name__}; only ByteLevel, as in the "
+                "DeepSeek releases, is supported: convert the tokenizer to byte-level BPE"
+            )
+        backend.no_truncation()  # a limit stored in the file would cut prompts silently
+        backend.no_padding()
+        self.backend = backend
+        added = backend.get_added_tokens_decoder()
+        self._hidden = frozenset(i for i, token in added.items() if token.special)
+        self._bytes = _token_bytes(backend)
+        self.vocab_size = len(self._bytes)
+        self.bos_token, self.eos_token = _content(config.get("bos_token")), _content(config.get("eos_token"))
+        bos = _ids(backend.token_to_id(self.bos_token)) + _ids(generation.get("bos_token_id"))
+        eos = _ids(backend.token_to_id(self.eos_token)) + _ids(generation.get("eos_token_id"))
+        self.bos_id: int | None = bos[0] if bos else None
+        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys(eos))
+        self._add_bos = config.get("add_bos_token") is True and self.bos_id is not None
+        self._template = ChatTemplate(config.get("chat_template"))
+
+    @classmethod
+    def from_dir(cls, path: str | Path) -> "Tokenizer | None":
+        """Load a model directory; None when it has no tokenizer.json (ids in, ids out still works).
+
+        Raises:
+            CheckpointError: tokenizer.json, tokenizer_config.json or generation_config.json is damaged.
+        """
+        folder = Path(path)
+        file = folder / "tokenizer.json"
+        if not file.exists():
+            return None
+        try:
+            backend = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        except Exception as error:  # the library raises plain Exception
+            raise CheckpointError(
+                f"{file} is damaged: {first_line(error)}; copy it again from the release"
+            ) from error
+        config = _read_json(folder / "tokenizer_config.json")
+        template = folder / "chat_template.jinja"
+        if template.exists():
+            try:
+                config = {**config, "chat_template": template.read_text(encoding="utf-8")}
+            except (OSError, UnicodeDecodeError) as error:
+                raise CheckpointError(
+                    f"{template} is not readable UTF-8 text: {first_line(error)}"
+                ) from error
+        return cls(backend, config, _read_json(folder / "generation_config.json"))
+
+    @classmethod
+    def opens_thought(cls, prompt: str) -> bool:
+        """Whether a rendered prompt ends inside a think block, so that the output begins in it."""
+        return prompt.rstrip().endswith(cls.OPEN_THOUGHT)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `text`. With `add_special_tokens` it begins with exactly one bos, if the model wants one.
+
+        Special tokens written out in `text` become their ids. For a rendered chat prompt pass False: the
+        template prints bos itself.
+
+        Raises:
+            RequestError: `text` is not a string of valid characters.
+        """
+        try:
+            if not isinstance(text, str):
+                raise TypeError
+            # As a batch: that of one text alone would keep every other thread from running meanwhile.
+            (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids = encoded.ids
+        except (TypeError, UnicodeEncodeError):
+            raise RequestError(
+                f"the prompt must be text of valid Unicode characters, got {type(text).__name__} "
+                f"{str(text)[:40]!a}; remove lone surrogates"
+            ) from None
+        if add_special_tokens and self.bos_id is not None:
+            if self._add_bos and ids[:1] != [self.bos_id]:
+                ids.insert(0, self.bos_id)
+            elif ids[:2] == [self.bos_id, self.bos_id]:  # the text brought its own
+                del ids[0]
+        return ids
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`. Bytes that are not UTF-8 become U+FFFD.
+
+        An id without a token (a model's padded vocabulary has them) gives nothing.
+        """
+        return b"".join(self.token_bytes(i, skip_special_tokens) for i in ids).decode("utf-8", "replace")
+
+    def token_bytes(self, token: int, skip_special_tokens: bool = True) -> bytes:
+        """The bytes one id stands for: possibly a part of a character, b"" for an id without a token."""
+        if not 0 <= token < self.vocab_size or (skip_special_tokens and token in self._hidden):
+            return b""
+        return self._bytes[token]
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `apply_chat_template` can work."""
+        return bool(self._template.sources)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """Render the conversation to a prompt; encode it with `add_special_tokens=False`.
+
+        The checkpoint's own template runs in Jinja's immutable sandbox. `kwargs` reach it as variables, for
+        example `thinking=True`.
+
+        Raises:
+            RequestError: no template, a broken one, one above its limits, or one that refuses the messages.
+        """
+        taken = sorted({"bos_token", "eos_token"}.intersection(kwargs))
+        if taken:
+            raise RequestError(f"chat template variables {taken} come from the checkpoint; leave them out")
+        variables = {
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            "bos_token": self.bos_token,
+            "eos_token": self.eos_token,
+            **kwargs,
+        }
+        return self._template.render(variables)
+
+
+class StreamDecoder:
+    """Incremental `Tokenizer.decode`: what all pushes and the flush return, joined, equals the full decode.
+
+    Works on bytes, so a character whose bytes span tokens appears when its last byte does, and invalid bytes
+    are replaced as soon as they are known to be invalid, never held for ever. One object per request.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Take any number of ids; return the characters they complete."""
+        return self._utf8.decode(b"".join(self._tokenizer.token_bytes(i, self._skip) for i in token_ids))
+
+    def flush(self) -> str:
+        """End of the stream: "" or, for an unfinished character, U+FFFD. Then the object is as new."""
+        rest = self._utf8.decode(b"", final=True)
+        self._utf8.reset()
+        return rest
+
+
+class StopStrings:
+    """Ends a stream of text at the first stop string to be completed, and shows no part of it before.
+
+    To know which token ended the text (and how much cache is still valid), push token by token.
+
+    Raises:
+        RequestError: a stop string is empty or not a string.
+    """
+
+    def __init__(self, stops: Sequence[str], include_stop: bool = False):
+        self.stops = (stops,) if isinstance(stops, str) else tuple(stops)
+        wrong = [stop for stop in self.stops if not isinstance(stop, str) or not stop]
+        if wrong:
+            raise RequestError(f"stop must be non-empty strings, got {wrong[0]!r}; remove it")
+        self.matched: str | None = None
+        self._include = include_stop
+        self._borders = [_borders(stop) for stop in self.stops]
+        self._begin()
+
+    def push(self, text: str, may_stop: bool = True) -> tuple[str, bool]:
+        """Take text; return (the part that may be shown, whether a stop string has been met).
+
+        may_stop: whether one may end in this text; it may have begun in text in which none might end.
+        """
+        if self.matched is not None:
+            return "", True
+        seen = len(self._held)
+        text = self._held + text
+        for end in range(seen, len(text)):
+            for i, stop in enumerate(self.stops):
+                self._met[i] = _grown(stop, self._borders[i], self._met[i], text[end])
+            whole = [i for i, stop in enumerate(self.stops) if self._met[i] == len(stop)]
+            if whole and may_stop:  # earliest end first, then earliest start: however the text was cut
+                self.matched = max((self.stops[i] for i in whole), key=len)
+                self._begin()
+                return text[: end + 1 - (0 if self._include else len(self.matched))], True
+            for i in whole:
+                self._met[i] = self._borders[i][-1]
+        keep = max(self._met, default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+    def flush(self) -> str:
+        """End of the stream without a stop: the text held back so far."""
+        rest = self._held
+        self._begin()
+        return rest
+
+    def _begin(self) -> None:
+        self._held = ""
+        self._met = [0] * len(self.stops)  # how much of each stop string the text so far ends in
+
+
+# Knuth, Morris and Pratt: every character is looked at once per stop string, however long those are.
+
+
+def _grown(stop: str, borders: Sequence[int], met: int, character: str) -> int:
+    """Length of the longest prefix of `stop` that ends the text, which so far ended in `met` of it."""
+    while met and stop[met] != character:
+        met = borders[met - 1]
+    return met + (stop[met] == character)
+
+
+def _borders(stop: str) -> list[int]:
+    """For every prefix of `stop` the length of the longest shorter prefix that ends it."""
+    borders = [0]
+    for character in stop[1:]:
+        borders.append(_grown(stop, borders, borders[-1], character))
+    return borders
+
+
+def _token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
+    """The bytes of every id [vocab_size].
+
+    Byte-level BPE writes a byte as itself where it is a printable Latin-1 character, else as a character from
+    U+0100 on. A token with any other character, and every added token, is plain text.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    latin = {0x100 + n: byte for n, byte in enumerate(others)} | dict.fromkeys(others, 0xFFFF)
+    vocab = backend.get_vocab(with_added_tokens=False)
+    added = backend.get_added_tokens_decoder()
+    table = [b""] * (max([*vocab.values(), *added, -1]) + 1)
+    for content, token in vocab.items():
+        try:
+            table[token] = content.translate(latin).encode("latin-1")
+        except UnicodeEncodeError:
+            table[token] = content.encode()
+    for token, entry in added.items():
+        table[token] = entry.content.encode()
+    return table
+
+
+def _content(token: Any) -> str:
+    """A special token is written as its text or as an object with `content`."""
+    value = token.get("content") if isinstance(token, Mapping) else token
+    return value if isinstance(value, str) else ""
+
+
+def _ids(value: Any) -> list[int]:
+    """A token id entry as a list: absent, one id, or several."""
+    values = value if isinstance(value, list) else [value]
+    return [entry for entry in values if type(entry) is int and entry >= 0]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} when there is no such file."""
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: {first_line(error)}; copy it again from the release"
+        ) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value

@@ -1,0 +1,231 @@
+"""Rigged checkpoints do what they promise, and the measurements built on them count correctly."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from mtp_jax.bench import cost, synthetic
+from mtp_jax.bench.acceptance import repeated
+from mtp_jax.bench.report import Spread, table
+from mtp_jax.bench.synthetic import (
+    chain,
+    complete,
+    main,
+    preset,
+    random_prompts,
+    rigged_params,
+    tune,
+    with_noise,
+)
+from mtp_jax.checkpoint import load
+from mtp_jax.commands import cli
+from mtp_jax.engine.config import EngineConfig
+from mtp_jax.engine.engine import Engine
+from mtp_jax.errors import ConfigError
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.params import param_specs
+
+CFG = ModelConfig(
+    vocab_size=320,
+    hidden_size=64,
+    intermediate_size=96,
+    moe_intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    kv_lora_rank=24,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+    n_routed_experts=8,
+    n_shared_experts=1,
+    num_experts_per_tok=2,
+    first_k_dense_replace=1,
+    num_nextn_predict_layers=1,
+    nextn_moe=(True,),
+    max_position_embeddings=512,
+    dtype="float32",
+)
+NOISE = 1.6
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """CFG as a directory, and the arguments that made it."""
+    out = tmp_path_factory.mktemp("synthetic")
+    (out / "in.json").write_text(json.dumps(CFG.to_dict()))
+    given = ["--config", str(out / "in.json"), "--noise", str(NOISE), "--seed", "3"]
+    assert main([*given, "--out", str(out / "model")]) == 0
+    return out / "model", given
+
+
+def test_the_chain_is_one_cycle_without_special_tokens():
+    following = chain(CFG, seed=5)
+    token, seen = 7, []
+    for _ in range(CFG.vocab_size - 2):
+        token = int(following[token])
+        seen.append(token)
+    assert sorted(seen) == list(range(2, CFG.vocab_size))
+    assert following.min() == 2
+    assert not np.array_equal(following, chain(CFG, seed=6))
+
+
+def test_tuned_noise_gives_the_acceptance_asked_for_and_greedy_text_is_the_chain():
+    tuned = tune(CFG, 2.5, depth=3, seed=1)
+    assert tuned.acceptance == pytest.approx(2.5, abs=0.1)
+    params, following = rigged_params(CFG, tuned.noise, seed=1), chain(CFG, seed=1)
+    engine = Engine(CFG, params, EngineConfig(3, 8, 64))
+    other_prompts = random_prompts(CFG, 16, 8, seed=9)
+
+    def acceptance(noise):
+        engine.params = with_noise(params, noise, seed=1)
+        requests = complete(engine, other_prompts, 48)
+        for r in requests:
+            assert r.output == following[[r.prompt[-1], *r.output[:-1]]].tolist()
+        runs = [r.speculation for r in requests]
+        return sum(s.accepted for s in runs) / sum(s.steps for s in runs) + 1
+
+    assert acceptance(tuned.noise) == pytest.approx(2.5, abs=0.35)
+    assert acceptance(0.0) == 4.0
+    assert acceptance(50.0) < 1.3
+
+
+def test_same_seed_same_bytes(checkpoint, tmp_path):
+    directory, given = checkpoint
+    assert main([*given, "--out", str(tmp_path)]) == 0
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / name).read_bytes() == (directory / name).read_bytes()
+
+
+def test_a_written_checkpoint_holds_the_parameters_in_memory(checkpoint):
+    loaded = load(checkpoint[0])
+    assert loaded.config == CFG
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, rigged_params(CFG, NOISE, seed=3))
+
+
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_presets_have_200_million_parameters_and_24_layers(name):
+    cfg = preset(name).config
+    size = sum(int(np.prod(s.shape)) for s in jax.tree.leaves(param_specs(cfg)))
+    assert 180e6 < size < 220e6
+    assert cfg.num_hidden_layers == 24
+    assert sum(cfg.is_moe(i) for i in range(24)) == (22 if name == "moe" else 0)
+
+
+def test_what_cannot_be_rigged_is_refused(capsys, tmp_path):
+    with pytest.raises(ConfigError, match="unknown"):
+        preset("huge")
+    with pytest.raises(ConfigError, match="NextN"):
+        rigged_params(CFG.with_nextn(()), 1.0)
+    with pytest.raises(ConfigError, match="at most 4"):
+        tune(CFG, 4.5, depth=3)
+    (tmp_path / "config.json").write_text(json.dumps(CFG.to_dict()))
+    assert main(["--config", str(tmp_path / "config.json"), "--out", str(tmp_path)]) == 1
+    assert "--noise or --tune" in capsys.readouterr().err
+    assert main(["--preset", "dense", "--seed", "-1", "--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "error: --seed -1; expected 0 or more\n"
+    for given, message in (
+        (["--noise", "nan"], "error: --noise nan; expected a finite number of 0 or more\n"),
+        (["--noise", "-1"], "error: --noise -1.0; expected a finite number of 0 or more\n"),
+        (["--depth", "2"], "error: --depth has no effect without --tune; add that, or leave it out\n"),
+    ):
+        assert main(["--preset", "dense", "--out", str(tmp_path), *given]) == 1
+        assert capsys.readouterr().err == message
+    with pytest.raises(SystemExit, match="2"):
+        main(["--preset", "dense", "--out", str(tmp_path), "--noise", "1", "--tune", "2"])
+    assert "not allowed with" in capsys.readouterr().err
+
+
+def test_an_acceptance_that_no_noise_gives_is_refused(monkeypatch):
+    calm = synthetic.with_noise
+    monkeypatch.setattr(synthetic, "with_noise", lambda params, noise, seed=0: calm(params, 0.0, seed))
+    with pytest.raises(ConfigError, match=r"2.0 at depth 3 is out of reach .*: the nearest is 4\.000"):
+        tune(CFG, 2.0, depth=3, prompts=2, max_tokens=12)
+
+
+def test_bytes_of_a_step():
+    params = rigged_params(CFG, 1.0)
+    total = sum(a.nbytes for a in jax.tree.leaves(params))
+    trunk, head, nextn = cost.of_trunk(params), cost.of_head(params), cost.of_nextn(params.nextn[0])
+    # Visiting all eight experts touches everything; the embedding table is left out.
+    assert trunk.touched(8) + head.touched(8) + nextn.touched(8) + params.embed.nbytes == total
+    assert trunk.expert == nextn.expert == 3 * 24 * 64 * 4
+    assert head.always == 320 * 64 * 4
+
+    experts = {1: 2.0, 4: 5.0}
+    assert cost.step_bytes(params, 0, experts) == trunk.touched(2) + head.always
+    rows = cost.of_nextn_cache(params.nextn[0])
+    assert rows.expert == 0
+    assert 0 < rows.always < nextn.always
+    drafting = 3 * head.always + 3 * nextn.touched(2) + rows.always
+    assert cost.step_bytes(params, 3, experts) == trunk.touched(5) + head.always + drafting
+    assert cost.predicted_speedup(2.8, plain=100, speculative=140) == pytest.approx(2.0)
+
+
+def test_distinct_experts_over_sliding_windows():
+    ids = np.array([[0, 1], [1, 2], [0, 1], [3, 4]])
+    assert cost.distinct_experts(ids, 1) == 2
+    assert cost.distinct_experts(ids, 2) == pytest.approx((3 + 3 + 4) / 3)
+    assert cost.distinct_experts(ids, 4) == 5
+    assert cost.experts_per_window([], [1, 4]) == {1: 0.0, 4: 0.0}
+
+
+def test_share_of_repeated_text():
+    assert repeated(list(range(20))) == repeated([1, 2]) == 0
+    assert repeated([7] * 17) == pytest.approx(0.9)
+    assert repeated([1, 2, 3, 1, 2, 3, 1], gram=3) == pytest.approx(2 / 5)
+
+
+def test_spread_and_table():
+    assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0, 1)
+    assert Spread.of([1.0, 2.0, 3.0, 4.0, 5.0]).show(1) == "3.0 (2.0-4.0)"
+    lines = table(["name", "ms"], [["a", 1], ["bb", 12.5]]).splitlines()
+    assert lines == ["| name |   ms |", "|:-----|-----:|", "| a    |    1 |", "| bb   | 12.5 |"]
+
+
+def run_bench(tmp_path, *given):
+    out = tmp_path / "out.json"
+    assert cli.main(["bench", *given, "--json", str(out), "--compile-cache", "none"]) == 0
+    return json.loads(out.read_text())
+
+
+def test_bench_depth_writes_what_it_measured(checkpoint, tmp_path, capsys):
+    sizes = ("--prompts", "2", "--prompt-tokens", "8", "--max-tokens", "24")
+    content = run_bench(tmp_path, "depth", "--model", str(checkpoint[0]), "--depths", "0,2", *sizes)
+    assert "bench depth --model" in content["command"]
+    assert content["environment"].keys() >= {"python", "jax", "jaxlib", "cpu", "cores", "load_average"}
+    plain, two = content["figures"]["depths"]
+    assert (plain["depth"], two["depth"]) == (0, 2)
+    assert plain["speedup"] == {"median": 1.0, "low": 1.0, "high": 1.0, "count": 2}
+    assert plain["acceptance_length"] == 1
+    assert two["same_tokens"] is True
+    assert 1 < two["acceptance_length"] <= 3
+    assert len(two["acceptance_per_position"]) == len(two["seconds"]) == 2
+    assert two["tokens_per_second"] == pytest.approx(2 * 23 / sum(two["seconds"]))
+    assert "| depth |" in capsys.readouterr().out
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_reports_errors_without_a_traceback(tmp_path, capsys):
+    assert cli.main(["bench", "depth", "--model", str(tmp_path), "--compile-cache", "none"]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+@pytest.mark.slow
+def test_bench_window_host_and_acceptance(checkpoint, tmp_path):
+    model = ("--model", str(checkpoint[0]))
+    sizes = ("--prompts", "2", "--max-tokens", "16")
+    window = run_bench(tmp_path, "window", *model, "--windows", "2,4", "--rounds", "3", *sizes)["figures"]
+    assert [w["window"] for w in window["windows"]] == [1, 2, 4]
+    assert [w["experts_per_layer"] >= 2 for w in window["windows"]] == [True] * 3
+    end = window["end_to_end"]
+    assert end["measured_over_predicted"] == pytest.approx(
+        end["measured_speedup"]["median"] / end["predicted_speedup"]
+    )
+    host = run_bench(tmp_path, "host", *model, "--batch", "2", "--steps", "8", "--rounds", "2")["figures"]
+    assert len(host["rounds"]) == 2
+    found = run_bench(tmp_path, "acceptance", *model, "--prompt-tokens", "8", *sizes)["figures"]
+    assert [f["temperature"] for f in found["temperatures"]] == [0.0, 0.7, 1.0]
+    for f in found["temperatures"]:
+        assert f["acceptance_length"] == pytest.approx(1 + sum(f["acceptance_per_position"]))

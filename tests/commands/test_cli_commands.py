@@ -1,0 +1,201 @@
+"""The small subcommands of `mtp-jax`, and what holds for all: exit statuses, streams, a quick start."""
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mtp_jax
+from mtp_jax.commands import cli, options
+from tests import golden, tiny_tokenizer
+
+V3 = golden.model_dir("v3")
+
+
+def test_without_a_compile_cache_there_is_none_even_if_the_environment_names_one(tmp_path):
+    env = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "xla")}
+    env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    sizes = ["--max-model-len", "32", "--page-size", "16", "--prefill-chunk", "16"]
+    command = [sys.executable, "-m", "mtp_jax", "generate", str(golden.model_dir("rigged")), "-q"]
+    command += ["--token-ids", "1,2", "--max-tokens", "2", "--num-speculative-tokens", "0", *sizes]
+    subprocess.run([*command, "--no-compile-cache"], env=env, check=True, stdout=subprocess.DEVNULL)
+    assert not (tmp_path / "xla").exists()
+
+
+def test_profile_refuses_what_a_phase_has_no_use_for(capsys, tmp_path):
+    for phase, given in (("prefill", ["--batch", "4"]), ("decode", ["--depth", "2"])):
+        assert cli.main(["profile", "--phase", phase, *given, "--out", str(tmp_path / "out")]) == 2
+        told = f"error: {' '.join(given)} has no effect with --phase {phase}; leave it out\n"
+        assert capsys.readouterr().err == told
+    assert not (tmp_path / "out").exists()
+
+
+def test_info(capsys):
+    assert cli.main(["info", str(V3), "--draft-model", str(V3.parent / "nextn")]) == 0
+    rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines()[1:])
+    rows = {name: value.strip() for name, value in rows.items()}
+    assert rows["architecture"] == "deepseek_v3"
+    assert rows["layers"] == "3 (1 dense, 2 MoE)"
+    assert rows["NextN layers"] == "1 (MoE; lmsys NextN)"
+    assert rows["tokenizer"] == "none"
+    assert (
+        rows["cache per GiB"]
+        == "2,097,152 tokens as float32, 4,194,304 tokens as bfloat16, 6,100,805 tokens as fp8"
+    )
+
+
+def test_info_of_the_demo_model_as_json(capsys, monkeypatch, tmp_path):
+    shutil.copytree(V3, tmp_path / "demo")
+    demo = tiny_tokenizer.write(tmp_path / "demo", 160)
+    monkeypatch.setattr(options, "demo_model", lambda: demo)
+    assert cli.main(["info", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["nextn_layout"] == "in place"
+    assert result["config"]["num_hidden_layers"] == 3
+    assert result["parameters"] > result["active_parameters"] > 0
+    assert result["tokenizer"] == {"ids": 160, "chat_template": True}
+    assert result["stored"]["F32"]["nbytes"] > 1e6
+    assert result["cache_tokens_per_gib"]["float32"] * result["cache_bytes_per_token"]["float32"] == 2**30
+
+
+def test_export_and_convert(capsys, tmp_path):
+    nextn, orbax = tmp_path / "nextn", tmp_path / "orbax"
+    assert cli.main(["export-nextn", str(V3), str(nextn)]) == 0
+    argv = [
+        "convert",
+        str(V3),
+        str(orbax),
+        "--draft-model",
+        str(nextn),
+        "--dtype",
+        "float32",
+        "--mesh",
+        "1x2",
+    ]
+    assert cli.main(argv) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{nextn}\n{orbax}\n"
+    assert [line.split()[0] for line in err.splitlines()] == ["export:", "convert"]
+    assert cli.main(["info", str(orbax), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["nextn_layout"] == "Orbax"
+    assert cli.main(["export-nextn", str(V3), str(nextn)]) == 2
+    assert "is there already and not empty" in capsys.readouterr().err
+
+
+def test_a_model_without_its_nextn_layers(capsys, tmp_path):
+    assert cli.main(["convert", str(V3), str(tmp_path / "out"), "--num-nextn-layers", "0"]) == 0
+    for described in (["info", str(tmp_path / "out")], ["info", str(V3), "--num-nextn-layers", "0"]):
+        capsys.readouterr()
+        assert cli.main(described) == 0
+        assert re.search(r"^NextN layers +none$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_train(capsys, monkeypatch, tmp_path):
+    from mtp_jax.train import loop
+
+    recipe = Path(mtp_jax.__file__).parent.parent / "configs" / "demo" / "train.toml"
+    monkeypatch.setattr(loop, "train", lambda recipe, out: out / "model")
+    assert cli.main(["train", "--config", str(recipe), "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/model\n"
+
+
+def test_train_without_its_packages(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optax", None)
+    for name in [n for n in sys.modules if n.startswith("mtp_jax.train.")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert cli.main(["train", "--config", "c", "--out", "o"]) == 2
+    assert (
+        capsys.readouterr().err
+        == "error: training needs optax; install it with: pip install 'mtp-jax[train]'\n"
+    )
+
+
+def test_version(capsys):
+    for argv in (["version"], ["--version"]):
+        assert cli.main(argv) == 0
+        assert capsys.readouterr().out.startswith("mtp-jax ")
+
+
+def test_ctrl_c_and_system_errors(capsys, monkeypatch):
+    def fail(error):
+        def run(args):
+            raise error
+
+        monkeypatch.setattr(cli, "_print_version", run)
+        return cli.main(["version"])
+
+    assert fail(KeyboardInterrupt()) == 130
+    assert capsys.readouterr() == ("", "")
+    assert fail(PermissionError(13, "Permission denied", "/x")) == 2
+    assert capsys.readouterr().err == "error: [Errno 13] Permission denied: '/x'\n"
+    assert fail(RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore")) == 2
+    assert capsys.readouterr().err.startswith("error: out of device memory; lower --max-num-seqs")
+    with pytest.raises(RuntimeError, match="a bug"):  # these need their traceback
+        fail(RuntimeError("a bug"))
+
+
+def test_text_that_the_terminal_cannot_show(monkeypatch):
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(cli, "_version", lambda: "\u00e9")
+    assert cli.main(["version"]) == 0
+    assert screen.buffer.getvalue() == b"?\n"  # type: ignore[attr-defined]
+
+
+def process(*argv, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "mtp_jax", *map(str, argv)], capture_output=True, text=True, **options
+    )
+
+
+def test_ctrl_c_at_the_very_start_prints_nothing(tmp_path):
+    """While the command line is being imported; later it is an interruption with a status of its own."""
+    (tmp_path / "interrupted.py").write_text(
+        "import signal, sys\n"
+        "from mtp_jax.__main__ import entry\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == interrupted:\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "interrupted = sys.argv.pop(1)\n"
+        "entry()\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(mtp_jax.__file__).parent.parent)}
+    killed = -signal.SIGINT
+    for name, argv, status in (
+        ("mtp_jax.commands.cli", ["version"], killed),
+        ("mtp_jax.commands.batch", ["version"], killed),
+        ("jax", ["info", str(V3)], cli.INTERRUPTED),
+        ("none", ["version"], 0),
+    ):
+        command = [sys.executable, str(tmp_path / "interrupted.py"), name, *argv]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert (done.returncode, done.stderr) == (status, "")
+
+
+def test_help_and_errors_do_not_wait_for_jax(tmp_path):
+    (tmp_path / "jax.py").write_text("raise SystemExit('jax was imported')")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(mtp_jax.__file__).parent.parent}"}
+    for argv in (["--help"], ["generate", "--help"], ["chat", "--help"], ["version"]):
+        done = process(*argv, env=environment)
+        assert (done.returncode, done.stderr) == (0, "")
+    assert process("generate", V3, "-p", "x", env=environment).returncode == 2
+    assert "jax was imported" in process("info", V3, env=environment).stderr
+
+
+def test_a_reader_that_goes_away(tmp_path):
+    command = f"{sys.executable} -m mtp_jax generate --help | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, cwd=Path(mtp_jax.__file__).parent.parent
+    )
+    assert done.returncode in (0, 141)
+    assert done.stderr == ""
