@@ -37,6 +37,7 @@ WITHOUT_JAX = (
     "model.hf_config",
     "text.chat_template",
     "text.grammar",
+    "text.stop_strings",
     "text.tokenizer",
 )
 

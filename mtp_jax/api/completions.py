@@ -10,7 +10,8 @@ from mtp_jax.api.outputs import CompletionOutput, RequestOutput, Timing
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request, SamplingParams
 from mtp_jax.errors import RequestError
-from mtp_jax.text.tokenizer import StopStrings, StreamDecoder, Tokenizer
+from mtp_jax.text.stop_strings import StopStrings
+from mtp_jax.text.tokenizer import StreamDecoder, Tokenizer
 
 Prompt = str | Sequence[int]
 

@@ -6,14 +6,13 @@
 Answers are written as they come, one line each, so their order is not that of the requests. A line that is no
 request becomes one error line. An interrupted run goes on where it stopped: what has a line in the output is
 done, a request by its custom_id, an error by the number of its line. Memory does not grow with the file, but
-for some 16 bytes per line, by which double and finished ones are known.
+for a digest per line (some 80 bytes), by which double and finished ones are known.
 """
 
 import asyncio
 import fcntl
 import json
 import uuid
-from array import array
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -83,46 +82,17 @@ class Counts:
             self.warned += 1
             self.warning = self.warning or got.warning
 
-    def skip(self, name: str, done: "Names", failed: "Names") -> bool:
+    def skip(self, key: bytes, done: set[bytes], failed: set[bytes]) -> bool:
         """Count a line if an earlier run has done it. Returns whether it has."""
-        self.skipped += name in done
-        self.failed_before += name in failed
-        return name in done
+        self.skipped += key in done
+        self.failed_before += key in failed
+        return key in done
 
 
-class Names:
-    """A set of strings that keeps 64 bits of each, in an open hash table."""
-
-    def __init__(self) -> None:
-        self._table, self._used = array("Q", bytes(8 * 1024)), 0
-
-    def __contains__(self, name: str) -> bool:
-        return self._table[self._place(_hash(name))] != 0
-
-    def add(self, name: str) -> bool:
-        """Returns whether the name is new."""
-        if self._used * 3 > len(self._table) * 2:
-            old, self._table = self._table, array("Q", bytes(2 * 8 * len(self._table)))
-            for key in filter(None, old):
-                self._table[self._place(key)] = key
-        key = _hash(name)
-        place = self._place(key)
-        new = self._table[place] == 0
-        self._table[place] = key
-        self._used += new
-        return new
-
-    def _place(self, key: int) -> int:
-        """Where the key is, or would be."""
-        place = key % len(self._table)
-        while self._table[place] not in (0, key):
-            place = (place + 1) % len(self._table)
-        return place
-
-
-def _hash(name: str) -> int:
-    digest = blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") or 1  # 0 marks what is empty
+def _key(name: str | int | None) -> bytes:
+    """64 bits that stand for a custom_id, or for the number of a line that has none."""
+    text = f"id {name}" if isinstance(name, str) else f"line {name}"
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
 
 @dataclass(frozen=True)
@@ -136,9 +106,9 @@ class _Line:
     error: str | None = None
 
     @property
-    def name(self) -> str:
+    def key(self) -> bytes:
         """By which a later run knows its line in the output."""
-        return f"line {self.number}" if self.error is not None else f"id {self.custom_id}"
+        return _key(self.custom_id if self.error is None else self.number)
 
 
 async def run(
@@ -149,7 +119,7 @@ async def run(
     Raises RequestError for files that cannot be used. Whatever ``send`` raises ends the run; requests without
     an answer have no line in the output, so the next run asks again.
     """
-    seen, counts = Names(), Counts()
+    seen, counts = set[bytes](), Counts()
     tasks: set[asyncio.Task[None]] = set()
     with _claimed(target) as out:
         done, failed = _finished(target, out)
@@ -163,7 +133,7 @@ async def run(
 
         try:
             for line in _lines(source, seen):
-                if counts.skip(line.name, done, failed):
+                if counts.skip(line.key, done, failed):
                     progress(counts)
                     continue
                 tasks.add(asyncio.create_task(answer(line)))
@@ -193,13 +163,13 @@ def already(source: Path, target: Path) -> tuple[int, Counts]:
     is not such an output: it is left as it is, for one that another run writes to, and for an input that
     cannot be read. Raises OSError for an output that cannot be written.
     """
-    lines, seen, counts = 0, Names(), Counts()
+    lines, seen, counts = 0, set[bytes](), Counts()
     next(_raw_lines(source), None)  # no output is made for an input that cannot be read
     with _claimed(target) as file:
         done, failed = _finished(target, file)
     for line in _lines(source, seen):
         lines += 1
-        counts.skip(line.name, done, failed)
+        counts.skip(line.key, done, failed)
     return lines, counts
 
 
@@ -215,9 +185,9 @@ def _claimed(target: Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def _finished(target: Path, file: BinaryIO) -> tuple[Names, Names]:
+def _finished(target: Path, file: BinaryIO) -> tuple[set[bytes], set[bytes]]:
     """What has a line in the output, and those of them that failed; a torn off last line is cut away."""
-    names, failed = Names(), Names()
+    done, failed = set[bytes](), set[bytes]()
     file.seek(0)
     whole = 0
     for number, line in enumerate(file, start=1):
@@ -230,22 +200,25 @@ def _finished(target: Path, file: BinaryIO) -> tuple[Names, Names]:
             whole += len(line)
             entry = json.loads(line)
             error = entry["error"]
-            name = f"id {entry['custom_id']}" if error is None else f"line {error['line']}"
-            names.add(name)
+            key = _key(entry["custom_id"] if error is None else error["line"])
+            done.add(key)
             if error is not None or entry["response"]["status_code"] != 200:
-                failed.add(name)
+                failed.add(key)
         except (ValueError, LookupError, TypeError):
             raise RequestError(
                 f"{target} line {number} is no line of a batch's output; name another file"
             ) from None
-    return names, failed
+    return done, failed
 
 
-def _lines(source: Path, seen: Names) -> Iterator[_Line]:
+def _lines(source: Path, seen: set[bytes]) -> Iterator[_Line]:
     for number, data in _raw_lines(source):
         line = _parsed(number, data)
-        if line.error is None and not seen.add(line.name):
-            line = _Line(number, line.custom_id, error=f"custom_id {line.custom_id!r} occurs twice")
+        if line.error is None:
+            key = line.key
+            if key in seen:
+                line = _Line(number, line.custom_id, error=f"custom_id {line.custom_id!r} occurs twice")
+            seen.add(key)
         yield line
 
 

@@ -1,4 +1,4 @@
-"""Text to ids and back: tokenizer.json read directly, incremental decoding, stop strings.
+"""Text to ids and back: tokenizer.json read directly, incremental decoding.
 
 transformers is left out on purpose: its version 5 replaces the pre-tokenizer of these files and loses every
 space.
@@ -182,77 +182,6 @@ class StreamDecoder:
         rest = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         return rest
-
-
-class StopStrings:
-    """Ends a stream of text at the first stop string to be completed, and shows no part of it before.
-
-    To know which token ended the text (and how much cache is still valid), push token by token.
-
-    Raises:
-        RequestError: a stop string is empty or not a string.
-    """
-
-    def __init__(self, stops: Sequence[str], include_stop: bool = False):
-        self.stops = (stops,) if isinstance(stops, str) else tuple(stops)
-        wrong = [stop for stop in self.stops if not isinstance(stop, str) or not stop]
-        if wrong:
-            raise RequestError(f"stop must be non-empty strings, got {wrong[0]!r}; remove it")
-        self.matched: str | None = None
-        self._include = include_stop
-        self._borders = [_borders(stop) for stop in self.stops]
-        self._begin()
-
-    def push(self, text: str, may_stop: bool = True) -> tuple[str, bool]:
-        """Take text; return (the part that may be shown, whether a stop string has been met).
-
-        may_stop: whether one may end in this text; it may have begun in text in which none might end.
-        """
-        if self.matched is not None:
-            return "", True
-        seen = len(self._held)
-        text = self._held + text
-        for end in range(seen, len(text)):
-            for i, stop in enumerate(self.stops):
-                self._met[i] = _grown(stop, self._borders[i], self._met[i], text[end])
-            whole = [i for i, stop in enumerate(self.stops) if self._met[i] == len(stop)]
-            if whole and may_stop:  # earliest end first, then earliest start: however the text was cut
-                self.matched = max((self.stops[i] for i in whole), key=len)
-                self._begin()
-                return text[: end + 1 - (0 if self._include else len(self.matched))], True
-            for i in whole:
-                self._met[i] = self._borders[i][-1]
-        keep = max(self._met, default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], False
-
-    def flush(self) -> str:
-        """End of the stream without a stop: the text held back so far."""
-        rest = self._held
-        self._begin()
-        return rest
-
-    def _begin(self) -> None:
-        self._held = ""
-        self._met = [0] * len(self.stops)  # how much of each stop string the text so far ends in
-
-
-# Knuth, Morris and Pratt: every character is looked at once per stop string, however long those are.
-
-
-def _grown(stop: str, borders: Sequence[int], met: int, character: str) -> int:
-    """Length of the longest prefix of `stop` that ends the text, which so far ended in `met` of it."""
-    while met and stop[met] != character:
-        met = borders[met - 1]
-    return met + (stop[met] == character)
-
-
-def _borders(stop: str) -> list[int]:
-    """For every prefix of `stop` the length of the longest shorter prefix that ends it."""
-    borders = [0]
-    for character in stop[1:]:
-        borders.append(_grown(stop, borders, borders[-1], character))
-    return borders
 
 
 def _token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:

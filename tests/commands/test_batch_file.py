@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from mtp_jax.commands import batch_file as batch
 from mtp_jax.commands.batch import call
-from mtp_jax.commands.batch_file import Answer, Names
+from mtp_jax.commands.batch_file import Answer
 from mtp_jax.errors import RequestError
 
 USAGE = {"usage": {"completion_tokens": 2}}
@@ -206,12 +206,16 @@ def test_requests_in_flight_are_bounded(files):
 
 
 def test_memory_does_not_grow_with_the_file(files):
+    async def send(url, body):  # a Server remembers what it was asked
+        return Answer(200, "r", USAGE)
+
     def peak(lines):
         files[0].write_text("\n".join(request(f"n{i}", pad="x" * 2000) for i in range(lines)))
         files[1].unlink(missing_ok=True)
         tracemalloc.start()
         try:
-            assert run(files).succeeded == lines
+            counts = asyncio.run(batch.run(files[0], files[1], send, 4, lambda counts: None))
+            assert counts.succeeded == lines
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
@@ -242,10 +246,13 @@ def test_what_goes_wrong_in_a_route_is_the_answer_of_its_line():
         asyncio.run(call(silent, "/v1/completions", b"{}"))
 
 
-def test_names():
-    names = Names()
-    assert all(names.add(str(i)) for i in range(5000))
-    assert not any(names.add(str(i)) for i in range(5000))
-    assert "4999" in names
-    assert "5000" not in names
-    assert names.add("\udcff")
+def test_every_custom_id_is_known_again(files):
+    """Also one that is no valid text, and one that reads like the number of a line."""
+    names = [*(str(i) for i in range(2000)), "line 7", "\udcff", "\udcfe"]
+    lines = [request(name) for name in names]
+    lines[6] = "{"
+    files[0].write_text("\n".join([*lines, request("\udcff")]))
+    counts = run(files)
+    assert (counts.succeeded, counts.failed) == (len(names) - 1, 2)
+    again = run(files, server := Server())
+    assert (again.skipped, again.failed_before, server.asked) == (len(names) + 1, 2, [])
