@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
@@ -19,9 +18,10 @@ from mtp_jax import (
     Stream,
 )
 from mtp_jax.engine.request import Request
+from tests.golden import model_dir
 from tests.models import slowed
 
-RIGGED = Path(__file__).parent.parent / "golden" / "rigged" / "model"
+RIGGED = model_dir("rigged")
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPTS = [[5, 9, 11], [7, 3, 2, 8, 6], [40, 41, 42, 43]]
 

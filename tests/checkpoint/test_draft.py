@@ -10,7 +10,7 @@ from mtp_jax.checkpoint import export_nextn, load, summarise
 from mtp_jax.checkpoint.folder import INDEX
 from mtp_jax.errors import CheckpointError
 from tests.checkpoint.files import Raw, Tensors, assert_same, copy_folder, edit_json, edit_tensors
-from tests.golden import GOLDEN, model_dir
+from tests.golden import model_dir
 
 LAYOUTS = {"model": "in place", "nextn": "lmsys NextN", "xllm_mtp": "xLLM export"}
 
@@ -26,15 +26,15 @@ def test_layouts(tmp_path: Path, folder: str, stripped: bool):
     model = model_dir("v3")
     if stripped:
         model = edit_tensors(model, tmp_path / "model", without_nextn)
-    found = load(model, draft_model=GOLDEN / "v3" / folder)
+    found = load(model, draft_model=model_dir("v3", folder))
     assert_same(found.params, load(model_dir("v3")).params)
     assert found.config == load(model_dir("v3")).config
-    assert summarise(model, GOLDEN / "v3" / folder).nextn_layout == LAYOUTS[folder]
+    assert summarise(model, model_dir("v3", folder)).nextn_layout == LAYOUTS[folder]
 
 
 @pytest.mark.parametrize("folder", ["nextn", "xllm_mtp"])
 def test_single_file_without_index(tmp_path: Path, folder: str):
-    draft = copy_folder(GOLDEN / "v3" / folder, tmp_path / "draft")
+    draft = copy_folder(model_dir("v3", folder), tmp_path / "draft")
     (draft / INDEX).unlink()
     assert_same(load(model_dir("v3"), draft).params, load(model_dir("v3")).params)
 
@@ -63,7 +63,7 @@ def test_bf16_draft_of_an_fp8_model(tmp_path: Path):
 
 def test_layers_of_the_model_are_not_read_beside_a_draft(tmp_path: Path):
     folder = edit_tensors(model_dir("v3"), tmp_path / "model", lambda t: t.pop("model.layers.3.hnorm.weight"))
-    assert_same(load(folder, GOLDEN / "v3" / "nextn").params, load(model_dir("v3")).params)
+    assert_same(load(folder, model_dir("v3", "nextn")).params, load(model_dir("v3")).params)
 
 
 def extra(name: str) -> Callable[[Tensors], object]:
@@ -108,7 +108,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Tensors], object], tuple[str, ...]]] = {
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damage_is_named(tmp_path: Path, kind: str):
     folder, change, fragments = DAMAGE[kind]
-    draft = edit_tensors(GOLDEN / "v3" / folder, tmp_path / "draft", change)
+    draft = edit_tensors(model_dir("v3", folder), tmp_path / "draft", change)
     with pytest.raises(CheckpointError) as caught:
         load(model_dir("v3"), draft)
     for fragment in (str(draft), *fragments):
@@ -116,7 +116,7 @@ def test_damage_is_named(tmp_path: Path, kind: str):
 
 
 def test_draft_of_another_model(tmp_path: Path):
-    draft = copy_folder(GOLDEN / "v3" / "nextn", tmp_path / "draft")
+    draft = copy_folder(model_dir("v3", "nextn"), tmp_path / "draft")
     edit_json(draft / "config.json", hidden_size=128, rope_theta=500)
     with pytest.raises(CheckpointError) as caught:
         load(model_dir("v3"), draft)

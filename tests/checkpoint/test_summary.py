@@ -12,7 +12,7 @@ from mtp_jax.checkpoint.summary import parameter_counts
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import param_specs
 from tests.checkpoint.files import read_folder
-from tests.golden import GOLDEN, VARIANTS, model_dir
+from tests.golden import VARIANTS, model_dir
 
 V3 = ModelConfig(
     vocab_size=129280,
@@ -97,4 +97,4 @@ def test_text():
     ):
         assert fragment in text
     assert "160 (tied)" in summarise(model_dir("tied")).text()
-    assert "lmsys NextN" in summarise(model_dir("v3"), GOLDEN / "v3" / "nextn").text()
+    assert "lmsys NextN" in summarise(model_dir("v3"), model_dir("v3", "nextn")).text()

@@ -17,7 +17,7 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import init_params
 from mtp_jax.model.sharding import make_mesh
 from tests.checkpoint.files import assert_same, edit_tensors, read_folder
-from tests.golden import GOLDEN, VARIANTS, model_dir, raw_config
+from tests.golden import VARIANTS, model_dir, raw_config
 
 SMALL = 400_000  # bytes; several shards for these models
 
@@ -148,7 +148,7 @@ def test_what_cannot_be_written(tmp_path: Path):
 
 def test_export_is_the_lmsys_layout(tmp_path: Path):
     export_nextn(model_dir("v3"), tmp_path / "new" / "draft")
-    theirs = GOLDEN / "v3" / "nextn"
+    theirs = model_dir("v3", "nextn")
     assert read_folder(tmp_path / "new" / "draft") == read_folder(theirs)
     for name in ("config.json", INDEX):
         ours = json.loads((tmp_path / "new" / "draft" / name).read_text())

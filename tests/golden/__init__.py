@@ -1,24 +1,61 @@
-"""Small checkpoints with the numbers an independent implementation computes from them (see README.md)."""
+"""Small checkpoints with the numbers an independent implementation computes from them (see README.md).
+
+The variants share most of their tensors, so their weights are in one archive, a fifth of their size.
+Checkpoints are assembled under build/ when a test first asks for one.
+"""
 
 import functools
+import hashlib
 import json
+import shutil
+import tarfile
+import tempfile
 from pathlib import Path
 
 import numpy as np
 
 GOLDEN = Path(__file__).parent
+WEIGHTS = GOLDEN / "weights.tar.xz"
 VARIANTS = tuple(sorted(path.parent.name for path in GOLDEN.glob("*/expected.npz")))
 LOW_PRECISION = ("bf16", "fp8", "fp8_ue8m0")
 
+_BUILD = GOLDEN.parent.parent / "build"
 
-def model_dir(variant: str = "v3") -> Path:
-    """The checkpoint folder of a variant."""
-    return GOLDEN / variant / "model"
+
+def model_dir(variant: str = "v3", part: str = "model") -> Path:
+    """The checkpoint folder of a variant. part: "model"; of v3 also "nextn" and "xllm_mtp"."""
+    return _assembled() / variant / part
+
+
+@functools.cache
+def _assembled() -> Path:
+    """Every variant's folders with the weights in their place."""
+    settings = sorted(GOLDEN.glob("*/*/*.json"))
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in (*settings, WEIGHTS))).hexdigest()
+    whole = _BUILD / f"golden-{digest[:16]}"
+    if not whole.exists():
+        _BUILD.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=_BUILD) as scratch:
+            new = Path(scratch) / "golden"
+            with tarfile.open(WEIGHTS) as archive:
+                for member in archive:
+                    weights = archive.extractfile(member)
+                    assert weights is not None, f"{member.name} is no file"
+                    (new / member.name).parent.mkdir(parents=True, exist_ok=True)
+                    (new / member.name).write_bytes(weights.read())
+            for path in settings:
+                shutil.copyfile(path, new / path.relative_to(GOLDEN))
+            try:
+                new.rename(whole)
+            except OSError:  # another process was faster
+                if not whole.exists():
+                    raise
+    return whole
 
 
 def raw_config(variant: str = "v3") -> dict:
     """Its config.json."""
-    return json.loads((model_dir(variant) / "config.json").read_text())
+    return json.loads((GOLDEN / variant / "model" / "config.json").read_text())
 
 
 @functools.cache

@@ -18,9 +18,10 @@ from serve.app import make_app
 from serve.run import Server, listen
 from serve.settings import Settings
 from tests import tiny_tokenizer
+from tests.golden import model_dir
 from tests.models import slowed
 
-RIGGED = Path(__file__).parent.parent / "golden" / "rigged" / "model"
+RIGGED = model_dir("rigged")
 # Few buckets: every executable costs seconds.
 SIZES: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 252, "page_size": 16, "prefill_chunk": 16}
 # The template of a model that thinks when told to.
