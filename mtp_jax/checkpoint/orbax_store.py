@@ -19,7 +19,7 @@ from mtp_jax.checkpoint.write import check_no_fp8, new_folder, write_json
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.hf_config import read_json
-from mtp_jax.model.params import Params, Spec, dtype_of, nextn_specs, trunk_specs, type_of
+from mtp_jax.model.params import Params, Spec, dtype_of, param_specs, type_of
 from mtp_jax.model.sharding import check_divisible, param_sharding
 
 MARKER = "orbax.json"
@@ -78,9 +78,7 @@ def read_about(path: Path) -> About:
             f"{path / MARKER}: nextn_own is {given!r:.200}; expected {cfg.num_nextn_predict_layers} lists, "
             "num_nextn_predict_layers of config.json"
         )
-    trunk = trunk_specs(cfg)
-    nextn = tuple(nextn_specs(cfg, k, "embed" in o, "head" in o) for k, o in enumerate(own))
-    specs = Params(trunk.embed, trunk.layers, trunk.norm, trunk.head, nextn)
+    specs = param_specs(cfg, [("embed" in o, "head" in o) for o in own])
     return About(cfg, specs, marker["dtype"])
 
 

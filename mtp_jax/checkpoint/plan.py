@@ -15,7 +15,7 @@ from mtp_jax.checkpoint.fp8 import SCALE_SUFFIX, may_be_fp8, scale_shape
 from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import CheckpointError
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.params import NextN, Params, Spec, nextn_specs, param_specs
+from mtp_jax.model.params import Params, Spec, param_specs
 
 _IGNORABLE = re.compile(r".*rotary_emb\.inv_freq")
 _PLAIN = ("F32", "BF16", "F16")
@@ -44,12 +44,8 @@ class Plan:
 
     def specs(self, own: frozenset[str] = frozenset()) -> Params:
         """The tree of Spec to fill; ``own``: duplicates that turned out to differ."""
-        base = param_specs(self.config)
-        nextn: list[NextN] = []
-        for k in range(self.config.num_nextn_predict_layers):
-            embed, head = nextn_copies(self.config, k)
-            nextn.append(nextn_specs(self.config, k, own_embed=embed in own, own_head=head in own))
-        return Params(base.embed, base.layers, base.norm, base.head, tuple(nextn))
+        copies = (nextn_copies(self.config, k) for k in range(self.config.num_nextn_predict_layers))
+        return param_specs(self.config, [(embed in own, head in own) for embed, head in copies])
 
 
 def nextn_copies(cfg: ModelConfig, k: int) -> tuple[str, str]:

@@ -1,42 +1,35 @@
-"""Safetensors files: headers that are checked in full, and tensors as views of a memory map.
+"""Safetensors files: opened and checked by the ``safetensors`` library, tensors as views of a memory map.
 
-Layout: header length (8 bytes, little-endian), header (JSON), tensor bytes without gaps. Nothing in such a
-file is ever executed, and every byte range is checked before it is used.
+The library's own readers copy a tensor, and know no float8 in numpy. It refuses a file with gaps or overlaps,
+so a tensor's place follows from the sizes of those before it, and the bytes are mapped here. What the library
+refuses is read once more, to name the tensor and what was expected.
 """
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from mtp_jax.errors import CheckpointError
 
 MAX_HEADER = 100_000_000  # bytes; the reference implementation's own limit
 
 DTYPES: Mapping[str, np.dtype] = {
-    "F64": np.dtype("<f8"),
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
-    "I64": np.dtype("<i8"),
-    "I32": np.dtype("<i4"),
-    "I16": np.dtype("<i2"),
-    "I8": np.dtype("i1"),
-    "U64": np.dtype("<u8"),
-    "U32": np.dtype("<u4"),
-    "U16": np.dtype("<u2"),
-    "U8": np.dtype("u1"),
+    "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "I16": np.dtype("<i2"), "I8": np.dtype("i1"),
+    "U64": np.dtype("<u8"), "U32": np.dtype("<u4"), "U16": np.dtype("<u2"), "U8": np.dtype("u1"),
     "BOOL": np.dtype("?"),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -96,25 +89,24 @@ def open_file(path: Path) -> dict[str, Tensor]:
     """
     try:
         size = path.stat().st_size
-        with path.open("rb") as f:
-            head = f.read(8)
-            length = int.from_bytes(head, "little")
-            if len(head) < 8:
-                raise CheckpointError(f"{path} is truncated: {size} bytes; even the header length takes 8")
-            if not 2 <= length <= min(size - 8, MAX_HEADER):
-                raise CheckpointError(
-                    f"{path} has header length {length}; expected 2 to {min(size - 8, MAX_HEADER)}, as the "
-                    f"file has {size} bytes: it is truncated or not a safetensors file"
-                )
-            text = f.read(length)
+        try:
+            with safe_open(path, "np") as opened:
+                slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
+                found = {name: (s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+        except SafetensorError as e:
+            _raise_first_fault(path, size)
+            raise CheckpointError(f"{path} is damaged: {e}") from e
     except OSError as e:
         raise CheckpointError(f"{path} cannot be read: {e.strerror or e}") from e
+    for name, (dtype, _) in found.items():
+        _check_dtype(f"{path}: tensor {name}", dtype)
     file = SafetensorsFile(path, size)
-    entries = strict_json(text, f"{path}: the header")
-    entries.pop("__metadata__", None)
-    tensors = {name: _tensor(file, 8 + length, name, entry) for name, entry in entries.items()}
-    _check_layout(file, 8 + length, tensors.values())
-    return tensors
+    sizes = [math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in found.values()]
+    starts = accumulate(sizes, initial=size - sum(sizes))
+    return {
+        name: Tensor(file, name, dtype, shape, start, nbytes)
+        for (name, (dtype, shape)), start, nbytes in zip(found.items(), starts, sizes, strict=False)
+    }
 
 
 def strict_json(text: bytes, where: str) -> dict[str, Any]:
@@ -139,8 +131,43 @@ def strict_json(text: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def _tensor(file: SafetensorsFile, base: int, name: str, entry: Any) -> Tensor:
-    where = f"{file.path}: tensor {name}"
+def _check_dtype(where: str, dtype: Any) -> None:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise CheckpointError(f"{where} has dtype {dtype!r:.50}; expected one of {', '.join(DTYPES)}")
+
+
+def _raise_first_fault(path: Path, size: int) -> None:
+    """Raise CheckpointError for what is wrong with a file, in more words than the library has."""
+    with path.open("rb") as f:
+        head = f.read(8)
+        length, most = int.from_bytes(head, "little"), min(size - 8, MAX_HEADER)
+        if len(head) < 8:
+            raise CheckpointError(f"{path} is truncated: {size} bytes; even the header length takes 8")
+        if not 2 <= length <= most:
+            raise CheckpointError(
+                f"{path} has header length {length}; expected 2 to {most}, as the file has {size} bytes: it "
+                "is truncated or not a safetensors file"
+            )
+        entries = strict_json(f.read(length), f"{path}: the header")
+    entries.pop("__metadata__", None)
+    at, previous = 8 + length, "the header"
+    spans = [(*_span(f"{path}: tensor {n}", e, at, size), n) for n, e in entries.items()]
+    for start, end, name in sorted(spans):
+        if start != at:
+            kind = "overlaps" if start < at else "leaves a gap after"
+            raise CheckpointError(
+                f"{path}: tensor {name} starts at byte {start} and {kind} {previous}; expected byte {at}: "
+                "the file is damaged"
+            )
+        at, previous = end, name
+    if at != size:
+        raise CheckpointError(
+            f"{path} has {size - at} bytes after its last tensor; expected {at} bytes, got {size}"
+        )
+
+
+def _span(where: str, entry: Any, base: int, size: int) -> tuple[int, int]:
+    """First byte and end of a tensor, of those of a file whose tensors begin at ``base``."""
 
     def naturals(value: Any) -> bool:
         return isinstance(value, list) and all(type(x) is int and x >= 0 for x in value)
@@ -148,39 +175,21 @@ def _tensor(file: SafetensorsFile, base: int, name: str, entry: Any) -> Tensor:
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise CheckpointError(f"{where} has header entry {entry!r:.200}; expected dtype, shape, data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise CheckpointError(f"{where} has dtype {dtype!r:.50}; expected one of {', '.join(DTYPES)}")
+    _check_dtype(where, dtype)
     if not naturals(shape):
         raise CheckpointError(f"{where} has shape {shape!r:.200}; expected a list of numbers >= 0")
     if not naturals(offsets) or len(offsets) != 2:
         raise CheckpointError(f"{where} has data_offsets {offsets!r:.200}; expected [begin, end]")
-    begin, end = offsets
+    start, end = (base + x for x in offsets)
     expected = math.prod(shape) * DTYPES[dtype].itemsize
-    if end - begin != expected:
+    if end - start != expected:
         raise CheckpointError(
-            f"{where} has data_offsets {offsets}, {end - begin} bytes; expected {expected} bytes for {dtype} "
+            f"{where} has data_offsets {offsets}, {end - start} bytes; expected {expected} bytes for {dtype} "
             f"{shape}"
         )
-    if base + end > file.size:
+    if end > size:
         raise CheckpointError(
-            f"{where} ends at byte {base + end}, but the file has {file.size} bytes: it is truncated; "
-            "download or copy it again"
+            f"{where} ends at byte {end}, but the file has {size} bytes: it is truncated; download or copy "
+            "it again"
         )
-    return Tensor(file, name, dtype, tuple(shape), base + begin, expected)
-
-
-def _check_layout(file: SafetensorsFile, base: int, tensors: Iterable[Tensor]) -> None:
-    at = base
-    previous = "the header"
-    for t in sorted(tensors, key=lambda t: (t.start, t.nbytes)):
-        if t.start != at:
-            kind = "overlaps" if t.start < at else "leaves a gap after"
-            raise CheckpointError(
-                f"{t} starts at byte {t.start} and {kind} {previous}; expected byte {at}: the file is damaged"
-            )
-        at, previous = t.start + t.nbytes, t.name
-    if at != file.size:
-        raise CheckpointError(
-            f"{file.path} has {file.size - at} bytes after its last tensor; expected {at} bytes, got "
-            f"{file.size}"
-        )
+    return start, end

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -113,7 +113,7 @@ def summarise(
 def parameter_counts(cfg: ModelConfig) -> tuple[int, int, int]:
     """Parameters of (trunk, trunk active per token, NextN layers without copies of embedding and head)."""
     specs = param_specs(cfg)
-    total = _count(Params(specs.embed, specs.layers, specs.norm, specs.head, ()))
+    total = _count(replace(specs, nextn=()))
     idle = 0
     for layer in specs.layers:
         if isinstance(layer.mlp, Moe):

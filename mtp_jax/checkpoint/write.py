@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from safetensors.numpy import save_file
 
 from mtp_jax.checkpoint.draft import layer_of
 from mtp_jax.checkpoint.folder import INDEX, read_config
@@ -19,7 +20,7 @@ from mtp_jax.checkpoint.read import is_copy
 from mtp_jax.checkpoint.safetensors_file import DTYPES
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.params import Fp8, Params, Spec, nextn_specs, trunk_specs, type_of
+from mtp_jax.model.params import Fp8, Params, Spec, param_specs, type_of
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\..+")
 _OWN_FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
@@ -27,8 +28,7 @@ _OWN_FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor to write; ``data`` gives its values, of dtype ``DTYPES[dtype]`` or as raw bytes, when
-    asked."""
+    """A tensor to write; ``data`` gives its values, of dtype ``DTYPES[dtype]``, when asked."""
 
     name: str
     dtype: str
@@ -104,7 +104,7 @@ def export_nextn(model_dir: str | Path, out_dir: str | Path) -> None:
         layer = layer_of(name)
         if layer is not None and layer >= first and name not in copies:
             new = name.replace(f"model.layers.{layer}.", f"model.layers.{layer - first}.", 1)
-            pieces.append(Piece(new, tensor.dtype, tensor.shape, tensor.bytes))
+            pieces.append(Piece(new, tensor.dtype, tensor.shape, tensor.array))
     out.mkdir(parents=True, exist_ok=True)
     file = "nextn_layer_parameters.safetensors"
     write_file(out / file, pieces)
@@ -122,19 +122,8 @@ def new_folder(path: str | Path) -> Path:
 
 
 def write_file(path: Path, pieces: Iterable[Piece]) -> None:
-    """Write one safetensors file. Wide dtypes come first so that every tensor is aligned to its items."""
-    ordered = sorted(pieces, key=lambda p: -DTYPES[p.dtype].itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for p in ordered:
-        header[p.name] = {"dtype": p.dtype, "shape": p.shape, "data_offsets": [at, at + p.nbytes]}
-        at += p.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as f:
-        f.write(len(text).to_bytes(8, "little") + text)
-        for p in ordered:
-            f.write(np.ascontiguousarray(p.data()).reshape(-1).view(np.uint8).data)
+    """Write one safetensors file. All its tensors are in memory then, or mapped."""
+    save_file({p.name: np.ascontiguousarray(p.data()) for p in pieces}, path, {"format": "pt"})
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -165,15 +154,9 @@ def _split(pieces: Iterable[Piece], limit: int) -> list[list[Piece]]:
 def _pieces(cfg: ModelConfig, params: Params, dtype: str) -> list[Piece]:
     """Every tensor of ``params`` in the order of the release."""
     own = [(p.embed is not None, p.head is not None) for p in params.nextn]
-    nextn = tuple(nextn_specs(cfg, k, *own[k]) for k in range(min(len(own), cfg.num_nextn_predict_layers)))
-    trunk = trunk_specs(cfg)
-    specs, tree = jax.tree.flatten(Params(trunk.embed, trunk.layers, trunk.norm, trunk.head, nextn))
+    specs, tree = jax.tree.flatten(param_specs(cfg, own))
     arrays, got = jax.tree.flatten(params)
-    if (
-        len(own) != cfg.num_nextn_predict_layers
-        or got != tree
-        or [a.shape for a in arrays] != [s.shape for s in specs]
-    ):
+    if got != tree or [a.shape for a in arrays] != [s.shape for s in specs]:
         raise CheckpointError("the parameters are not those of this config: their tree or shapes differ")
 
     host = _Host(arrays)

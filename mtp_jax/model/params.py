@@ -4,7 +4,9 @@ Random initialisation, shardings and the tensors that a checkpoint must hold all
 Layers are a tuple of per-layer trees: stacked layers cost a copy per use on a CPU (docs/architecture.md).
 """
 
+import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,8 +198,7 @@ def _table(name: str, cfg: ModelConfig) -> Spec:
     return Spec(shape, ("vocab", None), name, shape, "embedding")
 
 
-def nextn_specs(cfg: ModelConfig, k: int, own_embed: bool = False, own_head: bool = False) -> NextN:
-    """Specs of NextN layer ``k``; ``own_*``: its tables differ from the trunk's and are kept."""
+def _nextn(cfg: ModelConfig, k: int, own_embed: bool, own_head: bool) -> NextN:
     p, d = f"model.layers.{cfg.num_hidden_layers + k}", cfg.hidden_size
     return NextN(
         token_norm=_norm(f"{p}.enorm.weight", d),
@@ -210,23 +211,21 @@ def nextn_specs(cfg: ModelConfig, k: int, own_embed: bool = False, own_head: boo
     )
 
 
-def trunk_specs(cfg: ModelConfig) -> Params:
-    """Specs of everything but the NextN layers."""
-    layers = [_layer(cfg, f"model.layers.{i}", cfg.is_moe(i)) for i in range(cfg.num_hidden_layers)]
+def param_specs(cfg: ModelConfig, own: Iterable[tuple[bool, bool]] = ()) -> Params:
+    """The tree of ``Spec`` of a model.
+
+    own: for the first NextN layers, whether embedding and head differ from the trunk's and are kept; those of
+    the others are the trunk's.
+    """
+    layers, nextn = range(cfg.num_hidden_layers), range(cfg.num_nextn_predict_layers)
+    tables = itertools.chain(own, itertools.repeat((False, False)))
     return Params(
         embed=_table("model.embed_tokens.weight", cfg),
-        layers=tuple(layers),
+        layers=tuple(_layer(cfg, f"model.layers.{i}", cfg.is_moe(i)) for i in layers),
         norm=_norm("model.norm.weight", cfg.hidden_size),
         head=None if cfg.tie_word_embeddings else _table("lm_head.weight", cfg),
-        nextn=(),
+        nextn=tuple(_nextn(cfg, k, *t) for k, t in zip(nextn, tables, strict=False)),
     )
-
-
-def param_specs(cfg: ModelConfig) -> Params:
-    """The tree of ``Spec`` of a model whose NextN layers share the trunk's embedding and head."""
-    trunk = trunk_specs(cfg)
-    nextn = tuple(nextn_specs(cfg, k) for k in range(cfg.num_nextn_predict_layers))
-    return Params(trunk.embed, trunk.layers, trunk.norm, trunk.head, nextn)
 
 
 def scale_spec(spec: Spec, suffix: str) -> Spec:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.params import Moe, Params, Spec, dtype_of, init_params, nextn_specs, param_specs
+from mtp_jax.model.params import Moe, Params, Spec, dtype_of, init_params, param_specs
 from tests.models import TINY
 
 CONFIGS = {
@@ -87,7 +87,7 @@ def test_names_of_the_release():
         "model.layers.2.shared_head.norm.weight",
     } <= set(found)
     assert "model.layers.2.embed_tokens.weight" not in found
-    own = nextn_specs(CONFIGS["two NextN layers"], 1, own_embed=True, own_head=True)
+    own = param_specs(CONFIGS["two NextN layers"], [(False, False), (True, True)]).nextn[1]
     assert own.embed.names == "model.layers.3.embed_tokens.weight"
     assert own.head.names == "model.layers.3.shared_head.head.weight"
 
