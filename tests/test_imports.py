@@ -44,6 +44,10 @@ WITHOUT_JAX = (
 # What chooses between kernels and XLA.
 OF_KERNELS = ("mtp_jax.model.ops", "mtp_jax.model.products")
 
+# Who knows the NextN layers: their drafter, and what scores, measures or trains the model without the engine.
+# Everything else knows a drafter.
+OF_NEXTN = ("mtp_jax.model", "mtp_jax.decode.drafter", "mtp_jax.api.score", "mtp_jax.bench", "mtp_jax.train")
+
 # A checkpoint fills parameters and places them; it knows nothing of what the model computes.
 OF_MODEL = tuple(f"mtp_jax.model.{name}" for name in ("config", "device", "hf_config", "params", "sharding"))
 
@@ -91,6 +95,8 @@ def faults_in_mtp_jax(module: str, source: str) -> Iterator[str]:
             yield f"{module} imports {name}; only mtp_jax.commands may"
         if top == "mtp_jax" and part(name) != here and RANK.get(part(name), len(LAYERS)) >= RANK[here]:
             yield f"{module} imports {name}, which is not below it"
+        if name.startswith("mtp_jax.model.nextn") and not module.startswith(OF_NEXTN):
+            yield f"{module} imports {name}; drafts come from a decode.drafter.protocol.Drafter"
         if here == "checkpoint" and name.startswith("mtp_jax.model.") and not name.startswith(OF_MODEL):
             yield f"{module} imports {name}; of the model it may know only {' and '.join(OF_MODEL)}"
 
@@ -147,6 +153,8 @@ def test_no_private_jax(package):
         ("mtp_jax", "mtp_jax.model.config", "import mtp_jax"),
         ("mtp_jax", "mtp_jax.checkpoint.hf", "from mtp_jax.model import trunk"),
         ("mtp_jax", "mtp_jax.decode.step", "import kernels_pallas.mla_decode"),
+        ("mtp_jax", "mtp_jax.decode.step", "from mtp_jax.model import nextn"),
+        ("mtp_jax", "mtp_jax.engine.engine", "from mtp_jax.model.nextn import run"),
         ("mtp_jax", "mtp_jax.api.llm", "from serve.app import main"),
         ("kernels_pallas", "kernels_pallas.mla_decode.api", "from mtp_jax.errors import ConfigError"),
         ("serve", "serve.app", "from mtp_jax.errors import RequestError"),
@@ -163,6 +171,7 @@ def test_faults_are_found(package, module, source):
         ("mtp_jax", "mtp_jax.commands.serve", "from mtp_jax.api.llm import LLM\nfrom serve.app import main"),
         ("mtp_jax", "mtp_jax.model.trunk", "from . import layers\nfrom ..errors import ConfigError"),
         ("mtp_jax", "mtp_jax.checkpoint.hf", "from mtp_jax.model.params import Params"),
+        ("mtp_jax", "mtp_jax.decode.drafter.nextn", "from mtp_jax.model import nextn"),
         ("serve", "serve.app", "from mtp_jax import LLM, RequestError"),
     ],
 )

@@ -39,5 +39,5 @@ def propose(engine: Engine, prompt: Iterable[int], depth: int) -> tuple[int, np.
         engine.abort(request)
     if not request.output:
         raise RequestError("the model's numbers are not finite for this prompt: nothing to draft on")
-    tokens, logits = engine.executables.draft(key, engine.params, engine.caught_up(), request.slot)
+    tokens, logits = engine.executables.draft(key, engine.params, engine.flushed(), request.slot)
     return request.output[0], np.asarray(tokens[request.slot]), np.asarray(logits[request.slot])

@@ -68,7 +68,7 @@ def step_bytes(params: Params, depth: int, experts: Mapping[int, float]) -> floa
 
     The trunk and its head over a window of depth + 1; NextN and the head once per draft, one row each; and to
     extend the NextN cache over the window, all of each layer but the last, of which only the rows. Layers
-    but the first also write their row of the newest token. Without drafts the rows are put off, to a program
+    but the first also write their row of the newest token. Without drafts the rows are deferred, to a program
     of its own.
     ``experts[w]``: different experts per MoE layer that a window of w visits.
     """

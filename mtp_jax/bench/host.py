@@ -45,7 +45,7 @@ def measure(engine: Engine, prompts: list[list[int]], steps: int, device_first: 
         step_key(engine.config, engine.scheduler.running(), engine.config.num_speculative_tokens)
     )
     assert isinstance(key, StepKey)
-    state = jax.block_until_ready(jax.tree.map(jnp.copy, engine.caught_up()))
+    state = jax.block_until_ready(jax.tree.map(jnp.copy, engine.flushed()))
 
     def alone() -> float:
         nonlocal state

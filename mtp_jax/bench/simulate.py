@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mtp_jax.bench.report import Report
-from mtp_jax.decode.draft import Drafts
+from mtp_jax.decode.drafter.protocol import Drafts
 from mtp_jax.decode.keys import SamplingMode
 from mtp_jax.decode.sampling import argmax, row_keys
 from mtp_jax.decode.state import Slots
-from mtp_jax.decode.step import accept_drafts
+from mtp_jax.decode.step import accept_drafts, num_drafts
 from mtp_jax.decode.verify import Verdict
 from mtp_jax.engine.engine import Engine
 from mtp_jax.errors import ConfigError
@@ -76,7 +76,7 @@ def _accept(
     chance = jnp.asarray([*rates, *rates[-1:] * depth][:depth], jnp.float32)
     keys = row_keys(s.sampling.seed, s.length, _PURPOSE)
     drawn = jax.vmap(lambda key: jax.random.uniform(key, (depth,)))(keys)
-    kept = (drawn < chance) & (jnp.arange(depth) < s.depth[:, None])
+    kept = (drawn < chance) & (jnp.arange(depth) < num_drafts(s, drafts)[:, None])
     accepted = jnp.cumprod(kept, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
     token = jnp.take_along_axis(argmax(logits), accepted[:, None], axis=1)[:, 0]
     # The barrier keeps the compiler from leaving out the verification whose verdict nobody reads.

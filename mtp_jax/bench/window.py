@@ -18,6 +18,7 @@ from mtp_jax.bench.depth import Decode, decode_alternating, speedup
 from mtp_jax.bench.report import Report, Spread
 from mtp_jax.bench.subject import Subject, prompts_for
 from mtp_jax.bench.synthetic import complete
+from mtp_jax.decode.drafter.nothing import Nothing
 from mtp_jax.decode.sampling import argmax
 from mtp_jax.decode.state import StateShape, abstract_state, empty_state
 from mtp_jax.engine.request import MAX_DRAFTS
@@ -44,7 +45,9 @@ class Cached:
 
 def _empty_cache(cfg: ModelConfig, dtype: str) -> Cached:
     count = _ROWS // _PAGE_SIZE
-    state = empty_state(abstract_state(cfg, StateShape(1, count, _PAGE_SIZE, count), dtype, None))
+    state = empty_state(
+        abstract_state(cfg, Nothing(cfg.vocab_size), StateShape(1, count, _PAGE_SIZE, count), dtype, None)
+    )
     return Cached(state.trunk, jnp.arange(count, dtype=jnp.int32)[None])
 
 

@@ -18,12 +18,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from mtp_jax.decode.backlog import catch_up
-from mtp_jax.decode.draft import Drafts, draft
+from mtp_jax.decode.drafter.protocol import Drafter, Drafts
+from mtp_jax.decode.drafter.sampler import DraftSampler
 from mtp_jax.decode.keys import DraftKey, Key, PrefillKey, StepKey, name_of
 from mtp_jax.decode.prefill import Chunk, PrefillResult, prefill
-from mtp_jax.decode.state import Slots, State, admit, move, update
-from mtp_jax.decode.step import Accept, StepResult, draft_phase, step, verify_phase
+from mtp_jax.decode.result import StepResult
+from mtp_jax.decode.state import Slots, State, admit, flush, move, update
+from mtp_jax.decode.step import Accept, draft_phase, step, verify_phase
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import compiler_options
@@ -50,6 +51,7 @@ class Executables:
     def __init__(
         self,
         cfg: ModelConfig,
+        drafter: Drafter,
         params: Params,
         state: State,
         on: Backend,
@@ -59,7 +61,7 @@ class Executables:
 
         on: what steps run on; each length of chunk has its own ``prefill_form``. accept: see ``step``.
         """
-        self._cfg, self._params, self._state = cfg, params, state
+        self._cfg, self._params, self._state, self.drafter = cfg, params, state, drafter
         self._on, self._accept = on, accept
         self._compiled: dict[Key, Any] = {}
         self._covering: dict[Key, Key | None] = {}
@@ -67,7 +69,7 @@ class Executables:
         self._admit: Callable[..., State] | None = None
         self._move: Callable[..., State] | None = None
         self._update: Callable[..., State] | None = None
-        self._catch_up: Callable[..., State] | None = None
+        self._flush: Callable[..., State] | None = None
 
     def __contains__(self, key: Key) -> bool:
         return key in self._compiled
@@ -77,7 +79,7 @@ class Executables:
 
     def accepting(self, accept: Accept) -> "Executables":
         """The same, nothing compiled yet, with other rules of acceptance: for measurements."""
-        return Executables(self._cfg, self._params, self._state, self._on, accept)
+        return Executables(self._cfg, self.drafter, self._params, self._state, self._on, accept)
 
     @property
     def keys(self) -> list[Key]:
@@ -162,10 +164,10 @@ class Executables:
         """Run a compiled draft of one slot: (tokens [B, K], logits [B, K, V]), with rows for all."""
         return self._compiled[key](params, state, jnp.int32(slot))
 
-    def admit(self, state: State, slot: int, row: Slots, tail: int) -> State:
-        """Put a request's row into a slot; ``tail``: the page it goes on from, counted over all shards."""
+    def admit(self, state: State, slot: int, row: Slots, page: int) -> State:
+        """Put a request's row into a slot; ``page``: that it goes on from, counted over all shards."""
         assert self._admit is not None
-        return self._admit(state, jnp.int32(slot), row, jnp.int32(tail))
+        return self._admit(state, jnp.int32(slot), row, jnp.int32(page))
 
     def move(self, state: State, source: int, target: int) -> State:
         """Let a request go on in another slot."""
@@ -177,10 +179,10 @@ class Executables:
         assert self._update is not None
         return self._update(state, keep, page_table)
 
-    def catch_up(self, params: Params, state: State) -> State:
-        """Write the NextN rows that steps without drafts put off."""
-        assert self._catch_up is not None
-        return self._catch_up(params, state)
+    def flush(self, params: Params, state: State) -> State:
+        """Do what the drafter has deferred."""
+        assert self._flush is not None
+        return self._flush(params, state)
 
     def _compile_one(self, key: Key) -> Any:
         if isinstance(key, StepKey) and key.mode.structured:
@@ -188,8 +190,8 @@ class Executables:
         return self._lower(key).compile(compiler_options())
 
     def _compile_phases(self, key: StepKey) -> _Phases:
-        fixed: dict[str, Any] = {"cfg": self._cfg, "on": self._on, "pages": key.pages, "mode": key.mode}
-        propose = partial(draft_phase, slots=key.slots, depth=key.depth, **fixed)
+        fixed: dict[str, Any] = self._fixed(on=self._on, pages=key.pages, mode=key.mode)
+        propose = partial(draft_phase, slots=key.slots, depth=key.depth, topology=key.topology, **fixed)
         words = -(-self._cfg.vocab_size // 32)
         allowed = jax.ShapeDtypeStruct((key.slots, key.depth + 1, words), jnp.uint32)
         _, drafts = jax.eval_shape(propose, self._params, self._state, allowed)
@@ -206,6 +208,9 @@ class Executables:
             second.lower(self._params, self._state, drafts, allowed).compile(compiler_options()),
         )
 
+    def _fixed(self, **others: Any) -> dict[str, Any]:
+        return {"cfg": self._cfg, "drafter": self.drafter, **others}
+
     def _out(self, result_too: bool = True) -> dict[str, Any]:
         if self._on.mesh is None:
             return {}
@@ -214,17 +219,16 @@ class Executables:
 
     def _lower(self, key: Key) -> Any:
         if isinstance(key, StepKey):
-            fixed = {"slots": key.slots, "depth": key.depth, "pages": key.pages, "mode": key.mode}
-            run = _named(
-                partial(step, cfg=self._cfg, on=self._on, accept=self._accept, **fixed), name_of(key)
-            )
+            sizes = {"slots": key.slots, "depth": key.depth, "pages": key.pages, "topology": key.topology}
+            fixed = self._fixed(on=self._on, mode=key.mode, accept=self._accept, **sizes)
+            run = _named(partial(step, **fixed), name_of(key))
             return jax.jit(run, donate_argnums=1, **self._out()).lower(self._params, self._state)
         if isinstance(key, DraftKey):
             only = _named(partial(self._draft_only, key), name_of(key))
             return jax.jit(only).lower(self._params, self._state, jax.ShapeDtypeStruct((), jnp.int32))
         widths = {"logprobs": key.logprobs, "prompt_logprobs": key.prompt_logprobs}
         on = replace(self._on, form=prefill_form(self._cfg, key.tokens))
-        run = partial(prefill, cfg=self._cfg, pages=key.pages, on=on, **widths)
+        run = partial(prefill, **self._fixed(pages=key.pages, on=on, **widths))
         named = _named(run, name_of(key))
         rows = key.prompts * data_size(self._on.mesh)
         chunk = abstract_chunk(rows, key.tokens, self._cfg.vocab_size)
@@ -233,7 +237,8 @@ class Executables:
     def _draft_only(self, key: DraftKey, params: Params, state: State, slot: Int[Array, ""]) -> Any:
         slots = replace(state.slots, active=jnp.arange(len(state.slots.active)) == slot)
         table = slots.page_table[:, : key.pages]
-        drafts, _ = draft(params, self._cfg, state, slots, table, key.depth, None, self._on)
+        sampler = DraftSampler()
+        drafts, _ = self.drafter.propose(params, state.drafter, slots, table, key.depth, sampler, self._on)
         return drafts.tokens, drafts.logits
 
     def _compile_bookkeeping(self) -> None:
@@ -242,13 +247,17 @@ class Executables:
         keep = jax.ShapeDtypeStruct(table.shape[:1], jnp.bool_)
         index = jax.ShapeDtypeStruct((), jnp.int32)
         out = self._out(result_too=False)
-        self._admit = jax.jit(admit, donate_argnums=0, **out).lower(self._state, index, row, index).compile()
+        self._admit = (
+            jax.jit(partial(admit, drafter=self.drafter), donate_argnums=0, **out)
+            .lower(self._state, index, row, index)
+            .compile()
+        )
         self._move = jax.jit(move, donate_argnums=0, **out).lower(self._state, index, index).compile()
         self._update = jax.jit(update, donate_argnums=0, **out).lower(self._state, keep, table).compile()
-        if self._state.nextn:
-            write = _named(partial(catch_up, cfg=self._cfg, on=self._on), "catch_up")
+        if self.drafter.deferral:
+            write = _named(partial(flush, drafter=self.drafter, on=self._on), "flush")
             lowered = jax.jit(write, donate_argnums=1, **out).lower(self._params, self._state)
-            self._catch_up = lowered.compile(compiler_options())
+            self._flush = lowered.compile(compiler_options())
 
 
 def _named(f: Callable[..., Any], name: str) -> Callable[..., Any]:

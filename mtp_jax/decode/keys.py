@@ -22,6 +22,22 @@ class SamplingMode:
     structured: bool = False
 
 
+@dataclass(frozen=True)
+class Topology:
+    """How the nodes of a window hang together: node 0 is the newest token, the others are drafts.
+
+    Attributes:
+        parents: of each draft the node that it follows, an earlier one.
+    """
+
+    parents: tuple[int, ...]
+
+    @classmethod
+    def chain(cls, depth: int) -> "Topology":
+        """Each draft follows the one before it."""
+        return cls(tuple(range(depth)))
+
+
 class Finish(IntEnum):
     """Why a slot switched itself off, in the last column of ``StepResult.packed``."""
 
@@ -38,12 +54,16 @@ EXTRA_COLUMNS = 4
 
 @dataclass(frozen=True)
 class StepKey:
-    """One draft-and-verify executable: slots, depth, page-table columns, static sampling choices."""
+    """One draft-and-verify executable: slots, depth, page-table columns, static sampling choices.
+
+    ``topology`` None: the drafter's own for this depth.
+    """
 
     slots: int
     depth: int
     pages: int
     mode: SamplingMode
+    topology: Topology | None = None
 
     def covers(self, need: "StepKey") -> bool:
         """Whether this executable can do what ``need`` asks; a sampling step also serves greedy rows."""
@@ -53,6 +73,7 @@ class StepKey:
             self.slots >= need.slots
             and self.depth >= need.depth
             and self.pages >= need.pages
+            and self.topology == need.topology
             and (greedy or (own.drafting, own.verifier) == (wanted.drafting, wanted.verifier))
             and own.structured == wanted.structured
             and _width(own.logprobs) >= _width(wanted.logprobs)

@@ -3,17 +3,17 @@
 The prompt of a request that was preempted is all that it had; its last token is known and only resumed from.
 """
 
-from dataclasses import dataclass, replace
-
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from mtp_jax.decode.draft import extend
+from mtp_jax.decode.drafter.protocol import Committed, Drafter
 from mtp_jax.decode.keys import Finish
+from mtp_jax.decode.result import Emitted, StepResult, pack
 from mtp_jax.decode.sampling import Purpose, TopLogprobs, adjust, distribution, row_keys, sample, top_logprobs
-from mtp_jax.decode.state import Slots, State
-from mtp_jax.decode.step import StepResult, count_tokens
+from mtp_jax.decode.state import DrafterState, Slots, State, put_slots, take_slots
+from mtp_jax.decode.step import count_tokens, features_of
 from mtp_jax.model import trunk
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.ops import PagedView
@@ -21,9 +21,7 @@ from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Backend
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(struct.PyTreeNode):
     """A piece of each of G prompts, as many per data shard, shard by shard. Idle rows have count 0.
 
     Attributes:
@@ -47,9 +45,7 @@ class Chunk:
     allowed: UInt32[Array, "G words"]
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class PrefillResult:
+class PrefillResult(struct.PyTreeNode):
     """``first``: a StepResult of width 1, count 0 unless a token was emitted. ``prompt``: [G, T]."""
 
     first: StepResult
@@ -62,13 +58,14 @@ def prefill(
     chunk: Chunk,
     *,
     cfg: ModelConfig,
+    drafter: Drafter,
     pages: int,
     logprobs: int | None,
     prompt_logprobs: int | None,
     on: Backend,
 ) -> tuple[State, PrefillResult]:
     """Write the chunk's rows in every cache; the last one emits the first token."""
-    s = jax.tree.map(lambda a: jnp.take(a, chunk.slot, axis=0, mode="clip"), state.slots)
+    s = take_slots(state.slots, chunk.slot)
     table = s.page_table[:, :pages]
     index = jnp.arange(chunk.tokens.shape[1])
     valid = index < chunk.count[:, None]
@@ -81,35 +78,34 @@ def prefill(
         traced = trunk.run(params, cfg, chunk.tokens, real, state.trunk, view, on)
     hidden = traced.hidden
     last = jnp.maximum(chunk.count - 1, 0)[:, None, None]
-    with jax.named_scope("prefill_nextn"):
-        extension = extend(
-            params, cfg, state.nextn, state.tails, table, chunk.tokens, positions, hidden, s.carry, on
-        )
+    with jax.named_scope("prefill_drafter"):
+        before = state.drafter.replace(slots=take_slots(state.drafter.slots, chunk.slot))
+        seen = Committed(chunk.tokens, positions, features_of(drafter, traced), chunk.count)
+        own = drafter.observe(params, before, s, table, seen, on, defer=False)
+        kept = put_slots(state.drafter.slots, chunk.slot, own.slots, before.slots)
     with jax.named_scope("first_token"):
         logits = trunk.logits(params, jnp.take_along_axis(hidden, last, axis=1))
         healthy = (jnp.isfinite(hidden).all(axis=-1) | ~valid).all(axis=1)
         token, finish = _first_token(logits, s, chunk, healthy)
     fresh = (token >= 0) & (chunk.follows < 0)
     emitted = fresh.astype(jnp.int32)
-    new = replace(
-        s,
+    new = s.replace(
         length=chunk.start + chunk.count,
         newest=jnp.maximum(token, 0),
         active=(token >= 0) & (finish == Finish.RUNNING),
         remaining=s.remaining - emitted,
         generated=s.generated + emitted,
-        carry=extension.carry(chunk.count, s.carry),
         sampling=count_tokens(s, jnp.where(fresh, token, -1)[:, None]),
     )
-    slots = jax.tree.map(lambda a, b: a.at[chunk.slot].set(b, mode="drop"), state.slots, new)
+    slots = put_slots(state.slots, chunk.slot, new)
     zero = jnp.zeros_like(token)
-    packed = jnp.stack([token, emitted, zero, zero, finish], axis=1)
+    packed = pack(Emitted(token[:, None], emitted, finish), zero, zero)
     top = None if logprobs is None else top_logprobs(logits, token[:, None], logprobs)
     prompt = None
     if prompt_logprobs is not None:
         with jax.named_scope("prompt_logprobs"):
             prompt = top_logprobs(trunk.logits(params, hidden), chunk.targets, prompt_logprobs)
-    new_state = State(traced.pages, extension.pages, extension.tails, slots, state.backlog)
+    new_state = State(traced.pages, slots, DrafterState(kept, own.pages))
     return new_state, PrefillResult(StepResult(packed, top), prompt)
 
 

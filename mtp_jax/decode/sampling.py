@@ -8,11 +8,11 @@ Nothing here sorts the vocabulary, leaves the device or depends on what the othe
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped, UInt32
 
@@ -20,9 +20,7 @@ NO_TOKEN = -1
 """The token of a row that has no distribution: its logits hold NaN or +inf, or every token is masked."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class SamplingState:
+class SamplingState(struct.PyTreeNode):
     """What each slot asks of the sampler, and what it has seen. First axis of every field: slots."""
 
     temperature: Float[Array, " B"]  # 0: greedy
@@ -268,9 +266,7 @@ def _invert(u: Float[Array, " B"], weights: Float[Array, "B n"]) -> Int[Array, "
     return jnp.where(jnp.any(hit, -1), jnp.argmax(hit, -1), jnp.argmax(weights, -1))
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TopLogprobs:
+class TopLogprobs(struct.PyTreeNode):
     """Log-probabilities of the chosen token and of the n most likely ones, at every window position."""
 
     chosen: Float[Array, "B W"]

@@ -1,46 +1,39 @@
 """Everything that lives on the device between steps: one donated pytree.
 
-Invariant *committed length*: whatever lies in the cache past a slot's ``length`` is garbage and harmless, so
+Invariant *committed length*: whatever lies in a cache past a slot's ``length`` is garbage and harmless, so
 the rollback of rejected drafts is only a length.
 
-Invariant *warm draft cache*: the NextN cache is extended for every committed token, at every depth, so that
-drafting can begin at any step. Steps without drafts put their rows off, ``BACKLOG`` at most, and ``catch_up``
-writes them before any other program runs. Rows are indexed by the token: row j of layer 0 holds the pair
-(h_{j-1}, t_j), row j of layer k the pair (z_{k-1} of row j-1, t_j), so rows 0..k of layer k do not exist.
-Like the trunk's cache it ends before the newest token.
-
-Invariant *page tails*: what a full page holds, in every cache, depends on the tokens up to its end alone. Its
-tail holds the hidden states that the next NextN rows merge, so a sequence that begins with cached pages goes
-on, drafting too, as if it had computed them. It is written with the page's last row.
+Invariant *whole pages*: what a full page holds, the trunk's latents and the drafter's part, depends on the
+tokens up to its end alone, and is all that a sequence needs to go on from it.
 """
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from mtp_jax.decode.sampling import SamplingState, neutral_state
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.ops import packed
-from mtp_jax.model.params import type_of
+from mtp_jax.model.params import Params, type_of
 from mtp_jax.model.sharding import data_size, partition
+from mtp_jax.model.trunk import Backend
+
+if TYPE_CHECKING:
+    from mtp_jax.decode.drafter.protocol import Drafter
 
 Tree = TypeVar("Tree")
 
-# Steps without drafts after which the NextN rows that they put off must be written.
-BACKLOG = 16
 
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Slots:
+class Slots(struct.PyTreeNode):
     """The rows of the decode batch. First axis of every field: slots.
 
     Attributes:
@@ -51,8 +44,6 @@ class Slots:
         generated: tokens emitted so far.
         depth: most drafts the slot's request wants verified per step.
         page_table: pages in order, local to the slot's data shard; the spare last page where unallocated.
-        carry: what the NextN row after the written ones merges, by layer: the trunk's hidden state of the
-            last token that has one for layer 0, z_{k-1} of it for layer k.
         sampling: what the request asks of the sampler.
     """
 
@@ -63,41 +54,27 @@ class Slots:
     generated: Int[Array, " B"]
     depth: Int[Array, " B"]
     page_table: Int[Array, "B n"]
-    carry: Float[Array, "B k D"]
     sampling: SamplingState
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Backlog:
-    """Committed tokens whose NextN rows are put off: the last ones of each slot, in order.
+class DrafterState(struct.PyTreeNode):
+    """A drafter's own subtree of the state.
 
     Attributes:
-        tokens: W = ``BACKLOG`` of them, or none without NextN layers.
-        hidden: the trunk's hidden states of them.
-        count: how many of them there are; the others are garbage.
+        slots: what it keeps of each slot; first axis of every leaf: slots.
+        pages: what it keeps in each page; first axis of every leaf: the pages of all data shards.
     """
 
-    tokens: Int[Array, "B W"]
-    hidden: Float[Array, "B W D"]
-    count: Int[Array, " B"]
+    slots: Any
+    pages: Any
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class State:
-    """Latent cache, page tails, slots, and what steps put off.
-
-    Attributes:
-        trunk, nextn: the paged cache of each layer, [P, S, C + R] or Fp8Rows.
-        tails: [P, 1, k * D].
-    """
+class State(struct.PyTreeNode):
+    """The trunk's latent cache, one [P, S, C + R] or Fp8Rows per layer, the slots, and the drafter's part."""
 
     trunk: tuple[Any, ...]
-    nextn: tuple[Any, ...]
-    tails: Any
     slots: Slots
-    backlog: Backlog
+    drafter: DrafterState
 
 
 @dataclass(frozen=True)
@@ -113,15 +90,24 @@ class StateShape:
     columns: int
 
 
+def latent_cache(cfg: ModelConfig, pages: int, page_size: int, dtype: str, fp8: bool) -> Any:
+    """One layer's cache, zeroed."""
+    cache = jnp.zeros((pages, page_size, cfg.latent_dim), type_of[dtype])
+    return packed(cache, cfg.kv_lora_rank) if fp8 else cache
+
+
 def abstract_state(
-    cfg: ModelConfig, shape: StateShape, dtype: str, mesh: Mesh | None, fp8_cache: bool = False
+    cfg: ModelConfig,
+    drafter: "Drafter",
+    shape: StateShape,
+    dtype: str,
+    mesh: Mesh | None,
+    fp8_cache: bool = False,
 ) -> State:
     """The state's shapes, dtypes and shardings, without allocating it."""
-    pages, layers = (shape.pages + 1) * data_size(mesh), cfg.num_nextn_predict_layers
+    pages = (shape.pages + 1) * data_size(mesh)
 
     def zeros() -> State:
-        cache = jnp.zeros((pages, shape.page_size, cfg.latent_dim), type_of[dtype])
-        cache = packed(cache, cfg.kv_lora_rank) if fp8_cache else cache
         number = jnp.zeros(shape.slots, jnp.int32)
         slots = Slots(
             length=number,
@@ -131,14 +117,11 @@ def abstract_state(
             generated=number,
             depth=number,
             page_table=jnp.zeros((shape.slots, shape.columns), jnp.int32),
-            carry=jnp.zeros((shape.slots, layers, cfg.hidden_size), type_of[dtype]),
             sampling=neutral_state(shape.slots, cfg.vocab_size),
         )
-        tails = jnp.zeros((pages, 1, layers * cfg.hidden_size), type_of[dtype])
-        tokens = jnp.zeros((shape.slots, BACKLOG if layers else 0), jnp.int32)
-        hidden = jnp.zeros((*tokens.shape, cfg.hidden_size), type_of[dtype])
-        backlog = Backlog(tokens, hidden, number)
-        return State((cache,) * cfg.num_hidden_layers, (cache,) * layers, tails, slots, backlog)
+        cache = latent_cache(cfg, pages, shape.page_size, dtype, fp8_cache)
+        own = drafter.empty(shape, pages, dtype, fp8_cache)
+        return State((cache,) * cfg.num_hidden_layers, slots, own)
 
     state = jax.eval_shape(zeros)
     if mesh is None:
@@ -171,24 +154,47 @@ def first_slots(slots: Tree, count: int) -> Tree:
     return jax.tree.map(lambda a: a if a.shape[0] == count else a[:count], slots)
 
 
-def put_first_slots(slots: Tree, part: Tree) -> Tree:
-    """``slots`` with the first ones replaced by ``part``."""
+def put_first_slots(slots: Tree, part: Tree, before: Tree | None = None) -> Tree:
+    """``slots`` with the first ones replaced by ``part``.
 
-    def put(a: Array, b: Array) -> Array:
-        return b if a.shape[0] == b.shape[0] else jax.lax.dynamic_update_slice_in_dim(a, b, 0, axis=0)
+    before: the part as it was taken: an array that is still the same one is not written.
+    """
 
-    return jax.tree.map(put, slots, part)
+    def put(a: Array, new: Array, old: Array) -> Array:
+        if new is old:
+            return a
+        return new if a.shape[0] == new.shape[0] else jax.lax.dynamic_update_slice_in_dim(a, new, 0, axis=0)
+
+    return jax.tree.map(put, slots, part, slots if before is None else before)
 
 
-def admit(state: State, slot: Int[Array, ""], row: Slots, tail: Int[Array, ""]) -> State:
-    """Put one request's row (first axis 1) into ``slot``; it goes on from the tail of page ``tail``."""
-    carry = jax.lax.dynamic_index_in_dim(state.tails, tail, axis=0)
-    row = replace(row, carry=carry.reshape(row.carry.shape))
+def take_slots(slots: Tree, index: Int[Array, " G"]) -> Tree:
+    """The rows of these slots; past the last slot, anything."""
+    return jax.tree.map(lambda a: jnp.take(a, index, axis=0, mode="clip"), slots)
+
+
+def put_slots(slots: Tree, index: Int[Array, " G"], rows: Tree, before: Tree | None = None) -> Tree:
+    """``slots`` with these rows replaced, but not past the last slot.
+
+    before: the rows as they were taken: an array that is still the same one is not written.
+    """
+
+    def put(a: Array, new: Array, old: Array) -> Array:
+        return a if new is old else a.at[index].set(new, mode="drop")
+
+    return jax.tree.map(put, slots, rows, slots if before is None else before)
+
+
+def admit(
+    state: State, slot: Int[Array, ""], row: Slots, page: Int[Array, ""], *, drafter: "Drafter"
+) -> State:
+    """Put one request's row (first axis 1) into ``slot``; it goes on from the end of ``page``."""
 
     def put(a: Array, b: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(a, b.astype(a.dtype), slot, axis=0)
 
-    return replace(state, slots=jax.tree.map(put, state.slots, row))
+    slots, own = jax.tree.map(put, state.slots, row), drafter.resume(state.drafter, slot, page)
+    return state.replace(slots=slots, drafter=own)
 
 
 def move(state: State, source: Int[Array, ""], target: Int[Array, ""]) -> State:
@@ -198,14 +204,20 @@ def move(state: State, source: Int[Array, ""], target: Int[Array, ""]) -> State:
         row = jax.lax.dynamic_slice_in_dim(a, source, 1)
         return jax.lax.dynamic_update_slice_in_dim(a, row, target, axis=0)
 
-    slots = jax.tree.map(put, state.slots)
-    return replace(state, slots=replace(slots, active=slots.active.at[source].set(False)))
+    slots, own = jax.tree.map(put, (state.slots, state.drafter.slots))
+    slots = slots.replace(active=slots.active.at[source].set(False))
+    return state.replace(slots=slots, drafter=state.drafter.replace(slots=own))
 
 
 def update(state: State, keep: Bool[Array, " B"], page_table: Int[Array, "B n"]) -> State:
     """Switch off the slots whose requests the host ended or preempted, and give the others further pages."""
-    slots = replace(state.slots, active=state.slots.active & keep, page_table=page_table)
-    return replace(state, slots=slots)
+    slots = state.slots
+    return state.replace(slots=slots.replace(active=slots.active & keep, page_table=page_table))
+
+
+def flush(params: Params, state: State, *, drafter: "Drafter", on: Backend) -> State:
+    """Let the drafter do what it has deferred."""
+    return state.replace(drafter=drafter.flush(params, state.drafter, state.slots, on))
 
 
 def mask_row(ids: Iterable[int], vocab: int) -> Any:

@@ -1,10 +1,9 @@
 """The draft-and-verify step: one donated, compiled program per (slots, depth, pages) bucket.
 
-    draft    K recursive NextN passes from the newest token
+    draft    the drafter proposes K tokens after the newest
     verify   the trunk over the window [newest, drafts]: logits and hidden states of W = K + 1 tokens
     accept   the same transforms as plain sampling; the accepted drafts and one corrected or bonus token
-    commit   lengths grow, finished slots switch themselves off, NextN rows of the kept tokens are written,
-             or put off if there are no drafts
+    commit   lengths grow, finished slots switch themselves off, the drafter observes the kept tokens
 
 Drafting first lets every step have its own depth: nothing that depends on the depth crosses steps.
 
@@ -14,21 +13,21 @@ of them in one.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from mtp_jax.decode import verify
-from mtp_jax.decode.backlog import put_off
-from mtp_jax.decode.draft import Drafts, draft, extend
+from mtp_jax.decode.drafter.nothing import Nothing
+from mtp_jax.decode.drafter.protocol import Committed, Drafter, Drafts
+from mtp_jax.decode.drafter.sampler import DraftSampler
 from mtp_jax.decode.greedy import best_tokens, parts_on
-from mtp_jax.decode.keys import Finish, SamplingMode
+from mtp_jax.decode.keys import Finish, SamplingMode, Topology
+from mtp_jax.decode.result import Emitted, StepResult, emit, pack
 from mtp_jax.decode.sampling import (
     Purpose,
     SamplingState,
-    TopLogprobs,
     adjust,
     argmax,
     distribution,
@@ -37,7 +36,8 @@ from mtp_jax.decode.sampling import (
     top_logprobs,
     window_counts,
 )
-from mtp_jax.decode.state import Slots, State, first_slots, put_first_slots
+from mtp_jax.decode.state import DrafterState, Slots, State, first_slots, put_first_slots
+from mtp_jax.errors import ConfigError
 from mtp_jax.model import trunk
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.ops import PagedView
@@ -45,42 +45,29 @@ from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Backend
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class StepResult:
-    """What the host reads, one step late.
-
-    Attributes:
-        packed: int32 [B, W + 4]: emitted tokens (-1 past the end), their count, accepted drafts, verified
-            drafts, ``Finish``. One array, because one copy is cheaper than several.
-        logprobs: of the emitted tokens, if the step computes them.
-    """
-
-    packed: Int[Array, "B C"]
-    logprobs: TopLogprobs | None
-
-
 def step(
     params: Params,
     state: State,
     *,
     cfg: ModelConfig,
+    drafter: Drafter,
     slots: int,
     depth: int,
     pages: int,
     mode: SamplingMode,
     on: Backend,
+    topology: Topology | None = None,
     accept: "Accept | None" = None,
 ) -> tuple[State, StepResult]:
     """Draft ``depth`` tokens for the first ``slots`` slots, verify them, emit 1 to depth + 1 tokens each.
 
     pages: columns of the page table to look at; must cover every active slot's length + depth + 1 rows.
-    accept: stands in for ``accept_drafts`` in measurements.
+    topology: of the window; None: the drafter's. accept: stands in for ``accept_drafts`` in measurements.
+    Raises ConfigError.
     """
-    state, drafts = draft_phase(
-        params, state, None, cfg=cfg, slots=slots, depth=depth, pages=pages, mode=mode, on=on
-    )
-    return verify_phase(params, state, drafts, None, cfg=cfg, pages=pages, mode=mode, on=on, accept=accept)
+    both = {"cfg": cfg, "drafter": drafter, "pages": pages, "mode": mode, "on": on}
+    state, drafts = draft_phase(params, state, None, slots=slots, depth=depth, topology=topology, **both)
+    return verify_phase(params, state, drafts, None, accept=accept, **both)
 
 
 def draft_phase(
@@ -89,30 +76,26 @@ def draft_phase(
     allowed: UInt32[Array, "B W words"] | None,
     *,
     cfg: ModelConfig,
+    drafter: Drafter,
     slots: int,
     depth: int,
     pages: int,
     mode: SamplingMode,
     on: Backend,
+    topology: Topology | None = None,
 ) -> tuple[State, Drafts]:
     """The first half of ``step``. allowed: what grammars allow at each draft, as far as it is known yet."""
-    s = first_slots(state.slots, slots)
-    if not depth:
-        return state, _no_drafts(cfg, slots, mode)
-    with jax.named_scope("draft"):
-        drafts, nextn_pages = draft(
-            params,
-            cfg,
-            state,
-            s,
-            s.page_table[:, :pages],
-            depth,
-            mode.drafting,
-            on,
-            allowed,
-            coupled=mode.verifier == "coupled",
+    topology = topology or drafter.topology(depth)
+    if topology != Topology.chain(depth):
+        raise ConfigError(
+            f"{topology} at depth {depth}; only chains of drafts, {Topology.chain(depth)}, are verified"
         )
-    return replace(state, nextn=nextn_pages), replace(drafts, logits=None)
+    s, own = first_slots(state.slots, slots), _own(state, slots)
+    sampler = DraftSampler(allowed, mode.drafting, coupled=mode.verifier == "coupled")
+    by = drafter if depth else Nothing(cfg.vocab_size)
+    with jax.named_scope("draft"):
+        drafts, after = by.propose(params, own, s, s.page_table[:, :pages], depth, sampler, on)
+    return _put_own(state, own, after), drafts.replace(logits=None)
 
 
 def verify_phase(
@@ -122,42 +105,54 @@ def verify_phase(
     allowed: UInt32[Array, "B W words"] | None,
     *,
     cfg: ModelConfig,
+    drafter: Drafter,
     pages: int,
     mode: SamplingMode,
     on: Backend,
     accept: "Accept | None" = None,
 ) -> tuple[State, StepResult]:
     """The second half. allowed: what grammars allow at every position of the window (see ``restrict``)."""
-    slots, depth = drafts.tokens.shape
-    s = first_slots(state.slots, slots)
+    s = first_slots(state.slots, len(drafts.tokens))
     table = s.page_table[:, :pages]
+    window = jnp.concatenate([s.newest[:, None], drafts.tokens], axis=1)
     with jax.named_scope("verify"):
-        window = jnp.concatenate([s.newest[:, None], drafts.tokens], axis=1)
         traced = _verify(params, cfg, state, s, table, jnp.maximum(window, 0), on)
-    parts = parts_on(on.mesh) if mode == SamplingMode() and accept is None else 1
-    logits = trunk.logits(params, traced.hidden) if parts == 1 else None
     with jax.named_scope("accept"):
-        if logits is None:
-            ids, healthy = best_tokens(traced.hidden, trunk.head(params), parts)
-            verdict = verify.greedy(ids, drafts.tokens, jnp.minimum(s.depth, depth))
-        else:
-            healthy = jnp.isfinite(logits).all(axis=-1)
-            verdict = (accept or accept_drafts)(logits, window, drafts, s, mode, allowed)
-        emitted = _emit(verdict, drafts.tokens, s, healthy)
+        verdict, healthy, logits = _accept(
+            params, traced.hidden, window, drafts, s, mode, allowed, on, accept
+        )
+        emitted = emit(verdict, drafts.tokens, s, healthy)
     with jax.named_scope("commit"):
-        kept, carry = _keep(params, cfg, state, s, table, window, traced.hidden, emitted.count, on)
-        slots_after = put_first_slots(state.slots, _advance(s, emitted, carry))
-    num_drafts = jnp.where(s.active, jnp.minimum(s.depth, depth), 0)
-    counts = (emitted.count, jnp.where(s.active, verdict.accepted, 0), num_drafts, emitted.finish)
-    tokens = emitted.tokens
-    packed = jnp.concatenate([tokens, jnp.stack(counts, axis=1)], axis=1)
-    top = None if mode.logprobs is None or logits is None else top_logprobs(logits, tokens, mode.logprobs)
-    return replace(kept, trunk=traced.pages, slots=slots_after), StepResult(packed, top)
+        positions = s.length[:, None] + jnp.arange(window.shape[1])
+        positions = jnp.where(jnp.arange(window.shape[1]) < emitted.count[:, None], positions, -1)
+        seen = Committed(jnp.maximum(window, 0), positions, features_of(drafter, traced), emitted.count)
+        own, defer = _own(state, len(window)), window.shape[1] == 1
+        state = _put_own(state, own, drafter.observe(params, own, s, table, seen, on, defer=defer))
+        state = state.replace(trunk=traced.pages, slots=put_first_slots(state.slots, _advance(s, emitted)))
+    accepted, drafted = (jnp.where(s.active, n, 0) for n in (verdict.accepted, num_drafts(s, drafts)))
+    top = None
+    if mode.logprobs is not None and logits is not None:
+        top = top_logprobs(logits, emitted.tokens, mode.logprobs)
+    return state, StepResult(pack(emitted, accepted, drafted), top)
 
 
-def _no_drafts(cfg: ModelConfig, slots: int, mode: SamplingMode) -> Drafts:
-    nothing = jnp.zeros((slots, 0, cfg.vocab_size), jnp.float32)
-    return Drafts(jnp.zeros((slots, 0), jnp.int32), None, None if mode.drafting is None else nothing)
+def _own(state: State, slots: int) -> DrafterState:
+    """The drafter's state of the first slots."""
+    return state.drafter.replace(slots=first_slots(state.drafter.slots, slots))
+
+
+def _put_own(state: State, before: DrafterState, after: DrafterState) -> State:
+    slots = put_first_slots(state.drafter.slots, after.slots, before.slots)
+    return state.replace(drafter=DrafterState(slots, after.pages))
+
+
+def features_of(drafter: Drafter, traced: trunk.Traced) -> tuple[Float[Array, "B W D"], ...]:
+    """The hidden states that the drafter observes. Raises ConfigError for layers that are not handed on."""
+    if any(layer != -1 for layer in drafter.features):
+        raise ConfigError(
+            f"{drafter} needs layers {drafter.features}; only -1, the final norm's, is handed on"
+        )
+    return (traced.hidden,) * len(drafter.features)
 
 
 def _verify(
@@ -177,6 +172,32 @@ def _verify(
     return trunk.run(params, cfg, window, positions, state.trunk, PagedView(table, written, mask), on)
 
 
+def _accept(
+    params: Params,
+    hidden: Float[Array, "B W D"],
+    window: Int[Array, "B W"],
+    drafts: Drafts,
+    s: Slots,
+    mode: SamplingMode,
+    allowed: UInt32[Array, "B W words"] | None,
+    on: Backend,
+    accept: "Accept | None",
+) -> tuple[verify.Verdict, Bool[Array, "B W"], Float[Array, "B W V"] | None]:
+    """Returns (verdict, which logits are finite, the logits if they were computed all at once)."""
+    parts = parts_on(on.mesh) if mode == SamplingMode() and accept is None else 1
+    if parts > 1:
+        ids, healthy = best_tokens(hidden, trunk.head(params), parts)
+        return verify.greedy(ids, drafts.tokens, num_drafts(s, drafts)), healthy, None
+    logits = trunk.logits(params, hidden)
+    verdict = (accept or accept_drafts)(logits, window, drafts, s, mode, allowed)
+    return verdict, jnp.isfinite(logits).all(axis=-1), logits
+
+
+def num_drafts(s: Slots, drafts: Drafts) -> Int[Array, " B"]:
+    """Drafts that each row verifies."""
+    return jnp.minimum(s.depth, drafts.count)
+
+
 def accept_drafts(
     logits: Float[Array, "B W V"],
     window: Int[Array, "B W"],
@@ -186,102 +207,37 @@ def accept_drafts(
     allowed: UInt32[Array, "B W words"] | None,
 ) -> verify.Verdict:
     """Which drafts each row keeps, and the token after them."""
-    num_drafts = jnp.minimum(s.depth, drafts.tokens.shape[1])
+    count = num_drafts(s, drafts)
     if drafts.probs is None:
-        return verify.greedy(argmax(restrict(logits, allowed)), drafts.tokens, num_drafts)
+        return verify.greedy(argmax(restrict(logits, allowed)), drafts.tokens, count)
     counts = window_counts(s.sampling.counts, window)
     generated = s.generated[:, None] + jnp.arange(window.shape[1])
     target = distribution(adjust(logits, s.sampling, counts, generated, allowed), s.sampling)
     if mode.verifier == "coupled":
         positions = s.length[:, None] + jnp.arange(window.shape[1])
         keys = jax.vmap(row_keys, (None, 1, None), 1)(s.sampling.seed, positions, Purpose.SAMPLE)
-        return verify.coupled(keys, target, drafts.tokens, num_drafts)
+        return verify.coupled(keys, target, drafts.tokens, count)
     accept = row_keys(s.sampling.seed, s.length, Purpose.ACCEPT)
     residual = row_keys(s.sampling.seed, s.length, Purpose.RESIDUAL)
     run = verify.block if mode.verifier == "block" else verify.rejection
-    return run(accept, residual, target, drafts.probs, drafts.tokens, num_drafts)
+    return run(accept, residual, target, drafts.probs, drafts.tokens, count)
 
 
 Accept = Callable[..., verify.Verdict]
-"""Something called as ``accept_drafts`` is."""
+"""A function with the signature of ``accept_drafts``."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Emitted:
-    """Tokens that reach the output (-1 past the end), their count, and why the slot ends, if it does."""
-
-    tokens: Int[Array, "B W"]
-    count: Int[Array, " B"]
-    finish: Int[Array, " B"]
-
-
-def _emit(
-    verdict: verify.Verdict, drafts: Int[Array, "B K"], s: Slots, healthy: Bool[Array, "B W"]
-) -> Emitted:
-    """Cut the accepted tokens at the first stop token, at max_tokens, and before the first NaN."""
-    width = drafts.shape[1] + 1
-    index = jnp.arange(width)
-    accepted = verdict.accepted[:, None]
-    tokens = jnp.where(index < accepted, jnp.pad(drafts, ((0, 0), (0, 1))), verdict.token[:, None])
-    safe = jnp.maximum(tokens, 0)
-    stops = jnp.take_along_axis(s.sampling.stop_mask, safe, axis=1)
-    proposed = index <= accepted
-    broken = proposed & (~healthy | (tokens < 0))
-    first_stop, first_broken = _first(stops & proposed), _first(broken)
-    count = jnp.minimum(jnp.minimum(verdict.accepted, first_stop) + 1, jnp.minimum(s.remaining, first_broken))
-    count = jnp.where(s.active, count, 0)
-    finish = jnp.select(
-        [~s.active, first_stop < count, count == s.remaining, first_broken <= count],
-        [Finish.RUNNING, Finish.STOP, Finish.LENGTH, Finish.NAN],
-        Finish.RUNNING,
-    ).astype(jnp.int32)
-    return Emitted(jnp.where(index < count[:, None], tokens, -1), count, finish)
-
-
-def _first(flags: Bool[Array, "B W"]) -> Int[Array, " B"]:
-    """Index of the first true flag of each row; past the end if there is none."""
-    return jnp.where(flags.any(axis=1), jnp.argmax(flags, axis=1), flags.shape[1] + 1)
-
-
-def _keep(
-    params: Params,
-    cfg: ModelConfig,
-    state: State,
-    s: Slots,
-    table: Int[Array, "B n"],
-    window: Int[Array, "B W"],
-    hidden: Float[Array, "B W D"],
-    count: Int[Array, " B"],
-    on: Backend,
-) -> tuple[State, Float[Array, "B k D"]]:
-    """Commit: the NextN rows of the first ``count`` tokens of each window, put off if it has no drafts.
-
-    Returns (state, carry).
-    """
-    if window.shape[1] == 1:
-        own = put_off(first_slots(state.backlog, len(window)), window[:, 0], hidden[:, 0], count)
-        return replace(state, backlog=put_first_slots(state.backlog, own)), s.carry
-    index = jnp.arange(window.shape[1])
-    positions = jnp.where(index < count[:, None], s.length[:, None] + index, -1)
-    tokens = jnp.maximum(window, 0)
-    extension = extend(params, cfg, state.nextn, state.tails, table, tokens, positions, hidden, s.carry, on)
-    return replace(state, nextn=extension.pages, tails=extension.tails), extension.carry(count, s.carry)
-
-
-def _advance(s: Slots, emitted: Emitted, carry: Float[Array, "B k D"]) -> Slots:
+def _advance(s: Slots, emitted: Emitted) -> Slots:
     """Commit: rows up to the new length are now part of the sequence."""
     some = emitted.count > 0
     last = jnp.maximum(emitted.count - 1, 0)
     newest = jnp.take_along_axis(emitted.tokens, last[:, None], axis=1)[:, 0]
-    return replace(
-        s,
+    return s.replace(
         length=s.length + emitted.count,
         newest=jnp.where(some, newest, s.newest),
         active=s.active & (emitted.finish == Finish.RUNNING),
         remaining=s.remaining - emitted.count,
         generated=s.generated + emitted.count,
-        carry=carry,
         sampling=count_tokens(s, emitted.tokens),
     )
 
@@ -291,4 +247,4 @@ def count_tokens(s: Slots, tokens: Int[Array, "B W"]) -> SamplingState:
     vocab = s.sampling.counts.shape[1]
     row = jnp.arange(tokens.shape[0])[:, None]
     counts = s.sampling.counts.at[row, jnp.where(tokens < 0, vocab, tokens)].add(1, mode="drop")
-    return replace(s.sampling, counts=counts)
+    return s.sampling.replace(counts=counts)

@@ -12,18 +12,15 @@ the first target distribution that is NaN, from which the token is NO_TOKEN (rep
 All of this is known from the tokens before the end, so the guarantee holds.
 """
 
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Float, Int, Key
 
 from mtp_jax.decode.sampling import gumbel_sample, sample
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(struct.PyTreeNode):
     """The outcome of one window per row: the row emits drafts[:accepted] and then `token`."""
 
     accepted: Int[Array, " B"]  # 0..num_drafts

@@ -19,10 +19,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mtp_jax.decode.compiled import Executables
+from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.keys import ACCEPTED, COUNT, DRAFTED, FINISH, Finish, Key, PrefillKey, StepKey
 from mtp_jax.decode.prefill import Chunk, PrefillResult
-from mtp_jax.decode.state import BACKLOG, State, StateShape, abstract_state, empty_state
-from mtp_jax.decode.step import StepResult
+from mtp_jax.decode.result import StepResult
+from mtp_jax.decode.state import State, StateShape, abstract_state, empty_state
 from mtp_jax.engine.buckets import (
     TOGETHER,
     keys_for,
@@ -94,11 +95,13 @@ class Engine:
         self.scheduler = Scheduler(config, self.shards)
         self.pages = self.scheduler.pools[0].pages
         shape = StateShape(config.max_num_seqs, self.pages, config.page_size, config.columns)
-        abstract = abstract_state(cfg, shape, config.dtype, mesh, config.kv_cache_dtype == "fp8")
+        self.drafter = build(cfg)
+        fp8 = config.kv_cache_dtype == "fp8"
+        abstract = abstract_state(cfg, self.drafter, shape, config.dtype, mesh, fp8)
         on = Backend("absorbed", "sparse", mesh, all_by(config.kernels))
-        self.executables = Executables(cfg, params, abstract, on)
+        self.executables = Executables(cfg, self.drafter, params, abstract, on)
         self.state = empty_state(abstract)
-        self._put_off = 0  # steps whose NextN rows are to be written
+        self._deferred = 0  # steps whose work for the drafter is to be done
         self.depth = DepthController(config.num_speculative_tokens)
         self.counters, self.speedup = Counters(), Speedup()
         self.make_request = Intake(cfg, config, self.pages, grammars).make_request
@@ -219,7 +222,7 @@ class Engine:
         for request in self.scheduler.admit():
             self._admit(request)
         for source, target in self.scheduler.pack(partial(slot_bucket, self.config)):
-            self.state = self.executables.move(self.caught_up(), source, target)
+            self.state = self.executables.move(self.flushed(), source, target)
         before = len(self._inflight)
         self._launch_prefill()
         advanced = []
@@ -251,7 +254,7 @@ class Engine:
             slots = self.scheduler.slots
             keep = np.array([r is not None for r in slots])
             table = np.concatenate([self._page_row(r) for r in slots])
-            self.state = self.executables.update(self.caught_up(), keep, table)
+            self.state = self.executables.update(self.flushed(), keep, table)
             self._stale = False
 
     def _page_row(self, request: Request | None) -> Any:
@@ -265,12 +268,12 @@ class Engine:
             if self.scheduler.looks_up(request):
                 self.counters.prefix_queries += len(request.prompt)
                 self.counters.prefix_hits += request.prefilled
-        # The tail it goes on from. Without one the spare page's: nothing merges it, row 0 does not exist.
+        # The page it goes on from. Without one the spare page: nothing reads what a drafter takes from there.
         last = request.prefilled // self.config.page_size - 1
         page = request.pages[last] if last >= 0 else self.pages
-        tail = self.scheduler.shard_of(request.slot) * (self.pages + 1) + page
-        arrays = slot_row(request, self.cfg, self._page_row(request), self.state.slots.carry.dtype)
-        self.state = self.executables.admit(self.caught_up(), request.slot, arrays, tail)
+        page += self.scheduler.shard_of(request.slot) * (self.pages + 1)
+        arrays = slot_row(request, self.cfg, self._page_row(request))
+        self.state = self.executables.admit(self.flushed(), request.slot, arrays, page)
 
     # Launching
 
@@ -311,7 +314,7 @@ class Engine:
         rows = [(row, r) for row, r in enumerate(chosen) if r]
         first = allowed(self.grammars, rows, (len(chosen), 1), self.cfg.vocab_size)[:, 0]
         chunk = next_chunk(chosen, tokens, key.tokens, self.config.max_num_seqs, first)
-        self.state, result = self.executables.prefill(key, self.params, self.caught_up(), chunk)
+        self.state, result = self.executables.prefill(key, self.params, self.flushed(), chunk)
         return chunk, result
 
     def _launch_step(self) -> None:
@@ -339,8 +342,9 @@ class Engine:
 
     def _run_step(self, key: StepKey, running: list[Request]) -> StepResult:
         """Structured steps are two launches: in between the host reads the drafts to say what may follow."""
-        state = self.caught_up() if key.depth or self._put_off == BACKLOG else self.state
-        self._put_off += not key.depth and self.cfg.num_nextn_predict_layers > 0
+        most = self.drafter.deferral
+        state = self.flushed() if key.depth or self._deferred == most else self.state
+        self._deferred += not key.depth and most > 0
         if not key.mode.structured:
             self.state, result = self.executables.step(key, self.params, state)
             return result
@@ -351,10 +355,10 @@ class Engine:
         self.state, result = self.executables.verify_phase(key, self.params, self.state, drafts, masks)
         return result
 
-    def caught_up(self) -> State:
-        """The state, once NextN rows that steps without drafts put off are written."""
-        if self._put_off:
-            self.state, self._put_off = self.executables.catch_up(self.params, self.state), 0
+    def flushed(self) -> State:
+        """The state, once the drafter has done what steps without drafts deferred."""
+        if self._deferred:
+            self.state, self._deferred = self.executables.flush(self.params, self.state), 0
         return self.state
 
     def _choose(self, running: list[Request]) -> StepKey:

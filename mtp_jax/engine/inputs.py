@@ -19,12 +19,11 @@ def page_row(pages: list[int], columns: int, spare: int) -> Any:
     return row
 
 
-def slot_row(request: Request, cfg: ModelConfig, page_table: Any, carry_dtype: Any) -> Slots:
+def slot_row(request: Request, cfg: ModelConfig, page_table: Any) -> Slots:
     """The request's row [1, ...] of every per-slot array, before its prompt is prefilled."""
     p, vocab = request.params, cfg.vocab_size
     bias: Any = np.zeros((1, vocab), np.float32)
     bias[0, list(p.logit_bias)] = list(p.logit_bias.values())
-    carry: Any = np.zeros((1, cfg.num_nextn_predict_layers, cfg.hidden_size), carry_dtype)
     counts: Any = np.bincount(request.output, minlength=vocab)[None].astype(np.int32)
 
     def one(value: Any, dtype: Any = np.int32) -> Any:
@@ -38,7 +37,6 @@ def slot_row(request: Request, cfg: ModelConfig, page_table: Any, carry_dtype: A
         generated=one(len(request.output)),
         depth=one(request.depth),
         page_table=page_table,
-        carry=carry,
         sampling=SamplingState(
             temperature=one(p.temperature, np.float32),
             top_k=one(max(p.top_k, 0)),

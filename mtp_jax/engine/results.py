@@ -5,7 +5,7 @@ from typing import Any
 
 from mtp_jax.decode.keys import Key, StepKey
 from mtp_jax.decode.prefill import Chunk
-from mtp_jax.decode.step import StepResult
+from mtp_jax.decode.result import StepResult
 from mtp_jax.engine.request import Logprob, Request, TokenLogprobs
 
 

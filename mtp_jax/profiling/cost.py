@@ -75,7 +75,7 @@ def of_launch(
         return sum(passes + extend(rows, key.tokens), Work(0, 0))
     window = key.depth + 1
     passes = [run(trunk, cfg.num_hidden_layers, key.slots, window), run(head, 0, key.slots, window)]
-    if key.depth:  # without drafts NextN rows are put off
+    if key.depth:  # without drafts NextN entries are deferred
         passes += [run(head, 0, key.slots, 1)] * key.depth
         passes += [run(p, 0, key.slots, 1) for p in rows_only[1 : key.depth]]
         passes += [run(nextn[k % len(nextn)], 1, key.slots, 1) for k in range(key.depth)]

@@ -146,7 +146,7 @@ def _memory(engine: Engine) -> dict[str, Any]:
     programs = {name_of(k): cost.memory(engine.executables.program(k)) for k in engine.executables.keys}
     return {
         "weights_bytes": size(engine.params),
-        "cache_bytes": size((engine.state.trunk, engine.state.nextn)),
+        "cache_bytes": size((engine.state.trunk, engine.state.drafter.pages)),
         "slots_bytes": size(engine.state.slots),
         "device": {str(d): d.memory_stats() for d in jax.local_devices()},
         "process_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 # What a step does, in order, and what a prefill does.
 STEP_PHASES = ("draft", "verify", "accept", "commit")
-PREFILL_PHASES = ("prefill_trunk", "prefill_nextn", "first_token")
+PREFILL_PHASES = ("prefill_trunk", "prefill_drafter", "first_token")
 PHASES = (*STEP_PHASES, *PREFILL_PHASES, "prompt_logprobs")
 
 # Innermost names, and the row of the report that they belong to.

@@ -9,6 +9,7 @@ import pytest
 
 from mtp_jax.decode.compiled import use_compile_cache
 from mtp_jax.decode.keys import DraftKey, PrefillKey, SamplingMode, StepKey, buckets, name_of
+from mtp_jax.decode.state import State
 from mtp_jax.decode.step import accept_drafts
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import ConfigError
@@ -174,6 +175,10 @@ def test_serving_compiles_nothing(compilations):
     assert compilations
 
 
+def caches(state: State) -> list[jax.Array]:
+    return [*state.trunk, *state.drafter.pages.cache]
+
+
 def test_the_state_is_donated():
     """Each program takes the cache over: the old buffers are gone, and the new ones are the same memory."""
     engine = make_engine()
@@ -187,11 +192,11 @@ def test_the_state_is_donated():
         def donating(*args, run=run):
             nonlocal gone
             state = next(a for a in args if hasattr(a, "trunk"))
-            before = {a.unsafe_buffer_pointer() for a in (*state.trunk, *state.nextn)}
+            before = {a.unsafe_buffer_pointer() for a in caches(state)}
             out = run(*args)
             new = out if hasattr(out, "trunk") else out[0]
-            assert all(a.is_deleted() for a in (*state.trunk, *state.nextn, state.tails))
-            assert {a.unsafe_buffer_pointer() for a in (*new.trunk, *new.nextn)} == before
+            assert all(a.is_deleted() for a in jax.tree.leaves((state.trunk, state.drafter.pages)))
+            assert {a.unsafe_buffer_pointer() for a in caches(new)} == before
             gone += 1
             return out
 
@@ -211,7 +216,7 @@ def test_the_state_is_donated():
 def test_steps_allocate_no_second_cache():
     engine = make_engine()
     serve(engine, [(prompts(1)[0], GREEDY)])
-    cache = sum(a.nbytes for a in (*engine.state.trunk, *engine.state.nextn))
+    cache = sum(a.nbytes for a in caches(engine.state))
     for key in engine.executables.keys:
         if not isinstance(key, DraftKey):
             used = engine.executables._compiled[key].memory_analysis()

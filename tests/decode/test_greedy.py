@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mtp_jax.decode import step as module
+from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.greedy import best_tokens
 from mtp_jax.decode.keys import ACCEPTED, SamplingMode
 from mtp_jax.decode.prefill import Chunk, prefill
@@ -42,14 +43,17 @@ def test_what_is_not_finite_is_noticed_in_every_part(row, broken):
     assert ((ids >= 0) & (ids < 40)).all()
 
 
+DRAFTER = build(TINY)
+
+
 def test_steps_are_the_same(monkeypatch):
     params, on, slots, depth, window = rigged(noise=0.1), Backend("absorbed"), 8, 3, 3
-    fixed: dict[str, Any] = {"cfg": TINY, "pages": 1, "on": on}
+    fixed: dict[str, Any] = {"cfg": TINY, "drafter": DRAFTER, "pages": 1, "on": on}
     rng = np.random.default_rng(1)
     tokens = jnp.asarray(rng.integers(2, TINY.vocab_size, (slots, window)), jnp.int32)
 
     def run() -> np.ndarray:
-        state = empty_state(abstract_state(TINY, StateShape(slots, slots, 16, 1), "float32", None))
+        state = empty_state(abstract_state(TINY, DRAFTER, StateShape(slots, slots, 16, 1), "float32", None))
         each = jnp.arange(slots, dtype=jnp.int32)
         many = jnp.full(slots, 100, jnp.int32)
         rows = replace(

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtp_jax.decode.draft import draft
+from mtp_jax.decode.drafter.nextn import NextN
+from mtp_jax.decode.drafter.sampler import DraftSampler
 from mtp_jax.decode.keys import StepKey
-from mtp_jax.decode.state import Slots, State
+from mtp_jax.decode.state import DrafterState, Slots, State
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request, SamplingParams, Status
 from mtp_jax.model.params import Params
@@ -52,7 +53,7 @@ def rows_in_use(engine: Engine, slots: Slots) -> np.ndarray:
 
 
 def poison(engine: Engine) -> None:
-    """NaN into every cache row that is not committed, every free page and every carry without a use."""
+    """NaN into every cache row that is not committed, every free page, every unused pending state."""
     slots: Slots = jax.tree.map(np.asarray, engine.state.slots)
 
     def spoil(pages: jax.Array, used: np.ndarray) -> jax.Array:
@@ -62,15 +63,16 @@ def poison(engine: Engine) -> None:
         return request is None or (request.status is Status.PREFILL and request.prefilled == 0)
 
     idle = np.array([waits(r) for r in engine.scheduler.slots]) & ~slots.active
-    carry = np.where(idle[:, None, None], np.nan, slots.carry).astype(slots.carry.dtype)
     used = rows_in_use(engine, slots)
-    engine.state = State(
-        tuple(spoil(p, used) for p in engine.state.trunk),
-        tuple(spoil(p, used) for p in engine.state.nextn),
-        jnp.full_like(engine.state.tails, jnp.nan),
-        replace(engine.state.slots, carry=jnp.asarray(carry)),
-        engine.state.backlog,
+    own, pages = engine.state.drafter.slots, engine.state.drafter.pages
+    pending = jnp.where(jnp.asarray(idle)[:, None, None], jnp.nan, own.pending)
+    cache = tuple(spoil(p, used) for p in pages.cache)
+    drafter = DrafterState(
+        own.replace(pending=pending),
+        pages.replace(cache=cache, boundary=jnp.full_like(pages.boundary, jnp.nan)),
     )
+    trunk = tuple(spoil(p, used) for p in engine.state.trunk)
+    engine.state = State(trunk, engine.state.slots, drafter)
 
 
 def outcome(requests: list[Request]) -> list[tuple]:
@@ -105,8 +107,8 @@ def test_committed_length(cfg, params):
 @functools.partial(jax.jit, static_argnames="depth")
 def next_drafts(params: Params, state: State, depth: int = 3) -> jax.Array:
     """NextN logits [B, K, V] of the drafts that the next step would make."""
-    on = Backend("absorbed", "dense")
-    drafts, _ = draft(params, TINY, state, state.slots, state.slots.page_table, depth, None, on)
+    on, s = Backend("absorbed", "dense"), state.slots
+    drafts, _ = NextN(TINY).propose(params, state.drafter, s, s.page_table, depth, DraftSampler(), on)
     assert drafts.logits is not None
     return drafts.logits
 
@@ -137,7 +139,7 @@ def test_warm_draft_cache(depth, compiled):
             if not engine.state.slots.active[0]:
                 continue
             known = int(engine.state.slots.length[0]) + 1
-            got = np.asarray(next_drafts(engine.params, engine.caught_up()))[0]
+            got = np.asarray(next_drafts(engine.params, engine.flushed()))[0]
             np.testing.assert_allclose(got, reference().drafts(text[:known], 3)[1], atol=2e-4)
             checked += 1
     finally:
@@ -177,8 +179,13 @@ def spoil_slot(engine: Engine, slot: int, cache: str) -> None:
     table = np.asarray(engine.state.slots.page_table[slot])
     rows, size = np.arange(int(engine.state.slots.length[slot])), engine.state.trunk[0].shape[1]
     at = (table[rows // size], rows % size)
-    spoiled = tuple(p.at[at].set(jnp.nan) for p in getattr(engine.state, cache))
-    engine.state = replace(engine.state, **{cache: spoiled})
+    own = engine.state.drafter
+    pages = engine.state.trunk if cache == "trunk" else own.pages.cache
+    spoiled = tuple(p.at[at].set(jnp.nan) for p in pages)
+    if cache == "trunk":
+        engine.state = engine.state.replace(trunk=spoiled)
+    else:
+        engine.state = engine.state.replace(drafter=own.replace(pages=own.pages.replace(cache=spoiled)))
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.keys import ACCEPTED, DRAFTED, SamplingMode
 from mtp_jax.decode.prefill import Chunk, prefill
 from mtp_jax.decode.sampling import adjust, distribution, neutral_state
@@ -37,6 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "penalties": {"repetition": 1.5, "frequency": 0.4, "presence": 0.3},
 }
 ON = Backend("absorbed", "dense")
+DRAFTER = build(CFG)
 
 
 @functools.cache
@@ -47,7 +49,7 @@ def params() -> Params:
 def start(depths: np.ndarray) -> State:
     """Every slot with a page of its own, ``ROWS`` slots of each option."""
     slots = ROWS * len(OPTIONS)
-    state = empty_state(abstract_state(CFG, StateShape(slots, slots, 16, 1), "float32", None))
+    state = empty_state(abstract_state(CFG, DRAFTER, StateShape(slots, slots, 16, 1), "float32", None))
     sampling = replace(
         neutral_state(slots, V),
         seed=jnp.arange(slots, dtype=jnp.uint32),
@@ -97,9 +99,11 @@ def emitted(drafting: Any, verifier: Any, grammar: bool = False) -> Emitted:
     chunk = Chunk(
         each, full(0), full(len(PROMPT)), full(True, bool), tokens, -jnp.ones_like(tokens), full(-1), first
     )
-    begin = functools.partial(prefill, cfg=CFG, pages=1, logprobs=None, prompt_logprobs=None, on=ON)
+    begin = functools.partial(
+        prefill, cfg=CFG, drafter=DRAFTER, pages=1, logprobs=None, prompt_logprobs=None, on=ON
+    )
     mode = SamplingMode(drafting, verifier)
-    fixed: dict[str, Any] = {"cfg": CFG, "pages": 1, "mode": mode, "on": ON}
+    fixed: dict[str, Any] = {"cfg": CFG, "drafter": DRAFTER, "pages": 1, "mode": mode, "on": ON}
     propose = functools.partial(draft_phase, slots=slots, depth=DEPTH, **fixed)
     # Depths 1, 2, 3 and sometimes 0.
     state = start(np.where(np.arange(slots) % 7 == 0, 0, 1 + np.arange(slots) % DEPTH))

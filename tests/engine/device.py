@@ -1,8 +1,8 @@
 """A stand-in for the compiled programs that only keeps count: the engine's host side without a model.
 
 It checks what every launch promises: that the rows it writes lie inside the page table it was compiled for,
-that committed rows lie in pages the request holds, and that NextN rows are put off by steps without drafts
-alone, and by no more of them than there is room for.
+that committed rows lie in pages the request holds, and that work for the drafter is deferred by steps without
+drafts alone, and by no more of them than there is room for.
 """
 
 import random
@@ -15,8 +15,8 @@ import numpy as np
 from mtp_jax.decode.compiled import Executables
 from mtp_jax.decode.keys import EXTRA_COLUMNS, Finish, PrefillKey, StepKey
 from mtp_jax.decode.prefill import Chunk, PrefillResult
-from mtp_jax.decode.state import BACKLOG, Slots
-from mtp_jax.decode.step import StepResult
+from mtp_jax.decode.result import StepResult
+from mtp_jax.decode.state import Slots
 from mtp_jax.engine.engine import Engine
 
 
@@ -44,14 +44,13 @@ class Device:
         self.rows: dict[int, SimpleNamespace] = {}
         self.log: list[str] = []
         self.launches = 0
-        self.put_off = 0
+        self.deferred = 0
         self._compiled: dict[Any, None] = {}
         self._covering: dict[Any, Any] = {}
         self._lock = threading.Lock()
         engine.executables = self  # type: ignore[assignment]
-        # Nothing but the shape of the carry: whatever else the host wanted from the state would fail.
-        shape = engine.state.slots.carry
-        engine.state = SimpleNamespace(slots=SimpleNamespace(carry=shape))  # type: ignore[assignment]
+        self.deferral = engine.drafter.deferral
+        engine.state = None  # type: ignore[assignment]  # whatever the host wanted from it would fail
 
     cover, find = Executables.cover, Executables.find
 
@@ -62,29 +61,29 @@ class Device:
         self._compiled |= dict.fromkeys(keys)
         self._covering.clear()
 
-    def admit(self, state: Any, slot: int, row: Slots, tail: int) -> Any:
-        assert not self.put_off
+    def admit(self, state: Any, slot: int, row: Slots, page: int) -> Any:
+        assert not self.deferred
         remaining, depth = int(row.remaining[0]), int(row.depth[0])
         self.rows[slot] = SimpleNamespace(active=False, remaining=remaining, depth=depth, length=None)
         self._hold(slot, row.page_table[0])
         return state
 
     def move(self, state: Any, source: int, target: int) -> Any:
-        assert not self.put_off
+        assert not self.deferred
         self.rows[target] = self.rows.pop(source)
         return state
 
     def _hold(self, slot: int, table: Any) -> None:
         self.rows[slot].held = int((np.asarray(table) < self.pages).sum()) * self.size
 
-    def catch_up(self, params: Any, state: Any) -> Any:
-        assert self.put_off, "NextN rows are written when there are some"
-        self.log.append("catch up")
-        self.put_off = 0
+    def flush(self, params: Any, state: Any) -> Any:
+        assert self.deferred, "there is something to flush"
+        self.log.append("flush")
+        self.deferred = 0
         return state
 
     def update(self, state: Any, keep: np.ndarray, page_table: np.ndarray) -> Any:
-        assert not self.put_off
+        assert not self.deferred
         for slot, row in self.rows.items():
             row.active &= bool(keep[slot])
             self._hold(slot, page_table[slot])
@@ -118,7 +117,7 @@ class Device:
         return StepResult(late, None)
 
     def prefill(self, key: PrefillKey, params: Any, state: Any, chunk: Chunk) -> tuple[Any, PrefillResult]:
-        assert not self.put_off
+        assert not self.deferred
         emitted = []
         for g, slot in enumerate(np.asarray(chunk.slot)):
             tokens, finish = [], Finish.RUNNING
@@ -142,8 +141,8 @@ class Device:
         return state, PrefillResult(self._result("prefill", emitted, 1), None)
 
     def step(self, key: StepKey, params: Any, state: Any) -> tuple[Any, StepResult]:
-        assert self.put_off < BACKLOG if not key.depth else not self.put_off
-        self.put_off += not key.depth
+        assert self.deferred < self.deferral if not key.depth else not self.deferred
+        self.deferred += not key.depth
         emitted: list[tuple[list[int], Finish]] = []
         for slot in range(key.slots):
             row = self.rows.get(slot)

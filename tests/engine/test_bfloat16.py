@@ -47,7 +47,7 @@ def check(requests: list[Request]) -> None:
 def test_a_batch():
     found = engine()
     check(serve(found, [(p, GREEDY) for p in prompts(5)]))
-    kept = (found.state.trunk, found.state.nextn, found.state.tails, found.state.slots.carry)
+    kept = (found.state.trunk, found.state.drafter.pages, found.state.drafter.slots.pending)
     assert {a.dtype for a in jax.tree.leaves(kept)} == {jnp.dtype("bfloat16")}
 
 

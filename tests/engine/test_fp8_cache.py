@@ -50,7 +50,7 @@ def test_speculation_and_batching_change_no_token():
     alone = [serve(fp8(), [job])[0] for job in JOBS]
     assert [accepted(r) for r in together] == [accepted(r) for r in alone]
     assert sum(r.speculation.accepted for r in together) > 5 * len(JOBS)
-    caches = [*engine.state.trunk, *engine.state.nextn]
+    caches = [*engine.state.trunk, *engine.state.drafter.pages.cache]
     rows = engine.config.page_size * (engine.pages + 1)
     assert {sum(a.nbytes for a in jax.tree.leaves(c)) for c in caches} == {rows * TINY.fp8_row_bytes}
 

@@ -55,7 +55,7 @@ def test_steps_without_drafts_leave_nextn_rows_to_one_launch():
     finish(engine)
     steps = [i for i, entry in enumerate(device.log) if entry.startswith("launch step")]
     assert len(steps) >= 49
-    passes = [i for i, entry in enumerate(device.log) if entry == "catch up" and i > steps[0]]
+    passes = [i for i, entry in enumerate(device.log) if entry == "flush" and i > steps[0]]
     assert [sum(i < at for i in steps) for at in passes] == [16, 32, 48]
 
 

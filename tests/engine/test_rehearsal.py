@@ -13,7 +13,7 @@ from tests.models import GREEDY, accepted, make_engine, prompts, serve
 def arrays(engine: Engine) -> list[np.ndarray]:
     """All that the device keeps, but for the pages that nobody's rows go to."""
     state = engine.state
-    pages = [np.asarray(a)[: engine.pages] for a in jax.tree.leaves((state.trunk, state.nextn, state.tails))]
+    pages = [np.asarray(a)[: engine.pages] for a in jax.tree.leaves((state.trunk, state.drafter.pages))]
     return [*pages, *map(np.asarray, jax.tree.leaves(state.slots))]
 
 

@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from kernels_pallas.deviceless import report, target
 from mtp_jax.checkpoint.fp8 import SCALE_SUFFIX, may_be_fp8
+from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.keys import SamplingMode
 from mtp_jax.decode.state import StateShape, abstract_state
 from mtp_jax.decode.step import step
@@ -122,9 +123,9 @@ def compile_step(layers: int, mesh: Mesh, dump: Path) -> Program:
     """The greedy step of a model with so many layers; its cache is donated."""
     cfg, data = config(layers), mesh.shape["data"]
     sizes = StateShape(slots=SLOTS, pages=SLOTS // data * ROWS // PAGE, page_size=PAGE, columns=ROWS // PAGE)
-    state = abstract_state(cfg, sizes, cfg.dtype, mesh)
+    state = abstract_state(cfg, drafter := build(cfg), sizes, cfg.dtype, mesh)
     fixed: dict[str, Any] = {"slots": SLOTS, "depth": DEPTH, "pages": ROWS // PAGE, "mode": SamplingMode()}
-    run = jax.jit(partial(step, cfg=cfg, on=backend(mesh), **fixed), donate_argnums=1)
+    run = jax.jit(partial(step, cfg=cfg, drafter=drafter, on=backend(mesh), **fixed), donate_argnums=1)
     return compile_program(mesh, run, abstract_params(cfg, mesh), state, dump=dump)
 
 

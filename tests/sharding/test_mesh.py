@@ -83,12 +83,12 @@ def test_what_a_server_compiles_keeps_rows_on_their_shard():
 
 def test_a_prompt_goes_on_from_the_pages_of_its_shard(monkeypatch):
     """From the hidden state at their end, too, which only drafts need."""
-    engine, reference, tails = engine_on(make_mesh(2, 1)), Reference(tiny_params()), []
+    engine, reference, ends = engine_on(make_mesh(2, 1)), Reference(tiny_params()), []
     admit = engine.executables.admit
 
-    def seen(state, slot, arrays, tail):
-        tails.append(np.asarray(state.tails[tail]).ravel()[: TINY.hidden_size])
-        return admit(state, slot, arrays, tail)
+    def seen(state, slot, arrays, page):
+        ends.append(np.asarray(state.drafter.pages.boundary[page]).ravel()[: TINY.hidden_size])
+        return admit(state, slot, arrays, page)
 
     jobs = [(p, replace(GREEDY, max_tokens=12)) for p in prompts(4, shortest=36)]
     first = serve(engine, jobs)
@@ -96,12 +96,12 @@ def test_a_prompt_goes_on_from_the_pages_of_its_shard(monkeypatch):
     monkeypatch.setattr(engine.executables, "admit", seen)
     later = [serve(engine, [job])[0] for job in jobs]
     assert {engine.scheduler.shard_of(r.slot) for r in later} == {0, 1}
-    for r, tail in zip(later, tails, strict=True):
+    for r, end in zip(later, ends, strict=True):
         told = reference.speculate(r.prompt, 12, 3)
         assert (r.output, accepted(r)) == (told.ids, told.accepted)
         assert sum(told.accepted) > 0
         assert r.cached_tokens >= 32
-        np.testing.assert_allclose(tail, reference.hidden(r.prompt)[r.cached_tokens - 1], atol=1e-4)
+        np.testing.assert_allclose(end, reference.hidden(r.prompt)[r.cached_tokens - 1], atol=1e-4)
 
 
 def test_requests_preempted_on_every_shard_end_as_if_nothing_had_happened():

@@ -1,4 +1,4 @@
-"""NextN rows that steps without drafts put off are, once written, what each step would have written."""
+"""Deferred NextN entries are, once written, what each step would have written."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
+from mtp_jax.decode.drafter.nextn import DEFERRED
 from mtp_jax.decode.keys import SamplingMode, StepKey
-from mtp_jax.decode.state import BACKLOG
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import SamplingParams
 from tests.models import GREEDY, TINY, make_engine, prepare, prompts
@@ -18,9 +18,10 @@ PLAIN = replace(GREEDY, max_tokens=40, num_speculative_tokens=0)
 
 
 def kept(engine: Engine) -> list[np.ndarray]:
-    """What drafts will read of each slot in use: its NextN rows, the tails of its full pages, its carry."""
-    state = engine.caught_up()
-    caches, tails = [np.asarray(p) for p in state.nextn], np.asarray(state.tails)
+    """What drafts will read of each slot in use: its NextN entries, boundary and pending hidden states."""
+    state = engine.flushed()
+    own = state.drafter
+    caches, boundary = [np.asarray(p) for p in own.pages.cache], np.asarray(own.pages.boundary)
     size, found = caches[0].shape[1], []
     for slot, length in enumerate(np.asarray(state.slots.length).tolist()):
         if engine.scheduler.slots[slot] is None:
@@ -28,7 +29,7 @@ def kept(engine: Engine) -> list[np.ndarray]:
         table, rows = np.asarray(state.slots.page_table[slot]), np.arange(length)
         # Layer k's rows 0 to k do not exist.
         found += [c[table[rows // size], rows % size][k + 1 :] for k, c in enumerate(caches)]
-        found += [tails[table[: length // size]], np.asarray(state.slots.carry[slot])]
+        found += [boundary[table[: length // size]], np.asarray(own.slots.pending[slot])]
     return found
 
 
@@ -47,10 +48,10 @@ def test_one_pass_writes_what_each_step_would(cfg):
     while not requests[2].finished:
         late.step()
         eager.step()
-        eager.caught_up()
-        most = max(most, int(np.asarray(late.state.backlog.count).max()))
+        eager.flushed()
+        most = max(most, int(np.asarray(late.state.drafter.slots.count).max()))
     assert most > 8
-    assert int(np.asarray(late.state.backlog.count).max()) > 1
+    assert int(np.asarray(late.state.drafter.slots.count).max()) > 1
     for a, b in zip(kept(late), kept(eager), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
     assert sum(a.size for a in kept(late)) > 1000
@@ -58,14 +59,14 @@ def test_one_pass_writes_what_each_step_would(cfg):
 
 def test_more_steps_than_there_is_room_for():
     engine = make_engine(page_size=64, max_model_len=128)
-    request = engine.make_request(prompts(1)[0], replace(PLAIN, max_tokens=3 * BACKLOG))
+    request = engine.make_request(prompts(1)[0], replace(PLAIN, max_tokens=3 * DEFERRED))
     prepare(engine, [request])
     engine.submit(request)
     counts = []
     while not request.finished:
         engine.step()
-        counts.append(int(np.asarray(engine.state.backlog.count)[0]))
-    assert max(counts) == BACKLOG
+        counts.append(int(np.asarray(engine.state.drafter.slots.count)[0]))
+    assert max(counts) == DEFERRED
     falls = sum(b < a for a, b in pairwise(counts))
     assert 2 <= falls <= 3
 
@@ -86,4 +87,4 @@ def test_without_nextn_layers_nothing_is_kept():
     engine.submit(request)
     while not request.finished:
         engine.step()
-    assert sum(a.nbytes for a in jax.tree.leaves((engine.state.nextn, engine.state.backlog.hidden))) == 0
+    assert sum(a.nbytes for a in jax.tree.leaves(engine.state.drafter)) == 0

@@ -1,0 +1,1 @@
+"""Drafters: pure functions over a state of their own. The rest knows ``protocol.Drafter`` alone."""

@@ -1,0 +1,215 @@
+"""The model's own NextN layers as a drafter: keeping their cache, and drafting ahead of it.
+
+Invariant *warm draft cache*: the NextN cache is extended for every committed token, at every depth, so that
+drafting can begin at any step. Entries are indexed by the token: entry j of layer 0 holds the pair
+(h_{j-1}, t_j), entry j of layer k the pair (z_{k-1} of entry j-1, t_j), so entries 0..k of layer k do not
+exist. Like the trunk's cache it ends before the newest token.
+
+Invariant *page boundary hidden states*: beside each full page stand the hidden states that the next NextN
+entries merge, so a sequence that begins with cached pages goes on, drafting too, as if it had computed them.
+They are written with the page's last entry.
+
+Only drafts read NextN entries. Steps without drafts defer theirs, ``DEFERRED`` at most, and ``flush`` writes
+them in one pass: step by step they were most of what a NextN layer costs where nothing is drafted.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from mtp_jax.decode.drafter.protocol import Committed, Drafts
+from mtp_jax.decode.drafter.sampler import DraftSampler
+from mtp_jax.decode.keys import Topology
+from mtp_jax.decode.state import DrafterState, Slots, StateShape, latent_cache
+from mtp_jax.model import nextn
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.ops import PagedView, write
+from mtp_jax.model.params import Params, type_of
+from mtp_jax.model.trunk import Backend
+
+# Steps without drafts whose NextN entries one pass writes: a launch is paid for once in so many steps.
+DEFERRED = 16
+
+
+class NextNSlots(struct.PyTreeNode):
+    """What NextN keeps of each slot.
+
+    Attributes:
+        pending: the hidden states that the entry after the written ones merges, by layer: the trunk's of the
+            last token that has an entry for layer 0, z_{k-1} of it for layer k.
+        tokens: committed tokens whose entries are deferred: the last ones of each slot, in order.
+        hidden: the trunk's hidden states of those tokens.
+        count: how many there are; what lies past them is garbage.
+    """
+
+    pending: Float[Array, "B k D"]
+    tokens: Int[Array, "B n"]
+    hidden: Float[Array, "B n D"]
+    count: Int[Array, " B"]
+
+
+class NextNPages(struct.PyTreeNode):
+    """What NextN keeps in each page: every layer's entries, and the boundary hidden states."""
+
+    cache: tuple[Any, ...]  # [P, S, C + R] or Fp8Rows
+    boundary: Float[Array, "P one kD"]
+
+
+@dataclass(frozen=True)
+class NextN:
+    """Drafts by recursion through the NextN layers; with more drafts than layers these are reused."""
+
+    cfg: ModelConfig
+    features: tuple[int, ...] = (-1,)
+    deferral: int = DEFERRED
+
+    def topology(self, depth: int) -> Topology:
+        """Each draft follows the one before it."""
+        return Topology.chain(depth)
+
+    def empty(self, shape: StateShape, pages: int, dtype: str, fp8: bool) -> DrafterState:
+        """No entries, nothing deferred."""
+        layers, width, kind = self.cfg.num_nextn_predict_layers, self.cfg.hidden_size, type_of[dtype]
+        number, tokens = jnp.zeros(shape.slots, jnp.int32), jnp.zeros((shape.slots, DEFERRED), jnp.int32)
+        pending, hidden = (jnp.zeros((shape.slots, n, width), kind) for n in (layers, DEFERRED))
+        cache = (latent_cache(self.cfg, pages, shape.page_size, dtype, fp8),) * layers
+        boundary = jnp.zeros((pages, 1, layers * width), kind)
+        return DrafterState(NextNSlots(pending, tokens, hidden, number), NextNPages(cache, boundary))
+
+    def propose(
+        self,
+        params: Params,
+        own: DrafterState,
+        s: Slots,
+        table: Int[Array, "B n"],
+        depth: int,
+        sampler: DraftSampler,
+        on: Backend,
+    ) -> tuple[Drafts, DrafterState]:
+        """``depth`` drafts of every slot; layers are reused, step modulo layers.
+
+        The entries of the newest token and of the drafts that it leaves in the cache are past the committed
+        length, garbage once the step is over.
+        """
+        cfg, pending = self.cfg, own.slots.pending
+        cache, layers = list(own.pages.cache), len(own.pages.cache)
+        token, z, counts = s.newest, pending[:, 0], sampler.counts(s)
+        tokens, raw, probs = [], [], []
+        newest = jnp.where(s.active, s.length, -1)[:, None]
+        for k in range(1, min(layers, depth)):  # layer 0 writes its entry of the newest token with draft 0
+            before = pending[:, k : k + 1]
+            cache[k] = nextn.write_cache(params, cfg, k, token[:, None], before, newest, cache[k], table, on)
+        for k in range(depth):
+            # Layer k's entries past the newest token exist only every `layers` positions.
+            layer, position = k % layers, s.length + k
+            row = jnp.arange(table.shape[1] * cache[layer].shape[1])
+            ahead = row - s.length[:, None]
+            seen = (row > layer) & (ahead <= k) & ((ahead <= 0) | (ahead % layers == layer))
+            mask = (seen & s.active[:, None])[:, None]
+            view = PagedView(table, jnp.where(s.active, position, -1)[:, None], mask)
+            window, cache[layer] = nextn.run(
+                params, cfg, layer, token[:, None], z[:, None], position[:, None], cache[layer], view, on
+            )
+            z = window[:, 0]
+            with jax.named_scope("draft_sample"):
+                raw.append(nextn.logits(params, layer, z))
+            token, q, counts = sampler.draw(raw[-1], s, counts, k)
+            tokens.append(token)
+            probs.append(q)
+        distributions = None if sampler.drafting is None else jnp.stack(probs, axis=1)
+        count = jnp.full_like(s.length, depth)
+        drafts = Drafts(jnp.stack(tokens, axis=1), count, jnp.stack(raw, axis=1), distributions)
+        return drafts, own.replace(pages=own.pages.replace(cache=tuple(cache)))
+
+    def observe(
+        self,
+        params: Params,
+        own: DrafterState,
+        s: Slots,
+        table: Int[Array, "B n"],
+        seen: Committed,
+        on: Backend,
+        *,
+        defer: bool,
+    ) -> DrafterState:
+        """Write the entries of these tokens, or keep what ``flush`` writes them from."""
+        if defer:
+            return own.replace(slots=_deferred(own.slots, seen))
+        return self._extend(params, own, table, seen, on)
+
+    def flush(self, params: Params, own: DrafterState, s: Slots, on: Backend) -> DrafterState:
+        """Write the deferred entries, and the boundary hidden states of pages that they fill."""
+        slots: NextNSlots = own.slots
+        index, count = jnp.arange(slots.tokens.shape[1]), slots.count[:, None]
+        positions = jnp.where(index < count, s.length[:, None] - count + index, -1)
+        seen = Committed(slots.tokens, positions, (slots.hidden,), slots.count)
+        with jax.named_scope("flush"):
+            own = self._extend(params, own, s.page_table, seen, on)
+        return own.replace(slots=own.slots.replace(count=jnp.zeros_like(slots.count)))
+
+    def resume(self, own: DrafterState, slot: Int[Array, ""], page: Int[Array, ""]) -> DrafterState:
+        """Take the pending hidden states from the page's end."""
+        slots: NextNSlots = own.slots
+        found = jax.lax.dynamic_index_in_dim(own.pages.boundary, page, axis=0)
+        found = found.reshape(1, *slots.pending.shape[1:])
+        pending = jax.lax.dynamic_update_slice_in_dim(slots.pending, found, slot, axis=0)
+        return own.replace(slots=slots.replace(pending=pending))
+
+    def _extend(
+        self, params: Params, own: DrafterState, table: Int[Array, "B n"], seen: Committed, on: Backend
+    ) -> DrafterState:
+        """Write the entries of committed tokens, every layer.
+
+        The last layer's are written without its attention and MLP: nothing but a draft needs its output, and
+        ``propose`` computes that from the entry itself. The last entry of a page leaves its boundary hidden
+        states, too.
+        """
+        cfg, pages, slots = self.cfg, own.pages, own.slots
+        merged, cache = [*seen.features], list(pages.cache)
+        last, size = len(cache) - 1, cache[0].shape[1]
+
+        def before(k: int) -> Float[Array, "B W D"]:
+            return jnp.concatenate([slots.pending[:, k : k + 1], merged[k][:, :-1]], axis=1)
+
+        for k in range(last):
+            row = jnp.arange(table.shape[1] * size)
+            mask = (row > k) & (row <= seen.positions[..., None])
+            view = PagedView(table, nextn.existing(k, seen.positions), mask)
+            z, cache[k] = nextn.run(
+                params, cfg, k, seen.tokens, before(k), seen.positions, cache[k], view, on
+            )
+            merged.append(z)
+        cache[last] = nextn.write_cache(
+            params, cfg, last, seen.tokens, before(last), seen.positions, cache[last], table, on
+        )
+        stacked = jnp.stack(merged, axis=2)
+        full = jnp.where(seen.positions % size == size - 1, seen.positions // size, -1)
+        boundary = write(pages.boundary, stacked.reshape(*seen.tokens.shape, -1), table, full, on.mesh)
+        pending = _pending(stacked, seen.count, slots.pending)
+        return DrafterState(slots.replace(pending=pending), NextNPages(tuple(cache), boundary))
+
+
+def _pending(
+    merged: Float[Array, "B W k D"], count: Int[Array, " B"], before: Float[Array, "B k D"]
+) -> Float[Array, "B k D"]:
+    """What the entry after the first ``count`` tokens merges: ``before`` if there are none.
+
+    merged: for layer 0 the trunk's hidden state of each token, z_{k-1} for the others.
+    """
+    last = jnp.maximum(count - 1, 0)[:, None, None, None]
+    after = jnp.take_along_axis(merged, last, axis=1)[:, 0]
+    return jnp.where((count > 0)[:, None, None], after, before)
+
+
+def _deferred(slots: NextNSlots, seen: Committed) -> NextNSlots:
+    """With one more token of each slot whose ``count`` is 1."""
+    here = jnp.arange(slots.tokens.shape[1]) == slots.count[:, None]
+    return slots.replace(
+        tokens=jnp.where(here, seen.tokens, slots.tokens),
+        hidden=jnp.where(here[..., None], seen.features[0], slots.hidden),
+        count=slots.count + seen.count,
+    )

@@ -1,0 +1,67 @@
+"""The drafter of a model that has none."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from mtp_jax.decode.drafter.protocol import Committed, Drafts
+from mtp_jax.decode.drafter.sampler import DraftSampler
+from mtp_jax.decode.keys import Topology
+from mtp_jax.decode.state import DrafterState, Slots, StateShape
+from mtp_jax.model.params import Params
+from mtp_jax.model.trunk import Backend
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """Never has a draft, and keeps nothing."""
+
+    vocab: int
+    features: tuple[int, ...] = ()
+    deferral: int = 0
+
+    def topology(self, depth: int) -> Topology:
+        """A chain, as of any drafter that another one may replace the drafts of."""
+        return Topology.chain(depth)
+
+    def empty(self, shape: StateShape, pages: int, dtype: str, fp8: bool) -> DrafterState:
+        """No arrays."""
+        return DrafterState((), ())
+
+    def propose(
+        self,
+        params: Params,
+        own: DrafterState,
+        s: Slots,
+        table: Int[Array, "B n"],
+        depth: int,
+        sampler: DraftSampler,
+        on: Backend,
+    ) -> tuple[Drafts, DrafterState]:
+        """``depth`` drafts of which none counts."""
+        tokens = jnp.zeros((len(s.length), depth), jnp.int32)
+        probs = None if sampler.drafting is None else jnp.zeros((*tokens.shape, self.vocab), jnp.float32)
+        return Drafts(tokens, jnp.zeros_like(s.length), None, probs), own
+
+    def observe(
+        self,
+        params: Params,
+        own: DrafterState,
+        s: Slots,
+        table: Int[Array, "B n"],
+        seen: Committed,
+        on: Backend,
+        *,
+        defer: bool,
+    ) -> DrafterState:
+        """Nothing to remember."""
+        return own
+
+    def flush(self, params: Params, own: DrafterState, s: Slots, on: Backend) -> DrafterState:
+        """Nothing is ever deferred."""
+        return own
+
+    def resume(self, own: DrafterState, slot: Int[Array, ""], page: Int[Array, ""]) -> DrafterState:
+        """Nothing to go on from."""
+        return own

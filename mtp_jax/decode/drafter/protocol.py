@@ -1,0 +1,109 @@
+"""What the step asks of a drafter, whatever it drafts with."""
+
+from typing import Protocol, runtime_checkable
+
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from mtp_jax.decode.drafter.sampler import DraftSampler
+from mtp_jax.decode.keys import Topology
+from mtp_jax.decode.state import DrafterState, Slots, StateShape
+from mtp_jax.model.params import Params
+from mtp_jax.model.trunk import Backend
+
+
+class Drafts(struct.PyTreeNode):
+    """The drafts of every slot, and what each was drawn from.
+
+    Attributes:
+        tokens: K drafts; what lies past ``count`` is padding.
+        count: drafts that there are. It depends on nothing that this step draws.
+        logits: behind the drafts; None if the drafter has none, or only the drafts are handed on.
+        probs: the distribution of each draft, given those before it; None in greedy steps.
+    """
+
+    tokens: Int[Array, "B K"]
+    count: Int[Array, " B"]
+    logits: Float[Array, "B K V"] | None
+    probs: Float[Array, "B K V"] | None
+
+
+class Committed(struct.PyTreeNode):
+    """Tokens that became part of their sequences: the first ``count`` of each row.
+
+    Attributes:
+        tokens: a window or a chunk of each row.
+        positions: of the tokens; -1 for those that do not count.
+        features: the hidden states that ``Drafter.features`` names, in that order.
+        count: tokens that count.
+    """
+
+    tokens: Int[Array, "B W"]
+    positions: Int[Array, "B W"]
+    features: tuple[Float[Array, "B W D"], ...]
+    count: Int[Array, " B"]
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Drafts from a state of its own. Hashable, as programs are compiled for one.
+
+    A method takes and returns the rows of ``DrafterState.slots`` that belong to the slots it is given, and
+    all pages. ``table`` is the part of the page table that a program looks at.
+    """
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """The trunk layers whose hidden states ``observe`` needs; -1: the state after the final norm."""
+        ...
+
+    @property
+    def deferral(self) -> int:
+        """Calls of ``observe(..., defer=True)`` after which ``flush`` must run; 0: it never needs to."""
+        ...
+
+    def topology(self, depth: int) -> Topology:
+        """How the drafts of a window hang together."""
+        ...
+
+    def empty(self, shape: StateShape, pages: int, dtype: str, fp8: bool) -> DrafterState:
+        """A zeroed state. pages: of all data shards. fp8: as the trunk's cache."""
+        ...
+
+    def propose(
+        self,
+        params: Params,
+        own: DrafterState,
+        s: Slots,
+        table: Int[Array, "B n"],
+        depth: int,
+        sampler: DraftSampler,
+        on: Backend,
+    ) -> tuple[Drafts, DrafterState]:
+        """At most ``depth`` > 0 drafts per slot, after its newest token."""
+        ...
+
+    def observe(
+        self,
+        params: Params,
+        own: DrafterState,
+        s: Slots,
+        table: Int[Array, "B n"],
+        seen: Committed,
+        on: Backend,
+        *,
+        defer: bool,
+    ) -> DrafterState:
+        """Take committed tokens, after every prefill and every verification. ``s`` is from before.
+
+        defer: work that only drafts need may be left to ``flush``; the window then has one token.
+        """
+        ...
+
+    def flush(self, params: Params, own: DrafterState, s: Slots, on: Backend) -> DrafterState:
+        """Do what was deferred, for all slots: before a draft, a prefill, or a change of slots or pages."""
+        ...
+
+    def resume(self, own: DrafterState, slot: Int[Array, ""], page: Int[Array, ""]) -> DrafterState:
+        """Begin a sequence in ``slot``, of all slots, that goes on from the end of ``page``."""
+        ...

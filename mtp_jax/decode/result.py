@@ -1,0 +1,63 @@
+"""What a step emits, and the one array in which the host reads it."""
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Int
+
+from mtp_jax.decode.keys import Finish
+from mtp_jax.decode.sampling import TopLogprobs
+from mtp_jax.decode.state import Slots
+from mtp_jax.decode.verify import Verdict
+
+
+class StepResult(struct.PyTreeNode):
+    """What the host reads, one step late.
+
+    Attributes:
+        packed: int32 [B, W + 4]: emitted tokens (-1 past the end), their count, accepted drafts, verified
+            drafts, ``Finish``. One array, because one copy is cheaper than several.
+        logprobs: of the emitted tokens, if the step computes them.
+    """
+
+    packed: Int[Array, "B C"]
+    logprobs: TopLogprobs | None
+
+
+class Emitted(struct.PyTreeNode):
+    """Tokens that reach the output (-1 past the end), their count, and why the slot ends, if it does."""
+
+    tokens: Int[Array, "B W"]
+    count: Int[Array, " B"]
+    finish: Int[Array, " B"]
+
+
+def emit(verdict: Verdict, drafts: Int[Array, "B K"], s: Slots, healthy: Bool[Array, "B W"]) -> Emitted:
+    """Cut the accepted tokens at the first stop token, at max_tokens, and before the first NaN."""
+    width = drafts.shape[1] + 1
+    index = jnp.arange(width)
+    accepted = verdict.accepted[:, None]
+    tokens = jnp.where(index < accepted, jnp.pad(drafts, ((0, 0), (0, 1))), verdict.token[:, None])
+    safe = jnp.maximum(tokens, 0)
+    stops = jnp.take_along_axis(s.sampling.stop_mask, safe, axis=1)
+    proposed = index <= accepted
+    broken = proposed & (~healthy | (tokens < 0))
+    first_stop, first_broken = _first(stops & proposed), _first(broken)
+    count = jnp.minimum(jnp.minimum(verdict.accepted, first_stop) + 1, jnp.minimum(s.remaining, first_broken))
+    count = jnp.where(s.active, count, 0)
+    finish = jnp.select(
+        [~s.active, first_stop < count, count == s.remaining, first_broken <= count],
+        [Finish.RUNNING, Finish.STOP, Finish.LENGTH, Finish.NAN],
+        Finish.RUNNING,
+    ).astype(jnp.int32)
+    return Emitted(jnp.where(index < count[:, None], tokens, -1), count, finish)
+
+
+def _first(flags: Bool[Array, "B W"]) -> Int[Array, " B"]:
+    """Index of the first true flag of each row; past the end if there is none."""
+    return jnp.where(flags.any(axis=1), jnp.argmax(flags, axis=1), flags.shape[1] + 1)
+
+
+def pack(emitted: Emitted, accepted: Int[Array, " B"], drafted: Int[Array, " B"]) -> Int[Array, "B C"]:
+    """The columns of ``StepResult.packed``."""
+    extra = jnp.stack([emitted.count, accepted, drafted, emitted.finish], axis=1)
+    return jnp.concatenate([emitted.tokens, extra], axis=1)

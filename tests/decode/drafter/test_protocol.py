@@ -1,0 +1,90 @@
+"""What the step asks of drafters, and what it refuses of them. Nothing is compiled: shapes tell."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mtp_jax.decode.drafter.build import build
+from mtp_jax.decode.drafter.nextn import NextN
+from mtp_jax.decode.drafter.nothing import Nothing
+from mtp_jax.decode.drafter.protocol import Drafter
+from mtp_jax.decode.keys import EXTRA_COLUMNS, SamplingMode, StepKey, Topology
+from mtp_jax.decode.state import StateShape, abstract_state, first_slots, move, put_first_slots, put_slots
+from mtp_jax.decode.step import step
+from mtp_jax.errors import ConfigError
+from mtp_jax.model.trunk import Backend
+from tests.models import TINY, tiny_params
+
+SLOTS = 4
+
+
+def shapes(drafter: Drafter, depth: int = 3, **options: Any) -> tuple[Any, Any, Any]:
+    """The shapes of a state, and of the state and the result after a step."""
+    state = abstract_state(TINY, drafter, StateShape(SLOTS, SLOTS, 16, 1), "float32", None)
+    mode = SamplingMode(options.pop("drafting", None), "block")
+    fixed = {"cfg": TINY, "drafter": drafter, "slots": 2, "depth": depth, "pages": 1, "mode": mode}
+    run = partial(step, on=Backend("absorbed", "dense"), **fixed, **options)
+    return state, *jax.eval_shape(run, tiny_params(), state)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 5])
+@pytest.mark.parametrize("drafting", [None, "sampled"])
+@pytest.mark.parametrize("drafter", [NextN(TINY), Nothing(TINY.vocab_size)], ids=["nextn", "nothing"])
+def test_a_step_keeps_the_shape_of_every_state(drafter, drafting, depth):
+    before, after, result = shapes(drafter, depth, drafting=drafting)
+    assert after == before
+    assert result.packed.shape == (2, depth + 1 + EXTRA_COLUMNS)
+
+
+def test_slots_and_pages_come_first():
+    """What lets programs slice a drafter's state, move it and place it on a mesh, whatever it is."""
+    own = abstract_state(TINY, NextN(TINY), StateShape(SLOTS, 7, 16, 1), "float32", None).drafter
+    assert {a.shape[0] for a in jax.tree.leaves(own.slots)} == {SLOTS}
+    assert {a.shape[0] for a in jax.tree.leaves(own.pages)} == {7 + 1}
+
+
+def test_the_layers_decide():
+    assert build(TINY) == NextN(TINY)
+    assert build(TINY.with_nextn(())) == Nothing(TINY.vocab_size)
+
+
+def test_only_chains_are_verified():
+    tree = Topology((0, 0, 1))
+    assert Topology.chain(3).parents == (0, 1, 2)
+    shapes(NextN(TINY), topology=Topology.chain(3))
+    with pytest.raises(ConfigError, match=r"parents=\(0, 0, 1\).*only chains"):
+        shapes(NextN(TINY), topology=tree)
+    chain, other = (StepKey(4, 3, 1, SamplingMode(), t) for t in (None, tree))
+    assert not chain.covers(other)
+    assert not other.covers(chain)
+
+
+def test_only_the_final_norm_is_handed_on():
+    with pytest.raises(ConfigError, match=r"features = \(1, -1\)"):
+        shapes(replace(NextN(TINY), features=(1, -1)))
+
+
+def test_rows_that_a_drafter_left_alone_are_not_written():
+    whole = {"a": jnp.arange(4), "b": jnp.arange(4)}
+    part = first_slots(whole, 2)
+    changed = put_first_slots(whole, {"a": part["a"], "b": part["b"] + 10}, part)
+    assert changed["a"] is whole["a"]
+    assert changed["b"].tolist() == [10, 11, 2, 3]
+    rows = {"a": jnp.array([7, 8]), "b": jnp.array([5, 6])}
+    after = put_slots(whole, jnp.array([3, 9]), rows, {"a": rows["a"], "b": rows["a"]})
+    assert after["a"] is whole["a"]
+    assert after["b"].tolist() == [0, 1, 2, 5]
+
+
+def test_a_drafters_rows_move_with_their_slot():
+    state = abstract_state(TINY, NextN(TINY), StateShape(SLOTS, SLOTS, 16, 1), "float32", None)
+    state = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), state)
+    own = state.drafter.slots
+    own = own.replace(pending=own.pending.at[3].set(2.0), count=own.count.at[3].set(5))
+    moved = move(state.replace(drafter=state.drafter.replace(slots=own)), jnp.int32(3), jnp.int32(1))
+    assert (moved.drafter.slots.pending[1] == 2).all()
+    assert moved.drafter.slots.count.tolist() == [0, 5, 0, 5]
