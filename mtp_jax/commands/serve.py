@@ -3,7 +3,6 @@
 import argparse
 import logging
 import os
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from mtp_jax.api.progress import Terminal
@@ -49,12 +48,6 @@ def register(subparsers: Subparsers) -> None:
         dest="spec_metrics",
         choices=("none", "summary", "detailed"),
         help="add speculation metrics to completions and chats; in streams with the usage (default: none)",
-    )
-    parser.add_argument(
-        "--phase-profile",
-        action="store_true",
-        help="trace each program in use for a few steps, once, to tell drafting from verification in "
-        "/metrics; answers are slower for some seconds meanwhile",
     )
     _add_server(parser)
     parser.set_defaults(run=run)
@@ -142,11 +135,7 @@ def run(args: argparse.Namespace) -> int:
             if isinstance(report, Terminal):
                 report.ready(f"{address}/v1")
 
-        from mtp_jax.profiling.live import PhaseProfiler
-
-        profiler = PhaseProfiler(llm.engine, ready=lambda: not allm.warming)
-        with profiler if args.phase_profile else nullcontext():
-            return serve(allm, settings, listener, report, ready)
+        return serve(allm, settings, listener, report, ready)
 
 
 def summary(allm: "AsyncLLM", settings: "Settings", address: str) -> str:

@@ -230,10 +230,10 @@ ERRORS = [
     (["train", "--config", "nowhere.toml", "--out", "out"], "nowhere.toml"),
     (["train", "--out", "out"], "the following arguments are required: --config"),
     (
-        ["bench", "host", "--rounds", 0],
+        ["bench", "window", "--rounds", 0],
         "argument --rounds: '0' is not an integer of 1 or more; see `mtp-jax bench",
     ),
-    (["bench", "serve", "--rate", "2,inf"], "argument --rate: '2,inf' is not a list of numbers"),
+    (["bench", "acceptance", "--temperatures", "2,inf"], "--temperatures: '2,inf' is not a list of numbers"),
     (["bench", "soak", "--minutes", "nan"], "argument --minutes: 'nan' is not a number above 0"),
     (["profile", "--phase", "verify", "--steps", 0, "--out", "o"], "'0' is not an integer of 1 or more"),
 ]
