@@ -126,6 +126,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "httpx2", None)
     monkeypatch.delitem(sys.modules, "mtp_jax.bench.own_server", raising=False)
     monkeypatch.delitem(sys.modules, "mtp_jax.bench.soak", raising=False)
+    monkeypatch.delattr("mtp_jax.bench.soak", raising=False)
     assert cli.main(["bench", "soak", "--json", str(tmp_path / "out.json")]) == 2
     assert "needs httpx2; install it with: pip install 'mtp-jax[bench]'" in capsys.readouterr().err
 
