@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from mtp_jax import SamplingParams
+from mtp_jax.options import declared
 from serve.settings import MAX_NAME, SpecMetrics
 
 MAX_N = 128
@@ -21,6 +23,12 @@ Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 # Python's int() takes more: " 1", "1_0", "01".
 _TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 Ids = Annotated[list[TokenId], Field(fail_fast=True, max_length=_MOST_IDS)]
+
+
+def bounds(name: str) -> Any:
+    """The range of a field that is as ``SamplingParams`` has it."""
+    about = declared(SamplingParams)[name]
+    return Field(ge=about.low, le=about.high)
 
 
 def form(value: Any) -> str:
@@ -90,7 +98,7 @@ class Speculative(Body):
     """enabled: whether to draft. max_tokens: most drafts per step. metrics: what to tell of it at the end."""
 
     enabled: bool | None = None
-    max_tokens: Annotated[int, Field(ge=0, le=31)] | None = None  # as SamplingParams has it
+    max_tokens: Annotated[int, bounds("num_speculative_tokens")] | None = None
     metrics: SpecMetrics | None = None
 
 

@@ -178,12 +178,6 @@ class _Engine:
             ): dict(enumerate(s.accepted_per_position)),
             ("mtp_jax:steps", "Draft-and-verify steps, by depth.", "depth"): s.depth_steps,
             ("mtp_jax:step_seconds", "Seconds of those steps.", "depth"): s.step_seconds,
-            (
-                "mtp_jax:step_phase_seconds",
-                "An estimate: the same seconds by phase, by the shares that a profile of a few steps of each "
-                "program found; 'unprofiled' are those of programs without a profile.",
-                "phase",
-            ): s.phase_seconds,
         }
         for (name, text, label), values in by.items():
             family = CounterMetricFamily(name, text, labels=[_LABEL, label])

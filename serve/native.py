@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from mtp_jax import CompletionOutput, RequestOutput, SamplingParams
 from serve.bodies import read, warning
-from serve.fields import Body, Name, Schema, Structured, Text
+from serve.fields import Body, Name, Schema, Structured, Text, bounds
 from serve.generation import check, finals, outputs, submit
 from serve.ids import new_id
 from serve.schema import Sampling
@@ -26,8 +26,8 @@ _DEFAULT_MAX_TOKENS = 128
 class NativeSampling(Sampling):
     """SGLang's names where they differ from OpenAI's."""
 
-    max_new_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    min_new_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    max_new_tokens: Annotated[int, bounds("max_tokens")] | None = None
+    min_new_tokens: Annotated[int, bounds("min_tokens")] | None = None
     sampling_seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     no_stop_trim: bool | None = None
     json_schema: Schema | None = None

@@ -6,15 +6,14 @@ import logging
 import os
 import resource
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from types import FrameType
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mtp_jax import LLM, AsyncLLM, ConfigError, EngineStopped, Reporter
+from mtp_jax import AsyncLLM, ConfigError, Reporter
 from serve.app import make_app
 from serve.overload import Overload
 from serve.settings import Settings
@@ -76,27 +75,6 @@ def serve(
     if allm.warming:
         os._exit(status)  # rather than wait for programs that nobody will run
     return status
-
-
-@asynccontextmanager
-async def served(llm: LLM) -> AsyncIterator[tuple[AsyncLLM, str]]:
-    """Serve a model to this computer while the block runs, on this event loop; gives engine and base URL."""
-    allm, ready = AsyncLLM(llm), asyncio.Event()
-    # No limit to a step: what the block does with the engine may take long.
-    settings = Settings("served", port=0, step_seconds=1e8)
-    with listen(settings) as listener:
-        server = Server(allm, settings, ready.set)
-        serving = asyncio.create_task(server.serve([listener]))
-        waiting = asyncio.create_task(ready.wait())
-        await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
-        try:
-            if not server.started:
-                raise EngineStopped("the server did not start; its log says why")
-            yield allm, f"http://{settings.host}:{listener.getsockname()[1]}"
-        finally:
-            waiting.cancel()
-            server.should_exit = True
-            await serving
 
 
 def _config(allm: AsyncLLM, settings: Settings) -> uvicorn.Config:

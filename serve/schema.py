@@ -21,26 +21,30 @@ from serve.fields import (
     Structured,
     Text,
     TokenId,
+    bounds,
     form,
 )
 
 
 class Sampling(Body):
-    """How to sample, on every route. Names, ranges and defaults are OpenAI's; further ones are vLLM's."""
+    """How to sample, on every route. Names, ranges and defaults are OpenAI's; further ones are vLLM's.
+
+    Bounds are those of ``SamplingParams`` but where OpenAI's are narrower.
+    """
 
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    top_p: Annotated[float, bounds("top_p")] | None = None
+    top_k: Annotated[int, bounds("top_k")] | None = None
+    min_p: Annotated[float, bounds("min_p")] | None = None
+    min_tokens: Annotated[int, bounds("min_tokens")] | None = None
     stop: Stops | None = None
     stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    presence_penalty: Annotated[float, bounds("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, bounds("frequency_penalty")] | None = None
+    repetition_penalty: Annotated[float, bounds("repetition_penalty")] | None = None
     logit_bias: Biases | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -130,7 +134,7 @@ class CompletionBody(CallBody):
 
     prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, bounds("logprobs")] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     suffix: str | None = None
@@ -234,10 +238,10 @@ class Conversation(Body):
 class ChatBody(CallBody, Conversation):
     """/v1/chat/completions."""
 
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_tokens: Annotated[int, bounds("max_tokens")] | None = None
+    max_completion_tokens: Annotated[int, bounds("max_tokens")] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, bounds("logprobs")] | None = None
     tools: list[Any] | None = None
     functions: list[Any] | None = None
 

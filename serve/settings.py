@@ -1,72 +1,84 @@
 """What an operator decides about a server."""
 
 import ipaddress
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import MISSING, dataclass
+from typing import Any, Literal, get_args
 
 from mtp_jax import ConfigError
+from mtp_jax.options import check, documented, option
 
 SpecMetrics = Literal["none", "summary", "detailed"]
 MAX_NAME = 256
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
+def _seconds(default: float | None, help: str, **rest: Any) -> Any:
+    return option(default, help, kind=float, low=0, above=True, high=1e9, metavar="S", **rest)
+
+
+@documented
 @dataclass(frozen=True)
 class Settings:
-    """Options of a server. Raises ConfigError for what is wrong or unsafe.
+    """Options of a server. Raises ConfigError for what is wrong or unsafe."""
 
-    Attributes:
-        model_name: what clients call the model.
-        host, port: where to listen; port 0 takes a free one.
-        api_keys: any of them opens every route; none: no key is needed.
-        insecure_no_auth: allow others than this computer to connect without a key.
-        allowed_hosts: Host headers to answer; none: the loopback names while bound to one, else any.
-        strict: refuse requests with unknown fields instead of warning.
-        max_body_bytes: of a request.
-        body_seconds: in which a request's headers, and then its body, must arrive, and something of an answer
-            that waits must be read.
-        max_connections: HTTP requests in progress; more are refused before their bodies are read.
-        request_seconds: after which a request is ended, or sooner by its own timeout; None: never.
-        drain_seconds: how long SIGTERM lets requests go on.
-        ready_seconds: age of a step from which the server calls itself not ready.
-        step_seconds: age of a step from which the process is ended.
-        base_model: whether it has learnt to go on with text, not to converse: the page begins with that.
-        spec_metrics: speculation metrics in responses that do not ask: "none", "summary" or "detailed".
-    """
-
-    model_name: str
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_keys: tuple[str, ...] = ()
-    insecure_no_auth: bool = False
-    allowed_hosts: tuple[str, ...] = ()
-    strict: bool = False
-    max_body_bytes: int = 8 * 2**20
-    body_seconds: float = 30.0
-    max_connections: int = 4096
-    request_seconds: float | None = None
-    drain_seconds: float = 30.0
-    ready_seconds: float = 30.0
-    step_seconds: float = 300.0
-    base_model: bool = False
-    spec_metrics: SpecMetrics = "none"
+    model_name: str = option(
+        MISSING, "what clients call the model", kind=str, metavar="NAME", flag="--served-model-name"
+    )
+    host: str = option("127.0.0.1", "address to bind to", metavar="ADDRESS")
+    port: int = option(8000, "port to bind to; 0: any free one", low=0, high=2**16 - 1, metavar="N")
+    api_keys: tuple[str, ...] = option(
+        (),
+        "a key that clients may use; any opens every route",
+        kind=str,
+        flag="--api-key",
+        repeated=True,
+        metavar="KEY",
+    )
+    insecure_no_auth: bool = option(False, "let other computers connect without a key")
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "Host header to answer instead of the loopback names, or of any if bound to other addresses",
+        kind=str,
+        flag="--allowed-host",
+        repeated=True,
+        metavar="NAME",
+    )
+    strict: bool = option(False, "refuse unknown fields instead of warning of them")
+    max_body_bytes: int = option(8 * 2**20, "most bytes of a request's body", low=1, metavar="N")
+    body_seconds: float = _seconds(
+        30.0,
+        "in which a request's headers, and then its body, must arrive, and something of an answer that "
+        "waits must be read",
+        flag=None,
+    )
+    max_connections: int = option(
+        4096,
+        "most HTTP requests in progress; more are refused before their bodies are read",
+        low=1,
+        metavar="N",
+    )
+    request_seconds: float | None = _seconds(
+        None, "end requests after this long, or sooner by their own timeout", unset="never"
+    )
+    drain_seconds: float = _seconds(30.0, "how long SIGTERM waits for requests")
+    ready_seconds: float = _seconds(
+        30.0, "age of a step from which the server calls itself not ready", flag=None
+    )
+    step_seconds: float = _seconds(300.0, "exit when a step takes longer")
+    base_model: bool = option(
+        False, "whether the model continues text rather than converses: the page begins with that", flag=None
+    )
+    spec_metrics: SpecMetrics = option(
+        "none",
+        "speculation metrics in completions and chats that do not ask; in streams with the usage",
+        choices=get_args(SpecMetrics),
+        flag="--per-request-spec-decode-metrics",
+    )
 
     def __post_init__(self) -> None:
+        check(self, ConfigError)
         if not 0 < len(self.model_name) <= MAX_NAME:
             raise ConfigError(f"model_name = {self.model_name!r}; expected 1 to {MAX_NAME} characters")
-        if not 0 <= self.port < 2**16:
-            raise ConfigError(f"port = {self.port}; expected 0 to 65535")
-        for name in ("max_body_bytes", "max_connections"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} = {getattr(self, name)}; expected 1 or more")
-        for name in ("body_seconds", "drain_seconds", "ready_seconds", "step_seconds", "request_seconds"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < 1e9:
-                raise ConfigError(f"{name} = {value}; expected a number of seconds above 0")
-        if self.spec_metrics not in get_args(SpecMetrics):
-            raise ConfigError(
-                f"spec_metrics = {self.spec_metrics!r}; expected one of {get_args(SpecMetrics)}"
-            )
         if not all(key and key.isascii() and key.isprintable() and " " not in key for key in self.api_keys):
             raise ConfigError("an API key is empty or has spaces or other than printable ASCII characters")
         if not (self.is_loopback or self.api_keys or self.insecure_no_auth):

@@ -6,9 +6,23 @@ from collections import deque
 from dataclasses import dataclass
 
 from mtp_jax.errors import Overloaded, RequestError
+from mtp_jax.options import check, option
 
 _FINISHES_REMEMBERED = 32
 _LONGEST_RETRY_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class QueueLimits:
+    """How much may wait. Raises RequestError."""
+
+    max_queued_requests: int = option(
+        256, "most requests that may wait for a slot, each of a prompt's n counted", low=1, metavar="N"
+    )
+    max_queued_tokens: int = option(2**20, "most prompt tokens that may wait", low=1, metavar="N")
+
+    def __post_init__(self) -> None:
+        check(self, RequestError)
 
 
 @dataclass(eq=False)
@@ -28,9 +42,7 @@ class Admission:
     """
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
-        for name, value in (("max_queued_requests", max_requests), ("max_queued_tokens", max_tokens)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise RequestError(f"{name} = {value!r}; expected an integer of 1 or more")
+        QueueLimits(max_requests, max_tokens)  # which checks them
         self.max_requests, self.max_tokens = max_requests, max_tokens
         self._places: set[Place] = set()
         self._requests = self._tokens = 0

@@ -16,7 +16,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, TypedDict, TypeVar, Unpack
 
-from mtp_jax.api.admission import Admission
+from mtp_jax.api.admission import Admission, QueueLimits
 from mtp_jax.api.completions import Job, Prompt, check
 from mtp_jax.api.llm import LLM
 from mtp_jax.api.mappings import room_for_programs
@@ -60,7 +60,12 @@ class AsyncLLM:
     ``start`` it, ``generate`` or ``submit``, and ``close`` it; ``async with`` does the first and the last.
     """
 
-    def __init__(self, llm: LLM, max_queued_requests: int = 256, max_queued_tokens: int = 2**20) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        max_queued_requests: int = QueueLimits.max_queued_requests,
+        max_queued_tokens: int = QueueLimits.max_queued_tokens,
+    ) -> None:
         """Take over an LLM: nothing else may use it from now on.
 
         Args:

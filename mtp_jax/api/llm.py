@@ -13,124 +13,56 @@ from pathlib import Path
 from typing import cast
 
 import jax
-from jax.sharding import Mesh
 
 from mtp_jax import checkpoint
 from mtp_jax.api.completions import Job, Part, Prompt
 from mtp_jax.api.interrupt import interruptible
+from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.outputs import Draft, RequestOutput
-from mtp_jax.api.progress import Reporter, Silent
+from mtp_jax.api.progress import Silent
 from mtp_jax.api.propose import propose
 from mtp_jax.api.score import Scorer, Scores
 from mtp_jax.checkpoint.demo import demo_model
 from mtp_jax.decode.compiled import use_compile_cache
-from mtp_jax.decode.keys import Drafting, Verifier
-from mtp_jax.engine.config import CacheType, EngineConfig, KernelChoice
+from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import MAX_DRAFTS, SamplingParams
-from mtp_jax.errors import ConfigError, RequestError
+from mtp_jax.errors import RequestError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.kernels import all_by
+from mtp_jax.options import takes
 from mtp_jax.text.grammar import Grammars
 from mtp_jax.text.tokenizer import Tokenizer
-
-_DEFAULT_MAX_MODEL_LEN = 8192
 
 
 class LLM:
     """A model ready to generate. Not thread-safe."""
 
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        draft_model: str | Path | None = None,
-        num_speculative_tokens: int = 3,
-        dtype: str = "auto",
-        max_num_seqs: int = 8,
-        max_model_len: int | None = None,
-        mesh: Mesh | None = None,
-        *,
-        num_nextn_layers: int | None = None,
-        page_size: int = 64,
-        num_pages: int | None = None,
-        prefill_chunk: int = 256,
-        drafting: Drafting = "sampled",
-        verifier: Verifier = "block",
-        prefix_cache: bool = True,
-        adaptive_depth: bool = False,
-        kernels: KernelChoice = "auto",
-        kv_cache_dtype: CacheType = "auto",
-        seed: int = 0,
-        compile_cache: str | Path | None = "~/.cache/mtp-jax/xla",
-        reporter: Reporter | None = None,
-    ) -> None:
+    @takes(LLMOptions)
+    def __init__(self, options: LLMOptions) -> None:
         """Load a model; executables are compiled when first needed, before any token is generated.
-
-        Args:
-            model: directory with config.json and weights, as released or as ``convert`` wrote it; None: the
-                demo model.
-            draft_model: directory of separately exported NextN layers.
-            num_speculative_tokens: depth K; 0 turns speculation off.
-            dtype: "float32", "bfloat16", or "auto": float32 on a CPU, the checkpoint's elsewhere.
-            max_num_seqs: slots.
-            max_model_len: most tokens of prompt and output; None: the model's own, at most 8192.
-            mesh: from ``make_mesh``; None for one device.
-            num_nextn_layers: NextN layers to load; None: all there are, or none without speculation.
-            page_size: cache rows per page.
-            num_pages: cache pages per data shard; None: enough for every slot at max_model_len.
-            prefill_chunk: most prompt tokens per prefill launch, and between two steps while most slots run.
-            drafting: "sampled" or "greedy" drafts for sampling requests.
-            verifier: "block", "rejection" or "coupled", all lossless; "coupled" accepts fewer drafts, and a
-                seed gives the same text at every depth, so it may be adaptive.
-            prefix_cache: keep the cache pages of past requests for prompts that begin the same.
-            adaptive_depth: choose each step's depth by measured speed, from 0 to num_speculative_tokens.
-            kv_cache_dtype: "auto" stores the cache in dtype, "fp8" in about half of bfloat16's bytes.
-            kernels: "auto" uses the GPU kernels where they fit; "xla" none; "mosaic_gpu" insists on them.
-            seed: seeds requests that give none.
-            compile_cache: folder of compiled programs, trusted, so it must be yours alone; None: no cache.
-            reporter: where start-up phases are shown.
 
         Raises:
             ConfigError, CheckpointError: say what to change.
         """
-        self._report = reporter or Silent()
-        if compile_cache is not None:
-            use_compile_cache(compile_cache)
-        directory = Path(model) if model is not None else demo_model()
-        # Everything that can be wrong with the arguments is found before the weights are read.
+        self._report = options.reporter or Silent()
+        if options.compile_cache is not None:
+            use_compile_cache(options.compile_cache)
+        directory = Path(options.model) if options.model is not None else demo_model()
+        # Everything that can be wrong with the options is found before the weights are read.
         described = ModelConfig.from_file(directory / "config.json")
-        kind = dtype
-        if dtype == "auto":
-            kind = "float32" if jax.default_backend() == "cpu" else described.dtype
-        if not num_speculative_tokens and draft_model is None and num_nextn_layers is None:
+        engine_config = options.engine(described, jax.default_backend() == "cpu")
+        num_nextn_layers = options.num_nextn_layers
+        if not options.num_speculative_tokens and options.draft_model is None and num_nextn_layers is None:
             num_nextn_layers = 0  # the folder need not have what its config.json declares
-        limit = described.max_position_embeddings
-        if max_model_len is not None and max_model_len > limit:
-            raise ConfigError(f"max_model_len = {max_model_len}; the model's positions end at {limit}")
-        engine_config = EngineConfig(
-            num_speculative_tokens=num_speculative_tokens,
-            max_num_seqs=max_num_seqs,
-            max_model_len=min(limit, _DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len,
-            page_size=page_size,
-            num_pages=num_pages,
-            prefill_chunk=prefill_chunk,
-            drafting=drafting,
-            verifier=verifier,
-            prefix_cache=prefix_cache,
-            adaptive_depth=adaptive_depth,
-            kernels=kernels,
-            kv_cache_dtype=kv_cache_dtype,
-            dtype=kind,
-            seed=seed,
-        )
-        computing = all_by(kernels)
+        computing = all_by(options.kernels)
         self.tokenizer = Tokenizer.from_dir(directory)
         with self._report.phase("read", "B") as update:
             loaded = checkpoint.load(
                 directory,
-                draft_model,
-                dtype=kind,
-                mesh=mesh,
+                options.draft_model,
+                dtype=engine_config.dtype,
+                mesh=options.mesh,
                 num_nextn_layers=num_nextn_layers,
                 progress=update,
             )
@@ -139,13 +71,13 @@ class LLM:
         self.config: ModelConfig = loaded.config
         if self.tokenizer and not self.config.eos_token_ids:
             self.config = self.config.with_eos(list(self.tokenizer.eos_ids))
-        self._params, self._mesh = loaded.params, mesh
+        self._params, self._mesh = loaded.params, options.mesh
         self._grammars = self.tokenizer and Grammars.of(
             self.tokenizer, self.config.vocab_size, self.config.eos_token_ids
         )
         self.engine = self._make_engine(engine_config)
         self._parts: dict[int, Part] = {}
-        self._scorer = Scorer(self.config, loaded.params, mesh, computing)
+        self._scorer = Scorer(self.config, loaded.params, options.mesh, computing)
 
     def _make_engine(self, config: EngineConfig) -> Engine:
         cfg, params = self.config, self._params

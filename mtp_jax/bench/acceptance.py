@@ -1,6 +1,6 @@
-"""How many drafts come true on held-out text, greedy and sampled.
+"""How many drafts are accepted on held-out text, greedy and sampled.
 
-Greedy text of a small model runs into loops, and loops are easy to foresee: the share of repeated text stands
+Greedy text of a small model runs into loops, and loops are easy to predict: the share of repeated text stands
 beside every acceptance length, and sampled text shows what is left without them.
 """
 

@@ -9,14 +9,10 @@ import numpy as np
 
 @dataclass
 class Timeline:
-    """One request: when it was sent, and when how many of its tokens came. Seconds of ``perf_counter``.
-
-    ``total``: its tokens, where arrivals are chunks of a size that is not known.
-    """
+    """One request: when it was sent, and when how many of its tokens came. Seconds of ``perf_counter``."""
 
     sent: float
     arrivals: list[tuple[float, int]] = field(default_factory=list)
-    total: int | None = None
 
     def add(self, at: float, tokens: int) -> None:
         """``tokens`` came together."""
@@ -26,7 +22,7 @@ class Timeline:
     @property
     def tokens(self) -> int:
         """All that came."""
-        return self.total if self.total is not None else sum(n for _, n in self.arrivals)
+        return sum(n for _, n in self.arrivals)
 
     @property
     def first(self) -> float:

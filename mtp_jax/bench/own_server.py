@@ -20,6 +20,7 @@ from mtp_jax.errors import MtpJaxError
 
 _WARM_SECONDS = 3600.0
 _TAIL_BYTES = 4000
+_SECONDS = 600.0
 MODEL_NAME = "served"
 
 
@@ -36,6 +37,11 @@ class OwnServer:
     def url(self) -> str:
         """Without /v1."""
         return f"http://{self.host}:{self.port}"
+
+    def client(self) -> httpx2.AsyncClient:
+        """As many connections as it takes; no proxy, whatever the environment names."""
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+        return httpx2.AsyncClient(base_url=self.url, timeout=_SECONDS, limits=limits, trust_env=False)
 
     def check(self) -> None:
         """Raises MtpJaxError with the end of its log if it has ended."""
@@ -70,7 +76,7 @@ def own_server(model: str, options: Sequence[str]) -> Iterator[OwnServer]:
     command += ["--port", str(port), "--served-model-name", MODEL_NAME, *options]
     with tempfile.TemporaryFile() as log:
         env = os.environ | {"JAX_LOG_COMPILES": "1"}
-        env.pop("MTP_JAX_API_KEY", None)  # nobody else can ask it anything
+        env.pop("MTP_JAX_API_KEY", None)  # it listens on loopback and needs no key
         process = subprocess.Popen(command, stderr=log, stdout=subprocess.DEVNULL, env=env)
         try:
             yield OwnServer(process, host, port, log)

@@ -18,7 +18,7 @@ def check() -> None:
 
 
 def draw(report: Report, path: Path) -> None:
-    """Write a PNG of ``report``, whose figures have "levels" (by concurrency or rate) or "depths"."""
+    """Write a PNG of ``report``, whose figures have "levels" (by concurrency) or "depths"."""
     import matplotlib  # imported here: slow
 
     matplotlib.use("Agg")
@@ -37,16 +37,15 @@ def draw(report: Report, path: Path) -> None:
 def _levels(levels: Sequence[Mapping[str, Any]], axes: Any) -> None:
     """Throughput, speed-up, latencies and acceptance by level, a line per mode."""
     modes = list(dict.fromkeys(f["mode"] for f in levels))
-    by = next(k for k in ("concurrency", "rate") if k in levels[0])
-    unit = "requests at a time" if by == "concurrency" else "requests per second"
+    at_a_time = sorted({f["concurrency"] for f in levels})
 
     def lines(axis: Any, name: str, value: Callable[[Mapping[str, Any]], float], style: str = "o-") -> None:
         for mode, colour in zip(modes, _COLOURS, strict=False):
-            points = [(f[by], value(f)) for f in levels if f["mode"] == mode]
+            points = [(f["concurrency"], value(f)) for f in levels if f["mode"] == mode]
             axis.plot(*zip(*points, strict=True), style, color=colour, label=f"{mode}{name}", markersize=4)
         axis.set_xscale("log", base=2)
-        axis.set_xticks(sorted({f[by] for f in levels}), [f"{f:g}" for f in sorted({f[by] for f in levels})])
-        axis.set_xlabel(unit)
+        axis.set_xticks(at_a_time, map(str, at_a_time))
+        axis.set_xlabel("requests at a time")
         axis.grid(alpha=0.3)
         axis.legend(fontsize="small")
 
@@ -60,8 +59,7 @@ def _levels(levels: Sequence[Mapping[str, Any]], axes: Any) -> None:
     throughput.set_ylim(bottom=0)
     lines(gain, "", lambda f: f["speedup"].median)
     gain.axhline(1, color="black", linewidth=0.5)
-    of_what = "throughput over that" if by == "concurrency" else "speed of p50 end to end over that"
-    gain.set_title(f"{of_what} of {modes[0]}")
+    gain.set_title(f"throughput over that of {modes[0]}")
     for axis, latency, title in (
         (first, "ttft", "time to first token, ms"),
         (per_token, "tpot", "time per output token, ms"),

@@ -20,12 +20,10 @@ from typing import IO
 
 import httpx2
 
-from mtp_jax.bench.client import connect
 from mtp_jax.bench.own_server import MODEL_NAME, OwnServer, metrics, own_server
 from mtp_jax.bench.report import Report
-from mtp_jax.bench.serve import texts
 from mtp_jax.bench.soak_answers import Got, ask, faults
-from mtp_jax.bench.soak_requests import Asked, make, probe, without_drafts
+from mtp_jax.bench.soak_requests import Asked, make, probe, texts, without_drafts
 from mtp_jax.errors import MtpJaxError
 
 _IDLE_SECONDS = 60.0
@@ -64,8 +62,8 @@ def run(model: str, minutes: float, rate: float, seed: int, options: Sequence[st
 
 async def _soak(server: OwnServer, seconds: float, rate: float, seed: int) -> Soak:
     soak, rng = Soak(), random.Random(seed)
-    pieces = texts(1000, _CHARACTERS)
-    async with connect(server.url, None) as http:
+    pieces = texts(rng, 1000, _CHARACTERS)
+    async with server.client() as http:
         await server.warm(http)
         chat = (await ask(http, probe(MODEL_NAME))).status == 200
         if not (compiled := _compilations(server.log)):

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mtp_jax.bench import corpus
+
 Kind = Literal["valid", "aborted", "invalid"]
 _INVALID_SHARE, _ABORTED_SHARE = 0.1, 0.2
 _MOST_TOKENS = 48
@@ -36,6 +38,13 @@ class Asked:
     def greedy(self) -> bool:
         """Whether the same request must get the same tokens at any depth."""
         return self.kind == "valid" and self.options["temperature"] == 0
+
+
+def texts(rng: random.Random, count: int, characters: int) -> list[str]:
+    """Pieces of the standard library's source on which the embedded model was not trained."""
+    files = [f.text for f in corpus.split(corpus.read_files()).held_out if len(f.text) > characters]
+    chosen = [(text, rng.randrange(len(text) - characters)) for text in rng.choices(files, k=count)]
+    return [text[at : at + characters] for text, at in chosen]
 
 
 def probe(model: str) -> Asked:

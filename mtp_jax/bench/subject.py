@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import jax
 from tokenizers import Tokenizer
@@ -10,7 +11,7 @@ from mtp_jax import checkpoint
 from mtp_jax.bench import corpus
 from mtp_jax.bench.synthetic import random_prompts
 from mtp_jax.checkpoint.demo import demo_model
-from mtp_jax.engine.config import EngineConfig
+from mtp_jax.engine.config import Dtype, EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
@@ -27,7 +28,7 @@ class Subject:
     directory: Path
     config: ModelConfig
     params: Params
-    dtype: str
+    dtype: Dtype
 
     def engine(self, depth: int, slots: int, max_model_len: int, adaptive: bool = False) -> Engine:
         """An engine of one depth; at depth 0 without the NextN layers, so that they cost nothing.
@@ -36,7 +37,7 @@ class Subject:
         above 0 of a model without NextN layers.
         """
         sizes = EngineConfig(
-            depth,
+            num_speculative_tokens=depth,
             max_num_seqs=slots,
             max_model_len=max_model_len,
             dtype=self.dtype,
@@ -60,7 +61,7 @@ def load(model: str, drafts: bool = True) -> Subject:
     """
     directory = directory_of(model)
     on_cpu = jax.default_backend() == "cpu"
-    dtype = "float32" if on_cpu else ModelConfig.from_file(directory / "config.json").dtype
+    dtype = cast(Dtype, "float32" if on_cpu else ModelConfig.from_file(directory / "config.json").dtype)
     loaded = checkpoint.load(directory, dtype=dtype, num_nextn_layers=None if drafts else 0)
     return Subject(model, directory, loaded.config, jax.block_until_ready(loaded.params), dtype)
 

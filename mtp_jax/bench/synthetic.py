@@ -226,7 +226,12 @@ def tune(
             f"target acceptance {target} at depth {depth}; expected above 1, at most {depth + 1}"
         )
     params = rigged_params(cfg, 0.0, seed)
-    sizes = EngineConfig(depth, max_num_seqs=min(8, prompts), max_model_len=max_tokens + 16, seed=seed)
+    sizes = EngineConfig(
+        num_speculative_tokens=depth,
+        max_num_seqs=min(8, prompts),
+        max_model_len=max_tokens + 16,
+        seed=seed,
+    )
     engine = Engine(cfg, params, sizes)
     given = random_prompts(cfg, prompts, 8, seed)
 

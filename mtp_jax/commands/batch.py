@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_jax.commands import show
-from mtp_jax.commands.options import add_engine, model_dir, open_llm, reporter
+from mtp_jax.commands.options import add_engine, add_options, given, model_dir, open_llm, reporter
 from mtp_jax.commands.parser import Subparsers, positive
 from mtp_jax.errors import EngineStopped, RequestError
+from serve.settings import Settings
 
 if TYPE_CHECKING:
     from mtp_jax.api.async_llm import AsyncLLM
     from mtp_jax.api.progress import Reporter
     from mtp_jax.commands.batch_file import Answer, Counts
-    from serve.settings import Settings
 
 _SLOTS = 8
 _RETRY_SECONDS = 1.0
@@ -37,14 +37,9 @@ def register(subparsers: Subparsers) -> None:
     parser.add_argument("source", type=Path, metavar="IN", help="JSON lines")
     parser.add_argument("target", type=Path, metavar="OUT", help="JSON lines; appended to")
     add_engine(parser)
-    parser.add_argument(
-        "--served-model-name", metavar="NAME", help='the "model" of requests (default: its folder\'s name)'
-    )
+    add_options(parser, Settings, ("model_name", "strict"), {"model_name": "its folder's name"})
     parser.add_argument(
         "--in-flight", type=positive, metavar="N", help="requests in memory (default: two per slot)"
-    )
-    parser.add_argument(
-        "--strict", action="store_true", help="refuse unknown fields of requests instead of ignoring them"
     )
     parser.set_defaults(run=run)
 
@@ -52,7 +47,6 @@ def register(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer the file. Returns the exit status: 1 if some line failed, now or before."""
     from mtp_jax.commands import batch_file
-    from serve.settings import Settings
 
     for path in (args.source, args.target):
         if path.exists() and not path.is_file():
@@ -63,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
         raise RequestError(f"{args.target} is the input; name another file for the answers")
     # What is wrong with the files is said before the model is loaded, and so is that nothing is left to do.
     lines, before = batch_file.already(args.source, args.target)
-    name = model_dir(args).resolve().name if args.served_model_name is None else args.served_model_name
-    settings = Settings(name, strict=args.strict, max_body_bytes=batch_file.MAX_BODY_BYTES)
+    found: dict[str, Any] = {"model_name": model_dir(args).resolve().name, **given(args, Settings)}
+    settings = Settings(**found, max_body_bytes=batch_file.MAX_BODY_BYTES)
     if before.done == lines:
         return _end(args, _done(before), before)
     report = reporter(args)

@@ -3,23 +3,29 @@
 import argparse
 import itertools
 import json
-import re
+import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mtp_jax.commands import benchmarks, show
+from mtp_jax.commands import show
 from mtp_jax.commands.options import forget_compile_cache
-from mtp_jax.commands.parser import Parser, Subparsers
+from mtp_jax.commands.parser import Parser, Subparsers, counts, integers, positive, positive_number
 from mtp_jax.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mtp_jax.commands.benchmarks import Measurement
+    from mtp_jax.bench.report import Report
+
+Arguments = argparse.Namespace
+# The report so far after every level; the last one is complete.
+Reports = Iterator["Report"]
 
 _DESCRIPTION = """\
 Measure something, print a table, and write JSON with the exact command, versions, machine and load. Variants
 are compared in alternating runs. Nothing else should run meanwhile (docs/benchmarks.md)."""
+_CONCURRENCY = [1, 2, 4, 8, 16, 32, 64]
+_FEW_PAGES = ["--max-model-len", "252", "--page-size", "16", "--num-pages", "24"]
 
 
 def register(subparsers: Subparsers) -> None:
@@ -28,33 +34,133 @@ def register(subparsers: Subparsers) -> None:
     names: Subparsers = parser.add_subparsers(metavar="NAME", required=True)
 
     def command(
-        name: str, measure: "Measurement", help: str, *, on_model: bool = False, plotted: bool = False
+        name: str, measure: Callable[[Arguments], Reports], help: str, *, plotted: bool = False
     ) -> Parser:
         sub = names.add_parser(name, help=help, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        sub.add_argument("--json", type=Path, metavar="FILE", help="instead of build/bench/NAME-WHAT.json")
+        sub.add_argument("--json", type=Path, metavar="FILE", help="instead of build/bench/NAME-MODEL.json")
         if plotted:
             sub.add_argument("--png", type=Path, metavar="FILE", help="instead of the name of the JSON file")
-        if on_model:
-            sub.add_argument("--model", default="demo", metavar="DIR", help="model directory, or demo")
-            sub.add_argument(
-                "--compile-cache", default="~/.cache/mtp-jax/xla", help="folder of compiled programs, or none"
-            )
+        sub.add_argument("--model", default="demo", metavar="DIR", help="model directory, or demo")
         sub.set_defaults(run=_run, measure=measure, name=name, plotted=plotted)
         return sub
 
-    benchmarks.declare(command)
+    sub = command("depth", _depth, "decode speed against the number of drafts per step", plotted=True)
+    sub.add_argument("--depths", type=integers, default=[0, 1, 2, 3, 4, 5])
+    sub.add_argument("--temperature", type=float, default=0.0, help="0: greedy, and tokens are compared")
+    _add_prompts(sub, 64)
+    _add_compile_cache(sub)
+
+    sub = command("sweep", _sweep, "throughput and latency at 1 to 64 requests at a time", plotted=True)
+    sub.add_argument("--concurrency", type=integers, default=_CONCURRENCY, help="requests at a time")
+    sub.add_argument(
+        "--modes",
+        type=lambda text: text.split(","),
+        default=["off", "fixed", "adaptive"],
+        help="of MTP; control: off once more, which shows the noise",
+    )
+    sub.add_argument("--depth", type=int, default=3, help="drafts per step; adaptive: at most")
+    sub.add_argument("--requests", type=positive, help="per run (default: 4 per concurrent one, at least 16)")
+    sub.add_argument("--prompt-tokens", type=positive, default=64)
+    sub.add_argument("--max-tokens", type=positive, default=128)
+    sub.add_argument("--temperature", type=float, default=0.0, help="0: greedy, and tokens are compared")
+    sub.add_argument("--rounds", type=positive, default=3, help="measured runs of every mode")
+    sub.add_argument(
+        "--simulate-acceptance",
+        type=_numbers,
+        metavar="P,...",
+        help="keep drafts at random with these probabilities by position, NOT as the model says; every "
+        "output is labelled so",
+    )
+    _add_compile_cache(sub)
+
+    sub = command("acceptance", _acceptance, "how many drafts are accepted on held-out text")
+    sub.add_argument("--temperatures", type=_numbers, default=[0.0, 0.7, 1.0])
+    sub.add_argument("--depth", type=int, default=3)
+    _add_prompts(sub, 64)
+    sub.add_argument("--samples", type=int, default=4, help="completions to quote")
+    _add_compile_cache(sub)
+
+    sub = command("window", _window, "what a wider window costs, in time and in bytes")
+    sub.add_argument("--windows", type=counts, default=[1, 2, 4, 8])
+    sub.add_argument("--rounds", type=positive, default=40, help="calls per window")
+    sub.add_argument("--depth", type=int, default=3, help="of the end-to-end comparison")
+    sub.add_argument("--prompts", type=positive, default=8)
+    sub.add_argument("--max-tokens", type=positive, default=64)
+    _add_compile_cache(sub)
+
+    sub = command("soak", _soak, "random traffic against a server of its own; status 1 if it shows a fault")
+    sub.add_argument("--minutes", type=positive_number, default=10.0)
+    sub.add_argument("--rate", type=positive_number, default=3.0, help="requests per second")
+    sub.add_argument("--seed", type=int, default=0)
+    sub.add_argument("--serve-options", type=shlex.split, default=_FEW_PAGES, help="of mtp-jax serve")
 
 
-def _without_key(words: Sequence[str]) -> list[str]:
-    """The command line as it may be shown and kept: without the value of --api-key."""
-    shown: list[str] = []
-    for word in words:
-        secret = shown[-1:] == ["--api-key"]
-        shown.append("***" if secret else re.sub("^--api-key=.*", "--api-key=***", word, flags=re.DOTALL))
-    return shown
+def _add_prompts(sub: Parser, prompts: int) -> None:
+    sub.add_argument("--prompts", type=positive, default=prompts)
+    sub.add_argument("--prompt-tokens", type=positive, default=64)
+    sub.add_argument("--max-tokens", type=positive, default=128)
 
 
-def _place(path: Path, command: str) -> Path:
+def _add_compile_cache(sub: Parser) -> None:
+    """Where programs are compiled in this process."""
+    sub.add_argument(
+        "--compile-cache", default="~/.cache/mtp-jax/xla", help="folder of compiled programs, or none"
+    )
+
+
+def _depth(a: Arguments) -> Reports:
+    from mtp_jax.bench import depth, subject
+
+    model = subject.load(a.model, drafts=any(a.depths))
+    yield depth.run(model, a.depths, a.temperature, a.prompts, a.prompt_tokens, a.max_tokens)
+
+
+def _sweep(a: Arguments) -> Reports:
+    from mtp_jax.bench import subject, sweep
+    from mtp_jax.bench.simulate import Simulated
+
+    unknown = [m for m in a.modes if m not in sweep.MODES]
+    if unknown:
+        raise ConfigError(f"--modes {unknown[0]}; expected some of {','.join(sweep.MODES)}")
+    drafting = set(a.modes) - {"off", "control"}
+    simulated = Simulated(tuple(a.simulate_acceptance)) if a.simulate_acceptance is not None else None
+    load = sweep.Load(
+        a.concurrency, a.depth, a.requests, a.prompt_tokens, a.max_tokens, a.temperature, a.rounds
+    )
+    yield from sweep.run(subject.load(a.model, drafts=bool(drafting)), a.modes, load, simulated)
+
+
+def _acceptance(a: Arguments) -> Reports:
+    from mtp_jax.bench import acceptance
+
+    yield acceptance.run(
+        a.model, a.temperatures, a.depth, a.prompts, a.prompt_tokens, a.max_tokens, a.samples
+    )
+
+
+def _window(a: Arguments) -> Reports:
+    from mtp_jax.bench import subject, window
+
+    yield window.run(subject.load(a.model), a.windows, a.rounds, a.depth, a.prompts, a.max_tokens)
+
+
+def _soak(a: Arguments) -> Reports:
+    from mtp_jax.bench import soak
+
+    yield soak.run(a.model, a.minutes, a.rate, a.seed, a.serve_options)
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = [math.nan]
+    if not all(map(math.isfinite, numbers)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers; write 0.8,0.7")
+    return numbers
+
+
+def _free(path: Path, command: str) -> Path:
     """``path``, or the same with a number where that holds the figures of another command."""
     numbered = (path.with_stem(f"{path.stem}-{n}") for n in itertools.count(2))
     return next(p for p in itertools.chain([path], numbered) if _made_by(p) in (None, command))
@@ -70,7 +176,7 @@ def _made_by(path: Path) -> str | None:
         return "unknown"
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: Arguments) -> int:
     """Measure, print, write, level by level. Returns the exit status."""
     try:
         return _measure(args)
@@ -80,7 +186,7 @@ def _run(args: argparse.Namespace) -> int:
         ) from error
 
 
-def _measure(args: argparse.Namespace) -> int:
+def _measure(args: Arguments) -> int:
     compile_cache = getattr(args, "compile_cache", None)
     if compile_cache == "none":
         forget_compile_cache()
@@ -88,27 +194,28 @@ def _measure(args: argparse.Namespace) -> int:
     from mtp_jax.bench.report import check, environment, table, write
     from mtp_jax.decode.compiled import use_compile_cache
 
-    command = f"mtp-jax {shlex.join(_without_key(args.command))}"
-    what = str(args.model or "server").rstrip("/").rpartition("/")[2]
-    path = args.json or _place(Path(f"build/bench/{args.name}-{what}.json"), command)
+    command = f"mtp-jax {shlex.join(args.command)}"
+    model = str(args.model).rstrip("/").rpartition("/")[2]
+    path = args.json or _free(Path(f"build/bench/{args.name}-{model}.json"), command)
     check(path)
+    png = None
     if args.plotted:
         png = args.png or path.with_suffix(".png")
         check(png)
         plot.check()
-    hidden = ("run", "measure", "plotted", "command", "json", "png", "api_key")
-    options = {k: v for k, v in vars(args).items() if k not in hidden}
+    hidden = ("run", "measure", "plotted", "command", "json", "png")
+    options: dict[str, Any] = {k: v for k, v in vars(args).items() if k not in hidden}
     made_by = {"command": command, "options": options, "environment": environment()}
     if compile_cache not in (None, "none"):
         use_compile_cache(compile_cache)
     shown = 0
     for report in args.measure(args):
         write(report, path, made_by)
-        if args.plotted:
+        if png is not None:
             plot.draw(report, png)
         if report.pending:
             show.note(table(report.headers, report.rows[shown:]))
             shown = len(report.rows)
-    written = [path, *([png] if args.plotted else [])]
-    show.write(f"{report.text()}\n\n{command} -> {', '.join(map(str, written))}\n")
+    written = ", ".join(map(str, filter(None, (path, png))))
+    show.write(f"{report.text()}\n\n{command} -> {written}\n")
     return 1 if report.figures.get("faults") else 0

@@ -90,7 +90,7 @@ def _check(args: argparse.Namespace, params: SamplingParams) -> None:
         if args.runs is not None:
             raise RequestError("--runs has no effect without --compare; add it, or leave --runs out")
         return
-    if args.num_speculative_tokens == 0:
+    if getattr(args, "num_speculative_tokens", None) == 0:
         raise RequestError("--compare needs drafts to compare with none: --num-speculative-tokens 1 or more")
     wrong = [o for o, given in (("--lines", args.lines), ("-n", params.n > 1)) if given]
     wrong += ["--logprobs"] * (params.logprobs is not None)

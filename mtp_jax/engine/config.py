@@ -1,80 +1,108 @@
 """Sizes and choices of an engine."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-from mtp_jax.decode.keys import Drafting, Verifier
+from mtp_jax.decode.keys import Drafting
 from mtp_jax.engine.request import MAX_DRAFTS
 from mtp_jax.errors import ConfigError
+from mtp_jax.options import check, documented, narrowed, option
 
+# The other one of ``decode.keys.Verifier`` accepts fewer drafts than "block" and is the oracle of the tests.
+VerifierChoice = Literal["block", "coupled"]
 KernelChoice = Literal["auto", "xla", "mosaic_gpu"]
 CacheType = Literal["auto", "fp8"]
+DtypeChoice = Literal["auto", "float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16"]
 
 
-@dataclass(frozen=True)
-class EngineConfig:
-    """Sizes and choices of an engine.
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What a user may say of an engine. Raises ConfigError."""
 
-    Attributes:
-        num_speculative_tokens: depth K: drafts per step unless a request asks for fewer; at most 31.
-        max_num_seqs: slots.
-        max_model_len: most tokens of prompt and output together.
-        page_size: cache rows per page.
-        num_pages: pages per data shard; None: enough for every slot at max_model_len.
-        prefill_chunk: most prompt tokens per prefill launch, and between two steps while most slots run.
-        prefix_cache: keep the pages of past requests for prompts that begin the same.
-        adaptive_depth: choose the depth of each step by measured speed; num_speculative_tokens is the most.
-        drafting: "sampled" draws from the draft distribution, "greedy" takes its argmax; both lossless.
-        verifier: "rejection" (arXiv 2211.17192), "block" (arXiv 2403.10444), or "coupled" (arXiv 2408.07978):
-            a seed gives one text at every depth, for somewhat fewer accepted drafts.
-        kernels: who computes attention, experts and FP8 products: "auto", a kernel where there is one for the
-            device and the shapes; "xla", none; "mosaic_gpu", always a kernel, or an error. What lies between
-            them (routing, norms, quantisation) is a kernel's where one can.
-        dtype: of weights and cache.
-        kv_cache_dtype: "auto", as dtype says; "fp8", latents in e4m3, with a scale per 128 of them.
-        seed: from which seeds of requests without one are drawn.
-    """
-
-    num_speculative_tokens: int = 3
-    max_num_seqs: int = 8
-    max_model_len: int = 2048
-    page_size: int = 64
-    num_pages: int | None = None
-    prefill_chunk: int = 256
-    prefix_cache: bool = True
-    adaptive_depth: bool = False
-    drafting: Drafting = "sampled"
-    verifier: Verifier = "block"
-    kernels: KernelChoice = "auto"
-    dtype: str = "float32"
-    kv_cache_dtype: CacheType = "auto"
-    seed: int = 0
+    num_speculative_tokens: int = option(
+        3, "most drafts per step; 0 turns speculation off", low=0, high=MAX_DRAFTS, metavar="K"
+    )
+    max_num_seqs: int = option(8, "slots: completions at a time", low=1, high=4096, metavar="N")
+    max_model_len: int | None = option(
+        None,
+        "most tokens of prompt and output together",
+        kind=int,
+        low=2,
+        high=2**24,
+        unset="the model's own, at most 8192",
+        metavar="N",
+    )
+    page_size: int = option(64, "tokens per page of the cache", low=1, high=4096, metavar="N")
+    num_pages: int | None = option(
+        None,
+        "pages of the cache per data shard",
+        kind=int,
+        low=1,
+        high=2**22,
+        unset="enough for every slot at max_model_len",
+        metavar="N",
+    )
+    prefill_chunk: int = option(
+        256,
+        "most prompt tokens per prefill launch, and between two steps while most slots run",
+        low=1,
+        high=2**16,
+        metavar="N",
+    )
+    prefix_cache: bool = option(
+        True,
+        "keep the cache pages of past requests for prompts that begin the same",
+        off=("--no-prefix-cache", "do not keep the cache pages of past prompts"),
+    )
+    adaptive_depth: bool = option(
+        False,
+        "choose the depth of each step by measured speed; num_speculative_tokens is the most",
+        off=("--fixed-depth", "always draft K tokens (default: adaptive, the fastest measured depth)"),
+    )
+    drafting: Drafting = option(
+        "sampled",
+        "how drafts are chosen when sampling: drawn from the draft distribution or its argmax, both lossless",
+        choices=("sampled", "greedy"),
+    )
+    verifier: VerifierChoice = option(
+        "block",
+        "how drafts are verified when sampling, both lossless: block (arXiv 2403.10444), or coupled "
+        "(arXiv 2408.07978), which accepts fewer, and a seed gives one text at every depth",
+        choices=get_args(VerifierChoice),
+    )
+    kernels: KernelChoice = option(
+        "auto",
+        "GPU kernels: where there is one for the device and the shapes (auto), none (xla), or nothing else, "
+        "which may be an error (mosaic_gpu)",
+        choices=get_args(KernelChoice),
+    )
+    dtype: DtypeChoice = option(
+        "auto",
+        "of weights and cache; auto: float32 on a CPU, the checkpoint's elsewhere",
+        choices=get_args(DtypeChoice),
+    )
+    kv_cache_dtype: CacheType = option(
+        "auto",
+        "of the cache alone: auto, as dtype says; fp8, latents in e4m3 with a scale per 128 of them, about "
+        "half of bfloat16's bytes",
+        choices=get_args(CacheType),
+    )
+    seed: int = option(0, "from which requests without a seed get theirs", low=0, high=2**63 - 1, flag=None)
 
     def __post_init__(self) -> None:
-        sizes = (("num_pages", 1, 2**22),) if self.num_pages is not None else ()
-        for name, low, high in (
-            *sizes,
-            ("num_speculative_tokens", 0, MAX_DRAFTS),
-            ("max_num_seqs", 1, 4096),
-            ("max_model_len", 2, 2**24),
-            ("page_size", 1, 4096),
-            ("prefill_chunk", 1, 2**16),
-            ("seed", 0, 2**63 - 1),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-                raise ConfigError(f"{name} = {value!r}; expected an integer from {low} to {high}")
-        for name, allowed in (
-            ("prefix_cache", (True, False)),
-            ("adaptive_depth", (True, False)),
-            ("drafting", ("sampled", "greedy")),
-            ("verifier", ("rejection", "block", "coupled")),
-            ("kernels", ("auto", "xla", "mosaic_gpu")),
-            ("dtype", ("float32", "bfloat16")),
-            ("kv_cache_dtype", ("auto", "fp8")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} = {getattr(self, name)!r}; expected one of {allowed}")
+        check(self, ConfigError)
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(EngineOptions):
+    """The options of an engine whose model is known. Raises ConfigError."""
+
+    max_model_len: int = narrowed(EngineOptions, "max_model_len", 2048, unset="")
+    dtype: Dtype = narrowed(
+        EngineOptions, "dtype", "float32", help="of weights and cache", choices=get_args(Dtype)
+    )
 
     @property
     def columns(self) -> int:

@@ -447,7 +447,7 @@ class Engine:
         drafted, accepted = extra[:, DRAFTED].tolist(), extra[:, ACCEPTED].tolist()
         for d, a in zip(drafted, accepted, strict=True):
             c.verified(d, a)
-        c.stepped(key, key.depth, seconds)
+        c.stepped(key.depth, seconds)
         rows = list(zip(drafted, accepted, extra[:, COUNT].tolist(), strict=True))
         self.depth.learn(key, seconds, [r.depth for _, r in launch.rows], rows)
         if emitted:

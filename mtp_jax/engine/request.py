@@ -8,100 +8,150 @@ from numbers import Integral, Real
 from typing import Literal, get_args
 
 from mtp_jax.errors import RequestError
+from mtp_jax.options import check, documented, option
 from mtp_jax.text.grammar import Matcher, StructuredOutput
 
 MAX_LOGPROBS = 20
 # A window of 32 tokens: of longer ones a bit per draft (kernels_pallas.mla_decode.visible) has no room.
 MAX_DRAFTS = 31
+_MOST = 2**31 - 1
 OutputKind = Literal["cumulative", "delta", "final_only"]
 
 
+@documented
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose tokens. Names and defaults follow vLLM's.
+    """How to choose tokens. Names and defaults follow vLLM's. Raises RequestError."""
 
-    Attributes:
-        n: completions per prompt.
-        temperature: 0 is greedy.
-        top_p: smallest set of tokens with at least this mass; 1 is off, 0 leaves the likeliest.
-        top_k: most likely tokens to keep; 0 or -1 is off.
-        min_p: least probability relative to the most likely token; 0 is off.
-        max_tokens: most tokens to emit; None: as many as fit.
-        min_tokens: no stop token before this many, and no stop string that ends in their text.
-        stop: strings that end the text; not part of it unless ``include_stop_str_in_output``.
-        stop_token_ids: tokens that end the output beside the model's own, emitted as ids; they have no text
-            unless ``include_stop_str_in_output``.
-        ignore_eos: go on after the model's end-of-sequence tokens.
-        seed: makes sampling reproducible, whatever shares the batch.
-        presence_penalty: subtracted from every token already in the output.
-        frequency_penalty: subtracted once per occurrence in the output.
-        repetition_penalty: divides (positive) or multiplies logits of tokens in prompt or output; 1 is off.
-        logit_bias: added to the logits of these token ids.
-        logprobs: log-probabilities of the chosen token and of this many most likely ones, at most 20.
-        prompt_logprobs: the same for the tokens of the prompt.
-        num_speculative_tokens: most drafts per step for this request; None: the engine's. 0: no speculation.
-        skip_special_tokens: leave special tokens out of the text.
-        include_stop_str_in_output: keep the stop string, or the text of the stop token, in the text.
-        output_kind: what an iterator of outputs gives: all there is so far ("cumulative"), what is new
-            ("delta"), or one output at the end ("final_only").
-        structured: what the output must be. It ends at an end-of-sequence token once it is complete, or, cut
-            short, at a stop string, a stop token or max_tokens.
-    """
-
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    seed: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    num_speculative_tokens: int | None = None
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    output_kind: OutputKind = "cumulative"
-    structured: StructuredOutput | None = None
+    n: int = option(1, "completions per prompt", low=1, high=1024, metavar="N")
+    temperature: float = option(1.0, "0 takes the most likely token", low=0, high=1e6, metavar="T")
+    top_p: float = option(
+        1.0,
+        "sample from the likeliest tokens of at least this total probability; 1 is off, 0 leaves one",
+        low=0,
+        high=1,
+        metavar="P",
+    )
+    top_k: int = option(
+        0, "sample from the K likeliest tokens; 0 or -1 is off", low=-1, high=_MOST, metavar="K"
+    )
+    min_p: float = option(
+        0.0, "leave out tokens below this fraction of the likeliest; 0 is off", low=0, high=1, metavar="P"
+    )
+    max_tokens: int | None = option(
+        16, "most tokens to generate", low=1, high=_MOST, unset="as many as fit", metavar="N"
+    )
+    min_tokens: int = option(
+        0,
+        "no stop token before this many, and no stop string that ends in their text",
+        low=0,
+        high=_MOST,
+        metavar="N",
+    )
+    stop: str | Sequence[str] = option(
+        (), "end before this text", kind=str, unset="none", repeated=True, metavar="TEXT"
+    )
+    stop_token_ids: Sequence[int] = option(
+        (),
+        "end after one of these tokens, beside the model's own; they have no text unless "
+        "include_stop_str_in_output",
+        kind=object,
+        unset="none",
+        metavar="ID,...",
+    )
+    ignore_eos: bool = option(False, "go on after the model's end-of-sequence tokens")
+    seed: int | None = option(
+        None,
+        "makes sampling reproducible, whatever shares the batch",
+        kind=int,
+        low=0,
+        high=2**32 - 1,
+        unset="drawn",
+        metavar="N",
+    )
+    presence_penalty: float = option(
+        0.0, "subtracted from every token already in the output", low=-2, high=2, metavar="X"
+    )
+    frequency_penalty: float = option(
+        0.0, "subtracted once per occurrence in the output", low=-2, high=2, metavar="X"
+    )
+    repetition_penalty: float = option(  # within bounds in which logits stay far from the largest float32
+        1.0,
+        "divides (positive) or multiplies logits of tokens in prompt or output; 1 is off",
+        low=0.01,
+        high=100,
+        metavar="X",
+    )
+    logit_bias: dict[int, float] = option(
+        {},
+        "added to the logits of these tokens",
+        kind=object,
+        unset="none",
+        metavar="ID:BIAS,...",
+    )
+    logprobs: int | None = option(
+        None,
+        "log-probabilities of the chosen token and of this many most likely ones",
+        kind=int,
+        low=0,
+        high=MAX_LOGPROBS,
+        unset="none",
+        metavar="N",
+    )
+    prompt_logprobs: int | None = option(
+        None,
+        "log-probabilities of the tokens of the prompt and of this many most likely ones",
+        kind=int,
+        low=0,
+        high=MAX_LOGPROBS,
+        unset="none",
+        metavar="N",
+    )
+    num_speculative_tokens: int | None = option(
+        None,
+        "most drafts per step for this request; 0: no speculation",
+        kind=int,
+        low=0,
+        high=MAX_DRAFTS,
+        unset="the engine's",
+        flag=None,
+    )
+    skip_special_tokens: bool = option(
+        True,
+        "leave special tokens out of the text",
+        off=("--no-skip-special-tokens", "show special tokens in the text"),
+    )
+    include_stop_str_in_output: bool = option(
+        False, "keep the stop string, or the text of the stop token, in the text"
+    )
+    output_kind: OutputKind = option(
+        "cumulative",
+        "what an iterator of outputs gives: all there is so far (cumulative), what is new (delta), or one "
+        "output at the end (final_only)",
+        choices=get_args(OutputKind),
+        flag=None,
+    )
+    structured: StructuredOutput | None = option(
+        None,
+        "what the output must be; it ends at an end-of-sequence token once it is complete, or, cut short, at "
+        "a stop string, a stop token or max_tokens",
+        kind=object,
+        unset="anything",
+        flag=None,
+    )
 
     def __post_init__(self) -> None:
         for name, none in (("stop", ()), ("stop_token_ids", ()), ("logit_bias", {})):
             if getattr(self, name) is None:  # as vLLM writes it
                 object.__setattr__(self, name, none)
-        _check_number(self, "temperature", 0, 1e6)
-        _check_number(self, "top_p", 0, 1)
-        _check_number(self, "min_p", 0, 1)
-        _check_number(self, "presence_penalty", -2, 2)
-        _check_number(self, "frequency_penalty", -2, 2)
-        _check_number(self, "repetition_penalty", 0.01, 100)  # logits stay far from the largest float32
-        _check_integer(self, "n", 1, 1024)
-        _check_integer(self, "top_k", -1, 2**31 - 1)
-        _check_integer(self, "max_tokens", 1, 2**31 - 1, optional=True)
-        _check_integer(self, "min_tokens", 0, 2**31 - 1)
-        _check_integer(self, "seed", 0, 2**32 - 1, optional=True)
-        _check_integer(self, "logprobs", 0, MAX_LOGPROBS, optional=True)
-        _check_integer(self, "prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
-        _check_integer(self, "num_speculative_tokens", 0, MAX_DRAFTS, optional=True)
+        check(self, RequestError)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens = {self.min_tokens} is above max_tokens = {self.max_tokens}")
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} = {getattr(self, name)!r}; expected True or False")
         if not isinstance(self.stop, str) and isinstance(self.stop, Iterable):
             object.__setattr__(self, "stop", tuple(self.stop))  # an iterator can be read once
         many = isinstance(self.stop, Iterable)
         if not many or any(not isinstance(s, str) or not s for s in self.stop_strings):
             raise RequestError(f"stop = {self.stop!r}; expected non-empty strings")
-        if self.output_kind not in get_args(OutputKind):
-            kinds = ", ".join(map(repr, get_args(OutputKind)))
-            raise RequestError(f"output_kind = {self.output_kind!r}; expected one of {kinds}")
         if self.structured is not None:
             if not isinstance(self.structured, StructuredOutput):
                 raise RequestError(f"structured = {self.structured!r}; expected a StructuredOutput or None")
@@ -140,21 +190,6 @@ class SamplingParams:
             self.min_tokens,
         )
         return self.temperature == 0 and not any(penalties) and not self.logit_bias
-
-
-def _check_number(p: SamplingParams, name: str, low: float, high: float) -> None:
-    value = getattr(p, name)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
-        raise RequestError(f"{name} = {value!r}; expected a number from {low} to {high}")
-
-
-def _check_integer(p: SamplingParams, name: str, low: int, high: int, optional: bool = False) -> None:
-    value = getattr(p, name)
-    if value is None and optional:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        none = " or None" if optional else ""
-        raise RequestError(f"{name} = {value!r}; expected an integer from {low} to {high}{none}")
 
 
 @dataclass(frozen=True)

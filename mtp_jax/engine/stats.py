@@ -2,14 +2,11 @@
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 from mtp_jax.engine.scheduler import Scheduler
 
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
-UNPROFILED = "unprofiled"
-"""The phase of steps whose executable has not been profiled."""
 
 
 @dataclass
@@ -56,9 +53,6 @@ class Counters:
         depth_steps: steps by depth.
         depth_seconds: seconds of those steps.
         finished: requests by finish reason.
-        program_steps: steps by executable.
-        phase_shares: of the time of an executable's steps, the share of each phase, once it was profiled.
-        phase_seconds: seconds of steps by phase, by these shares.
     """
 
     prompt_tokens: int = 0
@@ -73,20 +67,14 @@ class Counters:
     depth_seconds: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     prefill_seconds: float = 0.0
     finished: Counter[str] = field(default_factory=Counter)
-    program_steps: Counter[Hashable] = field(default_factory=Counter)
-    phase_shares: dict[Hashable, Mapping[str, float]] = field(default_factory=dict)
-    phase_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
-    def stepped(self, program: Hashable, depth: int, seconds: float) -> None:
+    def stepped(self, depth: int, seconds: float) -> None:
         """Count one step."""
         self.depth_steps[depth] += 1
         self.depth_seconds[depth] += seconds
-        self.program_steps[program] += 1
-        for phase, share in self.phase_shares.get(program, {UNPROFILED: 1.0}).items():
-            self.phase_seconds[phase] += share * seconds
 
     def ended_anew(self, before: str | None, reason: str) -> None:
-        """Count a request that has ended under another finish reason."""
+        """Reclassify a finished request."""
         self.finished[before or ""] -= 1
         self.finished[reason] += 1
 
@@ -118,8 +106,6 @@ class EngineStats:
             step before.
         depth_steps: steps by depth.
         step_seconds: seconds of those steps, from the end of what ran before.
-        phase_seconds: the same seconds by phase: those of executables that were profiled, by the shares found
-            then, and those of the others under ``UNPROFILED``.
         finished: requests by finish reason.
         realised_speedup: of recent steps, by recent steps at depth 0 (``Speedup``); None while not known.
     """
@@ -141,7 +127,6 @@ class EngineStats:
     inter_token: Histogram
     depth_steps: dict[int, int]
     step_seconds: dict[int, float]
-    phase_seconds: dict[str, float]
     prefill_seconds: float
     finished: dict[str, int]
     executables: int
@@ -172,7 +157,6 @@ class EngineStats:
             inter_token=c.inter_token.copy(),
             depth_steps=dict(c.depth_steps),
             step_seconds=dict(c.depth_seconds),
-            phase_seconds=dict(c.phase_seconds),
             prefill_seconds=c.prefill_seconds,
             finished=dict(c.finished),
             executables=executables,

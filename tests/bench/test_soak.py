@@ -1,21 +1,30 @@
 """The soak notices what must not happen; and a short one on a small model finds nothing."""
 
+import asyncio
 import io
 import json
 import random
 import shutil
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 from collections import Counter
 from contextlib import contextmanager
 
 import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from mtp_jax.bench import soak
-from mtp_jax.bench.own_server import OwnServer
+from mtp_jax.bench.own_server import OwnServer, own_server
 from mtp_jax.bench.soak_answers import Got, faults
 from mtp_jax.bench.soak_requests import Asked, Kind, make, without_drafts
 from mtp_jax.commands import cli
+from mtp_jax.errors import MtpJaxError
 from tests import golden, tiny_tokenizer
 
 
@@ -124,6 +133,74 @@ def test_a_server_that_does_not_end_is_a_fault(monkeypatch):
     monkeypatch.setattr(soak, "own_server", deaf)
     found = soak.run("demo", 1, 1, 0, [])
     assert found.figures["faults"] == ["the server had not ended 0 s after SIGTERM"]
+
+
+@contextmanager
+def running(app):
+    """Serve ``app`` on a free port; gives the base URL."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def test_a_server_that_refuses_its_metrics_is_not_waited_for(monkeypatch):
+    """It is asked directly, whatever proxies the environment names."""
+    for name in ("HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+
+    async def metrics(request):
+        return JSONResponse({"error": {}}, 401)
+
+    async def warm(server):
+        async with server.client() as http:
+            await server.warm(http)
+
+    with running(Starlette(routes=[Route("/metrics", metrics)])) as url, tempfile.TemporaryFile() as log:
+        port = int(url.rpartition(":")[2])
+        command = [sys.executable, "-c", "input()"]
+        with (
+            subprocess.Popen(command, stdin=subprocess.PIPE) as process,
+            pytest.raises(MtpJaxError, match=r"does not show its metrics: .*401"),
+        ):
+            asyncio.run(warm(OwnServer(process, "127.0.0.1", port, log)))
+
+
+def test_a_key_in_the_environment_does_not_lock_a_benchmark_out(monkeypatch):
+    started = {}
+
+    class Started:
+        def __init__(self, command, **options):
+            started.update(options)
+
+        def kill(self):
+            started["killed"] = True
+
+        def wait(self):
+            return 0
+
+    monkeypatch.setenv("MTP_JAX_API_KEY", "sesame")
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    with own_server("demo", []):
+        assert "MTP_JAX_API_KEY" not in started["env"]
+        assert started["env"]["JAX_LOG_COMPILES"] == "1"
+    assert started["killed"]
+
+
+def test_a_server_that_has_ended_is_told_with_its_log():
+    with tempfile.TemporaryFile() as log:
+        command = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
+        with subprocess.Popen(command, stderr=log) as process:
+            server = OwnServer(process, "127.0.0.1", 1, log)
+            process.wait(60)
+            with pytest.raises(MtpJaxError, match="ended with status 1; its log ends with\nno such model"):
+                server.check()
 
 
 @pytest.mark.slow

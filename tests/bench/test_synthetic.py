@@ -75,7 +75,7 @@ def test_tuned_noise_gives_the_acceptance_asked_for_and_greedy_text_is_the_chain
     tuned = tune(CFG, 2.5, depth=3, seed=1)
     assert tuned.acceptance == pytest.approx(2.5, abs=0.1)
     params, following = rigged_params(CFG, tuned.noise, seed=1), chain(CFG, seed=1)
-    engine = Engine(CFG, params, EngineConfig(3, 8, 64))
+    engine = Engine(CFG, params, EngineConfig(num_speculative_tokens=3, max_num_seqs=8, max_model_len=64))
     other_prompts = random_prompts(CFG, 16, 8, seed=9)
 
     def acceptance(noise):

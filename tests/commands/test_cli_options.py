@@ -1,93 +1,87 @@
 """Every option of `mtp-jax` has an effect, and wrong ones are answered with one line."""
 
 import functools
-import inspect
 import io
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import mtp_jax.api.llm
-from mtp_jax import LLM, SamplingParams
+from mtp_jax import SamplingParams
+from mtp_jax.api.admission import QueueLimits
+from mtp_jax.api.options import LLMOptions
 from mtp_jax.commands import cli, options
 from mtp_jax.errors import RequestError
+from mtp_jax.options import declared
 from mtp_jax.text.grammar import StructuredOutput
+from serve.settings import Settings
 from tests import golden
 
 V3 = golden.model_dir("v3")
 
-# Option -> the field of SamplingParams or the argument of LLM that it sets, and to what.
-SAMPLING = {
-    "-n 2": ("n", 2),
-    "--temperature 0.5": ("temperature", 0.5),
-    "--top-p 0.5 --temperature 1": ("top_p", 0.5),
-    "--top-k 5 --temperature 1": ("top_k", 5),
-    "--min-p 0.1 --temperature 1": ("min_p", 0.1),
-    "--max-tokens 7": ("max_tokens", 7),
-    "--min-tokens 3": ("min_tokens", 3),
-    "--stop a --stop b": ("stop", ("a", "b")),
-    "--stop-token-ids 4,5": ("stop_token_ids", (4, 5)),
-    "--ignore-eos": ("ignore_eos", True),
-    "--seed 9 --temperature 1": ("seed", 9),
-    "--presence-penalty -1": ("presence_penalty", -1.0),
-    "--frequency-penalty 1": ("frequency_penalty", 1.0),
-    "--repetition-penalty 1.5": ("repetition_penalty", 1.5),
-    "--logit-bias 7:2.5,8:-1": ("logit_bias", {7: 2.5, 8: -1.0}),
-    "--logprobs 3": ("logprobs", 3),
-    "--prompt-logprobs 2": ("prompt_logprobs", 2),
-    "--no-skip-special-tokens": ("skip_special_tokens", False),
-    "--include-stop-str-in-output --stop a": ("include_stop_str_in_output", True),
-    """--json-schema {"type":"null"}""": ("structured", StructuredOutput('{"type":"null"}')),
-    "--json-object": ("structured", StructuredOutput(json_object=True)),
-    "--regex [a-z]+": ("structured", StructuredOutput(regex="[a-z]+")),
-    "--choice a --choice b": ("structured", StructuredOutput(choice=["a", "b"])),
+# What a flag is given, and what its field then is, where the kind of the option does not say it.
+GIVEN = {
+    "mesh": ("2x1", {"data": 2, "model": 1}),
+    "stop": ("a", ("a",)),
+    "stop_token_ids": ("4,5", (4, 5)),
+    "logit_bias": ("7:2.5,8:-1", {7: 2.5, 8: -1.0}),
+    "api_keys": ("k", ("k",)),
+    "allowed_hosts": ("h", ("h",)),
 }
-ENGINE = {
-    "--draft-model d": ("draft_model", Path("d")),
-    "--num-speculative-tokens 2": ("num_speculative_tokens", 2),
-    "--dtype bfloat16": ("dtype", "bfloat16"),
-    "--max-num-seqs 5": ("max_num_seqs", 5),
-    "--max-model-len 99": ("max_model_len", 99),
-    "--mesh 2x1": ("mesh", {"data": 2, "model": 1}),
-    "--num-nextn-layers 1": ("num_nextn_layers", 1),
-    "--page-size 8": ("page_size", 8),
-    "--num-pages 33": ("num_pages", 33),
-    "--prefill-chunk 32": ("prefill_chunk", 32),
-    "--drafting greedy --temperature 1": ("drafting", "greedy"),
-    "--verifier rejection --temperature 1": ("verifier", "rejection"),
-    "--no-prefix-cache": ("prefix_cache", False),
-    "--fixed-depth": ("adaptive_depth", False),
-    "--kernels xla": ("kernels", "xla"),
-    "--kv-cache-dtype fp8": ("kv_cache_dtype", "fp8"),
-    "--compile-cache c": ("compile_cache", Path("c")),
-    "--no-compile-cache": ("compile_cache", None),
-}
-# Their effects are what test_cli.py tests.
-BEHAVIOUR = {
-    "--prompt",
-    "--file",
-    "--token-ids",
-    "--lines",
-    "--json",
-    "--compare",
-    "--runs",
-    "--quiet",
-    "--help",
-}
+
+
+def flags(cls):
+    """(name, option) of every option of a dataclass that has a flag."""
+    return [pytest.param(n, o, id=n) for n, o in declared(cls).items() if o.flag is not None]
+
+
+def example(name, option):
+    """Arguments that change an option, and its value then: another than the default."""
+    flag = options.flag_of(name, option)
+    if option.kind is bool:
+        return [flag], option.off is None
+    if name in GIVEN:
+        return [flag, GIVEN[name][0]], GIVEN[name][1]
+    if option.choices:
+        value = next(c for c in option.choices if c != option.default)
+    elif option.kind in (int, float):
+        value = option.kind(next(v for v in (1, 2, 0.5) if option.allows(v) and v != option.default))
+    else:
+        value = option.kind("x")
+    return [flag, str(value)], value
 
 
 def parse(*argv):
     return cli.make_parser().parse_args(["generate", "m", "-p", "x", *argv])
 
 
-@pytest.mark.parametrize(("argv", "expected"), SAMPLING.items())
-def test_sampling_options(argv, expected):
-    name, value = expected
-    params = options.sampling_params(parse(*argv.split()))
+@pytest.mark.parametrize(("name", "option"), flags(SamplingParams))
+def test_sampling_options(name, option):
+    argv, value = example(name, option)
+    more = {"include_stop_str_in_output": ["--stop", "a"]}.get(name, [])
+    more += ["--temperature", "1"] * (name in ("top_p", "top_k", "min_p", "seed"))
+    params = options.sampling_params(parse(*argv, *more))
     assert getattr(params, name) == value
     assert getattr(options.sampling_params(parse()), name) != value
+
+
+@pytest.mark.parametrize(
+    ("argv", "structured"),
+    [
+        (["--json-schema", '{"type":"null"}'], StructuredOutput('{"type":"null"}')),
+        (["--json-object"], StructuredOutput(json_object=True)),
+        (["--regex", "[a-z]+"], StructuredOutput(regex="[a-z]+")),
+        (["--choice", "a", "--choice", "b"], StructuredOutput(choice=["a", "b"])),
+    ],
+)
+def test_structured_output(argv, structured):
+    assert options.sampling_params(parse(*argv)).structured == structured
+
+
+def test_some_options_may_be_repeated():
+    assert options.sampling_params(parse("--stop", "a", "--stop", "b")).stop == ("a", "b")
+    assert options.sampling_params(parse("-n", "2")).n == 2
 
 
 def test_a_coupled_verifier_decides_what_is_sampled_without_drafts_too(monkeypatch):
@@ -102,15 +96,30 @@ def opened_with(monkeypatch, *argv, completions=3):
     return seen
 
 
-@pytest.mark.parametrize(("argv", "expected"), ENGINE.items())
-def test_engine_options(argv, expected, monkeypatch):
-    name, value = expected
-    defaults = {n: p.default for n, p in inspect.signature(LLM).parameters.items()}
-    given = opened_with(monkeypatch, *argv.split())
-    got = dict(given[name].shape) if name == "mesh" else given[name]
-    assert got == value
-    assert value != (True if name == "adaptive_depth" else defaults[name])
+@pytest.mark.parametrize(("name", "option"), flags(LLMOptions))
+def test_engine_options(name, option, monkeypatch):
+    argv, value = example(name, option)
+    given = opened_with(monkeypatch, *argv, "--temperature", "1")
+    assert (dict(given[name].shape) if name == "mesh" else given[name]) == value
     assert given["model"] == Path("m")
+    if name not in ("adaptive_depth", "max_num_seqs"):  # for which the command has defaults of its own
+        assert name not in opened_with(monkeypatch)
+        assert value != option.default
+
+
+def test_no_compile_cache(monkeypatch):
+    assert opened_with(monkeypatch, "--no-compile-cache")["compile_cache"] is None
+
+
+def test_depth_is_adaptive_unless_it_is_fixed(monkeypatch):
+    assert opened_with(monkeypatch)["adaptive_depth"] is True
+
+
+@pytest.mark.parametrize(("name", "option"), [*flags(Settings), *flags(QueueLimits)])
+def test_server_options(name, option):
+    argv, value = example(name, option)
+    args = cli.make_parser().parse_args(["serve", *argv])
+    assert options.given(args, QueueLimits if name in declared(QueueLimits) else Settings) == {name: value}
 
 
 @pytest.mark.parametrize(("completions", "mesh", "slots"), [(1, "1x1", 1), (3, "2x1", 4), (50, "1x1", 8)])
@@ -118,17 +127,15 @@ def test_as_many_slots_as_completions(monkeypatch, completions, mesh, slots):
     assert opened_with(monkeypatch, "--mesh", mesh, completions=completions)["max_num_seqs"] == slots
 
 
-def test_there_is_an_option_for_everything_and_a_test_for_every_option():
-    sampling = {f.name for f in fields(SamplingParams)} - {"num_speculative_tokens", "output_kind"}
-    engine = set(inspect.signature(LLM).parameters) - {"model", "reporter", "seed"}
-    assert {name for name, _ in SAMPLING.values()} == sampling
-    assert {name for name, _ in ENGINE.values()} == engine
-
+def test_every_option_has_one_flag_and_every_flag_is_an_option_or_tested_elsewhere():
+    """The others' effects are what test_cli.py tests."""
+    own = "--prompt --file --token-ids --lines --json --compare --runs --quiet --help"
+    own += " --json-schema --json-object --regex --choice --no-compile-cache"
     commands = [a.choices for a in cli.make_parser()._actions if isinstance(a.choices, dict)]
-    generate = commands[0]["generate"]
-    declared = {a.option_strings[-1] for a in generate._actions if a.option_strings}
-    tested = {argv.split()[0] for argv in (*SAMPLING, *ENGINE)} | BEHAVIOUR
-    assert declared == tested - {"-n"} | {"--n"}
+    shown = [a.option_strings for a in commands[0]["generate"]._actions if a.option_strings]
+    found = sorted(next(f for f in flags if f.startswith("--")) for flags in shown)
+    both = [(n, o) for cls in (LLMOptions, SamplingParams) for n, o in declared(cls).items()]
+    assert found == sorted([*own.split(), *(options.flag_of(n, o) for n, o in both if o.flag is not None)])
 
 
 def test_defaults():
@@ -230,10 +237,10 @@ ERRORS = [
     (["train", "--config", "nowhere.toml", "--out", "out"], "nowhere.toml"),
     (["train", "--out", "out"], "the following arguments are required: --config"),
     (
-        ["bench", "host", "--rounds", 0],
+        ["bench", "window", "--rounds", 0],
         "argument --rounds: '0' is not an integer of 1 or more; see `mtp-jax bench",
     ),
-    (["bench", "serve", "--rate", "2,inf"], "argument --rate: '2,inf' is not a list of numbers"),
+    (["bench", "acceptance", "--temperatures", "2,inf"], "--temperatures: '2,inf' is not a list of numbers"),
     (["bench", "soak", "--minutes", "nan"], "argument --minutes: 'nan' is not a number above 0"),
     (["profile", "--phase", "verify", "--steps", 0, "--out", "o"], "'0' is not an integer of 1 or more"),
 ]

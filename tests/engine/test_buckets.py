@@ -84,7 +84,9 @@ def test_short_prompts_are_prefilled_together(lengths, together):
 
 def test_short_prompts_are_prefilled_over_few_pages():
     """And no server compiles a chunk that is longer than what its page table holds."""
-    config = EngineConfig(3, max_num_seqs=8, max_model_len=4093, page_size=64, prefill_chunk=1024)
+    config = EngineConfig(
+        num_speculative_tokens=3, max_num_seqs=8, max_model_len=4093, page_size=64, prefill_chunk=1024
+    )
     keys = [k for some in warm_up_keys(config, 1, structured=False) for k in some]
     found = {(k.tokens, k.pages) for k in keys if isinstance(k, PrefillKey)}
     shorter = {(16, 1), (64, 1), (16, 4), (64, 4), (256, 4), (16, 16), (64, 16), (256, 16), (1024, 16)}
@@ -104,7 +106,9 @@ def test_short_prompts_are_prefilled_over_few_pages():
     ],
 )
 def test_a_server_compiles_steps_and_prefills_of_all_their_widths(page_size, steps, prefills):
-    config = EngineConfig(3, max_num_seqs=8, max_model_len=4093, page_size=page_size, adaptive_depth=True)
+    config = EngineConfig(
+        num_speculative_tokens=3, max_num_seqs=8, max_model_len=4093, page_size=page_size, adaptive_depth=True
+    )
     keys = [k for some in warm_up_keys(config, 1, structured=False) for k in some]
     assert {k.pages for k in keys if isinstance(k, StepKey)} == steps
     assert {k.pages for k in keys if isinstance(k, PrefillKey)} == prefills
@@ -116,7 +120,7 @@ def test_a_server_compiles_steps_and_prefills_of_all_their_widths(page_size, ste
 @pytest.mark.parametrize("every_size", [False, True])
 def test_steps_over_data_shards_have_all_slots(every_size):
     """The first few slots are those of one shard; a step of them would be split over all."""
-    config = EngineConfig(3, max_num_seqs=8, max_model_len=4093, adaptive_depth=True)
+    config = EngineConfig(max_num_seqs=8, max_model_len=4093, adaptive_depth=True)
     keys = [k for some in warm_up_keys(config, 2, structured=True) for k in some]
     keys += keys_for(config, waiting(9, 60), 2, slots=1, pages=64, every_size=every_size)
     assert {k.slots for k in keys if isinstance(k, StepKey)} == {8}

@@ -263,7 +263,6 @@ def test_adaptive_steps_give_the_tokens_of_depth_0(monkeypatch):
     assert [r.output for r in requests] == [reference.speculate(p, 60).ids for p, _ in jobs]
     assert sum(sum(accepted(r)) for r in requests) == stats.accepted_tokens > 0
     assert stats.draft_tokens == sum(r.speculation.drafted for r in requests)
-    assert sum(stats.phase_seconds.values()) == pytest.approx(sum(stats.step_seconds.values()))
 
 
 @pytest.mark.parametrize(

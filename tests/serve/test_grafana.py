@@ -34,7 +34,6 @@ STATS = EngineStats(
     accepted_per_position=(3, 1),
     depth_steps={0: 1, 2: 3},
     step_seconds={0: 0.1, 2: 0.4},
-    phase_seconds={"draft": 0.1, "verify": 0.3, "unprofiled": 0.1},
     prefill_seconds=0.1,
     finished={"stop": 1},
     executables=4,

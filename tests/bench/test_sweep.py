@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from mtp_jax.bench import load, report, simulate
+from mtp_jax.bench import report, simulate, sweep
 from mtp_jax.bench.latency import Percentiles, Summary, Timeline
 from mtp_jax.bench.report import Report
 from mtp_jax.bench.simulate import Simulated
@@ -41,7 +41,7 @@ def test_without_drafts_a_folder_need_not_have_the_layers_it_declares(tmp_path):
 
 
 def test_an_option_that_would_do_nothing_is_not_offered(capsys):
-    assert cli.main(["bench", "startup", "--compile-cache", "none"]) == 2
+    assert cli.main(["bench", "soak", "--compile-cache", "none"]) == 2
     assert "--compile-cache" in capsys.readouterr().err
 
 
@@ -59,7 +59,7 @@ def test_latencies_of_a_timeline():
 
 
 def test_modes_are_compared_in_one_run(bench, capsys):
-    found, figure = bench("offline", "--modes", "fixed,adaptive", "--depth", "2")
+    found, figure = bench("sweep", "--modes", "fixed,adaptive", "--depth", "2")
     off, fixed, adaptive = found["figures"]["levels"]
     assert (off["mode"], fixed["mode"], adaptive["mode"]) == ("off", "fixed", "adaptive")
     assert off["speedup"]["median"] == off["acceptance_length"] == 1
@@ -75,7 +75,7 @@ def test_modes_are_compared_in_one_run(bench, capsys):
             assert (summary["requests"], summary["tokens"]) == (5, 5 * 24)
             assert 0 < summary["ttft"]["p50"] < summary["e2e"]["p50"] <= summary["seconds"]
             assert 0 < summary["itl"]["count"] <= 5 * 23
-    assert found["command"].startswith("mtp-jax bench offline --model ")
+    assert found["command"].startswith("mtp-jax bench sweep --model ")
     header, _, *rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     column = [name.strip() for name in header.split("|")].index("same tokens")
     assert [row.split("|")[column].strip() for row in rows] == ["yes"] * 3
@@ -84,7 +84,7 @@ def test_modes_are_compared_in_one_run(bench, capsys):
 
 
 def test_a_control_is_like_the_baseline(bench, capsys):
-    found, _ = bench("offline", "--modes", "control,fixed", "--depth", "2", "--simulate-acceptance", "1")
+    found, _ = bench("sweep", "--modes", "control,fixed", "--depth", "2", "--simulate-acceptance", "1")
     off, control, fixed = found["figures"]["levels"]
     assert (off["mode"], control["mode"], fixed["mode"]) == ("off", "control", "fixed")
     assert control["depth_steps"] == off["depth_steps"]
@@ -111,22 +111,23 @@ def test_a_sweep_keeps_and_shows_every_level_as_it_ends(bench, capsys, monkeypat
 def test_figures_of_another_command_are_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "build" / "bench"
-    command = ["bench", "offline", "--model", str(golden.model_dir("rigged")), "--modes", "off", *SIZES]
+    command = ["bench", "sweep", "--model", str(golden.model_dir("rigged")), "--modes", "off", *SIZES]
     for given in ([], [], ["--max-tokens", "8"]):
         assert cli.main([*command, *given]) == 0
-    (folder / "offline-model-3.json").write_text("not ours")
+    (folder / "sweep-model-3.json").write_text("not ours")
     assert cli.main([*command, "--max-tokens", "9"]) == 0
-    names = {f"offline-model{n}.{kind}" for n in ("", "-2", "-4") for kind in ("json", "png")}
-    assert {path.name for path in folder.iterdir()} == names | {"offline-model-3.json"}
-    commands = [json.loads((folder / f"offline-model{n}.json").read_text())["command"] for n in ("", "-2")]
+    names = {f"sweep-model{n}.{kind}" for n in ("", "-2", "-4") for kind in ("json", "png")}
+    assert {path.name for path in folder.iterdir()} == names | {"sweep-model-3.json"}
+    commands = [json.loads((folder / f"sweep-model{n}.json").read_text())["command"] for n in ("", "-2")]
     assert ["--max-tokens 8" in c for c in commands] == [False, True]
 
 
-def test_a_package_that_is_missing_is_named(monkeypatch, capsys):
+def test_a_package_that_is_missing_is_named(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "httpx2", None)
-    monkeypatch.delitem(sys.modules, "mtp_jax.bench.client", raising=False)
-    monkeypatch.delitem(sys.modules, "mtp_jax.bench.serve", raising=False)
-    assert cli.main(["bench", "serve", "--concurrency", "1"]) == 2
+    monkeypatch.delitem(sys.modules, "mtp_jax.bench.own_server", raising=False)
+    monkeypatch.delitem(sys.modules, "mtp_jax.bench.soak", raising=False)
+    monkeypatch.delattr("mtp_jax.bench.soak", raising=False)
+    assert cli.main(["bench", "soak", "--json", str(tmp_path / "out.json")]) == 2
     assert "needs httpx2; install it with: pip install 'mtp-jax[bench]'" in capsys.readouterr().err
 
 
@@ -137,9 +138,9 @@ def test_an_unfinished_file_says_so(tmp_path):
 
 def test_simulated_acceptance_is_as_asked_and_labelled_everywhere(bench, capsys, monkeypatch):
     titles = []
-    draw = load.Report.text
-    monkeypatch.setattr(load.Report, "text", lambda r: titles.append(r.title) or draw(r))
-    found, _ = bench("offline", "--modes", "fixed", "--depth", "2", "--simulate-acceptance", "1,0.5")
+    draw = sweep.Report.text
+    monkeypatch.setattr(sweep.Report, "text", lambda r: titles.append(r.title) or draw(r))
+    found, _ = bench("sweep", "--modes", "fixed", "--depth", "2", "--simulate-acceptance", "1,0.5")
     assert found["figures"]["simulated_acceptance"] == [1, 0.5]
     assert found["title"].startswith("SIMULATED ACCEPTANCE (1, 0.5) - ")
     out = capsys.readouterr().out
@@ -182,5 +183,5 @@ def test_refusals(capsys):
         (["--concurrency", "1,8", "--requests", "7"], "--requests 7 is fewer than the 8 at a time"),
         (["--simulate-acceptance", "2"], "expected probabilities"),
     ):
-        assert cli.main(["bench", "offline", "--model", model, "--compile-cache", "none", *given]) == 2
+        assert cli.main(["bench", "sweep", "--model", model, "--compile-cache", "none", *given]) == 2
         assert message in capsys.readouterr().err

@@ -1,0 +1,76 @@
+"""The options of ``LLM``: what to load, and those of its engine. No jax here: the command line reads them."""
+
+from dataclasses import KW_ONLY, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mtp_jax.api.progress import Reporter
+from mtp_jax.engine.config import EngineConfig, EngineOptions
+from mtp_jax.errors import ConfigError
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.options import option
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+_DEFAULT_MAX_MODEL_LEN = 8192
+
+
+@dataclass(frozen=True)
+class LLMOptions(EngineOptions):
+    """Raises ConfigError for what is out of range."""
+
+    model: str | Path | None = option(
+        None,
+        "directory with config.json and weights, as released or as convert wrote it",
+        kind=Path,
+        unset="the demo model",
+        flag=None,
+    )
+    _: KW_ONLY
+    draft_model: str | Path | None = option(
+        None,
+        "directory of NextN layers that were exported by themselves",
+        kind=Path,
+        unset="those of the model",
+        metavar="DIR",
+    )
+    num_nextn_layers: int | None = option(
+        None,
+        "NextN layers to load",
+        kind=int,
+        low=0,
+        unset="all there are, or none without speculation",
+        metavar="N",
+    )
+    mesh: "Mesh | None" = option(
+        None,
+        "devices: a mesh of make_mesh, such as 1x8",
+        kind=object,
+        unset="one device",
+        metavar="DATAxMODEL",
+    )
+    compile_cache: str | Path | None = option(
+        "~/.cache/mtp-jax/xla",
+        "folder of compiled programs, whatever JAX_COMPILATION_CACHE_DIR says; they are trusted, so only you "
+        "may write to it",
+        kind=Path,
+        unset="no cache",
+        metavar="DIR",
+        off=("--no-compile-cache", "compile everything again"),
+    )
+    reporter: Reporter | None = option(
+        None, "shows the phases of the start", kind=object, unset="nothing is shown", flag=None
+    )
+
+    def engine(self, model: ModelConfig, on_cpu: bool) -> EngineConfig:
+        """The engine's options for a model: without None and "auto". Raises ConfigError."""
+        limit, length = model.max_position_embeddings, self.max_model_len
+        if length is not None and length > limit:
+            raise ConfigError(f"max_model_len = {length}; the model's positions end at {limit}")
+        given: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(EngineOptions)}
+        if length is None:
+            given["max_model_len"] = min(limit, _DEFAULT_MAX_MODEL_LEN)
+        if self.dtype == "auto":
+            given["dtype"] = "float32" if on_cpu else model.dtype
+        return EngineConfig(**given)

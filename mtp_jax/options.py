@@ -1,0 +1,162 @@
+"""An option is declared once: a dataclass field that says its help, default, range or choices.
+
+The check of its values, the command line (``commands/options.py``), the signature and help of what takes the
+options, the bounds of HTTP fields, and the tables of docs/options.md derive from the field.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import lru_cache, wraps
+from textwrap import wrap
+from types import MappingProxyType
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_S = TypeVar("_S")
+_O = TypeVar("_O")
+_C = TypeVar("_C", bound=type)
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a field says of itself.
+
+    Attributes:
+        help: a phrase.
+        default: of the field.
+        kind: bool, int and float are checked here; of others only the choices.
+        low, high: the least and the greatest number; None: no bound.
+        above: whether ``low`` itself is excluded.
+        choices: the allowed strings; empty: any.
+        unset: what None means; empty where None is not allowed.
+        metavar: of the value on the command line.
+        flag: of the command line, such as "--api-key"; empty: "--" and the field's name; None: it has none.
+        off: a second flag of the command line that sets False or None, and its help.
+        repeated: the flag may be repeated; the field is a tuple.
+    """
+
+    help: str
+    default: Any
+    kind: type
+    low: float | None = None
+    high: float | None = None
+    above: bool = False
+    choices: tuple[str, ...] = ()
+    unset: str = ""
+    metavar: str | None = None
+    flag: str | None = ""
+    off: tuple[str, str] | None = None
+    repeated: bool = False
+
+    def allows(self, value: Any) -> bool:
+        """Whether a value is in range."""
+        if value is None:
+            return bool(self.unset)
+        if self.choices:
+            return value in self.choices
+        if self.kind is bool:
+            return isinstance(value, bool)
+        if self.kind not in (int, float):
+            return True
+        if isinstance(value, bool) or not isinstance(value, (int,) if self.kind is int else (int, float)):
+            return False
+        if value != value or (self.above and value == self.low):
+            return False
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+    @property
+    def expected(self) -> str:
+        """The range in words."""
+        none = " or None" if self.unset else ""
+        if self.choices:
+            return f"one of {', '.join(map(repr, self.choices))}{none}"
+        if self.kind is bool:
+            return f"True or False{none}"
+        what = "an integer" if self.kind is int else "a number"
+        if self.above:
+            return f"{what} above {_text(self.low)}, at most {_text(self.high)}{none}"
+        if self.high is None:
+            return f"{what} of {_text(self.low)} or more{none}"
+        return f"{what} from {_text(self.low)} to {_text(self.high)}{none}"
+
+    @property
+    def shown_default(self) -> str:
+        """For people."""
+        if self.default is MISSING:
+            return "required"
+        if self.default is None:
+            return self.unset
+        return _text(self.default) if self.default or self.default == 0 else "none"
+
+
+def option(default: Any, help: str, *, kind: type | None = None, **rest: Any) -> Any:
+    """A field that is an option; ``rest``: of ``Option``. Without ``kind`` it is the type of the default.
+
+    default: MISSING where there is none.
+    """
+    about = Option(help, default, kind or type(default), **rest)
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata={"option": about})
+    return field(default=default, metadata={"option": about})
+
+
+def narrowed(cls: type, name: str, default: Any, **changes: Any) -> Any:
+    """The field of a subclass whose option is that of ``cls`` but for the default and ``changes``."""
+    about = replace(declared(cls)[name], default=default, **changes)
+    return field(default=default, metadata={"option": about})
+
+
+@lru_cache
+def declared(cls: type) -> Mapping[str, Option]:
+    """The options of a dataclass by name."""
+    ordered = sorted(fields(cls), key=lambda f: f.kw_only is True)  # as in the signature
+    return MappingProxyType({f.name: f.metadata["option"] for f in ordered if "option" in f.metadata})
+
+
+def check(options: Any, error: type[Exception]) -> None:
+    """Raise ``error`` for the first option of an instance that is out of range."""
+    for name, about in declared(type(options)).items():
+        value = getattr(options, name)
+        if not about.allows(value):
+            raise error(f"{name} = {value!r}; expected {about.expected}")
+
+
+def documented(cls: _C) -> _C:
+    """Class decorator: the docstring lists the options."""
+    cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n\nAttributes:\n{_listed(cls)}"
+    return cls
+
+
+def takes(
+    cls: Callable[_P, _O],
+) -> Callable[[Callable[[_S, _O], None]], Callable[Concatenate[_S, _P], None]]:
+    """Decorator of an ``__init__`` that takes one ``cls``: its callers give the fields of ``cls`` instead."""
+
+    def decorate(init: Callable[[_S, _O], None]) -> Callable[Concatenate[_S, _P], None]:
+        @wraps(init)
+        def taking(self: _S, *args: _P.args, **kwargs: _P.kwargs) -> None:
+            init(self, cls(*args, **kwargs))
+
+        own, *_ = inspect.signature(init).parameters.values()
+        given = inspect.signature(cls)
+        signature = given.replace(parameters=[own, *given.parameters.values()], return_annotation=None)
+        taking.__signature__ = signature  # type: ignore[attr-defined]
+        taking.__doc__ = f"{inspect.cleandoc(init.__doc__ or '')}\n\nArgs:\n{_listed(cls)}"
+        return taking
+
+    return decorate
+
+
+def _listed(cls: Any) -> str:
+    lines = []
+    for name, about in declared(cls).items():
+        none = f" None: {about.unset}." if about.unset else ""
+        range_ = f" {about.expected.capitalize()}." if about.low is not None and not none else ""
+        text = f"{name}: {about.help}.{none}{range_}"
+        lines += wrap(text, 100, initial_indent=" " * 4, subsequent_indent=" " * 8)
+    return "\n".join(lines)
+
+
+def _text(value: Any) -> str:
+    return str(int(value)) if isinstance(value, float) and value == int(value) else str(value)

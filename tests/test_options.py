@@ -1,0 +1,112 @@
+"""An option is declared once: its check, signature, help and row in docs/options.md derive from that."""
+
+import inspect
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+
+import pytest
+
+from mtp_jax import LLM, SamplingParams
+from mtp_jax.api.admission import QueueLimits
+from mtp_jax.api.options import LLMOptions
+from mtp_jax.commands.options import flag_of
+from mtp_jax.engine.config import EngineConfig, EngineOptions
+from mtp_jax.options import check, declared, documented, narrowed, option, takes
+from serve.settings import Settings
+
+DOCS = Path(__file__).parent.parent / "docs" / "options.md"
+ALL = (LLMOptions, SamplingParams, Settings, QueueLimits)
+
+
+@documented
+@dataclass(frozen=True)
+class Sizes:
+    """Of something."""
+
+    name: str = option(MISSING, "how it is called", kind=str)
+    rows: int = option(3, "how many", low=1, high=9)
+    rate: float = option(0.5, "how often", low=0, above=True, high=1.5)
+    most: int | None = option(None, "at most", kind=int, low=1, unset="no bound")
+    kind: str = option("a", "which", choices=("a", "b"))
+    whole: bool = option(True, "all of it")
+
+
+class Thing:
+    @takes(Sizes)
+    def __init__(self, sizes: Sizes) -> None:
+        """Make it."""
+        check(sizes, KeyError)
+        self.sizes = sizes
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong", "expected"),
+    [
+        ("rows", [1, 9], [0, 10, 3.0, True, None, "3"], "an integer from 1 to 9"),
+        ("rate", [1e-9, 1, 1.5], [0, 1.6, float("nan"), "1", False], "a number above 0, at most 1.5"),
+        ("most", [1, 10**30, None], [0, 1.0], "an integer of 1 or more or None"),
+        ("kind", ["a", "b"], ["c", None, 1], "one of 'a', 'b'"),
+        ("whole", [True, False], [1, "yes", None], "True or False"),
+    ],
+)
+def test_values_are_checked(name, right, wrong, expected):
+    for value in right:
+        assert getattr(Thing("x", **{name: value}).sizes, name) is value
+    for value in wrong:
+        with pytest.raises(KeyError) as caught:
+            Thing("x", **{name: value})
+        assert caught.value.args == (f"{name} = {value!r}; expected {expected}",)
+
+
+def test_what_takes_options_has_their_signature_and_help():
+    assert str(inspect.signature(Thing)).startswith(
+        "(name: str, rows: int = 3, rate: float = 0.5, most: int | None"
+    )
+    assert "rows: how many. An integer from 1 to 9." in (Thing.__init__.__doc__ or "")
+    assert "most: at most. None: no bound." in (Sizes.__doc__ or "")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        Thing("x", colour=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'name'"):
+        Thing()  # type: ignore[call-arg]
+
+
+def test_a_subclass_may_narrow_an_option():
+    @dataclass(frozen=True)
+    class Larger(Sizes):
+        most: int = narrowed(Sizes, "most", 5, unset="")
+
+    check(Larger("x"), KeyError)
+    with pytest.raises(KeyError):
+        check(Larger("x", most=None), KeyError)  # type: ignore[arg-type]
+    assert declared(Larger)["most"].help == "at most"
+
+
+def test_llm_takes_the_options_of_its_engine():
+    parameters = inspect.signature(LLM).parameters
+    assert list(parameters) == list(declared(LLMOptions))
+    assert all(parameters[name].default == o.default for name, o in declared(LLMOptions).items())
+    assert parameters["model"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    assert declared(EngineConfig).keys() == declared(EngineOptions).keys() < declared(LLMOptions).keys()
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_every_field_is_an_option_and_its_default_is_allowed(cls):
+    assert declared(cls).keys() == set(inspect.signature(cls).parameters)
+    for name, about in declared(cls).items():
+        assert about.default is MISSING or about.allows(about.default), name
+        assert not about.help.endswith("."), name
+
+
+def table(cls: type) -> str:
+    """The rows of a dataclass in docs/options.md."""
+    lines = ["| option | flag | default | |", "| :--- | :--- | :--- | :--- |"]
+    for name, about in declared(cls).items():
+        flag = "" if about.flag is None else f"`{flag_of(name, about)}`"
+        range_ = f"; {about.expected.removesuffix(' or None')}" if about.low is not None else ""
+        lines.append(f"| `{name}` | {flag} | {about.shown_default} | {about.help}{range_} |")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_the_documentation_has_every_option(cls):
+    assert table(cls) in DOCS.read_text(encoding="utf-8"), table(cls)
