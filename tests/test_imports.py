@@ -41,7 +41,7 @@ WITHOUT_JAX = (
 )
 
 # What chooses between kernels and XLA.
-OF_KERNELS = ("mtp_jax.model.ops", "mtp_jax.model.products")
+OF_KERNELS = tuple(f"mtp_jax.model.{name}" for name in ("cache", "ops", "products", "visible"))
 
 # A checkpoint fills parameters and places them; it knows nothing of what the model computes.
 OF_MODEL = tuple(f"mtp_jax.model.{name}" for name in ("config", "device", "hf_config", "params", "sharding"))

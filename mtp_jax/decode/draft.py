@@ -19,8 +19,9 @@ from mtp_jax.decode.sampling import (
 )
 from mtp_jax.decode.state import Slots, State
 from mtp_jax.model import nextn
+from mtp_jax.model.cache import LayerCache, PagedView
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.ops import PagedView, Pages, write
+from mtp_jax.model.ops import write
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Backend
 
@@ -46,7 +47,7 @@ class Extension:
     ``merged`` [B, W, k, D]: for layer 0 the trunk's hidden state of the token, z_{k-1} for the others.
     """
 
-    pages: tuple[Pages, ...]
+    pages: tuple[LayerCache, ...]
     tails: Array
     merged: Float[Array, "B W k D"]
 
@@ -60,7 +61,7 @@ class Extension:
 def extend(
     params: Params,
     cfg: ModelConfig,
-    pages: tuple[Pages, ...],
+    pages: tuple[LayerCache, ...],
     tails: Float[Array, "P one C"],
     page_table: Int[Array, "B n"],
     tokens: Int[Array, "B W"],
@@ -80,15 +81,13 @@ def extend(
     if not pages:
         return Extension(pages, tails, jnp.zeros((*tokens.shape, 0, hidden.shape[-1]), hidden.dtype))
     merged, out = [hidden], list(pages)
-    last, size = len(pages) - 1, pages[0].shape[1]
+    last, size = len(pages) - 1, pages[0].page_size
 
     def before(k: int) -> Float[Array, "B W D"]:
         return jnp.concatenate([carry[:, k : k + 1], merged[k][:, :-1]], axis=1)
 
     for k in range(last):
-        row = jnp.arange(page_table.shape[1] * size)
-        mask = (row > k) & (row <= positions[..., None])
-        view = PagedView(page_table, nextn.existing(k, positions), mask)
+        view = PagedView(page_table, nextn.existing(k, positions), nextn.seen(k, positions))
         z, out[k] = nextn.run(params, cfg, k, tokens, before(k), positions, pages[k], view, on)
         merged.append(z)
     out[last] = nextn.write_cache(
@@ -111,7 +110,7 @@ def draft(
     on: Backend,
     allowed: UInt32[Array, "B W words"] | None = None,
     coupled: bool = False,
-) -> tuple[Drafts, tuple[Pages, ...]]:
+) -> tuple[Drafts, tuple[LayerCache, ...]]:
     """Draft ``depth`` tokens per slot by recursion; layers are reused, step modulo layers.
 
     drafting: None for steps in which every row is greedy. allowed: what grammars allow at each position, as
@@ -129,14 +128,9 @@ def draft(
         before = slots.carry[:, k : k + 1]
         pages[k] = nextn.write_cache(params, cfg, k, token[:, None], before, newest, pages[k], page_table, on)
     for k in range(depth):
-        # Layer k's rows past the newest token exist only every `layers` positions.
         layer, position = k % layers, slots.length + k
-        row = jnp.arange(page_table.shape[1] * pages[layer].shape[1])
-        ahead = row - slots.length[:, None]
-        seen = (row > layer) & (ahead <= k) & ((ahead <= 0) | (ahead % layers == layer))
-        mask = (seen & slots.active[:, None])[:, None]
         write_to = jnp.where(slots.active, position, -1)[:, None]
-        view = PagedView(page_table, write_to, mask)
+        view = PagedView(page_table, write_to, nextn.seen_by_draft(k, layers, slots.length, slots.active))
         window, pages[layer] = nextn.run(
             params, cfg, layer, token[:, None], z[:, None], position[:, None], pages[layer], view, on
         )

@@ -15,10 +15,11 @@ from mtp_jax.decode.sampling import Purpose, TopLogprobs, adjust, distribution, 
 from mtp_jax.decode.state import Slots, State
 from mtp_jax.decode.step import StepResult, count_tokens
 from mtp_jax.model import trunk
+from mtp_jax.model.cache import PagedView
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.ops import PagedView
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Backend
+from mtp_jax.model.visible import chain
 
 
 @jax.tree_util.register_dataclass
@@ -75,9 +76,7 @@ def prefill(
     real = chunk.start[:, None] + index
     positions = jnp.where(valid, real, -1)
     with jax.named_scope("prefill_trunk"):
-        row = jnp.arange(pages * state.trunk[0].shape[1])
-        mask = (row <= real[..., None]) & valid[..., None]
-        view = PagedView(table, positions, mask)
+        view = PagedView(table, positions, chain(chunk.start, chunk.count))
         traced = trunk.run(params, cfg, chunk.tokens, real, state.trunk, view, on)
     hidden = traced.hidden
     last = jnp.maximum(chunk.count - 1, 0)[:, None, None]
@@ -109,7 +108,7 @@ def prefill(
     if prompt_logprobs is not None:
         with jax.named_scope("prompt_logprobs"):
             prompt = top_logprobs(trunk.logits(params, hidden), chunk.targets, prompt_logprobs)
-    new_state = State(traced.pages, extension.pages, extension.tails, slots, state.backlog)
+    new_state = State(traced.caches, extension.pages, extension.tails, slots, state.backlog)
     return new_state, PrefillResult(StepResult(packed, top), prompt)
 
 

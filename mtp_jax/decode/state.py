@@ -27,8 +27,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.decode.sampling import SamplingState, neutral_state
 from mtp_jax.errors import ConfigError
+from mtp_jax.model.cache import LayerCache, empty_cache
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.ops import packed
 from mtp_jax.model.params import type_of
 from mtp_jax.model.sharding import data_size, partition
 
@@ -89,12 +89,12 @@ class State:
     """Latent cache, page tails, slots, and what steps put off.
 
     Attributes:
-        trunk, nextn: the paged cache of each layer, [P, S, C + R] or Fp8Rows.
+        trunk, nextn: the paged cache of each layer.
         tails: [P, 1, k * D].
     """
 
-    trunk: tuple[Any, ...]
-    nextn: tuple[Any, ...]
+    trunk: tuple[LayerCache, ...]
+    nextn: tuple[LayerCache, ...]
     tails: Any
     slots: Slots
     backlog: Backlog
@@ -120,8 +120,7 @@ def abstract_state(
     pages, layers = (shape.pages + 1) * data_size(mesh), cfg.num_nextn_predict_layers
 
     def zeros() -> State:
-        cache = jnp.zeros((pages, shape.page_size, cfg.latent_dim), type_of[dtype])
-        cache = packed(cache, cfg.kv_lora_rank) if fp8_cache else cache
+        cache = empty_cache(pages, shape.page_size, cfg, type_of[dtype], fp8=fp8_cache)
         number = jnp.zeros(shape.slots, jnp.int32)
         slots = Slots(
             length=number,

@@ -39,10 +39,11 @@ from mtp_jax.decode.sampling import (
 )
 from mtp_jax.decode.state import Slots, State, first_slots, put_first_slots
 from mtp_jax.model import trunk
+from mtp_jax.model.cache import PagedView
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.ops import PagedView
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Backend
+from mtp_jax.model.visible import chain
 
 
 @jax.tree_util.register_dataclass
@@ -152,7 +153,7 @@ def verify_phase(
     tokens = emitted.tokens
     packed = jnp.concatenate([tokens, jnp.stack(counts, axis=1)], axis=1)
     top = None if mode.logprobs is None or logits is None else top_logprobs(logits, tokens, mode.logprobs)
-    return replace(kept, trunk=traced.pages, slots=slots_after), StepResult(packed, top)
+    return replace(kept, trunk=traced.caches, slots=slots_after), StepResult(packed, top)
 
 
 def _no_drafts(cfg: ModelConfig, slots: int, mode: SamplingMode) -> Drafts:
@@ -171,10 +172,9 @@ def _verify(
 ) -> trunk.Traced:
     width = window.shape[1]
     positions = s.length[:, None] + jnp.arange(width)
-    row = jnp.arange(table.shape[1] * state.trunk[0].shape[1])
-    mask = (row <= positions[..., None]) & s.active[:, None, None]
     written = jnp.where(s.active[:, None], positions, -1)
-    return trunk.run(params, cfg, window, positions, state.trunk, PagedView(table, written, mask), on)
+    view = PagedView(table, written, chain(s.length, jnp.where(s.active, width, 0)))
+    return trunk.run(params, cfg, window, positions, state.trunk, view, on)
 
 
 def accept_drafts(

@@ -20,7 +20,7 @@ PLAIN = replace(GREEDY, max_tokens=40, num_speculative_tokens=0)
 def kept(engine: Engine) -> list[np.ndarray]:
     """What drafts will read of each slot in use: its NextN rows, the tails of its full pages, its carry."""
     state = engine.caught_up()
-    caches, tails = [np.asarray(p) for p in state.nextn], np.asarray(state.tails)
+    caches, tails = [np.asarray(p) for p in jax.tree.leaves(state.nextn)], np.asarray(state.tails)
     size, found = caches[0].shape[1], []
     for slot, length in enumerate(np.asarray(state.slots.length).tolist()):
         if engine.scheduler.slots[slot] is None:

@@ -187,11 +187,11 @@ def test_the_state_is_donated():
         def donating(*args, run=run):
             nonlocal gone
             state = next(a for a in args if hasattr(a, "trunk"))
-            before = {a.unsafe_buffer_pointer() for a in (*state.trunk, *state.nextn)}
+            before = {a.unsafe_buffer_pointer() for a in jax.tree.leaves((state.trunk, state.nextn))}
             out = run(*args)
             new = out if hasattr(out, "trunk") else out[0]
-            assert all(a.is_deleted() for a in (*state.trunk, *state.nextn, state.tails))
-            assert {a.unsafe_buffer_pointer() for a in (*new.trunk, *new.nextn)} == before
+            assert all(a.is_deleted() for a in jax.tree.leaves((state.trunk, state.nextn, state.tails)))
+            assert {a.unsafe_buffer_pointer() for a in jax.tree.leaves((new.trunk, new.nextn))} == before
             gone += 1
             return out
 
@@ -211,7 +211,7 @@ def test_the_state_is_donated():
 def test_steps_allocate_no_second_cache():
     engine = make_engine()
     serve(engine, [(prompts(1)[0], GREEDY)])
-    cache = sum(a.nbytes for a in (*engine.state.trunk, *engine.state.nextn))
+    cache = sum(a.nbytes for a in jax.tree.leaves((engine.state.trunk, engine.state.nextn)))
     for key in engine.executables.keys:
         if not isinstance(key, DraftKey):
             used = engine.executables._compiled[key].memory_analysis()

@@ -41,7 +41,7 @@ def reference() -> Reference:
 
 def rows_in_use(engine: Engine, slots: Slots) -> np.ndarray:
     """Bool [P, S]: cache rows that hold committed tokens."""
-    pages, size, _ = engine.state.trunk[0].shape
+    pages, size, _ = jax.tree.leaves(engine.state.trunk)[0].shape
     used = np.zeros((pages, size), bool)
     for i, request in enumerate(engine.scheduler.slots):
         prefilling = request is not None and request.status is Status.PREFILL
@@ -65,8 +65,8 @@ def poison(engine: Engine) -> None:
     carry = np.where(idle[:, None, None], np.nan, slots.carry).astype(slots.carry.dtype)
     used = rows_in_use(engine, slots)
     engine.state = State(
-        tuple(spoil(p, used) for p in engine.state.trunk),
-        tuple(spoil(p, used) for p in engine.state.nextn),
+        jax.tree.map(lambda p: spoil(p, used), engine.state.trunk),
+        jax.tree.map(lambda p: spoil(p, used), engine.state.nextn),
         jnp.full_like(engine.state.tails, jnp.nan),
         replace(engine.state.slots, carry=jnp.asarray(carry)),
         engine.state.backlog,
@@ -175,9 +175,9 @@ def test_speculation_switched_on_later(steps):
 def spoil_slot(engine: Engine, slot: int, cache: str) -> None:
     """NaN into the committed rows of one slot, in the ``trunk`` or the ``nextn`` cache."""
     table = np.asarray(engine.state.slots.page_table[slot])
-    rows, size = np.arange(int(engine.state.slots.length[slot])), engine.state.trunk[0].shape[1]
+    rows, size = np.arange(int(engine.state.slots.length[slot])), engine.state.trunk[0].page_size
     at = (table[rows // size], rows % size)
-    spoiled = tuple(p.at[at].set(jnp.nan) for p in getattr(engine.state, cache))
+    spoiled = jax.tree.map(lambda p: p.at[at].set(jnp.nan), getattr(engine.state, cache))
     engine.state = replace(engine.state, **{cache: spoiled})
 
 
