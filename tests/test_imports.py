@@ -44,7 +44,7 @@ WITHOUT_JAX = (
 )
 
 # What chooses between kernels and XLA.
-OF_KERNELS = ("mtp_jax.model.ops", "mtp_jax.model.products")
+OF_KERNELS = tuple(f"mtp_jax.model.{name}" for name in ("cache", "ops", "products", "visible"))
 
 # Who knows the NextN layers: their drafter, and what scores, measures or trains the model without the engine.
 # Everything else knows a drafter.

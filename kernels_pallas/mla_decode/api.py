@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.mla_decode import mosaic_gpu, reference
 from kernels_pallas.mla_decode.fp8_rows import Rows
-from kernels_pallas.mla_decode.visible import Visible
+from kernels_pallas.visible import MAX_AHEAD, Window
 
 Implementation = Literal["xla", "mosaic_gpu"]
 
@@ -25,7 +25,7 @@ def mla_decode(
     q_rope: jax.Array,
     pages: jax.Array | Rows,
     page_table: jax.Array,
-    visible: Visible,
+    visible: Window,
     *,
     scale: float,
     implementation: Implementation,
@@ -41,7 +41,7 @@ def mla_decode(
         pages: the cache, [P, S, C + R], latent first; or FP8 rows, the two arrays that `fp8_rows.pack` makes.
             Rows that no token sees may hold anything, NaN too.
         page_table: pages of each slot in order, int32 [B, n]; every entry must be a page of the cache.
-        visible: rows each token attends to; none at or past n * S.
+        visible: rows each token attends to, of the n * S of its slot.
         scale: factor of the scores before the softmax.
         implementation: "mosaic_gpu" needs a Hopper GPU, bfloat16, C 512, R 64, pages of 64 rows, and N a
             multiple of 8.
@@ -51,7 +51,7 @@ def mla_decode(
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Returns:
-        What each head mixes from the latents, [B, W, N, C], of q's dtype; zero where a token sees no row.
+        What each head mixes from the latents, [B, W, N, C], of q's dtype; zero in idle slots.
 
     Raises:
         ValueError: for what an implementation cannot do.
@@ -64,8 +64,9 @@ def mla_decode(
     block = mosaic_gpu.rows_per_block(height)
     blocks = height // block
     splits = splits or choose_splits(slots * blocks, page_table.shape[1])
-    rows = jnp.stack([visible.first, visible.length, visible.end(), visible.seen()])
-    ahead = jnp.repeat(visible.ahead, heads, axis=1).reshape(slots, blocks, block)
+    seen: Any = visible.bits(window, page_table.shape[1] * mosaic_gpu.PAGE)
+    rows = jnp.stack([seen.first, seen.length, seen.end(), seen.seen_ahead()])
+    ahead = jnp.repeat(seen.ancestors, heads, axis=1).reshape(slots, blocks, block)
     ahead = jnp.pad(ahead, ((0, 0), (0, 0), (0, mosaic_gpu.ROWS - block)))
     out, lse = mosaic_gpu.mla_decode(
         q.reshape(slots, height, -1),
@@ -109,7 +110,7 @@ def choose_splits(blocks: int, columns: int) -> int:
 
 def check(q: Any, q_rope: Any, pages: jax.Array | Rows) -> None:
     """Refuse what the Mosaic GPU kernel cannot do, with a ValueError that says so."""
-    (heads, rank), rows = q.shape[-2:], jax.tree.leaves(pages)[0]
+    (window, heads, rank), rows = q.shape[-3:], jax.tree.leaves(pages)[0]
     dtypes = {str(q.dtype), str(q_rope.dtype)} | (set() if isinstance(pages, tuple) else {str(rows.dtype)})
     needs = (
         ("dtype of queries and cache", dtypes, {"bfloat16"}),
@@ -117,6 +118,7 @@ def check(q: Any, q_rope: Any, pages: jax.Array | Rows) -> None:
         ("rope dimensions", q_rope.shape[-1], mosaic_gpu.ROPE),
         ("rows per page", rows.shape[1], mosaic_gpu.PAGE),
         ("remainder of the heads by 8", heads % 8, 0),
+        (f"tokens past the window's most, {MAX_AHEAD + 1},", max(window - MAX_AHEAD - 1, 0), 0),
     )
     for what, got, allowed in needs:
         if got != allowed:

@@ -11,7 +11,7 @@ import numpy as np
 
 from kernels_pallas.checking.case import External, UnavailableError
 from kernels_pallas.mla_decode.fp8_rows import Rows, unpack
-from kernels_pallas.mla_decode.visible import Visible
+from kernels_pallas.visible import Window
 
 # As vLLM calls its kernel (v1/attention/backends/mla/triton_mla.py).
 _TRITON_SPLITS = 4
@@ -32,7 +32,7 @@ def xla(
     q_rope: jax.Array,
     pages: jax.Array | Rows,
     page_table: jax.Array,
-    visible: Visible,
+    visible: Window,
     *,
     scale: float,
 ) -> jax.Array:
@@ -41,8 +41,8 @@ def xla(
     rows = jax.tree.map(lambda part: part[page_table], pages)
     rows = unpack(rows, rank).astype(q.dtype) if isinstance(rows, tuple) else rows
     rows = rows.reshape(rows.shape[0], -1, rows.shape[-1])
-    mask = visible.mask(rows.shape[1])
-    rows = jnp.where(mask.any(axis=1)[..., None], rows, 0)
+    mask = visible.mask(q.shape[1], rows.shape[1])
+    rows = jnp.where(visible.seen(rows.shape[1])[..., None], rows, 0)
     scores = jnp.einsum("bwnc,blc->bwnl", whole, rows, preferred_element_type=jnp.float32) * scale
     weights = jax.nn.softmax(jnp.where(mask[:, :, None], scores, -jnp.inf), axis=-1).astype(q.dtype)
     return jnp.einsum("bwnl,blc->bwnc", weights, rows[..., :rank])
@@ -53,14 +53,14 @@ def triton(
     q_rope: jax.Array,
     pages: jax.Array | Rows,
     page_table: jax.Array,
-    visible: Visible,
+    visible: Window,
     *,
     scale: float,
 ) -> Callable[[], Any]:
     """vLLM's Triton kernel. It decodes single tokens: those of a window become slots of their own."""
     torch = _package("torch")
     kernel = _package("vllm.v1.attention.ops.triton_decode_attention").decode_attention_fwd
-    rows, lengths = _bfloat16(pages), _causal_lengths(visible)
+    rows, lengths = _bfloat16(pages), _causal_lengths(visible, q.shape[1])
     slots, window, heads, rank = q.shape
     tokens = slots * window
     of_each = (
@@ -98,13 +98,13 @@ def flash_mla(
     q_rope: jax.Array,
     pages: jax.Array | Rows,
     page_table: jax.Array,
-    visible: Visible,
+    visible: Window,
     *,
     scale: float,
 ) -> Callable[[], Any]:
     """FlashMLA's dense decoding kernel, with its causal window."""
     torch, package = _package("torch"), _package("flash_mla")
-    rows, ends = _bfloat16(pages), _causal_lengths(visible)[:, -1]
+    rows, ends = _bfloat16(pages), _causal_lengths(visible, q.shape[1])[:, -1]
     given = jnp.concatenate([q, q_rope], axis=-1), rows[:, :, None], page_table, ends
     queries, keys, table, ends = (torch.from_dlpack(x) for x in given)
     schedule, splits = package.get_mla_metadata(ends, q.shape[1] * q.shape[2], 1)
@@ -131,10 +131,8 @@ def _bfloat16(pages: jax.Array | Rows) -> jax.Array:
     return pages
 
 
-def _causal_lengths(visible: Visible) -> jax.Array:
-    """Rows that each token sees, int32 [B, W]. Raises UnavailableError unless token w sees w rows more."""
-    window = visible.ahead.shape[1]
-    causal = np.array_equal(visible.ahead, np.broadcast_to((2 << np.arange(window)) - 1, visible.ahead.shape))
-    if not causal or np.any(visible.first):
+def _causal_lengths(visible: Window, window: int) -> jax.Array:
+    """Rows that each token sees, int32 [B, W]. Raises UnavailableError unless all slots have whole chains."""
+    if visible.ancestors is not None or np.any(visible.first) or np.any(visible.count != window):
         raise UnavailableError("it knows causal windows only")
-    return (visible.length[:, None] + 1 + jnp.arange(window)).astype(jnp.int32)
+    return (visible.length[:, None] + jnp.arange(window)).astype(jnp.int32)

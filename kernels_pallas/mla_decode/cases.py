@@ -10,7 +10,7 @@ from kernels_pallas.checking.case import Case, Inputs, Work
 from kernels_pallas.mla_decode import bench, reference
 from kernels_pallas.mla_decode.api import mla_decode
 from kernels_pallas.mla_decode.fp8_rows import BLOCK, pack
-from kernels_pallas.mla_decode.visible import Visible, causal
+from kernels_pallas.visible import Window, chain
 
 RANK, ROPE, PAGE = 512, 64, 64
 # DeepSeek-V3's scale without the factor for long contexts: it multiplies queries of 128 + 64 dimensions.
@@ -105,20 +105,20 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
     pages = jax.random.normal(keys[1], (count, PAGE, RANK + ROPE), jnp.bfloat16)
     page_table = jax.random.permutation(keys[2], count)[:-1].reshape(slots, columns).astype(jnp.int32)
     visible = rows_seen(shape)
-    hidden = ~visible.mask(columns * PAGE).any(axis=1).reshape(slots, columns, PAGE)
+    hidden = ~visible.seen(columns * PAGE).reshape(slots, columns, PAGE)
     hidden = jnp.ones((count, PAGE), bool).at[page_table].set(hidden)
     pages = jnp.where(hidden[..., None], jnp.nan, pages)
     q, q_rope = jnp.split(q, [RANK], axis=-1)
     return q, q_rope, pack(pages, RANK) if shape.fp8 else pages, page_table, visible
 
 
-def rows_seen(shape: Shape) -> Visible:
+def rows_seen(shape: Shape) -> Window:
     """A causal window; of a second NextN layer, the rows of every other draft and no first two rows."""
     length = jnp.array(shape.lengths, jnp.int32)
     if not shape.nextn:
-        return causal(length, shape.window)
+        return chain(length, jnp.where(length < 0, 0, shape.window))
     every_other = jnp.full((len(shape.lengths), shape.window), 0b10101, jnp.int32)
-    return Visible(jnp.full_like(length, 2), length, every_other)
+    return Window(jnp.full_like(length, 2), length, jnp.full_like(length, shape.window), every_other)
 
 
 def work(shape: Shape) -> Work:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.mla_decode.fp8_rows import Rows, unpack
-from kernels_pallas.mla_decode.visible import Visible
+from kernels_pallas.visible import Window
 
 EXACT = lax.Precision.HIGHEST
 
@@ -15,7 +15,7 @@ def mla_decode(
     q_rope: jax.Array,
     pages: jax.Array | Rows,
     page_table: jax.Array,
-    visible: Visible,
+    visible: Window,
     *,
     scale: float,
 ) -> jax.Array:
@@ -26,9 +26,9 @@ def mla_decode(
     rows = unpack(rows, rank).astype(q.dtype) if isinstance(rows, tuple) else rows
     rows = rows.astype(jnp.float32)
     rows = rows.reshape(rows.shape[0], -1, rows.shape[-1])
-    mask = visible.mask(rows.shape[1])
-    # Rows nobody sees may hold NaN, which a probability of zero does not silence.
-    rows = jnp.where(mask.any(axis=1)[..., None], rows, 0)
+    mask = visible.mask(q.shape[1], rows.shape[1])
+    # Rows that no token sees may hold NaN, which a probability of zero does not silence.
+    rows = jnp.where(visible.seen(rows.shape[1])[..., None], rows, 0)
     scores = jnp.einsum("bwnc,blc->bwnl", whole.astype(jnp.float32), rows, precision=EXACT) * scale
     scores = jnp.where(mask[:, :, None], scores, -jnp.inf)
     # A token that sees nothing must give zeros, not NaN.

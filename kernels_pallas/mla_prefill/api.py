@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.mla_prefill import mosaic_gpu, reference
-from kernels_pallas.mla_prefill.limits import Limits
+from kernels_pallas.visible import Window
 
 Implementation = Literal["xla", "mosaic_gpu"]
 
@@ -20,7 +20,7 @@ def mla_prefill(
     rows: jax.Array,
     k_up: jax.Array,
     v_up: jax.Array,
-    limits: Limits,
+    visible: Window,
     *,
     scale: float,
     implementation: Implementation,
@@ -38,23 +38,20 @@ def mla_prefill(
             query sees may hold anything, NaN too.
         k_up: [N, h, C].
         v_up: [N, v, C].
-        limits: rows that each query sees. A chunk of ``count`` tokens after ``n`` rows has diagonal n and end
-            n + count.
+        visible: rows that each query sees: a chain.
         scale: factor of the scores before the softmax.
         implementation: see `attend`.
         block: rows at a time, a multiple of 128.
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Returns:
-        [B, T, N, v] of q's dtype; zero where a query sees no row, anything finite past the count.
+        [B, T, N, v] of q's dtype; zero where a query that counts sees no row.
 
     Raises:
         ValueError: for what an implementation cannot do.
     """
     length, rank = rows.shape[1], k_up.shape[-1]
-    row = jnp.arange(length)
-    seen = (row >= limits.begin[:, None]) & (row < limits.end[:, None])
-    rows = jnp.where(seen[..., None], rows, 0)
+    rows = jnp.where(visible.seen(length)[..., None], rows, 0)
     size = min(block, length + -length % mosaic_gpu.KEYS)
     rows = jnp.pad(rows, ((0, 0), (0, -length % size), (0, 0)))
 
@@ -62,7 +59,7 @@ def mla_prefill(
         latent, k_rope = jnp.split(lax.dynamic_slice_in_dim(rows, i * size, size, axis=1), [rank], axis=-1)
         k = jnp.einsum("blc,nhc->blnh", latent, k_up)
         v = jnp.einsum("blc,nvc->blnv", latent, v_up)
-        here = limits.within(i * size, size)
+        here = visible.shifted(i * size)
         return attend(q, k, k_rope, v, here, scale=scale, implementation=implementation, interpret=interpret)
 
     def add(i: jax.Array, merged: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -70,7 +67,7 @@ def mla_prefill(
 
     out, lse = part(0)
     if rows.shape[1] > size:
-        used = lax.div(limits.end.max() + (size - 1), size)
+        used = lax.div(jnp.minimum(visible.end().max(), length) + (size - 1), size)
         out, _ = lax.fori_loop(1, used, add, (out.astype(jnp.float32), lse))
     return out.astype(q.dtype)
 
@@ -80,7 +77,7 @@ def attend(
     k: jax.Array,
     k_rope: jax.Array,
     v: jax.Array,
-    limits: Limits,
+    visible: Window,
     *,
     scale: float,
     implementation: Implementation,
@@ -93,7 +90,7 @@ def attend(
         k: [B, L, N, h]; finite, where no query sees it too.
         k_rope: [B, L, R], shared by the heads.
         v: [B, L, N, v]; finite likewise.
-        limits: rows that each query sees.
+        visible: rows that each query sees: a chain, its rows numbered within the block.
         scale: factor of the scores before the softmax.
         implementation: "mosaic_gpu" needs a Hopper GPU, bfloat16, h 128, R 64 and v 128.
         interpret: parameters of Pallas' interpreter; None compiles.
@@ -106,7 +103,7 @@ def attend(
         ValueError: for what an implementation cannot do.
     """
     if implementation == "xla":
-        out, lse = reference.attend(q, k, k_rope, v, limits, scale=scale)
+        out, lse = reference.attend(q, k, k_rope, v, visible, scale=scale)
         return out.astype(q.dtype), lse
     check(q, k, k_rope, v)
     length = q.shape[1]
@@ -119,11 +116,19 @@ def attend(
         filled(k, mosaic_gpu.KEYS),
         filled(k_rope, mosaic_gpu.KEYS),
         filled(v, mosaic_gpu.KEYS),
-        jnp.stack([limits.count, limits.begin, limits.diagonal, jnp.minimum(limits.end, k.shape[1])]),
+        bounds(visible, k.shape[1]),
         scale=scale,
         interpret=interpret,
     )
     return out[:, :length], lse[..., :length]
+
+
+def bounds(visible: Window, rows: int) -> jax.Array:
+    """A chain over so many rows as the kernel takes it, int32 [4, B]: count, first row, diagonal, end."""
+    if visible.ancestors is not None:
+        raise ValueError("mla_prefill on mosaic_gpu: tokens are a tree, must be a chain; use 'xla'")
+    first, end = jnp.clip(visible.first, 0, rows), jnp.minimum(visible.end(), rows)
+    return jnp.stack([visible.count, first, visible.length - 1, end])
 
 
 def merge(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from kernels_pallas.checking.case import Case, Inputs, Work
 from kernels_pallas.mla_prefill import bench, reference
 from kernels_pallas.mla_prefill.api import attend, mla_prefill
-from kernels_pallas.mla_prefill.limits import Limits
+from kernels_pallas.visible import Window, chain
 
 RANK, NOPE, ROPE, VALUE = 512, 128, 64, 128
 SCALE = (NOPE + ROPE) ** -0.5
@@ -82,39 +82,38 @@ def case(name: str, shape: Shape) -> Case:
 def counted(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
     """The function's results with zero for queries past the count, of which they may be anything."""
     result = function(*inputs, **options)
-    limits = inputs[-1]
+    visible: Window = inputs[-1]
     out, *lse = result if isinstance(result, tuple) else (result,)
-    counts = jnp.arange(out.shape[1]) < limits.count[:, None]
+    counts = jnp.arange(out.shape[1]) < visible.count[:, None]
     return jnp.where(counts[..., None, None], out, 0), *(jnp.where(counts[:, None], x, 0) for x in lse)
 
 
-def limits_of(shape: Shape) -> Limits:
+def rows_seen(shape: Shape) -> Window:
     """Each chunk after its history, causal."""
-    counts, history = jnp.array(shape.counts, jnp.int32), jnp.array(shape.history, jnp.int32)
-    return Limits(counts, jnp.full_like(counts, shape.begin), history, history + counts)
+    return chain(jnp.array(shape.history, jnp.int32), jnp.array(shape.counts, jnp.int32), shape.begin)
 
 
 def expanded(shape: Shape, key: jax.Array) -> Inputs:
-    """Queries, keys of each head and the shared one, values, limits."""
+    """Queries, keys of each head and the shared one, values, rows seen."""
     slots, length = len(shape.counts), shape.rows
     of_rows = slots, length, shape.heads
     sizes = (slots, shape.queries, shape.heads, NOPE + ROPE), (*of_rows, NOPE), (slots, length, ROPE)
     arrays = [
         normal(k, s) for k, s in zip(jax.random.split(key, 4), (*sizes, (*of_rows, VALUE)), strict=True)
     ]
-    return *arrays, limits_of(shape)
+    return *arrays, rows_seen(shape)
 
 
 def latent(shape: Shape, key: jax.Array) -> Inputs:
-    """Queries, cached rows with NaN where no query sees them, the expansions to keys and values, limits."""
-    slots, length, limits = len(shape.counts), shape.rows, limits_of(shape)
+    """Queries, cached rows with NaN where no query sees them, expansions to keys and values, rows seen."""
+    slots, length, visible = len(shape.counts), shape.rows, rows_seen(shape)
     keys = jax.random.split(key, 4)
     q = normal(keys[0], (slots, shape.queries, shape.heads, NOPE + ROPE))
     rows = normal(keys[1], (slots, length, RANK + ROPE))
-    rows = jnp.where(jnp.arange(length)[:, None] < limits.end[:, None, None], rows, jnp.nan)
+    rows = jnp.where(jnp.arange(length)[:, None] < visible.end()[:, None, None], rows, jnp.nan)
     k_up = normal(keys[2], (shape.heads, NOPE, RANK)) * RANK**-0.5
     v_up = normal(keys[3], (shape.heads, VALUE, RANK)) * RANK**-0.5
-    return q, rows, k_up, v_up, limits
+    return q, rows, k_up, v_up, visible
 
 
 def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:

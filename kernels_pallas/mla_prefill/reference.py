@@ -4,20 +4,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.mla_prefill.limits import Limits
+from kernels_pallas.visible import Window
 
 EXACT = lax.Precision.HIGHEST
 
 
 def attend(
-    q: jax.Array, k: jax.Array, k_rope: jax.Array, v: jax.Array, limits: Limits, *, scale: float
+    q: jax.Array, k: jax.Array, k_rope: jax.Array, v: jax.Array, visible: Window, *, scale: float
 ) -> tuple[jax.Array, jax.Array]:
     """As `kernels_pallas.mla_prefill.api.attend`, in float32; queries past the count see nothing."""
     nope, rope = jnp.split(q.astype(jnp.float32), [k.shape[-1]], axis=-1)
     scores = jnp.einsum("btnh,blnh->bntl", nope, k.astype(jnp.float32), precision=EXACT)
     scores += jnp.einsum("btnr,blr->bntl", rope, k_rope.astype(jnp.float32), precision=EXACT)
-    counted = jnp.arange(q.shape[1]) < limits.count[:, None]
-    mask = limits.mask(q.shape[1], k.shape[1]) & counted[..., None]
+    mask = visible.mask(q.shape[1], k.shape[1])
     scores = jnp.where(mask[:, None], scores * scale, -jnp.inf)
     # A query that sees nothing must give zeros, not NaN.
     peak = jnp.maximum(scores.max(axis=-1), jnp.finfo(jnp.float32).min)

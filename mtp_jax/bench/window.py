@@ -24,12 +24,13 @@ from mtp_jax.decode.state import StateShape, abstract_state, empty_state
 from mtp_jax.engine.request import MAX_DRAFTS
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import trunk
+from mtp_jax.model.cache import LayerCache, PagedView
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import compiler_options
 from mtp_jax.model.moe import Routing
-from mtp_jax.model.ops import PagedView
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Backend
+from mtp_jax.model.visible import chain
 
 # One slot of 256 rows, prompts of 16 tokens: short enough that weights, not the cache, are what is read.
 _PAGE_SIZE, _ROWS, _PROMPT = 64, 256, 16
@@ -39,7 +40,7 @@ _PAGE_SIZE, _ROWS, _PROMPT = 64, 256, 16
 class Cached:
     """The trunk's cache of one slot: pages of every layer, as in the engine."""
 
-    pages: tuple[Any, ...]
+    pages: tuple[LayerCache, ...]
     table: Any
 
 
@@ -53,18 +54,17 @@ def _empty_cache(cfg: ModelConfig, dtype: str) -> Cached:
 
 def verify(
     params: Params,
-    pages: tuple[Array, ...],
+    pages: tuple[LayerCache, ...],
     tokens: Int[Array, "B W"],
     start: Int[Array, " B"],
     table: Int[Array, "B n"],
     cfg: ModelConfig,
-) -> tuple[tuple[Array, ...], Int[Array, "B W"]]:
+) -> tuple[tuple[LayerCache, ...], Int[Array, "B W"]]:
     """The verify part of a step and nothing else: (pages, the trunk's greedy choices)."""
     positions = start[:, None] + jnp.arange(tokens.shape[1])
-    mask = jnp.arange(table.shape[1] * pages[0].shape[1]) <= positions[..., None]
-    view = PagedView(table, positions, mask)
+    view = PagedView(table, positions, chain(start, tokens.shape[1]))
     traced = trunk.run(params, cfg, tokens, positions, pages, view, Backend("absorbed"))
-    return traced.pages, argmax(trunk.logits(params, traced.hidden))
+    return traced.caches, argmax(trunk.logits(params, traced.hidden))
 
 
 def time_windows(

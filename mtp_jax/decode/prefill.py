@@ -15,10 +15,11 @@ from mtp_jax.decode.sampling import Purpose, TopLogprobs, adjust, distribution, 
 from mtp_jax.decode.state import DrafterState, Slots, State, put_slots, take_slots
 from mtp_jax.decode.step import count_tokens, features_of
 from mtp_jax.model import trunk
+from mtp_jax.model.cache import PagedView
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.ops import PagedView
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Backend
+from mtp_jax.model.visible import chain
 
 
 class Chunk(struct.PyTreeNode):
@@ -72,9 +73,7 @@ def prefill(
     real = chunk.start[:, None] + index
     positions = jnp.where(valid, real, -1)
     with jax.named_scope("prefill_trunk"):
-        row = jnp.arange(pages * state.trunk[0].shape[1])
-        mask = (row <= real[..., None]) & valid[..., None]
-        view = PagedView(table, positions, mask)
+        view = PagedView(table, positions, chain(chunk.start, chunk.count))
         traced = trunk.run(params, cfg, chunk.tokens, real, state.trunk, view, on)
     hidden = traced.hidden
     last = jnp.maximum(chunk.count - 1, 0)[:, None, None]
@@ -105,7 +104,7 @@ def prefill(
     if prompt_logprobs is not None:
         with jax.named_scope("prompt_logprobs"):
             prompt = top_logprobs(trunk.logits(params, hidden), chunk.targets, prompt_logprobs)
-    new_state = State(traced.pages, slots, DrafterState(kept, own.pages))
+    new_state = State(traced.caches, slots, DrafterState(kept, own.pages))
     return new_state, PrefillResult(StepResult(packed, top), prompt)
 
 

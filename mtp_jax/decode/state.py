@@ -21,8 +21,8 @@ from jaxtyping import Array, Bool, Int
 
 from mtp_jax.decode.sampling import SamplingState, neutral_state
 from mtp_jax.errors import ConfigError
+from mtp_jax.model.cache import LayerCache, empty_cache
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.ops import packed
 from mtp_jax.model.params import Params, type_of
 from mtp_jax.model.sharding import data_size, partition
 from mtp_jax.model.trunk import Backend
@@ -70,9 +70,9 @@ class DrafterState(struct.PyTreeNode):
 
 
 class State(struct.PyTreeNode):
-    """The trunk's latent cache, one [P, S, C + R] or Fp8Rows per layer, the slots, and the drafter's part."""
+    """The trunk's latent cache, one ``LayerCache`` per layer, the slots, and the drafter's part."""
 
-    trunk: tuple[Any, ...]
+    trunk: tuple[LayerCache, ...]
     slots: Slots
     drafter: DrafterState
 
@@ -88,12 +88,6 @@ class StateShape:
     pages: int
     page_size: int
     columns: int
-
-
-def latent_cache(cfg: ModelConfig, pages: int, page_size: int, dtype: str, fp8: bool) -> Any:
-    """One layer's cache, zeroed."""
-    cache = jnp.zeros((pages, page_size, cfg.latent_dim), type_of[dtype])
-    return packed(cache, cfg.kv_lora_rank) if fp8 else cache
 
 
 def abstract_state(
@@ -119,7 +113,7 @@ def abstract_state(
             page_table=jnp.zeros((shape.slots, shape.columns), jnp.int32),
             sampling=neutral_state(shape.slots, cfg.vocab_size),
         )
-        cache = latent_cache(cfg, pages, shape.page_size, dtype, fp8_cache)
+        cache = empty_cache(pages, shape.page_size, cfg, type_of[dtype], fp8=fp8_cache)
         own = drafter.empty(shape, pages, dtype, fp8_cache)
         return State((cache,) * cfg.num_hidden_layers, slots, own)
 

@@ -39,10 +39,11 @@ from mtp_jax.decode.sampling import (
 from mtp_jax.decode.state import DrafterState, Slots, State, first_slots, put_first_slots
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import trunk
+from mtp_jax.model.cache import PagedView
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.ops import PagedView
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Backend
+from mtp_jax.model.visible import chain
 
 
 def step(
@@ -128,7 +129,7 @@ def verify_phase(
         seen = Committed(jnp.maximum(window, 0), positions, features_of(drafter, traced), emitted.count)
         own, defer = _own(state, len(window)), window.shape[1] == 1
         state = _put_own(state, own, drafter.observe(params, own, s, table, seen, on, defer=defer))
-        state = state.replace(trunk=traced.pages, slots=put_first_slots(state.slots, _advance(s, emitted)))
+        state = state.replace(trunk=traced.caches, slots=put_first_slots(state.slots, _advance(s, emitted)))
     accepted, drafted = (jnp.where(s.active, n, 0) for n in (verdict.accepted, num_drafts(s, drafts)))
     top = None
     if mode.logprobs is not None and logits is not None:
@@ -166,10 +167,9 @@ def _verify(
 ) -> trunk.Traced:
     width = window.shape[1]
     positions = s.length[:, None] + jnp.arange(width)
-    row = jnp.arange(table.shape[1] * state.trunk[0].shape[1])
-    mask = (row <= positions[..., None]) & s.active[:, None, None]
     written = jnp.where(s.active[:, None], positions, -1)
-    return trunk.run(params, cfg, window, positions, state.trunk, PagedView(table, written, mask), on)
+    view = PagedView(table, written, chain(s.length, jnp.where(s.active, width, 0)))
+    return trunk.run(params, cfg, window, positions, state.trunk, view, on)
 
 
 def _accept(

@@ -8,13 +8,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from mtp_jax.model import products
+from mtp_jax.model.cache import LayerCache, PagedView
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.kernels import AUTO, Kernels
 from mtp_jax.model.layers import rms_norm, rotate, whole
 from mtp_jax.model.ops import (
     Form,
-    PagedView,
-    Pages,
     Queries,
     attend,
     low_rank,
@@ -34,30 +33,30 @@ def project(
     cfg: ModelConfig,
     x: products.Input,
     angles: Float[Array, "B W 2 r"],
-    pages: Pages | None,
+    cache: LayerCache | None,
     view: PagedView | None,
     *,
     mesh: Mesh | None = None,
     kernels: Kernels = AUTO,
-) -> tuple[Queries, Float[Array, "B W C"] | None, Pages | None]:
-    """Queries, and the rows to cache (arXiv 2405.04434, eqs. 9-15); None if the pages have them already."""
+) -> tuple[Queries, Float[Array, "B W C"] | None, LayerCache | None]:
+    """Queries, and the rows to cache (arXiv 2405.04434, eqs. 9-15); None if the cache has them already."""
     on: dict[str, Any] = {"kernels": kernels, "mesh": mesh}
     q = None if p.q_a is None else linear(x, p.q_a, summed=False, **on)
     kv = linear(x, p.kv_a, summed=False, **on)
     reader = products.takes_quantised(p.q_b, products.dtype_of(x), split="out", **on)
     if (
-        not (q is None or pages is None or view is None)
+        not (q is None or cache is None or view is None)
         and reader
-        and norms_low_rank(kernels, q, kv, p.kv_norm, pages)
+        and norms_low_rank(kernels, q, kv, p.kv_norm, cache)
     ):
         norms: dict[str, Any] = {"eps": _LOW_RANK_EPS, "interleaved": cfg.rope_interleave, "mesh": mesh}
-        low, rows, pages = low_rank(q, kv, p.q_norm, p.kv_norm, angles, pages, view, **norms)
+        low, rows, cache = low_rank(q, kv, p.q_norm, p.kv_norm, angles, cache, view, **norms)
     else:
         low = x if q is None else products.norm(q, p.q_norm, _LOW_RANK_EPS, (reader,), mesh=mesh)[1]
         rows = _rows(p, cfg, kv, angles)
     q = linear(low, p.q_b, split="out", **on)
     q_nope, q_rope = jnp.split(q, [cfg.qk_nope_head_dim], axis=-1)
-    return Queries(q_nope, rotate(q_rope, angles, cfg.rope_interleave)), rows, pages
+    return Queries(q_nope, rotate(q_rope, angles, cfg.rope_interleave)), rows, cache
 
 
 def latent_rows(
@@ -97,31 +96,31 @@ def attention(
     cfg: ModelConfig,
     x: products.Input,
     angles: Float[Array, "B W 2 r"],
-    pages: Pages | None,
+    cache: LayerCache | None,
     view: PagedView | None,
     *,
     form: Form,
     mesh: Mesh | None,
     kernels: Kernels = AUTO,
-) -> tuple[Float[Array, "B W D"] | Float[Array, "s B W D"], Pages | None]:
-    """One MLA block. Without ``pages`` the window attends causally to itself.
+) -> tuple[Float[Array, "B W D"] | Float[Array, "s B W D"], LayerCache | None]:
+    """One MLA block. Without a cache the window attends causally to itself.
 
-    Returns (output, perhaps in parts to be summed, pages).
+    Returns (output, perhaps in parts to be summed, cache).
     """
     with jax.named_scope("attention_project"):
-        q, rows, pages = project(p, cfg, x, angles, pages, view, mesh=mesh, kernels=kernels)
-    if pages is None or view is None:
+        q, rows, cache = project(p, cfg, x, angles, cache, view, mesh=mesh, kernels=kernels)
+    if cache is None or view is None:
         assert rows is not None, "rows have nowhere to be but here"
         causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
         mask = jnp.broadcast_to(causal, (x.shape[0], *causal.shape))
         context = attend(q, p.k_up, p.v_up, rows, mask, cfg.softmax_scale, form)
     else:
-        context, pages = paged_attention(
+        context, cache = paged_attention(
             q,
             p.k_up,
             p.v_up,
             rows,
-            pages,
+            cache,
             view,
             scale=cfg.softmax_scale,
             form=form,
@@ -133,4 +132,4 @@ def attention(
         reader = products.takes_quantised(o, context.dtype, kernels=kernels, mesh=mesh, split="in")
         flat = products.heads_as_rows(context, reader, heads_first=form == "absorbed", mesh=mesh)
         out = linear(flat, o, kernels=kernels, mesh=mesh, split="in", summed=False)
-    return constrain(out, mesh, *(None,) * (out.ndim - 3), "slots", None, None), pages
+    return constrain(out, mesh, *(None,) * (out.ndim - 3), "slots", None, None), cache

@@ -1,70 +1,80 @@
-"""Rows of the paged latent cache: where they are, writing and reading them."""
+"""A layer's paged cache: what it holds, where a pass reads and writes in it."""
 
-from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt16
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
 
+from kernels_pallas.mla_decode.fp8_rows import Rows, pack, unpack
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import platform
+from mtp_jax.model.visible import Visible
+
+Tree = TypeVar("Tree")
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Fp8Rows:
-    """Rows whose latents are e4m3, or pages of them (see ops.packed).
+@struct.dataclass
+class LayerCache:
+    """One layer's pages; or rows in the form in which the pages hold them.
 
     Attributes:
-        words: latents in pairs and the bfloat16 rope key, uint16 [..., C / 2 + R].
-        scales: of each 128 latents, float32 [..., ceil(C / 128)].
+        latent: rows [latent | rope key], [P, S, C + R]; or FP8 rows, two arrays (see `fp8_rows.pack`).
     """
 
-    words: UInt16[Array, "*b w"]
-    scales: Float[Array, "*b s"]
+    latent: Float[Array, "*b c"] | Rows
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the words; pages and rows come first, as in a cache of plain rows."""
-        return self.words.shape
+    def page_size(self) -> int:
+        """Rows of a page."""
+        return jax.tree.leaves(self.latent)[0].shape[1]
+
+    @property
+    def fp8(self) -> bool:
+        """Whether the latents are e4m3."""
+        return isinstance(self.latent, tuple)
+
+    def stored(self, rows: Float[Array, "*b c"], rank: int) -> "LayerCache":
+        """Rows as this cache holds them; ``rank`` is the latent's."""
+        return LayerCache(pack(rows, rank) if self.fp8 else rows)
 
 
-# A layer's cache: rows [latent | rope key], or FP8 rows.
-Pages = Float[Array, "P S c"] | Fp8Rows
+def empty_cache(pages: int, page_size: int, cfg: ModelConfig, dtype: Any, *, fp8: bool = False) -> LayerCache:
+    """Zeroed pages of one layer; of FP8 ones ``dtype`` says nothing."""
+    rows = jnp.zeros((pages, page_size, cfg.latent_dim), dtype)
+    return LayerCache(pack(rows, cfg.kv_lora_rank) if fp8 else rows)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class PagedView:
     """Where one pass reads and writes in the cache. Page numbers are local to a slot's data shard.
 
+    A token's position, which turns its queries and keys, is no part of it: it need not be its row.
+
     Attributes:
         page_table: pages of each slot in order, int32 [B, n]; the last page of all where there is none.
-        positions: row that each window token is written to, int32 [B, W]; negative rows are not written.
-        mask: rows each window token attends to, bool [B, W, n * S].
+        written: row that each window token is written to, int32 [B, W]; negative rows are not written.
+        visible: rows that each window token attends to.
     """
 
     page_table: Int[Array, "B n"]
-    positions: Int[Array, "B W"]
-    mask: Bool[Array, "B W L"]
+    written: Int[Array, "B W"]
+    visible: Visible
 
 
-def write_rows(
-    pages: Pages,
-    rows: Float[Array, "B W c"] | Fp8Rows,
-    page_table: Int[Array, "B n"],
-    positions: Int[Array, "B W"],
-) -> Pages:
-    """``pages`` with the window's rows written at ``positions``; in place when donated.
+def write_rows(pages: Tree, rows: Any, page_table: Int[Array, "B n"], written: Int[Array, "B W"]) -> Tree:
+    """A tree of ``pages`` [P, S, c] with the window's rows [B, W, c] written; in place when donated.
 
-    Rows that are not to be written (negative positions) go to the last page, which no sequence owns; so do
-    rows past the table, which an executable deeper than its slots ask for has.
+    Rows that are not to be written (negative ones) go to the last page, which no sequence owns; so do rows
+    past the table, which an executable deeper than its slots ask for has.
     """
-    count, size, _ = pages.shape
+    count, size = jax.tree.leaves(pages)[0].shape[:2]
     columns = page_table.shape[1]
-    written = (positions >= 0) & (positions < columns * size)
-    column = jnp.clip(positions // size, 0, columns - 1)
-    page = jnp.where(written, jnp.take_along_axis(page_table, column, axis=1), count - 1).reshape(-1)
-    offset = (positions % size).reshape(-1)
+    inside = (written >= 0) & (written < columns * size)
+    column = jnp.clip(written // size, 0, columns - 1)
+    page = jnp.where(inside, jnp.take_along_axis(page_table, column, axis=1), count - 1).reshape(-1)
+    offset = (written % size).reshape(-1)
 
     def scatter(pages: Array, rows: Array) -> Array:
         rows = rows.reshape(-1, rows.shape[-1])
@@ -74,7 +84,7 @@ def write_rows(
         return jax.tree.map(scatter, pages, rows)
 
     # A scatter checks its bounds by a select, for which XLA on a CPU copies the whole cache several times.
-    def write(i: Int[Array, ""], pages: Pages) -> Pages:
+    def write(i: Int[Array, ""], pages: Tree) -> Tree:
         def put(pages: Array, rows: Array) -> Array:
             row = rows.reshape(-1, 1, 1, rows.shape[-1])[i]
             return jax.lax.dynamic_update_slice(pages, row, (page[i], offset[i], 0))
@@ -82,19 +92,21 @@ def write_rows(
         return jax.tree.map(put, pages, rows)
 
     # A loop of a length XLA cannot know is not unrolled and fused into the cache's readers, with copies.
-    last = jnp.max(jnp.where(written.reshape(-1), jnp.arange(1, len(page) + 1), 0))
+    last = jnp.max(jnp.where(inside.reshape(-1), jnp.arange(1, len(page) + 1), 0))
     return jax.lax.fori_loop(0, last, write, pages)
 
 
-def read_rows(pages: Pages, view: PagedView) -> Float[Array, "B L c"] | Fp8Rows:
-    """Every row of each slot's pages, zero where no window token may see it.
+def read_rows(
+    cache: LayerCache, page_table: Int[Array, "B n"], seen: Bool[Array, "B L"], dtype: Any, rank: int
+) -> Float[Array, "B L c"]:
+    """The rows of these pages, FP8 ones in ``dtype``; zero where no token sees them (``Visible.seen``).
 
     Rows past the committed length hold garbage, NaN perhaps: a zero probability would not silence it.
     """
-    seen = view.mask.any(axis=1)[..., None]
 
     def read(pages: Array) -> Array:
-        rows = pages[view.page_table]
-        return jnp.where(seen, rows.reshape(rows.shape[0], -1, rows.shape[-1]), 0)
+        rows = pages[page_table]
+        return jnp.where(seen[..., None], rows.reshape(rows.shape[0], -1, rows.shape[-1]), 0)
 
-    return jax.tree.map(read, pages)
+    found = jax.tree.map(read, cache.latent)
+    return unpack(found, rank).astype(dtype) if isinstance(found, tuple) else found

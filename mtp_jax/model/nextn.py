@@ -9,15 +9,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.model.attention import latent_rows
+from mtp_jax.model.cache import LayerCache, PagedView
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import linear, rms_norm, rope_angles, vocabulary_logits
-from mtp_jax.model.ops import PagedView, Pages, as_stored, write
+from mtp_jax.model.ops import write
 from mtp_jax.model.params import NextN, Params
 from mtp_jax.model.products import plus
 from mtp_jax.model.trunk import UNSHARDED, Backend, block, embed
+from mtp_jax.model.visible import Visible, Window, chain
 
 
 def run(
@@ -27,19 +29,19 @@ def run(
     tokens: Int[Array, "B W"],
     hidden: Float[Array, "B W D"],
     positions: Int[Array, "B W"],
-    pages: Pages | None,
+    cache: LayerCache | None,
     view: PagedView | None,
     on: Backend,
 ) -> tuple[Float[Array, "B W D"], Any]:
-    """Layer ``k`` over rows (token, hidden of the token before it). Returns (z after the norm, pages).
+    """Layer ``k`` over rows (token, hidden of the token before it). Returns (z after the norm, cache).
 
     ``positions`` are the tokens' own.
     """
     p: NextN = params.nextn[k]
     with jax.named_scope(f"nextn_{k}"):
         x = _merge(params, cfg, p, tokens, hidden, on)
-        x, added, pages, _ = block(p.layer, cfg, x, (), rope_angles(cfg, positions), pages, view, on)
-        return rms_norm(plus(x, added), p.norm, cfg.rms_norm_eps), pages
+        x, added, cache, _ = block(p.layer, cfg, x, (), rope_angles(cfg, positions), cache, view, on)
+        return rms_norm(plus(x, added), p.norm, cfg.rms_norm_eps), cache
 
 
 def write_cache(
@@ -49,11 +51,11 @@ def write_cache(
     tokens: Int[Array, "B W"],
     hidden: Float[Array, "B W D"],
     positions: Int[Array, "B W"],
-    pages: Pages,
+    cache: LayerCache,
     page_table: Int[Array, "B n"],
     on: Backend,
 ) -> Any:
-    """The pages as ``run`` leaves them, without its attention and MLP.
+    """The cache as ``run`` leaves them, without its attention and MLP.
 
     Later rows see nothing of a row but its latent, which depends on the row's own token and hidden state
     alone. Rows with a negative position are not written; nor are rows 0 to k, which do not exist.
@@ -65,13 +67,30 @@ def write_cache(
         rows = latent_rows(
             p.layer.attention, cfg, x, rope_angles(cfg, positions), mesh=on.mesh, kernels=on.kernels
         )
-        rows = as_stored(rows, pages, cfg.kv_lora_rank)
-        return write(pages, rows, page_table, existing(k, positions), on.mesh)
+        rows = cache.stored(rows, cfg.kv_lora_rank)
+        return write(cache, rows, page_table, existing(k, positions), on.mesh)
 
 
 def existing(k: int, positions: Int[Array, "B W"]) -> Int[Array, "B W"]:
     """Rows of layer ``k``: the first is row k + 1, as each layer merges the token before it. -1 elsewhere."""
     return jnp.where(positions > k, positions, -1)
+
+
+def seen(k: int, positions: Int[Array, "B W"]) -> Visible:
+    """What known tokens see of layer ``k``; ``positions`` run on from the first to -1 where none counts."""
+    start, count = positions[:, 0], (positions >= 0).sum(axis=1)
+    return chain(start, count, k + 1)
+
+
+def seen_by_draft(step: int, layers: int, length: Int[Array, " B"], active: Bool[Array, " B"]) -> Visible:
+    """What the draft of ``step`` sees of its layer, ``step`` modulo ``layers``, in slots of that length.
+
+    Rows past the newest token's exist only where the layer has drafted before: every ``layers`` positions.
+    """
+    layer = step % layers
+    drafted = sum(1 << (row - 1) for row in range(1, step + 1) if row % layers == layer)
+    first, count = jnp.full_like(length, layer + 1), active.astype(jnp.int32)
+    return Window(first, length + 1, count, jnp.full((*length.shape, 1), drafted, jnp.int32))
 
 
 def _merge(

@@ -1,8 +1,6 @@
 """Operations that XLA or a kernel can compute: routed experts, and attention over the paged latent cache."""
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,23 +10,18 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.grouped_matmul import api as grouped_matmul
 from kernels_pallas.mla_decode import api as mla_decode
-from kernels_pallas.mla_decode.fp8_rows import pack, unpack
-from kernels_pallas.mla_decode.visible import MAX_AHEAD, Visible
 from kernels_pallas.mla_low_rank import api as mla_low_rank
 from kernels_pallas.mla_prefill import api as mla_prefill
-from kernels_pallas.mla_prefill.limits import Limits
 from kernels_pallas.quantised import Quantised
 from kernels_pallas.router import api as router
 from kernels_pallas.router.rule import Rule
 from mtp_jax.model import products
-from mtp_jax.model.cache import Fp8Rows, PagedView, Pages, read_rows, write_rows
+from mtp_jax.model.cache import LayerCache, PagedView, Tree, read_rows, write_rows
 from mtp_jax.model.device import platform
 from mtp_jax.model.kernels import AUTO, Kernels, can, may_run, runs
 from mtp_jax.model.mla import Form, Queries, absorb, attend, attend_in_blocks
 from mtp_jax.model.params import Fp8
 from mtp_jax.model.sharding import partition, sharded
-
-Cache = TypeVar("Cache", bound=Pages)
 
 # Cached rows that attention on a CPU takes at a time: a quarter of the table, within these bounds. Fewer cost
 # more than they compute, more do not stay in a core's cache.
@@ -100,19 +93,9 @@ def _arrays(w: Any) -> tuple[Any, Any]:
     return (w.values, w.scale) if isinstance(w, Fp8) else (w, None)
 
 
-def packed(rows: Float[Array, "*b c"], rank: int) -> Fp8Rows:
-    """Rows [latent | rope key] as an FP8 cache has them; ``rank`` is the latent's."""
-    return Fp8Rows(*pack(rows, rank))
-
-
-def as_stored(rows: Float[Array, "B W c"], pages: Pages, rank: int) -> Float[Array, "B W c"] | Fp8Rows:
-    """Rows as this cache has them."""
-    return packed(rows, rank) if isinstance(pages, Fp8Rows) else rows
-
-
-def norms_low_rank(kernels: Kernels, q: Any, kv: Any, kv_norm: Any, pages: Pages) -> bool:
+def norms_low_rank(kernels: Kernels, q: Any, kv: Any, kv_norm: Any, cache: LayerCache) -> bool:
     """Whether ``low_rank`` takes what the projections leave."""
-    plain = None if isinstance(pages, Fp8Rows) else pages
+    plain = None if cache.fp8 else cache.latent
     return may_run(kernels.attention) and can(mla_low_rank.check, q, kv, kv_norm, plain)
 
 
@@ -122,21 +105,21 @@ def low_rank(
     q_norm: Float[Array, " K"],
     kv_norm: Float[Array, " C"],
     angles: Float[Array, "B W 2 r"],
-    pages: Pages,
+    cache: LayerCache,
     view: PagedView,
     *,
     eps: float,
     interleaved: bool,
     mesh: Mesh | None,
-) -> tuple[products.Rows, Float[Array, "B W c"] | None, Pages]:
+) -> tuple[products.Rows, Float[Array, "B W c"] | None, LayerCache]:
     """Queries' low rank normed and quantised, and the window's rows written, by the kernel.
 
     Rows for an FP8 cache are returned, not written.
     """
-    fp8 = isinstance(pages, Fp8Rows)
+    fp8 = cache.fp8
 
     def local(q, kv, q_norm, kv_norm, angles, pages, view):
-        where = (pages, view.page_table, view.positions)
+        where = (pages, view.page_table, view.written)
         options: dict[str, Any] = {"eps": eps, "interleaved": interleaved, "implementation": "mosaic_gpu"}
         low, out = mla_low_rank.mla_low_rank(q, kv, q_norm, kv_norm, angles, *where, **options)
         return (low.values, low.scale), out
@@ -147,9 +130,9 @@ def low_rank(
     run = sharded(local, mesh, specs, (products.of_rows(), slots if fp8 else partition("pages")))
     with jax.named_scope("cache_write"):
         cos_sin = angles[..., 0, :], angles[..., 1, :]
-        low, out = run(q, kv, q_norm, kv_norm, cos_sin, None if fp8 else pages, view)
+        low, out = run(q, kv, q_norm, kv_norm, cos_sin, None if fp8 else cache.latent, view)
     rows = products.Rows(q.shape[-3:], None, Quantised(*low))
-    return (rows, out, pages) if fp8 else (rows, None, out)
+    return (rows, out, cache) if fp8 else (rows, None, LayerCache(out))
 
 
 def paged_attention(
@@ -157,15 +140,15 @@ def paged_attention(
     k_up: Float[Array, "N h C"],
     v_up: Float[Array, "N v C"],
     rows: Float[Array, "B W c"] | None,
-    pages: Pages,
+    cache: LayerCache,
     view: PagedView,
     *,
     scale: float,
     form: Form,
     mesh: Mesh | None,
     kernels: Kernels = AUTO,
-) -> tuple[Float[Array, "B W N v"], Pages]:
-    """Write the window's ``rows`` if given, attend over everything visible. Returns (context, pages).
+) -> tuple[Float[Array, "B W N v"], LayerCache]:
+    """Write the window's ``rows`` if given, attend over everything visible. Returns (context, cache).
 
     What a token sees of the window comes from the cache as well, so that an FP8 cache gives the same result
     whatever was computed together.
@@ -173,82 +156,67 @@ def paged_attention(
     With a mesh each device handles its own slots (``data``) and heads (``model``); the cache is replicated
     over ``model`` because all heads share it.
     """
-
     rank = k_up.shape[-1]
 
-    def local(q, k_up, v_up, rows, pages, view):
+    def local(q, k_up, v_up, rows, cache, view):
         with jax.named_scope("cache_write"):
             if rows is not None:
-                pages = write_rows(pages, as_stored(rows, pages, rank), view.page_table, view.positions)
+                cache = write_rows(cache, cache.stored(rows, rank), view.page_table, view.written)
         with jax.named_scope("attend"):
-            if form == "absorbed" and runs(kernels.attention, _check_decode, q, k_up, pages):
-                context = _decode(q, k_up, v_up, pages, view, scale)
-            elif form == "naive" and runs(kernels.attention, _check_prefill, q, k_up, v_up):
-                context = _prefill(q, k_up, v_up, cached(pages, view), view, scale)
-            elif form == "absorbed" and platform() == "cpu":
-                context = _attend_seen(q, k_up, v_up, partial(cached, pages), view, scale, pages.shape[1])
-            else:
-                context = attend(q, k_up, v_up, cached(pages, view), view.mask, scale, form)
-        return context, pages
-
-    def cached(pages, view):
-        found = read_rows(pages, view)
-        if not isinstance(found, Fp8Rows):
-            return found
-        return unpack((found.words, found.scales), rank).astype(v_up.dtype)
+            if form == "absorbed" and runs(kernels.attention, _check_decode, q, k_up, cache):
+                return _decode(q, k_up, v_up, cache, view, scale), cache
+            if form == "absorbed" and platform() == "cpu":
+                return _attend_seen(q, k_up, v_up, cache, view, scale), cache
+            seen = view.visible.seen(view.page_table.shape[1] * cache.page_size)
+            found = read_rows(cache, view.page_table, seen, v_up.dtype, rank)
+            if form == "naive" and runs(kernels.attention, _check_prefill, q, k_up, v_up):
+                return _prefill(q, k_up, v_up, found, view, scale), cache
+            mask = view.visible.mask(q.rope.shape[1], found.shape[1])
+            return attend(q, k_up, v_up, found, mask, scale, form), cache
 
     heads, per_slot = partition("slots", None, "heads", None), partition("slots")
     up, paged = partition("heads"), partition("pages")
     run = sharded(local, mesh, (heads, up, up, per_slot, paged, per_slot), (heads, paged))
-    return run(q, k_up, v_up, rows, pages, view)
+    return run(q, k_up, v_up, rows, cache, view)
 
 
 def _attend_seen(
     q: Queries,
     k_up: Float[Array, "N h C"],
     v_up: Float[Array, "N v C"],
-    cached: Callable[[PagedView], Float[Array, "B l c"]],
+    cache: LayerCache,
     view: PagedView,
     scale: float,
-    page: int,
 ) -> Float[Array, "B W N v"]:
     """``attend`` over no more blocks of the cached rows than hold what any token sees."""
-    columns = view.page_table.shape[1]
+    columns, page, width = view.page_table.shape[1], cache.page_size, q.rope.shape[1]
     length = columns * page
     each = min(max(int(np.clip(length // 4, *_BLOCK)) // page, 1), columns)
-    padding = -columns % each
-    table = jnp.pad(view.page_table, ((0, 0), (0, padding)))
-    mask = jnp.pad(view.mask, ((0, 0), (0, 0), (0, padding * page)))
+    table = jnp.pad(view.page_table, ((0, 0), (0, -columns % each)))
 
     def read(i: Int[Array, ""] | int) -> tuple[Float[Array, "B l c"], Bool[Array, "B W l"]]:
-        pages = jax.lax.dynamic_slice_in_dim(table, i * each, each, axis=1)
-        part = jax.lax.dynamic_slice_in_dim(mask, i * each * page, each * page, axis=2)
-        return cached(PagedView(pages, view.positions, part)), part
+        pages, start = jax.lax.dynamic_slice_in_dim(table, i * each, each, axis=1), i * each * page
+        # A window deeper than its slot asks for goes past the table, never into what fills the last block.
+        inside = start + jnp.arange(each * page) < length
+        seen, mask = view.visible.seen(each * page, start), view.visible.mask(width, each * page, start)
+        return read_rows(cache, pages, seen & inside, v_up.dtype, k_up.shape[-1]), mask & inside
 
     if columns == each:
         return attend_in_blocks(q, k_up, v_up, read, 1, scale)
-    last = jnp.max(jnp.where(view.mask.any(axis=(0, 1)), jnp.arange(1, length + 1), 0))
+    last = jnp.minimum(jnp.max(view.visible.end()), length)
     return attend_in_blocks(q, k_up, v_up, read, -(-last // (each * page)), scale)
 
 
-def _check_decode(q: Queries, k_up: Float[Array, "N h C"], pages: Pages) -> None:
+def _check_decode(q: Queries, k_up: Float[Array, "N h C"], cache: LayerCache) -> None:
     """Raise ValueError for what the kernel cannot do."""
-    window = q.rope.shape[1]
-    if window > MAX_AHEAD + 1:  # all tokens see the first one's row
-        raise ValueError(f"mla_decode on mosaic_gpu: a window of {window} tokens, at most {MAX_AHEAD + 1}")
-    mla_decode.check(absorb(q.nope, k_up), q.rope, _parts(pages))
-
-
-def _parts(pages: Pages) -> Any:
-    """Pages as the kernel takes them."""
-    return (pages.words, pages.scales) if isinstance(pages, Fp8Rows) else pages
+    mla_decode.check(absorb(q.nope, k_up), q.rope, cache.latent)
 
 
 def _decode(
     q: Queries,
     k_up: Float[Array, "N h C"],
     v_up: Float[Array, "N v C"],
-    pages: Pages,
+    cache: LayerCache,
     view: PagedView,
     scale: float,
 ) -> Float[Array, "B W N v"]:
@@ -256,9 +224,9 @@ def _decode(
     mixed = mla_decode.mla_decode(
         absorb(q.nope, k_up),
         q.rope,
-        _parts(pages),
+        cache.latent,
         view.page_table,
-        visible(view.mask),
+        view.visible,
         scale=scale,
         implementation="mosaic_gpu",
         in_place=True,
@@ -283,51 +251,15 @@ def _prefill(
     """``attend`` in the naive form by the kernel."""
     whole = jnp.concatenate([q.nope, q.rope], axis=-1)
     return mla_prefill.mla_prefill(
-        whole, rows, k_up, v_up, limits(view.mask), scale=scale, implementation="mosaic_gpu"
+        whole, rows, k_up, v_up, view.visible, scale=scale, implementation="mosaic_gpu"
     )
-
-
-def limits(mask: Bool[Array, "B W L"]) -> Limits:
-    """The mask as the prefill kernel takes it; it must be causal: each token sees one row more."""
-    row, token = jnp.arange(mask.shape[2]), jnp.arange(mask.shape[1])
-    seen, sees = mask.any(axis=1), mask.any(axis=2)
-    last = jnp.max(jnp.where(mask, row, -1), axis=2)
-    bounds = (
-        jnp.max(jnp.where(sees, token + 1, 0), axis=1),
-        jnp.argmax(seen, axis=1),
-        jnp.max(jnp.where(sees, last - token, -mask.shape[1]), axis=1),
-        jnp.max(jnp.where(seen, row + 1, 0), axis=1),
-    )
-    return Limits(*(b.astype(jnp.int32) for b in bounds))
-
-
-def visible(mask: Bool[Array, "B W L"]) -> Visible:
-    """The mask as the kernel takes it: rows that all tokens of a slot see, then a bit for each that follows.
-
-    Rows that only some see must lie among the first 31 after those. A token that sees nothing gets the rows
-    of the others: its output is not used, and what it sees is then a prefix.
-    """
-    rows = mask.shape[-1]
-    row = jnp.arange(rows)
-    seen = mask.any(axis=1)
-    by_all = (mask | ~mask.any(axis=2, keepdims=True)).all(axis=1) & seen
-    first = jnp.argmax(seen, axis=1).astype(jnp.int32)
-    length = jnp.min(jnp.where((row >= first[:, None]) & ~by_all, row, rows), axis=1).astype(jnp.int32)
-    index = length[:, None] + jnp.arange(MAX_AHEAD)
-    bits = jnp.take_along_axis(mask, jnp.minimum(index, rows - 1)[:, None], axis=2) & (index < rows)[:, None]
-    ahead = jnp.sum(bits << jnp.arange(MAX_AHEAD), axis=2, dtype=jnp.int32)
-    return Visible(first, length, ahead)
 
 
 def write(
-    pages: Cache,
-    rows: Float[Array, "B W c"] | Fp8Rows,
-    page_table: Int[Array, "B n"],
-    positions: Int[Array, "B W"],
-    mesh: Mesh | None,
-) -> Cache:
+    pages: Tree, rows: Any, page_table: Int[Array, "B n"], written: Int[Array, "B W"], mesh: Mesh | None
+) -> Tree:
     """``write_rows`` on a mesh: each device its own slots."""
     paged, per_slot = partition("pages"), partition("slots")
     with jax.named_scope("cache_write"):
         run = sharded(write_rows, mesh, (paged, per_slot, per_slot, per_slot), paged)
-        return run(pages, rows, page_table, positions)
+        return run(pages, rows, page_table, written)

@@ -11,12 +11,13 @@ from jaxtyping import Array, Float, Int
 
 from mtp_jax.model import attention as mla
 from mtp_jax.model import products
+from mtp_jax.model.cache import LayerCache, PagedView
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.kernels import AUTO, Kernels
 from mtp_jax.model.layers import rms_norm, rope_angles, vocabulary_logits
 from mtp_jax.model.moe import Experts, Routing, moe
 from mtp_jax.model.moe import takes_quantised as moe_takes_quantised
-from mtp_jax.model.ops import Form, PagedView, Pages
+from mtp_jax.model.ops import Form
 from mtp_jax.model.params import Layer, Moe, Params
 from mtp_jax.model.sharding import constrain
 
@@ -48,12 +49,12 @@ class Traced:
     Attributes:
         hidden: after the final norm [B, T, D].
         routing: of every MoE layer, in order.
-        pages: the cache after the pass, one array per layer; empty without a cache.
+        caches: those of the layers after the pass; none without a cache.
     """
 
     hidden: Float[Array, "B T D"]
     routing: tuple[Routing, ...]
-    pages: tuple[Any, ...]
+    caches: tuple[LayerCache, ...]
 
 
 def block(
@@ -62,18 +63,18 @@ def block(
     x: Float[Array, "B W D"],
     added: Sequence[Float[Array, "B W D"]],
     angles: Float[Array, "B W 2 r"],
-    pages: Pages | None,
+    cache: LayerCache | None,
     view: PagedView | None,
     on: Backend,
-) -> tuple[Float[Array, "B W D"], tuple[Float[Array, "B W D"], ...], Pages | None, Routing | None]:
+) -> tuple[Float[Array, "B W D"], tuple[Float[Array, "B W D"], ...], LayerCache | None, Routing | None]:
     """A pre-norm decoder block of x and what the block before adds to it.
 
-    Returns (x, what the next norm adds to it, pages, routing of an MoE block): a norm adds for nothing.
+    Returns (x, what the next norm adds to it, cache, routing of an MoE block): a norm adds for nothing.
     """
     where: dict[str, Any] = {"mesh": on.mesh, "kernels": on.kernels}
     readers = mla.takes_quantised(p.attention, x.dtype, **where)
     x, normed = products.norm(x, p.attention_norm, cfg.rms_norm_eps, readers, added=added, mesh=on.mesh)
-    out, pages = mla.attention(p.attention, cfg, normed, angles, pages, view, form=on.form, **where)
+    out, cache = mla.attention(p.attention, cfg, normed, angles, cache, view, form=on.form, **where)
     if isinstance(p.mlp, Moe):
         readers = moe_takes_quantised(p.mlp, x.dtype, **where)
     else:
@@ -84,7 +85,7 @@ def block(
     else:
         with jax.named_scope("mlp"):
             added, routing = (products.mlp(normed, p.mlp, **where),), None
-    return constrain(x, on.mesh, "slots", None, None), added, pages, routing
+    return constrain(x, on.mesh, "slots", None, None), added, cache, routing
 
 
 @jax.named_scope("embed")
@@ -98,21 +99,21 @@ def run(
     cfg: ModelConfig,
     tokens: Int[Array, "B W"],
     positions: Int[Array, "B W"],
-    pages: tuple[Pages, ...] | None,
+    caches: tuple[LayerCache, ...] | None,
     view: PagedView | None,
     on: Backend,
 ) -> Traced:
     """The trunk over a window of every slot, reading and extending the cache if there is one."""
     x, angles = embed(params.embed, tokens, on.mesh), rope_angles(cfg, positions)
-    added, new_pages, routings = (), [], []
+    added, kept, routings = (), [], []
     for i, layer in enumerate(params.layers):
         with jax.named_scope(f"layer_{i}"):
-            mine = pages[i] if pages else None
-            x, added, kept, routing = block(layer, cfg, x, added, angles, mine, view, on)
-        new_pages.append(kept)
+            mine = caches[i] if caches else None
+            x, added, mine, routing = block(layer, cfg, x, added, angles, mine, view, on)
+        kept += [] if mine is None else [mine]
         routings += [] if routing is None else [routing]
     hidden = rms_norm(products.plus(x, added), params.norm, cfg.rms_norm_eps)
-    return Traced(hidden, tuple(routings), tuple(new_pages) if pages else ())
+    return Traced(hidden, tuple(routings), tuple(kept))
 
 
 def forward(

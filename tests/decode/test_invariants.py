@@ -42,7 +42,7 @@ def reference() -> Reference:
 
 def rows_in_use(engine: Engine, slots: Slots) -> np.ndarray:
     """Bool [P, S]: cache rows that hold committed tokens."""
-    pages, size, _ = engine.state.trunk[0].shape
+    pages, size, _ = jax.tree.leaves(engine.state.trunk)[0].shape
     used = np.zeros((pages, size), bool)
     for i, request in enumerate(engine.scheduler.slots):
         prefilling = request is not None and request.status is Status.PREFILL
@@ -66,12 +66,12 @@ def poison(engine: Engine) -> None:
     used = rows_in_use(engine, slots)
     own, pages = engine.state.drafter.slots, engine.state.drafter.pages
     pending = jnp.where(jnp.asarray(idle)[:, None, None], jnp.nan, own.pending)
-    cache = tuple(spoil(p, used) for p in pages.cache)
+    cache = jax.tree.map(lambda p: spoil(p, used), pages.cache)
     drafter = DrafterState(
         own.replace(pending=pending),
         pages.replace(cache=cache, boundary=jnp.full_like(pages.boundary, jnp.nan)),
     )
-    trunk = tuple(spoil(p, used) for p in engine.state.trunk)
+    trunk = jax.tree.map(lambda p: spoil(p, used), engine.state.trunk)
     engine.state = State(trunk, engine.state.slots, drafter)
 
 
@@ -177,11 +177,11 @@ def test_speculation_switched_on_later(steps):
 def spoil_slot(engine: Engine, slot: int, cache: str) -> None:
     """NaN into the committed rows of one slot, in the ``trunk`` or the ``nextn`` cache."""
     table = np.asarray(engine.state.slots.page_table[slot])
-    rows, size = np.arange(int(engine.state.slots.length[slot])), engine.state.trunk[0].shape[1]
+    rows, size = np.arange(int(engine.state.slots.length[slot])), engine.state.trunk[0].page_size
     at = (table[rows // size], rows % size)
     own = engine.state.drafter
     pages = engine.state.trunk if cache == "trunk" else own.pages.cache
-    spoiled = tuple(p.at[at].set(jnp.nan) for p in pages)
+    spoiled = jax.tree.map(lambda p: p.at[at].set(jnp.nan), pages)
     if cache == "trunk":
         engine.state = engine.state.replace(trunk=spoiled)
     else:

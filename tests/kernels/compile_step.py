@@ -29,13 +29,14 @@ from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.keys import SamplingMode
 from mtp_jax.decode.state import StateShape, abstract_state
 from mtp_jax.decode.step import step
+from mtp_jax.model.cache import LayerCache, PagedView
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import rope_angles
-from mtp_jax.model.ops import PagedView
 from mtp_jax.model.params import Fp8, Layer, Params, Spec, dtype_of, param_specs, scale_spec
 from mtp_jax.model.products import plus
 from mtp_jax.model.sharding import partition
 from mtp_jax.model.trunk import Backend, block
+from mtp_jax.model.visible import chain
 
 SLOTS, DEPTH, PAGE, ROWS = 128, 3, 64, 4096
 BUDGET = Path(__file__).with_name("step_budget.toml")
@@ -145,10 +146,10 @@ def layers_of(mesh: Mesh, layers: int, on: Backend) -> tuple[Any, tuple[Any, ...
     x = array(jnp.bfloat16, "slots", SLOTS, DEPTH + 1, cfg.hidden_size)
     positions = array(jnp.int32, "slots", SLOTS, DEPTH + 1)
     table = array(jnp.int32, "slots", SLOTS, ROWS // PAGE)
-    pages = array(jnp.bfloat16, "pages", SLOTS * ROWS // PAGE + data, PAGE, cfg.latent_dim)
+    pages: Any = array(jnp.bfloat16, "pages", SLOTS * ROWS // PAGE + data, PAGE, cfg.latent_dim)
 
     def run(params: tuple[Layer, ...], x: Any, positions: Any, table: Any, pages: tuple[Any, ...]) -> Any:
-        view = PagedView(table, positions, jnp.arange(ROWS) <= positions[..., None])
+        view = PagedView(table, positions, chain(positions[:, 0], DEPTH + 1))
         angles, added, kept = rope_angles(cfg, positions), (), []
         for p, mine in zip(params, pages, strict=True):
             x, added, mine, _ = block(p, cfg, x, added, angles, mine, view, on)
@@ -156,7 +157,7 @@ def layers_of(mesh: Mesh, layers: int, on: Backend) -> tuple[Any, tuple[Any, ...
         return plus(x, added), kept
 
     params = abstract_params(cfg, mesh).layers[1:]
-    return jax.jit(run, donate_argnums=4), (params, x, positions, table, (pages,) * layers)
+    return jax.jit(run, donate_argnums=4), (params, x, positions, table, (LayerCache(pages),) * layers)
 
 
 # An instruction that yields a whole weight in a wider type: HLO names the type and shape of its result.

@@ -11,7 +11,7 @@ from kernels_pallas.mla_decode.api import choose_splits, merge, mla_decode
 from kernels_pallas.mla_decode.bench import xla
 from kernels_pallas.mla_decode.cases import PAGE, RANK, SCALE, Shape, case, inputs, shapes
 from kernels_pallas.mla_decode.fp8_rows import pack, unpack
-from kernels_pallas.mla_decode.visible import Visible, causal
+from kernels_pallas.visible import chain
 from tests.kernels.interpreter import distance, interpret, needs_fences, notices, without
 
 SMALL = [name for name in shapes() if name.startswith("small-")]
@@ -46,7 +46,7 @@ def test_reference_equals_float64(kind):
 
     @jax.jit
     def run(*inputs):
-        mask = visible.mask(page_table.shape[1] * PAGE)
+        mask = visible.mask(shape.window, page_table.shape[1] * PAGE)
         return RUN(*inputs), xla(*inputs, scale=SCALE), mask
 
     reference, baseline, mask = run(q, q_rope, pages, page_table, visible)
@@ -55,22 +55,6 @@ def test_reference_equals_float64(kind):
     assert distance(reference, expected) < 3e-3
     assert distance(np.asarray(baseline, np.float64)[some], expected[some]) < 5e-3
     assert not np.asarray(reference, np.float64)[~some].any()
-
-
-def test_rows_of_a_causal_window():
-    visible = causal(jnp.array([-1, 0, 3]), 2)
-    seen = [[[row <= n + w for row in range(7)] for w in range(2)] for n in (-7, 0, 3)]
-    assert visible.mask(7).tolist() == seen
-    assert visible.end().tolist() == [0, 2, 5]
-
-
-def test_bits_say_which_rows_ahead_are_seen():
-    visible = Visible(jnp.array([1]), jnp.array([3]), jnp.array([[0b101, 1 << 30]]))
-    rows = np.asarray(visible.mask(40))[0]
-    assert np.flatnonzero(rows[0]).tolist() == [1, 2, 3, 5]
-    assert np.flatnonzero(rows[1]).tolist() == [1, 2, 33]
-    assert visible.end().tolist() == [34]
-    assert visible.seen().tolist() == [0b101 | 1 << 30]
 
 
 def test_merged_parts_equal_the_whole():
@@ -100,13 +84,14 @@ def test_splits_fill_the_gpu_and_leave_each_some_pages(blocks, columns):
         (((1, 1, 8, 544), "bfloat16"), ((2, 64, 544), "bfloat16"), 512, "rope dimensions is 32"),
         (((1, 1, 8, 576), "bfloat16"), ((2, 16, 576), "bfloat16"), 512, "rows per page is 16"),
         (((1, 1, 4, 576), "bfloat16"), ((2, 64, 576), "bfloat16"), 512, "heads by 8"),
+        (((1, 33, 8, 576), "bfloat16"), ((2, 64, 576), "bfloat16"), 512, "most, 32, is 1"),
     ],
 )
 @pytest.mark.parametrize("fp8", [False, True])
 def test_what_the_kernel_cannot_do_is_refused(q, pages, rank, match, fp8):
     rows = pack(jnp.zeros(*pages), rank) if fp8 else jnp.zeros(*pages)
     latent, rope = jnp.split(jnp.zeros(*q), [rank], axis=-1)
-    table, visible = jnp.zeros((1, 2), jnp.int32), causal(jnp.array([3]), 1)
+    table, visible = jnp.zeros((1, 2), jnp.int32), chain(jnp.array([3]), 1)
     with pytest.raises(ValueError, match=match):
         mla_decode(latent, rope, rows, table, visible, scale=1.0, implementation="mosaic_gpu")
 

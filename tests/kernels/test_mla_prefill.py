@@ -1,5 +1,6 @@
 """MLA prefill: the reference against float64, and the kernel, interpreted, against the reference."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from kernels_pallas.mla_prefill.api import attend, merge, mla_prefill
 from kernels_pallas.mla_prefill.bench import xla
 from kernels_pallas.mla_prefill.cases import NOPE, SCALE, Shape, case, counted, expanded, latent, shapes
-from kernels_pallas.mla_prefill.limits import Limits
+from kernels_pallas.visible import chain
 from tests.kernels.interpreter import distance, interpret, needs_fences, notices, without
 
 SMALL = [name for name in shapes() if name.startswith("small-")]
@@ -36,29 +37,20 @@ def exact(q, k, k_rope, v, seen):
 def test_reference_equals_float64():
     shape = Shape(2, 7, (7, 3, 0), (5, 0, 9), begin=1)
     # Apart from what reads them, or XLA would leave out their rounding to bfloat16.
-    q, k, k_rope, v, limits = jax.jit(partial(expanded, shape))(jax.random.key(1))
+    q, k, k_rope, v, visible = jax.jit(partial(expanded, shape))(jax.random.key(1))
 
     @jax.jit
     def run(*inputs):
-        return attend(*inputs, **XLA), xla(*inputs, scale=SCALE), limits.mask(7, shape.rows)
+        return attend(*inputs, **XLA), xla(*inputs, scale=SCALE), visible.mask(7, shape.rows)
 
-    (out, lse), baseline, mask = run(q, k, k_rope, v, limits)
-    counts = np.arange(7) < np.asarray(limits.count)[:, None]
-    seen = np.asarray(mask) & counts[..., None]
+    (out, lse), baseline, seen = run(q, k, k_rope, v, visible)
+    seen = np.asarray(seen)
     some = seen.any(-1)
     expected, expected_lse = exact(q, k, k_rope, v, seen)
     assert distance(out, expected) < 3e-3
     assert not np.asarray(out, np.float64)[~some].any()
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
     assert distance(np.asarray(baseline, np.float64)[some], expected[some]) < 1e-2
-
-
-def test_limits_of_a_chunk_and_of_a_block_within_its_history():
-    one = Limits(*(jnp.array([x]) for x in (2, 1, 3, 5)))
-    assert np.asarray(one.mask(2, 7)).astype(int).tolist() == [[[0, 1, 1, 1, 0, 0, 0], [0, 1, 1, 1, 1, 0, 0]]]
-    whole = np.asarray(one.mask(2, 9))
-    parts = [np.asarray(one.within(start, 3).mask(2, 3)) for start in (0, 3, 6)]
-    assert (np.concatenate(parts, axis=-1) == whole).all()
 
 
 def test_blocks_of_history_merge_to_the_whole():
@@ -87,10 +79,17 @@ def test_merging_with_nothing_changes_nothing():
 )  # fmt: skip
 def test_what_the_kernel_cannot_do_is_refused(q, k_rope, v, dtype, match):
     shapes = (1, 4, 2, q), (1, 8, 2, 128), (1, 8, k_rope), (1, 8, 2, v)
-    limits = Limits(*(jnp.array([x]) for x in (4, 0, 0, 4)))
-    inputs: Any = *(jnp.zeros(shape, dtype) for shape in shapes), limits
+    inputs: Any = *(jnp.zeros(shape, dtype) for shape in shapes), chain(jnp.array([0]), 4)
     with pytest.raises(ValueError, match=match):
         partial(attend, scale=SCALE, implementation="mosaic_gpu")(*inputs)
+
+
+def test_a_tree_is_refused():
+    sizes = (1, 4, 2, 192), (1, 8, 2, 128), (1, 8, 64), (1, 8, 2, 128)
+    tree = replace(chain(jnp.array([0]), 4), ancestors=jnp.array([[0, 1, 2, 5]]))
+    inputs: Any = *(jnp.zeros(s, jnp.bfloat16) for s in sizes), tree
+    with pytest.raises(ValueError, match="tokens are a tree"):
+        attend(*inputs, scale=SCALE, implementation="mosaic_gpu")
 
 
 @pytest.mark.slow

@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 
 from mtp_jax.checkpoint import load
-from mtp_jax.model import cache, ops, trunk
+from mtp_jax.model import ops, trunk
 from mtp_jax.model.attention import attention
+from mtp_jax.model.cache import LayerCache, PagedView, empty_cache, read_rows, write_rows
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import rope_angles
 from mtp_jax.model.mla import prefill_form
-from mtp_jax.model.ops import PagedView, Queries, attend, packed, paged_attention, read_rows, write_rows
+from mtp_jax.model.ops import Queries, attend, paged_attention
 from mtp_jax.model.params import Attention
 from mtp_jax.model.trunk import Backend
+from mtp_jax.model.visible import chain
 from tests.golden import expected, model_dir
 from tests.models import TINY, rigged
 
@@ -41,19 +43,25 @@ def block(name: str) -> tuple[Attention, np.ndarray, np.ndarray]:
 
 @functools.cache
 def compiled(name: str, form: str):
-    def run(x, positions, pages, view):
+    def run(x, positions, cache, view):
         cfg: ModelConfig = CONFIGS[name]
         angles = rope_angles(cfg, jnp.maximum(positions, 0))
-        return attention(block(name)[0], cfg, x, angles, pages, view, form=form, mesh=None)  # type: ignore[arg-type]
+        return attention(block(name)[0], cfg, x, angles, cache, view, form=form, mesh=None)  # type: ignore[arg-type]
 
     return jax.jit(run)
 
 
 def view_of(table: np.ndarray, positions: np.ndarray) -> PagedView:
     """Every window token sees the rows up to its own position."""
-    row = np.arange(table.shape[1] * SIZE)
-    mask = (row <= positions[..., None]) & (positions >= 0)[..., None]
-    return PagedView(jnp.asarray(table, jnp.int32), jnp.asarray(positions, jnp.int32), jnp.asarray(mask))
+    start, count = positions[:, 0], (positions >= 0).sum(axis=1)
+    seen = chain(jnp.asarray(start, jnp.int32), jnp.asarray(count, jnp.int32))
+    return PagedView(jnp.asarray(table, jnp.int32), jnp.asarray(positions, jnp.int32), seen)
+
+
+def rows_of(cache: LayerCache, view: PagedView) -> np.ndarray:
+    """Every row of the slots' pages as attention reads it."""
+    seen = view.visible.seen(view.page_table.shape[1] * SIZE)
+    return np.asarray(read_rows(cache, view.page_table, seen, jnp.float32, TINY.kv_lora_rank))
 
 
 @pytest.mark.parametrize("form", ["naive", "absorbed"])
@@ -64,6 +72,7 @@ def test_windows_through_the_cache_equal_one_pass_without(name, form):
     rng = np.random.default_rng(2)
     table = rng.permutation(B * COLUMNS).reshape(B, COLUMNS)
     pages = jnp.full((B * COLUMNS + 1, SIZE, CONFIGS[name].latent_dim), jnp.nan, jnp.float32)
+    cache = LayerCache(pages)
     width, got = 3, np.zeros_like(want)
     for start in range(0, T, width):
         real = min(width, T - start)
@@ -71,7 +80,7 @@ def test_windows_through_the_cache_equal_one_pass_without(name, form):
         positions[:, :real] = np.arange(start, start + real)
         window = np.zeros((B, width, x.shape[-1]), np.float32)
         window[:, :real] = x[:, start : start + real]
-        out, pages = compiled(name, form)(window, jnp.asarray(positions), pages, view_of(table, positions))
+        out, cache = compiled(name, form)(window, jnp.asarray(positions), cache, view_of(table, positions))
         got[:, start : start + real] = np.asarray(out)[:, :real]
     np.testing.assert_allclose(got, want, atol=2e-6)
 
@@ -107,9 +116,9 @@ def test_blocks_of_the_cache_equal_all_of_it(monkeypatch, columns):
     rows = rng.normal(size=(B * columns + 1, SIZE, TINY.latent_dim)).astype(np.float32)
 
     @jax.jit
-    def attended(pages, view):
+    def attended(cache, view):
         no_rows: dict[str, Any] = {"scale": 0.3, "form": "absorbed", "mesh": None}
-        return paged_attention(q, p.k_up, p.v_up, None, pages, view, **no_rows)[0]
+        return paged_attention(q, p.k_up, p.v_up, None, cache, view, **no_rows)[0]
 
     found = {}
     for others in (-1, 2, SIZE, 3 * SIZE, columns * SIZE - 3):
@@ -123,9 +132,10 @@ def test_blocks_of_the_cache_equal_all_of_it(monkeypatch, columns):
                 pages[table[slot]],
                 np.nan,
             )
-        got = np.asarray(attended(jnp.asarray(pages), view))
-        seen: Any = read_rows(jnp.asarray(pages), view)
-        np.testing.assert_allclose(got, attend(q, p.k_up, p.v_up, seen, view.mask, 0.3, "naive"), atol=2e-6)
+        cache = LayerCache(jnp.asarray(pages))
+        got = np.asarray(attended(cache, view))
+        seen, mask = jnp.asarray(rows_of(cache, view)), view.visible.mask(3, columns * SIZE)
+        np.testing.assert_allclose(got, attend(q, p.k_up, p.v_up, seen, mask, 0.3, "naive"), atol=2e-6)
         found[others] = got
     np.testing.assert_array_equal(found[-1][1], 0)
     for got in found.values():
@@ -170,7 +180,7 @@ def test_read_rows_hides_what_no_window_token_may_see():
     pages = np.full((3, SIZE, 2), np.nan, np.float32)
     pages[1] = 7
     positions = np.array([[1, 2]])
-    rows: Any = read_rows(jnp.asarray(pages), view_of(table, positions))
+    rows = rows_of(LayerCache(jnp.asarray(pages)), view_of(table, positions))
     np.testing.assert_array_equal(rows[0, :3], 7)
     np.testing.assert_array_equal(rows[0, 3:], 0)
 
@@ -184,19 +194,19 @@ def test_distance_of_an_fp8_cache(form):
     columns = -(-count // SIZE)
     positions = np.arange(count)[None]
     view = view_of(np.arange(columns)[None], positions)
-    empty = jnp.zeros((columns + 1, SIZE, cfg.latent_dim), jnp.float32)
 
     @jax.jit
-    def logits(pages):
-        layers = (pages,) * cfg.num_hidden_layers
-        traced = trunk.run(found.params, cfg, tokens, view.positions, layers, view, Backend(form))
+    def logits(cache):
+        layers = (cache,) * cfg.num_hidden_layers
+        traced = trunk.run(found.params, cfg, tokens, view.written, layers, view, Backend(form))
         return trunk.logits(found.params, traced.hidden)[0]
 
-    def error(pages):
-        return np.abs(np.asarray(logits(pages)) - want["logits"])
+    def error(fp8):
+        cache = empty_cache(columns + 1, SIZE, cfg, jnp.float32, fp8=fp8)
+        return np.abs(np.asarray(logits(cache)) - want["logits"])
 
-    assert error(empty).max() < 2e-4
-    distance = error(packed(empty, cfg.kv_lora_rank))
+    assert error(False).max() < 2e-4
+    distance = error(True)
     assert 1e-3 < distance.mean() < 0.05
     assert distance.max() < 0.3
 
@@ -205,10 +215,11 @@ def test_fp8_rows_are_written_alike_everywhere(monkeypatch):
     """By a loop on a CPU, by a scatter on a GPU; what is read back is what was packed."""
     rng = np.random.default_rng(7)
     table, positions = np.array([[2, 0], [1, 4]]), np.array([[3, 4, -1], [-1, 6, 0]])
-    empty = packed(jnp.zeros((6, SIZE, 10)), 6)
-    rows = packed(jnp.asarray(rng.normal(size=(2, 3, 10)), jnp.float32), 6)
+    cfg = replace(TINY, kv_lora_rank=6, qk_rope_head_dim=4)
+    empty = empty_cache(6, SIZE, cfg, jnp.float32, fp8=True)
+    rows = empty.stored(jnp.asarray(rng.normal(size=(2, 3, 10)), jnp.float32), 6)
     looped = write_rows(empty, rows, jnp.asarray(table), jnp.asarray(positions))
-    monkeypatch.setattr(cache, "platform", lambda: "gpu")
+    monkeypatch.setattr("mtp_jax.model.cache.platform", lambda: "gpu")
     scattered = write_rows(empty, rows, jnp.asarray(table), jnp.asarray(positions))
     for a, b, row in zip(*map(jax.tree.leaves, (looped, scattered, rows)), strict=True):
         np.testing.assert_array_equal(a[:5], b[:5])

@@ -15,22 +15,22 @@ from kernels_pallas.expert_layout import reference as layout_reference
 from kernels_pallas.fp8_matmul import reference as fp8_reference
 from kernels_pallas.grouped_matmul import reference as grouped_reference
 from kernels_pallas.grouped_matmul.layout import Groups
-from kernels_pallas.mla_decode.visible import MAX_AHEAD
 from kernels_pallas.quantised import whole_tiles
 from kernels_pallas.rms_norm import reference as norm_reference
 from kernels_pallas.router import reference as router_reference
 from mtp_jax.api.propose import propose
 from mtp_jax.checkpoint import load, save
 from mtp_jax.checkpoint.fp8 import may_be_fp8
-from mtp_jax.engine.request import MAX_DRAFTS
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model import attention, ops, trunk
+from mtp_jax.model.cache import LayerCache, PagedView, empty_cache
 from mtp_jax.model.device import is_hopper, platform
 from mtp_jax.model.kernels import Kernels
 from mtp_jax.model.layers import expand, rope_angles, whole
 from mtp_jax.model.params import Fp8, Params, Spec, param_specs, scale_spec
 from mtp_jax.model.sharding import make_mesh
 from mtp_jax.model.trunk import Backend
+from mtp_jax.model.visible import chain
 from tests.golden import expected, model_dir
 from tests.models import GREEDY, TINY, make_engine, prompts, rigged, serve
 
@@ -302,37 +302,6 @@ def test_on_a_cpu_nothing_chooses_a_kernel(calls):
     assert not calls
 
 
-def test_rows_seen_are_told_to_the_kernel_as_the_mask_says():
-    assert MAX_DRAFTS == MAX_AHEAD
-    length, rows, window = np.array([0, 5, 70, 64]), 128, MAX_DRAFTS + 1
-    position = length[:, None] + np.arange(window)
-    row = np.arange(rows)
-    causal = row <= position[..., None]
-    causal[1] = False  # an idle slot
-    ahead = row - length[:, None]
-    skips = (row > 1) & ((ahead <= 0) | (ahead % 3 == 1) & (ahead <= MAX_DRAFTS))
-    for mask in (causal, skips[:, None], causal & (row >= 1)):
-        got = np.asarray(ops.visible(jnp.asarray(mask)).mask(rows))
-        np.testing.assert_array_equal(got[mask.any(2)], mask[mask.any(2)])
-        assert not got[~mask.any((1, 2))].any()
-    # A token that sees nothing does not hide the rows of the others.
-    causal[2, 3] = False
-    got = np.asarray(ops.visible(jnp.asarray(causal)).mask(rows))
-    np.testing.assert_array_equal(got[causal.any(2)], causal[causal.any(2)])
-
-
-def test_causal_rows_are_told_to_the_prefill_kernel_as_the_mask_says():
-    start, count, row = np.array([0, 7, 64, 3]), np.array([5, 8, 1, 0]), np.arange(80)
-    token = np.arange(8)
-    real = np.where(token < count[:, None], start[:, None] + token, -1)
-    for first in (0, 1, 2):
-        mask = (row >= first) & (row <= real[..., None])
-        got = ops.limits(jnp.asarray(mask))
-        np.testing.assert_array_equal(got.count, count)
-        told = np.asarray(got.mask(8, 80)) & (token < count[:, None])[..., None]
-        np.testing.assert_array_equal(told, mask)
-
-
 @pytest.mark.parametrize(("cache", "data"), [("plain", 1), ("plain", 2), ("fp8", 2)])
 def test_low_ranks_by_the_kernel_are_those_of_xla(cache, data, calls, monkeypatch):
     real = {m: getattr(m, m.__name__.split(".")[1]) for m in (ops.mla_low_rank, ops.mla_decode)}
@@ -352,16 +321,18 @@ def test_low_ranks_by_the_kernel_are_those_of_xla(cache, data, calls, monkeypatc
     positions = jnp.asarray([[0, 1], [6, 7], [-1, -1], [3, 4]])
     # Numbers are a device's own: of two devices, each has half of the slots and pages.
     table = jnp.asarray([[4, 0], [2, 3], [5, 5], [1, 0]])
-    view = ops.PagedView(table, positions, jnp.arange(8) <= positions[..., None])
+    start = positions[:, 0]
+    view = PagedView(table, positions, chain(start, jnp.where(start < 0, 0, 2)))
     x = jnp.asarray(rng.normal(size=(4, 2, cfg.hidden_size)), jnp.bfloat16)
     pages = jnp.asarray(rng.normal(size=(12, 4, cfg.latent_dim)), jnp.bfloat16)
-    pages = ops.packed(pages, cfg.kv_lora_rank) if cache == "fp8" else pages
+    empty = empty_cache(12, 4, cfg, jnp.bfloat16, fp8=cache == "fp8")
+    given = empty.stored(pages, cfg.kv_lora_rank)
     mesh = make_mesh(data, 2) if data > 1 else None
     attend = functools.partial(attention.attention, cfg=cfg, view=view, form="absorbed", mesh=mesh)
 
     def run(kernels: Kernels) -> Any:
         p, angles = aligned().layers[0].attention, rope_angles(cfg, positions)
-        out, kept = jax.jit(lambda p: attend(p, x=x, angles=angles, pages=pages, kernels=kernels))(p)
+        out, kept = jax.jit(lambda p: attend(p, x=x, angles=angles, cache=given, kernels=kernels))(p)
         return np.asarray(whole(out).astype(jnp.float32)), kept
 
     want, by_xla = run(Kernels(linear="mosaic_gpu", attention="xla"))
@@ -375,7 +346,7 @@ def test_low_ranks_by_the_kernel_are_those_of_xla(cache, data, calls, monkeypatc
     for a, b in zip(jax.tree.leaves(by_kernel), jax.tree.leaves(by_xla), strict=True):
         same = np.asarray(a == b)[written]
         assert same.mean() > 0.99  # but for the last bit of some
-    changed = jax.tree.leaves(by_kernel)[0] != jax.tree.leaves(pages)[0]
+    changed = jax.tree.leaves(by_kernel)[0] != jax.tree.leaves(given)[0]
     assert int(changed[written].any(axis=-1).sum()) == 6
 
 
@@ -394,14 +365,13 @@ def test_attention_by_the_kernel_is_given_what_xla_is_given(form, monkeypatch):
         return jnp.asarray(rng.normal(size=shape) / math.sqrt(shape[-1]), jnp.float32)
 
     q = ops.Queries(normal(slots, window, heads, nope), normal(slots, window, heads, rope))
-    positions = np.array([[0, 1], [6, 7], [-1, -1]])
-    mask = np.arange(8) <= positions[..., None]
-    table = np.array([[4, 0], [2, 5], [6, 6]])
-    view = ops.PagedView(*(jnp.asarray(a) for a in (table, positions, mask)))
+    positions = jnp.array([[0, 1], [6, 7], [-1, -1]])
+    table = jnp.array([[4, 0], [2, 5], [6, 6]])
+    view = PagedView(table, positions, chain(positions[:, 0], jnp.array([2, 2, 0])))
     args = (q, normal(heads, nope, rank), normal(heads, 8, rank), normal(slots, window, rank + rope))
-    pages = normal(7, 4, rank + rope)
+    cache = LayerCache(normal(7, 4, rank + rope))
     run = functools.partial(ops.paged_attention, scale=0.3, form=form, mesh=None)
-    want, _ = run(*args, pages, view)
-    got, _ = run(*args, pages, view, kernels=Kernels(attention="mosaic_gpu"))
+    want, _ = run(*args, cache, view)
+    got, _ = run(*args, cache, view, kernels=Kernels(attention="mosaic_gpu"))
     np.testing.assert_allclose(got, want, atol=1e-5)
     assert not np.asarray(got[2]).any()

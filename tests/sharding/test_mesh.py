@@ -59,7 +59,7 @@ def test_same_as_one_device(data, model):
     assert {engine.scheduler.shard_of(r.slot) for r in requests} == set(range(data))
     assert engine.stats().pages_used == 0
     # The state stays where it was: each data shard holds its own pages and slots.
-    cache = engine.state.trunk[0]
+    cache = jax.tree.leaves(engine.state.trunk)[0]
     assert {s.data.shape[0] for s in cache.addressable_shards} == {cache.shape[0] // data}
     assert {s.data.shape[0] for s in engine.state.slots.length.addressable_shards} == {8 // data}
 

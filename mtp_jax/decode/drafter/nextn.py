@@ -14,7 +14,6 @@ them in one pass: step by step they were most of what a NextN layer costs where 
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +23,11 @@ from jaxtyping import Array, Float, Int
 from mtp_jax.decode.drafter.protocol import Committed, Drafts
 from mtp_jax.decode.drafter.sampler import DraftSampler
 from mtp_jax.decode.keys import Topology
-from mtp_jax.decode.state import DrafterState, Slots, StateShape, latent_cache
+from mtp_jax.decode.state import DrafterState, Slots, StateShape
 from mtp_jax.model import nextn
+from mtp_jax.model.cache import LayerCache, PagedView, empty_cache
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.ops import PagedView, write
+from mtp_jax.model.ops import write
 from mtp_jax.model.params import Params, type_of
 from mtp_jax.model.trunk import Backend
 
@@ -55,7 +55,7 @@ class NextNSlots(struct.PyTreeNode):
 class NextNPages(struct.PyTreeNode):
     """What NextN keeps in each page: every layer's entries, and the boundary hidden states."""
 
-    cache: tuple[Any, ...]  # [P, S, C + R] or Fp8Rows
+    cache: tuple[LayerCache, ...]
     boundary: Float[Array, "P one kD"]
 
 
@@ -76,7 +76,7 @@ class NextN:
         layers, width, kind = self.cfg.num_nextn_predict_layers, self.cfg.hidden_size, type_of[dtype]
         number, tokens = jnp.zeros(shape.slots, jnp.int32), jnp.zeros((shape.slots, DEFERRED), jnp.int32)
         pending, hidden = (jnp.zeros((shape.slots, n, width), kind) for n in (layers, DEFERRED))
-        cache = (latent_cache(self.cfg, pages, shape.page_size, dtype, fp8),) * layers
+        cache = (empty_cache(pages, shape.page_size, self.cfg, kind, fp8=fp8),) * layers
         boundary = jnp.zeros((pages, 1, layers * width), kind)
         return DrafterState(NextNSlots(pending, tokens, hidden, number), NextNPages(cache, boundary))
 
@@ -104,13 +104,9 @@ class NextN:
             before = pending[:, k : k + 1]
             cache[k] = nextn.write_cache(params, cfg, k, token[:, None], before, newest, cache[k], table, on)
         for k in range(depth):
-            # Layer k's entries past the newest token exist only every `layers` positions.
             layer, position = k % layers, s.length + k
-            row = jnp.arange(table.shape[1] * cache[layer].shape[1])
-            ahead = row - s.length[:, None]
-            seen = (row > layer) & (ahead <= k) & ((ahead <= 0) | (ahead % layers == layer))
-            mask = (seen & s.active[:, None])[:, None]
-            view = PagedView(table, jnp.where(s.active, position, -1)[:, None], mask)
+            visible = nextn.seen_by_draft(k, layers, s.length, s.active)
+            view = PagedView(table, jnp.where(s.active, position, -1)[:, None], visible)
             window, cache[layer] = nextn.run(
                 params, cfg, layer, token[:, None], z[:, None], position[:, None], cache[layer], view, on
             )
@@ -170,15 +166,13 @@ class NextN:
         """
         cfg, pages, slots = self.cfg, own.pages, own.slots
         merged, cache = [*seen.features], list(pages.cache)
-        last, size = len(cache) - 1, cache[0].shape[1]
+        last, size = len(cache) - 1, cache[0].page_size
 
         def before(k: int) -> Float[Array, "B W D"]:
             return jnp.concatenate([slots.pending[:, k : k + 1], merged[k][:, :-1]], axis=1)
 
         for k in range(last):
-            row = jnp.arange(table.shape[1] * size)
-            mask = (row > k) & (row <= seen.positions[..., None])
-            view = PagedView(table, nextn.existing(k, seen.positions), mask)
+            view = PagedView(table, nextn.existing(k, seen.positions), nextn.seen(k, seen.positions))
             z, cache[k] = nextn.run(
                 params, cfg, k, seen.tokens, before(k), seen.positions, cache[k], view, on
             )

@@ -21,7 +21,10 @@ def kept(engine: Engine) -> list[np.ndarray]:
     """What drafts will read of each slot in use: its NextN entries, boundary and pending hidden states."""
     state = engine.flushed()
     own = state.drafter
-    caches, boundary = [np.asarray(p) for p in own.pages.cache], np.asarray(own.pages.boundary)
+    caches, boundary = (
+        [np.asarray(p) for p in jax.tree.leaves(own.pages.cache)],
+        np.asarray(own.pages.boundary),
+    )
     size, found = caches[0].shape[1], []
     for slot, length in enumerate(np.asarray(state.slots.length).tolist()):
         if engine.scheduler.slots[slot] is None:

@@ -1,0 +1,11 @@
+"""What a token sees of its slot's cache: compact, never a mask of every row for every token.
+
+The kernels take it as it is; XLA asks it for the mask of the rows at hand. Sparse attention will add a second
+kind beside ``Window``, the chosen entries of each token.
+"""
+
+from kernels_pallas.visible import MAX_AHEAD, Window, chain
+
+__all__ = ["MAX_AHEAD", "Visible", "Window", "chain"]
+
+Visible = Window

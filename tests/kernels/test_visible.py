@@ -1,0 +1,140 @@
+"""What a token sees, said compactly, is what a dense mask says; and what both attention kernels are told."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels_pallas.mla_prefill import api as mla_prefill
+from kernels_pallas.visible import MAX_AHEAD, Window, chain
+from mtp_jax.engine.request import MAX_DRAFTS
+from mtp_jax.model import nextn
+
+ROWS = 80
+# Few, as each is a program of its own.
+WIDTHS = 1, 5, MAX_AHEAD + 1
+SLOTS = 3
+
+
+def array(values) -> jnp.ndarray:
+    return jnp.asarray(values, jnp.int32)
+
+
+def dense(starts, counts, first, parents) -> np.ndarray:
+    """Row by row: a token sees what is before ``start``, and of the window itself and its ancestors."""
+    mask = np.zeros((SLOTS, len(parents), ROWS), bool)
+    for b, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        for token in range(min(count, len(parents))):
+            seen = list(range(start))
+            node = token
+            while node >= 0:
+                seen.append(start + node)
+                node = parents[node]
+            mask[b, token, [row for row in seen if first <= row < ROWS]] = True
+    return mask
+
+
+def bits_of(parents) -> list[int]:
+    """Ancestors behind the root, whose row all see; the node itself is one."""
+    found = [0]
+    for node, parent in enumerate(parents[1:], start=1):
+        found.append(found[parent] | 1 << node - 1)
+    return found
+
+
+@st.composite
+def windows(draw, chains: bool | None = None):
+    """(Window, its dense mask, tokens): a chain or a tree, padded, some slots idle, some past the cache."""
+    is_chain = draw(st.booleans()) if chains is None else chains
+    width = draw(st.sampled_from(WIDTHS))
+    starts = draw(st.tuples(*[st.integers(0, ROWS + 2)] * SLOTS))
+    counts = draw(st.tuples(*[st.integers(0, width)] * SLOTS))
+    first = draw(st.integers(0, 5))
+    if is_chain:
+        parents = list(range(-1, width - 1))
+        return chain(array(starts), array(counts), first), dense(starts, counts, first, parents), width
+    parents = [-1, *(draw(st.integers(0, node - 1)) for node in range(1, width))]
+    bits = jnp.tile(array(bits_of(parents)), (SLOTS, 1))
+    whole = Window(array([first] * SLOTS), array(starts) + 1, array(counts), bits)
+    return whole, dense(starts, counts, first, parents), width
+
+
+@settings(deadline=None, max_examples=150)
+@given(windows(), st.sampled_from([13, 40]))
+def test_windows_are_their_dense_masks(drawn, size):
+    """Whole, and a block of rows at a time."""
+    window, mask, width = drawn
+    np.testing.assert_array_equal(window.mask(width, ROWS), mask)
+    np.testing.assert_array_equal(window.seen(ROWS), mask.any(axis=1))
+    blocks = [window.mask(width, size, start) for start in range(0, ROWS, size)]
+    np.testing.assert_array_equal(np.concatenate(blocks, axis=2)[..., :ROWS], mask)
+    seen = [window.seen(size, start) for start in range(0, ROWS, size)]
+    np.testing.assert_array_equal(np.concatenate(seen, axis=1)[:, :ROWS], mask.any(axis=1))
+    last = np.where(mask.any(axis=1), np.arange(1, ROWS + 1), 0).max(axis=1)
+    end = np.asarray(window.end())
+    assert (np.minimum(end, ROWS)[last > 0] == last[last > 0]).all()
+    assert (end[np.asarray(window.count) == 0] == 0).all()
+
+
+@settings(deadline=None, max_examples=100)
+@given(windows())
+def test_the_decode_kernel_is_told_the_same(drawn):
+    """Four numbers for a slot and bits for a token. Padding sees what all see, which harms nothing."""
+    window, mask, width = drawn
+    told = window.bits(width, ROWS)
+    first, length, end, seen = (
+        np.asarray(x) for x in (told.first, told.length, told.end(), told.seen_ahead())
+    )
+    row = np.arange(ROWS)
+
+    def by(bits: np.ndarray) -> np.ndarray:
+        ahead = row - length.reshape(-1, *(1,) * (bits.ndim - 1))
+        bit = (bits.astype(np.int64) >> np.clip(ahead, 0, 31)) & 1
+        return (row >= first.reshape(-1, *(1,) * (bits.ndim - 1))) & ((ahead < 0) | (bit == 1))
+
+    counts = np.arange(width) < np.asarray(window.count)[:, None]
+    np.testing.assert_array_equal(by(np.asarray(told.ancestors)[..., None])[counts], mask[counts])
+    np.testing.assert_array_equal(by(seen[:, None]), mask.any(axis=1))
+    some = mask.any(axis=(1, 2))
+    assert (end[some] == np.where(mask.any(axis=1), row + 1, 0).max(axis=1)[some]).all()
+    assert (end <= ROWS).all()
+    assert (length <= ROWS).all()
+
+
+@settings(deadline=None, max_examples=100)
+@given(windows(chains=True), st.sampled_from([0, 13, 64]))
+def test_the_prefill_kernel_is_told_the_same(drawn, start):
+    """Of the whole cache, and of a block of its rows."""
+    window, mask, width = drawn
+    rows = ROWS - start
+    count, begin, diagonal, end = np.asarray(mla_prefill.bounds(window.shifted(start), rows))[..., None, None]
+    row, query = np.arange(rows), np.arange(width)[:, None]
+    seen = (row >= begin) & (row <= diagonal + query) & (row < end) & (query < count)
+    np.testing.assert_array_equal(seen, mask[..., start:])
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("step", [0, 1, 2, 5, MAX_DRAFTS - 1])
+def test_drafts_see_the_rows_of_their_own_layer(layers, step):
+    """Rows past the newest token's exist every ``layers`` positions; rows 0 to the layer's number never."""
+    lengths, active, layer = [1, 7, 40], [True, True, False], step % layers
+    got = nextn.seen_by_draft(step, layers, array(lengths), jnp.asarray(active)).mask(1, ROWS)
+    for slot, (length, runs) in enumerate(zip(lengths, active, strict=True)):
+        known = range(layer + 1, length + 1)
+        drafted = [length + k for k in range(1, step + 1) if k % layers == layer and length + k > layer]
+        assert np.flatnonzero(got[slot, 0]).tolist() == (sorted({*known, *drafted}) if runs else [])
+
+
+def test_known_tokens_see_the_rows_of_a_layer_up_to_their_own():
+    positions = array([[4, 5, 6], [0, 1, -1], [-1, -1, -1]])
+    got = nextn.seen(1, positions).mask(3, 8)
+    for slot, row in np.ndindex(3, 3):
+        want = list(range(2, int(positions[slot, row]) + 1))
+        assert np.flatnonzero(got[slot, row]).tolist() == want
+
+
+def test_a_window_has_as_many_tokens_as_a_request_may_draft():
+    assert MAX_DRAFTS == MAX_AHEAD
+    with pytest.raises(ValueError, match="a window of 33 tokens, at most 32"):
+        chain(array([0]), 33).bits(MAX_AHEAD + 2, ROWS)
