@@ -15,7 +15,7 @@ from mtp_jax import AsyncLLM, MtpJaxError
 from serve import chat, completions, info, native, page
 from serve.errors import ApiError, respond
 from serve.metrics import Metrics
-from serve.security import Guard
+from serve.security import AccessControl
 from serve.settings import Settings
 from serve.state import Server
 
@@ -40,10 +40,9 @@ _POST: dict[str, _Handler] = {
 }
 
 
-def make_app(allm: AsyncLLM, settings: Settings) -> Guard:
-    """The application in front of an engine that somebody else starts and closes."""
-    metrics = Metrics(allm, settings.model_name)
-    server = Server(allm, settings, metrics)
+def make_app(allm: AsyncLLM, settings: Settings) -> AccessControl:
+    """The application in front of an engine, which the caller starts and closes."""
+    server = Server(allm, settings, Metrics(allm, settings.model_name))
 
     routes = [
         Route(path, partial(handler, server), methods=[method])
@@ -55,4 +54,4 @@ def make_app(allm: AsyncLLM, settings: Settings) -> Guard:
     )
     app = Starlette(routes=routes, exception_handlers=errors)
     app.router.redirect_slashes = False
-    return Guard(app, settings, metrics, frozenset((*_GET, *_POST)))
+    return AccessControl(app, server, frozenset((*_GET, *_POST)))

@@ -15,7 +15,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mtp_jax import AsyncLLM, ConfigError, Reporter
 from serve.app import make_app
-from serve.overload import Overload
 from serve.settings import Settings
 from serve.stats_log import log_stats
 from serve.watchdog import Watchdog
@@ -29,7 +28,6 @@ _LEAVING_SECONDS = 5  # for what is still being sent or read then
 # closes while a request is on its way to it loses the request.
 _KEEP_ALIVE_SECONDS = 75
 _LOOK_SECONDS = 1.0
-_IDLE = {h11.CLIENT: h11.IDLE, h11.SERVER: h11.IDLE}
 
 
 def listen(settings: Settings) -> socket.socket:
@@ -70,7 +68,7 @@ def serve(
     """
     _raise_file_limit()
     server = Server(allm, settings, ready, reporter)
-    server.run([listener])  # uvloop's loop: a burst is refused in half the time of asyncio's
+    server.run([listener])
     status = 0 if allm.error is None and server.started else 1
     if allm.warming:
         os._exit(status)  # rather than wait for programs that nobody will run
@@ -78,14 +76,11 @@ def serve(
 
 
 def _config(allm: AsyncLLM, settings: Settings) -> uvicorn.Config:
-    app = make_app(allm, settings)
-
     class Protocol(_Protocol):
         seconds = settings.body_seconds
-        overload = Overload(allm, app)
 
     return uvicorn.Config(
-        app,
+        make_app(allm, settings),
         http=Protocol,
         ws="none",
         lifespan="off",
@@ -171,13 +166,9 @@ class Server(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """Refuses while the queue is full.
-
-    Closes connections that do not get to the end of their headers, or do not read their answers.
-    """
+    """Closes connections that do not get to the end of their headers, or do not read their answers."""
 
     seconds: float
-    overload: Overload
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -186,15 +177,6 @@ class _Protocol(H11Protocol):
         self._check()
 
     def data_received(self, data: bytes) -> None:
-        idle = self.conn.states == _IDLE and not self.conn.trailing_data[0]
-        if idle and not self.flow.write_paused and (refusal := self.overload.refusal(data)):
-            answer, close = refusal
-            self.transport.write(answer)
-            if close:
-                self.transport.close()
-            else:
-                self._await_next()
-            return
         super().data_received(data)
         self._check()
 
@@ -212,16 +194,6 @@ class _Protocol(H11Protocol):
         super().resume_writing()
         if self._unread is not None:
             self._unread.cancel()
-
-    def _await_next(self) -> None:
-        """The clocks as they are after every other answer: the next request may take its time to begin."""
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
-        self._unset_keepalive_if_required()
-        self.timeout_keep_alive_task = self.loop.call_later(
-            self.timeout_keep_alive, self.timeout_keep_alive_handler
-        )
 
     def _await_reader(self) -> None:
         """The connection ends if its client reads nothing of what waits for it."""

@@ -1,4 +1,4 @@
-"""The guard before every route: who may ask, from where, and how much at a time."""
+"""Access control before every route: keys, hosts, origins, sizes, and how much at a time."""
 
 import hmac
 import logging
@@ -9,34 +9,27 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve.errors import ApiError
+from serve.errors import ApiError, as_api_error
 from serve.ids import new_id
-from serve.metrics import Metrics
 from serve.page import PATHS as PAGE_PATHS
-from serve.settings import Settings
-from serve.turns import Turns
+from serve.state import Server
 
 _ACCESS = logging.getLogger("serve.access")
 _OPEN_PATH = "/health"
 _PLAIN_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-_HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([^\r\n\0]*)")
-MOST_HEADER_BYTES = 16 * 1024
+_GENERATING = ("/v1/completions", "/v1/chat/completions", "/generate")
+_MOST_HEADER_BYTES = 16 * 1024
 
 
-class Guard:
-    """ASGI middleware. What it refuses reaches no route. ``/health`` is open, the page needs no key.
+class AccessControl:
+    """ASGI middleware. What it refuses reaches no route. ``/health`` is open, the page needs no key."""
 
-    Attributes:
-        metrics: which it counts responses in.
-        turns: in which requests with a body get to the routes.
-    """
-
-    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics, routes: frozenset[str]) -> None:
-        self._app, self._settings, self.metrics, self._routes = app, settings, metrics, routes
-        self._keys = [key.encode() for key in settings.api_keys]
-        self._hosts = settings.hosts
+    def __init__(self, app: ASGIApp, server: Server, routes: frozenset[str]) -> None:
+        self._app, self._server, self._routes = app, server, routes
+        self._settings = server.settings
+        self._keys = [key.encode() for key in self._settings.api_keys]
+        self._hosts = self._settings.hosts
         self._connections = 0
-        self.turns = Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
@@ -57,16 +50,14 @@ class Guard:
 
         self._connections += 1
         try:
-            error = self.refusal(scope["method"], scope["path"], headers)
+            error = self._refusal(scope["method"], scope["path"], headers)
             if error is not None:
                 await error.response()(scope, receive, answer)
             else:
-                if scope["method"] == "POST":
-                    await self.turns.next()
                 await self._app(scope, self._limited(receive), answer)
         finally:
             self._connections -= 1
-            self.metrics.responded(self._route(scope["path"]), status)
+            self._server.metrics.responded(self._route(scope["path"]), status)
             _log(scope, name, given, status, time.perf_counter() - started)
 
     def _route(self, path: str) -> str:
@@ -76,14 +67,14 @@ class Guard:
         with_name = (r for r in self._routes if "{" in r)
         return next((r for r in with_name if path.startswith(r.partition("{")[0])), "other")
 
-    def refusal(self, method: str, path: str, headers: "Headers") -> ApiError | None:
+    def _refusal(self, method: str, path: str, headers: "Headers") -> ApiError | None:
         """Why a request reaches no route; None if it does."""
         reads = method in ("GET", "HEAD")
         if path == _OPEN_PATH and reads:
             return None
-        if headers.size > MOST_HEADER_BYTES:
+        if headers.size > _MOST_HEADER_BYTES:
             return ApiError(
-                431, f"the headers have {headers.size} bytes; at most {MOST_HEADER_BYTES} are allowed"
+                431, f"the headers have {headers.size} bytes; at most {_MOST_HEADER_BYTES} are allowed"
             )
         host = headers.get(b"host").decode("latin-1").lower()
         if self._hosts and host.rpartition(":")[0] not in self._hosts and host not in self._hosts:
@@ -111,6 +102,8 @@ class Guard:
             return ApiError(
                 503, f"{limit} requests are in progress already", None, "overloaded", {"Retry-After": "1"}
             )
+        if method == "POST" and path in _GENERATING and (full := self._server.allm.admission.overloaded()):
+            return as_api_error(full)  # before the body is read and parsed
         return None
 
     def _knows(self, authorization: bytes) -> bool:
@@ -146,23 +139,12 @@ class Headers:
         self._values = {name.lower(): value for name, value in reversed(pairs)}
         self.size = sum(len(name) + len(value) for name, value in pairs)
 
-    @classmethod
-    def parse(cls, lines: bytes) -> "Headers | None":
-        """As they come from a socket; None where they are not plain: a parser says what is wrong."""
-        pairs = []
-        for line in lines.split(b"\r\n"):
-            found = _HEADER.fullmatch(line)
-            if found is None:
-                return None
-            pairs.append((found[1], found[2].strip(b" \t")))
-        return cls(pairs)
-
     def get(self, name: bytes) -> bytes:
         """The value of a header by its name in small letters; empty if there is none."""
         return self._values.get(name, b"")
 
     def name(self) -> str | None:
-        """What the client calls the request, if that may be told and logged as it is."""
+        """What the client calls the request, if that is safe to return and to log."""
         given = self.get(b"x-request-id")
         return given.decode() if _PLAIN_ID.fullmatch(given) else None
 

@@ -82,10 +82,10 @@ class Admission:
             place.tokens = tokens
             self._tokens += tokens
 
-    def overloaded(self, ahead: int) -> Overloaded | None:
-        """Why any request would be refused after ``ahead`` others; None while there is a place."""
+    def overloaded(self) -> Overloaded | None:
+        """Why any request would be refused now; None while there is room."""
         with self._lock:
-            return self._full(ahead + 1)
+            return self._full(1)
 
     def leave(self, place: Place, requests: int | None = None) -> None:
         """So many of the requests, or all, got slots or ended, with their share of the tokens.
