@@ -25,12 +25,12 @@ async def health(server: Server, request: Request) -> Response:
 
 
 async def ready(server: Server, request: Request) -> Response:
-    """Whether requests should come here now: 200, or 503 with the reason."""
+    """Whether requests should come here now: 200, or 503 with the reason; how far compiling has come."""
     del request
-    reason = server.unready()
-    return (
-        _json({"status": "ready"}) if reason is None else _json({"status": "unready", "reason": reason}, 503)
-    )
+    reason, state = server.unready(), server.allm.warm_up.state
+    if reason is None:
+        return _json({"status": "ready", "state": state})
+    return _json({"status": "unready", "reason": reason, "state": state}, 503)
 
 
 async def models(server: Server, request: Request) -> Response:

@@ -154,6 +154,7 @@ async def server_info(server: Server, request: Request) -> Response:
         "dtype": config.dtype,
         "kv_cache_dtype": config.kv_cache_dtype,
         "base_model": server.settings.base_model,
+        "state": server.allm.warm_up.state,
         "has_chat_template": tokenizer is not None and tokenizer.has_chat_template,
         "internal_states": [state],
     }

@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def _few_programs() -> Iterator[None]:
     """Forget compiled programs before they are too many for one process."""
     yield
-    from mtp_jax.api.mappings import room_for_programs
+    from mtp_jax.api.memory import room_for_programs
 
     if not room_for_programs(0.3):
         import jax

@@ -7,7 +7,6 @@ immutable.
 """
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -19,15 +18,14 @@ from typing import Any, TypedDict, TypeVar, Unpack
 from mtp_jax.api.admission import Admission, QueueLimits
 from mtp_jax.api.completions import Job, Prompt, check
 from mtp_jax.api.llm import LLM
-from mtp_jax.api.mappings import room_for_programs
 from mtp_jax.api.outputs import RequestOutput
 from mtp_jax.api.progress import Reporter, Silent
 from mtp_jax.api.stream import Stream
 from mtp_jax.api.thread import EngineThread, Update
+from mtp_jax.api.warm_up import WarmUp
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import EngineStopped, RequestError
 
-_LOG = logging.getLogger(__name__)
 _CHARACTERS_PER_TOKEN = 4
 _SHORT_PROMPT = 1000
 _THREADS = 2
@@ -91,8 +89,10 @@ class AsyncLLM:
             updated=lambda updates: self._call(self._deliver, updates),
             failed=lambda error: self._call(self._fail_all, error),
         )
-        self._warming = threading.Thread(target=self._warm_the_rest, name="warm-up", daemon=True)
-        self._closing = threading.Event()
+        self._serves_nobody = threading.Event()
+        self._serves_nobody.set()
+        self.warm_up = WarmUp(llm.engine, self._serves_nobody, self._thread.rehearse)
+        self._closed = False
         # Requests on their way to the engine wait neither for what goes nowhere near it nor for those with a
         # grammar, which may take seconds to compile.
         sizes = {"tokenise": _THREADS, "grammar": _GRAMMAR_THREADS, "beside": _THREADS}
@@ -102,15 +102,13 @@ class AsyncLLM:
     # Life
 
     async def start(self, reporter: Reporter | None = None) -> None:
-        """Compile enough to serve anything, then start to; cheaper executables follow in the background."""
+        """Compile enough to serve anything, then start to; cheaper executables follow while it is idle."""
         self._loop = asyncio.get_running_loop()
-        first, self._rest = self.llm.engine.warm_up_keys()
         with (reporter or Silent()).phase("compile", "executables") as update:
             # Not in the event loop's own threads: its end, after Ctrl-C for one, would wait for the compiler.
-            await self.off_loop(lambda: self.llm.engine.executables.compile(first, update))
-            await self.off_loop(lambda: self.llm.engine.rehearse(first))
+            await self.off_loop(lambda: self.warm_up.first(update))
         self._thread.start()
-        self._warming.start()
+        self.warm_up.start()
 
     async def drain(self, timeout: float) -> bool:
         """Take nothing new and let what runs come to its end; after ``timeout`` seconds abort the rest.
@@ -132,7 +130,8 @@ class AsyncLLM:
         self._draining = True
         for stream in list(self._streams.values()):
             stream.abort()
-        self._closing.set()
+        self._closed = True
+        self.warm_up.stop()
         await asyncio.to_thread(self._thread.stop)
         for pool in (self._tokenising, self._compiling, self._beside):
             pool.shutdown(wait=False)
@@ -162,8 +161,8 @@ class AsyncLLM:
 
     @property
     def warming(self) -> bool:
-        """Whether executables are still being compiled in the background."""
-        return self._warming.is_alive()
+        """Whether executables are still to be compiled in the background."""
+        return self.warm_up.running
 
     @property
     def live(self) -> int:
@@ -218,6 +217,7 @@ class AsyncLLM:
         request_id = self._name(options.pop("request_id", None))
         place = self.admission.take(params.n, _estimate(prompt))
         self._submitting[request_id] = False
+        self._serves_nobody.clear()
         try:
             make = partial(self._job, prompt, params, {**options, "arrived": arrived})
             if params.structured is not None or callable(prompt) or len(prompt) * params.n > _SHORT_PROMPT:
@@ -229,9 +229,10 @@ class AsyncLLM:
             self._check_running()
         except BaseException:
             self.admission.leave(place)
+            del self._submitting[request_id]
+            self._look_idle()
             raise
-        finally:
-            aborted = self._submitting.pop(request_id)
+        aborted = self._submitting.pop(request_id)
         deltas = params.output_kind == "delta"
         stream = Stream(request_id, place, deltas, partial(self._thread.abort, job))
         self._streams[request_id] = self._by_job[job] = stream
@@ -285,7 +286,7 @@ class AsyncLLM:
             raise EngineStopped(f"the engine has failed ({type(self.error).__name__}); restart it")
         if self._draining and not even_draining:
             raise EngineStopped("the engine is shutting down; send this to another one")
-        if self._closing.is_set():
+        if self._closed:
             raise EngineStopped("the engine has been closed")
         if not self._thread.alive:
             raise EngineStopped("the engine has not been started; call start() first")
@@ -324,29 +325,17 @@ class AsyncLLM:
         del self._streams[stream.request_id]
         self.admission.leave(stream.place)
         self.admission.finished()
+        self._look_idle()
+
+    def _look_idle(self) -> None:
         if not self._streams:
             self._idle.set()
+            if not self._submitting:
+                self._serves_nobody.set()
 
     def _call(self, function: Callable[..., None], *args: Any) -> None:
         assert self._loop is not None
         self._loop.call_soon_threadsafe(function, *args)
-
-    def _warm_the_rest(self) -> None:
-        for key in self._rest:
-            if self._closing.is_set():
-                return
-            if not room_for_programs():
-                _LOG.warning(
-                    "no further programs are compiled: the process has nearly as many memory mappings as the "
-                    "system allows; larger programs serve instead (sysctl vm.max_map_count=262144 helps)"
-                )
-                return
-            try:
-                self.llm.engine.executables.compile([key])
-                self._thread.rehearse(key)
-            except Exception:  # what is compiled already serves everything
-                if not self._closing.is_set():
-                    _LOG.exception("an executable did not compile")
 
 
 def _estimate(prompt: LazyPrompt) -> int:

@@ -17,6 +17,7 @@ import jax
 from mtp_jax import checkpoint
 from mtp_jax.api.completions import Job, Part, Prompt
 from mtp_jax.api.interrupt import interruptible
+from mtp_jax.api.memory import return_free_memory
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.outputs import Draft, RequestOutput
 from mtp_jax.api.progress import Silent
@@ -186,9 +187,14 @@ class LLM:
 
     def _prepare(self, jobs: list[Job]) -> None:
         """Compile what these jobs need together with those being served."""
-        requests = [part.request for job in jobs for part in job.parts]
+        requests, compiled = (
+            [part.request for job in jobs for part in job.parts],
+            len(self.engine.executables),
+        )
         with self._report.phase("compile", "executables") as update:
             self.engine.prepare(requests, update)
+        if len(self.engine.executables) > compiled:
+            return_free_memory()
 
     def _outputs(self, job: Job) -> Generator[RequestOutput, None, None]:
         self._prepare([job])

@@ -1,20 +1,41 @@
 """Which executable a piece of work needs: buckets of slots, pages, prompt chunks and sampling modes."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from itertools import pairwise
+from dataclasses import dataclass, replace
 
 from mtp_jax.decode.keys import Key, PrefillKey, SamplingMode, StepKey, buckets
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.depth import adaptive_depths
 from mtp_jax.engine.request import MAX_LOGPROBS, Request
 
-_LOGPROB_WIDTHS = (0, 5, MAX_LOGPROBS)
-# Rows of the narrowest page tables, of steps and of prefill: a short prompt sees no more.
-_SMALLEST_ROWS, _SMALLEST_PROMPT = 256, 64
-_SMALLEST_CHUNK = 16
-# Short prompts in one prefill: the weights are read once for all of them.
-TOGETHER = 4
+
+@dataclass(frozen=True)
+class Buckets:
+    """The sizes that programs come in: a piece of work runs in the smallest one that holds it.
+
+    Attributes:
+        slots: factor between the slots of steps, from 1 to max_num_seqs.
+        chunk: tokens of the shortest chunk of a prompt.
+        chunks: factor between the lengths of chunks, up to prefill_chunk.
+        prompts: most prompts per data shard in one prefill, which reads the weights once.
+        pages: factor between the widths of page tables, down from that of the longest request.
+        rows: cached rows that the narrowest page table holds at least. On a CPU attention ends at the last
+            row that a token sees, so a narrower table saves nothing there.
+        logprobs: widths of log-probabilities: the chosen token's alone, or with so many alternatives.
+    """
+
+    slots: int = 2
+    chunk: int = 16
+    chunks: int = 4
+    prompts: int = 4
+    pages: int = 4
+    rows: int = 2048
+    logprobs: tuple[int, ...] = (0, 5, MAX_LOGPROBS)
+
+
+BUCKETS = Buckets()
+# Short prompts in one prefill.
+TOGETHER = BUCKETS.prompts
 
 
 def step_key(config: EngineConfig, running: list[Request], depth: int) -> StepKey:
@@ -79,7 +100,7 @@ def keys_for(
     sizes = [b for b in _step_slots(config, shards) if b == slots or (every_size and b < slots)]
     deepest, mode = max(r.depth for r in requests), mode_of(config, requests)
     depths = {deepest} if all(r.fixed_depth for r in requests) else adaptive_depths(deepest)
-    widest = _page_buckets(config, max(config.pages_for(r.capacity) for r in requests))
+    widest = _holding(_page_buckets(config), max(config.pages_for(r.capacity) for r in requests))
     modes = [mode]
     if mode.structured and not all(r.matcher for r in requests):
         modes.append(replace(mode, structured=False))
@@ -100,7 +121,7 @@ def keys_for(
         while start < len(r.prompt):
             size = next(chunks(config, len(r.prompt) - start))
             rows = min(start + size, len(r.prompt))
-            page = _page_buckets(config, -(-rows // config.page_size), _SMALLEST_PROMPT)[-1]
+            page = _holding(_prefill_pages(config, size), -(-rows // config.page_size))[-1]
             keys.append(PrefillKey(size, page, *_widths([r])))
             alike.setdefault(size, []).append(page)
             tokens, columns = max(tokens, size), max(columns, page)
@@ -118,14 +139,16 @@ def keys_for(
 def warm_up_keys(config: EngineConfig, shards: int, structured: bool) -> tuple[list[Key], list[Key]]:
     """The executables of a server: a few that can serve anything, and the rest, cheaper, likely ones first.
 
-    Long histories get fewer buckets: their steps are dominated by attention, not by slots that idle.
+    Every program costs memory (docs/architecture.md), so there is one only where it computes much less than
+    the next larger one: sampling programs serve greedy rows, too; long histories, whose steps are dominated
+    by attention, get the fewest and the most slots alone; structured steps wait for the host in any case.
     """
     deepest = config.num_speculative_tokens
     depths = adaptive_depths(deepest) if config.adaptive_depth else (deepest,)
-    greedy, sampled = SamplingMode(), SamplingMode(config.drafting, config.verifier)
+    sampled = SamplingMode(config.drafting, config.verifier)
     scored = replace(sampled, logprobs=MAX_LOGPROBS)
-    slots, pages = _step_slots(config, shards), _page_buckets(config, config.columns)
-    chunk = config.prefill_chunk
+    slots, pages = _step_slots(config, shards), _page_buckets(config)
+    ends, chunk = (slots[0], slots[-1]), config.prefill_chunk
     first: list[Key] = [
         PrefillKey(chunk, pages[-1]),
         StepKey(slots[-1], deepest, pages[-1], sampled),
@@ -135,19 +158,23 @@ def warm_up_keys(config: EngineConfig, shards: int, structured: bool) -> tuple[l
     if structured:
         first.append(StepKey(slots[-1], deepest, pages[-1], replace(scored, structured=True)))
     rest: list[Key] = []
-    prefills = _page_buckets(config, config.columns, _SMALLEST_PROMPT)
-    for p in sorted({*prefills, *pages}):
-        # A chunk of bucket b has more than a tokens: page tables of so few rows never meet it.
-        sizes = [b for a, b in pairwise((0, *_chunk_buckets(config))) if a < p * config.page_size]
-        for size in sizes if p in prefills else ():
-            rest += [PrefillKey(size, p, prompts=n) for n in _prompt_buckets(_together(config, size, shards))]
-        some = () if p not in pages else slots if p in pages[:2] else (slots[0], slots[-1])
-        rest += [StepKey(b, d, p, mode) for mode in (greedy, sampled) for d in reversed(depths) for b in some]
+    for size in _chunk_buckets(config):
+        prompts = {1, _together(config, size, shards)}
+        rest += [
+            PrefillKey(size, p, prompts=n) for p in _prefill_pages(config, size) for n in sorted(prompts)
+        ]
+    for p in pages:
+        some = slots if p == pages[0] else ends
+        rest += [StepKey(b, d, p, sampled) for b in some for d in reversed(depths)]
     if structured:
-        mode = replace(sampled, structured=True)
-        ends = [(b, d) for d in (deepest, 0) for b in (slots[0], slots[-1])]
-        rest += [StepKey(b, d, p, mode) for p in (pages[0], pages[-1]) for b, d in ends]
+        rest.append(StepKey(slots[0], deepest, pages[0], replace(sampled, structured=True)))
     return first, [k for k in dict.fromkeys(rest) if k not in first]
+
+
+def all_keys(config: EngineConfig, shards: int = 1, structured: bool = True) -> list[Key]:
+    """Everything that a server compiles."""
+    first, rest = warm_up_keys(config, shards, structured)
+    return first + rest
 
 
 def chunks(config: EngineConfig, tokens: int) -> Iterator[int]:
@@ -194,17 +221,35 @@ def _step_slots(config: EngineConfig, shards: int) -> Sequence[int]:
 
 
 def _slot_buckets(config: EngineConfig) -> Sequence[int]:
-    return buckets(config.max_num_seqs, 1, 2)
+    return buckets(config.max_num_seqs, 1, BUCKETS.slots)
 
 
 def _chunk_buckets(config: EngineConfig) -> Sequence[int]:
-    return buckets(config.prefill_chunk, min(_SMALLEST_CHUNK, config.prefill_chunk), 4)
+    return buckets(config.prefill_chunk, min(BUCKETS.chunk, config.prefill_chunk), BUCKETS.chunks)
 
 
-def _page_buckets(config: EngineConfig, needed: int, rows: int = _SMALLEST_ROWS) -> list[int]:
-    """Page-table widths, from one of ``rows``, up to the first that holds ``needed`` pages."""
-    smallest = min(-(-rows // config.page_size), config.columns)
-    sizes = buckets(config.columns, smallest, 4)
+def _page_buckets(config: EngineConfig) -> Sequence[int]:
+    """Widths of the page tables of steps, and of the chunks that end a prompt."""
+    sizes = [config.columns]
+    while (narrower := -(-sizes[0] // BUCKETS.pages)) * config.page_size >= BUCKETS.rows:
+        sizes.insert(0, narrower)
+    return sizes
+
+
+def _prefill_pages(config: EngineConfig, tokens: int) -> Sequence[int]:
+    """Widths of the page tables of chunks of so many tokens.
+
+    Full chunks attend to the whole of their table, in the form that expands it (``prefill_form``): the first
+    chunk of a prompt, which sees itself alone, has a table of its own length.
+    """
+    if tokens < config.prefill_chunk:
+        return _page_buckets(config)
+    own = min(-(-tokens // config.page_size), config.columns)
+    return buckets(config.columns, own, BUCKETS.pages)
+
+
+def _holding(sizes: Sequence[int], needed: int) -> Sequence[int]:
+    """Sizes up to the first that holds ``needed``."""
     return [b for i, b in enumerate(sizes) if i == 0 or sizes[i - 1] < needed]
 
 
@@ -215,4 +260,4 @@ def _widths(requests: Iterable[Request]) -> tuple[int | None, int | None]:
 
 def _width(wanted: Iterable[int | None]) -> int | None:
     most = max((w for w in wanted if w is not None), default=None)
-    return None if most is None else next(w for w in _LOGPROB_WIDTHS if w >= most)
+    return None if most is None else next(w for w in BUCKETS.logprobs if w >= most)

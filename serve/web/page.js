@@ -143,11 +143,18 @@ function showSpeculation() {
   document.body.classList.toggle("plain", !options.colours.checked);
 }
 
+/** Name the model, and say how far the server has come with compiling: it is slower until then. */
+function showState(info) {
+  const compiles = info.state.startsWith("compiling");
+  $("model").textContent = info.served_model_name + (compiles ? `, ${info.state} programs` : "");
+  if (compiles) setTimeout(() => serverInfo(options.key.value).then(showState, () => {}), 2000);
+}
+
 /** Ask the server what it can do, and offer no more than that. */
 async function connect() {
   try {
     const info = await serverInfo(options.key.value);
-    $("model").textContent = info.served_model_name;
+    showState(info);
     document.title = `${info.served_model_name} · mtp-jax`;
     $("notice").hidden = true;
     if (info.base_model || !info.has_chat_template) options.mode.value = "text";

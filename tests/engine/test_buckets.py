@@ -1,13 +1,23 @@
 """Whatever is served together, prepared executables cover every launch, and each writes inside its pages."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from mtp_jax.decode.keys import PrefillKey, SamplingMode, StepKey
-from mtp_jax.engine.buckets import chunks, keys_for, mode_of, prefill_together, warm_up_keys
+from mtp_jax.engine.buckets import (
+    all_keys,
+    chunks,
+    keys_for,
+    mode_of,
+    prefill_key,
+    prefill_together,
+    step_keys,
+    warm_up_keys,
+)
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.request import Request, SamplingParams
 from mtp_jax.model.sharding import make_mesh
@@ -82,46 +92,74 @@ def test_short_prompts_are_prefilled_together(lengths, together):
     assert [[len(r.prompt) for r in w] for w in found] == together
 
 
-def test_short_prompts_are_prefilled_over_few_pages():
-    """And no server compiles a chunk that is longer than what its page table holds."""
-    config = EngineConfig(
-        num_speculative_tokens=3, max_num_seqs=8, max_model_len=4093, page_size=64, prefill_chunk=1024
-    )
-    keys = [k for some in warm_up_keys(config, 1, structured=False) for k in some]
-    found = {(k.tokens, k.pages) for k in keys if isinstance(k, PrefillKey)}
-    shorter = {(16, 1), (64, 1), (16, 4), (64, 4), (256, 4), (16, 16), (64, 16), (256, 16), (1024, 16)}
-    assert found == shorter | {(size, 64) for size in (16, 64, 256, 1024)}
+DEFAULT = EngineConfig(adaptive_depth=True)  # what the server makes of the demo model, which has a tokenizer
+
+
+def steps_of(keys) -> list[StepKey]:
+    return [k for k in keys if isinstance(k, StepKey)]
+
+
+def prefills_of(keys) -> list[PrefillKey]:
+    return [k for k in keys if isinstance(k, PrefillKey)]
+
+
+def test_a_default_server_compiles_few_programs():
+    """A structured step is two programs."""
+    keys = all_keys(DEFAULT)
+    assert len(set(keys)) == len(keys)
+    assert len(keys) + sum(k.mode.structured for k in steps_of(keys)) <= 30
+    first, rest = warm_up_keys(DEFAULT, 1, structured=True)
+    assert keys == first + rest
+    assert len(first) < len(rest)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"max_model_len": 8192}, {"max_num_seqs": 3}])
+def test_every_program_of_a_server_is_the_cheapest_for_something(sizes):
+    keys = all_keys(replace(DEFAULT, **sizes))
+    for some in (steps_of(keys), prefills_of(keys)):
+        for key in some:
+            able: list[Any] = [k for k in some if k.covers(key)]  # type: ignore[arg-type]
+            assert [k for k in able if k.cost <= key.cost] == [key]
+
+
+def test_full_chunks_have_page_tables_of_their_own_length():
+    """Shorter ones, which end a prompt, have those of steps."""
+    config = replace(DEFAULT, max_model_len=8189, prefill_chunk=1024)
+    found = {(k.tokens, k.pages) for k in prefills_of(all_keys(config))}
+    assert found == {(1024, p) for p in (16, 64, 128)} | {(t, p) for t in (16, 64, 256) for p in (32, 128)}
     requests = [r for n in (9, 60, 70) for r in waiting(n)]
-    found = [k for k in keys_for(config, requests, 1, slots=0, pages=64) if isinstance(k, PrefillKey)]
-    assert {(k.tokens, k.pages) for k in found if k.prompts == 1} == {(16, 1), (64, 1), (256, 4)}
+    found = prefills_of(keys_for(DEFAULT, requests, 1, slots=0, pages=64))
+    assert {(k.tokens, k.pages) for k in found if k.prompts == 1} == {(16, 33), (64, 33), (256, 4), (256, 33)}
 
 
 @pytest.mark.parametrize(
-    ("page_size", "steps", "prefills"),
+    ("page_size", "longest", "steps", "full"),
     [
-        (16, {16, 64, 256}, {4, 16, 64, 256}),
-        (64, {4, 16, 64}, {1, 4, 16, 64}),
-        (128, {2, 8, 32}, {1, 4, 16, 32}),
-        (4096, {1}, {1}),
+        (64, 2045, {32}, {4, 16, 32}),
+        (16, 4093, {256}, {16, 64, 256}),
+        (64, 8189, {32, 128}, {4, 16, 64, 128}),
+        (128, 8189, {16, 64}, {2, 8, 32, 64}),
+        (64, 32765, {32, 128, 512}, {4, 16, 64, 256, 512}),
+        (4096, 4093, {1}, {1}),
     ],
 )
-def test_a_server_compiles_steps_and_prefills_of_all_their_widths(page_size, steps, prefills):
-    config = EngineConfig(
-        num_speculative_tokens=3, max_num_seqs=8, max_model_len=4093, page_size=page_size, adaptive_depth=True
-    )
-    keys = [k for some in warm_up_keys(config, 1, structured=False) for k in some]
-    assert {k.pages for k in keys if isinstance(k, StepKey)} == steps
-    assert {k.pages for k in keys if isinstance(k, PrefillKey)} == prefills
-    for mode in (SamplingMode(), SamplingMode(config.drafting, config.verifier)):
-        found = {(k.slots, k.pages, k.depth) for k in keys if isinstance(k, StepKey) and k.mode == mode}
-        assert {(b, p, d) for b in (1, 8) for p in steps for d in (0, 1, 3)} <= found
+def test_a_server_compiles_steps_and_prefills_of_all_their_widths(page_size, longest, steps, full):
+    config = replace(DEFAULT, max_model_len=longest, page_size=page_size)
+    keys = all_keys(config)
+    assert {k.pages for k in steps_of(keys)} == steps
+    assert {k.pages for k in prefills_of(keys) if k.tokens == 256} == full
+    assert {k.pages for k in prefills_of(keys) if k.tokens < 256} == steps
+    sampled = SamplingMode(config.drafting, config.verifier)
+    found = {(k.slots, k.pages, k.depth) for k in steps_of(keys) if k.mode == sampled}
+    ends = {(b, p, d) for b in (1, 8) for p in steps for d in (0, 1, 3)}
+    assert found == ends | {(b, min(steps), d) for b in (2, 4) for d in (0, 1, 3)}
 
 
 @pytest.mark.parametrize("every_size", [False, True])
 def test_steps_over_data_shards_have_all_slots(every_size):
     """The first few slots are those of one shard; a step of them would be split over all."""
     config = EngineConfig(max_num_seqs=8, max_model_len=4093, adaptive_depth=True)
-    keys = [k for some in warm_up_keys(config, 2, structured=True) for k in some]
+    keys = all_keys(config, 2)
     keys += keys_for(config, waiting(9, 60), 2, slots=1, pages=64, every_size=every_size)
     assert {k.slots for k in keys if isinstance(k, StepKey)} == {8}
 
@@ -212,3 +250,94 @@ def test_prepared_executables_cover_everything(
     assert all(len(r.output) == r.max_tokens for r in requests if r.finish_reason == "length")
     assert crowded or not any(r.preemptions for r in requests)
     assert engine.stats().pages_used == 0
+
+
+ASKED = st.tuples(
+    st.integers(1, 300),
+    st.integers(1, 60),
+    st.sampled_from([None, 0, 1, 2, 3]),
+    st.sampled_from([0.0, 1.0]),
+    st.sampled_from([None, 0, 5, 20]),
+    st.sampled_from([None, 0, 20]),
+)
+
+
+@settings(deadline=None, max_examples=100, phases=[Phase.explicit, Phase.generate])
+@given(
+    jobs=st.lists(ASKED, min_size=1, max_size=12),
+    page_size=st.sampled_from([16, 64]),
+    slots=st.sampled_from([1, 3, 8]),
+    depth=st.sampled_from([0, 1, 3]),
+    shards=st.sampled_from([1, 2]),
+    adaptive=st.booleans(),
+    seed=st.integers(0, 1000),
+    warm=st.integers(0, 40),
+    crowded=st.booleans(),
+)
+def test_a_server_serves_everything_with_what_it_has_compiled(
+    jobs, page_size, slots, depth, shards, adaptive, seed, warm, crowded
+):
+    """Only its first programs at the start; the others come one by one, after ``warm`` steps each."""
+    slots *= shards
+    engine = make_engine(
+        mesh=None if shards == 1 else make_mesh(shards, 1),
+        max_model_len=360,
+        page_size=page_size,
+        prefill_chunk=64,
+        max_num_seqs=slots,
+        num_pages=-(-364 // page_size) if crowded else None,
+        num_speculative_tokens=depth,
+        adaptive_depth=adaptive,
+    )
+    Device(engine, seed, stop=0.02, keep=0.7)
+    first, rest = engine.warm_up_keys()
+    engine.executables.compile(first)
+    requests = []
+    for prompt, tokens, most, heat, logprobs, of_prompt in jobs:
+        params = SamplingParams(
+            temperature=heat,
+            max_tokens=tokens,
+            num_speculative_tokens=None if most is None else min(most, depth),
+            logprobs=logprobs,
+            prompt_logprobs=of_prompt,
+        )
+        requests.append(engine.make_request([5] * prompt, params))
+        engine.submit(requests[-1])
+        for _ in range(3):
+            engine.step()
+    for key in rest:
+        for _ in range(warm):
+            engine.step()
+        engine.executables.compile([key])
+    finish(engine)
+    assert all(r.finish_reason in ("length", "stop") for r in requests)
+    assert all(len(r.output) == r.max_tokens for r in requests if r.finish_reason == "length")
+    assert engine.stats().pages_used == 0
+
+
+SHAPE = st.tuples(st.integers(1, 2044), st.sampled_from([0, 1, 2, 3]), st.sampled_from([0.0, 0.9]))
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    rows=st.lists(SHAPE, min_size=1, max_size=8),
+    logprobs=st.sampled_from([None, 0, 5, 20]),
+    structured=st.booleans(),
+    prefilled=st.integers(0, 30),
+)
+def test_every_piece_of_a_default_engines_work_is_covered(rows, logprobs, structured, prefilled):
+    """By the first programs already: at any history, depth, number of rows and way to choose tokens."""
+    first, _ = warm_up_keys(DEFAULT, 1, structured=True)
+    running = []
+    for slot, (length, depth, heat) in enumerate(rows):
+        params = SamplingParams(temperature=heat, logprobs=logprobs, prompt_logprobs=logprobs)
+        (request,) = requests = [Request(slot, (1,) * length, params, 0, 4, depth, 2)]
+        request.take_up()
+        request.slot, request.rows_bound = slot, length + 1
+        request.matcher = object() if structured else None  # type: ignore[assignment]
+        running += requests
+    for need in step_keys(DEFAULT, running, (0, 1, 3)):
+        assert any(k.covers(need) for k in steps_of(first))
+    for request in running:
+        request.prefilled = min(prefilled * 64, (len(request.tokens) - 1) // 64 * 64)
+        assert any(k.covers(prefill_key(DEFAULT, [request])) for k in prefills_of(first))

@@ -131,7 +131,9 @@ def test_models_and_version(client):
 
 def test_health_and_ready(client):
     assert client.get("/health").json() == {"status": "ok"}
-    assert client.get("/ready").json() == {"status": "ready"}
+    ready = client.get("/ready").json()
+    assert ready["status"] == "ready"
+    assert re.fullmatch(r"ready|compiling \d+ of \d+", ready["state"])
 
 
 def test_unknown_routes_and_methods_are_openai_errors(client):

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 
 from mtp_jax.api.propose import propose
-from mtp_jax.decode.keys import SamplingMode, StepKey
+from mtp_jax.decode.keys import StepKey
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request, SamplingParams
 from mtp_jax.model.params import param_specs
@@ -68,8 +68,9 @@ def test_what_a_server_compiles_keeps_rows_on_their_shard():
     """Two rows in the first slots, whose pages are all on one shard."""
     engine = engine_on(make_mesh(2, 1))
     first, rest = engine.warm_up_keys()
-    steps = [k for k in rest if isinstance(k, StepKey) and k.mode == SamplingMode()]
-    engine.executables.compile([first[0], *(k for k in steps if k.slots > 1)])
+    steps = [k for k in (*first, *rest) if isinstance(k, StepKey) and k.mode.logprobs is None]
+    assert {k.slots for k in steps} == {8}
+    engine.executables.compile([first[0], *steps])
     (prompt,), greedy = prompts(1, shortest=24), replace(GREEDY, logprobs=None)
     serve(engine, [(prompt, greedy)])
     both = [([*prompt, t], greedy) for t in (3, 4)]

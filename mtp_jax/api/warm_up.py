@@ -1,0 +1,89 @@
+"""The programs of a server: a few are compiled before it is ready, the rest while it serves nobody."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from mtp_jax.api.memory import mappings, resident_bytes, return_free_memory, room_for_programs
+from mtp_jax.decode.keys import Key
+from mtp_jax.engine.engine import Engine
+
+_LOG = logging.getLogger(__name__)
+
+
+class WarmUp:
+    """Compiles a server's programs, most of them on a thread of its own, while ``idle`` is set.
+
+    A server that is never idle must not keep to the few large programs for ever: each time that it has been
+    busy for as long as those took to compile, one more is compiled beside its work.
+    """
+
+    def __init__(self, engine: Engine, idle: threading.Event, rehearse: Callable[[Key], None]) -> None:
+        """``rehearse`` runs a new program once, on the engine's thread."""
+        self._engine, self._idle, self._rehearse = engine, idle, rehearse
+        self._first, self._rest = engine.warm_up_keys()
+        self._done, self._seconds, self._resident = 0, 0.0, resident_bytes()
+        self._patience = 0.0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="warm-up", daemon=True)
+
+    def first(self, update: Callable[[int, int], None]) -> None:
+        """Compile what serves anything, and run it once. ``update(i, n)``: i of n are compiled."""
+        self._compile(self._first, update)
+        self._patience = self._seconds
+        self._engine.rehearse(self._first)
+
+    def start(self) -> None:
+        """Compile the rest in the background."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Compile no more; the program in progress is not waited for."""
+        self._closing.set()
+        self._idle.set()
+
+    @property
+    def running(self) -> bool:
+        """Whether programs are still to be compiled in the background."""
+        return self._thread.is_alive()
+
+    @property
+    def state(self) -> str:
+        """ "starting", "compiling n of m", or "ready" once no further program will come."""
+        if self._thread.ident is None:
+            return "starting"
+        total = len(self._first) + len(self._rest)
+        return f"compiling {self._done + 1} of {total}" if self.running else "ready"
+
+    def _compile(self, keys: list[Key], update: Callable[[int, int], None] | None = None) -> None:
+        began = time.perf_counter()
+        self._engine.executables.compile(keys, update)
+        return_free_memory()
+        self._seconds += time.perf_counter() - began
+        self._done += len(keys)
+
+    def _run(self) -> None:
+        for key in self._rest:
+            self._idle.wait(self._patience)
+            if self._closing.is_set():
+                return
+            if not room_for_programs():
+                _LOG.warning(
+                    "no further programs are compiled: the process has nearly as many memory mappings as the "
+                    "system allows; larger programs serve instead (sysctl vm.max_map_count=262144 helps)"
+                )
+                return
+            try:
+                self._compile([key])
+                self._rehearse(key)
+            except Exception:  # what is compiled already serves everything
+                if not self._closing.is_set():
+                    _LOG.exception("an executable did not compile")
+        _LOG.info(
+            "%d programs are compiled: %.0f s, %.0f MB of memory more than before; %d memory mappings",
+            self._done,
+            self._seconds,
+            (resident_bytes() - self._resident) / 1e6,
+            mappings(),
+        )

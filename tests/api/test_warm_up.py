@@ -1,0 +1,133 @@
+"""When a server compiles its programs, and what it says of them. Nothing is compiled here."""
+
+import logging
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mtp_jax.api import warm_up
+from mtp_jax.api.warm_up import WarmUp
+
+
+class Programs:
+    """Stands for the executables of an engine."""
+
+    def __init__(self) -> None:
+        self.done: list[Any] = []
+        self.go = threading.Semaphore(0)
+        self.rehearsed: list[Any] = []
+        self.fails: set[Any] = set()
+
+    def compile(self, keys: list[Any], update: Any = None) -> None:
+        for key in keys:
+            if update is None:
+                assert self.go.acquire(timeout=60)
+            if key in self.fails:
+                raise RuntimeError(f"{key} does not compile")
+            self.done.append(key)
+
+
+@pytest.fixture
+def programs() -> Programs:
+    return Programs()
+
+
+@pytest.fixture
+def idle() -> threading.Event:
+    return threading.Event()
+
+
+@pytest.fixture
+def warming(programs, idle):
+    engine: Any = SimpleNamespace(
+        executables=programs, warm_up_keys=lambda: (["a", "b"], ["c", "d", "e"]), rehearse=lambda keys: None
+    )
+    made = WarmUp(engine, idle, programs.rehearsed.append)
+    yield made
+    made.stop()
+    programs.go.release(9)
+
+
+def until(holds: Any) -> None:
+    for _ in range(6000):
+        if holds():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it does not come")
+
+
+def begin(warming: WarmUp, patience: float = 1e6) -> None:
+    assert warming.state == "starting"
+    warming.first(lambda done, total: None)
+    warming._patience = patience
+    warming.start()
+
+
+def test_the_rest_is_compiled_while_idle_alone(warming, programs, idle, caplog):
+    programs.go.release(9)
+    with caplog.at_level(logging.INFO):
+        begin(warming)
+        time.sleep(0.2)
+        assert programs.done == ["a", "b"]
+        assert (warming.running, warming.state) == (True, "compiling 3 of 5")
+        idle.set()
+        until(lambda: not warming.running)
+    assert programs.done == ["a", "b", "c", "d", "e"]
+    assert programs.rehearsed == ["c", "d", "e"]
+    assert warming.state == "ready"
+    (said,) = [r.getMessage() for r in caplog.records if "programs are compiled" in r.getMessage()]
+    assert said.startswith("5 programs are compiled: ")
+    assert int(said.split("; ")[1].split()[0]) > 10  # mappings
+
+
+def test_a_request_lets_the_compiler_pause(warming, programs, idle):
+    idle.set()
+    begin(warming)
+    programs.go.release()
+    until(lambda: len(programs.done) == 3)
+    idle.clear()
+    programs.go.release(9)
+    until(lambda: len(programs.done) == 4)  # the one that had begun
+    time.sleep(0.2)
+    assert (len(programs.done), warming.state) == (4, "compiling 5 of 5")
+    idle.set()
+    until(lambda: warming.state == "ready")
+
+
+def test_a_server_that_is_never_idle_gets_its_programs(warming, programs):
+    programs.go.release(9)
+    begin(warming, patience=0.01)
+    until(lambda: warming.state == "ready")
+    assert programs.done == ["a", "b", "c", "d", "e"]
+
+
+def test_it_stops_waiting_when_it_is_closed(warming, programs):
+    programs.go.release(9)
+    begin(warming)
+    warming.stop()
+    until(lambda: not warming.running)
+    assert programs.done == ["a", "b"]
+
+
+def test_what_does_not_compile_is_left_out(warming, programs, idle, caplog):
+    programs.fails.add("d")
+    programs.go.release(9)
+    idle.set()
+    begin(warming)
+    until(lambda: not warming.running)
+    assert programs.done == ["a", "b", "c", "e"]
+    assert "an executable did not compile" in caplog.text
+
+
+def test_it_ends_where_there_is_no_room(warming, programs, idle, monkeypatch, caplog):
+    monkeypatch.setattr(warm_up, "room_for_programs", lambda: len(programs.done) < 3)
+    programs.go.release(9)
+    idle.set()
+    begin(warming)
+    until(lambda: not warming.running)
+    assert programs.done == ["a", "b", "c"]
+    assert "max_map_count" in caplog.text
+    assert warming.state == "ready"
