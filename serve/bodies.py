@@ -28,8 +28,8 @@ async def read(settings: Settings, request: Request, *kinds: type[_Body]) -> _Bo
             data = await request.body()
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {settings.body_seconds:g} s") from None
-    except ClientDisconnect:  # nobody reads this, but it is counted and logged as what it is
-        raise ApiError(499, "the client left before its body had arrived") from None
+    except ClientDisconnect:  # no client reads this; it is for the log and the metrics
+        raise ApiError(499, "the client disconnected before its body had arrived") from None
     if not data:
         raise ApiError(400, "the body is empty; send a JSON object")
     try:

@@ -26,7 +26,7 @@ _MANY = 1024
 
 
 def _is_long(outputs: Sequence[RequestOutput]) -> bool:
-    """Whether nothing else is to wait for what is made of these."""
+    """Whether writing the answer would hold up the event loop."""
     completions = [c for o in outputs for c in o.outputs]
     scored = [*(c.logprobs for c in completions), *(o.prompt_logprobs for o in outputs)]
     scores = sum(len(row or ()) for rows in scored for row in rows or ())

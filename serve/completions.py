@@ -21,7 +21,7 @@ _DEFAULT_MAX_TOKENS = 16
 async def completions(server: Server, request: Request) -> Response:
     """The route."""
     body = await read(server.settings, request, CompletionBody)
-    # To score a prompt the engine has to go on for one token, which nobody gets to see.
+    # To score a prompt the engine has to go on for one token, which the answer leaves out.
     most = _DEFAULT_MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
     params = body.params(most, body.stream, body.logprobs, body.logprobs if body.echo else None)
     streams = await submit(server, body, body.prompts, params)

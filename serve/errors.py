@@ -56,7 +56,7 @@ class ApiError(Exception):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of any exception; what is not its own doing is logged instead."""
+    """The answer to any exception; one that the client did not cause is logged instead."""
     match error:
         case ApiError():
             return error
@@ -65,7 +65,7 @@ def as_api_error(error: Exception) -> ApiError:
         case Overloaded():
             return ApiError(503, str(error), code="overloaded", headers=_retry(error.retry_after))
         case EngineStopped():
-            # Whoever asks again on this connection would get here again, whatever else serves the model.
+            # A retry on this connection would reach this server again, whatever else serves the model.
             return ApiError(503, str(error), code="unavailable", headers=_retry(1) | {"Connection": "close"})
         case PromptTooLong():
             return ApiError(400, str(error), code="context_length_exceeded")

@@ -17,7 +17,7 @@ MOST_SCORES = 2**22
 Text = Annotated[str, Field(max_length=4 * 2**20)]
 Name = Annotated[str, Field(max_length=MAX_NAME)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-# Lists fail fast: a body of wrong items alone would make millions of errors, of which one is told.
+# Lists fail fast: a body of wrong items would make millions of errors, of which one is reported.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=2**20)]
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 # Python's int() takes more: " 1", "1_0", "01".

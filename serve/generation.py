@@ -87,8 +87,8 @@ async def finals(server: Server, request: Request, streams: Sequence[Stream]) ->
     async with aclosing(outputs(server, request, streams)) as growing:
         async for i, output in growing:
             last[i] = output
-    if getattr(request.state, "left", False):  # nobody reads this, but it is counted and logged as what it is
-        raise ApiError(499, "the client left before its answer was complete")
+    if getattr(request.state, "disconnected", False):  # for the log and the metrics
+        raise ApiError(499, "the client disconnected before its answer was complete")
     check(last.values(), len(streams))
     return [last[i] for i in range(len(streams))]
 

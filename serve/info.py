@@ -19,7 +19,7 @@ def _json(value: object, status: int = 200, headers: dict[str, str] | None = Non
 
 
 async def health(server: Server, request: Request) -> Response:
-    """The process is there. Says nothing else: it is open to everybody."""
+    """The process is there. Says nothing else, as it needs no key."""
     del server, request
     return _json({"status": "ok"})
 

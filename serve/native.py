@@ -42,7 +42,7 @@ class NativeSampling(Sampling):
         if (self.json_schema is not None or self.regex is not None) and self.structured_outputs is not None:
             raise ValueError("structured_outputs: not with json_schema or regex; leave one of them out")
         if self.speculative is not None and self.speculative.metrics is not None:
-            raise ValueError("speculative.metrics: not told here, see meta_info; leave it out")
+            raise ValueError("speculative.metrics: not on this route, see meta_info; leave it out")
         return self
 
 

@@ -71,7 +71,7 @@ def serve(
     server.run([listener])
     status = 0 if allm.error is None and server.started else 1
     if allm.warming:
-        os._exit(status)  # rather than wait for programs that nobody will run
+        os._exit(status)  # rather than wait for programs that will not run
     return status
 
 
@@ -222,7 +222,7 @@ class _Protocol(H11Protocol):
 
 
 def _freeze() -> None:
-    """Keep what stays, programs above all, from the garbage collector: nobody is answered while it looks."""
+    """Keep what stays, programs above all, from the garbage collector, whose scans pause the event loop."""
     gc.collect()
     gc.freeze()
 

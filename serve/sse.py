@@ -1,4 +1,4 @@
-"""Server-sent events, and the client that goes away before the end."""
+"""Server-sent events, and clients that disconnect before the end."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
@@ -52,13 +52,13 @@ class EventStream(Response):
 
 @asynccontextmanager
 async def aborted_with_client(request: Request, streams: Iterable[Stream]) -> AsyncIterator[None]:
-    """Aborts what the client no longer waits for: once it disconnects, and at the end of the block."""
+    """Aborts the streams once the client disconnects, and at the end of the block."""
     streams = list(streams)
 
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        request.state.left = True
+        request.state.disconnected = True
         for stream in streams:
             stream.abort()
 

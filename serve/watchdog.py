@@ -42,7 +42,7 @@ class Watchdog:
                 return
 
     def _report(self) -> None:
-        """What it was doing: sizes and stacks, no text of anybody."""
+        """What it was doing: sizes and stacks, no text of requests."""
         engine = self._allm.llm.engine
         slots = [
             (len(r.prompt), len(r.output), r.status.value, len(r.pages)) for r in engine.scheduler.slots if r

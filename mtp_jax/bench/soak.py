@@ -1,7 +1,7 @@
 """Minutes of random traffic against a server of its own: nothing may be lost, mixed up, leaked or compiled.
 
-Poisson arrivals of random requests, a fifth of them left by their clients, a tenth invalid. Afterwards greedy
-answers are asked for again at depth 0 and alone, and must be the same.
+Poisson arrivals of random requests: a fifth have clients that disconnect, a tenth are invalid. Afterwards
+greedy answers are asked for again at depth 0 and alone, and must be the same.
 """
 
 import asyncio
@@ -115,7 +115,7 @@ async def _recheck(http: httpx2.AsyncClient, soak: Soak, rng: random.Random) -> 
 
 
 async def _check_idle(http: httpx2.AsyncClient, soak: Soak) -> None:
-    """Slots, pages and places in the queue are free again; a client that left may take a moment."""
+    """Slots, pages and reservations in the queue are free again; a disconnected client may take a moment."""
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     held = {}
     end = time.monotonic() + _IDLE_SECONDS

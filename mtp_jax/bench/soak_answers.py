@@ -16,7 +16,7 @@ class Got:
     """What came of a request.
 
     Attributes:
-        status: of HTTP; None if the client left.
+        status: of HTTP; None if the client disconnected.
         choices, texts, reasons: token ids, text and finish reason by index.
         refusal: the message of an error.
         error: what was wrong with the answer itself.
@@ -31,7 +31,7 @@ class Got:
 
 
 async def ask(http: httpx2.AsyncClient, asked: Asked) -> Got:
-    """Send it; leave when its patience ends."""
+    """Send it; disconnect when its patience ends."""
     try:
         async with asyncio.timeout(asked.patience):
             async with http.stream("POST", asked.url, content=asked.body) as response:
@@ -77,7 +77,7 @@ def _add(got: Got, choice: dict[str, Any], said: dict[str, Any]) -> None:
 
 
 def faults(asked: Asked, got: Got) -> list[str]:
-    """What is wrong with an answer, as far as it can be told from itself."""
+    """What is wrong with an answer, as far as the answer shows it."""
     shown = asked.body[:200].decode(errors="replace")
     if got.error:
         return [f"{got.error}: {shown}"]

@@ -18,7 +18,7 @@ class Asked:
     """A request of a soak.
 
     Attributes:
-        kind: "aborted" ones are left by their client after ``patience`` seconds; "invalid" ones get a 4xx.
+        kind: the client of "aborted" ones disconnects after ``patience`` seconds; "invalid" ones get a 4xx.
         url: of the route.
         body: JSON, or bytes that are none.
         patience: seconds; None: until the end.

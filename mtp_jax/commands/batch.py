@@ -98,7 +98,7 @@ async def _answer(
         while True:
             answer = await call(app, url, body)
             if allm.error is not None:
-                raise EngineStopped(f"the engine failed: {allm.error}; what is left can be run again")
+                raise EngineStopped(f"the engine failed: {allm.error}; run the command again for the rest")
             if answer.status != 503:
                 return answer
             await asyncio.sleep(_RETRY_SECONDS)

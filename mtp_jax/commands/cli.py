@@ -1,7 +1,7 @@
 """The command line: `mtp-jax generate`, `chat`, `info`, ... Errors are one line on standard error.
 
 Exit status: 0 success, 1 a comparison that failed, 2 an error the user can mend, 130 after Ctrl-C, 141 when
-whoever reads the output has gone.
+the reader of the output has closed it.
 """
 
 import io

@@ -145,6 +145,7 @@ def open_llm(args: argparse.Namespace, report: Reporter, completions: int) -> "L
         # What a seed gives depends on whether the verifier is coupled even where it has no drafts.
         names = _NEED_DRAFTS if found.get("verifier") == "coupled" else (*_NEED_DRAFTS, "verifier")
         _without_effect(args, names, "with --num-speculative-tokens 0; raise that")
+    LLMOptions(**found)  # what is out of range is said before jax is imported
     if found.get("compile_cache", "") is None:
         forget_compile_cache()
     with report.phase("import jax"):

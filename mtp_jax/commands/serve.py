@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
     keys = (*found.pop("api_keys", ()), *filter(None, [os.environ.get(_KEY_VARIABLE)]))
     # The demo model completes code.
     settings = Settings(**found, api_keys=keys, base_model=args.model is None)
+    limits = QueueLimits(**given(args, QueueLimits))
     report = reporter(args)
     with report.phase("import server"):
         from serve.run import listen, serve
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         llm = open_llm(args, report, _SLOTS)
         from mtp_jax.api.async_llm import AsyncLLM
 
-        allm = AsyncLLM(llm, **given(args, QueueLimits))
+        allm = AsyncLLM(llm, limits.max_queued_requests, limits.max_queued_tokens)
         address = f"http://{_bracketed(settings.host)}:{listener.getsockname()[1]}"
         _log(args.quiet)
         if not args.quiet:

@@ -63,7 +63,7 @@ class EngineOptions:
     drafting: Drafting = option(
         "sampled",
         "how drafts are chosen when sampling: drawn from the draft distribution or its argmax, both lossless",
-        choices=("sampled", "greedy"),
+        choices=get_args(Drafting),
     )
     verifier: VerifierChoice = option(
         "block",

@@ -44,7 +44,7 @@ from mtp_jax.engine.scheduler import Scheduler
 from mtp_jax.engine.speedup import Speedup
 from mtp_jax.engine.stats import Counters, EngineStats
 from mtp_jax.engine.structured import allowed
-from mtp_jax.engine.validate import Intake
+from mtp_jax.engine.validate import InputProcessor
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.kernels import all_by
@@ -104,7 +104,7 @@ class Engine:
         self._deferred = 0  # steps whose work for the drafter is to be done
         self.depth = DepthController(config.num_speculative_tokens)
         self.counters, self.speedup = Counters(), Speedup()
-        self.make_request = Intake(cfg, config, self.pages, grammars).make_request
+        self.make_request = InputProcessor(cfg, config, self.pages, grammars).make_request
         self._rehearsed: set[Key] = set()
         self._seeds = np.random.default_rng(config.seed)
         self._inflight: deque[Launch] = deque()

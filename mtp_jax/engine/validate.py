@@ -1,4 +1,4 @@
-"""What may be asked of an engine: a prompt and its options become a request, or an error says why not."""
+"""The input processor: a prompt and its options become a request, or an error says why not."""
 
 import itertools
 import operator
@@ -15,7 +15,7 @@ from mtp_jax.text.grammar import Grammars, Matcher
 _LONGEST_TIMEOUT = 10**9
 
 
-class Intake:
+class InputProcessor:
     """Makes the requests of one engine.
 
     Attributes:

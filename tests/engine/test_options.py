@@ -98,7 +98,7 @@ def test_iterators_are_read_once():
         ("max_model_len", [1, 0, 2.5], "an integer from 2"),
         ("page_size", [0, 5000], "an integer from 1 to 4096"),
         ("prefill_chunk", [0, 2**17], "an integer from 1"),
-        ("drafting", ["none", None], "one of 'sampled', 'greedy'"),
+        ("drafting", ["none", None], "one of 'greedy', 'sampled'"),
         ("verifier", ["typical", "rejection", 1], "one of 'block', 'coupled'"),
         ("dtype", ["float16", "fp8"], "one of 'float32', 'bfloat16'"),
     ],

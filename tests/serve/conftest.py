@@ -113,7 +113,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The rigged golden checkpoint with a tokenizer of one token per character."""
     folder = tmp_path_factory.mktemp("served") / "tiny"
     shutil.copytree(RIGGED, folder)
-    # S3: a checkpoint may name code of its own; nothing here may ever import it.
+    # A checkpoint may name code of its own; nothing here may ever import it.
     config = json.loads((folder / "config.json").read_text())
     config["auto_map"] = {name: f"modeling.{name}" for name in ("AutoConfig", "AutoModelForCausalLM")}
     (folder / "config.json").write_text(json.dumps(config))
@@ -176,7 +176,7 @@ def slow_steps(server: Running) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def idle_at_the_end(request: pytest.FixtureRequest) -> Iterator[None]:
-    """R3: after every test, nothing waits and every page is free or reusable."""
+    """After every test, nothing waits and every page is free or reusable."""
     yield
     if "server" in request.fixturenames or "client" in request.fixturenames:
         running: Running = request.getfixturevalue("server")

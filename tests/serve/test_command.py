@@ -27,10 +27,10 @@ from tests.serve.conftest import Running
     ("options", "says"),
     [
         (["--host", "0.0.0.0"], "--insecure-no-auth"),
-        (["--port", "99999"], "expected 0 to 65535"),
+        (["--port", "99999"], "expected an integer from 0 to 65535"),
         (["--api-key", "a b"], "API key"),
         (["--step-seconds", "0"], "step_seconds = 0"),
-        (["--max-queued-tokens", "0"], "--max-queued-tokens: '0' is not an integer of 1 or more"),
+        (["--max-queued-tokens", "0"], "max_queued_tokens = 0; expected an integer of 1 or more"),
         (["--served-model-name", ""], "model_name = ''; expected 1 to 256 characters"),
         (["--prot"], "unrecognized arguments: --prot; see `mtp-jax serve --help`"),
         (["/no/such/model"], "not a directory"),
@@ -132,7 +132,7 @@ def process(model: Path) -> Iterator[tuple[subprocess.Popen, str]]:
 
 
 @pytest.mark.slow
-def test_r6_a_signal_to_the_process_group_drains(model: Path):
+def test_a_signal_to_the_process_group_drains(model: Path):
     body = {"prompt": "abc", "ignore_eos": True, "max_tokens": 240, "stream": True}
     with (
         process(model) as (running, url),
@@ -148,7 +148,7 @@ def test_r6_a_signal_to_the_process_group_drains(model: Path):
 
 
 @pytest.mark.slow
-def test_r6_a_second_signal_ends_it_at_once(model: Path):
+def test_a_second_signal_ends_it_at_once(model: Path):
     body = {"prompt": "abc", "ignore_eos": True, "max_tokens": 240, "n": 100, "stream": True}
     with (
         process(model) as (running, url),

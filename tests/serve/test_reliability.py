@@ -1,6 +1,6 @@
-"""Each promise of reliability that concerns the server is a test named after its row (R1 to R14).
+"""What a server promises under bursts, disconnects, deadlines, signals, stuck and broken engines.
 
-R3, pages return after every kind of end, is checked after every test (``idle_at_the_end``).
+That pages return after every kind of end is checked after every test (``idle_at_the_end``).
 """
 
 import asyncio
@@ -42,7 +42,7 @@ def many(server: Running, bodies: list[dict[str, Any]]) -> list[httpx2.Response]
     return asyncio.run_coroutine_threadsafe(ask(), server.loop).result(120)
 
 
-def test_r1_a_burst_is_refused_or_answered(server, client, monkeypatch):
+def test_a_burst_is_refused_or_answered(server, client, monkeypatch):
     monkeypatch.setattr(server.allm, "admission", Admission(4, 10**6))
     expected = client.post("/v1/completions", json=GREEDY).json()["choices"][0]["text"]
     answers = many(server, [GREEDY] * 200)
@@ -57,19 +57,19 @@ def test_r1_a_burst_is_refused_or_answered(server, client, monkeypatch):
         assert answer.json()["error"]["code"] == "overloaded"
 
 
-def test_r1_prompt_tokens_are_bounded(server, monkeypatch):
+def test_prompt_tokens_are_bounded(server, monkeypatch):
     monkeypatch.setattr(server.allm, "admission", Admission(100, 300))
     answers = many(server, [{**GREEDY, "prompt": [5 + i] * 200} for i in range(8)])
     assert {a.status_code for a in answers} == {200, 503}
 
 
-def test_r1_the_n_of_a_prompt_counts(server, client, monkeypatch):
+def test_the_n_of_a_prompt_counts(server, client, monkeypatch):
     monkeypatch.setattr(server.allm, "admission", Admission(4, 10**6))
     assert client.post("/v1/completions", json={**GREEDY, "n": 4}).status_code == 200
     assert client.post("/v1/completions", json={**GREEDY, "n": 5}).status_code == 400
 
 
-def test_r1_more_prompts_than_ever_fit_are_a_client_error(server, client, monkeypatch):
+def test_more_prompts_than_ever_fit_are_a_client_error(server, client, monkeypatch):
     """503 would have clients try again for ever."""
     monkeypatch.setattr(server.allm, "admission", Admission(4, 10**6))
     answer = client.post("/v1/completions", json={**GREEDY, "prompt": ["a", "b", "c"], "n": 2})
@@ -79,7 +79,7 @@ def test_r1_more_prompts_than_ever_fit_are_a_client_error(server, client, monkey
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_r4_a_client_that_leaves_is_not_served(server: Running, compiled, gated, stream):
+def test_a_client_that_leaves_is_not_served(server: Running, compiled, gated, stream):
     """Before its first step, running or in the queue."""
     opened = gated(compiled)
     before = compiled.engine.stats().finished.get("abort", 0)
@@ -105,7 +105,7 @@ def test_r4_a_client_that_leaves_is_not_served(server: Running, compiled, gated,
     assert compiled.engine.stats().finished["abort"] == before + 6
 
 
-def test_r4_a_client_that_leaves_in_the_middle(server: Running, compiled, slow_steps):
+def test_a_client_that_leaves_in_the_middle(server: Running, compiled, slow_steps):
     before = compiled.engine.stats().finished.get("abort", 0)
     with (
         server.client() as client,
@@ -116,7 +116,7 @@ def test_r4_a_client_that_leaves_in_the_middle(server: Running, compiled, slow_s
     assert compiled.engine.stats().finished["abort"] == before + 1
 
 
-def test_r4_a_client_that_leaves_before_its_body_has_arrived(server: Running, client, caplog):
+def test_a_client_that_leaves_before_its_body_has_arrived(server: Running, client, caplog):
     """Half a body is neither an error of the server nor worth a traceback."""
     caplog.set_level(logging.INFO)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
@@ -128,7 +128,7 @@ def test_r4_a_client_that_leaves_before_its_body_has_arrived(server: Running, cl
     assert client.get("/health").status_code == 200
 
 
-def test_r5_a_deadline_ends_a_request(client):
+def test_a_deadline_ends_a_request(client):
     answer = client.post("/v1/completions", json={**GREEDY, "timeout": 1e-6})
     assert answer.status_code == 408
     assert answer.json()["error"]["code"] == "timeout"
@@ -136,7 +136,7 @@ def test_r5_a_deadline_ends_a_request(client):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_r5_a_deadline_keeps_the_completions_that_have_text(client, compiled, stream):
+def test_a_deadline_keeps_the_completions_that_have_text(client, compiled, stream):
     """Of three completions two have slots."""
     engine, before = compiled.engine, compiled.engine.stats().generation_tokens
     step = engine.step
@@ -170,7 +170,7 @@ def test_r5_a_deadline_keeps_the_completions_that_have_text(client, compiled, st
 
 
 @pytest.mark.parametrize("reason", ["timeout", "abort"])
-def test_r5_an_end_without_new_tokens_is_no_error(reason):
+def test_an_end_without_new_tokens_is_no_error(reason):
     """The last delta of a stream that its deadline ends has none."""
 
     def end(tokens: int, reason: str | None = reason) -> RequestOutput:
@@ -187,7 +187,7 @@ def test_r5_an_end_without_new_tokens_is_no_error(reason):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("max_tokens", [0, 4])
-def test_r5_scored_prompts_outlive_one_that_ends_early(client, compiled, monkeypatch, stream, max_tokens):
+def test_scored_prompts_outlive_one_that_ends_early(client, compiled, monkeypatch, stream, max_tokens):
     """Of a prompt whose time was over before its prefill, tokens are told without log-probabilities."""
     make, times = compiled.engine.make_request, iter([1e-6, None])
     monkeypatch.setattr(
@@ -208,13 +208,13 @@ def test_r5_scored_prompts_outlive_one_that_ends_early(client, compiled, monkeyp
     assert ends == {0: "timeout", 1: "length"}
 
 
-def test_r5_the_server_has_a_deadline_of_its_own(server):
+def test_the_server_has_a_deadline_of_its_own(server):
     impatient = server.variant(request_seconds=1e-6)
     assert impatient.post("/v1/completions", json=GREEDY).status_code == 408
     assert impatient.post("/v1/completions", json={**GREEDY, "timeout": 60}).status_code == 408
 
 
-def test_r6_sigterm_drains(fresh, client, gated):
+def test_sigterm_drains(fresh, client, gated):
     """Not ready any more and nothing new is taken, but what runs comes to its end."""
     expected = client.post("/v1/completions", json=GREEDY).json()["choices"][0]["text"]
     running = start(fresh)
@@ -244,7 +244,7 @@ def test_r6_sigterm_drains(fresh, client, gated):
     assert running.allm.error is None
 
 
-def test_r6_what_outlasts_the_drain_is_aborted(fresh, gated):
+def test_what_outlasts_the_drain_is_aborted(fresh, gated):
     running = start(fresh, drain_seconds=0.2)
     opened = gated(fresh)
 
@@ -266,7 +266,7 @@ def test_r6_what_outlasts_the_drain_is_aborted(fresh, gated):
     assert not running.thread.is_alive()
 
 
-def test_r7_a_stuck_engine_is_not_ready(server: Running, compiled, gated, client):
+def test_a_stuck_engine_is_not_ready(server: Running, compiled, gated, client):
     impatient = server.variant(ready_seconds=2)  # longer than a program takes that is rehearsed meanwhile
     assert impatient.get("/ready").status_code == 200
     opened = gated(compiled)
@@ -285,7 +285,7 @@ def test_r7_a_stuck_engine_is_not_ready(server: Running, compiled, gated, client
     assert impatient.get("/ready").status_code == 200
 
 
-def test_r8_the_watchdog_ends_a_stuck_process(server: Running, compiled, gated, caplog, capfd):
+def test_the_watchdog_ends_a_stuck_process(server: Running, compiled, gated, caplog, capfd):
     opened = gated(compiled)
     ended: list[int] = []
 
@@ -305,7 +305,7 @@ def test_r8_the_watchdog_ends_a_stuck_process(server: Running, compiled, gated, 
     assert "in wait" in capfd.readouterr().err  # the stacks
 
 
-def test_r8_a_server_watches_its_steps(fresh, gated, monkeypatch):
+def test_a_server_watches_its_steps(fresh, gated, monkeypatch):
     ended: list[int] = []
     monkeypatch.setattr("serve.run.Watchdog", lambda allm, limit: Watchdog(allm, limit, ended.append))
     running = start(fresh, step_seconds=3)
@@ -326,7 +326,7 @@ def test_r8_a_server_watches_its_steps(fresh, gated, monkeypatch):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_r9_a_failed_engine_answers_everybody_and_ends_the_server(fresh, stream):
+def test_a_failed_engine_answers_everybody_and_ends_the_server(fresh, stream):
     running, began = start(fresh), threading.Event()
     step, steps = fresh.engine.step, []
 
@@ -358,7 +358,7 @@ def test_r9_a_failed_engine_answers_everybody_and_ends_the_server(fresh, stream)
     assert isinstance(running.allm.error, ZeroDivisionError)
 
 
-def test_r10_numbers_that_are_not_finite_end_one_request(server, client, monkeypatch):
+def test_numbers_that_are_not_finite_end_one_request(server, client, monkeypatch):
     """The engine says so with a finish reason; here the first text is made to end with it."""
     expected = client.post("/v1/completions", json=GREEDY).json()["choices"][0]["text"]
     advance, chosen = Part.advance, []
@@ -377,7 +377,7 @@ def test_r10_numbers_that_are_not_finite_end_one_request(server, client, monkeyp
     assert '"code":"generation_failed"' in stream.text
 
 
-def test_r13_nothing_is_compiled_for_a_request(server, client, compiled, monkeypatch):
+def test_nothing_is_compiled_for_a_request(server, client, compiled, monkeypatch):
     """Only warm-up compiles; it may still be at it, in a thread of its own."""
     compile_, by = compiled.engine.executables.compile, []
 
@@ -400,7 +400,7 @@ def test_r13_nothing_is_compiled_for_a_request(server, client, compiled, monkeyp
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"port": 70_000}, "port = 70000; expected 0 to 65535"),
+        ({"port": 70_000}, "port = 70000; expected an integer from 0 to 65535"),
         ({"drain_seconds": 0}, "drain_seconds = 0"),
         ({"max_body_bytes": 0}, "max_body_bytes = 0"),
         ({"spec_metrics": "all"}, "expected one of"),
@@ -408,7 +408,7 @@ def test_r13_nothing_is_compiled_for_a_request(server, client, compiled, monkeyp
         ({"api_keys": ("",)}, "API key"),
     ],
 )
-def test_r14_wrong_settings_say_what_is_allowed(wrong, says):
+def test_wrong_settings_say_what_is_allowed(wrong, says):
     with pytest.raises(ConfigError, match=says):
         Settings("x", **wrong)
 

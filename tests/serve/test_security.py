@@ -1,4 +1,4 @@
-"""Each class of advisories that can concern this server is a test named after its row (S1 to S17)."""
+"""Classes of attacks and leaks that can concern a server, a test or more for each."""
 
 import ast
 import asyncio
@@ -37,7 +37,7 @@ def trees(*packages: str) -> Iterator[tuple[str, ast.AST]]:
             yield str(path), ast.parse(path.read_text(encoding="utf-8"))
 
 
-def test_s1_nothing_unpickles():
+def test_nothing_unpickles():
     banned = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
     for path, tree in trees("serve", "mtp_jax", "kernels_pallas"):
         for node in ast.walk(tree):
@@ -52,7 +52,7 @@ def test_s1_nothing_unpickles():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_s1_only_the_http_port_listens(server: Running):
+def test_only_the_http_port_listens(server: Running):
     own = {link.readlink().name for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
     listening = set()
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
@@ -63,13 +63,13 @@ def test_s1_only_the_http_port_listens(server: Running):
     assert listening == {int(server.url.rpartition(":")[2])}
 
 
-def test_s3_code_of_a_checkpoint_is_not_imported(client, model):
+def test_code_of_a_checkpoint_is_not_imported(client, model):
     assert client.get("/health").status_code == 200
     assert "auto_map" in json.loads((model / "config.json").read_text())
     assert not (model / "imported").exists()
 
 
-def test_s4_clients_bring_no_templates(client):
+def test_clients_bring_no_templates(client):
     body = {"messages": [{"role": "user", "content": "hi"}]}
     plain = client.post("/tokenize", json=body).json()
     evil = {
@@ -96,7 +96,7 @@ ODD_PATHS = [
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH", "ODD"])
-def test_s5_every_route_but_health_needs_a_key(server: Running, method):
+def test_every_route_but_health_needs_a_key(server: Running, method):
     locked = server.variant(api_keys=("secret", "other"))
     for path in [*app._GET, *app._POST, *ODD_PATHS]:
         for headers in (
@@ -114,7 +114,7 @@ def test_s5_every_route_but_health_needs_a_key(server: Running, method):
         assert locked.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
 
 
-def test_s5_keys_are_compared_in_constant_time(server: Running, monkeypatch):
+def test_keys_are_compared_in_constant_time(server: Running, monkeypatch):
     compared: list[bytes] = []
     compare = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append(b) or compare(a, b))
@@ -154,7 +154,7 @@ BAD = [
 @pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_s6_no_value_gets_past_the_schema_unchecked(kind, data):
+def test_no_value_gets_past_the_schema_unchecked(kind, data):
     """Whatever a field holds, it is refused in words, or it is something the engine takes."""
     base: dict[str, Any] = {"prompt": "a", "messages": [{"role": "user", "content": "x"}]}
     names = data.draw(st.lists(st.sampled_from(sorted(kind.model_fields)), min_size=1, max_size=3))
@@ -187,7 +187,7 @@ def test_s6_no_value_gets_past_the_schema_unchecked(kind, data):
         b'{"prompt": "a"',
     ],
 )
-def test_s6_broken_bodies_are_client_errors(client, content):
+def test_broken_bodies_are_client_errors(client, content):
     answer = client.post("/v1/completions", content=content)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["message"]
@@ -211,13 +211,13 @@ def deep_schema(depth: int) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_s7_schemas_and_expressions_cannot_hurt(client, asked):
+def test_schemas_and_expressions_cannot_hurt(client, asked):
     answer = client.post("/v1/completions", json={**SHORT, "structured_outputs": asked})
     assert answer.status_code == 400, answer.text
     assert client.post("/v1/completions", json=SHORT).status_code == 200
 
 
-def test_s7_numbers_and_choices_are_bounded_before_they_are_worked_with(monkeypatch):
+def test_numbers_and_choices_are_bounded_before_they_are_worked_with(monkeypatch):
     """The first and the last would take minutes."""
     lcm, bits = math.lcm, [0]
     monkeypatch.setattr(grammar.math, "lcm", lambda a, b: bits.append((a * b).bit_length()) or lcm(a, b))
@@ -235,7 +235,7 @@ def test_s7_numbers_and_choices_are_bounded_before_they_are_worked_with(monkeypa
     assert max(bits) < 128
 
 
-def test_s6_one_wrong_item_is_enough():
+def test_one_wrong_item_is_enough():
     """Millions of errors would be collected, of which one is told."""
     for body in ({"prompt": [["", ""], [""]]}, {"prompt": ["a", 1, 2]}, {"stop": [1, 2]}):
         with pytest.raises(ValidationError) as caught:
@@ -249,13 +249,13 @@ def test_s6_one_wrong_item_is_enough():
 @pytest.mark.parametrize(
     "regex", ["((((a{1,500}){1,500}){1,500}){1,500})b", "(a*)*b", "(.*){50}", "a{10000}"]
 )
-def test_s7_expensive_expressions_are_refused_or_bounded(client, regex):
+def test_expensive_expressions_are_refused_or_bounded(client, regex):
     answer = client.post("/v1/completions", json={**SHORT, "structured_outputs": {"regex": regex}})
     assert answer.status_code in (200, 400), answer.text
     assert client.post("/v1/completions", json=SHORT).status_code == 200
 
 
-def test_s9_bodies_are_bounded_whatever_their_length_header_says(server: Running, client):
+def test_bodies_are_bounded_whatever_their_length_header_says(server: Running, client):
     small = server.variant(max_body_bytes=100)
     large = json.dumps({**SHORT, "prompt": "a" * 100}).encode()
     assert small.post("/v1/completions", content=large).status_code == 413
@@ -270,7 +270,7 @@ def test_s9_bodies_are_bounded_whatever_their_length_header_says(server: Running
     assert packed.status_code == 415
 
 
-def test_s9_headers_are_bounded(server: Running, client):
+def test_headers_are_bounded(server: Running, client):
     assert server.variant().get("/v1/models", headers={"x": "y" * 20_000}).status_code == 431
     try:
         status = client.get("/v1/models", headers={"x": "y" * 200_000}).status_code
@@ -279,7 +279,7 @@ def test_s9_headers_are_bounded(server: Running, client):
     assert status in (400, 431)
 
 
-def test_s9_a_body_that_does_not_come_is_not_waited_for(server: Running):
+def test_a_body_that_does_not_come_is_not_waited_for(server: Running):
     async def never():
         yield b'{"prompt": '
         await asyncio.sleep(60)
@@ -288,7 +288,7 @@ def test_s9_a_body_that_does_not_come_is_not_waited_for(server: Running):
     assert answer.status_code == 408
 
 
-def test_s9_headers_that_do_not_come_are_not_waited_for(fresh):
+def test_headers_that_do_not_come_are_not_waited_for(fresh):
     running = start(fresh, body_seconds=1.5)
     try:
         host, _, port = running.url.removeprefix("http://").rpartition(":")
@@ -304,7 +304,7 @@ def test_s9_headers_that_do_not_come_are_not_waited_for(fresh):
 
 
 @pytest.mark.parametrize("asked", [b"POST /v1/completions", b"POST /nowhere", b"GET /health"])
-def test_s9_a_body_that_nobody_reads_is_not_waited_for(fresh, asked):
+def test_a_body_that_nobody_reads_is_not_waited_for(fresh, asked):
     """A byte after the answer must not make the connection last for ever."""
     running = start(fresh, body_seconds=1.5, max_body_bytes=100)
     try:
@@ -319,7 +319,7 @@ def test_s9_a_body_that_nobody_reads_is_not_waited_for(fresh, asked):
         running.stop()
 
 
-def test_s9_answers_that_nobody_reads_are_not_waited_for(fresh):
+def test_answers_that_nobody_reads_are_not_waited_for(fresh):
     running = start(fresh, body_seconds=1.5)
     try:
         host, _, port = running.url.removeprefix("http://").rpartition(":")
@@ -334,7 +334,7 @@ def test_s9_answers_that_nobody_reads_are_not_waited_for(fresh):
         running.stop()
 
 
-def test_s9_connections_are_bounded(server: Running):
+def test_connections_are_bounded(server: Running):
     few = server.variant(max_connections=1)
 
     async def two() -> list[int]:
@@ -346,7 +346,7 @@ def test_s9_connections_are_bounded(server: Running):
     assert sorted(asyncio.run_coroutine_threadsafe(two(), server.loop).result(60)) == [200, 503]
 
 
-def test_s10_two_salts_never_share_a_prefix(client):
+def test_two_salts_never_share_a_prefix(client):
     def cached(salt: str) -> int:
         body = {"prompt": "q" * 100, "max_tokens": 1, "cache_salt": salt}
         answer = client.post("/v1/completions", json=body).json()
@@ -356,7 +356,7 @@ def test_s10_two_salts_never_share_a_prefix(client):
     assert cached("a") == cached("b") > 0
 
 
-def test_s11_the_server_opens_no_urls():
+def test_the_server_opens_no_urls():
     clients = {"requests", "httpx", "httpx2", "aiohttp", "urllib3", "http", "ftplib"}
     for path, tree in trees("serve"):
         for node in ast.walk(tree):
@@ -369,19 +369,19 @@ def test_s11_the_server_opens_no_urls():
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "0.0.0.0"])
-def test_s12_other_hosts_are_not_answered_for(server: Running, host):
+def test_other_hosts_are_not_answered_for(server: Running, host):
     assert server.variant().get("/v1/models", headers={"host": host}).status_code == 403
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.1:8000", "[::1]:8000", "[::1]"])
-def test_s12_loopback_names_are(server: Running, host):
+def test_loopback_names_are(server: Running, host):
     assert server.variant().get("/v1/models", headers={"host": host}).status_code == 200
     named = server.variant(allowed_hosts=("Api.example",))
     assert named.get("/v1/models", headers={"host": host}).status_code == 403
     assert named.get("/v1/models", headers={"host": "api.example:443"}).status_code == 200
 
 
-def test_s12_pages_of_other_origins_are_refused(server: Running):
+def test_pages_of_other_origins_are_refused(server: Running):
     guarded = server.variant()
 
     def status(origin: str) -> int:
@@ -395,7 +395,7 @@ def test_s12_pages_of_other_origins_are_refused(server: Running):
     assert not any(name.startswith("access-control") for name in answer.headers)
 
 
-def test_s14_errors_tell_nothing_of_the_inside(server: Running, monkeypatch, caplog):
+def test_errors_tell_nothing_of_the_inside(server: Running, monkeypatch, caplog):
     variant = server.variant()
     monkeypatch.setattr(mtp_jax.AsyncLLM, "off_loop", lambda self, function: 1 / 0)
     answer = variant.post("/tokenize", json={"prompt": "abc"})
@@ -404,12 +404,12 @@ def test_s14_errors_tell_nothing_of_the_inside(server: Running, monkeypatch, cap
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_s15_no_assertion_guards_anything():
+def test_no_assertion_guards_anything():
     for path, tree in trees("serve"):
         assert not any(isinstance(node, ast.Assert) for node in ast.walk(tree)), path
 
 
-def test_s17_logs_are_one_printable_line_and_hold_no_prompts(server: Running, caplog):
+def test_logs_are_one_printable_line_and_hold_no_prompts(server: Running, caplog):
     caplog.set_level(logging.DEBUG)
     secret = "what nobody may read in a log"
     evil = b"id\x1b[31m\x00"
