@@ -10,9 +10,8 @@ from mtp_jax.decode.keys import PrefillKey, SamplingMode, StepKey
 from mtp_jax.engine.buckets import chunks, keys_for, mode_of, prefill_together, warm_up_keys
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.request import Request, SamplingParams
-from mtp_jax.model.sharding import make_mesh
-from tests.engine.device import Device
-from tests.models import finish, make_engine
+from tests.engine.device import on_device
+from tests.models import finish
 
 CONFIG = EngineConfig(num_speculative_tokens=3, max_num_seqs=8, max_model_len=512, page_size=16)
 
@@ -182,9 +181,11 @@ def test_prepared_executables_cover_everything(
 
     crowded: there are pages for a single long request, so others are preempted. All prompts begin alike.
     """
-    mesh = None if shards == 1 else make_mesh(shards, 1)
-    engine = make_engine(
-        mesh=mesh,
+    engine, _ = on_device(
+        seed,
+        stop,
+        keep,
+        shards,
         max_model_len=360,
         page_size=page_size,
         prefill_chunk=chunk,
@@ -192,7 +193,6 @@ def test_prepared_executables_cover_everything(
         num_pages=-(-364 // page_size) if crowded else None,
         adaptive_depth=adaptive,
     )
-    Device(engine, seed, stop, keep)
     requests = [
         engine.make_request(
             [5] * prompt,

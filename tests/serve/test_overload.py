@@ -10,6 +10,7 @@ import pytest
 
 from mtp_jax import LLM
 from mtp_jax.api.admission import Admission
+from mtp_jax.api.local import local_runner
 from serve.app import make_app
 from serve.overload import ROUTES, Overload
 from serve.security import MOST_HEADER_BYTES
@@ -235,6 +236,6 @@ def test_who_leaves_before_its_turn_does_not_hold_up_the_others():
 
 def test_the_garbage_collector_leaves_programs_alone(server: Running):
     """A look at all of them would hold up everybody."""
-    programs = server.allm.llm.engine.executables
+    programs = local_runner(server.allm.llm.engine).programs
     assert gc.is_tracked(programs)
     assert not any(looked_at is programs for looked_at in gc.get_objects())
