@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from mtp_jax.decode.compiled import Executables
+from mtp_jax.api.local import local_engine, local_runner
+from mtp_jax.decode.programs import Programs
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request, SamplingParams
@@ -201,15 +202,21 @@ class Reference:
 
 
 @functools.cache
-def _executables(
+def _programs(
     cfg: ModelConfig, config: EngineConfig, mesh: Mesh | None, tree: Any, leaves: tuple[Any, ...]
-) -> Executables:
-    return Engine(cfg, tree.unflatten(leaves), config, mesh).executables
+) -> Programs:
+    return local_runner(local_engine(cfg, tree.unflatten(leaves), config, mesh)).programs
 
 
 def forget_programs() -> None:
     """Drop the compiled programs that engines share."""
-    _executables.cache_clear()
+    _programs.cache_clear()
+
+
+def engine_config(**config: Any) -> EngineConfig:
+    """Small sizes, unless others are given."""
+    sizes: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 64, "page_size": 16, "prefill_chunk": 16}
+    return EngineConfig(**sizes | config)
 
 
 def make_engine(
@@ -221,17 +228,11 @@ def make_engine(
 ) -> Engine:
     """A new engine. Engines of one shape share their compiled programs: compiling is what tests wait for."""
     params = tiny_params(cfg) if params is None else params
-    sizes: dict[str, Any] = {
-        "max_num_seqs": 4,
-        "max_model_len": 64,
-        "page_size": 16,
-        "prefill_chunk": 16,
-    } | config
-    engine = Engine(cfg, params, EngineConfig(**sizes), mesh, grammars)
+    engine = local_engine(cfg, params, engine_config(**config), mesh, grammars)
     leaves, tree = jax.tree.flatten(params)
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding if mesh else None) for a in leaves]
     same = replace(engine.config, seed=0, drafting="sampled", verifier="block")
-    engine.executables = _executables(cfg, same, mesh, tree, tuple(shapes))
+    local_runner(engine).programs = _programs(cfg, same, mesh, tree, tuple(shapes))
     return engine
 
 

@@ -24,15 +24,27 @@ LAYERS = (
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
-# The scheduler and the page allocator are host code: they must be testable, and fast, without a device.
+# The engine is host code: it must be testable, and fast, without a device.
 WITHOUT_JAX = (
     "api.admission",
     "api.options",
-    "engine.pages",
+    "decode.host",
+    "decode.keys",
     "engine.buckets",
+    "engine.config",
+    "engine.depth",
+    "engine.engine",
+    "engine.inputs",
+    "engine.pages",
+    "engine.plan",
     "engine.request",
+    "engine.results",
     "engine.scheduler",
+    "engine.speedup",
+    "engine.stats",
     "engine.structured",
+    "engine.timings",
+    "engine.validate",
     "errors",
     "model.config",
     "model.hf_config",

@@ -2,7 +2,7 @@
 
     submit: a place in the queue -> tokenised -> inbox -> engine thread: step, text -> Stream
 
-The engine and every ``Part`` are touched by the engine's thread alone; what it hands over, once per step, is
+The engine's thread alone touches the engine and every prompt's state; what it hands over, once per step, is
 immutable.
 """
 
@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from mtp_jax.api.admission import Admission, QueueLimits
-from mtp_jax.api.completions import Job, Prompt, check
+from mtp_jax.api.completions import Prompt, PromptState, check
 from mtp_jax.api.llm import LLM
 from mtp_jax.api.outputs import RequestOutput
 from mtp_jax.api.progress import Reporter, Silent
@@ -75,7 +75,7 @@ class AsyncLLM:
         self.admission = Admission(max_queued_requests, max_queued_tokens)
         self._streams: dict[str, Stream] = {}
         self._submitting: dict[str, bool] = {}  # names on their way to a stream, and whether to abort it
-        self._by_job: dict[Job, Stream] = {}
+        self._by_prompt: dict[PromptState, Stream] = {}
         self._calls: set[Future[Any]] = set()
         self._ids = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -85,13 +85,13 @@ class AsyncLLM:
         self._failed = asyncio.Event()
         self._thread = EngineThread(
             llm.engine,
-            admitted=lambda job, parts: self.admission.leave(self._by_job[job].place, parts),
+            admitted=lambda state, n: self.admission.leave(self._by_prompt[state].place, n),
             updated=lambda updates: self._call(self._deliver, updates),
             failed=lambda error: self._call(self._fail_all, error),
         )
         self._serves_nobody = threading.Event()
         self._serves_nobody.set()
-        self.warm_up = WarmUp(llm.engine, self._serves_nobody, self._thread.rehearse)
+        self.warm_up = WarmUp(llm.engine, self._serves_nobody, self._thread.warm_up)
         self._closed = False
         # Requests on their way to the engine wait neither for what goes nowhere near it nor for those with a
         # grammar, which may take seconds to compile.
@@ -219,13 +219,13 @@ class AsyncLLM:
         self._submitting[request_id] = False
         self._serves_nobody.clear()
         try:
-            make = partial(self._job, prompt, params, {**options, "arrived": arrived})
+            make = partial(self._state, prompt, params, {**options, "arrived": arrived})
             if params.structured is not None or callable(prompt) or len(prompt) * params.n > _SHORT_PROMPT:
                 pool = self._tokenising if params.structured is None else self._compiling
-                job = await asyncio.get_running_loop().run_in_executor(pool, make)
+                state = await asyncio.get_running_loop().run_in_executor(pool, make)
             else:
-                job = make()
-            self.admission.correct(place, params.n * len(job.parts[0].request.prompt))
+                state = make()
+            self.admission.correct(place, params.n * len(state.completions[0].request.prompt))
             self._check_running()
         except BaseException:
             self.admission.leave(place)
@@ -234,10 +234,10 @@ class AsyncLLM:
             raise
         aborted = self._submitting.pop(request_id)
         deltas = params.output_kind == "delta"
-        stream = Stream(request_id, place, deltas, partial(self._thread.abort, job))
-        self._streams[request_id] = self._by_job[job] = stream
+        stream = Stream(request_id, place, deltas, partial(self._thread.abort, state))
+        self._streams[request_id] = self._by_prompt[state] = stream
         self._idle.clear()
-        self._thread.submit(job)
+        self._thread.submit(state)
         if aborted:
             stream.abort()
         return stream
@@ -277,9 +277,9 @@ class AsyncLLM:
         """Run what takes long, and is no request to the engine, on a thread beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._beside, function)
 
-    def _job(self, prompt: LazyPrompt, params: SamplingParams, options: dict[str, Any]) -> Job:
+    def _state(self, prompt: LazyPrompt, params: SamplingParams, options: dict[str, Any]) -> PromptState:
         made = prompt() if callable(prompt) else prompt
-        return Job(self.llm.engine, self.llm.tokenizer, made, params, **options)
+        return PromptState(self.llm.engine, self.llm.tokenizer, made, params, **options)
 
     def _check_running(self, even_draining: bool = False) -> None:
         if self.error is not None:
@@ -305,23 +305,23 @@ class AsyncLLM:
 
     def _deliver(self, updates: Sequence[Update]) -> None:
         """On the event loop, once per step."""
-        for job, output in updates:
-            self._by_job[job].deliver(output)
+        for state, output in updates:
+            self._by_prompt[state].deliver(output)
             if output.finished:
-                self._forget(job)
+                self._forget(state)
 
     def _fail_all(self, error: BaseException) -> None:
         self._failed.set()
         failure = EngineStopped(f"the engine failed: {type(error).__name__}")
-        for job, stream in list(self._by_job.items()):
+        for state, stream in list(self._by_prompt.items()):
             stream.deliver(None, failure)
-            self._forget(job)
+            self._forget(state)
         for call in self._calls:
             if not call.done():
                 call.set_exception(failure)
 
-    def _forget(self, job: Job) -> None:
-        stream = self._by_job.pop(job)
+    def _forget(self, state: PromptState) -> None:
+        stream = self._by_prompt.pop(state)
         del self._streams[stream.request_id]
         self.admission.leave(stream.place)
         self.admission.finished()

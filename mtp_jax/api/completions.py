@@ -16,7 +16,7 @@ from mtp_jax.text.tokenizer import StreamDecoder, Tokenizer
 Prompt = str | Sequence[int]
 
 
-class Part:
+class CompletionState:
     """One completion: a request and its text so far.
 
     Attributes:
@@ -30,7 +30,7 @@ class Part:
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
         self.request, self.text, self.seen, self.done = request, "", 0, False
         self.token_texts: list[str] = []
-        self._told = (0, 0, 0)  # characters, tokens and steps that have been put out
+        self._emitted = (0, 0, 0)  # characters, tokens and steps that outputs have held so far
         p = request.params
         self._decoder = tokenizer and StreamDecoder(tokenizer, p.skip_special_tokens)
         self._stops = StopStrings(p.stop_strings, p.include_stop_str_in_output)
@@ -56,9 +56,9 @@ class Part:
     def output(self, index: int) -> CompletionOutput:
         """All there is so far, or what has come since the last call."""
         request, params = self.request, self.request.params
-        text, start, step = self._told
+        text, start, step = self._emitted
         if params.output_kind == "delta":
-            self._told = len(self.text), self.seen, request.speculation.steps
+            self._emitted = len(self.text), self.seen, request.speculation.steps
         return CompletionOutput(
             index=index,
             text=self.text[text:],
@@ -94,7 +94,7 @@ class Part:
         return stopped
 
 
-class Job:
+class PromptState:
     """One prompt and its n completions. Raises RequestError for what cannot be served.
 
     ``options``: keyword arguments of ``Engine.make_request``.
@@ -117,28 +117,30 @@ class Job:
         ids = _ids(prompt, tokenizer)
         self.params = params
         seeds = [None if params.seed is None else (params.seed + i) % 2**32 for i in range(params.n)]
-        self.parts = [Part(engine.make_request(ids, params, seed, **options), tokenizer) for seed in seeds]
-        self._ids = list(self.parts[0].request.prompt)
-        self._scored = False  # whether the prompt's log-probabilities have been put out
+        self.completions = [
+            CompletionState(engine.make_request(ids, params, seed, **options), tokenizer) for seed in seeds
+        ]
+        self._ids = list(self.completions[0].request.prompt)
+        self._scored = False  # whether an output has held the prompt's log-probabilities
 
     @property
     def done(self) -> bool:
         """Whether every completion has ended."""
-        return all(part.done for part in self.parts)
+        return all(c.done for c in self.completions)
 
-    def news(self) -> RequestOutput | None:
-        """The output, if whoever asked for it wants to see it now."""
+    def poll(self) -> RequestOutput | None:
+        """The output, unless only the final one is wanted and it is not there yet."""
         return self.output() if self.done or self.params.output_kind != "final_only" else None
 
     def output(self) -> RequestOutput:
         """The output so far, or what is new of it."""
-        first = self.parts[0].request
-        outputs = [part.output(i) for i, part in enumerate(self.parts)]
-        finished = [part.request.finished_at or 0.0 for part in self.parts]
+        first = self.completions[0].request
+        outputs = [c.output(i) for i, c in enumerate(self.completions)]
+        finished = [c.request.finished_at or 0.0 for c in self.completions]
 
         scored = self.params.prompt_logprobs is not None and not self._scored
-        # All parts find the same; whichever comes first has them first.
-        scores = max((part.request.prompt_logprobs for part in self.parts), key=len)
+        # All completions find the same; the first one to prefill has them first.
+        scores = max((c.request.prompt_logprobs for c in self.completions), key=len)
         self._scored |= scored and self.params.output_kind == "delta" and bool(scores)
 
         def since(at: float | None) -> float | None:

@@ -14,7 +14,7 @@ class Flag:
         self._pressed = False
 
     def press(self, signum: int, frame: FrameType | None) -> None:
-        """The signal handler. A second time, while the first is not heeded yet, it interrupts after all."""
+        """The signal handler. Pressed again before the flag was heeded, it interrupts at once."""
         if self._pressed:
             signal.default_int_handler(signum, frame)
         self._pressed = True

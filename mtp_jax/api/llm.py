@@ -1,6 +1,6 @@
 """The Python API: ``LLM`` loads a model and generates, scores and drafts.
 
-generate -> Engine.step -> compiled step -> tokens -> Part.advance -> text
+generate -> Session.step -> Engine.step -> compiled step -> tokens -> CompletionState.advance -> text
 """
 
 import time
@@ -15,16 +15,17 @@ from typing import cast
 import jax
 
 from mtp_jax import checkpoint
-from mtp_jax.api.completions import Job, Part, Prompt
-from mtp_jax.api.interrupt import interruptible
+from mtp_jax.api.compile_cache import use_compile_cache
+from mtp_jax.api.completions import Prompt, PromptState
+from mtp_jax.api.local import local_engine
 from mtp_jax.api.memory import return_free_memory
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.outputs import Draft, RequestOutput
 from mtp_jax.api.progress import Silent
 from mtp_jax.api.propose import propose
 from mtp_jax.api.score import Scorer, Scores
+from mtp_jax.api.session import Session
 from mtp_jax.checkpoint.demo import demo_model
-from mtp_jax.decode.compiled import use_compile_cache
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import MAX_DRAFTS, SamplingParams
@@ -77,7 +78,7 @@ class LLM:
             self.tokenizer, self.config.vocab_size, self.config.eos_token_ids
         )
         self.engine = self._make_engine(engine_config)
-        self._parts: dict[int, Part] = {}
+        self._session = Session(self.engine)
         self._scorer = Scorer(self.config, loaded.params, options.mesh, computing)
 
     def _make_engine(self, config: EngineConfig) -> Engine:
@@ -86,13 +87,13 @@ class LLM:
             # Without speculation the NextN layers cost nothing: they are left out of the step altogether.
             cfg, params = cfg.with_nextn(()), replace(params, nextn=())
         with self._report.phase("allocate cache"):
-            return Engine(cfg, params, config, self._mesh, self._grammars)
+            return local_engine(cfg, params, config, self._mesh, self._grammars)
 
     def without_speculation(self) -> "LLM":
         """The same weights, not a copy, with an engine of its own that never drafts: to compare with."""
         other = copy(self)
-        other._parts = {}
         other.engine = self._make_engine(replace(self.engine.config, num_speculative_tokens=0))
+        other._session = Session(other.engine)
         return other
 
     def generate(
@@ -109,13 +110,13 @@ class LLM:
         Raises:
             RequestError: a prompt or option that cannot be served; nothing has been generated then.
         """
-        jobs = self._jobs(prompts, sampling_params)
-        self._prepare(jobs)
-        with self._serving(jobs) as parts:
-            for part in parts:
-                while not part.done:
-                    self._step()
-        return [job.output() for job in jobs]
+        states = self._states(prompts, sampling_params)
+        self._prepare(states)
+        with self._serving(states):
+            for state in states:
+                while not state.done:
+                    self._session.step()
+        return [state.output() for state in states]
 
     def warm_up(
         self,
@@ -123,7 +124,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> None:
         """Compile what ``generate`` with the same arguments will need. Raises RequestError likewise."""
-        self._prepare(self._jobs(prompts, sampling_params))
+        self._prepare(self._states(prompts, sampling_params))
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -137,8 +138,8 @@ class LLM:
         Raises:
             RequestError: at the call, not at the first output.
         """
-        jobs = self._jobs([prompt], sampling_params)
-        return self._outputs(jobs[0])
+        (state,) = self._states([prompt], sampling_params)
+        return self._outputs(state)
 
     def score(self, token_ids: Sequence[int]) -> Scores:
         """Teacher-forced logits and hidden states of a sequence. Raises RequestError for bad ids."""
@@ -163,11 +164,11 @@ class LLM:
         token, ids, logits = propose(self.engine, token_ids, num_tokens)
         return Draft(token, ids.tolist(), logits)
 
-    def _jobs(
+    def _states(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[Job]:
+    ) -> list[PromptState]:
         many = _as_prompts(prompts)
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams | Sequence):
@@ -177,66 +178,50 @@ class LLM:
         each = [params] * len(many) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(many):
             raise RequestError(f"{len(many)} prompts with {len(each)} sampling_params; give one, or one each")
-        jobs = []
+        states = []
         for i, (prompt, p) in enumerate(zip(many, each, strict=True), start=1):
             try:
-                jobs.append(Job(self.engine, self.tokenizer, prompt, p))
+                states.append(PromptState(self.engine, self.tokenizer, prompt, p))
             except RequestError as e:
                 raise RequestError(f"prompt {i} of {len(many)}: {e}" if len(many) > 1 else str(e)) from e
-        return jobs
+        return states
 
-    def _prepare(self, jobs: list[Job]) -> None:
-        """Compile what these jobs need together with those being served."""
-        requests, compiled = (
-            [part.request for job in jobs for part in job.parts],
-            len(self.engine.executables),
-        )
+    def _prepare(self, states: list[PromptState]) -> None:
+        """Compile what these prompts need together with those being served."""
+        requests = [c.request for state in states for c in state.completions]
+        compiled = len(self.engine.runner.keys)
         with self._report.phase("compile", "executables") as update:
             self.engine.prepare(requests, update)
-        if len(self.engine.executables) > compiled:
+        if len(self.engine.runner.keys) > compiled:
             return_free_memory()
 
-    def _outputs(self, job: Job) -> Generator[RequestOutput, None, None]:
-        self._prepare([job])
-        with self._serving([job]) as parts:
+    def _outputs(self, state: PromptState) -> Generator[RequestOutput, None, None]:
+        self._prepare([state])
+        with self._serving([state]):
             shown = 0
             while True:
-                grown = sum(part.seen + part.done for part in parts)
+                grown = sum(c.seen + c.done for c in state.completions)
                 if grown > shown:
                     shown = grown
-                    if output := job.news():
+                    if output := state.poll():
                         yield output
-                elif job.done:
+                elif state.done:
                     return
                 else:
-                    self._step()
+                    self._session.step()  # the texts of other streams advance too
 
     @contextmanager
-    def _serving(self, jobs: list[Job]) -> Iterator[list[Part]]:
+    def _serving(self, states: list[PromptState]) -> Iterator[None]:
         """Submits; whatever is unfinished at the end is aborted."""
-        parts = [part for job in jobs for part in job.parts]
         try:
-            for part in parts:
-                part.request.arrived = time.perf_counter()
-                self.engine.submit(part.request)
-                self._parts[part.request.id] = part
-            yield parts
+            for state in states:
+                for completion in state.completions:
+                    completion.request.arrived = time.perf_counter()
+                self._session.submit(state)
+            yield
         finally:
-            for part in parts:
-                if self._parts.pop(part.request.id, None):
-                    self.engine.abort(part.request)
-
-    def _step(self) -> None:
-        """One step for everybody: the texts of other streams advance too."""
-        with interruptible() as stopped:  # in its midst results have been read that nobody has yet
-            for request in self.engine.step():
-                part = self._parts.get(request.id)
-                if part:
-                    part.advance(self.engine)
-                if part and part.done:
-                    del self._parts[request.id]
-        if stopped.is_set():
-            raise KeyboardInterrupt
+            for state in states:
+                self._session.abort(state)
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

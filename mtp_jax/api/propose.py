@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from mtp_jax.api.interrupt import interruptible
+from mtp_jax.api.session import Session
 from mtp_jax.decode.keys import DraftKey
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import SamplingParams
@@ -27,17 +27,10 @@ def propose(engine: Engine, prompt: Iterable[int], depth: int) -> tuple[int, np.
         )
     key = DraftKey(depth, engine.config.columns)
     engine.prepare([request])
-    engine.executables.compile([key])
-    engine.submit(request)
-    try:
-        while engine.busy:
-            with interruptible() as stopped:  # in its midst results have been read that nobody has yet
-                engine.step()
-            if stopped.is_set():
-                raise KeyboardInterrupt
-    finally:
-        engine.abort(request)
+    engine.runner.compile([key])
+    for _ in Session(engine).run([request]):
+        pass
     if not request.output:
         raise RequestError("the model's numbers are not finite for this prompt: nothing to draft on")
-    tokens, logits = engine.executables.draft(key, engine.params, engine.flushed(), request.slot)
-    return request.output[0], np.asarray(tokens[request.slot]), np.asarray(logits[request.slot])
+    tokens, logits = engine.runner.draft(key, request.slot)
+    return request.output[0], tokens, logits

@@ -19,9 +19,9 @@ class WarmUp:
     busy for as long as those took to compile, one more is compiled beside its work.
     """
 
-    def __init__(self, engine: Engine, idle: threading.Event, rehearse: Callable[[Key], None]) -> None:
-        """``rehearse`` runs a new program once, on the engine's thread."""
-        self._engine, self._idle, self._rehearse = engine, idle, rehearse
+    def __init__(self, engine: Engine, idle: threading.Event, warm_up: Callable[[Key], None]) -> None:
+        """``warm_up`` runs a new program once, on the engine's thread."""
+        self._engine, self._idle, self._warm_up = engine, idle, warm_up
         self._first, self._rest = engine.warm_up_keys()
         self._done, self._seconds, self._resident = 0, 0.0, resident_bytes()
         self._patience = 0.0
@@ -32,7 +32,7 @@ class WarmUp:
         """Compile what serves anything, and run it once. ``update(i, n)``: i of n are compiled."""
         self._compile(self._first, update)
         self._patience = self._seconds
-        self._engine.rehearse(self._first)
+        self._engine.warm_up(self._first)
 
     def start(self) -> None:
         """Compile the rest in the background."""
@@ -58,7 +58,7 @@ class WarmUp:
 
     def _compile(self, keys: list[Key], update: Callable[[int, int], None] | None = None) -> None:
         began = time.perf_counter()
-        self._engine.executables.compile(keys, update)
+        self._engine.runner.compile(keys, update)
         return_free_memory()
         self._seconds += time.perf_counter() - began
         self._done += len(keys)
@@ -76,7 +76,7 @@ class WarmUp:
                 return
             try:
                 self._compile([key])
-                self._rehearse(key)
+                self._warm_up(key)
             except Exception:  # what is compiled already serves everything
                 if not self._closing.is_set():
                     _LOG.exception("an executable did not compile")

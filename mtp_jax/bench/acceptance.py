@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mtp_jax.api.llm import LLM
+from mtp_jax.api.local import local_runner
 from mtp_jax.api.outputs import RequestOutput
 from mtp_jax.bench.report import Report
 from mtp_jax.bench.subject import Subject, directory_of, prompts_for
@@ -43,7 +44,7 @@ def run(
         max_model_len=prompt_tokens + max_tokens,
         compile_cache=None,
     )
-    subject = Subject(model, directory, llm.config, llm.engine.params, llm.engine.config.dtype)
+    subject = Subject(model, directory, llm.config, local_runner(llm.engine).params, llm.engine.config.dtype)
     given = prompts_for(subject, prompts, prompt_tokens)
     figures, rows, quotes = [], [], []
     for temperature in temperatures:

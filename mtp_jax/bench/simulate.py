@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from mtp_jax.api.local import local_runner
 from mtp_jax.bench.report import Report
 from mtp_jax.decode.drafter.protocol import Drafts
 from mtp_jax.decode.keys import SamplingMode
@@ -56,9 +57,10 @@ class Simulated:
 
 def simulate(engine: Engine, simulated: Simulated) -> None:
     """Make the steps of an engine that has compiled nothing accept drafts at random."""
-    if len(engine.executables):
+    runner = local_runner(engine)
+    if runner.keys:
         raise ConfigError("acceptance is simulated from the first program on, or not at all")
-    engine.executables = engine.executables.accepting(partial(_accept, simulated.rates))
+    runner.programs = runner.programs.accepting(partial(_accept, simulated.rates))
 
 
 def _accept(

@@ -8,6 +8,7 @@ import jax
 from tokenizers import Tokenizer
 
 from mtp_jax import checkpoint
+from mtp_jax.api.local import local_engine
 from mtp_jax.bench import corpus
 from mtp_jax.bench.synthetic import random_prompts
 from mtp_jax.checkpoint.demo import demo_model
@@ -45,8 +46,8 @@ class Subject:
             prefix_cache=False,
         )
         if depth:
-            return Engine(self.config, self.params, sizes)
-        return Engine(self.config.with_nextn(()), replace(self.params, nextn=()), sizes)
+            return local_engine(self.config, self.params, sizes)
+        return local_engine(self.config.with_nextn(()), replace(self.params, nextn=()), sizes)
 
 
 def directory_of(model: str) -> Path:

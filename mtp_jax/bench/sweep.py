@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from mtp_jax.api.session import Session
 from mtp_jax.bench.latency import HEADERS, PERCENTILES_NOTE, Summary, Timeline, acceptance_per_position
 from mtp_jax.bench.report import Report, Spread
 from mtp_jax.bench.simulate import Simulated, simulate
@@ -75,8 +76,7 @@ def closed_loop(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, co
     began = time.perf_counter()
     for _ in range(min(concurrency, len(waiting))):
         submit()
-    while engine.busy:
-        advanced = engine.step()
+    for advanced in Session(engine).run():
         now = time.perf_counter()
         for request in advanced:
             lines[request.id].add(now, len(request.output) - seen[request.id])

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mtp_jax.api.local import local_engine, local_runner
+from mtp_jax.api.session import Session
 from mtp_jax.checkpoint import save_checkpoint
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
@@ -186,10 +188,8 @@ def complete(
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=0)
     requests = [engine.make_request(p, params) for p in prompts]
     engine.prepare(requests)
-    for request in requests:
-        engine.submit(request)
-    while engine.busy:
-        engine.step()
+    for _ in Session(engine).run(requests):
+        pass
     return requests
 
 
@@ -232,11 +232,11 @@ def tune(
         max_model_len=max_tokens + 16,
         seed=seed,
     )
-    engine = Engine(cfg, params, sizes)
+    engine = local_engine(cfg, params, sizes)
     given = random_prompts(cfg, prompts, 8, seed)
 
     def acceptance(noise: float) -> float:
-        engine.params = with_noise(params, noise, seed)
+        local_runner(engine).params = with_noise(params, noise, seed)
         runs = [r.speculation for r in complete(engine, given, max_tokens)]
         return sum(s.accepted for s in runs) / sum(s.steps for s in runs) + 1
 

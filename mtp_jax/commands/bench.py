@@ -190,9 +190,9 @@ def _measure(args: Arguments) -> int:
     compile_cache = getattr(args, "compile_cache", None)
     if compile_cache == "none":
         forget_compile_cache()
+    from mtp_jax.api.compile_cache import use_compile_cache
     from mtp_jax.bench import plot
     from mtp_jax.bench.report import check, environment, table, write
-    from mtp_jax.decode.compiled import use_compile_cache
 
     command = f"mtp-jax {shlex.join(args.command)}"
     model = str(args.model).rstrip("/").rpartition("/")[2]

@@ -69,10 +69,12 @@ def summary(allm: "AsyncLLM", settings: "Settings", address: str) -> str:
     """What is about to be served, a line per subject."""
     import jax
 
+    from mtp_jax.api.local import local_runner
+
     engine, model = allm.llm.engine, allm.llm.config
     c, tokens = engine.config, engine.pages * engine.shards * engine.config.page_size
     first, rest = engine.warm_up_keys()
-    size = sum(a.nbytes for a in jax.tree.leaves(engine.params)) // 10**6
+    size = sum(a.nbytes for a in jax.tree.leaves(local_runner(engine).params)) // 10**6
     layers = model.num_nextn_predict_layers
     drafts = f"{layers} NextN layer{'s' * (layers != 1)}, {depth(allm.llm)}"
     keys = f"{len(settings.api_keys)} API key{'s' * (len(settings.api_keys) != 1)}"

@@ -125,13 +125,22 @@ class DraftKey:
     pages: int
 
 
-Key = StepKey | PrefillKey | DraftKey
+@dataclass(frozen=True)
+class PageKey:
+    """Two executables that read and write what lies in so many pages (see ``Runner.read_pages``)."""
+
+    pages: int
+
+
+Key = StepKey | PrefillKey | DraftKey | PageKey
 
 
 def name_of(key: Key) -> str:
     """The program's name in HLO and in traces, another for every key of an engine: step_b8_k3_p16_sampled."""
     if isinstance(key, DraftKey):
         return f"draft_k{key.depth}_p{key.pages}"
+    if isinstance(key, PageKey):
+        return f"pages_p{key.pages}"
     if isinstance(key, PrefillKey):
         scores = "" if key.prompt_logprobs is None else f"_prompt{key.prompt_logprobs}"
         return f"prefill_b{key.prompts}_t{key.tokens}_p{key.pages}{_scored(key.logprobs)}{scores}"

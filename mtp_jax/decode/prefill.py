@@ -6,12 +6,13 @@ The prompt of a request that was preempted is all that it had; its last token is
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.decode.drafter.protocol import Committed, Drafter
+from mtp_jax.decode.host import Chunk, TopLogprobs
 from mtp_jax.decode.keys import Finish
 from mtp_jax.decode.result import Emitted, StepResult, pack
-from mtp_jax.decode.sampling import Purpose, TopLogprobs, adjust, distribution, row_keys, sample, top_logprobs
+from mtp_jax.decode.sampling import Purpose, adjust, distribution, row_keys, sample, top_logprobs
 from mtp_jax.decode.state import DrafterState, Slots, State, put_slots, take_slots
 from mtp_jax.decode.step import count_tokens, features_of
 from mtp_jax.model import trunk
@@ -21,29 +22,7 @@ from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Backend
 from mtp_jax.model.visible import chain
 
-
-class Chunk(struct.PyTreeNode):
-    """A piece of each of G prompts, as many per data shard, shard by shard. Idle rows have count 0.
-
-    Attributes:
-        slot: whose prompt it is, each another's, in its row's data shard. Past the last slot for an idle row.
-        start: position of the first token.
-        count: tokens that count, at most T.
-        final: whether the prompt ends here.
-        tokens: padded to T.
-        targets: the token after each, for prompt log-probabilities; -1 where there is none.
-        follows: the token after a final chunk where it is known already; -1: sample and emit it.
-        allowed: what grammars allow as the first token (see ``restrict``).
-    """
-
-    slot: Int[Array, " G"]
-    start: Int[Array, " G"]
-    count: Int[Array, " G"]
-    final: Bool[Array, " G"]
-    tokens: Int[Array, "G T"]
-    targets: Int[Array, "G T"]
-    follows: Int[Array, " G"]
-    allowed: UInt32[Array, "G words"]
+jax.tree_util.register_dataclass(Chunk)
 
 
 class PrefillResult(struct.PyTreeNode):

@@ -12,30 +12,17 @@ from enum import IntEnum
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped, UInt32
+
+from mtp_jax.decode.host import SamplingState, TopLogprobs
 
 NO_TOKEN = -1
 """The token of a row that has no distribution: its logits hold NaN or +inf, or every token is masked."""
 
 
-class SamplingState(struct.PyTreeNode):
-    """What each slot asks of the sampler, and what it has seen. First axis of every field: slots."""
-
-    temperature: Float[Array, " B"]  # 0: greedy
-    top_k: Int[Array, " B"]  # 0: off
-    top_p: Float[Array, " B"]  # 1: off
-    min_p: Float[Array, " B"]  # 0: off; relative to the most likely token
-    presence: Float[Array, " B"]  # subtracted once from every token in the output
-    frequency: Float[Array, " B"]  # subtracted once per occurrence in the output
-    repetition: Float[Array, " B"]  # 1: off; over prompt and output
-    min_tokens: Int[Array, " B"]  # no stop token before this many output tokens
-    seed: UInt32[Array, " B"]
-    logit_bias: Float[Array, "B V"]
-    stop_mask: Bool[Array, "B V"]  # tokens that finish the row: eos and stop ids
-    prompt_mask: Bool[Array, "B V"]  # tokens that occur in the prompt
-    counts: Int[Array, "B V"]  # output tokens so far
+jax.tree_util.register_dataclass(SamplingState)
+jax.tree_util.register_dataclass(TopLogprobs)
 
 
 class Purpose(IntEnum):
@@ -264,15 +251,6 @@ def _invert(u: Float[Array, " B"], weights: Float[Array, "B n"]) -> Int[Array, "
     # A parallel prefix sum may rise by a rounding error where the weight is 0, hence the second condition.
     hit = (cumulative > u[:, None] * cumulative[:, -1:]) & (weights > 0)
     return jnp.where(jnp.any(hit, -1), jnp.argmax(hit, -1), jnp.argmax(weights, -1))
-
-
-class TopLogprobs(struct.PyTreeNode):
-    """Log-probabilities of the chosen token and of the n most likely ones, at every window position."""
-
-    chosen: Float[Array, "B W"]
-    rank: Int[Array, "B W"]  # tokens at least as likely as the chosen one, itself included: 1 is best
-    ids: Int[Array, "B W n"]  # most likely first, the lower id among equals
-    values: Float[Array, "B W n"]
 
 
 @jax.named_scope("logprobs")

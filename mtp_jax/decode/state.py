@@ -8,18 +8,17 @@ tokens up to its end alone, and is all that a sequence needs to go on from it.
 """
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
-from mtp_jax.decode.sampling import SamplingState, neutral_state
+from mtp_jax.decode.host import SamplingState, SlotRow
+from mtp_jax.decode.sampling import neutral_state
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.cache import LayerCache, empty_cache
 from mtp_jax.model.config import ModelConfig
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
     from mtp_jax.decode.drafter.protocol import Drafter
 
 Tree = TypeVar("Tree")
+
+jax.tree_util.register_dataclass(SlotRow)
 
 
 class Slots(struct.PyTreeNode):
@@ -180,9 +181,20 @@ def put_slots(slots: Tree, index: Int[Array, " G"], rows: Tree, before: Tree | N
 
 
 def admit(
-    state: State, slot: Int[Array, ""], row: Slots, page: Int[Array, ""], *, drafter: "Drafter"
+    state: State, slot: Int[Array, ""], request: SlotRow, page: Int[Array, ""], *, drafter: "Drafter"
 ) -> State:
     """Put one request's row (first axis 1) into ``slot``; it goes on from the end of ``page``."""
+    nothing = jnp.zeros(1, jnp.int32)
+    row = Slots(
+        length=nothing,
+        newest=nothing,
+        active=jnp.zeros(1, bool),
+        remaining=request.remaining,
+        generated=request.generated,
+        depth=request.depth,
+        page_table=request.page_table,
+        sampling=request.sampling,
+    )
 
     def put(a: Array, b: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(a, b.astype(a.dtype), slot, axis=0)
@@ -214,8 +226,14 @@ def flush(params: Params, state: State, *, drafter: "Drafter", on: Backend) -> S
     return state.replace(drafter=drafter.flush(params, state.drafter, state.slots, on))
 
 
-def mask_row(ids: Iterable[int], vocab: int) -> Any:
-    """A bool [1, V] row that is True at ``ids``."""
-    row = np.zeros((1, vocab), bool)
-    row[0, list(ids)] = True
-    return row
+def read_pages(state: State, pages: Int[Array, " n"]) -> list[Shaped[Array, "n ..."]]:
+    """What these pages, counted over all shards, hold: the trunk's and the drafter's part, leaf by leaf."""
+    return [a[pages] for a in jax.tree.leaves((state.trunk, state.drafter.pages))]
+
+
+def write_pages(state: State, pages: Int[Array, " n"], data: list[Shaped[Array, "n ..."]]) -> State:
+    """The state with ``data``, which ``read_pages`` gave, in these pages. Twice the same page: either."""
+    leaves, tree = jax.tree.flatten((state.trunk, state.drafter.pages))
+    written = [a.at[pages].set(b) for a, b in zip(leaves, data, strict=True)]
+    trunk, own = jax.tree.unflatten(tree, written)
+    return state.replace(trunk=trunk, drafter=state.drafter.replace(pages=own))

@@ -13,6 +13,7 @@ of them in one.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -247,4 +248,4 @@ def count_tokens(s: Slots, tokens: Int[Array, "B W"]) -> SamplingState:
     vocab = s.sampling.counts.shape[1]
     row = jnp.arange(tokens.shape[0])[:, None]
     counts = s.sampling.counts.at[row, jnp.where(tokens < 0, vocab, tokens)].add(1, mode="drop")
-    return s.sampling.replace(counts=counts)
+    return replace(s.sampling, counts=counts)

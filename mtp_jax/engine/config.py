@@ -117,6 +117,10 @@ class EngineConfig(EngineOptions):
         held = self.num_pages * self.page_size - self.num_speculative_tokens
         return min(self.max_model_len, max(held, 0))
 
+    def pages_per_shard(self, shards: int) -> int:
+        """Cache pages of a data shard: num_pages, or enough for every slot at max_model_len."""
+        return self.num_pages or self.max_num_seqs // shards * self.columns
+
     def pages_for(self, tokens: int) -> int:
         """Pages that a sequence of this many tokens needs, the drafts past its end included."""
         return -(-(tokens + self.num_speculative_tokens) // self.page_size)

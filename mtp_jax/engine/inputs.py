@@ -1,38 +1,31 @@
-"""Requests as the arrays that the device's programs take."""
+"""Requests as the arrays that the device's programs take. No jax here."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from mtp_jax.decode.prefill import Chunk
-from mtp_jax.decode.sampling import SamplingState
-from mtp_jax.decode.state import Slots, mask_row
+from mtp_jax.decode.host import Chunk, SamplingState, SlotRow
 from mtp_jax.engine.request import Request
-from mtp_jax.model.config import ModelConfig
 
 
-def page_row(pages: list[int], columns: int, spare: int) -> Any:
+def page_row(pages: list[int], columns: int, spare: int) -> np.ndarray:
     """A row [1, columns] of the page table, with the spare page where there is none."""
     row = np.full((1, columns), spare, np.int32)
     row[0, : len(pages)] = pages
     return row
 
 
-def slot_row(request: Request, cfg: ModelConfig, page_table: Any) -> Slots:
+def slot_row(request: Request, vocab: int, page_table: np.ndarray) -> SlotRow:
     """The request's row [1, ...] of every per-slot array, before its prompt is prefilled."""
-    p, vocab = request.params, cfg.vocab_size
-    bias: Any = np.zeros((1, vocab), np.float32)
+    p = request.params
+    bias = np.zeros((1, vocab), np.float32)
     bias[0, list(p.logit_bias)] = list(p.logit_bias.values())
-    counts: Any = np.bincount(request.output, minlength=vocab)[None].astype(np.int32)
 
-    def one(value: Any, dtype: Any = np.int32) -> Any:
+    def one(value: Any, dtype: Any = np.int32) -> np.ndarray:
         return np.full(1, value, dtype)
 
-    return Slots(
-        length=one(0),
-        newest=one(0),
-        active=one(False, bool),
+    return SlotRow(
         remaining=one(request.max_tokens - len(request.output)),
         generated=one(len(request.output)),
         depth=one(request.depth),
@@ -48,15 +41,22 @@ def slot_row(request: Request, cfg: ModelConfig, page_table: Any) -> Slots:
             min_tokens=one(p.min_tokens),
             seed=one(request.seed, np.uint32),
             logit_bias=bias,
-            stop_mask=mask_row(request.stops, vocab),
-            prompt_mask=mask_row(request.prompt, vocab),
-            counts=counts,
+            stop_mask=_mask(request.stops, vocab),
+            prompt_mask=_mask(request.prompt, vocab),
+            counts=np.bincount(request.output, minlength=vocab)[None].astype(np.int32),
         ),
     )
 
 
+def _mask(ids: Iterable[int], vocab: int) -> np.ndarray:
+    """A bool [1, V] row that is True at ``ids``."""
+    row = np.zeros((1, vocab), bool)
+    row[0, list(ids)] = True
+    return row
+
+
 def next_chunk(
-    chosen: Sequence[Request | None], limit: int, width: int, idle_slot: int, allowed: Any
+    chosen: Sequence[Request | None], limit: int, width: int, idle_slot: int, allowed: np.ndarray
 ) -> Chunk:
     """The next ``limit`` tokens of each prompt, padded to ``width``; the requests move on."""
     shape = (len(chosen), width)
@@ -74,5 +74,4 @@ def next_chunk(
         targets[g, : len(following)] = following
         follows[g] = r.follows
         r.prefilled = end
-    arrays: tuple[Any, ...] = (slot, start, count, final, tokens, targets, follows, allowed)
-    return Chunk(*arrays)
+    return Chunk(slot, start, count, final, tokens, targets, follows, allowed)

@@ -1,12 +1,11 @@
-"""What comes back from the device: launches on their way, and how their results are read."""
+"""Launches on their way, and how their results are read."""
 
 from dataclasses import dataclass
-from typing import Any
 
-from mtp_jax.decode.keys import Key, StepKey
-from mtp_jax.decode.prefill import Chunk
-from mtp_jax.decode.result import StepResult
+from mtp_jax.decode.host import Chunk, Pending, TopLogprobs
+from mtp_jax.decode.keys import PrefillKey, StepKey
 from mtp_jax.engine.request import Logprob, Request, TokenLogprobs
+from mtp_jax.engine.timings import FLUSH
 
 
 @dataclass
@@ -15,26 +14,35 @@ class Launch:
 
     Attributes:
         rows: which row of the result belongs to which request.
-        result: tokens and counts.
-        width: token columns of the result.
-        at: when its launch began.
-        key: the executable.
-        prompt: log-probabilities of prompt tokens, from a prefill.
+        pending: the result.
+        key: the program.
         chunk: what a prefill took.
     """
 
     rows: list[tuple[int, Request]]
-    result: StepResult
-    width: int
-    at: float
-    key: Key
-    prompt: Any = None
+    pending: Pending
+    key: StepKey | PrefillKey
     chunk: Chunk | None = None
 
     @property
     def step(self) -> StepKey | None:
-        """The executable, if it is a step."""
+        """The program, if it is a step."""
         return self.key if isinstance(self.key, StepKey) else None
+
+    @property
+    def width(self) -> int:
+        """Token columns of the result."""
+        return self.key.depth + 1 if isinstance(self.key, StepKey) else 1
+
+    @property
+    def began(self) -> float:
+        """``time.perf_counter()`` when it was launched, or the flush before it."""
+        return (self.pending.flush or self.pending).at
+
+    @property
+    def keys(self) -> list[object]:
+        """What runs, as it is booked in ``Timings``."""
+        return [self.key] if self.pending.flush is None else [FLUSH, self.key]
 
     def complete_rows(self, row: int, request: Request) -> int:
         """Cache rows that are complete once this is read: after a step all but the newest token's."""
@@ -43,7 +51,7 @@ class Launch:
         return int(self.chunk.start[row] + self.chunk.count[row])
 
 
-def read_logprobs(top: Any, row: int, i: int, token: int, width: int) -> TokenLogprobs:
+def read_logprobs(top: TopLogprobs, row: int, i: int, token: int, width: int) -> TokenLogprobs:
     """The chosen token first, then the ``width`` most likely ones."""
     best = zip(top.ids[row, i, :width].tolist(), top.values[row, i, :width].tolist(), strict=True)
     chosen = Logprob(float(top.chosen[row, i]), int(top.rank[row, i]))
@@ -51,7 +59,7 @@ def read_logprobs(top: Any, row: int, i: int, token: int, width: int) -> TokenLo
     return {token: chosen} | others
 
 
-def read_prompt_logprobs(request: Request, top: Any, row: int, chunk: Chunk) -> None:
+def read_prompt_logprobs(request: Request, top: TopLogprobs, row: int, chunk: Chunk) -> None:
     """Position i of a chunk scores the prompt's next token; the first token of a prompt has no score."""
     if not request.prompt_logprobs:
         request.prompt_logprobs.append(None)

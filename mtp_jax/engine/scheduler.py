@@ -10,27 +10,25 @@ from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.pages import PagePool, extend_digests
 from mtp_jax.engine.request import Request, Status
 
-_FILLING = 4
-# An end further away than so many steps is not waited for.
-_LATER = 8
-
 
 class Scheduler:
     """By priority, then first come, first served: a request takes a slot and pages for its prompt, or waits.
 
     Pages for its output come as it grows. When they run out, the request that would be served last gives its
     own back and waits for them again: preemption.
+
+    Attributes:
+        stale: whether slots or pages changed hands since the device was told, but for admissions.
     """
 
     def __init__(self, config: EngineConfig, shards: int) -> None:
         self.config, self.shards = config, shards
         self.slots_per_shard = config.max_num_seqs // shards
-        pages = config.num_pages or self.slots_per_shard * config.columns
-        self.pools = [PagePool(pages) for _ in range(shards)]
+        self.pools = [PagePool(config.pages_per_shard(shards)) for _ in range(shards)]
         self.waiting: list[Request] = []
         self.slots: list[Request | None] = [None] * config.max_num_seqs
         self.preemptions = 0
-        self._idle = 0  # steps times slots that prompts have waited for others
+        self.stale = False
 
     @property
     def busy(self) -> bool:
@@ -150,43 +148,15 @@ class Scheduler:
             for shard in range(self.shards)
         ]
 
-    def hold_prefill(self, together: int) -> bool:
-        """Whether new prompts wait a step for requests about to end, to be prefilled with what follows them.
-
-        together: prompts that one prefill takes. Every row waits for a prefill longer than for a step, so the
-        slots of these prompts may idle for as much as one step of all rows, though no longer than ``_LATER``
-        steps; call once a step.
-        """
-        prompts = [r for r in self.slots if r and r.status is Status.PREFILL]
-        rows = [r for r in self.slots if r and r.status is Status.RUNNING]
-        # The next end that is sure, in steps: each emits a token at least.
-        steps = max(1, min((r.max_tokens - len(r.output) - r.unread for r in rows), default=_LATER + 1))
-        begun = any(r.begun for r in prompts)
-        idle, most = self._idle + len(prompts) * steps, min(len(rows), len(prompts) * _LATER)
-        hold = 0 < len(prompts) < together and not begun and steps <= _LATER and idle <= most
-        self._idle = self._idle + len(prompts) if hold else 0
-        return hold
-
-    def prefill_chunks(self) -> int:
-        """Chunks to prefill before the next step: more while most slots wait, as few rows make it dear."""
-        status = [r.status for r in self.slots if r]
-        return _FILLING if status.count(Status.PREFILL) > status.count(Status.RUNNING) else 1
-
     def running(self) -> list[Request]:
-        """Requests that a step can advance: each unread step emits at least one token.
-
-        None, if what is on its way may be the end of all of them: a step in vain costs more than a pause.
-        """
+        """Requests that a step can advance: each unread step emits at least one token."""
         live = [r for r in self.slots if r and r.status is Status.RUNNING]
-        live = [r for r in live if len(r.output) + r.unread < r.max_tokens]
-        if all(r.unread and r.rows_bound - len(r.prompt) >= r.max_tokens for r in live):
-            return []
-        return live
+        return [r for r in live if len(r.output) + r.unread < r.max_tokens]
 
     def grow(self, running: Iterable[Request], depth: int) -> bool:
         """Give each its pages for a step of ``depth`` drafts, preempting others for them.
 
-        Returns whether pages or slots changed hands.
+        Returns whether pages or slots changed hands, which makes the device ``stale``.
         """
         changed = False
         for request in sorted(running, key=_turn):
@@ -199,6 +169,7 @@ class Scheduler:
                     request.pages += pages
                 else:
                     self._preempt(max(self._in_shard(self.shard_of(request.slot)), key=_turn))
+        self.stale |= changed
         return changed
 
     def _preempt(self, request: Request) -> None:

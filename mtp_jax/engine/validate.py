@@ -1,4 +1,4 @@
-"""The input processor: a prompt and its options become a request, or an error says why not."""
+"""What an engine can serve: sizes that fit the model, and prompts with options, which become requests."""
 
 import itertools
 import operator
@@ -8,11 +8,29 @@ from numbers import Real
 
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.request import Request, SamplingParams
-from mtp_jax.errors import PromptTooLong, RequestError
+from mtp_jax.errors import ConfigError, PromptTooLong, RequestError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.text.grammar import Grammars, Matcher
 
 _LONGEST_TIMEOUT = 10**9
+
+
+def check_config(cfg: ModelConfig, config: EngineConfig, shards: int) -> None:
+    """Raises ConfigError if a model over so many data shards cannot be served this way."""
+    if config.max_num_seqs % shards:
+        raise ConfigError(
+            f"max_num_seqs = {config.max_num_seqs} does not divide over a data axis of {shards}"
+        )
+    if config.num_speculative_tokens and not cfg.num_nextn_predict_layers:
+        raise ConfigError(
+            f"num_speculative_tokens = {config.num_speculative_tokens}, but the checkpoint has no NextN "
+            "layer; give draft_model=, or num_speculative_tokens=0"
+        )
+    if config.kv_cache_dtype == "fp8" and cfg.kv_lora_rank % 2:
+        raise ConfigError(
+            f"kv_cache_dtype = 'fp8' stores latents in pairs, but kv_lora_rank = {cfg.kv_lora_rank} "
+            "is odd; use 'auto'"
+        )
 
 
 class InputProcessor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from mtp_jax.api.local import local_runner
 from mtp_jax.bench.report import Spread, environment
 from mtp_jax.bench.subject import Subject
 from mtp_jax.decode.keys import PrefillKey, StepKey, name_of
@@ -57,11 +58,12 @@ def profile(subject: Subject, options: Options, out: Path) -> Profile:
         _refuse(compiled[before:])
     (recorded,) = (out / "trace").rglob("*.xplane.pb")
     found = trace.read(recorded, _WINDOW)
-    engine, ran = work.engine, {op.module for line in found.lines for op in line}
+    engine, runner = work.engine, local_runner(work.engine)
+    ran = {op.module for line in found.lines for op in line}
     programs, scopes = [], {}
     (out / "hlo").mkdir(exist_ok=True)
-    for key in engine.executables.keys:
-        text = engine.executables.program(key).as_text()
+    for key in runner.keys:
+        text = runner.programs.program(key).as_text()
         (out / "hlo" / f"{name_of(key)}.txt").write_text(text, encoding="utf-8")
         if f"jit_{name_of(key)}" in ran and isinstance(key, StepKey | PrefillKey):
             scopes[f"jit_{name_of(key)}"] = scopes_of(text)
@@ -97,13 +99,13 @@ def _clear(out: Path) -> None:
 def _timed(work: Workload, steps: int) -> list[float]:
     """Seconds of every step. The engine reads one step late, so that they keep the device's pace."""
     seconds = []
-    jax.block_until_ready(work.engine.state)
+    jax.block_until_ready(local_runner(work.engine).state)
     for i in range(steps):
         began = time.perf_counter()
         with jax.profiler.StepTraceAnnotation("engine step", step_num=i):
             work.step()
             if i == steps - 1:
-                jax.block_until_ready(work.engine.state)
+                jax.block_until_ready(local_runner(work.engine).state)
         seconds.append(time.perf_counter() - began)
     return seconds
 
@@ -111,7 +113,7 @@ def _timed(work: Workload, steps: int) -> list[float]:
 def _traced(work: Workload, steps: int, out: Path) -> list[float]:
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
-    jax.block_until_ready(work.engine.state)
+    jax.block_until_ready(local_runner(work.engine).state)
     to = jax.profiler.trace(str(out / "trace"), create_perfetto_trace=True, profiler_options=options)
     with to, jax.profiler.TraceAnnotation(_WINDOW):
         seconds = _timed(work, steps)
@@ -133,8 +135,9 @@ def _program(subject: Subject, engine: Engine, key: StepKey | PrefillKey, found:
     spans = [
         end - start for (m, _), (start, end) in trace.launches(found).items() if m == f"jit_{name_of(key)}"
     ]
-    compiled, config = engine.executables.program(key), engine.config
-    work = cost.of_launch(key, engine.cfg, engine.params, config.page_size, subject.dtype, engine.shards)
+    runner, config = local_runner(engine), engine.config
+    compiled = runner.programs.program(key)
+    work = cost.of_launch(key, engine.cfg, runner.params, config.page_size, subject.dtype, engine.shards)
     mean = sum(spans) / len(spans) / 1e9 if spans else 0.0
     return Program(name_of(key), len(spans), mean, work, cost.by_xla(compiled), cost.memory(compiled))
 
@@ -143,11 +146,12 @@ def _memory(engine: Engine) -> dict[str, Any]:
     def size(tree: Any) -> int:
         return sum(a.nbytes for a in jax.tree.leaves(tree))
 
-    programs = {name_of(k): cost.memory(engine.executables.program(k)) for k in engine.executables.keys}
+    runner = local_runner(engine)
+    programs = {name_of(k): cost.memory(runner.programs.program(k)) for k in runner.keys}
     return {
-        "weights_bytes": size(engine.params),
-        "cache_bytes": size((engine.state.trunk, engine.state.drafter.pages)),
-        "slots_bytes": size(engine.state.slots),
+        "weights_bytes": size(runner.params),
+        "cache_bytes": size((runner.state.trunk, runner.state.drafter.pages)),
+        "slots_bytes": size(runner.state.slots),
         "device": {str(d): d.memory_stats() for d in jax.local_devices()},
         "process_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "programs": programs,

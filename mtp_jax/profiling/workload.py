@@ -67,7 +67,7 @@ def start(
 
     another = [engine.make_request(p, short) for p in prompts[decoding:][:1]]
     prefills = [k for k in _keys(engine, another) if isinstance(k, PrefillKey)]
-    engine.executables.compile([*_keys(engine, running), *prefills])
+    engine.runner.compile([*_keys(engine, running), *prefills])
     _settle(engine, running, step)
     return Workload(engine, step)
 

@@ -17,6 +17,8 @@ from mtp_jax import (
     SamplingParams,
     Stream,
 )
+from mtp_jax.api.local import local_runner
+from mtp_jax.engine.plan import first_tokens_next
 from mtp_jax.engine.request import Request
 from tests.golden import model_dir
 from tests.models import slowed
@@ -205,7 +207,7 @@ def test_who_asks_again_at_once_does_not_miss_a_step(llm, monkeypatch):
     monkeypatch.setattr(
         llm.engine, "step", lambda: live.append(len(list(llm.engine.scheduler.live()))) or step()
     )
-    monkeypatch.setattr(llm.engine, "work_ahead", lambda: 1.0 if users == 2 else 0.0)
+    monkeypatch.setattr(llm.engine.planner, "work_ahead", lambda inflight: 1.0 if users == 2 else 0.0)
 
     async def run() -> None:
         async with serving(llm) as allm:
@@ -229,8 +231,10 @@ def test_first_tokens_are_not_waited_with(llm, monkeypatch):
     """The wait is for the next launch, and a step that only reads launches nothing."""
     engine, reads, waits = llm.engine, [], []
     step = engine.step
-    monkeypatch.setattr(engine, "step", lambda: reads.append(engine.reads_next) or step())
-    monkeypatch.setattr(engine, "work_ahead", lambda: waits.append(engine.reads_next) or 0.0)
+    monkeypatch.setattr(engine, "step", lambda: reads.append(first_tokens_next(engine._inflight)) or step())
+    monkeypatch.setattr(
+        engine.planner, "work_ahead", lambda inflight: waits.append(first_tokens_next(inflight)) or 0.0
+    )
 
     async def run() -> None:
         async with serving(llm) as allm:
@@ -284,8 +288,8 @@ def test_an_idle_engine_does_not_step(llm, monkeypatch):
             await last(allm.generate(PROMPTS[0], GREEDY))
             await until(lambda: allm.step_age == 0)
             before = len(calls)
-            for key in llm.engine.executables.keys:
-                allm._thread.rehearse(key)
+            for key in llm.engine.runner.keys:
+                allm._thread.warm_up(key)
             await asyncio.sleep(0.1)
             assert len(calls) == before > 0
             assert await allm.on_engine(lambda: threading.current_thread().name) == "engine"
@@ -297,8 +301,8 @@ def test_a_failure_of_one_text_fails_that_request_alone(llm, monkeypatch):
     async def run() -> None:
         async with serving(llm) as allm:
             bad = await allm.submit(PROMPTS[0], GREEDY)
-            (job,) = allm._by_job
-            monkeypatch.setattr(job.parts[0], "advance", lambda engine: 1 / 0)
+            (state,) = allm._by_prompt
+            monkeypatch.setattr(state.completions[0], "advance", lambda engine: 1 / 0)
             good = await last(allm.generate(PROMPTS[1], GREEDY))
             assert (await last(bad)).outputs[0].finish_reason == "error"
             assert good.outputs[0].finish_reason == "length"
@@ -329,7 +333,7 @@ def test_a_failed_engine_fails_everybody_and_says_so(caplog):
 
 def test_calls_that_a_failed_engine_did_not_get_to_fail(llm):
     broken = LLM(RIGGED, max_num_seqs=2, max_model_len=128, page_size=16, prefill_chunk=32)
-    broken.engine.executables = llm.engine.executables
+    local_runner(broken.engine).programs = local_runner(llm.engine).programs
     begun, go = threading.Event(), threading.Event()
 
     def step() -> list[Request]:
@@ -390,7 +394,7 @@ def test_nobody_waits_for_the_compiler_after_ctrl_c(llm, monkeypatch):
         compiling.set()
         compiled.wait(60)
 
-    monkeypatch.setattr(llm.engine.executables, "compile", compile)
+    monkeypatch.setattr(local_runner(llm.engine).programs, "compile", compile)
 
     async def main() -> None:
         async with AsyncLLM(llm):

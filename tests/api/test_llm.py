@@ -15,6 +15,7 @@ import pytest
 
 import mtp_jax
 from mtp_jax import LLM, CheckpointError, ConfigError, RequestError, SamplingParams
+from mtp_jax.api.local import local_runner
 from mtp_jax.decode.keys import StepKey
 from tests import golden, tiny_tokenizer
 from tests.checkpoint.files import drop_nextn, edit_tensors
@@ -67,8 +68,8 @@ def test_greedy_tokens_and_acceptance_are_the_golden_ones(llm):
 def test_without_speculation_gives_the_same_tokens(llm):
     plain = llm.without_speculation()
     assert tokens(plain.generate(PROMPT, GREEDY)[0]) == golden.expected("rigged")["greedy_ids"].tolist()
-    assert plain.engine.params.nextn == ()
-    assert plain.engine.params.layers is llm.engine.params.layers
+    assert local_runner(plain.engine).params.nextn == ()
+    assert local_runner(plain.engine).params.layers is local_runner(llm.engine).params.layers
     assert llm.engine.config.num_speculative_tokens == 3
 
 
@@ -385,7 +386,7 @@ def test_an_open_stream_is_prepared_for_once(directory):
     with contextlib.closing(llm.stream(PROMPT, GREEDY)) as stream:
         next(stream)
         (output,) = llm.generate(PROMPT, GREEDY)
-        assert {k.slots for k in llm.engine.executables.keys if isinstance(k, StepKey)} == {1, 2}
+        assert {k.slots for k in llm.engine.runner.keys if isinstance(k, StepKey)} == {1, 2}
         *_, last = stream
     assert tokens(last) == tokens(output)
 

@@ -18,7 +18,7 @@ class Programs:
     def __init__(self) -> None:
         self.done: list[Any] = []
         self.go = threading.Semaphore(0)
-        self.rehearsed: list[Any] = []
+        self.warm: list[Any] = []
         self.fails: set[Any] = set()
 
     def compile(self, keys: list[Any], update: Any = None) -> None:
@@ -43,9 +43,9 @@ def idle() -> threading.Event:
 @pytest.fixture
 def warming(programs, idle):
     engine: Any = SimpleNamespace(
-        executables=programs, warm_up_keys=lambda: (["a", "b"], ["c", "d", "e"]), rehearse=lambda keys: None
+        runner=programs, warm_up_keys=lambda: (["a", "b"], ["c", "d", "e"]), warm_up=lambda keys: None
     )
-    made = WarmUp(engine, idle, programs.rehearsed.append)
+    made = WarmUp(engine, idle, programs.warm.append)
     yield made
     made.stop()
     programs.go.release(9)
@@ -76,7 +76,7 @@ def test_the_rest_is_compiled_while_idle_alone(warming, programs, idle, caplog):
         idle.set()
         until(lambda: not warming.running)
     assert programs.done == ["a", "b", "c", "d", "e"]
-    assert programs.rehearsed == ["c", "d", "e"]
+    assert programs.warm == ["c", "d", "e"]
     assert warming.state == "ready"
     (said,) = [r.getMessage() for r in caplog.records if "programs are compiled" in r.getMessage()]
     assert said.startswith("5 programs are compiled: ")

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from mtp_jax.api.local import local_runner
 from mtp_jax.bench import report, simulate, sweep
 from mtp_jax.bench.latency import Percentiles, Summary, Timeline
 from mtp_jax.bench.report import Report
@@ -157,7 +158,7 @@ def test_simulated_acceptance_is_as_asked_and_labelled_everywhere(bench, capsys,
 
 def test_engines_are_never_simulated_halfway():
     engine = load_model(str(golden.model_dir("rigged"))).engine(2, 1, 32)
-    engine.executables._compiled = {None: None}  # type: ignore[dict-item]
+    local_runner(engine).programs._compiled = {None: None}  # type: ignore[dict-item]
     with pytest.raises(ConfigError, match="from the first program on"):
         simulate.simulate(engine, Simulated((0.5,)))
 

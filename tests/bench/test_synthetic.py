@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from mtp_jax.api.local import local_engine, local_runner
 from mtp_jax.bench import cost, synthetic
 from mtp_jax.bench.acceptance import repeated
 from mtp_jax.bench.report import Spread, table
@@ -22,7 +23,6 @@ from mtp_jax.bench.synthetic import (
 from mtp_jax.checkpoint import load
 from mtp_jax.commands import cli
 from mtp_jax.engine.config import EngineConfig
-from mtp_jax.engine.engine import Engine
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import param_specs
@@ -75,11 +75,13 @@ def test_tuned_noise_gives_the_acceptance_asked_for_and_greedy_text_is_the_chain
     tuned = tune(CFG, 2.5, depth=3, seed=1)
     assert tuned.acceptance == pytest.approx(2.5, abs=0.1)
     params, following = rigged_params(CFG, tuned.noise, seed=1), chain(CFG, seed=1)
-    engine = Engine(CFG, params, EngineConfig(num_speculative_tokens=3, max_num_seqs=8, max_model_len=64))
+    engine = local_engine(
+        CFG, params, EngineConfig(num_speculative_tokens=3, max_num_seqs=8, max_model_len=64)
+    )
     other_prompts = random_prompts(CFG, 16, 8, seed=9)
 
     def acceptance(noise):
-        engine.params = with_noise(params, noise, seed=1)
+        local_runner(engine).params = with_noise(params, noise, seed=1)
         requests = complete(engine, other_prompts, 48)
         for r in requests:
             assert r.output == following[[r.prompt[-1], *r.output[:-1]]].tolist()

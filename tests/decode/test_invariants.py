@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtp_jax.api.local import local_runner
 from mtp_jax.decode.drafter.nextn import NextN
 from mtp_jax.decode.drafter.sampler import DraftSampler
 from mtp_jax.decode.keys import StepKey
@@ -42,7 +43,7 @@ def reference() -> Reference:
 
 def rows_in_use(engine: Engine, slots: Slots) -> np.ndarray:
     """Bool [P, S]: cache rows that hold committed tokens."""
-    pages, size, _ = jax.tree.leaves(engine.state.trunk)[0].shape
+    pages, size, _ = jax.tree.leaves(local_runner(engine).state.trunk)[0].shape
     used = np.zeros((pages, size), bool)
     for i, request in enumerate(engine.scheduler.slots):
         prefilling = request is not None and request.status is Status.PREFILL
@@ -54,7 +55,9 @@ def rows_in_use(engine: Engine, slots: Slots) -> np.ndarray:
 
 def poison(engine: Engine) -> None:
     """NaN into every cache row that is not committed, every free page, every unused pending state."""
-    slots: Slots = jax.tree.map(np.asarray, engine.state.slots)
+    runner = local_runner(engine)
+    state = runner.state
+    slots: Slots = jax.tree.map(np.asarray, state.slots)
 
     def spoil(pages: jax.Array, used: np.ndarray) -> jax.Array:
         return jnp.asarray(np.where(used[..., None], np.asarray(pages), np.nan).astype(pages.dtype))
@@ -64,15 +67,15 @@ def poison(engine: Engine) -> None:
 
     idle = np.array([waits(r) for r in engine.scheduler.slots]) & ~slots.active
     used = rows_in_use(engine, slots)
-    own, pages = engine.state.drafter.slots, engine.state.drafter.pages
+    own, pages = state.drafter.slots, state.drafter.pages
     pending = jnp.where(jnp.asarray(idle)[:, None, None], jnp.nan, own.pending)
     cache = jax.tree.map(lambda p: spoil(p, used), pages.cache)
     drafter = DrafterState(
         own.replace(pending=pending),
         pages.replace(cache=cache, boundary=jnp.full_like(pages.boundary, jnp.nan)),
     )
-    trunk = jax.tree.map(lambda p: spoil(p, used), engine.state.trunk)
-    engine.state = State(trunk, engine.state.slots, drafter)
+    trunk = jax.tree.map(lambda p: spoil(p, used), state.trunk)
+    runner.state = State(trunk, state.slots, drafter)
 
 
 def outcome(requests: list[Request]) -> list[tuple]:
@@ -118,32 +121,34 @@ def next_drafts(params: Params, state: State, depth: int = 3) -> jax.Array:
     [(0, 0), (0, 3), (1, 3), (3, 3)],
     ids=["off", "off-in-deep-step", "shallow", "full"],
 )
-def test_warm_draft_cache(depth, compiled):
+def test_warm_draft_cache(depth, compiled, monkeypatch):
     """Whatever the depth so far, the next drafts are those of a cache-free NextN pass over the whole text."""
     engine = make_engine()
+    runner = local_runner(engine)
     job = (PROMPTS[5], replace(GREEDY, num_speculative_tokens=depth))
     request = engine.make_request(*job)
     deepest = engine.make_request(PROMPTS[5], replace(GREEDY, num_speculative_tokens=compiled))
     prepare(engine, [deepest, request])
     if depth != compiled:  # another test has compiled the shallow step too: leave it out
-        cover = engine.executables.cover
-        engine.executables.cover = lambda need: cover(
-            replace(need, depth=max(need.depth, compiled)) if isinstance(need, StepKey) else need
+        cover = runner.cover
+        monkeypatch.setattr(
+            runner,
+            "cover",
+            lambda need: cover(
+                replace(need, depth=max(need.depth, compiled)) if isinstance(need, StepKey) else need
+            ),
         )
     text = [*PROMPTS[5], *reference().speculate(PROMPTS[5], 24).ids]
-    try:
-        engine.submit(request)
-        checked = 0
-        while not request.finished:
-            engine.step()
-            if not engine.state.slots.active[0]:
-                continue
-            known = int(engine.state.slots.length[0]) + 1
-            got = np.asarray(next_drafts(engine.params, engine.flushed()))[0]
-            np.testing.assert_allclose(got, reference().drafts(text[:known], 3)[1], atol=2e-4)
-            checked += 1
-    finally:
-        vars(engine.executables).pop("cover", None)
+    engine.submit(request)
+    checked = 0
+    while not request.finished:
+        engine.step()
+        if not runner.state.slots.active[0]:
+            continue
+        known = int(runner.state.slots.length[0]) + 1
+        got = np.asarray(next_drafts(runner.params, runner.flushed()))[0]
+        np.testing.assert_allclose(got, reference().drafts(text[:known], 3)[1], atol=2e-4)
+        checked += 1
     assert checked >= 5
 
 
@@ -157,12 +162,13 @@ def test_speculation_switched_on_later(steps):
         prepare(engine, [r])
     request = requests[0]
     engine.submit(request)
-    while int(engine.state.slots.generated[0]) < 1 + steps:
+    runner = local_runner(engine)
+    while int(runner.state.slots.generated[0]) < 1 + steps:
         engine.step()
     request.depth = 3
-    slots = engine.state.slots
+    slots = runner.state.slots
     launched = int(slots.generated[0]) - 1
-    engine.state = replace(engine.state, slots=replace(slots, depth=jnp.full_like(slots.depth, 3)))
+    runner.state = replace(runner.state, slots=replace(slots, depth=jnp.full_like(slots.depth, 3)))
     finish(engine)
     ids = reference().speculate(PROMPTS[5], 24).ids
     later = reference().speculate([*PROMPTS[5], *ids[:launched]], 24 - launched, 3)
@@ -176,16 +182,17 @@ def test_speculation_switched_on_later(steps):
 
 def spoil_slot(engine: Engine, slot: int, cache: str) -> None:
     """NaN into the committed rows of one slot, in the ``trunk`` or the ``nextn`` cache."""
-    table = np.asarray(engine.state.slots.page_table[slot])
-    rows, size = np.arange(int(engine.state.slots.length[slot])), engine.state.trunk[0].page_size
+    runner = local_runner(engine)
+    state = runner.state
+    table, own = np.asarray(state.slots.page_table[slot]), state.drafter
+    rows, size = np.arange(int(state.slots.length[slot])), state.trunk[0].page_size
     at = (table[rows // size], rows % size)
-    own = engine.state.drafter
-    pages = engine.state.trunk if cache == "trunk" else own.pages.cache
+    pages = state.trunk if cache == "trunk" else own.pages.cache
     spoiled = jax.tree.map(lambda p: p.at[at].set(jnp.nan), pages)
     if cache == "trunk":
-        engine.state = engine.state.replace(trunk=spoiled)
+        runner.state = state.replace(trunk=spoiled)
     else:
-        engine.state = engine.state.replace(drafter=own.replace(pages=own.pages.replace(cache=spoiled)))
+        runner.state = state.replace(drafter=own.replace(pages=own.pages.replace(cache=spoiled)))
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

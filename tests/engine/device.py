@@ -1,93 +1,94 @@
-"""A stand-in for the compiled programs that only keeps count: the engine's host side without a model.
+"""A runner without a model that only keeps count: the engine's host side alone.
 
 It checks what every launch promises: that the rows it writes lie inside the page table it was compiled for,
-that committed rows lie in pages the request holds, and that work for the drafter is deferred by steps without
-drafts alone, and by no more of them than there is room for.
+and that committed rows lie in pages the request holds.
 """
 
 import random
-import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from mtp_jax.decode.compiled import Executables
-from mtp_jax.decode.keys import EXTRA_COLUMNS, Finish, PrefillKey, StepKey
-from mtp_jax.decode.prefill import Chunk, PrefillResult
-from mtp_jax.decode.result import StepResult
-from mtp_jax.decode.state import Slots
+from mtp_jax.decode.host import Chunk, Covering, Flush, MaskMaker, PageData, Result, SlotRow
+from mtp_jax.decode.keys import EXTRA_COLUMNS, DraftKey, Finish, Key, PrefillKey, StepKey
+from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
+from mtp_jax.errors import ConfigError
+from tests.models import TINY, engine_config
 
 
 class Late:
     """A result on its way to the host; the log says when it was asked for and when it was read."""
 
-    def __init__(self, device: "Device", name: str, value: np.ndarray) -> None:
-        self.device, self.name, self.value = device, name, value
+    def __init__(self, device: "Device", name: str, packed: np.ndarray) -> None:
+        self.device, self.name, self.packed = device, name, packed
+        self.at, self.flush = time.perf_counter(), device.flush
+        device.flush = None
+        device.log.append(f"launch {name}")
 
-    def copy_to_host_async(self) -> None:
-        self.device.log.append(f"copy {self.name}")
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+    def read(self) -> Result:
         self.device.log.append(f"read {self.name}")
-        return self.value
+        return Result(self.packed)
 
 
 class Device:
-    """Slots that emit tokens. ``stop``: chance that a token ends its row; ``keep``: that a draft holds."""
+    """Slots that emit tokens. ``stop``: chance that a token ends its row; ``keep``: that a draft holds.
 
-    def __init__(self, engine: Engine, seed: int = 0, stop: float = 0.0, keep: float = 0.5) -> None:
+    Attributes:
+        flush: comes with the next launch.
+    """
+
+    def __init__(
+        self, config: EngineConfig, seed: int = 0, stop: float = 0.0, keep: float = 0.5, shards: int = 1
+    ) -> None:
         self.random = random.Random(seed)
         self.stop, self.keep = stop, keep
-        self.size, self.pages, self.shards = engine.config.page_size, engine.pages, engine.shards
+        self.shards, self.size, self.pages = shards, config.page_size, config.pages_per_shard(shards)
+        self.flush: Flush | None = None
         self.rows: dict[int, SimpleNamespace] = {}
         self.log: list[str] = []
         self.launches = 0
-        self.deferred = 0
-        self._compiled: dict[Any, None] = {}
-        self._covering: dict[Any, Any] = {}
-        self._lock = threading.Lock()
-        engine.executables = self  # type: ignore[assignment]
-        self.deferral = engine.drafter.deferral
-        engine.state = None  # type: ignore[assignment]  # whatever the host wanted from it would fail
+        self._compiled: dict[Key, None] = {}
+        self._covering: dict[Key, Any] = {}
 
-    cover, find = Executables.cover, Executables.find
+    @property
+    def keys(self) -> list[Key]:
+        return list(self._compiled)
 
-    def __len__(self) -> int:
-        return len(self._compiled)
-
-    def compile(self, keys: Any, done: Any = None) -> None:
+    def compile(self, keys: Iterable[Key], done: Callable[[int, int], None] | None = None) -> None:
         self._compiled |= dict.fromkeys(keys)
         self._covering.clear()
 
-    def admit(self, state: Any, slot: int, row: Slots, page: int) -> Any:
-        assert not self.deferred
+    def find(self, need: Covering) -> Covering | None:
+        if need not in self._covering:
+            able = [k for k in self._compiled if isinstance(k, type(need)) and k.covers(need)]
+            self._covering[need] = min(able, key=lambda k: k.cost, default=None)
+        return self._covering[need]
+
+    def cover(self, need: Covering) -> Covering:
+        found = self.find(need)
+        if found is None:
+            raise ConfigError(f"no program covers {need}")
+        return found
+
+    def admit(self, slot: int, row: SlotRow, page: int | None) -> None:
         remaining, depth = int(row.remaining[0]), int(row.depth[0])
         self.rows[slot] = SimpleNamespace(active=False, remaining=remaining, depth=depth, length=None)
         self._hold(slot, row.page_table[0])
-        return state
 
-    def move(self, state: Any, source: int, target: int) -> Any:
-        assert not self.deferred
+    def move(self, source: int, target: int) -> None:
         self.rows[target] = self.rows.pop(source)
-        return state
 
-    def _hold(self, slot: int, table: Any) -> None:
-        self.rows[slot].held = int((np.asarray(table) < self.pages).sum()) * self.size
+    def _hold(self, slot: int, table: np.ndarray) -> None:
+        self.rows[slot].held = int((table < self.pages).sum()) * self.size
 
-    def flush(self, params: Any, state: Any) -> Any:
-        assert self.deferred, "there is something to flush"
-        self.log.append("flush")
-        self.deferred = 0
-        return state
-
-    def update(self, state: Any, keep: np.ndarray, page_table: np.ndarray) -> Any:
-        assert not self.deferred
+    def update(self, keep: np.ndarray, page_table: np.ndarray) -> None:
         for slot, row in self.rows.items():
             row.active &= bool(keep[slot])
             self._hold(slot, page_table[slot])
-        return state
 
     def _emit(self, row: SimpleNamespace, width: int) -> tuple[list[int], Finish]:
         """Up to ``width`` tokens of an active row, cut as the device cuts them."""
@@ -106,20 +107,18 @@ class Device:
         row.active = finish is Finish.RUNNING
         return tokens, finish
 
-    def _result(self, name: str, emitted: list[tuple[list[int], Finish]], width: int) -> StepResult:
+    def _launch(self, name: str, emitted: list[tuple[list[int], Finish]], width: int) -> Late:
         packed = np.full((len(emitted), width + EXTRA_COLUMNS), -1, np.int32)
         for i, (tokens, finish) in enumerate(emitted):
             packed[i, : len(tokens)] = tokens
             packed[i, width:] = [len(tokens), max(len(tokens) - 1, 0), width - 1, finish]
-        late: Any = Late(self, f"{name} {self.launches}", packed)
-        self.log.append(f"launch {name} {self.launches}")
+        late = Late(self, f"{name} {self.launches}", packed)
         self.launches += 1
-        return StepResult(late, None)
+        return late
 
-    def prefill(self, key: PrefillKey, params: Any, state: Any, chunk: Chunk) -> tuple[Any, PrefillResult]:
-        assert not self.deferred
+    def prefill(self, key: PrefillKey, chunk: Chunk) -> Late:
         emitted = []
-        for g, slot in enumerate(np.asarray(chunk.slot)):
+        for g, slot in enumerate(chunk.slot):
             tokens, finish = [], Finish.RUNNING
             count = int(chunk.count[g])
             if count:
@@ -138,11 +137,10 @@ class Device:
                 elif chunk.final[g]:
                     tokens, finish = self._emit(row, 1)
             emitted.append((tokens, finish))
-        return state, PrefillResult(self._result("prefill", emitted, 1), None)
+        return self._launch("prefill", emitted, 1)
 
-    def step(self, key: StepKey, params: Any, state: Any) -> tuple[Any, StepResult]:
-        assert self.deferred < self.deferral if not key.depth else not self.deferred
-        self.deferred += not key.depth
+    def step(self, key: StepKey, masks: MaskMaker | None = None) -> Late:
+        assert not key.mode.structured
         emitted: list[tuple[list[int], Finish]] = []
         for slot in range(key.slots):
             row = self.rows.get(slot)
@@ -155,4 +153,22 @@ class Device:
             row.length += len(tokens)
             assert row.length <= min(key.pages * self.size, row.held)
             emitted.append((tokens, finish))
-        return state, self._result("step", emitted, key.depth + 1)
+        return self._launch("step", emitted, key.depth + 1)
+
+    def draft(self, key: DraftKey, slot: int) -> tuple[np.ndarray, np.ndarray]:
+        raise NotImplementedError
+
+    def read_pages(self, shard: int, pages: Sequence[int]) -> PageData:
+        raise NotImplementedError
+
+    def write_pages(self, shard: int, pages: Sequence[int], data: PageData) -> None:
+        raise NotImplementedError
+
+
+def on_device(
+    seed: int = 0, stop: float = 0.0, keep: float = 0.5, shards: int = 1, **config: Any
+) -> tuple[Engine, Device]:
+    """An engine of ``make_engine``'s sizes that runs on a ``Device``."""
+    sizes = engine_config(**config)
+    device = Device(sizes, seed, stop, keep, shards)
+    return Engine(TINY, sizes, device), device

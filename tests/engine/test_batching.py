@@ -152,8 +152,8 @@ def test_short_prompts_are_prefilled_together(monkeypatch):
     """Up to four at a time; long ones alone. What a prompt's own tokens score is its own."""
     engine = make_engine(max_num_seqs=8, prefill_chunk=64)
     launched: list[PrefillKey] = []
-    run = engine._run_prefill
-    monkeypatch.setattr(engine, "_run_prefill", lambda key, *rest: launched.append(key) or run(key, *rest))
+    run = engine.runner.prefill
+    monkeypatch.setattr(engine.runner, "prefill", lambda key, chunk: launched.append(key) or run(key, chunk))
     long = prompts(1, shortest=40)[0]
     asked = [*(long[: 3 + i] for i in range(7)), long]
     requests = [engine.make_request(p, replace(GREEDY, prompt_logprobs=0)) for p in asked]

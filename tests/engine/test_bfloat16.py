@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mtp_jax.api.local import local_runner
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from tests.models import (
@@ -47,7 +48,8 @@ def check(requests: list[Request]) -> None:
 def test_a_batch():
     found = engine()
     check(serve(found, [(p, GREEDY) for p in prompts(5)]))
-    kept = (found.state.trunk, found.state.drafter.pages, found.state.drafter.slots.pending)
+    state = local_runner(found).state
+    kept = (state.trunk, state.drafter.pages, state.drafter.slots.pending)
     assert {a.dtype for a in jax.tree.leaves(kept)} == {jnp.dtype("bfloat16")}
 
 

@@ -20,9 +20,8 @@ from mtp_jax.engine.buckets import (
 )
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.request import Request, SamplingParams
-from mtp_jax.model.sharding import make_mesh
-from tests.engine.device import Device
-from tests.models import finish, make_engine
+from tests.engine.device import on_device
+from tests.models import finish
 
 CONFIG = EngineConfig(num_speculative_tokens=3, max_num_seqs=8, max_model_len=512, page_size=16)
 
@@ -220,9 +219,11 @@ def test_prepared_executables_cover_everything(
 
     crowded: there are pages for a single long request, so others are preempted. All prompts begin alike.
     """
-    mesh = None if shards == 1 else make_mesh(shards, 1)
-    engine = make_engine(
-        mesh=mesh,
+    engine, _ = on_device(
+        seed,
+        stop,
+        keep,
+        shards,
         max_model_len=360,
         page_size=page_size,
         prefill_chunk=chunk,
@@ -230,7 +231,6 @@ def test_prepared_executables_cover_everything(
         num_pages=-(-364 // page_size) if crowded else None,
         adaptive_depth=adaptive,
     )
-    Device(engine, seed, stop, keep)
     requests = [
         engine.make_request(
             [5] * prompt,
@@ -279,8 +279,11 @@ def test_a_server_serves_everything_with_what_it_has_compiled(
 ):
     """Only its first programs at the start; the others come one by one, after ``warm`` steps each."""
     slots *= shards
-    engine = make_engine(
-        mesh=None if shards == 1 else make_mesh(shards, 1),
+    engine, _ = on_device(
+        seed,
+        stop=0.02,
+        keep=0.7,
+        shards=shards,
         max_model_len=360,
         page_size=page_size,
         prefill_chunk=64,
@@ -289,9 +292,8 @@ def test_a_server_serves_everything_with_what_it_has_compiled(
         num_speculative_tokens=depth,
         adaptive_depth=adaptive,
     )
-    Device(engine, seed, stop=0.02, keep=0.7)
     first, rest = engine.warm_up_keys()
-    engine.executables.compile(first)
+    engine.runner.compile(first)
     requests = []
     for prompt, tokens, most, heat, logprobs, of_prompt in jobs:
         params = SamplingParams(
@@ -308,7 +310,7 @@ def test_a_server_serves_everything_with_what_it_has_compiled(
     for key in rest:
         for _ in range(warm):
             engine.step()
-        engine.executables.compile([key])
+        engine.runner.compile([key])
     finish(engine)
     assert all(r.finish_reason in ("length", "stop") for r in requests)
     assert all(len(r.output) == r.max_tokens for r in requests if r.finish_reason == "length")

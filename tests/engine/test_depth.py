@@ -116,7 +116,7 @@ def test_a_rehearsal_measures_every_depth():
     engine = make_engine(adaptive_depth=True)
     request = engine.make_request(prompts(1)[0], GREEDY)
     engine.prepare([request])
-    steps = [k for k in engine.executables.keys if isinstance(k, StepKey)]
+    steps = [k for k in engine.runner.keys if isinstance(k, StepKey)]
     assert {k.depth for k in steps} == {0, 1, 3}
     assert all(engine.depth.costs.known(k) and engine.depth.costs.seconds(k) > 0 for k in steps)
 

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from mtp_jax.api.local import local_runner
 from mtp_jax.api.propose import propose
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
@@ -50,7 +51,8 @@ def test_speculation_and_batching_change_no_token():
     alone = [serve(fp8(), [job])[0] for job in JOBS]
     assert [accepted(r) for r in together] == [accepted(r) for r in alone]
     assert sum(r.speculation.accepted for r in together) > 5 * len(JOBS)
-    caches = [*engine.state.trunk, *engine.state.drafter.pages.cache]
+    state = local_runner(engine).state
+    caches = [*state.trunk, *state.drafter.pages.cache]
     rows = engine.config.page_size * (engine.pages + 1)
     assert {sum(a.nbytes for a in jax.tree.leaves(c)) for c in caches} == {rows * TINY.fp8_row_bytes}
 

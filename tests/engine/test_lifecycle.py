@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from mtp_jax.api.local import local_runner
 from mtp_jax.api.propose import propose
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request, Status
@@ -71,7 +72,7 @@ def test_abort_at_every_moment(moment):
         assert r.output == text(r.prompt)
         assert r.speculation.accepted > 0
     assert is_free(engine)
-    assert not np.asarray(engine.state.slots.active).any()
+    assert not np.asarray(local_runner(engine).state.slots.active).any()
 
 
 def test_abort_all_then_serve():
@@ -138,15 +139,16 @@ def test_a_prompt_that_fails_in_its_first_chunk_does_not_run_after_a_sound_one(m
     engine.submit(first)
     while len(first.output) < 3:
         engine.step()
-    run, params, launched = engine._run_prefill, engine.params, []
+    runner = local_runner(engine)
+    run, params, launched = runner.prefill, runner.params, []
 
     def broken_first(*args):
         norm = np.nan * params.norm if not launched else params.norm  # the cached rows are sound
-        engine.params = replace(params, norm=norm)
+        runner.params = replace(params, norm=norm)
         launched.append(args)
         return run(*args)
 
-    monkeypatch.setattr(engine, "_run_prefill", broken_first)
+    monkeypatch.setattr(runner, "prefill", broken_first)
     for r in victims:
         engine.submit(r)
     while not victims[0].finished:
@@ -156,7 +158,7 @@ def test_a_prompt_that_fails_in_its_first_chunk_does_not_run_after_a_sound_one(m
     while engine.launches == before:
         engine.step()
     assert [r and r.id for r in engine.scheduler.slots] == [0, None, 2, 3]
-    assert np.asarray(engine.state.slots.active)[:3].tolist() == [True, False, True]
+    assert np.asarray(local_runner(engine).state.slots.active)[:3].tolist() == [True, False, True]
     finish(engine)
     assert [r.output for r in victims[1:]] == [text(r.prompt) for r in victims[1:]]
     assert is_free(engine)
@@ -198,7 +200,7 @@ def test_draft_leaves_nothing_behind():
 def test_preparing_nothing_compiles_nothing_for_nobody():
     engine = make_engine(num_pages=21)
     engine.prepare([])
-    assert len(engine.executables) == 0
+    assert len(engine.runner.keys) == 0
 
 
 @pytest.mark.parametrize(

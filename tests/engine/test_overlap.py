@@ -7,22 +7,21 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
+from mtp_jax.decode.host import Result
 from mtp_jax.decode.keys import StepKey
 from mtp_jax.engine.buckets import step_key
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request, SamplingParams
-from tests.engine.device import Device, Late
-from tests.models import finish, make_engine, prompts
+from tests.engine.device import Device, Late, on_device
+from tests.models import finish, prompts
 
 PARAMS = SamplingParams(temperature=0, max_tokens=20)
 
 
-def start(count: int = 1, max_tokens: int = 20, **device: float) -> tuple[Engine, Device, list[Request]]:
-    engine = make_engine()
-    fake = Device(engine, **device)  # type: ignore[arg-type]
+def start(count: int = 1, max_tokens: int = 20, **device: Any) -> tuple[Engine, Device, list[Request]]:
+    engine, fake = on_device(**device)
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     requests = [engine.make_request(p, params) for p in prompts(count)]
     engine.prepare(requests)
@@ -32,31 +31,15 @@ def start(count: int = 1, max_tokens: int = 20, **device: float) -> tuple[Engine
     return engine, fake, requests
 
 
-def test_every_result_is_copied_at_once_and_read_a_launch_later():
+def test_every_result_is_read_a_launch_later():
     engine, device, (request,) = start()
     finish(engine)
     assert request.finish_reason == "length"
     steps = [entry.removeprefix("launch ") for entry in device.log if entry.startswith("launch step")]
     assert len(steps) > 3
     for this, following in itertools.pairwise(steps[:-4]):  # the last ones may be the end, and are read first
-        assert device.log.index(f"copy {this}") == device.log.index(f"launch {this}") + 1
         assert device.log.index(f"launch {following}") < device.log.index(f"read {this}")
     assert all(device.log.count(f"read {s}") == 1 for s in steps)
-
-
-def test_steps_without_drafts_leave_nextn_rows_to_one_launch():
-    engine = make_engine(page_size=64)
-    device = Device(engine)
-    params = SamplingParams(temperature=0, max_tokens=50, num_speculative_tokens=0)
-    request = engine.make_request(prompts(1)[0], params)
-    engine.prepare([request])
-    device.log.clear()
-    engine.submit(request)
-    finish(engine)
-    steps = [i for i, entry in enumerate(device.log) if entry.startswith("launch step")]
-    assert len(steps) >= 49
-    passes = [i for i, entry in enumerate(device.log) if entry == "flush" and i > steps[0]]
-    assert [sum(i < at for i in steps) for at in passes] == [16, 32, 48]
 
 
 def test_few_results_wait():
@@ -70,30 +53,30 @@ def test_few_results_wait():
 
 
 def test_the_work_ahead_is_what_was_launched_and_not_read(monkeypatch):
-    engine, _, (request,) = start(keep=0.0)
     clock = 0.0
-    read = Late.__array__
+    read = Late.read
 
-    def takes_a_quarter(late: Late, dtype: Any = None, copy: Any = None) -> np.ndarray:
+    def takes_a_quarter(late: Late) -> Result:
         nonlocal clock
         clock += 0.25
-        return read(late, dtype, copy)
+        return read(late)
 
-    monkeypatch.setattr(Late, "__array__", takes_a_quarter)
+    monkeypatch.setattr(Late, "read", takes_a_quarter)
     monkeypatch.setattr("time.perf_counter", lambda: clock)
-    assert engine.work_ahead() == 0
+    engine, _, (request,) = start(keep=0.0)
+    assert engine.planner.work_ahead(engine._inflight) == 0
     ahead = []
     while len(request.output) < 10:
         engine.step()
-        ahead.append(engine.work_ahead())
+        ahead.append(engine.planner.work_ahead(engine._inflight))
     # Nothing is expected of a program before it has run twice: its first run may take far longer.
     assert ahead == sorted(ahead)
     assert ahead[0] == 0.0
     assert ahead[-3:] == [0.25] * 3
     clock += 0.15
-    assert engine.work_ahead() == pytest.approx(0.1)
+    assert engine.planner.work_ahead(engine._inflight) == pytest.approx(0.1)
     finish(engine)
-    assert engine.work_ahead() == 0
+    assert engine.planner.work_ahead(engine._inflight) == 0
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 5])
@@ -109,7 +92,7 @@ def test_a_first_token_is_read_while_the_step_behind_it_runs():
     engine, device, (request,) = start()
 
     def seen() -> list[str]:
-        return [e.rpartition(" ")[0] for e in device.log if "copy" not in e]
+        return [e.rpartition(" ")[0] for e in device.log]
 
     engine.step()
     assert seen() == ["launch prefill", "launch step"]
@@ -150,8 +133,7 @@ def test_steps_wait_for_no_prefill():
 
 @pytest.mark.parametrize(("apart", "prefills"), [(2, 1), (12, 2)])
 def test_prompts_behind_rows_that_end_close_together_are_prefilled_together(apart, prefills):
-    engine = make_engine(max_num_seqs=4, prefill_chunk=64)
-    device = Device(engine, keep=0.0)
+    engine, device = on_device(keep=0.0, prefill_chunk=64)
     params = [replace(PARAMS, max_tokens=n) for n in (20, 20 + apart, 40, 40, 8, 8)]
     requests = [engine.make_request(p[:4], q) for p, q in zip(prompts(6), params, strict=True)]
     engine.prepare(requests)
@@ -164,8 +146,7 @@ def test_prompts_behind_rows_that_end_close_together_are_prefilled_together(apar
 
 
 def test_a_prompt_that_has_begun_waits_for_no_end():
-    engine = make_engine(max_num_seqs=4, prefill_chunk=16, max_model_len=128)
-    device = Device(engine, keep=0.0)
+    engine, device = on_device(keep=0.0, max_model_len=128)
     rows = [
         engine.make_request(p[:4], replace(PARAMS, max_tokens=n))
         for p, n in zip(prompts(3), (16, 18, 20), strict=True)
@@ -200,10 +181,10 @@ def test_what_an_aborted_request_left_on_its_way_is_not_measured():
     assert len(other.output) == 4
 
 
-def test_pages_are_there_for_the_step_that_runs():
+def test_pages_are_there_for_the_step_that_runs(monkeypatch):
     """Once pages have changed hands, the program that covers what is wanted may be a deeper one."""
-    engine, _, (request,) = start()
-    cover, grow, grown, run = engine.executables.cover, engine.scheduler.grow, [], []
+    engine, device, (request,) = start()
+    cover, grow, grown, run = device.cover, engine.scheduler.grow, [], []
 
     def deepest(need):
         return cover(replace(need, depth=3) if isinstance(need, StepKey) else need)
@@ -215,9 +196,11 @@ def test_pages_are_there_for_the_step_that_runs():
     def choose(running):
         return step_key(engine.config, running, 1)
 
-    run_step = engine._run_step
-    engine._run_step = lambda key, running: run.append(key.depth) or run_step(key, running)
-    engine._choose, engine.executables.cover, engine.scheduler.grow = choose, deepest, record
+    run_step = device.step
+    monkeypatch.setattr(device, "step", lambda key, masks: run.append(key.depth) or run_step(key, masks))
+    monkeypatch.setattr(engine.planner, "_choose", choose)
+    monkeypatch.setattr(device, "cover", deepest)
+    monkeypatch.setattr(engine.scheduler, "grow", record)
     finish(engine)
     assert request.finish_reason == "length"
     assert set(run) == {3}

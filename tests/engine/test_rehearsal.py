@@ -4,15 +4,16 @@ import jax
 import numpy as np
 import pytest
 
+from mtp_jax.api.local import local_runner
 from mtp_jax.decode.keys import PrefillKey, SamplingMode, StepKey
 from mtp_jax.engine.engine import Engine
-from tests.engine.device import Device
+from tests.engine.device import on_device
 from tests.models import GREEDY, accepted, make_engine, prompts, serve
 
 
 def arrays(engine: Engine) -> list[np.ndarray]:
     """All that the device keeps, but for the pages that nobody's rows go to."""
-    state = engine.state
+    state = local_runner(engine).state
     pages = [np.asarray(a)[: engine.pages] for a in jax.tree.leaves((state.trunk, state.drafter.pages))]
     return [*pages, *map(np.asarray, jax.tree.leaves(state.slots))]
 
@@ -22,10 +23,10 @@ def test_nothing_is_left_of_it():
     first, again = (serve(engine, [(p, GREEDY) for p in prompts(2)]) for _ in range(2))
     engine.flush_prefix_cache()
     before = arrays(engine)
-    keys = [k for k in engine.executables.keys if isinstance(k, StepKey | PrefillKey)]
-    engine._rehearsed.clear()
-    engine.rehearse(keys)
-    assert engine._rehearsed == set(keys)
+    keys = [k for k in engine.runner.keys if isinstance(k, StepKey | PrefillKey)]
+    engine._warm.clear()
+    engine.warm_up(keys)
+    assert engine._warm == set(keys)
     for a, b in zip(before, arrays(engine), strict=True):
         np.testing.assert_array_equal(a, b)
     third = serve(engine, [(p, GREEDY) for p in prompts(2)])
@@ -37,16 +38,15 @@ def test_nothing_is_left_of_it():
 # To measure a program takes two runs, of which the second counts, and two measurements.
 @pytest.mark.parametrize(("adaptive", "runs"), [(False, 1), (True, 5)])
 def test_every_program_as_often_as_needed_and_never_beside_requests(adaptive, runs):
-    engine = make_engine(adaptive_depth=adaptive)
-    device = Device(engine)
+    engine, device = on_device(adaptive_depth=adaptive)
     key = StepKey(1, 3, 1, SamplingMode())
-    engine.executables.compile([key])
-    engine.rehearse([key])
-    engine.rehearse([key])
+    engine.runner.compile([key])
+    engine.warm_up([key])
+    engine.warm_up([key])
     assert len(device.log) == runs
     request = engine.make_request(prompts(1)[0], GREEDY)
     engine.submit(request)
     other = StepKey(2, 3, 1, SamplingMode())
-    engine.executables.compile([other])
-    engine.rehearse([other])
+    engine.runner.compile([other])
+    engine.warm_up([other])
     assert len(device.log) == runs

@@ -66,33 +66,6 @@ def test_a_request_gets_pages_for_its_prompt_and_a_window_then_grows():
     assert len(r.pages) == CONFIG.pages_for(52) == 4
 
 
-@pytest.mark.parametrize(
-    ("left", "prompts", "held"),
-    [
-        ((9, 20, 20), 1, 0),  # too far away
-        ((3, 20, 20), 1, 1),  # three steps of one slot: as much as a step of the three rows
-        ((2, 20, 20), 1, 2),
-        ((2, 20, 20), 2, 0),  # two slots, twice the cost
-        ((1, 1, 20), 2, 1),
-        ((1, 1), 4, 0),  # as many as one prefill takes
-        ((1,) + (20,) * 11, 1, 8),  # no longer than eight steps
-        ((), 2, 0),
-    ],
-)
-def test_prompts_wait_for_ends_that_are_near(left, prompts, held):
-    """No longer than the slots may idle, counting what has been waited; the rows here make no progress."""
-    s = scheduler(max_num_seqs=16)
-    rows, new = [request(max_tokens=30) for _ in left], [request() for _ in range(prompts)]
-    submit(s, *rows, *new)
-    for r, n in zip(rows, left, strict=True):
-        r.status, r.output, r.unread = Status.RUNNING, [0] * (29 - n), 1
-    waits = [s.hold_prefill(4) for _ in range(held + 1)]
-    assert waits == [True] * held + [False]
-    if held:
-        new[0].begun = True
-        assert not s.hold_prefill(4), "what has begun goes on"
-
-
 def test_waits_for_pages_and_lets_nobody_pass():
     s = scheduler(num_pages=6)
     first, big, small = request(20, 9), request(70, 10), request()
@@ -233,17 +206,6 @@ def test_prefills_the_oldest_of_each_shard_first():
     assert s.prefilling() == [[c], [b, d]]
     b.status = d.status = Status.RUNNING
     assert s.prefilling() == [[c], []]
-
-
-def test_slots_are_filled_before_a_few_of_them_step():
-    s = scheduler()
-    requests = [request() for _ in range(3)]
-    submit(s, *requests)
-    assert s.prefill_chunks() == 4
-    requests[0].status = Status.RUNNING
-    assert s.prefill_chunks() == 4
-    requests[1].status = Status.RUNNING
-    assert s.prefill_chunks() == 1
 
 
 def test_runs_what_may_still_emit():

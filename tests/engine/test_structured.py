@@ -11,7 +11,9 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from tests.decode.test_compiled import compilations as compilations
 
+from mtp_jax.api.local import local_runner
 from mtp_jax.decode.keys import StepKey
 from mtp_jax.engine.buckets import step_key
 from mtp_jax.engine.engine import Engine
@@ -21,7 +23,6 @@ from mtp_jax.model.sharding import make_mesh
 from mtp_jax.text.grammar import Grammars, StructuredOutput
 from mtp_jax.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
-from tests.decode.test_compiled import compilations as compilations
 from tests.models import (
     TINY,
     accepted,
@@ -281,14 +282,14 @@ def test_serving_compiles_nothing(grammars, compilations):
     engine = engine_with(grammars)
     requests = [engine.make_request(*job) for job in jobs()]
     prepare(engine, requests)
-    compiled = engine.executables.keys
+    compiled = engine.runner.keys
     for r in requests:
         engine.submit(r)
     engine.step()
     compilations.clear()
     finish(engine)
     assert compilations == []
-    assert engine.executables.keys == compiled
+    assert engine.runner.keys == compiled
 
 
 def test_a_server_is_ready_for_grammars_at_once(grammars):
@@ -335,16 +336,16 @@ def test_on_eight_devices(grammars, plain):
 def test_a_structured_step_is_timed_with_its_drafting(grammars, tokenizer, monkeypatch):
     """The host waits for the drafts before it launches the rest."""
     engine = engine_with(grammars)
-    drafted, launched = [], []
-    draft, track = engine.executables.draft_phase, engine._track
+    programs, drafted, launched = local_runner(engine).programs, [], []
+    draft, track = programs.draft_phase, engine._track
 
     def draft_phase(*args: Any) -> Any:
         drafted.append(time.perf_counter())
         return draft(*args)
 
-    monkeypatch.setattr(engine.executables, "draft_phase", draft_phase)
+    monkeypatch.setattr(programs, "draft_phase", draft_phase)
     monkeypatch.setattr(engine, "_track", lambda launch: launched.append(launch) or track(launch))
     serve(engine, [(tokenizer.encode("ab"), replace(GREEDY, structured=StructuredOutput(regex="[a-z]{20}")))])
-    began = [launch.at for launch in launched if launch.step]
+    began = [launch.began for launch in launched if launch.step]
     assert drafted[-len(began) :]
     assert all(a <= b for a, b in zip(began, drafted[-len(began) :], strict=True))

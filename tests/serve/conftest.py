@@ -14,6 +14,7 @@ import httpx2
 import pytest
 
 from mtp_jax import LLM, AsyncLLM
+from mtp_jax.api.local import local_runner
 from serve.app import make_app
 from serve.run import Server, listen
 from serve.settings import Settings
@@ -147,7 +148,7 @@ def fresh(model: Path, compiled: LLM, server: Running) -> LLM:
     """Another LLM of the same sizes, to compare with or to break, with the programs of the server."""
     del server
     other = LLM(model, compile_cache=None, **SIZES)
-    other.engine.executables = compiled.engine.executables
+    local_runner(other.engine).programs = local_runner(compiled.engine).programs
     return other
 
 

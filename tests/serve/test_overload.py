@@ -11,6 +11,7 @@ import pytest
 
 from mtp_jax import LLM
 from mtp_jax.api.admission import Admission
+from mtp_jax.api.local import local_runner
 from tests.serve.conftest import Running, start
 
 SHORT = {"prompt": "abc", "max_tokens": 4, "temperature": 0}
@@ -160,6 +161,6 @@ def test_a_burst_over_sockets_is_answered_or_refused_in_full(server: Running, cl
 
 def test_the_garbage_collector_leaves_programs_alone(server: Running):
     """A look at all of them would hold up everybody."""
-    programs = server.allm.llm.engine.executables
+    programs = local_runner(server.allm.llm.engine).programs
     assert gc.is_tracked(programs)
     assert not any(looked_at is programs for looked_at in gc.get_objects())

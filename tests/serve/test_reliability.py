@@ -17,7 +17,7 @@ import pytest
 
 from mtp_jax import ConfigError, SamplingParams
 from mtp_jax.api.admission import Admission
-from mtp_jax.api.completions import Part
+from mtp_jax.api.completions import CompletionState
 from mtp_jax.api.outputs import CompletionOutput, RequestOutput, Timing
 from mtp_jax.engine.request import Speculation
 from serve.errors import ApiError
@@ -361,15 +361,15 @@ def test_a_failed_engine_answers_everybody_and_ends_the_server(fresh, stream):
 def test_numbers_that_are_not_finite_end_one_request(server, client, monkeypatch):
     """The engine says so with a finish reason; here the first text is made to end with it."""
     expected = client.post("/v1/completions", json=GREEDY).json()["choices"][0]["text"]
-    advance, chosen = Part.advance, []
+    advance, chosen = CompletionState.advance, []
 
-    def fail(part: Part, engine: Any) -> None:
-        if part.request.params.max_tokens == 23:
-            chosen.append(part)
+    def fail(completion: CompletionState, engine: Any) -> None:
+        if completion.request.params.max_tokens == 23:
+            chosen.append(completion)
             raise FloatingPointError
-        advance(part, engine)
+        advance(completion, engine)
 
-    monkeypatch.setattr(Part, "advance", fail)
+    monkeypatch.setattr(CompletionState, "advance", fail)
     bad, good = many(server, [{**GREEDY, "max_tokens": 23}, GREEDY])
     assert (bad.status_code, bad.json()["error"]["code"]) == (500, "generation_failed")
     assert good.json()["choices"][0]["text"] == expected
@@ -379,13 +379,13 @@ def test_numbers_that_are_not_finite_end_one_request(server, client, monkeypatch
 
 def test_nothing_is_compiled_for_a_request(server, client, compiled, monkeypatch):
     """Only warm-up compiles; it may still be at it, in a thread of its own."""
-    compile_, by = compiled.engine.executables.compile, []
+    compile_, by = compiled.engine.runner.compile, []
 
     def record(*args: Any, **kwargs: Any) -> None:
         by.append(threading.current_thread().name)
         compile_(*args, **kwargs)
 
-    monkeypatch.setattr(compiled.engine.executables, "compile", record)
+    monkeypatch.setattr(compiled.engine.runner, "compile", record)
     bodies: list[dict[str, Any]] = [
         GREEDY,
         {**GREEDY, "temperature": 1, "n": 4, "logprobs": 5},

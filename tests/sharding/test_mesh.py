@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from mtp_jax.api.local import local_runner
 from mtp_jax.api.propose import propose
 from mtp_jax.decode.keys import StepKey
 from mtp_jax.engine.engine import Engine
@@ -59,9 +60,10 @@ def test_same_as_one_device(data, model):
     assert {engine.scheduler.shard_of(r.slot) for r in requests} == set(range(data))
     assert engine.stats().pages_used == 0
     # The state stays where it was: each data shard holds its own pages and slots.
-    cache = jax.tree.leaves(engine.state.trunk)[0]
+    state = local_runner(engine).state
+    cache = jax.tree.leaves(state.trunk)[0]
     assert {s.data.shape[0] for s in cache.addressable_shards} == {cache.shape[0] // data}
-    assert {s.data.shape[0] for s in engine.state.slots.length.addressable_shards} == {8 // data}
+    assert {s.data.shape[0] for s in state.slots.length.addressable_shards} == {8 // data}
 
 
 def test_what_a_server_compiles_keeps_rows_on_their_shard():
@@ -70,7 +72,7 @@ def test_what_a_server_compiles_keeps_rows_on_their_shard():
     first, rest = engine.warm_up_keys()
     steps = [k for k in (*first, *rest) if isinstance(k, StepKey) and k.mode.logprobs is None]
     assert {k.slots for k in steps} == {8}
-    engine.executables.compile([first[0], *steps])
+    engine.runner.compile([first[0], *steps])
     (prompt,), greedy = prompts(1, shortest=24), replace(GREEDY, logprobs=None)
     serve(engine, [(prompt, greedy)])
     both = [([*prompt, t], greedy) for t in (3, 4)]
@@ -85,7 +87,7 @@ def test_what_a_server_compiles_keeps_rows_on_their_shard():
 def test_a_prompt_goes_on_from_the_pages_of_its_shard(monkeypatch):
     """From the hidden state at their end, too, which only drafts need."""
     engine, reference, ends = engine_on(make_mesh(2, 1)), Reference(tiny_params()), []
-    admit = engine.executables.admit
+    admit = local_runner(engine).programs.admit
 
     def seen(state, slot, arrays, page):
         ends.append(np.asarray(state.drafter.pages.boundary[page]).ravel()[: TINY.hidden_size])
@@ -94,7 +96,7 @@ def test_a_prompt_goes_on_from_the_pages_of_its_shard(monkeypatch):
     jobs = [(p, replace(GREEDY, max_tokens=12)) for p in prompts(4, shortest=36)]
     first = serve(engine, jobs)
     assert {engine.scheduler.shard_of(r.slot) for r in first} == {0, 1}
-    monkeypatch.setattr(engine.executables, "admit", seen)
+    monkeypatch.setattr(local_runner(engine).programs, "admit", seen)
     later = [serve(engine, [job])[0] for job in jobs]
     assert {engine.scheduler.shard_of(r.slot) for r in later} == {0, 1}
     for r, end in zip(later, ends, strict=True):
@@ -123,9 +125,9 @@ def test_prompts_of_every_shard_are_prefilled_together(monkeypatch):
     params = on_mesh(tiny_params(), mesh)
     engine = make_engine(params, mesh=mesh, max_num_seqs=8, prefill_chunk=64)
     launched: list[int] = []
-    run = engine._run_prefill
+    run = engine.runner.prefill
     monkeypatch.setattr(
-        engine, "_run_prefill", lambda key, *rest: launched.append(key.prompts) or run(key, *rest)
+        engine.runner, "prefill", lambda key, chunk: launched.append(key.prompts) or run(key, chunk)
     )
     requests = serve(engine, [(p[:15], params) for p, params in JOBS[:8]])
     assert launched[-1] == 4
@@ -145,7 +147,7 @@ def test_one_device_agrees_with_the_plain_loop():
 
 def test_parameters_lie_where_the_specs_say():
     mesh = make_mesh(2, 4)
-    params = engine_on(mesh).params
+    params = local_runner(engine_on(mesh)).params
     for array, spec in zip(jax.tree.leaves(params), jax.tree.leaves(param_specs(TINY)), strict=True):
         assert array.sharding.is_equivalent_to(param_sharding(spec, mesh), array.ndim)
     experts = params.layers[1].mlp.gate_up

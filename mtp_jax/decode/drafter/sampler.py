@@ -1,5 +1,7 @@
 """How a drafter that has logits draws its drafts: by the transforms that the target's tokens go through."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -58,7 +60,7 @@ class DraftSampler(struct.PyTreeNode):
         self, logits: Float[Array, "B one V"], s: Slots, drafting: Drafting, k: int
     ) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
         if drafting == "greedy":
-            cold = s.sampling.replace(temperature=jnp.zeros_like(s.sampling.temperature))
+            cold = replace(s.sampling, temperature=jnp.zeros_like(s.sampling.temperature))
             q = distribution(logits, cold)[:, 0]
             return argmax(q), q
         q = distribution(logits, s.sampling)[:, 0]

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from mtp_jax.api.local import local_runner
 from mtp_jax.decode.drafter.nextn import DEFERRED
 from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.engine.engine import Engine
@@ -19,7 +20,7 @@ PLAIN = replace(GREEDY, max_tokens=40, num_speculative_tokens=0)
 
 def kept(engine: Engine) -> list[np.ndarray]:
     """What drafts will read of each slot in use: its NextN entries, boundary and pending hidden states."""
-    state = engine.flushed()
+    state = local_runner(engine).flushed()
     own = state.drafter
     caches, boundary = (
         [np.asarray(p) for p in jax.tree.leaves(own.pages.cache)],
@@ -51,10 +52,10 @@ def test_one_pass_writes_what_each_step_would(cfg):
     while not requests[2].finished:
         late.step()
         eager.step()
-        eager.flushed()
-        most = max(most, int(np.asarray(late.state.drafter.slots.count).max()))
+        local_runner(eager).flushed()
+        most = max(most, int(np.asarray(local_runner(late).state.drafter.slots.count).max()))
     assert most > 8
-    assert int(np.asarray(late.state.drafter.slots.count).max()) > 1
+    assert int(np.asarray(local_runner(late).state.drafter.slots.count).max()) > 1
     for a, b in zip(kept(late), kept(eager), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
     assert sum(a.size for a in kept(late)) > 1000
@@ -68,7 +69,7 @@ def test_more_steps_than_there_is_room_for():
     counts = []
     while not request.finished:
         engine.step()
-        counts.append(int(np.asarray(engine.state.drafter.slots.count)[0]))
+        counts.append(int(np.asarray(local_runner(engine).state.drafter.slots.count)[0]))
     assert max(counts) == DEFERRED
     falls = sum(b < a for a, b in pairwise(counts))
     assert 2 <= falls <= 3
@@ -77,8 +78,8 @@ def test_more_steps_than_there_is_room_for():
 def test_a_step_without_drafts_runs_nothing_of_nextn():
     engine = make_engine()
     keys = [StepKey(1, depth, 1, SamplingMode()) for depth in (0, 1)]
-    engine.executables.compile(keys)
-    plain, drafting = (engine.executables.program(k).as_text() for k in keys)
+    engine.runner.compile(keys)
+    plain, drafting = (local_runner(engine).programs.program(k).as_text() for k in keys)
     assert "/nextn_0/" in drafting
     assert "/nextn_0/" not in plain
 
@@ -90,4 +91,4 @@ def test_without_nextn_layers_nothing_is_kept():
     engine.submit(request)
     while not request.finished:
         engine.step()
-    assert sum(a.nbytes for a in jax.tree.leaves(engine.state.drafter)) == 0
+    assert sum(a.nbytes for a in jax.tree.leaves(local_runner(engine).state.drafter)) == 0

@@ -1,4 +1,4 @@
-"""Executables: which covers a need, that nothing compiles while serving, that the state is donated."""
+"""Programs: which covers a need, that nothing compiles while serving, that the state is donated."""
 
 import signal
 import threading
@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax
 import pytest
 
-from mtp_jax.decode.compiled import use_compile_cache
+from mtp_jax.api.local import local_runner
 from mtp_jax.decode.keys import DraftKey, PrefillKey, SamplingMode, StepKey, buckets, name_of
 from mtp_jax.decode.state import State
 from mtp_jax.decode.step import accept_drafts
@@ -92,13 +92,13 @@ def test_ctrl_c_waits_for_no_program_that_is_being_compiled(monkeypatch):
         go.wait(60)
         ended.set()
 
-    executables = make_engine().executables.accepting(accept_drafts)  # a set of its own
-    monkeypatch.setattr(executables, "_compile_bookkeeping", lambda: None)
-    monkeypatch.setattr(executables, "_compile_one", compile_for_long)
+    programs = local_runner(make_engine()).programs.accepting(accept_drafts)  # a set of its own
+    monkeypatch.setattr(programs, "_compile_bookkeeping", lambda: {})
+    monkeypatch.setattr(programs, "_compile_one", compile_for_long)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            executables.compile([PrefillKey(16, 1), PrefillKey(16, 2)])
+            programs.compile([PrefillKey(16, 1), PrefillKey(16, 2)])
     finally:
         signal.signal(signal.SIGINT, before)
     assert not ended.is_set()
@@ -120,13 +120,13 @@ def test_buckets(arguments, expected):
 
 def test_an_uncovered_need_is_an_error_not_a_compilation():
     engine = make_engine(num_pages=19)  # a shape of its own, so that no other test has compiled for it
-    with pytest.raises(ConfigError, match="no executable covers"):
-        engine.executables.cover(StepKey(1, 3, 1, PLAIN))
+    with pytest.raises(ConfigError, match="no program covers"):
+        engine.runner.cover(StepKey(1, 3, 1, PLAIN))
     engine.submit(engine.make_request([5, 6], GREEDY))
     with pytest.raises(ConfigError, match="compile it first"):
-        engine.executables.cover(PrefillKey(1, 1))
-    assert len(engine.executables) == 0
-    assert DraftKey(1, 1) not in engine.executables
+        engine.runner.cover(PrefillKey(1, 1))
+    assert len(engine.runner.keys) == 0
+    assert DraftKey(1, 1) not in local_runner(engine).programs
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def test_serving_compiles_nothing(compilations):
     ]
     requests = [engine.make_request(p, mix[i % 4]) for i, p in enumerate(prompts(8))]
     prepare(engine, requests)
-    compiled = len(engine.executables)
+    compiled = len(engine.runner.keys)
     for r in requests:
         engine.submit(r)
     engine.step()
@@ -167,7 +167,7 @@ def test_serving_compiles_nothing(compilations):
     engine.abort(requests[7])
     finish(engine)
     assert compilations == []
-    assert len(engine.executables) == compiled
+    assert len(engine.runner.keys) == compiled
     assert sum(r.speculation.accepted for r in requests) > 0
     assert [r.finish_reason for r in requests] == ["length", "abort"] + ["length"] * 5 + ["abort"]
     # The listener does hear compilations.
@@ -182,7 +182,7 @@ def caches(state: State) -> list[jax.Array]:
 def test_the_state_is_donated():
     """Each program takes the cache over: the old buffers are gone, and the new ones are the same memory."""
     engine = make_engine()
-    programs = engine.executables
+    programs = local_runner(engine).programs
     request = engine.make_request(prompts(1)[0], GREEDY)
     serve(engine, [(prompts(1)[0], GREEDY)])
     gone = 0
@@ -200,7 +200,7 @@ def test_the_state_is_donated():
             gone += 1
             return out
 
-        setattr(engine.executables, name, donating)
+        setattr(programs, name, donating)
     try:
         engine.submit(request)
         for _ in range(3):
@@ -209,33 +209,16 @@ def test_the_state_is_donated():
         engine.step()
     finally:
         for name in ("admit", "prefill", "step", "update"):
-            delattr(engine.executables, name)
+            delattr(programs, name)
     assert gone >= 5
 
 
 def test_steps_allocate_no_second_cache():
     engine = make_engine()
     serve(engine, [(prompts(1)[0], GREEDY)])
-    cache = sum(a.nbytes for a in caches(engine.state))
-    for key in engine.executables.keys:
+    runner = local_runner(engine)
+    cache = sum(a.nbytes for a in caches(runner.state))
+    for key in runner.keys:
         if not isinstance(key, DraftKey):
-            used = engine.executables._compiled[key].memory_analysis()
+            used = runner.programs.program(key).memory_analysis()
             assert used.alias_size_in_bytes >= cache, key
-
-
-def test_compile_cache_must_be_private(tmp_path):
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    shared.chmod(0o777)
-    before = jax.config.values["jax_compilation_cache_dir"]
-    with pytest.raises(ConfigError, match="writable by you alone"):
-        use_compile_cache(shared)
-    assert jax.config.values["jax_compilation_cache_dir"] == before
-
-
-def test_compile_cache_is_created_private(tmp_path, monkeypatch):
-    changed = {}
-    monkeypatch.setattr(jax.config, "update", lambda name, value: changed.update({name: value}))
-    use_compile_cache(tmp_path / "new")
-    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
-    assert changed["jax_compilation_cache_dir"] == str(tmp_path / "new")

@@ -1,29 +1,29 @@
-"""Ahead-of-time compiled executables, one per bucket. Only these are ever called.
+"""Programs compiled ahead of time, one per key. Only these are ever called.
 
 A ``Compiled`` object refuses any other shape, so a recompile while serving is impossible. ``cover`` finds the
-cheapest executable that can do a piece of work, so that not every bucket needs its own.
+cheapest program that can do a piece of work, so that not every bucket needs its own.
 """
 
 import os
-import stat
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from mtp_jax.decode.drafter.protocol import Drafter, Drafts
 from mtp_jax.decode.drafter.sampler import DraftSampler
-from mtp_jax.decode.keys import DraftKey, Key, PrefillKey, StepKey, name_of
-from mtp_jax.decode.prefill import Chunk, PrefillResult, prefill
+from mtp_jax.decode.host import Chunk, Covering, SlotRow
+from mtp_jax.decode.keys import DraftKey, Key, PageKey, PrefillKey, StepKey, name_of
+from mtp_jax.decode.prefill import PrefillResult, prefill
 from mtp_jax.decode.result import StepResult
-from mtp_jax.decode.state import Slots, State, admit, flush, move, update
+from mtp_jax.decode.state import State, admit, flush, move, read_pages, update, write_pages
 from mtp_jax.decode.step import Accept, draft_phase, step, verify_phase
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
@@ -42,11 +42,16 @@ class _Phases:
     verify: Callable[..., tuple[State, StepResult]]
 
 
-Covering = TypeVar("Covering", StepKey, PrefillKey)
+@dataclass(frozen=True)
+class _Pages:
+    """The two programs of a ``PageKey``."""
+
+    read: Callable[..., list[jax.Array]]
+    write: Callable[..., State]
 
 
-class Executables:
-    """The compiled programs of one engine, by key."""
+class Programs:
+    """The compiled programs of one runner, by key."""
 
     def __init__(
         self,
@@ -66,10 +71,7 @@ class Executables:
         self._compiled: dict[Key, Any] = {}
         self._covering: dict[Key, Key | None] = {}
         self._lock = threading.Lock()
-        self._admit: Callable[..., State] | None = None
-        self._move: Callable[..., State] | None = None
-        self._update: Callable[..., State] | None = None
-        self._flush: Callable[..., State] | None = None
+        self._bookkeeping: dict[str, Any] = {}
 
     def __contains__(self, key: Key) -> bool:
         return key in self._compiled
@@ -77,9 +79,9 @@ class Executables:
     def __len__(self) -> int:
         return len(self._compiled)
 
-    def accepting(self, accept: Accept) -> "Executables":
+    def accepting(self, accept: Accept) -> "Programs":
         """The same, nothing compiled yet, with other rules of acceptance: for measurements."""
-        return Executables(self._cfg, self.drafter, self._params, self._state, self._on, accept)
+        return Programs(self._cfg, self.drafter, self._params, self._state, self._on, accept)
 
     @property
     def keys(self) -> list[Key]:
@@ -101,16 +103,16 @@ class Executables:
 
         It may run in a thread of its own while others use what is compiled already.
         """
-        if self._admit is None:
-            self._compile_bookkeeping()
+        if not self._bookkeeping:
+            self._bookkeeping = self._compile_bookkeeping()
         missing = [k for k in dict.fromkeys(keys) if k not in self._compiled]
         count = 0
 
         def one(key: Key) -> None:
             nonlocal count
-            executable = self._compile_one(key)
+            program = self._compile_one(key)
             with self._lock:
-                self._compiled[key] = executable
+                self._compiled[key] = program
                 self._covering = {}
                 count += 1
                 if done:
@@ -128,11 +130,11 @@ class Executables:
         """The cheapest compiled key that covers ``need``. Raises ConfigError if there is none."""
         found = self.find(need)
         if found is None:
-            raise ConfigError(f"no executable covers {need}; compile it first (Engine.prepare)")
+            raise ConfigError(f"no program covers {need}; compile it first (Engine.prepare)")
         return found
 
     def find(self, need: Covering) -> Covering | None:
-        """``cover``, or None if no executable covers ``need``."""
+        """``cover``, or None if no program covers ``need``."""
         covering = self._covering
         if need not in covering:
             with self._lock:
@@ -164,29 +166,35 @@ class Executables:
         """Run a compiled draft of one slot: (tokens [B, K], logits [B, K, V]), with rows for all."""
         return self._compiled[key](params, state, jnp.int32(slot))
 
-    def admit(self, state: State, slot: int, row: Slots, page: int) -> State:
-        """Put a request's row into a slot; ``page``: that it goes on from, counted over all shards."""
-        assert self._admit is not None
-        return self._admit(state, jnp.int32(slot), row, jnp.int32(page))
+    def read_pages(self, key: PageKey, state: State, pages: Any) -> list[jax.Array]:
+        """Read pages, int32 [key.pages], counted over all shards. The state is not donated."""
+        return self._compiled[key].read(state, pages)
+
+    def write_pages(self, key: PageKey, state: State, pages: Any, data: list[Any]) -> State:
+        """Write pages, int32 [key.pages], counted over all shards."""
+        return self._compiled[key].write(state, pages, data)
+
+    def admit(self, state: State, slot: int, row: SlotRow, tail: int) -> State:
+        """Put a request's row into a slot; ``tail``: the page it goes on from, counted over all shards."""
+        return self._bookkeeping["admit"](state, jnp.int32(slot), row, jnp.int32(tail))
 
     def move(self, state: State, source: int, target: int) -> State:
         """Let a request go on in another slot."""
-        assert self._move is not None
-        return self._move(state, jnp.int32(source), jnp.int32(target))
+        return self._bookkeeping["move"](state, jnp.int32(source), jnp.int32(target))
 
     def update(self, state: State, keep: Any, page_table: Any) -> State:
         """Switch slots off and renew the page table."""
-        assert self._update is not None
-        return self._update(state, keep, page_table)
+        return self._bookkeeping["update"](state, keep, page_table)
 
-    def flush(self, params: Params, state: State) -> State:
-        """Do what the drafter has deferred."""
-        assert self._flush is not None
-        return self._flush(params, state)
+    def flush(self, params: Params, state: State) -> tuple[State, Int[Array, ""]]:
+        """Do what the drafter has deferred. The number means nothing; it is there when that is done."""
+        return self._bookkeeping["flush"](params, state)
 
     def _compile_one(self, key: Key) -> Any:
         if isinstance(key, StepKey) and key.mode.structured:
             return self._compile_phases(key)
+        if isinstance(key, PageKey):
+            return self._compile_pages(key)
         return self._lower(key).compile(compiler_options())
 
     def _compile_phases(self, key: StepKey) -> _Phases:
@@ -208,6 +216,21 @@ class Executables:
             second.lower(self._params, self._state, drafts, allowed).compile(compiler_options()),
         )
 
+    def _compile_pages(self, key: PageKey) -> _Pages:
+        pages = jax.ShapeDtypeStruct((key.pages,), jnp.int32)
+        data = jax.eval_shape(read_pages, self._state, pages)
+        everywhere: dict[str, Any] = {}
+        if self._on.mesh is not None:  # this process reads all of them
+            everywhere["out_shardings"] = NamedSharding(self._on.mesh, PartitionSpec())
+        read = jax.jit(_named(read_pages, f"read_{name_of(key)}"), **everywhere)
+        write = jax.jit(
+            _named(write_pages, f"write_{name_of(key)}"), donate_argnums=0, **self._out(result_too=False)
+        )
+        return _Pages(
+            read.lower(self._state, pages).compile(compiler_options()),
+            write.lower(self._state, pages, data).compile(compiler_options()),
+        )
+
     def _fixed(self, **others: Any) -> dict[str, Any]:
         return {"cfg": self._cfg, "drafter": self.drafter, **others}
 
@@ -217,7 +240,7 @@ class Executables:
         state = jax.tree.map(lambda a: a.sharding, self._state)
         return {"out_shardings": (state, None) if result_too else state}
 
-    def _lower(self, key: Key) -> Any:
+    def _lower(self, key: StepKey | PrefillKey | DraftKey) -> Any:
         if isinstance(key, StepKey):
             sizes = {"slots": key.slots, "depth": key.depth, "pages": key.pages, "topology": key.topology}
             fixed = self._fixed(on=self._on, mode=key.mode, accept=self._accept, **sizes)
@@ -235,29 +258,36 @@ class Executables:
         return jax.jit(named, donate_argnums=1, **self._out()).lower(self._params, self._state, chunk)
 
     def _draft_only(self, key: DraftKey, params: Params, state: State, slot: Int[Array, ""]) -> Any:
-        slots = replace(state.slots, active=jnp.arange(len(state.slots.active)) == slot)
+        slots = state.slots.replace(active=jnp.arange(len(state.slots.active)) == slot)
         table = slots.page_table[:, : key.pages]
         sampler = DraftSampler()
         drafts, _ = self.drafter.propose(params, state.drafter, slots, table, key.depth, sampler, self._on)
         return drafts.tokens, drafts.logits
 
-    def _compile_bookkeeping(self) -> None:
-        row = jax.tree.map(lambda a: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype), self._state.slots)
-        table = jax.ShapeDtypeStruct(self._state.slots.page_table.shape, jnp.int32)
+    def _compile_bookkeeping(self) -> dict[str, Any]:
+        """The programs that every runner needs: none of them depends on a bucket."""
+        state, index = self._state, jax.ShapeDtypeStruct((), jnp.int32)
+        table = jax.ShapeDtypeStruct(state.slots.page_table.shape, jnp.int32)
         keep = jax.ShapeDtypeStruct(table.shape[:1], jnp.bool_)
-        index = jax.ShapeDtypeStruct((), jnp.int32)
+        one = partial(jax.tree.map, lambda a: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype))
+        row = SlotRow(**{f.name: one(getattr(state.slots, f.name)) for f in fields(SlotRow)})
+        admitting = _named(partial(admit, drafter=self.drafter), "admit")
+        arguments = {admitting: (index, row, index), move: (index, index), update: (keep, table)}
         out = self._out(result_too=False)
-        self._admit = (
-            jax.jit(partial(admit, drafter=self.drafter), donate_argnums=0, **out)
-            .lower(self._state, index, row, index)
-            .compile()
-        )
-        self._move = jax.jit(move, donate_argnums=0, **out).lower(self._state, index, index).compile()
-        self._update = jax.jit(update, donate_argnums=0, **out).lower(self._state, keep, table).compile()
+        found = {
+            f.__name__: jax.jit(f, donate_argnums=0, **out).lower(state, *given).compile()
+            for f, given in arguments.items()
+        }
         if self.drafter.deferral:
-            write = _named(partial(flush, drafter=self.drafter, on=self._on), "flush")
-            lowered = jax.jit(write, donate_argnums=1, **out).lower(self._params, self._state)
-            self._flush = lowered.compile(compiler_options())
+            run = _named(partial(_flush, drafter=self.drafter, on=self._on), "flush")
+            lowered = jax.jit(run, donate_argnums=1, **self._out()).lower(self._params, state)
+            found["flush"] = lowered.compile(compiler_options())
+        return found
+
+
+def _flush(params: Params, state: State, *, drafter: Drafter, on: Backend) -> tuple[State, Int[Array, ""]]:
+    """The state is given on to other programs, so something else must say when this one has run."""
+    return flush(params, state, drafter=drafter, on=on), jnp.zeros((), jnp.int32)
 
 
 def _named(f: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -277,25 +307,3 @@ def abstract_chunk(prompts: int, tokens: int, vocab: int) -> Chunk:
         return Chunk(number, number, number, jnp.zeros(prompts, bool), ids, ids, number, allowed)
 
     return jax.eval_shape(zeros)
-
-
-def use_compile_cache(directory: str | Path) -> None:
-    """Keep compiled programs in ``directory`` across processes.
-
-    JAX trusts what it finds there, so the folder must be ours alone: it is created 0700, and one that others
-    can write to is refused. Raises ConfigError.
-    """
-    path = Path(directory).expanduser()
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        info = path.stat()
-    except OSError as e:
-        raise ConfigError(f"compile cache {path} cannot be made: {e}; name another folder, or none") from e
-    if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o022:
-        raise ConfigError(
-            f"compile cache {path} is owned by uid {info.st_uid} with mode {stat.S_IMODE(info.st_mode):o}; "
-            "it must be yours and writable by you alone (chmod 700), because its programs are executed"
-        )
-    jax.config.update("jax_compilation_cache_dir", str(path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

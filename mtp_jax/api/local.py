@@ -1,0 +1,48 @@
+"""Engines that run on the devices of this process."""
+
+from jax.sharding import Mesh
+
+from mtp_jax.decode.runner import LocalRunner
+from mtp_jax.decode.state import StateShape
+from mtp_jax.engine.config import EngineConfig
+from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.validate import check_config
+from mtp_jax.errors import ConfigError
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.kernels import all_by
+from mtp_jax.model.params import Params
+from mtp_jax.model.sharding import check_divisible, data_size
+from mtp_jax.model.trunk import Backend
+from mtp_jax.text.grammar import Grammars
+
+
+def local_engine(
+    cfg: ModelConfig,
+    params: Params,
+    config: EngineConfig,
+    mesh: Mesh | None = None,
+    grammars: Grammars | None = None,
+) -> Engine:
+    """An engine with a ``LocalRunner``. Allocates the cache; compiles nothing yet. Raises ConfigError.
+
+    grammars: for structured output; None refuses it.
+    """
+    check_divisible(cfg, mesh)
+    shards = data_size(mesh)
+    check_config(cfg, config, shards)
+    shape = StateShape(config.max_num_seqs, config.pages_per_shard(shards), config.page_size, config.columns)
+    on = Backend("absorbed", "sparse", mesh, all_by(config.kernels))
+    fp8 = config.kv_cache_dtype == "fp8"
+    return Engine(cfg, config, LocalRunner(cfg, params, shape, on, config.dtype, fp8), grammars)
+
+
+def local_runner(engine: Engine) -> LocalRunner:
+    """The runner of a local engine, for tools that look at its parameters, state or programs.
+
+    Raises ConfigError for an engine that runs elsewhere.
+    """
+    if not isinstance(engine.runner, LocalRunner):
+        raise ConfigError(
+            f"the engine runs on a {type(engine.runner).__name__}; this needs a LocalRunner (local_engine)"
+        )
+    return engine.runner

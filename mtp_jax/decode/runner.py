@@ -1,0 +1,197 @@
+"""The runner of this process's devices: the only owner of parameters, device state and compiled programs.
+
+Invariant *flushed*: what the drafter deferred in steps without drafts is done before any other program runs,
+as that may read or move it. All operations but such steps take the state from ``flushed``.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mtp_jax.decode.drafter.build import build
+from mtp_jax.decode.host import Chunk, Covering, Flush, MaskMaker, PageData, Result, SlotRow
+from mtp_jax.decode.keys import DraftKey, Key, PageKey, PrefillKey, StepKey
+from mtp_jax.decode.programs import Programs
+from mtp_jax.decode.state import State, StateShape, abstract_state, empty_state
+from mtp_jax.errors import ConfigError
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.params import Params
+from mtp_jax.model.sharding import data_size
+from mtp_jax.model.trunk import Backend
+
+
+class _Flush:
+    """See ``host.Flush``."""
+
+    def __init__(self, at: float, steps: int, done: jax.Array) -> None:
+        self.at, self.steps, self._done = at, steps, done
+
+    def wait(self) -> None:
+        """Returns once it has run."""
+        jax.block_until_ready(self._done)
+
+
+class _Pending:
+    """See ``host.Pending``."""
+
+    def __init__(self, at: float, flush: _Flush | None, *arrays: Any) -> None:
+        """arrays: the fields of ``Result``, on the device."""
+        self.at, self._arrays = at, arrays
+        self.flush: Flush | None = flush
+        for array in jax.tree.leaves(arrays):
+            array.copy_to_host_async()
+
+    def read(self) -> Result:
+        """The result, once it has arrived."""
+        return Result(*jax.tree.map(np.asarray, self._arrays))
+
+
+class LocalRunner:
+    """See ``host.Runner``.
+
+    Attributes:
+        params: the model's parameters. Others of the same shapes may take their place.
+        programs: compiled for these shapes.
+        state: what the device keeps; launches replace it.
+    """
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        params: Params,
+        shape: StateShape,
+        on: Backend,
+        dtype: str = "float32",
+        fp8_cache: bool = False,
+    ) -> None:
+        """Allocates the cache; compiles nothing yet. Raises ConfigError.
+
+        on: what steps run on. dtype: of the cache. fp8_cache: latents in e4m3 instead.
+        """
+        drafter = build(cfg)
+        abstract = abstract_state(cfg, drafter, shape, dtype, on.mesh, fp8_cache)
+        self.shards, self.params = data_size(on.mesh), params
+        self.programs = Programs(cfg, drafter, params, abstract, on)
+        self.state: State = empty_state(abstract)
+        self._shape = shape
+        self._deferred = 0  # steps whose work for the drafter is to be done
+        self._flush: _Flush | None = None  # launched, and not yet told with a result
+
+    # Programs
+
+    @property
+    def keys(self) -> list[Key]:
+        """Everything compiled so far."""
+        return self.programs.keys
+
+    def compile(self, keys: Iterable[Key], done: Callable[[int, int], None] | None = None) -> None:
+        """Compile what is missing. Raises ConfigError."""
+        self.programs.compile(keys, done)
+
+    def cover(self, need: Covering) -> Covering:
+        """The cheapest compiled key that covers ``need``. Raises ConfigError if there is none."""
+        return self.programs.cover(need)
+
+    def find(self, need: Covering) -> Covering | None:
+        """``cover``, or None if no compiled program covers ``need``."""
+        return self.programs.find(need)
+
+    # Launches
+
+    def admit(self, slot: int, row: SlotRow, page: int | None) -> None:
+        """Put a request into a slot."""
+        # Without cached pages it is the spare page: nothing reads what a drafter takes from there.
+        page = self._shape.pages if page is None else page
+        number = self._page(slot // (self._shape.slots // self.shards), page)
+        self.state = self.programs.admit(self.flushed(), slot, row, number)
+
+    def move(self, source: int, target: int) -> None:
+        """Let the request of one slot go on in another."""
+        self.state = self.programs.move(self.flushed(), source, target)
+
+    def update(self, keep: np.ndarray, page_table: np.ndarray) -> None:
+        """Switch off slots and renew the page table."""
+        self.state = self.programs.update(self.flushed(), keep, page_table)
+
+    def prefill(self, key: PrefillKey, chunk: Chunk) -> _Pending:
+        """Prefill a chunk."""
+        at = time.perf_counter()
+        self.state, result = self.programs.prefill(key, self.params, self.flushed(), chunk)
+        return self._pending(at, result.first.packed, result.first.logprobs, result.prompt)
+
+    def step(self, key: StepKey, masks: MaskMaker | None = None) -> _Pending:
+        """Draft and verify; a structured step in two launches, between which the drafts are read."""
+        at, most = time.perf_counter(), self.programs.drafter.deferral
+        defers = not key.depth and most > 0
+        state = self.state if defers and self._deferred < most else self.flushed()
+        self._deferred += defers
+        if not key.mode.structured:
+            self.state, result = self.programs.step(key, self.params, state)
+        else:
+            if masks is None:
+                raise ValueError(f"{key} is structured: it needs masks")
+            self.state, drafts = self.programs.draft_phase(key, self.params, state, masks(None))
+            allowed = masks(np.asarray(drafts.tokens))
+            self.state, result = self.programs.verify_phase(key, self.params, self.state, drafts, allowed)
+        return self._pending(at, result.packed, result.logprobs, None)
+
+    def draft(self, key: DraftKey, slot: int) -> tuple[np.ndarray, np.ndarray]:
+        """Only draft, for one slot."""
+        tokens, logits = self.programs.draft(key, self.params, self.flushed(), slot)
+        return np.asarray(tokens[slot]), np.asarray(logits[slot])
+
+    def flushed(self) -> State:
+        """The state, once the drafter has done what it deferred."""
+        if self._deferred:
+            at, steps = time.perf_counter(), self._deferred
+            self.state, done = self.programs.flush(self.params, self.state)
+            self._deferred, self._flush = 0, _Flush(at, steps, done)
+        return self.state
+
+    def _pending(self, at: float, *arrays: Any) -> _Pending:
+        flush, self._flush = self._flush, None
+        return _Pending(at, flush, *arrays)
+
+    # Pages
+
+    def read_pages(self, shard: int, pages: Sequence[int]) -> PageData:
+        """What these pages of a data shard hold."""
+        state, parts = self.flushed(), []
+        for key, some in self._groups(pages):
+            found = self.programs.read_pages(key, state, self._numbers(key, shard, some))
+            parts.append([np.asarray(a)[: len(some)] for a in found])
+        return tuple(map(np.concatenate, zip(*parts, strict=True)))
+
+    def write_pages(self, shard: int, pages: Sequence[int], data: PageData) -> None:
+        """Fill pages of a data shard. Raises ValueError for data of another number of pages."""
+        for array in data:
+            if len(array) != len(pages):
+                raise ValueError(f"data of {len(array)} pages for {len(pages)} pages")
+        first = 0
+        for key, some in self._groups(pages):
+            rest = key.pages - len(some)
+            part = [a[first : first + len(some)] for a in data]
+            # The spare page takes what is past the end.
+            padded = [np.concatenate([a, np.zeros((rest, *a.shape[1:]), a.dtype)]) for a in part]
+            numbers = self._numbers(key, shard, some)
+            self.state = self.programs.write_pages(key, self.flushed(), numbers, padded)
+            first += len(some)
+
+    def _groups(self, pages: Sequence[int]) -> list[tuple[PageKey, Sequence[int]]]:
+        """Pages in groups of the largest compiled program, the rest in the smallest that takes it."""
+        sizes = sorted(k.pages for k in self.keys if isinstance(k, PageKey))
+        if not sizes:
+            raise ConfigError("no program reads or writes pages; compile a PageKey first")
+        parts = [pages[i : i + sizes[-1]] for i in range(0, len(pages), sizes[-1])]
+        return [(PageKey(next(s for s in sizes if s >= len(some))), some) for some in parts]
+
+    def _numbers(self, key: PageKey, shard: int, pages: Sequence[int]) -> np.ndarray:
+        """Counted over all shards, padded with the spare page."""
+        padded = [*pages, *[self._shape.pages] * (key.pages - len(pages))]
+        return np.array([self._page(shard, page) for page in padded], np.int32)
+
+    def _page(self, shard: int, page: int) -> int:
+        return shard * (self._shape.pages + 1) + page

@@ -1,0 +1,286 @@
+"""The runner: what a drafter deferred is done before anything could miss it, and pages travel whole."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from mtp_jax.api.local import local_runner
+from mtp_jax.decode.drafter.nextn import DEFERRED
+from mtp_jax.decode.host import Chunk, Runner, SlotRow
+from mtp_jax.decode.keys import DraftKey, PageKey, PrefillKey, SamplingMode, StepKey
+from mtp_jax.decode.runner import LocalRunner
+from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.request import Request
+from mtp_jax.errors import ConfigError
+from mtp_jax.model.sharding import make_mesh
+from tests.engine.device import Device
+from tests.models import (
+    GREEDY,
+    TINY,
+    Reference,
+    accepted,
+    engine_config,
+    make_engine,
+    on_mesh,
+    prompts,
+    serve,
+    tiny_params,
+)
+
+PLAIN, DEEP = (StepKey(1, depth, 1, SamplingMode()) for depth in (0, 3))
+STRUCTURED = replace(PLAIN, mode=SamplingMode(structured=True))
+
+
+class Arriving:
+    """An array on the device that says what becomes of it."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name = log, name
+
+    def copy_to_host_async(self) -> None:
+        self.log.append(f"copy {self.name}")
+
+    def block_until_ready(self) -> "Arriving":
+        self.log.append(f"wait {self.name}")
+        return self
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        self.log.append(f"read {self.name}")
+        return np.zeros((1, 5), np.int32)
+
+
+class Stub:
+    """Programs that compute nothing: which were launched, in order. Each takes and gives the newest state."""
+
+    def __init__(self, runner: LocalRunner) -> None:
+        self.log: list[str] = []
+        self.keys = [PageKey(2)]
+        self.newest = runner.state
+        self.drafter = runner.programs.drafter
+        for name in ("admit", "move", "update", "write_pages"):
+            setattr(self, name, self._of(name))
+        for name in ("step", "prefill", "flush", "draft_phase", "verify_phase"):
+            setattr(self, name, self._of(name, lambda name=name: self._result(name)))
+        self.draft = self._of("draft", lambda: np.zeros((1, 3)), state=False)
+        self.read_pages = self._of("read_pages", lambda: np.zeros((2, 3)), state=False)
+
+    def _result(self, name: str) -> Any:
+        result = SimpleNamespace(packed=Arriving(self.log, name), logprobs=None, tokens=np.zeros((1, 0)))
+        if name == "flush":
+            return Arriving(self.log, name)
+        return SimpleNamespace(first=result, prompt=None) if name == "prefill" else result
+
+    def _of(
+        self, name: str, result: Callable[[], Any] | None = None, state: bool = True
+    ) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            assert any(a is self.newest for a in args), "an old state"
+            self.log.append(name)
+            if not state:
+                assert result
+                return result(), result()
+            self.newest = self.newest.replace()
+            return (self.newest, result()) if result else self.newest
+
+        return run
+
+
+def stubbed() -> tuple[LocalRunner, list[str]]:
+    runner = local_runner(make_engine())
+    stub: Any = Stub(runner)
+    runner.programs = stub
+    return runner, stub.log
+
+
+NOTHING: Any = np.zeros(1)
+
+
+OPERATIONS: dict[str, Callable[[LocalRunner], Any]] = {
+    "admit": lambda r: r.admit(0, SlotRow(*[NOTHING] * 5), None),
+    "move": lambda r: r.move(1, 0),
+    "update": lambda r: r.update(np.ones(4, bool), np.zeros((4, 4), np.int32)),
+    "prefill": lambda r: r.prefill(PrefillKey(16, 1), Chunk(*[NOTHING] * 8)),
+    "step": lambda r: r.step(DEEP),
+    "draft": lambda r: r.draft(DraftKey(3, 1), 0),
+    "read_pages": lambda r: r.read_pages(0, [1]),
+    "write_pages": lambda r: r.write_pages(0, [1], (np.zeros((1, 3)),)),
+}
+
+
+def test_every_operation_is_tried():
+    on_the_host = {"compile", "cover", "find", "keys"}
+    assert {*OPERATIONS, *on_the_host} == {n for n in vars(Runner) if not n.startswith("_")}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_deferred_work_is_done_before_anything_else_runs(name):
+    runner, log = stubbed()
+    runner.step(PLAIN)
+    runner.step(PLAIN)
+    log.clear()
+    OPERATIONS[name](runner)
+    assert [e for e in log if " " not in e] == ["flush", name]
+    log.clear()
+    OPERATIONS[name](runner)
+    assert [e for e in log if " " not in e] == [name], "once"
+
+
+def test_steps_without_drafts_leave_their_work_to_one_launch():
+    runner, log = stubbed()
+    for _ in range(3 * DEFERRED + 2):
+        runner.step(PLAIN)
+    launched = [e for e in log if " " not in e]
+    steps = [sum(e == "step" for e in launched[:i]) for i, e in enumerate(launched) if e == "flush"]
+    assert steps == [DEFERRED, 2 * DEFERRED, 3 * DEFERRED]
+
+
+def test_a_structured_step_defers_its_work_too():
+    runner, log = stubbed()
+    with pytest.raises(ValueError, match="masks"):
+        runner.step(STRUCTURED)
+    runner.step(STRUCTURED, lambda drafts: np.zeros((1, 1, 2), np.uint32))
+    runner.move(1, 0)
+    assert [e for e in log if " " not in e] == ["draft_phase", "verify_phase", "flush", "move"]
+
+
+def test_a_result_is_copied_at_once_and_read_when_asked_for():
+    runner, log = stubbed()
+    pending = runner.step(DEEP)
+    assert log == ["step", "copy step"]
+    assert pending.read().packed.shape == (1, 5)
+    assert log[2:] == ["read step"]
+
+
+def test_a_flush_comes_with_the_launch_behind_it():
+    """To be waited for, and timed, by itself."""
+    runner, log = stubbed()
+    assert runner.step(PLAIN).flush is None
+    runner.step(PLAIN)
+    runner.move(1, 0)
+    pending = runner.step(DEEP)
+    assert pending.flush is not None
+    assert pending.flush.steps == 2
+    assert pending.flush.at <= pending.at
+    pending.flush.wait()
+    assert log[-1] == "wait flush"
+    assert runner.step(DEEP).flush is None
+
+
+def test_a_stand_in_is_a_runner():
+    assert isinstance(local_runner(make_engine()), Runner)
+    device = Device(engine_config())
+    assert isinstance(device, Runner)
+    with pytest.raises(ConfigError, match="runs on a Device"):
+        local_runner(Engine(TINY, engine_config(), device))
+
+
+def test_pages_need_a_program():
+    with pytest.raises(ConfigError, match="PageKey"):
+        make_engine(num_pages=18).runner.read_pages(0, [0])
+
+
+# Round trips
+
+PROMPT = prompts(1, shortest=44)[0]
+
+
+def cached(engine: Engine, request: Request) -> tuple[int, list[int]]:
+    """The data shard and the numbers of the full pages that the prefix cache keeps of a prompt."""
+    digests = request.digests[: len(request.prompt) // engine.config.page_size]
+    found = [pool.match(digests) for pool in engine.scheduler.pools]
+    shard = max(range(len(found)), key=lambda i: len(found[i]))
+    return shard, found[shard]
+
+
+def adopt(engine: Engine, digests: list[bytes], shard: int, data: tuple[np.ndarray, ...]) -> list[int]:
+    """Put pages into other numbers of an engine, where its prefix cache finds them."""
+    pool = engine.scheduler.pools[shard]
+    taken = pool.allocate(7)
+    assert taken
+    pages = taken[::-2][: len(digests)]  # neither in order nor side by side
+    engine.runner.write_pages(shard, pages, data)
+    for page, digest in zip(pages, digests, strict=True):
+        pool.register(page, digest)
+    pool.release(taken)
+    return pages
+
+
+def check_handed_over(source: Engine, target: Engine, shard: int) -> None:
+    """A prompt goes on in ``target`` from the pages of ``source``: same tokens, same acceptance."""
+    params = replace(GREEDY, max_tokens=12)
+    (first,) = serve(source, [(PROMPT, params)])
+    origin, pages = cached(source, first)
+    assert len(pages) == 2
+    for engine in (source, target):
+        engine.runner.compile([PageKey(1), PageKey(4)])
+    data = source.runner.read_pages(origin, pages)
+    assert all(isinstance(a, np.ndarray) and len(a) == 2 for a in data)
+    numbers = adopt(target, first.digests[:2], shard, data)
+    assert numbers != pages
+    for a, b in zip(target.runner.read_pages(shard, numbers), data, strict=True):
+        np.testing.assert_array_equal(a, b)
+    (second,) = serve(target, [(PROMPT, params)])
+    assert second.cached_tokens == 32
+    assert target.scheduler.shard_of(second.slot) == shard
+    told = Reference(tiny_params()).speculate(PROMPT, 12, 3)
+    assert (second.output, accepted(second)) == (told.ids, told.accepted)
+    assert sum(told.accepted) > 0
+
+
+@pytest.mark.parametrize("sizes", [{}, {"kv_cache_dtype": "fp8"}], ids=["plain", "fp8"])
+def test_pages_go_to_another_engine(sizes):
+    source, target = (make_engine(max_num_seqs=4, **sizes) for _ in range(2))
+    if not sizes:
+        check_handed_over(source, target, 0)
+        return
+    # What FP8 rounds away is not in the reference: the engine itself is.
+    params = replace(GREEDY, max_tokens=12)
+    serve(source, [(PROMPT, params)])
+    (want,) = serve(source, [(PROMPT, params)])
+    assert want.cached_tokens == 32
+    shard, pages = cached(source, want)
+    for engine in (source, target):
+        engine.runner.compile([PageKey(2)])
+    adopt(target, want.digests[:2], shard, source.runner.read_pages(shard, pages))
+    (got,) = serve(target, [(PROMPT, params)])
+    assert got.cached_tokens == 32
+    assert (got.output, accepted(got)) == (want.output, accepted(want))
+    assert sum(accepted(want)) > 0
+
+
+def test_pages_go_to_another_shard_and_another_mesh():
+    mesh = make_mesh(2, 2)
+    spread = make_engine(on_mesh(tiny_params(), mesh), mesh=mesh, max_num_seqs=4)
+    check_handed_over(make_engine(), spread, 1)
+    text = local_runner(spread).programs._compiled[PageKey(4)].read.as_text()
+    assert "all-gather" not in text, "no shard sees the whole cache of another"
+    spread.flush_prefix_cache()
+    check_handed_over(spread, make_engine(), 0)
+
+
+def test_more_pages_than_a_program_takes_and_fewer():
+    engine = make_engine()
+    engine.runner.compile([PageKey(1), PageKey(4)])
+    runner = local_runner(engine)
+    pages = [9, 2, 5, 0, 7, 3, 8]
+    random = np.random.default_rng(0)
+    data = tuple(random.random((7, *a.shape[1:])).astype(a.dtype) for a in engine.runner.read_pages(0, [0]))
+
+    def kept() -> list[np.ndarray]:
+        state = runner.state
+        return [np.asarray(a) for a in jax.tree.leaves((state.trunk, state.drafter.pages))]
+
+    before = kept()
+    engine.runner.write_pages(0, pages, data)
+    for a, b in zip(engine.runner.read_pages(0, pages), data, strict=True):
+        np.testing.assert_array_equal(a, b)
+    others = [i for i in range(engine.pages) if i not in pages]
+    for a, b in zip(kept(), before, strict=True):
+        np.testing.assert_array_equal(a[others], b[others])
+    with pytest.raises(ValueError, match="7 pages for 2"):
+        engine.runner.write_pages(0, [1, 2], data)

@@ -1,0 +1,103 @@
+"""Every launch is measured by itself, and each pays for what it caused."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from mtp_jax.decode.host import Result
+from mtp_jax.engine.request import SamplingParams
+from mtp_jax.engine.timings import FLUSH, Timings
+from tests.engine.device import Late, on_device
+from tests.models import finish, prompts
+
+
+class Clock:
+    """Stands still until something takes time."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("time.perf_counter", clock)
+    return clock
+
+
+def test_a_launch_begins_when_the_one_before_it_ends(clock):
+    timings = Timings()
+    first = second = clock.now
+    clock.now += 2
+    assert timings.ended(first) == 2
+    clock.now += 1
+    assert timings.ended(second) == 1
+    clock.now += 5
+    third = clock.now
+    clock.now += 3
+    assert timings.ended(third) == 3
+
+
+def test_nothing_is_expected_of_a_program_before_it_ran_twice(clock):
+    timings = Timings()
+    assert timings.ahead(clock.now, ["a"]) == 0
+    timings.record("a", 9)
+    assert timings.ahead(clock.now, ["a"]) == 0
+    timings.record("a", 4)
+    timings.record("b", 1)
+    timings.record("b", 2)
+    began = clock.now
+    clock.now += 0.5
+    assert timings.ahead(began, ["a", "b", "a"]) == 4 + 1 + 4 - 0.5
+
+
+@dataclass
+class Writing:
+    """A flush that takes four seconds."""
+
+    clock: Clock
+    at: float
+    steps: int = 16
+
+    def wait(self) -> None:
+        self.clock.now += 4
+
+
+def test_a_flush_is_charged_to_the_steps_that_caused_it(clock, monkeypatch):
+    """Not to the launch that it precedes: a look at a deeper step would seem to cost it all."""
+    engine, device = on_device(max_num_seqs=1)
+    read, learned = Late.read, []
+    learn = engine.depth.learn
+
+    def takes_a_quarter(late: Late) -> Result:
+        clock.now += 0.25
+        return read(late)
+
+    def record(key: Any, seconds: float, *rest: Any) -> None:
+        learned.append((key.depth, seconds))
+        learn(key, seconds, *rest)
+
+    monkeypatch.setattr(Late, "read", takes_a_quarter)
+    monkeypatch.setattr(engine.depth, "learn", record)
+
+    def run(depth: int) -> list[tuple[int, float]]:
+        params = SamplingParams(temperature=0, max_tokens=8, num_speculative_tokens=depth)
+        request = engine.make_request(prompts(1)[0], params)
+        engine.prepare([request])
+        learned.clear()
+        engine.submit(request)
+        finish(engine)
+        assert learned
+        return list(learned)
+
+    assert set(run(0)) == {(0, 0.25)}
+    device.flush = Writing(clock, clock.now)
+    assert set(run(3)) == {(3, 0.25)}
+    assert device.flush is None
+    assert engine.timings.ahead(clock.now, [FLUSH]) == 0, "one of its last two took nothing"
+    assert set(run(0)) == {(0, 0.25 + 4 / 16)}
+    seconds = engine.stats().step_seconds
+    assert seconds[3] == pytest.approx(0.25 * engine.stats().depth_steps[3])
