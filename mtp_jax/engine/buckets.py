@@ -231,9 +231,9 @@ def _chunk_buckets(config: EngineConfig) -> Sequence[int]:
 def _page_buckets(config: EngineConfig) -> Sequence[int]:
     """Widths of the page tables of steps, and of the chunks that end a prompt."""
     sizes = [config.columns]
-    while (narrower := -(-sizes[0] // BUCKETS.pages)) * config.page_size >= BUCKETS.rows:
-        sizes.insert(0, narrower)
-    return sizes
+    while sizes[-1] > 1 and (narrower := -(-sizes[-1] // BUCKETS.pages)) * config.page_size >= BUCKETS.rows:
+        sizes.append(narrower)
+    return sizes[::-1]
 
 
 def _prefill_pages(config: EngineConfig, tokens: int) -> Sequence[int]:
