@@ -9,7 +9,6 @@ The host never needs a step's outcome to launch the next one: lengths, stops and
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -36,12 +35,11 @@ from mtp_jax.engine.buckets import (
     warm_up_keys,
 )
 from mtp_jax.engine.config import EngineConfig
-from mtp_jax.engine.depth import REHEARSED, DepthController, adaptive_depths
+from mtp_jax.engine.depth import DepthController, adaptive_depths
 from mtp_jax.engine.inputs import next_chunk, page_row, slot_row
 from mtp_jax.engine.request import Request, Speculation, Status
 from mtp_jax.engine.results import Launch, read_logprobs, read_prompt_logprobs
 from mtp_jax.engine.scheduler import Scheduler
-from mtp_jax.engine.speedup import Speedup
 from mtp_jax.engine.stats import Counters, EngineStats
 from mtp_jax.engine.structured import allowed
 from mtp_jax.engine.validate import InputProcessor
@@ -103,7 +101,7 @@ class Engine:
         self.state = empty_state(abstract)
         self._deferred = 0  # steps whose work for the drafter is to be done
         self.depth = DepthController(config.num_speculative_tokens)
-        self.counters, self.speedup = Counters(), Speedup()
+        self.counters = Counters()
         self.make_request = InputProcessor(cfg, config, self.pages, grammars).make_request
         self._rehearsed: set[Key] = set()
         self._seeds = np.random.default_rng(config.seed)
@@ -173,8 +171,8 @@ class Engine:
     def rehearse(self, keys: Iterable[Key]) -> None:
         """Run compiled programs over empty slots: the first run of each takes many times longer.
 
-        Steps that a depth is chosen among are then measured, in turn: a slow moment of the machine must not
-        fall on one of them alone. Nothing happens while requests are served.
+        Each step that adaptive depth chooses from then runs for the length of a probe, and is measured.
+        Nothing happens while requests are served.
         """
         new = [] if self.busy else [k for k in dict.fromkeys(keys) if k not in self._rehearsed]
         self._rehearsed.update(new)
@@ -184,14 +182,11 @@ class Engine:
         steps = [k for k in new if isinstance(k, StepKey)]
         for key in steps:
             jax.block_until_ready(self._run_step(key, []))
-        costs = self.depth.costs
-        while self.config.adaptive_depth and (unknown := [k for k in steps if not costs.known(k)]):
-            for key in unknown:
-                for _ in range(1 if key.depth else REHEARSED):  # the first after another are slower
-                    jax.block_until_ready(self._run_step(key, []))
+        for key in steps if self.config.adaptive_depth else ():
+            for _ in range(self.depth.policy.block):
                 began = time.perf_counter()
                 jax.block_until_ready(self._run_step(key, []))
-                costs.rehearsed(key, time.perf_counter() - began)
+                self.depth.learn(key, time.perf_counter() - began, [], [])
 
     def warm_up_keys(self) -> tuple[list[Key], list[Key]]:
         """Executables for serving: those that can serve anything, and cheaper ones for smaller work."""
@@ -204,7 +199,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot of what the engine holds and has done."""
-        return EngineStats.of(self.counters, self.scheduler, len(self.executables), self.speedup.value)
+        return EngineStats.of(self.counters, self.scheduler, len(self.executables), self.depth.speedup)
 
     def step(self) -> list[Request]:
         """Launch what can be launched, then read what was launched before. Returns requests that advanced.
@@ -438,7 +433,6 @@ class Engine:
         seconds = now - max(launch.at, self._last_read)
         self._last_read = now
         extra = packed[[row for row, _ in launch.rows], launch.width :]
-        emitted = int(extra[:, COUNT].sum())
         self._took[launch.key].append(seconds)
         key = launch.step
         if key is None:
@@ -450,5 +444,3 @@ class Engine:
         c.stepped(key.depth, seconds)
         rows = list(zip(drafted, accepted, extra[:, COUNT].tolist(), strict=True))
         self.depth.learn(key, seconds, [r.depth for _, r in launch.rows], rows)
-        if emitted:
-            self.speedup.add(replace(key, depth=0), key.depth, seconds, emitted / len(rows))
