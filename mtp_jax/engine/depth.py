@@ -1,45 +1,53 @@
 """Adaptive depth: each step runs the executable that promises the most tokens per second.
 
-What a step costs is measured, in rehearsals first and then while serving; what it yields is estimated from
-how often the draft at each position is accepted. Depth 0 takes part, so speculation is given up where it does
-not pay. Whatever is chosen, the tokens are right: trying a depth out costs time only.
+The controller measures what a step costs while it serves, and estimates from accepted drafts what a step
+yields. Depth 0 takes part, so speculation stops where it does not pay. Every depth gives the right tokens: a
+wrong choice costs time only. docs/architecture.md has the model and the exploration rule.
 """
 
-from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
-from math import log2
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from math import exp, log
 from statistics import median
+from typing import Any, Protocol, TypeVar
 
-from mtp_jax.decode.keys import StepKey
 
-_ENOUGH = 2  # measurements before a cost is believed
-REHEARSED = 8  # runs of a step without drafts before the one that is measured
-# Of so many measurements the lower quartile counts: what else the machine does makes steps slower, never
-# faster, and for longer than a few of them.
-_KEPT = 64
-# Looking at a depth that is not chosen may lose this share of the time with one row, and waits for so many
-# steps at least.
-_LOOKING = 0.005
-_LOOK_EVERY = 20
-# A look at a deeper one costs so many steps more, where there are many rows: they then end apart.
-_UPSETS = 3
-# One whose last run was good enough to be the best is run again after so many steps: those before it may have
-# been measured in a slow moment, as the steps after a prefill are.
-_AGAIN_AFTER = 2
-# Steps take longer for so many after a deeper one, the caches being as that left them. What is left of the
-# time of the first few: at least, and, until it has been seen, at depth 0 with several rows.
-_SETTLES_AFTER, _FIRST, _LEAST, _LIKELY = 16, 5, 0.6, 0.8
-_MEMORY = 0.98  # weight of a step's acceptance one step later
-_LEAST_PAST = 0.5
-_LEAST_WEIGHT = 0.01  # rows that the past counts for: a rate of nothing at all has no value
-# Optimistic: drafts that are never tried teach nothing.
-_PRIOR, _PRIOR_WEIGHT = 0.8, 4.0
-# What deeper steps promise counts for so much less with each doubling of the rows from two on, up to a most:
-# rows then end apart, prompts come one by one, so that fewer are prefilled together, slots idle until an end
-# is read, and steps without drafts are slower than in a row of their own.
-_APART, _APART_MOST = 0.12, 0.3
-# Another depth must promise so much more than the one that has been best: every change costs some steps.
-_CHANGE = 1.05
+@dataclass(frozen=True)
+class DepthPolicy:
+    """All numbers of adaptive depth.
+
+    Attributes:
+        budget: share of a bucket's time that the probes of one depth may lose.
+        memory: steps after which an observation of drafts and of ended rows counts 1/e.
+        kept: newest measurements whose median counts, of a depth's cost and of the machine's pace.
+        block: steps of a probe: its first half settles the caches, its second half is measured.
+        margin: share of a step's time that another depth must save before it replaces the incumbent; a probe
+            is taken to lose as much at least.
+        prior: acceptance of a draft before any was observed.
+        weight: drafts that the prior counts for.
+    """
+
+    budget: float = 0.005
+    memory: float = 200
+    kept: int = 9
+    block: int = 4
+    margin: float = 0.02
+    prior: float = 0.7
+    weight: float = 4
+
+
+class _Key(Protocol):
+    """A step's program, a dataclass. Programs that differ in depth alone are one bucket."""
+
+    @property
+    def depth(self) -> int: ...
+
+
+K = TypeVar("K", bound=_Key)
+Row = tuple[int, int, int]
+"""Drafts verified, drafts accepted and tokens emitted by one row of a step."""
 
 
 def adaptive_depths(most: int) -> tuple[int, ...]:
@@ -47,199 +55,203 @@ def adaptive_depths(most: int) -> tuple[int, ...]:
     return tuple(sorted({0, *range(1, most + 1, 2), most}))
 
 
-class StepCosts:
-    """Seconds of every step executable, as it takes them once no deeper one has run for a while.
+class Yield:
+    """Tokens that a step emits, by depth."""
 
-    Steps that run sooner are looks: they are taken to be as much too slow as such steps were seen to be, and
-    believed where they took less than was thought.
-    """
+    def __init__(self, most: int, policy: DepthPolicy) -> None:
+        self._policy = policy
+        # By position: drafts verified, and accepted, given that those before them were.
+        self._tried, self._held = [0.0] * most, [0.0] * most
+        # By depth: tokens accepted, and emitted. Fewer, because rows end within a step, and because a step
+        # may be on its way when the one before it turns out to be the last.
+        self._due, self._emitted = [policy.weight] * (most + 1), [policy.weight] * (most + 1)
+        self._tokens = self._expected()
 
-    def __init__(self) -> None:
-        # Rehearsed or settled, and as looks since let expect.
-        self._seconds: dict[StepKey, deque[float]] = {}
-        self._looks: dict[StepKey, deque[float]] = {}
-        self._believed: dict[StepKey, float] = {}
-        # What settled steps take of the first ones, by slots and depth.
-        self._share: dict[tuple[int, int], float] = {}
-        self._steps = 0
-        # The step at which each depth was last run.
-        self._run_at: dict[int, int] = {}
-        # Seconds of the steps since a deeper one, if all were of one program.
-        self._row: list[float] = []
-        self._last: StepKey | None = None
+    def add(self, depth: int, depths: Sequence[int], rows: Sequence[Row]) -> None:
+        """Take a step's rows. What was seen of drafts fades with every step, so that the prior is left."""
+        fade = 1 - 1 / self._policy.memory
+        for i in range(len(self._tried)):
+            self._tried[i] *= fade
+            self._held[i] *= fade
+        self._due[depth] *= fade
+        self._emitted[depth] *= fade
+        for (most, (drafted, accepted, emitted)), n in Counter(zip(depths, rows, strict=True)).items():
+            for i in range(min(accepted + 1, drafted)):
+                self._tried[i] += n
+                self._held[i] += n * (i < accepted)
+            # A row that had ended emits nothing, and what it would have emitted is not known.
+            self._due[depth] += n * (accepted + 1 if emitted else self._tokens[min(depth, most)])
+            self._emitted[depth] += n * emitted
+        self._tokens = self._expected()
 
-    def rehearsed(self, key: StepKey, seconds: float) -> None:
-        """Take what a run of its own took, behind others of it."""
-        self._count(key)
-        self._add(key, seconds)
-
-    def ran(self, key: StepKey, seconds: float) -> None:
-        """Take what a step among others took."""
-        since = self._count(key)
-        self._believed.pop(key, None)
-        if since >= _SETTLES_AFTER:
-            self._add(key, seconds)
-            return
-        share = self._share_of(key)
-        settled = seconds * (share + (1 - share) * since / _SETTLES_AFTER)
-        if self.known(key):
-            self._looks.setdefault(key, deque(maxlen=_FIRST)).append(settled)
-        else:
-            self._add(key, settled)
-        self._row = [*self._row, seconds] if since and key == self._last else [seconds]
-        self._last = key
-        if len(self._row) == _SETTLES_AFTER:
-            self._settled(key, share)
-
-    def _count(self, key: StepKey) -> int:
-        """Count a run. Returns how many there were since one of a deeper program."""
-        self._steps += 1
-        self._run_at[key.depth] = self._steps
-        deeper = [step for depth, step in self._run_at.items() if depth > key.depth]
-        return self._steps - max(deeper, default=-_SETTLES_AFTER) - 1
-
-    def _settled(self, key: StepKey, share: float) -> None:
-        seen = min(max(median(self._row[-_FIRST:]) / median(self._row[:_FIRST]), _LEAST), 1)
-        of = (key.slots, key.depth)
-        if of in self._share:
-            seen = (seen + share) / 2
-        else:  # what rehearsals showed hung on a guess
-            self._seconds[key] = deque(self._row[-_FIRST:], maxlen=_KEPT)
-            self._looks.pop(key, None)
-        self._share[of] = seen
-
-    def _add(self, key: StepKey, seconds: float) -> None:
-        self._seconds.setdefault(key, deque(maxlen=_KEPT)).append(seconds)
-        self._looks.pop(key, None)
-        self._believed.pop(key, None)
-
-    def _share_of(self, key: StepKey) -> float:
-        return self._share.get((key.slots, key.depth), 1 if key.depth or key.slots == 1 else _LIKELY)
-
-    def known(self, key: StepKey) -> bool:
-        """Whether there are enough measurements."""
-        return len(self._seconds.get(key, ())) >= _ENOUGH
-
-    def seconds(self, key: StepKey) -> float:
-        """What the step takes, as far as is known."""
-        found = self._believed.get(key)
-        if found is None:
-            usual, looks = _usual(self._seconds[key]), self._looks.get(key)
-            self._believed[key] = found = _between(usual, _usual(looks)) if looks else usual
-        return found
-
-    def newest(self, key: StepKey) -> float:
-        """What the step took when it was last run."""
-        looks = self._looks.get(key)
-        return _between(self.seconds(key), looks[-1]) if looks else self._seconds[key][-1]
-
-
-def _usual(seen: Collection[float]) -> float:
-    return sorted(seen)[len(seen) // 4]
-
-
-def _between(usual: float, look: float) -> float:
-    return min(max(usual, _LEAST * look), look)
-
-
-class Acceptance:
-    """How often the draft at each position is accepted, given that those before it were; the past fades."""
-
-    def __init__(self, most: int) -> None:
-        self._tried = [_PRIOR_WEIGHT] * most
-        self._held = [_PRIOR_WEIGHT * _PRIOR] * most
-        self._looked = [0] * most
-        self._steps = 0
-
-    def add(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Take one step's rows: drafts verified and drafts accepted of each."""
-        self._steps += 1
-        deepest = max(drafted, default=0)
-        for i in range(deepest):
-            tried = sum(n > i and a >= i for n, a in zip(drafted, accepted, strict=True))
-            held = sum(a > i for a in accepted)
-            # After a long time without a look, what was seen before counts for little.
-            past = max(_MEMORY ** (self._steps - self._looked[i]), _LEAST_PAST)
-            past = min(max(past, _LEAST_WEIGHT / self._tried[i]), 1)
-            self._looked[i] = self._steps
-            self._tried[i] = self._tried[i] * past + tried
-            self._held[i] = self._held[i] * past + held
-
-    def tokens(self) -> list[float]:
-        """Expected tokens of a row per step, at depth 0, 1, 2, ..."""
-        expected, reach = [1.0], 1.0
+    def _expected(self) -> list[float]:
+        """Expected tokens of a row that goes on, at depth 0, 1, 2, ..."""
+        p, expected, reach = self._policy, [1.0], 1.0
         for tried, held in zip(self._tried, self._held, strict=True):
-            reach *= held / tried
+            reach *= (held + p.weight * p.prior) / (tried + p.weight)
             expected.append(expected[-1] + reach)
         return expected
+
+    def tokens(self, depth: int, asked: Mapping[int, int]) -> float:
+        """Expected tokens of a step. asked: how many rows verify so many drafts at most."""
+        due = sum(n * self._tokens[min(depth, most)] for most, n in asked.items())
+        return due * min(self._emitted[depth] / self._due[depth], 1)
+
+
+class Costs:
+    """Seconds of one bucket's steps, by depth, relative to the machine's pace.
+
+    The pace is what the incumbent's newest steps took, relative to its cost. A slow spell of the machine
+    moves the pace alone.
+    """
+
+    def __init__(self, policy: DepthPolicy) -> None:
+        def window() -> deque[float]:
+            return deque(maxlen=policy.kept)
+
+        self._seen: defaultdict[int, deque[float]] = defaultdict(window)
+        self._cost: dict[int, float] = {}  # median logarithms
+        self._paces, self._pace = window(), 0.0
+        self._served: set[int] = set()
+        self._waited: dict[int, float] = {}
+        self.incumbent: int | None = None
+
+    def known(self, depth: int) -> bool:
+        """Whether the depth has been measured at all."""
+        return depth in self._cost
+
+    def served(self, depth: int) -> bool:
+        """Whether it has been measured while serving, with settled caches."""
+        return depth in self._served
+
+    def seconds(self, depth: int) -> float:
+        """What a step takes at the present pace."""
+        return exp(self._cost[depth] + self._pace)
+
+    def waited(self, depth: int) -> float:
+        """Seconds of this bucket's steps since this depth ran."""
+        return self._waited.get(depth, 0.0)
+
+    def add(self, depth: int, seconds: float, settled: bool, served: bool) -> None:
+        """Take a step. settled: others of its depth ran right before it. served: it had rows."""
+        for d in self._waited:
+            self._waited[d] += seconds
+        self._waited[depth] = 0.0
+        if not self.known(depth):
+            self._learn(depth, log(seconds) - self._pace)
+        elif settled and depth == self.incumbent:
+            self._paces.append(log(seconds) - self._cost[depth])
+            self._pace = median(self._paces)
+        elif settled:
+            self._learn(depth, log(seconds) - self._pace)
+        if settled and served:
+            self._served.add(depth)
+
+    def _learn(self, depth: int, level: float) -> None:
+        self._seen[depth].append(level)
+        self._cost[depth] = median(self._seen[depth])
+
+
+@cache
+def _bucket(key: Any) -> Any:
+    return replace(key, depth=0)
 
 
 class DepthController:
     """Chooses the executable of every step, from measured costs and acceptance."""
 
-    def __init__(self, most: int) -> None:
-        self.costs, self.acceptance = StepCosts(), Acceptance(most)
-        self._steps, self._best = 0, 0
-        # The step at which each depth was last run.
-        self._run_at = [0] * (most + 1)
-        # Tokens by depth: verified, and emitted. Fewer, because rows end within a step, and because a step
-        # may be on its way when the one before it turns out to be the last.
-        self._verified = [_PRIOR_WEIGHT] * (most + 1)
-        self._emitted = [_PRIOR_WEIGHT] * (most + 1)
+    def __init__(self, most: int, policy: DepthPolicy | None = None) -> None:
+        """most: the deepest step."""
+        self.policy = policy = policy or DepthPolicy()
+        self._yield = Yield(most, policy)
+        self._costs: defaultdict[Any, Costs] = defaultdict(lambda: Costs(policy))
+        # The probe that runs: its depth, and the steps of it that are left.
+        self._probe, self._left = 0, 0
+        # The depth of the last step that was read, and how many of it were read in a row.
+        self._depth, self._row = 0, 0
+        # Recent seconds: all, those with a known cost at depth 0, and what their tokens take at depth 0.
+        self._took = self._covered = self._plain = 0.0
 
-    def learn(
-        self, key: StepKey, seconds: float, depths: Sequence[int], rows: Sequence[tuple[int, int, int]]
-    ) -> None:
-        """Take a step that ended. ``rows``: drafts verified, drafts accepted and tokens emitted of each."""
-        drafted, accepted, emitted = zip(*rows, strict=True)
-        tokens = self.acceptance.tokens()
-        # A row that had ended before emits nothing, and what it would have emitted is not known.
-        verified = sum(
-            a + 1 if e else tokens[min(key.depth, d)]
-            for d, a, e in zip(depths, accepted, emitted, strict=True)
-        )
-        self._verified[key.depth] = self._verified[key.depth] * _MEMORY + verified
-        self._emitted[key.depth] = self._emitted[key.depth] * _MEMORY + sum(emitted)
-        self.acceptance.add(drafted, accepted)
-        self.costs.ran(key, seconds)
+    def costs(self, key: _Key) -> Costs:
+        """The book of the key's bucket."""
+        return self._costs[_bucket(key)]
 
-    def choose(self, keys: Iterable[StepKey], depths: Sequence[int]) -> StepKey:
-        """The best of ``keys``, or one that must be measured. ``depths``: the most each row verifies."""
-        chosen = self._choose(list(dict.fromkeys(keys)), depths)
-        self._steps += 1
-        self._run_at[chosen.depth] = self._steps
-        return chosen
+    def learn(self, key: _Key, seconds: float, depths: Sequence[int], rows: Sequence[Row]) -> None:
+        """Take a step that was read, or one over empty slots in warm-up: then there are no rows.
 
-    def _choose(self, candidates: Sequence[StepKey], depths: Sequence[int]) -> StepKey:
-        if len(candidates) == 1:
-            return candidates[0]
-        unknown = [k for k in candidates if not self.costs.known(k)]
-        if unknown:
-            return max(unknown, key=lambda k: k.depth)
-        tokens, asked = self.acceptance.tokens(), Counter(depths).items()
+        seconds: without the writing of NextN entries that earlier steps deferred, but with the step's share
+        of writing those that it defers itself. depths: the most drafts each row verifies.
+        """
+        self._row = self._row + 1 if key.depth == self._depth else 1
+        self._depth = key.depth
+        costs = self.costs(key)
+        if seconds > 0:  # the clock may be too coarse for a tiny step
+            costs.add(key.depth, seconds, self._row > self.policy.block // 2, bool(rows))
+        self._yield.add(key.depth, depths, rows)
+        if emitted := sum(row[2] for row in rows):
+            self._compare(costs, key.depth, seconds, emitted / len(rows))
 
-        apart = min(_APART * max(log2(len(depths)) - 1, 0), _APART_MOST)
+    def _compare(self, costs: Costs, depth: int, seconds: float, tokens: float) -> None:
+        fade = 1 - 1 / self.policy.memory
+        self._took = self._took * fade + seconds
+        self._covered *= fade
+        self._plain *= fade
+        if costs.served(0) and costs.known(depth):
+            self._covered += seconds
+            # At depth 0 a step counts as itself, whatever became of its tokens.
+            gain = tokens * costs.seconds(0) / costs.seconds(depth) if depth else 1
+            self._plain += seconds * gain
 
-        def worth(depth: int) -> float:
-            expected = sum(tokens[min(depth, d)] * rows for d, rows in asked)
-            kept = min(self._emitted[depth] / self._verified[depth], 1)
-            return expected * kept * (1 - apart if depth else 1)
+    @property
+    def speedup(self) -> float | None:
+        """Seconds that recent tokens would have taken at depth 0, over the seconds they took.
 
-        seconds = [self.costs.seconds(key) for key in candidates]
-        worths = [worth(key.depth) for key in candidates]
-        rates = [w / s for w, s in zip(worths, seconds, strict=True)]
-        best = rates.index(max(rates))
-        before = [i for i, key in enumerate(candidates) if key.depth == self._best]
-        best = next((i for i in before if rates[i] * _CHANGE > rates[best]), best)
-        self._best = candidates[best].depth
-        for i, key in enumerate(candidates):
-            waited = self._steps - self._run_at[key.depth]
-            if i == best or waited < _AGAIN_AFTER:
-                continue
-            lost = (1 - rates[i] / rates[best]) * seconds[i] / seconds[best]
-            if key.depth > candidates[best].depth:
-                lost += _UPSETS * (1 - 1 / len(depths))
-            hopeful = worths[i] / self.costs.newest(key) > rates[best] * _CHANGE
-            if hopeful or waited >= max(lost / _LOOKING, _LOOK_EVERY):
-                return key
-        return candidates[best]
+        None while depth 0 is measured for less than half of the time. Any thread may ask.
+        """
+        took, covered, plain = self._took, self._covered, self._plain
+        return plain / covered if covered and covered >= took / 2 else None
+
+    def rate(self, keys: Sequence[_Key], depths: Sequence[int]) -> float | None:
+        """Tokens per second of the best of these keys; None while none is known."""
+        asked = Counter(depths)
+        known = [(k.depth, costs) for k in keys if (costs := self.costs(k)).known(k.depth)]
+        return max((self._yield.tokens(d, asked) / costs.seconds(d) for d, costs in known), default=None)
+
+    def choose(self, keys: Sequence[K], depths: Sequence[int], price: float | None = None) -> K:
+        """The best of these keys, or one to be measured.
+
+        depths: the most drafts each row verifies. price: tokens that a second is worth; None: as many as the
+        best key makes. A step that takes prompt tokens along needs it: they take their time at any depth, so
+        tokens per second would favour deep steps. There it is the ``rate`` of steps without prompt tokens.
+        """
+        by_depth, p = {k.depth: k for k in keys}, self.policy
+        costs = {d: self.costs(k) for d, k in by_depth.items()}
+        if len(by_depth) == 1:
+            costs[keys[0].depth].incumbent = keys[0].depth
+            return keys[0]
+        if self._left and self._probe in by_depth:
+            self._left -= 1
+            return by_depth[self._probe]
+        self._left = 0
+        if unknown := [d for d in by_depth if not costs[d].known(d)]:
+            return by_depth[self._begin(max(unknown))]
+        asked = Counter(depths)
+        seconds = {d: costs[d].seconds(d) for d in by_depth}
+        tokens = {d: self._yield.tokens(d, asked) for d in by_depth}
+        price = price or max(tokens[d] / seconds[d] for d in by_depth)
+        loss = {d: seconds[d] - tokens[d] / price for d in by_depth}
+        best = min(loss, key=loss.__getitem__)
+        # A deeper step may need more pages, and so be of another bucket, which has an incumbent of its own.
+        before = min((d for d in by_depth if costs[d].incumbent == d), key=loss.__getitem__, default=best)
+        if loss[before] - loss[best] < p.margin * seconds[before]:
+            best = before
+        costs[best].incumbent = best
+        for d in by_depth:
+            lost = p.block * max(loss[d] - loss[best], p.margin * seconds[d])
+            if d != best and costs[d].waited(d) * p.budget >= lost:
+                return by_depth[self._begin(d)]
+        return by_depth[best]
+
+    def _begin(self, depth: int) -> int:
+        self._probe, self._left = depth, self.policy.block - 1
+        return depth

@@ -9,7 +9,6 @@ The host never needs a step's outcome to launch the next one: lengths, stops and
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -18,13 +17,12 @@ from mtp_jax.decode.host import Chunk, MaskMaker, Pending, Result, Runner
 from mtp_jax.decode.keys import ACCEPTED, COUNT, DRAFTED, FINISH, Finish, Key, PrefillKey, StepKey
 from mtp_jax.engine.buckets import keys_for, slot_bucket, warm_up_keys
 from mtp_jax.engine.config import EngineConfig
-from mtp_jax.engine.depth import REHEARSED, DepthController
+from mtp_jax.engine.depth import DepthController
 from mtp_jax.engine.inputs import next_chunk, page_row, slot_row
 from mtp_jax.engine.plan import Admit, Planner, Prefill, Read, Step
 from mtp_jax.engine.request import Request, Speculation, Status
 from mtp_jax.engine.results import Launch, read_logprobs, read_prompt_logprobs
 from mtp_jax.engine.scheduler import Scheduler
-from mtp_jax.engine.speedup import Speedup
 from mtp_jax.engine.stats import Counters, EngineStats
 from mtp_jax.engine.structured import allowed
 from mtp_jax.engine.timings import Timings
@@ -54,7 +52,7 @@ class Engine:
         self.shards, self.pages = runner.shards, config.pages_per_shard(runner.shards)
         self.scheduler = Scheduler(config, self.shards)
         self.depth = DepthController(config.num_speculative_tokens)
-        self.timings, self.counters, self.speedup = Timings(), Counters(), Speedup()
+        self.timings, self.counters = Timings(), Counters()
         self.planner = Planner(config, self.scheduler, runner, self.depth, self.timings)
         self.make_request = InputProcessor(cfg, config, self.pages, grammars).make_request
         self.launches = 0
@@ -114,8 +112,8 @@ class Engine:
     def warm_up(self, keys: Iterable[Key]) -> None:
         """Run compiled programs over empty slots: the first run of each takes many times longer.
 
-        Steps that a depth is chosen among are then measured, in turn: a slow moment of the machine must not
-        fall on one of them alone. Nothing happens while requests are served.
+        Each step that adaptive depth chooses from then runs for the length of a probe, and is measured.
+        Nothing happens while requests are served.
         """
         new = [] if self.busy else [k for k in dict.fromkeys(keys) if k not in self._warm]
         self._warm.update(new)
@@ -125,12 +123,10 @@ class Engine:
         steps = [k for k in new if isinstance(k, StepKey)]
         for key in steps:
             self._arrive(self._run_step(key, []))
-        costs = self.depth.costs
-        while self.config.adaptive_depth and (unknown := [k for k in steps if not costs.known(k)]):
-            for key in unknown:
-                for _ in range(1 if key.depth else REHEARSED):  # the first after another are slower
-                    self._arrive(self._run_step(key, []))
-                costs.rehearsed(key, self._arrive(self._run_step(key, []))[1] + self._deferring(key))
+        for key in steps if self.config.adaptive_depth else ():
+            for _ in range(self.depth.policy.block):
+                seconds = self._arrive(self._run_step(key, []))[1]
+                self.depth.learn(key, seconds + self._deferring(key), [], [])
 
     def warm_up_keys(self) -> tuple[list[Key], list[Key]]:
         """Executables for serving: those that can serve anything, and cheaper ones for smaller work."""
@@ -143,7 +139,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot of what the engine holds and has done."""
-        return EngineStats.of(self.counters, self.scheduler, len(self.runner.keys), self.speedup.value)
+        return EngineStats.of(self.counters, self.scheduler, len(self.runner.keys), self.depth.speedup)
 
     def step(self) -> list[Request]:
         """One turn, as ``Planner.turn`` decides: launches, then reads. Returns requests that advanced."""
@@ -311,7 +307,6 @@ class Engine:
         """Count a launch that has just been read."""
         c, key = self.counters, launch.step
         extra = packed[[row for row, _ in launch.rows], launch.width :]
-        emitted = int(extra[:, COUNT].sum())
         self.timings.record(launch.key, seconds)
         if key is None:
             c.prefill_seconds += seconds
@@ -323,5 +318,3 @@ class Engine:
         c.stepped(key.depth, seconds)
         rows = list(zip(drafted, accepted, extra[:, COUNT].tolist(), strict=True))
         self.depth.learn(key, seconds, [r.depth for _, r in launch.rows], rows)
-        if emitted:
-            self.speedup.add(replace(key, depth=0), key.depth, seconds, emitted / len(rows))

@@ -107,7 +107,7 @@ class EngineStats:
         depth_steps: steps by depth.
         step_seconds: seconds of those steps, from the end of what ran before.
         finished: requests by finish reason.
-        realised_speedup: of recent steps, by recent steps at depth 0 (``Speedup``); None while not known.
+        realised_speedup: of recent steps (``DepthController.speedup``); None while not known.
     """
 
     running: int

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from tests.decode.test_compiled import compilations as compilations
+from tests.decode.test_programs import compilations as compilations
 
 from mtp_jax.api.local import local_runner
 from mtp_jax.decode.keys import StepKey
