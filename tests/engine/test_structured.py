@@ -11,7 +11,6 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from tests.decode.test_programs import compilations as compilations
 
 from mtp_jax.api.local import local_runner
 from mtp_jax.decode.keys import StepKey
@@ -23,6 +22,7 @@ from mtp_jax.model.sharding import make_mesh
 from mtp_jax.text.grammar import Grammars, StructuredOutput
 from mtp_jax.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
+from tests.decode.test_programs import compilations as compilations
 from tests.models import (
     TINY,
     accepted,
