@@ -26,8 +26,8 @@ class QueueLimits:
 
 
 @dataclass(eq=False)
-class Place:
-    """A place in the queue: so many requests (the n of one prompt) and prompt tokens."""
+class Reservation:
+    """Room in the queue: so many requests (the n of one prompt) and prompt tokens."""
 
     requests: int
     tokens: int
@@ -44,7 +44,7 @@ class Admission:
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         QueueLimits(max_requests, max_tokens)  # which checks them
         self.max_requests, self.max_tokens = max_requests, max_tokens
-        self._places: set[Place] = set()
+        self._reservations: set[Reservation] = set()
         self._requests = self._tokens = 0
         self._finishes: deque[float] = deque(maxlen=_FINISHES_REMEMBERED)
         self._lock = threading.Lock()
@@ -59,27 +59,27 @@ class Admission:
         """Prompt tokens that wait; those of a prompt not yet tokenised are an estimate."""
         return self._tokens
 
-    def take(self, requests: int, tokens: int) -> Place:
-        """A place in the queue. Raises Overloaded when it is full, RequestError when it is too small."""
+    def take(self, requests: int, tokens: int) -> Reservation:
+        """Reserve room in the queue. Raises Overloaded when it is full, RequestError when it is too small."""
         if requests > self.max_requests:
             raise RequestError(f"n = {requests}; the queue takes {self.max_requests} requests at most")
         with self._lock:
             if refusal := self._full(requests):
                 raise refusal
             self._check_tokens(tokens)
-            place = Place(requests, tokens)
-            self._places.add(place)
+            reservation = Reservation(requests, tokens)
+            self._reservations.add(reservation)
             self._requests += requests
             self._tokens += tokens
-            return place
+            return reservation
 
-    def correct(self, place: Place, tokens: int) -> None:
+    def correct(self, reservation: Reservation, tokens: int) -> None:
         """The prompt turned out to have this many tokens. Raises Overloaded when they do not fit."""
         with self._lock:
-            self._tokens -= place.tokens
-            place.tokens = 0
+            self._tokens -= reservation.tokens
+            reservation.tokens = 0
             self._check_tokens(tokens)
-            place.tokens = tokens
+            reservation.tokens = tokens
             self._tokens += tokens
 
     def overloaded(self) -> Overloaded | None:
@@ -87,22 +87,19 @@ class Admission:
         with self._lock:
             return self._full(1)
 
-    def leave(self, place: Place, requests: int | None = None) -> None:
-        """So many of the requests, or all, got slots or ended, with their share of the tokens.
-
-        Leaving twice is fine.
-        """
+    def release(self, reservation: Reservation, requests: int | None = None) -> None:
+        """Release ``requests`` of a reservation (all if None) with their share of its tokens. Idempotent."""
         with self._lock:
-            if place not in self._places:
+            if reservation not in self._reservations:
                 return
-            leaving = place.requests if requests is None else min(requests, place.requests)
-            tokens = place.tokens * leaving // place.requests
-            place.requests -= leaving
-            place.tokens -= tokens
+            leaving = reservation.requests if requests is None else min(requests, reservation.requests)
+            tokens = reservation.tokens * leaving // reservation.requests
+            reservation.requests -= leaving
+            reservation.tokens -= tokens
             self._requests -= leaving
             self._tokens -= tokens
-            if not place.requests:
-                self._places.remove(place)
+            if not reservation.requests:
+                self._reservations.remove(reservation)
 
     def finished(self) -> None:
         """A prompt has been answered: what ``retry_after`` is estimated from."""
@@ -122,5 +119,5 @@ class Admission:
         retry = 1.0
         if len(self._finishes) > 1:
             rate = (len(self._finishes) - 1) / max(self._finishes[-1] - self._finishes[0], 1e-3)
-            retry = min(max(retry, len(self._places) / rate), _LONGEST_RETRY_SECONDS)
+            retry = min(max(retry, len(self._reservations) / rate), _LONGEST_RETRY_SECONDS)
         return Overloaded(f"the queue is full: {why}; try again in {retry:.0f} s", retry)

@@ -1,6 +1,6 @@
 """``AsyncLLM``: one engine for many coroutines. An engine thread steps; an event loop reads.
 
-    submit: a place in the queue -> tokenised -> inbox -> engine thread: step, text -> Stream
+    submit: a reservation in the queue -> tokenised -> inbox -> engine thread: step, text -> Stream
 
 The engine's thread alone touches the engine and every prompt's state; what it hands over, once per step, is
 immutable.
@@ -33,7 +33,7 @@ _GRAMMAR_THREADS = 8  # one compiles, the others wait for it or know theirs
 _T = TypeVar("_T")
 
 LazyPrompt = Prompt | Callable[[], Prompt]
-"""A prompt, or what makes it: called on a worker thread once there is a place in the queue."""
+"""A prompt, or what makes it: called on a worker thread once there is a reservation in the queue."""
 
 
 class RequestOptions(TypedDict, total=False):
@@ -85,7 +85,7 @@ class AsyncLLM:
         self._failed = asyncio.Event()
         self._thread = EngineThread(
             llm.engine,
-            admitted=lambda state, n: self.admission.leave(self._by_prompt[state].place, n),
+            admitted=lambda state, n: self.admission.release(self._by_prompt[state].reservation, n),
             updated=lambda updates: self._call(self._deliver, updates),
             failed=lambda error: self._call(self._fail_all, error),
         )
@@ -151,7 +151,7 @@ class AsyncLLM:
         return self._thread.error
 
     async def failed(self) -> None:
-        """Returns once the engine has failed and every stream has been told."""
+        """Returns once the engine has failed and every stream has its error."""
         await self._failed.wait()
 
     @property
@@ -215,7 +215,7 @@ class AsyncLLM:
         params = SamplingParams() if sampling_params is None else sampling_params
         check("" if callable(prompt) else prompt, params)
         request_id = self._name(options.pop("request_id", None))
-        place = self.admission.take(params.n, _estimate(prompt))
+        reservation = self.admission.take(params.n, _estimate(prompt))
         self._submitting[request_id] = False
         self._serves_nobody.clear()
         try:
@@ -225,16 +225,16 @@ class AsyncLLM:
                 state = await asyncio.get_running_loop().run_in_executor(pool, make)
             else:
                 state = make()
-            self.admission.correct(place, params.n * len(state.completions[0].request.prompt))
+            self.admission.correct(reservation, params.n * len(state.completions[0].request.prompt))
             self._check_running()
         except BaseException:
-            self.admission.leave(place)
+            self.admission.release(reservation)
             del self._submitting[request_id]
             self._look_idle()
             raise
         aborted = self._submitting.pop(request_id)
         deltas = params.output_kind == "delta"
-        stream = Stream(request_id, place, deltas, partial(self._thread.abort, state))
+        stream = Stream(request_id, reservation, deltas, partial(self._thread.abort, state))
         self._streams[request_id] = self._by_prompt[state] = stream
         self._idle.clear()
         self._thread.submit(state)
@@ -292,7 +292,7 @@ class AsyncLLM:
             raise EngineStopped("the engine has not been started; call start() first")
 
     def _name(self, given: str | None) -> str:
-        """The one given, or one that nobody has. Raises RequestError."""
+        """The one given, or one that is not in use. Raises RequestError."""
         taken = self._streams.keys() | self._submitting.keys()
         if given is not None and not isinstance(given, str):
             raise RequestError(f"request_id = {given!r:.80}; expected a string, or None")
@@ -323,7 +323,7 @@ class AsyncLLM:
     def _forget(self, state: PromptState) -> None:
         stream = self._by_prompt.pop(state)
         del self._streams[stream.request_id]
-        self.admission.leave(stream.place)
+        self.admission.release(stream.reservation)
         self.admission.finished()
         self._look_idle()
 

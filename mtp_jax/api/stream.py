@@ -1,24 +1,26 @@
-"""The growing output of one prompt, for whoever awaits it."""
+"""The growing output of one prompt as an async iterator."""
 
 import asyncio
 from collections.abc import Callable
 
-from mtp_jax.api.admission import Place
+from mtp_jax.api.admission import Reservation
 from mtp_jax.api.outputs import RequestOutput
 
 
 class Stream:
-    """The growing output of one prompt: iterating gives its newest state, skipping what nobody waited for.
+    """Async iterator over the outputs of one prompt.
 
-    Of deltas nothing is skipped: those that nobody waited for come as one.
+    If the consumer lags, intermediate states are dropped and deltas are merged.
 
     Attributes:
         request_id: as given, or made up.
-        place: in the queue.
+        reservation: in the queue.
     """
 
-    def __init__(self, request_id: str, place: Place, deltas: bool, abort: Callable[[], None]) -> None:
-        self.request_id, self.place, self._deltas = request_id, place, deltas
+    def __init__(
+        self, request_id: str, reservation: Reservation, deltas: bool, abort: Callable[[], None]
+    ) -> None:
+        self.request_id, self.reservation, self._deltas = request_id, reservation, deltas
         self._abort = abort
         self._latest: RequestOutput | None = None
         self._error: Exception | None = None

@@ -41,8 +41,8 @@ WORD = 32
 _CACHED_GRAMMARS = 64
 _TAIL = 16  # tokens that hold the end of a prompt: a tag and white space
 _COMPILE_SECONDS = 10.0
-_ALONE_SECONDS = 0.1  # what takes longer to build is not built again while everybody waits
-_TURN_SECONDS = 2.0  # whoever waits longer comes again, and leaves the thread to those with known grammars
+_ALONE_SECONDS = 0.1  # skip the second build of a grammar whose first one took longer
+_TURN_SECONDS = 2.0  # after this wait the client may retry; the thread serves known grammars
 # Expressions that llguidance may derive, at first and for a token: milliseconds of work. Repeats of tens of
 # thousands need as many for each mask.
 _FUEL = 200_000
