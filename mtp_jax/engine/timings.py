@@ -37,8 +37,14 @@ class Timings:
         self._took[key].append(seconds)
 
     def flushed(self, seconds: float, steps: int) -> None:
-        """Book what the work that ``steps`` steps deferred took: those steps caused it."""
+        """Book what the work that ``steps`` steps deferred took: those steps caused it.
+
+        The first flush is not charged: the first run of a program may take many times longer.
+        """
+        first = FLUSH not in self._took
         self.record(FLUSH, seconds)
+        if first:
+            return
         self._flushes.append((seconds, steps))
         self.deferring = sum(s for s, _ in self._flushes) / sum(n for _, n in self._flushes)
 
