@@ -40,7 +40,6 @@ WITHOUT_JAX = (
     "engine.request",
     "engine.results",
     "engine.scheduler",
-    "engine.speedup",
     "engine.stats",
     "engine.structured",
     "engine.timings",
