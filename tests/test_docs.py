@@ -1,4 +1,4 @@
-"""What the README and docs/architecture.md say of the code is so: the files that a token passes, the layers."""
+"""What the README and docs/architecture.md say of the code: the files that a token passes, the layers."""
 
 import re
 import shutil
