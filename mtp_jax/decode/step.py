@@ -151,9 +151,8 @@ def _put_own(state: State, before: DrafterState, after: DrafterState) -> State:
 def features_of(drafter: Drafter, traced: trunk.Traced) -> tuple[Float[Array, "B W D"], ...]:
     """The hidden states that the drafter observes. Raises ConfigError for layers that are not handed on."""
     if any(layer != -1 for layer in drafter.features):
-        raise ConfigError(
-            f"{drafter} needs layers {drafter.features}; only -1, the final norm's, is handed on"
-        )
+        name, wanted = type(drafter).__name__, drafter.features
+        raise ConfigError(f"features = {wanted} of {name}: only -1, the final norm's, is handed on")
     return (traced.hidden,) * len(drafter.features)
 
 
