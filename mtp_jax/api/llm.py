@@ -25,7 +25,7 @@ from mtp_jax.api.progress import Silent
 from mtp_jax.api.propose import propose
 from mtp_jax.api.score import Scorer, Scores
 from mtp_jax.api.session import Session
-from mtp_jax.checkpoint.demo import demo_model
+from mtp_jax.api.demo import demo_model
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import MAX_DRAFTS, SamplingParams

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 from mtp_jax import Logprob, Tokenizer
-from mtp_jax.checkpoint.demo import demo_model
+from mtp_jax.api.demo import demo_model
 from serve.answers import TextOffsets, completion_logprobs
 
 

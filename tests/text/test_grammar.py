@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from mtp_jax.checkpoint.demo import demo_model
+from mtp_jax.api.demo import demo_model
 from mtp_jax.errors import Overloaded, RequestError
 from mtp_jax.text.grammar import MAX_GRAMMAR_LENGTH, Grammars, Matcher, StructuredOutput, Window
 from mtp_jax.text.tokenizer import Tokenizer
