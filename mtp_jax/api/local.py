@@ -33,8 +33,7 @@ def local_engine(
     shape = StateShape(config.max_num_seqs, config.pages_per_shard(shards), config.page_size, config.columns)
     on = Backend("absorbed", "sparse", mesh, all_by(config.kernels))
     fp8 = config.kv_cache_dtype == "fp8"
-    runner = LocalRunner(cfg, params, shape, on, config.dtype, fp8, config.suffix_drafts)
-    return Engine(cfg, config, runner, grammars)
+    return Engine(cfg, config, LocalRunner(cfg, params, shape, on, config.dtype, fp8), grammars)
 
 
 def local_runner(engine: Engine) -> LocalRunner:
