@@ -17,6 +17,7 @@ import jax
 from mtp_jax import checkpoint
 from mtp_jax.api.compile_cache import use_compile_cache
 from mtp_jax.api.completions import Prompt, PromptState
+from mtp_jax.api.demo import demo_model
 from mtp_jax.api.local import local_engine
 from mtp_jax.api.memory import return_free_memory
 from mtp_jax.api.options import LLMOptions
@@ -25,7 +26,6 @@ from mtp_jax.api.progress import Silent
 from mtp_jax.api.propose import propose
 from mtp_jax.api.score import Scorer, Scores
 from mtp_jax.api.session import Session
-from mtp_jax.api.demo import demo_model
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import MAX_DRAFTS, SamplingParams

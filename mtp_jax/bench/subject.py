@@ -8,10 +8,10 @@ import jax
 from tokenizers import Tokenizer
 
 from mtp_jax import checkpoint
+from mtp_jax.api.demo import demo_model
 from mtp_jax.api.local import local_engine
 from mtp_jax.bench import corpus
 from mtp_jax.bench.synthetic import random_prompts
-from mtp_jax.api.demo import demo_model
 from mtp_jax.engine.config import Dtype, EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.errors import ConfigError

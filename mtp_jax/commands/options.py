@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from mtp_jax.api.demo import demo_model
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.progress import Reporter, Silent, Terminal
-from mtp_jax.api.demo import demo_model
 from mtp_jax.commands.parser import Parser, biases, integers, mesh_shape
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import ConfigError, RequestError
