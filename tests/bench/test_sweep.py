@@ -12,6 +12,7 @@ from mtp_jax.bench.report import Report
 from mtp_jax.bench.simulate import Simulated
 from mtp_jax.bench.subject import load as load_model
 from mtp_jax.commands import cli
+from mtp_jax.decode.keys import DraftKey
 from mtp_jax.errors import CheckpointError, ConfigError
 from tests import golden
 from tests.checkpoint.files import drop_nextn, edit_tensors
@@ -158,7 +159,7 @@ def test_simulated_acceptance_is_as_asked_and_labelled_everywhere(bench, capsys,
 
 def test_engines_are_never_simulated_halfway():
     engine = load_model(str(golden.model_dir("rigged"))).engine(2, 1, 32)
-    local_runner(engine).programs._compiled = {None: None}  # type: ignore[dict-item]
+    local_runner(engine).programs._compiled = {DraftKey(1, 1): None}
     with pytest.raises(ConfigError, match="from the first program on"):
         simulate.simulate(engine, Simulated((0.5,)))
 
