@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mtp_jax.decode.host import Chunk, Covering, Flush, MaskMaker, PageData, Result, SlotRow
-from mtp_jax.decode.keys import EXTRA_COLUMNS, DraftKey, Finish, Key, PrefillKey, Source, StepKey
+from mtp_jax.decode.keys import EXTRA_COLUMNS, DraftKey, Finish, Key, PrefillKey, StepKey
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.errors import ConfigError
@@ -111,7 +111,7 @@ class Device:
         packed = np.full((len(emitted), width + EXTRA_COLUMNS), -1, np.int32)
         for i, (tokens, finish) in enumerate(emitted):
             packed[i, : len(tokens)] = tokens
-            packed[i, width:] = [len(tokens), max(len(tokens) - 1, 0), width - 1, finish, Source.NEXTN]
+            packed[i, width:] = [len(tokens), max(len(tokens) - 1, 0), width - 1, finish]
         late = Late(self, f"{name} {self.launches}", packed)
         self.launches += 1
         return late
