@@ -5,6 +5,7 @@ data. Linux allows a process only so many, and aborts one that asks for more whi
 """
 
 import ctypes
+import gc
 import re
 from pathlib import Path
 
@@ -44,8 +45,10 @@ def resident_bytes() -> int:
 def return_free_memory() -> None:
     """Give what the C library's allocator keeps back to the system, where it can.
 
-    The compiler needs several times the memory that a finished program holds.
+    The compiler needs several times the memory that a finished program holds, and what a program was lowered
+    from is garbage in cycles.
     """
+    gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
         trim(0)
