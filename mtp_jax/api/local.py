@@ -31,7 +31,7 @@ def local_engine(
     shards = data_size(mesh)
     check_config(cfg, config, shards)
     shape = StateShape(config.max_num_seqs, config.pages_per_shard(shards), config.page_size, config.columns)
-    on = Backend("absorbed", "sparse", mesh, all_by(config.kernels))
+    on = Backend(mesh=mesh, kernels=all_by(config.kernels))
     fp8 = config.kv_cache_dtype == "fp8"
     return Engine(cfg, config, LocalRunner(cfg, params, shape, on, config.dtype, fp8), grammars)
 

@@ -45,7 +45,6 @@ class EngineThread:
         # Of prompts with completions in the queue: how many others got a slot, or ended there.
         self._queued: dict[PromptState, int] = {}
         self._working_since: float | None = None
-        self._step_at = 0.0  # the next step may wait until then for more requests
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -89,7 +88,6 @@ class EngineThread:
         try:
             while self._commands():
                 self._hand_over(self._session.step())
-                self._step_at = time.monotonic() + self._engine.patience()
         except BaseException as error:
             _LOG.critical("the engine failed", exc_info=error)
             self.error = error
@@ -97,15 +95,12 @@ class EngineThread:
         self._working_since = None
 
     def _commands(self) -> bool:
-        """Empty the inbox, or wait for something while there is nothing to serve; False: end.
-
-        While there are free slots and the device is busy, the next step waits for requests that may come.
-        """
+        """Empty the inbox, or wait for something while there is nothing to serve; False: end."""
         if not self._engine.busy:
             self._working_since = None
         while True:
             try:
-                command = self._inbox.get(timeout=self._wait())
+                command = self._inbox.get(block=self._working_since is None)
             except queue.Empty:
                 self._working_since = time.monotonic()
                 return True
@@ -116,12 +111,6 @@ class EngineThread:
             function()
             if not asked:
                 self._working_since = before  # no reason to step
-
-    def _wait(self) -> float | None:
-        """Seconds to wait for a command; None: until there is one."""
-        if self._working_since is None:
-            return None
-        return max(self._step_at - time.monotonic(), 0.0) if self._engine.scheduler.has_room else 0.0
 
     def _enter(self, prompt: PromptState) -> None:
         self._session.submit(prompt)

@@ -63,7 +63,7 @@ def verify(
     """The verify part of a step and nothing else: (pages, the trunk's greedy choices)."""
     positions = start[:, None] + jnp.arange(tokens.shape[1])
     view = PagedView(table, positions, chain(start, tokens.shape[1]))
-    traced = trunk.run(params, cfg, tokens, positions, pages, view, Backend("absorbed"))
+    traced = trunk.run(params, cfg, tokens, positions, pages, (view,), Backend())
     return traced.caches, argmax(trunk.logits(params, traced.hidden))
 
 

@@ -6,14 +6,12 @@ take and return them with jax arrays in their fields.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt32
 
-from mtp_jax.decode.keys import DraftKey, Key, PrefillKey, StepKey
-
-Covering = TypeVar("Covering", StepKey, PrefillKey)
+from mtp_jax.decode.keys import DraftKey, Key, StepKey
 
 
 @dataclass(frozen=True)
@@ -94,9 +92,10 @@ class Result:
     """What a launch gave, on the host.
 
     Attributes:
-        packed: int32 [B, W + 4] (see ``keys``); W = 1 for a prefill.
+        packed: int32 [B + G, W + 4] (see ``keys``): a row for each window, then for each prompt of the
+            chunk, which has one token. W = 1 without windows.
         logprobs: of the emitted tokens, if the program computes them.
-        prompt: of the tokens of a prefill's prompts, if it computes them.
+        prompt: of the tokens of a chunk's prompts, if it computes them.
     """
 
     packed: np.ndarray
@@ -123,11 +122,11 @@ class Flush(Protocol):
 
 @runtime_checkable
 class Pending(Protocol):
-    """A launched prefill or step whose result is on its way to the host.
+    """A launched step whose result is on its way to the host.
 
     Attributes:
         at: ``time.perf_counter()`` when its launch began.
-        flush: launched since the prefill or step before this one, and before this one; None: none was.
+        flush: launched since the step before this one, and before this one; None: none was.
     """
 
     at: float
@@ -169,11 +168,11 @@ class Runner(Protocol):
         """Compile what is missing; ``done(i, n)`` is called as programs are finished. Raises ConfigError."""
         ...
 
-    def cover(self, need: Covering) -> Covering:
+    def cover(self, need: StepKey) -> StepKey:
         """The cheapest compiled key that covers ``need``. Raises ConfigError if there is none."""
         ...
 
-    def find(self, need: Covering) -> Covering | None:
+    def find(self, need: StepKey) -> StepKey | None:
         """``cover``, or None if no compiled program covers ``need``."""
         ...
 
@@ -189,12 +188,11 @@ class Runner(Protocol):
         """Switch off slots where ``keep`` [slots] is False; renew the page table, int32 [slots, n]."""
         ...
 
-    def prefill(self, key: PrefillKey, chunk: Chunk) -> Pending:
-        """Prefill a chunk, padded to the key's sizes."""
-        ...
+    def step(self, key: StepKey, chunk: Chunk | None = None, masks: MaskMaker | None = None) -> Pending:
+        """Draft and verify, and prefill a chunk padded to the key's sizes, if it takes one.
 
-    def step(self, key: StepKey, masks: MaskMaker | None = None) -> Pending:
-        """Draft and verify. masks: for a structured step, which it makes wait for its drafts."""
+        masks: for a structured step, which it makes wait for its drafts.
+        """
         ...
 
     def draft(self, key: DraftKey, slot: int) -> tuple[np.ndarray, np.ndarray]:

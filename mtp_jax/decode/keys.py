@@ -1,7 +1,7 @@
 """What the host knows of the device: the keys of programs, and how a packed result reads. No jax here."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Literal
 
@@ -54,9 +54,17 @@ EXTRA_COLUMNS = 4
 
 @dataclass(frozen=True)
 class StepKey:
-    """One draft-and-verify executable: slots, depth, page-table columns, static sampling choices.
+    """One executable: windows of slots, a chunk of prompts, or both.
 
-    ``topology`` None: the drafter's own for this depth.
+    Attributes:
+        slots: 0: no windows.
+        depth: drafts of each slot.
+        pages: page-table columns.
+        mode: static sampling choices.
+        topology: of the windows; None: the drafter's own for this depth.
+        tokens: of each prompt; 0: no chunk.
+        prompts: per data shard.
+        prompt_logprobs: how many log-probabilities of the prompts' tokens it gives.
     """
 
     slots: int
@@ -64,13 +72,28 @@ class StepKey:
     pages: int
     mode: SamplingMode
     topology: Topology | None = None
+    tokens: int = 0
+    prompts: int = 0
+    prompt_logprobs: int | None = None
+
+    @property
+    def plain(self) -> "StepKey":
+        """The same without a chunk."""
+        return replace(self, tokens=0, prompts=0, prompt_logprobs=None)
 
     def covers(self, need: "StepKey") -> bool:
-        """Whether this executable can do what ``need`` asks; a sampling step also serves greedy rows."""
+        """Whether this executable can do what ``need`` asks; a sampling step also serves greedy rows.
+
+        One with a chunk is no substitute for one without: it computes many times as much.
+        """
         own, wanted = self.mode, need.mode
         greedy = wanted.drafting is None
         return (
             self.slots >= need.slots
+            and self.tokens >= need.tokens
+            and self.prompts >= need.prompts
+            and bool(self.tokens) == bool(need.tokens)
+            and _width(self.prompt_logprobs) >= _width(need.prompt_logprobs)
             and self.depth >= need.depth
             and self.pages >= need.pages
             and self.topology == need.topology
@@ -82,34 +105,9 @@ class StepKey:
     @property
     def cost(self) -> tuple[int, ...]:
         """Orders executables that can do the same work."""
-        rows = self.slots * (self.depth + 1)
-        return (rows, self.pages, self.mode.drafting is not None, _width(self.mode.logprobs))
-
-
-@dataclass(frozen=True)
-class PrefillKey:
-    """One prefill executable: chunk length, page-table columns, log-probability widths, prompts per shard."""
-
-    tokens: int
-    pages: int
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    prompts: int = 1
-
-    def covers(self, need: "PrefillKey") -> bool:
-        """Whether this executable can do what ``need`` asks."""
-        return (
-            self.prompts == need.prompts
-            and self.tokens >= need.tokens
-            and self.pages >= need.pages
-            and _width(self.logprobs) >= _width(need.logprobs)
-            and _width(self.prompt_logprobs) >= _width(need.prompt_logprobs)
-        )
-
-    @property
-    def cost(self) -> tuple[int, ...]:
-        """Orders executables that can do the same work."""
-        return (self.prompts * self.tokens, self.pages, _width(self.logprobs), _width(self.prompt_logprobs))
+        rows = self.slots * (self.depth + 1) + self.prompts * self.tokens
+        scores = _width(self.mode.logprobs), _width(self.prompt_logprobs)
+        return (rows, self.pages, self.mode.drafting is not None, *scores)
 
 
 def _width(logprobs: int | None) -> int:
@@ -132,24 +130,21 @@ class PageKey:
     pages: int
 
 
-Key = StepKey | PrefillKey | DraftKey | PageKey
+Key = StepKey | DraftKey | PageKey
 
 
 def name_of(key: Key) -> str:
-    """The program's name in HLO and in traces, another for every key of an engine: step_b8_k3_p16_sampled."""
+    """The program's name in HLO and in traces, another for every key of an engine: step_b8_k3_t64x4_p16_sampled."""
     if isinstance(key, DraftKey):
         return f"draft_k{key.depth}_p{key.pages}"
     if isinstance(key, PageKey):
         return f"pages_p{key.pages}"
-    if isinstance(key, PrefillKey):
-        scores = "" if key.prompt_logprobs is None else f"_prompt{key.prompt_logprobs}"
-        return f"prefill_b{key.prompts}_t{key.tokens}_p{key.pages}{_scored(key.logprobs)}{scores}"
+    windows = f"_b{key.slots}_k{key.depth}" if key.slots else ""
+    chunk = f"_t{key.tokens}x{key.prompts}" if key.tokens else ""
     kind = ("_sampled" if key.mode.drafting else "") + ("_structured" if key.mode.structured else "")
-    return f"step_b{key.slots}_k{key.depth}_p{key.pages}{kind}{_scored(key.mode.logprobs)}"
-
-
-def _scored(logprobs: int | None) -> str:
-    return "" if logprobs is None else f"_logprobs{logprobs}"
+    scores = "" if key.mode.logprobs is None else f"_logprobs{key.mode.logprobs}"
+    scores += "" if key.prompt_logprobs is None else f"_prompt{key.prompt_logprobs}"
+    return f"{'step' if key.slots else 'prefill'}{windows}{chunk}_p{key.pages}{kind}{scores}"
 
 
 def buckets(largest: int, smallest: int, factor: int) -> Sequence[int]:

@@ -1,23 +1,31 @@
-"""Prefill: chunks of prompts, as many per data shard, into the cache; the last chunk emits the first token.
+"""What a chunk of prompts adds to a step: rows in every cache, and the first token of each prompt that ends.
 
 The prompt of a request that was preempted is all that it had; its last token is known and only resumed from.
 """
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from mtp_jax.decode.drafter.protocol import Committed, Drafter
-from mtp_jax.decode.host import Chunk, TopLogprobs
-from mtp_jax.decode.keys import Finish
+from mtp_jax.decode.drafter.protocol import Committed, Drafter, features_of
+from mtp_jax.decode.host import Chunk
+from mtp_jax.decode.keys import Finish, SamplingMode
 from mtp_jax.decode.result import Emitted, StepResult, pack
-from mtp_jax.decode.sampling import Purpose, adjust, distribution, row_keys, sample, top_logprobs
+from mtp_jax.decode.rows import Rows
+from mtp_jax.decode.sampling import (
+    Purpose,
+    adjust,
+    count_tokens,
+    distribution,
+    row_keys,
+    sample,
+    top_logprobs,
+)
 from mtp_jax.decode.state import DrafterState, Slots, State, put_slots, take_slots
-from mtp_jax.decode.step import count_tokens, features_of
 from mtp_jax.model import trunk
 from mtp_jax.model.cache import PagedView
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.mla import prefill_form
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Backend
 from mtp_jax.model.visible import chain
@@ -25,66 +33,65 @@ from mtp_jax.model.visible import chain
 jax.tree_util.register_dataclass(Chunk)
 
 
-class PrefillResult(struct.PyTreeNode):
-    """``first``: a StepResult of width 1, count 0 unless a token was emitted. ``prompt``: [G, T]."""
+def rows(state: State, chunk: Chunk, pages: int, cfg: ModelConfig) -> Rows:
+    """The chunk's tokens, padding included."""
+    s = take_slots(state.slots, chunk.slot)
+    index = jnp.arange(chunk.tokens.shape[1])
+    positions = chunk.start[:, None] + index
+    written = jnp.where(index < chunk.count[:, None], positions, -1)
+    form = prefill_form(cfg, chunk.tokens.shape[1])
+    view = PagedView(s.page_table[:, :pages], written, chain(chunk.start, chunk.count), form)
+    return Rows(s, chunk.tokens, positions, view)
 
-    first: StepResult
-    prompt: TopLogprobs | None
+
+def last_of(hidden: Float[Array, "G T D"], chunk: Chunk) -> Float[Array, "G one D"]:
+    """The hidden states of the last tokens that count."""
+    last = jnp.maximum(chunk.count - 1, 0)[:, None, None]
+    return jnp.take_along_axis(hidden, last, axis=1)
 
 
-def prefill(
+def conclude(
     params: Params,
     state: State,
+    given: Rows,
+    hidden: Float[Array, "G T D"],
+    logits: Float[Array, "G one V"],
     chunk: Chunk,
-    *,
-    cfg: ModelConfig,
     drafter: Drafter,
-    pages: int,
-    logprobs: int | None,
-    prompt_logprobs: int | None,
+    mode: SamplingMode,
     on: Backend,
-) -> tuple[State, PrefillResult]:
-    """Write the chunk's rows in every cache; the last one emits the first token."""
-    s = take_slots(state.slots, chunk.slot)
-    table = s.page_table[:, :pages]
-    index = jnp.arange(chunk.tokens.shape[1])
-    valid = index < chunk.count[:, None]
-    real = chunk.start[:, None] + index
-    positions = jnp.where(valid, real, -1)
-    with jax.named_scope("prefill_trunk"):
-        view = PagedView(table, positions, chain(chunk.start, chunk.count))
-        traced = trunk.run(params, cfg, chunk.tokens, real, state.trunk, view, on)
-    hidden = traced.hidden
-    last = jnp.maximum(chunk.count - 1, 0)[:, None, None]
+    prompt_logprobs: int | None,
+) -> tuple[State, StepResult]:
+    """Emit first tokens and commit the chunk. logits: behind its last tokens."""
+    s, written = given.slots, given.view.written
     with jax.named_scope("prefill_drafter"):
         before = state.drafter.replace(slots=take_slots(state.drafter.slots, chunk.slot))
-        seen = Committed(chunk.tokens, positions, features_of(drafter, traced), chunk.count)
-        own = drafter.observe(params, before, s, table, seen, on, defer=False)
+        seen = Committed(chunk.tokens, written, features_of(drafter, hidden), chunk.count, given.view.form)
+        own = drafter.observe(params, before, s, given.view.page_table, seen, on, defer=False)
         kept = put_slots(state.drafter.slots, chunk.slot, own.slots, before.slots)
     with jax.named_scope("first_token"):
-        logits = trunk.logits(params, jnp.take_along_axis(hidden, last, axis=1))
-        healthy = (jnp.isfinite(hidden).all(axis=-1) | ~valid).all(axis=1)
+        healthy = (jnp.isfinite(hidden).all(axis=-1) | (written < 0)).all(axis=1)
         token, finish = _first_token(logits, s, chunk, healthy)
     fresh = (token >= 0) & (chunk.follows < 0)
-    emitted = fresh.astype(jnp.int32)
+    count = fresh.astype(jnp.int32)
     new = s.replace(
         length=chunk.start + chunk.count,
         newest=jnp.maximum(token, 0),
         active=(token >= 0) & (finish == Finish.RUNNING),
-        remaining=s.remaining - emitted,
-        generated=s.generated + emitted,
-        sampling=count_tokens(s, jnp.where(fresh, token, -1)[:, None]),
+        remaining=s.remaining - count,
+        generated=s.generated + count,
+        sampling=count_tokens(s.sampling, jnp.where(fresh, token, -1)[:, None]),
     )
     slots = put_slots(state.slots, chunk.slot, new)
     zero = jnp.zeros_like(token)
-    packed = pack(Emitted(token[:, None], emitted, finish), zero, zero)
-    top = None if logprobs is None else top_logprobs(logits, token[:, None], logprobs)
+    packed = pack(Emitted(token[:, None], count, finish), zero, zero)
+    top = None if mode.logprobs is None else top_logprobs(logits, token[:, None], mode.logprobs)
     prompt = None
     if prompt_logprobs is not None:
         with jax.named_scope("prompt_logprobs"):
             prompt = top_logprobs(trunk.logits(params, hidden), chunk.targets, prompt_logprobs)
-    new_state = State(traced.caches, slots, DrafterState(kept, own.pages))
-    return new_state, PrefillResult(StepResult(packed, top), prompt)
+    state = state.replace(slots=slots, drafter=DrafterState(kept, own.pages))
+    return state, StepResult(packed, top, prompt)
 
 
 def _first_token(

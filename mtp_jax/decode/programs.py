@@ -8,9 +8,9 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,16 +19,14 @@ from jaxtyping import Array, Int
 
 from mtp_jax.decode.drafter.protocol import Drafter, Drafts
 from mtp_jax.decode.drafter.sampler import DraftSampler
-from mtp_jax.decode.host import Chunk, Covering, SlotRow
-from mtp_jax.decode.keys import DraftKey, Key, PageKey, PrefillKey, StepKey, name_of
-from mtp_jax.decode.prefill import PrefillResult, prefill
+from mtp_jax.decode.host import Chunk, SlotRow
+from mtp_jax.decode.keys import DraftKey, Key, PageKey, StepKey, name_of
 from mtp_jax.decode.result import StepResult
 from mtp_jax.decode.state import State, admit, flush, move, read_pages, update, write_pages
 from mtp_jax.decode.step import Accept, draft_phase, step, verify_phase
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import compiler_options
-from mtp_jax.model.mla import prefill_form
 from mtp_jax.model.params import Params
 from mtp_jax.model.sharding import data_size
 from mtp_jax.model.trunk import Backend
@@ -64,12 +62,12 @@ class Programs:
     ) -> None:
         """``params`` and ``state`` may be ``ShapeDtypeStruct`` trees: nothing runs.
 
-        on: what steps run on; each length of chunk has its own ``prefill_form``. accept: see ``step``.
+        on: what steps run on. accept: see ``step``.
         """
         self._cfg, self._params, self._state, self.drafter = cfg, params, state, drafter
         self._on, self._accept = on, accept
         self._compiled: dict[Key, Any] = {}
-        self._covering: dict[Key, Key | None] = {}
+        self._covering: dict[StepKey, StepKey | None] = {}
         self._lock = threading.Lock()
         self._bookkeeping: dict[str, Any] = {}
 
@@ -126,41 +124,37 @@ class Programs:
             # Nobody waits for the rest after Ctrl-C: XLA cannot be interrupted, and may take minutes.
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def cover(self, need: Covering) -> Covering:
+    def cover(self, need: StepKey) -> StepKey:
         """The cheapest compiled key that covers ``need``. Raises ConfigError if there is none."""
         found = self.find(need)
         if found is None:
             raise ConfigError(f"no program covers {need}; compile it first (Engine.prepare)")
         return found
 
-    def find(self, need: Covering) -> Covering | None:
+    def find(self, need: StepKey) -> StepKey | None:
         """``cover``, or None if no program covers ``need``."""
         covering = self._covering
         if need not in covering:
             with self._lock:
-                able = [k for k in self._compiled if isinstance(k, type(need)) and k.covers(need)]
+                able = [k for k in self._compiled if isinstance(k, StepKey) and k.covers(need)]
                 covering[need] = min(able, key=lambda k: k.cost, default=None)
-        return cast("Covering | None", covering[need])
+        return covering[need]
 
-    def step(self, key: StepKey, params: Params, state: State) -> tuple[State, StepResult]:
+    def step(
+        self, key: StepKey, params: Params, state: State, chunk: Chunk | None
+    ) -> tuple[State, StepResult]:
         """Run a compiled step."""
-        return self._compiled[key](params, state)
+        return self._compiled[key](params, state, chunk)
 
     def draft_phase(self, key: StepKey, params: Params, state: State, allowed: Any) -> tuple[State, Drafts]:
         """Run the first half of a structured step. allowed: uint32 [B, W, ceil(V / 32)]."""
         return self._compiled[key].draft(params, state, allowed)
 
     def verify_phase(
-        self, key: StepKey, params: Params, state: State, drafts: Drafts, allowed: Any
+        self, key: StepKey, params: Params, state: State, drafts: Drafts, allowed: Any, chunk: Chunk | None
     ) -> tuple[State, StepResult]:
         """Run the second half. allowed: uint32 [B, W, ceil(V / 32)]."""
-        return self._compiled[key].verify(params, state, drafts, allowed)
-
-    def prefill(
-        self, key: PrefillKey, params: Params, state: State, chunk: Chunk
-    ) -> tuple[State, PrefillResult]:
-        """Run a compiled prefill."""
-        return self._compiled[key](params, state, chunk)
+        return self._compiled[key].verify(params, state, drafts, allowed, chunk)
 
     def draft(self, key: DraftKey, params: Params, state: State, slot: int) -> Any:
         """Run a compiled draft of one slot: (tokens [B, K], logits [B, K, V]), with rows for all."""
@@ -209,11 +203,11 @@ class Programs:
             drafts = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rows), drafts)
             out: dict[str, Any] = {"out_shardings": (state, jax.tree.map(lambda _: rows, drafts))}
         first = jax.jit(_named(propose, f"draft_{name_of(key)}"), donate_argnums=1, **out)
-        verify = _named(partial(verify_phase, accept=self._accept, **fixed), f"verify_{name_of(key)}")
+        verify = _named(partial(verify_phase, **self._last(key), **fixed), f"verify_{name_of(key)}")
         second = jax.jit(verify, donate_argnums=1, **self._out())
         return _Phases(
             first.lower(self._params, self._state, allowed).compile(compiler_options()),
-            second.lower(self._params, self._state, drafts, allowed).compile(compiler_options()),
+            second.lower(self._params, self._state, drafts, allowed, self._chunk(key)).compile(compiler_options()),
         )
 
     def _compile_pages(self, key: PageKey) -> _Pages:
@@ -240,22 +234,24 @@ class Programs:
         state = jax.tree.map(lambda a: a.sharding, self._state)
         return {"out_shardings": (state, None) if result_too else state}
 
-    def _lower(self, key: StepKey | PrefillKey | DraftKey) -> Any:
+    def _lower(self, key: StepKey | DraftKey) -> Any:
         if isinstance(key, StepKey):
             sizes = {"slots": key.slots, "depth": key.depth, "pages": key.pages, "topology": key.topology}
-            fixed = self._fixed(on=self._on, mode=key.mode, accept=self._accept, **sizes)
+            fixed = self._fixed(on=self._on, mode=key.mode, **self._last(key), **sizes)
             run = _named(partial(step, **fixed), name_of(key))
-            return jax.jit(run, donate_argnums=1, **self._out()).lower(self._params, self._state)
-        if isinstance(key, DraftKey):
-            only = _named(partial(self._draft_only, key), name_of(key))
-            return jax.jit(only).lower(self._params, self._state, jax.ShapeDtypeStruct((), jnp.int32))
-        widths = {"logprobs": key.logprobs, "prompt_logprobs": key.prompt_logprobs}
-        on = replace(self._on, form=prefill_form(self._cfg, key.tokens))
-        run = partial(prefill, **self._fixed(pages=key.pages, on=on, **widths))
-        named = _named(run, name_of(key))
-        rows = key.prompts * data_size(self._on.mesh)
-        chunk = abstract_chunk(rows, key.tokens, self._cfg.vocab_size)
-        return jax.jit(named, donate_argnums=1, **self._out()).lower(self._params, self._state, chunk)
+            jitted = jax.jit(run, donate_argnums=1, **self._out())
+            return jitted.lower(self._params, self._state, self._chunk(key))
+        only = _named(partial(self._draft_only, key), name_of(key))
+        return jax.jit(only).lower(self._params, self._state, jax.ShapeDtypeStruct((), jnp.int32))
+
+    def _last(self, key: StepKey) -> dict[str, Any]:
+        return {"accept": self._accept, "prompt_logprobs": key.prompt_logprobs}
+
+    def _chunk(self, key: StepKey) -> Chunk | None:
+        """Shapes of the key's chunk."""
+        if not key.tokens:
+            return None
+        return abstract_chunk(key.prompts * data_size(self._on.mesh), key.tokens, self._cfg.vocab_size)
 
     def _draft_only(self, key: DraftKey, params: Params, state: State, slot: Int[Array, ""]) -> Any:
         slots = state.slots.replace(active=jnp.arange(len(state.slots.active)) == slot)
@@ -299,7 +295,7 @@ def _named(f: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def abstract_chunk(prompts: int, tokens: int, vocab: int) -> Chunk:
-    """Shapes of prefill chunks."""
+    """Shapes of chunks."""
 
     def zeros() -> Chunk:
         number, ids = jnp.zeros(prompts, jnp.int32), jnp.zeros((prompts, tokens), jnp.int32)

@@ -1,5 +1,6 @@
 """What a step emits, and the one array in which the host reads it."""
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
@@ -14,13 +15,31 @@ class StepResult(struct.PyTreeNode):
     """What the host reads, one step late.
 
     Attributes:
-        packed: int32 [B, W + 4]: emitted tokens (-1 past the end), their count, accepted drafts, verified
+        packed: int32 [B, W + 4], a row for each window, then for each prompt of the chunk: emitted tokens (-1 past the end), their count, accepted drafts, verified
             drafts, ``Finish``. One array, because one copy is cheaper than several.
         logprobs: of the emitted tokens, if the step computes them.
+        prompt: of the tokens of a chunk, if the step computes them.
     """
 
     packed: Int[Array, "B C"]
     logprobs: TopLogprobs | None
+    prompt: TopLogprobs | None = None
+
+
+def stack(results: list[StepResult]) -> StepResult:
+    """The rows of one result, or of the windows and then of the chunk, whose one token is padded."""
+    if len(results) == 1:
+        return results[0]
+    windows, chunk = results
+    more = windows.packed.shape[1] - chunk.packed.shape[1]
+    tokens, extra = chunk.packed[:, :1], chunk.packed[:, 1:]
+    packed = jnp.concatenate([jnp.pad(tokens, ((0, 0), (0, more)), constant_values=-1), extra], axis=1)
+
+    def below(a: Array, b: Array) -> Array:
+        return jnp.concatenate([a, jnp.pad(b, ((0, 0), (0, more), *((0, 0),) * (b.ndim - 2)))])
+
+    top = jax.tree.map(below, windows.logprobs, chunk.logprobs)
+    return StepResult(jnp.concatenate([windows.packed, packed]), top, chunk.prompt)
 
 
 class Emitted(struct.PyTreeNode):

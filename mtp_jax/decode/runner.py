@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from mtp_jax.decode.drafter.build import build
-from mtp_jax.decode.host import Chunk, Covering, Flush, MaskMaker, PageData, Result, SlotRow
-from mtp_jax.decode.keys import DraftKey, Key, PageKey, PrefillKey, StepKey
+from mtp_jax.decode.host import Chunk, Flush, MaskMaker, PageData, Result, SlotRow
+from mtp_jax.decode.keys import DraftKey, Key, PageKey, StepKey
 from mtp_jax.decode.programs import Programs
 from mtp_jax.decode.state import State, StateShape, abstract_state, empty_state
 from mtp_jax.errors import ConfigError
@@ -91,11 +91,11 @@ class LocalRunner:
         """Compile what is missing. Raises ConfigError."""
         self.programs.compile(keys, done)
 
-    def cover(self, need: Covering) -> Covering:
+    def cover(self, need: StepKey) -> StepKey:
         """The cheapest compiled key that covers ``need``. Raises ConfigError if there is none."""
         return self.programs.cover(need)
 
-    def find(self, need: Covering) -> Covering | None:
+    def find(self, need: StepKey) -> StepKey | None:
         """``cover``, or None if no compiled program covers ``need``."""
         return self.programs.find(need)
 
@@ -116,27 +116,22 @@ class LocalRunner:
         """Switch off slots and renew the page table."""
         self.state = self.programs.update(self.flushed(), keep, page_table)
 
-    def prefill(self, key: PrefillKey, chunk: Chunk) -> _Pending:
-        """Prefill a chunk."""
-        at = time.perf_counter()
-        self.state, result = self.programs.prefill(key, self.params, self.flushed(), chunk)
-        return self._pending(at, result.first.packed, result.first.logprobs, result.prompt)
-
-    def step(self, key: StepKey, masks: MaskMaker | None = None) -> _Pending:
-        """Draft and verify; a structured step in two launches, between which the drafts are read."""
+    def step(self, key: StepKey, chunk: Chunk | None = None, masks: MaskMaker | None = None) -> _Pending:
+        """Draft and verify, prefill, or both; structured in two launches, between which the drafts are read."""
         at, most = time.perf_counter(), self.programs.drafter.deferral
-        defers = not key.depth and most > 0
+        defers = not key.depth and not key.tokens and most > 0
         state = self.state if defers and self._deferred < most else self.flushed()
         self._deferred += defers
         if not key.mode.structured:
-            self.state, result = self.programs.step(key, self.params, state)
+            self.state, result = self.programs.step(key, self.params, state, chunk)
         else:
             if masks is None:
                 raise ValueError(f"{key} is structured: it needs masks")
             self.state, drafts = self.programs.draft_phase(key, self.params, state, masks(None))
             allowed = masks(np.asarray(drafts.tokens))
-            self.state, result = self.programs.verify_phase(key, self.params, self.state, drafts, allowed)
-        return self._pending(at, result.packed, result.logprobs, None)
+            given = self.state, drafts, allowed, chunk
+            self.state, result = self.programs.verify_phase(key, self.params, *given)
+        return self._pending(at, result.packed, result.logprobs, result.prompt)
 
     def draft(self, key: DraftKey, slot: int) -> tuple[np.ndarray, np.ndarray]:
         """Only draft, for one slot."""

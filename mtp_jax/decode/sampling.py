@@ -8,6 +8,7 @@ Nothing here sorts the vocabulary, leaves the device or depends on what the othe
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from enum import IntEnum
 
 import jax
@@ -54,6 +55,14 @@ def neutral_state(slots: int, vocab: int) -> SamplingState:
         prompt_mask=jnp.zeros((slots, vocab), bool),
         counts=jnp.zeros((slots, vocab), jnp.int32),
     )
+
+
+def count_tokens(s: SamplingState, tokens: Int[Array, "B W"]) -> SamplingState:
+    """With the emitted tokens (-1: none) added to the output counts."""
+    vocab = s.counts.shape[1]
+    row = jnp.arange(tokens.shape[0])[:, None]
+    counts = s.counts.at[row, jnp.where(tokens < 0, vocab, tokens)].add(1, mode="drop")
+    return replace(s, counts=counts)
 
 
 def window_counts(counts: Int[Array, "B V"], tokens: Int[Array, "B W"]) -> Int[Array, "B W V"]:

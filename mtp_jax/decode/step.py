@@ -1,36 +1,38 @@
-"""The draft-and-verify step: one donated, compiled program per (slots, depth, pages) bucket.
+"""The step: decode windows, a chunk of prompts, or both, in one donated, compiled program per key.
 
     draft    the drafter proposes K tokens after the newest
-    verify   the trunk over the window [newest, drafts]: logits and hidden states of W = K + 1 tokens
+    verify   the trunk over the windows [newest, drafts] and the chunk, side by side: each weight is read once
     accept   the same transforms as plain sampling; the accepted drafts and one corrected or bonus token
     commit   lengths grow, finished slots switch themselves off, the drafter observes the kept tokens
 
-Drafting first lets every step have its own depth: nothing that depends on the depth crosses steps.
+Drafting first lets every step have its own depth: nothing that depends on the depth crosses steps. What a
+chunk adds is in ``decode/prefill.py``.
 
 What a grammar allows after a draft is known on the host alone, once it has read the draft. A step with such a
-row is therefore launched as two programs, ``draft_phase`` and ``verify_phase``; every other step is the two
-of them in one.
+row is therefore launched as two programs, ``draft_phase`` and ``verify_phase``, of which the second takes the
+chunk; every other step is the two of them in one.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from mtp_jax.decode import verify
+from mtp_jax.decode import prefill, verify
 from mtp_jax.decode.drafter.nothing import Nothing
-from mtp_jax.decode.drafter.protocol import Committed, Drafter, Drafts
+from mtp_jax.decode.drafter.protocol import Committed, Drafter, Drafts, features_of
 from mtp_jax.decode.drafter.sampler import DraftSampler
 from mtp_jax.decode.greedy import best_tokens, parts_on
+from mtp_jax.decode.host import Chunk
 from mtp_jax.decode.keys import Finish, SamplingMode, Topology
-from mtp_jax.decode.result import Emitted, StepResult, emit, pack
+from mtp_jax.decode.result import Emitted, StepResult, emit, pack, stack
+from mtp_jax.decode.rows import Rows
 from mtp_jax.decode.sampling import (
     Purpose,
-    SamplingState,
     adjust,
     argmax,
+    count_tokens,
     distribution,
     restrict,
     row_keys,
@@ -43,6 +45,7 @@ from mtp_jax.model import trunk
 from mtp_jax.model.cache import PagedView
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params
+from mtp_jax.model.parts import join, split
 from mtp_jax.model.trunk import Backend
 from mtp_jax.model.visible import chain
 
@@ -50,6 +53,7 @@ from mtp_jax.model.visible import chain
 def step(
     params: Params,
     state: State,
+    chunk: Chunk | None = None,
     *,
     cfg: ModelConfig,
     drafter: Drafter,
@@ -58,18 +62,25 @@ def step(
     pages: int,
     mode: SamplingMode,
     on: Backend,
+    prompt_logprobs: int | None = None,
     topology: Topology | None = None,
     accept: "Accept | None" = None,
 ) -> tuple[State, StepResult]:
     """Draft ``depth`` tokens for the first ``slots`` slots, verify them, emit 1 to depth + 1 tokens each.
 
-    pages: columns of the page table to look at; must cover every active slot's length + depth + 1 rows.
-    topology: of the window; None: the drafter's. accept: stands in for ``accept_drafts`` in measurements.
-    Raises ConfigError.
+    Beside them ``chunk`` goes into the cache; a prompt that ends in it emits its first token. One of both may
+    be missing: no slots, or no chunk.
+
+    pages: columns of the page table to look at; must cover every active slot's length + depth + 1 rows, and
+    the chunk's. topology: of the window; None: the drafter's. accept: stands in for ``accept_drafts`` in
+    measurements. Raises ConfigError.
     """
     both = {"cfg": cfg, "drafter": drafter, "pages": pages, "mode": mode, "on": on}
-    state, drafts = draft_phase(params, state, None, slots=slots, depth=depth, topology=topology, **both)
-    return verify_phase(params, state, drafts, None, accept=accept, **both)
+    drafts = None
+    if slots:
+        state, drafts = draft_phase(params, state, None, slots=slots, depth=depth, topology=topology, **both)
+    last = {"prompt_logprobs": prompt_logprobs, "accept": accept}
+    return verify_phase(params, state, drafts, None, chunk, **last, **both)
 
 
 def draft_phase(
@@ -103,34 +114,92 @@ def draft_phase(
 def verify_phase(
     params: Params,
     state: State,
-    drafts: Drafts,
+    drafts: Drafts | None,
     allowed: UInt32[Array, "B W words"] | None,
+    chunk: Chunk | None = None,
     *,
     cfg: ModelConfig,
     drafter: Drafter,
     pages: int,
     mode: SamplingMode,
     on: Backend,
+    prompt_logprobs: int | None = None,
     accept: "Accept | None" = None,
 ) -> tuple[State, StepResult]:
     """The second half. allowed: what grammars allow at every position of the window (see ``restrict``)."""
-    s = first_slots(state.slots, len(drafts.tokens))
-    table = s.page_table[:, :pages]
-    window = jnp.concatenate([s.newest[:, None], drafts.tokens], axis=1)
-    with jax.named_scope("verify"):
-        traced = _verify(params, cfg, state, s, table, jnp.maximum(window, 0), on)
-    with jax.named_scope("accept"):
-        verdict, healthy, logits = _accept(
-            params, traced.hidden, window, drafts, s, mode, allowed, on, accept
+    windows = None if drafts is None else _windows(state, drafts, pages)
+    prompts = None if chunk is None else prefill.rows(state, chunk, pages, cfg)
+    parts = [p for p in (windows, prompts) if p]
+    with jax.named_scope("verify" if windows else "prefill_trunk"):
+        tokens, positions = (join(a, on.mesh) for a in ([p.tokens for p in parts], [p.positions for p in parts]))
+        traced = trunk.run(params, cfg, tokens, positions, state.trunk, tuple(p.view for p in parts), on)
+        hidden = split(traced.hidden, [p.tokens.shape for p in parts], on.mesh)
+    state, results = state.replace(trunk=traced.caches), []
+    with jax.named_scope("accept" if windows else "first_token"):
+        scored = hidden if chunk is None else [*hidden[:-1], prefill.last_of(hidden[-1], chunk)]
+        ids_only = mode == SamplingMode() and chunk is None and accept is None and parts_on(on.mesh) > 1
+        logits = [None] if ids_only else _logits(params, scored, on)
+    if windows and drafts is not None:
+        state, result = _conclude(
+            params, state, windows, hidden[0], logits[0], drafts, allowed, drafter, mode, on, accept, chunk is None
         )
+        results.append(result)
+    if prompts and chunk is not None:
+        state, result = prefill.conclude(
+            params, state, prompts, hidden[-1], logits[-1], chunk, drafter, mode, on, prompt_logprobs
+        )
+        results.append(result)
+    return state, stack(results)
+
+
+def _windows(state: State, drafts: Drafts, pages: int) -> Rows:
+    """Every slot's newest token and drafts. Those past its own depth are padding, as are idle slots."""
+    s = first_slots(state.slots, len(drafts.tokens))
+    tokens = jnp.maximum(jnp.concatenate([s.newest[:, None], drafts.tokens], axis=1), 0)
+    index = jnp.arange(tokens.shape[1])
+    count = jnp.where(s.active, num_drafts(s, drafts) + 1, 0)
+    positions = s.length[:, None] + index
+    written = jnp.where(index < count[:, None], positions, -1)
+    return Rows(s, tokens, positions, PagedView(s.page_table[:, :pages], written, chain(s.length, count)))
+
+
+def _logits(params: Params, hidden: list[Float[Array, "B W D"]], on: Backend) -> list[Float[Array, "B W V"]]:
+    """Of every part, by one product."""
+    return split(trunk.logits(params, join(hidden, on.mesh)), [h.shape[:2] for h in hidden], on.mesh)
+
+
+def _conclude(
+    params: Params,
+    state: State,
+    rows: Rows,
+    hidden: Float[Array, "B W D"],
+    logits: Float[Array, "B W V"] | None,
+    drafts: Drafts,
+    allowed: UInt32[Array, "B W words"] | None,
+    drafter: Drafter,
+    mode: SamplingMode,
+    on: Backend,
+    accept: "Accept | None",
+    alone: bool,
+) -> tuple[State, StepResult]:
+    """Accept and commit. logits: None: the likeliest tokens are enough. alone: no chunk comes along."""
+    s, width = rows.slots, rows.tokens.shape[1]
+    with jax.named_scope("accept"):
+        if logits is None:
+            ids, healthy = best_tokens(hidden, trunk.head(params), parts_on(on.mesh))
+            verdict = verify.greedy(ids, drafts.tokens, num_drafts(s, drafts))
+        else:
+            window = jnp.concatenate([s.newest[:, None], drafts.tokens], axis=1)
+            verdict = (accept or accept_drafts)(logits, window, drafts, s, mode, allowed)
+            healthy = jnp.isfinite(logits).all(axis=-1)
         emitted = emit(verdict, drafts.tokens, s, healthy)
     with jax.named_scope("commit"):
-        positions = s.length[:, None] + jnp.arange(window.shape[1])
-        positions = jnp.where(jnp.arange(window.shape[1]) < emitted.count[:, None], positions, -1)
-        seen = Committed(jnp.maximum(window, 0), positions, features_of(drafter, traced), emitted.count)
-        own, defer = _own(state, len(window)), window.shape[1] == 1
-        state = _put_own(state, own, drafter.observe(params, own, s, table, seen, on, defer=defer))
-        state = state.replace(trunk=traced.caches, slots=put_first_slots(state.slots, _advance(s, emitted)))
+        positions = jnp.where(jnp.arange(width) < emitted.count[:, None], rows.positions, -1)
+        seen = Committed(rows.tokens, positions, features_of(drafter, hidden), emitted.count)
+        own, defer = _own(state, len(hidden)), width == 1 and alone
+        after = drafter.observe(params, own, s, rows.view.page_table, seen, on, defer=defer)
+        state = _put_own(state, own, after)
+        state = state.replace(slots=put_first_slots(state.slots, _advance(s, emitted)))
     accepted, drafted = (jnp.where(s.active, n, 0) for n in (verdict.accepted, num_drafts(s, drafts)))
     top = None
     if mode.logprobs is not None and logits is not None:
@@ -146,51 +215,6 @@ def _own(state: State, slots: int) -> DrafterState:
 def _put_own(state: State, before: DrafterState, after: DrafterState) -> State:
     slots = put_first_slots(state.drafter.slots, after.slots, before.slots)
     return state.replace(drafter=DrafterState(slots, after.pages))
-
-
-def features_of(drafter: Drafter, traced: trunk.Traced) -> tuple[Float[Array, "B W D"], ...]:
-    """The hidden states that the drafter observes. Raises ConfigError for layers that are not handed on."""
-    if any(layer != -1 for layer in drafter.features):
-        name, wanted = type(drafter).__name__, drafter.features
-        raise ConfigError(f"features = {wanted} of {name}: only -1, the final norm's, is handed on")
-    return (traced.hidden,) * len(drafter.features)
-
-
-def _verify(
-    params: Params,
-    cfg: ModelConfig,
-    state: State,
-    s: Slots,
-    table: Int[Array, "B n"],
-    window: Int[Array, "B W"],
-    on: Backend,
-) -> trunk.Traced:
-    width = window.shape[1]
-    positions = s.length[:, None] + jnp.arange(width)
-    written = jnp.where(s.active[:, None], positions, -1)
-    view = PagedView(table, written, chain(s.length, jnp.where(s.active, width, 0)))
-    return trunk.run(params, cfg, window, positions, state.trunk, view, on)
-
-
-def _accept(
-    params: Params,
-    hidden: Float[Array, "B W D"],
-    window: Int[Array, "B W"],
-    drafts: Drafts,
-    s: Slots,
-    mode: SamplingMode,
-    allowed: UInt32[Array, "B W words"] | None,
-    on: Backend,
-    accept: "Accept | None",
-) -> tuple[verify.Verdict, Bool[Array, "B W"], Float[Array, "B W V"] | None]:
-    """Returns (verdict, which logits are finite, the logits if they were computed all at once)."""
-    parts = parts_on(on.mesh) if mode == SamplingMode() and accept is None else 1
-    if parts > 1:
-        ids, healthy = best_tokens(hidden, trunk.head(params), parts)
-        return verify.greedy(ids, drafts.tokens, num_drafts(s, drafts)), healthy, None
-    logits = trunk.logits(params, hidden)
-    verdict = (accept or accept_drafts)(logits, window, drafts, s, mode, allowed)
-    return verdict, jnp.isfinite(logits).all(axis=-1), logits
 
 
 def num_drafts(s: Slots, drafts: Drafts) -> Int[Array, " B"]:
@@ -238,13 +262,5 @@ def _advance(s: Slots, emitted: Emitted) -> Slots:
         active=s.active & (emitted.finish == Finish.RUNNING),
         remaining=s.remaining - emitted.count,
         generated=s.generated + emitted.count,
-        sampling=count_tokens(s, emitted.tokens),
+        sampling=count_tokens(s.sampling, emitted.tokens),
     )
-
-
-def count_tokens(s: Slots, tokens: Int[Array, "B W"]) -> SamplingState:
-    """The sampling state with the emitted tokens (-1: none) added to the output counts."""
-    vocab = s.sampling.counts.shape[1]
-    row = jnp.arange(tokens.shape[0])[:, None]
-    counts = s.sampling.counts.at[row, jnp.where(tokens < 0, vocab, tokens)].add(1, mode="drop")
-    return replace(s.sampling, counts=counts)

@@ -1,9 +1,12 @@
 """Which executable a piece of work needs: buckets of slots, pages, prompt chunks and sampling modes."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, product
+from typing import Any
 
-from mtp_jax.decode.keys import Key, PrefillKey, SamplingMode, StepKey, buckets
+from mtp_jax.decode.keys import Key, SamplingMode, StepKey, buckets
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.depth import adaptive_depths
 from mtp_jax.engine.request import MAX_LOGPROBS, Request
@@ -17,7 +20,7 @@ class Buckets:
         slots: factor between the slots of steps, from 1 to max_num_seqs.
         chunk: tokens of the shortest chunk of a prompt.
         chunks: factor between the lengths of chunks, up to prefill_chunk.
-        prompts: most prompts per data shard in one prefill, which reads the weights once.
+        prompts: most prompts per data shard in one chunk.
         pages: factor between the widths of page tables, down from that of the longest request.
         rows: cached rows that the narrowest page table holds at least. On a CPU attention ends at the last
             row that a token sees, so a narrower table saves nothing there.
@@ -34,46 +37,64 @@ class Buckets:
 
 
 BUCKETS = Buckets()
-# Short prompts in one prefill.
-TOGETHER = BUCKETS.prompts
 
 
-def step_key(config: EngineConfig, running: list[Request], depth: int) -> StepKey:
-    """What one step of ``depth`` drafts over these requests needs at least."""
-    return step_keys(config, running, [depth])[0]
+@dataclass(frozen=True)
+class Prompts:
+    """The chunk that a step takes along: of each data shard some requests, and how many tokens of each."""
+
+    tokens: int
+    requests: Sequence[Sequence[Request]]
+
+    def __iter__(self) -> Iterator[Request]:
+        return chain.from_iterable(self.requests)
+
+    def first(self, most: int) -> "Prompts":
+        """The first ``most`` prompts of each shard."""
+        return Prompts(self.tokens, [some[:most] for some in self.requests])
+
+    def rows(self, prompts: int) -> list[Request | None]:
+        """By row of a chunk that takes so many prompts per shard."""
+        return [r for some in self.requests for r in (*some, *[None] * (prompts - len(some)))]
 
 
-def step_keys(config: EngineConfig, running: list[Request], depths: Iterable[int]) -> list[StepKey]:
-    """What one step of each of these depths over these requests needs at least."""
-    slots, mode = max(r.slot for r in running) + 1, mode_of(config, running)
-    rows = {(r.rows_bound, r.capacity) for r in running}
-    return [
-        StepKey(slots, depth, max(config.pages_for_step(bound, depth, most) for bound, most in rows), mode)
-        for depth in depths
-    ]
-
-
-def prefill_key(config: EngineConfig, requests: list[Request], prompts: int = 1) -> PrefillKey:
-    """What prefilling the next chunk of these requests together needs at least; ``prompts``: per shard."""
-    tokens = max(_next_chunk(config, r) for r in requests)
-    rows = max(min(r.prefilled + tokens, len(r.tokens)) for r in requests)
-    return PrefillKey(tokens, -(-rows // config.page_size), *_widths(requests), prompts)
-
-
-def prefill_together(config: EngineConfig, waiting: list[list[Request]]) -> list[list[Request]]:
+def next_prompts(config: EngineConfig, waiting: Sequence[Sequence[Request]]) -> Prompts | None:
     """Of each data shard's waiting requests those to prefill now: the first, and those alike.
 
-    At least one request must wait. Chunks of other lengths wait: they would be padded, or cut.
+    Chunks of other lengths wait: they would be padded, or cut. None if no request waits.
     """
-    tokens = max(_next_chunk(config, w[0]) for w in waiting if w)
-    alike = [w[:1] + [r for r in w[1:] if _next_chunk(config, r) == tokens] for w in waiting]
-    most = _together(config, tokens, len(waiting))
-    return [w[:most] for w in alike]
+    tokens = max((_next_chunk(config, w[0]) for w in waiting if w), default=0)
+    if not tokens:
+        return None
+    alike = [[*w[:1], *(r for r in w[1:] if _next_chunk(config, r) == tokens)] for w in waiting]
+    return Prompts(tokens, alike).first(_together(config, tokens, len(waiting)))
 
 
-def prompt_bucket(prompts: int) -> int:
-    """Prompts per data shard of the smallest prefill that takes so many."""
-    return next(b for b in _prompt_buckets(TOGETHER) if b >= prompts)
+def step_key(
+    config: EngineConfig, running: Sequence[Request], depth: int, prompts: Prompts | None = None
+) -> StepKey:
+    """What one step of ``depth`` drafts over these requests and prompts needs at least."""
+    return step_keys(config, running, [depth], prompts)[0]
+
+
+def step_keys(
+    config: EngineConfig, running: Sequence[Request], depths: Iterable[int], prompts: Prompts | None = None
+) -> list[StepKey]:
+    """What one step of each of these depths over these requests and prompts needs at least."""
+    slots, mode, pages = max((r.slot + 1 for r in running), default=0), mode_of(config, running), 0
+    rows, chunk = {(r.rows_bound, r.capacity) for r in running}, (0, 0, None)
+    if prompts:
+        ends = [min(r.prefilled + prompts.tokens, len(r.tokens)) for r in prompts]
+        pages = -(-max(ends) // config.page_size)
+        logprobs, scores = _widths(prompts)
+        mode = replace(mode, logprobs=max((mode.logprobs, logprobs), key=lambda w: -1 if w is None else w))
+        chunk = prompts.tokens, max(map(len, prompts.requests)), scores
+
+    def key(depth: int) -> StepKey:
+        windows = (config.pages_for_step(bound, depth, most) for bound, most in rows)
+        return StepKey(slots, depth, max([pages, *windows]), mode, None, *chunk)
+
+    return [key(depth) for depth in depths]
 
 
 def keys_for(
@@ -104,71 +125,70 @@ def keys_for(
     modes = [mode]
     if mode.structured and not all(r.matcher for r in requests):
         modes.append(replace(mode, structured=False))
-    keys: list[Key] = [
+    keys = [
         StepKey(b, d, p, m)
         for p in widest
         for d in sorted(depths, reverse=True)
         for m in modes
         for b in sizes
     ]
-    widths = _widths(requests)
-    # A prompt that begins in the prefix cache, or meets another shard's, may need the longest chunk with the
-    # longest history.
-    tokens, columns = 0, 0
-    alike: dict[int, list[int]] = {}
-    for r in requests:
-        start = 0
-        while start < len(r.prompt):
-            size = next(chunks(config, len(r.prompt) - start))
-            rows = min(start + size, len(r.prompt))
-            page = _holding(_prefill_pages(config, size), -(-rows // config.page_size))[-1]
-            keys.append(PrefillKey(size, page, *_widths([r])))
-            alike.setdefault(size, []).append(page)
-            tokens, columns = max(tokens, size), max(columns, page)
-            start += size
-    if sum(config.pages_for(r.capacity) for r in requests) > pages:
-        tokens = max(next(chunks(config, r.capacity)) for r in requests)
-        columns = widest[-1]
-    keys.append(PrefillKey(tokens, columns, *widths))
-    for size, found in alike.items():
-        most = prompt_bucket(min(len(found), _together(config, size, shards)))
-        keys += [PrefillKey(size, max(found), *widths, n) for n in _prompt_buckets(most) if n > 1]
+    # One request has nothing to run beside its prompt.
+    besides = [StepKey(0, 0, p, SamplingMode(logprobs=mode.logprobs)) for p in widest]
+    if len(requests) > 1:
+        besides = [k for k in keys if k.slots == slots and k.depth in (min(depths), deepest)]
+    shapes = _shapes_for(config, requests, shards, pages)
+    scores = _width(r.params.prompt_logprobs for r in requests)
+    keys += [replace(k, tokens=t, prompts=n, prompt_logprobs=scores) for k in besides for t, n in shapes]
     return list(dict.fromkeys(keys))
+
+
+def _shapes_for(
+    config: EngineConfig, requests: list[Request], shards: int, pages: int
+) -> list[tuple[int, int]]:
+    """Tokens and prompts per shard of the chunks that these requests' prompts come in."""
+    alike = Counter(size for r in requests for size in {*chunks(config, len(r.prompt))})
+    if sum(config.pages_for(r.capacity) for r in requests) > pages:  # preempted ones come back longer
+        alike[max(next(chunks(config, r.capacity)) for r in requests)] += 1
+    shapes = []
+    for size, count in alike.items():
+        most = _together(config, size, shards, count)
+        shapes += [(size, n) for n in sorted({1, most})]
+    return shapes
 
 
 def warm_up_keys(config: EngineConfig, shards: int, structured: bool) -> tuple[list[Key], list[Key]]:
     """The executables of a server: a few that can serve anything, and the rest, cheaper, likely ones first.
 
     Every program costs memory (docs/architecture.md), so there is one only where it computes much less than
-    the next larger one: sampling programs serve greedy rows, too; long histories, whose steps are dominated
-    by attention, get the fewest and the most slots alone; structured steps wait for the host in any case.
+    the next larger one. Sampling programs serve greedy rows, too. Long histories, whose steps are dominated
+    by attention, get the fewest and the most slots alone. Structured steps wait for the host in any case.
+    Beside windows the shortest chunk has no program, as the windows cost as much, and the depth is none or
+    the most, as the chunk costs more than drafts.
     """
     deepest = config.num_speculative_tokens
     depths = adaptive_depths(deepest) if config.adaptive_depth else (deepest,)
     sampled = SamplingMode(config.drafting, config.verifier)
     scored = replace(sampled, logprobs=MAX_LOGPROBS)
-    slots, pages = _step_slots(config, shards), _page_buckets(config)
-    ends, chunk = (slots[0], slots[-1]), config.prefill_chunk
-    first: list[Key] = [
-        PrefillKey(chunk, pages[-1]),
-        StepKey(slots[-1], deepest, pages[-1], sampled),
-        PrefillKey(chunk, pages[-1], MAX_LOGPROBS, MAX_LOGPROBS),
-        StepKey(slots[-1], deepest, pages[-1], scored),
-    ]
-    if structured:
-        first.append(StepKey(slots[-1], deepest, pages[-1], replace(scored, structured=True)))
-    rest: list[Key] = []
-    for size in _chunk_buckets(config):
-        prompts = {1, _together(config, size, shards)}
-        rest += [
-            PrefillKey(size, p, prompts=n) for p in _prefill_pages(config, size) for n in sorted(prompts)
-        ]
+    slots, pages, sizes = _step_slots(config, shards), _page_buckets(config), _chunk_buckets(config)
+    longest: dict[str, Any] = {"tokens": sizes[-1], "prompts": 1}
+    anything = longest | {"prompt_logprobs": MAX_LOGPROBS}
+    widest = StepKey(slots[-1], deepest, pages[-1], scored)
+    first = [StepKey(0, 0, pages[-1], SamplingMode(logprobs=MAX_LOGPROBS), **anything)]
+    for mode in (scored, replace(scored, structured=True)) if structured else (scored,):
+        first += [replace(widest, mode=mode), replace(widest, mode=mode, **anything)]
+    rest: list[StepKey] = []
     for p in pages:
-        some = slots if p == pages[0] else ends
-        rest += [StepKey(b, d, p, sampled) for b in some for d in reversed(depths)]
+        narrow = p == pages[0]
+        alone = sizes if narrow else sizes[-1:]
+        rest += [StepKey(0, 0, p, SamplingMode(), None, size, 1) for size in alone]
+        for b in slots if narrow else dict.fromkeys((slots[0], slots[-1])):
+            rest += [StepKey(b, d, p, sampled) for d in reversed(depths)]
+        for size in (sizes[1:] or sizes) if narrow else sizes[-1:]:
+            for n, d in product(sorted({1, _together(config, size, shards)}), {depths[-1], depths[0]}):
+                rest.append(StepKey(slots[-1], d, p, sampled, None, size, n))
     if structured:
         rest.append(StepKey(slots[0], deepest, pages[0], replace(sampled, structured=True)))
-    return first, [k for k in dict.fromkeys(rest) if k not in first]
+    return [*first], [k for k in dict.fromkeys(rest) if k not in first]
 
 
 def all_keys(config: EngineConfig, shards: int = 1, structured: bool = True) -> list[Key]:
@@ -190,14 +210,14 @@ def _next_chunk(config: EngineConfig, request: Request) -> int:
     return next(chunks(config, len(request.tokens) - request.prefilled))
 
 
-def _together(config: EngineConfig, tokens: int, shards: int) -> int:
-    """Most prompts per data shard that are prefilled at once, by so many tokens each."""
+def _together(config: EngineConfig, tokens: int, shards: int, waiting: int | None = None) -> int:
+    """Most prompts per data shard that are prefilled at once, by so many tokens each.
+
+    waiting: prompts that there are; None: enough.
+    """
     fitting = min(config.prefill_chunk // tokens, config.max_num_seqs // shards)
-    return max((n for n in _prompt_buckets(TOGETHER) if n <= fitting), default=1)
-
-
-def _prompt_buckets(most: int) -> Sequence[int]:
-    return buckets(most, 1, 2)
+    sizes = [n for n in buckets(BUCKETS.prompts, 1, 2) if n <= fitting]
+    return next((n for n in sizes if waiting is not None and n >= waiting), max(sizes, default=1))
 
 
 def mode_of(config: EngineConfig, requests: Iterable[Request]) -> SamplingMode:
@@ -229,23 +249,11 @@ def _chunk_buckets(config: EngineConfig) -> Sequence[int]:
 
 
 def _page_buckets(config: EngineConfig) -> Sequence[int]:
-    """Widths of the page tables of steps, and of the chunks that end a prompt."""
+    """Widths of page tables."""
     sizes = [config.columns]
     while sizes[-1] > 1 and (narrower := -(-sizes[-1] // BUCKETS.pages)) * config.page_size >= BUCKETS.rows:
         sizes.append(narrower)
     return sizes[::-1]
-
-
-def _prefill_pages(config: EngineConfig, tokens: int) -> Sequence[int]:
-    """Widths of the page tables of chunks of so many tokens.
-
-    Full chunks attend to the whole of their table, in the form that expands it (``prefill_form``): the first
-    chunk of a prompt, which sees itself alone, has a table of its own length.
-    """
-    if tokens < config.prefill_chunk:
-        return _page_buckets(config)
-    own = min(-(-tokens // config.page_size), config.columns)
-    return buckets(config.columns, own, BUCKETS.pages)
 
 
 def _holding(sizes: Sequence[int], needed: int) -> Sequence[int]:

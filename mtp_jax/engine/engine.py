@@ -1,4 +1,4 @@
-"""The engine: admits requests to slots, launches prefill chunks and steps, reads results one launch late.
+"""The engine: admits requests to slots, launches steps, reads results one launch late.
 
     submit -> waiting -> (admit: slot + pages) -> prefill, chunk by chunk -> running -> finished
                  ^------------------- preempted, for want of pages ---------------'
@@ -14,12 +14,12 @@ from functools import partial
 import numpy as np
 
 from mtp_jax.decode.host import Chunk, MaskMaker, Pending, Result, Runner
-from mtp_jax.decode.keys import ACCEPTED, COUNT, DRAFTED, FINISH, Finish, Key, PrefillKey, StepKey
-from mtp_jax.engine.buckets import keys_for, slot_bucket, warm_up_keys
+from mtp_jax.decode.keys import ACCEPTED, COUNT, DRAFTED, FINISH, Finish, Key, StepKey
+from mtp_jax.engine.buckets import Prompts, keys_for, slot_bucket, warm_up_keys
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.depth import DepthController
 from mtp_jax.engine.inputs import next_chunk, page_row, slot_row
-from mtp_jax.engine.plan import Admit, Planner, Prefill, Read, Step
+from mtp_jax.engine.plan import Admit, Planner, Read, Step
 from mtp_jax.engine.request import Request, Speculation, Status
 from mtp_jax.engine.results import Launch, read_logprobs, read_prompt_logprobs
 from mtp_jax.engine.scheduler import Scheduler
@@ -37,7 +37,7 @@ class Engine:
     """Runs requests over slots. Not thread-safe: one thread owns it.
 
     Attributes:
-        launches: prefills and steps launched so far.
+        launches: steps launched so far.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Engine:
         self.scheduler = Scheduler(config, self.shards)
         self.depth = DepthController(config.num_speculative_tokens)
         self.timings, self.counters = Timings(), Counters()
-        self.planner = Planner(config, self.scheduler, runner, self.depth, self.timings)
+        self.planner = Planner(config, self.scheduler, runner, self.depth)
         self.make_request = InputProcessor(cfg, config, self.pages, grammars).make_request
         self.launches = 0
         self._warm: set[Key] = set()
@@ -88,10 +88,6 @@ class Engine:
         """Whether a request is left to serve."""
         return self.scheduler.busy
 
-    def patience(self) -> float:
-        """Seconds for which the next step may wait for more requests, while there are free slots."""
-        return self.planner.patience(self._inflight)
-
     def prepare(
         self,
         requests: Iterable[Request],
@@ -118,14 +114,12 @@ class Engine:
         new = [] if self.busy else [k for k in dict.fromkeys(keys) if k not in self._warm]
         self._warm.update(new)
         for key in new:
-            if isinstance(key, PrefillKey):
-                self._arrive(self._run_prefill(key, [None] * key.prompts * self.shards, 0)[1])
-        steps = [k for k in new if isinstance(k, StepKey)]
-        for key in steps:
-            self._arrive(self._run_step(key, []))
+            if isinstance(key, StepKey):
+                self._arrive(self._run(key, self._chunk(key), []))
+        steps = [k for k in new if isinstance(k, StepKey) and k.slots]
         for key in steps if self.config.adaptive_depth else ():
             for _ in range(self.depth.policy.block):
-                seconds = self._arrive(self._run_step(key, []))[1]
+                seconds = self._arrive(self._run(key, self._chunk(key), []))[1]
                 self.depth.learn(key, seconds + self._deferring(key), [], [])
 
     def warm_up_keys(self) -> tuple[list[Key], list[Key]]:
@@ -149,10 +143,8 @@ class Engine:
                 advanced += self._read(action.count)
             elif isinstance(action, Admit):
                 self._admit_waiting()
-            elif isinstance(action, Prefill):
-                self._launch_prefill(action)
             else:
-                self._launch_step(action)
+                self._launch(action)
         if not self.busy:
             self._inflight.clear()
         return advanced
@@ -203,36 +195,39 @@ class Engine:
 
     # Launching
 
-    def _launch_prefill(self, action: Prefill) -> None:
-        chunk, pending = self._run_prefill(action.key, action.requests, action.tokens)
-        rows = [(row, r) for row, r in enumerate(action.requests) if r]
-        self._track(Launch(rows, pending, action.key, chunk))
-        for row, r in rows:
-            r.begun = True
-            if chunk.final[row]:
-                r.status, r.rows_bound = Status.RUNNING, r.prefilled + 1
-                r.unread += r.follows < 0
-
-    def _run_prefill(
-        self, key: PrefillKey, chosen: Sequence[Request | None], tokens: int
-    ) -> tuple[Chunk, Pending]:
-        rows = [(row, r) for row, r in enumerate(chosen) if r]
-        first = allowed(self.grammars, rows, (len(chosen), 1), self.cfg.vocab_size)[:, 0]
-        chunk = next_chunk(chosen, tokens, key.tokens, self.config.max_num_seqs, first)
-        return chunk, self.runner.prefill(key, chunk)
-
-    def _launch_step(self, action: Step) -> None:
+    def _launch(self, action: Step) -> None:
         self._refresh()
+        key, prompts = action.key, action.prompts
+        chunk = self._chunk(key, prompts)
         launch = Launch(
-            [(r.slot, r) for r in action.requests], self._run_step(action.key, action.requests), action.key
+            [(r.slot, r) for r in action.requests],
+            [(g, r) for g, r in enumerate(prompts.rows(key.prompts)) if r] if prompts else [],
+            self._run(key, chunk, action.requests),
+            key,
+            chunk,
         )
         for r in action.requests:
             r.rows_bound += launch.width
             r.unread += 1
+        for g, r in launch.prompts:
+            if chunk and chunk.final[g]:
+                r.status, r.rows_bound = Status.RUNNING, r.prefilled + 1
+                r.unread += r.follows < 0
         self._track(launch)
 
-    def _run_step(self, key: StepKey, running: Sequence[Request]) -> Pending:
-        return self.runner.step(key, self._masks(key, running) if key.mode.structured else None)
+    def _chunk(self, key: StepKey, prompts: Prompts | None = None) -> Chunk | None:
+        """What a program takes along: the next chunk of some prompts, which move on, or idle rows."""
+        if not key.tokens:
+            return None
+        tokens, chosen = 0, [None] * key.prompts * self.shards
+        if prompts:
+            tokens, chosen = prompts.tokens, prompts.rows(key.prompts)
+        rows = [(row, r) for row, r in enumerate(chosen) if r]
+        first = allowed(self.grammars, rows, (len(chosen), 1), self.cfg.vocab_size)[:, 0]
+        return next_chunk(chosen, tokens, key.tokens, self.config.max_num_seqs, first)
+
+    def _run(self, key: StepKey, chunk: Chunk | None, running: Sequence[Request]) -> Pending:
+        return self.runner.step(key, chunk, self._masks(key, running) if key.mode.structured else None)
 
     def _masks(self, key: StepKey, running: Sequence[Request]) -> MaskMaker:
         rows, shape = [(r.slot, r) for r in running], (key.slots, key.depth + 1)
@@ -240,7 +235,7 @@ class Engine:
 
     def _track(self, launch: Launch) -> None:
         self.launches += 1
-        for _, request in launch.rows:
+        for _, request in launch.everyone:
             request.inflight += 1
         self._inflight.append(launch)
 
@@ -255,7 +250,7 @@ class Engine:
         packed, top, prompt = result.packed, result.logprobs, result.prompt
         self._measure(launch, seconds, packed)
         advanced = []
-        for row, request in launch.rows:
+        for row, request in launch.everyone:
             request.inflight -= 1
             if request.finished:
                 continue
@@ -263,11 +258,11 @@ class Engine:
                 self.abort(request, "error")  # its masks meant nothing
                 advanced.append(request)
                 continue
-            if launch.chunk and prompt is not None and request.params.prompt_logprobs is not None:
-                read_prompt_logprobs(request, prompt, row, launch.chunk)
+            if row >= launch.key.slots and launch.chunk and prompt is not None and request.params.prompt_logprobs is not None:
+                read_prompt_logprobs(request, prompt, row - launch.key.slots, launch.chunk)
             tokens, extra = packed[row, : launch.width].tolist(), packed[row, launch.width :].tolist()
             count, finish = extra[COUNT], Finish(extra[FINISH])
-            if launch.step:
+            if row < launch.key.slots:
                 request.rows_bound -= launch.width - count
                 request.speculation += Speculation([extra[ACCEPTED]], [extra[DRAFTED]])
             if count or finish is not Finish.RUNNING:
@@ -301,16 +296,15 @@ class Engine:
 
     def _deferring(self, key: StepKey) -> float:
         """Seconds that a step adds to a later flush."""
-        return 0.0 if key.depth else self.timings.deferring
+        return 0.0 if key.depth or key.tokens else self.timings.deferring
 
     def _measure(self, launch: Launch, seconds: float, packed: np.ndarray) -> None:
         """Count a launch that has just been read."""
-        c, key = self.counters, launch.step
-        extra = packed[[row for row, _ in launch.rows], launch.width :]
-        self.timings.record(launch.key, seconds)
-        if key is None:
+        c, key = self.counters, launch.key
+        if not launch.rows:
             c.prefill_seconds += seconds
             return
+        extra = packed[[row for row, _ in launch.rows], launch.width :]
         drafted, accepted = extra[:, DRAFTED].tolist(), extra[:, ACCEPTED].tolist()
         for d, a in zip(drafted, accepted, strict=True):
             c.verified(d, a)

@@ -277,7 +277,6 @@ class Request:
         follows: that newest token; -1 before the first.
         drafted: of each token of the output whether it was a draft.
         prefilled: how many of ``tokens`` are in the cache or on their way into it.
-        begun: whether a chunk of them has been launched.
         registered: full pages the prefix cache knows of.
         digests: of its full pages.
         inflight: launches that have not been read.
@@ -312,7 +311,6 @@ class Request:
     tokens: Sequence[int] = ()
     follows: int = -1
     prefilled: int = 0
-    begun: bool = False
     registered: int = 0
     digests: list[bytes] = field(default_factory=list)
     inflight: int = 0

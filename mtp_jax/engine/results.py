@@ -3,52 +3,44 @@
 from dataclasses import dataclass
 
 from mtp_jax.decode.host import Chunk, Pending, TopLogprobs
-from mtp_jax.decode.keys import PrefillKey, StepKey
+from mtp_jax.decode.keys import StepKey
 from mtp_jax.engine.request import Logprob, Request, TokenLogprobs
-from mtp_jax.engine.timings import FLUSH
 
 
 @dataclass
 class Launch:
-    """A launched program whose result is still on its way.
+    """A launched step whose result is still on its way.
 
     Attributes:
-        rows: which row of the result belongs to which request.
+        rows: which window belongs to which request: its slot.
+        prompts: which row of the chunk belongs to which request.
         pending: the result.
         key: the program.
-        chunk: what a prefill took.
+        chunk: what it took along.
     """
 
     rows: list[tuple[int, Request]]
+    prompts: list[tuple[int, Request]]
     pending: Pending
-    key: StepKey | PrefillKey
+    key: StepKey
     chunk: Chunk | None = None
 
     @property
-    def step(self) -> StepKey | None:
-        """The program, if it is a step."""
-        return self.key if isinstance(self.key, StepKey) else None
+    def everyone(self) -> list[tuple[int, Request]]:
+        """Which row of the result belongs to which request."""
+        return [*self.rows, *((self.key.slots + g, r) for g, r in self.prompts)]
 
     @property
     def width(self) -> int:
         """Token columns of the result."""
-        return self.key.depth + 1 if isinstance(self.key, StepKey) else 1
-
-    @property
-    def began(self) -> float:
-        """``time.perf_counter()`` when it was launched, or the flush before it."""
-        return (self.pending.flush or self.pending).at
-
-    @property
-    def keys(self) -> list[object]:
-        """What runs, as it is booked in ``Timings``."""
-        return [self.key] if self.pending.flush is None else [FLUSH, self.key]
+        return self.key.depth + 1
 
     def complete_rows(self, row: int, request: Request) -> int:
         """Cache rows that are complete once this is read: after a step all but the newest token's."""
-        if self.chunk is None:
+        if self.chunk is None or row < self.key.slots:
             return len(request.prompt) + len(request.output) - 1
-        return int(self.chunk.start[row] + self.chunk.count[row])
+        g = row - self.key.slots
+        return int(self.chunk.start[g] + self.chunk.count[g])
 
 
 def read_logprobs(top: TopLogprobs, row: int, i: int, token: int, width: int) -> TokenLogprobs:

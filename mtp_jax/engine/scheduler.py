@@ -35,11 +35,6 @@ class Scheduler:
         """Whether any request is waiting or has a slot."""
         return bool(self.waiting) or any(self.slots)
 
-    @property
-    def has_room(self) -> bool:
-        """Whether there is a slot for a further request."""
-        return len(self.waiting) < self.slots.count(None)
-
     def live(self) -> list[Request]:
         """Requests that wait or have a slot."""
         return [*(r for r in self.slots if r), *self.waiting]
@@ -118,7 +113,7 @@ class Scheduler:
             pool.release(cached)
             return False
         request.slot, request.pages = slot, [*cached, *pages]
-        request.prefilled, request.begun = len(cached) * self.config.page_size, False
+        request.prefilled = len(cached) * self.config.page_size
         request.registered = len(cached)
         return True
 

@@ -1,11 +1,7 @@
-"""The one book of measured seconds: how long every launch took, by what it ran. No jax here."""
+"""The one book of measured seconds: how long launches took, and what the work costs that they defer. No jax here."""
 
 import time
-from collections import defaultdict, deque
-from collections.abc import Hashable, Iterable
-
-FLUSH = "flush"
-"""What the drafter's deferred work is booked under: a launch of its own."""
+from collections import deque
 
 
 class Timings:
@@ -21,8 +17,7 @@ class Timings:
     def __init__(self) -> None:
         self.last_read = 0.0
         self.deferring = 0.0
-        # Of the last two runs.
-        self._took: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque((0.0, 0.0), maxlen=2))
+        self._settled = False
         self._flushes: deque[tuple[float, int]] = deque(maxlen=2)
 
     def ended(self, at: float) -> float:
@@ -32,26 +27,12 @@ class Timings:
         self.last_read = now
         return seconds
 
-    def record(self, key: Hashable, seconds: float) -> None:
-        """Book what a launch took."""
-        self._took[key].append(seconds)
-
     def flushed(self, seconds: float, steps: int) -> None:
         """Book what the work that ``steps`` steps deferred took: those steps caused it.
 
         The first flush is not charged: the first run of a program may take many times longer.
         """
-        first = FLUSH not in self._took
-        self.record(FLUSH, seconds)
-        if first:
-            return
-        self._flushes.append((seconds, steps))
-        self.deferring = sum(s for s, _ in self._flushes) / sum(n for _, n in self._flushes)
-
-    def ahead(self, at: float, keys: Iterable[Hashable]) -> float:
-        """Seconds until launches of these keys have ended, the first of which began at ``at``.
-
-        Each is expected to take as long as the quicker of its last two runs, or no time before there were
-        two: the first run of a program may take many times longer.
-        """
-        return sum(min(self._took[key]) for key in keys) + max(at, self.last_read) - time.perf_counter()
+        if self._settled:
+            self._flushes.append((seconds, steps))
+            self.deferring = sum(s for s, _ in self._flushes) / sum(n for _, n in self._flushes)
+        self._settled = True

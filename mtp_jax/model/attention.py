@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from mtp_jax.model import products
-from mtp_jax.model.cache import LayerCache, PagedView
+from mtp_jax.model.cache import LayerCache, Views
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.kernels import AUTO, Kernels
 from mtp_jax.model.layers import rms_norm, rotate, whole
@@ -21,6 +21,7 @@ from mtp_jax.model.ops import (
     paged_attention,
 )
 from mtp_jax.model.params import Attention
+from mtp_jax.model.parts import join, split
 from mtp_jax.model.products import linear
 from mtp_jax.model.sharding import constrain
 
@@ -34,7 +35,7 @@ def project(
     x: products.Input,
     angles: Float[Array, "B W 2 r"],
     cache: LayerCache | None,
-    view: PagedView | None,
+    views: Views,
     *,
     mesh: Mesh | None = None,
     kernels: Kernels = AUTO,
@@ -44,13 +45,11 @@ def project(
     q = None if p.q_a is None else linear(x, p.q_a, summed=False, **on)
     kv = linear(x, p.kv_a, summed=False, **on)
     reader = products.takes_quantised(p.q_b, products.dtype_of(x), split="out", **on)
-    if (
-        not (q is None or cache is None or view is None)
-        and reader
-        and norms_low_rank(kernels, q, kv, p.kv_norm, cache)
-    ):
+    # One launch writes one part.
+    fusable = q is not None and cache is not None and len(views) == 1 and reader
+    if fusable and norms_low_rank(kernels, q, kv, p.kv_norm, cache):
         norms: dict[str, Any] = {"eps": _LOW_RANK_EPS, "interleaved": cfg.rope_interleave, "mesh": mesh}
-        low, rows, cache = low_rank(q, kv, p.q_norm, p.kv_norm, angles, cache, view, **norms)
+        low, rows, cache = low_rank(q, kv, p.q_norm, p.kv_norm, angles, cache, views[0], **norms)
     else:
         low = x if q is None else products.norm(q, p.q_norm, _LOW_RANK_EPS, (reader,), mesh=mesh)[1]
         rows = _rows(p, cfg, kv, angles)
@@ -97,39 +96,51 @@ def attention(
     x: products.Input,
     angles: Float[Array, "B W 2 r"],
     cache: LayerCache | None,
-    view: PagedView | None,
+    views: Views,
     *,
     form: Form,
     mesh: Mesh | None,
     kernels: Kernels = AUTO,
 ) -> tuple[Float[Array, "B W D"] | Float[Array, "s B W D"], LayerCache | None]:
-    """One MLA block. Without a cache the window attends causally to itself.
+    """One MLA block. Without a cache the window attends causally to itself, in this form.
 
     Returns (output, perhaps in parts to be summed, cache).
     """
     with jax.named_scope("attention_project"):
-        q, rows, cache = project(p, cfg, x, angles, cache, view, mesh=mesh, kernels=kernels)
-    if cache is None or view is None:
+        q, rows, cache = project(p, cfg, x, angles, cache, views, mesh=mesh, kernels=kernels)
+    if cache is None:
         assert rows is not None, "rows have nowhere to be but here"
         causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
         mask = jnp.broadcast_to(causal, (x.shape[0], *causal.shape))
         context = attend(q, p.k_up, p.v_up, rows, mask, cfg.softmax_scale, form)
     else:
-        context, cache = paged_attention(
-            q,
-            p.k_up,
-            p.v_up,
-            rows,
-            cache,
-            view,
-            scale=cfg.softmax_scale,
-            form=form,
-            mesh=mesh,
-            kernels=kernels,
-        )
+        context, cache = _attend_parts(q, p, cfg, rows, cache, views, mesh, kernels)
+    heads_first = all(v.form == "absorbed" for v in views) if views else form == "absorbed"
     with jax.named_scope("attention_out"):
         o = p.o.reshape(cfg.hidden_size, -1)
         reader = products.takes_quantised(o, context.dtype, kernels=kernels, mesh=mesh, split="in")
-        flat = products.heads_as_rows(context, reader, heads_first=form == "absorbed", mesh=mesh)
+        flat = products.heads_as_rows(context, reader, heads_first=heads_first, mesh=mesh)
         out = linear(flat, o, kernels=kernels, mesh=mesh, split="in", summed=False)
     return constrain(out, mesh, *(None,) * (out.ndim - 3), "slots", None, None), cache
+
+
+def _attend_parts(
+    q: Queries,
+    p: Attention,
+    cfg: ModelConfig,
+    rows: Float[Array, "B W C"] | None,
+    cache: LayerCache,
+    views: Views,
+    mesh: Mesh | None,
+    kernels: Kernels,
+) -> tuple[Float[Array, "B W N v"], LayerCache]:
+    """Each part attends to its own slots' pages; no part writes rows that another one sees."""
+    shapes = [v.written.shape for v in views]
+    nope, rope = (split(x, shapes, mesh) for x in (q.nope, q.rope))
+    given = [None] * len(views) if rows is None else split(rows, shapes, mesh)
+    contexts = []
+    for view, *queries, own in zip(views, nope, rope, given, strict=True):
+        on: dict[str, Any] = {"scale": cfg.softmax_scale, "mesh": mesh, "kernels": kernels}
+        context, cache = paged_attention(Queries(*queries), p.k_up, p.v_up, own, cache, view, **on)
+        contexts.append(context)
+    return join(contexts, mesh), cache

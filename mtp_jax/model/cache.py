@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels_pallas.mla_decode.fp8_rows import Rows, pack, unpack
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import platform
+from mtp_jax.model.mla import Form
 from mtp_jax.model.visible import Visible
 
 Tree = TypeVar("Tree")
@@ -54,13 +55,20 @@ class PagedView:
 
     Attributes:
         page_table: pages of each slot in order, int32 [B, n]; the last page of all where there is none.
-        written: row that each window token is written to, int32 [B, W]; negative rows are not written.
+        written: row that each window token is written to, int32 [B, W]; negative rows are not written, and
+            nothing that becomes of their tokens is read.
         visible: rows that each window token attends to.
+        form: MLA form that attends: "absorbed" for windows of a few tokens.
     """
 
     page_table: Int[Array, "B n"]
     written: Int[Array, "B W"]
     visible: Visible
+    form: Form = struct.field(pytree_node=False, default="absorbed")
+
+
+Views = tuple[PagedView, ...]
+"""Of a pass over several parts (see ``parts``), one view each."""
 
 
 def write_rows(pages: Tree, rows: Any, page_table: Int[Array, "B n"], written: Int[Array, "B W"]) -> Tree:

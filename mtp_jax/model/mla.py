@@ -53,16 +53,13 @@ def attend(
     """
     if form == "absorbed":
         return attend_in_blocks(q, k_up, v_up, lambda _: (rows, mask), 1, scale)
-    latent, key_rope = jnp.split(rows, [k_up.shape[-1]], axis=-1)
-    keys = _expand(latent, k_up)
-    shared = jnp.broadcast_to(key_rope.swapaxes(1, 2)[:, None], (*keys.shape[:2], *key_rope.shape[:0:-1]))
     whole = jnp.concatenate([q.nope, q.rope], axis=-1).transpose(0, 2, 1, 3)
-    scores = _dots(_fixed(whole), jnp.concatenate([keys, shared], axis=2), (3, 2))
+    scores = _dots(_fixed(whole), _keys(rows, k_up), (3, 2))
     scores = jnp.where(mask[:, None], scores * scale, -jnp.inf)
     peak = jnp.maximum(scores.max(axis=-1, keepdims=True), _LEAST)
     weights = jnp.exp(scores - peak)
     weights = (weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)).astype(rows.dtype)
-    context = _dots(_expand(latent, v_up), _fixed(weights), (3, 3))
+    context = _dots(_expand(rows[..., : k_up.shape[-1]], v_up), _fixed(weights), (3, 3))
     return context.transpose(0, 3, 1, 2).astype(rows.dtype)
 
 
@@ -73,38 +70,63 @@ def attend_in_blocks(
     read: Callable[[Int[Array, ""] | int], tuple[Float[Array, "B l c"], Bool[Array, "B W l"]]],
     blocks: Int[Array, ""] | int,
     scale: float,
+    form: Form = "absorbed",
 ) -> Float[Array, "B W N v"]:
-    """``attend`` in the absorbed form over the rows and the mask of each of ``blocks`` blocks, by ``read``.
+    """``attend`` over the rows and the mask of each of ``blocks`` blocks, by ``read``.
 
     The softmax is summed on the way (arXiv 1805.02867, algorithm 3). A block that a token does not see
     leaves what it has to the bit, so a result does not depend on how many blocks others need.
     """
-    whole = jnp.concatenate([absorb(q.nope, k_up), q.rope], axis=-1)
-    slots, width, heads, _ = whole.shape
-    flat = _fixed(whole.transpose(0, 2, 1, 3).reshape(slots, heads * width, -1))
+    rank, (slots, width, heads, _) = k_up.shape[-1], q.nope.shape
+    by_head = (slots, heads, width)
+    if form == "absorbed":
+        # All heads read the same rows: one product for all.
+        queries = jnp.concatenate([absorb(q.nope, k_up), q.rope], axis=-1).transpose(0, 2, 1, 3)
+        lead, mixes = (slots, heads * width), queries.shape[-1]
+    else:
+        queries = jnp.concatenate([q.nope, q.rope], axis=-1).transpose(0, 2, 1, 3)
+        lead, mixes = by_head, v_up.shape[1]
+    flat = _fixed(queries.reshape(*lead, -1))
 
     def block(i: Int[Array, ""] | int, so_far: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         peak, total, mixed = so_far
         rows, mask = read(i)
-        sees = jnp.broadcast_to(mask[:, None], (slots, heads, *mask.shape[1:])).reshape(*flat.shape[:2], -1)
-        scores = jnp.where(sees, _dots(flat, rows, (2, 2)) * scale, -jnp.inf)
+        sees = jnp.broadcast_to(mask[:, None], (*by_head, mask.shape[-1])).reshape(*lead, -1)
+        if form == "absorbed":
+            scores = _dots(flat, rows, (2, 2))
+        else:
+            scores = _dots(flat, _keys(rows, k_up), (3, 2))
+        scores = jnp.where(sees, scores * scale, -jnp.inf)
         top = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
         weights, shrunk = jnp.exp(scores - top), jnp.exp(peak - top)
-        # Whole rows: slicing the rope part off the result is cheaper than off the cache.
-        more = _dots(_fixed(weights.astype(rows.dtype)), rows, (2, 1))
+        narrow = _fixed(weights.astype(rows.dtype))
+        if form == "absorbed":
+            # Whole rows: slicing the rope part off the result is cheaper than off the cache.
+            more = _dots(narrow, rows, (2, 1))
+        else:
+            more = _dots(narrow, _expand(rows[..., :rank], v_up), (3, 3))
         return top, total * shrunk + weights.sum(axis=-1, keepdims=True), mixed * shrunk + more
 
-    one = (*flat.shape[:2], 1)
-    start = jnp.full(one, _LEAST), jnp.zeros(one), jnp.zeros(flat.shape)
+    start = jnp.full((*lead, 1), _LEAST), jnp.zeros((*lead, 1)), jnp.zeros((*lead, mixes))
     alone = isinstance(blocks, int) and blocks == 1
     _, total, mixed = block(0, start) if alone else jax.lax.fori_loop(0, blocks, block, start)
-    latent = (mixed / jnp.maximum(total, 1e-30)).astype(whole.dtype)[..., : k_up.shape[-1]]
-    return jnp.einsum("bnwc,nvc->bwnv", latent.reshape(slots, heads, width, -1), v_up)
+    context = (mixed / jnp.maximum(total, 1e-30)).astype(queries.dtype)
+    if form == "naive":
+        return context.swapaxes(1, 2)
+    return jnp.einsum("bnwc,nvc->bwnv", context[..., :rank].reshape(*by_head, rank), v_up)
 
 
 def _fixed(x: jax.Array) -> jax.Array:
     """Keeps XLA on a CPU from swapping a product's operands, or turning them: up to four times slower."""
     return jax.lax.optimization_barrier(x) if platform() == "cpu" else x
+
+
+def _keys(rows: Float[Array, "B L c"], k_up: Float[Array, "N h C"]) -> Float[Array, "B N k L"]:
+    """Keys of every head, the shared rope part included, a column for each cached row."""
+    latent, key_rope = jnp.split(rows, [k_up.shape[-1]], axis=-1)
+    keys = _expand(latent, k_up)
+    shared = jnp.broadcast_to(key_rope.swapaxes(1, 2)[:, None], (*keys.shape[:2], *key_rope.shape[:0:-1]))
+    return jnp.concatenate([keys, shared], axis=2)
 
 
 def _expand(latent: Float[Array, "B L C"], up: Float[Array, "N o C"]) -> Float[Array, "B N o L"]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import ops, products
@@ -72,6 +72,13 @@ def route(p: Moe, cfg: ModelConfig, x: Float[Array, "*b D"]) -> Routing:
 def _shaped(r: Routing, x: Float[Array, "*b D"]) -> Routing:
     shape = (*x.shape[:-1], r.ids.shape[-1])
     return Routing(r.ids.reshape(shape), r.weights.reshape(shape), r.counts)
+
+
+def _counted(r: Routing, counts: Bool[Array, "B W"] | None) -> Routing:
+    """Rows that do not count choose expert -1, unless a kernel chose and counted."""
+    if counts is None or r.counts is not None:
+        return r
+    return Routing(jnp.where(counts.reshape(-1, 1), r.ids, -1), r.weights)
 
 
 def dense(gate_up: Weight, down: Weight, x: Float[Array, "T D"], r: Routing) -> Float[Array, "T D"]:
@@ -222,6 +229,7 @@ def expert_parallel(
     cfg: ModelConfig,
     x: products.Input,
     logits: Float[Array, "B W E"],
+    counts: Bool[Array, "B W"] | None,
     mesh: Mesh,
     kernels: Kernels,
 ) -> tuple[Float[Array, "B W D"], Routing]:
@@ -230,7 +238,7 @@ def expert_parallel(
     Every device chooses for all rows: that takes less than gathering the choices.
     """
 
-    def local(gate_up, down, bias, x, logits):
+    def local(gate_up, down, bias, x, logits, counts):
         mine, own = jax.lax.axis_index("data") * logits.shape[0], logits.shape[0]
         count = own * logits.shape[1]
         x, logits = products.rows_of(x), gathered(logits)
@@ -241,6 +249,7 @@ def expert_parallel(
         else:
             x = gathered(x)
         r = choose(cfg, bias, logits.reshape(-1, logits.shape[-1]), kernels)
+        r = _counted(r, None if counts is None else gathered(counts))
         first = jax.lax.axis_index(("data", "model")) * down.shape[0]
         part = sparse(gate_up, down, x, r, kernels, mesh.size, first)
         part = jax.lax.psum(part.reshape(*logits.shape[:2], -1), "model")
@@ -253,9 +262,9 @@ def expert_parallel(
 
     experts, slots = PartitionSpec(("data", "model")), PartitionSpec("data")
     given, of_x = _operand(p.gate_up, p.down, x, kernels)
-    in_specs = (experts, experts, PartitionSpec(), of_x, slots)
+    in_specs = (experts, experts, PartitionSpec(), of_x, slots, slots)
     run = sharded(local, mesh, in_specs, (slots, slots, slots))
-    y, ids, weights = run(p.gate_up, p.down, p.bias, given, logits)
+    y, ids, weights = run(p.gate_up, p.down, p.bias, given, logits, counts)
     return y, Routing(ids, weights)
 
 
@@ -278,22 +287,26 @@ def moe(
     p: Moe,
     cfg: ModelConfig,
     x: products.Input,
+    counts: Bool[Array, "B W"] | None = None,
     *,
     experts: Experts,
     mesh: Mesh | None,
     kernels: Kernels = AUTO,
 ) -> tuple[tuple[Float[Array, "B W D"], ...], Routing]:
-    """Returns (the result of the routed experts and that of the shared expert, to be added; routing)."""
+    """Returns (the result of the routed experts and that of the shared expert, to be added; routing).
+
+    counts: rows that do not count visit no routed expert (a kernel that chooses lets them); None: all count.
+    """
     with jax.named_scope("moe_route"):
         whole = products.plain(x)
         logits = router_logits(p, whole)
     if mesh is not None:
         with jax.named_scope("moe_experts"):
-            y, r = expert_parallel(p, cfg, x, logits, mesh, kernels)
+            y, r = expert_parallel(p, cfg, x, logits, counts, mesh, kernels)
     else:
         rows = whole.reshape(-1, whole.shape[-1])
         with jax.named_scope("moe_route"):
-            r = choose(cfg, p.bias, logits.reshape(rows.shape[0], -1), kernels)
+            r = _counted(choose(cfg, p.bias, logits.reshape(rows.shape[0], -1), kernels), counts)
         with jax.named_scope("moe_experts"):
             if experts == "dense":
                 if kernels.experts == "mosaic_gpu":

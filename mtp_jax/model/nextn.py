@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.model.attention import latent_rows
-from mtp_jax.model.cache import LayerCache, PagedView
+from mtp_jax.model.cache import LayerCache, Views
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import linear, rms_norm, rope_angles, vocabulary_logits
 from mtp_jax.model.ops import write
@@ -30,7 +30,7 @@ def run(
     hidden: Float[Array, "B W D"],
     positions: Int[Array, "B W"],
     cache: LayerCache | None,
-    view: PagedView | None,
+    views: Views,
     on: Backend,
 ) -> tuple[Float[Array, "B W D"], Any]:
     """Layer ``k`` over rows (token, hidden of the token before it). Returns (z after the norm, cache).
@@ -40,7 +40,7 @@ def run(
     p: NextN = params.nextn[k]
     with jax.named_scope(f"nextn_{k}"):
         x = _merge(params, cfg, p, tokens, hidden, on)
-        x, added, cache, _ = block(p.layer, cfg, x, (), rope_angles(cfg, positions), cache, view, on)
+        x, added, cache, _ = block(p.layer, cfg, x, (), rope_angles(cfg, positions), cache, views, on)
         return rms_norm(plus(x, added), p.norm, cfg.rms_norm_eps), cache
 
 
@@ -121,7 +121,7 @@ def teacher_forced(
     For layer 0 ``tokens`` are the sequence from its second token on.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return run(params, cfg, k, tokens, hidden, positions, None, None, on)[0]
+    return run(params, cfg, k, tokens, hidden, positions, None, (), on)[0]
 
 
 def logits(params: Params, k: int, z: Float[Array, "*b D"]) -> Float[Array, "*b V"]:

@@ -23,8 +23,8 @@ from mtp_jax.model.mla import Form, Queries, absorb, attend, attend_in_blocks
 from mtp_jax.model.params import Fp8
 from mtp_jax.model.sharding import partition, sharded
 
-# Cached rows that attention on a CPU takes at a time: a quarter of the table, within these bounds. Fewer cost
-# more than they compute, more do not stay in a core's cache.
+# Cached rows that absorbed attention on a CPU takes at a time: a quarter of the table, within these bounds. Fewer
+# cost more than they compute, more do not stay in a core's cache.
 _BLOCK = 64, 128
 
 
@@ -144,7 +144,6 @@ def paged_attention(
     view: PagedView,
     *,
     scale: float,
-    form: Form,
     mesh: Mesh | None,
     kernels: Kernels = AUTO,
 ) -> tuple[Float[Array, "B W N v"], LayerCache]:
@@ -156,7 +155,7 @@ def paged_attention(
     With a mesh each device handles its own slots (``data``) and heads (``model``); the cache is replicated
     over ``model`` because all heads share it.
     """
-    rank = k_up.shape[-1]
+    rank, form = k_up.shape[-1], view.form
 
     def local(q, k_up, v_up, rows, cache, view):
         with jax.named_scope("cache_write"):
@@ -165,11 +164,12 @@ def paged_attention(
         with jax.named_scope("attend"):
             if form == "absorbed" and runs(kernels.attention, _check_decode, q, k_up, cache):
                 return _decode(q, k_up, v_up, cache, view, scale), cache
-            if form == "absorbed" and platform() == "cpu":
+            by_kernel = form == "naive" and runs(kernels.attention, _check_prefill, q, k_up, v_up)
+            if platform() == "cpu" and not by_kernel:
                 return _attend_seen(q, k_up, v_up, cache, view, scale), cache
             seen = view.visible.seen(view.page_table.shape[1] * cache.page_size)
             found = read_rows(cache, view.page_table, seen, v_up.dtype, rank)
-            if form == "naive" and runs(kernels.attention, _check_prefill, q, k_up, v_up):
+            if by_kernel:
                 return _prefill(q, k_up, v_up, found, view, scale), cache
             mask = view.visible.mask(q.rope.shape[1], found.shape[1])
             return attend(q, k_up, v_up, found, mask, scale, form), cache
@@ -191,7 +191,9 @@ def _attend_seen(
     """``attend`` over no more blocks of the cached rows than hold what any token sees."""
     columns, page, width = view.page_table.shape[1], cache.page_size, q.rope.shape[1]
     length = columns * page
-    each = min(max(int(np.clip(length // 4, *_BLOCK)) // page, 1), columns)
+    # Naive attention expands a block for as many tokens as the block has rows.
+    rows = int(np.clip(length // 4, *_BLOCK)) if view.form == "absorbed" else width
+    each = min(max(rows // page, 1), columns)
     table = jnp.pad(view.page_table, ((0, 0), (0, -columns % each)))
 
     def read(i: Int[Array, ""] | int) -> tuple[Float[Array, "B l c"], Bool[Array, "B W l"]]:
@@ -202,9 +204,9 @@ def _attend_seen(
         return read_rows(cache, pages, seen & inside, v_up.dtype, k_up.shape[-1]), mask & inside
 
     if columns == each:
-        return attend_in_blocks(q, k_up, v_up, read, 1, scale)
+        return attend_in_blocks(q, k_up, v_up, read, 1, scale, view.form)
     last = jnp.minimum(jnp.max(view.visible.end()), length)
-    return attend_in_blocks(q, k_up, v_up, read, -(-last // (each * page)), scale)
+    return attend_in_blocks(q, k_up, v_up, read, -(-last // (each * page)), scale, view.form)
 
 
 def _check_decode(q: Queries, k_up: Float[Array, "N h C"], cache: LayerCache) -> None:

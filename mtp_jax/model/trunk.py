@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from mtp_jax.model import attention as mla
 from mtp_jax.model import products
-from mtp_jax.model.cache import LayerCache, PagedView
+from mtp_jax.model.cache import LayerCache, Views
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.kernels import AUTO, Kernels
 from mtp_jax.model.layers import rms_norm, rope_angles, vocabulary_logits
@@ -19,6 +19,7 @@ from mtp_jax.model.moe import Experts, Routing, moe
 from mtp_jax.model.moe import takes_quantised as moe_takes_quantised
 from mtp_jax.model.ops import Form
 from mtp_jax.model.params import Layer, Moe, Params
+from mtp_jax.model.parts import join
 from mtp_jax.model.sharding import constrain
 
 
@@ -27,7 +28,7 @@ class Backend:
     """How a forward pass is carried out; never what it computes.
 
     Attributes:
-        form: MLA form: "naive" (prefill, training) or "absorbed" (decode).
+        form: MLA form of a pass without a cache; a view of a cache has its own.
         experts: "dense" or "sparse" (moe.py); with a mesh they always run in parallel.
         mesh: device mesh, None for one device.
         kernels: who computes the operations of products.py.
@@ -64,7 +65,7 @@ def block(
     added: Sequence[Float[Array, "B W D"]],
     angles: Float[Array, "B W 2 r"],
     cache: LayerCache | None,
-    view: PagedView | None,
+    views: Views,
     on: Backend,
 ) -> tuple[Float[Array, "B W D"], tuple[Float[Array, "B W D"], ...], LayerCache | None, Routing | None]:
     """A pre-norm decoder block of x and what the block before adds to it.
@@ -74,14 +75,15 @@ def block(
     where: dict[str, Any] = {"mesh": on.mesh, "kernels": on.kernels}
     readers = mla.takes_quantised(p.attention, x.dtype, **where)
     x, normed = products.norm(x, p.attention_norm, cfg.rms_norm_eps, readers, added=added, mesh=on.mesh)
-    out, cache = mla.attention(p.attention, cfg, normed, angles, cache, view, form=on.form, **where)
+    out, cache = mla.attention(p.attention, cfg, normed, angles, cache, views, form=on.form, **where)
     if isinstance(p.mlp, Moe):
         readers = moe_takes_quantised(p.mlp, x.dtype, **where)
     else:
         readers = (products.mlp_takes_quantised(p.mlp, x.dtype, **where),)
     x, normed = products.norm(x, p.mlp_norm, cfg.rms_norm_eps, readers, added=(out,), mesh=on.mesh)
     if isinstance(p.mlp, Moe):
-        added, routing = moe(p.mlp, cfg, normed, experts=on.experts, **where)
+        counts = join([v.written >= 0 for v in views], on.mesh) if views else None
+        added, routing = moe(p.mlp, cfg, normed, counts, experts=on.experts, **where)
     else:
         with jax.named_scope("mlp"):
             added, routing = (products.mlp(normed, p.mlp, **where),), None
@@ -100,16 +102,20 @@ def run(
     tokens: Int[Array, "B W"],
     positions: Int[Array, "B W"],
     caches: tuple[LayerCache, ...] | None,
-    view: PagedView | None,
+    views: Views,
     on: Backend,
 ) -> Traced:
-    """The trunk over a window of every slot, reading and extending the cache if there is one."""
+    """The trunk over rows of tokens, reading and extending the cache.
+
+    views: of each part (see ``parts``) that the rows consist of. Without a cache there are none, and every
+    token sees those before it.
+    """
     x, angles = embed(params.embed, tokens, on.mesh), rope_angles(cfg, positions)
     added, kept, routings = (), [], []
     for i, layer in enumerate(params.layers):
         with jax.named_scope(f"layer_{i}"):
             mine = caches[i] if caches else None
-            x, added, mine, routing = block(layer, cfg, x, added, angles, mine, view, on)
+            x, added, mine, routing = block(layer, cfg, x, added, angles, mine, views, on)
         kept += [] if mine is None else [mine]
         routings += [] if routing is None else [routing]
     hidden = rms_norm(products.plus(x, added), params.norm, cfg.rms_norm_eps)
@@ -128,7 +134,7 @@ def forward_traced(
 ) -> Traced:
     """``forward`` with the routing of every MoE layer."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return run(params, cfg, tokens, positions, None, None, on)
+    return run(params, cfg, tokens, positions, None, (), on)
 
 
 def logits(params: Params, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:

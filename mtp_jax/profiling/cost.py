@@ -14,7 +14,7 @@ import numpy as np
 
 from mtp_jax.bench import cost
 from mtp_jax.bench.cost import Weights
-from mtp_jax.decode.keys import PrefillKey, StepKey
+from mtp_jax.decode.keys import StepKey
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Fp8, Params, type_of
 
@@ -44,7 +44,7 @@ def _one_byte_each(weight: Any) -> np.ndarray:
 
 
 def of_launch(
-    key: StepKey | PrefillKey, cfg: ModelConfig, params: Params, page_size: int, dtype: str, shards: int
+    key: StepKey, cfg: ModelConfig, params: Params, page_size: int, dtype: str, shards: int
 ) -> Work:
     """The work of one launch of an executable, over all devices; padding counts, as it is computed too."""
     itemsize = type_of[dtype].dtype.itemsize
@@ -55,31 +55,31 @@ def of_launch(
     head, trunk = Part(*map(cost.of_head, both)), Part(*map(cost.of_trunk, both))
     cached = key.pages * page_size
 
-    def run(part: Part, layers: int, slots: int, width: int) -> Work:
-        """One pass of ``width`` tokens in each slot."""
-        rows, experts = slots * width, expected_experts(cfg, slots * width)
+    def run(part: Part, layers: int, *rows: tuple[int, int]) -> Work:
+        """One pass over rows of so many sequences, so many tokens in each."""
+        count = sum(slots * width for slots, width in rows)
+        experts = expected_experts(cfg, count)
         active = part.count.touched(min(cfg.num_experts_per_tok or 0, experts))
-        weights = Work(part.bytes.touched(experts), 2 * rows * active)
         latent = cfg.latent_dim * layers
-        attention = 4 * rows * cached * cfg.num_attention_heads * latent
-        return weights + Work(slots * cached * latent * itemsize, attention)
+        attention = 4 * count * cached * cfg.num_attention_heads * latent
+        read = sum(slots for slots, _ in rows) * cached * latent * itemsize
+        return Work(part.bytes.touched(experts), 2 * count * active) + Work(read, attention)
 
     def extend(slots: int, width: int) -> list[Work]:
         """The NextN rows of known tokens: of the last layer nothing but its rows."""
-        passes = [run(p, 1, slots, width) for p in nextn[:-1]]
-        return [*passes, *(run(p, 0, slots, width) for p in rows_only[-1:])]
+        passes = [run(p, 1, (slots, width)) for p in nextn[:-1]]
+        return [*passes, *(run(p, 0, (slots, width)) for p in rows_only[-1:])]
 
-    if isinstance(key, PrefillKey):
-        rows = key.prompts * shards
-        passes = [run(trunk, cfg.num_hidden_layers, rows, key.tokens), run(head, 0, rows, 1)]
-        return sum(passes + extend(rows, key.tokens), Work(0, 0))
-    window = key.depth + 1
-    passes = [run(trunk, cfg.num_hidden_layers, key.slots, window), run(head, 0, key.slots, window)]
+    one, windows, chunk = (key.slots, 1), (key.slots, key.depth + 1), (key.prompts * shards, key.tokens)
+    scored = run(head, 0, windows, (chunk[0], 1))
+    passes = [run(trunk, cfg.num_hidden_layers, windows, chunk), scored]
     if key.depth:  # without drafts NextN entries are deferred
-        passes += [run(head, 0, key.slots, 1)] * key.depth
-        passes += [run(p, 0, key.slots, 1) for p in rows_only[1 : key.depth]]
-        passes += [run(nextn[k % len(nextn)], 1, key.slots, 1) for k in range(key.depth)]
-        passes += extend(key.slots, window)
+        passes += [run(head, 0, one)] * key.depth
+        passes += [run(p, 0, one) for p in rows_only[1 : key.depth]]
+        passes += [run(nextn[k % len(nextn)], 1, one) for k in range(key.depth)]
+        passes += extend(*windows)
+    if key.tokens:
+        passes += extend(*chunk)
     return sum(passes, Work(0, 0))
 
 

@@ -14,7 +14,7 @@ import jax
 from mtp_jax.api.local import local_runner
 from mtp_jax.bench.report import Spread, environment
 from mtp_jax.bench.subject import Subject
-from mtp_jax.decode.keys import PrefillKey, StepKey, name_of
+from mtp_jax.decode.keys import StepKey, name_of
 from mtp_jax.engine.engine import Engine
 from mtp_jax.errors import MtpJaxError
 from mtp_jax.profiling import compiles, cost, machine, trace, workload
@@ -65,7 +65,7 @@ def profile(subject: Subject, options: Options, out: Path) -> Profile:
     for key in runner.keys:
         text = runner.programs.program(key).as_text()
         (out / "hlo" / f"{name_of(key)}.txt").write_text(text, encoding="utf-8")
-        if f"jit_{name_of(key)}" in ran and isinstance(key, StepKey | PrefillKey):
+        if f"jit_{name_of(key)}" in ran and isinstance(key, StepKey):
             scopes[f"jit_{name_of(key)}"] = scopes_of(text)
             programs.append(_program(subject, engine, key, found))
     result = Profile(
@@ -131,7 +131,7 @@ def _refuse(late: Sequence[Compile]) -> None:
         )
 
 
-def _program(subject: Subject, engine: Engine, key: StepKey | PrefillKey, found: trace.Trace) -> Program:
+def _program(subject: Subject, engine: Engine, key: StepKey, found: trace.Trace) -> Program:
     spans = [
         end - start for (m, _), (start, end) in trace.launches(found).items() if m == f"jit_{name_of(key)}"
     ]

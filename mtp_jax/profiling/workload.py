@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from mtp_jax.bench.subject import Subject, prompts_for
-from mtp_jax.decode.keys import Key, PrefillKey
 from mtp_jax.engine.buckets import keys_for
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request, SamplingParams
@@ -62,18 +61,14 @@ def start(
         if not engine.scheduler.waiting and (request := next(feed, None)):
             engine.submit(request)
         before = engine.launches
-        while engine.busy and engine.launches == before:  # it may have first tokens to hand on
+        while engine.busy and engine.launches == before:  # it may only have read
             engine.step()
 
     another = [engine.make_request(p, short) for p in prompts[decoding:][:1]]
-    prefills = [k for k in _keys(engine, another) if isinstance(k, PrefillKey)]
-    engine.runner.compile([*_keys(engine, running), *prefills])
+    every = [*running, *another]
+    engine.runner.compile(keys_for(engine.config, every, engine.shards, slots=0, pages=engine.pages))
     _settle(engine, running, step)
     return Workload(engine, step)
-
-
-def _keys(engine: Engine, requests: list[Request]) -> list[Key]:
-    return keys_for(engine.config, requests, engine.shards, slots=0, pages=engine.pages)
 
 
 def _settle(engine: Engine, running: list[Request], step: Callable[[], None]) -> None:

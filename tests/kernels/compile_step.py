@@ -117,7 +117,7 @@ def compile_program(mesh: Mesh, function: Any, *inputs: Any, dump: Path) -> Prog
 
 def backend(mesh: Mesh) -> Backend:
     """Decoding, on a mesh if it has more than one device."""
-    return Backend("absorbed", "sparse", mesh if mesh.size > 1 else None)
+    return Backend(mesh=mesh if mesh.size > 1 else None)
 
 
 def compile_step(layers: int, mesh: Mesh, dump: Path) -> Program:
@@ -152,7 +152,7 @@ def layers_of(mesh: Mesh, layers: int, on: Backend) -> tuple[Any, tuple[Any, ...
         view = PagedView(table, positions, chain(positions[:, 0], DEPTH + 1))
         angles, added, kept = rope_angles(cfg, positions), (), []
         for p, mine in zip(params, pages, strict=True):
-            x, added, mine, _ = block(p, cfg, x, added, angles, mine, view, on)
+            x, added, mine, _ = block(p, cfg, x, added, angles, mine, (view,), on)
             kept.append(mine)
         return plus(x, added), kept
 

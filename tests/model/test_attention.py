@@ -18,7 +18,7 @@ from mtp_jax.model.layers import rope_angles
 from mtp_jax.model.mla import prefill_form
 from mtp_jax.model.ops import Queries, attend, paged_attention
 from mtp_jax.model.params import Attention
-from mtp_jax.model.trunk import Backend
+from mtp_jax.model.trunk import UNSHARDED
 from mtp_jax.model.visible import chain
 from tests.golden import expected, model_dir
 from tests.models import TINY, rigged
@@ -37,7 +37,7 @@ def block(name: str) -> tuple[Attention, np.ndarray, np.ndarray]:
     p = rigged(cfg).layers[0].attention
     x = jnp.asarray(np.random.default_rng(1).normal(size=(B, T, cfg.hidden_size)), jnp.float32)
     positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-    out, _ = attention(p, cfg, x, rope_angles(cfg, positions), None, None, form="naive", mesh=None)
+    out, _ = attention(p, cfg, x, rope_angles(cfg, positions), None, (), form="naive", mesh=None)
     return p, np.asarray(x), np.asarray(out)
 
 
@@ -46,7 +46,8 @@ def compiled(name: str, form: str):
     def run(x, positions, cache, view):
         cfg: ModelConfig = CONFIGS[name]
         angles = rope_angles(cfg, jnp.maximum(positions, 0))
-        return attention(block(name)[0], cfg, x, angles, cache, view, form=form, mesh=None)  # type: ignore[arg-type]
+        views = (view.replace(form=form),)
+        return attention(block(name)[0], cfg, x, angles, cache, views, form="naive", mesh=None)
 
     return jax.jit(run)
 
@@ -117,7 +118,7 @@ def test_blocks_of_the_cache_equal_all_of_it(monkeypatch, columns):
 
     @jax.jit
     def attended(cache, view):
-        no_rows: dict[str, Any] = {"scale": 0.3, "form": "absorbed", "mesh": None}
+        no_rows: dict[str, Any] = {"scale": 0.3, "mesh": None}
         return paged_attention(q, p.k_up, p.v_up, None, cache, view, **no_rows)[0]
 
     found = {}
@@ -198,7 +199,7 @@ def test_distance_of_an_fp8_cache(form):
     @jax.jit
     def logits(cache):
         layers = (cache,) * cfg.num_hidden_layers
-        traced = trunk.run(found.params, cfg, tokens, view.written, layers, view, Backend(form))
+        traced = trunk.run(found.params, cfg, tokens, view.written, layers, (view.replace(form=form),), UNSHARDED)
         return trunk.logits(found.params, traced.hidden)[0]
 
     def error(fp8):

@@ -108,7 +108,7 @@ class NextN:
             visible = nextn.seen_by_draft(k, layers, s.length, s.active)
             view = PagedView(table, jnp.where(s.active, position, -1)[:, None], visible)
             window, cache[layer] = nextn.run(
-                params, cfg, layer, token[:, None], z[:, None], position[:, None], cache[layer], view, on
+                params, cfg, layer, token[:, None], z[:, None], position[:, None], cache[layer], (view,), on
             )
             z = window[:, 0]
             with jax.named_scope("draft_sample"):
@@ -172,9 +172,10 @@ class NextN:
             return jnp.concatenate([slots.pending[:, k : k + 1], merged[k][:, :-1]], axis=1)
 
         for k in range(last):
-            view = PagedView(table, nextn.existing(k, seen.positions), nextn.seen(k, seen.positions))
+            rows, visible = nextn.existing(k, seen.positions), nextn.seen(k, seen.positions)
+            view = PagedView(table, rows, visible, seen.form)
             z, cache[k] = nextn.run(
-                params, cfg, k, seen.tokens, before(k), seen.positions, cache[k], view, on
+                params, cfg, k, seen.tokens, before(k), seen.positions, cache[k], (view,), on
             )
             merged.append(z)
         cache[last] = nextn.write_cache(

@@ -8,6 +8,8 @@ from jaxtyping import Array, Float, Int
 from mtp_jax.decode.drafter.sampler import DraftSampler
 from mtp_jax.decode.keys import Topology
 from mtp_jax.decode.state import DrafterState, Slots, StateShape
+from mtp_jax.errors import ConfigError
+from mtp_jax.model.mla import Form
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Backend
 
@@ -36,12 +38,14 @@ class Committed(struct.PyTreeNode):
         positions: of the tokens; -1 for those that do not count.
         features: the hidden states that ``Drafter.features`` names, in that order.
         count: tokens that count.
+        form: MLA form in which layers attend to them.
     """
 
     tokens: Int[Array, "B W"]
     positions: Int[Array, "B W"]
     features: tuple[Float[Array, "B W D"], ...]
     count: Int[Array, " B"]
+    form: Form = struct.field(pytree_node=False, default="absorbed")
 
 
 @runtime_checkable
@@ -107,3 +111,11 @@ class Drafter(Protocol):
     def resume(self, own: DrafterState, slot: Int[Array, ""], page: Int[Array, ""]) -> DrafterState:
         """Begin a sequence in ``slot``, of all slots, that goes on from the end of ``page``."""
         ...
+
+
+def features_of(drafter: Drafter, hidden: Float[Array, "B W D"]) -> tuple[Float[Array, "B W D"], ...]:
+    """The hidden states that the drafter observes. Raises ConfigError for layers that are not handed on."""
+    if any(layer != -1 for layer in drafter.features):
+        name, wanted = type(drafter).__name__, drafter.features
+        raise ConfigError(f"features = {wanted} of {name}: only -1, the final norm's, is handed on")
+    return (hidden,) * len(drafter.features)

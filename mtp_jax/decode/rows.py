@@ -1,0 +1,24 @@
+"""The rows that one part of a step puts through the trunk: the windows of slots, or the chunk of prompts."""
+
+from typing import NamedTuple
+
+from jaxtyping import Array, Int
+
+from mtp_jax.decode.state import Slots
+from mtp_jax.model.cache import PagedView
+
+
+class Rows(NamedTuple):
+    """One part.
+
+    Attributes:
+        slots: of each sequence, from before the step.
+        tokens: padded to W.
+        positions: of the tokens, whether they count or not.
+        view: where they are written, and what they see.
+    """
+
+    slots: Slots
+    tokens: Int[Array, "B W"]
+    positions: Int[Array, "B W"]
+    view: PagedView
