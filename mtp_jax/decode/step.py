@@ -163,7 +163,9 @@ def _windows(state: State, drafts: Drafts, pages: int) -> Rows:
     return Rows(s, tokens, positions, PagedView(s.page_table[:, :pages], written, chain(s.length, count)))
 
 
-def _logits(params: Params, hidden: list[Float[Array, "B W D"]], on: Backend) -> list[Float[Array, "B W V"]]:
+def _logits(
+    params: Params, hidden: list[Float[Array, "_B _W D"]], on: Backend
+) -> list[Float[Array, "_B _W V"]]:
     """Of every part, by one product."""
     return split(trunk.logits(params, join(hidden, on.mesh)), [h.shape[:2] for h in hidden], on.mesh)
 

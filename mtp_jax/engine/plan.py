@@ -63,7 +63,7 @@ class Planner:
         """
         yield Admit()
         before = len(inflight)
-        if any(r.matcher for r in self._steppable()):
+        if any(r.matcher for r in self._scheduler.running()):
             # What a grammar allows depends on the newest tokens: nothing may be in flight.
             yield Read(before)
             before = 0
@@ -74,39 +74,35 @@ class Planner:
 
     def _step(self) -> Step | None:
         """The next step, once its requests have the pages for it; others may lose theirs."""
-        running, prompts = self._steppable(), self._prompts()
+        running, prompts = self._work()
         if not running and not prompts:
             return None
         key, depth = self._choose(running, prompts), -1
         while depth < key.depth:
             depth = key.depth
             if self._scheduler.grow(running, depth):
-                running, prompts = self._steppable(), self._prompts()
+                running, prompts = self._work()
                 if not running and not prompts:
                     return None
                 # With fewer requests the cheapest program may be a deeper one, whose drafts need pages, too.
                 key = self._cover(running, prompts, depth if running else 0)
         return Step(key, running, prompts)
 
-    def _steppable(self) -> list[Request]:
-        """Requests that draft and verify; none if every one may already have ended in an unread launch.
+    def _work(self) -> tuple[list[Request], Prompts | None]:
+        """Requests that draft and verify, and the chunk to take along.
 
-        A useless step costs more than waiting.
+        There are no such requests if every one may already have ended in an unread launch, as a useless step
+        costs more than waiting; a chunk makes it useful. As many prompts go along as a program takes.
         """
-        live = self._scheduler.running()
-        if all(r.unread and r.rows_bound - len(r.prompt) >= r.max_tokens for r in live):
-            return []
-        return live
-
-    def _prompts(self) -> Prompts | None:
-        """The chunk to take along: as many prompts per shard as a program takes."""
+        running = self._scheduler.running()
         prompts = next_prompts(self._config, self._scheduler.prefilling())
         if prompts is None:
-            return None
-        running, most = self._steppable(), max(map(len, prompts.requests))
+            ended = all(r.unread and r.rows_bound - len(r.prompt) >= r.max_tokens for r in running)
+            return [] if ended else running, None
+        most = max(map(len, prompts.requests))
         while most > 1 and not self._runner.find(step_key(self._config, running, 0, prompts.first(most))):
             most //= 2
-        return prompts.first(most)
+        return running, prompts.first(most)
 
     def _choose(self, running: list[Request], prompts: Prompts | None) -> StepKey:
         """The program for a step over these: the deepest, or adaptively the fastest."""

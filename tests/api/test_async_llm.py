@@ -18,7 +18,6 @@ from mtp_jax import (
     Stream,
 )
 from mtp_jax.api.local import local_runner
-from mtp_jax.engine.plan import first_tokens_next
 from mtp_jax.engine.request import Request
 from tests.golden import model_dir
 from tests.models import slowed
@@ -198,52 +197,6 @@ def test_a_stuck_step_shows_in_its_age(llm):
             await until(lambda: allm.step_age == 0)
 
     asyncio.run(run())
-
-
-def test_who_asks_again_at_once_does_not_miss_a_step(llm, monkeypatch):
-    """While the device is busy, the next launch waits, here for long, for free slots to fill."""
-    users = 2
-    live, step = [], llm.engine.step
-    monkeypatch.setattr(
-        llm.engine, "step", lambda: live.append(len(list(llm.engine.scheduler.live()))) or step()
-    )
-    monkeypatch.setattr(llm.engine.planner, "work_ahead", lambda inflight: 1.0 if users == 2 else 0.0)
-
-    async def run() -> None:
-        async with serving(llm) as allm:
-
-            async def user(lengths: list[int]) -> None:
-                nonlocal users
-                for count in lengths:
-                    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-                    await last(allm.generate(PROMPTS[0], params))
-                users -= 1
-
-            await asyncio.gather(user([4, 9, 30]), user([7, 12, 5, 8, 25]))
-
-    asyncio.run(run())
-    together = live[live.index(2) :]
-    assert together == sorted(together, reverse=True)
-    assert together.count(2) > 8
-
-
-def test_first_tokens_are_not_waited_with(llm, monkeypatch):
-    """The wait is for the next launch, and a step that only reads launches nothing."""
-    engine, reads, waits = llm.engine, [], []
-    step = engine.step
-    monkeypatch.setattr(engine, "step", lambda: reads.append(first_tokens_next(engine._inflight)) or step())
-    monkeypatch.setattr(
-        engine.planner, "work_ahead", lambda inflight: waits.append(first_tokens_next(inflight)) or 0.0
-    )
-
-    async def run() -> None:
-        async with serving(llm) as allm:
-            await last(allm.generate(PROMPTS[0], GREEDY))
-
-    asyncio.run(run())
-    assert reads.count(True) == 1
-    assert waits.count(False) > 3
-    assert not any(waits)
 
 
 def test_time_runs_from_arrival_whatever_makes_the_prompt_takes(llm):

@@ -386,7 +386,7 @@ def test_an_open_stream_is_prepared_for_once(directory):
     with contextlib.closing(llm.stream(PROMPT, GREEDY)) as stream:
         next(stream)
         (output,) = llm.generate(PROMPT, GREEDY)
-        assert {k.slots for k in llm.engine.runner.keys if isinstance(k, StepKey)} == {1, 2}
+        assert {k.slots for k in llm.engine.runner.keys if isinstance(k, StepKey)} == {0, 1, 2}
         *_, last = stream
     assert tokens(last) == tokens(output)
 

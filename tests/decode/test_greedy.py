@@ -13,7 +13,7 @@ from mtp_jax.decode import step as module
 from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.greedy import best_tokens
 from mtp_jax.decode.keys import ACCEPTED, SamplingMode
-from mtp_jax.decode.prefill import Chunk, prefill
+from mtp_jax.decode.host import Chunk
 from mtp_jax.decode.sampling import argmax
 from mtp_jax.decode.state import StateShape, abstract_state, empty_state
 from mtp_jax.model.layers import vocabulary_logits
@@ -47,7 +47,7 @@ DRAFTER = build(TINY)
 
 
 def test_steps_are_the_same(monkeypatch):
-    params, on, slots, depth, window = rigged(noise=0.1), Backend("absorbed"), 8, 3, 3
+    params, on, slots, depth, window = rigged(noise=0.1), Backend(), 8, 3, 3
     fixed: dict[str, Any] = {"cfg": TINY, "drafter": DRAFTER, "pages": 1, "on": on}
     rng = np.random.default_rng(1)
     tokens = jnp.asarray(rng.integers(2, TINY.vocab_size, (slots, window)), jnp.int32)
@@ -71,7 +71,7 @@ def test_steps_are_the_same(monkeypatch):
             none - 1,
             jnp.full((slots, words), 2**32 - 1, jnp.uint32),
         )
-        begin = functools.partial(prefill, logprobs=None, prompt_logprobs=None, **fixed)
+        begin = functools.partial(module.step, slots=0, depth=0, mode=SamplingMode(), **fixed)
         state, _ = jax.jit(begin)(params, state, chunk)
         step = jax.jit(functools.partial(module.step, slots=slots, depth=depth, mode=SamplingMode(), **fixed))
         results = []

@@ -110,7 +110,7 @@ def test_committed_length(cfg, params):
 @functools.partial(jax.jit, static_argnames="depth")
 def next_drafts(params: Params, state: State, depth: int = 3) -> jax.Array:
     """NextN logits [B, K, V] of the drafts that the next step would make."""
-    on, s = Backend("absorbed", "dense"), state.slots
+    on, s = Backend(experts="dense"), state.slots
     drafts, _ = NextN(TINY).propose(params, state.drafter, s, s.page_table, depth, DraftSampler(), on)
     assert drafts.logits is not None
     return drafts.logits
@@ -135,7 +135,7 @@ def test_warm_draft_cache(depth, compiled, monkeypatch):
             runner,
             "cover",
             lambda need: cover(
-                replace(need, depth=max(need.depth, compiled)) if isinstance(need, StepKey) else need
+                replace(need, depth=max(need.depth, compiled)) if need.slots else need
             ),
         )
     text = [*PROMPTS[5], *reference().speculate(PROMPTS[5], 24).ids]

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from mtp_jax.api.local import local_runner
-from mtp_jax.decode.keys import DraftKey, PrefillKey, SamplingMode, StepKey, buckets, name_of
+from mtp_jax.decode.keys import DraftKey, SamplingMode, StepKey, buckets, name_of
 from mtp_jax.decode.state import State
 from mtp_jax.decode.step import accept_drafts
 from mtp_jax.engine.request import SamplingParams
@@ -32,16 +32,28 @@ def test_every_program_of_an_engine_has_a_name_of_its_own():
     keys = [
         *(StepKey(b, k, p, mode) for b in (1, 8) for k in (0, 3) for p in pages for mode in modes),
         *(
-            PrefillKey(t, p, own, prompt, count)
+            StepKey(b, b, p, mode, None, t, count, prompt)
+            for b in (0, 8)
             for t in (16, 256)
             for p in pages
-            for own in widths
+            for mode in modes
             for prompt in widths
             for count in (1, 4)
         ),
         *(DraftKey(k, p) for k in (1, 3) for p in pages),
     ]
     assert len({name_of(key) for key in keys}) == len(keys)
+
+
+def chunk(
+    tokens: int,
+    pages: int,
+    logprobs: int | None = None,
+    scores: int | None = None,
+    prompts: int = 1,
+    slots: int = 0,
+) -> StepKey:
+    return StepKey(slots, 0, pages, replace(PLAIN, logprobs=logprobs), None, tokens, prompts, scores)
 
 
 @pytest.mark.parametrize(
@@ -58,14 +70,20 @@ def test_every_program_of_an_engine_has_a_name_of_its_own():
         (StepKey(4, 3, 8, replace(BLOCK, drafting="greedy")), StepKey(4, 3, 8, BLOCK), False),
         (StepKey(4, 3, 8, replace(PLAIN, logprobs=5)), StepKey(4, 3, 8, replace(PLAIN, logprobs=0)), True),
         (StepKey(4, 3, 8, PLAIN), StepKey(4, 3, 8, replace(PLAIN, logprobs=0)), False),
-        (PrefillKey(16, 4), PrefillKey(16, 4), True),
-        (PrefillKey(16, 4), PrefillKey(1, 1), True),
-        (PrefillKey(16, 4), PrefillKey(17, 4), False),
-        (PrefillKey(16, 4), PrefillKey(16, 5), False),
-        (PrefillKey(16, 4), PrefillKey(16, 4, 0), False),
-        (PrefillKey(16, 4, 5), PrefillKey(16, 4, 0), True),
-        (PrefillKey(16, 4, 5), PrefillKey(16, 4, 0, 0), False),
-        (PrefillKey(16, 4, 5, 5), PrefillKey(16, 4, None, 0), True),
+        (chunk(16, 4), chunk(16, 4), True),
+        (chunk(16, 4), chunk(1, 1), True),
+        (chunk(16, 4), chunk(17, 4), False),
+        (chunk(16, 4), chunk(16, 5), False),
+        (chunk(16, 4, prompts=4), chunk(16, 4, prompts=2), True),
+        (chunk(16, 4), chunk(16, 4, prompts=2), False),
+        (chunk(16, 4), chunk(16, 4, 0), False),
+        (chunk(16, 4, 5), chunk(16, 4, 0), True),
+        (chunk(16, 4, 5), chunk(16, 4, 0, 0), False),
+        (chunk(16, 4, 5, 5), chunk(16, 4, None, 0), True),
+        (chunk(16, 8, slots=4), StepKey(4, 0, 8, PLAIN), False),
+        (StepKey(4, 0, 8, PLAIN), chunk(16, 8, slots=4), False),
+        (chunk(16, 8, slots=4), chunk(16, 8), True),
+        (chunk(16, 8), chunk(16, 8, slots=1), False),
     ],
 )
 def test_covers(own, need, able):
@@ -98,7 +116,7 @@ def test_ctrl_c_waits_for_no_program_that_is_being_compiled(monkeypatch):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            programs.compile([PrefillKey(16, 1), PrefillKey(16, 2)])
+            programs.compile([StepKey(1, 0, 1, PLAIN), StepKey(1, 0, 2, PLAIN)])
     finally:
         signal.signal(signal.SIGINT, before)
     assert not ended.is_set()
@@ -124,7 +142,7 @@ def test_an_uncovered_need_is_an_error_not_a_compilation():
         engine.runner.cover(StepKey(1, 3, 1, PLAIN))
     engine.submit(engine.make_request([5, 6], GREEDY))
     with pytest.raises(ConfigError, match="compile it first"):
-        engine.runner.cover(PrefillKey(1, 1))
+        engine.runner.cover(chunk(1, 1))
     assert len(engine.runner.keys) == 0
     assert DraftKey(1, 1) not in local_runner(engine).programs
 
@@ -186,7 +204,7 @@ def test_the_state_is_donated():
     request = engine.make_request(prompts(1)[0], GREEDY)
     serve(engine, [(prompts(1)[0], GREEDY)])
     gone = 0
-    for name in ("admit", "prefill", "step", "update"):
+    for name in ("admit", "step", "update"):
         run = getattr(programs, name)
 
         def donating(*args, run=run):
@@ -208,7 +226,7 @@ def test_the_state_is_donated():
         engine.abort(request)
         engine.step()
     finally:
-        for name in ("admit", "prefill", "step", "update"):
+        for name in ("admit", "step", "update"):
             delattr(programs, name)
     assert gone >= 5
 

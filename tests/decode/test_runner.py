@@ -12,7 +12,7 @@ import pytest
 from mtp_jax.api.local import local_runner
 from mtp_jax.decode.drafter.nextn import DEFERRED
 from mtp_jax.decode.host import Chunk, Runner, SlotRow
-from mtp_jax.decode.keys import DraftKey, PageKey, PrefillKey, SamplingMode, StepKey
+from mtp_jax.decode.keys import DraftKey, PageKey, SamplingMode, StepKey
 from mtp_jax.decode.runner import LocalRunner
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
@@ -64,16 +64,16 @@ class Stub:
         self.drafter = runner.programs.drafter
         for name in ("admit", "move", "update", "write_pages"):
             setattr(self, name, self._of(name))
-        for name in ("step", "prefill", "flush", "draft_phase", "verify_phase"):
+        for name in ("step", "flush", "draft_phase", "verify_phase"):
             setattr(self, name, self._of(name, lambda name=name: self._result(name)))
         self.draft = self._of("draft", lambda: np.zeros((1, 3)), state=False)
         self.read_pages = self._of("read_pages", lambda: np.zeros((2, 3)), state=False)
 
     def _result(self, name: str) -> Any:
-        result = SimpleNamespace(packed=Arriving(self.log, name), logprobs=None, tokens=np.zeros((1, 0)))
         if name == "flush":
             return Arriving(self.log, name)
-        return SimpleNamespace(first=result, prompt=None) if name == "prefill" else result
+        nothing: dict[str, Any] = {"logprobs": None, "prompt": None, "tokens": np.zeros((1, 0))}
+        return SimpleNamespace(packed=Arriving(self.log, name), **nothing)
 
     def _of(
         self, name: str, result: Callable[[], Any] | None = None, state: bool = True
@@ -104,7 +104,6 @@ OPERATIONS: dict[str, Callable[[LocalRunner], Any]] = {
     "admit": lambda r: r.admit(0, SlotRow(*[NOTHING] * 5), None),
     "move": lambda r: r.move(1, 0),
     "update": lambda r: r.update(np.ones(4, bool), np.zeros((4, 4), np.int32)),
-    "prefill": lambda r: r.prefill(PrefillKey(16, 1), Chunk(*[NOTHING] * 8)),
     "step": lambda r: r.step(DEEP),
     "draft": lambda r: r.draft(DraftKey(3, 1), 0),
     "read_pages": lambda r: r.read_pages(0, [1]),
@@ -115,6 +114,17 @@ OPERATIONS: dict[str, Callable[[LocalRunner], Any]] = {
 def test_every_operation_is_tried():
     on_the_host = {"compile", "cover", "find", "keys"}
     assert {*OPERATIONS, *on_the_host} == {n for n in vars(Runner) if not n.startswith("_")}
+
+
+def test_a_chunk_waits_for_deferred_work_and_defers_none():
+    runner, log = stubbed()
+    filling = replace(PLAIN, tokens=16, prompts=1)
+    runner.step(PLAIN)
+    log.clear()
+    for _ in range(2):
+        runner.step(filling, Chunk(*[NOTHING] * 8))
+    runner.step(DEEP)
+    assert [e for e in log if " " not in e] == ["flush", "step", "step", "step"]
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -143,7 +153,7 @@ def test_a_structured_step_defers_its_work_too():
     runner, log = stubbed()
     with pytest.raises(ValueError, match="masks"):
         runner.step(STRUCTURED)
-    runner.step(STRUCTURED, lambda drafts: np.zeros((1, 1, 2), np.uint32))
+    runner.step(STRUCTURED, None, lambda drafts: np.zeros((1, 1, 2), np.uint32))
     runner.move(1, 0)
     assert [e for e in log if " " not in e] == ["draft_phase", "verify_phase", "flush", "move"]
 

@@ -18,7 +18,7 @@ from scipy import stats
 
 from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.keys import ACCEPTED, DRAFTED, SamplingMode
-from mtp_jax.decode.prefill import Chunk, prefill
+from mtp_jax.decode.host import Chunk
 from mtp_jax.decode.sampling import adjust, distribution, neutral_state
 from mtp_jax.decode.state import State, StateShape, abstract_state, empty_state
 from mtp_jax.decode.step import draft_phase, step, verify_phase
@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "top_p": {"top_p": 0.8},
     "penalties": {"repetition": 1.5, "frequency": 0.4, "presence": 0.3},
 }
-ON = Backend("absorbed", "dense")
+ON = Backend(experts="dense")
 DRAFTER = build(CFG)
 
 
@@ -99,16 +99,14 @@ def emitted(drafting: Any, verifier: Any, grammar: bool = False) -> Emitted:
     chunk = Chunk(
         each, full(0), full(len(PROMPT)), full(True, bool), tokens, -jnp.ones_like(tokens), full(-1), first
     )
-    begin = functools.partial(
-        prefill, cfg=CFG, drafter=DRAFTER, pages=1, logprobs=None, prompt_logprobs=None, on=ON
-    )
     mode = SamplingMode(drafting, verifier)
     fixed: dict[str, Any] = {"cfg": CFG, "drafter": DRAFTER, "pages": 1, "mode": mode, "on": ON}
+    begin = functools.partial(step, slots=0, depth=0, **fixed)
     propose = functools.partial(draft_phase, slots=slots, depth=DEPTH, **fixed)
     # Depths 1, 2, 3 and sometimes 0.
     state = start(np.where(np.arange(slots) % 7 == 0, 0, 1 + np.arange(slots) % DEPTH))
     state, first = jax.jit(begin, donate_argnums=1)(params(), state, chunk)
-    columns, accepted, drafted = [np.asarray(first.first.packed)[:, :1]], 0, 0
+    columns, accepted, drafted = [np.asarray(first.packed)[:, :1]], 0, 0
     whole = jax.jit(functools.partial(step, slots=slots, depth=DEPTH, **fixed), donate_argnums=1)
     halves = (
         jax.jit(propose, donate_argnums=1),

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from mtp_jax.decode.host import Chunk, Covering, Flush, MaskMaker, PageData, Result, SlotRow
-from mtp_jax.decode.keys import EXTRA_COLUMNS, DraftKey, Finish, Key, PrefillKey, StepKey
+from mtp_jax.decode.host import Chunk, Flush, MaskMaker, PageData, Result, SlotRow
+from mtp_jax.decode.keys import EXTRA_COLUMNS, DraftKey, Finish, Key, StepKey
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.errors import ConfigError
@@ -62,13 +62,13 @@ class Device:
         self._compiled |= dict.fromkeys(keys)
         self._covering.clear()
 
-    def find(self, need: Covering) -> Covering | None:
+    def find(self, need: StepKey) -> StepKey | None:
         if need not in self._covering:
-            able = [k for k in self._compiled if isinstance(k, type(need)) and k.covers(need)]
+            able = [k for k in self._compiled if isinstance(k, StepKey) and k.covers(need)]
             self._covering[need] = min(able, key=lambda k: k.cost, default=None)
         return self._covering[need]
 
-    def cover(self, need: Covering) -> Covering:
+    def cover(self, need: StepKey) -> StepKey:
         found = self.find(need)
         if found is None:
             raise ConfigError(f"no program covers {need}")
@@ -107,53 +107,53 @@ class Device:
         row.active = finish is Finish.RUNNING
         return tokens, finish
 
-    def _launch(self, name: str, emitted: list[tuple[list[int], Finish]], width: int) -> Late:
+    def step(self, key: StepKey, chunk: Chunk | None = None, masks: MaskMaker | None = None) -> Late:
+        assert not key.mode.structured
+        assert (chunk is None) == (not key.tokens)
+        emitted = [self._window(key, slot) for slot in range(key.slots)]
+        if chunk is not None:
+            assert 1 <= len(chunk.slot) == key.prompts * self.shards
+            emitted += [self._prefill(key, chunk, g) for g in range(len(chunk.slot))]
+        width = key.depth + 1
         packed = np.full((len(emitted), width + EXTRA_COLUMNS), -1, np.int32)
         for i, (tokens, finish) in enumerate(emitted):
+            drafted = key.depth if i < key.slots else 0
             packed[i, : len(tokens)] = tokens
-            packed[i, width:] = [len(tokens), max(len(tokens) - 1, 0), width - 1, finish]
+            packed[i, width:] = [len(tokens), max(len(tokens) - 1, 0), drafted, finish]
+        stepped = any(tokens for tokens, _ in emitted[: key.slots])
+        filled = chunk is not None and chunk.count.any()
+        name = "mixed" if stepped and filled else "prefill" if filled else "step"
         late = Late(self, f"{name} {self.launches}", packed)
         self.launches += 1
         return late
 
-    def prefill(self, key: PrefillKey, chunk: Chunk) -> Late:
-        emitted = []
-        for g, slot in enumerate(chunk.slot):
-            tokens, finish = [], Finish.RUNNING
-            count = int(chunk.count[g])
-            if count:
-                row = self.rows[int(slot)]
-                begin = int(chunk.start[g])
-                if row.length is None:
-                    assert begin % self.size == 0, "a prompt begins after whole cached pages"
-                    row.length = begin
-                assert begin == row.length, "a chunk begins where the last one ended"
-                assert count <= key.tokens
-                assert 1 <= len(chunk.slot) == key.prompts * self.shards
-                row.length += count
-                assert row.length <= min(key.pages * self.size, row.held)
-                if chunk.final[g] and chunk.follows[g] >= 0:
-                    row.active = True
-                elif chunk.final[g]:
-                    tokens, finish = self._emit(row, 1)
-            emitted.append((tokens, finish))
-        return self._launch("prefill", emitted, 1)
+    def _window(self, key: StepKey, slot: int) -> tuple[list[int], Finish]:
+        row = self.rows.get(slot)
+        if row is None or not row.active:
+            return [], Finish.RUNNING
+        window = row.length + key.depth + 1
+        assert window <= key.pages * self.size, f"{window} rows in {key.pages} pages of {self.size}"
+        tokens, finish = self._emit(row, min(row.depth, key.depth) + 1)
+        row.length += len(tokens)
+        assert row.length <= min(key.pages * self.size, row.held)
+        return tokens, finish
 
-    def step(self, key: StepKey, masks: MaskMaker | None = None) -> Late:
-        assert not key.mode.structured
-        emitted: list[tuple[list[int], Finish]] = []
-        for slot in range(key.slots):
-            row = self.rows.get(slot)
-            if row is None or not row.active:
-                emitted.append(([], Finish.RUNNING))
-                continue
-            window = row.length + key.depth + 1
-            assert window <= key.pages * self.size, f"{window} rows in {key.pages} pages of {self.size}"
-            tokens, finish = self._emit(row, min(row.depth, key.depth) + 1)
-            row.length += len(tokens)
+    def _prefill(self, key: StepKey, chunk: Chunk, g: int) -> tuple[list[int], Finish]:
+        tokens, finish, count = [], Finish.RUNNING, int(chunk.count[g])
+        if count:
+            row, begin = self.rows[int(chunk.slot[g])], int(chunk.start[g])
+            if row.length is None:
+                assert begin % self.size == 0, "a prompt begins after whole cached pages"
+                row.length = begin
+            assert begin == row.length, "a chunk begins where the last one ended"
+            assert count <= key.tokens
+            row.length += count
             assert row.length <= min(key.pages * self.size, row.held)
-            emitted.append((tokens, finish))
-        return self._launch("step", emitted, key.depth + 1)
+            if chunk.final[g] and chunk.follows[g] >= 0:
+                row.active = True
+            elif chunk.final[g]:
+                tokens, finish = self._emit(row, 1)
+        return tokens, finish
 
     def draft(self, key: DraftKey, slot: int) -> tuple[np.ndarray, np.ndarray]:
         raise NotImplementedError

@@ -7,14 +7,13 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from mtp_jax.decode.keys import PrefillKey, SamplingMode, StepKey
+from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.engine.buckets import (
     all_keys,
     chunks,
     keys_for,
     mode_of,
-    prefill_key,
-    prefill_together,
+    next_prompts,
     step_keys,
     warm_up_keys,
 )
@@ -87,26 +86,38 @@ def waiting(*lengths: int) -> list[Request]:
     ],
 )
 def test_short_prompts_are_prefilled_together(lengths, together):
-    found = prefill_together(CONFIG, [waiting(*n) for n in lengths])
-    assert [[len(r.prompt) for r in w] for w in found] == together
+    found = next_prompts(CONFIG, [waiting(*n) for n in lengths])
+    assert found is not None
+    assert [[len(r.prompt) for r in w] for w in found.requests] == together
+    assert found.tokens >= max(map(max, filter(None, together)))
+    most = max(map(len, together)) + 1
+    rows = found.rows(most)
+    assert [r for r in rows if r] == [*found]
+    assert len(rows) == most * len(lengths)
+
+
+def test_nobody_waits():
+    assert next_prompts(CONFIG, [[], []]) is None
 
 
 DEFAULT = EngineConfig(adaptive_depth=True)  # what the server makes of the demo model, which has a tokenizer
 
 
 def steps_of(keys) -> list[StepKey]:
-    return [k for k in keys if isinstance(k, StepKey)]
+    """Without a chunk."""
+    return [k for k in keys if not k.tokens]
 
 
-def prefills_of(keys) -> list[PrefillKey]:
-    return [k for k in keys if isinstance(k, PrefillKey)]
+def chunks_of(keys) -> list[StepKey]:
+    """With one, beside windows or alone."""
+    return [k for k in keys if k.tokens]
 
 
 def test_a_default_server_compiles_few_programs():
     """A structured step is two programs."""
-    keys = all_keys(DEFAULT)
+    keys: list[Any] = all_keys(DEFAULT)
     assert len(set(keys)) == len(keys)
-    assert len(keys) + sum(k.mode.structured for k in steps_of(keys)) <= 30
+    assert len(keys) + sum(k.mode.structured for k in keys) <= 30
     first, rest = warm_up_keys(DEFAULT, 1, structured=True)
     assert keys == first + rest
     assert len(first) < len(rest)
@@ -114,44 +125,54 @@ def test_a_default_server_compiles_few_programs():
 
 @pytest.mark.parametrize("sizes", [{}, {"max_model_len": 8192}, {"max_num_seqs": 3}])
 def test_every_program_of_a_server_is_the_cheapest_for_something(sizes):
-    keys = all_keys(replace(DEFAULT, **sizes))
-    for some in (steps_of(keys), prefills_of(keys)):
-        for key in some:
-            able: list[Any] = [k for k in some if k.covers(key)]  # type: ignore[arg-type]
-            assert [k for k in able if k.cost <= key.cost] == [key]
-
-
-def test_full_chunks_have_page_tables_of_their_own_length():
-    """Shorter ones, which end a prompt, have those of steps."""
-    config = replace(DEFAULT, max_model_len=8189, prefill_chunk=1024)
-    found = {(k.tokens, k.pages) for k in prefills_of(all_keys(config))}
-    assert found == {(1024, p) for p in (16, 64, 128)} | {(t, p) for t in (16, 64, 256) for p in (32, 128)}
-    requests = [r for n in (9, 60, 70) for r in waiting(n)]
-    found = prefills_of(keys_for(DEFAULT, requests, 1, slots=0, pages=64))
-    assert {(k.tokens, k.pages) for k in found if k.prompts == 1} == {(16, 33), (64, 33), (256, 4), (256, 33)}
+    keys: list[Any] = all_keys(replace(DEFAULT, **sizes))
+    for key in keys:
+        able = [k for k in keys if k.covers(key)]
+        assert [k for k in able if k.cost <= key.cost] == [key]
 
 
 @pytest.mark.parametrize(
-    ("page_size", "longest", "steps", "full"),
+    ("page_size", "longest", "widths"),
     [
-        (64, 2045, {32}, {4, 16, 32}),
-        (16, 4093, {256}, {16, 64, 256}),
-        (64, 8189, {32, 128}, {4, 16, 64, 128}),
-        (128, 8189, {16, 64}, {2, 8, 32, 64}),
-        (64, 32765, {32, 128, 512}, {4, 16, 64, 256, 512}),
-        (4096, 4093, {1}, {1}),
+        (64, 2045, {32}),
+        (16, 4093, {256}),
+        (64, 8189, {32, 128}),
+        (128, 8189, {16, 64}),
+        (64, 32765, {32, 128, 512}),
+        (4096, 4093, {1}),
     ],
 )
-def test_a_server_compiles_steps_and_prefills_of_all_their_widths(page_size, longest, steps, full):
+def test_a_server_compiles_steps_and_chunks_of_all_their_widths(page_size, longest, widths):
     config = replace(DEFAULT, max_model_len=longest, page_size=page_size)
     keys = all_keys(config)
-    assert {k.pages for k in steps_of(keys)} == steps
-    assert {k.pages for k in prefills_of(keys) if k.tokens == 256} == full
-    assert {k.pages for k in prefills_of(keys) if k.tokens < 256} == steps
     sampled = SamplingMode(config.drafting, config.verifier)
     found = {(k.slots, k.pages, k.depth) for k in steps_of(keys) if k.mode == sampled}
-    ends = {(b, p, d) for b in (1, 8) for p in steps for d in (0, 1, 3)}
-    assert found == ends | {(b, min(steps), d) for b in (2, 4) for d in (0, 1, 3)}
+    ends = {(b, p, d) for b in (1, 8) for p in widths for d in (0, 1, 3)}
+    assert found == ends | {(b, min(widths), d) for b in (2, 4) for d in (0, 1, 3)}
+    alone = {(k.tokens, k.pages) for k in chunks_of(keys) if not k.slots and k.mode == SamplingMode()}
+    assert alone == {(256, p) for p in widths} | {(t, min(widths)) for t in (16, 64)}
+    beside = {(k.tokens, k.prompts, k.depth, k.pages) for k in chunks_of(keys) if k.mode == sampled}
+    assert beside == {
+        (t, n, d, p)
+        for t, n in ((256, 1), (64, 1), (64, 4))
+        for d in (0, 3)
+        for p in (widths if t == 256 else {min(widths)})
+    }
+
+
+@pytest.mark.parametrize(
+    ("lengths", "slots", "shapes"),
+    [
+        ([40], 0, {(64, 1)}),  # nothing runs beside a single prompt
+        ([300], 0, {(256, 1), (64, 1)}),
+        ([9, 60, 70], 4, {(16, 1), (64, 1), (256, 1)}),
+        ([9, 9, 9, 60], 4, {(16, 1), (16, 4), (64, 1)}),
+    ],
+)
+def test_chunks_that_requests_need(lengths, slots, shapes):
+    keys = chunks_of(keys_for(CONFIG, waiting(*lengths), 1, slots=0, pages=300))
+    assert {(k.tokens, k.prompts) for k in keys} == shapes
+    assert {k.slots for k in keys} == {slots}
 
 
 @pytest.mark.parametrize("every_size", [False, True])
@@ -160,7 +181,8 @@ def test_steps_over_data_shards_have_all_slots(every_size):
     config = EngineConfig(max_num_seqs=8, max_model_len=4093, adaptive_depth=True)
     keys = all_keys(config, 2)
     keys += keys_for(config, waiting(9, 60), 2, slots=1, pages=64, every_size=every_size)
-    assert {k.slots for k in keys if isinstance(k, StepKey)} == {8}
+    steps: list[Any] = keys
+    assert {k.slots for k in steps if k.slots} == {8}
 
 
 def test_nothing_is_compiled_for_nobody():
@@ -338,8 +360,13 @@ def test_every_piece_of_a_default_engines_work_is_covered(rows, logprobs, struct
         request.slot, request.rows_bound = slot, length + 1
         request.matcher = object() if structured else None  # type: ignore[assignment]
         running += requests
-    for need in step_keys(DEFAULT, running, (0, 1, 3)):
-        assert any(k.covers(need) for k in steps_of(first))
     for request in running:
         request.prefilled = min(prefilled * 64, (len(request.tokens) - 1) // 64 * 64)
-        assert any(k.covers(prefill_key(DEFAULT, [request])) for k in prefills_of(first))
+    half = len(running) // 2
+    prompts = next_prompts(DEFAULT, [running[half:]])
+    assert prompts is not None
+    for need in (
+        *step_keys(DEFAULT, running, (0, 1, 3)),
+        *step_keys(DEFAULT, running[:half], (0, 1, 3) if half else (0,), prompts.first(1)),
+    ):
+        assert any(k.covers(need) for k in first if isinstance(k, StepKey)), need

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from mtp_jax.decode.host import Result
-from mtp_jax.decode.keys import StepKey
 from mtp_jax.engine.buckets import step_key
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request, SamplingParams
-from tests.engine.device import Device, Late, on_device
+from tests.engine.device import Device, on_device
 from tests.models import finish, prompts
 
 PARAMS = SamplingParams(temperature=0, max_tokens=20)
@@ -48,35 +46,7 @@ def test_few_results_wait():
         engine.step()
         launched = sum(e.startswith("launch") for e in device.log)
         read = sum(e.startswith("read") for e in device.log)
-        # At most four prefill chunks and one step go out per call.
-        assert launched - read <= 5
-
-
-def test_the_work_ahead_is_what_was_launched_and_not_read(monkeypatch):
-    clock = 0.0
-    read = Late.read
-
-    def takes_a_quarter(late: Late) -> Result:
-        nonlocal clock
-        clock += 0.25
-        return read(late)
-
-    monkeypatch.setattr(Late, "read", takes_a_quarter)
-    monkeypatch.setattr("time.perf_counter", lambda: clock)
-    engine, _, (request,) = start(keep=0.0)
-    assert engine.planner.work_ahead(engine._inflight) == 0
-    ahead = []
-    while len(request.output) < 10:
-        engine.step()
-        ahead.append(engine.planner.work_ahead(engine._inflight))
-    # Nothing is expected of a program before it has run twice: its first run may take far longer.
-    assert ahead == sorted(ahead)
-    assert ahead[0] == 0.0
-    assert ahead[-3:] == [0.25] * 3
-    clock += 0.15
-    assert engine.planner.work_ahead(engine._inflight) == pytest.approx(0.1)
-    finish(engine)
-    assert engine.planner.work_ahead(engine._inflight) == 0
+        assert launched - read <= 1, "one launch goes out per turn, and the one before it is read"
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 5])
@@ -94,12 +64,10 @@ def test_a_first_token_is_read_while_the_step_behind_it_runs():
     def seen() -> list[str]:
         return [e.rpartition(" ")[0] for e in device.log]
 
-    engine.step()
-    assert seen() == ["launch prefill", "launch step"]
+    assert engine.step() == []
     assert engine.step() == [request]
+    assert seen() == ["launch prefill", "launch step", "read prefill"]
     assert len(request.output) == 1
-    engine.step()
-    assert seen()[2:] == ["read prefill", "launch step", "read step"]
 
 
 def test_a_stop_costs_a_step_in_vain_at_most():
@@ -118,50 +86,33 @@ def test_no_step_is_launched_while_the_end_may_be_on_its_way():
     assert sum(e.startswith("launch step") for e in device.log) == 3
 
 
-def test_steps_wait_for_no_prefill():
-    """A long prompt is prefilled chunk by chunk between the steps of a running request."""
-    engine, device, _ = start(1, max_tokens=40)
+def kinds(device: Device) -> str:
+    """p: a chunk alone, s: a step alone, m: both in one."""
+    return "".join(e.split()[1][0] for e in device.log if e.startswith("launch"))
+
+
+def test_a_long_prompt_goes_along_with_the_steps_of_a_running_request():
+    engine, device, (short,) = start(1, max_tokens=40, keep=0.0)
     for _ in range(3):
         engine.step()
     long = engine.make_request(prompts(1, shortest=48)[0], SamplingParams(max_tokens=2))
     engine.prepare([long])
+    device.log.clear()
     engine.submit(long)
-    finish(engine)
-    kinds = "".join(e.split()[1][0] for e in device.log if e.startswith("launch"))
-    assert kinds.startswith("pss" + "pspsps")
-
-
-@pytest.mark.parametrize(("apart", "prefills"), [(2, 1), (12, 2)])
-def test_prompts_behind_rows_that_end_close_together_are_prefilled_together(apart, prefills):
-    engine, device = on_device(keep=0.0, prefill_chunk=64)
-    params = [replace(PARAMS, max_tokens=n) for n in (20, 20 + apart, 40, 40, 8, 8)]
-    requests = [engine.make_request(p[:4], q) for p, q in zip(prompts(6), params, strict=True)]
-    engine.prepare(requests)
-    device.log.clear()
-    for r in requests:
-        engine.submit(r)
-    finish(engine)
-    assert [len(r.output) for r in requests] == [q.max_tokens for q in params]
-    assert sum(e.startswith("launch prefill") for e in device.log) == 1 + prefills
-
-
-def test_a_prompt_that_has_begun_waits_for_no_end():
-    engine, device = on_device(keep=0.0, max_model_len=128)
-    rows = [
-        engine.make_request(p[:4], replace(PARAMS, max_tokens=n))
-        for p, n in zip(prompts(3), (16, 18, 20), strict=True)
-    ]
-    long = engine.make_request(prompts(1, shortest=80)[0], PARAMS)
-    engine.prepare([*rows, long])
-    device.log.clear()
-    for r in rows:
-        engine.submit(r)
-    while len(rows[0].output) < 9:
+    tokens = len(short.output)
+    while not long.output:
         engine.step()
-    engine.submit(long)
+    assert kinds(device) == "mmm" + "s"
+    # The launch before them, and the three that have been read.
+    assert len(short.output) == tokens + 4
+
+
+def test_prompts_fill_the_slots_while_the_first_ones_run():
+    """Each launch takes a chunk along; nobody waits for the others."""
+    engine, device, requests = start(4, keep=0.0)
     finish(engine)
-    kinds = "".join(e.split()[1][0] for e in device.log if e.startswith("launch"))
-    assert "pspspspsps" in kinds, "a step between two chunks, though rows end meanwhile"
+    assert kinds(device).startswith("pmmm" + "s")
+    assert [len(r.output) for r in requests] == [20] * 4
 
 
 def test_what_an_aborted_request_left_on_its_way_is_not_measured():
@@ -187,17 +138,24 @@ def test_pages_are_there_for_the_step_that_runs(monkeypatch):
     cover, grow, grown, run = device.cover, engine.scheduler.grow, [], []
 
     def deepest(need):
-        return cover(replace(need, depth=3) if isinstance(need, StepKey) else need)
+        return cover(replace(need, depth=3) if need.slots else need)
 
     def record(running, depth):
-        grown.append(depth)
+        if running:
+            grown.append(depth)
         return grow(running, depth) or depth == 1
 
-    def choose(running):
-        return step_key(engine.config, running, 1)
+    def choose(running, prompts):
+        return step_key(engine.config, running, 1 if running else 0, prompts)
 
     run_step = device.step
-    monkeypatch.setattr(device, "step", lambda key, masks: run.append(key.depth) or run_step(key, masks))
+
+    def recorded(key, chunk, masks):
+        if chunk is None:
+            run.append(key.depth)
+        return run_step(key, chunk, masks)
+
+    monkeypatch.setattr(device, "step", recorded)
     monkeypatch.setattr(engine.planner, "_choose", choose)
     monkeypatch.setattr(device, "cover", deepest)
     monkeypatch.setattr(engine.scheduler, "grow", record)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mtp_jax.api.local import local_runner
-from mtp_jax.decode.keys import PrefillKey, SamplingMode, StepKey
+from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.engine.depth import DepthPolicy
 from mtp_jax.engine.engine import Engine
 from tests.engine.device import on_device
@@ -24,7 +24,7 @@ def test_nothing_is_left_of_it():
     first, again = (serve(engine, [(p, GREEDY) for p in prompts(2)]) for _ in range(2))
     engine.flush_prefix_cache()
     before = arrays(engine)
-    keys = [k for k in engine.runner.keys if isinstance(k, StepKey | PrefillKey)]
+    keys = [k for k in engine.runner.keys if isinstance(k, StepKey)]
     engine._warm.clear()
     engine.warm_up(keys)
     assert engine._warm == set(keys)

@@ -7,7 +7,7 @@ import pytest
 
 from mtp_jax.decode.host import Result
 from mtp_jax.engine.request import SamplingParams
-from mtp_jax.engine.timings import FLUSH, Timings
+from mtp_jax.engine.timings import Timings
 from tests.engine.device import Late, on_device
 from tests.models import finish, prompts
 
@@ -39,19 +39,6 @@ def test_a_launch_begins_when_the_one_before_it_ends(clock):
     third = clock.now
     clock.now += 3
     assert timings.ended(third) == 3
-
-
-def test_nothing_is_expected_of_a_program_before_it_ran_twice(clock):
-    timings = Timings()
-    assert timings.ahead(clock.now, ["a"]) == 0
-    timings.record("a", 9)
-    assert timings.ahead(clock.now, ["a"]) == 0
-    timings.record("a", 4)
-    timings.record("b", 1)
-    timings.record("b", 2)
-    began = clock.now
-    clock.now += 0.5
-    assert timings.ahead(began, ["a", "b", "a"]) == 4 + 1 + 4 - 0.5
 
 
 @dataclass
@@ -99,6 +86,5 @@ def test_a_flush_is_charged_to_the_steps_that_caused_it(clock, monkeypatch):
         assert set(run(3)) == {(3, 0.25)}
         assert device.flush is None
         assert set(run(0)) == {(0, 0.25 if first else 0.25 + 4 / 16)}, "a first run says little"
-    assert engine.timings.ahead(clock.now, [FLUSH]) == 4
     seconds = engine.stats().step_seconds
     assert seconds[3] == pytest.approx(0.25 * engine.stats().depth_steps[3])

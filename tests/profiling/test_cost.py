@@ -7,14 +7,20 @@ import pytest
 
 from mtp_jax import checkpoint
 from mtp_jax.bench.cost import of_head, of_nextn, of_nextn_cache, of_trunk, step_bytes
-from mtp_jax.decode.keys import PrefillKey, SamplingMode, StepKey
+from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.model.params import Fp8
 from mtp_jax.profiling import cost
 from tests import golden
 
 
 @pytest.mark.parametrize(
-    "key", [StepKey(2, 3, 4, SamplingMode()), StepKey(1, 0, 4, SamplingMode()), PrefillKey(16, 4)]
+    "key",
+    [
+        StepKey(2, 3, 4, SamplingMode()),
+        StepKey(1, 0, 4, SamplingMode()),
+        StepKey(0, 0, 4, SamplingMode(), None, 16, 1),
+        StepKey(2, 3, 4, SamplingMode(), None, 16, 1),
+    ],
 )
 def test_quantised_weights_are_fewer_bytes_but_as_many_operations(key):
     directory = golden.model_dir("fp8")
@@ -55,7 +61,7 @@ def test_with_two_nextn_layers_they_take_turns_and_the_second_catches_up():
 def test_nextn_rows_of_a_prompt_cost_their_merge_and_latents():
     model = checkpoint.load(golden.model_dir("rigged"))
     plain = replace(model.params, nextn=())
-    key = PrefillKey(16, 0)
+    key = StepKey(0, 0, 0, SamplingMode(), None, 16, 1)
     with_rows, without = (
         cost.of_launch(key, model.config, p, 16, "float32", 1) for p in (model.params, plain)
     )

@@ -71,7 +71,7 @@ def test_what_a_server_compiles_keeps_rows_on_their_shard():
     engine = engine_on(make_mesh(2, 1))
     first, rest = engine.warm_up_keys()
     steps = [k for k in (*first, *rest) if isinstance(k, StepKey) and k.mode.logprobs is None]
-    assert {k.slots for k in steps} == {8}
+    assert {k.slots for k in steps if k.slots} == {8}
     engine.runner.compile([first[0], *steps])
     (prompt,), greedy = prompts(1, shortest=24), replace(GREEDY, logprobs=None)
     serve(engine, [(prompt, greedy)])
@@ -125,13 +125,13 @@ def test_prompts_of_every_shard_are_prefilled_together(monkeypatch):
     params = on_mesh(tiny_params(), mesh)
     engine = make_engine(params, mesh=mesh, max_num_seqs=8, prefill_chunk=64)
     launched: list[int] = []
-    run = engine.runner.prefill
+    run = engine.runner.step
     monkeypatch.setattr(
-        engine.runner, "prefill", lambda key, chunk: launched.append(key.prompts) or run(key, chunk)
+        engine.runner, "step", lambda key, *more: launched.append(key.prompts) or run(key, *more)
     )
     requests = serve(engine, [(p[:15], params) for p, params in JOBS[:8]])
-    assert launched[-1] == 4
-    assert len(launched) < 8
+    assert max(launched) == 4
+    assert sum(n > 0 for n in launched) < 8
     reference = serve(make_engine(max_num_seqs=8), [(p[:15], params) for p, params in JOBS[:8]])
     assert [r.output for r in requests] == [r.output for r in reference]
     assert [accepted(r) for r in requests] == [accepted(r) for r in reference]

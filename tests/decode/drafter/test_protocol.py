@@ -27,7 +27,7 @@ def shapes(drafter: Drafter, depth: int = 3, **options: Any) -> tuple[Any, Any, 
     state = abstract_state(TINY, drafter, StateShape(SLOTS, SLOTS, 16, 1), "float32", None)
     mode = SamplingMode(options.pop("drafting", None), "block")
     fixed = {"cfg": TINY, "drafter": drafter, "slots": 2, "depth": depth, "pages": 1, "mode": mode}
-    run = partial(step, on=Backend("absorbed", "dense"), **fixed, **options)
+    run = partial(step, on=Backend(experts="dense"), **fixed, **options)
     return state, *jax.eval_shape(run, tiny_params(), state)
 
 
