@@ -207,7 +207,9 @@ class Programs:
         second = jax.jit(verify, donate_argnums=1, **self._out())
         return _Phases(
             first.lower(self._params, self._state, allowed).compile(compiler_options()),
-            second.lower(self._params, self._state, drafts, allowed, self._chunk(key)).compile(compiler_options()),
+            second.lower(self._params, self._state, drafts, allowed, self._chunk(key)).compile(
+                compiler_options()
+            ),
         )
 
     def _compile_pages(self, key: PageKey) -> _Pages:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from mtp_jax.decode import prefill, verify
 from mtp_jax.decode.drafter.nothing import Nothing
@@ -131,7 +131,9 @@ def verify_phase(
     prompts = None if chunk is None else prefill.rows(state, chunk, pages, cfg)
     parts = [p for p in (windows, prompts) if p]
     with jax.named_scope("verify" if windows else "prefill_trunk"):
-        tokens, positions = (join(a, on.mesh) for a in ([p.tokens for p in parts], [p.positions for p in parts]))
+        tokens, positions = (
+            join(a, on.mesh) for a in ([p.tokens for p in parts], [p.positions for p in parts])
+        )
         traced = trunk.run(params, cfg, tokens, positions, state.trunk, tuple(p.view for p in parts), on)
         hidden = split(traced.hidden, [p.tokens.shape for p in parts], on.mesh)
     state, results = state.replace(trunk=traced.caches), []
@@ -141,7 +143,18 @@ def verify_phase(
         logits = [None] if ids_only else _logits(params, scored, on)
     if windows and drafts is not None:
         state, result = _conclude(
-            params, state, windows, hidden[0], logits[0], drafts, allowed, drafter, mode, on, accept, chunk is None
+            params,
+            state,
+            windows,
+            hidden[0],
+            logits[0],
+            drafts,
+            allowed,
+            drafter,
+            mode,
+            on,
+            accept,
+            chunk is None,
         )
         results.append(result)
     if prompts and chunk is not None:

@@ -258,7 +258,12 @@ class Engine:
                 self.abort(request, "error")  # its masks meant nothing
                 advanced.append(request)
                 continue
-            if row >= launch.key.slots and launch.chunk and prompt is not None and request.params.prompt_logprobs is not None:
+            if (
+                row >= launch.key.slots
+                and launch.chunk
+                and prompt is not None
+                and request.params.prompt_logprobs is not None
+            ):
                 read_prompt_logprobs(request, prompt, row - launch.key.slots, launch.chunk)
             tokens, extra = packed[row, : launch.width].tolist(), packed[row, launch.width :].tolist()
             count, finish = extra[COUNT], Finish(extra[FINISH])

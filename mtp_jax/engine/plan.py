@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mtp_jax.decode.host import Runner
 from mtp_jax.decode.keys import StepKey
-from mtp_jax.engine.buckets import Prompts, next_prompts, step_key, step_keys
+from mtp_jax.engine.buckets import Prompts, next_prompts, step_key
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.depth import DepthController, adaptive_depths
 from mtp_jax.engine.request import Request

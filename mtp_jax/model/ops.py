@@ -19,7 +19,7 @@ from mtp_jax.model import products
 from mtp_jax.model.cache import LayerCache, PagedView, Tree, read_rows, write_rows
 from mtp_jax.model.device import platform
 from mtp_jax.model.kernels import AUTO, Kernels, can, may_run, runs
-from mtp_jax.model.mla import Form, Queries, absorb, attend, attend_in_blocks
+from mtp_jax.model.mla import Queries, absorb, attend, attend_in_blocks
 from mtp_jax.model.params import Fp8
 from mtp_jax.model.sharding import partition, sharded
 

@@ -12,8 +12,8 @@ import pytest
 from mtp_jax.decode import step as module
 from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.greedy import best_tokens
-from mtp_jax.decode.keys import ACCEPTED, SamplingMode
 from mtp_jax.decode.host import Chunk
+from mtp_jax.decode.keys import ACCEPTED, SamplingMode
 from mtp_jax.decode.sampling import argmax
 from mtp_jax.decode.state import StateShape, abstract_state, empty_state
 from mtp_jax.model.layers import vocabulary_logits

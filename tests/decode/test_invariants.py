@@ -11,7 +11,6 @@ import pytest
 from mtp_jax.api.local import local_runner
 from mtp_jax.decode.drafter.nextn import NextN
 from mtp_jax.decode.drafter.sampler import DraftSampler
-from mtp_jax.decode.keys import StepKey
 from mtp_jax.decode.state import DrafterState, Slots, State
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request, SamplingParams, Status
@@ -134,9 +133,7 @@ def test_warm_draft_cache(depth, compiled, monkeypatch):
         monkeypatch.setattr(
             runner,
             "cover",
-            lambda need: cover(
-                replace(need, depth=max(need.depth, compiled)) if need.slots else need
-            ),
+            lambda need: cover(replace(need, depth=max(need.depth, compiled)) if need.slots else need),
         )
     text = [*PROMPTS[5], *reference().speculate(PROMPTS[5], 24).ids]
     engine.submit(request)

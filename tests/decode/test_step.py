@@ -17,8 +17,8 @@ import pytest
 from scipy import stats
 
 from mtp_jax.decode.drafter.build import build
-from mtp_jax.decode.keys import ACCEPTED, DRAFTED, SamplingMode
 from mtp_jax.decode.host import Chunk
+from mtp_jax.decode.keys import ACCEPTED, DRAFTED, SamplingMode
 from mtp_jax.decode.sampling import adjust, distribution, neutral_state
 from mtp_jax.decode.state import State, StateShape, abstract_state, empty_state
 from mtp_jax.decode.step import draft_phase, step, verify_phase

@@ -155,8 +155,8 @@ def test_a_prompt_that_fails_in_its_first_chunk_does_not_run_after_a_sound_one(m
     before = engine.launches
     while engine.launches == before:
         engine.step()
-    assert [r and r.id for r in engine.scheduler.slots] == [None, 1, 2, None]
-    assert np.asarray(local_runner(engine).state.slots.active)[0].tolist() is False
+    active = np.flatnonzero(np.asarray(local_runner(engine).state.slots.active))
+    assert {*active} <= {i for i, r in enumerate(engine.scheduler.slots) if r in victims[1:]}
     finish(engine)
     assert [r.output for r in victims[1:]] == [text(r.prompt) for r in victims[1:]]
     assert is_free(engine)

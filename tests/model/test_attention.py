@@ -199,7 +199,9 @@ def test_distance_of_an_fp8_cache(form):
     @jax.jit
     def logits(cache):
         layers = (cache,) * cfg.num_hidden_layers
-        traced = trunk.run(found.params, cfg, tokens, view.written, layers, (view.replace(form=form),), UNSHARDED)
+        traced = trunk.run(
+            found.params, cfg, tokens, view.written, layers, (view.replace(form=form),), UNSHARDED
+        )
         return trunk.logits(found.params, traced.hidden)[0]
 
     def error(fp8):

@@ -1,0 +1,197 @@
+"""Windows and a chunk in one step: what each would have given alone, and every weight is read once."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from mtp_jax.decode.drafter.build import build
+from mtp_jax.decode.host import Chunk
+from mtp_jax.decode.keys import ACCEPTED, COUNT, DRAFTED, FINISH, Finish, SamplingMode
+from mtp_jax.decode.result import StepResult
+from mtp_jax.decode.state import State, StateShape, abstract_state, empty_state
+from mtp_jax.decode.step import draft_phase, step, verify_phase
+from mtp_jax.model import trunk
+from mtp_jax.model.cache import PagedView
+from mtp_jax.model.parts import join, split
+from mtp_jax.model.sharding import make_mesh
+from mtp_jax.model.trunk import Backend
+from mtp_jax.model.visible import chain
+from tests.models import TINY, on_mesh, prompts, tiny_params
+
+SLOTS, DEPTH, PAGES, SIZE, TOKENS = 4, 3, 3, 16, 16
+DRAFTER = build(TINY)
+RUNNING = prompts(2, shortest=9)
+LATER = prompts(2, shortest=19, seed=8)
+SAMPLED = SamplingMode("sampled", "block", logprobs=5)
+
+
+def begun(mesh: Mesh | None) -> State:
+    """Each slot has pages; those of odd numbers verify two drafts, the others three."""
+    shape = StateShape(SLOTS, SLOTS * PAGES, SIZE, PAGES)
+    state = empty_state(abstract_state(TINY, DRAFTER, shape, "float32", mesh))
+    shards = 1 if mesh is None else mesh.shape["data"]
+    slot = np.arange(SLOTS, dtype=np.int32)
+    table = slot[:, None] % (SLOTS // shards) * PAGES + np.arange(PAGES, dtype=np.int32)
+    given = {
+        "page_table": table,
+        "remaining": np.full(SLOTS, 100, np.int32),
+        "depth": np.where(slot % 2, 2, 3).astype(np.int32),
+        "sampling": replace(
+            state.slots.sampling,
+            temperature=jax.device_put(np.float32([1, 0, 1, 0]), state.slots.sampling.temperature.sharding),
+            seed=jax.device_put(slot.astype(np.uint32), state.slots.sampling.seed.sharding),
+            top_p=jax.device_put(np.ones(SLOTS, np.float32), state.slots.sampling.top_p.sharding),
+            repetition=jax.device_put(np.ones(SLOTS, np.float32), state.slots.sampling.repetition.sharding),
+        ),
+    }
+    slots = replace(
+        state.slots,
+        **{
+            k: v if k == "sampling" else jax.device_put(v, getattr(state.slots, k).sharding)
+            for k, v in given.items()
+        },
+    )
+    return replace(state, slots=slots)
+
+
+def chunk_of(slots: tuple[int, ...], texts: list[list[int]], start: int) -> Chunk:
+    """The next tokens of these slots' prompts; slot ``SLOTS`` is idle."""
+    parts = [text[start : start + TOKENS] for text in texts]
+    tokens, targets = np.zeros((len(slots), TOKENS), np.int32), np.full((len(slots), TOKENS), -1, np.int32)
+    for row, following, part, text in zip(tokens, targets, parts, texts, strict=True):
+        row[: len(part)] = part
+        after = text[start + 1 : start + 1 + len(part)]
+        following[: len(after)] = after
+    count = np.array([len(p) for p in parts], np.int32)
+    begin = np.where(count > 0, start, 0).astype(np.int32)
+    final = np.array([n > 0 and start + n == len(t) for n, t in zip(count, texts, strict=True)])
+    words = np.full((len(slots), -(-TINY.vocab_size // 32)), 2**32 - 1, np.uint32)
+    follows = np.full(len(slots), -1, np.int32)
+    return Chunk(np.array(slots, np.int32), begin, count, final, tokens, targets, follows, words)
+
+
+def tokens_of(result: StepResult, rows: slice) -> list[list[int]]:
+    packed = np.asarray(result.packed)[rows]
+    return [row[: row[-4 + COUNT]].tolist() for row in packed]
+
+
+@pytest.mark.parametrize("mesh_shape", [None, (2, 2)])
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("mode", [SamplingMode(), SAMPLED])
+def test_what_runs_together_is_what_runs_apart(mode, halves, mesh_shape):
+    """Slots 0 and 2 draft and verify while the prompts of 1 and 3 are read, in two chunks."""
+    mesh = None if mesh_shape is None else make_mesh(*mesh_shape)
+    params = tiny_params() if mesh is None else on_mesh(tiny_params(), mesh)
+    on, parts = Backend(mesh=mesh), {"cfg": TINY, "drafter": DRAFTER, "pages": PAGES, "mode": mode}
+    windows = {"slots": SLOTS, "depth": DEPTH}
+    whole = jax.jit(partial(step, on=on, prompt_logprobs=5, **parts, **windows))
+    steps = jax.jit(partial(step, on=on, **parts, **windows))
+    alone = jax.jit(partial(step, on=on, prompt_logprobs=5, slots=0, depth=0, **parts))
+    first = jax.jit(partial(draft_phase, on=on, **parts, **windows))
+    second = jax.jit(partial(verify_phase, on=on, prompt_logprobs=5, **parts))
+    everything = np.full((SLOTS, DEPTH + 1, -(-TINY.vocab_size // 32)), 2**32 - 1, np.uint32)
+
+    def together(state: State, chunk: Chunk) -> tuple[State, StepResult]:
+        if not halves:
+            return whole(params, state, chunk)
+        state, drafts = first(params, state, everything)
+        return second(params, state, drafts, everything, chunk)
+
+    state, _ = alone(params, begun(mesh), chunk_of((0, 2), RUNNING, 0))
+    both = apart = state
+    accepted = 0
+    for start in (0, TOKENS):
+        chunk = chunk_of((1, 3), LATER, start)
+        both, got = together(both, chunk)
+        apart, stepped = steps(params, apart)
+        apart, filled = alone(params, apart, chunk)
+        packed, width = np.asarray(got.packed), DEPTH + 1
+        np.testing.assert_array_equal(packed[:SLOTS], stepped.packed)
+        np.testing.assert_array_equal(packed[SLOTS:, 0], filled.packed[:, 0])
+        np.testing.assert_array_equal(packed[SLOTS:, 1:width], -1)
+        np.testing.assert_array_equal(packed[SLOTS:, width:], filled.packed[:, 1:])
+        assert (packed[[0, 2], width + COUNT] >= 1).all(), "every running row emits"
+        assert (packed[[1, 3], width + COUNT] == 0).all()
+        assert packed[[0, 2], width + DRAFTED].tolist() == [3, 3]
+        assert (packed[:, width + FINISH] == Finish.RUNNING).all()
+        accepted += packed[:SLOTS, width + ACCEPTED].sum()
+        assert got.prompt is not None
+        assert filled.prompt is not None
+        for a, b in zip(jax.tree.leaves(got.prompt), jax.tree.leaves(filled.prompt), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-4)
+        if mode.logprobs is not None:
+            assert got.logprobs is not None
+            for a, b, c in zip(
+                *map(jax.tree.leaves, (got.logprobs, stepped.logprobs, filled.logprobs)), strict=True
+            ):
+                np.testing.assert_allclose(a[:SLOTS], b, atol=1e-4)
+                np.testing.assert_allclose(a[SLOTS:, :1], c, atol=1e-4)
+    assert tokens_of(got, slice(SLOTS, None)) == tokens_of(filled, slice(None)) != [[], []]
+    assert accepted > 0
+    # What they leave behind is the same, too: the next step, over all four rows, goes on alike.
+    (_, one), (_, other) = steps(params, both), steps(params, apart)
+    np.testing.assert_array_equal(one.packed, other.packed)
+    assert (np.asarray(one.packed)[:, DEPTH + 1 + COUNT] >= 1).all()
+
+
+def test_parts_are_joined_shard_by_shard():
+    mesh = make_mesh(2, 1)
+    one, other = np.arange(4 * 3).reshape(4, 3), 100 + np.arange(2 * 5).reshape(2, 5)
+    rows = join([jnp.asarray(one), jnp.asarray(other)], mesh)
+    np.testing.assert_array_equal(rows[0], [*range(6), *range(100, 105)])
+    np.testing.assert_array_equal(rows[1], [*range(6, 12), *range(105, 110)])
+    for given, found in zip((one, other), split(rows, [(4, 3), (2, 5)], mesh), strict=True):
+        np.testing.assert_array_equal(found, given)
+
+
+def test_every_weight_is_read_once():
+    """A product with each of the trunk's and the head's is there once in a step that takes a chunk."""
+
+    def products(slots: int, chunk: Chunk | None) -> dict[str, int]:
+        run = partial(step, cfg=TINY, drafter=DRAFTER, pages=PAGES, mode=SamplingMode(), on=Backend())
+        lowered = jax.jit(partial(run, slots=slots, depth=0)).lower(tiny_params(), begun(None), chunk)
+        weights = {
+            "head": (TINY.vocab_size, TINY.hidden_size),
+            "queries": (TINY.q_lora_rank, TINY.hidden_size),
+            "latents": (TINY.latent_dim, TINY.hidden_size),
+        }
+        lines = [line for line in lowered.as_text().splitlines() if "dot_general" in line]
+        return {
+            name: sum(f"tensor<{out}x{inner}xf32>" in line for line in lines)
+            for name, (out, inner) in weights.items()
+        }
+
+    chunk, layers = chunk_of((1, 3), LATER, 0), TINY.num_hidden_layers
+    both, windows, filling = products(SLOTS, chunk), products(SLOTS, None), products(0, chunk)
+    for name, count in (("head", 1), ("queries", layers)):
+        assert windows[name] == filling[name] == both[name] == count
+    # NextN entries are written part by part; a step without drafts and without a chunk defers its own.
+    found = windows["latents"], filling["latents"], both["latents"]
+    assert found == (layers, layers + 1, layers + 2)
+
+
+def test_rows_that_do_not_count_visit_no_expert():
+    """Nor do they change what the others give."""
+    params, positions = tiny_params(), np.array([[0, 1, 2], [0, 1, 2]])
+    tokens = jnp.asarray([[5, 6, 7], [8, 9, 10]])
+    caches = empty_state(abstract_state(TINY, DRAFTER, StateShape(2, 2, SIZE, 1), "float32", None)).trunk
+
+    def run(counts: np.ndarray) -> Any:
+        written = np.where(np.arange(3) < counts[:, None], positions, -1)
+        seen = chain(jnp.zeros(2, jnp.int32), jnp.asarray(counts))
+        view = PagedView(jnp.asarray([[0], [1]]), jnp.asarray(written), seen)
+        return trunk.run(params, TINY, tokens, jnp.asarray(positions), caches, (view,), Backend())
+
+    every, some = run(np.array([3, 3])), run(np.array([2, 0]))
+    (of_all,), (of_some,) = every.routing, some.routing
+    assert (np.asarray(of_all.ids) >= 0).all()
+    np.testing.assert_array_equal(of_some.ids[0, :2], of_all.ids[0, :2])
+    assert (np.asarray(of_some.ids[0, 2:]) == -1).all()
+    assert (np.asarray(of_some.ids[1]) == -1).all()
+    np.testing.assert_allclose(some.hidden[0, :2], every.hidden[0, :2], atol=1e-5)
