@@ -134,7 +134,7 @@ Key = StepKey | DraftKey | PageKey
 
 
 def name_of(key: Key) -> str:
-    """The program's name in HLO and in traces, another for every key of an engine: step_b8_k3_t64x4_p16_sampled."""
+    """The program's name in HLO and in traces, another for every key: step_b8_k3_t64x4_p16_sampled."""
     if isinstance(key, DraftKey):
         return f"draft_k{key.depth}_p{key.pages}"
     if isinstance(key, PageKey):
