@@ -205,12 +205,9 @@ class Programs:
         first = jax.jit(_named(propose, f"draft_{name_of(key)}"), donate_argnums=1, **out)
         verify = _named(partial(verify_phase, **self._last(key), **fixed), f"verify_{name_of(key)}")
         second = jax.jit(verify, donate_argnums=1, **self._out())
-        return _Phases(
-            first.lower(self._params, self._state, allowed).compile(compiler_options()),
-            second.lower(self._params, self._state, drafts, allowed, self._chunk(key)).compile(
-                compiler_options()
-            ),
-        )
+        given = self._params, self._state
+        lowered = first.lower(*given, allowed), second.lower(*given, drafts, allowed, self._chunk(key))
+        return _Phases(*(half.compile(compiler_options()) for half in lowered))
 
     def _compile_pages(self, key: PageKey) -> _Pages:
         pages = jax.ShapeDtypeStruct((key.pages,), jnp.int32)

@@ -15,8 +15,9 @@ class StepResult(struct.PyTreeNode):
     """What the host reads, one step late.
 
     Attributes:
-        packed: int32 [B, W + 4], a row for each window, then for each prompt of the chunk: emitted tokens (-1 past the end), their count, accepted drafts, verified
-            drafts, ``Finish``. One array, because one copy is cheaper than several.
+        packed: int32 [B, W + 4], a row for each window, then for each prompt of the chunk: emitted tokens (-1
+            past the end), their count, accepted drafts, verified drafts, ``Finish``. One array, because one
+            copy is cheaper than several.
         logprobs: of the emitted tokens, if the step computes them.
         prompt: of the tokens of a chunk, if the step computes them.
     """

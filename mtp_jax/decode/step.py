@@ -131,9 +131,7 @@ def verify_phase(
     prompts = None if chunk is None else prefill.rows(state, chunk, pages, cfg)
     parts = [p for p in (windows, prompts) if p]
     with jax.named_scope("verify" if windows else "prefill_trunk"):
-        tokens, positions = (
-            join(a, on.mesh) for a in ([p.tokens for p in parts], [p.positions for p in parts])
-        )
+        tokens, positions = (join([getattr(p, of) for p in parts], on.mesh) for of in ("tokens", "positions"))
         traced = trunk.run(params, cfg, tokens, positions, state.trunk, tuple(p.view for p in parts), on)
         hidden = split(traced.hidden, [p.tokens.shape for p in parts], on.mesh)
     state, results = state.replace(trunk=traced.caches), []
@@ -142,20 +140,8 @@ def verify_phase(
         ids_only = mode == SamplingMode() and chunk is None and accept is None and parts_on(on.mesh) > 1
         logits = [None] if ids_only else _logits(params, scored, on)
     if windows and drafts is not None:
-        state, result = _conclude(
-            params,
-            state,
-            windows,
-            hidden[0],
-            logits[0],
-            drafts,
-            allowed,
-            drafter,
-            mode,
-            on,
-            accept,
-            chunk is None,
-        )
+        given = windows, hidden[0], logits[0], drafts, allowed, drafter, mode, on, accept
+        state, result = _conclude(params, state, *given, alone=chunk is None)
         results.append(result)
     if prompts and chunk is not None:
         state, result = prefill.conclude(
@@ -195,6 +181,7 @@ def _conclude(
     mode: SamplingMode,
     on: Backend,
     accept: "Accept | None",
+    *,
     alone: bool,
 ) -> tuple[State, StepResult]:
     """Accept and commit. logits: None: the likeliest tokens are enough. alone: no chunk comes along."""

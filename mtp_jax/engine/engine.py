@@ -258,16 +258,12 @@ class Engine:
                 self.abort(request, "error")  # its masks meant nothing
                 advanced.append(request)
                 continue
-            if (
-                row >= launch.key.slots
-                and launch.chunk
-                and prompt is not None
-                and request.params.prompt_logprobs is not None
-            ):
-                read_prompt_logprobs(request, prompt, row - launch.key.slots, launch.chunk)
+            windows, scored = launch.key.slots, request.params.prompt_logprobs is not None
+            if row >= windows and launch.chunk and prompt is not None and scored:
+                read_prompt_logprobs(request, prompt, row - windows, launch.chunk)
             tokens, extra = packed[row, : launch.width].tolist(), packed[row, launch.width :].tolist()
             count, finish = extra[COUNT], Finish(extra[FINISH])
-            if row < launch.key.slots:
+            if row < windows:
                 request.rows_bound -= launch.width - count
                 request.speculation += Speculation([extra[ACCEPTED]], [extra[DRAFTED]])
             if count or finish is not Finish.RUNNING:

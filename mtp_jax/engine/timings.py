@@ -1,4 +1,4 @@
-"""The one book of measured seconds: how long launches took, and what the work costs that they defer. No jax here."""
+"""The one book of measured seconds: what launches took, and what the work that they defer costs. No jax."""
 
 import time
 from collections import deque

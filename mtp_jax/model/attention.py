@@ -12,8 +12,8 @@ from mtp_jax.model.cache import LayerCache, Views
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.kernels import AUTO, Kernels
 from mtp_jax.model.layers import rms_norm, rotate, whole
+from mtp_jax.model.mla import Form
 from mtp_jax.model.ops import (
-    Form,
     Queries,
     attend,
     low_rank,
@@ -45,9 +45,11 @@ def project(
     q = None if p.q_a is None else linear(x, p.q_a, summed=False, **on)
     kv = linear(x, p.kv_a, summed=False, **on)
     reader = products.takes_quantised(p.q_b, products.dtype_of(x), split="out", **on)
-    # One launch writes one part.
-    fusable = q is not None and cache is not None and len(views) == 1 and reader
-    if fusable and norms_low_rank(kernels, q, kv, p.kv_norm, cache):
+    if (
+        not (q is None or cache is None or len(views) > 1)  # one launch writes one part
+        and reader
+        and norms_low_rank(kernels, q, kv, p.kv_norm, cache)
+    ):
         norms: dict[str, Any] = {"eps": _LOW_RANK_EPS, "interleaved": cfg.rope_interleave, "mesh": mesh}
         low, rows, cache = low_rank(q, kv, p.q_norm, p.kv_norm, angles, cache, views[0], **norms)
     else:

@@ -92,15 +92,13 @@ def attend_in_blocks(
         peak, total, mixed = so_far
         rows, mask = read(i)
         sees = jnp.broadcast_to(mask[:, None], (*by_head, mask.shape[-1])).reshape(*lead, -1)
-        if form == "absorbed":
-            scores = _dots(flat, rows, (2, 2))
-        else:
-            scores = _dots(flat, _keys(rows, k_up), (3, 2))
+        absorbed = form == "absorbed"
+        scores = _dots(flat, rows, (2, 2)) if absorbed else _dots(flat, _keys(rows, k_up), (3, 2))
         scores = jnp.where(sees, scores * scale, -jnp.inf)
         top = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
         weights, shrunk = jnp.exp(scores - top), jnp.exp(peak - top)
         narrow = _fixed(weights.astype(rows.dtype))
-        if form == "absorbed":
+        if absorbed:
             # Whole rows: slicing the rope part off the result is cheaper than off the cache.
             more = _dots(narrow, rows, (2, 1))
         else:

@@ -23,8 +23,8 @@ from mtp_jax.model.mla import Queries, absorb, attend, attend_in_blocks
 from mtp_jax.model.params import Fp8
 from mtp_jax.model.sharding import partition, sharded
 
-# Cached rows that absorbed attention on a CPU takes at a time: a quarter of the table, within these bounds. Fewer
-# cost more than they compute, more do not stay in a core's cache.
+# Cached rows that absorbed attention on a CPU takes at a time: a quarter of the table, within these bounds.
+# Fewer cost more than they compute, more do not stay in a core's cache.
 _BLOCK = 64, 128
 
 

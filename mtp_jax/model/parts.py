@@ -1,8 +1,8 @@
 """Windows and chunks of different lengths side by side: one pass reads every weight once for all of them.
 
-A part has rows [B, W]: B sequences, shard by shard of the ``data`` axis, of W tokens each. A pass over one part
-has its shape. A pass over several has rows [S, R]: those of each of S data shards, one part after the other.
-Attention alone looks at the parts again, as each has a page table of its own.
+A part has rows [B, W]: B sequences, shard by shard of the ``data`` axis, of W tokens each. A pass over one
+part has its shape. A pass over several has rows [S, R]: those of each of S data shards, one part after the
+other. Attention alone looks at the parts again, as each has a page table of its own.
 """
 
 import math
@@ -31,7 +31,7 @@ def join(parts: Sequence[Shaped[Array, "_B _W ..."]], mesh: Mesh | None) -> Shap
 
 
 def split(
-    rows: Shaped[Array, "S R ..."], shapes: Sequence[tuple[int, int]], mesh: Mesh | None
+    rows: Shaped[Array, "S R ..."], shapes: Sequence[tuple[int, ...]], mesh: Mesh | None
 ) -> list[Shaped[Array, "_B _W ..."]]:
     """What ``join`` made one, of parts of these shapes [B, W]."""
     if len(shapes) == 1:

@@ -15,9 +15,9 @@ from mtp_jax.model.cache import LayerCache, Views
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.kernels import AUTO, Kernels
 from mtp_jax.model.layers import rms_norm, rope_angles, vocabulary_logits
+from mtp_jax.model.mla import Form
 from mtp_jax.model.moe import Experts, Routing, moe
 from mtp_jax.model.moe import takes_quantised as moe_takes_quantised
-from mtp_jax.model.ops import Form
 from mtp_jax.model.params import Layer, Moe, Params
 from mtp_jax.model.parts import join
 from mtp_jax.model.sharding import constrain

@@ -38,26 +38,19 @@ def begun(mesh: Mesh | None) -> State:
     shards = 1 if mesh is None else mesh.shape["data"]
     slot = np.arange(SLOTS, dtype=np.int32)
     table = slot[:, None] % (SLOTS // shards) * PAGES + np.arange(PAGES, dtype=np.int32)
-    given = {
-        "page_table": table,
-        "remaining": np.full(SLOTS, 100, np.int32),
-        "depth": np.where(slot % 2, 2, 3).astype(np.int32),
-        "sampling": replace(
-            state.slots.sampling,
-            temperature=jax.device_put(np.float32([1, 0, 1, 0]), state.slots.sampling.temperature.sharding),
-            seed=jax.device_put(slot.astype(np.uint32), state.slots.sampling.seed.sharding),
-            top_p=jax.device_put(np.ones(SLOTS, np.float32), state.slots.sampling.top_p.sharding),
-            repetition=jax.device_put(np.ones(SLOTS, np.float32), state.slots.sampling.repetition.sharding),
-        ),
-    }
-    slots = replace(
-        state.slots,
-        **{
-            k: v if k == "sampling" else jax.device_put(v, getattr(state.slots, k).sharding)
-            for k, v in given.items()
-        },
+    slots, sampling = state.slots, state.slots.sampling
+
+    def put(old: jax.Array, new: Any) -> jax.Array:
+        return jax.device_put(np.broadcast_to(new, old.shape).astype(old.dtype), old.sharding)
+
+    asked = {"temperature": 1 - slot % 2, "seed": slot, "top_p": 1, "repetition": 1}
+    slots = slots.replace(
+        page_table=put(slots.page_table, table),
+        remaining=put(slots.remaining, 100),
+        depth=put(slots.depth, np.where(slot % 2, 2, 3)),
+        sampling=replace(sampling, **{name: put(getattr(sampling, name), v) for name, v in asked.items()}),
     )
-    return replace(state, slots=slots)
+    return state.replace(slots=slots)
 
 
 def chunk_of(slots: tuple[int, ...], texts: list[list[int]], start: int) -> Chunk:

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from mtp_jax.model.kernels import Kernels
-from mtp_jax.model.ops import Form
+from mtp_jax.model.mla import Form
 from mtp_jax.model.sharding import make_mesh
 from mtp_jax.model.trunk import Backend
 from tests.kernels.compile_step import layers_of

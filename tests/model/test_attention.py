@@ -46,7 +46,7 @@ def compiled(name: str, form: str):
     def run(x, positions, cache, view):
         cfg: ModelConfig = CONFIGS[name]
         angles = rope_angles(cfg, jnp.maximum(positions, 0))
-        views = (view.replace(form=form),)
+        views = (replace(view, form=form),)
         return attention(block(name)[0], cfg, x, angles, cache, views, form="naive", mesh=None)
 
     return jax.jit(run)
@@ -199,9 +199,8 @@ def test_distance_of_an_fp8_cache(form):
     @jax.jit
     def logits(cache):
         layers = (cache,) * cfg.num_hidden_layers
-        traced = trunk.run(
-            found.params, cfg, tokens, view.written, layers, (view.replace(form=form),), UNSHARDED
-        )
+        views = (replace(view, form=form),)
+        traced = trunk.run(found.params, cfg, tokens, view.written, layers, views, UNSHARDED)
         return trunk.logits(found.params, traced.hidden)[0]
 
     def error(fp8):

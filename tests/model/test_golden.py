@@ -13,8 +13,8 @@ import pytest
 from mtp_jax.checkpoint import Loaded, load
 from mtp_jax.model import nextn, trunk
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.mla import Form
 from mtp_jax.model.moe import Experts
-from mtp_jax.model.ops import Form
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Backend
 from tests.golden import LOW_PRECISION, VARIANTS, expected, model_dir
