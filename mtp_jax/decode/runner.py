@@ -117,7 +117,7 @@ class LocalRunner:
         self.state = self.programs.update(self.flushed(), keep, page_table)
 
     def step(self, key: StepKey, chunk: Chunk | None = None, masks: MaskMaker | None = None) -> _Pending:
-        """Draft and verify, prefill, or both; if structured, in two launches, between which it reads drafts."""
+        """Draft and verify, prefill, or both; if structured, in two launches, and it reads the drafts."""
         at, most = time.perf_counter(), self.programs.drafter.deferral
         defers = not key.depth and not key.tokens and most > 0
         state = self.state if defers and self._deferred < most else self.flushed()

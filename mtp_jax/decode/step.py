@@ -138,9 +138,9 @@ def verify_phase(
     with jax.named_scope("accept" if windows else "first_token"):
         scored = hidden if chunk is None else [*hidden[:-1], prefill.last_of(hidden[-1], chunk)]
         ids_only = mode == SamplingMode() and chunk is None and accept is None and parts_on(on.mesh) > 1
-        logits = [None] if ids_only else _logits(params, scored, on)
+        logits = [] if ids_only else _logits(params, scored, on)
     if windows and drafts is not None:
-        given = windows, hidden[0], logits[0], drafts, allowed, drafter, mode, on, accept
+        given = windows, hidden[0], logits[0] if logits else None, drafts, allowed, drafter, mode, on, accept
         state, result = _conclude(params, state, *given, alone=chunk is None)
         results.append(result)
     if prompts and chunk is not None:

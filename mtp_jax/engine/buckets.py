@@ -171,7 +171,7 @@ def warm_up_keys(config: EngineConfig, shards: int, structured: bool) -> tuple[l
     scored = replace(sampled, logprobs=MAX_LOGPROBS)
     slots, pages, sizes = _step_slots(config, shards), _page_buckets(config), _chunk_buckets(config)
     longest: dict[str, Any] = {"tokens": sizes[-1], "prompts": 1}
-    anything = longest | {"prompt_logprobs": MAX_LOGPROBS}
+    anything: dict[str, Any] = longest | {"prompt_logprobs": MAX_LOGPROBS}
     widest = StepKey(slots[-1], deepest, pages[-1], scored)
     first = [StepKey(0, 0, pages[-1], SamplingMode(logprobs=MAX_LOGPROBS), **anything)]
     for mode in (scored, replace(scored, structured=True)) if structured else (scored,):

@@ -46,7 +46,9 @@ def project(
     kv = linear(x, p.kv_a, summed=False, **on)
     reader = products.takes_quantised(p.q_b, products.dtype_of(x), split="out", **on)
     if (
-        not (q is None or cache is None or len(views) > 1)  # one launch writes one part
+        q is not None
+        and cache is not None
+        and len(views) == 1  # one launch writes one part
         and reader
         and norms_low_rank(kernels, q, kv, p.kv_norm, cache)
     ):

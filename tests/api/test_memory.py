@@ -26,6 +26,6 @@ assert mappings() > 10
 
 
 def test_memory_is_counted_and_given_back():
-    """In many pieces, which the allocator keeps when they are freed; the process has no free memory before."""
+    """In many pieces, which the allocator keeps when they are freed; before, nothing is free."""
     done = subprocess.run([sys.executable, "-c", IN_PIECES], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
