@@ -162,7 +162,7 @@ class _Engine:
             "vllm:spec_decode_num_drafts": ("Rows that verified at least one draft.", s.drafts),
             "vllm:spec_decode_num_draft_tokens": ("Drafts verified.", s.draft_tokens),
             "vllm:spec_decode_num_accepted_tokens": ("Drafts accepted.", s.accepted_tokens),
-            "mtp_jax:prefill_seconds": ("Seconds of prefill launches.", s.prefill_seconds),
+            "mtp_jax:prefill_seconds": ("Seconds of steps that had nothing but prompts.", s.prefill_seconds),
         }
         yield self._inter_token(s)
         for name, (text, value) in gauges.items():

@@ -45,7 +45,7 @@ class EngineOptions:
     )
     prefill_chunk: int = option(
         256,
-        "most prompt tokens per prefill launch, and between two steps while most slots run",
+        "most prompt tokens that a step takes along",
         low=1,
         high=2**16,
         metavar="N",

@@ -50,8 +50,9 @@ class Counters:
         accepted_at: how often the draft at each position was accepted.
         inter_token: seconds from token to token of a request; tokens of one step share the time since the
             step before.
-        depth_steps: steps by depth.
+        depth_steps: steps by depth, of those that advanced requests.
         depth_seconds: seconds of those steps.
+        prefill_seconds: of steps that had nothing but prompts.
         finished: requests by finish reason.
     """
 
@@ -104,8 +105,9 @@ class EngineStats:
         accepted_per_position: how often the draft at each position was accepted.
         inter_token: seconds from token to token of a request; tokens of one step share the time since the
             step before.
-        depth_steps: steps by depth.
+        depth_steps: steps by depth, of those that advanced requests.
         step_seconds: seconds of those steps, from the end of what ran before.
+        prefill_seconds: of steps that had nothing but prompts.
         finished: requests by finish reason.
         realised_speedup: of recent steps (``DepthController.speedup``); None while not known.
     """

@@ -9,10 +9,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# What a step does, in order, and what a prefill does.
+# What a step does, in order; what a chunk adds to it; and the trunk's pass over a chunk alone.
 STEP_PHASES = ("draft", "verify", "accept", "commit")
-PREFILL_PHASES = ("prefill_trunk", "prefill_drafter", "first_token")
-PHASES = (*STEP_PHASES, *PREFILL_PHASES, "prompt_logprobs")
+CHUNK_PHASES = ("prefill_drafter", "first_token")
+PHASES = (*STEP_PHASES, *CHUNK_PHASES, "prefill_trunk", "prompt_logprobs")
 
 # Innermost names, and the row of the report that they belong to.
 PARTS = {

@@ -1,11 +1,12 @@
 """What is profiled: an engine kept busy with one kind of step for as long as it is stepped."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from mtp_jax.bench.subject import Subject, prompts_for
-from mtp_jax.engine.buckets import keys_for
+from mtp_jax.decode.keys import StepKey
+from mtp_jax.engine.buckets import keys_for, slot_bucket
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request, SamplingParams
 from mtp_jax.errors import ConfigError
@@ -65,8 +66,11 @@ def start(
             engine.step()
 
     another = [engine.make_request(p, short) for p in prompts[decoding:][:1]]
-    every = [*running, *another]
-    engine.runner.compile(keys_for(engine.config, every, engine.shards, slots=0, pages=engine.pages))
+    keys = keys_for(engine.config, [*running, *another], engine.shards, slots=0, pages=engine.pages)
+    if engine.shards == 1 and decoding:  # prompts go through further slots
+        most = slot_bucket(engine.config, decoding)
+        keys = [replace(k, slots=min(k.slots, most)) for k in keys if isinstance(k, StepKey)]
+    engine.runner.compile(keys)
     _settle(engine, running, step)
     return Workload(engine, step)
 

@@ -45,7 +45,10 @@ def test_all_files_are_written(profiled):
     assert list((out / "trace").rglob("*.xplane.pb"))
     assert not list(out.rglob("old.*"))
     assert json.loads(gzip.decompress((out / "perfetto.json.gz").read_bytes()))["traceEvents"]
-    assert {p.stem for p in (out / "hlo").iterdir()} >= {"prefill_b1_t16_p1", "step_b2_k2_p1_sampled"}
+    assert {p.stem for p in (out / "hlo").iterdir()} >= {
+        "step_b2_k2_t16x1_p1_sampled",
+        "step_b2_k2_p1_sampled",
+    }
     memory = json.loads((out / "memory.json").read_text())
     assert memory["weights_bytes"] > memory["cache_bytes"] > 0
     compiled = [json.loads(line) for line in (out / "compiles.jsonl").read_text().splitlines()]
@@ -62,7 +65,7 @@ def test_times_of_the_scopes_add_up(profiled):
     # Of three steps the mean is two thirds of the median at least, and twice the upper quartile at most.
     assert 0.6 * traced.median <= total <= 2.2 * traced.high
     found = {scope.phase for scope in profile.scopes}
-    assert found >= {*scopes.STEP_PHASES, *scopes.PREFILL_PHASES, DISPATCH.phase, HOST_GAP.phase}
+    assert found >= {*scopes.STEP_PHASES, *scopes.CHUNK_PHASES, DISPATCH.phase, HOST_GAP.phase}
     unknown = sum(t for s, t in profile.scopes.items() if s.phase == scopes.OTHER)
     assert unknown < 0.05 * total
 
@@ -70,8 +73,7 @@ def test_times_of_the_scopes_add_up(profiled):
 def test_launches_are_counted_and_costed(profiled):
     out, profile = profiled
     assert {p.name: p.launches for p in profile.programs} == {
-        "prefill_b1_t16_p1": MIXED.steps,
-        "step_b2_k2_p1_sampled": MIXED.steps,
+        "step_b2_k2_t16x1_p1_sampled": MIXED.steps,
     }
     for program in json.loads((out / "cost.json").read_text())["programs"]:
         assert 0 < program["roofline_seconds"] < program["traced_seconds"]
@@ -82,11 +84,11 @@ def test_launches_are_counted_and_costed(profiled):
 def test_named_scopes_are_in_the_metadata_of_compiled_programs(profiled):
     out, _ = profiled
     hlo = {path.stem: path.read_text() for path in (out / "hlo").iterdir()}
-    step, prefill = hlo["step_b2_k2_p1_sampled"], hlo["prefill_b1_t16_p1"]
+    step, mixed = hlo["step_b2_k2_p1_sampled"], hlo["step_b2_k2_t16x1_p1_sampled"]
     for phase in scopes.STEP_PHASES:
         assert f"/{phase}/" in step
-    for phase in scopes.PREFILL_PHASES:
-        assert f"/{phase}/" in prefill
+    for phase in (*scopes.STEP_PHASES, *scopes.CHUNK_PHASES):
+        assert f"/{phase}/" in mixed
     for part in set(scopes.PARTS) - {"logprobs"}:
         assert f"/{part}/" in step, part
     known = {s.phase for s in scopes.scopes_of(step).values()}
