@@ -30,8 +30,8 @@ from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import MAX_DRAFTS, SamplingParams
 from mtp_jax.errors import RequestError
+from mtp_jax.model.backend import backend
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.kernels import all_by
 from mtp_jax.options import takes
 from mtp_jax.text.grammar import Grammars
 from mtp_jax.text.tokenizer import Tokenizer
@@ -57,7 +57,7 @@ class LLM:
         num_nextn_layers = options.num_nextn_layers
         if not options.num_speculative_tokens and options.draft_model is None and num_nextn_layers is None:
             num_nextn_layers = 0  # the folder need not have what its config.json declares
-        computing = all_by(options.kernels)
+        on = backend(options.kernels, options.mesh)
         self.tokenizer = Tokenizer.from_dir(directory)
         with self._report.phase("read", "B") as update:
             loaded = checkpoint.load(
@@ -79,7 +79,7 @@ class LLM:
         )
         self.engine = self._make_engine(engine_config)
         self._session = Session(self.engine)
-        self._scorer = Scorer(self.config, loaded.params, options.mesh, computing)
+        self._scorer = Scorer(self.config, loaded.params, on)
 
     def _make_engine(self, config: EngineConfig) -> Engine:
         cfg, params = self.config, self._params

@@ -8,11 +8,10 @@ from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.validate import check_config
 from mtp_jax.errors import ConfigError
+from mtp_jax.model.backend import backend
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.kernels import all_by
 from mtp_jax.model.params import Params
 from mtp_jax.model.sharding import check_divisible, data_size
-from mtp_jax.model.trunk import Backend
 from mtp_jax.text.grammar import Grammars
 
 
@@ -31,7 +30,7 @@ def local_engine(
     shards = data_size(mesh)
     check_config(cfg, config, shards)
     shape = StateShape(config.max_num_seqs, config.pages_per_shard(shards), config.page_size, config.columns)
-    on = Backend(mesh=mesh, kernels=all_by(config.kernels))
+    on = backend(config.kernels, mesh)
     fp8 = config.kv_cache_dtype == "fp8"
     return Engine(cfg, config, LocalRunner(cfg, params, shape, on, config.dtype, fp8), grammars)
 

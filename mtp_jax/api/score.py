@@ -6,13 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from mtp_jax.model import nextn, trunk
+from mtp_jax.model.backend import Backend
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.kernels import Kernels
 from mtp_jax.model.params import Params
-from mtp_jax.model.trunk import Backend
 
 _SMALLEST = 16
 
@@ -37,9 +35,9 @@ class Scores:
 class Scorer:
     """Scores sequences; one executable per power-of-two length."""
 
-    def __init__(self, cfg: ModelConfig, params: Params, mesh: Mesh | None, kernels: Kernels) -> None:
+    def __init__(self, cfg: ModelConfig, params: Params, on: Backend) -> None:
         self._cfg, self._params = cfg, params
-        self._on = Backend("naive", "sparse", mesh, kernels)
+        self._on, mesh = on, on.mesh
         # A sharded batch must divide over the data axis; a copy of the row per shard does.
         self._rows = 1 if mesh is None else mesh.shape["data"]
         self._compiled: dict[int, Any] = {}
@@ -74,5 +72,5 @@ class Scorer:
             following = jnp.roll(tokens, -1 - k, axis=1)
             z = nextn.teacher_forced(params, self._cfg, k, following, z, self._on)
             states.append(z)
-            logits.append(nextn.logits(params, k, z))
-        return hidden, trunk.logits(params, hidden), states, logits
+            logits.append(nextn.logits(params, k, z, self._on))
+        return hidden, trunk.logits(params, hidden, self._on), states, logits

@@ -24,12 +24,12 @@ from mtp_jax.decode.state import StateShape, abstract_state, empty_state
 from mtp_jax.engine.request import MAX_DRAFTS
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import trunk
+from mtp_jax.model.backend import backend
 from mtp_jax.model.cache import LayerCache, PagedView
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import compiler_options
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.params import Params
-from mtp_jax.model.trunk import Backend
 from mtp_jax.model.visible import chain
 
 # One slot of 256 rows, prompts of 16 tokens: short enough that weights, not the cache, are what is read.
@@ -61,10 +61,10 @@ def verify(
     cfg: ModelConfig,
 ) -> tuple[tuple[LayerCache, ...], Int[Array, "B W"]]:
     """The verify part of a step and nothing else: (pages, the trunk's greedy choices)."""
-    positions = start[:, None] + jnp.arange(tokens.shape[1])
+    positions, on = start[:, None] + jnp.arange(tokens.shape[1]), backend()
     view = PagedView(table, positions, chain(start, tokens.shape[1]))
-    traced = trunk.run(params, cfg, tokens, positions, pages, (view,), Backend())
-    return traced.caches, argmax(trunk.logits(params, traced.hidden))
+    traced = trunk.run(params, cfg, tokens, positions, pages, (view,), on)
+    return traced.caches, argmax(trunk.logits(params, traced.hidden, on))
 
 
 def time_windows(
@@ -152,7 +152,7 @@ def run(
 
 def _routing(subject: Subject, text: Sequence[int]) -> tuple[Routing, ...]:
     def routing(params: Params, tokens: Array) -> tuple[Routing, ...]:
-        return trunk.forward_traced(params, subject.config, tokens).routing
+        return trunk.forward_traced(params, subject.config, tokens, backend()).routing
 
     return jax.jit(routing)(subject.params, jnp.asarray([text], jnp.int32))
 

@@ -2,27 +2,21 @@
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.decode.sampling import argmax
-from mtp_jax.model.device import platform
-from mtp_jax.model.layers import vocabulary_logits
-from mtp_jax.model.sharding import ways
-
-# Parts of the vocabulary: the logits of one are smaller than what a layer's experts need.
-PARTS = 4
+from mtp_jax.model.backend import Backend
 
 
 @jax.named_scope("greedy")
 def best_tokens(
-    hidden: Float[Array, "*b D"], table: Float[Array, "V D"], parts: int
+    hidden: Float[Array, "*b D"], table: Float[Array, "V D"], on: Backend
 ) -> tuple[Int[Array, "*b"], Bool[Array, "*b"]]:
-    """``argmax`` of the logits of every row, and whether they are all finite, part by part."""
-    size = -(-table.shape[0] // parts)
+    """``argmax`` of the logits of every row, and whether they are all finite, part by part of ``on.head_parts``."""
+    size = -(-table.shape[0] // on.head_parts)
 
     def of(start: int, hidden: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        logits = vocabulary_logits(hidden, table[start : start + size])
+        logits = on.head(hidden, table[start : start + size])
         return jnp.max(logits, axis=-1), argmax(logits) + start, jnp.isfinite(logits).all(axis=-1)
 
     best, ids, finite = of(0, hidden)
@@ -33,8 +27,3 @@ def best_tokens(
         ids = jnp.where(top > best, candidates, ids)  # not at equality: the lowest id wins
         best, finite = jnp.maximum(top, best), finite & whole
     return ids, finite
-
-
-def parts_on(mesh: Mesh | None) -> int:
-    """More than one on a GPU, where all logits would be a step's largest array, unless devices share them."""
-    return PARTS if platform() == "gpu" and ways("vocab", mesh) == 1 else 1

@@ -23,23 +23,22 @@ from mtp_jax.decode.sampling import (
 )
 from mtp_jax.decode.state import DrafterState, Slots, State, put_slots, take_slots
 from mtp_jax.model import trunk
+from mtp_jax.model.backend import Backend
 from mtp_jax.model.cache import PagedView
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.mla import prefill_form
 from mtp_jax.model.params import Params
-from mtp_jax.model.trunk import Backend
 from mtp_jax.model.visible import chain
 
 jax.tree_util.register_dataclass(Chunk)
 
 
-def rows(state: State, chunk: Chunk, pages: int, cfg: ModelConfig) -> Rows:
+def rows(state: State, chunk: Chunk, pages: int, cfg: ModelConfig, on: Backend) -> Rows:
     """The chunk's tokens, padding included."""
     s = take_slots(state.slots, chunk.slot)
     index = jnp.arange(chunk.tokens.shape[1])
     positions = chunk.start[:, None] + index
     written = jnp.where(index < chunk.count[:, None], positions, -1)
-    form = prefill_form(cfg, chunk.tokens.shape[1])
+    form = on.prefill_form(cfg, chunk.tokens.shape[1])
     view = PagedView(s.page_table[:, :pages], written, chain(chunk.start, chunk.count), form)
     return Rows(s, chunk.tokens, positions, view)
 
@@ -89,7 +88,7 @@ def conclude(
     prompt = None
     if prompt_logprobs is not None:
         with jax.named_scope("prompt_logprobs"):
-            prompt = top_logprobs(trunk.logits(params, hidden), chunk.targets, prompt_logprobs)
+            prompt = top_logprobs(trunk.logits(params, hidden, on), chunk.targets, prompt_logprobs)
     state = state.replace(slots=slots, drafter=DrafterState(kept, own.pages))
     return state, StepResult(packed, top, prompt)
 

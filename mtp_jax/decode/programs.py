@@ -25,11 +25,11 @@ from mtp_jax.decode.result import StepResult
 from mtp_jax.decode.state import State, admit, flush, move, read_pages, update, write_pages
 from mtp_jax.decode.step import Accept, draft_phase, step, verify_phase
 from mtp_jax.errors import ConfigError
+from mtp_jax.model.backend import Backend
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import compiler_options
 from mtp_jax.model.params import Params
 from mtp_jax.model.sharding import data_size
-from mtp_jax.model.trunk import Backend
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from mtp_jax.decode.keys import DraftKey, Key, PageKey, StepKey
 from mtp_jax.decode.programs import Programs
 from mtp_jax.decode.state import State, StateShape, abstract_state, empty_state
 from mtp_jax.errors import ConfigError
+from mtp_jax.model.backend import Backend
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params
 from mtp_jax.model.sharding import data_size
-from mtp_jax.model.trunk import Backend
 
 
 class _Flush:

@@ -20,11 +20,11 @@ from jaxtyping import Array, Bool, Int, Shaped
 from mtp_jax.decode.host import SamplingState, SlotRow
 from mtp_jax.decode.sampling import neutral_state
 from mtp_jax.errors import ConfigError
+from mtp_jax.model.backend import Backend
 from mtp_jax.model.cache import LayerCache, empty_cache
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params, type_of
 from mtp_jax.model.sharding import data_size, partition
-from mtp_jax.model.trunk import Backend
 
 if TYPE_CHECKING:
     from mtp_jax.decode.drafter.protocol import Drafter

@@ -23,7 +23,7 @@ from mtp_jax.decode import prefill, verify
 from mtp_jax.decode.drafter.nothing import Nothing
 from mtp_jax.decode.drafter.protocol import Committed, Drafter, Drafts, features_of
 from mtp_jax.decode.drafter.sampler import DraftSampler
-from mtp_jax.decode.greedy import best_tokens, parts_on
+from mtp_jax.decode.greedy import best_tokens
 from mtp_jax.decode.host import Chunk
 from mtp_jax.decode.keys import Finish, SamplingMode, Topology
 from mtp_jax.decode.result import Emitted, StepResult, emit, pack, stack
@@ -42,11 +42,11 @@ from mtp_jax.decode.sampling import (
 from mtp_jax.decode.state import DrafterState, Slots, State, first_slots, put_first_slots
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import trunk
+from mtp_jax.model.backend import Backend
 from mtp_jax.model.cache import PagedView
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params
 from mtp_jax.model.parts import join, split
-from mtp_jax.model.trunk import Backend
 from mtp_jax.model.visible import chain
 
 
@@ -128,7 +128,7 @@ def verify_phase(
 ) -> tuple[State, StepResult]:
     """The second half. allowed: what grammars allow at every position of the window (see ``restrict``)."""
     windows = None if drafts is None else _windows(state, drafts, pages)
-    prompts = None if chunk is None else prefill.rows(state, chunk, pages, cfg)
+    prompts = None if chunk is None else prefill.rows(state, chunk, pages, cfg, on)
     parts = [p for p in (windows, prompts) if p]
     with jax.named_scope("verify" if windows else "prefill_trunk"):
         tokens, positions = (join([getattr(p, of) for p in parts], on.mesh) for of in ("tokens", "positions"))
@@ -137,7 +137,7 @@ def verify_phase(
     state, results = state.replace(trunk=traced.caches), []
     with jax.named_scope("accept" if windows else "first_token"):
         scored = hidden if chunk is None else [*hidden[:-1], prefill.last_of(hidden[-1], chunk)]
-        ids_only = mode == SamplingMode() and chunk is None and accept is None and parts_on(on.mesh) > 1
+        ids_only = mode == SamplingMode() and chunk is None and accept is None and on.head_parts > 1
         logits = [] if ids_only else _logits(params, scored, on)
     if windows and drafts is not None:
         given = windows, hidden[0], logits[0] if logits else None, drafts, allowed, drafter, mode, on, accept
@@ -166,7 +166,7 @@ def _logits(
     params: Params, hidden: list[Float[Array, "_B _W D"]], on: Backend
 ) -> list[Float[Array, "_B _W V"]]:
     """Of every part, by one product."""
-    return split(trunk.logits(params, join(hidden, on.mesh)), [h.shape[:2] for h in hidden], on.mesh)
+    return split(trunk.logits(params, join(hidden, on.mesh), on), [h.shape[:2] for h in hidden], on.mesh)
 
 
 def _conclude(
@@ -188,7 +188,7 @@ def _conclude(
     s, width = rows.slots, rows.tokens.shape[1]
     with jax.named_scope("accept"):
         if logits is None:
-            ids, healthy = best_tokens(hidden, trunk.head(params), parts_on(on.mesh))
+            ids, healthy = best_tokens(hidden, trunk.head(params), on)
             verdict = verify.greedy(ids, drafts.tokens, num_drafts(s, drafts))
         else:
             window = jnp.concatenate([s.newest[:, None], drafts.tokens], axis=1)

@@ -9,7 +9,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.mla_decode.fp8_rows import Rows, pack, unpack
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.device import platform
 from mtp_jax.model.mla import Form
 from mtp_jax.model.visible import Visible
 
@@ -71,37 +70,18 @@ Views = tuple[PagedView, ...]
 """Of a pass over several parts (see ``parts``), one view each."""
 
 
-def write_rows(pages: Tree, rows: Any, page_table: Int[Array, "B n"], written: Int[Array, "B W"]) -> Tree:
-    """A tree of ``pages`` [P, S, c] with the window's rows [B, W, c] written; in place when donated.
+def places(
+    count: int, size: int, page_table: Int[Array, "B n"], written: Int[Array, "B W"]
+) -> tuple[Int[Array, " r"], Int[Array, " r"], Bool[Array, " r"]]:
+    """Page and offset of every row that is written, and whether it is written at all.
 
-    Rows that are not to be written (negative ones) go to the last page, which no sequence owns; so do rows
-    past the table, which an executable deeper than its slots ask for has.
+    count, size: pages, and rows of each. A row that is not goes to the last page.
     """
-    count, size = jax.tree.leaves(pages)[0].shape[:2]
     columns = page_table.shape[1]
     inside = (written >= 0) & (written < columns * size)
     column = jnp.clip(written // size, 0, columns - 1)
-    page = jnp.where(inside, jnp.take_along_axis(page_table, column, axis=1), count - 1).reshape(-1)
-    offset = (written % size).reshape(-1)
-
-    def scatter(pages: Array, rows: Array) -> Array:
-        rows = rows.reshape(-1, rows.shape[-1])
-        return pages.at[page, offset].set(rows, mode="promise_in_bounds")
-
-    if platform() != "cpu":
-        return jax.tree.map(scatter, pages, rows)
-
-    # A scatter checks its bounds by a select, for which XLA on a CPU copies the whole cache several times.
-    def write(i: Int[Array, ""], pages: Tree) -> Tree:
-        def put(pages: Array, rows: Array) -> Array:
-            row = rows.reshape(-1, 1, 1, rows.shape[-1])[i]
-            return jax.lax.dynamic_update_slice(pages, row, (page[i], offset[i], 0))
-
-        return jax.tree.map(put, pages, rows)
-
-    # A loop of a length XLA cannot know is not unrolled and fused into the cache's readers, with copies.
-    last = jnp.max(jnp.where(inside.reshape(-1), jnp.arange(1, len(page) + 1), 0))
-    return jax.lax.fori_loop(0, last, write, pages)
+    page = jnp.where(inside, jnp.take_along_axis(page_table, column, axis=1), count - 1)
+    return page.reshape(-1), (written % size).reshape(-1), inside.reshape(-1)
 
 
 def read_rows(

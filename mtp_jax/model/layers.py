@@ -1,4 +1,4 @@
-"""The small parts every block uses: linear, RMSNorm, rotary embedding, SwiGLU, the vocabulary tables."""
+"""The small parts every block uses: expanded FP8 weights, RMSNorm, rotary embedding."""
 
 import math
 from typing import Any
@@ -8,12 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.device import platform
 from mtp_jax.model.hf_config import FP8_BLOCK
-from mtp_jax.model.params import Fp8, Mlp
-
-# On a CPU: above this many rows ``x @ w.T`` is the faster way in float32; bfloat16 takes so many at least.
-_FEW_ROWS, _LEAST_ROWS = 64, 8
+from mtp_jax.model.params import Fp8
 
 
 def expand(w: Float[Array, "*o i"] | Fp8, dtype: Any) -> Float[Array, "*o i"]:
@@ -25,31 +21,6 @@ def expand(w: Float[Array, "*o i"] | Fp8, dtype: Any) -> Float[Array, "*o i"]:
     spread = jnp.repeat(jnp.repeat(w.scale, FP8_BLOCK, axis=-2), FP8_BLOCK, axis=-1)
     spread = spread[..., : matrix.shape[-2], : matrix.shape[-1]]
     return (matrix.astype(jnp.float32) * spread).astype(dtype).reshape(w.shape)
-
-
-def linear(x: Float[Array, "... i"], w: Float[Array, "*o i"] | Fp8) -> Float[Array, "..."]:
-    """``x @ w.T`` with weights as in the checkpoint, output features first; FP8 ones are expanded per use."""
-    return _product(x, expand(w, x.dtype), x.dtype)
-
-
-def _product(x: Float[Array, "... i"], w: Float[Array, "*o i"], dtype: Any) -> Float[Array, "..."]:
-    """``x @ w.T``, accumulated in float32.
-
-    On a CPU, for few rows or in bfloat16, it is written ``w @ x.T`` behind a barrier: XLA would rewrite it
-    into ``x @ w.T``, which is slower there. bfloat16 is only fast if the product leaves float32, which the
-    barrier keeps XLA from narrowing, and with more than one row (docs/architecture.md).
-    """
-    rows, narrow = math.prod(x.shape[:-1]), x.dtype == jnp.bfloat16
-    flat_x, flat_w = x.reshape(rows, x.shape[-1]), w.reshape(-1, w.shape[-1])
-    contract_last = (((1,), (1,)), ((), ()))
-    if platform() == "cpu" and (narrow or rows <= _FEW_ROWS):
-        if narrow and rows < _LEAST_ROWS:
-            flat_x = jnp.pad(flat_x, ((0, _LEAST_ROWS - rows), (0, 0)))
-        y = jax.lax.dot_general(flat_w, flat_x, contract_last, preferred_element_type=jnp.float32)
-        y = jax.lax.optimization_barrier(y)[:, :rows].T.astype(dtype)
-    else:
-        y = jax.lax.dot_general(flat_x, flat_w, contract_last, preferred_element_type=dtype)
-    return y.reshape(*x.shape[:-1], *w.shape[:-1])
 
 
 @jax.named_scope("norm")
@@ -103,20 +74,3 @@ def rotate(
     if x.ndim == 4:
         cos, sin = cos[:, :, None], sin[:, :, None]
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
-
-
-def whole(x: Float[Array, "*s B W D"]) -> Float[Array, "B W D"]:
-    """The sum of the parts that a product may leave (see ``products.linear``)."""
-    return x.sum(axis=0).astype(jnp.bfloat16) if x.ndim == 4 else x
-
-
-def swiglu(x: Float[Array, "... D"], p: Mlp) -> Float[Array, "... D"]:
-    """down(silu(gate(x)) * up(x))."""
-    gate_up = linear(x, p.gate_up)
-    return linear(jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :], p.down)
-
-
-@jax.named_scope("head")
-def vocabulary_logits(hidden: Float[Array, "... D"], table: Float[Array, "V D"]) -> Float[Array, "... V"]:
-    """Logits in float32, from rows in the table's dtype, products accumulated in float32."""
-    return _product(hidden.astype(table.dtype), table, jnp.float32)

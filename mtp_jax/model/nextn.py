@@ -11,14 +11,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mtp_jax.model.attention import latent_rows
+from mtp_jax.model.backend import Backend
 from mtp_jax.model.cache import LayerCache, Views
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.layers import linear, rms_norm, rope_angles, vocabulary_logits
-from mtp_jax.model.ops import write
+from mtp_jax.model.layers import rms_norm, rope_angles
 from mtp_jax.model.params import NextN, Params
-from mtp_jax.model.products import plus
-from mtp_jax.model.trunk import UNSHARDED, Backend, block, embed
+from mtp_jax.model.trunk import REFERENCE, block, embed
 from mtp_jax.model.visible import Visible, Window, chain
 
 
@@ -40,8 +38,8 @@ def run(
     p: NextN = params.nextn[k]
     with jax.named_scope(f"nextn_{k}"):
         x = _merge(params, cfg, p, tokens, hidden, on)
-        x, added, cache, _ = block(p.layer, cfg, x, (), rope_angles(cfg, positions), cache, views, on)
-        return rms_norm(plus(x, added), p.norm, cfg.rms_norm_eps), cache
+        x, cache, _ = block(p.layer, cfg, x, rope_angles(cfg, positions), cache, views, on)
+        return on.finish(x, p.norm, cfg.rms_norm_eps), cache
 
 
 def write_cache(
@@ -64,11 +62,9 @@ def write_cache(
     with jax.named_scope(f"nextn_{k}"):
         x = _merge(params, cfg, p, tokens, hidden, on)
         x = rms_norm(x, p.layer.attention_norm, cfg.rms_norm_eps)
-        rows = latent_rows(
-            p.layer.attention, cfg, x, rope_angles(cfg, positions), mesh=on.mesh, kernels=on.kernels
-        )
+        rows = on.latents(p.layer.attention, cfg, x, rope_angles(cfg, positions))
         rows = cache.stored(rows, cfg.kv_lora_rank)
-        return write(cache, rows, page_table, existing(k, positions), on.mesh)
+        return on.write(cache, rows, page_table, existing(k, positions))
 
 
 def existing(k: int, positions: Int[Array, "B W"]) -> Int[Array, "B W"]:
@@ -105,7 +101,7 @@ def _merge(
     e = rms_norm(e, p.token_norm, cfg.rms_norm_eps)
     h = rms_norm(hidden.astype(e.dtype), p.hidden_norm, cfg.rms_norm_eps)
     with jax.named_scope("merge"):
-        return linear(jnp.concatenate([e, h], axis=-1), p.merge)
+        return on.linear(jnp.concatenate([e, h], axis=-1), p.merge)
 
 
 def teacher_forced(
@@ -114,7 +110,7 @@ def teacher_forced(
     k: int,
     tokens: Int[Array, "B n"],
     hidden: Float[Array, "B n D"],
-    on: Backend = UNSHARDED,
+    on: Backend = REFERENCE,
 ) -> Float[Array, "B n D"]:
     """Layer ``k`` over a whole sequence without a cache: row i merges ``tokens[i]`` with ``hidden[i]``.
 
@@ -124,8 +120,8 @@ def teacher_forced(
     return run(params, cfg, k, tokens, hidden, positions, None, (), on)[0]
 
 
-def logits(params: Params, k: int, z: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
+def logits(params: Params, k: int, z: Float[Array, "*b D"], on: Backend = REFERENCE) -> Float[Array, "*b V"]:
     """Draft logits of layer ``k``, float32, from z after its norm."""
     p: NextN = params.nextn[k]
     trunk_head = params.embed if params.head is None else params.head
-    return vocabulary_logits(z, trunk_head if p.head is None else p.head)
+    return on.head(z, trunk_head if p.head is None else p.head)

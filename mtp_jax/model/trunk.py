@@ -1,46 +1,24 @@
-"""The trunk: embedding, decoder blocks, final norm, logits."""
+"""The trunk: embedding, decoder blocks, final norm, logits. A backend carries out each stage of a block."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from mtp_jax.model import attention as mla
-from mtp_jax.model import products
+from mtp_jax.model.backend import Backend, Xla
+from mtp_jax.model.backend.xla import Stream
 from mtp_jax.model.cache import LayerCache, Views
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.kernels import AUTO, Kernels
-from mtp_jax.model.layers import rms_norm, rope_angles, vocabulary_logits
-from mtp_jax.model.mla import Form
-from mtp_jax.model.moe import Experts, Routing, moe
-from mtp_jax.model.moe import takes_quantised as moe_takes_quantised
-from mtp_jax.model.params import Layer, Moe, Params
+from mtp_jax.model.layers import rope_angles
+from mtp_jax.model.moe import Routing
+from mtp_jax.model.params import Layer, Params
 from mtp_jax.model.parts import join
 from mtp_jax.model.sharding import constrain
 
-
-@dataclass(frozen=True)
-class Backend:
-    """How a forward pass is carried out; never what it computes.
-
-    Attributes:
-        form: MLA form of a pass without a cache; a view of a cache has its own.
-        experts: "dense" or "sparse" (moe.py); with a mesh they always run in parallel.
-        mesh: device mesh, None for one device.
-        kernels: who computes the operations of products.py.
-    """
-
-    form: Form = "naive"
-    experts: Experts = "sparse"
-    mesh: Mesh | None = None
-    kernels: Kernels = AUTO
-
-
-UNSHARDED = Backend()
+REFERENCE = Xla()
+"""Carries out what nobody has chosen a backend for."""
 
 
 @dataclass(frozen=True)
@@ -61,33 +39,21 @@ class Traced:
 def block(
     p: Layer,
     cfg: ModelConfig,
-    x: Float[Array, "B W D"],
-    added: Sequence[Float[Array, "B W D"]],
+    x: Stream,
     angles: Float[Array, "B W 2 r"],
     cache: LayerCache | None,
     views: Views,
     on: Backend,
-) -> tuple[Float[Array, "B W D"], tuple[Float[Array, "B W D"], ...], LayerCache | None, Routing | None]:
-    """A pre-norm decoder block of x and what the block before adds to it.
-
-    Returns (x, what the next norm adds to it, cache, routing of an MoE block): a norm adds for nothing.
-    """
-    where: dict[str, Any] = {"mesh": on.mesh, "kernels": on.kernels}
-    readers = mla.takes_quantised(p.attention, x.dtype, **where)
-    x, normed = products.norm(x, p.attention_norm, cfg.rms_norm_eps, readers, added=added, mesh=on.mesh)
-    out, cache = mla.attention(p.attention, cfg, normed, angles, cache, views, form=on.form, **where)
-    if isinstance(p.mlp, Moe):
-        readers = moe_takes_quantised(p.mlp, x.dtype, **where)
-    else:
-        readers = (products.mlp_takes_quantised(p.mlp, x.dtype, **where),)
-    x, normed = products.norm(x, p.mlp_norm, cfg.rms_norm_eps, readers, added=(out,), mesh=on.mesh)
-    if isinstance(p.mlp, Moe):
-        counts = join([v.written >= 0 for v in views], on.mesh) if views else None
-        added, routing = moe(p.mlp, cfg, normed, counts, experts=on.experts, **where)
-    else:
-        with jax.named_scope("mlp"):
-            added, routing = (products.mlp(normed, p.mlp, **where),), None
-    return constrain(x, on.mesh, "slots", None, None), added, cache, routing
+) -> tuple[Stream, LayerCache | None, Routing | None]:
+    """A pre-norm decoder block. Returns (x, cache, routing of an MoE block)."""
+    with jax.named_scope("attention_project"):
+        x, q, rows, cache = on.before_attention(p, cfg, x, angles, cache, views)
+    context, cache = on.attend(p.attention, cfg, q, rows, cache, views)
+    with jax.named_scope("attention_out"):
+        x = on.after_attention(p, cfg, x, context, views)
+    counts = join([v.written >= 0 for v in views], on.mesh) if views else None
+    x, routing = on.feed_forward(p, cfg, x, counts)
+    return x, cache, routing
 
 
 @jax.named_scope("embed")
@@ -111,35 +77,34 @@ def run(
     token sees those before it.
     """
     x, angles = embed(params.embed, tokens, on.mesh), rope_angles(cfg, positions)
-    added, kept, routings = (), [], []
+    kept, routings = [], []
     for i, layer in enumerate(params.layers):
         with jax.named_scope(f"layer_{i}"):
             mine = caches[i] if caches else None
-            x, added, mine, routing = block(layer, cfg, x, added, angles, mine, views, on)
+            x, mine, routing = block(layer, cfg, x, angles, mine, views, on)
         kept += [] if mine is None else [mine]
         routings += [] if routing is None else [routing]
-    hidden = rms_norm(products.plus(x, added), params.norm, cfg.rms_norm_eps)
-    return Traced(hidden, tuple(routings), tuple(kept))
+    return Traced(on.finish(x, params.norm, cfg.rms_norm_eps), tuple(routings), tuple(kept))
 
 
 def forward(
-    params: Params, cfg: ModelConfig, tokens: Int[Array, "B T"], on: Backend = UNSHARDED
+    params: Params, cfg: ModelConfig, tokens: Int[Array, "B T"], on: Backend = REFERENCE
 ) -> Float[Array, "B T D"]:
     """Hidden states after the final norm, causal, without a cache."""
     return forward_traced(params, cfg, tokens, on).hidden
 
 
 def forward_traced(
-    params: Params, cfg: ModelConfig, tokens: Int[Array, "B T"], on: Backend = UNSHARDED
+    params: Params, cfg: ModelConfig, tokens: Int[Array, "B T"], on: Backend = REFERENCE
 ) -> Traced:
     """``forward`` with the routing of every MoE layer."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return run(params, cfg, tokens, positions, None, (), on)
 
 
-def logits(params: Params, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
+def logits(params: Params, hidden: Float[Array, "*b D"], on: Backend = REFERENCE) -> Float[Array, "*b V"]:
     """Next-token logits, float32."""
-    return vocabulary_logits(hidden, head(params))
+    return on.head(hidden, head(params))
 
 
 def head(params: Params) -> Float[Array, "V D"]:

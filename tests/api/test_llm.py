@@ -235,7 +235,7 @@ def test_kernels_without_a_gpu_are_refused_before_weights_are_read(monkeypatch):
 
 
 def test_score_computes_by_the_kernels_that_are_chosen(monkeypatch):
-    monkeypatch.setattr("mtp_jax.model.kernels.is_hopper", lambda: True)
+    monkeypatch.setattr("mtp_jax.model.backend.is_hopper", lambda: True)
     insisting = LLM(golden.model_dir("rigged"), kernels="mosaic_gpu")
     with pytest.raises(ConfigError, match=r"float32.*kernels='auto' or 'xla'"):
         insisting.score(PROMPT)

@@ -16,20 +16,20 @@ from mtp_jax.decode.host import Chunk
 from mtp_jax.decode.keys import ACCEPTED, SamplingMode
 from mtp_jax.decode.sampling import argmax
 from mtp_jax.decode.state import StateShape, abstract_state, empty_state
-from mtp_jax.model.layers import vocabulary_logits
-from mtp_jax.model.trunk import Backend
+from mtp_jax.model.backend import Xla, XlaCpu
 from tests.models import TINY, rigged
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
-def test_parts_do_not_show(parts):
+def test_parts_do_not_show(monkeypatch, parts):
     """Small integers: many logits are equal, within a part and across parts."""
     rng = np.random.default_rng(0)
     table = jnp.asarray(rng.integers(-2, 3, size=(40, 3)), jnp.float32)
     hidden = jnp.asarray(rng.integers(-2, 3, size=(2, 50, 3)), jnp.float32)
-    logits = vocabulary_logits(hidden, table)
+    monkeypatch.setattr(Xla, "head_parts", parts)
+    logits = Xla().head(hidden, table)
     assert ((logits == logits.max(-1, keepdims=True)).sum(-1) > 1).any()
-    ids, finite = best_tokens(hidden, table, parts)
+    ids, finite = best_tokens(hidden, table, Xla())
     np.testing.assert_array_equal(ids, argmax(logits))
     assert finite.all()
 
@@ -38,7 +38,7 @@ def test_parts_do_not_show(parts):
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
 def test_what_is_not_finite_is_noticed_in_every_part(row, broken):
     table = jnp.ones((40, 3)).at[row].set(broken)
-    ids, finite = best_tokens(jnp.ones((5, 3)), table, 4)
+    ids, finite = best_tokens(jnp.ones((5, 3)), table, Xla())
     assert not finite.any()
     assert ((ids >= 0) & (ids < 40)).all()
 
@@ -47,7 +47,7 @@ DRAFTER = build(TINY)
 
 
 def test_steps_are_the_same(monkeypatch):
-    params, on, slots, depth, window = rigged(noise=0.1), Backend(), 8, 3, 3
+    params, on, slots, depth, window = rigged(noise=0.1), XlaCpu(), 8, 3, 3
     fixed: dict[str, Any] = {"cfg": TINY, "drafter": DRAFTER, "pages": 1, "on": on}
     rng = np.random.default_rng(1)
     tokens = jnp.asarray(rng.integers(2, TINY.vocab_size, (slots, window)), jnp.int32)
@@ -81,6 +81,6 @@ def test_steps_are_the_same(monkeypatch):
         return np.stack(results)
 
     whole = run()
-    monkeypatch.setattr(module, "parts_on", lambda mesh: 3)
+    monkeypatch.setattr(XlaCpu, "head_parts", 3)
     np.testing.assert_array_equal(run(), whole)
     assert whole[:, :, depth + 1 + ACCEPTED].sum() > 0

@@ -14,8 +14,8 @@ from mtp_jax.decode.drafter.sampler import DraftSampler
 from mtp_jax.decode.state import DrafterState, Slots, State
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request, SamplingParams, Status
+from mtp_jax.model.backend import XlaCpu
 from mtp_jax.model.params import Params
-from mtp_jax.model.trunk import Backend
 from tests.models import (
     GREEDY,
     TINY,
@@ -109,7 +109,7 @@ def test_committed_length(cfg, params):
 @functools.partial(jax.jit, static_argnames="depth")
 def next_drafts(params: Params, state: State, depth: int = 3) -> jax.Array:
     """NextN logits [B, K, V] of the drafts that the next step would make."""
-    on, s = Backend(experts="dense"), state.slots
+    on, s = XlaCpu(experts="dense"), state.slots
     drafts, _ = NextN(TINY).propose(params, state.drafter, s, s.page_table, depth, DraftSampler(), on)
     assert drafts.logits is not None
     return drafts.logits

@@ -23,8 +23,8 @@ from mtp_jax.decode.sampling import adjust, distribution, neutral_state
 from mtp_jax.decode.state import State, StateShape, abstract_state, empty_state
 from mtp_jax.decode.step import draft_phase, step, verify_phase
 from mtp_jax.model import trunk
+from mtp_jax.model.backend import XlaCpu
 from mtp_jax.model.params import Params
-from mtp_jax.model.trunk import Backend
 from tests.models import TINY, rigged
 
 V, LENGTH, DEPTH, ROWS = 5, 4, 3, 6000
@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "top_p": {"top_p": 0.8},
     "penalties": {"repetition": 1.5, "frequency": 0.4, "presence": 0.3},
 }
-ON = Backend(experts="dense")
+ON = XlaCpu(experts="dense")
 DRAFTER = build(CFG)
 
 

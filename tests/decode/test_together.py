@@ -17,10 +17,10 @@ from mtp_jax.decode.result import StepResult
 from mtp_jax.decode.state import State, StateShape, abstract_state, empty_state
 from mtp_jax.decode.step import draft_phase, step, verify_phase
 from mtp_jax.model import trunk
+from mtp_jax.model.backend import XlaCpu
 from mtp_jax.model.cache import PagedView
 from mtp_jax.model.parts import join, split
 from mtp_jax.model.sharding import make_mesh
-from mtp_jax.model.trunk import Backend
 from mtp_jax.model.visible import chain
 from tests.models import TINY, on_mesh, prompts, tiny_params
 
@@ -81,7 +81,7 @@ def test_what_runs_together_is_what_runs_apart(mode, halves, mesh_shape):
     """Slots 0 and 2 draft and verify while the prompts of 1 and 3 are read, in two chunks."""
     mesh = None if mesh_shape is None else make_mesh(*mesh_shape)
     params = tiny_params() if mesh is None else on_mesh(tiny_params(), mesh)
-    on, parts = Backend(mesh=mesh), {"cfg": TINY, "drafter": DRAFTER, "pages": PAGES, "mode": mode}
+    on, parts = XlaCpu(mesh), {"cfg": TINY, "drafter": DRAFTER, "pages": PAGES, "mode": mode}
     windows = {"slots": SLOTS, "depth": DEPTH}
     whole = jax.jit(partial(step, on=on, prompt_logprobs=5, **parts, **windows))
     steps = jax.jit(partial(step, on=on, **parts, **windows))
@@ -147,7 +147,7 @@ def test_every_weight_is_read_once():
     """A product with each of the trunk's and the head's is there once in a step that takes a chunk."""
 
     def products(slots: int, chunk: Chunk | None) -> dict[str, int]:
-        run = partial(step, cfg=TINY, drafter=DRAFTER, pages=PAGES, mode=SamplingMode(), on=Backend())
+        run = partial(step, cfg=TINY, drafter=DRAFTER, pages=PAGES, mode=SamplingMode(), on=XlaCpu())
         lowered = jax.jit(partial(run, slots=slots, depth=0)).lower(tiny_params(), begun(None), chunk)
         weights = {
             "head": (TINY.vocab_size, TINY.hidden_size),
@@ -179,7 +179,7 @@ def test_rows_that_do_not_count_visit_no_expert():
         written = np.where(np.arange(3) < counts[:, None], positions, -1)
         seen = chain(jnp.zeros(2, jnp.int32), jnp.asarray(counts))
         view = PagedView(jnp.asarray([[0], [1]]), jnp.asarray(written), seen)
-        return trunk.run(params, TINY, tokens, jnp.asarray(positions), caches, (view,), Backend())
+        return trunk.run(params, TINY, tokens, jnp.asarray(positions), caches, (view,), XlaCpu())
 
     every, some = run(np.array([3, 3])), run(np.array([2, 0]))
     (of_all,), (of_some,) = every.routing, some.routing

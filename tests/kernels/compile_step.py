@@ -29,13 +29,14 @@ from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.keys import SamplingMode
 from mtp_jax.decode.state import StateShape, abstract_state
 from mtp_jax.decode.step import step
+from mtp_jax.model.backend import Backend, MosaicGpu
 from mtp_jax.model.cache import LayerCache, PagedView
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import rope_angles
+from mtp_jax.model.mla import Form
 from mtp_jax.model.params import Fp8, Layer, Params, Spec, dtype_of, param_specs, scale_spec
-from mtp_jax.model.products import plus
 from mtp_jax.model.sharding import partition
-from mtp_jax.model.trunk import Backend, block
+from mtp_jax.model.trunk import block
 from mtp_jax.model.visible import chain
 
 SLOTS, DEPTH, PAGE, ROWS = 128, 3, 64, 4096
@@ -117,7 +118,7 @@ def compile_program(mesh: Mesh, function: Any, *inputs: Any, dump: Path) -> Prog
 
 def backend(mesh: Mesh) -> Backend:
     """Decoding, on a mesh if it has more than one device."""
-    return Backend(mesh=mesh if mesh.size > 1 else None)
+    return MosaicGpu(mesh if mesh.size > 1 else None)
 
 
 def compile_step(layers: int, mesh: Mesh, dump: Path) -> Program:
@@ -136,7 +137,7 @@ def compile_layers(mesh: Mesh, layers: int, dump: Path) -> Program:
     return compile_program(mesh, function, *inputs, dump=dump)
 
 
-def layers_of(mesh: Mesh, layers: int, on: Backend) -> tuple[Any, tuple[Any, ...]]:
+def layers_of(mesh: Mesh, layers: int, on: Backend, form: Form = "absorbed") -> tuple[Any, tuple[Any, ...]]:
     """The layers as a function to compile, and the shapes of its inputs."""
     cfg, data = config(1 + layers), mesh.shape["data"]
 
@@ -149,12 +150,12 @@ def layers_of(mesh: Mesh, layers: int, on: Backend) -> tuple[Any, tuple[Any, ...
     pages: Any = array(jnp.bfloat16, "pages", SLOTS * ROWS // PAGE + data, PAGE, cfg.latent_dim)
 
     def run(params: tuple[Layer, ...], x: Any, positions: Any, table: Any, pages: tuple[Any, ...]) -> Any:
-        view = PagedView(table, positions, chain(positions[:, 0], DEPTH + 1))
-        angles, added, kept = rope_angles(cfg, positions), (), []
+        view = PagedView(table, positions, chain(positions[:, 0], DEPTH + 1), form)
+        angles, kept = rope_angles(cfg, positions), []
         for p, mine in zip(params, pages, strict=True):
-            x, added, mine, _ = block(p, cfg, x, added, angles, mine, (view,), on)
+            x, mine, _ = block(p, cfg, x, angles, mine, (view,), on)
             kept.append(mine)
-        return plus(x, added), kept
+        return x, kept
 
     params = abstract_params(cfg, mesh).layers[1:]
     return jax.jit(run, donate_argnums=4), (params, x, positions, table, (LayerCache(pages),) * layers)

@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 
 from mtp_jax.checkpoint import load
-from mtp_jax.model import ops, trunk
-from mtp_jax.model.attention import attention
-from mtp_jax.model.cache import LayerCache, PagedView, empty_cache, read_rows, write_rows
+from mtp_jax.model import trunk
+from mtp_jax.model.backend import Backend, Xla, XlaCpu, cpu_attention
+from mtp_jax.model.cache import LayerCache, PagedView, Views, empty_cache, read_rows
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import rope_angles
-from mtp_jax.model.mla import prefill_form
-from mtp_jax.model.ops import Queries, attend, paged_attention
-from mtp_jax.model.params import Attention
-from mtp_jax.model.trunk import UNSHARDED
+from mtp_jax.model.mla import Form, Queries, attend
+from mtp_jax.model.params import Layer
 from mtp_jax.model.visible import chain
 from tests.golden import expected, model_dir
 from tests.models import TINY, rigged
@@ -31,23 +29,31 @@ CONFIGS = {"low rank": TINY, "no low rank": NO_LOW_RANK, "half-split rope": HALF
 
 
 @functools.cache
-def block(name: str) -> tuple[Attention, np.ndarray, np.ndarray]:
+def block(name: str) -> tuple[Layer, np.ndarray, np.ndarray]:
     """Weights, inputs [B, T, D] and what attention without a cache makes of them."""
     cfg = CONFIGS[name]
-    p = rigged(cfg).layers[0].attention
+    p = rigged(cfg).layers[0]
     x = jnp.asarray(np.random.default_rng(1).normal(size=(B, T, cfg.hidden_size)), jnp.float32)
     positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-    out, _ = attention(p, cfg, x, rope_angles(cfg, positions), None, (), form="naive", mesh=None)
+    out, _ = attention(p, cfg, x, rope_angles(cfg, positions), None, (), Xla())
     return p, np.asarray(x), np.asarray(out)
 
 
+def attention(
+    p: Layer, cfg: ModelConfig, x: Any, angles: Any, cache: Any, views: Views, on: Backend
+) -> tuple[Any, Any]:
+    """What the attention of a block adds to x."""
+    x, q, rows, cache = on.before_attention(p, cfg, x, angles, cache, views)
+    context, cache = on.attend(p.attention, cfg, q, rows, cache, views)
+    return on.after_attention(p, cfg, jnp.zeros_like(x), context, views), cache
+
+
 @functools.cache
-def compiled(name: str, form: str):
+def compiled(name: str, form: Form, on: Backend):
     def run(x, positions, cache, view):
         cfg: ModelConfig = CONFIGS[name]
-        angles = rope_angles(cfg, jnp.maximum(positions, 0))
-        views = (replace(view, form=form),)
-        return attention(block(name)[0], cfg, x, angles, cache, views, form="naive", mesh=None)
+        angles, views = rope_angles(cfg, jnp.maximum(positions, 0)), (replace(view, form=form),)
+        return attention(block(name)[0], cfg, x, angles, cache, views, on)
 
     return jax.jit(run)
 
@@ -65,9 +71,10 @@ def rows_of(cache: LayerCache, view: PagedView) -> np.ndarray:
     return np.asarray(read_rows(cache, view.page_table, seen, jnp.float32, TINY.kv_lora_rank))
 
 
+@pytest.mark.parametrize("on", [Xla(), XlaCpu()], ids=["xla", "xla_cpu"])
 @pytest.mark.parametrize("form", ["naive", "absorbed"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_windows_through_the_cache_equal_one_pass_without(name, form):
+def test_windows_through_the_cache_equal_one_pass_without(name, form, on):
     """Windows of 3 with garbage behind them, NaN everywhere else, pages in any order."""
     _, x, want = block(name)
     rng = np.random.default_rng(2)
@@ -81,7 +88,9 @@ def test_windows_through_the_cache_equal_one_pass_without(name, form):
         positions[:, :real] = np.arange(start, start + real)
         window = np.zeros((B, width, x.shape[-1]), np.float32)
         window[:, :real] = x[:, start : start + real]
-        out, cache = compiled(name, form)(window, jnp.asarray(positions), cache, view_of(table, positions))
+        out, cache = compiled(name, form, on)(
+            window, jnp.asarray(positions), cache, view_of(table, positions)
+        )
         got[:, start : start + real] = np.asarray(out)[:, :real]
     np.testing.assert_allclose(got, want, atol=2e-6)
 
@@ -91,35 +100,38 @@ def queries(rng: np.random.Generator, width: int) -> Queries:
     return Queries(*(jnp.asarray(rng.normal(size=(B, width, n, d)), jnp.float32) for d in (nope, r)))
 
 
-def test_the_two_forms_agree_under_any_mask():
+def test_both_forms_of_both_backends_agree_under_any_mask():
     rng = np.random.default_rng(3)
-    p, q = block("low rank")[0], queries(rng, 3)
+    p, q = block("low rank")[0].attention, queries(rng, 3)
     rows = jnp.asarray(rng.normal(size=(B, 9, TINY.latent_dim)), jnp.float32)
     mask = rng.random((B, 3, 9)) < 0.6
     mask[0, 1] = False
-    both = [attend(q, p.k_up, p.v_up, rows, jnp.asarray(mask), 0.3, f) for f in ("naive", "absorbed")]
-    np.testing.assert_allclose(both[0], both[1], atol=2e-6)
-    # A window token that sees nothing gives zeros.
-    np.testing.assert_array_equal(both[0][0, 1], 0)
-    np.testing.assert_array_equal(both[1][0, 1], 0)
+    every = [
+        on.attend_rows(q, p.k_up, p.v_up, rows, jnp.asarray(mask), 0.3, form)
+        for on in (Xla(), XlaCpu())
+        for form in get_args(Form)
+    ]
+    for got in every:
+        np.testing.assert_allclose(got, every[0], atol=2e-6)
+        np.testing.assert_array_equal(got[0, 1], 0)  # a window token that sees nothing
 
 
+@pytest.mark.parametrize("form", ["naive", "absorbed"])
 @pytest.mark.parametrize("columns", [4, 5])
-def test_blocks_of_the_cache_equal_all_of_it(monkeypatch, columns):
+def test_blocks_of_the_cache_equal_all_of_it(monkeypatch, columns, form):
     """Blocks of two pages, the last of one, NaN from the first row nobody sees; an idle slot gives zeros.
 
     How many blocks another slot needs changes nothing, to the bit.
     """
-    monkeypatch.setattr(ops, "_BLOCK", (2 * SIZE, 2 * SIZE))
+    monkeypatch.setattr(cpu_attention, "_BLOCK", (2 * SIZE, 2 * SIZE))
     rng = np.random.default_rng(8)
-    p, q = block("low rank")[0], queries(rng, 3)
+    p, q = block("low rank")[0].attention, queries(rng, 3)
     table = rng.permutation(B * columns).reshape(B, columns)
     rows = rng.normal(size=(B * columns + 1, SIZE, TINY.latent_dim)).astype(np.float32)
 
     @jax.jit
     def attended(cache, view):
-        no_rows: dict[str, Any] = {"scale": 0.3, "mesh": None}
-        return paged_attention(q, p.k_up, p.v_up, None, cache, view, **no_rows)[0]
+        return XlaCpu().attend_pages(q, p.k_up, p.v_up, cache, replace(view, form=form), 0.3)
 
     found = {}
     for others in (-1, 2, SIZE, 3 * SIZE, columns * SIZE - 3):
@@ -136,7 +148,7 @@ def test_blocks_of_the_cache_equal_all_of_it(monkeypatch, columns):
         cache = LayerCache(jnp.asarray(pages))
         got = np.asarray(attended(cache, view))
         seen, mask = jnp.asarray(rows_of(cache, view)), view.visible.mask(3, columns * SIZE)
-        np.testing.assert_allclose(got, attend(q, p.k_up, p.v_up, seen, mask, 0.3, "naive"), atol=2e-6)
+        np.testing.assert_allclose(got, attend(q, p.k_up, p.v_up, seen, mask, 0.3, form), atol=2e-6)
         found[others] = got
     np.testing.assert_array_equal(found[-1][1], 0)
     for got in found.values():
@@ -147,7 +159,7 @@ def test_prefill_takes_the_form_with_fewer_operations():
     """Per head and cached row: naive (h + v) C once and h + R + v per token, absorbed 2 C + R per token."""
     cfg = replace(TINY, kv_lora_rank=192, qk_nope_head_dim=64, v_head_dim=64)
     h, v, c, r = cfg.qk_nope_head_dim, cfg.v_head_dim, cfg.kv_lora_rank, cfg.qk_rope_head_dim
-    forms = [prefill_form(cfg, w) for w in range(1, 300)]
+    forms = [XlaCpu().prefill_form(cfg, w) for w in range(1, 300)]
     fewer = [w * (2 * c + r) <= (h + v) * c + w * (h + r + v) for w in range(1, 300)]
     assert forms == ["absorbed" if few else "naive" for few in fewer]
     assert len(set(forms)) == 2, "there is nothing to choose in this model"
@@ -156,19 +168,21 @@ def test_prefill_takes_the_form_with_fewer_operations():
 @pytest.mark.parametrize("form", ["naive", "absorbed"])
 def test_large_scores_do_not_overflow(form):
     rng = np.random.default_rng(4)
-    p, q = block("low rank")[0], queries(rng, 1)
+    p, q = block("low rank")[0].attention, queries(rng, 1)
     rows = jnp.asarray(rng.normal(size=(B, 5, TINY.latent_dim)), jnp.float32)
-    out = attend(q, p.k_up, p.v_up, rows, jnp.ones((B, 1, 5), bool), 1e4, form)
-    assert np.isfinite(out).all()
+    for on in (Xla(), XlaCpu()):
+        out = on.attend_rows(q, p.k_up, p.v_up, rows, jnp.ones((B, 1, 5), bool), 1e4, form)
+        assert np.isfinite(out).all()
 
 
-def test_write_rows_writes_what_is_asked_and_nothing_else():
+@pytest.mark.parametrize("on", [Xla(), XlaCpu()], ids=["xla", "xla_cpu"])
+def test_write_rows_writes_what_is_asked_and_nothing_else(on):
     rng = np.random.default_rng(5)
     table = np.array([[2, 0], [1, 4]])
     pages = rng.normal(size=(6, SIZE, 3)).astype(np.float32)  # page 5 is for rows nobody wants
     positions = np.array([[3, 4, -1], [-1, 6, 0]])
     rows = rng.normal(size=(2, 3, 3)).astype(np.float32)
-    got = jax.jit(write_rows)(
+    got = jax.jit(on.write_rows)(
         jnp.asarray(pages), jnp.asarray(rows), jnp.asarray(table), jnp.asarray(positions)
     )
     want = pages.copy()
@@ -200,7 +214,7 @@ def test_distance_of_an_fp8_cache(form):
     def logits(cache):
         layers = (cache,) * cfg.num_hidden_layers
         views = (replace(view, form=form),)
-        traced = trunk.run(found.params, cfg, tokens, view.written, layers, views, UNSHARDED)
+        traced = trunk.run(found.params, cfg, tokens, view.written, layers, views, XlaCpu())
         return trunk.logits(found.params, traced.hidden)[0]
 
     def error(fp8):
@@ -213,16 +227,16 @@ def test_distance_of_an_fp8_cache(form):
     assert distance.max() < 0.3
 
 
-def test_fp8_rows_are_written_alike_everywhere(monkeypatch):
+def test_fp8_rows_are_written_alike_everywhere():
     """By a loop on a CPU, by a scatter on a GPU; what is read back is what was packed."""
     rng = np.random.default_rng(7)
     table, positions = np.array([[2, 0], [1, 4]]), np.array([[3, 4, -1], [-1, 6, 0]])
     cfg = replace(TINY, kv_lora_rank=6, qk_rope_head_dim=4)
     empty = empty_cache(6, SIZE, cfg, jnp.float32, fp8=True)
     rows = empty.stored(jnp.asarray(rng.normal(size=(2, 3, 10)), jnp.float32), 6)
-    looped = write_rows(empty, rows, jnp.asarray(table), jnp.asarray(positions))
-    monkeypatch.setattr("mtp_jax.model.cache.platform", lambda: "gpu")
-    scattered = write_rows(empty, rows, jnp.asarray(table), jnp.asarray(positions))
+    looped, scattered = (
+        on.write_rows(empty, rows, jnp.asarray(table), jnp.asarray(positions)) for on in (XlaCpu(), Xla())
+    )
     for a, b, row in zip(*map(jax.tree.leaves, (looped, scattered, rows)), strict=True):
         np.testing.assert_array_equal(a[:5], b[:5])
         np.testing.assert_array_equal(a[2, 3], row[0, 0])

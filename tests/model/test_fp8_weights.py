@@ -22,14 +22,14 @@ from mtp_jax.api.propose import propose
 from mtp_jax.checkpoint import load, save
 from mtp_jax.checkpoint.fp8 import may_be_fp8
 from mtp_jax.errors import CheckpointError, ConfigError
-from mtp_jax.model import attention, ops, trunk
+from mtp_jax.model import trunk
+from mtp_jax.model.backend import Backend, MosaicGpu, Xla, XlaCpu, backend, mosaic_gpu
 from mtp_jax.model.cache import LayerCache, PagedView, empty_cache
 from mtp_jax.model.device import is_hopper, platform
-from mtp_jax.model.kernels import Kernels
-from mtp_jax.model.layers import expand, rope_angles, whole
+from mtp_jax.model.layers import expand, rope_angles
+from mtp_jax.model.mla import Queries
 from mtp_jax.model.params import Fp8, Params, Spec, param_specs, scale_spec
 from mtp_jax.model.sharding import make_mesh
-from mtp_jax.model.trunk import Backend
 from mtp_jax.model.visible import chain
 from tests.golden import expected, model_dir
 from tests.models import GREEDY, TINY, make_engine, prompts, rigged, serve
@@ -52,7 +52,7 @@ ALIGNED = replace(
     num_nextn_predict_layers=0,
     nextn_moe=(),
 )
-KERNELS = Kernels(linear="mosaic_gpu", experts="mosaic_gpu")
+KERNELS = MosaicGpu(kernels=frozenset(("linear", "experts")), strict=True)
 
 
 def is_fp8(x: Any) -> bool:
@@ -89,7 +89,7 @@ def test_weights_stay_fp8_and_expand_to_what_loading_gives(variant):
     assert saved == sum(3 * w.values.nbytes - w.scale.nbytes for w in found)
 
 
-@pytest.mark.parametrize("on", [Backend("naive", "dense"), Backend("absorbed", "sparse")])
+@pytest.mark.parametrize("on", [Xla(experts="dense"), XlaCpu(form="absorbed")])
 def test_same_model_as_dequantised(on):
     tokens = jnp.asarray(expected("fp8")["input_ids"])[None]
     cfg = kept("fp8").config
@@ -259,9 +259,9 @@ def distance(got: np.ndarray, want: np.ndarray) -> float:
 
 @pytest.mark.parametrize("form", ["absorbed", "naive"])
 def test_kernels_compute_the_same_model(calls, form):
-    want = hidden(aligned(), Backend("absorbed"))
+    want = hidden(aligned(), Xla())
     assert not calls
-    got = hidden(aligned(), Backend(form, kernels=KERNELS))
+    got = hidden(aligned(), replace(KERNELS, form=form))
     # Per layer three norms, and o's input quantised; and parts of q_a, kv_a and o, which the norms sum.
     assert (calls.count("norm"), calls.count("heads"), calls.count("parts")) == (2 * 3, 2, 2 * 3)
     # Per layer q_a, q_b, kv_a, o; a dense MLP or a shared expert of two products; experts of two.
@@ -271,8 +271,8 @@ def test_kernels_compute_the_same_model(calls, form):
 
 
 def test_kernels_on_a_mesh(calls):
-    want = hidden(aligned(), Backend("absorbed"))
-    got = hidden(aligned(), Backend("absorbed", mesh=make_mesh(2, 2), kernels=KERNELS))
+    want = hidden(aligned(), Xla())
+    got = hidden(aligned(), replace(KERNELS, mesh=make_mesh(2, 2)))
     assert (calls.count("fp8"), calls.count("grouped")) == (2 * 6, 2)
     assert (calls.count("choose"), calls.count("arrange")) == (1, 1)
     # Parts are summed in bfloat16, whose rounding flips some of the values quantised next.
@@ -280,31 +280,30 @@ def test_kernels_on_a_mesh(calls):
 
 
 def test_what_kernels_cannot_do_is_refused():
-    on = Backend("absorbed", kernels=KERNELS)
     with pytest.raises(ConfigError, match=r"activations is float32.*use implementation='xla'"):
-        trunk.forward(kept("fp8").params, kept("fp8").config, jnp.zeros((1, 3), jnp.int32), on)
+        trunk.forward(kept("fp8").params, kept("fp8").config, jnp.zeros((1, 3), jnp.int32), KERNELS)
     with pytest.raises(ConfigError, match="experts = 'dense' has no kernel"):
-        hidden(aligned(), Backend("absorbed", "dense", kernels=Kernels(experts="mosaic_gpu")))
+        replace(KERNELS, experts="dense")
 
 
-def test_experts_in_two_formats_are_left_to_xla(monkeypatch):
+def test_experts_in_two_formats_are_left_to_xla():
     experts = next(p.mlp for p in aligned().layers if hasattr(p.mlp, "gate_up") and is_fp8(p.mlp.gate_up))
     x, plain = jnp.zeros((8, 512), jnp.bfloat16), expand(experts.down, jnp.bfloat16)
-    monkeypatch.setattr("mtp_jax.model.kernels.is_hopper", lambda: True)
-    assert ops.runs_experts(Kernels(), x, experts.gate_up, experts.down)
-    assert not ops.runs_experts(Kernels(), x, experts.gate_up, plain)
+    assert MosaicGpu().runs_experts(x, experts.gate_up, experts.down)
+    assert not MosaicGpu().runs_experts(x, experts.gate_up, plain)
     with pytest.raises(ConfigError, match="FP8 together or not at all"):
-        ops.runs_experts(KERNELS, x, experts.gate_up, plain)
+        KERNELS.runs_experts(x, experts.gate_up, plain)
 
 
 def test_on_a_cpu_nothing_chooses_a_kernel(calls):
-    hidden(aligned(), Backend("absorbed"))
+    assert backend() == XlaCpu()
+    hidden(aligned(), backend())
     assert not calls
 
 
 @pytest.mark.parametrize(("cache", "data"), [("plain", 1), ("plain", 2), ("fp8", 2)])
 def test_low_ranks_by_the_kernel_are_those_of_xla(cache, data, calls, monkeypatch):
-    real = {m: getattr(m, m.__name__.split(".")[1]) for m in (ops.mla_low_rank, ops.mla_decode)}
+    real = {m: getattr(m, m.__name__.split(".")[1]) for m in (mosaic_gpu.mla_low_rank, mosaic_gpu.mla_decode)}
 
     def reference(module: Any) -> Callable[..., Any]:
         def run(*args: Any, **options: Any) -> Any:
@@ -328,16 +327,23 @@ def test_low_ranks_by_the_kernel_are_those_of_xla(cache, data, calls, monkeypatc
     empty = empty_cache(12, 4, cfg, jnp.bfloat16, fp8=cache == "fp8")
     given = empty.stored(pages, cfg.kv_lora_rank)
     mesh = make_mesh(data, 2) if data > 1 else None
-    attend = functools.partial(attention.attention, cfg=cfg, views=(view,), form="naive", mesh=mesh)
 
-    def run(kernels: Kernels) -> Any:
-        p, angles = aligned().layers[0].attention, rope_angles(cfg, positions)
-        out, kept = jax.jit(lambda p: attend(p, x=x, angles=angles, cache=given, kernels=kernels))(p)
-        return np.asarray(whole(out).astype(jnp.float32)), kept
+    def run(*kernels: str) -> Any:
+        p, angles = aligned().layers[0], rope_angles(cfg, positions)
+        on = MosaicGpu(mesh, kernels=frozenset(kernels), strict=True)
 
-    want, by_xla = run(Kernels(linear="mosaic_gpu", attention="xla"))
+        def attended(p: Any) -> Any:
+            stream, q, rows, cache = on.before_attention(p, cfg, x, angles, given, (view,))
+            context, cache = on.attend(p.attention, cfg, q, rows, cache, (view,))
+            (out,) = on.after_attention(p, cfg, stream, context, (view,)).added
+            return out.astype(jnp.float32) if out.ndim == 3 else out.sum(axis=0), cache
+
+        out, kept = jax.jit(attended)(p)
+        return np.asarray(out), kept
+
+    want, by_xla = run("linear")
     assert "mla_low_rank" not in calls
-    got, by_kernel = run(Kernels(linear="mosaic_gpu", attention="mosaic_gpu"))
+    got, by_kernel = run("linear", "attention")
     assert (calls.count("mla_low_rank"), calls.count("mla_decode")) == (1, 1)
     slots = [0, 1, 3]
     assert np.linalg.norm(got[slots] - want[slots]) < 0.02 * np.linalg.norm(want[slots])
@@ -357,21 +363,19 @@ def test_attention_by_the_kernel_is_given_what_xla_is_given(form, monkeypatch):
         monkeypatch.setattr(module, name, lambda *args, **kw: real(*args, **kw | {"implementation": "xla"}))
         monkeypatch.setattr(module, "check", lambda *_: None)
 
-    reference(ops.mla_decode, "mla_decode")
-    reference(ops.mla_prefill, "mla_prefill")
+    reference(mosaic_gpu.mla_decode, "mla_decode")
+    reference(mosaic_gpu.mla_prefill, "mla_prefill")
     rng, (slots, window, heads, nope, rope, rank) = np.random.default_rng(1), (3, 2, 4, 8, 4, 16)
 
     def normal(*shape: int) -> jax.Array:
         return jnp.asarray(rng.normal(size=shape) / math.sqrt(shape[-1]), jnp.float32)
 
-    q = ops.Queries(normal(slots, window, heads, nope), normal(slots, window, heads, rope))
+    q = Queries(normal(slots, window, heads, nope), normal(slots, window, heads, rope))
     positions = jnp.array([[0, 1], [6, 7], [-1, -1]])
     table = jnp.array([[4, 0], [2, 5], [6, 6]])
     view = PagedView(table, positions, chain(positions[:, 0], jnp.array([2, 2, 0])), form)
-    args = (q, normal(heads, nope, rank), normal(heads, 8, rank), normal(slots, window, rank + rope))
-    cache = LayerCache(normal(7, 4, rank + rope))
-    run = functools.partial(ops.paged_attention, scale=0.3, mesh=None)
-    want, _ = run(*args, cache, view)
-    got, _ = run(*args, cache, view, kernels=Kernels(attention="mosaic_gpu"))
+    ups, rows = (normal(heads, nope, rank), normal(heads, 8, rank)), normal(slots, window, rank + rope)
+    cache = Xla().write_rows(LayerCache(normal(7, 4, rank + rope)), LayerCache(rows), table, positions)
+    want, got = (on.attend_pages(q, *ups, cache, view, 0.3) for on in (Xla(), MosaicGpu(strict=True)))
     np.testing.assert_allclose(got, want, atol=1e-5)
     assert not np.asarray(got[2]).any()

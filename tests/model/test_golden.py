@@ -12,15 +12,18 @@ import pytest
 
 from mtp_jax.checkpoint import Loaded, load
 from mtp_jax.model import nextn, trunk
+from mtp_jax.model.backend import Backend, Xla, XlaCpu
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.mla import Form
 from mtp_jax.model.moe import Experts
 from mtp_jax.model.params import Params
-from mtp_jax.model.trunk import Backend
 from tests.golden import LOW_PRECISION, VARIANTS, expected, model_dir
 
-BACKENDS = tuple(Backend(form, experts) for form in get_args(Form) for experts in get_args(Experts))
-NAIVE, ABSORBED = Backend("naive", "dense"), Backend("absorbed", "sparse")
+BACKENDS = (
+    *(Xla(form=form, experts=experts) for form in get_args(Form) for experts in get_args(Experts)),
+    *(XlaCpu(form=form) for form in get_args(Form)),
+)
+NAIVE, ABSORBED = Xla(experts="dense"), XlaCpu(form="absorbed")
 
 
 @functools.cache
@@ -48,7 +51,7 @@ def computed(variant: str, on: Backend, dtype: str = "float32") -> dict[str, Any
 
 
 def show(case: Any) -> str:
-    return f"{case.form}-{case.experts}" if isinstance(case, Backend) else str(case)
+    return f"{type(case).__name__}-{case.form}-{case.experts}" if isinstance(case, Backend) else str(case)
 
 
 def agrees(variant: str, out: dict[str, Any]) -> None:

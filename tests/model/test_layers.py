@@ -5,9 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtp_jax.model.layers import linear, vocabulary_logits
+from mtp_jax.model.backend import Xla, XlaCpu
 
 _IN, _OUT = 96, 40
+
+
+@pytest.fixture(params=[Xla(), XlaCpu()], ids=["xla", "xla_cpu"])
+def on(request: pytest.FixtureRequest) -> Xla:
+    return request.param
 
 
 def _inputs(rows: int) -> tuple[jax.Array, jax.Array, np.ndarray]:
@@ -19,9 +24,9 @@ def _inputs(rows: int) -> tuple[jax.Array, jax.Array, np.ndarray]:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 64, 65])
-def test_linear_rounds_to_bfloat16_once(rows):
+def test_linear_rounds_to_bfloat16_once(rows, on):
     x, w, exact = _inputs(rows)
-    y = jax.jit(linear)(x, w)
+    y = jax.jit(on.linear)(x, w)
     assert (y.shape, y.dtype) == ((rows, _OUT), jnp.bfloat16)
     # Half a unit in the last of bfloat16's 8 bits, and float32's rounding of sums that almost cancel.
     np.testing.assert_allclose(np.asarray(y, np.float64), exact, rtol=2**-8, atol=1e-4)
@@ -29,15 +34,15 @@ def test_linear_rounds_to_bfloat16_once(rows):
 
 @pytest.mark.parametrize("rows", [1, 4, 65])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_logits_are_not_rounded_to_the_tables_dtype(rows, dtype):
+def test_logits_are_not_rounded_to_the_tables_dtype(rows, dtype, on):
     x, w, exact = _inputs(rows)
-    logits = jax.jit(vocabulary_logits)(x.astype(dtype), w.astype(dtype))
+    logits = jax.jit(on.head)(x.astype(dtype), w.astype(dtype))
     assert logits.dtype == jnp.float32
     np.testing.assert_allclose(logits, exact, rtol=1e-5, atol=1e-4)
 
 
-def test_linear_keeps_every_axis_of_rows_and_weight():
+def test_linear_keeps_every_axis_of_rows_and_weight(on):
     x, w, exact = _inputs(6)
-    y = linear(x.reshape(2, 3, _IN), w.reshape(2, 20, _IN))
+    y = on.linear(x.reshape(2, 3, _IN), w.reshape(2, 20, _IN))
     assert y.shape == (2, 3, 2, 20)
     np.testing.assert_allclose(np.asarray(y, np.float64).reshape(6, _OUT), exact, rtol=2**-8, atol=1e-4)

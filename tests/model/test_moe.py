@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_jax.model import moe
-from mtp_jax.model.layers import swiglu
+from mtp_jax.model.backend import Xla, XlaCpu, cpu_experts
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.params import Mlp, Moe
 from tests.models import TINY
@@ -21,9 +21,9 @@ RNG = np.random.default_rng(0)
 GATE_UP = RNG.normal(size=(E, 2, WIDTH, D)).astype(np.float32) / 4
 DOWN = RNG.normal(size=(E, D, WIDTH)).astype(np.float32) / 4
 WAYS = {
-    "by_pair": moe.by_pair,
-    "grouped": moe.grouped,
-    "sparse": moe.sparse,
+    "by_pair": cpu_experts.by_pair,
+    "grouped": Xla().routed,
+    "sparse": XlaCpu().routed,
     "dense": moe.dense,
 }
 ROWS = (1, 5, 200)  # 200 rows of one expert take several tiles
@@ -127,19 +127,19 @@ def test_by_pair_in_slices_of_any_width(hidden, width):
     x = rng.normal(size=(2, hidden)).astype(np.float32)
     r = Routing(jnp.asarray([[0, 3], [7, 3]]), jnp.asarray([[0.5, 1.0], [2.0, 0.25]]))
     want = moe.dense(jnp.asarray(gate_up), jnp.asarray(down), jnp.asarray(x), r)
-    got = jax.jit(moe.by_pair)(jnp.asarray(gate_up), jnp.asarray(down), jnp.asarray(x), r)
+    got = jax.jit(cpu_experts.by_pair)(jnp.asarray(gate_up), jnp.asarray(down), jnp.asarray(x), r)
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 @pytest.mark.parametrize(("width", "pairs"), [(WIDTH, 16), (8192, 4)])
 def test_pairs_apart_while_that_is_the_faster_way(width, pairs, monkeypatch):
     """On a CPU: up to 16 pairs per expert if its weights take at most a MiB, up to 4 of a larger one."""
-    monkeypatch.setattr(moe, "by_pair", lambda gate_up, down, x, r: jnp.ones_like(x))
-    monkeypatch.setattr(moe, "grouped", lambda gate_up, down, x, r: jnp.zeros_like(x))
+    monkeypatch.setattr(cpu_experts, "by_pair", lambda gate_up, down, x, r: jnp.ones_like(x))
+    monkeypatch.setattr(moe, "grouped", lambda gate_up, down, x, r, product: jnp.zeros_like(x))
     weights = jnp.zeros((E, 2, width, D)), jnp.zeros((E, D, width))
     for rows, apart in ((E * pairs, 1), (E * pairs + 1, 0)):
         r = Routing(jnp.zeros((rows, 1), jnp.int32), jnp.ones((rows, 1)))
-        assert moe.sparse(*weights, jnp.zeros((rows, D)), r)[0, 0] == apart
+        assert XlaCpu().routed(*weights, jnp.zeros((rows, D)), r)[0, 0] == apart
 
 
 def test_low_precision_rows_are_summed_in_float32():
@@ -192,7 +192,7 @@ def test_router(name, shift):
     router = (rng.normal(size=(16, cfg.hidden_size)) / 3).astype(np.float32)
     bias = (rng.normal(size=16) * 0.3 + shift).astype(np.float32)
     p = Moe(jnp.asarray(router), jnp.asarray(bias), None, None, None)
-    got = moe.route(p, cfg, jnp.asarray(x))
+    got = Xla().route(p, cfg, jnp.asarray(x))
     ids, weights = plain_route(x.reshape(60, -1), router, bias, cfg)
     assert got.ids.shape == (2, 30, cfg.num_experts_per_tok)
     np.testing.assert_array_equal(np.asarray(got.ids).reshape(ids.shape), ids)
@@ -203,7 +203,7 @@ def test_router_computes_in_float32_whatever_the_model_does():
     rng = np.random.default_rng(8)
     p = Moe(jnp.asarray(rng.normal(size=(8, 32)), jnp.float32), jnp.zeros(8), None, None, None)
     low = jnp.asarray(rng.normal(size=(1, 9, 32)), jnp.bfloat16)
-    got, want = moe.route(p, TINY, low), moe.route(p, TINY, low.astype(jnp.float32))
+    got, want = (XlaCpu().route(p, TINY, x) for x in (low, low.astype(jnp.float32)))
     assert got.weights.dtype == jnp.float32
     np.testing.assert_array_equal(got.ids, want.ids)
     np.testing.assert_array_equal(got.weights, want.weights)
@@ -220,10 +220,10 @@ def test_the_shared_expert_comes_beside_the_routed_ones(shared):
     mlp = Mlp(array(2, WIDTH, D), array(D, WIDTH)) if shared else None
     p = Moe(array(E, D), array(E), jnp.asarray(GATE_UP), jnp.asarray(DOWN), mlp)
     x = array(2, 3, D)
-    got, routing = moe.moe(p, cfg, x, experts="sparse", mesh=None)
+    got, routing = Xla().moe(p, cfg, x)
     assert len(got) == 1 + shared
     ids, weights = np.asarray(routing.ids).reshape(6, -1), np.asarray(routing.weights).reshape(6, -1)
     want = plain(np.asarray(x).reshape(6, D), ids, weights).reshape(2, 3, D)
     if mlp:
-        want = want + np.asarray(swiglu(x, mlp))
+        want = want + np.asarray(Xla().mlp(x, mlp))
     np.testing.assert_allclose(sum(got), want, atol=1e-5)

@@ -25,11 +25,10 @@ from mtp_jax.decode.drafter.sampler import DraftSampler
 from mtp_jax.decode.keys import Topology
 from mtp_jax.decode.state import DrafterState, Slots, StateShape
 from mtp_jax.model import nextn
+from mtp_jax.model.backend import Backend
 from mtp_jax.model.cache import LayerCache, PagedView, empty_cache
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.ops import write
 from mtp_jax.model.params import Params, type_of
-from mtp_jax.model.trunk import Backend
 
 # Steps without drafts whose NextN entries one pass writes: a launch is paid for once in so many steps.
 DEFERRED = 16
@@ -112,7 +111,7 @@ class NextN:
             )
             z = window[:, 0]
             with jax.named_scope("draft_sample"):
-                raw.append(nextn.logits(params, layer, z))
+                raw.append(nextn.logits(params, layer, z, on))
             token, q, counts = sampler.draw(raw[-1], s, counts, k)
             tokens.append(token)
             probs.append(q)
@@ -183,7 +182,7 @@ class NextN:
         )
         stacked = jnp.stack(merged, axis=2)
         full = jnp.where(seen.positions % size == size - 1, seen.positions // size, -1)
-        boundary = write(pages.boundary, stacked.reshape(*seen.tokens.shape, -1), table, full, on.mesh)
+        boundary = on.write(pages.boundary, stacked.reshape(*seen.tokens.shape, -1), table, full)
         pending = _pending(stacked, seen.count, slots.pending)
         return DrafterState(slots.replace(pending=pending), NextNPages(tuple(cache), boundary))
 

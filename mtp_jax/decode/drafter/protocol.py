@@ -9,9 +9,9 @@ from mtp_jax.decode.drafter.sampler import DraftSampler
 from mtp_jax.decode.keys import Topology
 from mtp_jax.decode.state import DrafterState, Slots, StateShape
 from mtp_jax.errors import ConfigError
+from mtp_jax.model.backend import Backend
 from mtp_jax.model.mla import Form
 from mtp_jax.model.params import Params
-from mtp_jax.model.trunk import Backend
 
 
 class Drafts(struct.PyTreeNode):

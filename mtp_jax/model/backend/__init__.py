@@ -1,0 +1,44 @@
+"""Who carries out a forward pass, stage by stage; never what it computes.
+
+    before_attention  norm, low ranks, rope                       -> queries, rows to cache
+    attend            write the rows; queries over the cache      -> context
+    after_attention   output projection, added to the stream
+    feed_forward      norm; router, routed and shared experts, or a dense MLP, added to the stream
+    finish            the norm at the end
+
+``Xla`` has every stage as the papers write it, and is the oracle of the others, which replace stages or parts
+of them: ``XlaCpu`` what XLA on a CPU does slowly, ``MosaicGpu`` what kernels do on a Hopper GPU. What passes
+between the stages of one backend, the residual stream and the rows of a product, is its own business.
+"""
+
+from typing import Literal
+
+import jax
+from jax.sharding import Mesh
+
+from mtp_jax.errors import ConfigError
+from mtp_jax.model.backend.mosaic_gpu import MosaicGpu
+from mtp_jax.model.backend.xla import Xla
+from mtp_jax.model.backend.xla_cpu import XlaCpu
+from mtp_jax.model.device import is_hopper, platform
+
+__all__ = ["Backend", "MosaicGpu", "Xla", "XlaCpu", "backend"]
+
+Backend = Xla
+
+
+def backend(kernels: Literal["auto", "xla", "mosaic_gpu"] = "auto", mesh: Mesh | None = None) -> Backend:
+    """The fastest backend for the device, or the one that was asked for.
+
+    kernels: "auto": kernels on a Hopper GPU where there are any for the shapes; "xla": none; "mosaic_gpu":
+    kernels, and a ConfigError for what they cannot do. Raises ConfigError.
+    """
+    if kernels == "mosaic_gpu" and not is_hopper():
+        found = jax.devices()[0].device_kind
+        raise ConfigError(
+            "kernels = 'mosaic_gpu' needs an NVIDIA GPU of the Hopper generation (H100, H200); found "
+            f"{found}: --kernels auto or xla, in Python kernels='auto' or 'xla'"
+        )
+    if kernels == "mosaic_gpu" or (kernels == "auto" and is_hopper()):
+        return MosaicGpu(mesh, strict=kernels == "mosaic_gpu")
+    return XlaCpu(mesh) if platform() == "cpu" else Xla(mesh)

@@ -1,0 +1,149 @@
+"""MLA as XLA on a CPU does it fast: products behind barriers, cached rows block by block.
+
+Left alone, XLA turns the cached rows or swaps the operands first (docs/architecture.md).
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from mtp_jax.model.cache import LayerCache, PagedView, read_rows
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.mla import Form, Queries
+
+# The least peak of scores: a token that sees nothing (an idle slot) must get zeros, not NaN.
+_LEAST = jnp.finfo(jnp.float32).min
+# Cached rows that absorbed attention takes at a time: a quarter of the table, within these bounds. Fewer cost
+# more than they compute, more do not stay in a core's cache.
+_BLOCK = 64, 128
+
+
+def prefill_form(cfg: ModelConfig, window: int) -> Form:
+    """The form that takes fewer operations for ``window`` tokens over long histories.
+
+    naive: every cached row is expanded once, (h + v) * C for each head; absorbed: each token pays 2 C - h - v
+    more per row.
+    """
+    expanded, rank = cfg.qk_nope_head_dim + cfg.v_head_dim, cfg.kv_lora_rank
+    return "absorbed" if window * (2 * rank - expanded) <= expanded * rank else "naive"
+
+
+def attend_in_blocks(
+    q: Queries,
+    k_up: Float[Array, "N h C"],
+    v_up: Float[Array, "N v C"],
+    read: Callable[[Int[Array, ""] | int], tuple[Float[Array, "B l c"], Bool[Array, "B W l"]]],
+    blocks: Int[Array, ""] | int,
+    scale: float,
+    form: Form,
+) -> Float[Array, "B W N v"]:
+    """``mla.attend`` over the rows and the mask of each of ``blocks`` blocks, by ``read``.
+
+    The softmax is summed on the way (arXiv 1805.02867, algorithm 3). A block that a token does not see
+    leaves what it has to the bit, so a result does not depend on how many blocks others need.
+    """
+    rank, (slots, width, heads, _) = k_up.shape[-1], q.nope.shape
+    by_head = (slots, heads, width)
+    if form == "absorbed":
+        # All heads read the same rows: one product for all.
+        queries = jnp.concatenate([_absorb(q.nope, k_up), q.rope], axis=-1).transpose(0, 2, 1, 3)
+        lead, mixes = (slots, heads * width), queries.shape[-1]
+    else:
+        queries = jnp.concatenate([q.nope, q.rope], axis=-1).transpose(0, 2, 1, 3)
+        lead, mixes = by_head, v_up.shape[1]
+    flat = _fixed(queries.reshape(*lead, -1))
+
+    def block(i: Int[Array, ""] | int, so_far: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        peak, total, mixed = so_far
+        rows, mask = read(i)
+        sees = jnp.broadcast_to(mask[:, None], (*by_head, mask.shape[-1])).reshape(*lead, -1)
+        absorbed = form == "absorbed"
+        scores = _dots(flat, rows, (2, 2)) if absorbed else _dots(flat, _keys(rows, k_up), (3, 2))
+        scores = jnp.where(sees, scores * scale, -jnp.inf)
+        top = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
+        weights, shrunk = jnp.exp(scores - top), jnp.exp(peak - top)
+        narrow = _fixed(weights.astype(rows.dtype))
+        if absorbed:
+            # Whole rows: slicing the rope part off the result is cheaper than off the cache.
+            more = _dots(narrow, rows, (2, 1))
+        else:
+            more = _dots(narrow, _expand(rows[..., :rank], v_up), (3, 3))
+        return top, total * shrunk + weights.sum(axis=-1, keepdims=True), mixed * shrunk + more
+
+    start = jnp.full((*lead, 1), _LEAST), jnp.zeros((*lead, 1)), jnp.zeros((*lead, mixes))
+    alone = isinstance(blocks, int) and blocks == 1
+    _, total, mixed = block(0, start) if alone else jax.lax.fori_loop(0, blocks, block, start)
+    context = (mixed / jnp.maximum(total, 1e-30)).astype(queries.dtype)
+    if form == "naive":
+        return context.swapaxes(1, 2)
+    return jnp.einsum("bnwc,nvc->bwnv", context[..., :rank].reshape(*by_head, rank), v_up)
+
+
+def _fixed(x: jax.Array) -> jax.Array:
+    """Keeps XLA from swapping a product's operands, or turning them: up to four times slower."""
+    return jax.lax.optimization_barrier(x)
+
+
+def _keys(rows: Float[Array, "B L c"], k_up: Float[Array, "N h C"]) -> Float[Array, "B N k L"]:
+    """Keys of every head, the shared rope part included, a column for each cached row."""
+    latent, key_rope = jnp.split(rows, [k_up.shape[-1]], axis=-1)
+    keys = _expand(latent, k_up)
+    shared = jnp.broadcast_to(key_rope.swapaxes(1, 2)[:, None], (*keys.shape[:2], *key_rope.shape[:0:-1]))
+    return jnp.concatenate([keys, shared], axis=2)
+
+
+def _expand(latent: Float[Array, "B L C"], up: Float[Array, "N o C"]) -> Float[Array, "B N o L"]:
+    """Keys or values of every head, a column for each cached row."""
+    (slots, length, rank), heads = latent.shape, len(up)
+    dims = (((1,), (1,)), ((), ()))
+    columns = jax.lax.dot_general(up.reshape(-1, rank), latent.reshape(-1, rank), dims)
+    return _fixed(columns).reshape(heads, -1, slots, length).transpose(2, 0, 1, 3)
+
+
+def _dots(
+    a: Float[Array, "*b x y"], b: Float[Array, "*b z t"], contracted: tuple[int, int]
+) -> Float[Array, "*b s u"]:
+    """Products of every slot, or slot and head, in float32."""
+    batch = tuple(range(a.ndim - 2))
+    dims = ((contracted[:1], contracted[1:]), (batch, batch))
+    return _fixed(jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32))
+
+
+def _absorb(q: Float[Array, "B W N h"], k_up: Float[Array, "N h C"]) -> Float[Array, "B W N C"]:
+    """Queries moved into the latent space."""
+    slots, width, heads, _ = q.shape
+    by_head = _fixed(q.transpose(2, 0, 1, 3).reshape(heads, slots * width, -1))
+    latent = _fixed(jax.lax.dot_general(by_head, k_up, (((2,), (1,)), ((0,), (0,)))))
+    return latent.reshape(heads, slots, width, -1).transpose(1, 2, 0, 3)
+
+
+def attend_seen(
+    q: Queries,
+    k_up: Float[Array, "N h C"],
+    v_up: Float[Array, "N v C"],
+    cache: LayerCache,
+    view: PagedView,
+    scale: float,
+) -> Float[Array, "B W N v"]:
+    """``mla.attend`` over no more blocks of the cached rows than hold what any token sees."""
+    columns, page, width = view.page_table.shape[1], cache.page_size, q.rope.shape[1]
+    length = columns * page
+    # Naive attention expands a block for as many tokens as the block has rows.
+    rows = int(np.clip(length // 4, *_BLOCK)) if view.form == "absorbed" else width
+    each = min(max(rows // page, 1), columns)
+    table = jnp.pad(view.page_table, ((0, 0), (0, -columns % each)))
+
+    def read(i: Int[Array, ""] | int) -> tuple[Float[Array, "B l c"], Bool[Array, "B W l"]]:
+        pages, start = jax.lax.dynamic_slice_in_dim(table, i * each, each, axis=1), i * each * page
+        # A window deeper than its slot asks for goes past the table, never into what fills the last block.
+        inside = start + jnp.arange(each * page) < length
+        seen, mask = view.visible.seen(each * page, start), view.visible.mask(width, each * page, start)
+        return read_rows(cache, pages, seen & inside, v_up.dtype, k_up.shape[-1]), mask & inside
+
+    if columns == each:
+        return attend_in_blocks(q, k_up, v_up, read, 1, scale, view.form)
+    last = jnp.minimum(jnp.max(view.visible.end()), length)
+    return attend_in_blocks(q, k_up, v_up, read, -(-last // (each * page)), scale, view.form)

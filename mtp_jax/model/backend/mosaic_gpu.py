@@ -1,0 +1,494 @@
+"""Stages whose products, experts and attention kernels compute on a Hopper GPU (docs/kernels.md).
+
+Products with FP8 weights take their rows in e4m3. Whoever makes such rows, a norm or the heads' results, makes
+them so once for all products that read them: that is private to this backend. A product may leave float32
+parts that the next norm sums.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from kernels_pallas.fp8_matmul import api as fp8_matmul
+from kernels_pallas.grouped_matmul import api as grouped_matmul
+from kernels_pallas.mla_decode import api as mla_decode
+from kernels_pallas.mla_low_rank import api as mla_low_rank
+from kernels_pallas.mla_prefill import api as mla_prefill
+from kernels_pallas.quantised import Quantised
+from kernels_pallas.rms_norm import api as norms
+from kernels_pallas.router import api as router
+from kernels_pallas.router.rule import Rule
+from mtp_jax.errors import ConfigError
+from mtp_jax.model.backend.xla import LOW_RANK_EPS, Split, Xla, queries, rows_of
+from mtp_jax.model.cache import LayerCache, PagedView, Views, read_rows
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.layers import rms_norm
+from mtp_jax.model.mla import Queries
+from mtp_jax.model.moe import Routing, Weight
+from mtp_jax.model.params import Attention, Fp8, Layer, Mlp, Moe
+from mtp_jax.model.sharding import constrain, partition, sharded, ways
+
+PARTS = frozenset(("linear", "experts", "attention"))
+
+
+class Stream(NamedTuple):
+    """The residual stream, and what the last block adds to it: a norm adds for nothing.
+
+    Attributes:
+        x: [B, W, D].
+        added: [B, W, D], or float32 parts [s, B, W, D] to be summed.
+    """
+
+    x: Float[Array, "B W D"]
+    added: tuple[Float[Array, "..."], ...]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Activations as the products that read them take them.
+
+    Attributes:
+        shape: (B, W, D).
+        plain: None if no product takes them so.
+        quantised: of each device's own B * W rows, which more follow to fill tiles; None if no product takes
+            them.
+    """
+
+    shape: tuple[int, ...]
+    plain: Float[Array, "B W D"] | None
+    quantised: Quantised | None
+
+
+@dataclass(frozen=True)
+class MosaicGpu(Xla):
+    """See the package.
+
+    Attributes:
+        kernels: what kernels compute, where they can: "linear", products with FP8 weights; "experts", routed
+            ones; "attention", over the paged cache, by ``mla_decode`` in the absorbed form and ``mla_prefill``
+            in the naive; where the queries' product takes e4m3, also ``mla_low_rank``, which writes the cache.
+        strict: whether it is a ConfigError if they cannot.
+    """
+
+    kernels: frozenset[str] = PARTS
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if self.experts == "dense" and "experts" in self.kernels:
+            raise ConfigError("experts = 'dense' has no kernel; use 'sparse', or leave experts to XLA")
+
+    def _runs(self, part: str, check: Callable[..., None], *args: Any) -> bool:
+        """Whether the kernel that ``check`` speaks for runs. Raises ConfigError if it must and cannot."""
+        if part not in self.kernels:
+            return False
+        try:
+            check(*args)
+        except ValueError as e:
+            if self.strict:
+                raise ConfigError(f"{e}: --kernels auto or xla, in Python kernels='auto' or 'xla'") from e
+            return False
+        return True
+
+    # Stages
+
+    def before_attention(
+        self,
+        p: Layer,
+        cfg: ModelConfig,
+        x: Any,
+        angles: Float[Array, "B W 2 r"],
+        cache: LayerCache | None,
+        views: Views,
+    ) -> tuple[Any, Queries, Float[Array, "B W C"] | None, LayerCache | None]:
+        """With one launch for the two norms of low ranks, rope and the cache."""
+        a, (x, added) = p.attention, _stream(x)
+        first = a.q_b if a.q_a is None else a.q_a
+        readers = self.multiplies(first, x.dtype, "out" if a.q_a is None else None)
+        x, normed = self._norm(
+            x, p.attention_norm, cfg.rms_norm_eps, (readers, self.multiplies(a.kv_a, x.dtype)), added
+        )
+        q = None if a.q_a is None else self._linear(normed, a.q_a, summed=False)
+        kv, rows = self._linear(normed, a.kv_a, summed=False), None
+        reader = self.multiplies(a.q_b, x.dtype, "out")
+        # One launch writes one part.
+        one = q is not None and cache is not None and len(views) == 1 and reader
+        if one and self._norms_low_rank(q, kv, a, cache):
+            low, rows, cache = self._low_rank(q, kv, a, cfg, angles, cache, views[0])
+        else:
+            low = normed if q is None else self._norm(q, a.q_norm, LOW_RANK_EPS, (reader,))[1]
+            rows = rows_of(_whole(kv), a, cfg, angles)
+        q = self._linear(low, a.q_b, split="out")
+        return Stream(x, ()), queries(q, cfg, angles), rows, cache
+
+    def after_attention(
+        self, p: Layer, cfg: ModelConfig, x: Any, context: Float[Array, "B W N v"], views: Views
+    ) -> Any:
+        """The result is left to the next norm to add, and perhaps to sum."""
+        o = p.attention.o.reshape(cfg.hidden_size, -1)
+        # Absorbed, they come out of a product that leaves them head by head, which spares a transpose.
+        heads_first = all(v.form == "absorbed" for v in views) if views else self.form == "absorbed"
+        flat = self._heads_as_rows(context, self.multiplies(o, context.dtype, "in"), heads_first)
+        out = self._linear(flat, o, split="in", summed=False)
+        parts = (None,) * (out.ndim - 3)
+        return Stream(_stream(x).x, (constrain(out, self.mesh, *parts, "slots", None, None),))
+
+    def feed_forward(
+        self, p: Layer, cfg: ModelConfig, x: Any, counts: Bool[Array, "B W"] | None
+    ) -> tuple[Any, Routing | None]:
+        """The result is left to the next norm to add. A kernel that chooses experts counts all rows."""
+        x, added = _stream(x)
+        if isinstance(p.mlp, Moe):
+            readers = [False, self._takes_experts(p.mlp, x.dtype)]
+            readers += [] if p.mlp.shared is None else [self._takes_mlp(p.mlp.shared, x.dtype)]
+        else:
+            readers = [self._takes_mlp(p.mlp, x.dtype)]
+        x, normed = self._norm(x, p.mlp_norm, cfg.rms_norm_eps, readers, added)
+        added, routing = self._fed(p, cfg, normed, counts)
+        return Stream(constrain(x, self.mesh, "slots", None, None), added), routing
+
+    def finish(self, x: Any, weight: Float[Array, " D"], eps: float) -> Float[Array, "B W D"]:
+        """What was left to be added is."""
+        return rms_norm(_plus(*_stream(x)), weight, eps)
+
+    # Rows
+
+    def _norm(
+        self,
+        x: Float[Array, "*s B W D"],
+        weight: Float[Array, " D"],
+        eps: float,
+        readers: Sequence[bool],
+        added: Sequence[Float[Array, "*t B W D"]] = (),
+    ) -> tuple[Float[Array, "*u B W D"], Rows]:
+        """x and what is added to it, and that normalised; if nothing is added, x as it came.
+
+        readers: for each product that reads the result, whether it takes it quantised.
+        """
+        shape = x.shape[-3:]
+        if not any(readers) or not all(_can(norms.check, a.shape[-1], a.dtype) for a in (x, *added)):
+            total = _plus(_whole(x), added)
+            return total, Rows(shape, rms_norm(total, weight, eps), None)
+        also_plain = not all(readers)
+
+        def local(weight, *given):
+            normed = norms.rms_norm(
+                [a.reshape(*a.shape[:-3], -1, a.shape[-1]) for a in given],
+                weight,
+                eps,
+                total=bool(added),
+                plain=also_plain,
+                implementation="mosaic_gpu",
+            )
+            rows: Any = normed.quantised
+            own = given[0].shape[-3:]
+            whole = [a.reshape(own) for a in (normed.total, normed.plain) if a is not None]
+            return whole, (rows.values, rows.scale)
+
+        slots = partition("slots")
+        given = [partition(None, "slots") if a.ndim == 4 else slots for a in (x, *added)]
+        out = [slots] * (bool(added) + also_plain), _of_rows()
+        with jax.named_scope("norm"):
+            whole, rows = sharded(local, self.mesh, (partition(), *given), out)(weight, x, *added)
+        return whole[0] if added else x, Rows(shape, whole[-1] if also_plain else None, Quantised(*rows))
+
+    def _heads_as_rows(self, x: Float[Array, "B W N v"], quantised: bool, heads_first: bool) -> Any:
+        """Heads side by side, [B, W, N * v], as the product that reads them takes them."""
+        wide = (*x.shape[:2], x.shape[2] * x.shape[3])
+        own = _part(x, self.mesh, "slots", None, "heads")
+        if not quantised or not _can(norms.check_blocks, *own.shape[2:], x.dtype):
+            return x.reshape(wide)
+
+        def local(x):
+            rows = x.reshape(-1, *x.shape[2:])
+            given = rows.swapaxes(0, 1) if heads_first else rows
+            rows = norms.quantise(given, blocks_first=heads_first, implementation="mosaic_gpu")
+            return rows.values, rows.scale
+
+        rows = sharded(local, self.mesh, (partition("slots", None, "heads"),), _of_rows("heads"))(x)
+        return Rows(wide, None, Quantised(*rows))
+
+    def plain(self, x: Any) -> Float[Array, "B W D"]:
+        """Rows of a product that does not take them quantised."""
+        return _plain(x)
+
+    # Products
+
+    def multiplies(self, w: Any, dtype: Any, split: Split | None = None) -> bool:
+        """Whether a kernel multiplies with this weight, its rows in e4m3."""
+        if not isinstance(w, Fp8):
+            return False
+        values = _part(w.values, self.mesh, *_axes(w, split))
+        matrix = jax.ShapeDtypeStruct((math.prod(values.shape[:-1]), values.shape[-1]), values.dtype)
+        return self._runs("linear", fp8_matmul.check, jax.ShapeDtypeStruct((1, 1), dtype), matrix, 64)
+
+    def linear(self, x: Any, w: Any, *, split: Split | None = None) -> Float[Array, "..."]:
+        """With an FP8 weight by a kernel, rows quantised to e4m3 in 1x128 blocks unless they are already."""
+        return self._linear(x, w, split=split)
+
+    def _linear(self, x: Any, w: Any, *, split: Split | None = None, summed: bool = True) -> Any:
+        """summed False: where the kernel leaves float32 parts to be summed, [s, B, W, *o] as they are."""
+        if not self.multiplies(w, _dtype_of(x), split):
+            return super().linear(_plain(x), w, split=split)
+        axes = _axes(w, split)
+        given, of_x = _operand(x, axes[-1])
+        (slots, width), mesh = x.shape[:2], self.mesh
+
+        def local(x, w):
+            matrix = w.values.reshape(-1, w.shape[-1])
+            y = fp8_matmul.fp8_matmul(
+                _flat(x), matrix, w.scale, summed=not parts, implementation="mosaic_gpu"
+            )
+            y = y[..., :rows, :].reshape(*y.shape[:-2], -1, width, *w.shape[:-1])
+            return jax.lax.psum(y, "model") if over_model else y
+
+        rows, over_model = slots * width // ways("slots", mesh), split == "in" and ways("heads", mesh) > 1
+        *columns, terms = _part(w.values, mesh, *axes).shape
+        parts = not (summed or over_model) and fp8_matmul.parts(rows, math.prod(columns), terms) > 1
+        specs = Fp8(partition(*axes), partition(axes[0], axes[-1]))
+        out = partition(*(None,) * parts, "slots", None, axes[0])
+        return sharded(local, mesh, (of_x, specs), out)(given, w)
+
+    def _takes_mlp(self, p: Mlp, dtype: Any) -> bool:
+        """Whether kernels compute an MLP, its rows in e4m3."""
+        if not (isinstance(p.gate_up, Fp8) and isinstance(p.down, Fp8)):
+            return False
+        x = jax.ShapeDtypeStruct((1, 1), dtype)
+        parts = (_part(w.values, self.mesh, None, "mlp") for w in (p.gate_up, p.down))
+        return all(self._runs("linear", fp8_matmul.check, x, part, fp8_matmul.BLOCK) for part in parts)
+
+    def mlp(self, x: Any, p: Mlp) -> Float[Array, "B W D"]:
+        """By two kernels."""
+        if not self._takes_mlp(p, _dtype_of(x)):
+            return super().mlp(_plain(x), p)
+        given, of_x = _operand(x)
+        (slots, *wide), mesh = x.shape, self.mesh
+
+        def local(x, gate_up, down):
+            weights = gate_up.values, down.values, gate_up.scale, down.scale
+            y = fp8_matmul.fp8_mlp(_flat(x), *weights, implementation="mosaic_gpu")
+            y = y[:rows].reshape(-1, *wide)
+            return y if mesh is None else jax.lax.psum(y, "model")
+
+        rows = slots * wide[0] // ways("slots", mesh)
+        width = partition(None, "mlp")
+        return sharded(local, mesh, (of_x, width, width), partition("slots"))(given, p.gate_up, p.down)
+
+    # Experts
+
+    def runs_experts(self, x: Any, gate_up: Weight, down: Weight) -> bool:
+        """Whether kernels compute a device's routed experts, of weights [E, 2, I, D] and [E, D, I].
+
+        Raises ConfigError if they must and cannot.
+        """
+        return self._runs("experts", _check_experts, x, gate_up, down)
+
+    def _takes_experts(self, p: Moe, dtype: Any) -> bool:
+        """Whether they take their rows in e4m3."""
+        x = jax.ShapeDtypeStruct((1, 1), dtype)
+        return (
+            isinstance(p.gate_up, Fp8) and isinstance(p.down, Fp8) and self.runs_experts(x, p.gate_up, p.down)
+        )
+
+    def choose_experts(self, logits: Float[Array, "T E"], bias: Float[Array, " E"], rule: Rule) -> Routing:
+        """By a kernel that also counts how often each expert was chosen."""
+        if "experts" not in self.kernels or not router.can_choose(logits.shape[1], rule):
+            return super().choose_experts(logits, bias, rule)
+        choice = router.choose(logits, bias, rule, implementation="mosaic_gpu")
+        return Routing(choice.ids, choice.weights, choice.counts)
+
+    def routed(
+        self,
+        gate_up: Weight,
+        down: Weight,
+        x: Any,
+        r: Routing,
+        shards: int = 1,
+        first: Int[Array, ""] | int = 0,
+    ) -> Float[Array, "T D"]:
+        """By kernels. Of quantised rows there may be more than of the routing."""
+        if not isinstance(x, Quantised) and not self.runs_experts(x, gate_up, down):
+            return super().routed(gate_up, down, x, r, shards, first)
+        (first_layer, first_scale), (second_layer, second_scale) = _arrays(gate_up), _arrays(down)
+        return grouped_matmul.expert_mlp(
+            x,
+            r.ids,
+            r.weights,
+            first_layer,
+            second_layer,
+            first_scale,
+            second_scale,
+            counts=r.counts,
+            first=first,
+            rows_per_expert=-(-r.ids.size // (down.shape[0] * shards)),
+            implementation="mosaic_gpu",
+        )
+
+    def operand(self, p: Moe, x: Any) -> tuple[Any, Any]:
+        """Quantised if the experts take them so."""
+        whole = _plain(x)
+        return _operand(x if self._takes_experts(p, whole.dtype) else whole)
+
+    def flat_rows(self, given: Any) -> Any:
+        """A device's part of an operand."""
+        return _flat(given)
+
+    def gathered(self, given: Any, count: int) -> Any:
+        """Scales come device by device and are read so: a collective of columns needs them turned."""
+        x = _flat(given)
+        if not isinstance(x, Quantised):
+            return super().gathered(given, count)
+        values, scale = (
+            jax.lax.all_gather(a, "data", tiled=tiled)
+            for a, tiled in ((x.values[:count], True), (x.scale[:, :count], False))
+        )
+        scale = scale.swapaxes(0, 1)
+        return Quantised(values, scale.reshape(scale.shape[0], -1))
+
+    # Attention
+
+    def _norms_low_rank(self, q: Any, kv: Any, a: Attention, cache: Any) -> bool:
+        pages = None if cache.fp8 else cache.latent
+        return "attention" in self.kernels and _can(mla_low_rank.check, q, kv, a.kv_norm, pages)
+
+    def _low_rank(
+        self,
+        q: Any,
+        kv: Any,
+        a: Attention,
+        cfg: ModelConfig,
+        angles: Float[Array, "B W 2 r"],
+        cache: Any,
+        view: PagedView,
+    ) -> tuple[Rows, Float[Array, "B W c"] | None, LayerCache]:
+        """Queries' low rank normed and quantised, and the window's rows written.
+
+        q, kv: [*s, B, W, K] as their products leave them. Rows for an FP8 cache are returned, not written.
+        """
+        fp8 = cache.fp8
+
+        def local(q, kv, q_norm, kv_norm, angles, pages, view):
+            where = (pages, view.page_table, view.written)
+            options: dict[str, Any] = {"eps": LOW_RANK_EPS, "interleaved": cfg.rope_interleave}
+            low, out = mla_low_rank.mla_low_rank(
+                q, kv, q_norm, kv_norm, angles, *where, **options, implementation="mosaic_gpu"
+            )
+            return (low.values, low.scale), out
+
+        slots, weight = partition("slots"), partition()
+        parts = (partition(None, "slots") if x.ndim == 4 else slots for x in (q, kv))
+        specs = (*parts, weight, weight, slots, partition("pages"), slots)
+        run = sharded(local, self.mesh, specs, (_of_rows(), slots if fp8 else partition("pages")))
+        with jax.named_scope("cache_write"):
+            cos_sin = angles[..., 0, :], angles[..., 1, :]
+            low, out = run(q, kv, a.q_norm, a.kv_norm, cos_sin, None if fp8 else cache.latent, view)
+        rows = Rows(q.shape[-3:], None, Quantised(*low))
+        return (rows, out, cache) if fp8 else (rows, None, LayerCache(out))
+
+    def attend_pages(
+        self,
+        q: Queries,
+        k_up: Float[Array, "N h C"],
+        v_up: Float[Array, "N v C"],
+        cache: LayerCache,
+        view: PagedView,
+        scale: float,
+    ) -> Float[Array, "B W N v"]:
+        """Absorbed by a kernel that reads the pages where they are; naive by one that expands rows."""
+        by_kernel: dict[str, Any] = {"scale": scale, "implementation": "mosaic_gpu"}
+        if view.form == "absorbed":
+            inward = jnp.einsum("bwnh,nhc->bwnc", q.nope, k_up)
+            if self._runs("attention", mla_decode.check, inward, q.rope, cache.latent):
+                where = cache.latent, view.page_table, view.visible
+                mixed = mla_decode.mla_decode(inward, q.rope, *where, in_place=True, **by_kernel)
+                return jnp.einsum("bwnc,nvc->bwnv", mixed, v_up)
+            return super().attend_pages(q, k_up, v_up, cache, view, scale)
+        whole = jnp.concatenate([q.nope, q.rope], axis=-1)
+        if not self._runs("attention", mla_prefill.check, whole, q.nope, q.rope, v_up.swapaxes(1, 2)):
+            return super().attend_pages(q, k_up, v_up, cache, view, scale)
+        seen = view.visible.seen(view.page_table.shape[1] * cache.page_size)
+        rows = read_rows(cache, view.page_table, seen, v_up.dtype, k_up.shape[-1])
+        return mla_prefill.mla_prefill(whole, rows, k_up, v_up, view.visible, **by_kernel)
+
+
+def _stream(x: Any) -> Stream:
+    """The stream, whether it has just begun or a stage has left it."""
+    return x if isinstance(x, Stream) else Stream(x, ())
+
+
+def _whole(x: Float[Array, "*s B W D"]) -> Float[Array, "B W D"]:
+    """The sum of the parts that a product may leave."""
+    return x.sum(axis=0).astype(jnp.bfloat16) if x.ndim == 4 else x
+
+
+def _plus(x: Float[Array, "B W D"], added: Sequence[Float[Array, "..."]]) -> Float[Array, "B W D"]:
+    return x + functools.reduce(jnp.add, map(_whole, added)) if added else x
+
+
+def _plain(x: Any) -> Float[Array, "B W D"]:
+    whole = x.plain if isinstance(x, Rows) else x
+    assert whole is not None, "a product reads rows that were made for others"
+    return whole
+
+
+def _dtype_of(x: Any) -> Any:
+    """What the rows are, or were before they were quantised."""
+    return jnp.bfloat16 if isinstance(x, Rows) and x.plain is None else _plain(x).dtype
+
+
+def _operand(x: Any, inner: str | None = None) -> tuple[Any, Any]:
+    """Rows for a product with a kernel, quantised if they are, and how a mesh splits them."""
+    if isinstance(x, Rows) and x.quantised is not None:
+        return (x.quantised.values, x.quantised.scale), _of_rows(inner)
+    return _plain(x), partition("slots", None, inner)
+
+
+def _of_rows(inner: str | None = None) -> tuple[Any, Any]:
+    """How quantised rows are split: slots, and perhaps features."""
+    return partition("slots", inner), partition(inner, "slots")
+
+
+def _flat(given: Any) -> Float[Array, "T D"] | Quantised:
+    """A device's part of an operand, row by row."""
+    return Quantised(*given) if isinstance(given, tuple) else given.reshape(-1, given.shape[-1])
+
+
+def _arrays(w: Any) -> tuple[Any, Any]:
+    return (w.values, w.scale) if isinstance(w, Fp8) else (w, None)
+
+
+def _axes(w: Fp8, split: Split | None) -> tuple[str | None, ...]:
+    """Logical axes of a weight."""
+    out, inner = "heads" if split == "out" else None, "heads" if split == "in" else None
+    return (out, *(None,) * (len(w.shape) - 2), inner)
+
+
+def _check_experts(x: Any, gate_up: Any, down: Any) -> None:
+    """Raise ValueError for what the kernel cannot do."""
+    if isinstance(gate_up, Fp8) != isinstance(down, Fp8):
+        raise ValueError(
+            "grouped_matmul on mosaic_gpu: experts' gate, up and down are FP8 together or not at all"
+        )
+    for w in (gate_up, down):
+        grouped_matmul.check(x, *_arrays(w))
+
+
+def _can(check: Callable[..., None], *args: Any) -> bool:
+    """Whether the kernel that ``check`` speaks for can do the work."""
+    try:
+        check(*args)
+    except ValueError:
+        return False
+    return True
+
+
+def _part(x: Any, mesh: Mesh | None, *axes: str | None) -> jax.ShapeDtypeStruct:
+    """Shape of one device's part of an array with these logical axes; the others are not split."""
+    parts = [ways(axis, mesh) for axis in axes] + [1] * (len(x.shape) - len(axes))
+    return jax.ShapeDtypeStruct(tuple(n // p for n, p in zip(x.shape, parts, strict=True)), x.dtype)
