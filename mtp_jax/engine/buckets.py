@@ -132,10 +132,12 @@ def keys_for(
         for m in modes
         for b in sizes
     ]
-    # One request has nothing to run beside its prompt.
-    besides = [StepKey(0, 0, p, SamplingMode(logprobs=mode.logprobs)) for p in widest]
+    # One request has nothing to run beside its prompt; no structured step takes a prompt while nothing runs.
+    besides = []
     if len(requests) > 1:
-        besides = [k for k in keys if k.slots == slots and k.depth in (min(depths), deepest)]
+        besides += [k for k in keys if k.slots == slots and k.depth in (min(depths), deepest)]
+    if all(k.mode.structured for k in besides):
+        besides += [StepKey(0, 0, p, SamplingMode(logprobs=mode.logprobs)) for p in widest]
     shapes = _shapes_for(config, requests, shards, pages)
     scores = _width(r.params.prompt_logprobs for r in requests)
     keys += [replace(k, tokens=t, prompts=n, prompt_logprobs=scores) for k in besides for t, n in shapes]

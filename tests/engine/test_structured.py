@@ -346,6 +346,6 @@ def test_a_structured_step_is_timed_with_its_drafting(grammars, tokenizer, monke
     monkeypatch.setattr(programs, "draft_phase", draft_phase)
     monkeypatch.setattr(engine, "_track", lambda launch: launched.append(launch) or track(launch))
     serve(engine, [(tokenizer.encode("ab"), replace(GREEDY, structured=StructuredOutput(regex="[a-z]{20}")))])
-    began = [launch.began for launch in launched if launch.step]
+    began = [launch.pending.at for launch in launched if launch.rows]
     assert drafted[-len(began) :]
     assert all(a <= b for a, b in zip(began, drafted[-len(began) :], strict=True))
