@@ -12,7 +12,7 @@ from mtp_jax.model.backend import Backend
 def best_tokens(
     hidden: Float[Array, "*b D"], table: Float[Array, "V D"], on: Backend
 ) -> tuple[Int[Array, "*b"], Bool[Array, "*b"]]:
-    """``argmax`` of the logits of every row, and whether they are all finite, part by part of ``on.head_parts``."""
+    """``argmax`` of every row's logits and whether they are all finite, part by part (``on.head_parts``)."""
     size = -(-table.shape[0] // on.head_parts)
 
     def of(start: int, hidden: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

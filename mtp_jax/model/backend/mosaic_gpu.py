@@ -1,8 +1,8 @@
 """Stages whose products, experts and attention kernels compute on a Hopper GPU (docs/kernels.md).
 
-Products with FP8 weights take their rows in e4m3. Whoever makes such rows, a norm or the heads' results, makes
-them so once for all products that read them: that is private to this backend. A product may leave float32
-parts that the next norm sums.
+Products with FP8 weights take their rows in e4m3. A norm, or what joins the heads' results, quantises rows
+once for all products that read them. A product may leave float32 parts that the next norm sums. Both are
+private to this backend.
 """
 
 import functools
@@ -71,9 +71,9 @@ class MosaicGpu(Xla):
     """See the package.
 
     Attributes:
-        kernels: what kernels compute, where they can: "linear", products with FP8 weights; "experts", routed
-            ones; "attention", over the paged cache, by ``mla_decode`` in the absorbed form and ``mla_prefill``
-            in the naive; where the queries' product takes e4m3, also ``mla_low_rank``, which writes the cache.
+        kernels: what kernels compute, where they can. "linear": products with FP8 weights; "experts": routed
+            ones; "attention": over the paged cache, ``mla_decode`` in the absorbed form, ``mla_prefill`` in
+            the naive, and ``mla_low_rank``, which writes the cache, where the queries' product takes e4m3.
         strict: whether it is a ConfigError if they cannot.
     """
 

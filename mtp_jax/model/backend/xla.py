@@ -123,7 +123,7 @@ class Xla:
     def linear(
         self, x: Rows, w: Float[Array, "*o i"] | Fp8, *, split: Split | None = None
     ) -> Float[Array, "..."]:
-        """``x @ w.T`` with weights as in the checkpoint, output features first; FP8 ones are expanded per use.
+        """``x @ w.T``: weights have output features first, as in the checkpoint; FP8 ones are expanded.
 
         split: whether ``model`` splits the first output axis or the input features of w.
         """

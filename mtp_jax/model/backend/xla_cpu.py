@@ -103,7 +103,7 @@ class XlaCpu(Xla):
         first: Int[Array, ""] | int = 0,
     ) -> Float[Array, "T D"]:
         """``cpu_experts.by_pair`` for few rows."""
-        if shards == 1 and not isinstance(gate_up, Fp8) and not isinstance(down, Fp8):
-            if r.ids.size <= cpu_experts.most_pairs(gate_up, down):
-                return cpu_experts.by_pair(gate_up, down, x, r)
+        alone = shards == 1 and not isinstance(gate_up, Fp8) and not isinstance(down, Fp8)
+        if alone and r.ids.size <= cpu_experts.most_pairs(gate_up, down):
+            return cpu_experts.by_pair(gate_up, down, x, r)
         return super().routed(gate_up, down, x, r, shards, first)
