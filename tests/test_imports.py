@@ -54,8 +54,11 @@ WITHOUT_JAX = (
     "text.tokenizer",
 )
 
-# What chooses between kernels and XLA.
-OF_KERNELS = tuple(f"mtp_jax.model.{name}" for name in ("cache", "ops", "products", "visible"))
+# What computes by kernels, or shares their types.
+OF_KERNELS = tuple(f"mtp_jax.model.{name}" for name in ("backend.mosaic_gpu", "backend.xla", "cache", "visible"))
+
+# Who asks what device a program is for: the choice of a backend. The mathematics does not.
+OF_DEVICES = "mtp_jax.model.backend.__init__"
 
 # Who knows the NextN layers: their drafter, and what scores, measures or trains the model without the engine.
 # Everything else knows a drafter.
@@ -108,6 +111,8 @@ def faults_in_mtp_jax(module: str, source: str) -> Iterator[str]:
             yield f"{module} imports {name}; only mtp_jax.commands may"
         if top == "mtp_jax" and part(name) != here and RANK.get(part(name), len(LAYERS)) >= RANK[here]:
             yield f"{module} imports {name}, which is not below it"
+        if here == "model" and name.startswith("mtp_jax.model.device") and module != OF_DEVICES:
+            yield f"{module} imports {name}; only {OF_DEVICES} may ask for the device"
         if name.startswith("mtp_jax.model.nextn") and not module.startswith(OF_NEXTN):
             yield f"{module} imports {name}; drafts come from a decode.drafter.protocol.Drafter"
         if here == "checkpoint" and name.startswith("mtp_jax.model.") and not name.startswith(OF_MODEL):

@@ -103,7 +103,11 @@ class XlaCpu(Xla):
         first: Int[Array, ""] | int = 0,
     ) -> Float[Array, "T D"]:
         """``cpu_experts.by_pair`` for few rows."""
-        alone = shards == 1 and not isinstance(gate_up, Fp8) and not isinstance(down, Fp8)
-        if alone and r.ids.size <= cpu_experts.most_pairs(gate_up, down):
+        if (
+            shards == 1
+            and not isinstance(gate_up, Fp8)
+            and not isinstance(down, Fp8)
+            and r.ids.size <= cpu_experts.most_pairs(gate_up, down)
+        ):
             return cpu_experts.by_pair(gate_up, down, x, r)
         return super().routed(gate_up, down, x, r, shards, first)
