@@ -269,7 +269,7 @@ def test_warm_up_measures_every_depth():
     engine = make_engine(adaptive_depth=True)
     request = engine.make_request(prompts(1)[0], GREEDY)
     engine.prepare([request])
-    steps = [k for k in engine.runner.keys if isinstance(k, StepKey)]
+    steps = [k for k in engine.runner.keys if isinstance(k, StepKey) and k.slots]
     assert {k.depth for k in steps} == {0, 1, 3}
     assert all(engine.depth.costs(k).seconds(k.depth) > 0 for k in steps)
 
@@ -278,7 +278,7 @@ def choose_in_turn(engine, monkeypatch):
     """Every depth in turn, whatever it costs here."""
     turn = itertools.count()
 
-    def in_turn(keys, _):
+    def in_turn(keys, *_):
         return sorted(keys, key=lambda k: k.depth)[next(turn) % len(keys)]
 
     monkeypatch.setattr(engine.depth, "choose", in_turn)
@@ -319,7 +319,7 @@ def test_a_request_may_fix_its_depth(wanted, depths, drafted, monkeypatch):
 def test_no_drafts_for_tokens_that_cannot_come(most, monkeypatch):
     """The first token is the prefill's, and the last needs no draft, even where drafts are free."""
     engine = make_engine(adaptive_depth=True)
-    monkeypatch.setattr(engine.depth, "choose", lambda keys, depths: max(keys, key=lambda k: k.depth))
+    monkeypatch.setattr(engine.depth, "choose", lambda keys, *_: max(keys, key=lambda k: k.depth))
     (request,) = serve(engine, [(prompts(1)[0], SamplingParams(temperature=0, max_tokens=most))])
     assert len(request.output) == most
     assert max(engine.stats().depth_steps) == most - 2
