@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from mtp_jax.model import products
-from mtp_jax.model.cache import LayerCache, PagedView
+from mtp_jax.model.cache import LayerCache, PagedView, WholeCache
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.kernels import AUTO, Kernels
 from mtp_jax.model.layers import rms_norm, rotate, whole
@@ -96,23 +96,27 @@ def attention(
     cfg: ModelConfig,
     x: products.Input,
     angles: Float[Array, "B W 2 r"],
-    cache: LayerCache | None,
+    cache: LayerCache | WholeCache | None,
     view: PagedView | None,
     *,
     form: Form,
     mesh: Mesh | None,
     kernels: Kernels = AUTO,
-) -> tuple[Float[Array, "B W D"] | Float[Array, "s B W D"], LayerCache | None]:
-    """One MLA block. Without a cache the window attends causally to itself.
+) -> tuple[Float[Array, "B W D"] | Float[Array, "s B W D"], LayerCache | WholeCache | None]:
+    """One MLA block. Without a cache the window attends causally to itself; pages need a view.
 
     Returns (output, perhaps in parts to be summed, cache).
     """
+    pages = cache if isinstance(cache, LayerCache) else None
     with jax.named_scope("attention_project"):
-        q, rows, cache = project(p, cfg, x, angles, cache, view, mesh=mesh, kernels=kernels)
-    if cache is None or view is None:
+        q, rows, pages = project(p, cfg, x, angles, pages, view, mesh=mesh, kernels=kernels)
+    if pages is None or view is None:
         assert rows is not None, "rows have nowhere to be but here"
-        causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
-        mask = jnp.broadcast_to(causal, (x.shape[0], *causal.shape))
+        mask = jnp.tri(x.shape[1], dtype=bool)
+        if isinstance(cache, WholeCache):
+            cache = cache.extended(rows)
+            rows, mask = cache.rows, cache.mask
+        mask = jnp.broadcast_to(mask, (x.shape[0], *mask.shape))
         context = attend(q, p.k_up, p.v_up, rows, mask, cfg.softmax_scale, form)
     else:
         context, cache = paged_attention(
@@ -120,7 +124,7 @@ def attention(
             p.k_up,
             p.v_up,
             rows,
-            cache,
+            pages,
             view,
             scale=cfg.softmax_scale,
             form=form,

@@ -60,7 +60,7 @@ def attend(
     scores = _dots(_fixed(whole), jnp.concatenate([keys, shared], axis=2), (3, 2))
     scores = jnp.where(mask[:, None], scores * scale, -jnp.inf)
     peak = jnp.maximum(scores.max(axis=-1, keepdims=True), _LEAST)
-    weights = jnp.exp(scores - peak)
+    weights = jnp.exp(scores - jax.lax.stop_gradient(peak))  # the result does not depend on it
     weights = (weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)).astype(rows.dtype)
     context = _dots(_expand(latent, v_up), _fixed(weights), (3, 3))
     return context.transpose(0, 3, 1, 2).astype(rows.dtype)

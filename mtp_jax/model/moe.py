@@ -63,12 +63,6 @@ def choose(
     return Routing(*ops.choose_experts(logits, bias, rule, kernels))
 
 
-def route(p: Moe, cfg: ModelConfig, x: Float[Array, "*b D"]) -> Routing:
-    """The routing of rows of any shape, by XLA alone."""
-    logits = router_logits(p, x.reshape(-1, x.shape[-1]))
-    return _shaped(choose(cfg, p.bias, logits, Kernels(experts="xla")), x)
-
-
 def _shaped(r: Routing, x: Float[Array, "*b D"]) -> Routing:
     shape = (*x.shape[:-1], r.ids.shape[-1])
     return Routing(r.ids.reshape(shape), r.weights.reshape(shape), r.counts)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from mtp_jax.model import attention as mla
 from mtp_jax.model import products
-from mtp_jax.model.cache import LayerCache, PagedView
+from mtp_jax.model.cache import LayerCache, PagedView, WholeCache
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.kernels import AUTO, Kernels
 from mtp_jax.model.layers import rms_norm, rope_angles, vocabulary_logits
@@ -63,10 +63,10 @@ def block(
     x: Float[Array, "B W D"],
     added: Sequence[Float[Array, "B W D"]],
     angles: Float[Array, "B W 2 r"],
-    cache: LayerCache | None,
+    cache: LayerCache | WholeCache | None,
     view: PagedView | None,
     on: Backend,
-) -> tuple[Float[Array, "B W D"], tuple[Float[Array, "B W D"], ...], LayerCache | None, Routing | None]:
+) -> tuple[Float[Array, "B W D"], tuple[Float[Array, "B W D"], ...], Any, Routing | None]:
     """A pre-norm decoder block of x and what the block before adds to it.
 
     Returns (x, what the next norm adds to it, cache, routing of an MoE block): a norm adds for nothing.
