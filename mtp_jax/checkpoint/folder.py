@@ -1,11 +1,12 @@
 """A checkpoint folder in Hugging Face layout: one file, or an index and its shards."""
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtp_jax.checkpoint.safetensors_file import Tensor, open_file, strict_json
+from mtp_jax.checkpoint.safetensors_file import Tensor, open_file
 from mtp_jax.errors import CheckpointError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.hf_config import read_json
@@ -92,7 +93,7 @@ def _single_file(path: Path) -> Path:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        value = strict_json(index.read_bytes(), str(index))
+        value = _strict_json(index.read_bytes(), str(index))
     except OSError as e:
         raise CheckpointError(f"{index} cannot be read: {e.strerror or e}") from e
     weight_map = value.get("weight_map")
@@ -105,6 +106,28 @@ def _weight_map(index: Path) -> dict[str, str]:
                 "file in the same folder, without directories"
             )
     return weight_map
+
+
+def _strict_json(text: bytes, where: str) -> dict[str, Any]:
+    """A JSON object without repeated keys. Raises CheckpointError that begins with ``where``."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in out:
+                raise CheckpointError(f"{where} lists {key!r:.200} twice; expected each name once")
+            out[key] = value
+        return out
+
+    try:
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as e:
+        raise CheckpointError(f"{where} is not valid JSON ({e}); the file is damaged") from e
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where} is a JSON {type(value).__name__}; expected an object")
+    return value
 
 
 def _is_plain(file: str) -> bool:

@@ -1,4 +1,4 @@
-"""A layer's paged cache: what it holds, where a pass reads and writes in it."""
+"""A layer's cache, paged or whole: what it holds, where a pass reads and writes in it."""
 
 from typing import Any, TypeVar
 
@@ -68,6 +68,26 @@ class PagedView:
 
 Views = tuple[PagedView, ...]
 """Of a pass over several parts (see ``parts``), one view each."""
+
+
+@struct.dataclass
+class WholeCache:
+    """One layer's rows of whole sequences, to which every pass appends its window's: for training.
+
+    Attributes:
+        rows: [latent | rope key], [B, L, C + R].
+        mask: what the tokens of the next pass see of these rows and of their own window's, [W, L + W].
+    """
+
+    rows: Float[Array, "B L c"]
+    mask: Bool[Array, "W l"]
+
+    def extended(self, rows: Float[Array, "B W c"]) -> "WholeCache":
+        """The same with the window's rows."""
+        return WholeCache(jnp.concatenate([self.rows, rows], axis=1), self.mask)
+
+
+Cache = LayerCache | WholeCache
 
 
 def places(

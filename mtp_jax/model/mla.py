@@ -55,5 +55,5 @@ def _weights(
     scores = jnp.where(mask[:, None], scores * scale, -jnp.inf)
     # An idle slot's peak of -inf would give NaN.
     peak = jnp.maximum(scores.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
-    weights = jnp.exp(scores - peak)
+    weights = jnp.exp(scores - jax.lax.stop_gradient(peak))  # the result does not depend on it
     return weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)

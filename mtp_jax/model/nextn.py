@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.model.backend import Backend
-from mtp_jax.model.cache import LayerCache, Views
+from mtp_jax.model.cache import Cache, LayerCache, Views, WholeCache
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import rms_norm, rope_angles
+from mtp_jax.model.moe import Routing
 from mtp_jax.model.params import NextN, Params
-from mtp_jax.model.trunk import REFERENCE, block, embed
+from mtp_jax.model.trunk import REFERENCE, Traced, block, embed
 from mtp_jax.model.visible import Visible, Window, chain
 
 
@@ -35,11 +36,26 @@ def run(
 
     ``positions`` are the tokens' own.
     """
+    return _run(params, cfg, k, tokens, hidden, positions, cache, views, on)[:2]
+
+
+def _run(
+    params: Params,
+    cfg: ModelConfig,
+    k: int,
+    tokens: Int[Array, "B W"],
+    hidden: Float[Array, "B W D"],
+    positions: Int[Array, "B W"],
+    cache: Cache | None,
+    views: Views,
+    on: Backend,
+) -> tuple[Float[Array, "B W D"], Any, Routing | None]:
+    """``run`` with the routing of an MoE layer."""
     p: NextN = params.nextn[k]
     with jax.named_scope(f"nextn_{k}"):
         x = _merge(params, cfg, p, tokens, hidden, on)
-        x, cache, _ = block(p.layer, cfg, x, rope_angles(cfg, positions), cache, views, on)
-        return on.finish(x, p.norm, cfg.rms_norm_eps), cache
+        x, cache, routing = block(p.layer, cfg, x, rope_angles(cfg, positions), cache, views, on)
+        return on.finish(x, p.norm, cfg.rms_norm_eps), cache, routing
 
 
 def write_cache(
@@ -118,6 +134,38 @@ def teacher_forced(
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return run(params, cfg, k, tokens, hidden, positions, None, (), on)[0]
+
+
+def drafts_forced(
+    params: Params,
+    cfg: ModelConfig,
+    tokens: Int[Array, "B n"],
+    hidden: Float[Array, "B T D"],
+    depth: int,
+    on: Backend = REFERENCE,
+) -> tuple[Traced, ...]:
+    """The drafts of depth 1 to ``depth`` after every row of ``hidden``, had they been the text's own tokens.
+
+    Row i of depth k merges ``tokens[:, i + k]``, so there are at least T + depth of them. A single layer is
+    run as it drafts ("training-time test", arXiv 2503.01840): a row of depth k sees the rows of depth 1 up to
+    its own and its own chain, not other rows of depth k. Of several layers each sees its own rows, as in the
+    report; layer (k - 1) modulo their number serves depth k.
+    """
+    slots, length, _ = hidden.shape
+    layers = len(params.nextn)
+    causal, own = jnp.tri(length, dtype=bool), jnp.eye(length, dtype=bool)
+    first = cache = WholeCache(jnp.zeros((slots, 0, cfg.latent_dim), hidden.dtype), causal)
+    outputs, z = [], hidden
+    for k in range(depth):
+        if layers > 1:
+            cache = first
+        elif k:
+            cache = WholeCache(cache.rows, jnp.concatenate([causal] + [own] * k, axis=1))
+        positions = jnp.broadcast_to(jnp.arange(k, k + length), (slots, length))
+        drafted = tokens[:, k + 1 : k + 1 + length]
+        z, cache, routing = _run(params, cfg, k % layers, drafted, z, positions, cache, (), on)
+        outputs.append(Traced(z, () if routing is None else (routing,), ()))
+    return tuple(outputs)
 
 
 def logits(params: Params, k: int, z: Float[Array, "*b D"], on: Backend = REFERENCE) -> Float[Array, "*b V"]:

@@ -1,6 +1,7 @@
 """The trunk: embedding, decoder blocks, final norm, logits. A backend carries out each stage of a block."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from mtp_jax.model.backend import Backend, Xla
 from mtp_jax.model.backend.xla import Stream
-from mtp_jax.model.cache import LayerCache, Views
+from mtp_jax.model.cache import Cache, LayerCache, Views
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import rope_angles
 from mtp_jax.model.moe import Routing
@@ -41,10 +42,10 @@ def block(
     cfg: ModelConfig,
     x: Stream,
     angles: Float[Array, "B W 2 r"],
-    cache: LayerCache | None,
+    cache: Cache | None,
     views: Views,
     on: Backend,
-) -> tuple[Stream, LayerCache | None, Routing | None]:
+) -> tuple[Stream, Any, Routing | None]:
     """A pre-norm decoder block. Returns (x, cache, routing of an MoE block)."""
     with jax.named_scope("attention_project"):
         x, q, rows, cache = on.before_attention(p, cfg, x, angles, cache, views)

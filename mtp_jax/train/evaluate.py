@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from mtp_jax.model import nextn, trunk
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.layers import vocabulary_logits
 from mtp_jax.model.params import Params
-from mtp_jax.train import forward
-from mtp_jax.train.loss import Aux, loss
+from mtp_jax.train.loss import Aux, differentiable, loss
 
 _BATCH = 4
 
@@ -59,13 +58,12 @@ def _agreement(
     params: Params, cfg: ModelConfig, tokens: Int[Array, "B n"], depth: int
 ) -> Bool[Array, "B T K"]:
     """Whether drafts 1..k of every row all equal the trunk's greedy choice for the same position."""
-    length = tokens.shape[1] - 1 - depth
-    hidden = forward.trunk(params, cfg, tokens[:, : length + depth]).x
-    table = params.embed if params.head is None else params.head
-    greedy = vocabulary_logits(hidden, table).argmax(-1)
+    length, on = tokens.shape[1] - 1 - depth, differentiable()
+    hidden = trunk.forward(params, cfg, tokens[:, : length + depth], on)
+    greedy = trunk.logits(params, hidden, on).argmax(-1)
     same = []
-    for k, draft in enumerate(forward.nextn(params, cfg, tokens, hidden[:, :length], depth)):
-        head = params.nextn[k % len(params.nextn)].head
-        guess = vocabulary_logits(draft.x, table if head is None else head).argmax(-1)
+    drafts = nextn.drafts_forced(params, cfg, tokens, hidden[:, :length], depth, on)
+    for k, draft in enumerate(drafts):
+        guess = nextn.logits(params, k % len(params.nextn), draft.hidden, on).argmax(-1)
         same.append(guess == greedy[:, k + 1 : k + 1 + length])
     return jnp.cumprod(jnp.stack(same, axis=-1), axis=-1).astype(bool)

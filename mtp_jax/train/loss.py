@@ -1,15 +1,24 @@
 """The multi-token-prediction objective (DeepSeek-V3 report, arXiv 2412.19437, section 2.2, eqs. 21-25)."""
 
+import functools
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from mtp_jax.model import nextn, trunk
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.layers import vocabulary_logits
+from mtp_jax.model.backend import Backend, backend
+from mtp_jax.model.moe import Routing
 from mtp_jax.model.params import Params
-from mtp_jax.train import forward
+
+
+@functools.cache
+def differentiable() -> Backend:
+    """Of the ways to run the model one that has derivatives: every expert computes every row."""
+    return replace(backend("xla"), experts="dense")
 
 
 class Aux(NamedTuple):
@@ -44,31 +53,30 @@ def loss(
     what verification compares them with, instead of the text.
     """
     length = tokens.shape[1] - 1 - mtp_depth
-    out = forward.trunk(params, cfg, tokens[:, :length])
-    states = [(out.x, params.head)]
-    nextn_loads: dict[int, tuple[jax.Array, ...]] = {}
-    if mtp_depth:
-        for k, draft in enumerate(forward.nextn(params, cfg, tokens, out.x, mtp_depth)):
-            layer = k % len(params.nextn)
-            states.append((draft.x, params.nextn[layer].head))
-            # A re-used layer routed rows at several depths: its load is their sum.
-            before = nextn_loads.get(layer, (0,) * len(draft.loads))
-            nextn_loads[layer] = tuple(a + b for a, b in zip(before, draft.loads, strict=True))
-    results = []
-    trunk_logits: jax.Array | None = None
-    for k, (x, head) in enumerate(states):
-        table = head if head is not None else (params.head if params.head is not None else params.embed)
-        logits = vocabulary_logits(x, table)
-        if trunk_logits is None:
-            trunk_logits = logits
-        if k == 0 or mtp_targets == "data":
+    on = differentiable()
+    out = trunk.forward_traced(params, cfg, tokens[:, :length], on)
+    drafts = nextn.drafts_forced(params, cfg, tokens, out.hidden, mtp_depth, on)
+    trunk_logits = trunk.logits(params, out.hidden, on)
+    results = [_cross_entropy(trunk_logits, tokens[:, 1 : length + 1])]
+    for k, draft in enumerate(drafts, start=1):
+        logits = nextn.logits(params, (k - 1) % len(params.nextn), draft.hidden, on)
+        if mtp_targets == "data":
             results.append(_cross_entropy(logits, tokens[:, k + 1 : k + 1 + length]))
         else:
             results.append(_distillation(logits[:, :-k], trunk_logits[:, k:]))
-    losses = jnp.stack([r[0] for r in results])
+    losses, accuracy = map(jnp.stack, zip(*results, strict=True))
     total = losses[0] + (mtp_weight * losses[1:].mean() if mtp_depth else 0.0)
-    loads = sum((nextn_loads[layer] for layer in sorted(nextn_loads)), out.loads)
-    return total, Aux(losses, jnp.stack([r[1] for r in results]), loads)
+    loads = [_load(cfg, routing) for routing in out.routing]
+    for layer in range(min(mtp_depth, len(params.nextn))):
+        # A re-used layer routed rows at several depths: its load is their sum.
+        of_layer = [_load(cfg, r) for draft in drafts[layer :: len(params.nextn)] for r in draft.routing]
+        loads += [sum(of_layer[1:], of_layer[0])] if of_layer else []
+    return total, Aux(losses, accuracy, tuple(loads))
+
+
+def _load(cfg: ModelConfig, routing: Routing) -> Float[Array, " E"]:
+    """Rows that chose each expert."""
+    return jnp.zeros(cfg.n_routed_experts).at[routing.ids.reshape(-1)].add(1.0)
 
 
 def _cross_entropy(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> tuple[jax.Array, jax.Array]:

@@ -1,4 +1,4 @@
-"""Damaged files: every kind is found before a tensor is read, and the message says what and where."""
+"""Damaged files: every kind is found before a tensor is read, and the message says where."""
 
 import json
 from pathlib import Path
@@ -25,67 +25,52 @@ def with_b(**changes: Any) -> bytes:
 
 
 DAMAGE = {
-    "empty": (b"", "is truncated: 0 bytes"),
-    "five bytes": (GOOD[:5], "is truncated: 5 bytes"),
-    "inside the header": (GOOD[:40], "header length"),
-    "inside a tensor": (
-        GOOD[:-3],
-        "tensor b ends at byte",
-        f"the file has {len(GOOD) - 3} bytes",
-        "truncated",
-    ),
-    "no tensor bytes": (GOOD[:-32], "tensor a ends at byte", "truncated"),
-    "length zero": (bytes(8) + GOOD[8:], "header length 0; expected 2 to"),
-    "length huge": (b"\xff" * 8 + GOOD[8:], "header length 18446744073709551615; expected 2 to"),
-    "not JSON": (pack(b'{"a": ', DATA), "the header is not valid JSON"),
-    "not text": (pack(b"\xff\xfe{}", DATA), "the header is not valid JSON"),
-    "nested too deep": (pack(b"[" * 100_000, DATA), "the header is not valid JSON"),
-    "a list": (pack([], b""), "the header is a JSON list; expected an object"),
-    "twice": (pack(b'{"a": 1, "a": 2}', DATA), "lists 'a' twice; expected each name once"),
-    "entry of another type": (pack({"a": A, "b": 3}, DATA), "tensor b has header entry 3; expected dtype"),
-    "entry without offsets": (pack({"b": {"dtype": "F32", "shape": []}}, DATA), "tensor b has header entry"),
-    "unknown dtype": (with_b(dtype="F4"), "tensor b has dtype 'F4'; expected one of F64, F32"),
-    "dtype of another type": (with_b(dtype=["F32"]), "tensor b has dtype ['F32']"),
-    "negative shape": (with_b(shape=[-4]), "tensor b has shape [-4]; expected a list of numbers >= 0"),
-    "fractional shape": (with_b(shape=[4.0]), "tensor b has shape [4.0]"),
-    "true as a shape": (with_b(shape=[True]), "tensor b has shape [True]"),
-    "one offset": (with_b(data_offsets=[24]), "tensor b has data_offsets [24]; expected [begin, end]"),
-    "negative offset": (with_b(data_offsets=[-8, 0]), "tensor b has data_offsets [-8, 0]"),
-    "offsets reversed": (
-        with_b(data_offsets=[32, 24]),
-        "tensor b",
-        "-8 bytes; expected 8 bytes for BF16 [4]",
-    ),
-    "shape does not fit": (with_b(shape=[5]), "tensor b", "8 bytes; expected 10 bytes for BF16 [5]"),
-    "shape overflows": (
-        with_b(shape=[2**40] * 4),
-        "tensor b",
-        "expected 2923003274661805836407369665432566039311",
-    ),
-    "overlap": (with_b(data_offsets=[20, 28]), "tensor b starts at byte", "overlaps a; expected byte"),
-    "gap": (
-        pack({"a": A, "b": B | {"data_offsets": [26, 34]}}, DATA + b"xx"),
-        "tensor b",
-        "leaves a gap after a",
-    ),
-    "gap at the start": (
-        pack({"b": B | {"data_offsets": [2, 10]}}, DATA[:10]),
-        "leaves a gap after the header",
-    ),
-    "bytes at the end": (GOOD + b"xx", "has 2 bytes after its last tensor; expected", f"got {len(GOOD) + 2}"),
+    "empty": b"",
+    "five bytes": GOOD[:5],
+    "inside the header": GOOD[:40],
+    "inside a tensor": GOOD[:-3],
+    "no tensor bytes": GOOD[:-32],
+    "length zero": bytes(8) + GOOD[8:],
+    "length huge": b"\xff" * 8 + GOOD[8:],
+    "not JSON": pack(b'{"a": ', DATA),
+    "not text": pack(b"\xff\xfe{}", DATA),
+    "nested too deep": pack(b"[" * 100_000, DATA),
+    "a list": pack([], b""),
+    "a name of two": pack(f'{{"a": {json.dumps(A)}, "a": {json.dumps(B)}}}'.encode(), DATA),
+    "entry of another type": pack({"a": A, "b": 3}, DATA),
+    "entry without offsets": pack({"b": {"dtype": "F32", "shape": []}}, DATA),
+    "dtype of another type": with_b(dtype=["F32"]),
+    "negative shape": with_b(shape=[-4]),
+    "fractional shape": with_b(shape=[4.0]),
+    "true as a shape": with_b(shape=[True]),
+    "one offset": with_b(data_offsets=[24]),
+    "negative offset": with_b(data_offsets=[-8, 0]),
+    "offsets reversed": with_b(data_offsets=[32, 24]),
+    "shape does not fit": with_b(shape=[5]),
+    "shape overflows": with_b(shape=[2**40] * 4),
+    "overlap": with_b(data_offsets=[20, 28]),
+    "gap": pack({"a": A, "b": B | {"data_offsets": [26, 34]}}, DATA + b"xx"),
+    "gap at the start": pack({"b": B | {"data_offsets": [2, 10]}}, DATA[:10]),
+    "bytes at the end": GOOD + b"xx",
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damage_is_named(tmp_path: Path, kind: str):
-    blob, *fragments = DAMAGE[kind]
     path = tmp_path / "model.safetensors"
-    path.write_bytes(blob)
-    with pytest.raises(CheckpointError) as caught:
+    path.write_bytes(DAMAGE[kind])
+    with pytest.raises(CheckpointError, match="truncated, damaged or no safetensors file") as caught:
         open_file(path)
-    for fragment in (str(path), *fragments):
-        assert fragment in str(caught.value)
+    assert str(caught.value).startswith(f"{path} ({len(DAMAGE[kind])} bytes)")
     assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("dtype", ["C64", "F8_E5M2FNUZ"])
+def test_a_dtype_that_numpy_does_not_know_is_named(tmp_path: Path, dtype: str):
+    entry = {"dtype": dtype, "shape": [8 if dtype.startswith("F8") else 1], "data_offsets": [0, 8]}
+    (tmp_path / "x.safetensors").write_bytes(pack({"a": entry}, DATA[:8]))
+    with pytest.raises(CheckpointError, match=f"tensor a has dtype '{dtype}'; expected one of F64, F32"):
+        open_file(tmp_path / "x.safetensors")
 
 
 def test_good_file(tmp_path: Path):

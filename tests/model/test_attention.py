@@ -116,6 +116,26 @@ def test_both_forms_of_both_backends_agree_under_any_mask():
         np.testing.assert_array_equal(got[0, 1], 0)  # a window token that sees nothing
 
 
+@pytest.mark.parametrize("on", [Xla(), XlaCpu()], ids=["xla", "xla_cpu"])
+def test_the_two_forms_have_the_same_derivatives(on):
+    rng = np.random.default_rng(4)
+    p, q = block("low rank")[0].attention, queries(rng, 3)
+    rows = jnp.asarray(rng.normal(size=(B, 9, TINY.latent_dim)), jnp.float32)
+    mask = jnp.asarray(rng.random((B, 3, 9)) < 0.6).at[0, 1].set(False)
+    weigh = jnp.asarray(rng.normal(size=(B, 3, *p.v_up.shape[:2])), jnp.float32)
+
+    def total(form, q, k_up, v_up, rows):
+        return (on.attend_rows(q, k_up, v_up, rows, mask, 0.3, form) * weigh).sum()
+
+    ours, others = (
+        jax.tree.leaves(jax.grad(functools.partial(total, form), (0, 1, 2, 3))(q, p.k_up, p.v_up, rows))
+        for form in ("naive", "absorbed")
+    )
+    assert all(jnp.abs(a).max() > 0.1 for a in others)
+    for a, b in zip(ours, others, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
 @pytest.mark.parametrize("form", ["naive", "absorbed"])
 @pytest.mark.parametrize("columns", [4, 5])
 def test_blocks_of_the_cache_equal_all_of_it(monkeypatch, columns, form):

@@ -18,9 +18,9 @@ from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model import nextn, trunk
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Moe, Params, init_params
-from mtp_jax.train import forward, loop, step
+from mtp_jax.train import loop, step
 from mtp_jax.train.data import batch_at, even_windows
-from mtp_jax.train.loss import loss
+from mtp_jax.train.loss import differentiable, loss
 from mtp_jax.train.optimizer import make_optimizer
 from mtp_jax.train.recipe import Recipe, Stage
 from mtp_jax.train.report import Reporter
@@ -48,6 +48,7 @@ TINY = {
     "num_nextn_predict_layers": 1,
     "nextn_moe": [False],
     "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-3,  # unlike that of the norms on low ranks
     "torch_dtype": "float32",
 }
 
@@ -93,21 +94,21 @@ def run(recipe: Recipe, out: Path, **options: int) -> list[dict]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def test_forward_equals_the_inference_model(config: ModelConfig, params: Params) -> None:
+def test_what_is_trained_is_what_is_run(config: ModelConfig, params: Params) -> None:
     tokens = jax.random.randint(jax.random.key(1), (2, 14), 0, config.vocab_size)
     hidden = jax.jit(trunk.forward, static_argnums=1)(params, config, tokens[:, :10])
-    ours = jax.jit(forward.trunk, static_argnums=1)(params, config, tokens[:, :10])
-    np.testing.assert_allclose(ours.x, hidden, atol=2e-5)
-    drafts = jax.jit(forward.nextn, static_argnums=(1, 4))(params, config, tokens, hidden, 3)
+    ours = jax.jit(trunk.forward, static_argnums=(1, 3))(params, config, tokens[:, :10], differentiable())
+    np.testing.assert_allclose(trunk.logits(params, ours), trunk.logits(params, hidden), atol=1e-5)
+    drafts = nextn.drafts_forced(params, config, tokens, hidden, 3, differentiable())
     teacher_forced = jax.jit(nextn.teacher_forced, static_argnums=(1, 2))
     first = teacher_forced(params, config, 0, tokens[:, 1:11], hidden)
-    np.testing.assert_allclose(drafts[0].x, first, atol=2e-5)
+    np.testing.assert_allclose(drafts[0].hidden, first, atol=2e-5)
     # Inference drafts from row i: rows 0..i hold the trunk's states, then the layer's own output is appended.
     i = 4
     rows = jnp.concatenate([hidden[:, : i + 1], first[:, i : i + 1]], axis=1)
     for k in (1, 2):
         z = teacher_forced(params, config, 0, tokens[:, 1 : i + 2 + k], rows)[:, -1:]
-        np.testing.assert_allclose(drafts[k].x[:, i : i + 1], z, atol=2e-5)
+        np.testing.assert_allclose(drafts[k].hidden[:, i : i + 1], z, atol=2e-5)
         rows = jnp.concatenate([rows, z], axis=1)
 
 
@@ -120,16 +121,16 @@ def test_loss_is_the_weighted_sum_of_its_terms(config: ModelConfig, params: Para
     hidden = jax.jit(trunk.forward, static_argnums=1)(params, config, tokens[:, :13])
     logits = trunk.logits(params, hidden)
     expected = -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:14, None], -1).mean()
-    assert float(aux.losses[0]) == pytest.approx(float(expected), rel=1e-5)
+    assert float(aux.losses[0]) == pytest.approx(float(expected), abs=1e-5)
 
 
 def test_drafts_learn_the_text_or_what_the_trunk_says(config: ModelConfig, params: Params) -> None:
     tokens = jax.random.randint(jax.random.key(4), (2, 13), 0, config.vocab_size)
     length = 10
-    out = forward.trunk(params, config, tokens[:, :length])
+    hidden = trunk.forward(params, config, tokens[:, :length])
     assert params.head is None  # tied
-    trunk_log = jax.nn.log_softmax(out.x @ params.embed.T)
-    drafts = [d.x @ params.embed.T for d in forward.nextn(params, config, tokens, out.x, 2)]
+    trunk_log = jax.nn.log_softmax(hidden @ params.embed.T)
+    drafts = [d.hidden @ params.embed.T for d in nextn.drafts_forced(params, config, tokens, hidden, 2)]
     _, text = loss(params, config, tokens, 0.3, 2, "data")
     _, taught = loss(params, config, tokens, 0.3, 2, "trunk")
     for k, logits in enumerate(drafts, start=1):

@@ -63,7 +63,8 @@ def attend_in_blocks(
         absorbed = form == "absorbed"
         scores = _dots(flat, rows, (2, 2)) if absorbed else _dots(flat, _keys(rows, k_up), (3, 2))
         scores = jnp.where(sees, scores * scale, -jnp.inf)
-        top = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
+        # The result does not depend on it; its derivative would be computed for nothing.
+        top = jax.lax.stop_gradient(jnp.maximum(peak, scores.max(axis=-1, keepdims=True)))
         weights, shrunk = jnp.exp(scores - top), jnp.exp(peak - top)
         narrow = _fixed(weights.astype(rows.dtype))
         if absorbed:

@@ -27,7 +27,7 @@ from kernels_pallas.router import api as router
 from kernels_pallas.router.rule import Rule
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.backend.xla import LOW_RANK_EPS, Split, Xla, queries, rows_of
-from mtp_jax.model.cache import LayerCache, PagedView, Views, read_rows
+from mtp_jax.model.cache import Cache, LayerCache, PagedView, Views, read_rows
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import rms_norm
 from mtp_jax.model.mla import Queries
@@ -104,9 +104,9 @@ class MosaicGpu(Xla):
         cfg: ModelConfig,
         x: Any,
         angles: Float[Array, "B W 2 r"],
-        cache: LayerCache | None,
+        cache: Cache | None,
         views: Views,
-    ) -> tuple[Any, Queries, Float[Array, "B W C"] | None, LayerCache | None]:
+    ) -> tuple[Any, Queries, Float[Array, "B W C"] | None, Cache | None]:
         """With one launch for the two norms of low ranks, rope and the cache."""
         a, (x, added) = p.attention, _stream(x)
         first = a.q_b if a.q_a is None else a.q_a
@@ -118,7 +118,7 @@ class MosaicGpu(Xla):
         kv, rows = self._linear(normed, a.kv_a, summed=False), None
         reader = self.multiplies(a.q_b, x.dtype, "out")
         # One launch writes one part.
-        one = q is not None and cache is not None and len(views) == 1 and reader
+        one = q is not None and isinstance(cache, LayerCache) and len(views) == 1 and reader
         if one and self._norms_low_rank(q, kv, a, cache):
             low, rows, cache = self._low_rank(q, kv, a, cfg, angles, cache, views[0])
         else:

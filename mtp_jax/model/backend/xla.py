@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels_pallas.router import reference as router
 from kernels_pallas.router.rule import Rule
 from mtp_jax.model import mla, moe
-from mtp_jax.model.cache import LayerCache, PagedView, Tree, Views, places, read_rows
+from mtp_jax.model.cache import Cache, LayerCache, PagedView, Tree, Views, WholeCache, places, read_rows
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import expand, rms_norm, rotate
 from mtp_jax.model.mla import Form, Queries
@@ -54,9 +54,9 @@ class Xla:
         cfg: ModelConfig,
         x: Stream,
         angles: Float[Array, "B W 2 r"],
-        cache: LayerCache | None,
+        cache: Cache | None,
         views: Views,
-    ) -> tuple[Stream, Queries, Float[Array, "B W C"] | None, LayerCache | None]:
+    ) -> tuple[Stream, Queries, Float[Array, "B W C"] | None, Cache | None]:
         """arXiv 2405.04434, eqs. 9-15. Returns (x, queries, rows to cache, cache).
 
         There are no rows where they have been written already.
@@ -72,20 +72,23 @@ class Xla:
         cfg: ModelConfig,
         q: Queries,
         rows: Float[Array, "B W C"] | None,
-        cache: LayerCache | None,
+        cache: Cache | None,
         views: Views,
-    ) -> tuple[Float[Array, "B W N v"], LayerCache | None]:
+    ) -> tuple[Float[Array, "B W N v"], Cache | None]:
         """Write the rows, attend over everything visible. Without a cache every token sees those before it.
 
         What a token sees of its own window comes from the cache as well, so that an FP8 cache gives the same
         result whatever was computed together. With a mesh each device handles its own slots (``data``) and
         heads (``model``); the cache is replicated over ``model``, because all heads share it.
         """
-        if cache is None:
+        if not isinstance(cache, LayerCache):
             assert rows is not None, "rows have nowhere to be but here"
-            causal = jnp.tril(jnp.ones((rows.shape[1], rows.shape[1]), bool))
-            mask = jnp.broadcast_to(causal, (rows.shape[0], *causal.shape))
-            return self.attend_rows(q, a.k_up, a.v_up, rows, mask, cfg.softmax_scale, self.form), None
+            mask = jnp.tri(rows.shape[1], dtype=bool)
+            if isinstance(cache, WholeCache):
+                cache = cache.extended(rows)
+                rows, mask = cache.rows, cache.mask
+            mask = jnp.broadcast_to(mask, (rows.shape[0], *mask.shape))
+            return self.attend_rows(q, a.k_up, a.v_up, rows, mask, cfg.softmax_scale, self.form), cache
         shapes, contexts = [v.written.shape for v in views], []
         nope, rope = (split(x, shapes, self.mesh) for x in (q.nope, q.rope))
         own = [None] * len(views) if rows is None else split(rows, shapes, self.mesh)
