@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mtp_jax.model import nextn, trunk
-from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.backend import Backend, backend
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.params import Params
 
