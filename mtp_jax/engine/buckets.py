@@ -185,8 +185,9 @@ def warm_up_keys(config: EngineConfig, shards: int, structured: bool) -> tuple[l
         rest += [StepKey(0, 0, p, SamplingMode(), None, size, 1) for size in alone]
         for b in slots if narrow else dict.fromkeys((slots[0], slots[-1])):
             rest += [StepKey(b, d, p, sampled) for d in reversed(depths)]
+        ends = dict.fromkeys((depths[-1], depths[0]))
         for size in (sizes[1:] or sizes) if narrow else sizes[-1:]:
-            for n, d in product(sorted({1, _together(config, size, shards)}), {depths[-1], depths[0]}):
+            for n, d in product(dict.fromkeys((1, _together(config, size, shards))), ends):
                 rest.append(StepKey(slots[-1], d, p, sampled, None, size, n))
     if structured:
         rest.append(StepKey(slots[0], deepest, pages[0], replace(sampled, structured=True)))
