@@ -20,7 +20,7 @@ demo: $(VENV)/.runtime
 
 test: $(VENV)/.dev
 	@echo "==> running the fast tests"
-	@$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -q --durations=25 $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.dev
 	@echo "==> running the slow tests"
