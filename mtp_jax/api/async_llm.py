@@ -89,9 +89,9 @@ class AsyncLLM:
             updated=lambda updates: self._call(self._deliver, updates),
             failed=lambda error: self._call(self._fail_all, error),
         )
-        self._idle = threading.Event()
-        self._idle.set()
-        self.warm_up = WarmUp(llm.engine, self._idle, self._thread.warm_up)
+        self._idle_for_threads = threading.Event()
+        self._idle_for_threads.set()
+        self.warm_up = WarmUp(llm.engine, self._idle_for_threads, self._thread.warm_up)
         self._closed = False
         # Requests on their way to the engine wait neither for what goes nowhere near it nor for those with a
         # grammar, which may take seconds to compile.
@@ -217,7 +217,7 @@ class AsyncLLM:
         request_id = self._name(options.pop("request_id", None))
         reservation = self.admission.take(params.n, _estimate(prompt))
         self._submitting[request_id] = False
-        self._idle.clear()
+        self._idle_for_threads.clear()
         try:
             make = partial(self._state, prompt, params, {**options, "arrived": arrived})
             if params.structured is not None or callable(prompt) or len(prompt) * params.n > _SHORT_PROMPT:
@@ -331,7 +331,7 @@ class AsyncLLM:
         if not self._streams:
             self._idle.set()
             if not self._submitting:
-                self._idle.set()
+                self._idle_for_threads.set()
 
     def _call(self, function: Callable[..., None], *args: Any) -> None:
         assert self._loop is not None
