@@ -43,6 +43,7 @@ class SlotRow:
         remaining: tokens it may still emit.
         generated: tokens it has emitted, before it was preempted.
         depth: most drafts it wants verified per step.
+        suffix: whether its drafts may come from a suffix match, where the drafter has them.
         page_table: its pages in order, local to the slot's data shard; the spare last page where unallocated.
         sampling: what it asks of the sampler.
     """
@@ -50,6 +51,7 @@ class SlotRow:
     remaining: Int[Any, " B"]
     generated: Int[Any, " B"]
     depth: Int[Any, " B"]
+    suffix: Bool[Any, " B"]
     page_table: Int[Any, "B n"]
     sampling: SamplingState
 
@@ -94,7 +96,7 @@ class Result:
     """What a launch gave, on the host.
 
     Attributes:
-        packed: int32 [B, W + 4] (see ``keys``); W = 1 for a prefill.
+        packed: int32 [B, W + 5] (see ``keys``); W = 1 for a prefill.
         logprobs: of the emitted tokens, if the program computes them.
         prompt: of the tokens of a prefill's prompts, if it computes them.
     """

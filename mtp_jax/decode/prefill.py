@@ -77,7 +77,7 @@ def prefill(
     )
     slots = put_slots(state.slots, chunk.slot, new)
     zero = jnp.zeros_like(token)
-    packed = pack(Emitted(token[:, None], emitted, finish), zero, zero)
+    packed = pack(Emitted(token[:, None], emitted, finish), zero, zero, zero)
     top = None if logprobs is None else top_logprobs(logits, token[:, None], logprobs)
     prompt = None
     if prompt_logprobs is not None:
