@@ -119,7 +119,7 @@ class SamplingParams:
         None,
         "draft what followed an earlier occurrence of the last tokens; True needs an engine that does",
         kind=bool,
-        unset="the engine's",
+        unset="the engine's when greedy or without NextN layers, else False",
         flag=None,
     )
     skip_special_tokens: bool = option(

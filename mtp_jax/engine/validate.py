@@ -103,8 +103,13 @@ class InputProcessor:
                     f"num_speculative_tokens = {params.num_speculative_tokens}; the engine's is {depth}"
                 )
             depth = params.num_speculative_tokens
-        suffix = config.suffix_drafts if params.suffix_drafts is None else params.suffix_drafts
-        if suffix and not config.suffix_drafts:
+        suffix = params.suffix_drafts
+        if suffix is None:
+            # A match is one continuation: sampling keeps it as often as it would have drawn it. A NextN layer
+            # draws its drafts from a distribution, which is kept as far as it overlaps with the model's own.
+            drawn = params.temperature > 0 and self.cfg.num_nextn_predict_layers > 0
+            suffix = config.suffix_drafts and not drawn
+        elif suffix and not config.suffix_drafts:
             raise RequestError(
                 "suffix_drafts = True, but the engine was built without them; leave it out, or build the "
                 "engine with suffix_drafts=True (--suffix-drafts)"
