@@ -67,8 +67,8 @@ class EngineOptions:
     suffix_drafts: bool = option(
         False,
         "where the last 4 tokens of a request, or more, occurred earlier in its prompt or output, draft what "
-        "followed them then, in place of the NextN layers' drafts; of requests that sample, only if they ask for "
-        "it or there are no NextN layers",
+        "followed them then, in place of the NextN layers' drafts; for requests that sample, only where they "
+        "ask for it or there are no NextN layers",
     )
     verifier: VerifierChoice = option(
         "block",

@@ -321,7 +321,7 @@ def test_committed_length():
 
 
 def test_preempted_requests_find_their_text_again():
-    engine = engine_with(num_pages=11)
+    engine = engine_with(num_pages=12)
     requests = serve(engine, copying())
     assert engine.stats().preemptions > 0
     check(requests)
