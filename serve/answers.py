@@ -46,6 +46,8 @@ def speculation_metrics(s: Speculation, level: SpecMetrics, depth: int) -> dict[
     if level == "detailed":
         metrics["per_step_drafted"] = [d for d, _ in steps]
         metrics["per_step_accepted"] = [a for _, a in steps]
+        sources = zip(s.drafted_per_step, s.source_per_step, strict=True)
+        metrics["per_step_source"] = [source.name.lower() for d, source in sources if d]
     return metrics
 
 

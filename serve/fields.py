@@ -95,10 +95,14 @@ class StreamOptions(Body):
 
 
 class Speculative(Body):
-    """enabled: whether to draft. max_tokens: most drafts per step. metrics: what to tell of it at the end."""
+    """enabled: whether to draft. max_tokens: most drafts per step.
+
+    suffix: whether drafts may come from a suffix match; of a request that samples only if True. metrics: what to tell of it at the end.
+    """
 
     enabled: bool | None = None
     max_tokens: Annotated[int, bounds("num_speculative_tokens")] | None = None
+    suffix: bool | None = None
     metrics: SpecMetrics | None = None
 
 

@@ -176,6 +176,8 @@ class _Engine:
                 "Drafts accepted, by position.",
                 "position",
             ): dict(enumerate(s.accepted_per_position)),
+            ("mtp_jax:draft_tokens", "Drafts verified, by origin.", "source"): s.drafted_by_source,
+            ("mtp_jax:accepted_draft_tokens", "Drafts accepted.", "source"): s.accepted_by_source,
             ("mtp_jax:steps", "Draft-and-verify steps, by depth.", "depth"): s.depth_steps,
             ("mtp_jax:step_seconds", "Seconds of those steps.", "depth"): s.step_seconds,
         }

@@ -77,6 +77,7 @@ class Sampling(Body):
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             num_speculative_tokens=self._depth(),
+            suffix_drafts=self.speculative and self.speculative.suffix,
             structured=self._structured(),
             output_kind="delta" if stream else "final_only",
         )

@@ -92,7 +92,8 @@ class LLM:
     def without_speculation(self) -> "LLM":
         """The same weights, not a copy, with an engine of its own that never drafts: to compare with."""
         other = copy(self)
-        other.engine = self._make_engine(replace(self.engine.config, num_speculative_tokens=0))
+        config = replace(self.engine.config, num_speculative_tokens=0, suffix_drafts=False)
+        other.engine = self._make_engine(config)
         other._session = Session(other.engine)
         return other
 
@@ -159,6 +160,10 @@ class LLM:
         """The greedy drafts after a prompt and the trunk's own greedy next token. Raises RequestError."""
         if not self.engine.config.num_speculative_tokens:
             raise RequestError("draft needs num_speculative_tokens of 1 or more; the engine was made with 0")
+        if not self.engine.cfg.num_nextn_predict_layers:
+            raise RequestError(
+                "draft needs a NextN layer; this model has none, its drafts are suffix matches"
+            )
         if not isinstance(num_tokens, int) or not 1 <= num_tokens <= MAX_DRAFTS:
             raise RequestError(f"num_tokens = {num_tokens}; expected an integer from 1 to {MAX_DRAFTS}")
         token, ids, logits = propose(self.engine, token_ids, num_tokens)

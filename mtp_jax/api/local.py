@@ -32,7 +32,8 @@ def local_engine(
     shape = StateShape(config.max_num_seqs, config.pages_per_shard(shards), config.page_size, config.columns)
     on = backend(config.kernels, mesh)
     fp8 = config.kv_cache_dtype == "fp8"
-    return Engine(cfg, config, LocalRunner(cfg, params, shape, on, config.dtype, fp8), grammars)
+    runner = LocalRunner(cfg, params, shape, on, config.dtype, fp8, config.suffix_drafts)
+    return Engine(cfg, config, runner, grammars)
 
 
 def local_runner(engine: Engine) -> LocalRunner:

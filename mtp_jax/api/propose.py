@@ -18,7 +18,7 @@ def propose(engine: Engine, prompt: Iterable[int], depth: int) -> tuple[int, np.
     """
     if engine.busy:
         raise RequestError("the engine is serving requests; draft needs it idle")
-    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, suffix_drafts=False)
     request = engine.make_request(prompt, one, spare=depth)
     most = engine.config.max_model_len
     if len(request.prompt) + depth >= most:

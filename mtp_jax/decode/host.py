@@ -41,6 +41,7 @@ class SlotRow:
         remaining: tokens it may still emit.
         generated: tokens it has emitted, before it was preempted.
         depth: most drafts it wants verified per step.
+        suffix: whether its drafts may come from a suffix match, where the drafter has them.
         page_table: its pages in order, local to the slot's data shard; the spare last page where unallocated.
         sampling: what it asks of the sampler.
     """
@@ -48,6 +49,7 @@ class SlotRow:
     remaining: Int[Any, " B"]
     generated: Int[Any, " B"]
     depth: Int[Any, " B"]
+    suffix: Bool[Any, " B"]
     page_table: Int[Any, "B n"]
     sampling: SamplingState
 
@@ -92,7 +94,7 @@ class Result:
     """What a launch gave, on the host.
 
     Attributes:
-        packed: int32 [B + G, W + 4] (see ``keys``): a row for each window, then for each prompt of the
+        packed: int32 [B + G, W + 5] (see ``keys``): a row for each window, then for each prompt of the
             chunk, which has one token. W = 1 without windows.
         logprobs: of the emitted tokens, if the program computes them.
         prompt: of the tokens of a chunk's prompts, if it computes them.

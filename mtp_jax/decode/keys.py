@@ -8,6 +8,9 @@ from typing import Literal
 Drafting = Literal["greedy", "sampled"]
 Verifier = Literal["rejection", "block", "coupled"]
 
+# A window of 32 tokens: of longer ones a bit per draft (kernels_pallas.mla_decode.visible) has no room.
+MAX_DRAFTS = 31
+
 
 @dataclass(frozen=True)
 class SamplingMode:
@@ -47,9 +50,16 @@ class Finish(IntEnum):
     NAN = 3
 
 
+class Source(IntEnum):
+    """Where the drafts of a row come from."""
+
+    NEXTN = 0
+    SUFFIX = 1
+
+
 # Columns of StepResult.packed after the W tokens.
-COUNT, ACCEPTED, DRAFTED, FINISH = range(4)
-EXTRA_COLUMNS = 4
+COUNT, ACCEPTED, DRAFTED, FINISH, SOURCE = range(5)
+EXTRA_COLUMNS = 5
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def conclude(
     )
     slots = put_slots(state.slots, chunk.slot, new)
     zero = jnp.zeros_like(token)
-    packed = pack(Emitted(token[:, None], count, finish), zero, zero)
+    packed = pack(Emitted(token[:, None], count, finish), zero, zero, zero)
     top = None if mode.logprobs is None else top_logprobs(logits, token[:, None], mode.logprobs)
     prompt = None
     if prompt_logprobs is not None:

@@ -15,9 +15,9 @@ class StepResult(struct.PyTreeNode):
     """What the host reads, one step late.
 
     Attributes:
-        packed: int32 [B, W + 4], a row for each window, then for each prompt of the chunk: emitted tokens (-1
-            past the end), their count, accepted drafts, verified drafts, ``Finish``. One array, because one
-            copy is cheaper than several.
+        packed: int32 [B, W + 5], a row for each window, then for each prompt of the chunk: emitted tokens (-1
+            past the end), their count, accepted drafts, verified drafts, ``Finish``, ``Source`` of the drafts.
+            One array, because one copy is cheaper than several.
         logprobs: of the emitted tokens, if the step computes them.
         prompt: of the tokens of a chunk, if the step computes them.
     """
@@ -77,7 +77,9 @@ def _first(flags: Bool[Array, "B W"]) -> Int[Array, " B"]:
     return jnp.where(flags.any(axis=1), jnp.argmax(flags, axis=1), flags.shape[1] + 1)
 
 
-def pack(emitted: Emitted, accepted: Int[Array, " B"], drafted: Int[Array, " B"]) -> Int[Array, "B C"]:
+def pack(
+    emitted: Emitted, accepted: Int[Array, " B"], drafted: Int[Array, " B"], source: Int[Array, " B"]
+) -> Int[Array, "B C"]:
     """The columns of ``StepResult.packed``."""
-    extra = jnp.stack([emitted.count, accepted, drafted, emitted.finish], axis=1)
+    extra = jnp.stack([emitted.count, accepted, drafted, emitted.finish, source], axis=1)
     return jnp.concatenate([emitted.tokens, extra], axis=1)

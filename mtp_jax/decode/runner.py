@@ -66,12 +66,14 @@ class LocalRunner:
         on: Backend,
         dtype: str = "float32",
         fp8_cache: bool = False,
+        suffix_drafts: bool = False,
     ) -> None:
         """Allocates the cache; compiles nothing yet. Raises ConfigError.
 
         on: what steps run on. dtype: of the cache. fp8_cache: latents in e4m3 instead.
+        suffix_drafts: have ``drafter.suffix.Suffix`` before the model's own drafter.
         """
-        drafter = build(cfg)
+        drafter = build(cfg, suffix_drafts)
         abstract = abstract_state(cfg, drafter, shape, dtype, on.mesh, fp8_cache)
         self.shards, self.params = data_size(on.mesh), params
         self.programs = Programs(cfg, drafter, params, abstract, on)

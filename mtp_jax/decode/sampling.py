@@ -114,6 +114,14 @@ def restrict(
     return logits + jnp.where(bits == 1, 0, -jnp.inf)  # a sum, so that NaN stays NaN
 
 
+def permits(allowed: UInt32[Array, "B W words"] | None, tokens: Int[Array, "B K"]) -> Bool[Array, " B"]:
+    """Whether a grammar allows all K tokens of a row, at the first K positions (see ``restrict``)."""
+    if allowed is None:
+        return jnp.ones(tokens.shape[0], bool)
+    words = jnp.take_along_axis(allowed[:, : tokens.shape[1]], (tokens // 32)[..., None], axis=2)[..., 0]
+    return (words >> (tokens % 32).astype(jnp.uint32) & 1 == 1).all(axis=1)
+
+
 @jax.named_scope("sample")
 def argmax(logits: Float[Array, "*b V"]) -> Int[Array, "*b"]:
     """The lowest id at the largest logit, int32; some id for a row of NaN.

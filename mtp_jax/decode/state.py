@@ -44,6 +44,7 @@ class Slots(struct.PyTreeNode):
         remaining: tokens the slot may still emit.
         generated: tokens emitted so far.
         depth: most drafts the slot's request wants verified per step.
+        suffix: whether its drafts may come from a suffix match, where the drafter has them.
         page_table: pages in order, local to the slot's data shard; the spare last page where unallocated.
         sampling: what the request asks of the sampler.
     """
@@ -54,6 +55,7 @@ class Slots(struct.PyTreeNode):
     remaining: Int[Array, " B"]
     generated: Int[Array, " B"]
     depth: Int[Array, " B"]
+    suffix: Bool[Array, " B"]
     page_table: Int[Array, "B n"]
     sampling: SamplingState
 
@@ -111,6 +113,7 @@ def abstract_state(
             remaining=number,
             generated=number,
             depth=number,
+            suffix=jnp.zeros(shape.slots, bool),
             page_table=jnp.zeros((shape.slots, shape.columns), jnp.int32),
             sampling=neutral_state(shape.slots, cfg.vocab_size),
         )
@@ -192,6 +195,7 @@ def admit(
         remaining=request.remaining,
         generated=request.generated,
         depth=request.depth,
+        suffix=request.suffix,
         page_table=request.page_table,
         sampling=request.sampling,
     )

@@ -206,7 +206,7 @@ def _conclude(
     top = None
     if mode.logprobs is not None and logits is not None:
         top = top_logprobs(logits, emitted.tokens, mode.logprobs)
-    return state, StepResult(pack(emitted, accepted, drafted), top)
+    return state, StepResult(pack(emitted, accepted, drafted, drafts.source), top)
 
 
 def _own(state: State, slots: int) -> DrafterState:

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from mtp_jax.decode.keys import Drafting
-from mtp_jax.engine.request import MAX_DRAFTS
+from mtp_jax.decode.keys import MAX_DRAFTS, Drafting
 from mtp_jax.errors import ConfigError
 from mtp_jax.options import check, documented, narrowed, option
 
@@ -65,6 +64,12 @@ class EngineOptions:
         "how drafts are chosen when sampling: drawn from the draft distribution or its argmax, both lossless",
         choices=get_args(Drafting),
     )
+    suffix_drafts: bool = option(
+        False,
+        "where the last 4 tokens of a request, or more, occurred earlier in its prompt or output, draft what "
+        "followed them then, in place of the NextN layers' drafts; for requests that sample, only where they "
+        "ask for it or there are no NextN layers",
+    )
     verifier: VerifierChoice = option(
         "block",
         "how drafts are verified when sampling, both lossless: block (arXiv 2403.10444), or coupled "
@@ -92,6 +97,11 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         check(self, ConfigError)
+        if self.suffix_drafts and not self.num_speculative_tokens:
+            raise ConfigError(
+                "suffix_drafts = True, but num_speculative_tokens = 0 verifies no drafts; set it to 1 to "
+                f"{MAX_DRAFTS}, or suffix_drafts to False"
+            )
 
 
 @documented

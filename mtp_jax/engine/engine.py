@@ -14,7 +14,17 @@ from functools import partial
 import numpy as np
 
 from mtp_jax.decode.host import Chunk, MaskMaker, Pending, Result, Runner
-from mtp_jax.decode.keys import ACCEPTED, COUNT, DRAFTED, FINISH, Finish, Key, StepKey
+from mtp_jax.decode.keys import (
+    ACCEPTED,
+    COUNT,
+    DRAFTED,
+    FINISH,
+    SOURCE,
+    Finish,
+    Key,
+    Source,
+    StepKey,
+)
 from mtp_jax.engine.buckets import Prompts, keys_for, slot_bucket, warm_up_keys
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.depth import DepthController
@@ -265,7 +275,9 @@ class Engine:
             count, finish = extra[COUNT], Finish(extra[FINISH])
             if row < windows:
                 request.rows_bound -= launch.width - count
-                request.speculation += Speculation([extra[ACCEPTED]], [extra[DRAFTED]])
+                request.speculation += Speculation(
+                    [extra[ACCEPTED]], [extra[DRAFTED]], [Source(extra[SOURCE])]
+                )
             if count or finish is not Finish.RUNNING:
                 request.unread -= 1
                 seconds = request.emit(tokens[:count], extra[ACCEPTED])
@@ -307,9 +319,12 @@ class Engine:
             return
         extra = packed[[row for row, _ in launch.rows], launch.width :]
         drafted, accepted = extra[:, DRAFTED].tolist(), extra[:, ACCEPTED].tolist()
-        for d, a in zip(drafted, accepted, strict=True):
-            c.verified(d, a)
+        for d, a, source in zip(drafted, accepted, extra[:, SOURCE].tolist(), strict=True):
+            c.verified(d, a, Source(source))
         seconds += self._deferring(key)
         c.stepped(key.depth, seconds)
-        rows = list(zip(drafted, accepted, extra[:, COUNT].tolist(), strict=True))
-        self.depth.learn(key, seconds, [r.depth for _, r in launch.rows], rows)
+        depths, counts = [r.depth for _, r in launch.rows], extra[:, COUNT].tolist()
+        # A row without a draft counts as one whose drafts were refused: deeper steps bring it nothing.
+        offered = [min(d, key.depth) if n else 0 for d, n in zip(depths, counts, strict=True)]
+        rows = list(zip(offered, accepted, counts, strict=True))
+        self.depth.learn(key, seconds, depths, rows)

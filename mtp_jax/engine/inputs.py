@@ -29,6 +29,7 @@ def slot_row(request: Request, vocab: int, page_table: np.ndarray) -> SlotRow:
         remaining=one(request.max_tokens - len(request.output)),
         generated=one(len(request.output)),
         depth=one(request.depth),
+        suffix=one(request.suffix_drafts, bool),
         page_table=page_table,
         sampling=SamplingState(
             temperature=one(p.temperature, np.float32),

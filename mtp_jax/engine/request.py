@@ -7,13 +7,12 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Literal, get_args
 
+from mtp_jax.decode.keys import MAX_DRAFTS, Source
 from mtp_jax.errors import RequestError
 from mtp_jax.options import check, documented, option
 from mtp_jax.text.grammar import Matcher, StructuredOutput
 
 MAX_LOGPROBS = 20
-# A window of 32 tokens: of longer ones a bit per draft (kernels_pallas.mla_decode.visible) has no room.
-MAX_DRAFTS = 31
 _MOST = 2**31 - 1
 OutputKind = Literal["cumulative", "delta", "final_only"]
 
@@ -116,6 +115,13 @@ class SamplingParams:
         unset="the engine's",
         flag=None,
     )
+    suffix_drafts: bool | None = option(
+        None,
+        "draft what followed an earlier occurrence of the last tokens; True needs an engine that does",
+        kind=bool,
+        unset="the engine's when greedy or without NextN layers, else False",
+        flag=None,
+    )
     skip_special_tokens: bool = option(
         True,
         "leave special tokens out of the text",
@@ -206,6 +212,7 @@ class Speculation:
 
     accepted_per_step: list[int] = field(default_factory=list)
     drafted_per_step: list[int] = field(default_factory=list)
+    source_per_step: list[Source] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
@@ -222,6 +229,12 @@ class Speculation:
         """Drafts accepted."""
         return sum(self.accepted_per_step)
 
+    def of(self, source: Source) -> "Speculation":
+        """Of the steps whose drafts came from there."""
+        rows = zip(self.accepted_per_step, self.drafted_per_step, self.source_per_step, strict=True)
+        chosen = [row for row in rows if row[2] == source]
+        return Speculation(*map(list, zip(*chosen, strict=True))) if chosen else Speculation()
+
     @property
     def accepted_per_position(self) -> tuple[int, ...]:
         """How often the draft at each position was accepted."""
@@ -235,16 +248,21 @@ class Speculation:
 
     def since(self, step: int) -> "Speculation":
         """Of all steps but the first ``step``."""
-        return Speculation(self.accepted_per_step[step:], self.drafted_per_step[step:])
+        return Speculation(
+            self.accepted_per_step[step:], self.drafted_per_step[step:], self.source_per_step[step:]
+        )
 
     def __add__(self, other: "Speculation") -> "Speculation":
         return Speculation(
-            self.accepted_per_step + other.accepted_per_step, self.drafted_per_step + other.drafted_per_step
+            self.accepted_per_step + other.accepted_per_step,
+            self.drafted_per_step + other.drafted_per_step,
+            self.source_per_step + other.source_per_step,
         )
 
     def __iadd__(self, other: "Speculation") -> "Speculation":
         self.accepted_per_step += other.accepted_per_step
         self.drafted_per_step += other.drafted_per_step
+        self.source_per_step += other.source_per_step
         return self
 
 
@@ -268,6 +286,7 @@ class Request:
         seed: None until it is queued, if it has none of its own.
         capacity: tokens its pages may have to hold.
         fixed_depth: whether every step must offer it ``depth`` drafts, or adaptive depth decides.
+        suffix_drafts: whether its drafts may come from suffix matches.
         spare: further tokens its pages hold from the start.
         stops: tokens that end the output.
         priority: lower numbers are served first.
@@ -292,6 +311,7 @@ class Request:
     max_tokens: int
     depth: int
     capacity: int
+    suffix_drafts: bool = False
     spare: int = 0
     stops: Sequence[int] = ()
     matcher: Matcher | None = None

@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
+from mtp_jax.decode.keys import Source
 from mtp_jax.engine.scheduler import Scheduler
 
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
@@ -47,6 +48,8 @@ class Counters:
         prefix_queries: prompt tokens looked up in the prefix cache.
         prefix_hits: those of them that were found.
         drafts: rows that verified at least one draft, one per row and step.
+        drafted_by: drafts verified, by where they came from.
+        accepted_by: those of them that were accepted.
         accepted_at: how often the draft at each position was accepted.
         inter_token: seconds from token to token of a request; tokens of one step share the time since the
             step before.
@@ -62,6 +65,8 @@ class Counters:
     prefix_hits: int = 0
     drafts: int = 0
     draft_tokens: int = 0
+    drafted_by: Counter[Source] = field(default_factory=Counter)
+    accepted_by: Counter[Source] = field(default_factory=Counter)
     accepted_at: list[int] = field(default_factory=list)
     inter_token: Histogram = field(default_factory=lambda: Histogram.empty(_GAPS))
     depth_steps: Counter[int] = field(default_factory=Counter)
@@ -79,10 +84,12 @@ class Counters:
         self.finished[before or ""] -= 1
         self.finished[reason] += 1
 
-    def verified(self, drafted: int, accepted: int) -> None:
+    def verified(self, drafted: int, accepted: int, source: Source) -> None:
         """Count one row of one step."""
         self.drafts += drafted > 0
         self.draft_tokens += drafted
+        self.drafted_by[source] += drafted
+        self.accepted_by[source] += accepted
         while len(self.accepted_at) < drafted:
             self.accepted_at.append(0)
         for i in range(accepted):
@@ -102,6 +109,8 @@ class EngineStats:
         prefix_hits: those of them that were found.
         drafts: rows that verified at least one draft, one per row and step.
         draft_tokens: drafts verified.
+        drafted_by_source: the same by where they came from: "nextn" or "suffix".
+        accepted_by_source: those of them that were accepted.
         accepted_per_position: how often the draft at each position was accepted.
         inter_token: seconds from token to token of a request; tokens of one step share the time since the
             step before.
@@ -125,6 +134,8 @@ class EngineStats:
     drafts: int
     draft_tokens: int
     accepted_tokens: int
+    drafted_by_source: dict[str, int]
+    accepted_by_source: dict[str, int]
     accepted_per_position: tuple[int, ...]
     inter_token: Histogram
     depth_steps: dict[int, int]
@@ -155,6 +166,8 @@ class EngineStats:
             drafts=c.drafts,
             draft_tokens=c.draft_tokens,
             accepted_tokens=sum(c.accepted_at),
+            drafted_by_source={s.name.lower(): c.drafted_by[s] for s in Source},
+            accepted_by_source={s.name.lower(): c.accepted_by[s] for s in Source},
             accepted_per_position=tuple(c.accepted_at),
             inter_token=c.inter_token.copy(),
             depth_steps=dict(c.depth_steps),

@@ -21,10 +21,10 @@ def check_config(cfg: ModelConfig, config: EngineConfig, shards: int) -> None:
         raise ConfigError(
             f"max_num_seqs = {config.max_num_seqs} does not divide over a data axis of {shards}"
         )
-    if config.num_speculative_tokens and not cfg.num_nextn_predict_layers:
+    if config.num_speculative_tokens and not cfg.num_nextn_predict_layers and not config.suffix_drafts:
         raise ConfigError(
             f"num_speculative_tokens = {config.num_speculative_tokens}, but the checkpoint has no NextN "
-            "layer; give draft_model=, or num_speculative_tokens=0"
+            "layer; give draft_model=, suffix_drafts=True, or num_speculative_tokens=0"
         )
     if config.kv_cache_dtype == "fp8" and cfg.kv_lora_rank % 2:
         raise ConfigError(
@@ -103,6 +103,17 @@ class InputProcessor:
                     f"num_speculative_tokens = {params.num_speculative_tokens}; the engine's is {depth}"
                 )
             depth = params.num_speculative_tokens
+        suffix = params.suffix_drafts
+        if suffix is None:
+            # A match is one continuation: sampling keeps it as often as it would have drawn it. A NextN layer
+            # draws its drafts from a distribution, which is kept as far as it overlaps with the model's own.
+            drawn = params.temperature > 0 and self.cfg.num_nextn_predict_layers > 0
+            suffix = config.suffix_drafts and not drawn
+        elif suffix and not config.suffix_drafts:
+            raise RequestError(
+                "suffix_drafts = True, but the engine was built without them; leave it out, or build the "
+                "engine with suffix_drafts=True (--suffix-drafts)"
+            )
         if params.max_tokens is None:  # as much as the cache holds
             held = self.pages * config.page_size - config.num_speculative_tokens
             room = max(min(room, held - len(ids) - spare), 1)
@@ -125,6 +136,7 @@ class InputProcessor:
             max_tokens,
             depth,
             capacity,
+            suffix_drafts=suffix,
             spare=spare,
             stops=self._stops(params),
             matcher=self._matcher(params, ids),

@@ -11,6 +11,7 @@ import pytest
 from mtp_jax.api.local import local_runner
 from mtp_jax.decode.drafter.nextn import NextN
 from mtp_jax.decode.drafter.sampler import DraftSampler
+from mtp_jax.decode.drafter.suffix import SuffixPages
 from mtp_jax.decode.state import DrafterState, Slots, State
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request, SamplingParams, Status
@@ -53,7 +54,10 @@ def rows_in_use(engine: Engine, slots: Slots) -> np.ndarray:
 
 
 def poison(engine: Engine) -> None:
-    """NaN into every cache row that is not committed, every free page, every unused pending state."""
+    """NaN into every cache row that is not committed, every free page, every unused pending state.
+
+    What a suffix drafter keeps there becomes token 2**30.
+    """
     runner = local_runner(engine)
     state = runner.state
     slots: Slots = jax.tree.map(np.asarray, state.slots)
@@ -66,13 +70,14 @@ def poison(engine: Engine) -> None:
 
     idle = np.array([waits(r) for r in engine.scheduler.slots]) & ~slots.active
     used = rows_in_use(engine, slots)
-    own, pages = state.drafter.slots, state.drafter.pages
+    own, kept = state.drafter.slots, state.drafter.pages
+    pages = kept.other if isinstance(kept, SuffixPages) else kept
     pending = jnp.where(jnp.asarray(idle)[:, None, None], jnp.nan, own.pending)
     cache = jax.tree.map(lambda p: spoil(p, used), pages.cache)
-    drafter = DrafterState(
-        own.replace(pending=pending),
-        pages.replace(cache=cache, boundary=jnp.full_like(pages.boundary, jnp.nan)),
-    )
+    pages = pages.replace(cache=cache, boundary=jnp.full_like(pages.boundary, jnp.nan))
+    if isinstance(kept, SuffixPages):
+        pages = SuffixPages(jnp.where(jnp.asarray(used)[..., None], kept.tokens, 2**30), pages)
+    drafter = DrafterState(own.replace(pending=pending), pages)
     trunk = jax.tree.map(lambda p: spoil(p, used), state.trunk)
     runner.state = State(trunk, state.slots, drafter)
 

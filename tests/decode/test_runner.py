@@ -101,7 +101,7 @@ NOTHING: Any = np.zeros(1)
 
 
 OPERATIONS: dict[str, Callable[[LocalRunner], Any]] = {
-    "admit": lambda r: r.admit(0, SlotRow(*[NOTHING] * 5), None),
+    "admit": lambda r: r.admit(0, SlotRow(*[NOTHING] * 6), None),
     "move": lambda r: r.move(1, 0),
     "update": lambda r: r.update(np.ones(4, bool), np.zeros((4, 4), np.int32)),
     "step": lambda r: r.step(DEEP),

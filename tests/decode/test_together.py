@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.host import Chunk
-from mtp_jax.decode.keys import ACCEPTED, COUNT, DRAFTED, FINISH, Finish, SamplingMode
+from mtp_jax.decode.keys import ACCEPTED, COUNT, DRAFTED, EXTRA_COLUMNS, FINISH, Finish, SamplingMode
 from mtp_jax.decode.result import StepResult
 from mtp_jax.decode.state import State, StateShape, abstract_state, empty_state
 from mtp_jax.decode.step import draft_phase, step, verify_phase
@@ -71,7 +71,7 @@ def chunk_of(slots: tuple[int, ...], texts: list[list[int]], start: int) -> Chun
 
 def tokens_of(result: StepResult, rows: slice) -> list[list[int]]:
     packed = np.asarray(result.packed)[rows]
-    return [row[: row[-4 + COUNT]].tolist() for row in packed]
+    return [row[: row[COUNT - EXTRA_COLUMNS]].tolist() for row in packed]
 
 
 @pytest.mark.parametrize("mesh_shape", [None, (2, 2)])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mtp_jax.decode.host import Chunk, Flush, MaskMaker, PageData, Result, SlotRow
-from mtp_jax.decode.keys import EXTRA_COLUMNS, DraftKey, Finish, Key, StepKey
+from mtp_jax.decode.keys import EXTRA_COLUMNS, DraftKey, Finish, Key, Source, StepKey
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.errors import ConfigError
@@ -119,7 +119,7 @@ class Device:
         for i, (tokens, finish) in enumerate(emitted):
             drafted = key.depth if i < key.slots else 0
             packed[i, : len(tokens)] = tokens
-            packed[i, width:] = [len(tokens), max(len(tokens) - 1, 0), drafted, finish]
+            packed[i, width:] = [len(tokens), max(len(tokens) - 1, 0), drafted, finish, Source.NEXTN]
         stepped = any(tokens for tokens, _ in emitted[: key.slots])
         filled = chunk is not None and chunk.count.any()
         name = "mixed" if stepped and filled else "prefill" if filled else "step"

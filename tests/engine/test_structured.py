@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mtp_jax.api.local import local_runner
-from mtp_jax.decode.keys import StepKey
+from mtp_jax.decode.keys import Source, StepKey
 from mtp_jax.engine.buckets import step_key
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request, SamplingParams
@@ -133,6 +133,24 @@ def test_what_a_grammar_forces_is_drafted(grammars):
     (request,) = serve(engine_with(grammars), [(PROMPTS[0], replace(GREEDY, structured=wanted))])
     assert len(request.output) == 21
     assert accepted(request) == [3] * 5
+
+
+@pytest.mark.parametrize("depth", [3, 7])
+def test_suffix_drafts_change_nothing(grammars, plain, depth):
+    engine = engine_with(grammars, suffix_drafts=True, num_speculative_tokens=depth)
+    requests = serve(engine, jobs())
+    assert [r.output for r in requests] == [r.output for r in plain]
+    suffix = [r.speculation.of(Source.SUFFIX) for r in requests if r.matcher]
+    assert sum(s.accepted for s in suffix) > 0
+
+
+def test_what_a_grammar_forces_is_drafted_whatever_was_before(grammars):
+    """A match that goes against what is forced is not drafted."""
+    wanted = StructuredOutput(choice=["zq9!zq9!zq9!zq9?zq9!"])
+    engine = engine_with(grammars, suffix_drafts=True)
+    (request,) = serve(engine, [(PROMPTS[0], replace(GREEDY, structured=wanted))])
+    assert accepted(request) == [3] * 5
+    assert request.speculation.of(Source.SUFFIX).accepted > 0
 
 
 def test_depths_of_requests_and_engine_change_nothing(grammars, plain):

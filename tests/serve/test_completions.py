@@ -272,7 +272,7 @@ def test_every_option_reaches_the_engine():
         "skip_special_tokens": False,
         "include_stop_str_in_output": True,
     }
-    mapped = {"seed": -1, "logit_bias": {"5": 1.5}, "speculative": {"max_tokens": 2}}
+    mapped = {"seed": -1, "logit_bias": {"5": 1.5}, "speculative": {"max_tokens": 2, "suffix": False}}
     params = CompletionBody.model_validate({"prompt": "a", **same, **mapped}).params(9, None, 1, 2)
     expected = SamplingParams(
         **same,
@@ -282,6 +282,7 @@ def test_every_option_reaches_the_engine():
         seed=2**32 - 1,
         logit_bias={5: 1.5},
         num_speculative_tokens=2,
+        suffix_drafts=False,
         output_kind="final_only",
     )
     assert params == expected
@@ -380,6 +381,7 @@ def test_long_lists_of_scores_are_made_beside_the_event_loop(server, stream, mon
         ({"logit_bias": {"100000": 1}}, None, "logit_bias names token 100000"),
         ({"prompt": [7, 1000]}, None, "token 1000"),
         ({"min_tokens": 30}, None, "above max_tokens"),
+        ({"speculative": {"suffix": True}}, None, "built without them"),
         ({"speculative": {"max_tokens": 9}}, "speculative", "max_tokens = 9; this server drafts at most 3"),
         ({"speculative": {"max_tokens": 32}}, "speculative", f"less than or equal to {MAX_DRAFTS}; got 32"),
         (

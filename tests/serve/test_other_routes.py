@@ -147,11 +147,13 @@ def test_unknown_routes_and_methods_are_openai_errors(client):
 
 
 def values(client) -> dict[str, float]:
-    """Every sample of /metrics, summed over labels other than position and finished_reason."""
+    """Every sample of /metrics, summed over labels but position, reason, depth and source."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(client.get("/metrics").text):
         for sample in family.samples:
-            extra = [v for k, v in sample.labels.items() if k in ("position", "finished_reason", "depth")]
+            extra = [
+                v for k, v in sample.labels.items() if k in ("position", "finished_reason", "depth", "source")
+            ]
             name = ":".join([sample.name, *extra])
             found[name] = found.get(name, 0) + sample.value
     return found
@@ -173,6 +175,10 @@ def test_metrics_count_what_happened(client):
     by_position = [sum(a > i for a in told["per_step_accepted"]) for i in range(3)]
     per_pos = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     assert [grown(f"{per_pos}:{i}") for i in range(3)] == by_position
+    assert grown("mtp_jax:draft_tokens_total:nextn") == told["num_draft_tokens"]
+    assert grown("mtp_jax:accepted_draft_tokens_total:nextn") == told["num_accepted_draft_tokens"]
+    assert after["mtp_jax:draft_tokens_total:suffix"] == 0
+    assert set(told["per_step_source"]) == {"nextn"}
     assert grown("vllm:prompt_tokens_total") == 3
     assert grown("vllm:generation_tokens_total") == 30
     assert grown("vllm:request_success_total:length") == 1

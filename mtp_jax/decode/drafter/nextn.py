@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from mtp_jax.decode.drafter.protocol import Committed, Drafts
 from mtp_jax.decode.drafter.sampler import DraftSampler
-from mtp_jax.decode.keys import Topology
+from mtp_jax.decode.keys import Source, Topology
 from mtp_jax.decode.state import DrafterState, Slots, StateShape
 from mtp_jax.model import nextn
 from mtp_jax.model.backend import Backend
@@ -117,7 +117,8 @@ class NextN:
             probs.append(q)
         distributions = None if sampler.drafting is None else jnp.stack(probs, axis=1)
         count = jnp.full_like(s.length, depth)
-        drafts = Drafts(jnp.stack(tokens, axis=1), count, jnp.stack(raw, axis=1), distributions)
+        source = jnp.full_like(count, Source.NEXTN)
+        drafts = Drafts(jnp.stack(tokens, axis=1), count, source, jnp.stack(raw, axis=1), distributions)
         return drafts, own.replace(pages=own.pages.replace(cache=tuple(cache)))
 
     def observe(

@@ -42,7 +42,8 @@ class Nothing:
         """``depth`` drafts of which none counts."""
         tokens = jnp.zeros((len(s.length), depth), jnp.int32)
         probs = None if sampler.drafting is None else jnp.zeros((*tokens.shape, self.vocab), jnp.float32)
-        return Drafts(tokens, jnp.zeros_like(s.length), None, probs), own
+        none = jnp.zeros_like(s.length)
+        return Drafts(tokens, none, none, None, probs), own
 
     def observe(
         self,

@@ -20,12 +20,14 @@ class Drafts(struct.PyTreeNode):
     Attributes:
         tokens: K drafts; what lies past ``count`` is padding.
         count: drafts that there are. It depends on nothing that this step draws.
+        source: ``Source`` of each row's drafts.
         logits: behind the drafts; None if the drafter has none, or only the drafts are handed on.
         probs: the distribution of each draft, given those before it; None in greedy steps.
     """
 
     tokens: Int[Array, "B K"]
     count: Int[Array, " B"]
+    source: Int[Array, " B"]
     logits: Float[Array, "B K V"] | None
     probs: Float[Array, "B K V"] | None
 

@@ -1,0 +1,180 @@
+"""Drafts from the sequence itself: what followed the longest earlier occurrence of its last tokens.
+
+This drafter stands before another one. In rows with a match its drafts replace the other's, as those of the
+suffix automaton of TensorRT-LLM's MTP do. The match is the one that such an automaton finds: the longest
+suffix that occurs earlier, up to ``REACH`` tokens, and the most recent of its occurrences. It is found by
+comparison, in 3 L REACH integer operations per row on the L tokens of its page table: 0.4 million for 4,096
+tokens, where one token through one layer of DeepSeek-V3 takes 1,200 million.
+
+The drafts are point masses that depend on committed tokens alone, so every verifier stays exact.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Int
+
+from mtp_jax.decode.drafter.protocol import Committed, Drafter, Drafts
+from mtp_jax.decode.drafter.sampler import DraftSampler
+from mtp_jax.decode.keys import MAX_DRAFTS, Source, Topology
+from mtp_jax.decode.sampling import permits
+from mtp_jax.decode.state import DrafterState, Slots, StateShape
+from mtp_jax.model.backend import Backend
+from mtp_jax.model.params import Params
+from mtp_jax.model.sharding import partition, sharded
+
+# A shorter match is left to the other drafter: TensorRT-LLM's threshold.
+SHORTEST = 4
+# As many tokens as the longest window: occurrences that agree for longer are told apart by age alone.
+REACH = MAX_DRAFTS + 1
+
+
+class SuffixPages(struct.PyTreeNode):
+    """What is kept in each page: its committed tokens, and the other drafter's part.
+
+    Tokens kept by page are found again after a prefix hit, a preemption or a move.
+    """
+
+    tokens: Int[Array, "P S one"]
+    other: Any
+
+
+@dataclass(frozen=True)
+class Suffix:
+    """Drafts from a match of ``shortest`` tokens or more, else the drafts of ``other``."""
+
+    other: Drafter
+    shortest: int = SHORTEST
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """The other drafter's."""
+        return self.other.features
+
+    @property
+    def deferral(self) -> int:
+        """The other drafter's: tokens are kept at once."""
+        return self.other.deferral
+
+    def topology(self, depth: int) -> Topology:
+        """Each draft follows the one before it."""
+        return Topology.chain(depth)
+
+    def empty(self, shape: StateShape, pages: int, dtype: str, fp8: bool) -> DrafterState:
+        """No tokens yet."""
+        other = self.other.empty(shape, pages, dtype, fp8)
+        tokens = jnp.zeros((pages, shape.page_size, 1), jnp.int32)
+        return other.replace(pages=SuffixPages(tokens, other.pages))
+
+    def propose(
+        self,
+        params: Params,
+        own: DrafterState,
+        s: Slots,
+        table: Int[Array, "B n"],
+        depth: int,
+        sampler: DraftSampler,
+        on: Backend,
+    ) -> tuple[Drafts, DrafterState]:
+        """The other's drafts, replaced as a whole where a match proposes others that grammars allow."""
+        drafts, after = self.other.propose(params, _others(own), s, table, depth, sampler, on)
+        with jax.named_scope("suffix"):
+            tokens = _read(own.pages.tokens, table, on.mesh)
+            tokens = jnp.where(jnp.arange(tokens.shape[1]) == s.length[:, None], s.newest[:, None], tokens)
+            end, matched = longest_match(tokens, s.length)
+            found = continuation(tokens, s.length, end, depth)
+            use = s.suffix & s.active & (matched >= self.shortest) & permits(sampler.allowed, found)
+            drafts = _replaced(drafts, use, found)
+        return drafts, _with_others(own, after)
+
+    def observe(
+        self,
+        params: Params,
+        own: DrafterState,
+        s: Slots,
+        table: Int[Array, "B n"],
+        seen: Committed,
+        on: Backend,
+        *,
+        defer: bool,
+    ) -> DrafterState:
+        """Keep the tokens, and let the other drafter observe them."""
+        kept = on.write(own.pages.tokens, seen.tokens[..., None], table, seen.positions)
+        other = self.other.observe(params, _others(own), s, table, seen, on, defer=defer)
+        return other.replace(pages=SuffixPages(kept, other.pages))
+
+    def flush(self, params: Params, own: DrafterState, s: Slots, on: Backend) -> DrafterState:
+        """What the other drafter deferred."""
+        return _with_others(own, self.other.flush(params, _others(own), s, on))
+
+    def resume(self, own: DrafterState, slot: Int[Array, ""], page: Int[Array, ""]) -> DrafterState:
+        """The pages have their tokens; the other drafter goes on from the last one."""
+        return _with_others(own, self.other.resume(_others(own), slot, page))
+
+
+def _others(own: DrafterState) -> DrafterState:
+    return own.replace(pages=own.pages.other)
+
+
+def _with_others(own: DrafterState, other: DrafterState) -> DrafterState:
+    return other.replace(pages=own.pages.replace(other=other.pages))
+
+
+def _read(pages: Int[Array, "P S one"], table: Int[Array, "B n"], mesh: Mesh | None) -> Int[Array, "B L"]:
+    """The tokens of each slot's pages, in order."""
+
+    def local(pages: Array, table: Array) -> Array:
+        return pages[table].reshape(len(table), -1)
+
+    slots = partition("slots")
+    return sharded(local, mesh, (partition("pages"), slots), slots)(pages, table)
+
+
+def longest_match(
+    tokens: Int[Array, "B L"], last: Int[Array, " B"], reach: int = REACH
+) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """The longest suffix of tokens[: last + 1] that occurs earlier in it, up to ``reach`` tokens.
+
+    tokens: not negative up to ``last``; anything after it. Returns (index of the last token of its most
+    recent earlier occurrence, its length); the index means nothing where the length is 0.
+    """
+    index = jnp.arange(tokens.shape[1])
+    here = index < last[:, None]
+    matched = jnp.zeros(tokens.shape, jnp.int32)
+    for back in range(reach):  # unrolled: one fused pass over the tokens
+        wanted = jnp.take_along_axis(tokens, jnp.maximum(last - back, 0)[:, None], axis=1)
+        before = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=-1)[:, : tokens.shape[1]]
+        here &= before == wanted
+        matched += here
+    best = jnp.max(matched * tokens.shape[1] + index, axis=1)
+    return best % tokens.shape[1], best // tokens.shape[1]
+
+
+def continuation(
+    tokens: Int[Array, "B L"], last: Int[Array, " B"], end: Int[Array, " B"], count: int
+) -> Int[Array, "B K"]:
+    """``count`` tokens that follow if tokens[: last + 1] goes on as it did after ``end`` < ``last``.
+
+    Where the known tokens end they are followed by the continuation itself: what repeats goes on repeating.
+    """
+    period = jnp.maximum(last - end, 1)[:, None]
+    index = end[:, None] + 1 + jnp.arange(count) % period
+    return jnp.take_along_axis(tokens, jnp.minimum(index, tokens.shape[1] - 1), axis=1)
+
+
+def _replaced(drafts: Drafts, use: Bool[Array, " B"], tokens: Int[Array, "B K"]) -> Drafts:
+    """``drafts`` with the rows in which ``use`` is set replaced by point masses at ``tokens``."""
+    probs = drafts.probs
+    if probs is not None:
+        one_hot = jax.nn.one_hot(tokens, probs.shape[-1], dtype=probs.dtype)
+        probs = jnp.where(use[:, None, None], one_hot, probs)
+    return drafts.replace(
+        tokens=jnp.where(use[:, None], tokens, drafts.tokens),
+        count=jnp.where(use, tokens.shape[1], drafts.count),
+        source=jnp.where(use, Source.SUFFIX, drafts.source),
+        probs=probs,
+    )

@@ -1,0 +1,58 @@
+"""Suffix drafts under every verifier: chi-square of whole steps, with and without a grammar's masks."""
+
+import numpy as np
+import pytest
+
+from mtp_jax.decode.drafter.build import build
+from mtp_jax.decode.drafter.nothing import Nothing
+from mtp_jax.decode.drafter.protocol import Drafter
+from mtp_jax.decode.drafter.suffix import Suffix
+from tests.decode.law import CFG, OPTIONS, Case, V, chi_square, emitted, exact_law
+
+# Every token is in the prompt, so nearly every row has drafts if a match of one token is enough. If it takes
+# two tokens, some rows have them. What follows here is what the model likes to emit, too.
+PROMPT = (3, 3, 1, 2, 1, 2, 0, 4, 0)
+
+
+def case(drafter: Drafter) -> Case:
+    return Case(drafter, PROMPT, rows=4000, page=32)
+
+
+MIXED, EVERY = case(Suffix(build(CFG), shortest=2)), case(Suffix(build(CFG), shortest=1))
+ALONE = case(Suffix(Nothing(V), shortest=1))
+
+
+@pytest.mark.parametrize("grammar", [False, True], ids=["free", "grammar"])
+@pytest.mark.parametrize("verifier", ["rejection", "block", "coupled"])
+def test_lossless(verifier, grammar):
+    got = emitted("sampled", verifier, grammar, MIXED)
+    check(got, MIXED, grammar)
+    # Both drafters are at work, side by side.
+    assert 0.2 < got.suffix_drafted.sum() / got.drafted.sum() < 0.8
+    for drafted, accepted in (
+        (got.suffix_drafted, got.suffix_accepted),
+        (got.drafted - got.suffix_drafted, got.accepted - got.suffix_accepted),
+    ):
+        assert accepted.sum() / drafted.sum() > 0.2
+
+
+@pytest.mark.parametrize(("what", "grammar"), [(EVERY, True), (ALONE, False)], ids=["every", "alone"])
+def test_lossless_with_hardly_anything_else(what, grammar):
+    got = emitted("sampled", "block", grammar, what)
+    check(got, what, grammar)
+    assert got.suffix_drafted.sum() > 0.8 * got.drafted.sum()
+    assert got.suffix_accepted.sum() / got.suffix_drafted.sum() > 0.2
+
+
+def test_alone_there_are_drafts_where_there_are_matches():
+    got = emitted("sampled", "block", False, ALONE)
+    np.testing.assert_array_equal(got.drafted, got.suffix_drafted)
+    np.testing.assert_array_equal(got.accepted, got.suffix_accepted)
+
+
+def check(got, what, grammar):
+    assert (got.tokens >= 0).all()
+    for i, option in enumerate(OPTIONS):
+        mine = slice(i * what.rows, (i + 1) * what.rows)
+        p = chi_square(got.tokens[mine], exact_law(option, grammar, what.prompt))
+        assert p > 1e-4, f"{option}: p = {p:.2g}"

@@ -1,0 +1,217 @@
+"""What the compiled step emits, and the exact law that it must have: for chi-square tests of whole steps.
+
+One prefill and three steps over thousands of slots of a tiny model give as many samples of the first tokens.
+Their exact law is a product of rows that a cache-free forward pass computes for every possible history. Rows
+differ in options and in depth, side by side in one batch.
+"""
+
+import functools
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import stats
+
+from mtp_jax.decode.drafter.build import build
+from mtp_jax.decode.drafter.protocol import Drafter
+from mtp_jax.decode.host import Chunk
+from mtp_jax.decode.keys import ACCEPTED, DRAFTED, SOURCE, SamplingMode, Source
+from mtp_jax.decode.sampling import adjust, distribution, neutral_state
+from mtp_jax.decode.state import State, StateShape, abstract_state, empty_state
+from mtp_jax.decode.step import draft_phase, step, verify_phase
+from mtp_jax.model import trunk
+from mtp_jax.model.backend import XlaCpu
+from mtp_jax.model.params import Params
+from tests.models import TINY, rigged
+
+V, LENGTH, DEPTH = 5, 4, 3
+CFG = replace(TINY, vocab_size=V, num_attention_heads=2, first_k_dense_replace=2, eos_token_ids=())
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "cold": {"temperature": 0.5},
+    "top_k": {"temperature": 1.6, "top_k": 3},
+    "top_p": {"top_p": 0.8},
+    "penalties": {"repetition": 1.5, "frequency": 0.4, "presence": 0.3},
+}
+ON = XlaCpu(experts="dense")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is drafted with, after which prompt.
+
+    Attributes:
+        rows: slots of each option.
+        page: cache rows of each slot.
+    """
+
+    drafter: Drafter
+    prompt: tuple[int, ...] = (3, 1, 4)
+    rows: int = 6000
+    page: int = 16
+
+
+PLAIN = Case(build(CFG))
+
+
+@functools.cache
+def params() -> Params:
+    return rigged(CFG, seed=2, loud=0.7, noise=0.1, contrast=0.5)
+
+
+def start(depths: np.ndarray, case: Case) -> State:
+    """Every slot with a page of its own."""
+    slots = case.rows * len(OPTIONS)
+    shape = StateShape(slots, slots, case.page, 1)
+    state = empty_state(abstract_state(CFG, case.drafter, shape, "float32", None))
+    sampling = replace(
+        neutral_state(slots, V),
+        seed=jnp.arange(slots, dtype=jnp.uint32),
+        prompt_mask=jnp.tile(jnp.isin(jnp.arange(V), jnp.array(case.prompt)), (slots, 1)),
+        **{
+            name: per_row(name, case)
+            for name in ("temperature", "top_k", "top_p", "repetition", "frequency", "presence")
+        },
+    )
+    table = jnp.arange(slots, dtype=jnp.int32)[:, None]
+    many = jnp.full(slots, 100, jnp.int32)
+    rows = replace(
+        state.slots,
+        page_table=table,
+        remaining=many,
+        depth=jnp.asarray(depths, jnp.int32),
+        suffix=jnp.ones(slots, bool),
+        sampling=sampling,
+    )
+    return replace(state, slots=rows)
+
+
+def per_row(name: str, case: Case) -> jax.Array:
+    neutral = getattr(neutral_state(1, V), name)
+    return jnp.asarray(
+        np.repeat([o.get(name, neutral[0]) for o in OPTIONS.values()], case.rows), neutral.dtype
+    )
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """Of every slot: the first LENGTH tokens, accepted and verified drafts, and those of suffix matches."""
+
+    tokens: np.ndarray
+    accepted: np.ndarray
+    drafted: np.ndarray
+    suffix_accepted: np.ndarray
+    suffix_drafted: np.ndarray
+
+
+def allowed(last: jax.Array) -> jax.Array:
+    """The packed masks of a grammar in which no token follows itself: last [B, W] -> uint32 [B, W, 1]."""
+    return (2**V - 1 - (1 << last))[..., None].astype(jnp.uint32)
+
+
+@functools.cache
+def emitted(drafting: Any, verifier: Any, grammar: bool = False, case: Case = PLAIN) -> Emitted:
+    slots = case.rows * len(OPTIONS)
+
+    def full(x: Any, dtype: Any = np.int32) -> jax.Array:
+        return jnp.full(slots, x, dtype)
+
+    tokens = jnp.tile(jnp.asarray(case.prompt, jnp.int32), (slots, 1))
+    each = jnp.arange(slots, dtype=jnp.int32)
+    first = allowed(tokens[:, -1:])[:, 0] if grammar else jnp.full((slots, 1), 2**V - 1, jnp.uint32)
+    chunk = Chunk(
+        each,
+        full(0),
+        full(len(case.prompt)),
+        full(True, bool),
+        tokens,
+        -jnp.ones_like(tokens),
+        full(-1),
+        first,
+    )
+    mode = SamplingMode(drafting, verifier)
+    fixed: dict[str, Any] = {"cfg": CFG, "drafter": case.drafter, "pages": 1, "mode": mode, "on": ON}
+    begin = functools.partial(step, slots=0, depth=0, **fixed)
+    propose = functools.partial(draft_phase, slots=slots, depth=DEPTH, **fixed)
+    # Depths 1, 2, 3 and sometimes 0.
+    state = start(np.where(np.arange(slots) % 7 == 0, 0, 1 + np.arange(slots) % DEPTH), case)
+    state, first = jax.jit(begin, donate_argnums=1)(params(), state, chunk)
+    columns, counts = [np.asarray(first.packed)[:, :1]], []
+    whole = jax.jit(functools.partial(step, slots=slots, depth=DEPTH, **fixed), donate_argnums=1)
+    halves = (
+        jax.jit(propose, donate_argnums=1),
+        jax.jit(functools.partial(verify_phase, **fixed), donate_argnums=1),
+    )
+    for _ in range(LENGTH - 1):
+        if grammar:
+            newest = state.slots.newest[:, None]
+            # What follows the newest token is known, what follows a draft is not.
+            known = jnp.full((slots, DEPTH + 1, 1), 2**V - 1, jnp.uint32).at[:, :1].set(allowed(newest))
+            state, drafts = halves[0](params(), state, known)
+            window = jnp.concatenate([newest, drafts.tokens], axis=1)
+            state, result = halves[1](params(), state, drafts, allowed(window))
+        else:
+            state, result = whole(params(), state)
+        packed = np.asarray(result.packed)
+        columns.append(packed[:, : DEPTH + 1])
+        extra = packed[:, DEPTH + 1 :]
+        row = extra[:, [ACCEPTED, DRAFTED]]
+        counts.append(np.concatenate([row, row * (extra[:, [SOURCE]] == Source.SUFFIX)], axis=1))
+    everything = np.concatenate(columns, axis=1)
+    order = np.argsort(everything < 0, axis=1, kind="stable")  # the emitted ones first, in order
+    return Emitted(np.take_along_axis(everything, order, 1)[:, :LENGTH], *np.sum(counts, axis=0).T)
+
+
+@functools.cache
+def next_logits(prompt: tuple[int, ...] = PLAIN.prompt) -> dict[tuple[int, ...], np.ndarray]:
+    """Logits after the prompt and every history shorter than LENGTH."""
+    rows = np.array([[*prompt, *h] for h in itertools.product(range(V), repeat=LENGTH - 1)], np.int32)
+    hidden = jax.jit(lambda p, t: trunk.logits(p, trunk.forward(p, CFG, t)))(params(), rows)
+    logits = np.asarray(hidden)
+    return {
+        tuple(row[len(prompt) : len(prompt) + n].tolist()): out[len(prompt) + n - 1]
+        for row, out in zip(rows, logits, strict=True)
+        for n in range(LENGTH)
+    }
+
+
+@functools.cache
+def exact_law(option: str, grammar: bool = False, prompt: tuple[int, ...] = PLAIN.prompt) -> np.ndarray:
+    """[V] * LENGTH: the probability of every continuation."""
+    law = np.ones((V,) * LENGTH)
+    for n in range(LENGTH):
+        histories = list(itertools.product(range(V), repeat=n))
+        logits = np.stack([next_logits(prompt)[h] for h in histories])[:, None]
+        counts = np.stack([np.bincount(np.array(h, int), minlength=V) for h in histories])[:, None]
+        s = neutral_state(len(histories), V)
+        changed = {k: jnp.full_like(getattr(s, k), v) for k, v in OPTIONS[option].items()}
+        s = replace(
+            s,
+            prompt_mask=jnp.tile(jnp.isin(jnp.arange(V), jnp.array(prompt)), (len(histories), 1)),
+            **changed,
+        )
+        adjusted = adjust(
+            jnp.asarray(logits), s, jnp.asarray(counts, jnp.int32), jnp.full((len(histories), 1), n)
+        )
+        if grammar:
+            last = jnp.array([(prompt[-1], *h)[-1] for h in histories])
+            adjusted = adjusted.at[jnp.arange(len(histories)), 0, last].set(-jnp.inf)
+        rows = np.asarray(distribution(adjusted, s), np.float64)[:, 0]
+        law *= rows.reshape((V,) * (n + 1) + (1,) * (LENGTH - n - 1))
+    return law / law.sum()
+
+
+def chi_square(tokens: np.ndarray, law: np.ndarray) -> float:
+    """The p-value of tokens [N, LENGTH] against the law; cells too rare for the test are pooled."""
+    seen = np.zeros(law.shape)
+    np.add.at(seen, tuple(tokens.T), 1)
+    seen, wanted = seen.ravel(), law.ravel() * len(tokens)
+    assert not seen[wanted == 0].any(), "a token of probability zero was emitted"
+    rare = wanted < 5
+    seen = np.append(seen[~rare], seen[rare].sum())
+    wanted = np.append(wanted[~rare], wanted[rare].sum())
+    kept = wanted > 0
+    return float(stats.chisquare(seen[kept], wanted[kept] * seen[kept].sum() / wanted[kept].sum()).pvalue)
