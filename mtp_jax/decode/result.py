@@ -16,7 +16,7 @@ class StepResult(struct.PyTreeNode):
 
     Attributes:
         packed: int32 [B, W + 5], a row for each window, then for each prompt of the chunk: emitted tokens (-1
-            past the end), their count, accepted drafts, verified drafts, ``Finish``, ``Source`` of the drafts.
+            past the end), their count, accepted drafts, verified drafts, ``Finish``, ``Source`` of drafts.
             One array, because one copy is cheaper than several.
         logprobs: of the emitted tokens, if the step computes them.
         prompt: of the tokens of a chunk, if the step computes them.
