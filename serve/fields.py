@@ -97,7 +97,8 @@ class StreamOptions(Body):
 class Speculative(Body):
     """enabled: whether to draft. max_tokens: most drafts per step.
 
-    suffix: whether drafts may come from a suffix match; of a request that samples only if True. metrics: what to tell of it at the end.
+    suffix: whether drafts may come from a suffix match; of a request that samples only if True.
+    metrics: what to tell of it at the end.
     """
 
     enabled: bool | None = None

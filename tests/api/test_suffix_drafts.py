@@ -45,7 +45,7 @@ def repeats(text: list[int], prompt: list[int]) -> bool:
 
 
 def test_a_copying_task(llm: LLM, held_out: list[list[int]]) -> None:
-    """The model's greedy text soon repeats itself; with it in the prompt, the continuation repeats the prompt."""
+    """The model's greedy text soon repeats itself; with it in the prompt, what follows repeats the prompt."""
     plain = llm.without_speculation()
     begun, _ = run(plain, held_out[:12], temperature=0)
     prompts = [[*p, *text] for p, text in zip(held_out, begun, strict=False)]
