@@ -1,13 +1,21 @@
-"""Bytes of weights that a step touches: what speculation costs where reading weights is what takes time."""
+"""What a launch must at least read and compute: what speculation costs where reading weights takes the time.
 
-from collections.abc import Mapping, Sequence
+Weights once per pass, the experts that its rows visit, the cached rows of the bucket, two operations per
+weight and row. Activations count as free.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
 
+from mtp_jax.decode.keys import StepKey
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.moe import Routing
-from mtp_jax.model.params import Layer, Moe, NextN, Params
+from mtp_jax.model.params import Fp8, Layer, Moe, NextN, Params, type_of
 
 
 @dataclass(frozen=True)
@@ -63,31 +71,89 @@ def of_nextn_cache(p: NextN) -> Weights:
     return Weights(_bytes((*norms, p.merge, p.layer.attention.kv_a)), 0)
 
 
-def step_bytes(params: Params, depth: int, experts: Mapping[int, float]) -> float:
-    """Bytes that one draft-and-verify step of one slot touches.
+@dataclass(frozen=True)
+class Work:
+    """Bytes read and floating-point operations of one launch."""
 
-    The trunk and its head over a window of depth + 1; NextN and the head once per draft, one row each; and to
-    extend the NextN cache over the window, all of each layer but the last, of which only the rows. Layers
-    but the first also write their row of the newest token. Without drafts the rows are deferred, to a program
-    of its own.
-    ``experts[w]``: different experts per MoE layer that a window of w visits.
+    bytes: float
+    flops: float
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.bytes + other.bytes, self.flops + other.flops)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the model: the bytes of its weights, and their number."""
+
+    bytes: Weights
+    count: Weights
+
+
+def _one_byte_each(weight: Any) -> np.ndarray:
+    """Stands for a weight where bytes are counted."""
+    return np.broadcast_to(np.int8(0), weight.shape)
+
+
+def of_launch(
+    key: StepKey,
+    cfg: ModelConfig,
+    params: Params,
+    page_size: int,
+    dtype: str,
+    shards: int,
+    visited: Callable[[int], float] | None = None,
+) -> Work:
+    """The work of one launch of an executable, over all devices; padding counts, as it is computed too.
+
+    The trunk runs over windows of depth + 1 tokens and the chunk, its head over the windows and the last row
+    of each prompt; NextN and the head once per draft, one row each; and, to extend the NextN cache over
+    windows and chunk, all of each layer but the last, of which only the rows. Layers but the first also write
+    their row of the newest token. Without drafts the windows' NextN entries are deferred.
+
+    visited: how many different experts of a layer so many rows visit; None: ``expected_experts``.
     """
-    trunk, head = of_trunk(params), of_head(params)
-    window = depth + 1
-    total = trunk.touched(experts[window]) + head.always
-    if not depth:
-        return total
-    layers = [of_nextn(p) for p in params.nextn]
-    drafts = sum(layers[k % len(layers)].touched(experts[1]) for k in range(depth))
-    extend = sum(p.touched(experts[window]) for p in layers[:-1])
-    extend += of_nextn_cache(params.nextn[-1]).always
-    newest = sum(of_nextn_cache(p).always for p in params.nextn[1:depth])
-    return total + depth * head.always + drafts + extend + newest
+    visited = visited or partial(expected_experts, cfg)
+    itemsize = type_of[dtype].dtype.itemsize
+    both = (params, jax.tree.map(_one_byte_each, params, is_leaf=lambda a: isinstance(a, Fp8)))
+    layers = list(zip(*(each.nextn for each in both), strict=True))
+    nextn = [Part(*map(of_nextn, p)) for p in layers]
+    rows_only = [Part(*map(of_nextn_cache, p)) for p in layers]
+    head, trunk = Part(*map(of_head, both)), Part(*map(of_trunk, both))
+    cached = key.pages * page_size
+
+    def run(part: Part, layers: int, *rows: tuple[int, int]) -> Work:
+        """One pass over rows of so many sequences, so many tokens in each."""
+        count = sum(slots * width for slots, width in rows)
+        experts = visited(count)
+        active = part.count.touched(min(cfg.num_experts_per_tok or 0, experts))
+        latent = cfg.latent_dim * layers
+        attention = 4 * count * cached * cfg.num_attention_heads * latent
+        read = sum(slots for slots, _ in rows) * cached * latent * itemsize
+        return Work(part.bytes.touched(experts), 2 * count * active) + Work(read, attention)
+
+    def extend(slots: int, width: int) -> list[Work]:
+        """The NextN rows of known tokens: of the last layer nothing but its rows."""
+        passes = [run(p, 1, (slots, width)) for p in nextn[:-1]]
+        return [*passes, *(run(p, 0, (slots, width)) for p in rows_only[-1:])]
+
+    one, windows, chunk = (key.slots, 1), (key.slots, key.depth + 1), (key.prompts * shards, key.tokens)
+    passes = [run(trunk, cfg.num_hidden_layers, windows, chunk), run(head, 0, windows, (chunk[0], 1))]
+    if key.depth:
+        passes += [run(head, 0, one)] * key.depth
+        passes += [run(p, 0, one) for p in rows_only[1 : key.depth]]
+        passes += [run(nextn[k % len(nextn)], 1, one) for k in range(key.depth)]
+        passes += extend(*windows)
+    if key.tokens:
+        passes += extend(*chunk)
+    return sum(passes, Work(0, 0))
 
 
-def predicted_speedup(acceptance: float, plain: float, speculative: float) -> float:
-    """Tokens per step times the cost of a plain step over the cost of a speculative one."""
-    return acceptance * plain / speculative
+def expected_experts(cfg: ModelConfig, rows: int) -> float:
+    """Different experts of a layer that ``rows`` tokens visit, if each chooses evenly; 0 in a dense model."""
+    if not cfg.n_routed_experts:
+        return 0.0
+    return cfg.n_routed_experts * (1 - (1 - cfg.num_experts_per_tok / cfg.n_routed_experts) ** rows)
 
 
 def distinct_experts(ids: np.ndarray, window: int) -> float:

@@ -19,6 +19,7 @@ from mtp_jax.bench.report import Report, Spread
 from mtp_jax.bench.subject import Subject, prompts_for
 from mtp_jax.bench.synthetic import complete
 from mtp_jax.decode.drafter.nothing import Nothing
+from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.decode.sampling import argmax
 from mtp_jax.decode.state import StateShape, abstract_state, empty_state
 from mtp_jax.engine.request import MAX_DRAFTS
@@ -122,7 +123,7 @@ def run(
     experts = cost.experts_per_window(_routing(subject, text), sorted({*windows, depth + 1}))
     timed = _by_window(subject.params, time_windows(subject, text, windows, rounds), experts)
     decoded = decode_alternating(engines, given, max_tokens)
-    overall = _end_to_end(subject.params, decoded, depth, experts)
+    overall = _end_to_end(subject, decoded, depth, experts)
     rows = [
         (
             f["window"],
@@ -176,11 +177,17 @@ def _by_window(
 
 
 def _end_to_end(
-    params: Params, decoded: Mapping[int, Decode], depth: int, experts: Mapping[int, float]
+    subject: Subject, decoded: Mapping[int, Decode], depth: int, experts: Mapping[int, float]
 ) -> dict[str, Any]:
     gain, acceptance = speedup(decoded[0], decoded[depth]), decoded[depth].speculation.acceptance_length
-    plain, speculative = (cost.step_bytes(params, d, experts) for d in (0, depth))
-    predicted = cost.predicted_speedup(acceptance, plain, speculative)
+
+    def bytes_at(depth: int) -> float:
+        key, dtype = StepKey(1, depth, 0, SamplingMode()), subject.dtype  # of no cached rows
+        visited = experts.__getitem__
+        return cost.of_launch(key, subject.config, subject.params, _PAGE_SIZE, dtype, 1, visited).bytes
+
+    plain, speculative = bytes_at(0), bytes_at(depth)
+    predicted = acceptance * plain / speculative
     return {
         "depth": depth,
         "acceptance_length": acceptance,

@@ -1,13 +1,12 @@
 """A checkpoint folder in Hugging Face layout: one file, or an index and its shards."""
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mtp_jax.checkpoint.safetensors_file import Tensor, open_file
-from mtp_jax.errors import CheckpointError
+from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.hf_config import read_json
 
@@ -93,10 +92,9 @@ def _single_file(path: Path) -> Path:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        value = _strict_json(index.read_bytes(), str(index))
-    except OSError as e:
-        raise CheckpointError(f"{index} cannot be read: {e.strerror or e}") from e
-    weight_map = value.get("weight_map")
+        weight_map = read_json(index).get("weight_map")
+    except ConfigError as e:
+        raise CheckpointError(str(e)) from e
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map; expected an object from tensor to file name")
     for name, file in weight_map.items():
@@ -106,28 +104,6 @@ def _weight_map(index: Path) -> dict[str, str]:
                 "file in the same folder, without directories"
             )
     return weight_map
-
-
-def _strict_json(text: bytes, where: str) -> dict[str, Any]:
-    """A JSON object without repeated keys. Raises CheckpointError that begins with ``where``."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        out: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in out:
-                raise CheckpointError(f"{where} lists {key!r:.200} twice; expected each name once")
-            out[key] = value
-        return out
-
-    try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
-    except CheckpointError:
-        raise
-    except (ValueError, RecursionError) as e:
-        raise CheckpointError(f"{where} is not valid JSON ({e}); the file is damaged") from e
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{where} is a JSON {type(value).__name__}; expected an object")
-    return value
 
 
 def _is_plain(file: str) -> bool:

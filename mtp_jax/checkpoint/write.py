@@ -1,5 +1,6 @@
 """Write checkpoints: the release layout, and the NextN layers alone in the lmsys layout."""
 
+import functools
 import json
 import math
 import os
@@ -159,7 +160,10 @@ def _pieces(cfg: ModelConfig, params: Params, dtype: str) -> list[Piece]:
     if got != tree or [a.shape for a in arrays] != [s.shape for s in specs]:
         raise CheckpointError("the parameters are not those of this config: their tree or shapes differ")
 
-    host = _Host(arrays)
+    @functools.lru_cache(maxsize=3)  # tensors of one array are written together, of kv_b_proj from two
+    def host(i: int) -> np.ndarray:
+        return np.asarray(arrays[i])
+
     sources: dict[str, list[tuple[int, tuple[int, ...]]]] = {}
     for i, spec in enumerate(specs):
         for at, name in np.ndenumerate(spec_names(spec)):
@@ -170,7 +174,7 @@ def _pieces(cfg: ModelConfig, params: Params, dtype: str) -> list[Piece]:
         kind = "F32" if spec.float32 or dtype == "float32" else "BF16"
 
         def data() -> np.ndarray:
-            values = [host.get(i)[at] for i, at in parts]
+            values = [host(i)[at] for i, at in parts]
             # kv_b_proj is held as two parts of every head's rows, in the order of these rows.
             value = values[0] if len(values) == 1 else np.concatenate(values, axis=1)
             return value.reshape(spec.tensor_shape).astype(DTYPES[kind])
@@ -184,17 +188,3 @@ def _pieces(cfg: ModelConfig, params: Params, dtype: str) -> list[Piece]:
         return (experts_at.setdefault(match[1], place), int(match[2])) if match else (place, 0)
 
     return [piece(name, sources[name]) for name in sorted(sources, key=order)]
-
-
-class _Host:
-    """Host copies of the arrays in use; a few at a time, since tensors of one array are written together."""
-
-    def __init__(self, arrays: Sequence[jax.Array]):
-        self.arrays, self.kept = arrays, dict[int, np.ndarray]()
-
-    def get(self, i: int) -> np.ndarray:
-        if i not in self.kept:
-            if len(self.kept) > 2:
-                self.kept.pop(next(iter(self.kept)))
-            self.kept[i] = np.asarray(self.arrays[i])
-        return self.kept[i]

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,17 +56,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _object(s: "Summary", tokenizer: Tokenizer | None) -> dict[str, Any]:
-    return {
-        "architecture": s.architecture,
+    return asdict(s) | {
         "config": s.config.to_dict(),
-        "nextn_layout": s.nextn_layout,
-        "files": s.files,
-        "stored": {k: vars(v) for k, v in s.stored.items()},
-        "parameters": s.parameters,
-        "active_parameters": s.active_parameters,
-        "nextn_parameters": s.nextn_parameters,
-        "weight_bytes": s.weight_bytes,
-        "cache_bytes_per_token": s.cache_bytes_per_token,
         "cache_tokens_per_gib": {k: _GIB // n for k, n in s.cache_bytes_per_token.items()},
         "tokenizer": tokenizer
         and {"ids": tokenizer.vocab_size, "chat_template": tokenizer.has_chat_template},

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from mtp_jax.api.local import local_runner
+from mtp_jax.bench.cost import of_launch
 from mtp_jax.bench.report import Spread, environment
 from mtp_jax.bench.subject import Subject
 from mtp_jax.decode.keys import StepKey, name_of
@@ -137,7 +138,7 @@ def _program(subject: Subject, engine: Engine, key: StepKey, found: trace.Trace)
     ]
     runner, config = local_runner(engine), engine.config
     compiled = runner.programs.program(key)
-    work = cost.of_launch(key, engine.cfg, runner.params, config.page_size, subject.dtype, engine.shards)
+    work = of_launch(key, engine.cfg, runner.params, config.page_size, subject.dtype, engine.shards)
     mean = sum(spans) / len(spans) / 1e9 if spans else 0.0
     return Program(name_of(key), len(spans), mean, work, cost.by_xla(compiled), cost.memory(compiled))
 

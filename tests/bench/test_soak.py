@@ -42,7 +42,8 @@ ARRAY = {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}
 
 
 def schema(**member) -> dict:
-    return {"json": {"properties": {"x": member}}}
+    closed = {"type": "object", "required": ["x"], "additionalProperties": False}
+    return {"json": closed | {"properties": {"x": member}}}
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,8 @@ def schema(**member) -> dict:
         (asked(structured_outputs=schema(type="boolean")), got(text='{"x": true'), "is not as"),
         (asked(structured_outputs=schema(type="boolean")), got(text='["x"]'), "is not as"),
         (asked(structured_outputs=schema(type="boolean")), got(text='{"x": 1}'), "is not as"),
+        (asked(structured_outputs=schema(type="boolean")), got(text="{}"), "is not as"),
+        (asked(structured_outputs=schema(type="boolean")), got(text='{"x": true, "y": 1}'), "is not as"),
         (asked(structured_outputs=schema(type="boolean")), got(text='{"x": true}'), None),
         (asked(structured_outputs=schema(enum=["red"])), got(text='{"x": "green"}'), "is not as"),
         (asked(structured_outputs=schema(enum=["red"])), got(text='{"x": "red"}'), None),
