@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.fp8_matmul import api as fp8_matmul
@@ -26,6 +25,8 @@ from kernels_pallas.rms_norm import api as norms
 from kernels_pallas.router import api as router
 from kernels_pallas.router.rule import Rule
 from mtp_jax.errors import ConfigError
+from mtp_jax.model.backend import e4m3
+from mtp_jax.model.backend.e4m3 import Rows
 from mtp_jax.model.backend.xla import LOW_RANK_EPS, Split, Xla, queries, rows_of
 from mtp_jax.model.cache import Cache, LayerCache, PagedView, Views, read_rows
 from mtp_jax.model.config import ModelConfig
@@ -48,22 +49,6 @@ class Stream(NamedTuple):
 
     x: Float[Array, "B W D"]
     added: tuple[Float[Array, "..."], ...]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Activations as the products that read them take them.
-
-    Attributes:
-        shape: (B, W, D).
-        plain: None if no product takes them so.
-        quantised: of each device's own B * W rows, which more follow to fill tiles; None if no product takes
-            them.
-    """
-
-    shape: tuple[int, ...]
-    plain: Float[Array, "B W D"] | None
-    quantised: Quantised | None
 
 
 @dataclass(frozen=True)
@@ -193,7 +178,7 @@ class MosaicGpu(Xla):
 
         slots = partition("slots")
         given = [partition(None, "slots") if a.ndim == 4 else slots for a in (x, *added)]
-        out = [slots] * (bool(added) + also_plain), _of_rows()
+        out = [slots] * (bool(added) + also_plain), e4m3.of_rows()
         with jax.named_scope("norm"):
             whole, rows = sharded(local, self.mesh, (partition(), *given), out)(weight, x, *added)
         return whole[0] if added else x, Rows(shape, whole[-1] if also_plain else None, Quantised(*rows))
@@ -201,7 +186,7 @@ class MosaicGpu(Xla):
     def _heads_as_rows(self, x: Float[Array, "B W N v"], quantised: bool, heads_first: bool) -> Any:
         """Heads side by side, [B, W, N * v], as the product that reads them takes them."""
         wide = (*x.shape[:2], x.shape[2] * x.shape[3])
-        own = _part(x, self.mesh, "slots", None, "heads")
+        own = e4m3.part(x, self.mesh, "slots", None, "heads")
         if not quantised or not _can(norms.check_blocks, *own.shape[2:], x.dtype):
             return x.reshape(wide)
 
@@ -211,12 +196,12 @@ class MosaicGpu(Xla):
             rows = norms.quantise(given, blocks_first=heads_first, implementation="mosaic_gpu")
             return rows.values, rows.scale
 
-        rows = sharded(local, self.mesh, (partition("slots", None, "heads"),), _of_rows("heads"))(x)
+        rows = sharded(local, self.mesh, (partition("slots", None, "heads"),), e4m3.of_rows("heads"))(x)
         return Rows(wide, None, Quantised(*rows))
 
     def plain(self, x: Any) -> Float[Array, "B W D"]:
         """Rows of a product that does not take them quantised."""
-        return _plain(x)
+        return e4m3.plain(x)
 
     # Products
 
@@ -224,7 +209,7 @@ class MosaicGpu(Xla):
         """Whether a kernel multiplies with this weight, its rows in e4m3."""
         if not isinstance(w, Fp8):
             return False
-        values = _part(w.values, self.mesh, *_axes(w, split))
+        values = e4m3.part(w.values, self.mesh, *e4m3.axes_of(w, split))
         matrix = jax.ShapeDtypeStruct((math.prod(values.shape[:-1]), values.shape[-1]), values.dtype)
         return self._runs("linear", fp8_matmul.check, jax.ShapeDtypeStruct((1, 1), dtype), matrix, 64)
 
@@ -234,22 +219,22 @@ class MosaicGpu(Xla):
 
     def _linear(self, x: Any, w: Any, *, split: Split | None = None, summed: bool = True) -> Any:
         """summed False: where the kernel leaves float32 parts to be summed, [s, B, W, *o] as they are."""
-        if not self.multiplies(w, _dtype_of(x), split):
-            return super().linear(_plain(x), w, split=split)
-        axes = _axes(w, split)
-        given, of_x = _operand(x, axes[-1])
+        if not self.multiplies(w, e4m3.dtype_of(x), split):
+            return super().linear(e4m3.plain(x), w, split=split)
+        axes = e4m3.axes_of(w, split)
+        given, of_x = e4m3.operand(x, axes[-1])
         (slots, width), mesh = x.shape[:2], self.mesh
 
         def local(x, w):
             matrix = w.values.reshape(-1, w.shape[-1])
             y = fp8_matmul.fp8_matmul(
-                _flat(x), matrix, w.scale, summed=not parts, implementation="mosaic_gpu"
+                e4m3.flat(x), matrix, w.scale, summed=not parts, implementation="mosaic_gpu"
             )
             y = y[..., :rows, :].reshape(*y.shape[:-2], -1, width, *w.shape[:-1])
             return jax.lax.psum(y, "model") if over_model else y
 
         rows, over_model = slots * width // ways("slots", mesh), split == "in" and ways("heads", mesh) > 1
-        *columns, terms = _part(w.values, mesh, *axes).shape
+        *columns, terms = e4m3.part(w.values, mesh, *axes).shape
         parts = not (summed or over_model) and fp8_matmul.parts(rows, math.prod(columns), terms) > 1
         specs = Fp8(partition(*axes), partition(axes[0], axes[-1]))
         out = partition(*(None,) * parts, "slots", None, axes[0])
@@ -260,19 +245,19 @@ class MosaicGpu(Xla):
         if not (isinstance(p.gate_up, Fp8) and isinstance(p.down, Fp8)):
             return False
         x = jax.ShapeDtypeStruct((1, 1), dtype)
-        parts = (_part(w.values, self.mesh, None, "mlp") for w in (p.gate_up, p.down))
+        parts = (e4m3.part(w.values, self.mesh, None, "mlp") for w in (p.gate_up, p.down))
         return all(self._runs("linear", fp8_matmul.check, x, part, fp8_matmul.BLOCK) for part in parts)
 
     def mlp(self, x: Any, p: Mlp) -> Float[Array, "B W D"]:
         """By two kernels."""
-        if not self._takes_mlp(p, _dtype_of(x)):
-            return super().mlp(_plain(x), p)
-        given, of_x = _operand(x)
+        if not self._takes_mlp(p, e4m3.dtype_of(x)):
+            return super().mlp(e4m3.plain(x), p)
+        given, of_x = e4m3.operand(x)
         (slots, *wide), mesh = x.shape, self.mesh
 
         def local(x, gate_up, down):
             weights = gate_up.values, down.values, gate_up.scale, down.scale
-            y = fp8_matmul.fp8_mlp(_flat(x), *weights, implementation="mosaic_gpu")
+            y = fp8_matmul.fp8_mlp(e4m3.flat(x), *weights, implementation="mosaic_gpu")
             y = y[:rows].reshape(-1, *wide)
             return y if mesh is None else jax.lax.psum(y, "model")
 
@@ -315,7 +300,7 @@ class MosaicGpu(Xla):
         """By kernels. Of quantised rows there may be more than of the routing."""
         if not isinstance(x, Quantised) and not self.runs_experts(x, gate_up, down):
             return super().routed(gate_up, down, x, r, shards, first)
-        (first_layer, first_scale), (second_layer, second_scale) = _arrays(gate_up), _arrays(down)
+        (first_layer, first_scale), (second_layer, second_scale) = e4m3.arrays(gate_up), e4m3.arrays(down)
         return grouped_matmul.expert_mlp(
             x,
             r.ids,
@@ -332,16 +317,16 @@ class MosaicGpu(Xla):
 
     def operand(self, p: Moe, x: Any) -> tuple[Any, Any]:
         """Quantised if the experts take them so."""
-        whole = _plain(x)
-        return _operand(x if self._takes_experts(p, whole.dtype) else whole)
+        whole = e4m3.plain(x)
+        return e4m3.operand(x if self._takes_experts(p, whole.dtype) else whole)
 
     def flat_rows(self, given: Any) -> Any:
         """A device's part of an operand."""
-        return _flat(given)
+        return e4m3.flat(given)
 
     def gathered(self, given: Any, count: int) -> Any:
         """Scales come device by device and are read so: a collective of columns needs them turned."""
-        x = _flat(given)
+        x = e4m3.flat(given)
         if not isinstance(x, Quantised):
             return super().gathered(given, count)
         values, scale = (
@@ -384,7 +369,7 @@ class MosaicGpu(Xla):
         slots, weight = partition("slots"), partition()
         parts = (partition(None, "slots") if x.ndim == 4 else slots for x in (q, kv))
         specs = (*parts, weight, weight, slots, partition("pages"), slots)
-        run = sharded(local, self.mesh, specs, (_of_rows(), slots if fp8 else partition("pages")))
+        run = sharded(local, self.mesh, specs, (e4m3.of_rows(), slots if fp8 else partition("pages")))
         with jax.named_scope("cache_write"):
             cos_sin = angles[..., 0, :], angles[..., 1, :]
             low, out = run(q, kv, a.q_norm, a.kv_norm, cos_sin, None if fp8 else cache.latent, view)
@@ -431,44 +416,6 @@ def _plus(x: Float[Array, "B W D"], added: Sequence[Float[Array, "..."]]) -> Flo
     return x + functools.reduce(jnp.add, map(_whole, added)) if added else x
 
 
-def _plain(x: Any) -> Float[Array, "B W D"]:
-    whole = x.plain if isinstance(x, Rows) else x
-    assert whole is not None, "a product reads rows that were made for others"
-    return whole
-
-
-def _dtype_of(x: Any) -> Any:
-    """What the rows are, or were before they were quantised."""
-    return jnp.bfloat16 if isinstance(x, Rows) and x.plain is None else _plain(x).dtype
-
-
-def _operand(x: Any, inner: str | None = None) -> tuple[Any, Any]:
-    """Rows for a product with a kernel, quantised if they are, and how a mesh splits them."""
-    if isinstance(x, Rows) and x.quantised is not None:
-        return (x.quantised.values, x.quantised.scale), _of_rows(inner)
-    return _plain(x), partition("slots", None, inner)
-
-
-def _of_rows(inner: str | None = None) -> tuple[Any, Any]:
-    """How quantised rows are split: slots, and perhaps features."""
-    return partition("slots", inner), partition(inner, "slots")
-
-
-def _flat(given: Any) -> Float[Array, "T D"] | Quantised:
-    """A device's part of an operand, row by row."""
-    return Quantised(*given) if isinstance(given, tuple) else given.reshape(-1, given.shape[-1])
-
-
-def _arrays(w: Any) -> tuple[Any, Any]:
-    return (w.values, w.scale) if isinstance(w, Fp8) else (w, None)
-
-
-def _axes(w: Fp8, split: Split | None) -> tuple[str | None, ...]:
-    """Logical axes of a weight."""
-    out, inner = "heads" if split == "out" else None, "heads" if split == "in" else None
-    return (out, *(None,) * (len(w.shape) - 2), inner)
-
-
 def _check_experts(x: Any, gate_up: Any, down: Any) -> None:
     """Raise ValueError for what the kernel cannot do."""
     if isinstance(gate_up, Fp8) != isinstance(down, Fp8):
@@ -476,7 +423,7 @@ def _check_experts(x: Any, gate_up: Any, down: Any) -> None:
             "grouped_matmul on mosaic_gpu: experts' gate, up and down are FP8 together or not at all"
         )
     for w in (gate_up, down):
-        grouped_matmul.check(x, *_arrays(w))
+        grouped_matmul.check(x, *e4m3.arrays(w))
 
 
 def _can(check: Callable[..., None], *args: Any) -> bool:
@@ -486,9 +433,3 @@ def _can(check: Callable[..., None], *args: Any) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _part(x: Any, mesh: Mesh | None, *axes: str | None) -> jax.ShapeDtypeStruct:
-    """Shape of one device's part of an array with these logical axes; the others are not split."""
-    parts = [ways(axis, mesh) for axis in axes] + [1] * (len(x.shape) - len(axes))
-    return jax.ShapeDtypeStruct(tuple(n // p for n, p in zip(x.shape, parts, strict=True)), x.dtype)

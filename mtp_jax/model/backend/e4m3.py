@@ -1,0 +1,76 @@
+"""Rows in e4m3 on their way to the kernels that multiply them, and how a mesh splits both."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from kernels_pallas.quantised import Quantised
+from mtp_jax.model.backend.xla import Split
+from mtp_jax.model.params import Fp8
+from mtp_jax.model.sharding import partition, ways
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Activations as the products that read them take them.
+
+    Attributes:
+        shape: (B, W, D).
+        plain: None if no product takes them so.
+        quantised: of each device's own B * W rows, which more follow to fill tiles; None if no product takes
+            them.
+    """
+
+    shape: tuple[int, ...]
+    plain: Float[Array, "B W D"] | None
+    quantised: Quantised | None
+
+
+def plain(x: Any) -> Float[Array, "B W D"]:
+    """Rows of a product that does not take them quantised."""
+    whole = x.plain if isinstance(x, Rows) else x
+    assert whole is not None, "a product reads rows that were made for others"
+    return whole
+
+
+def dtype_of(x: Any) -> Any:
+    """What the rows are, or were before they were quantised."""
+    return jnp.bfloat16 if isinstance(x, Rows) and x.plain is None else plain(x).dtype
+
+
+def operand(x: Any, inner: str | None = None) -> tuple[Any, Any]:
+    """Rows for a product with a kernel, quantised if they are, and how a mesh splits them."""
+    if isinstance(x, Rows) and x.quantised is not None:
+        return (x.quantised.values, x.quantised.scale), of_rows(inner)
+    return plain(x), partition("slots", None, inner)
+
+
+def of_rows(inner: str | None = None) -> tuple[Any, Any]:
+    """How quantised rows are split: slots, and perhaps features."""
+    return partition("slots", inner), partition(inner, "slots")
+
+
+def flat(given: Any) -> Float[Array, "T D"] | Quantised:
+    """A device's part of an operand, row by row."""
+    return Quantised(*given) if isinstance(given, tuple) else given.reshape(-1, given.shape[-1])
+
+
+def arrays(w: Any) -> tuple[Any, Any]:
+    """A weight as kernels take it: values, and scales of an FP8 one."""
+    return (w.values, w.scale) if isinstance(w, Fp8) else (w, None)
+
+
+def axes_of(w: Fp8, split: Split | None) -> tuple[str | None, ...]:
+    """Logical axes of a weight."""
+    out, inner = "heads" if split == "out" else None, "heads" if split == "in" else None
+    return (out, *(None,) * (len(w.shape) - 2), inner)
+
+
+def part(x: Any, mesh: Mesh | None, *axes: str | None) -> jax.ShapeDtypeStruct:
+    """Shape of one device's part of an array with these logical axes; the others are not split."""
+    parts = [ways(axis, mesh) for axis in axes] + [1] * (len(x.shape) - len(axes))
+    return jax.ShapeDtypeStruct(tuple(n // p for n, p in zip(x.shape, parts, strict=True)), x.dtype)
