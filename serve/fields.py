@@ -60,6 +60,7 @@ Stops = Annotated[
     | Annotated[list[Stop], Field(fail_fast=True, max_length=_MOST_STOPS), Tag("a list")],
     Discriminator(form),
 ]
+Words = Annotated[list[Stop], Field(fail_fast=True, max_length=_MOST_STOPS)]
 Schema = Annotated[
     Annotated[Text, Tag("a string")] | Annotated[dict[str, Any], Tag("an object")],
     Discriminator(_schema_form),

@@ -21,6 +21,7 @@ from serve.fields import (
     Structured,
     Text,
     TokenId,
+    Words,
     bounds,
     form,
 )
@@ -40,6 +41,9 @@ class Sampling(Body):
     min_tokens: Annotated[int, bounds("min_tokens")] | None = None
     stop: Stops | None = None
     stop_token_ids: Ids | None = None
+    allowed_token_ids: Ids | None = None
+    bad_words: Words | None = None
+    max_thinking_tokens: Annotated[int, bounds("max_thinking_tokens")] | None = None
     ignore_eos: bool | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Annotated[float, bounds("presence_penalty")] | None = None
@@ -65,6 +69,7 @@ class Sampling(Body):
         """For the engine. Raises RequestError."""
         same = (
             "n", "temperature", "top_p", "top_k", "min_p", "min_tokens", "stop", "stop_token_ids",
+            "allowed_token_ids", "bad_words", "max_thinking_tokens",
             "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty",
             "skip_special_tokens", "include_stop_str_in_output",
         )  # fmt: skip

@@ -50,6 +50,7 @@ WITHOUT_JAX = (
     "options",
     "text.chat_template",
     "text.grammar",
+    "text.rules",
     "text.stop_strings",
     "text.tokenizer",
 )

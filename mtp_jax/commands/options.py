@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mtp_jax.api.llm import LLM
 
 # How the text of an option is read where its kind does not say it.
-_READ = {"mesh": mesh_shape, "logit_bias": biases, "stop_token_ids": integers}
+_READ = {"mesh": mesh_shape, "logit_bias": biases, "stop_token_ids": integers, "allowed_token_ids": integers}
 _OF_MANY = ("n", "logprobs", "prompt_logprobs")
 _NEED_TEMPERATURE = ("top_p", "top_k", "min_p", "seed", "drafting", "verifier")
 _NEED_DRAFTS = ("draft_model", "num_nextn_layers", "drafting", "adaptive_depth")

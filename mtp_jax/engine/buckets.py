@@ -123,7 +123,7 @@ def keys_for(
     depths = {deepest} if all(r.fixed_depth for r in requests) else adaptive_depths(deepest)
     widest = _holding(_page_buckets(config), max(config.pages_for(r.capacity) for r in requests))
     modes = [mode]
-    if mode.structured and not all(r.matcher for r in requests):
+    if mode.structured and not all(r.constraints for r in requests):
         modes.append(replace(mode, structured=False))
     keys = [
         StepKey(b, d, p, m)
@@ -227,7 +227,7 @@ def mode_of(config: EngineConfig, requests: Iterable[Request]) -> SamplingMode:
     """Static sampling choices that serve every one of these requests."""
     requests = list(requests)
     logprobs = _width(r.params.logprobs for r in requests)
-    structured = any(r.matcher for r in requests)
+    structured = any(r.constraints for r in requests)
     if all(r.params.is_plain_greedy for r in requests):
         return SamplingMode(logprobs=logprobs, structured=structured)
     return SamplingMode(config.drafting, config.verifier, logprobs, structured)

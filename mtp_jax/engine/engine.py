@@ -264,7 +264,7 @@ class Engine:
             request.inflight -= 1
             if request.finished:
                 continue
-            if request.matcher and request.matcher.failed:
+            if request.constraints and request.constraints.failed:
                 self.abort(request, "error")  # its masks meant nothing
                 advanced.append(request)
                 continue
@@ -285,8 +285,8 @@ class Engine:
                 if seconds is not None:
                     self.counters.inter_token.add(seconds / count, count)
                 advanced.append(request)
-                if request.matcher and finish is Finish.RUNNING:
-                    request.matcher.advance(tokens[:count])
+                if request.constraints and finish is Finish.RUNNING:
+                    request.constraints.advance(tokens[:count])
             if finish is Finish.NAN:
                 # A chunk behind this one may have been sound, and have set the slot going.
                 self.scheduler.stale = True

@@ -20,7 +20,10 @@ def slot_row(request: Request, vocab: int, page_table: np.ndarray) -> SlotRow:
     """The request's row [1, ...] of every per-slot array, before its prompt is prefilled."""
     p = request.params
     bias = np.zeros((1, vocab), np.float32)
-    bias[0, list(p.logit_bias)] = list(p.logit_bias.values())
+    if p.allowed_token_ids is not None:
+        bias[:] = -np.inf
+        bias[0, list(p.allowed_token_ids)] = 0
+    bias[0, list(p.logit_bias)] += list(p.logit_bias.values())
 
     def one(value: Any, dtype: Any = np.int32) -> np.ndarray:
         return np.full(1, value, dtype)

@@ -63,8 +63,8 @@ class Planner:
         """
         yield Admit()
         before = len(inflight)
-        if any(r.matcher for r in self._scheduler.running()):
-            # What a grammar allows depends on the newest tokens: nothing may be in flight.
+        if any(r.constraints for r in self._scheduler.running()):
+            # What constraints allow depends on the newest tokens: nothing may be in flight.
             yield Read(before)
             before = 0
         if step := self._step():

@@ -5,12 +5,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral, Real
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from mtp_jax.decode.keys import MAX_DRAFTS, Source
 from mtp_jax.errors import RequestError
 from mtp_jax.options import check, documented, option
-from mtp_jax.text.grammar import Matcher, StructuredOutput
+from mtp_jax.text.grammar import StructuredOutput
+from mtp_jax.text.rules import Constraints
 
 MAX_LOGPROBS = 20
 _MOST = 2**31 - 1
@@ -145,9 +146,36 @@ class SamplingParams:
         unset="anything",
         flag=None,
     )
+    allowed_token_ids: Sequence[int] | None = option(
+        None,
+        "the output consists of these tokens alone",
+        kind=object,
+        unset="any",
+        metavar="ID,...",
+    )
+    bad_words: Sequence[str] = option(
+        (),
+        "the output never holds the tokens of this word, as it is spelt at the beginning of a text or after "
+        "a space",
+        kind=str,
+        unset="none",
+        repeated=True,
+        flag="--bad-word",
+        metavar="WORD",
+    )
+    max_thinking_tokens: int | None = option(
+        None,
+        "most tokens of a thought, whose end is then forced; for models whose tag </think> is a token",
+        kind=int,
+        low=0,
+        high=_MOST,
+        unset="no bound",
+        metavar="N",
+    )
 
     def __post_init__(self) -> None:
-        for name, none in (("stop", ()), ("stop_token_ids", ()), ("logit_bias", {})):
+        none_as: dict[str, Any] = {"stop": (), "stop_token_ids": (), "logit_bias": {}, "bad_words": ()}
+        for name, none in none_as.items():
             if getattr(self, name) is None:  # as vLLM writes it
                 object.__setattr__(self, name, none)
         check(self, RequestError)
@@ -165,21 +193,33 @@ class SamplingParams:
                 raise RequestError(
                     "a structured output ends where its grammar does; leave out ignore_eos and min_tokens"
                 )
-        if not isinstance(self.stop_token_ids, Iterable):
-            raise RequestError(f"stop_token_ids = {self.stop_token_ids!r}; expected integers")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        self._freeze("stop_token_ids", Integral, "integers")
+        if self.allowed_token_ids is not None:
+            self._freeze("allowed_token_ids", Integral, "integers")
+            if not self.allowed_token_ids:
+                raise RequestError("allowed_token_ids is empty; name at least one token, or leave it out")
+        self._freeze("bad_words", str, "strings")
+        if blank := [word for word in self.bad_words if not word.strip()]:
+            raise RequestError(f"bad_words holds {blank[0]!r}; expected words")
         if not isinstance(self.logit_bias, Mapping):
             raise RequestError(f"logit_bias = {self.logit_bias!r}; expected token ids and numbers")
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # whatever becomes of the caller's
-        for token in self.stop_token_ids:
-            if not isinstance(token, Integral) or isinstance(token, bool):
-                raise RequestError(f"stop_token_ids holds {token!r}; expected integers")
         for token, bias in self.logit_bias.items():
             numbers = isinstance(token, int) and isinstance(bias, Real)
             if not numbers or isinstance(token, bool) or isinstance(bias, bool) or not abs(bias) <= 100:
                 raise RequestError(
                     f"logit_bias {token!r}: {bias!r}; expected token id: number from -100 to 100"
                 )
+
+    def _freeze(self, name: str, kind: type, expected: str) -> None:
+        """Make a field a tuple, of elements of one kind."""
+        value = getattr(self, name)
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise RequestError(f"{name} = {value!r}; expected {expected}")
+        object.__setattr__(self, name, tuple(value))
+        for element in getattr(self, name):
+            if not isinstance(element, kind) or isinstance(element, bool):
+                raise RequestError(f"{name} holds {element!r}; expected {expected}")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -195,7 +235,8 @@ class SamplingParams:
             self.repetition_penalty - 1,
             self.min_tokens,
         )
-        return self.temperature == 0 and not any(penalties) and not self.logit_bias
+        biases = self.logit_bias or self.allowed_token_ids is not None
+        return self.temperature == 0 and not any(penalties) and not biases
 
 
 @dataclass(frozen=True)
@@ -289,6 +330,7 @@ class Request:
         suffix_drafts: whether its drafts may come from suffix matches.
         spare: further tokens its pages hold from the start.
         stops: tokens that end the output.
+        constraints: a grammar, and other rules that depend on the output so far; None: there are none.
         priority: lower numbers are served first.
         deadline: ``time.perf_counter()`` at which it is ended, finished or not.
         salt: only requests of the same salt share cached pages.
@@ -314,7 +356,7 @@ class Request:
     suffix_drafts: bool = False
     spare: int = 0
     stops: Sequence[int] = ()
-    matcher: Matcher | None = None
+    constraints: Constraints | None = None
     fixed_depth: bool = True
     priority: int = 0
     deadline: float | None = None

@@ -1,4 +1,4 @@
-"""What grammars allow, for the rows of a launch."""
+"""What constraints allow, for the rows of a launch."""
 
 from collections.abc import Iterable
 
@@ -15,21 +15,36 @@ def allowed(
     vocab_size: int,
     drafts: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Packed masks uint32 [rows, width, ceil(V / 32)]; all ones for requests without a grammar.
+    """Packed masks uint32 [rows, width, ceil(V / 32)]; all ones for requests without constraints.
 
     requests: with their rows. shape: (rows, width). drafts: [rows, width - 1], which the masks follow. Before
     there are any, the masks follow the tokens that a grammar leaves no choice about; outputs that go on alone
     get none, as one that nobody keeps could end them.
     """
     rows, width = shape
-    windows = []
+    windows, others = [], []
     for row, r in requests:
-        if r.matcher:
-            ahead = r.matcher.forced() if drafts is None else drafts[row].tolist()
-            windows.append(Window(row, r.matcher, ahead[: min(r.depth, width - 1)]))
+        if r.constraints is None:
+            continue
+        matcher, ahead = r.constraints.matcher, [] if drafts is None else drafts[row].tolist()
+        if matcher and drafts is None:
+            ahead = matcher.forced()
+        ahead = _tokens(ahead[: min(r.depth, width - 1)])
+        if matcher:
+            windows.append(Window(row, matcher, ahead))
+        others.append((row, r.constraints.rules, ahead))
     if grammars is None or not windows:
-        return np.full((*shape, -(-vocab_size // WORD)), 2**WORD - 1, np.uint32)
-    masks = grammars.masks(windows, rows, width)
-    if drafts is None and width > 1:
-        masks[[w.row for w in windows if w.matcher.alone]] = 0
+        masks = np.full((*shape, -(-vocab_size // WORD)), 2**WORD - 1, np.uint32)
+    else:
+        masks = grammars.masks(windows, rows, width)
+        if drafts is None and width > 1:
+            masks[[w.row for w in windows if w.matcher.alone]] = 0
+    for row, rules, ahead in others:
+        for rule in rules:
+            masks[row] &= rule.masks(ahead, width)
     return masks
+
+
+def _tokens(drafts: list[int]) -> list[int]:
+    """Up to the first draft that a broken drafter left without a token."""
+    return drafts[: next((i for i, t in enumerate(drafts) if t < 0), len(drafts))]

@@ -10,7 +10,9 @@ from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.request import Request, SamplingParams
 from mtp_jax.errors import ConfigError, PromptTooLong, RequestError
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.text.grammar import Grammars, Matcher
+from mtp_jax.text.grammar import Grammars
+from mtp_jax.text.rules import BadWords, Constraints, ThinkingBudget, TokenRule, bad_words
+from mtp_jax.text.tokenizer import Tokenizer
 
 _LONGEST_TIMEOUT = 10**9
 
@@ -37,7 +39,7 @@ class InputProcessor:
     """Makes the requests of one engine.
 
     Attributes:
-        grammars: for structured output; None refuses it.
+        grammars: for structured output, and rules that depend on the output so far; None refuses them.
     """
 
     def __init__(self, cfg: ModelConfig, config: EngineConfig, pages: int, grammars: Grammars | None) -> None:
@@ -74,6 +76,7 @@ class InputProcessor:
         _check_ids("the prompt", ids, self.cfg.vocab_size)
         _check_ids("logit_bias", params.logit_bias, self.cfg.vocab_size)
         _check_ids("stop_token_ids", params.stop_token_ids, self.cfg.vocab_size)
+        _check_ids("allowed_token_ids", params.allowed_token_ids or (), self.cfg.vocab_size)
         if not ids:
             raise RequestError("the prompt is empty; give at least one token")
         room = config.max_model_len - len(ids)
@@ -139,7 +142,7 @@ class InputProcessor:
             suffix_drafts=suffix,
             spare=spare,
             stops=self._stops(params),
-            matcher=self._matcher(params, ids),
+            constraints=self._constraints(params, ids),
             fixed_depth=not config.adaptive_depth or seeded or params.num_speculative_tokens is not None,
             priority=priority,
             deadline=None if timeout is None else arrived + timeout,
@@ -152,15 +155,33 @@ class InputProcessor:
         stops = {*p.stop_token_ids, *(() if p.ignore_eos else self.cfg.eos_token_ids)}
         return tuple(t for t in stops if t < self.cfg.vocab_size)
 
-    def _matcher(self, p: SamplingParams, prompt: tuple[int, ...]) -> Matcher | None:
-        if p.structured is None:
+    def _constraints(self, p: SamplingParams, prompt: tuple[int, ...]) -> Constraints | None:
+        wanted = {"structured output": p.structured, "bad_words": p.bad_words}
+        wanted["max_thinking_tokens"] = p.max_thinking_tokens is not None
+        names = [name for name, value in wanted.items() if value]
+        if not names:
             return None
         if self.grammars is None:
             raise RequestError(
-                "structured output needs a tokenizer.json that fits the model and names its end-of-sequence "
-                "token; this model has none"
+                f"{names[0]} needs a tokenizer.json that fits the model and names its end-of-sequence token; "
+                "this model has none"
             )
-        return self.grammars.matcher(p.structured, self._stops(p), prompt)
+        rules: list[TokenRule] = []
+        if p.bad_words:
+            rules.append(BadWords(bad_words(p.bad_words, self.grammars.encode), self.cfg.vocab_size))
+        if p.max_thinking_tokens is not None:
+            rules.append(self._thinking_budget(p.max_thinking_tokens, self.grammars, prompt))
+        matcher = self.grammars.matcher(p.structured, self._stops(p), prompt) if p.structured else None
+        return Constraints(matcher, rules)
+
+    def _thinking_budget(self, most: int, grammars: Grammars, prompt: tuple[int, ...]) -> ThinkingBudget:
+        opens, closes = map(grammars.backend.token_to_id, (Tokenizer.OPEN_THOUGHT, Tokenizer.CLOSE_THOUGHT))
+        if closes is None:
+            raise RequestError(
+                f"max_thinking_tokens = {most}, but {Tokenizer.CLOSE_THOUGHT} is no token of this model; "
+                "leave it out"
+            )
+        return ThinkingBudget(most, opens, closes, grammars.thinks(prompt), self.cfg.vocab_size)
 
 
 def _check_ids(what: str, ids: Iterable[int], vocab: int) -> None:

@@ -226,12 +226,16 @@ class Window(NamedTuple):
 
 
 class Grammars:
-    """Compiles grammars for one vocabulary and computes masks. Threads may share it."""
+    """Compiles grammars for one vocabulary and computes masks. Threads may share it.
+
+    Attributes:
+        backend: the tokenizer.
+    """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
         """vocab_size: of the model; its ids without a token are never allowed. eos_ids: at least one."""
         self.words = -(-vocab_size // WORD)
-        self._eos, self._backend = eos_ids[0], tokenizer
+        self._eos, self.backend = eos_ids[0], tokenizer
         self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=list(eos_ids))
         self._executor = LLExecutor()
         self._compiling = threading.Lock()
@@ -257,9 +261,17 @@ class Grammars:
         for token in stop_ids:
             stops[token // WORD] |= np.uint32(1 << token % WORD)
         grammar = wanted.grammar
-        if Tokenizer.opens_thought(self._backend.decode(list(prompt[-_TAIL:]), skip_special_tokens=False)):
-            grammar = _behind_thought(grammar, self._backend.token_to_id(Tokenizer.CLOSE_THOUGHT) is not None)
+        if self.thinks(prompt):
+            grammar = _behind_thought(grammar, self.backend.token_to_id(Tokenizer.CLOSE_THOUGHT) is not None)
         return Matcher(self._compiled(grammar), stops)
+
+    def thinks(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt ends inside a thought, which the output begins with."""
+        return Tokenizer.opens_thought(self.backend.decode(list(prompt[-_TAIL:]), skip_special_tokens=False))
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a piece of text."""
+        return self.backend.encode(text, add_special_tokens=False).ids
 
     def _compiled(self, grammar: str) -> _Compiled:
         with self._caching:
@@ -325,7 +337,7 @@ class Grammars:
         use to any of them once the text, or a draft, of one exceeds its bounds: the others go on alone.
         """
         masks = np.full((rows * width, self.words), -1, np.int32)
-        work = [(w.matcher.inner, w.row * width, _tokens(w.drafts)) for w in windows]
+        work = [(w.matcher.inner, w.row * width, list(w.drafts)) for w in windows]
         # llguidance has a function of its own for no drafts, and both refuse an empty list.
         if plain := [(inner, at) for inner, at, drafts in work if not drafts]:
             fill_next_token_bitmask_par(self._executor, plain, masks)
@@ -333,7 +345,7 @@ class Grammars:
             fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, masks)
         for w in windows:
             if w.matcher.failed and not w.matcher.alone and w.matcher.compiled.seconds < _ALONE_SECONDS:
-                masks[w.row * width : (w.row + 1) * width] = self._alone(w.matcher, _tokens(w.drafts), width)
+                masks[w.row * width : (w.row + 1) * width] = self._alone(w.matcher, list(w.drafts), width)
         bits = masks.view(np.uint32).reshape(rows, width, self.words)
         word, bit = self._eos // WORD, np.uint32(self._eos % WORD)
         for w in windows:
@@ -363,8 +375,3 @@ class Grammars:
         if matcher.taken:
             inner.consume_tokens(matcher.taken)
         return inner
-
-
-def _tokens(drafts: Sequence[int]) -> list[int]:
-    """Up to the first draft that a broken drafter left without a token."""
-    return list(drafts[: next((i for i, t in enumerate(drafts) if t < 0), len(drafts))])

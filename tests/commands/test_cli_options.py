@@ -28,6 +28,8 @@ GIVEN = {
     "logit_bias": ("7:2.5,8:-1", {7: 2.5, 8: -1.0}),
     "api_keys": ("k", ("k",)),
     "allowed_hosts": ("h", ("h",)),
+    "allowed_token_ids": ("3,4", (3, 4)),
+    "bad_words": ("h", ("h",)),
 }
 
 

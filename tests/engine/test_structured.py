@@ -123,7 +123,7 @@ def test_greedy_tokens_are_those_of_depth_0(plain, mixed, tokenizer):
 
 
 def test_drafts_are_accepted(mixed):
-    structured = [r for r in mixed if r.matcher]
+    structured = [r for r in mixed if r.constraints]
     assert sum(map(sum, map(accepted, structured))) > 0.5 * sum(len(r.output) for r in structured)
 
 
@@ -140,7 +140,7 @@ def test_suffix_drafts_change_nothing(grammars, plain, depth):
     engine = engine_with(grammars, suffix_drafts=True, num_speculative_tokens=depth)
     requests = serve(engine, jobs())
     assert [r.output for r in requests] == [r.output for r in plain]
-    suffix = [r.speculation.of(Source.SUFFIX) for r in requests if r.matcher]
+    suffix = [r.speculation.of(Source.SUFFIX) for r in requests if r.constraints]
     assert sum(s.accepted for s in suffix) > 0
 
 
@@ -166,7 +166,7 @@ def test_depths_of_requests_and_engine_change_nothing(grammars, plain):
     for r in requests:
         engine.submit(r)
     finish(engine)
-    assert [r.output for r in requests] == [r.output for r in plain if r.matcher]
+    assert [r.output for r in requests] == [r.output for r in plain if r.constraints]
     assert len(engine.stats().depth_steps) > 2
 
 
@@ -191,7 +191,7 @@ def test_outputs_whose_grammar_was_spoilt_by_another_go_on_alone(grammars, plain
         engine.submit(r)
     finish(engine)
     assert [r.output for r in requests] == [r.output for r in plain]
-    alone = [r for r in requests if r.matcher and r.matcher.alone]
+    alone = [r for r in requests if r.constraints and r.constraints.matcher and r.constraints.matcher.alone]
     assert len(alone) > 1
     after = [n for r in alone for n in accepted(r)[steps_before[r.id] + 1 :]]
     assert after == [0] * len(after)
@@ -206,7 +206,7 @@ def test_sampled_output_is_valid(grammars, tokenizer):
         if r.params.structured:
             assert r.finish_reason == "stop"
             check(r.params.structured, text(tokenizer, r))
-    structured = [r for r in requests if r.matcher]
+    structured = [r for r in requests if r.constraints]
     assert len({tuple(r.output) for r in structured}) > len(structured) / 2
     assert sum(r.speculation.accepted for r in structured) > len(structured)
 
@@ -230,13 +230,13 @@ def test_coupled_verification_gives_a_seed_one_output_at_every_depth(grammars):
             engine.submit(r)
         finish(engine)
         assert [r.output for r in requests] == [r.output for r in deepest]
-    assert sum(r.speculation.accepted for r in deepest if r.matcher) > 20
+    assert sum(r.speculation.accepted for r in deepest if r.constraints) > 20
 
 
 def test_preempted_requests_go_on_in_their_grammar(grammars, plain):
     engine = engine_with(grammars, num_pages=6)
     short = replace(GREEDY, max_tokens=48)
-    some = [(job, want) for job, want in zip(jobs(short), plain, strict=True) if want.matcher]
+    some = [(job, want) for job, want in zip(jobs(short), plain, strict=True) if want.constraints]
     requests = serve(engine, [job for job, _ in some])
     assert engine.stats().preemptions > 0
     assert [r.output for r in requests] == [want.output for _, want in some]
@@ -287,8 +287,8 @@ def test_a_grammar_that_fails_ends_its_request_alone(grammars, plain):
         engine.submit(r)
     while len(requests[0].output) < 10:
         engine.step()
-    assert requests[0].matcher is not None
-    requests[0].matcher.advance([0])  # not allowed: llguidance refuses all that follows
+    assert requests[0].constraints is not None
+    requests[0].constraints.advance([0])  # not allowed: llguidance refuses all that follows
     finish(engine)
     assert requests[0].finish_reason == "error"
     assert requests[0].output == plain[0].output[: len(requests[0].output)]
@@ -348,7 +348,7 @@ def test_on_eight_devices(grammars, plain):
     engine = make_engine(placed, CFG, mesh, grammars, max_num_seqs=8, max_model_len=248)
     requests = serve(engine, jobs())
     assert [r.output for r in requests] == [r.output for r in plain]
-    assert sum(r.speculation.accepted for r in requests if r.matcher) > 10
+    assert sum(r.speculation.accepted for r in requests if r.constraints) > 10
 
 
 def test_a_structured_step_is_timed_with_its_drafting(grammars, tokenizer, monkeypatch):

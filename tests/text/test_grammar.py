@@ -125,8 +125,6 @@ def test_rows_of_a_batch(grammars, tokenizer):
     assert together[2] == one(grammars, a, ids)
     assert together[2][3] == {EOS, OTHER_EOS}
     assert together[0] == [one(grammars, b)[0], ALL, ALL, ALL]
-    broken = unpack(grammars.masks([Window(0, a, [-1, ids[0]]), Window(1, b, ids)], 2, 3)[0])
-    assert broken == [one(grammars, a)[0], ALL, ALL]
 
 
 def test_special_and_missing_tokens_are_never_allowed(grammars):
