@@ -59,7 +59,7 @@ def test_a_copying_task(llm: LLM, held_out: list[list[int]]) -> None:
         assert spec.of(Source.SUFFIX).accepted > spec.of(Source.NEXTN).accepted
 
 
-@pytest.mark.parametrize("depth", [1, 3, DEPTH])
+@pytest.mark.parametrize("depth", [3, *(pytest.param(d, marks=pytest.mark.slow) for d in (1, DEPTH))])
 def test_held_out_text(llm: LLM, held_out: list[list[int]], depth: int) -> None:
     """Of all drafts verified, a larger share is accepted than of the NextN layer's alone.
 
@@ -74,6 +74,7 @@ def test_held_out_text(llm: LLM, held_out: list[list[int]], depth: int) -> None:
     assert rate(both) >= rate(alone)
 
 
+@pytest.mark.slow
 def test_held_out_text_that_is_sampled(llm: LLM, held_out: list[list[int]]) -> None:
     """It keeps its NextN drafts, and with them all that is accepted; whoever asks for matches has them."""
     for i, prompt in enumerate(held_out[:4]):

@@ -9,6 +9,7 @@ from mtp_jax.commands import cli
 from tests import golden
 
 
+@pytest.mark.slow
 def test_the_model_is_read_once(tmp_path, monkeypatch):
     read = []
     load = checkpoint.load

@@ -60,6 +60,7 @@ def test_latencies_of_a_timeline():
     assert Summary.median(runs).seconds == 8.0
 
 
+@pytest.mark.slow
 def test_modes_are_compared_in_one_run(bench, capsys):
     found, figure = bench("sweep", "--modes", "fixed,adaptive", "--depth", "2")
     off, fixed, adaptive = found["figures"]["levels"]
@@ -138,6 +139,7 @@ def test_an_unfinished_file_says_so(tmp_path):
     assert json.loads((tmp_path / "x.json").read_text())["pending_levels"] == 2
 
 
+@pytest.mark.slow
 def test_simulated_acceptance_is_as_asked_and_labelled_everywhere(bench, capsys, monkeypatch):
     titles = []
     draw = sweep.Report.text

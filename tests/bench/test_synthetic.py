@@ -72,6 +72,7 @@ def test_the_chain_is_one_cycle_without_special_tokens():
     assert not np.array_equal(following, chain(CFG, seed=6))
 
 
+@pytest.mark.slow
 def test_tuned_noise_gives_the_acceptance_asked_for_and_greedy_text_is_the_chain():
     tuned = tune(CFG, 2.5, depth=3, seed=1)
     assert tuned.acceptance == pytest.approx(2.5, abs=0.1)
@@ -140,6 +141,7 @@ def test_what_cannot_be_rigged_is_refused(capsys, tmp_path):
     assert "not allowed with" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_acceptance_that_no_noise_gives_is_refused(monkeypatch):
     calm = synthetic.with_noise
     monkeypatch.setattr(synthetic, "with_noise", lambda params, noise, seed=0: calm(params, 0.0, seed))

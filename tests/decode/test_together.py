@@ -74,9 +74,24 @@ def tokens_of(result: StepResult, rows: slice) -> list[list[int]]:
     return [row[: row[COUNT - EXTRA_COLUMNS]].tolist() for row in packed]
 
 
-@pytest.mark.parametrize("mesh_shape", [None, (2, 2)])
-@pytest.mark.parametrize("halves", [False, True])
-@pytest.mark.parametrize("mode", [SamplingMode(), SAMPLED])
+@pytest.mark.parametrize(
+    ("mode", "halves", "mesh_shape"),
+    [
+        (SamplingMode(), False, (2, 2)),
+        (SAMPLED, False, None),
+        (SAMPLED, True, (2, 2)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (SamplingMode(), False, None),
+                (SamplingMode(), True, None),
+                (SamplingMode(), True, (2, 2)),
+                (SAMPLED, False, (2, 2)),
+                (SAMPLED, True, None),
+            )
+        ),
+    ],
+)
 def test_what_runs_together_is_what_runs_apart(mode, halves, mesh_shape):
     """Slots 0 and 2 draft and verify while the prompts of 1 and 3 are read, in two chunks."""
     mesh = None if mesh_shape is None else make_mesh(*mesh_shape)

@@ -66,7 +66,7 @@ def at(depth: int):
 slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("depth", [0, 1, pytest.param(2, marks=slow), 3, pytest.param(4, marks=slow), 5])
+@pytest.mark.parametrize("depth", [0, 3, 5, *(pytest.param(d, marks=slow) for d in (1, 2, 4))])
 def test_every_depth(depth):
     engine = make_engine(num_speculative_tokens=5)
     requests = serve(engine, [(p, at(depth)) for p in PROMPTS[:4]])
@@ -81,7 +81,7 @@ def test_rows_of_one_batch_have_their_own_depth():
     assert [r.speculation.drafted_per_step[0] for r in requests] == [5, 0, 3, 1]
 
 
-@pytest.mark.parametrize("count", [1, 2, pytest.param(3, marks=slow), 5])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=slow), pytest.param(3, marks=slow), 5])
 def test_every_batch_size(count):
     check(serve(make_engine(max_num_seqs=8), [(p, GREEDY) for p in PROMPTS[:count]], exactly=True))
 
@@ -130,8 +130,8 @@ def test_requests_join_and_leave_a_running_batch():
     ("page_size", "chunk"),
     [
         (1, 64),
-        (64, 1),
         (16, 7),
+        pytest.param(64, 1, marks=slow),
         pytest.param(16, 64, marks=slow),
         pytest.param(1, 3, marks=slow),
         pytest.param(7, 5, marks=slow),
@@ -172,6 +172,7 @@ def test_short_prompts_are_prefilled_together(monkeypatch):
         np.testing.assert_allclose(scores, rows[range(len(scores)), r.prompt[1:]], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_deeper_executable_than_needed_stays_inside_its_page_table():
     """Drafts that a shallow row does not verify must not be written over its own rows.
 

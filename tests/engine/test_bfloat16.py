@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from mtp_jax.api.local import local_runner
 from mtp_jax.engine.engine import Engine
@@ -45,6 +46,7 @@ def check(requests: list[Request]) -> None:
     assert sum(r.speculation.accepted for r in requests) > 0.85 * most
 
 
+@pytest.mark.slow
 def test_a_batch():
     found = engine()
     check(serve(found, [(p, GREEDY) for p in prompts(5)]))

@@ -301,8 +301,8 @@ def test_adaptive_steps_give_the_tokens_of_depth_0(monkeypatch):
     ("wanted", "depths", "drafted"),
     [
         ({"temperature": 1.0, "seed": 3}, {3}, 3),  # a seed promises the same tokens again
-        ({"temperature": 0, "seed": 3}, {0, 1, 3}, 3),
-        ({"temperature": 0, "num_speculative_tokens": 1}, {1, 3}, 1),
+        pytest.param({"temperature": 0, "seed": 3}, {0, 1, 3}, 3, marks=pytest.mark.slow),
+        pytest.param({"temperature": 0, "num_speculative_tokens": 1}, {1, 3}, 1, marks=pytest.mark.slow),
         ({"temperature": 0, "num_speculative_tokens": 0}, {0}, 0),
     ],
 )

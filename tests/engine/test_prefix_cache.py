@@ -54,7 +54,9 @@ def test_tokens_and_acceptance_after_a_hit(tokens):
     assert sum(told.accepted) > 0
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "params", [pytest.param(GREEDY, marks=pytest.mark.slow), SAMPLED], ids=["greedy", "sampled"]
+)
 def test_two_nextn_layers_go_on_from_cached_pages(params):
     weights: Params = rigged(TWO_LAYERS)
     cold = make_engine(weights, TWO_LAYERS, prefix_cache=False)
@@ -161,6 +163,7 @@ def test_preempted_prompts_are_scored_once():
         np.testing.assert_allclose(got, [want[i, t] for i, t in enumerate(r.prompt[1:])], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_preemption_changes_no_sampled_token():
     params = replace(SAMPLED, max_tokens=30, presence_penalty=0.3, min_tokens=20)
     engine, requests = crowd(params)

@@ -48,7 +48,7 @@ def same(one: Request, other: Request) -> None:
 
 @pytest.mark.parametrize(
     ("drafting", "verifier"),
-    [("sampled", "block"), ("greedy", "block")],
+    [("sampled", "block"), pytest.param("greedy", "block", marks=pytest.mark.slow)],
 )
 def test_same_seed_same_output_in_any_company(drafting, verifier):
     """Different options side by side, in both orders, more than there are slots, and each alone."""

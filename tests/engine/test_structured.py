@@ -135,7 +135,7 @@ def test_what_a_grammar_forces_is_drafted(grammars):
     assert accepted(request) == [3] * 5
 
 
-@pytest.mark.parametrize("depth", [3, 7])
+@pytest.mark.parametrize("depth", [3, pytest.param(7, marks=pytest.mark.slow)])
 def test_suffix_drafts_change_nothing(grammars, plain, depth):
     engine = engine_with(grammars, suffix_drafts=True, num_speculative_tokens=depth)
     requests = serve(engine, jobs())
@@ -219,6 +219,7 @@ def test_a_seed_fixes_the_output_whatever_shares_the_batch(grammars):
         assert alone.output == want.output
 
 
+@pytest.mark.slow
 def test_coupled_verification_gives_a_seed_one_output_at_every_depth(grammars):
     engine = engine_with(grammars, verifier="coupled")
     options = replace(GREEDY, temperature=1.2, seed=11)

@@ -48,7 +48,9 @@ def along(engine: Engine, params: SamplingParams, long: list[int]) -> tuple[list
     return others, late, launches
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "params", [pytest.param(GREEDY, marks=pytest.mark.slow), SAMPLED], ids=["greedy", "sampled"]
+)
 def test_every_request_emits_in_every_launch_while_a_long_prompt_is_read(params):
     sizes: dict[str, Any] = {
         "max_num_seqs": 8,

@@ -66,6 +66,7 @@ def test_same_as_one_device(data, model):
     assert {s.data.shape[0] for s in state.slots.length.addressable_shards} == {8 // data}
 
 
+@pytest.mark.slow
 def test_what_a_server_compiles_keeps_rows_on_their_shard():
     """Two rows in the first slots, whose pages are all on one shard."""
     engine = engine_on(make_mesh(2, 1))
@@ -107,6 +108,7 @@ def test_a_prompt_goes_on_from_the_pages_of_its_shard(monkeypatch):
         np.testing.assert_allclose(end, reference.hidden(r.prompt)[r.cached_tokens - 1], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_requests_preempted_on_every_shard_end_as_if_nothing_had_happened():
     params = on_mesh(tiny_params(), mesh := make_mesh(2, 1))
     engine = make_engine(params, mesh=mesh, max_num_seqs=8, num_pages=6)
@@ -157,6 +159,7 @@ def test_parameters_lie_where_the_specs_say():
     assert {s.data.shape[0] for s in params.head.addressable_shards} == {TINY.vocab_size // 4}
 
 
+@pytest.mark.slow
 def test_drafts_after_a_prompt_are_those_of_one_device():
     alone, spread = make_engine(max_num_seqs=8), engine_on(make_mesh(4, 2))
     for prompt in (JOBS[0][0], JOBS[4][0], JOBS[0][0]):

@@ -183,6 +183,7 @@ def test_a_finished_run_is_a_model_with_its_tokenizer(recipe: Recipe, tmp_path: 
     assert "held_out" in summary
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_cut_short(recipe: Recipe, tmp_path: Path) -> None:
     run(recipe, tmp_path, steps=3)
     with pytest.raises(CheckpointError, match="holds a run of 3 steps, more than the 2 of this one"):
@@ -228,6 +229,7 @@ def test_batches_cover_the_stream_once_per_epoch() -> None:
         even_windows(stream, 200, 2)
 
 
+@pytest.mark.slow
 def test_loss_falls_and_a_resumed_run_equals_an_uninterrupted_one(recipe: Recipe, tmp_path: Path) -> None:
     whole = [r for r in run(recipe, tmp_path / "whole") if "losses" in r]
     assert whole[-1]["losses"][0] < whole[0]["losses"][0] - 0.5
@@ -259,6 +261,7 @@ def test_ctrl_c_keeps_the_steps_that_were_done(recipe: Recipe, tmp_path: Path, m
     assert [r["step"] for r in records] == list(range(recipe.total_steps))
 
 
+@pytest.mark.slow
 def test_a_run_refuses_another_seed_and_a_silent_restart(recipe: Recipe, tmp_path: Path) -> None:
     short = dataclasses.replace(recipe, stages=(Stage(2, 24, 2),))
     loop.train(short, tmp_path / "out", files=source_files(60), stop_after=1)

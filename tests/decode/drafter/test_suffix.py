@@ -185,7 +185,11 @@ def check(requests: list[Request]) -> None:
         assert suffix.drafted_per_step[-1] in suffix.accepted_per_step
 
 
-@pytest.mark.parametrize("options", [{}, {"adaptive_depth": True}], ids=["fixed", "adaptive"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"adaptive_depth": True}, marks=pytest.mark.slow)],
+    ids=["fixed", "adaptive"],
+)
 def test_the_text_is_that_without_drafts(options):
     engine = engine_with(**options)
     requests = serve(engine, copying())
@@ -327,6 +331,7 @@ def test_preempted_requests_find_their_text_again():
     check(requests)
 
 
+@pytest.mark.slow
 def test_a_request_that_moves_takes_its_text_along():
     engine = engine_with()
     (a, short), (b, _), (c, long) = copying()
@@ -343,12 +348,13 @@ def test_a_request_that_moves_takes_its_text_along():
     assert requests[2].speculation.of(Source.SUFFIX).accepted > 0
 
 
+@pytest.mark.slow
 def test_on_a_mesh():
     mesh = make_mesh(2, 2)
     check(serve(engine_with(on_mesh(copier(), mesh), mesh=mesh), copying()))
 
 
-@pytest.mark.parametrize("verifier", ["block", "coupled"])
+@pytest.mark.parametrize("verifier", [pytest.param("block", marks=pytest.mark.slow), "coupled"])
 def test_sampled_text_depends_on_its_seed_alone(verifier):
     """Whatever shares the batch; under coupled verification whatever was drafted, too."""
     sampled: Any = {"temperature": 0.5, "max_tokens": 32, "ignore_eos": True, "suffix_drafts": True}

@@ -22,8 +22,17 @@ MIXED, EVERY = case(Suffix(build(CFG), shortest=2)), case(Suffix(build(CFG), sho
 ALONE = case(Suffix(Nothing(V), shortest=1))
 
 
-@pytest.mark.parametrize("grammar", [False, True], ids=["free", "grammar"])
-@pytest.mark.parametrize("verifier", ["rejection", "block", "coupled"])
+@pytest.mark.parametrize(
+    ("verifier", "grammar"),
+    [
+        ("rejection", True),
+        ("block", False),
+        pytest.param("rejection", False, marks=pytest.mark.slow),
+        pytest.param("block", True, marks=pytest.mark.slow),
+        pytest.param("coupled", False, marks=pytest.mark.slow),
+        pytest.param("coupled", True, marks=pytest.mark.slow),
+    ],
+)
 def test_lossless(verifier, grammar):
     got = emitted("sampled", verifier, grammar, MIXED)
     check(got, MIXED, grammar)
@@ -36,7 +45,11 @@ def test_lossless(verifier, grammar):
         assert accepted.sum() / drafted.sum() > 0.2
 
 
-@pytest.mark.parametrize(("what", "grammar"), [(EVERY, True), (ALONE, False)], ids=["every", "alone"])
+@pytest.mark.parametrize(
+    ("what", "grammar"),
+    [(EVERY, True), pytest.param(ALONE, False, marks=pytest.mark.slow)],
+    ids=["every", "alone"],
+)
 def test_lossless_with_hardly_anything_else(what, grammar):
     got = emitted("sampled", "block", grammar, what)
     check(got, what, grammar)
