@@ -4,6 +4,8 @@ VENV ?= .venv
 # One process per core, four at most: each runs jax with threads of its own.
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist loadfile
 DEMO_PROMPT ?= class Parser:
+# Under coupled verification a seed gives the same tokens whatever is drafted.
+DEMO_SAMPLING ?= --temperature 0.8 --seed 1 --verifier coupled
 
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt
@@ -14,9 +16,9 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.runtime
-	@echo "==> the embedded model completes a prompt, with and without MTP"
+	@echo "==> the embedded model completes a prompt, sampling, with and without MTP"
 	@echo '==> $(DEMO_PROMPT)'
-	@$(BIN)/mtp-jax generate --compare --prompt '$(DEMO_PROMPT)'
+	@$(BIN)/mtp-jax generate --compare $(DEMO_SAMPLING) --prompt '$(DEMO_PROMPT)'
 
 test: $(VENV)/.dev
 	@echo "==> running the fast tests"

@@ -96,8 +96,9 @@ def run(
             (
                 depth,
                 f"{decode.rate:.1f}",
-                f"{spec.acceptance_length:.3f}",
+                f"{decode.rate / plain.rate:.2f}",
                 ratio.show(),
+                f"{spec.acceptance_length:.3f}",
                 f"{sum(decode.seconds) / spec.steps * 1e3:.2f}",
                 f"{repeats:.0%}",
                 {True: "yes", False: "NO", None: "sampled"}[same],
@@ -107,6 +108,7 @@ def run(
             {
                 "depth": depth,
                 "tokens_per_second": decode.rate,
+                "of_depth_0": decode.rate / plain.rate,
                 "acceptance_length": spec.acceptance_length,
                 "acceptance_per_position": position,
                 "speedup": ratio,
@@ -119,8 +121,9 @@ def run(
     headers = (
         "depth",
         "tokens/s",
+        "of depth 0",
+        "per prompt, median (quartiles)",
         "acceptance length",
-        "speed-up (quartiles)",
         "ms/step",
         "repeated",
         "same tokens",
@@ -128,6 +131,7 @@ def run(
     how = f"temperature {temperature:g}" if temperature else "greedy"
     notes = [
         f"{prompts} prompts of {prompt_tokens} tokens ({given.source}), {max_tokens} tokens each, batch 1, "
-        f"{how}; time from the first token to the last; speed-up per prompt against depth 0."
+        f"{how}; time from the first token to the last. Tokens/s: of all prompts together; per prompt: the "
+        "time at depth 0 over that at this depth."
     ]
     return Report(f"Decode speed by depth: {subject.name}", headers, rows, notes, {"depths": figures})

@@ -1,5 +1,6 @@
 """When tokens arrive: throughput, and the latencies a user feels, with percentiles."""
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -62,10 +63,6 @@ class Percentiles:
         p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
         return cls(float(np.mean(values)), p50, p90, p99, len(values))
 
-    def show(self, digits: int = 1, scale: float = 1e3) -> str:
-        """``p50 / p90 / p99``, in milliseconds."""
-        return " / ".join(f"{v * scale:.{digits}f}" for v in (self.p50, self.p90, self.p99))
-
 
 @dataclass(frozen=True)
 class Summary:
@@ -108,19 +105,27 @@ class Summary:
             Percentiles.of([t.end for t in came]),
         )
 
-    @classmethod
-    def median(cls, summaries: "Sequence[Summary]") -> "Summary":
-        """The one of median throughput, the lower of two."""
-        return sorted(summaries, key=lambda s: s.rate)[(len(summaries) - 1) // 2]
 
-    def row(self) -> tuple[str, ...]:
-        """Cells of a table with ``HEADERS``."""
-        times = (self.ttft.show(), self.tpot.show(2), self.itl.show(2), self.e2e.show(0))
-        return (f"{self.rate:.1f}", *times)
+def row(rounds: Sequence[Summary]) -> tuple[str, ...]:
+    """Cells of a table with ``HEADERS``: medians over the rounds, of the rate and of every percentile."""
+    times = (("ttft", 1), ("tpot", 2), ("itl", 2), ("e2e", 0))
+    cells = (
+        " / ".join(f"{over_rounds(rounds, name, at) * 1e3:.{digits}f}" for at in ("p50", "p90", "p99"))
+        for name, digits in times
+    )
+    return (f"{statistics.median(s.rate for s in rounds):.1f}", *cells)
+
+
+def over_rounds(rounds: Sequence[Summary], latency: str, at: str) -> float:
+    """The median over rounds of a percentile of a latency, in seconds."""
+    return statistics.median(getattr(getattr(s, latency), at) for s in rounds)
 
 
 HEADERS = ("tokens/s", "TTFT, ms", "TPOT, ms", "between tokens, ms", "end to end, ms")
-PERCENTILES_NOTE = "Latencies: p50 / p90 / p99. Tokens that come together share the time since those before."
+PERCENTILES_NOTE = (
+    "Medians of the rounds; latencies: p50 / p90 / p99. Tokens that come together share the time since those "
+    "before."
+)
 
 
 def acceptance_per_position(drafts: int, accepted: Sequence[int]) -> list[float]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mtp_jax.bench.latency import over_rounds
 from mtp_jax.bench.report import Report
 from mtp_jax.errors import ConfigError
 
@@ -17,8 +18,11 @@ def check() -> None:
         raise ConfigError("the figure needs matplotlib; install it with: pip install 'mtp-jax[bench]'")
 
 
-def draw(report: Report, path: Path) -> None:
-    """Write a PNG of ``report``, whose figures have "levels" (by concurrency) or "depths"."""
+def draw(report: Report, path: Path, made_by: Mapping[str, Any]) -> None:
+    """Write a PNG of ``report``, whose figures have "levels" (by concurrency) or "depths".
+
+    made_by: as ``report.write`` takes it; stands below the figure.
+    """
     import matplotlib  # imported here: slow
 
     matplotlib.use("Agg")
@@ -30,12 +34,19 @@ def draw(report: Report, path: Path) -> None:
     else:
         _levels(report.figures["levels"], axes.flat)
     figure.suptitle(report.title)
+    about = made_by["environment"]
+    load = about["load_average"]
+    busy = f", load {load[0]:.1f} at the start" if load else ""
+    machine = f"{about['cpu']}, {about['cores']} cores, {about['device']}{busy}, {about['date']}"
+    figure.supxlabel(f"{made_by['command']}\n{machine}", fontsize="small")
     figure.savefig(path, dpi=110, format="png")
     pyplot.close(figure)
 
 
 def _levels(levels: Sequence[Mapping[str, Any]], axes: Any) -> None:
     """Throughput, speed-up, latencies and acceptance by level, a line per mode."""
+    from matplotlib.ticker import MaxNLocator
+
     modes = list(dict.fromkeys(f["mode"] for f in levels))
     at_a_time = sorted({f["concurrency"] for f in levels})
 
@@ -45,19 +56,23 @@ def _levels(levels: Sequence[Mapping[str, Any]], axes: Any) -> None:
             axis.plot(*zip(*points, strict=True), style, color=colour, label=f"{mode}{name}", markersize=4)
         axis.set_xscale("log", base=2)
         axis.set_xticks(at_a_time, map(str, at_a_time))
-        axis.set_xlabel("requests at a time")
+        axis.set_xlabel("requests at a time (logarithmic)")
         axis.grid(alpha=0.3)
         axis.legend(fontsize="small")
 
-    def of_rounds(f: Mapping[str, Any], latency: str, at: str) -> float:
-        runs = [getattr(getattr(s, latency), at) for s in f["rounds"]]
-        return sorted(runs)[len(runs) // 2] * 1e3
+    def spread(axis: Any, value: str) -> None:
+        """A line per mode through the medians, with the quartiles as bars."""
+        lines(axis, "", lambda f: f[value].median)
+        for mode, colour in zip(modes, _COLOURS, strict=False):
+            points = [(f["concurrency"], f[value]) for f in levels if f["mode"] == mode]
+            for at, s in points:
+                axis.plot([at, at], [s.low, s.high], color=colour, linewidth=1)
 
     throughput, gain, first, per_token, whole, accepted = axes
-    lines(throughput, "", lambda f: f["tokens_per_second"].median)
-    throughput.set(title="throughput, tokens/s")
+    spread(throughput, "tokens_per_second")
+    throughput.set(title="throughput, tokens/s; median and quartiles of the rounds")
     throughput.set_ylim(bottom=0)
-    lines(gain, "", lambda f: f["speedup"].median)
+    spread(gain, "speedup")
     gain.axhline(1, color="black", linewidth=0.5)
     gain.set_title(f"throughput over that of {modes[0]}")
     for axis, latency, title in (
@@ -65,25 +80,33 @@ def _levels(levels: Sequence[Mapping[str, Any]], axes: Any) -> None:
         (per_token, "tpot", "time per output token, ms"),
         (whole, "e2e", "end to end, ms"),
     ):
-        lines(axis, " p50", lambda f, latency=latency: of_rounds(f, latency, "p50"))
-        lines(axis, " p99", lambda f, latency=latency: of_rounds(f, latency, "p99"), "x:")
-        axis.set(title=title, yscale="log")
+        lines(axis, " p50", lambda f, latency=latency: over_rounds(f["rounds"], latency, "p50") * 1e3)
+        lines(axis, " p99", lambda f, latency=latency: over_rounds(f["rounds"], latency, "p99") * 1e3, "x:")
+        axis.set(title=f"{title} (logarithmic)", yscale="log")
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_formatter("{x:g}")
     for mode, colour in zip(modes, _COLOURS, strict=False):
-        rates = [f["acceptance_per_position"] for f in levels if f["mode"] == mode]
-        for shown in rates:
-            accepted.plot(range(1, len(shown) + 1), shown, "o-", color=colour, alpha=0.6, markersize=4)
-            accepted.set_xticks(range(1, max(map(len, rates)) + 1))
-    accepted.set(title="drafts accepted by position, a line per level", xlabel="position", ylim=(0, 1.02))
+        rates = {f["concurrency"]: f["acceptance_per_position"] for f in levels if f["mode"] == mode}
+        for level, shown in rates.items():
+            if shown:
+                accepted.plot(range(1, len(shown) + 1), shown, "o-", color=colour, alpha=0.6, markersize=4)
+                accepted.annotate(f" {level}", (len(shown), shown[-1]), color=colour, fontsize="small")
+    accepted.xaxis.set_major_locator(MaxNLocator(integer=True))
+    accepted.set(
+        title="drafts accepted by position; at each line's end, requests at a time",
+        xlabel="position",
+        ylim=(0, 1.02),
+    )
     accepted.grid(alpha=0.3)
 
 
 def _depths(depths: Sequence[Mapping[str, Any]], axes: Any) -> None:
     """Speed, step time and acceptance by depth."""
+    from matplotlib.ticker import MaxNLocator
+
     shown = (
         ("tokens/s", lambda f: f["tokens_per_second"]),
-        ("speed-up over depth 0", lambda f: f["speedup"].median),
+        ("speed-up over depth 0; median and quartiles of the prompts", lambda f: f["speedup"].median),
         ("ms per step", lambda f: f["step_seconds"] * 1e3),
         ("acceptance length", lambda f: f["acceptance_length"]),
         ("share of repeated 8-token runs", lambda f: f["repeated"]),
@@ -92,11 +115,19 @@ def _depths(depths: Sequence[Mapping[str, Any]], axes: Any) -> None:
     for axis, (title, value) in zip(first, shown, strict=True):
         axis.plot([f["depth"] for f in depths], [value(f) for f in depths], "o-", color=_COLOURS[1])
         axis.set(title=title, xlabel="depth")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set_ylim(bottom=0)
+        axis.margins(y=0.1)
         axis.grid(alpha=0.3)
     for f in depths:
+        s = f["speedup"]
+        first[1].plot([f["depth"]] * 2, [s.low, s.high], color=_COLOURS[1], linewidth=1)
+    for f in depths:
         accepted = f["acceptance_per_position"]
+        if not accepted:
+            continue
         last.plot(range(1, len(accepted) + 1), accepted, "o-", label=f"depth {f['depth']}", markersize=4)
+    last.xaxis.set_major_locator(MaxNLocator(integer=True))
     last.set(title="drafts accepted by position", xlabel="position", ylim=(0, 1.02))
     last.grid(alpha=0.3)
     last.legend(fontsize="small")

@@ -7,6 +7,7 @@ import platform
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,10 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, processor, cores, and how busy the machine was at the start."""
+    """The date, versions, processor, cores, and how busy the machine was at the start."""
     packages = ("mtp-jax", "jax", "jaxlib", "numpy")
     return {
+        "date": datetime.now().astimezone().isoformat(timespec="minutes"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         **{name: _version(name) for name in packages},

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from mtp_jax.api.session import Session
-from mtp_jax.bench.latency import HEADERS, PERCENTILES_NOTE, Summary, Timeline, acceptance_per_position
+from mtp_jax.bench.latency import (
+    HEADERS,
+    PERCENTILES_NOTE,
+    Summary,
+    Timeline,
+    acceptance_per_position,
+    row,
+)
 from mtp_jax.bench.report import Report, Spread
 from mtp_jax.bench.simulate import Simulated, simulate
 from mtp_jax.bench.subject import Subject, prompts_for
@@ -134,8 +141,8 @@ def run(
             figures.append(found)
             length_of = f"{found['acceptance_length']:.2f}"
             same = {None: "-", True: "yes", False: "NO"}[found["same_tokens"]]
-            median = Summary.median([r.summary for r in runs[mode]])
-            rows.append((level, mode, found["speedup"].show(), length_of, same, *median.row()))
+            cells = row([r.summary for r in runs[mode]])
+            rows.append((level, mode, found["speedup"].show(), length_of, same, *cells))
         report = Report(title, headers, [*rows], [note, PERCENTILES_NOTE], {"levels": [*figures]}, pending)
         yield simulated.label(report) if simulated else report
 

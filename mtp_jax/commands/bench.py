@@ -212,7 +212,7 @@ def _measure(args: Arguments) -> int:
     for report in args.measure(args):
         write(report, path, made_by)
         if png is not None:
-            plot.draw(report, png)
+            plot.draw(report, png, made_by)
         if report.pending:
             show.note(table(report.headers, report.rows[shown:]))
             shown = len(report.rows)

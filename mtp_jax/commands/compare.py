@@ -41,7 +41,10 @@ class Measured:
 def compare(
     args: argparse.Namespace, llm: "LLM", prompt: "Prompt", params: SamplingParams, report: Reporter
 ) -> int:
-    """Measure and print. Returns 1 if a run failed or greedy float32 tokens differ, which must not happen."""
+    """Measure and print. Returns 1 if a run failed, or if float32 tokens differ that must not.
+
+    Those of greedy decoding must not, nor those that a seed fixes whatever is drafted.
+    """
     plain = llm.without_speculation()
     sides = (llm, plain)
     for side in sides:
@@ -59,7 +62,8 @@ def compare(
                 outputs.append(output)
     fast, slow = (_measured(side, outputs) for side, outputs in zip(sides, runs, strict=True))
     tokens = [output.outputs[0].token_ids for outputs in runs for output in outputs]
-    same = all(t == tokens[0] for t in tokens) if params.temperature == 0 else None
+    fixed = params.temperature == 0 or (params.seed is not None and llm.engine.config.verifier == "coupled")
+    same = all(t == tokens[0] for t in tokens) if fixed else None
     if args.json:
         result = {
             "with": asdict(fast),
@@ -100,12 +104,13 @@ def _lines(name: str, fast: Measured, slow: Measured, runs: "list[list[RequestOu
         f"end to end: {fast.finished:.3f} s, first token after {fast.first_token * 1000:.0f} ms | "
         f"{slow.finished:.3f} s, first token after {slow.first_token * 1000:.0f} ms | {end:.2f}x\n"
         f"{many} tokens, medians of {len(runs[0])} alternating runs{'; ' if accepted else ''}{accepted}\n"
+        + ("green: drafted tokens\n" if show.colours() else "")
     )
 
 
 def _verdict(tokens: list[list[int]], same: bool | None, dtype: str) -> str:
     if same is None:
-        return "sampled, so tokens differ by chance"
+        return "sampled, so tokens differ by chance (not with --verifier coupled --seed N)"
     if same:
         return "same tokens"
     places = zip(*tokens, strict=False)

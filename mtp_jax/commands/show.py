@@ -1,5 +1,6 @@
 """What the user sees: text, log-probabilities, JSON, and the line of numbers after it."""
 
+import os
 import statistics
 import sys
 from collections.abc import Callable
@@ -12,14 +13,22 @@ if TYPE_CHECKING:
     from mtp_jax.api.llm import LLM
     from mtp_jax.api.outputs import CompletionOutput, RequestOutput
 
+_GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 # A model's output must not drive a terminal: only line ends and tabs pass.
 _CONTROL = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "�")
 
 
-def write(text: str) -> None:
-    """To stdout, at once."""
-    sys.stdout.write(text.translate(_CONTROL) if sys.stdout.isatty() else text)
+def write(text: str, marked: bool = False) -> None:
+    """To stdout, at once. marked: in green, where stdout shows colours."""
+    text = text.translate(_CONTROL) if sys.stdout.isatty() else text
+    sys.stdout.write(f"{_GREEN}{text}{_PLAIN}" if marked and text and colours() else text)
     sys.stdout.flush()
+
+
+def colours() -> bool:
+    """Whether stdout is a terminal that shows colours, and nobody asked for none (no-color.org)."""
+    wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
+    return wanted and sys.stdout.isatty()
 
 
 def note(text: str) -> None:
@@ -32,17 +41,25 @@ def stream(
 ) -> "RequestOutput | None":
     """Print a completion as it grows, its token ids if there is no tokenizer, until it ends or ``stopped``.
 
-    Returns the output as last seen; None if stopped before there was any.
+    Drafted tokens are green on a terminal that shows colours. Returns the output as last seen; None if
+    stopped before there was any.
     """
-    output, shown = None, ""
+    output, tokens, shown = None, 0, ""
     updates = llm.stream(prompt, params)
     for output in updates:
-        text = visible(llm, output.outputs[0])
-        write(text[len(shown) :])
-        shown = text
+        completion = output.outputs[0]
+        texts = completion.token_texts if llm.tokenizer else [f"{t} " for t in completion.token_ids]
+        for text, drafted in zip(texts[tokens:], completion.drafted[tokens:], strict=True):
+            write(text, marked=drafted)
+            shown += text
+        tokens = len(texts)
         if stopped():
             break
     updates.close()
+    if output is not None:  # what was held back until the end belongs to no token
+        rest = visible(llm, output.outputs[0])[len(shown) :]
+        write(rest)
+        shown += rest
     if not shown.endswith("\n"):
         write("\n")
     return output
@@ -120,7 +137,10 @@ def speculation(s: Speculation) -> list[str]:
         return []
     verified = [sum(d > i for d in s.drafted_per_step) for i in range(len(s.accepted_per_position))]
     rates = [f"{a / v:.0%}" for a, v in zip(s.accepted_per_position, verified, strict=True)]
-    return [f"acceptance length {s.acceptance_length:.2f}", f"drafts accepted {' '.join(rates)} by position"]
+    parts = [f"acceptance length {s.acceptance_length:.2f}", f"drafts accepted {' '.join(rates)} by position"]
+    if off := s.drafted_per_step.count(0):
+        parts.append(f"no drafts in {off} of {s.steps} steps")
+    return parts
 
 
 def as_json(output: "RequestOutput") -> dict[str, Any]:

@@ -170,6 +170,9 @@ def test_compare(run, model):
     assert end.startswith("end to end: ")
     assert counts.startswith("24 tokens, medians of 2 alternating runs; drafts accepted ")
 
+    options = ("--temperature", 0.8, "--seed", 3, "--verifier", "coupled")
+    assert ", same tokens" in run(*argv, *options)[1]
+
     adaptive = [a for a in argv if a != "--fixed-depth"]
     speed = run(*adaptive)[1].splitlines()[-3]
     assert speed.startswith("depth 0 to 3: ")
