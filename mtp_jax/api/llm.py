@@ -26,6 +26,7 @@ from mtp_jax.api.progress import Silent
 from mtp_jax.api.propose import propose
 from mtp_jax.api.score import Scorer, Scores
 from mtp_jax.api.session import Session
+from mtp_jax.engine.buckets import chunk_sizes
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import MAX_DRAFTS, SamplingParams
@@ -121,11 +122,20 @@ class LLM:
 
     def warm_up(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> None:
-        """Compile what ``generate`` with the same arguments will need. Raises RequestError likewise."""
-        self._prepare(self._states(prompts, sampling_params))
+        """Compile what ``generate`` with the same arguments will need. Raises RequestError likewise.
+
+        prompts: None: any prompt, one at a time.
+        """
+        if prompts is not None:
+            self._prepare(self._states(prompts, sampling_params))
+            return
+        config = self.engine.config
+        longest = config.max_model_len - 1
+        for size in (*chunk_sizes(config), longest):
+            self._prepare(self._states([[0] * min(size, longest)], sampling_params))
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None

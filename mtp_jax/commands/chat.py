@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
         raise RequestError(f"{directory} has {missing}, so it cannot chat; use `mtp-jax generate`")
     report = reporter(args)
     llm = open_llm(args, report, 1)
+    llm.warm_up(None, params)
     ready(report, llm)
     if args.model is None:
         show.note(_DEMO)

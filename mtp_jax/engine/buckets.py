@@ -171,7 +171,7 @@ def warm_up_keys(config: EngineConfig, shards: int, structured: bool) -> tuple[l
     depths = adaptive_depths(deepest) if config.adaptive_depth else (deepest,)
     sampled = SamplingMode(config.drafting, config.verifier)
     scored = replace(sampled, logprobs=MAX_LOGPROBS)
-    slots, pages, sizes = _step_slots(config, shards), _page_buckets(config), _chunk_buckets(config)
+    slots, pages, sizes = _step_slots(config, shards), _page_buckets(config), chunk_sizes(config)
     longest: dict[str, Any] = {"tokens": sizes[-1], "prompts": 1}
     anything: dict[str, Any] = longest | {"prompt_logprobs": MAX_LOGPROBS}
     widest = StepKey(slots[-1], deepest, pages[-1], scored)
@@ -202,7 +202,7 @@ def all_keys(config: EngineConfig, shards: int = 1, structured: bool = True) -> 
 
 def chunks(config: EngineConfig, tokens: int) -> Iterator[int]:
     """Chunk sizes of a prompt: full chunks, then the smallest bucket that holds the rest."""
-    sizes = _chunk_buckets(config)
+    sizes = chunk_sizes(config)
     while tokens > 0:
         size = next((b for b in sizes if b >= tokens), config.prefill_chunk)
         yield size
@@ -247,7 +247,8 @@ def _slot_buckets(config: EngineConfig) -> Sequence[int]:
     return buckets(config.max_num_seqs, 1, BUCKETS.slots)
 
 
-def _chunk_buckets(config: EngineConfig) -> Sequence[int]:
+def chunk_sizes(config: EngineConfig) -> Sequence[int]:
+    """Lengths of the chunks that prompts are cut into, the shortest first."""
     return buckets(config.prefill_chunk, min(BUCKETS.chunk, config.prefill_chunk), BUCKETS.chunks)
 
 

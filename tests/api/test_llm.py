@@ -220,6 +220,14 @@ def test_time_is_counted_from_submission_not_from_compilation(llm, monkeypatch):
     assert 0 < timing.first_token < timing.finished
 
 
+def test_warm_up_for_any_prompt(llm):
+    llm.warm_up(None, GREEDY)
+    compiled = llm.engine.runner.keys
+    for length in (1, 17, llm.engine.config.max_model_len - 2):
+        assert llm.generate([[5] * length], GREEDY)[0].outputs[0].token_ids
+    assert llm.engine.runner.keys == compiled
+
+
 def test_warm_up_prepares_and_serves_nothing(llm, monkeypatch):
     prepared = []
     monkeypatch.setattr(llm.engine, "prepare", lambda requests, update: prepared.extend(requests))

@@ -54,7 +54,7 @@ def run(monkeypatch, capsys, opened):
 
 def test_generate_streams_ids_without_a_tokenizer(run, monkeypatch):
     pieces = []
-    monkeypatch.setattr(show, "write", pieces.append)
+    monkeypatch.setattr(show, "write", lambda text, **_: pieces.append(text))
     status, _, err = run(
         "generate", golden.model_dir("rigged"), "--token-ids", IDS, "--max-tokens", 24, *SIZES
     )
@@ -298,8 +298,8 @@ def test_ctrl_c_stops_one_answer(run, model, monkeypatch):
     write = show.write
     pressed = []
 
-    def press_once(text):
-        write(text)
+    def press_once(text, **more):
+        write(text, **more)
         if not pressed:
             pressed.append(text)
             signal.raise_signal(signal.SIGINT)
