@@ -7,9 +7,11 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from mtp_jax import AsyncLLM, MtpJaxError
 from serve import chat, completions, info, native, page
@@ -22,6 +24,9 @@ from serve.state import Server
 _Handler = Callable[[Server, Request], Awaitable[Response]]
 _GET: dict[str, _Handler] = {
     "/health": info.health,
+    "/ping": info.health,
+    "/load": info.load,
+    "/tokenizer_info": info.tokenizer_info,
     "/ready": info.ready,
     "/version": info.version,
     "/metrics": info.metrics,
@@ -37,10 +42,11 @@ _POST: dict[str, _Handler] = {
     "/detokenize": info.detokenize,
     "/generate": native.generate,
     "/flush_cache": info.flush_cache,
+    "/reset_prefix_cache": info.flush_cache,
 }
 
 
-def make_app(allm: AsyncLLM, settings: Settings) -> AccessControl:
+def make_app(allm: AsyncLLM, settings: Settings) -> ASGIApp:
     """The application in front of an engine, which the caller starts and closes."""
     server = Server(allm, settings, Metrics(allm, settings.model_name))
 
@@ -54,4 +60,14 @@ def make_app(allm: AsyncLLM, settings: Settings) -> AccessControl:
     )
     app = Starlette(routes=routes, exception_handlers=errors)
     app.router.redirect_slashes = False
-    return AccessControl(app, server, frozenset((*_GET, *_POST)))
+    controlled = AccessControl(app, server, frozenset((*_GET, *_POST)))
+    if not settings.allowed_origins:
+        return controlled
+    # Around the access control, as a browser asks for permission without a key.
+    return CORSMiddleware(
+        controlled,
+        allow_origins=[origin.lower() for origin in settings.allowed_origins],
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=("x-request-id", "warning", "retry-after"),
+    )

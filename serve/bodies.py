@@ -1,6 +1,8 @@
 """From the bytes of a request to a checked body."""
 
 import asyncio
+import logging
+from functools import lru_cache
 from itertools import islice
 from typing import TypeVar
 
@@ -12,6 +14,7 @@ from serve.fields import Body
 from serve.settings import Settings
 
 _Body = TypeVar("_Body", bound=Body)
+_LOG = logging.getLogger(__name__)
 _MOST_NAMED = 10
 _LONGEST_NAME = 64
 
@@ -48,7 +51,15 @@ async def read(settings: Settings, request: Request, *kinds: type[_Body]) -> _Bo
     if unknown and settings.strict:
         raise ApiError(400, f"unknown field {unknown[0]}; leave it out", unknown[0], "unknown_field")
     request.state.unknown = unknown
+    for name in unknown:
+        _tell(name)
     return body
+
+
+@lru_cache(maxsize=256)  # clients choose the names
+def _tell(name: str) -> None:
+    """Log, once, that a field has no effect."""
+    _LOG.warning("the field %s is not known here and has no effect", name)
 
 
 def warning(request: Request) -> dict[str, str]:

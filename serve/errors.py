@@ -93,7 +93,8 @@ def _of_routing(request: Request, error: HTTPException) -> ApiError:
     """The path that is unknown, or what may be done with it."""
     path = request.url.path[:_SHOWN_CHARACTERS]
     if error.status_code == 404:
-        message = f"there is no {path} here; the routes of OpenAI's API begin with /v1/"
+        routes = sorted(route.path for route in request.app.routes)
+        message = f"there is no {path} here; the routes are {', '.join(routes)}"
     else:
         message = f"{path} takes {(error.headers or {}).get('Allow')}, not {request.method}"
     return ApiError(error.status_code, message, headers=error.headers)

@@ -100,6 +100,31 @@ async def detokenize(server: Server, request: Request) -> Response:
     return _json({"prompt": text}, headers=warning(request))
 
 
+async def load(server: Server, request: Request) -> Response:
+    """How many requests are in progress or wait, in vLLM's shape."""
+    del request
+    return _json({"server_load": server.allm.live})
+
+
+async def tokenizer_info(server: Server, request: Request) -> Response:
+    """The tokenizer's class and special tokens, in vLLM's shape: what remote evaluation asks for."""
+    del request
+    tokenizer = server.tokenizer
+
+    def name(token: int | None) -> str | None:
+        return None if token is None else token_name(tokenizer, token)
+
+    found = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": server.allm.llm.engine.config.longest,
+        "vocab_size": tokenizer.vocab_size,
+        "bos_token": name(tokenizer.bos_id),
+        "eos_token": name(next(iter(tokenizer.eos_ids), None)),
+        "chat_template": tokenizer.chat_template,
+    }
+    return _json(found)
+
+
 async def flush_cache(server: Server, request: Request) -> Response:
     """Forget the pages that only the prefix cache keeps."""
     del request

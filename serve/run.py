@@ -1,6 +1,7 @@
 """From settings to a listening process: the socket, signals, the engine's end."""
 
 import asyncio
+import errno
 import gc
 import logging
 import os
@@ -50,8 +51,9 @@ def listen(settings: Settings) -> socket.socket:
 
 
 def _no_port(settings: Settings, error: OSError) -> ConfigError:
+    flag = "--host" if error.errno in (errno.EADDRNOTAVAIL, None) else "--port"
     return ConfigError(
-        f"cannot bind to {settings.host} port {settings.port}: {error.strerror}; choose another --port"
+        f"cannot bind to {settings.host} port {settings.port}: {error.strerror}; choose another {flag}"
     )
 
 

@@ -108,11 +108,33 @@ class Sampling(Body):
         return StructuredOutput(own.json_, own.json_object or False, own.regex, own.choice)
 
 
-# Structured output in the words of other servers.
-_FOREIGN_GRAMMARS = {
+# Fields of other servers that would change the answer, and what to do here instead.
+_GRAMMARS = (
     "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     "json_schema", "regex", "ebnf", "grammar",
-}  # fmt: skip
+)  # fmt: skip
+_FOREIGN = {
+    **dict.fromkeys(_GRAMMARS, "use response_format or structured_outputs"),
+    "use_beam_search": "leave it out: tokens are sampled, or the likeliest with temperature = 0",
+    "length_penalty": "leave it out: there is no beam search",
+    "early_stopping": "leave it out: there is no beam search",
+    "documents": "put them into the messages",
+    "chat_template": "leave it out: the checkpoint's own is used",
+    "add_generation_prompt": "leave it out: an answer is always begun",
+    "continue_final_message": "use /v1/completions to go on with a text",
+    "truncate_prompt_tokens": "shorten the prompt before it is sent",
+    "logits_processors": "use logit_bias, allowed_token_ids, bad_words or structured_outputs",
+    "prompt_logprobs": "use /v1/completions with echo = true and logprobs",
+    "web_search_options": "leave it out: the server searches nothing",
+}
+# Their values that change nothing; those of the others are null, false and nothing at all.
+_NEUTRAL = {"add_generation_prompt": True, "length_penalty": 1}
+
+
+def _changes(name: str, value: Any) -> bool:
+    if value is None:
+        return False
+    return value != _NEUTRAL[name] if name in _NEUTRAL else value is not False and value not in ([], {})
 
 
 class CallBody(Sampling):
@@ -128,10 +150,10 @@ class CallBody(Sampling):
     def _options_apply(self) -> "CallBody":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only allowed with stream = true")
-        # An answer without them is of no use, and few clients show the warning of unknown fields.
-        extra = {name for name, value in (self.model_extra or {}).items() if value is not None}
-        if foreign := sorted(extra & _FOREIGN_GRAMMARS):
-            raise ValueError(f"{foreign[0]}: not known here; use response_format or structured_outputs")
+        # An answer that does without them is another one, and few clients show the warning of unknown fields.
+        for name, value in (self.model_extra or {}).items():
+            if name in _FOREIGN and _changes(name, value):
+                raise ValueError(f"{name}: not supported here; {_FOREIGN[name]}")
         return self
 
 

@@ -15,14 +15,15 @@ from serve.page import PATHS as PAGE_PATHS
 from serve.state import Server
 
 _ACCESS = logging.getLogger("serve.access")
-_OPEN_PATH = "/health"
+# For probes, which have no key.
+_OPEN_PATHS = ("/health", "/ping", "/ready")
 _PLAIN_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _GENERATING = ("/v1/completions", "/v1/chat/completions", "/generate")
 _MOST_HEADER_BYTES = 16 * 1024
 
 
 class AccessControl:
-    """ASGI middleware. What it refuses reaches no route. ``/health`` is open, the page needs no key."""
+    """ASGI middleware. What it refuses reaches no route. Probes are open, the page needs no key."""
 
     def __init__(self, app: ASGIApp, server: Server, routes: frozenset[str]) -> None:
         self._app, self._server, self._routes = app, server, routes
@@ -70,7 +71,7 @@ class AccessControl:
     def _refusal(self, method: str, path: str, headers: "Headers") -> ApiError | None:
         """Why a request reaches no route; None if it does."""
         reads = method in ("GET", "HEAD")
-        if path == _OPEN_PATH and reads:
+        if path in _OPEN_PATHS and reads:
             return None
         if headers.size > _MOST_HEADER_BYTES:
             return ApiError(
@@ -80,11 +81,12 @@ class AccessControl:
         if self._hosts and host.rpartition(":")[0] not in self._hosts and host not in self._hosts:
             return ApiError(403, "this server does not answer for that Host; start it with --allowed-host")
         origin = headers.get(b"origin").decode("latin-1").lower()
-        if origin and _netloc(origin) != host:
+        if origin and _netloc(origin) != host and not self._settings.allows_origin(origin):
             return ApiError(
                 403,
                 f"requests from pages of other origins are refused: from {origin[:100]!a}, for the Host "
-                f"{host[:100]!a}; a proxy must pass the Host on",
+                f"{host[:100]!a}; a proxy must pass the Host on, or the server allow the origin "
+                "(--allowed-origin)",
             )
         public = reads and path in PAGE_PATHS  # where the key is entered
         if self._keys and not public and not self._knows(headers.get(b"authorization")):

@@ -1,6 +1,7 @@
 """What an operator decides about a server."""
 
 import ipaddress
+import re
 from dataclasses import MISSING, dataclass
 from typing import Any, Literal, get_args
 
@@ -14,6 +15,9 @@ _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 def _seconds(default: float | None, help: str, **rest: Any) -> Any:
     return option(default, help, kind=float, low=0, above=True, high=1e9, metavar="S", **rest)
+
+
+_ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/?#]+")
 
 
 @documented
@@ -42,6 +46,14 @@ class Settings:
         flag="--allowed-host",
         repeated=True,
         metavar="NAME",
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "origin of pages that may ask this server, such as https://chat.example.com; * allows all",
+        kind=str,
+        flag="--allowed-origin",
+        repeated=True,
+        metavar="ORIGIN",
     )
     strict: bool = option(False, "refuse unknown fields instead of warning of them")
     max_body_bytes: int = option(8 * 2**20, "most bytes of a request's body", low=1, metavar="N")
@@ -81,12 +93,22 @@ class Settings:
             raise ConfigError(f"model_name = {self.model_name!r}; expected 1 to {MAX_NAME} characters")
         if not all(key and key.isascii() and key.isprintable() and " " not in key for key in self.api_keys):
             raise ConfigError("an API key is empty or has spaces or other than printable ASCII characters")
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"--allowed-origin {origin!r}; expected scheme, host and port as browsers send them, "
+                    "such as http://localhost:3000, or *"
+                )
         if not (self.is_loopback or self.api_keys or self.insecure_no_auth):
             raise ConfigError(
                 f"host {self.host} lets other computers connect, and there is no API key; set one "
                 "(--api-key, or MTP_JAX_API_KEY in the environment), bind to 127.0.0.1, or pass "
                 "--insecure-no-auth"
             )
+
+    def allows_origin(self, origin: str) -> bool:
+        """Whether pages of an origin, in small letters, may ask."""
+        return "*" in self.allowed_origins or origin in map(str.lower, self.allowed_origins)
 
     @property
     def is_loopback(self) -> bool:

@@ -1,5 +1,6 @@
 """The folder in which compiled programs are kept across processes."""
 
+import logging
 import os
 import stat
 from pathlib import Path
@@ -8,19 +9,34 @@ import jax
 
 from mtp_jax.errors import ConfigError
 
+_LOG = logging.getLogger(__name__)
+
 
 def use_compile_cache(directory: str | Path) -> None:
     """Keep compiled programs in ``directory`` across processes.
 
     JAX trusts what it finds there, so the folder must be ours alone: it is created 0700, and one that others
-    can write to is refused. Raises ConfigError.
+    can write to is refused. A folder that cannot be made costs the cache and a warning, and nothing else.
+    Raises ConfigError.
     """
     path = Path(directory).expanduser()
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = path.stat()
     except OSError as e:
-        raise ConfigError(f"compile cache {path} cannot be made: {e}; name another folder, or none") from e
+        _LOG.warning(
+            "compile cache %s cannot be made (%s): programs are compiled anew in every process; name another "
+            "folder (--compile-cache), or none (--no-compile-cache)",
+            path,
+            e.strerror,
+        )
+        return
+    if not os.access(path, os.W_OK):
+        _LOG.warning(
+            "compile cache %s cannot be written: new programs are not kept; name another folder "
+            "(--compile-cache), or none (--no-compile-cache)",
+            path,
+        )
     if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o022:
         raise ConfigError(
             f"compile cache {path} is owned by uid {info.st_uid} with mode {stat.S_IMODE(info.st_mode):o}; "

@@ -8,7 +8,7 @@ from typing import Any
 from mtp_jax.checkpoint.safetensors_file import Tensor, open_file
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.hf_config import read_json
+from mtp_jax.model.hf_config import missing_folder, read_json
 
 INDEX = "model.safetensors.index.json"
 _NAMES_IN_ERRORS = 12
@@ -38,9 +38,7 @@ def open_folder(path: str | Path) -> Folder:
     """
     path = Path(path)
     if not path.is_dir():
-        raise CheckpointError(
-            f"{path} is not a directory; expected a folder with config.json and safetensors"
-        )
+        raise CheckpointError(missing_folder(path))
     if not (path / INDEX).exists():
         return Folder(path, open_file(_single_file(path)))
     weight_map = _weight_map(path / INDEX)

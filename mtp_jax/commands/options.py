@@ -16,6 +16,7 @@ from mtp_jax.api.progress import Reporter, Silent, Terminal
 from mtp_jax.commands.parser import Parser, biases, integers, mesh_shape
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import ConfigError, RequestError
+from mtp_jax.model.hf_config import missing_folder
 from mtp_jax.options import Option, declared
 from mtp_jax.text.grammar import StructuredOutput
 
@@ -202,7 +203,7 @@ def _structured(args: argparse.Namespace) -> StructuredOutput | None:
 def model_dir(args: argparse.Namespace) -> Path:
     """The model's directory. Raises ConfigError if there is none."""
     if args.model is not None and not args.model.is_dir():
-        raise ConfigError(f"{args.model} is not a directory; name one with config.json and safetensors")
+        raise ConfigError(missing_folder(args.model))
     return args.model or demo_model()
 
 

@@ -5,6 +5,7 @@ Released DeepSeek checkpoints write ``rope_theta`` + ``rope_scaling`` + ``torch_
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 from mtp_jax.errors import ConfigError
 
 FP8_BLOCK = 128
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 _MODEL_TYPES = {"deepseek_v3", "kimi_k2", "glm4_moe_lite", "joyai_llm_flash"}
 _INDEXER = "its sparse attention indexer is not implemented"
@@ -30,15 +33,22 @@ _REFUSED = {
 }
 
 
+def missing_folder(path: Path) -> str:
+    """The message where a model's path is no folder; the name of a model on a hub gets a hint."""
+    message = f"{path} is not a directory; name one with config.json and safetensors"
+    if _HUB_NAME.fullmatch(str(path)):
+        message += f". Nothing is downloaded here: hf download {path} --local-dir DIR, then name DIR"
+    return message
+
+
 def read_json(path: str | Path) -> dict[str, Any]:
     """A JSON object from a file. Raises ConfigError naming the file."""
     path = Path(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as e:
-        raise ConfigError(
-            f"{path} does not exist; a model directory holds config.json and safetensors"
-        ) from e
+        message = f"{path} does not exist; a model directory holds config.json and safetensors"
+        raise ConfigError(message if path.parent.is_dir() else missing_folder(path.parent)) from e
     except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(f"{path} is not readable JSON: {e}") from e
     if not isinstance(value, dict):

@@ -53,6 +53,7 @@ class Tokenizer:
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys(eos))
         self._add_bos = config.get("add_bos_token") is True and self.bos_id is not None
         self._template = ChatTemplate(config.get("chat_template"))
+        self.chat_template = template if isinstance(template := config.get("chat_template"), str) else None
 
     @classmethod
     def from_dir(cls, path: str | Path) -> "Tokenizer | None":

@@ -17,6 +17,16 @@ def test_compile_cache_must_be_private(tmp_path):
     assert jax.config.values["jax_compilation_cache_dir"] == before
 
 
+def test_a_folder_that_cannot_be_made_costs_the_cache_alone(tmp_path, caplog):
+    before = jax.config.values["jax_compilation_cache_dir"]
+    (tmp_path / "file").write_text("")
+    use_compile_cache(tmp_path / "file" / "cache")
+    (told,) = caplog.messages
+    assert "cannot be made (Not a directory)" in told
+    assert "--no-compile-cache" in told
+    assert jax.config.values["jax_compilation_cache_dir"] == before
+
+
 def test_compile_cache_is_created_private(tmp_path, monkeypatch):
     changed = {}
     monkeypatch.setattr(jax.config, "update", lambda name, value: changed.update({name: value}))

@@ -28,6 +28,7 @@ GIVEN = {
     "logit_bias": ("7:2.5,8:-1", {7: 2.5, 8: -1.0}),
     "api_keys": ("k", ("k",)),
     "allowed_hosts": ("h", ("h",)),
+    "allowed_origins": ("http://h", ("http://h",)),
     "allowed_token_ids": ("3,4", (3, 4)),
     "bad_words": ("h", ("h",)),
 }
@@ -187,6 +188,7 @@ ERRORS = [
     (["generate", V3, "--logit-bias", "3", *IDS], "'3' is not ID:BIAS,...; write 17:2.5,4:-100"),
     (["generate", V3, "--compile-cache", "c", "--no-compile-cache", *IDS], "not allowed with argument"),
     (["generate", V3, "--dtype", "int4", *IDS], "invalid choice: 'int4'"),
+    (["generate", "deepseek-ai/DeepSeek-V3", *IDS], "hf download deepseek-ai/DeepSeek-V3 --local-dir DIR"),
     (["generate", "nowhere", *IDS], "nowhere is not a directory; name one with config.json and safetensors"),
     (["generate", V3, "-p", "x"], "v3/model has no tokenizer.json; give --token-ids, and no --stop"),
     (["generate", V3, "--stop", "x", *IDS], "has no tokenizer.json; give --token-ids, and no --stop"),

@@ -364,6 +364,10 @@ def test_long_lists_of_scores_are_made_beside_the_event_loop(server, stream, mon
         ({"best_of": 2}, "best_of", "value of n"),
         ({"suffix": "x"}, "suffix", "not supported"),
         ({"guided_choice": ["a", "b"]}, "guided_choice", "use response_format or structured_outputs"),
+        ({"use_beam_search": True}, "use_beam_search", "not supported here; leave it out"),
+        ({"truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "shorten the prompt"),
+        ({"add_generation_prompt": False}, "add_generation_prompt", "an answer is always begun"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs", "echo = true"),
         ({"max_tokens": 0}, "max_tokens", "echo"),
         (
             {"echo": True, "logprobs": 20, "n": 128, "prompt": "a" * 1561},

@@ -129,6 +129,16 @@ def test_models_and_version(client):
     assert client.get("/version").json()["version"]
 
 
+def test_what_other_tools_ask(client):
+    assert client.get("/ping").json() == {"status": "ok"}
+    assert client.get("/load").json() == {"server_load": 0}
+    assert client.post("/reset_prefix_cache").json() == {"success": True}
+    told = client.get("/tokenizer_info").json()
+    assert (told["tokenizer_class"], told["model_max_length"]) == ("PreTrainedTokenizerFast", 252)
+    assert (told["bos_token"], told["eos_token"]) == ("<bos>", "<eos>")
+    assert "for m in messages" in told["chat_template"]
+
+
 def test_health_and_ready(client):
     assert client.get("/health").json() == {"status": "ok"}
     ready = client.get("/ready").json()
@@ -140,7 +150,8 @@ def test_unknown_routes_and_methods_are_openai_errors(client):
     unknown = client.post("/chat/completions").json()["error"]
     assert unknown["type"] == "not_found_error"
     assert "no /chat/completions here" in unknown["message"]
-    assert "begin with /v1/" in unknown["message"]
+    assert "the routes are /, " in unknown["message"]
+    assert ", /v1/chat/completions, " in unknown["message"]
     wrong = client.get("/v1/completions")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
     assert wrong.json()["error"]["message"] == "/v1/completions takes POST, not GET"

@@ -96,7 +96,7 @@ ODD_PATHS = [
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH", "ODD"])
-def test_every_route_but_health_needs_a_key(server: Running, method):
+def test_every_route_but_probes_needs_a_key(server: Running, method):
     locked = server.variant(api_keys=("secret", "other"))
     for path in [*app._GET, *app._POST, *ODD_PATHS]:
         for headers in (
@@ -106,7 +106,7 @@ def test_every_route_but_health_needs_a_key(server: Running, method):
             {"authorization": "secret"},
         ):
             answer = locked.request(method, path.replace("{name:path}", "tiny"), headers=headers)
-            if path in ("/health", *page.PATHS) and method in ("GET", "HEAD"):
+            if path in ("/health", "/ping", "/ready", *page.PATHS) and method in ("GET", "HEAD"):
                 assert answer.status_code == 200
             else:
                 assert answer.status_code == 401, (method, path, headers)
@@ -379,6 +379,25 @@ def test_loopback_names_are(server: Running, host):
     named = server.variant(allowed_hosts=("Api.example",))
     assert named.get("/v1/models", headers={"host": host}).status_code == 403
     assert named.get("/v1/models", headers={"host": "api.example:443"}).status_code == 200
+
+
+def test_pages_of_allowed_origins_may_ask(server: Running):
+    ours = server.variant(api_keys=("secret",), allowed_origins=("https://Chat.example",))
+    origin, key = {"origin": "https://chat.example"}, {"authorization": "Bearer secret"}
+    asked = {**origin, "access-control-request-method": "POST", "access-control-request-headers": "x-a"}
+    allowed = ours.request("OPTIONS", "/v1/completions", headers=asked)
+    assert (allowed.status_code, allowed.headers["access-control-allow-headers"]) == (200, "x-a")
+    answer = ours.get("/v1/models", headers={**origin, **key})
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, origin["origin"])
+    assert ours.get("/v1/models", headers=origin).status_code == 401
+    other = {"origin": "https://evil.example"}
+    assert ours.get("/v1/models", headers={**other, **key}).status_code == 403
+    assert ours.request("OPTIONS", "/v1/models", headers={**asked, **other}).status_code == 400
+    anybody = server.variant(allowed_origins=("*",))
+    assert anybody.get("/v1/models", headers=other).headers["access-control-allow-origin"] == "*"
+    for wrong in ("chat.example", "https://chat.example/", ""):
+        with pytest.raises(ConfigError, match="--allowed-origin"):
+            Settings("tiny", allowed_origins=(wrong,))
 
 
 def test_pages_of_other_origins_are_refused(server: Running):
