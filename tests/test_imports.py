@@ -49,9 +49,11 @@ WITHOUT_JAX = (
     "model.hf_config",
     "options",
     "text.chat_template",
+    "text.compile_grammar",
     "text.grammar",
     "text.stop_strings",
     "text.tokenizer",
+    "text.trial",
 )
 
 # What computes by kernels, or shares their types.
