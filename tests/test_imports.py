@@ -51,6 +51,7 @@ WITHOUT_JAX = (
     "text.chat_template",
     "text.compile_grammar",
     "text.grammar",
+    "text.json_schema",
     "text.stop_strings",
     "text.tokenizer",
     "text.trial",

@@ -2,8 +2,8 @@
 
 llguidance parses the output so far on the host and says which tokens can go on. It bounds the work of most
 grammars and of every mask, more tightly here than by default; what exceeds the bounds is refused, or ends its
-own request. What it does not bound is bounded here: multiples, and the time and memory a grammar takes to
-compile (``text/trial.py``).
+own request. What it does not bound is bounded before: multiples (``text/json_schema.py``), and the time and
+memory that a grammar takes to compile (``text/trial.py``).
 
 After a prompt that ends inside a think block the output begins with a thought, of any text: what the grammar
 says begins behind it.
@@ -11,12 +11,10 @@ says begins behind it.
 
 import functools
 import json
-import math
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +28,7 @@ from llguidance.numpy import (
 
 from mtp_jax.errors import RequestError
 from mtp_jax.text.compile_grammar import Compiled, Vocabulary
+from mtp_jax.text.json_schema import check_schema
 from mtp_jax.text.tokenizer import Tokenizer
 from mtp_jax.text.trial import Trials
 
@@ -43,15 +42,13 @@ _CACHED_GRAMMARS = 64
 _CACHED_BYTES = 512 * 2**20
 _TAIL = 16  # tokens that hold the end of a prompt: a tag and white space
 _ALONE_SECONDS = 0.1  # skip the second build of a grammar whose first one took longer
-# A state of the lexer for every remainder.
-_LARGEST_MULTIPLE = 50_000
-_SMALLEST_UNIT = 10**18  # parts of one: doubles near 1 have no finer ones
 # A space, or a line break and its indent, is how models write JSON; without a limit, a weak one goes on with
 # white space for ever. A schema may say otherwise in its key "x-guidance", but not that keywords which
-# llguidance does not implement be ignored.
+# llguidance does not implement be ignored; nor that a character be written in two ways, as \u0061 for a: a
+# key so written would escape what the schema says of it.
 _JSON_OPTIONS: Any = {
     "defaults": {"whitespace_pattern": r" |\r?\n[ \t]{0,20}"},
-    "overrides": {"lenient": False},
+    "overrides": {"lenient": False, "json_allowed_escapes": 'nrbtf\\"'},
 }
 
 
@@ -109,14 +106,7 @@ def _schema(schema: Any) -> str:
         raise RequestError(f"json_schema is a {type(value).__name__}; expected an object")
     text = json.dumps(value, allow_nan=False)
     _check_length("json_schema", len(text))  # before its numbers are worked with
-    multiples = [Fraction(str(m)) for m in _values(value, "multipleOf") if type(m) in (int, float)]
-    # Schemas can be combined, and llguidance scales fractions up, to the least common multiple at most.
-    scale = _common_multiple((m.denominator for m in multiples), _SMALLEST_UNIT)
-    if not scale or not _common_multiple((abs(int(m * scale)) for m in multiples if m), _LARGEST_MULTIPLE):
-        raise RequestError(
-            f"multipleOf: the least common multiple of all of them is above {_LARGEST_MULTIPLE} of their "
-            "smallest unit; use rounder ones"
-        )
+    check_schema(value)
     return text
 
 
@@ -125,26 +115,6 @@ def _check_length(what: str, length: int) -> None:
         raise RequestError(
             f"{what} makes a grammar of {length} characters; at most {MAX_GRAMMAR_LENGTH} are allowed"
         )
-
-
-def _common_multiple(numbers: Iterable[int], most: int) -> int | None:
-    """The least; None if it is above ``most``, found out without computing with large numbers."""
-    common = 1
-    for number in numbers:
-        common = math.lcm(common, number) if number <= most else most + 1
-        if common > most:
-            return None
-    return common
-
-
-def _values(value: Any, key: str) -> Iterator[Any]:
-    """What stands under a key, anywhere."""
-    if isinstance(value, Mapping):
-        yield from (v for k, v in value.items() if k == key)
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for part in value:
-            yield from _values(part, key)
 
 
 def _text(text: Any) -> str:
