@@ -58,7 +58,7 @@ def _check_bounds(schema: Mapping[str, Any]) -> None:
             for n in (n for other in others for n in _numbers(group, other)):
                 if n != whole(n) and whole(n) in excluded:
                     raise RequestError(
-                        f"{key} = {whole(n)} with another bound of {n}, less than one away: the grammar library "
+                        f"{key} = {whole(n)} with another bound of {n}, less than one away: llguidance "
                         f"would allow {whole(n)} itself; make that bound inclusive, or a fraction"
                     )
 
