@@ -282,6 +282,10 @@ class AsyncLLM:
         return PromptState(self.llm.engine, self.llm.tokenizer, made, params, **options)
 
     def _check_running(self, even_draining: bool = False) -> None:
+        if self._loop is not None and asyncio.get_running_loop() is not self._loop:
+            raise EngineStopped(  # nothing would ever come back to this one
+                "the engine was started in another event loop; start it in the one that uses it"
+            )
         if self.error is not None:
             raise EngineStopped(f"the engine has failed ({type(self.error).__name__}); restart it")
         if self._draining and not even_draining:
