@@ -108,8 +108,8 @@ class NextN:
             if 0 < k < layers:  # its entries of the newest token and of every draft
                 z = jnp.concatenate([pending[:, k : k + 1], z], axis=1)
                 if k == min(layers, depth) - 1:  # no layer behind it needs what becomes of the first ones
-                    first = (t[:, :k] for t in (ids, z, written))
-                    cache[k] = nextn.write_cache(params, cfg, k, *first, cache[k], table, on)
+                    first, before, rows = ids[:, :k], z[:, :k], written[:, :k]
+                    cache[k] = nextn.write_cache(params, cfg, k, first, before, rows, cache[k], table, on)
                     z = z[:, k:]
             else:
                 z = z[:, -1:]
