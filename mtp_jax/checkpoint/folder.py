@@ -102,7 +102,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         if not isinstance(file, str) or not _is_plain(file):
             raise CheckpointError(
                 f"{index}: tensor {name} is said to be in {file!r:.200}; expected the name of a .safetensors "
-                "file in the same folder, without directories, of at most {_LONGEST_NAME} bytes"
+                f"file in the same folder, without directories, of at most {_LONGEST_NAME} bytes"
             )
     return weight_map
 
