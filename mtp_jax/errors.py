@@ -34,4 +34,5 @@ class Overloaded(MtpJaxError):
 
 
 class EngineStopped(MtpJaxError):
-    """The engine has failed, is shutting down, or has not been started: it takes no requests."""
+    """The engine has failed, is shutting down, or has not been started in this event loop: it takes no
+    requests."""

@@ -1,10 +1,15 @@
-"""Ends a process whose engine is stuck in one step: a supervisor can start a new one."""
+"""Ends a process whose engine is stuck in one step: a supervisor can start a new one.
+
+A process that was paused as a whole (a signal, a frozen container or machine) did not look either: the time
+between two looks counts as no more than it should be.
+"""
 
 import faulthandler
 import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 
@@ -35,8 +40,14 @@ class Watchdog:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._stop.wait(self._limit / _CHECKS_PER_LIMIT):
-            if self._allm.step_age > self._limit:
+        pause, looked = self._limit / _CHECKS_PER_LIMIT, time.monotonic()
+        missed = 0.0  # since the step began, that this thread did not run
+        while not self._stop.wait(pause):
+            before, looked = looked, time.monotonic()
+            late, age = looked - before - pause, self._allm.step_age
+            # Of a step that began since, how much of the pause it saw is not known; it is spared all of it.
+            missed = (missed if age > looked - before else 0.0) + (late if late > pause else 0.0)
+            if age - missed > self._limit:
                 self._report()
                 self._end(STUCK_STATUS)
                 return

@@ -49,10 +49,13 @@ WITHOUT_JAX = (
     "model.hf_config",
     "options",
     "text.chat_template",
+    "text.compile_grammar",
     "text.grammar",
+    "text.json_schema",
     "text.rules",
     "text.stop_strings",
     "text.tokenizer",
+    "text.trial",
 )
 
 # What computes by kernels, or shares their types.

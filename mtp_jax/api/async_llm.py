@@ -29,7 +29,7 @@ from mtp_jax.errors import EngineStopped, RequestError
 _CHARACTERS_PER_TOKEN = 4
 _SHORT_PROMPT = 1000
 _THREADS = 2
-_GRAMMAR_THREADS = 8  # one compiles, the others wait for it or know theirs
+_GRAMMAR_THREADS = 8  # four compile at most, the others wait for one or know theirs
 _T = TypeVar("_T")
 
 LazyPrompt = Prompt | Callable[[], Prompt]
@@ -207,7 +207,7 @@ class AsyncLLM:
 
         Raises:
             RequestError: it cannot be served.
-            Overloaded: the queue is full, or the grammar of another request is being compiled.
+            Overloaded: the queue is full, or too many grammars are being compiled.
             EngineStopped: nothing can be served any more.
         """
         self._check_running()
@@ -282,6 +282,10 @@ class AsyncLLM:
         return PromptState(self.llm.engine, self.llm.tokenizer, made, params, **options)
 
     def _check_running(self, even_draining: bool = False) -> None:
+        if self._loop is not None and asyncio.get_running_loop() is not self._loop:
+            raise EngineStopped(  # nothing would ever come back to this one
+                "the engine was started in another event loop; start it in the one that uses it"
+            )
         if self.error is not None:
             raise EngineStopped(f"the engine has failed ({type(self.error).__name__}); restart it")
         if self._draining and not even_draining:

@@ -4,21 +4,31 @@ import logging
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import jax
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from mtp_jax.errors import ConfigError
 
 _LOG = logging.getLogger(__name__)
+_before: dict[str, Any] = {}
 
 
-def use_compile_cache(directory: str | Path) -> None:
-    """Keep compiled programs in ``directory`` across processes.
+def use_compile_cache(directory: str | Path | None) -> None:
+    """Keep programs that this process compiles from now on in ``directory``, across processes.
+
+    JAX has one such folder in a process, so that of the newest model is everybody's. None: what JAX had
+    before any was given.
 
     JAX trusts what it finds there, so the folder must be ours alone: it is created 0700, and one that others
     can write to is refused. A folder that cannot be made costs the cache and a warning, and nothing else.
     Raises ConfigError.
     """
+    if directory is None:
+        _update(dict(_before))
+        _before.clear()
+        return
     path = Path(directory).expanduser()
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -42,6 +52,19 @@ def use_compile_cache(directory: str | Path) -> None:
             f"compile cache {path} is owned by uid {info.st_uid} with mode {stat.S_IMODE(info.st_mode):o}; "
             "it must be yours and writable by you alone (chmod 700), because its programs are executed"
         )
-    jax.config.update("jax_compilation_cache_dir", str(path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    settings: dict[str, Any] = {
+        "jax_compilation_cache_dir": str(path),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    if not _before:
+        _before.update({name: jax.config.values[name] for name in settings})
+    _update(settings)
+
+
+def _update(settings: dict[str, Any]) -> None:
+    """JAX reads where its cache is with the first program alone, unless it is told to begin anew."""
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    if settings:
+        reset_cache()

@@ -49,8 +49,7 @@ class LLM:
             ConfigError, CheckpointError: say what to change.
         """
         self._report = options.reporter or Silent()
-        if options.compile_cache is not None:
-            use_compile_cache(options.compile_cache)
+        use_compile_cache(options.compile_cache)
         directory = Path(options.model) if options.model is not None else demo_model()
         # Everything that can be wrong with the options is found before the weights are read.
         described = ModelConfig.from_file(directory / "config.json")

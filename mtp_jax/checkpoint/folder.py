@@ -12,6 +12,7 @@ from mtp_jax.model.hf_config import missing_folder, read_json
 
 INDEX = "model.safetensors.index.json"
 _NAMES_IN_ERRORS = 12
+_LONGEST_NAME = 255  # bytes, on the file systems of today
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,14 @@ def _weight_map(index: Path) -> dict[str, str]:
         if not isinstance(file, str) or not _is_plain(file):
             raise CheckpointError(
                 f"{index}: tensor {name} is said to be in {file!r:.200}; expected the name of a .safetensors "
-                "file in the same folder, without directories"
+                f"file in the same folder, without directories, of at most {_LONGEST_NAME} bytes"
             )
     return weight_map
 
 
 def _is_plain(file: str) -> bool:
+    if len(file.encode(errors="replace")) > _LONGEST_NAME:
+        return False
     return file.endswith(".safetensors") and not any(c in file for c in "/\\:\0") and not file.startswith(".")
 
 

@@ -274,10 +274,10 @@ def _invert(u: Float[Array, " B"], weights: Float[Array, "B n"]) -> Int[Array, "
 def top_logprobs(logits: Float[Array, "B W V"], chosen: Int[Array, "B W"], n: int) -> TopLogprobs:
     """The model's own log-probabilities: pass the logits from before `adjust`, like vLLM's raw_logprobs.
 
-    n: static, 0 to V. Results at positions where `chosen` is negative mean nothing.
+    n: static; a smaller vocabulary gives all it has. Results where `chosen` is negative mean nothing.
     """
     log_total = jax.nn.logsumexp(logits, -1, keepdims=True)
-    values, ids = lax.top_k(logits, n)
+    values, ids = lax.top_k(logits, min(n, logits.shape[-1]))
     at = jnp.take_along_axis(logits, jnp.maximum(chosen, 0)[..., None], axis=-1)
     rank = jnp.sum(logits >= at, -1, dtype=jnp.int32)
     return TopLogprobs((at - log_total)[..., 0], rank, ids.astype(jnp.int32), values - log_total)

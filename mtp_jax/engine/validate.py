@@ -61,7 +61,7 @@ class InputProcessor:
     ) -> Request:
         """A request for a prompt of token ids. Any thread may call it.
 
-        Raises RequestError, and Overloaded while a grammar that took too long is still being compiled.
+        Raises RequestError, and Overloaded while too many grammars are being compiled.
 
         seed: overrides ``params.seed``. priority: lower numbers are served first. timeout: seconds from its
         arrival after which it is ended with what it has. cache_salt: only requests of the same salt share

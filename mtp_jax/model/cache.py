@@ -37,7 +37,20 @@ class LayerCache:
 
     def stored(self, rows: Float[Array, "*b c"], rank: int) -> "LayerCache":
         """Rows as this cache holds them; ``rank`` is the latent's."""
+        rows = contained(rows, rank)
         return LayerCache(pack(rows, rank) if self.fp8 else rows)
+
+
+def contained(rows: Float[Array, "*b c"], rank: int) -> Float[Array, "*b c"]:
+    """Rows whose harm ends at the tokens that see them: a row that is not finite has zeros and a NaN key.
+
+    Values are made of latents alone, and 0 x NaN is NaN: a token would break at a row that it does not see.
+    Scores are made of the rope key, too, and masked by a select: whoever sees the row still gets NaN.
+    """
+    finite = jnp.isfinite(rows).all(axis=-1, keepdims=True)
+    return jnp.where(
+        finite, rows, jnp.where(jnp.arange(rows.shape[-1]) < rank, 0, jnp.nan).astype(rows.dtype)
+    )
 
 
 def empty_cache(pages: int, page_size: int, cfg: ModelConfig, dtype: Any, *, fp8: bool = False) -> LayerCache:

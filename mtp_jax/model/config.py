@@ -208,6 +208,8 @@ _NATURAL = (
 
 # Each of them has tensors of its own.
 _COUNTS, _MOST = ("num_hidden_layers", "num_nextn_predict_layers", "n_routed_experts"), 2**16
+# Of all layers together: some times as many as the largest models have.
+_MOST_EXPERTS = 2**17
 
 
 def _check(c: ModelConfig) -> None:
@@ -248,6 +250,12 @@ def _check(c: ModelConfig) -> None:
             f"{c.num_nextn_predict_layers}"
         )
     if c.n_routed_experts:
+        layers = c.num_hidden_layers + c.num_nextn_predict_layers
+        if layers * c.n_routed_experts > _MOST_EXPERTS:
+            raise ConfigError(
+                f"{layers} layers of n_routed_experts = {c.n_routed_experts}; expected at most "
+                f"{_MOST_EXPERTS:,} experts in all"
+            )
         if c.n_routed_experts % c.n_group:
             raise ConfigError(
                 f"n_group = {c.n_group} does not divide n_routed_experts = {c.n_routed_experts}"

@@ -1,15 +1,16 @@
 """The chat template of a checkpoint, rendered without transformers in Jinja's immutable sandbox.
 
 A template is code that came with the weights, so it gets none of Python's internals, and there are limits to
-what it prints and how long it takes. There is none to what it holds in memory meanwhile.
+what it prints and how long it takes. Time is looked at between operations, so values are measured before one
+operation makes text of them: lists that hold one another many times are small in memory, endless in text.
 """
 
+import functools
 import json
 import math
 import time
-from collections.abc import Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 from datetime import datetime
-from functools import lru_cache
 from typing import Any
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
@@ -26,6 +27,24 @@ MAX_PROMPT_CHARS = (
 MAX_RENDER_SECONDS = 10.0
 MAX_NUMBER = 1e100
 _DEADLINE = "_render_deadline"
+_HOLDERS = (Mapping, list, tuple, set, frozenset)
+# Jinja's filters that make text of what lists hold.
+_MAKE_TEXT = (
+    *(
+        "e",
+        "escape",
+        "forceescape",
+        "format",
+        "indent",
+        "join",
+        "lower",
+        "pprint",
+        "replace",
+        "safe",
+        "string",
+    ),
+    *("striptags", "title", "trim", "truncate", "upper", "urlencode", "wordcount", "wordwrap", "xmlattr"),
+)
 
 
 class ChatTemplate:
@@ -40,7 +59,7 @@ class ChatTemplate:
 
     def __init__(self, value: Any):
         self.sources = _sources(value)
-        self._compile = lru_cache(maxsize=4)(_environment().from_string)
+        self._compile = functools.lru_cache(maxsize=4)(_environment().from_string)
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """Render with `variables`; "tool_use" serves requests with `tools`, "default" all others.
@@ -102,11 +121,19 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def tick(self) -> None:
         """Do nothing, by ``call``."""
 
+    def finalize_text(self, value: Any) -> Any:
+        """A value that is to be printed."""
+        _check_size(value)
+        return value
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if not (isinstance(left, int | float) and isinstance(right, int | float)):
             sizes = [len(x) if isinstance(x, Sized) else x for x in (left, right)]
             if operator == "*" and math.prod(sizes) > MAX_PROMPT_CHARS:
                 raise TemplateError(f"a product exceeds {MAX_PROMPT_CHARS} items")
+            if operator == "*":
+                count = next((x for x in (left, right) if isinstance(x, int)), 1)
+                _check_size([x for x in (left, right) if isinstance(x, list | tuple)], max(count, 1))
         elif _size(operator, left, right) > MAX_NUMBER:
             raise TemplateError(f"a number exceeds {MAX_NUMBER:.0e}")
         return super().call_binop(context, operator, left, right)
@@ -114,6 +141,27 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         _check_time(context.get(_DEADLINE))
         return super().call(context, obj, *args, **kwargs)
+
+
+def _check_size(value: Any, times: int = 1) -> None:
+    """Raises TemplateError where the text of a value, ``times`` over, would exceed the longest prompt.
+
+    Every object is looked at once, however often it is held.
+    """
+    known: dict[int, int] = {}
+
+    def size(x: Any) -> int:
+        if isinstance(x, str):
+            return len(x) + 1
+        if not isinstance(x, _HOLDERS):
+            return 1
+        if id(x) not in known:
+            parts = [part for pair in x.items() for part in pair] if isinstance(x, Mapping) else x
+            known[id(x)] = 1 + sum(map(size, parts))
+        return known[id(x)]
+
+    if size(value) * times > MAX_PROMPT_CHARS:
+        raise TemplateError(f"a value would take more than {MAX_PROMPT_CHARS} characters")
 
 
 def _size(operator: str, left: float, right: float) -> float:
@@ -138,10 +186,24 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
     )
-    environment.filters["tojson"] = _to_json
+    environment.finalize = environment.finalize_text
+    for name in _MAKE_TEXT:
+        environment.filters[name] = _measured(environment.filters[name])
+    environment.filters["tojson"] = _measured(_to_json)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
+
+
+def _measured(filter_: Callable[..., Any]) -> Callable[..., Any]:
+    """The filter, of values that are not too large."""
+
+    @functools.wraps(filter_)  # with Jinja's marks of what else it is given
+    def run(*args: Any, **kwargs: Any) -> Any:
+        _check_size([a for a in (*args, *kwargs.values()) if isinstance(a, _HOLDERS)])
+        return filter_(*args, **kwargs)
+
+    return run
 
 
 def _generate(template: Template, variables: Mapping[str, Any]) -> str:

@@ -2,7 +2,8 @@
 
 llguidance parses the output so far on the host and says which tokens can go on. It bounds the work of most
 grammars and of every mask, more tightly here than by default; what exceeds the bounds is refused, or ends its
-own request. What it does not bound is bounded here: multiples, and the time a grammar takes to compile.
+own request. What it does not bound is bounded before: multiples (``text/json_schema.py``), and the time and
+memory that a grammar takes to compile (``text/trial.py``).
 
 After a prompt that ends inside a think block the output begins with a thought, of any text: what the grammar
 says begins behind it.
@@ -10,27 +11,26 @@ says begins behind it.
 
 import functools
 import json
-import math
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import (
     fill_next_token_bitmask,
     fill_next_token_bitmask_par,
     fill_next_token_bitmask_par_with_draft_tokens,
 )
 
-from mtp_jax.errors import Overloaded, RequestError
+from mtp_jax.errors import RequestError
+from mtp_jax.text.compile_grammar import Compiled, Vocabulary
+from mtp_jax.text.json_schema import check_schema
 from mtp_jax.text.tokenizer import Tokenizer
+from mtp_jax.text.trial import Trials
 
 MAX_GRAMMAR_LENGTH = 2**16
 """Characters of a schema, an expression or all choices together."""
@@ -39,23 +39,16 @@ WORD = 32
 """Tokens per word of a packed mask: token t is bit t % 32 of word t // 32."""
 
 _CACHED_GRAMMARS = 64
+_CACHED_BYTES = 512 * 2**20
 _TAIL = 16  # tokens that hold the end of a prompt: a tag and white space
-_COMPILE_SECONDS = 10.0
 _ALONE_SECONDS = 0.1  # skip the second build of a grammar whose first one took longer
-_TURN_SECONDS = 2.0  # after this wait the client may retry; the thread serves known grammars
-# Expressions that llguidance may derive, at first and for a token: milliseconds of work. Repeats of tens of
-# thousands need as many for each mask.
-_FUEL = 200_000
-_STEP_FUEL = 20_000
-# A state of the lexer for every remainder.
-_LARGEST_MULTIPLE = 50_000
-_SMALLEST_UNIT = 10**18  # parts of one: doubles near 1 have no finer ones
 # A space, or a line break and its indent, is how models write JSON; without a limit, a weak one goes on with
 # white space for ever. A schema may say otherwise in its key "x-guidance", but not that keywords which
-# llguidance does not implement be ignored.
+# llguidance does not implement be ignored; nor that a character be written in two ways, as \u0061 for a: a
+# key so written would escape what the schema says of it.
 _JSON_OPTIONS: Any = {
     "defaults": {"whitespace_pattern": r" |\r?\n[ \t]{0,20}"},
-    "overrides": {"lenient": False},
+    "overrides": {"lenient": False, "json_allowed_escapes": 'nrbtf\\"'},
 }
 
 
@@ -113,14 +106,7 @@ def _schema(schema: Any) -> str:
         raise RequestError(f"json_schema is a {type(value).__name__}; expected an object")
     text = json.dumps(value, allow_nan=False)
     _check_length("json_schema", len(text))  # before its numbers are worked with
-    multiples = [Fraction(str(m)) for m in _values(value, "multipleOf") if type(m) in (int, float)]
-    # Schemas can be combined, and llguidance scales fractions up, to the least common multiple at most.
-    scale = _common_multiple((m.denominator for m in multiples), _SMALLEST_UNIT)
-    if not scale or not _common_multiple((abs(int(m * scale)) for m in multiples if m), _LARGEST_MULTIPLE):
-        raise RequestError(
-            f"multipleOf: the least common multiple of all of them is above {_LARGEST_MULTIPLE} of their "
-            "smallest unit; use rounder ones"
-        )
+    check_schema(value)
     return text
 
 
@@ -129,26 +115,6 @@ def _check_length(what: str, length: int) -> None:
         raise RequestError(
             f"{what} makes a grammar of {length} characters; at most {MAX_GRAMMAR_LENGTH} are allowed"
         )
-
-
-def _common_multiple(numbers: Iterable[int], most: int) -> int | None:
-    """The least; None if it is above ``most``, found out without computing with large numbers."""
-    common = 1
-    for number in numbers:
-        common = math.lcm(common, number) if number <= most else most + 1
-        if common > most:
-            return None
-    return common
-
-
-def _values(value: Any, key: str) -> Iterator[Any]:
-    """What stands under a key, anywhere."""
-    if isinstance(value, Mapping):
-        yield from (v for k, v in value.items() if k == key)
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for part in value:
-            yield from _values(part, key)
 
 
 def _text(text: Any) -> str:
@@ -177,15 +143,6 @@ def _literal(character: str) -> str:
     return character if plain else f"\\x{{{ord(_text(character)):x}}}"
 
 
-@dataclass(frozen=True)
-class _Compiled:
-    """A grammar in llguidance's form, a matcher at its beginning, and the seconds that took to build."""
-
-    grammar: str
-    matcher: LLMatcher
-    seconds: float
-
-
 class Matcher:
     """Where one output stands in its grammar.
 
@@ -197,7 +154,7 @@ class Matcher:
         alone: whether nothing of it is shared with other outputs any more (see ``Grammars.masks``).
     """
 
-    def __init__(self, compiled: _Compiled, stops: np.ndarray) -> None:
+    def __init__(self, compiled: Compiled, stops: np.ndarray) -> None:
         self.inner, self.compiled, self.stops = compiled.matcher.deep_copy(), compiled, stops
         self.taken: list[int] = []
         self.alone = False
@@ -236,11 +193,10 @@ class Grammars:
         """vocab_size: of the model; its ids without a token are never allowed. eos_ids: at least one."""
         self.words = -(-vocab_size // WORD)
         self._eos, self.backend = eos_ids[0], tokenizer
-        self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=list(eos_ids))
-        self._executor = LLExecutor()
-        self._compiling = threading.Lock()
+        self._vocabulary = Vocabulary(tokenizer.to_str(), vocab_size, list(eos_ids))
+        self._executor, self._trials = LLExecutor(), Trials(self._vocabulary)
         # Every request starts from a copy of the compiled grammar; those used last come last.
-        self._cached: OrderedDict[str, _Compiled] = OrderedDict()
+        self._cached: OrderedDict[str, Compiled] = OrderedDict()
         self._caching = threading.Lock()
 
     @classmethod
@@ -255,7 +211,7 @@ class Grammars:
     ) -> Matcher:
         """The beginning of an output that follows ``prompt``. stop_ids: what may end it.
 
-        Raises RequestError, and Overloaded while another grammar is being compiled.
+        Raises RequestError, and Overloaded while too many other grammars are being compiled.
         """
         stops = np.zeros(self.words, np.uint32)
         for token in stop_ids:
@@ -273,61 +229,25 @@ class Grammars:
         """Tokens of a piece of text."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
-    def _compiled(self, grammar: str) -> _Compiled:
+    def _compiled(self, grammar: str) -> Compiled:
         with self._caching:
             if found := self._cached.get(grammar):
                 self._cached.move_to_end(grammar)
                 return found
-        made = self._compile(grammar)
-        with self._caching:
-            self._cached[grammar] = made
-            if len(self._cached) > _CACHED_GRAMMARS:
-                self._cached.popitem(last=False)
-        return made
-
-    def _compile(self, grammar: str) -> _Compiled:
-        """In a thread that can be left behind: llguidance cannot be interrupted. One at a time."""
-        if not self._compiling.acquire(timeout=_TURN_SECONDS):
-            raise Overloaded("another structured output is still being compiled; try again", _COMPILE_SECONDS)
-        built: Future[_Compiled] = Future()
-
-        def build() -> None:
-            try:
-                began = time.perf_counter()
-                matcher = self._build(grammar)
-                built.set_result(_Compiled(grammar, matcher, time.perf_counter() - began))
-            except Exception as e:
-                built.set_exception(e)
-            finally:
-                self._compiling.release()
-
-        threading.Thread(target=build, name="grammar", daemon=True).start()
-        try:
-            compiled = built.result(_COMPILE_SECONDS)
-        except TimeoutError:
-            raise RequestError(
-                f"the structured output takes longer than {_COMPILE_SECONDS:g} s to compile; simplify it"
-            ) from None
-        if compiled.matcher.is_error():
-            reason = " ".join(compiled.matcher.get_error().replace("<non-verbose/>", "").split())
+        made = Compiled.of(self._vocabulary, grammar, self._trials.run(grammar))
+        if made.matcher.is_error():
+            reason = " ".join(made.matcher.get_error().replace("<non-verbose/>", "").split())
             if reason.startswith("NoExtension"):
                 reason = "no text the model can write fits it"
             raise RequestError(f"the structured output cannot be compiled: {reason[:300]}; change it")
-        return compiled
+        with self._caching:
+            self._cached[grammar] = made
+            while len(self._cached) > _CACHED_GRAMMARS or self._held() > _CACHED_BYTES:
+                self._cached.popitem(last=False)
+        return made
 
-    def _build(self, grammar: str) -> LLMatcher:
-        limits = LLParserLimits(verbose_errors=False, initial_lexer_fuel=_FUEL, step_lexer_fuel=_STEP_FUEL)
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
-        if matcher.is_error():
-            return matcher
-        # Some grammars only turn out to be empty, or too large, with the first mask, some with the second.
-        allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-        ahead = matcher.deep_copy()
-        if allowed.any():
-            ahead.consume_token(int(allowed.argmax()))
-        if not ahead.is_error() and not ahead.is_stopped():
-            ahead.compute_bitmask()
-        return ahead if ahead.is_error() else matcher
+    def _held(self) -> int:
+        return sum(compiled.held for compiled in self._cached.values())
 
     def masks(self, windows: Sequence[Window], rows: int, width: int) -> np.ndarray:
         """Allowed tokens at every position of every window, uint32 [rows, width, words].
@@ -371,7 +291,7 @@ class Grammars:
         return masks
 
     def _anew(self, matcher: Matcher) -> LLMatcher:
-        inner = self._build(matcher.compiled.grammar)
+        inner = self._vocabulary.build(matcher.compiled.grammar)
         if matcher.taken:
             inner.consume_tokens(matcher.taken)
         return inner

@@ -378,6 +378,19 @@ def test_an_engine_that_was_not_started_takes_nothing(llm):
     asyncio.run(run())
 
 
+def test_another_event_loop_than_the_one_it_was_started_in_gets_an_error(llm):
+    allm = AsyncLLM(llm)
+    asyncio.run(allm.start())
+
+    async def use() -> None:
+        for call in (allm.submit([3, 4]), allm.on_engine(lambda: None)):
+            with pytest.raises(EngineStopped, match="another event loop"):
+                await asyncio.wait_for(call, 10)
+        await allm.close()
+
+    asyncio.run(use())
+
+
 def test_texts_and_origins_of_tokens(llm):
     output = llm.generate(PROMPTS[0], GREEDY)[0].outputs[0]
     accepted = output.speculation.accepted_per_step

@@ -1,10 +1,40 @@
 """The compile cache is trusted, so its folder must be ours alone."""
 
+from collections.abc import Iterator
+
 import jax
+import jax.numpy as jnp
 import pytest
 
 from mtp_jax.api.compile_cache import use_compile_cache
 from mtp_jax.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    yield
+    use_compile_cache(None)
+
+
+def test_the_last_folder_given_takes_what_is_compiled_then(tmp_path):
+    before = jax.config.values["jax_compilation_cache_dir"]
+    first, second = tmp_path / "first", tmp_path / "second"
+
+    def kept(factor: float) -> list[int]:
+        jax.jit(lambda x: x * factor)(jnp.ones(3)).block_until_ready()
+        return [len(list(folder.glob("*"))) if folder.exists() else 0 for folder in (first, second)]
+
+    use_compile_cache(first)
+    (some, none) = kept(1.25)
+    assert some
+    assert not none
+    use_compile_cache(second)
+    (same, more) = kept(2.25)
+    assert same == some
+    assert more
+    use_compile_cache(None)
+    assert kept(3.25) == [same, more]
+    assert jax.config.values["jax_compilation_cache_dir"] == before
 
 
 def test_compile_cache_must_be_private(tmp_path):

@@ -61,6 +61,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "no shard": (lambda f: set_index(f, "x", FIRST), (f"tensor x should be in {FIRST}; it is in no shard",)),
     "index not JSON": (lambda f: (f / INDEX).write_text("{"), (INDEX, "not readable JSON")),
     "index a list": (lambda f: (f / INDEX).write_text("[]"), (INDEX, "expected an object")),
+    "index names a shard that no file system takes": (
+        lambda f: set_index(f, EMBED, "x" * 300 + ".safetensors"),
+        (INDEX, "of at most 255 bytes"),
+    ),
     "index empty": (lambda f: (f / INDEX).write_text("{}"), (INDEX, "has no weight_map")),
     "index a folder": (lambda f: ((f / INDEX).unlink(), (f / INDEX).mkdir()), (INDEX, "not readable JSON")),
     "no index": (lambda f: (f / INDEX).unlink(), ("has 3 safetensors files", FIRST, f"no {INDEX}")),

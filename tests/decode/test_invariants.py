@@ -27,6 +27,7 @@ from tests.models import (
     make_engine,
     prepare,
     prompts,
+    rigged,
     serve,
     tiny_params,
 )
@@ -276,3 +277,46 @@ def test_broken_nextn_weights_cost_speed_only():
         assert r.output == reference().speculate(r.prompt, 24).ids
         assert r.speculation.accepted <= by_chance(r)
         assert r.speculation.drafted > 0
+
+
+# Broken tokens
+
+
+def with_broken_token(params: Params, token: int, value: float) -> Params:
+    """Parameters whose embedding of one token is not finite."""
+    return replace(params, embed=params.embed.at[token].set(value))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_draft_that_is_not_finite_harms_nobody_who_does_not_keep_it(value):
+    """Tokens before it in its window are masked from its row, and 0 x NaN is NaN."""
+    broken, drafted = with_broken_token(rigged(noise=2.0), 7, value), []
+    rng = np.random.default_rng(3)
+    given = [[int(t) for t in rng.integers(8, TINY.vocab_size, 6)] for _ in range(16)]
+    for depth in (0, 3):
+        params = replace(GREEDY, num_speculative_tokens=depth, logprobs=None)
+        drafted.append(
+            [(r.finish_reason, r.output) for r in serve(make_engine(broken), [(p, params) for p in given])]
+        )
+    assert drafted[0] == drafted[1]
+    assert sum(reason == "length" for reason, _ in drafted[0]) >= 12
+
+
+def test_a_token_that_is_not_finite_harms_no_row_beside_it():
+    """Windows deeper than their rows ask for, at the end of a page: past it all slots share one page."""
+    victim = 7
+    engine = make_engine(with_broken_token(rigged(noise=2.0), victim, np.nan))
+    rng, size = np.random.default_rng(5), engine.config.page_size
+    healthy, other, late = (rng.integers(8, TINY.vocab_size, size - 3).tolist() for _ in range(3))
+    # The broken one is read in full before it breaks, so that it is in a window with the others.
+    plain = replace(GREEDY, num_speculative_tokens=0)
+    alone = [r.output for r in serve(engine, [(healthy, plain), (other, plain)])]
+    requests = [engine.make_request(p, plain) for p in (healthy, other)]
+    requests.append(engine.make_request(late, replace(plain, logit_bias={victim: 100.0})))
+    requests.append(engine.make_request(rng.integers(8, TINY.vocab_size, 6).tolist(), GREEDY))
+    prepare(engine, requests)
+    for r in requests:
+        engine.submit(r)
+    finish(engine)
+    assert requests[2].finish_reason == "error"
+    assert [r.output for r in requests[:2]] == alone

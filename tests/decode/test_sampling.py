@@ -255,3 +255,5 @@ def test_top_logprobs_are_the_models_own():
     np.testing.assert_allclose(got.chosen, at[..., 0], rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(got.rank, (expected >= at).sum(-1))
     assert sm.top_logprobs(jnp.asarray(logits), jnp.asarray(chosen), 0).ids.shape == (B, W, 0)
+    everything = sm.top_logprobs(jnp.asarray(logits), jnp.asarray(chosen), V + 8)  # no more than there are
+    np.testing.assert_array_equal(everything.ids, np.argsort(-x, axis=-1, kind="stable"))

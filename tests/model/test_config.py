@@ -254,6 +254,10 @@ REFUSED = [
     ({"nextn_moe": [True, True]}, "nextn_moe has 2 entries, num_nextn_predict_layers is 1"),
     ({"nextn_moe": ["MoE"]}, "nextn_moe = ('MoE',); expected true or false"),
     ({"n_routed_experts": 10**9}, "n_routed_experts = 1000000000; expected at most 65,536"),
+    (
+        {"n_routed_experts": 4096, "num_hidden_layers": 65536},
+        "65537 layers of n_routed_experts = 4096; expected at most 131,072 experts in all",
+    ),
     ({"n_group": 7}, "n_group = 7 does not divide n_routed_experts = 256"),
     ({"topk_group": 9}, "topk_group = 9"),
     ({"topk_group": 1, "num_experts_per_tok": 33}, "at most 32 experts lie in 1 of 8 groups"),

@@ -4,6 +4,7 @@ import functools
 import json
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -355,6 +356,24 @@ def test_results_without_bounds_are_refused(
     monkeypatch.setattr(chat_template, "MAX_PROMPT_CHARS", 100)
     with pytest.raises(RequestError, match=message):
         ChatTemplate(template).render({})
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        *("{{ v.x | tojson }}", "{{ v.x }}", "{{ v.x | string }}", "{{ v.x | join }}"),
+        "{{ '%s' | format(v.x) }}",
+        "{% set v.x = v.x * 100 %}",
+    ],
+)
+def test_lists_that_are_small_in_memory_and_endless_in_text_are_refused(use: str) -> None:
+    """One operation would make text of them and hold the interpreter meanwhile."""
+    grow = "{% set v.x = [v.x, v.x, v.x, v.x, v.x, v.x, v.x, v.x, v.x, v.x] %}"
+    template = "{% set v = namespace(x=['abc']) %}{% for i in range(9) %}" + grow + "{% endfor %}" + use
+    began = time.monotonic()
+    with pytest.raises(RequestError, match="would take more than"):
+        ChatTemplate(template).render({})
+    assert time.monotonic() - began < 1
 
 
 def test_arithmetic_and_loops_within_the_limits() -> None:

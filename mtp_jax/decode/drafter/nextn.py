@@ -91,27 +91,36 @@ class NextN:
     ) -> tuple[Drafts, DrafterState]:
         """``depth`` drafts of every slot; layers are reused, step modulo layers.
 
+        A layer merges what the one before it made of the same rows. So of several layers each but the last
+        runs on the rows of the newest token and of all drafts so far: it sees what a text would show it.
+
         The entries of the newest token and of the drafts that it leaves in the cache are past the committed
         length, garbage once the step is over.
         """
         cfg, pending = self.cfg, own.slots.pending
         cache, layers = list(own.pages.cache), len(own.pages.cache)
-        token, z, counts = s.newest, pending[:, 0], sampler.counts(s)
+        z, counts = pending[:, :1], sampler.counts(s)
         tokens, raw, probs = [], [], []
-        newest = jnp.where(s.active, s.length, -1)[:, None]
-        for k in range(1, min(layers, depth)):  # layer 0 writes its entry of the newest token with draft 0
-            before = pending[:, k : k + 1]
-            cache[k] = nextn.write_cache(params, cfg, k, token[:, None], before, newest, cache[k], table, on)
         for k in range(depth):
-            layer, position = k % layers, s.length + k
-            visible = nextn.seen_by_draft(k, layers, s.length, s.active)
-            view = PagedView(table, jnp.where(s.active, position, -1)[:, None], visible)
-            window, cache[layer] = nextn.run(
-                params, cfg, layer, token[:, None], z[:, None], position[:, None], cache[layer], (view,), on
-            )
-            z = window[:, 0]
+            layer, ids = k % layers, jnp.stack([s.newest, *tokens], axis=1)
+            positions = s.length[:, None] + jnp.arange(k + 1)
+            written = jnp.where(s.active[:, None], positions, -1)
+            if 0 < k < layers:  # its entries of the newest token and of every draft
+                z = jnp.concatenate([pending[:, k : k + 1], z], axis=1)
+                if k == min(layers, depth) - 1:  # no layer behind it needs what becomes of the first ones
+                    first, before, rows = ids[:, :k], z[:, :k], written[:, :k]
+                    cache[k] = nextn.write_cache(params, cfg, k, first, before, rows, cache[k], table, on)
+                    z = z[:, k:]
+            else:
+                z = z[:, -1:]
+            ids, positions, written = (t[:, -z.shape[1] :] for t in (ids, positions, written))
+            if z.shape[1] > 1:
+                view = PagedView(table, nextn.existing(layer, written), nextn.seen(layer, written))
+            else:
+                view = PagedView(table, written, nextn.seen_by_draft(k, layers, s.length, s.active))
+            z, cache[layer] = nextn.run(params, cfg, layer, ids, z, positions, cache[layer], (view,), on)
             with jax.named_scope("draft_sample"):
-                raw.append(nextn.logits(params, layer, z, on))
+                raw.append(nextn.logits(params, layer, z[:, -1], on))
             token, q, counts = sampler.draw(raw[-1], s, counts, k)
             tokens.append(token)
             probs.append(q)

@@ -1,0 +1,65 @@
+"""One grammar, compiled by llguidance for a vocabulary: what a trial and the engine both do."""
+
+import functools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+# Expressions that llguidance may derive, at first and for a token: milliseconds of work. Repeats of tens of
+# thousands need as many for each mask.
+_FUEL = 200_000
+_STEP_FUEL = 20_000
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What grammars are compiled for: the tokenizer's text, the model's ids, those that end an output."""
+
+    tokenizer: str
+    size: int
+    eos: Sequence[int]
+
+    @functools.cached_property
+    def tokens(self) -> LLTokenizer:
+        """In llguidance's form."""
+        return LLTokenizer(self.tokenizer, n_vocab=self.size, eos_token=list(self.eos))
+
+    def build(self, grammar: str) -> LLMatcher:
+        """A matcher at the beginning of a grammar in llguidance's form, or one with an error."""
+        limits = LLParserLimits(verbose_errors=False, initial_lexer_fuel=_FUEL, step_lexer_fuel=_STEP_FUEL)
+        matcher = LLMatcher(self.tokens, grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            return matcher
+        # Some grammars only turn out to be empty, or too large, with the first mask, some with the second.
+        allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        ahead = matcher.deep_copy()
+        if allowed.any():
+            ahead.consume_token(int(allowed.argmax()))
+        if not ahead.is_error() and not ahead.is_stopped():
+            ahead.compute_bitmask()
+        return ahead if ahead.is_error() else matcher
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A grammar in llguidance's form and a matcher at its beginning.
+
+    Attributes:
+        seconds: that it took to build.
+        held: bytes that it holds, about.
+    """
+
+    grammar: str
+    matcher: LLMatcher
+    seconds: float
+    held: int = 0
+
+    @classmethod
+    def of(cls, vocabulary: Vocabulary, grammar: str, held: int) -> "Compiled":
+        """Compile it, in the caller's thread."""
+        began = time.perf_counter()
+        matcher = vocabulary.build(grammar)
+        return cls(grammar, matcher, time.perf_counter() - began, held)

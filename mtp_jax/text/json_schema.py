@@ -1,0 +1,123 @@
+"""What llguidance would not honour in a JSON Schema, or not in bounded time, found before it is asked.
+
+Schemas that describe the same value can be combined, by ``allOf``, a reference or keywords side by side;
+llguidance compiles the combination. What is wrong with one is therefore looked for in all that may meet.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from fractions import Fraction
+from typing import Any
+from urllib.parse import unquote
+
+from mtp_jax.errors import RequestError
+
+# A state of the lexer for every remainder.
+_LARGEST_MULTIPLE = 50_000
+_SMALLEST_UNIT = 10**18  # parts of one: doubles near 1 have no finer ones
+_BRANCHES = ("allOf", "anyOf", "oneOf")
+
+
+def check_schema(schema: Mapping[str, Any]) -> None:
+    """Raises RequestError for numbers that it cannot keep to."""
+    _check_multiples(schema)
+    _check_bounds(schema)
+
+
+def _check_multiples(schema: Any) -> None:
+    found = (s["multipleOf"] for s in _objects(schema) if "multipleOf" in s)
+    multiples = [Fraction(str(m)) for m in found if type(m) in (int, float)]
+    # llguidance scales fractions up, to the least common multiple at most.
+    scale = _common_multiple((m.denominator for m in multiples), _SMALLEST_UNIT)
+    if not scale or not _common_multiple((abs(int(m * scale)) for m in multiples if m), _LARGEST_MULTIPLE):
+        raise RequestError(
+            f"multipleOf: the least common multiple of all of them is above {_LARGEST_MULTIPLE} of their "
+            "smallest unit; use rounder ones"
+        )
+
+
+def _common_multiple(numbers: Iterable[int], most: int) -> int | None:
+    """The least; None if it is above ``most``, found out without computing with large numbers."""
+    common = 1
+    for number in numbers:
+        common = math.lcm(common, number) if number <= most else most + 1
+        if common > most:
+            return None
+    return common
+
+
+def _check_bounds(schema: Mapping[str, Any]) -> None:
+    """A whole number as an exclusive bound is let through if the other bound is less than one away."""
+    for group in _of_one_value(schema):
+        for key, others, whole in (
+            ("exclusiveMinimum", ("maximum", "exclusiveMaximum"), math.floor),
+            ("exclusiveMaximum", ("minimum", "exclusiveMinimum"), math.ceil),
+        ):
+            excluded = {n for n in _numbers(group, key) if n == whole(n)}
+            for n in (n for other in others for n in _numbers(group, other)):
+                if n != whole(n) and whole(n) in excluded:
+                    raise RequestError(
+                        f"{key} = {whole(n)} with another bound of {n}, less than one away: llguidance "
+                        f"would allow {whole(n)} itself; make that bound inclusive, or a fraction"
+                    )
+
+
+def _numbers(objects: Iterable[Mapping[str, Any]], key: str) -> list[int | float]:
+    return [s[key] for s in objects if type(s.get(key)) in (int, float)]
+
+
+def _of_one_value(schema: Mapping[str, Any]) -> Iterable[list[Mapping[str, Any]]]:
+    """The objects of a schema, those together that may describe the same value, and perhaps some more."""
+    above: dict[int, int] = {}
+
+    def top(of: Any) -> int:
+        at = id(of)
+        while (up := above.get(at, at)) != at:
+            above[at] = above.get(up, up)
+            at = up
+        return at
+
+    objects = list(_objects(schema))
+    for s in objects:
+        beside = [b for key in _BRANCHES if isinstance(s.get(key), list | tuple) for b in s[key]]
+        if isinstance(s.get("$ref"), str):
+            target = _referred(schema, s["$ref"])
+            if target is None:  # what it means is llguidance's to say
+                return [objects]
+            beside.append(target)
+        for other in beside:
+            if isinstance(other, Mapping):
+                above[top(other)] = top(s)
+    groups = defaultdict(list)
+    for s in objects:
+        groups[top(s)].append(s)
+    return groups.values()
+
+
+def _referred(schema: Any, reference: str) -> Any:
+    """What a JSON pointer names; None if it names nothing here."""
+    path, found = unquote(reference).split("/"), schema
+    if path[0] != "#":
+        return None
+    for step in path[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, Mapping):
+            found = found.get(step)
+        elif (
+            isinstance(found, list | tuple) and step.isdecimal() and len(step) < 9 and int(step) < len(found)
+        ):
+            found = found[int(step)]
+        else:
+            return None
+    return found
+
+
+def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
+    """Every object, whatever it is for."""
+    if isinstance(value, Mapping):
+        yield value
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from _objects(part)

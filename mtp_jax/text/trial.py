@@ -1,0 +1,194 @@
+"""Whether a grammar is cheap enough to be compiled here, found out in a process that can be ended.
+
+llguidance can be neither interrupted nor held to an amount of memory, and a compiled grammar cannot be handed
+from one process to another. So each new grammar is compiled twice: first on trial, in a process forked for it
+that the system ends at a limit of time or memory, then in this one, which takes what the trial took.
+
+A helper process holds the vocabulary and forks: it has one thread and no jax, so that takes milliseconds. It
+starts with the first grammar, and ends when this process closes the socket between them, however it ends.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mtp_jax.errors import Overloaded, RequestError
+from mtp_jax.text.compile_grammar import Vocabulary
+
+SECONDS = 5.0
+"""Of a trial."""
+
+MEMORY = 256 * 2**20
+"""Bytes that a trial may take beyond what the helper holds."""
+
+# Trials at a time, each with its own process, and how long a further one waits for one of them to end.
+_AT_A_TIME = 4
+_TURN_SECONDS = 2.0
+# After a trial's own seconds: for the helper to start, on a busy machine.
+_START_SECONDS = 30.0
+_LENGTH = 8  # bytes in which a message says how long it is
+_BEGUN = b"+"
+
+
+class Trials:
+    """Tries grammars of one vocabulary. Threads may share it."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._places = threading.BoundedSemaphore(_AT_A_TIME)
+        self._starting = threading.Lock()
+        self._helper: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+
+    def run(self, grammar: str) -> int:
+        """Bytes that the grammar takes. Raises RequestError above the limits, Overloaded if too many wait."""
+        if not self._places.acquire(timeout=_TURN_SECONDS):
+            raise Overloaded("other structured outputs are still being compiled; try again", SECONDS)
+        try:
+            for _ in range(3):  # the helper may have been ended from outside, with the job or before
+                answer = self._tried(grammar)
+                if answer is not None:
+                    return answer["held"]
+        finally:
+            self._places.release()
+        raise Overloaded("the process that compiles structured outputs has ended; try again", SECONDS)
+
+    def _tried(self, grammar: str) -> dict[str, Any] | None:
+        """What the trial says; None if there was none. Raises RequestError above the limits."""
+        job, theirs = socket.socketpair()
+        with job:
+            job.settimeout(SECONDS + _START_SECONDS)
+            with theirs:
+                if not self._hand_over(theirs):
+                    return None
+            try:
+                if job.recv(1) != _BEGUN:
+                    return None
+                began = time.monotonic()
+                _send(job, {"grammar": grammar, "seconds": SECONDS, "memory": MEMORY})
+                return _receive(job)
+            except TimeoutError:
+                raise Overloaded("the machine is too busy to compile it; try again", SECONDS) from None
+            except (ConnectionError, EOFError):
+                if time.monotonic() - began < SECONDS * 0.9:
+                    limit = f"more than {MEMORY >> 20} MiB"
+                else:
+                    limit = f"longer than {SECONDS:g} s"
+                raise RequestError(f"the structured output takes {limit} to compile; simplify it") from None
+
+    def _hand_over(self, job: socket.socket) -> bool:
+        """Give the helper one end of a job's socket; False if it has ended meanwhile."""
+        with self._starting:
+            if self._helper is None:
+                self._helper = _start(self._vocabulary)
+                weakref.finalize(self, _end, *self._helper)
+            try:
+                socket.send_fds(self._helper[1], [_BEGUN], [job.fileno()])
+            except OSError:
+                _end(*self._helper)
+                self._helper = None
+                return False
+        return True
+
+
+def _start(vocabulary: Vocabulary) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    ours, theirs = socket.socketpair()
+    found = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=theirs.fileno(),
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(found)},
+        )
+    with contextlib.suppress(OSError):  # it has ended: whoever hands it a job finds out
+        _send(ours, asdict(vocabulary))
+    return process, ours
+
+
+def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
+    control.close()
+    process.kill()
+    process.wait()
+
+
+def _send(to: socket.socket, message: dict[str, Any]) -> None:
+    text = json.dumps(message).encode()
+    to.sendall(len(text).to_bytes(_LENGTH, "big") + text)
+
+
+def _receive(source: socket.socket) -> dict[str, Any]:
+    """Raises EOFError if the other side has ended."""
+    return json.loads(_bytes(source, int.from_bytes(_bytes(source, _LENGTH), "big")))
+
+
+def _bytes(source: socket.socket, count: int) -> bytes:
+    found = bytearray()
+    while len(found) < count:
+        part = source.recv(count - len(found))
+        if not part:
+            raise EOFError
+        found += part
+    return bytes(found)
+
+
+# The helper
+
+
+def main() -> None:
+    """Fork a process for each job that comes, until the other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: who started it ends it
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forked ones
+    control = socket.socket(fileno=os.dup(0))
+    try:
+        vocabulary = Vocabulary(**_receive(control))
+        _ = vocabulary.tokens
+        while fds := socket.recv_fds(control, 1, 1)[1]:
+            if not os.fork():
+                control.close()
+                os.close(0)
+                _answer(vocabulary, socket.socket(fileno=fds[0]))
+            os.close(fds[0])
+    except (ConnectionError, EOFError):
+        pass
+
+
+def _answer(vocabulary: Vocabulary, job: socket.socket) -> None:
+    """Compile one grammar within its limits, say what that took, and end."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust says there that memory has run out
+        job.sendall(_BEGUN)
+        wanted = _receive(job)
+        signal.setitimer(signal.ITIMER_REAL, wanted["seconds"])  # SIGALRM ends a process, whatever it does
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        before = _data()
+        if before:
+            most = before + wanted["memory"]
+            resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        matcher = vocabulary.build(wanted["grammar"])
+        held = _data() - before
+        _send(job, {"held": held if not matcher.is_error() else 0})
+    finally:
+        os._exit(0)
+
+
+def _data() -> int:
+    """Bytes that this process may write to; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
+if __name__ == "__main__":
+    main()
