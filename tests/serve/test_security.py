@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 import mtp_jax
 from mtp_jax import ConfigError, RequestError, StructuredOutput
-from mtp_jax.text import grammar
+from mtp_jax.text import grammar, json_schema
 from serve import app, page
 from serve.schema import ChatBody, CompletionBody
 from serve.settings import Settings
@@ -220,7 +220,7 @@ def test_schemas_and_expressions_cannot_hurt(client, asked):
 def test_numbers_and_choices_are_bounded_before_they_are_worked_with(monkeypatch):
     """The first and the last would take minutes."""
     lcm, bits = math.lcm, [0]
-    monkeypatch.setattr(grammar.math, "lcm", lambda a, b: bits.append((a * b).bit_length()) or lcm(a, b))
+    monkeypatch.setattr(json_schema.math, "lcm", lambda a, b: bits.append((a * b).bit_length()) or lcm(a, b))
     monkeypatch.setattr(grammar, "_literal", None)
     coprime = [10**3000 + i for i in range(1, 2000, 2)]
     wrong: list[dict[str, Any]] = [
