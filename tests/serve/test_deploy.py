@@ -1,0 +1,103 @@
+"""The files of serve/deploy name flags, routes, paths and metrics that exist."""
+
+import configparser
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import serve
+from mtp_jax.commands import cli
+from serve import app
+from serve.security import _OPEN_PATHS
+from serve.settings import Settings
+from tests.serve.test_grafana import NAME
+
+ROOT = Path(serve.__file__).parent.parent
+DEPLOY = ROOT / "serve" / "deploy"
+DOCS = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
+DRAIN = 30 + 6  # the default of --drain-seconds, and what run.py adds
+
+
+def read(name: str) -> Any:
+    found = [*yaml.safe_load_all((DEPLOY / name).read_text(encoding="utf-8"))]
+    return found[0] if len(found) == 1 else found
+
+
+def entry() -> list[str]:
+    """The command of the image."""
+    lines = (DEPLOY / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    (line,) = [line for line in lines if line.startswith("ENTRYPOINT ")]
+    program, *arguments = json.loads(line.removeprefix("ENTRYPOINT "))
+    assert program.endswith("/bin/mtp-jax")
+    return arguments
+
+
+def test_the_image_starts_a_server_and_copies_what_there_is():
+    args = cli.make_parser().parse_args([*entry(), "/model"])
+    assert (args.host, args.compile_cache, args.model) == ("0.0.0.0", Path("/cache"), Path("/model"))
+    ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
+    assert all((ROOT / line[1:]).exists() for line in ignored if line.startswith("!"))
+    text = (DEPLOY / "Dockerfile").read_text()
+    assert "USER 10001" in text
+    assert "/health" in text
+
+
+def test_the_unit_of_systemd():
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment]
+    unit.read(DEPLOY / "mtp-jax.service")
+    program, *arguments = shlex.split(unit["Service"]["ExecStart"])
+    assert program.endswith("/bin/mtp-jax")
+    args = cli.make_parser().parse_args(arguments)
+    assert args.compile_cache == Path("/var/cache") / unit["Service"]["CacheDirectory"]
+    assert unit["Service"]["CacheDirectoryMode"] == "0700"  # others must not write there
+    assert int(unit["Service"]["TimeoutStopSec"]) > DRAIN
+
+
+def test_kubernetes():
+    deployment, service = read("kubernetes.yaml")
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert cli.make_parser().parse_args([*entry(), *container["args"]])
+    probes = [container[name]["httpGet"]["path"] for name in container if name.endswith("Probe")]
+    assert probes == ["/ready", "/ready", "/health"]
+    assert {*probes} <= {*_OPEN_PATHS} <= {*app._GET}
+    assert pod["terminationGracePeriodSeconds"] > DRAIN
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    (port,) = service["spec"]["ports"]
+    assert (port["targetPort"], container["ports"][0]["containerPort"]) == ("http", 8000)
+    annotations = deployment["spec"]["template"]["metadata"]["annotations"]
+    assert annotations["prometheus.io/path"] in app._GET
+
+
+def test_compose_mounts_files_that_exist():
+    compose = read("compose.yaml")
+    for service in compose["services"].values():
+        for volume in service.get("volumes", ()):
+            source = volume.split(":")[0]
+            assert source in compose["volumes"] if "/" not in source else (DEPLOY / source).exists()
+    (scrape,) = read("prometheus.yml")["scrape_configs"]
+    assert scrape["metrics_path"] in app._GET
+    assert scrape["static_configs"][0]["targets"] == ["mtp-jax:8000"]
+    assert scrape["authorization"]["credentials_file"] in str(compose["services"]["prometheus"]["command"])
+    assert compose["services"]["mtp-jax"]["read_only"] is True
+    assert int(compose["services"]["mtp-jax"]["stop_grace_period"].rstrip("s")) > DRAIN
+    assert read("grafana/datasources.yaml")["datasources"][0]["type"] == "prometheus"
+    folder = read("grafana/dashboards.yaml")["providers"][0]["options"]["path"]
+    assert f"../grafana:{folder}:ro" in compose["services"]["grafana"]["volumes"]
+
+
+def test_the_page_names_flags_and_metrics_that_exist(capsys):
+    with pytest.raises(SystemExit):
+        cli.make_parser().parse_args(["serve", "--help"])
+    known = capsys.readouterr().out
+    assert not [flag for flag in {*re.findall(r"`(--[a-z-]+)", DOCS)} if flag not in known]
+    code = (ROOT / "serve" / "metrics.py").read_text(encoding="utf-8")
+    assert NAME.findall(DOCS)
+    assert not [name for name in NAME.findall(DOCS) if name.removesuffix("_total") not in code]
+    assert Settings("m").drain_seconds + 6 == DRAIN
