@@ -1,19 +1,22 @@
-"""What a checkpoint holds and needs, from its config and headers alone."""
+"""What a checkpoint holds and needs, from its config and headers alone, or from its config."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh
 
+from mtp_jax.checkpoint.folder import INDEX, read_config
 from mtp_jax.checkpoint.fp8 import SCALE_SUFFIX
 from mtp_jax.checkpoint.orbax_store import check_no_draft, is_orbax, read_about
 from mtp_jax.checkpoint.plan import can_stay_fp8, make_plan
-from mtp_jax.checkpoint.safetensors_file import Tensor
+from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Moe, Params, Spec, dtype_of, param_specs, scale_spec, type_of
+from mtp_jax.model.sharding import check_divisible, ways
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,8 @@ class Summary:
     Attributes:
         architecture: model_type of config.json.
         config: the model, with the NextN layers that are present.
-        nextn_layout: where the NextN layers are: "in place", "lmsys NextN", "xLLM export", "Orbax"; None
-            without any.
+        nextn_layout: where the NextN layers are: "in place", "lmsys NextN", "xLLM export", "Orbax", or
+            "declared" where there is no tensor at all; None without any.
         files: how many safetensors files there are.
         stored: what is on disk and will be read, by dtype ("BF16", "F8_E4M3", ...).
         parameters: of the trunk, embedding and head included (a tied one once).
@@ -41,6 +44,7 @@ class Summary:
         nextn_parameters: of the NextN layers, copies of the trunk's embedding and head left out.
         weight_bytes: memory for all parameters, by engine dtype, and where there are FP8 weights as "fp8":
             those kept, the rest bfloat16.
+        weight_bytes_per_device: the same, of each device of a 1 x N mesh.
         cache_bytes_per_token: latent cache of all layers, NextN included, by engine dtype and as FP8 rows.
     """
 
@@ -53,6 +57,7 @@ class Summary:
     active_parameters: int
     nextn_parameters: int
     weight_bytes: dict[str, int]
+    weight_bytes_per_device: dict[str, int]
     cache_bytes_per_token: dict[str, int]
 
     @property
@@ -79,20 +84,30 @@ class Summary:
             "NextN layers": f"{len(c.nextn_moe)} ({kinds}; {self.nextn_layout})" if c.nextn_moe else "none",
             "parameters": f"{self.parameters:,} ({self.active_parameters:,} active per token)",
             "NextN parameters": f"{self.nextn_parameters:,}",
-            "on disk": f"{_size(self.stored_bytes)}: {', '.join(stored)}",
-            "memory for weights": ", ".join(f"{_size(n)} as {k}" for k, n in self.weight_bytes.items()),
+            "on disk": f"{_size(self.stored_bytes)}: {', '.join(stored)}" if stored else "no weights",
+            "memory for weights": by_dtype(self.weight_bytes),
             "cache per token": ", ".join(f"{n:,} B as {k}" for k, n in self.cache_bytes_per_token.items()),
         }
         return "\n".join(f"{name:<20}{value}" for name, value in rows.items())
 
 
+def by_dtype(nbytes: dict[str, int]) -> str:
+    """Byte counts by dtype, for people."""
+    return ", ".join(f"{_size(n)} as {k}" for k, n in nbytes.items())
+
+
 def summarise(
-    model_dir: str | Path, draft_model: str | Path | None = None, num_nextn_layers: int | None = None
+    model_dir: str | Path,
+    draft_model: str | Path | None = None,
+    num_nextn_layers: int | None = None,
+    devices: int = 1,
 ) -> Summary:
     """Check a folder in Hugging Face layout, or one of Orbax, and count what it holds; no weights are read.
 
-    num_nextn_layers: how many NextN layers to count; None for all.
-    Raises ConfigError or CheckpointError as ``load`` would.
+    A folder without weights is described as its config.json declares it. num_nextn_layers: how many NextN
+    layers to count; None for all. devices: of the mesh that weights are split over.
+    Raises ConfigError or CheckpointError as ``load`` would, and ConfigError for a model that does not divide
+    over the devices.
     """
     stored: dict[str, Stored] = {}
     if is_orbax(model_dir):
@@ -102,12 +117,40 @@ def summarise(
             kind = np.dtype(dtype_of(spec, about.dtype))
             name = "F32" if kind == np.float32 else "BF16"
             _add(stored, name, math.prod(spec.shape), math.prod(spec.shape) * kind.itemsize)
-        return _summary("deepseek_v3", about.config, about.specs, "Orbax", 0, stored, {})
+        return _summary("deepseek_v3", about.config, about.specs, "Orbax", 0, stored, None, devices)
+    if draft_model is None and _has_no_weights(Path(model_dir)):
+        return _declared(Path(model_dir), num_nextn_layers, devices)
     plan = make_plan(model_dir, draft_model, num_nextn_layers)
     for t in plan.tensors.values():
         _add(stored, t.dtype, math.prod(t.shape), t.nbytes)
-    specs = param_specs(plan.config)
-    return _summary(plan.architecture, plan.config, specs, plan.layout, len(plan.files), stored, plan.tensors)
+    specs, layout = param_specs(plan.config), plan.layout
+    fp8 = any(t.dtype == "F8_E4M3" for t in plan.tensors.values())
+    kept = (lambda spec: can_stay_fp8(spec, plan.tensors)) if fp8 else None
+    return _summary(plan.architecture, plan.config, specs, layout, len(plan.files), stored, kept, devices)
+
+
+def _has_no_weights(path: Path) -> bool:
+    weights = (path / INDEX).exists() or any(path.glob("*.safetensors"))
+    return (path / "config.json").is_file() and not weights
+
+
+def _declared(path: Path, num_nextn_layers: int | None, devices: int) -> Summary:
+    """What config.json promises; every matrix but the tables and the router is taken to be FP8 if any is."""
+    cfg, raw = read_config(path)
+    if num_nextn_layers is not None:
+        if num_nextn_layers > cfg.num_nextn_predict_layers:
+            raise ConfigError(
+                f"num_nextn_layers = {num_nextn_layers}; {path} declares {cfg.num_nextn_predict_layers}"
+            )
+        cfg = cfg.with_nextn(cfg.nextn_moe[:num_nextn_layers])
+
+    def kept(spec: Spec) -> bool:
+        matrix = len(spec.tensor_shape) == 2 and spec.init == "normal" and not spec.float32
+        return matrix and spec.rows is None
+
+    fp8 = kept if raw.get("quantization_config") else None
+    architecture = raw.get("model_type", "deepseek_v3")
+    return _summary(architecture, cfg, param_specs(cfg), "declared", 0, {}, fp8, devices)
 
 
 def parameter_counts(cfg: ModelConfig) -> tuple[int, int, int]:
@@ -129,9 +172,12 @@ def _summary(
     layout: str | None,
     files: int,
     stored: dict[str, Stored],
-    tensors: Mapping[str, Tensor],
+    kept: Callable[[Spec], bool] | None,
+    devices: int,
 ) -> Summary:
-    """``params``: the tree of Spec in memory. ``tensors``: those on disk; none of an Orbax folder."""
+    """``params``: the tree of Spec in memory. ``kept``: which can stay FP8; None: there are none."""
+    mesh = AbstractMesh((1, devices), ("data", "model"))
+    check_divisible(cfg, mesh)
     specs: list[Spec] = jax.tree.leaves(params)
     total, active, nextn = parameter_counts(cfg)
     layers = cfg.num_hidden_layers + cfg.num_nextn_predict_layers
@@ -139,14 +185,17 @@ def _summary(
     def in_memory(spec: Spec, dtype: str) -> int:
         return math.prod(spec.shape) * np.dtype(dtype_of(spec, dtype)).itemsize
 
-    def kept(spec: Spec) -> int:
-        if not can_stay_fp8(spec, tensors):
+    def in_fp8(spec: Spec) -> int:
+        if kept is None or not kept(spec):
             return in_memory(spec, "bfloat16")
         return math.prod(spec.shape) + in_memory(scale_spec(spec, SCALE_SUFFIX), "float32")
 
-    weight_bytes = {d: sum(in_memory(s, d) for s in specs) for d in type_of}
-    if any(t.dtype == "F8_E4M3" for t in tensors.values()):
-        weight_bytes["fp8"] = sum(map(kept, specs))
+    def share(spec: Spec) -> int:
+        return math.prod(ways(axis, mesh) for axis in spec.axes)
+
+    sizes: dict[str, Callable[[Spec], int]] = {d: lambda s, d=d: in_memory(s, d) for d in type_of}
+    if kept is not None:
+        sizes["fp8"] = in_fp8
     return Summary(
         architecture=architecture,
         config=cfg,
@@ -156,7 +205,10 @@ def _summary(
         parameters=total,
         active_parameters=active,
         nextn_parameters=nextn,
-        weight_bytes=weight_bytes,
+        weight_bytes={name: sum(map(size, specs)) for name, size in sizes.items()},
+        weight_bytes_per_device={
+            name: sum(size(s) // share(s) for s in specs) for name, size in sizes.items()
+        },
         cache_bytes_per_token={d: layers * cfg.latent_dim * np.dtype(k).itemsize for d, k in type_of.items()}
         | {"fp8": layers * cfg.fp8_row_bytes},
     )

@@ -1,4 +1,4 @@
-"""`mtp-jax info`: what a checkpoint is and what it needs, from its headers alone."""
+"""`mtp-jax info`: what a checkpoint is and what it needs, from its headers, or from a config.json, alone."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_jax.commands import show
 from mtp_jax.commands.options import model_dir
-from mtp_jax.commands.parser import Subparsers
+from mtp_jax.commands.parser import Subparsers, positive
 from mtp_jax.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -20,7 +20,9 @@ _GIB = 2**30
 def register(subparsers: Subparsers) -> None:
     """Declare the subcommand."""
     parser = subparsers.add_parser(
-        "info", help="describe a checkpoint", description="Describe a checkpoint. No weights are read."
+        "info",
+        help="describe a checkpoint",
+        description="Describe a checkpoint. No weights are read; a config.json alone will do.",
     )
     parser.add_argument(
         "model", nargs="?", type=Path, metavar="MODEL", help="directory (default: the demo model)"
@@ -31,6 +33,9 @@ def register(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--num-nextn-layers", type=int, metavar="N", help="NextN layers to count (default: all)"
     )
+    parser.add_argument(
+        "--gpus", type=positive, default=1, metavar="N", help="tell the memory of each of N GPUs (default: 1)"
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     parser.set_defaults(run=run)
 
@@ -38,9 +43,10 @@ def register(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the summary. Returns the exit status."""
     from mtp_jax.checkpoint import summarise
+    from mtp_jax.checkpoint.summary import by_dtype
 
     directory = model_dir(args)
-    summary = summarise(directory, args.draft_model, args.num_nextn_layers)
+    summary = summarise(directory, args.draft_model, args.num_nextn_layers, args.gpus)
     tokenizer = Tokenizer.from_dir(directory)
     if args.json:
         show.write(json.dumps(_object(summary, tokenizer), indent=2) + "\n")
@@ -50,6 +56,9 @@ def run(args: argparse.Namespace) -> int:
     if tokenizer:
         has = f"{tokenizer.vocab_size:,} ids, {'a' if tokenizer.has_chat_template else 'no'} chat template"
     rows = {"cache per GiB": per_gib, "tokenizer": has}
+    if args.gpus > 1:
+        each = by_dtype(summary.weight_bytes_per_device)
+        rows[f"each of {args.gpus} GPUs"] = f"{each}; the cache is whole on each (--mesh 1x{args.gpus})"
     show.write(f"{directory}\n{summary.text()}\n")
     show.write("".join(f"{name:<20}{value}\n" for name, value in rows.items()))
     return 0

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
@@ -56,7 +56,7 @@ def sharded(
     return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def ways(axis: str | None, mesh: Mesh | None) -> int:
+def ways(axis: str | None, mesh: Mesh | AbstractMesh | None) -> int:
     """Number of parts that a dimension with this logical axis is split into."""
     over = RULES[axis]
     names = (over,) if isinstance(over, str) else over or ()
@@ -73,7 +73,7 @@ def param_sharding(spec: Spec, mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, partition(*spec.axes))
 
 
-def check_divisible(cfg: ModelConfig, mesh: Mesh | None) -> None:
+def check_divisible(cfg: ModelConfig, mesh: Mesh | AbstractMesh | None) -> None:
     """Raise ConfigError if a sharded dimension of the model does not divide over the mesh."""
     if mesh is None:
         return

@@ -352,7 +352,7 @@ def test_none_is_none_of_them_as_in_vllm():
         ("rigged", {"drafting": "often"}, ConfigError, "drafting = 'often'; expected one of"),
         ("rigged", {"num_nextn_layers": 0}, ConfigError, "no NextN layer"),
         ("rigged", {"num_nextn_layers": 2}, CheckpointError, "expected 0 to 1"),
-        ("nothing", {}, ConfigError, "nothing is not a directory"),
+        ("nothing", {}, ConfigError, "nothing/model is not a directory"),
     ],
 )
 def test_models_that_cannot_be_opened(variant, options, error, message):

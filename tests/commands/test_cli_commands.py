@@ -51,6 +51,29 @@ def test_info(capsys):
     )
 
 
+def test_info_of_a_config_alone(capsys, tmp_path):
+    """What a model would need before anybody downloads it; what is split, by the number of devices."""
+    config = json.loads((V3 / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert cli.main(["info", str(tmp_path), "--json", "--gpus", "2"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert cli.main(["info", str(V3), "--draft-model", str(V3.parent / "nextn"), "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    same = ("parameters", "nextn_parameters", "cache_bytes_per_token")
+    assert [alone[name] for name in same] == [whole[name] for name in same]
+    assert (alone["stored"], alone["nextn_layout"]) == ({}, "declared")
+    for dtype, size in alone["weight_bytes"].items():
+        assert size == pytest.approx(whole["weight_bytes"][dtype], rel=0.02)
+        assert size / 2 < alone["weight_bytes_per_device"][dtype] < size
+    assert cli.main(["info", str(tmp_path), "--gpus", "2"]) == 0
+    told = capsys.readouterr().out
+    assert "no weights" in told
+    assert "each of 2 GPUs" in told
+    assert cli.main(["info", str(tmp_path), "--gpus", "3"]) == 2
+    assert "does not divide over 3 devices" in capsys.readouterr().err
+    assert cli.main(["info", str(tmp_path), "--num-nextn-layers", "9"]) == 2
+
+
 def test_info_of_the_demo_model_as_json(capsys, monkeypatch, tmp_path):
     shutil.copytree(V3, tmp_path / "demo")
     demo = tiny_tokenizer.write(tmp_path / "demo", 160)
