@@ -117,12 +117,16 @@ def test_the_prefill_kernel_is_told_the_same(drawn, start):
 @pytest.mark.parametrize("layers", [1, 2, 3])
 @pytest.mark.parametrize("step", [0, 1, 2, 5, MAX_DRAFTS - 1])
 def test_drafts_see_the_rows_of_their_own_layer(layers, step):
-    """Rows past the newest token's exist every ``layers`` positions; rows 0 to the layer's number never."""
+    """Past the newest token: drafts before the layer's first own, and its own, every ``layers`` positions.
+
+    Rows 0 to the layer's number never exist.
+    """
     lengths, active, layer = [1, 7, 40], [True, True, False], step % layers
     got = nextn.seen_by_draft(step, layers, array(lengths), jnp.asarray(active)).mask(1, ROWS)
     for slot, (length, runs) in enumerate(zip(lengths, active, strict=True)):
         known = range(layer + 1, length + 1)
-        drafted = [length + k for k in range(1, step + 1) if k % layers == layer and length + k > layer]
+        before, own = range(1, min(layer, step) + 1), range(layer or layers, step + 1, layers)
+        drafted = [length + k for k in (*before, *own) if length + k > layer]
         assert np.flatnonzero(got[slot, 0]).tolist() == (sorted({*known, *drafted}) if runs else [])
 
 
