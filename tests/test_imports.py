@@ -52,6 +52,9 @@ WITHOUT_JAX = (
     "text.grammar",
     "text.stop_strings",
     "text.tokenizer",
+    "text.tools.formats",
+    "text.tools.parser",
+    "text.tools.parts",
 )
 
 # What computes by kernels, or shares their types.
