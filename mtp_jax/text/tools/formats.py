@@ -22,6 +22,7 @@ class Format:
         parameter: matches one parameter: groups ``key``, ``value`` and perhaps ``string`` ("true": the value
             is text, "false": it is JSON). None where the arguments are JSON.
         parameter_end: the end of such a parameter.
+        closing: one character between JSON arguments and ``end``, with white space around it.
     """
 
     block: str
@@ -32,6 +33,7 @@ class Format:
     block_end: str
     parameter: re.Pattern[str] | None = None
     parameter_end: str = ""
+    closing: str = ""
 
 
 _DSML = "\uff5cDSML\uff5c"  # full-width bars
@@ -85,6 +87,16 @@ FORMATS = {
         ),
         "<|tool_call_end|>",
         "<|tool_calls_section_end|>",
+    ),
+    # For models without a format of their own.
+    "json": Format(
+        "",
+        "<tool_call>",
+        ('"arguments":',),
+        re.compile(rf'<tool_call>\s*\{{\s*"name":\s*"{_NAME}",\s*"arguments":'),
+        "</tool_call>",
+        "",
+        closing="}",
     ),
 }
 

@@ -80,10 +80,12 @@ class ToolParser:
     def _json(self, final: bool) -> bool:
         at = self._held.find(self._form.end)
         length = at if at >= 0 else len(self._held) if final else _shown(self._held, self._form.end)
+        if self._form.closing and (at >= 0 or not final):
+            length = len(self._held[:length].rstrip().removesuffix(self._form.closing))
         if length:
             self._parts.append(Arguments(self._index, self._take(length)))
         if at >= 0:
-            self._take(len(self._form.end))
+            self._take(self._held.find(self._form.end) + len(self._form.end))
             self._end()
         return at >= 0
 

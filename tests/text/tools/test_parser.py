@@ -21,6 +21,7 @@ ONE = {
     f'<{D}parameter name="n" string="false">2</{D}parameter>\n</{D}invoke>\n</{D}function_calls>',
     "glm47": "<tool_call>f\n<arg_key>a</arg_key><arg_value>x<y</arg_value>"
     "<arg_key>n</arg_key>\n<arg_value>2</arg_value></tool_call>",
+    "json": '<tool_call>\n{"name": "f", "arguments": {"a": "x<y", "n": 2}}\n</tool_call>',
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
     '{"a": "x<y", "n": 2}<|tool_call_end|><|tool_calls_section_end|>',
 }
@@ -67,9 +68,14 @@ def test_any_cut_of_whole_broken_and_truncated_calls_gives_the_same(name):
         assert parse(name, pieces) == parse(name, [text]) == parse(name, list(text)), (text, pieces)
 
 
+def head_begins(name: str) -> int:
+    """Characters of the example before its tool's name."""
+    return ONE[name].index("f", len(FORMATS[name].block + FORMATS[name].call))
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_text_without_a_whole_head_is_text(name):
-    for end in range(1, ONE[name].index("f", len(FORMATS[name].block + FORMATS[name].call))):
+    for end in range(1, head_begins(name)):
         assert parse(name, list(ONE[name][:end])) == [Text(ONE[name][:end])]
 
 
@@ -90,3 +96,20 @@ def test_two_calls_and_a_call_that_is_cut():
     assert [p.index for p in parse("deepseek_v31", [text]) if isinstance(p, CallEnd)] == [0, 1]
     cut = parse("deepseek_v31", [text[: -len(E + X) - 3]])
     assert cut[-2:] == [CallBegin(1, "f"), Arguments(1, '{"a": "x<y", "n":')]
+
+
+def test_a_tools_schema_says_which_glm_parameters_are_text():
+    text = "<tool_call>f<arg_key>zip</arg_key><arg_value>08</arg_value>"
+    text += "<arg_key>n</arg_key><arg_value>10</arg_value></tool_call>"
+    for strings, value in (({"f": ["n"]}, "10"), ({}, 10)):
+        parts = ToolParser(FORMATS["glm47"], strings).push(text)
+        arguments = "".join(p.text for p in parts if isinstance(p, Arguments))
+        assert json.loads(arguments) == {"zip": "08", "n": value}
+
+
+def test_json_in_dsml_and_a_call_without_arguments():
+    head = f'<{D}function_calls>\n<{D}invoke name="f">'
+    tail = f"</{D}invoke>\n</{D}function_calls>"
+    assert parse("deepseek_v32", [head + '{"a": 1}' + tail])[1] == Arguments(0, '{"a": 1}')
+    assert parse("deepseek_v32", [head + "\n" + tail])[1] == Arguments(0, "{}")
+    assert parse("glm47", ["<tool_call>f</tool_call>"]) == [CallBegin(0, "f"), Arguments(0, "{}"), CallEnd(0)]
