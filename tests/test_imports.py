@@ -56,6 +56,9 @@ WITHOUT_JAX = (
     "text.stop_strings",
     "text.tokenizer",
     "text.trial",
+    "text.tools.formats",
+    "text.tools.parser",
+    "text.tools.parts",
 )
 
 # What computes by kernels, or shares their types.

@@ -1,0 +1,37 @@
+"""What an output with calls of tools is made of."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text for the reader."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallBegin:
+    """A call begins. ``index`` counts from 0; ``id`` is the model's own, if its format has one."""
+
+    index: int
+    name: str
+    id: str | None = None
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """More of the JSON text of a call's arguments."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True)
+class CallEnd:
+    """A call is complete. One that was cut or broken has no end."""
+
+    index: int
+
+
+Part = Text | CallBegin | Arguments | CallEnd
