@@ -26,10 +26,16 @@ if TYPE_CHECKING:
     from mtp_jax.model.sharding import make_mesh
     from mtp_jax.text.grammar import StructuredOutput
     from mtp_jax.text.tokenizer import StreamDecoder, Tokenizer
+    from mtp_jax.text.tools.grammar import Tool
+    from mtp_jax.text.tools.parts import CallArguments, CallBegin, CallEnd, OutputText
+    from mtp_jax.text.tools.use import ToolUse
 
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "CallArguments",
+    "CallBegin",
+    "CallEnd",
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",
@@ -40,6 +46,7 @@ __all__ = [
     "Logprob",
     "MtpJaxError",
     "OutputKind",
+    "OutputText",
     "Overloaded",
     "PromptTooLong",
     "Reporter",
@@ -51,6 +58,8 @@ __all__ = [
     "StreamDecoder",
     "StructuredOutput",
     "Tokenizer",
+    "Tool",
+    "ToolUse",
     "make_mesh",
 ]
 
@@ -71,6 +80,12 @@ _HOMES = {
     "StreamDecoder": "text.tokenizer",
     "StructuredOutput": "text.grammar",
     "Tokenizer": "text.tokenizer",
+    "ToolUse": "text.tools.use",
+    "Tool": "text.tools.grammar",
+    "OutputText": "text.tools.parts",
+    "CallEnd": "text.tools.parts",
+    "CallBegin": "text.tools.parts",
+    "CallArguments": "text.tools.parts",
     "make_mesh": "model.sharding",
 }
 

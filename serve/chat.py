@@ -1,19 +1,31 @@
 """/v1/chat/completions."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mtp_jax import CompletionOutput, RequestOutput, Stream, Tokenizer
+from mtp_jax import (
+    CallArguments,
+    CallBegin,
+    CompletionOutput,
+    OutputText,
+    RequestOutput,
+    SamplingParams,
+    Stream,
+    ToolUse,
+)
 from serve.answers import chat_logprobs, token_extras, usage
 from serve.bodies import read
 from serve.calls import Call, Shown
 from serve.generation import submit
-from serve.reasoning import Splitter, ThoughtTokens, may_think
+from serve.reasoning import ThoughtTokens, may_think
 from serve.schema import ChatBody, Conversation
 from serve.state import Server
+from serve.tools import use_of
+from serve.turn import Piece, Thought, Turn, called
 
 
 class ChatPrompt:
@@ -23,18 +35,22 @@ class ChatPrompt:
         thinking: whether the prompt ends inside a think block.
     """
 
-    def __init__(self, tokenizer: Tokenizer, conversation: Conversation) -> None:
-        self._tokenizer, self._conversation = tokenizer, conversation
+    def __init__(self, server: Server, conversation: Conversation) -> None:
+        self._tokenizer, self._conversation = server.tokenizer, conversation
+        self._form = server.tool_format
         self.thinking = False
 
     def __call__(self) -> list[int]:
         """Token ids. Raises RequestError."""
-        options = self._conversation.chat_template_kwargs
+        told = self._conversation
+        options = told.chat_template_kwargs
         given = (
             options.model_dump(exclude_none=True, include=set(type(options).model_fields)) if options else {}
         )
-        messages = [message.for_template() for message in self._conversation.messages]
-        prompt = self._tokenizer.apply_chat_template(messages, **given)
+        messages = [message.for_template() for message in told.messages]
+        # A model that may call none is not told of them.
+        tools = [tool.for_template() for tool in told.tools or ()] if told.tool_choice != "none" else None
+        prompt = self._tokenizer.apply_chat_template(messages, tools or None, tool_format=self._form, **given)
         self.thinking = self._tokenizer.opens_thought(prompt)
         return self._tokenizer.encode(prompt, add_special_tokens=False)
 
@@ -42,24 +58,53 @@ class ChatPrompt:
 async def chat_completions(server: Server, request: Request) -> Response:
     """The route."""
     body = await read(server.settings, request, ChatBody)
-    prompt = ChatPrompt(server.tokenizer, body)
+    asked = await ask(server, body)
+    return await _Chat(server, request, body, asked).respond()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A conversation on its way through the engine.
+
+    Attributes:
+        use: of tools; None where none may be called.
+        thinking: whether its prompt has opened a thought.
+    """
+
+    streams: Sequence[Stream]
+    use: ToolUse | None
+    thinking: bool
+
+
+async def ask(server: Server, body: ChatBody) -> Asked:
+    """Queue a conversation. Raises RequestError, Overloaded, EngineStopped."""
+    use = use_of(server.tool_format, body.tools, body.tool_choice, body.parallel_tool_calls)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = body.params(most, body.stream, (body.top_logprobs or 0) if body.logprobs else None)
-    streams = await submit(server, body, [prompt], params)
-    return await _Chat(server, request, body, streams, prompt.thinking).respond()
+    prompt = ChatPrompt(server, body)
+    streams = await submit(server, body, [prompt], _with_tools(server, params, use))
+    return Asked(streams, use, prompt.thinking)
+
+
+def _with_tools(server: Server, params: SamplingParams, use: ToolUse | None) -> SamplingParams:
+    if use is None:
+        return params
+    structured = use.structured(server.tokenizer, params.structured)
+    if server.allm.llm.engine.grammars is None and not use.forced and params.structured is None:
+        structured = None  # this tokenizer has no grammars: calls are found where there are any
+    # The tags of calls are special tokens, which the parser has to see.
+    return replace(params, structured=structured, skip_special_tokens=False)
 
 
 class _Chat(Call):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def __init__(
-        self, server: Server, request: Request, body: ChatBody, streams: Sequence[Stream], thinking: bool
-    ) -> None:
-        super().__init__(server, request, body, streams)
-        self.body, self._thinking = body, thinking
+    def __init__(self, server: Server, request: Request, body: ChatBody, asked: Asked) -> None:
+        super().__init__(server, request, body, asked.streams)
+        self.body, self._asked, self._thinking = body, asked, asked.thinking
         self._tells_tokens |= body.logprobs is True
         self._may_think = may_think(server.tokenizer)
-        self._splitters: dict[int, Splitter] = {}
+        self._turns: dict[int, Turn] = {}
         self._thoughts: dict[int, ThoughtTokens] = {}
         self._thought: set[int] = set()
 
@@ -74,23 +119,17 @@ class _Chat(Call):
     def choice(self, index: int, output: RequestOutput, c: CompletionOutput, shown: Shown) -> dict[str, Any]:
         """A message, or what is new of it."""
         del output
-        splitter = self._splitters.setdefault(index, Splitter(self._thinking, self._may_think))
-        thought, answer = splitter.push(c.text)
-        if c.finish_reason is not None:
-            rest = splitter.flush()
-            thought, answer = thought + rest[0], answer + rest[1]
-        if thought:
+        turn = self._turns.setdefault(index, Turn(self._thinking, self._may_think, self._asked.use))
+        pieces = turn.push(c)
+        if any(isinstance(piece, Thought) for piece in pieces):
             self._thought.add(index)
-        message: dict[str, Any] = {} if self.body.stream and shown.begun else {"role": "assistant"}
-        if thought:
-            message |= {"reasoning": thought, "reasoning_content": thought}
-        if answer or not self.body.stream:
-            message["content"] = answer
+        stream = bool(self.body.stream)
+        message: dict[str, Any] = {} if stream and shown.begun else {"role": "assistant"}
         choice = {
             "index": index,
-            "delta" if self.body.stream else "message": message,
+            "delta" if stream else "message": message | (_delta(pieces) if stream else _message(pieces)),
             "logprobs": None,
-            "finish_reason": c.finish_reason,
+            "finish_reason": turn.finish_reason(c),
         }
         if c.logprobs is not None:
             top = self.body.top_logprobs or 0
@@ -102,3 +141,35 @@ class _Chat(Call):
         """With the tokens that went into thoughts, if there were any."""
         thoughts = [t.count for i, t in self._thoughts.items() if self._thinking or i in self._thought]
         return usage(done, sum(thoughts) if thoughts else None)
+
+
+def _texts(pieces: Sequence[Piece]) -> dict[str, Any]:
+    thought = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
+    text = "".join(piece.text for piece in pieces if isinstance(piece, OutputText))
+    message: dict[str, Any] = {"reasoning": thought, "reasoning_content": thought} if thought else {}
+    return message | ({"content": text} if text else {})
+
+
+def _message(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """Of a whole completion."""
+    message = {"content": ""} | _texts(pieces)
+    calls = called(pieces)
+    if not calls:
+        return message
+    # White space around calls belongs to their format.
+    content = message["content"] if message["content"].strip() else None
+    return message | {"content": content, "tool_calls": [call.body for call in calls]}
+
+
+def _delta(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """Of what is new."""
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        if isinstance(piece, CallBegin):
+            function = {"name": piece.name, "arguments": ""}
+            calls.append({"index": piece.index, "id": piece.id, "type": "function", "function": function})
+        elif isinstance(piece, CallArguments):
+            if not calls or calls[-1]["index"] != piece.index:
+                calls.append({"index": piece.index, "function": {"arguments": ""}})
+            calls[-1]["function"]["arguments"] += piece.text
+    return _texts(pieces) | ({"tool_calls": calls} if calls else {})

@@ -77,7 +77,7 @@ async def tokenize(server: Server, request: Request) -> Response:
 
     def answer() -> bytes:
         if isinstance(body, TokenizeChatBody):
-            tokens = ChatPrompt(tokenizer, body)()
+            tokens = ChatPrompt(server, body)()
         else:
             tokens = tokenizer.encode(body.prompt, body.add_special_tokens is not False)
         found: dict[str, object] = {"count": len(tokens), "max_model_len": limit, "tokens": tokens}

@@ -25,6 +25,7 @@ from serve.fields import (
     bounds,
     form,
 )
+from serve.tools import CalledTool, ToolChoice, Tools
 
 
 class Sampling(Body):
@@ -125,6 +126,8 @@ _FOREIGN = {
     "truncate_prompt_tokens": "shorten the prompt before it is sent",
     "logits_processors": "use logit_bias, allowed_token_ids, bad_words or structured_outputs",
     "prompt_logprobs": "use /v1/completions with echo = true and logprobs",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
     "web_search_options": "leave it out: the server searches nothing",
 }
 # Their values that change nothing; those of the others are null, false and nothing at all.
@@ -213,8 +216,10 @@ _Content = Annotated[
 class Message(Body):
     """A turn of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: _Content | None = None
+    tool_calls: Annotated[list[CalledTool], Field(fail_fast=True, max_length=1024)] | None = None
+    tool_call_id: Name | None = None
     name: Name | None = None
     reasoning: Text | None = None
     reasoning_content: Text | None = None
@@ -229,6 +234,12 @@ class Message(Body):
     def _has_content(self) -> "Message":
         if self.content is None and self.role != "assistant":
             raise ValueError("content: a message needs text")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(
+                f"tool_calls: only an assistant's message has calls, not one of the role {self.role}"
+            )
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("tool_call_id: the result of a tool says which call it belongs to")
         return self
 
     def for_template(self) -> dict[str, Any]:
@@ -239,6 +250,10 @@ class Message(Body):
         reasoning = self.reasoning_content or self.reasoning
         extra = {} if reasoning is None else {"reasoning_content": reasoning}
         extra |= {} if self.name is None else {"name": self.name}
+        extra |= {} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id}
+        if self.tool_calls:  # some templates tell a message of calls by its missing text
+            calls = [call.model_dump() for call in self.tool_calls]
+            return {"role": self.role, "content": content or None, "tool_calls": calls, **extra}
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": content or "", **extra}
 
@@ -254,6 +269,9 @@ class Conversation(Body):
     """What a chat template needs."""
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
 
     def unknown(self, prefix: str = "") -> Iterator[str]:
@@ -270,13 +288,9 @@ class ChatBody(CallBody, Conversation):
     max_completion_tokens: Annotated[int, bounds("max_tokens")] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, bounds("logprobs")] | None = None
-    tools: list[Any] | None = None
-    functions: list[Any] | None = None
 
     @model_validator(mode="after")
     def _combines(self) -> "ChatBody":
-        if self.tools or self.functions:
-            raise ValueError("tools: not supported; leave them out")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only allowed with logprobs = true")
         return self

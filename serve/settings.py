@@ -5,7 +5,7 @@ import re
 from dataclasses import MISSING, dataclass
 from typing import Any, Literal, get_args
 
-from mtp_jax import ConfigError
+from mtp_jax import ConfigError, ToolUse
 from mtp_jax.options import check, documented, option
 
 SpecMetrics = Literal["none", "summary", "detailed"]
@@ -54,6 +54,12 @@ class Settings:
         flag="--allowed-origin",
         repeated=True,
         metavar="ORIGIN",
+    )
+    tool_parser: str = option(
+        "auto",
+        "format in which the model writes calls of tools; auto: the one that its chat template shows",
+        choices=("auto", *ToolUse.FORMATS),
+        flag="--tool-parser",
     )
     strict: bool = option(False, "refuse unknown fields instead of warning of them")
     max_body_bytes: int = option(8 * 2**20, "most bytes of a request's body", low=1, metavar="N")

@@ -31,6 +31,12 @@ class Server:
             )
         return tokenizer
 
+    @property
+    def tool_format(self) -> str:
+        """What the model writes calls of tools in. Raises RequestError: it has no chat template."""
+        name = self.settings.tool_parser
+        return self.tokenizer.tool_format if name == "auto" else name
+
     def unready(self) -> str | None:
         """Why requests should go elsewhere now; None if they need not."""
         if self.allm.error is not None:

@@ -56,9 +56,12 @@ WITHOUT_JAX = (
     "text.stop_strings",
     "text.tokenizer",
     "text.trial",
+    "text.tools.conversation",
     "text.tools.formats",
+    "text.tools.grammar",
     "text.tools.parser",
     "text.tools.parts",
+    "text.tools.use",
 )
 
 # What computes by kernels, or shares their types.

@@ -67,7 +67,7 @@ class ChatTemplate:
         Raises:
             RequestError: no template, a broken one, one above the limits, or one that refuses the messages.
         """
-        source = self._select(with_tools=variables.get("tools") is not None)
+        source = self.source(with_tools=variables.get("tools") is not None)
         try:
             return _generate(self._compile(source), variables)
         except TemplateSyntaxError as error:
@@ -82,7 +82,8 @@ class ChatTemplate:
                 f"the chat template failed on the messages: {type(error).__name__}: {first_line(error)}"
             ) from error
 
-    def _select(self, with_tools: bool) -> str:
+    def source(self, with_tools: bool) -> str:
+        """The template's text. Raises RequestError: none, or one above the limits."""
         names = ("tool_use", "default") if with_tools else ("default",)
         source = next((self.sources[name] for name in names if name in self.sources), None)
         if source is None:

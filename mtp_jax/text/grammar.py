@@ -11,6 +11,7 @@ says begins behind it.
 
 import functools
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -61,22 +62,27 @@ class StructuredOutput:
         json_object: any JSON object.
         regex: text that the expression matches from beginning to end (Rust's syntax: no look-around).
         choice: one of these strings.
+        lark: a grammar in llguidance's Lark syntax, whose first rule is "start"; what it embeds with %json
+            is not checked here.
     """
 
     json_schema: Mapping[str, Any] | str | None = None
     json_object: bool = False
     regex: str | None = None
     choice: Sequence[str] | None = None
+    lark: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.json_object, bool):
             raise RequestError(f"json_object = {self.json_object!r}; expected True or False")
-        given = [name for name in ("json_schema", "regex", "choice") if getattr(self, name) is not None]
+        given = [
+            name for name in ("json_schema", "regex", "choice", "lark") if getattr(self, name) is not None
+        ]
         given += ["json_object"] if self.json_object else []
         if len(given) != 1:
             raise RequestError(
                 f"a structured output names {given or 'nothing'}; give exactly one of json_schema, "
-                "json_object=True, regex, choice"
+                "json_object=True, regex, choice, lark"
             )
         _check_length(given[0], len(self.grammar))
 
@@ -88,6 +94,8 @@ class StructuredOutput:
                 return LLMatcher.grammar_from_json_schema({"type": "object"}, **_JSON_OPTIONS)
             if self.json_schema is not None:
                 return LLMatcher.grammar_from_json_schema(_schema(self.json_schema), **_JSON_OPTIONS)
+            if self.lark is not None:
+                return LLMatcher.grammar_from_lark(_text(self.lark))
             return LLMatcher.grammar_from_regex(_text(self.regex) if self.choice is None else self._choices())
         except (TypeError, ValueError, RecursionError) as e:
             raise RequestError(f"the structured output is not valid: {e}") from e
@@ -98,6 +106,15 @@ class StructuredOutput:
             raise RequestError(f"choice = {self.choice!r}; expected a list of non-empty strings")
         _check_length("choice", sum(map(len, choices)))
         return "|".join("".join(map(_literal, choice)) for choice in choices)
+
+
+def embedded(schema: Mapping[str, Any]) -> str:
+    """A schema as text for %json inside a grammar, held to what ``json_schema`` is held to.
+
+    Raises RequestError.
+    """
+    whole = json.loads(LLMatcher.grammar_from_json_schema(_schema(schema), **_JSON_OPTIONS))
+    return json.dumps(whole["grammars"][0]["json_schema"])
 
 
 def _schema(schema: Any) -> str:
@@ -131,11 +148,13 @@ def _behind_thought(grammar: str, is_token: bool) -> str:
     """
     (inner,) = json.loads(grammar)["grammars"]
     expression = inner["lark_grammar"]
-    answer = expression.removeprefix("start: ") if expression else "%json " + json.dumps(inner["json_schema"])
+    answer = f"answer: %json {json.dumps(inner['json_schema'])}"
+    if expression:
+        answer = re.sub(r"^start(?=\s*:)", "answer", expression, count=1, flags=re.MULTILINE)
     text = "/(.|\\n)*/"
     close = Tokenizer.CLOSE_THOUGHT
     thought = f"thought: {text} {close}" if is_token else f'thought[suffix="{close}"]: {text}'
-    return f"start: thought answer\n{thought}\nanswer: {answer}\n"
+    return f"start: thought answer\n{thought}\n{answer}\n"
 
 
 def _literal(character: str) -> str:

@@ -15,6 +15,8 @@ from tokenizers import decoders
 
 from mtp_jax.errors import CheckpointError, RequestError
 from mtp_jax.text.chat_template import ChatTemplate, first_line
+from mtp_jax.text.tools.conversation import for_template
+from mtp_jax.text.tools.formats import format_named, format_of
 
 
 class Tokenizer:
@@ -83,6 +85,11 @@ class Tokenizer:
                 ) from error
         return cls(backend, config, _read_json(folder / "generation_config.json"))
 
+    @property
+    def tool_format(self) -> str:
+        """Name of the format that the chat template writes calls in. RequestError if there is none."""
+        return format_of(self._template.source(with_tools=True))
+
     @classmethod
     def opens_thought(cls, prompt: str) -> bool:
         """Whether a rendered prompt ends inside a think block, so that the output begins in it."""
@@ -138,6 +145,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        tool_format: str | None = None,
         **kwargs: Any,
     ) -> str:
         """Render the conversation to a prompt; encode it with `add_special_tokens=False`.
@@ -145,14 +153,19 @@ class Tokenizer:
         The checkpoint's own template runs in Jinja's immutable sandbox. `kwargs` reach it as variables, for
         example `thinking=True`.
 
+        messages, tools: as in OpenAI's API. tool_format: what calls are written in where the template does
+        not do it; by default what the template shows.
+
         Raises:
             RequestError: no template, a broken one, one above its limits, or one that refuses the messages.
         """
         taken = sorted({"bos_token", "eos_token"}.intersection(kwargs))
         if taken:
             raise RequestError(f"chat template variables {taken} come from the checkpoint; leave them out")
+        source = self._template.source(with_tools=tools is not None)
+        form = format_named(tool_format or format_of(source))
         variables = {
-            "messages": messages,
+            "messages": for_template(source, form, messages, tools),
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
             "bos_token": self.bos_token,

@@ -25,8 +25,9 @@ from tests.models import slowed
 RIGGED = model_dir("rigged")
 # Few buckets: every executable costs seconds.
 SIZES: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 252, "page_size": 16, "prefill_chunk": 16}
-# The template of a model that thinks when told to.
+# The template of a model that thinks when told to, and is told of its tools by their names.
 TEMPLATE = (
+    "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
     "{% if thinking is defined and thinking %}<think>{% endif %}"
 )

@@ -72,12 +72,17 @@ def test_messages_of_every_kind(client):
     assert chat(client, messages=turns)["choices"]
 
 
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
 @pytest.mark.parametrize(
     ("body", "param", "says"),
     [
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": [{"role": "user"}]}, "messages", "needs text"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "'system', 'developer'"),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "messages", "'system', 'developer'"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "tool_call_id"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages", "assistant"),
         (
             {
                 "messages": [
@@ -87,7 +92,9 @@ def test_messages_of_every_kind(client):
             "messages",
             "text",
         ),
-        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"tools": [{"type": "function"}]}, "tools", "required"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "pattern"),
+        ({"functions": [{"name": "f"}]}, "functions", "use tools"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs = true"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "20"),
         ({"chat_template_kwargs": {"thinking": "yes"}}, "chat_template_kwargs", "boolean"),

@@ -261,8 +261,8 @@ def test_demo_template(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(prompt, add_special_tokens=False)
     assert [i for i in ids if i < 4] == [0, 2, 3, 1, 2, 3]
     assert not tokenizer.apply_chat_template(HISTORY, add_generation_prompt=False).endswith(ASSISTANT)
-    with pytest.raises(RequestError, match="role tool is not one of"):
-        tokenizer.apply_chat_template([{"role": "tool", "content": ""}])
+    with pytest.raises(RequestError, match="role critic is not one of"):
+        tokenizer.apply_chat_template([{"role": "critic", "content": ""}])
 
 
 def test_v3_like_template(tokenizer: Tokenizer) -> None:
@@ -272,7 +272,7 @@ def test_v3_like_template(tokenizer: Tokenizer) -> None:
     )
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f<\u00e9>", "arguments": "{}"}}]}
     assert v3.apply_chat_template([call], add_generation_prompt=False) == (
-        f'{BOS}<CALL>{{"name": "f<\u00e9>", "arguments": "{{}}"}}{EOS}'
+        f'{BOS}<CALL>{{"name": "f<\u00e9>", "arguments": {{}}}}{EOS}'
     )
 
 

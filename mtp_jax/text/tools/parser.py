@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Collection, Mapping
 
 from mtp_jax.text.tools.formats import Format
-from mtp_jax.text.tools.parts import Arguments, CallBegin, CallEnd, Part, Text
+from mtp_jax.text.tools.parts import CallArguments, CallBegin, CallEnd, OutputText, Part
 
 _LONGEST_HEAD = 512  # characters; what is no head by then is text
 
@@ -19,6 +19,7 @@ class ToolParser:
         """strings: per tool the parameters that are text, where the format does not say."""
         self._form, self._strings = form, strings or {}
         self._held, self._name, self._index, self._given = "", "", -1, 0
+        self._quote = ""  # of the string of JSON that the arguments so far end in
         self._step: Callable[[bool], bool] = self._outside
         self._parts: list[Part] = []
 
@@ -43,7 +44,7 @@ class ToolParser:
 
     def _text(self, length: int) -> None:
         if length:
-            self._parts.append(Text(self._take(length)))
+            self._parts.append(OutputText(self._take(length)))
 
     def _outside(self, final: bool) -> bool:
         tag = self._form.block or self._form.call
@@ -72,20 +73,26 @@ class ToolParser:
             self._step = self._outside
             return True
         self._take(start + found.end())
-        self._index, self._name, self._given = self._index + 1, found["name"], 0
+        self._index, self._name, self._given, self._quote = self._index + 1, found["name"], 0, ""
         self._parts.append(CallBegin(self._index, self._name, found.groupdict().get("id")))
         self._step = self._json if self._form.parameter is None else self._parameters
         return True
 
     def _json(self, final: bool) -> bool:
         at = self._held.find(self._form.end)
+        while at >= 0 and _inside_string(self._held[:at], self._quote):  # there it is text like any other
+            at = self._held.find(self._form.end, at + 1)
         length = at if at >= 0 else len(self._held) if final else _shown(self._held, self._form.end)
         if self._form.closing and (at >= 0 or not final):
             length = len(self._held[:length].rstrip().removesuffix(self._form.closing))
-        if length:
-            self._parts.append(Arguments(self._index, self._take(length)))
         if at >= 0:
-            self._take(self._held.find(self._form.end) + len(self._form.end))
+            rest = at + len(self._form.end) - length
+        if length:
+            text = self._take(length)
+            self._quote = _inside_string(text, self._quote)
+            self._parts.append(CallArguments(self._index, text))
+        if at >= 0:
+            self._take(rest)
             self._end()
         return at >= 0
 
@@ -94,7 +101,7 @@ class ToolParser:
         form, text = self._form, self._held.lstrip()
         if text.startswith(form.end):
             self._take(len(self._held) - len(text) + len(form.end))
-            self._parts.append(Arguments(self._index, "}" if self._given else "{}"))
+            self._parts.append(CallArguments(self._index, "}" if self._given else "{}"))
             self._end()
             return True
         if text.startswith("{") and not self._given:
@@ -112,7 +119,7 @@ class ToolParser:
         groups = found.groupdict()
         is_text = groups.get("string") == "true" or groups["key"] in self._strings.get(self._name, ())
         pair = f"{json.dumps(groups['key'])}: {_value(groups['value'], is_text)}"
-        self._parts.append(Arguments(self._index, (", " if self._given else "{") + pair))
+        self._parts.append(CallArguments(self._index, (", " if self._given else "{") + pair))
         self._given += 1
         return True
 
@@ -151,3 +158,18 @@ def _shown(text: str, tag: str) -> int:
     """Characters of ``text`` before an end that may grow to ``tag``."""
     keep = next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
     return len(text) - keep
+
+
+def _inside_string(text: str, quote: str) -> str:
+    """What JSON text ends in: a string ('"'), an escape in one ("\\\\"), or neither.
+
+    quote: the same of what stands before it.
+    """
+    for character in text:
+        if quote == "\\":
+            quote = '"'
+        elif quote:
+            quote = {"\\": "\\", '"': ""}.get(character, quote)
+        elif character == '"':
+            quote = character
+    return quote

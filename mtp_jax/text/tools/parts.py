@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Text:
+class OutputText:
     """Text for the reader."""
 
     text: str
@@ -20,7 +20,7 @@ class CallBegin:
 
 
 @dataclass(frozen=True)
-class Arguments:
+class CallArguments:
     """More of the JSON text of a call's arguments."""
 
     index: int
@@ -34,4 +34,4 @@ class CallEnd:
     index: int
 
 
-Part = Text | CallBegin | Arguments | CallEnd
+Part = OutputText | CallBegin | CallArguments | CallEnd

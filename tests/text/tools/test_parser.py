@@ -7,7 +7,7 @@ import pytest
 
 from mtp_jax.text.tools.formats import FORMATS
 from mtp_jax.text.tools.parser import ToolParser
-from mtp_jax.text.tools.parts import Arguments, CallBegin, CallEnd, Part, Text
+from mtp_jax.text.tools.parts import CallArguments, CallBegin, CallEnd, OutputText, Part
 
 B, S, E, C, X = (
     f"<\uff5ctool▁{t}\uff5c>" for t in ("calls▁begin", "sep", "call▁end", "call▁begin", "calls▁end")
@@ -33,10 +33,10 @@ def parse(name: str, pieces: list[str]) -> list[Part]:
     joined: list[Part] = []
     for part in [p for piece in pieces for p in parser.push(piece)] + parser.flush():
         last = joined[-1] if joined else None
-        if isinstance(part, Text) and isinstance(last, Text):
-            joined[-1] = Text(last.text + part.text)
-        elif isinstance(part, Arguments) and isinstance(last, Arguments) and part.index == last.index:
-            joined[-1] = Arguments(part.index, last.text + part.text)
+        if isinstance(part, OutputText) and isinstance(last, OutputText):
+            joined[-1] = OutputText(last.text + part.text)
+        elif isinstance(part, CallArguments) and isinstance(last, CallArguments) and part.index == last.index:
+            joined[-1] = CallArguments(part.index, last.text + part.text)
         else:
             joined.append(part)
     return joined
@@ -45,9 +45,9 @@ def parse(name: str, pieces: list[str]) -> list[Part]:
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_call_between_texts(name):
     before, begin, arguments, end, after = parse(name, ["I look < it up." + ONE[name] + "Done <"])
-    assert (before, after) == (Text("I look < it up."), Text("Done <"))
+    assert (before, after) == (OutputText("I look < it up."), OutputText("Done <"))
     assert begin == CallBegin(0, "f", "functions.f:0" if name == "kimi_k2" else None)
-    assert isinstance(arguments, Arguments)
+    assert isinstance(arguments, CallArguments)
     assert json.loads(arguments.text) == {"a": "x<y", "n": 2}
     assert end == CallEnd(0)
 
@@ -76,7 +76,7 @@ def head_begins(name: str) -> int:
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_text_without_a_whole_head_is_text(name):
     for end in range(1, head_begins(name)):
-        assert parse(name, list(ONE[name][:end])) == [Text(ONE[name][:end])]
+        assert parse(name, list(ONE[name][:end])) == [OutputText(ONE[name][:end])]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -87,7 +87,7 @@ def test_a_broken_head_loses_no_character(name):
         form.block + form.call + " ?" + form.head_ends[0] + " end",
         "a" + form.call * 2,
     ):
-        assert parse(name, list(text)) == [Text(text)]
+        assert parse(name, list(text)) == [OutputText(text)]
 
 
 def test_two_calls_and_a_call_that_is_cut():
@@ -95,7 +95,7 @@ def test_two_calls_and_a_call_that_is_cut():
     text = ONE["deepseek_v31"].removesuffix(X) + "\n" + second
     assert [p.index for p in parse("deepseek_v31", [text]) if isinstance(p, CallEnd)] == [0, 1]
     cut = parse("deepseek_v31", [text[: -len(E + X) - 3]])
-    assert cut[-2:] == [CallBegin(1, "f"), Arguments(1, '{"a": "x<y", "n":')]
+    assert cut[-2:] == [CallBegin(1, "f"), CallArguments(1, '{"a": "x<y", "n":')]
 
 
 def test_a_tools_schema_says_which_glm_parameters_are_text():
@@ -103,13 +103,17 @@ def test_a_tools_schema_says_which_glm_parameters_are_text():
     text += "<arg_key>n</arg_key><arg_value>10</arg_value></tool_call>"
     for strings, value in (({"f": ["n"]}, "10"), ({}, 10)):
         parts = ToolParser(FORMATS["glm47"], strings).push(text)
-        arguments = "".join(p.text for p in parts if isinstance(p, Arguments))
+        arguments = "".join(p.text for p in parts if isinstance(p, CallArguments))
         assert json.loads(arguments) == {"zip": "08", "n": value}
 
 
 def test_json_in_dsml_and_a_call_without_arguments():
     head = f'<{D}function_calls>\n<{D}invoke name="f">'
     tail = f"</{D}invoke>\n</{D}function_calls>"
-    assert parse("deepseek_v32", [head + '{"a": 1}' + tail])[1] == Arguments(0, '{"a": 1}')
-    assert parse("deepseek_v32", [head + "\n" + tail])[1] == Arguments(0, "{}")
-    assert parse("glm47", ["<tool_call>f</tool_call>"]) == [CallBegin(0, "f"), Arguments(0, "{}"), CallEnd(0)]
+    assert parse("deepseek_v32", [head + '{"a": 1}' + tail])[1] == CallArguments(0, '{"a": 1}')
+    assert parse("deepseek_v32", [head + "\n" + tail])[1] == CallArguments(0, "{}")
+    assert parse("glm47", ["<tool_call>f</tool_call>"]) == [
+        CallBegin(0, "f"),
+        CallArguments(0, "{}"),
+        CallEnd(0),
+    ]

@@ -1,0 +1,109 @@
+"""Conversations with tools, as a chat template takes them, whether it knows tools or not."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mtp_jax.text.tools.formats import Format
+
+_Message = Mapping[str, Any]
+
+
+class _Object(dict[str, Any]):
+    """Arguments of a call, for templates that take them as an object and for those that take JSON text."""
+
+    def __init__(self, text: str) -> None:
+        value = _parsed(text)
+        super().__init__(value if isinstance(value, dict) else {})
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, after: str) -> str:
+        return self._text + after
+
+    def __radd__(self, before: str) -> str:
+        return before + self._text
+
+
+def for_template(
+    template: str, form: Format, messages: Sequence[_Message], tools: Sequence[_Message] | None
+) -> list[_Message]:
+    """Messages that a template can render, whether it speaks of tools or not.
+
+    template: its source. tools: as in OpenAI's API. messages: as there, arguments of calls as JSON text.
+    """
+    if "tool_calls" in template:
+        found = [_with_objects(message) for message in messages]
+    else:
+        found = [_without_calls(form, message) for message in messages]
+    if tools and "tools" not in template:
+        found = _with_list(form, found, tools)
+    return found
+
+
+def written(form: Format, calls: Sequence[tuple[str, str]]) -> str:
+    """Calls, names with arguments as JSON text, as a model of this format writes them."""
+    tag, texts = form.block + form.after_block, []
+    for index, (name, arguments) in enumerate(calls):
+        opening = form.opening.replace("{name}", name).replace("{index}", str(index))
+        texts.append(opening + _arguments(form, arguments) + form.ending)
+    return tag + form.between.join(texts) + form.block_end
+
+
+def _arguments(form: Format, arguments: str) -> str:
+    if not form.pair:
+        return arguments
+    text = ""
+    for key, value in _Object(arguments).items():
+        is_text = isinstance(value, str)
+        head, end = form.pair
+        head = head.replace("{key}", key).replace("{string}", "true" if is_text else "false")
+        text += head + (value if is_text else json.dumps(value, ensure_ascii=False)) + end
+    return text
+
+
+def _calls(message: _Message) -> list[tuple[str, str]]:
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    return [(function["name"], function["arguments"]) for function in functions]
+
+
+def _with_objects(message: _Message) -> _Message:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    objects = [
+        c | {"function": c["function"] | {"arguments": _Object(c["function"]["arguments"])}} for c in calls
+    ]
+    return {**message, "tool_calls": objects}
+
+
+def _without_calls(form: Format, message: _Message) -> _Message:
+    """Calls and their results as text of the assistant and of the user."""
+    text = message.get("content") or ""
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
+    calls = _calls(message)
+    if not calls:
+        return message
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**rest, "content": text + written(form, calls)}
+
+
+def _with_list(form: Format, messages: list[_Message], tools: Sequence[_Message]) -> list[_Message]:
+    """The tools in the system message, which is the first."""
+    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    example = written(form, [("NAME", '{"PARAMETER": "VALUE"}')])
+    text = f"You may call these functions, given as JSON:\n{listed}\n\nTo call one, write:\n{example}"
+    if messages and messages[0]["role"] == "system":
+        first, *rest = messages
+        return [{**first, "content": f"{first['content']}\n\n{text}"}, *rest]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

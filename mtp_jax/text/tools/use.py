@@ -1,0 +1,99 @@
+"""Which tools an output may call: from what a user asks for to a grammar and a parser."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+from mtp_jax.errors import RequestError
+from mtp_jax.text.grammar import MAX_GRAMMAR_LENGTH, StructuredOutput, embedded
+from mtp_jax.text.tokenizer import Tokenizer
+from mtp_jax.text.tools.formats import FORMATS, Format, format_named
+from mtp_jax.text.tools.grammar import Tool, call_grammar
+from mtp_jax.text.tools.parser import ToolParser
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """Which tools an output may or must call, in which format.
+
+    Attributes:
+        forced: whether it must call.
+        several: whether it may call more than once.
+    """
+
+    form: Format
+    tools: tuple[Tool, ...]
+    forced: bool
+    several: bool
+
+    FORMATS: ClassVar[tuple[str, ...]] = tuple(sorted(FORMATS))
+
+    @classmethod
+    def of(
+        cls,
+        form: str,
+        tools: Sequence[Tool],
+        choice: Literal["none", "auto", "required", "named"] = "auto",
+        *,
+        name: str | None = None,
+        several: bool = True,
+    ) -> "ToolUse | None":
+        """None where no tool may be called.
+
+        form: one of ``FORMATS``. choice: "named" forces a call of the tool ``name``, "required" one of any.
+
+        Raises RequestError for a choice that does not go with the tools.
+        """
+        names = [tool.name for tool in tools]
+        double = next((n for n in names if names.count(n) > 1), None)
+        if double is not None:
+            raise RequestError(f"tools: the name {double!r} is there twice; give each tool its own")
+        forced = choice in ("required", "named")
+        if forced and not tools:
+            raise RequestError("tool_choice: asks for a call, and there are no tools; give some")
+        if choice == "none" or not tools:
+            return None
+        if choice == "named":
+            tools, several = [tool for tool in tools if tool.name == name], False
+            if not tools:
+                raise RequestError(f"tool_choice: {name!r} is not among the tools {', '.join(names)}")
+        return cls(format_named(form), tuple(tools), forced, several)
+
+    def parser(self) -> ToolParser:
+        """For one completion."""
+        return ToolParser(self.form, {tool.name: tool.strings for tool in self.tools})
+
+    def structured(self, tokenizer: Tokenizer, answer: StructuredOutput | None) -> StructuredOutput | None:
+        """What the output must be; ``answer`` is what it must be if it is no call.
+
+        None where tools that are not strict would make too large a grammar. Raises RequestError.
+        """
+        if self.forced:  # then arguments fit their schema, whether a tool is strict or not
+            return self._grammar(tokenizer, [replace(tool, strict=True) for tool in self.tools], None)
+        schema = None
+        if answer is not None:
+            if answer.json_schema is None and not answer.json_object:
+                raise RequestError(
+                    "structured_outputs: with tools only JSON can be asked for; use response_format"
+                )
+            schema = (
+                json.loads(answer.json_schema) if isinstance(answer.json_schema, str) else answer.json_schema
+            )
+            schema = schema or {"type": "object"}
+        return self._grammar(tokenizer, self.tools, schema)
+
+    def _grammar(
+        self, tokenizer: Tokenizer, tools: Sequence[Tool], answer: Mapping[str, Any] | None
+    ) -> StructuredOutput | None:
+        lark = call_grammar(
+            self.form,
+            tools,
+            tokenizer.backend.token_to_id,
+            embedded,
+            forced=self.forced,
+            several=self.several,
+            answer=answer,
+        )
+        may_be_any = not self.forced and answer is None and not any(tool.strict for tool in tools)
+        return None if may_be_any and len(lark) > MAX_GRAMMAR_LENGTH else StructuredOutput(lark=lark)

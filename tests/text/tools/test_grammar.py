@@ -1,0 +1,152 @@
+"""Whatever a grammar of calls lets through is a call that its parser finds, with arguments that fit."""
+
+import json
+import random
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from jsonschema import Draft202012Validator
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken
+
+from mtp_jax.api.demo import demo_model
+from mtp_jax.errors import RequestError
+from mtp_jax.text.grammar import embedded
+from mtp_jax.text.tools.formats import FORMATS, Format
+from mtp_jax.text.tools.grammar import Tool, call_grammar
+from mtp_jax.text.tools.parser import ToolParser
+from mtp_jax.text.tools.parts import CallArguments, CallBegin, CallEnd, OutputText, Part
+
+EOS = 1
+TEXT = {"type": "string", "maxLength": 6}
+VALUES: list[dict[str, Any]] = [
+    {"type": "integer", "minimum": 0, "maximum": 99},
+    {"type": "boolean"},
+    {"type": "string", "enum": ["c", 'a "b"', "</arg_value"]},
+    {"const": "x"},
+    {"enum": [1, None, "a"]},
+    {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+    TEXT,
+    {"$ref": "#/$defs/thing"},
+    {"anyOf": [{"type": "null"}, TEXT]},
+]
+
+
+def backend(form: Format, with_tokens: bool) -> tokenizers.Tokenizer:
+    """The demo model's, perhaps with the tags of a format as tokens, some of them special ones."""
+    found = tokenizers.Tokenizer.from_file(str(demo_model() / "tokenizer.json"))
+    texts = (form.block, form.call, form.opening, form.ending, form.block_end, *form.pair)
+    tags = sorted({tag for text in texts for tag in re.findall(r"<[^<>\s{}]+>", text)})
+    if with_tokens:
+        found.add_tokens([AddedToken(tag, special=i % 2 == 0) for i, tag in enumerate(tags)])
+    return found
+
+
+def random_tool(rng: random.Random, name: str) -> Tool:
+    keys = rng.sample(["a", "b c", "d-e", "f"], rng.randrange(4))
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {key: rng.choice(VALUES) for key in keys},
+        "required": [key for key in keys if rng.random() < 0.7],
+        "additionalProperties": False,
+        "$defs": {"thing": {"type": "integer", "minimum": 1, "maximum": 3}},
+    }
+    return Tool(name, schema, strict=True)
+
+
+class Writer:
+    """Writes at random what a grammar allows, and ends as soon as it may."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self.tokenizer, self.size = tokenizer, tokenizer.get_vocab_size()
+        self.inner = LLTokenizer(tokenizer.to_str(), n_vocab=self.size, eos_token=[EOS])
+        texts = [tokenizer.decode([t], skip_special_tokens=False) for t in range(self.size)]
+        self.weights = np.array([9.0 if text[:1] in tuple('"}<,:') else 1.0 for text in texts])
+
+    def write(self, grammar: str, seed: int, start: str = "") -> str:
+        matcher = LLMatcher(self.inner, grammar, log_level=0)
+        assert not matcher.is_error(), (matcher.get_error(), grammar)
+        ids = self.tokenizer.encode(start, add_special_tokens=False).ids
+        assert matcher.try_consume_tokens(ids) == len(ids)
+        rng = np.random.default_rng(seed)
+        while not matcher.is_accepting():
+            mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")[: self.size])
+            weights = self.weights[allowed]
+            token = int(rng.choice(allowed, p=weights / weights.sum()))
+            assert matcher.consume_token(token)
+            ids.append(token)
+            assert len(ids) < 3000
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def arguments(parts: list[Part], index: int) -> Any:
+    return json.loads("".join(p.text for p in parts if isinstance(p, CallArguments) and p.index == index))
+
+
+@pytest.mark.parametrize("with_tokens", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_forced_calls_of_random_tools_fit_their_schemas(name, with_tokens):
+    form, rng = FORMATS[name], random.Random(name)
+    writer = Writer(backend(form, with_tokens))
+    keys = set()
+    for seed in range(20):
+        tools = [random_tool(rng, "one"), random_tool(rng, "two")]
+        token = writer.tokenizer.token_to_id
+        grammar = call_grammar(form, tools, token, embedded, forced=True, several=seed % 2 == 0)
+        text = writer.write(grammar, seed)
+        parser = ToolParser(form, {tool.name: tool.strings for tool in tools})
+        parts = parser.push(text) + parser.flush()
+        begun = [part for part in parts if isinstance(part, CallBegin)]
+        assert len(begun) == sum(isinstance(part, CallEnd) for part in parts) >= 1, text
+        assert len(begun) == 1 or seed % 2 == 0
+        assert not any(isinstance(part, OutputText) for part in parts), text
+        for begin in begun:
+            value = arguments(parts, begin.index)
+            (tool,) = (tool for tool in tools if tool.name == begin.name)
+            Draft202012Validator(tool.parameters).validate(value)
+            keys |= value.keys()
+    assert len(keys) == 4
+
+
+@pytest.mark.parametrize("with_tokens", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_text_may_hold_a_call_and_one_that_begins_is_completed(name, with_tokens):
+    form = FORMATS[name]
+    writer = Writer(backend(form, with_tokens))
+    tool = Tool(
+        "f",
+        {"properties": {"n": {"const": 5}}, "required": ["n"], "additionalProperties": False},
+        strict=True,
+    )
+    token = writer.tokenizer.token_to_id
+    grammar = call_grammar(form, [tool], token, embedded, forced=False, several=True)
+    assert writer.write(grammar, 0) == ""  # text may end anywhere
+    text = writer.write(grammar, 0, start="I see < here." + (form.block or form.call))
+    said, begin, *rest = parts = ToolParser(form).push(text)
+    assert said == OutputText("I see < here.")
+    assert isinstance(begin, CallBegin)
+    assert any(isinstance(part, CallEnd) for part in rest)
+    assert arguments(parts, 0) == {"n": 5}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_answer_without_a_call_fits_its_schema(name):
+    form, tool = FORMATS[name], Tool("f")
+    writer = Writer(backend(form, False))
+    token, answer = writer.tokenizer.token_to_id, {"const": [1]}
+    grammar = call_grammar(form, [tool], token, embedded, forced=False, several=False, answer=answer)
+    assert json.loads(writer.write(grammar, 0, start="[")) == [1]
+    (begin, *_) = ToolParser(form).push(writer.write(grammar, 0, start=(form.block or form.call)[:3]))
+    assert isinstance(begin, CallBegin)
+
+
+def test_a_schema_that_no_list_of_parameters_can_keep_to_is_refused():
+    tool = Tool("f", {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, strict=True)
+    ask: Any = {"token": lambda _: None, "embed": embedded, "forced": True, "several": False}
+    with pytest.raises(RequestError, match=r"'f' has 'oneOf'"):
+        call_grammar(FORMATS["glm47"], [tool], **ask)
+    assert call_grammar(FORMATS["kimi_k2"], [tool], **ask)

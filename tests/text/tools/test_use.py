@@ -1,0 +1,46 @@
+"""What may be asked of tools, and what it makes of the output."""
+
+import pytest
+
+from mtp_jax.api.demo import demo_model
+from mtp_jax.errors import RequestError
+from mtp_jax.text.grammar import StructuredOutput
+from mtp_jax.text.tokenizer import Tokenizer
+from mtp_jax.text.tools.grammar import Tool
+from mtp_jax.text.tools.use import ToolUse
+
+TOOLS = [Tool("f"), Tool("g", {"properties": {f"p{i}": {} for i in range(20_000)}})]
+
+
+def test_choices():
+    assert ToolUse.of("json", []) is None
+    assert ToolUse.of("json", TOOLS, "none") is None
+    named = ToolUse.of("json", TOOLS, "named", name="g")
+    assert named is not None
+    assert (named.tools, named.forced, named.several) == ((TOOLS[1],), True, False)
+    assert ToolUse.of("json", TOOLS) == ToolUse(named.form, tuple(TOOLS), False, True)
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "says"),
+    [
+        ([], "required", "there are no tools"),
+        (TOOLS, "named", "'h' is not among the tools f, g"),
+        ([*TOOLS, Tool("f")], "auto", "'f' is there twice"),
+    ],
+)
+def test_choices_that_do_not_go_with_the_tools(tools, choice, says):
+    with pytest.raises(RequestError, match=says):
+        ToolUse.of("json", tools, choice, name="h")
+
+
+def test_only_json_goes_beside_calls_and_too_large_a_grammar_is_left_out_where_nothing_is_promised():
+    tokenizer = Tokenizer.from_dir(demo_model())
+    assert tokenizer is not None
+    use = ToolUse.of("glm47", TOOLS)
+    assert use is not None
+    assert use.structured(tokenizer, None) is None
+    with pytest.raises(RequestError, match="at most 65536"):
+        use.structured(tokenizer, StructuredOutput(json_object=True))
+    with pytest.raises(RequestError, match="only JSON"):
+        use.structured(tokenizer, StructuredOutput(regex="a"))
