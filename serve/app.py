@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from mtp_jax import AsyncLLM, MtpJaxError
-from serve import chat, completions, info, native, page
+from serve import chat, completions, info, messages, native, page, responses
 from serve.errors import ApiError, respond
 from serve.metrics import Metrics
 from serve.security import AccessControl
@@ -38,6 +38,9 @@ _GET: dict[str, _Handler] = {
 _POST: dict[str, _Handler] = {
     "/v1/completions": completions.completions,
     "/v1/chat/completions": chat.chat_completions,
+    "/v1/responses": responses.responses,
+    "/v1/messages": messages.messages,
+    "/v1/messages/count_tokens": messages.count_tokens,
     "/tokenize": info.tokenize,
     "/detokenize": info.detokenize,
     "/generate": native.generate,

@@ -43,14 +43,12 @@ class ChatPrompt:
     def __call__(self) -> list[int]:
         """Token ids. Raises RequestError."""
         told = self._conversation
-        options = told.chat_template_kwargs
-        given = (
-            options.model_dump(exclude_none=True, include=set(type(options).model_fields)) if options else {}
-        )
         messages = [message.for_template() for message in told.messages]
         # A model that may call none is not told of them.
         tools = [tool.for_template() for tool in told.tools or ()] if told.tool_choice != "none" else None
-        prompt = self._tokenizer.apply_chat_template(messages, tools or None, tool_format=self._form, **given)
+        prompt = self._tokenizer.apply_chat_template(
+            messages, tools or None, tool_format=self._form, **told.template_options()
+        )
         self.thinking = self._tokenizer.opens_thought(prompt)
         return self._tokenizer.encode(prompt, add_special_tokens=False)
 

@@ -25,6 +25,8 @@ _KINDS = {
     404: "not_found_error",
 }
 
+_ANTHROPIC_KINDS = {413: "request_too_large", 503: "overloaded_error", 500: "api_error"}
+
 
 @dataclass
 class ApiError(Exception):
@@ -50,9 +52,16 @@ class ApiError(Exception):
         kind = _KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        """The HTTP response."""
-        return Response(to_json(self.body), self.status, self.headers, "application/json")
+    @property
+    def anthropic(self) -> dict[str, Any]:
+        """The JSON object in Anthropic's shape."""
+        kind = _ANTHROPIC_KINDS.get(self.status, self.body["error"]["type"])
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def response(self, path: str) -> Response:
+        """The HTTP response of a route."""
+        body = self.anthropic if path.startswith("/v1/messages") else self.body
+        return Response(to_json(body), self.status, self.headers, "application/json")
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -82,7 +91,7 @@ async def respond(request: Request, error: Exception) -> Response:
     """Starlette's exception handler."""
     if isinstance(error, HTTPException):
         error = _of_routing(request, error)
-    return as_api_error(error).response()
+    return as_api_error(error).response(request.url.path)
 
 
 def _retry(seconds: float) -> dict[str, str]:

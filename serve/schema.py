@@ -258,11 +258,15 @@ class Message(Body):
         return {"role": role, "content": content or "", **extra}
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 class TemplateOptions(Body):
     """The variables of a chat template that a client may set."""
 
     thinking: bool | None = None
     enable_thinking: bool | None = None
+    reasoning_effort: Effort | None = None
 
 
 class Conversation(Body):
@@ -273,6 +277,15 @@ class Conversation(Body):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
+    reasoning_effort: Effort | None = None
+
+    def template_options(self) -> dict[str, Any]:
+        """Variables for the chat template: an effort switches thinking, too, where nothing else does."""
+        effort, told = self.reasoning_effort, self.chat_template_kwargs
+        thinks = dict.fromkeys(("thinking", "enable_thinking"), effort != "none")
+        given = {} if effort is None else {**thinks, "reasoning_effort": effort}
+        known = set(TemplateOptions.model_fields)
+        return given | (told.model_dump(exclude_none=True, include=known) if told else {})
 
     def unknown(self, prefix: str = "") -> Iterator[str]:
         """Those of the messages, too."""

@@ -18,7 +18,7 @@ _ACCESS = logging.getLogger("serve.access")
 # For probes, which have no key.
 _OPEN_PATHS = ("/health", "/ping", "/ready")
 _PLAIN_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-_GENERATING = ("/v1/completions", "/v1/chat/completions", "/generate")
+_GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate")
 _MOST_HEADER_BYTES = 16 * 1024
 
 
@@ -53,7 +53,7 @@ class AccessControl:
         try:
             error = self._refusal(scope["method"], scope["path"], headers)
             if error is not None:
-                await error.response()(scope, receive, answer)
+                await error.response(scope["path"])(scope, receive, answer)
             else:
                 await self._app(scope, self._limited(receive), answer)
         finally:
@@ -89,7 +89,7 @@ class AccessControl:
                 "(--allowed-origin)",
             )
         public = reads and path in PAGE_PATHS  # where the key is entered
-        if self._keys and not public and not self._knows(headers.get(b"authorization")):
+        if self._keys and not public and not self._knows(headers):
             hint = {"WWW-Authenticate": "Bearer"}
             return ApiError(
                 401, "a valid API key is needed: Authorization: Bearer KEY", None, "invalid_api_key", hint
@@ -108,11 +108,13 @@ class AccessControl:
             return as_api_error(full)  # before the body is read and parsed
         return None
 
-    def _knows(self, authorization: bytes) -> bool:
+    def _knows(self, headers: "Headers") -> bool:
         """In constant time for every key: no stopping at the first that fits."""
-        scheme, _, key = authorization.partition(b" ")
+        scheme, _, key = headers.get(b"authorization").partition(b" ")
+        if scheme.lower() != b"bearer":
+            key = headers.get(b"x-api-key")  # where Anthropic's clients send it
         found = [hmac.compare_digest(key.strip(), own) for own in self._keys]
-        return scheme.lower() == b"bearer" and any(found)
+        return any(found)
 
     def _limited(self, receive: Receive) -> Receive:
         """Counts the body as it comes: its length may be unknown, or a lie."""

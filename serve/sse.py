@@ -1,7 +1,7 @@
 """Server-sent events, and clients that disconnect before the end."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mtp_jax import Stream
-from serve.errors import as_api_error
+from serve.errors import ApiError, as_api_error
 
 DONE = b"data: [DONE]\n\n"
 
@@ -31,8 +31,15 @@ def event(data: Mapping[str, Any]) -> bytes:
 class EventStream(Response):
     """Sends events as they come; an exception becomes an error event, as the status has been sent by then."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
-        self._events = events
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        headers: Mapping[str, str],
+        error: Callable[[ApiError], bytes] = lambda error: event(error.body),
+        done: bytes = DONE,
+    ) -> None:
+        """error: an event that says it. done: what ends the stream."""
+        self._events, self._error, self._done = events, error, done
         no_buffers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(headers={**no_buffers, **headers}, media_type="text/event-stream")
         del self.headers["content-length"]
@@ -45,9 +52,9 @@ class EventStream(Response):
                 async for chunk in self._events:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
         except Exception as error:
-            body = event(as_api_error(error).body)
+            body = self._error(as_api_error(error))
             await send({"type": "http.response.body", "body": body, "more_body": True})
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": self._done, "more_body": False})
 
 
 @asynccontextmanager
