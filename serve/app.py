@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from mtp_jax import AsyncLLM, MtpJaxError
-from serve import chat, completions, info, messages, native, page, responses
+from serve import chat, completions, info, messages, native, openapi, page, responses
 from serve.errors import ApiError, respond
 from serve.metrics import Metrics
 from serve.security import AccessControl
@@ -28,6 +28,7 @@ _GET: dict[str, _Handler] = {
     "/load": info.load,
     "/tokenizer_info": info.tokenizer_info,
     "/ready": info.ready,
+    "/openapi.json": openapi.openapi,
     "/version": info.version,
     "/metrics": info.metrics,
     "/server_info": native.server_info,

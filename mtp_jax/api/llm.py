@@ -10,7 +10,7 @@ from copy import copy
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import jax
 
@@ -36,6 +36,8 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.options import takes
 from mtp_jax.text.grammar import Grammars
 from mtp_jax.text.tokenizer import Tokenizer
+
+Conversation = Sequence[Mapping[str, Any]]
 
 
 class LLM:
@@ -118,6 +120,37 @@ class LLM:
                 while not state.done:
                     self._session.step()
         return [state.output() for state in states]
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one or many conversations, rendered by the model's chat template.
+
+        Args:
+            messages: a list of objects with ``role`` and ``content``, or a list of such lists.
+            sampling_params: one for all conversations, or one each.
+            tools: functions that the model may call, in OpenAI's form; the outputs hold calls as the model
+                writes them. ``SamplingParams(skip_special_tokens=False)`` shows their tags where these are
+                special tokens.
+            chat_template_kwargs: variables for the template, for example ``{"thinking": True}``.
+
+        Raises:
+            RequestError: the model has no tokenizer or no template, or as ``generate``.
+        """
+        if self.tokenizer is None:
+            raise RequestError("the model directory has no tokenizer.json; use generate with token ids")
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = []
+        for conversation in conversations:
+            options = chat_template_kwargs or {}
+            text = self.tokenizer.apply_chat_template(cast(Conversation, conversation), tools, **options)
+            prompts.append(self.tokenizer.encode(text, add_special_tokens=False))
+        return self.generate(prompts, sampling_params)
 
     def warm_up(
         self,

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from copy import copy
 from dataclasses import replace
 from typing import Any, get_origin
 
@@ -17,6 +18,7 @@ import mtp_jax
 from mtp_jax import LLM, CheckpointError, ConfigError, RequestError, SamplingParams
 from mtp_jax.api.local import local_runner
 from mtp_jax.decode.keys import StepKey
+from mtp_jax.text.chat_template import ChatTemplate
 from tests import golden, tiny_tokenizer
 from tests.checkpoint.files import drop_nextn, edit_tensors
 
@@ -47,6 +49,26 @@ def nothing_is_left_behind(request):
         engine = request.getfixturevalue("llm").engine
         assert not engine.scheduler.busy
         assert engine.stats().pages_used == 0
+
+
+def test_chat_renders_the_template_and_generates(llm, monkeypatch):
+    template = (
+        "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{{ messages[-1].content }}{{ mood }}"
+    )
+    with_template = copy(llm.tokenizer)
+    with_template._template = ChatTemplate(template)
+    monkeypatch.setattr(llm, "tokenizer", with_template)
+    turn, tool = {"role": "user", "content": "ab"}, {"type": "function", "function": {"name": "f"}}
+    (one,) = llm.chat([turn], GREEDY, tools=[tool], chat_template_kwargs={"mood": "!"})
+    (same,) = llm.generate([llm.tokenizer.encode("[f]ab!", add_special_tokens=False)], GREEDY)
+    assert tokens(one) == tokens(same)
+    assert one.speculation.accepted > 0
+    assert [tokens(o) for o in llm.chat([[turn], [turn]], GREEDY)] == [
+        tokens(o) for o in llm.generate([llm.tokenizer.encode("ab", add_special_tokens=False)] * 2, GREEDY)
+    ]
+    monkeypatch.setattr(llm, "tokenizer", None)
+    with pytest.raises(RequestError, match="token ids"):
+        llm.chat([turn])
 
 
 def tokens(output, index=0):

@@ -8,6 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mtp_jax import SamplingParams
+from serve.openapi import BODIES
 
 
 def test_generate_in_sglangs_shape(client, fresh):
@@ -202,3 +203,15 @@ def test_metrics_count_what_happened(client):
     steps = sum(v - before.get(k, 0) for k, v in after.items() if k.startswith("mtp_jax:steps_total"))
     assert steps >= told["num_spec_steps"]
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
+
+
+def test_openapi_says_what_every_route_takes(client):
+    document = client.get("/openapi.json").json()
+    assert document["openapi"] == "3.1.0"
+    schemas = document["components"]["schemas"]
+    for path, kinds in BODIES.items():
+        schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        for reference, kind in zip(schema.get("anyOf", [schema]), kinds, strict=True):
+            found = schemas[reference["$ref"].rpartition("/")[2]]
+            assert set(found["properties"]) == {f.alias or n for n, f in kind.model_fields.items()}
+    assert "get" in document["paths"]["/v1/models/{name}"]
