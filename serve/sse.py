@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mtp_jax import Stream
+from serve.access_log import record_of
 from serve.errors import as_api_error
 
 DONE = b"data: [DONE]\n\n"
@@ -45,7 +46,9 @@ class EventStream(Response):
                 async for chunk in self._events:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
         except Exception as error:
-            body = event(as_api_error(error).body)
+            told = as_api_error(error)
+            record_of(scope).error = told.message
+            body = event(told.body)
             await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
 
