@@ -93,7 +93,7 @@ def summary(allm: "AsyncLLM", settings: "Settings", address: str) -> str:
         f"prefixes {'kept' if c.prefix_cache else 'not kept'}",
         "slots": f"{c.max_num_seqs}; up to {allm.admission.max_requests} requests wait",
         "programs": f"{len(first)} before serving, {len(rest)} smaller ones while it is idle; {kept}",
-        "address": f"{address}, {who}{only}",
+        "address": f"{address} once it is ready; {who}{only}",
     }
     return "\n".join(f"{name:<10}{text}" for name, text in rows.items())
 
