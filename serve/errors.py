@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mtp_jax import EngineStopped, MtpJaxError, Overloaded, PromptTooLong, RequestError
+from serve.access_log import record_of
 
 _LOG = logging.getLogger(__name__)
 _SHOWN_CHARACTERS = 60
@@ -91,7 +92,9 @@ async def respond(request: Request, error: Exception) -> Response:
     """Starlette's exception handler."""
     if isinstance(error, HTTPException):
         error = _of_routing(request, error)
-    return as_api_error(error).response(request.url.path)
+    answer = as_api_error(error)
+    record_of(request.scope).error = answer.message
+    return answer.response(request.url.path)
 
 
 def _retry(seconds: float) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Kinds of fields of request bodies, and the objects inside them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -13,6 +13,7 @@ MAX_N = 128
 MAX_PROMPTS = 1024
 _MOST_STOPS = 32
 _MOST_IDS = 1024
+_SHOWN_CHARACTERS = 60
 MOST_SCORES = 2**22
 Text = Annotated[str, Field(max_length=4 * 2**20)]
 Name = Annotated[str, Field(max_length=MAX_NAME)]
@@ -36,15 +37,24 @@ def form(value: Any) -> str:
     return "a list" if isinstance(value, list) else "a string"
 
 
-def _schema_form(value: Any) -> str:
-    return "a string" if isinstance(value, str) else "an object"
+def _schema_form(value: Any) -> str | None:
+    return "a string" if isinstance(value, str) else "an object" if isinstance(value, dict) else None
 
 
-def _prompt_form(value: Any) -> str:
+def _stop_form(value: Any) -> str | None:
+    return form(value) if isinstance(value, (str, list)) else None
+
+
+def _prompt_form(value: Any) -> str | None:
     inner = {str: "a list of strings", list: "a list of lists"}
     if not isinstance(value, list):
-        return "a string"
+        return "a string" if isinstance(value, str) else None
     return inner.get(type(value[0]), "a list of ids") if value else "a list of ids"
+
+
+def _forms(tell: Callable[[Any], str | None], expected: str) -> Discriminator:
+    """The form that ``tell`` names; the error where it names none."""
+    return Discriminator(tell, custom_error_type="form", custom_error_message=f"Input should be {expected}")
 
 
 def _few(value: Any) -> Any:
@@ -58,19 +68,19 @@ Biases = Annotated[dict[_TokenKey, Annotated[float, Field(ge=-100, le=100)]], Be
 Stops = Annotated[
     Annotated[Stop, Tag("a string")]
     | Annotated[list[Stop], Field(fail_fast=True, max_length=_MOST_STOPS), Tag("a list")],
-    Discriminator(form),
+    _forms(_stop_form, "a string or a list of strings"),
 ]
 Words = Annotated[list[Stop], Field(fail_fast=True, max_length=_MOST_STOPS)]
 Schema = Annotated[
     Annotated[Text, Tag("a string")] | Annotated[dict[str, Any], Tag("an object")],
-    Discriminator(_schema_form),
+    _forms(_schema_form, "a JSON Schema: an object, or its text"),
 ]
 Prompts = Annotated[
     Annotated[Text, Tag("a string")]
     | Annotated[TokenIds, Tag("a list of ids")]
     | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag("a list of strings")]
     | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag("a list of lists")],
-    Discriminator(_prompt_form),
+    _forms(_prompt_form, "a string, a list of strings, a list of token ids or a list of such lists"),
 ]
 
 
@@ -137,3 +147,13 @@ class Structured(Body):
     regex: Text | None = None
     choice: Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=4096)] | None = None
     json_object: bool | None = None
+
+    @model_validator(mode="after")
+    def _names_one(self) -> "Structured":
+        given = [name for name in ("json_", "regex", "choice") if getattr(self, name) is not None]
+        given += ["json_object"] if self.json_object else []
+        if len(given) != 1:
+            names = [name.strip("_") for name in given] or sorted(self.model_extra or {}) or ["nothing"]
+            shown = ", ".join(names)[:_SHOWN_CHARACTERS]
+            raise ValueError(f"got {shown}; give exactly one of json, regex, choice and json_object")
+        return self

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, aclosing
 from starlette.requests import Request
 
 from mtp_jax import LazyPrompt, RequestError, RequestOutput, SamplingParams, Stream
+from serve.access_log import record_of
 from serve.errors import ApiError
 from serve.schema import Sampling
 from serve.sse import aborted_with_client
@@ -56,11 +57,13 @@ async def outputs(
     server: Server, request: Request, streams: Sequence[Stream]
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """(which prompt, its output so far) as they come. A client that disconnects aborts them all."""
+    record = record_of(request.scope)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(aborted_with_client(request, streams))
         sources = [await stack.enter_async_context(aclosing(server.metrics.follow(s))) for s in streams]
         if len(sources) == 1:
             async for output in sources[0]:
+                record.saw(0, output)
                 yield 0, output
             return
         waiting = {asyncio.ensure_future(anext(source)): i for i, source in enumerate(sources)}
@@ -73,6 +76,7 @@ async def outputs(
                         output = task.result()
                     except StopAsyncIteration:
                         continue
+                    record.saw(i, output)
                     yield i, output
                     waiting[asyncio.ensure_future(anext(sources[i]))] = i
         finally:

@@ -44,6 +44,8 @@ async def model(server: Server, request: Request) -> Response:
     name = request.path_params["name"]
     if name == server.settings.model_name:
         return _json(_model(server))
+    if not name:
+        raise ApiError(404, "there is no /v1/models/ here; use /v1/models, or /v1/models/ and a model's name")
     raise ApiError(404, f"the model {name!r} does not exist", "model", "model_not_found")
 
 

@@ -39,6 +39,8 @@ class NativeSampling(Sampling):
     def _applies(self) -> "NativeSampling":
         if self.ebnf is not None or self.structural_tag is not None:
             raise ValueError("ebnf, structural_tag: not supported; use json_schema or regex")
+        if self.json_schema is not None and self.regex is not None:
+            raise ValueError("json_schema: not with regex; leave one of them out")
         if (self.json_schema is not None or self.regex is not None) and self.structured_outputs is not None:
             raise ValueError("structured_outputs: not with json_schema or regex; leave one of them out")
         if self.speculative is not None and self.speculative.metrics is not None:

@@ -15,6 +15,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mtp_jax import AsyncLLM, ConfigError, Reporter
+from serve.access_log import log_connection
 from serve.app import make_app
 from serve.settings import Settings
 from serve.stats_log import log_stats
@@ -29,6 +30,7 @@ _LEAVING_SECONDS = 5  # for what is still being sent or read then
 # closes while a request is on its way to it loses the request.
 _KEEP_ALIVE_SECONDS = 75
 _LOOK_SECONDS = 1.0
+_TLS_HANDSHAKE = b"\x16\x03"  # a record of that type, and the major version of every TLS
 
 
 def listen(settings: Settings) -> socket.socket:
@@ -171,6 +173,7 @@ class _Protocol(H11Protocol):
     """Closes connections that do not get to the end of their headers, or do not read their answers."""
 
     seconds: float
+    _begun = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -179,6 +182,13 @@ class _Protocol(H11Protocol):
         self._check()
 
     def data_received(self, data: bytes) -> None:
+        begun, self._begun = self._begun, True
+        if not begun and data.startswith(_TLS_HANDSHAKE):
+            log_connection(
+                "a client speaks TLS to this port, which has none: use http://, or a proxy with TLS"
+            )
+            self.transport.close()
+            return
         super().data_received(data)
         self._check()
 

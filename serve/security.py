@@ -1,7 +1,6 @@
 """Access control before every route: keys, hosts, origins, sizes, and how much at a time."""
 
 import hmac
-import logging
 import re
 import time
 from collections.abc import Sequence
@@ -9,17 +8,18 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serve.access_log import log_request, record_of
 from serve.errors import ApiError, as_api_error
 from serve.ids import new_id
 from serve.page import PATHS as PAGE_PATHS
 from serve.state import Server
 
-_ACCESS = logging.getLogger("serve.access")
 # For probes, which have no key.
 _OPEN_PATHS = ("/health", "/ping", "/ready")
 _PLAIN_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate")
 _MOST_HEADER_BYTES = 16 * 1024
+_SHOWN_BYTES = 128  # of a request's name that is not safe to use
 
 
 class AccessControl:
@@ -53,13 +53,15 @@ class AccessControl:
         try:
             error = self._refusal(scope["method"], scope["path"], headers)
             if error is not None:
+                record_of(scope).error = error.message
                 await error.response(scope["path"])(scope, receive, answer)
             else:
                 await self._app(scope, self._limited(receive), answer)
         finally:
             self._connections -= 1
             self._server.metrics.responded(self._route(scope["path"]), status)
-            _log(scope, name, given, status, time.perf_counter() - started)
+            shown = name if given in (b"", name) else given[:_SHOWN_BYTES]
+            log_request(scope, shown, status, time.perf_counter() - started)
 
     def _route(self, path: str) -> str:
         """The route of a path, as metrics name it."""
@@ -159,21 +161,3 @@ def _netloc(origin: str) -> str | None:
         return urlsplit(origin).netloc or None
     except ValueError:
         return None
-
-
-def _log(scope: Scope, name: bytes, given: bytes, status: int, seconds: float) -> None:
-    """One line per request, without anything of its body; what the client chose is escaped."""
-    shown = name if given in (b"", name) else given[:128]
-    _ACCESS.info(
-        "%s %s %s %d %.3f s",
-        _escaped(shown),
-        scope["method"],
-        _escaped(scope["path"].encode()),
-        status,
-        seconds,
-    )
-
-
-def _escaped(text: bytes) -> str:
-    """Printable ASCII: line ends, terminal escapes and zeros become \\x.. codes."""
-    return ascii(text[:256].decode("latin-1"))[1:-1]

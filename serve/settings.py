@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from mtp_jax import ConfigError, ToolUse
 from mtp_jax.options import check, documented, option
+from serve.access_log import AccessLog
 
 SpecMetrics = Literal["none", "summary", "detailed"]
 MAX_NAME = 256
@@ -91,6 +92,14 @@ class Settings:
         "speculation metrics in completions and chats that do not ask; in streams with the usage",
         choices=get_args(SpecMetrics),
         flag="--per-request-spec-decode-metrics",
+    )
+
+    access_log: AccessLog | None = option(
+        None,
+        "a line per request on stderr, or, as JSON, on stdout",
+        kind=str,
+        choices=get_args(AccessLog),
+        unset="text, or off with --quiet",
     )
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mtp_jax import Stream
+from serve.access_log import record_of
 from serve.errors import ApiError, as_api_error
 
 DONE = b"data: [DONE]\n\n"
@@ -52,7 +53,9 @@ class EventStream(Response):
                 async for chunk in self._events:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
         except Exception as error:
-            body = self._error(as_api_error(error))
+            told = as_api_error(error)
+            record_of(scope).error = told.message
+            body = self._error(told)
             await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": self._done, "more_body": False})
 

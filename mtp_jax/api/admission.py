@@ -108,11 +108,14 @@ class Admission:
     def _full(self, requests: int) -> Overloaded | None:
         if self._requests + requests <= self.max_requests:
             return None
-        return self._overloaded(f"{self._requests} requests wait, {self.max_requests} may")
+        more = f" and {requests} more came at once" if requests > 1 else ""
+        return self._overloaded(f"{self._requests} requests wait{more}; at most {self.max_requests} may")
 
     def _check_tokens(self, tokens: int) -> None:
         if self._tokens and self._tokens + tokens > self.max_tokens:
-            raise self._overloaded(f"{self._tokens} prompt tokens wait, {self.max_tokens} may")
+            raise self._overloaded(
+                f"{self._tokens} prompt tokens wait and {tokens} more came; at most {self.max_tokens} may"
+            )
 
     def _overloaded(self, why: str) -> Overloaded:
         """With the seconds until the queue has passed, at the rate of the last answers."""

@@ -1,5 +1,6 @@
 """The options of ``LLM``: what to load, and those of its engine. No jax here: the command line reads them."""
 
+import secrets
 from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 _DEFAULT_MAX_MODEL_LEN = 8192
+_SEED_BITS = 63  # as many as the option takes
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class LLMOptions(EngineOptions):
     )
 
     def engine(self, model: ModelConfig, on_cpu: bool) -> EngineConfig:
-        """The engine's options for a model: without None and "auto". Raises ConfigError."""
+        """The engine's options for a model: without None and "auto", with a seed. Raises ConfigError."""
         limit, length = model.max_position_embeddings, self.max_model_len
         if length is not None and length > limit:
             raise ConfigError(f"max_model_len = {length}; the model's positions end at {limit}")
@@ -73,4 +75,6 @@ class LLMOptions(EngineOptions):
             given["max_model_len"] = min(limit, _DEFAULT_MAX_MODEL_LEN)
         if self.dtype == "auto":
             given["dtype"] = "float32" if on_cpu else model.dtype
+        if self.seed is None:
+            given["seed"] = secrets.randbits(_SEED_BITS)
         return EngineConfig(**given)

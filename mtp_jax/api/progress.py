@@ -47,7 +47,7 @@ class Terminal:
 
     @contextmanager
     def phase(self, name: str, unit: str = "") -> Iterator[Update]:
-        """Show progress of one phase, then its time. A counted phase with nothing to do is not shown."""
+        """Show progress of one phase, then its time. A short phase that counted nothing is not shown."""
         start = time.perf_counter()
         done, total = 0, 0
         bar = tqdm(
@@ -74,7 +74,7 @@ class Terminal:
         finally:
             bar.close()
         seconds = time.perf_counter() - start
-        if done or not unit or seconds > _NOTHING_DONE_SECONDS:
+        if done or seconds > _NOTHING_DONE_SECONDS:
             _say(f"{name}{' ' + _amount(done, done, unit) if done else ''}: {seconds:.2f} s")
 
     def ready(self, summary: str) -> None:

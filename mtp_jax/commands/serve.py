@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from mtp_jax.api.admission import QueueLimits
@@ -10,6 +11,8 @@ from mtp_jax.api.progress import Terminal
 from mtp_jax.commands import show
 from mtp_jax.commands.options import add_engine, add_options, depth, given, model_dir, open_llm, reporter
 from mtp_jax.commands.parser import Subparsers
+from serve.access_log import LOGGER as ACCESS
+from serve.access_log import AccessLog, JsonLines
 from serve.settings import Settings
 
 if TYPE_CHECKING:
@@ -54,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
         allm = AsyncLLM(llm, limits.max_queued_requests, limits.max_queued_tokens)
         address = f"http://{_bracketed(settings.host)}:{listener.getsockname()[1]}"
-        _log(args.quiet)
+        _log(args.quiet, settings.access_log)
         if not args.quiet:
             show.note(summary(allm, settings, address))
 
@@ -90,16 +93,25 @@ def summary(allm: "AsyncLLM", settings: "Settings", address: str) -> str:
         f"prefixes {'kept' if c.prefix_cache else 'not kept'}",
         "slots": f"{c.max_num_seqs}; up to {allm.admission.max_requests} requests wait",
         "programs": f"{len(first)} before serving, {len(rest)} smaller ones while it is idle; {kept}",
-        "address": f"{address}, {who}{only}",
+        "address": f"{address} once it is ready; {who}{only}",
     }
     return "\n".join(f"{name:<10}{text}" for name, text in rows.items())
 
 
-def _log(quiet: bool) -> None:
+def _log(quiet: bool, access_log: AccessLog | None) -> None:
     level = logging.WARNING if quiet else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for noisy in ("uvicorn", "jax"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    if access_log == "off":
+        ACCESS.setLevel(logging.CRITICAL)
+    elif access_log is not None:
+        ACCESS.setLevel(logging.INFO)
+    if access_log == "json":
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(JsonLines())
+        ACCESS.addHandler(handler)
+        ACCESS.propagate = False
 
 
 def _bracketed(host: str) -> str:

@@ -93,7 +93,15 @@ class EngineOptions:
         "half of bfloat16's bytes",
         choices=get_args(CacheType),
     )
-    seed: int = option(0, "from which requests without a seed get theirs", low=0, high=2**63 - 1, flag=None)
+    seed: int | None = option(
+        None,
+        "from which requests without a seed get theirs",
+        kind=int,
+        low=0,
+        high=2**63 - 1,
+        unset="fresh at every start",
+        flag=None,
+    )
 
     def __post_init__(self) -> None:
         check(self, ConfigError)
@@ -113,6 +121,7 @@ class EngineConfig(EngineOptions):
     dtype: Dtype = narrowed(
         EngineOptions, "dtype", "float32", help="of weights and cache", choices=get_args(Dtype)
     )
+    seed: int = narrowed(EngineOptions, "seed", 0, unset="")
 
     @property
     def columns(self) -> int:

@@ -26,7 +26,9 @@ def test_a_line_per_phase(capsys):
         update(10, 2_500_000)
         update(2_500_000, 2_500_000)
     with terminal.phase("place"):
-        pass
+        pass  # no time to speak of: no line
+    with terminal.phase("allocate"):
+        time.sleep(0.6)
     with terminal.phase("compile", "executables") as update:
         update(3, 3)
     with terminal.phase("compile", "executables"):
@@ -35,7 +37,7 @@ def test_a_line_per_phase(capsys):
     out, err = capsys.readouterr()
     assert out == ""
     *phases, ready = err.splitlines()
-    assert without_seconds("\n".join(phases)) == ["read 2.5 MB", "place", "compile 3 executables"]
+    assert without_seconds("\n".join(phases)) == ["read 2.5 MB", "allocate", "compile 3 executables"]
     assert all(line.endswith(" s") for line in phases)
     assert ready.startswith("ready in ")
     assert ready.endswith(" s: a model")

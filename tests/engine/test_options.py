@@ -4,9 +4,13 @@ from typing import Any
 
 import pytest
 
+from mtp_jax.api.options import LLMOptions
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.request import Request, SamplingParams, Speculation, Status
 from mtp_jax.errors import ConfigError, MtpJaxError, RequestError
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.options import declared
+from tests import golden
 from tests.models import make_engine
 
 NAN, INF = float("nan"), float("inf")
@@ -186,3 +190,11 @@ def test_a_cache_that_no_memory_holds_is_refused():
         make_engine(num_pages=2**22, page_size=4096)
     with pytest.raises(ConfigError, match="num_pages = 16777216; expected an integer from 1 to 4194304"):
         make_engine(max_model_len=2**24, page_size=1, max_num_seqs=1, num_speculative_tokens=0)
+
+
+def test_without_a_seed_every_start_draws_its_own():
+    model = ModelConfig.from_dict(golden.raw_config("rigged"))
+    seeds = {LLMOptions().engine(model, True).seed for _ in range(8)}
+    assert len(seeds) == 8
+    assert all(declared(EngineConfig)["seed"].allows(seed) for seed in seeds)
+    assert {LLMOptions(seed=7).engine(model, True).seed for _ in range(2)} == {7}

@@ -402,6 +402,23 @@ def test_long_lists_of_scores_are_made_beside_the_event_loop(server, stream, mon
             "structured_outputs.json: Input should be",
         ),
         (
+            {"structured_outputs": {"grammar": "root ::= 'a'"}},
+            "structured_outputs",
+            "structured_outputs: got grammar; give exactly one of json, regex, choice and json_object",
+        ),
+        (
+            {"structured_outputs": {"json": {}, "regex": "a"}},
+            "structured_outputs",
+            "structured_outputs: got json, regex; give exactly one",
+        ),
+        (
+            {"prompt": 5},
+            "prompt",
+            "prompt: Input should be a string, a list of strings, a list of token ids or a list of such "
+            "lists; got 5",
+        ),
+        ({"stop": 5}, "stop", "stop: Input should be a string or a list of strings; got 5"),
+        (
             {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
             None,
             "not both",

@@ -49,6 +49,7 @@ def test_generate_in_sglangs_shape(client, fresh):
         {"input_ids": [160]},
         {"text": "a", "sampling_params": {"speculative": {"metrics": "summary"}}},
         {"text": "a", "sampling_params": {"ebnf": "root ::= 'a'"}},
+        {"text": "a", "sampling_params": {"regex": "a", "json_schema": "{}"}},
         {"text": "a", "sampling_params": {"regex": "a", "structured_outputs": {"choice": ["a"]}}},
     ],
 )
@@ -122,6 +123,9 @@ def test_models_and_version(client):
     assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 252)
     assert client.get("/v1/models/tiny").json() == model
     assert client.get("/v1/models/other").status_code == 404
+    slash = client.get("/v1/models/")
+    assert slash.status_code == 404
+    assert slash.json()["error"]["message"].startswith("there is no /v1/models/ here; use /v1/models")
     counted = client.get("/metrics").text
     named = "/v1/models/{name:path}"
     for route, status in (("/v1/models", 200), (named, 200), (named, 404)):

@@ -9,7 +9,7 @@ import time
 import httpx2
 import pytest
 
-from mtp_jax import LLM
+from mtp_jax import LLM, Overloaded
 from mtp_jax.api.admission import Admission
 from mtp_jax.api.local import local_runner
 from tests.serve.conftest import Running, start
@@ -40,6 +40,16 @@ def full(server: Running, monkeypatch: pytest.MonkeyPatch):
     admission.release(reservation)
 
 
+def test_a_full_queue_says_what_did_not_fit():
+    admission = Admission(4, 100)
+    reservation = admission.take(3, 80)
+    with pytest.raises(Overloaded, match="3 requests wait and 2 more came at once; at most 4 may"):
+        admission.take(2, 1)
+    with pytest.raises(Overloaded, match="80 prompt tokens wait and 30 more came; at most 100 may"):
+        admission.take(1, 30)
+    admission.release(reservation)
+
+
 @pytest.mark.parametrize("route", ROUTES)
 def test_requests_are_refused_unread(full, client, server: Running, route):
     head = f"POST {route} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 9\r\n\r\n"
@@ -55,7 +65,7 @@ def test_requests_are_refused_unread(full, client, server: Running, route):
     assert len(headers["x-request-id"]) == 32
     error = json.loads(body)["error"]
     assert error["code"] == "overloaded"
-    assert "1 requests wait, 1 may" in error["message"]
+    assert "1 requests wait; at most 1 may" in error["message"]
     counted = f'mtp_jax:http_responses_total{{model_name="tiny",route="{route}",status="503"}}'
     assert counted in client.get("/metrics").text
 

@@ -1,0 +1,112 @@
+"""The access log says how much was generated, why it ended, and why a request was refused."""
+
+import json
+import logging
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mtp_jax.commands import serve as command
+from serve.access_log import LOGGER, JsonLines, Record, log_connection, log_request, record_of
+from tests.serve.conftest import Running, wait_until
+
+SHORT = {"prompt": "abc", "temperature": 0, "ignore_eos": True, "max_tokens": 4}
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Any:
+    """The messages so far."""
+    caplog.set_level(logging.INFO, LOGGER.name)
+    return lambda: [r.getMessage() for r in caplog.records if r.name == LOGGER.name]
+
+
+@pytest.fixture
+def untouched() -> Any:
+    """The loggers as they were, afterwards."""
+    level, handlers, propagate = LOGGER.level, list(LOGGER.handlers), LOGGER.propagate
+    yield
+    LOGGER.setLevel(level)
+    LOGGER.handlers[:], LOGGER.propagate = handlers, propagate
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_and_finish_reasons(server: Running, lines, stream):
+    body = {**SHORT, "prompt": ["abc", "abcde"], "stream": stream}
+    assert server.variant().post("/v1/completions", json=body).status_code == 200
+    assert lines()[0].endswith(" s, 8 prompt tokens, 8 completion tokens, length")
+
+
+def test_the_reason_of_a_refusal(server: Running, lines):
+    variant = server.variant(api_keys=("k",))
+    assert variant.post("/v1/completions", json=SHORT).status_code == 401
+    key = {"Authorization": "Bearer k"}
+    variant.post("/v1/completions", json={**SHORT, "temperature": 9}, headers=key)
+    variant.get("/nothing", headers=key)
+    refused, wrong, unknown = lines()
+    assert refused.endswith(" s: a valid API key is needed: Authorization: Bearer KEY")
+    assert "temperature: " in wrong
+    assert "9" in wrong
+    assert " 404 " in unknown
+    assert "there is no /nothing here" in unknown
+
+
+def test_a_client_with_tls_is_named(server: Running, lines):
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as client:
+        client.sendall(bytes.fromhex("160301020001"))
+        assert client.recv(1) == b""
+    wait_until(lambda: any("speaks TLS" in line for line in lines()))
+
+
+def test_json_lines(untouched):
+    shown: list[dict[str, Any]] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: shown.append(json.loads(JsonLines().format(record)))  # type: ignore[method-assign]
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.INFO)
+    scope: dict[str, Any] = {"method": "POST", "path": "/a\n\x1b"}
+    record = record_of(scope)
+    assert record_of(scope) is record
+    record.error = "no\nmore"
+    done = SimpleNamespace(num_tokens=3, finish_reason="stop")
+    output: Any = SimpleNamespace(prompt_token_ids=[1, 2], outputs=[done, done])
+    record.saw(0, output)
+    record.saw(0, output)  # the newest counts
+    log_request(scope, b"name", 500, 0.25)
+    log_connection("nothing of HTTP")
+    first, second = shown
+    assert first.pop("time").endswith("+00:00")
+    assert first == {
+        "id": "name",
+        "method": "POST",
+        "path": r"/a\n\x1b",
+        "status": 500,
+        "seconds": 0.25,
+        "prompt_tokens": 2,
+        "completion_tokens": 6,
+        "finish_reasons": ["stop"],
+        "error": r"no\nmore",
+    }
+    assert second["error"] == "nothing of HTTP"
+    assert Record().fields() == {}
+
+
+@pytest.mark.parametrize(
+    ("quiet", "mode", "out", "err"),
+    [
+        (False, "json", True, False),
+        (True, "json", True, False),
+        (True, "text", False, True),
+        (False, "off", False, False),
+    ],
+)
+def test_where_lines_go(capsys, untouched, monkeypatch, quiet, mode, out, err):
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+    command._log(quiet, mode)
+    log_connection("nothing of HTTP")
+    shown = capsys.readouterr()
+    assert ("nothing of HTTP" in shown.out, "nothing of HTTP" in shown.err) == (out, err)
