@@ -29,7 +29,8 @@ from mtp_jax.errors import EngineStopped, RequestError
 _CHARACTERS_PER_TOKEN = 4
 _SHORT_PROMPT = 1000
 _THREADS = 2
-_GRAMMAR_THREADS = 8  # four compile at most, the others wait for one or know theirs
+# Twice as many as trials run at a time: half may wait for a trial, or take a grammar that is known.
+_GRAMMAR_THREADS = 8
 _T = TypeVar("_T")
 
 LazyPrompt = Prompt | Callable[[], Prompt]
@@ -284,7 +285,7 @@ class AsyncLLM:
     def _check_running(self, even_draining: bool = False) -> None:
         if self._loop is not None and asyncio.get_running_loop() is not self._loop:
             raise EngineStopped(  # nothing would ever come back to this one
-                "the engine was started in another event loop; start it in the one that uses it"
+                "the engine belongs to another event loop; use it in the loop that started it"
             )
         if self.error is not None:
             raise EngineStopped(f"the engine has failed ({type(self.error).__name__}); restart it")

@@ -18,12 +18,12 @@ _before: dict[str, Any] = {}
 def use_compile_cache(directory: str | Path | None) -> None:
     """Keep programs that this process compiles from now on in ``directory``, across processes.
 
-    JAX has one such folder in a process, so that of the newest model is everybody's. None: what JAX had
+    JAX has one such folder in a process: that of the newest model is used by all. None: what JAX had
     before any was given.
 
-    JAX trusts what it finds there, so the folder must be ours alone: it is created 0700, and one that others
-    can write to is refused. A folder that cannot be made costs the cache and a warning, and nothing else.
-    Raises ConfigError.
+    JAX trusts what it finds there, so the folder must be ours or root's: it is created 0700, and one that
+    others can write to is refused. A folder that cannot be made is not used, and one that is read-only gets
+    no new programs: either is a warning. Raises ConfigError.
     """
     if directory is None:
         _update(dict(_before))
@@ -40,6 +40,7 @@ def use_compile_cache(directory: str | Path | None) -> None:
             path,
             e.strerror,
         )
+        use_compile_cache(None)
         return
     if not os.access(path, os.W_OK):
         _LOG.warning(
@@ -47,7 +48,7 @@ def use_compile_cache(directory: str | Path | None) -> None:
             "(--compile-cache), or none (--no-compile-cache)",
             path,
         )
-    if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o022:
+    if info.st_uid not in (os.getuid(), 0) or stat.S_IMODE(info.st_mode) & 0o022:
         raise ConfigError(
             f"compile cache {path} is owned by uid {info.st_uid} with mode {stat.S_IMODE(info.st_mode):o}; "
             "it must be yours and writable by you alone (chmod 700), because its programs are executed"
@@ -63,7 +64,7 @@ def use_compile_cache(directory: str | Path | None) -> None:
 
 
 def _update(settings: dict[str, Any]) -> None:
-    """JAX reads where its cache is with the first program alone, unless it is told to begin anew."""
+    """Set JAX's options. JAX reads them with its first program only, so its cache has to be reset."""
     for name, value in settings.items():
         jax.config.update(name, value)
     if settings:

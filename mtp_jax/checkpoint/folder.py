@@ -12,7 +12,7 @@ from mtp_jax.model.hf_config import missing_folder, read_json
 
 INDEX = "model.safetensors.index.json"
 _NAMES_IN_ERRORS = 12
-_LONGEST_NAME = 255  # bytes, on the file systems of today
+_LONGEST_NAME = 255  # bytes: NAME_MAX of Linux (limits.h)
 
 
 @dataclass(frozen=True)

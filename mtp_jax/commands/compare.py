@@ -41,9 +41,9 @@ class Measured:
 def compare(
     args: argparse.Namespace, llm: "LLM", prompt: "Prompt", params: SamplingParams, report: Reporter
 ) -> int:
-    """Measure and print. Returns 1 if a run failed, or if float32 tokens differ that must not.
+    """Measure and print. Returns 1 if a run failed, or if the two sides must agree in float32 and do not.
 
-    Those of greedy decoding must not, nor those that a seed fixes whatever is drafted.
+    They must agree in greedy decoding, and with a seed under the coupled verifier.
     """
     plain = llm.without_speculation()
     sides = (llm, plain)

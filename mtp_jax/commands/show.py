@@ -26,7 +26,7 @@ def write(text: str, marked: bool = False) -> None:
 
 
 def colours() -> bool:
-    """Whether stdout is a terminal that shows colours, and nobody asked for none (no-color.org)."""
+    """Whether stdout is a terminal that shows colours and NO_COLOR is not set (no-color.org)."""
     wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
     return wanted and sys.stdout.isatty()
 

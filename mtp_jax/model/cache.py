@@ -42,10 +42,11 @@ class LayerCache:
 
 
 def contained(rows: Float[Array, "*b c"], rank: int) -> Float[Array, "*b c"]:
-    """Rows whose harm ends at the tokens that see them: a row that is not finite has zeros and a NaN key.
+    """Rows to cache: one that is not finite becomes a latent of zeros and a rope key of NaN.
 
-    Values are made of latents alone, and 0 x NaN is NaN: a token would break at a row that it does not see.
-    Scores are made of the rope key, too, and masked by a select: whoever sees the row still gets NaN.
+    Attention multiplies the values of rows that a token does not see by 0, and 0 x NaN is NaN. Values are
+    made of latents alone, so zeros there harm no such token. Scores are made of the rope key, too, and are
+    masked by a select: a token that does see the row still gets NaN.
     """
     finite = jnp.isfinite(rows).all(axis=-1, keepdims=True)
     return jnp.where(

@@ -31,7 +31,7 @@ from mtp_jax.errors import RequestError
 from mtp_jax.text.compile_grammar import Compiled, Vocabulary
 from mtp_jax.text.json_schema import check_schema
 from mtp_jax.text.tokenizer import Tokenizer
-from mtp_jax.text.trial import Trials
+from mtp_jax.text.trial import MEMORY, Trials
 
 MAX_GRAMMAR_LENGTH = 2**16
 """Characters of a schema, an expression or all choices together."""
@@ -40,7 +40,7 @@ WORD = 32
 """Tokens per word of a packed mask: token t is bit t % 32 of word t // 32."""
 
 _CACHED_GRAMMARS = 64
-_CACHED_BYTES = 512 * 2**20
+_CACHED_BYTES = 2 * MEMORY  # so that the largest grammar a trial allows does not empty the cache
 _TAIL = 16  # tokens that hold the end of a prompt: a tag and white space
 _ALONE_SECONDS = 0.1  # skip the second build of a grammar whose first one took longer
 # A space, or a line break and its indent, is how models write JSON; without a limit, a weak one goes on with

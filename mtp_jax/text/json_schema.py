@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 from mtp_jax.errors import RequestError
 
-# A state of the lexer for every remainder.
+# The lexer has a state for every remainder.
 _LARGEST_MULTIPLE = 50_000
 _SMALLEST_UNIT = 10**18  # parts of one: doubles near 1 have no finer ones
 _BRANCHES = ("allOf", "anyOf", "oneOf")

@@ -27,12 +27,13 @@ from mtp_jax.errors import Overloaded, RequestError
 from mtp_jax.text.compile_grammar import Vocabulary
 
 SECONDS = 5.0
-"""Of a trial."""
+"""Of a trial: half of what a client that asks for a bad grammar should wait for its refusal, 10 s."""
 
 MEMORY = 256 * 2**20
 """Bytes that a trial may take beyond what the helper holds."""
 
-# Trials at a time, each with its own process, and how long a further one waits for one of them to end.
+# Trials at a time, each with its own process: together they take 1 GiB at most. A further one waits for less
+# than a trial lasts, and is then refused as overload.
 _AT_A_TIME = 4
 _TURN_SECONDS = 2.0
 # After a trial's own seconds: for the helper to start, on a busy machine.

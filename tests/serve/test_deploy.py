@@ -47,9 +47,15 @@ def test_the_image_starts_a_server_and_copies_what_there_is():
     assert "/health" in text
 
 
+class Unit(configparser.ConfigParser):
+    """With keys as they are written: systemd's have capitals."""
+
+    def optionxform(self, optionstr: str) -> str:
+        return optionstr
+
+
 def test_the_unit_of_systemd():
-    unit = configparser.ConfigParser(strict=False, interpolation=None)
-    unit.optionxform = str  # type: ignore[assignment]
+    unit = Unit(strict=False, interpolation=None)
     unit.read(DEPLOY / "mtp-jax.service")
     program, *arguments = shlex.split(unit["Service"]["ExecStart"])
     assert program.endswith("/bin/mtp-jax")
