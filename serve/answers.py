@@ -106,7 +106,7 @@ def completion_logprobs(
     name = cache(partial(token_name, tokenizer))
     tokens = [name(t) for t in token_ids]
     best = [s and _by_name(name, s) for s in scores]
-    chosen = [s and _finite(s[t]) for t, s in zip(token_ids, scores, strict=True)]
+    chosen = [s and finite(s[t]) for t, s in zip(token_ids, scores, strict=True)]
     return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": best, "text_offset": offsets}
 
 
@@ -118,13 +118,25 @@ def chat_logprobs(
     def entry(token: int, score: Logprob) -> dict[str, Any]:
         content = tokenizer.token_bytes(token, False)
         text = content.decode("utf-8", "replace")
-        return {"token": text, "logprob": _finite(score), "bytes": list(content)}
+        return {"token": text, "logprob": finite(score), "bytes": list(content)}
 
     content = []
     for token, scored in zip(token_ids, scores, strict=True):
         best = sorted(scored.items(), key=lambda item: item[1].rank)[:top]
         content.append(entry(token, scored[token]) | {"top_logprobs": [entry(t, s) for t, s in best]})
     return {"content": content, "refusal": None}
+
+
+def prompt_scores(
+    tokenizer: Tokenizer | None, scores: Sequence[dict[int, Logprob] | None]
+) -> list[dict[str, Any] | None]:
+    """vLLM's ``prompt_logprobs``: per token of a prompt the scores by id; none of the first one."""
+    name = cache(partial(token_name, tokenizer))
+
+    def entry(token: int, score: Logprob) -> dict[str, Any]:
+        return {"logprob": finite(score), "rank": score.rank, "decoded_token": name(token)}
+
+    return [{str(t): entry(t, score) for t, score in s.items()} if s else None for s in scores]
 
 
 def token_name(tokenizer: Tokenizer | None, token: int) -> str:
@@ -136,9 +148,10 @@ def _by_name(name: Callable[[int], str], scores: dict[int, Logprob]) -> dict[str
     """The likeliest of the tokens that share a name, as parts of characters do."""
     best: dict[str, float] = {}
     for token, score in scores.items():
-        best[name(token)] = max(best.get(name(token), _LEAST), _finite(score))
+        best[name(token)] = max(best.get(name(token), _LEAST), finite(score))
     return best
 
 
-def _finite(score: Logprob) -> float:
+def finite(score: Logprob) -> float:
+    """The log-probability as JSON can say it."""
     return max(score.logprob, _LEAST)

@@ -71,6 +71,11 @@ class Call(ABC):
     def choice(self, index: int, output: RequestOutput, c: CompletionOutput, shown: Shown) -> dict[str, Any]:
         """A completion, or what is new of it since ``shown``."""
 
+    def extras(self, done: Sequence[RequestOutput]) -> dict[str, Any]:
+        """What else an answer that is not streamed says."""
+        del done
+        return {}
+
     def usage(self, done: Sequence[RequestOutput]) -> dict[str, Any]:
         """Token counts."""
         return usage(done)
@@ -93,6 +98,7 @@ class Call(ABC):
         each = [(i * len(o.outputs) + c.index, o, c) for i, o in enumerate(done) for c in o.outputs]
         choices = [self.choice(index, o, c, Shown()) for index, o, c in each]
         answer = self._object(self.kind, choices) | {"usage": self.usage(done)} | self._metrics(done)
+        answer |= self.extras(done)
         return Response(to_json(answer), headers=warning(self.request), media_type="application/json")
 
     async def _events(self) -> AsyncGenerator[bytes, None]:

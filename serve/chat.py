@@ -17,7 +17,7 @@ from mtp_jax import (
     Stream,
     ToolUse,
 )
-from serve.answers import chat_logprobs, token_extras, usage
+from serve.answers import chat_logprobs, prompt_scores, token_extras, usage
 from serve.bodies import read
 from serve.calls import Call, Shown
 from serve.generation import submit
@@ -47,10 +47,16 @@ class ChatPrompt:
         # A model that may call none is not told of them.
         tools = [tool.for_template() for tool in told.tools or ()] if told.tool_choice != "none" else None
         prompt = self._tokenizer.apply_chat_template(
-            messages, tools or None, tool_format=self._form, **told.template_options()
+            messages,
+            tools or None,
+            tool_format=self._form,
+            add_generation_prompt=told.add_generation_prompt is not False,
+            continue_final_message=told.continue_final_message is True,
+            **told.template_options(),
         )
         self.thinking = self._tokenizer.opens_thought(prompt)
-        return self._tokenizer.encode(prompt, add_special_tokens=False)
+        ids = self._tokenizer.encode(prompt, add_special_tokens=False)
+        return told.cut(ids) if isinstance(told, ChatBody) else ids
 
 
 async def chat_completions(server: Server, request: Request) -> Response:
@@ -78,7 +84,8 @@ async def ask(server: Server, body: ChatBody) -> Asked:
     """Queue a conversation. Raises RequestError, Overloaded, EngineStopped."""
     use = use_of(server.tool_format, body.tools, body.tool_choice, body.parallel_tool_calls)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    params = body.params(most, body.stream, (body.top_logprobs or 0) if body.logprobs else None)
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    params = body.params(most, body.stream, top, body.prompt_logprobs)
     prompt = ChatPrompt(server, body)
     streams = await submit(server, body, [prompt], _with_tools(server, params, use))
     return Asked(streams, use, prompt.thinking)
@@ -134,6 +141,13 @@ class _Chat(Call):
             choice["logprobs"] = chat_logprobs(self.server.tokenizer, c.token_ids, c.logprobs, top)
         extras = token_extras(c, self.body.return_token_ids, self.body.return_token_origins)
         return choice | extras
+
+    def extras(self, done: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The prompt's scores, if they are asked for."""
+        if self.body.prompt_logprobs is None:
+            return {}
+        (output,) = done
+        return {"prompt_logprobs": prompt_scores(self.server.tokenizer, output.prompt_logprobs or [])}
 
     def usage(self, done: Sequence[RequestOutput]) -> dict[str, Any]:
         """With the tokens that went into thoughts, if there were any."""

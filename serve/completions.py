@@ -7,8 +7,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mtp_jax import CompletionOutput, Logprob, RequestOutput, Stream
-from serve.answers import TextOffsets, completion_logprobs, token_extras
+from mtp_jax import CompletionOutput, LazyPrompt, Logprob, RequestOutput, Stream
+from serve.answers import TextOffsets, completion_logprobs, prompt_scores, token_extras
 from serve.bodies import read
 from serve.calls import Call, Shown
 from serve.generation import submit
@@ -23,9 +23,20 @@ async def completions(server: Server, request: Request) -> Response:
     body = await read(server.settings, request, CompletionBody)
     # To score a prompt the engine has to go on for one token, which the answer leaves out.
     most = _DEFAULT_MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
-    params = body.params(most, body.stream, body.logprobs, body.logprobs if body.echo else None)
-    streams = await submit(server, body, body.prompts, params)
+    scored = body.logprobs if body.echo else body.prompt_logprobs
+    params = body.params(most, body.stream, body.logprobs, scored)
+    streams = await submit(server, body, [_prompt(server, body, p) for p in body.prompts], params)
     return await _Completions(server, request, body, streams).respond()
+
+
+def _prompt(server: Server, body: CompletionBody, prompt: str | list[int]) -> LazyPrompt:
+    """As the engine takes it. Raises RequestError."""
+    if body.truncate_prompt_tokens is None:
+        return prompt
+    if isinstance(prompt, list):
+        return body.cut(prompt)
+    tokenizer = server.tokenizer
+    return lambda: body.cut(tokenizer.encode(prompt))
 
 
 class _Completions(Call):
@@ -51,6 +62,8 @@ class _Completions(Call):
         choice = {"index": index, "text": text, "logprobs": None, "finish_reason": c.finish_reason}
         if self.body.logprobs is not None:
             choice["logprobs"] = self._logprobs(index, output, c, echoed)
+        if self.body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_scores(self._tokenizer, output.prompt_logprobs or [])
         extras = token_extras(c, self.body.return_token_ids, self.body.return_token_origins)
         return choice | extras
 

@@ -1,7 +1,7 @@
 """/generate and /server_info in the shapes of SGLang, whose benchmark client reads them."""
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -11,7 +11,8 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mtp_jax import CompletionOutput, RequestOutput, SamplingParams
+from mtp_jax import CompletionOutput, Logprob, RequestOutput, SamplingParams, Tokenizer
+from serve.answers import finite, token_name
 from serve.bodies import read, warning
 from serve.fields import Body, Name, Schema, Structured, Text, bounds
 from serve.generation import check, finals, outputs, submit
@@ -49,22 +50,29 @@ class NativeSampling(Sampling):
 
 
 class GenerateBody(Body):
-    """/generate. Log-probabilities are given by the other routes only."""
+    """/generate."""
 
     model: Name | None = None
     text: str | None = None
     input_ids: Annotated[list[int], Field(fail_fast=True, min_length=1, max_length=2**20)] | None = None
     sampling_params: NativeSampling | None = None
     stream: bool | None = None
-    return_logprob: Literal[False] | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    top_logprobs_num: Annotated[int, bounds("logprobs")] | None = None
+    return_text_in_logprobs: bool | None = None
     return_routed_experts: Literal[False] | None = None
-    logprob_start_len: Literal[-1] | None = None
 
     @model_validator(mode="after")
     def _one_prompt(self) -> "GenerateBody":
         if (self.text is None) == (self.input_ids is None):
             raise ValueError("text: give exactly one of text and input_ids")
         return self
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether tokens of the prompt are scored: SGLang does from ``logprob_start_len`` on, -1 for none."""
+        return self.return_logprob is True and self.logprob_start_len not in (None, -1)
 
     def params(self) -> SamplingParams:
         """For the engine. Raises RequestError."""
@@ -79,7 +87,9 @@ class GenerateBody(Body):
             "structured_outputs": structured,
         }
         p = p.model_copy(update={name: value for name, value in renamed.items() if value is not None})
-        params = p.params(p.max_new_tokens or _DEFAULT_MAX_TOKENS, self.stream)
+        most = p.max_new_tokens or _DEFAULT_MAX_TOKENS
+        top = (self.top_logprobs_num or 0) if self.return_logprob else None
+        params = p.params(most, self.stream, top, top if self.scores_prompt else None)
         return replace(params, output_kind="cumulative") if self.stream else params
 
 
@@ -88,27 +98,64 @@ async def generate(server: Server, request: Request) -> Response:
     body = await read(server.settings, request, GenerateBody)
     prompt = body.text if body.text is not None else body.input_ids or []
     streams = await submit(server, body.sampling_params or Sampling(), [prompt], body.params())
-    name = new_id()
+    name, scores = new_id(), _Scores(server.allm.llm.tokenizer, body)
+
+    def objects(output: RequestOutput) -> list[dict[str, Any]]:
+        return [_object(name, output, c, scores) | {"index": c.index} for c in output.outputs]
 
     async def events() -> AsyncGenerator[bytes, None]:
         async with aclosing(outputs(server, request, streams)) as growing:
             async for _, output in growing:
                 check([output], 1)
-                yield b"".join(event(o) for o in _objects(name, output))
+                yield b"".join(event(o) for o in objects(output))
 
     if body.stream:
         return EventStream(events(), warning(request))
     (output,) = await finals(server, request, streams)
-    objects = _objects(name, output)
-    answer = to_json(objects[0] if len(objects) == 1 else objects)
+    found = objects(output)
+    answer = to_json(found[0] if len(found) == 1 else found)
     return Response(answer, headers=warning(request), media_type="application/json")
 
 
-def _objects(name: str, output: RequestOutput) -> list[dict[str, Any]]:
-    return [_object(name, output, c) | {"index": c.index} for c in output.outputs]
+class _Scores:
+    """Log-probabilities in SGLang's shape: [log-probability, id, text] per token, text only if asked for."""
+
+    def __init__(self, tokenizer: Tokenizer | None, body: GenerateBody) -> None:
+        self._tokenizer, self._body = tokenizer, body
+        self._prompt: Sequence[dict[int, Logprob] | None] = ()
+
+    def of(self, output: RequestOutput, c: CompletionOutput) -> dict[str, Any]:
+        """What the answer says of a completion and, from the token asked for on, of its prompt."""
+        if not self._body.return_logprob:
+            return {}
+        found = self._lists("output", c.token_ids, c.logprobs or [])
+        if self._body.scores_prompt:
+            start = self._body.logprob_start_len or 0
+            self._prompt = output.prompt_logprobs or self._prompt
+            found |= self._lists("input", output.prompt_token_ids[start:], self._prompt[start:])
+        return found
+
+    def _lists(
+        self, of: str, ids: Sequence[int], scores: Sequence[dict[int, Logprob] | None]
+    ) -> dict[str, Any]:
+        pairs = list(zip(ids, scores, strict=False))  # a prompt that ended during its prefill has fewer
+        found: dict[str, Any] = {
+            f"{of}_token_logprobs": [self._entry(t, s[t] if s else None) for t, s in pairs]
+        }
+        if self._body.top_logprobs_num:
+            found[f"{of}_top_logprobs"] = [self._best(s) if s else None for _, s in pairs]
+        return found
+
+    def _best(self, scores: dict[int, Logprob]) -> list[list[Any]]:
+        best = sorted(scores.items(), key=lambda item: item[1].rank)[: self._body.top_logprobs_num]
+        return [self._entry(token, score) for token, score in best]
+
+    def _entry(self, token: int, score: Logprob | None) -> list[Any]:
+        text = token_name(self._tokenizer, token) if self._body.return_text_in_logprobs else None
+        return [score and finite(score), token, text]
 
 
-def _object(name: str, output: RequestOutput, c: CompletionOutput) -> dict[str, Any]:
+def _object(name: str, output: RequestOutput, c: CompletionOutput, scores: _Scores) -> dict[str, Any]:
     """A completion so far: the text and the ids are cumulative."""
     s, seconds = c.speculation, output.timing.finished
     reason: dict[str, Any] | None = {"type": c.finish_reason} if c.finish_reason else None
@@ -120,6 +167,7 @@ def _object(name: str, output: RequestOutput, c: CompletionOutput) -> dict[str, 
         "prompt_tokens": len(output.prompt_token_ids),
         "completion_tokens": c.num_tokens,
         "cached_tokens": output.cached_tokens,
+        **scores.of(output, c),
     }
     if s.drafted:
         meta |= {

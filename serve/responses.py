@@ -20,6 +20,7 @@ from serve.state import Server
 from serve.tools import FunctionName
 
 _STORED = ("previous_response_id", "conversation", "prompt", "background")
+_OF_OTHER_ROUTES = ("prompt_logprobs", "return_token_ids", "return_token_origins", "stream_options")
 _IDS = {"text": "msg_", "thought": "rs_", "call": "fc_"}
 _PARTS = {"text": "output_text", "thought": "reasoning_text"}
 
@@ -134,6 +135,9 @@ class ResponsesBody(CallBody):
         for name in _STORED:
             if (self.model_extra or {}).get(name):
                 raise ValueError(f"{name}: this server stores nothing; send the whole conversation as input")
+        for name in _OF_OTHER_ROUTES:
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name}: not on this route; use /v1/chat/completions for it")
         if self.truncation == "auto":
             raise ValueError("truncation: only 'disabled' is supported; shorten the input instead")
         if self.n not in (None, 1):

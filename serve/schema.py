@@ -121,17 +121,13 @@ _FOREIGN = {
     "early_stopping": "leave it out: there is no beam search",
     "documents": "put them into the messages",
     "chat_template": "leave it out: the checkpoint's own is used",
-    "add_generation_prompt": "leave it out: an answer is always begun",
-    "continue_final_message": "use /v1/completions to go on with a text",
-    "truncate_prompt_tokens": "shorten the prompt before it is sent",
     "logits_processors": "use logit_bias, allowed_token_ids, bad_words or structured_outputs",
-    "prompt_logprobs": "use /v1/completions with echo = true and logprobs",
     "functions": "use tools",
     "function_call": "use tool_choice",
     "web_search_options": "leave it out: the server searches nothing",
 }
 # Their values that change nothing; those of the others are null, false and nothing at all.
-_NEUTRAL = {"add_generation_prompt": True, "length_penalty": 1}
+_NEUTRAL = {"length_penalty": 1}
 
 
 def _changes(name: str, value: Any) -> bool:
@@ -148,11 +144,19 @@ class CallBody(Sampling):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_token_origins: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    prompt_logprobs: Annotated[int, bounds("prompt_logprobs")] | None = None
+
+    def cut(self, prompt: list[int]) -> list[int]:
+        """The last tokens of a prompt, as many as are wanted."""
+        return prompt[-(self.truncate_prompt_tokens or len(prompt)) :]
 
     @model_validator(mode="after")
     def _options_apply(self) -> "CallBody":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only allowed with stream = true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs: not in a stream; leave one of them out")
         # An answer that does without them is another one, and few clients show the warning of unknown fields.
         for name, value in (self.model_extra or {}).items():
             if name in _FOREIGN and _changes(name, value):
@@ -178,15 +182,21 @@ class CompletionBody(CallBody):
             raise ValueError("best_of: only allowed with the value of n; all completions are returned")
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens: 0 is only allowed with echo = true; give 1 or more")
+        if self.prompt_logprobs is not None and (self.echo or self.max_tokens == 0):
+            raise ValueError(
+                "prompt_logprobs: not with echo, which has logprobs of its own; leave one of them out"
+            )
         if self.echo and self.return_token_origins:
             raise ValueError("return_token_origins: not allowed with echo; leave one of them out")
-        if self.echo and self.logprobs is not None:
+        most = self.logprobs if self.echo else self.prompt_logprobs
+        if most is not None:
             # A character is a token at most, or nearly.
-            scores = sum(map(len, self.prompts)) * (self.n or 1) * (self.logprobs + 1)
+            scores = sum(map(len, self.prompts)) * (self.n or 1) * (most + 1)
             if scores > MOST_SCORES:
+                field = "logprobs: with echo" if self.echo else "prompt_logprobs:"
                 raise ValueError(
-                    "logprobs: with echo, the characters or ids of all prompts times n times logprobs + 1 "
-                    f"are {scores}; at most {MOST_SCORES} are allowed: send fewer prompts at once"
+                    f"{field} the characters or ids of all prompts times n times {most} + 1 are {scores}; "
+                    f"at most {MOST_SCORES} are allowed: send fewer prompts at once"
                 )
         return self
 
@@ -278,6 +288,17 @@ class Conversation(Body):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     reasoning_effort: Effort | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_end(self) -> "Conversation":
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                raise ValueError("continue_final_message: not with add_generation_prompt = true")
+            if self.messages[-1].role != "assistant":
+                raise ValueError("continue_final_message: the last message must be the assistant's")
+        return self
 
     def template_options(self) -> dict[str, Any]:
         """Variables for the chat template: an effort switches thinking, too, where nothing else does."""

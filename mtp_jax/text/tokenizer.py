@@ -146,6 +146,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         tool_format: str | None = None,
+        continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
         """Render the conversation to a prompt; encode it with `add_special_tokens=False`.
@@ -154,7 +155,8 @@ class Tokenizer:
         example `thinking=True`.
 
         messages, tools: as in OpenAI's API. tool_format: what calls are written in where the template does
-        not do it; by default what the template shows.
+        not do it; by default what the template shows. continue_final_message: the prompt ends with the text
+        of the last message, which the model is to go on with, instead of opening a new answer.
 
         Raises:
             RequestError: no template, a broken one, one above its limits, or one that refuses the messages.
@@ -167,12 +169,13 @@ class Tokenizer:
         variables = {
             "messages": for_template(source, form, messages, tools),
             "tools": tools,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
             "bos_token": self.bos_token,
             "eos_token": self.eos_token,
             **kwargs,
         }
-        return self._template.render(variables)
+        prompt = self._template.render(variables)
+        return _up_to_the_end_of(messages[-1].get("content"), prompt) if continue_final_message else prompt
 
 
 class StreamDecoder:
@@ -196,6 +199,19 @@ class StreamDecoder:
         rest = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         return rest
+
+
+def _up_to_the_end_of(text: Any, prompt: str) -> str:
+    """A prompt without what the template adds after a text; templates may strip it. Raises RequestError."""
+    stripped = text.strip() if isinstance(text, str) else ""
+    at = prompt.rfind(stripped)
+    if not stripped or at < 0:
+        raise RequestError(
+            "continue_final_message: the last message has no text, or the chat template changes it; "
+            "leave it out"
+        )
+    whole = text.lstrip()
+    return prompt[: at + len(whole if prompt.startswith(whole, at) else stripped)]
 
 
 def _token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:

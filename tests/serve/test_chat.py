@@ -72,6 +72,30 @@ def test_messages_of_every_kind(client):
     assert chat(client, messages=turns)["choices"]
 
 
+def test_a_prompt_may_end_in_another_way(client):
+    def tokens(**body):
+        ids = client.post("/tokenize", json=body).json()["tokens"]
+        return client.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+
+    answer = {"role": "assistant", "content": " It is  "}
+    assert tokens(messages=[*HI, answer], continue_final_message=True) == "user: hi\nassistant:  It is  "
+    assert tokens(messages=HI, add_generation_prompt=True).endswith("assistant:")
+    (choice,) = chat(client, messages=[*HI, answer], continue_final_message=True)["choices"]
+    begun = {
+        "prompt": "user: hi\nassistant:  It is  ",
+        "temperature": 0,
+        "ignore_eos": True,
+        "max_tokens": 20,
+    }
+    same = client.post("/v1/completions", json=begun).json()["choices"][0]["text"]
+    assert choice["message"]["content"] == same
+    cut = chat(client, truncate_prompt_tokens=5, prompt_logprobs=0)
+    assert cut["usage"]["prompt_tokens"] == 5
+    first, *rest = cut["prompt_logprobs"]
+    assert first is None
+    assert len(rest) == 4
+
+
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
@@ -95,6 +119,12 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{
         ({"tools": [{"type": "function"}]}, "tools", "required"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "pattern"),
         ({"functions": [{"name": "f"}]}, "functions", "use tools"),
+        ({"continue_final_message": True}, "continue_final_message", "must be the assistant's"),
+        (
+            {"messages": [{"role": "assistant"}], "continue_final_message": True},
+            None,
+            "the last message has no text",
+        ),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs = true"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "20"),
         ({"chat_template_kwargs": {"thinking": "yes"}}, "chat_template_kwargs", "boolean"),

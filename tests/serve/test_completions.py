@@ -231,6 +231,29 @@ def test_max_tokens_0_scores_a_prompt(client, stream):
     assert len(choice["logprobs"]["token_logprobs"]) == 5
 
 
+def test_prompt_logprobs_are_the_echoed_ones(client):
+    (echoed,) = post(client, prompt="abcd", echo=True, logprobs=2, max_tokens=0)["choices"]
+    (choice,) = post(client, prompt="abcd", prompt_logprobs=2, max_tokens=1)["choices"]
+    first, *rest = choice["prompt_logprobs"]
+    assert first is None
+    assert len(rest) == len(echoed["logprobs"]["tokens"]) - 1 == 3
+    for scores, chosen, name in zip(
+        rest, echoed["logprobs"]["token_logprobs"][1:], echoed["logprobs"]["tokens"][1:], strict=True
+    ):
+        (of_token,) = (s for s in scores.values() if s["decoded_token"] == name)
+        assert of_token["logprob"] == chosen
+        assert {1, 2} <= {s["rank"] for s in scores.values()}
+
+
+@pytest.mark.parametrize("prompt", ["xyzabc", [3, 4, 5, 6, 7, 8]])
+def test_a_prompt_is_cut_to_its_last_tokens(client, prompt):
+    ask = {**GREEDY, "max_tokens": 8, "return_token_ids": True}
+    cut = post(client, prompt=prompt, truncate_prompt_tokens=3, **ask)
+    whole = post(client, prompt=prompt[3:], **ask)
+    assert cut["choices"][0]["token_ids"] == whole["choices"][0]["token_ids"]
+    assert cut["usage"]["prompt_tokens"] == 3
+
+
 def test_origins_tell_drafted_from_corrected_tokens(client):
     body = {**GREEDY, "return_token_origins": True, "speculative": {"metrics": "detailed"}}
     answer = post(client, **body)
@@ -365,9 +388,10 @@ def test_long_lists_of_scores_are_made_beside_the_event_loop(server, stream, mon
         ({"suffix": "x"}, "suffix", "not supported"),
         ({"guided_choice": ["a", "b"]}, "guided_choice", "use response_format or structured_outputs"),
         ({"use_beam_search": True}, "use_beam_search", "not supported here; leave it out"),
-        ({"truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "shorten the prompt"),
-        ({"add_generation_prompt": False}, "add_generation_prompt", "an answer is always begun"),
-        ({"prompt_logprobs": 0}, "prompt_logprobs", "echo = true"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "greater than or equal to 1"),
+        ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "not in a stream"),
+        ({"prompt_logprobs": 0, "echo": True}, "prompt_logprobs", "not with echo"),
+        ({"prompt_logprobs": 20, "n": 128, "prompt": "a" * 1561}, "prompt_logprobs", "at most 4194304"),
         ({"max_tokens": 0}, "max_tokens", "echo"),
         (
             {"echo": True, "logprobs": 20, "n": 128, "prompt": "a" * 1561},

@@ -40,12 +40,41 @@ def test_generate_in_sglangs_shape(client, fresh):
     assert by_ids["output_ids"] == expected.token_ids
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_generate_scores_tokens_as_sglang_does(client, fresh, stream):
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=2, prompt_logprobs=2)
+    expected = fresh.generate("abcd", params)[0]
+    body = {
+        "text": "abcd",
+        "stream": stream,
+        "sampling_params": {"temperature": 0, "ignore_eos": True, "max_new_tokens": 5},
+        "return_logprob": True,
+        "logprob_start_len": 1,
+        "top_logprobs_num": 2,
+        "return_text_in_logprobs": True,
+    }
+    text = client.post("/generate", json=body).text
+    meta = json.loads(text.split("\n\n")[-3].removeprefix("data: ") if stream else text)["meta_info"]
+    c = expected.outputs[0]
+    assert [e[:2] for e in meta["output_token_logprobs"]] == [
+        [pytest.approx(s[t].logprob), t] for t, s in zip(c.token_ids, c.logprobs, strict=True)
+    ]
+    assert "".join(e[2] for e in meta["output_token_logprobs"]) == c.text
+    assert [e[1] for e in meta["input_token_logprobs"]] == expected.prompt_token_ids[1:]
+    assert all(len(best) == 2 and best[0][0] >= best[1][0] for best in meta["input_top_logprobs"])
+    del body["logprob_start_len"]
+    assert (
+        "input_token_logprobs"
+        not in client.post("/generate", json=body | {"stream": False}).json()["meta_info"]
+    )
+
+
 @pytest.mark.parametrize(
     "body",
     [
         {},
         {"text": "a", "input_ids": [1]},
-        {"text": "a", "return_logprob": True},
+        {"text": "a", "return_logprob": True, "logprob_start_len": -2},
         {"input_ids": [160]},
         {"text": "a", "sampling_params": {"speculative": {"metrics": "summary"}}},
         {"text": "a", "sampling_params": {"ebnf": "root ::= 'a'"}},
