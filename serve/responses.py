@@ -20,7 +20,7 @@ from serve.state import Server
 from serve.tools import FunctionName
 
 _STORED = ("previous_response_id", "conversation", "prompt", "background")
-_OF_OTHER_ROUTES = ("prompt_logprobs", "return_token_ids", "return_token_origins", "stream_options")
+_OF_OTHER_ROUTES = ("prompt_logprobs", "return_token_ids", "return_token_origins")
 _IDS = {"text": "msg_", "thought": "rs_", "call": "fc_"}
 _PARTS = {"text": "output_text", "thought": "reasoning_text"}
 

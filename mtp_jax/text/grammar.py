@@ -62,8 +62,8 @@ class StructuredOutput:
         json_object: any JSON object.
         regex: text that the expression matches from beginning to end (Rust's syntax: no look-around).
         choice: one of these strings.
-        lark: a grammar in llguidance's Lark syntax, whose first rule is "start"; what it embeds with %json
-            is not checked here.
+        lark: a grammar in llguidance's Lark syntax, with a rule "start"; what it embeds with %json is not
+            checked here, and tokens it gives by id (<[7]>) must be added ones, such as special tokens.
     """
 
     json_schema: Mapping[str, Any] | str | None = None

@@ -45,6 +45,7 @@ class Tokenizer:
         backend.no_padding()
         self.backend = backend
         added = backend.get_added_tokens_decoder()
+        self._added = {token.content: i for i, token in added.items()}
         self._hidden = frozenset(i for i, token in added.items() if token.special)
         self._bytes = _token_bytes(backend)
         self.vocab_size = len(self._bytes)
@@ -134,6 +135,10 @@ class Tokenizer:
         if not 0 <= token < self.vocab_size or (skip_special_tokens and token in self._hidden):
             return b""
         return self._bytes[token]
+
+    def added_id(self, text: str) -> int | None:
+        """The id of a text that was added to the vocabulary as one token; None if it was not."""
+        return self._added.get(text)
 
     @property
     def has_chat_template(self) -> bool:

@@ -61,7 +61,9 @@ def call_grammar(
 ) -> str:
     """The grammar of one output. A call begins as its format says and names a tool; then it is complete.
 
-    token: the id of a tag that is a token of its own. embed: a schema as JSON text, checked.
+    token: the id of a tag that was added to the vocabulary as a token of its own. No other token may be given
+    by its id: llguidance loses its place where a draft of such a one is not kept.
+    embed: a schema as JSON text, checked.
     forced: the output is a call, or ``several``; otherwise it is any text, with calls in it.
     answer: an output that is no call is JSON that fits this schema, rather than text.
 
@@ -78,8 +80,11 @@ def call_grammar(
         )
 
     def literal(text: str) -> str:
-        parts = (part for part in _TAG.split(text) if part)
-        return " ".join(_quoted(part) if token(part) is None else f"<[{token(part)}]>" for part in parts)
+        found = []
+        for part in filter(None, _TAG.split(text)):
+            own = token(part) if _TAG.fullmatch(part) else None
+            found.append(_quoted(part) if own is None else f"<[{own}]>")
+        return " ".join(found)
 
     tag = form.block or form.call
     again = literal(form.between + ("" if form.block else tag))

@@ -89,7 +89,7 @@ class ToolUse:
         lark = call_grammar(
             self.form,
             tools,
-            tokenizer.backend.token_to_id,
+            tokenizer.added_id,
             embedded,
             forced=self.forced,
             several=self.several,

@@ -3,13 +3,15 @@
 import json
 import random
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import tokenizers
 from jsonschema import Draft202012Validator
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par_with_draft_tokens
 from tokenizers import AddedToken
 
 from mtp_jax.api.demo import demo_model
@@ -57,6 +59,10 @@ def random_tool(rng: random.Random, name: str) -> Tool:
     return Tool(name, schema, strict=True)
 
 
+def added(tokenizer: tokenizers.Tokenizer) -> Callable[[str], int | None]:
+    return {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items()}.get
+
+
 class Writer:
     """Writes at random what a grammar allows, and ends as soon as it may."""
 
@@ -95,7 +101,7 @@ def test_forced_calls_of_random_tools_fit_their_schemas(name, with_tokens):
     keys = set()
     for seed in range(20):
         tools = [random_tool(rng, "one"), random_tool(rng, "two")]
-        token = writer.tokenizer.token_to_id
+        token = added(writer.tokenizer)
         grammar = call_grammar(form, tools, token, embedded, forced=True, several=seed % 2 == 0)
         text = writer.write(grammar, seed)
         parser = ToolParser(form, {tool.name: tool.strings for tool in tools})
@@ -122,7 +128,7 @@ def test_text_may_hold_a_call_and_one_that_begins_is_completed(name, with_tokens
         {"properties": {"n": {"const": 5}}, "required": ["n"], "additionalProperties": False},
         strict=True,
     )
-    token = writer.tokenizer.token_to_id
+    token = added(writer.tokenizer)
     grammar = call_grammar(form, [tool], token, embedded, forced=False, several=True)
     assert writer.write(grammar, 0) == ""  # text may end anywhere
     text = writer.write(grammar, 0, start="I see < here." + (form.block or form.call))
@@ -133,11 +139,32 @@ def test_text_may_hold_a_call_and_one_that_begins_is_completed(name, with_tokens
     assert arguments(parts, 0) == {"n": 5}
 
 
+@pytest.mark.parametrize("with_tokens", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_masks_along_drafts_are_those_of_one_token_at_a_time(name, with_tokens):
+    form, rng, width = FORMATS[name], random.Random(name), 4
+    writer = Writer(backend(form, with_tokens))
+    tools, words = [random_tool(rng, "f"), random_tool(rng, "two")], -(-writer.size // 32)
+    grammar = call_grammar(form, tools, added(writer.tokenizer), embedded, forced=True, several=True)
+    ids = writer.tokenizer.encode(writer.write(grammar, 0), add_special_tokens=False).ids[:60]
+    one, many = (LLMatcher(writer.inner, grammar, log_level=0) for _ in range(2))
+    expected = np.full((len(ids), words), -1, np.int32)
+    for i, token in enumerate(ids):
+        fill_next_token_bitmask(one, expected, i)
+        one.consume_token(token)
+    for i in range(len(ids) - width):
+        masks = np.full((width, words), -1, np.int32)
+        drafted = [(many, 0, ids[i : i + width - 1])]
+        fill_next_token_bitmask_par_with_draft_tokens(LLExecutor(), drafted, masks)
+        np.testing.assert_array_equal(masks, expected[i : i + width])
+        many.consume_token(ids[i])
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_an_answer_without_a_call_fits_its_schema(name):
     form, tool = FORMATS[name], Tool("f")
     writer = Writer(backend(form, False))
-    token, answer = writer.tokenizer.token_to_id, {"const": [1]}
+    token, answer = added(writer.tokenizer), {"const": [1]}
     grammar = call_grammar(form, [tool], token, embedded, forced=False, several=False, answer=answer)
     assert json.loads(writer.write(grammar, 0, start="[")) == [1]
     (begin, *_) = ToolParser(form).push(writer.write(grammar, 0, start=(form.block or form.call)[:3]))

@@ -34,6 +34,17 @@ def test_choices_that_do_not_go_with_the_tools(tools, choice, says):
         ToolUse.of("json", tools, choice, name="h")
 
 
+def test_no_ordinary_token_is_given_by_its_id():
+    tokenizer = Tokenizer.from_dir(demo_model())
+    assert tokenizer is not None
+    for form in ToolUse.FORMATS:  # the demo model has a token for "f", and none for a tag
+        use = ToolUse.of(form, TOOLS[:1], "required")
+        assert use is not None
+        structured = use.structured(tokenizer, None)
+        assert structured is not None
+        assert "<[" not in (structured.lark or "<[")
+
+
 def test_only_json_goes_beside_calls_and_too_large_a_grammar_is_left_out_where_nothing_is_promised():
     tokenizer = Tokenizer.from_dir(demo_model())
     assert tokenizer is not None
