@@ -95,7 +95,9 @@ def test_the_summary_names_what_is_served(server: Running):
     assert "256 requests wait" in text
     assert text.endswith(f"{server.url} once it is ready; no API key, this computer only")
     keyed = replace(server.settings, host="0.0.0.0", api_keys=("a", "b"))
-    assert summary(server.allm, keyed, "http://0.0.0.0:1").endswith("http://0.0.0.0:1, 2 API keys")
+    assert summary(server.allm, keyed, "http://0.0.0.0:1").endswith(
+        "http://0.0.0.0:1 once it is ready; 2 API keys"
+    )
 
 
 def test_the_log_describes_an_interval(server: Running, client):
