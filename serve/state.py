@@ -26,9 +26,7 @@ class Server:
         """The model's. Raises RequestError if it has none."""
         tokenizer = self.allm.llm.tokenizer
         if tokenizer is None:
-            raise RequestError(
-                "the model directory has no tokenizer.json; use /v1/completions with token ids"
-            )
+            raise RequestError("the model directory has no tokenizer; use /v1/completions with token ids")
         return tokenizer
 
     @property

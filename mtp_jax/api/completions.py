@@ -111,9 +111,7 @@ class PromptState:
         self.prompt = prompt if isinstance(prompt, str) else None
         check(prompt, params)
         if tokenizer is None and (isinstance(prompt, str) or params.stop_strings):
-            raise RequestError(
-                "the model directory has no tokenizer.json; give token ids and no stop strings"
-            )
+            raise RequestError("the model directory has no tokenizer; give token ids and no stop strings")
         ids = _ids(prompt, tokenizer)
         self.params = params
         seeds = [None if params.seed is None else (params.seed + i) % 2**32 for i in range(params.n)]

@@ -65,6 +65,12 @@ def in_place(folder: Folder, cfg: ModelConfig) -> Draft:
     """
     layers = nextn_layers(folder.tensors)
     first = cfg.num_hidden_layers
+    others = {layer_of(n) for n in folder.tensors} - {None, *layers}
+    if layers and not others and layers[0] != first:
+        raise CheckpointError(
+            f"{folder.path} holds NextN layers that were exported by themselves, and no model; name the "
+            "model, and this folder with draft_model="
+        )
     if layers and layers != list(range(first, first + len(layers))):
         raise CheckpointError(
             f"{folder.path}: config.json says num_hidden_layers = {first}, but the tensors have NextN layers "

@@ -9,6 +9,7 @@ from mtp_jax.checkpoint.safetensors_file import Tensor, open_file
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.hf_config import missing_folder, read_json
+from mtp_jax.text.tokenizer import FILES as TOKENIZER_FILES
 
 INDEX = "model.safetensors.index.json"
 _NAMES_IN_ERRORS = 12
@@ -113,6 +114,7 @@ def _is_plain(file: str) -> bool:
 
 def text_files(path: Path) -> Iterator[Path]:
     """The small files that travel with a checkpoint: tokenizer, chat template, generation settings."""
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+    names = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+    for name in (*TOKENIZER_FILES, *names):
         if (path / name).is_file():
             yield path / name

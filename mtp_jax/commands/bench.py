@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_jax.commands import show
 from mtp_jax.commands.options import forget_compile_cache
-from mtp_jax.commands.parser import Parser, Subparsers, counts, integers, positive, positive_number
+from mtp_jax.commands.parser import Parser, Subparsers, add_model, counts, integers, positive, positive_number
 from mtp_jax.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,34 +36,36 @@ def register(subparsers: Subparsers) -> None:
     def command(
         name: str, measure: Callable[[Arguments], Reports], help: str, *, plotted: bool = False
     ) -> Parser:
-        sub = names.add_parser(name, help=help, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        sub.add_argument("--json", type=Path, metavar="FILE", help="instead of build/bench/NAME-MODEL.json")
+        sub = names.add_parser(name, help=help, description=help)
+        sub.add_argument(
+            "--json", type=Path, metavar="FILE", help="where to write (default: build/bench/NAME-MODEL.json)"
+        )
         if plotted:
-            sub.add_argument("--png", type=Path, metavar="FILE", help="instead of the name of the JSON file")
-        sub.add_argument("--model", default="demo", metavar="DIR", help="model directory, or demo")
+            sub.add_argument("--png", type=Path, metavar="FILE", help="default: the JSON file's name")
+        add_model(sub)
         sub.set_defaults(run=_run, measure=measure, name=name, plotted=plotted)
         return sub
 
     sub = command("depth", _depth, "decode speed against the number of drafts per step", plotted=True)
-    sub.add_argument("--depths", type=integers, default=[0, 1, 2, 3, 4, 5])
-    sub.add_argument("--temperature", type=float, default=0.0, help="0: greedy, and tokens are compared")
+    _add(sub, "--depths", [0, 1, 2, 3, 4, 5], "drafts per step to compare", integers, "K,...")
+    _add(sub, "--temperature", 0.0, "0: greedy, and tokens are compared", float, "T")
     _add_prompts(sub, 64)
     _add_compile_cache(sub)
 
     sub = command("sweep", _sweep, "throughput and latency at 1 to 64 requests at a time", plotted=True)
-    sub.add_argument("--concurrency", type=integers, default=_CONCURRENCY, help="requests at a time")
+    _add(sub, "--concurrency", _CONCURRENCY, "requests at a time", integers, "N,...")
+    modes = "of MTP; control: off once more, which shows the noise"
+    _add(sub, "--modes", ["off", "fixed", "adaptive"], modes, lambda text: text.split(","), "MODE,...")
+    _add(sub, "--depth", 3, "drafts per step; adaptive: at most", int, "K")
     sub.add_argument(
-        "--modes",
-        type=lambda text: text.split(","),
-        default=["off", "fixed", "adaptive"],
-        help="of MTP; control: off once more, which shows the noise",
+        "--requests",
+        type=positive,
+        metavar="N",
+        help="per run (default: 4 per concurrent one, at least 16)",
     )
-    sub.add_argument("--depth", type=int, default=3, help="drafts per step; adaptive: at most")
-    sub.add_argument("--requests", type=positive, help="per run (default: 4 per concurrent one, at least 16)")
-    sub.add_argument("--prompt-tokens", type=positive, default=64)
-    sub.add_argument("--max-tokens", type=positive, default=128)
-    sub.add_argument("--temperature", type=float, default=0.0, help="0: greedy, and tokens are compared")
-    sub.add_argument("--rounds", type=positive, default=3, help="measured runs of every mode")
+    _add_lengths(sub)
+    _add(sub, "--temperature", 0.0, "0: greedy, and tokens are compared", float, "T")
+    _add(sub, "--rounds", 3, "measured runs of every mode", positive, "N")
     sub.add_argument(
         "--simulate-acceptance",
         type=_numbers,
@@ -74,38 +76,50 @@ def register(subparsers: Subparsers) -> None:
     _add_compile_cache(sub)
 
     sub = command("acceptance", _acceptance, "how many drafts are accepted on held-out text")
-    sub.add_argument("--temperatures", type=_numbers, default=[0.0, 0.7, 1.0])
-    sub.add_argument("--depth", type=int, default=3)
+    _add(sub, "--temperatures", [0.0, 0.7, 1.0], "to sample at, 0 is greedy", _numbers, "T,...")
+    _add(sub, "--depth", 3, "drafts per step", int, "K")
     _add_prompts(sub, 64)
-    sub.add_argument("--samples", type=int, default=4, help="completions to quote")
+    _add(sub, "--samples", 4, "completions to quote", int, "N")
     _add_compile_cache(sub)
 
     sub = command("window", _window, "what a wider window costs, in time and in bytes")
-    sub.add_argument("--windows", type=counts, default=[1, 2, 4, 8])
-    sub.add_argument("--rounds", type=positive, default=40, help="calls per window")
-    sub.add_argument("--depth", type=int, default=3, help="of the end-to-end comparison")
-    sub.add_argument("--prompts", type=positive, default=8)
-    sub.add_argument("--max-tokens", type=positive, default=64)
+    _add(sub, "--windows", [1, 2, 4, 8], "tokens of a row that are verified at once", counts, "N,...")
+    _add(sub, "--rounds", 40, "calls per window", positive, "N")
+    _add(sub, "--depth", 3, "drafts per step of the end-to-end comparison", int, "K")
+    _add(sub, "--prompts", 8, "prompts of that", positive, "N")
+    _add(sub, "--max-tokens", 64, "tokens to generate for each", positive, "N")
     _add_compile_cache(sub)
 
     sub = command("soak", _soak, "random traffic against a server of its own; status 1 if it shows a fault")
-    sub.add_argument("--minutes", type=positive_number, default=10.0)
-    sub.add_argument("--rate", type=positive_number, default=3.0, help="requests per second")
-    sub.add_argument("--seed", type=int, default=0)
-    sub.add_argument("--serve-options", type=shlex.split, default=_FEW_PAGES, help="of mtp-jax serve")
+    _add(sub, "--minutes", 10.0, "how long", positive_number, "M")
+    _add(sub, "--rate", 3.0, "requests per second", positive_number, "R")
+    _add(sub, "--seed", 0, "of the requests", int, "N")
+    options = f"of mtp-jax serve (default: {shlex.join(_FEW_PAGES)})"
+    sub.add_argument("--serve-options", type=shlex.split, default=_FEW_PAGES, metavar="TEXT", help=options)
+
+
+def _add(sub: Parser, flag: str, default: Any, help: str, kind: Callable[[str], Any], metavar: str) -> None:
+    """An option, with its default in the help as one would write it."""
+    values = default if isinstance(default, list) else [default]
+    shown = ",".join(value if isinstance(value, str) else f"{value:g}" for value in values)
+    sub.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{help} (default: {shown})")
 
 
 def _add_prompts(sub: Parser, prompts: int) -> None:
-    sub.add_argument("--prompts", type=positive, default=prompts)
-    sub.add_argument("--prompt-tokens", type=positive, default=64)
-    sub.add_argument("--max-tokens", type=positive, default=128)
+    _add(sub, "--prompts", prompts, "how many prompts", positive, "N")
+    _add_lengths(sub)
+
+
+def _add_lengths(sub: Parser) -> None:
+    _add(sub, "--prompt-tokens", 64, "tokens of every prompt", positive, "N")
+    _add(sub, "--max-tokens", 128, "tokens to generate for each", positive, "N")
 
 
 def _add_compile_cache(sub: Parser) -> None:
     """Where programs are compiled in this process."""
-    sub.add_argument(
-        "--compile-cache", default="~/.cache/mtp-jax/xla", help="folder of compiled programs, or none"
-    )
+    folder = "~/.cache/mtp-jax/xla"
+    help = f"folder of compiled programs, or none (default: {folder})"
+    sub.add_argument("--compile-cache", default=folder, metavar="DIR", help=help)
 
 
 def _depth(a: Arguments) -> Reports:

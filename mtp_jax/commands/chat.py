@@ -21,6 +21,7 @@ from mtp_jax.commands.options import (
 from mtp_jax.commands.parser import Subparsers
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import RequestError
+from mtp_jax.text.tokenizer import FILES as TOKENIZER_FILES
 from mtp_jax.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -34,7 +35,12 @@ _HISTORY_LINES = 1000
 
 def register(subparsers: Subparsers) -> None:
     """Declare the subcommand."""
-    parser = subparsers.add_parser("chat", help="talk to a model", description=f"Talk to a model. {_HELP}.")
+    parser = subparsers.add_parser(
+        "chat",
+        help="talk to a model",
+        description=f"Talk to a model. {_HELP}.",
+        epilog="Example: %(prog)s DIR --temperature 0.6 --system 'Answer briefly.'",
+    )
     parser.add_argument("--system", metavar="TEXT", help="system message")
     add_engine(parser)
     add_sampling(parser, max_tokens=512, several=False)
@@ -47,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     directory = model_dir(args)
     tokenizer = Tokenizer.from_dir(directory)
     if tokenizer is None or not tokenizer.has_chat_template:
-        missing = "no tokenizer.json" if tokenizer is None else "no chat template"
+        missing = f"no {' or '.join(TOKENIZER_FILES)}" if tokenizer is None else "no chat template"
         raise RequestError(f"{directory} has {missing}, so it cannot chat; use `mtp-jax generate`")
     report = reporter(args)
     llm = open_llm(args, report, 1)

@@ -13,6 +13,7 @@ from importlib import metadata
 from typing import NoReturn
 
 from mtp_jax.commands import batch, bench, chat, checkpoints, generate, info, profile, serve, train
+from mtp_jax.commands.options import with_flags
 from mtp_jax.commands.parser import Parser, Subparsers
 from mtp_jax.errors import MtpJaxError
 
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (MtpJaxError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {with_flags(str(error))}", file=sys.stderr)
         return 2
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error):  # jax has no narrower class for it

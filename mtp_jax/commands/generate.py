@@ -20,6 +20,7 @@ from mtp_jax.commands.options import (
 from mtp_jax.commands.parser import Subparsers, integers, positive
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import RequestError
+from mtp_jax.text.tokenizer import FILES as TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from mtp_jax.api.completions import Prompt
@@ -63,8 +64,11 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
     _check(args, params)
     directory = model_dir(args)
-    if not (directory / "tokenizer.json").exists() and (args.token_ids is None or params.stop_strings):
-        raise RequestError(f"{directory} has no tokenizer.json; give --token-ids, and no --stop")
+    has_tokenizer = any((directory / name).exists() for name in TOKENIZER_FILES)
+    if not has_tokenizer and (args.token_ids is None or params.stop_strings):
+        raise RequestError(
+            f"{directory} has no {' or '.join(TOKENIZER_FILES)}; give --token-ids, and no --stop"
+        )
     prompts = _prompts(args)
     report = reporter(args)
     llm = open_llm(args, report, len(prompts) * params.n)

@@ -6,6 +6,7 @@ left out means.
 
 import argparse
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,7 +17,7 @@ from mtp_jax.api.progress import Reporter, Silent, Terminal
 from mtp_jax.commands.parser import Parser, biases, integers, mesh_shape
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import ConfigError, RequestError
-from mtp_jax.model.hf_config import missing_folder
+from mtp_jax.model.hf_config import missing_folder, read_json
 from mtp_jax.options import Option, declared
 from mtp_jax.text.grammar import StructuredOutput
 
@@ -29,6 +30,18 @@ _OF_MANY = ("n", "logprobs", "prompt_logprobs")
 _NEED_TEMPERATURE = ("top_p", "top_k", "min_p", "seed", "drafting", "verifier")
 _NEED_DRAFTS = ("draft_model", "num_nextn_layers", "drafting", "adaptive_depth")
 _MOST_SLOTS = 8
+_SUBJECTS = {
+    "model": (
+        "draft_model",
+        "num_nextn_layers",
+        "mesh",
+        "dtype",
+        "kv_cache_dtype",
+        "kernels",
+        "compile_cache",
+    ),
+    "speculation": ("num_speculative_tokens", "adaptive_depth", "drafting", "suffix_drafts", "verifier"),
+}
 
 
 class _Adds(Protocol):
@@ -53,6 +66,19 @@ def add_options(
             shown = (defaults or {}).get(name, about.shown_default)
             both = about.off is not None and about.kind is not bool
             _add(to.add_mutually_exclusive_group() if both else to, name, about, shown)
+
+
+def add_groups(
+    parser: Parser,
+    cls: type,
+    subjects: Mapping[str, Iterable[str]],
+    rest: str,
+    defaults: Mapping[str, str] | None = None,
+) -> None:
+    """The options of a dataclass in groups of the help: by subject, and those of no subject in ``rest``."""
+    others = [name for name in declared(cls) if not any(name in names for names in subjects.values())]
+    for title, names in {**subjects, rest: others}.items():
+        add_options(parser.add_argument_group(title), cls, names, defaults)
 
 
 def _add(to: _Adds, name: str, about: Option, default: str) -> None:
@@ -85,6 +111,19 @@ def flag_of(name: str, about: Option) -> str:
     return about.flag or f"--{name.replace('_', '-')}"
 
 
+def with_flags(message: str) -> str:
+    """A message in which advice such as ``num_nextn_layers=0`` is written as the command line takes it."""
+    options = {**declared(SamplingParams), **declared(LLMOptions)}
+
+    def flag(match: re.Match[str]) -> str:
+        about = options.get(match[1])
+        if about is None or about.flag is None or about.kind is bool or match[2] == "None":
+            return match[0]
+        return f"{flag_of(match[1], about)} {match[2]}".rstrip()
+
+    return re.sub(r"\b([a-z_]+)=(\w*)", flag, message)
+
+
 def given(args: argparse.Namespace, cls: type) -> dict[str, Any]:
     """The options of a dataclass that the command line has."""
     names = (name for name, about in declared(cls).items() if about.flag is not None and name in args)
@@ -106,8 +145,8 @@ def add_sampling(parser: Parser, max_tokens: int, several: bool) -> None:
     shape("--choice", action="append", metavar="TEXT", help="answer with one of these texts; repeat it")
 
 
-def add_engine(parser: Parser) -> None:
-    """The model and the options of LLM."""
+def add_engine(parser: Parser, quiet: str = "print nothing but the result") -> None:
+    """The model and the options of LLM; ``quiet``: what --quiet does."""
     parser.add_argument(
         "model",
         nargs="?",
@@ -116,8 +155,8 @@ def add_engine(parser: Parser) -> None:
         help="directory with config.json and weights (default: the demo model)",
     )
     own = {"max_num_seqs": f"as many as asked for, up to {_MOST_SLOTS}"}
-    add_options(parser.add_argument_group("model and engine"), LLMOptions, defaults=own)
-    parser.add_argument("-q", "--quiet", action="store_true", help="print nothing but the result")
+    add_groups(parser, LLMOptions, _SUBJECTS, "engine", own)
+    parser.add_argument("-q", "--quiet", action="store_true", help=quiet)
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -201,9 +240,11 @@ def _structured(args: argparse.Namespace) -> StructuredOutput | None:
 
 
 def model_dir(args: argparse.Namespace) -> Path:
-    """The model's directory. Raises ConfigError if there is none."""
+    """The model's directory. Raises ConfigError if there is none, or no model in it."""
     if args.model is not None and not args.model.is_dir():
         raise ConfigError(missing_folder(args.model))
+    if args.model is not None:
+        read_json(args.model / "config.json")
     return args.model or demo_model()
 
 

@@ -32,6 +32,19 @@ class Subparsers(Protocol):
         ...
 
 
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The model of a measurement: MODEL, or --model DIR."""
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument(
+        "model",
+        nargs="?",
+        default=argparse.SUPPRESS,
+        metavar="MODEL",
+        help="directory (default: the demo model)",
+    )
+    either.add_argument("--model", default="demo", metavar="DIR", help="the same; demo: the demo model")
+
+
 def positive(text: str) -> int:
     """An integer of 1 or more: "3"."""
     if not text.isdecimal() or int(text) < 1:

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 from mtp_jax.api.admission import QueueLimits
 from mtp_jax.api.progress import Terminal
 from mtp_jax.commands import show
-from mtp_jax.commands.options import add_engine, add_options, depth, given, model_dir, open_llm, reporter
+from mtp_jax.commands.options import (
+    add_engine,
+    add_groups,
+    add_options,
+    depth,
+    given,
+    model_dir,
+    open_llm,
+    reporter,
+)
 from mtp_jax.commands.parser import Subparsers
 from serve.access_log import LOGGER as ACCESS
 from serve.access_log import AccessLog, JsonLines
@@ -20,6 +29,10 @@ if TYPE_CHECKING:
 
 _KEY_VARIABLE = "MTP_JAX_API_KEY"
 _SLOTS = 8
+_SUBJECTS = {
+    "access": ("host", "port", "api_keys", "insecure_no_auth", "allowed_hosts", "allowed_origins"),
+    "limits": ("max_body_bytes", "max_connections", "request_seconds", "drain_seconds", "step_seconds"),
+}
 _DESCRIPTION = f"""\
 Serve a model over HTTP with OpenAI's API. It listens on this computer alone unless --host says otherwise,
 which needs an API key: --api-key, or {_KEY_VARIABLE} in the environment, which other users cannot see."""
@@ -33,10 +46,9 @@ def register(subparsers: Subparsers) -> None:
         description=_DESCRIPTION,
         usage="%(prog)s [MODEL] [options]",
     )
-    add_engine(parser)
-    server = parser.add_argument_group("server")
-    add_options(server, Settings, defaults={"model_name": "its folder's name"})
-    add_options(server, QueueLimits)
+    add_engine(parser, quiet="show warnings and errors alone")
+    add_groups(parser, Settings, _SUBJECTS, "server", {"model_name": "its folder's name"})
+    add_options(parser.add_argument_group("queue"), QueueLimits)
     parser.set_defaults(run=run)
 
 

@@ -163,7 +163,7 @@ class InputProcessor:
             return None
         if self.grammars is None:
             raise RequestError(
-                f"{names[0]} needs a tokenizer.json that fits the model and names its end-of-sequence token; "
+                f"{names[0]} needs a tokenizer that fits the model and names its end-of-sequence token; "
                 "this model has none"
             )
         rules: list[TokenRule] = []

@@ -7,6 +7,7 @@ Released DeepSeek checkpoints write ``rope_theta`` + ``rope_scaling`` + ``torch_
 import json
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,13 @@ def missing_folder(path: Path) -> str:
     message = f"{path} is not a directory; name one with config.json and safetensors"
     if _HUB_NAME.fullmatch(str(path)):
         message += f". Nothing is downloaded here: hf download {path} --local-dir DIR, then name DIR"
-    return message
+    return message + _gguf_hint([path] if path.is_file() else [])
+
+
+def _gguf_hint(files: Iterable[Path]) -> str:
+    """What to say of a model in the format of llama.cpp."""
+    found = sorted(file.name for file in files if file.suffix == ".gguf")
+    return f". {found[0]} is GGUF, which is not read: take the safetensors of the release" if found else ""
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
@@ -48,7 +55,9 @@ def read_json(path: str | Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as e:
         message = f"{path} does not exist; a model directory holds config.json and safetensors"
-        raise ConfigError(message if path.parent.is_dir() else missing_folder(path.parent)) from e
+        if not path.parent.is_dir():
+            raise ConfigError(missing_folder(path.parent)) from e
+        raise ConfigError(message + _gguf_hint(path.parent.iterdir())) from e
     except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(f"{path} is not readable JSON: {e}") from e
     if not isinstance(value, dict):
@@ -157,15 +166,24 @@ def is_number(value: Any) -> bool:
 
 
 def _dtype(raw: dict[str, Any]) -> str:
+    """The narrowest dtype that holds the weights exactly and that programs compute in.
+
+    float16 has three more bits of precision than bfloat16 and less range, so that float32 it is.
+    """
     name = str(raw.get("torch_dtype") or raw.get("dtype") or "bfloat16").removeprefix("torch.")
-    if name not in ("float32", "bfloat16"):
-        raise ConfigError(f"dtype {name!r} is not supported; expected float32 or bfloat16")
-    return name
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"dtype {name!r:.80} is not supported; expected float32, bfloat16 or float16")
+    return "float32" if name == "float16" else name
 
 
 def _fp8(raw: dict[str, Any]) -> bool:
     """Whether weights are stored as e4m3 in 128x128 blocks; their scales may be powers of two or not."""
-    quant = raw.get("quantization_config")
+    quant, mlx = raw.get("quantization_config"), raw.get("quantization")
+    if isinstance(mlx, dict) and "group_size" in mlx:  # which mlx repeats under the other name
+        raise ConfigError(
+            f"quantization of {mlx.get('bits')} bits by mlx is not supported; expected fp8 with 128x128 "
+            "blocks, or none"
+        )
     if not quant:  # xLLM's export writes the empty string
         return False
     if not isinstance(quant, dict) or quant.get("quant_method") != "fp8":

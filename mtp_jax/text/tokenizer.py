@@ -1,4 +1,4 @@
-"""Text to ids and back: tokenizer.json read directly, incremental decoding.
+"""Text to ids and back: tokenizer.json or tiktoken.model read directly, incremental decoding.
 
 transformers is left out on purpose: its version 5 replaces the pre-tokenizer of these files and loses every
 space.
@@ -14,9 +14,14 @@ import tokenizers
 from tokenizers import decoders
 
 from mtp_jax.errors import CheckpointError, RequestError
+from mtp_jax.text import byte_level, tiktoken_file
 from mtp_jax.text.chat_template import ChatTemplate, first_line
 from mtp_jax.text.tools.conversation import for_template
 from mtp_jax.text.tools.formats import format_named, format_of
+
+JSON_FILE = "tokenizer.json"
+FILES = (JSON_FILE, tiktoken_file.FILE)
+"""Any of which a model directory needs for text; the first that is there is read."""
 
 
 class Tokenizer:
@@ -60,22 +65,19 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, path: str | Path) -> "Tokenizer | None":
-        """Load a model directory; None when it has no tokenizer.json (ids in, ids out still works).
+        """Load a model directory; None when it has neither of ``FILES`` (ids in, ids out still works).
 
         Raises:
-            CheckpointError: tokenizer.json, tokenizer_config.json or generation_config.json is damaged.
+            CheckpointError: one of its files is damaged.
         """
         folder = Path(path)
-        file = folder / "tokenizer.json"
-        if not file.exists():
-            return None
-        try:
-            backend = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
-        except Exception as error:  # the library raises plain Exception
-            raise CheckpointError(
-                f"{file} is damaged: {first_line(error)}; copy it again from the release"
-            ) from error
         config = _read_json(folder / "tokenizer_config.json")
+        if (folder / JSON_FILE).exists():
+            backend = _read_backend(folder / JSON_FILE)
+        elif (folder / tiktoken_file.FILE).exists():
+            backend = tiktoken_file.read_tiktoken(folder / tiktoken_file.FILE, config)
+        else:
+            return None
         template = folder / "chat_template.jinja"
         if template.exists():
             try:
@@ -219,23 +221,26 @@ def _up_to_the_end_of(text: Any, prompt: str) -> str:
     return prompt[: at + len(whole if prompt.startswith(whole, at) else stripped)]
 
 
+def _read_backend(file: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except Exception as error:  # the library raises plain Exception
+        raise CheckpointError(
+            f"{file} is damaged: {first_line(error)}; copy it again from the release"
+        ) from error
+
+
 def _token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
     """The bytes of every id [vocab_size].
 
-    Byte-level BPE writes a byte as itself where it is a printable Latin-1 character, else as a character from
-    U+0100 on. A token with any other character, and every added token, is plain text.
+    A token that is not written in the characters of byte-level BPE, and every added token, is plain text.
     """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in printable]
-    latin = {0x100 + n: byte for n, byte in enumerate(others)} | dict.fromkeys(others, 0xFFFF)
     vocab = backend.get_vocab(with_added_tokens=False)
     added = backend.get_added_tokens_decoder()
     table = [b""] * (max([*vocab.values(), *added, -1]) + 1)
     for content, token in vocab.items():
-        try:
-            table[token] = content.translate(latin).encode("latin-1")
-        except UnicodeEncodeError:
-            table[token] = content.encode()
+        found = byte_level.read(content)
+        table[token] = content.encode() if found is None else found
     for token, entry in added.items():
         table[token] = entry.content.encode()
     return table

@@ -15,6 +15,7 @@ import pytest
 import mtp_jax
 from mtp_jax.commands import cli, options
 from tests import golden, tiny_tokenizer
+from tests.checkpoint.files import drop_nextn, edit_tensors
 
 V3 = golden.model_dir("v3")
 
@@ -105,9 +106,14 @@ def test_export_and_convert(capsys, tmp_path):
     assert cli.main(argv) == 0
     out, err = capsys.readouterr()
     assert out == f"{nextn}\n{orbax}\n"
-    assert [line.split()[0] for line in err.splitlines()] == ["export:", "convert"]
+    assert [line.split()[0] for line in err.splitlines()][-1] == "convert"
     assert cli.main(["info", str(orbax), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["nextn_layout"] == "Orbax"
+    assert cli.main(["info", str(nextn)]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {nextn} holds NextN layers that were exported by themselves, and no model; name the model, "
+        "and this folder with --draft-model\n"
+    )
     assert cli.main(["export-nextn", str(V3), str(nextn)]) == 2
     assert "is there already and not empty" in capsys.readouterr().err
 
@@ -118,6 +124,34 @@ def test_a_model_without_its_nextn_layers(capsys, tmp_path):
         capsys.readouterr()
         assert cli.main(described) == 0
         assert re.search(r"^NextN layers +none$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_advice_is_in_the_words_of_the_shell(capsys, tmp_path):
+    folder = edit_tensors(V3, tmp_path / "model", drop_nextn(V3))
+    assert cli.main(["info", str(folder)]) == 2
+    advice = (
+        "with --draft-model, or do without: --num-speculative-tokens 0 to run it, --num-nextn-layers 0 to"
+    )
+    assert advice in capsys.readouterr().err
+    assert cli.main(["info", str(folder), "--num-nextn-layers", "0"]) == 0
+    kept = "a=1, adaptive_depth=False, seed = 3, n=2, compile_cache=None"
+    assert options.with_flags(kept) == "a=1, adaptive_depth=False, seed = 3, --n 2, compile_cache=None"
+
+
+def test_a_folder_without_a_model_is_told_as_such(capsys, tmp_path):
+    gguf = tmp_path / "model-Q4.gguf"
+    missing = f"{tmp_path / 'config.json'} does not exist"
+    empty = f"error: {missing}; a model directory holds config.json and safetensors"
+    named = ". model-Q4.gguf is GGUF, which is not read: take the safetensors of the release"
+    for argv in (["generate", tmp_path, "-p", "x"], ["chat", tmp_path], ["info", tmp_path]):
+        gguf.unlink(missing_ok=True)
+        assert cli.main([*map(str, argv)]) == 2
+        assert capsys.readouterr().err == f"{empty}\n"
+        gguf.touch()
+        assert cli.main([*map(str, argv)]) == 2
+        assert capsys.readouterr().err == f"{empty}{named}\n"
+    assert cli.main(["generate", str(gguf), "-p", "x"]) == 2
+    assert capsys.readouterr().err.endswith(f"config.json and safetensors{named}\n")
 
 
 def test_train(capsys, monkeypatch, tmp_path):

@@ -190,8 +190,14 @@ ERRORS = [
     (["generate", V3, "--dtype", "int4", *IDS], "invalid choice: 'int4'"),
     (["generate", "deepseek-ai/DeepSeek-V3", *IDS], "hf download deepseek-ai/DeepSeek-V3 --local-dir DIR"),
     (["generate", "nowhere", *IDS], "nowhere is not a directory; name one with config.json and safetensors"),
-    (["generate", V3, "-p", "x"], "v3/model has no tokenizer.json; give --token-ids, and no --stop"),
-    (["generate", V3, "--stop", "x", *IDS], "has no tokenizer.json; give --token-ids, and no --stop"),
+    (
+        ["generate", V3, "-p", "x"],
+        "v3/model has no tokenizer.json or tiktoken.model; give --token-ids, and no --stop",
+    ),
+    (
+        ["generate", V3, "--stop", "x", *IDS],
+        "has no tokenizer.json or tiktoken.model; give --token-ids, and no --stop",
+    ),
     (["generate", V3, "--temperature", -1, *IDS], "temperature = -1.0; expected a number from 0"),
     (["generate", V3, "--max-tokens", 0, *IDS], "max_tokens = 0; expected an integer from 1"),
     (
@@ -232,7 +238,10 @@ ERRORS = [
         "the model's positions end at 2560",
     ),
     (["generate", V3, "--mesh", "9x9", *QUIET], "a 9x9 mesh needs 81 devices"),
-    (["chat", V3], "v3/model has no tokenizer.json, so it cannot chat; use `mtp-jax generate`"),
+    (
+        ["chat", V3],
+        "v3/model has no tokenizer.json or tiktoken.model, so it cannot chat; use `mtp-jax generate`",
+    ),
     (["chat", V3, "--logprobs", 2], "unrecognized arguments: --logprobs 2"),
     (["info", "nowhere"], "nowhere is not a directory"),
     (["info", V3, "--draft-model", "nowhere"], "nowhere"),
@@ -271,6 +280,7 @@ def test_prompts_that_cannot_be_served(capsys, monkeypatch, tmp_path):
 
 
 def test_input_that_cannot_be_read(capsys, monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer.json").write_text("")
     argv = ["generate", tmp_path]
     fail = functools.partial(failing, capsys, monkeypatch, *argv)

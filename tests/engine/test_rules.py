@@ -177,7 +177,7 @@ def test_what_the_model_cannot_do_is_refused(grammars, tmp_path):
     engine = make_engine(params(), CFG, max_model_len=248)
     for options in (SamplingParams(bad_words=["a"]), SamplingParams(max_thinking_tokens=3)):
         name = "bad_words" if options.bad_words else "max_thinking_tokens"
-        with pytest.raises(RequestError, match=f"{name} needs a tokenizer.json"):
+        with pytest.raises(RequestError, match=f"{name} needs a tokenizer that fits"):
             engine.make_request([5], options)
     with pytest.raises(RequestError, match="allowed_token_ids names token 112; expected ids from 0 to 111"):
         engine.make_request([5], SamplingParams(allowed_token_ids=[3, 112]))

@@ -131,6 +131,7 @@ def test_defaults():
         ({"quantization_config": FP8 | {"scale_fmt": "ue8m0"}}, "fp8", True),
         ({"rope_interleave": False}, "rope_interleave", False),
         ({"torch_dtype": "torch.float32"}, "dtype", "float32"),
+        ({"torch_dtype": "float16"}, "dtype", "float32"),
         ({"num_nextn_predict_layers": 2}, "nextn_moe", (True, True)),
         ({"nextn_moe": [False]}, "nextn_moe", (False,)),
         ({"model_type": "kimi_k2"}, "vocab_size", 129280),
@@ -215,7 +216,11 @@ REFUSED = [
     ({"rope_scaling": YARN | {"factor": 0.5}}, "expected factor >= 1"),
     ({"rope_scaling": YARN | {"beta_slow": 64}}, "expected factor >= 1 and beta_fast >= beta_slow > 0"),
     ({"rope_scaling": YARN | {"truncate": False}}, "truncate = false is not supported"),
-    ({"torch_dtype": "float16"}, "dtype 'float16' is not supported; expected float32 or bfloat16"),
+    ({"torch_dtype": "int8"}, "dtype 'int8' is not supported; expected float32, bfloat16 or float16"),
+    (
+        {"quantization": {"bits": 4, "group_size": 64}, "quantization_config": {"bits": 4, "group_size": 64}},
+        "quantization of 4 bits by mlx is not supported; expected fp8",
+    ),
     ({"quantization_config": {"quant_method": "awq"}}, "quantization 'awq' is not supported; expected fp8"),
     (
         {"quantization_config": {"quant_method": "compressed-tensors"}},

@@ -1,0 +1,20 @@
+"""The characters in which byte-level BPE writes bytes."""
+
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHERS = tuple(byte for byte in range(0x100) if byte not in _PRINTABLE)
+
+_OF_BYTE = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(0x100 + n) for n, byte in enumerate(_OTHERS)}
+_TO_LATIN = {0x100 + n: byte for n, byte in enumerate(_OTHERS)} | dict.fromkeys(_OTHERS, 0xFFFF)
+
+
+def written(content: bytes) -> str:
+    """Bytes as a tokenizer writes them: printable Latin-1 as itself, others from U+0100 on."""
+    return "".join(map(_OF_BYTE.__getitem__, content))
+
+
+def read(text: str) -> bytes | None:
+    """The bytes that ``written`` made a text of; None for any other text."""
+    try:
+        return text.translate(_TO_LATIN).encode("latin-1")
+    except UnicodeEncodeError:
+        return None
