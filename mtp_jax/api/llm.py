@@ -143,7 +143,7 @@ class LLM:
             RequestError: the model has no tokenizer or no template, or as ``generate``.
         """
         if self.tokenizer is None:
-            raise RequestError("the model directory has no tokenizer.json; use generate with token ids")
+            raise RequestError("the model directory has no tokenizer; use generate with token ids")
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = []
         for conversation in conversations:
