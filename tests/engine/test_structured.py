@@ -338,7 +338,7 @@ def test_bad_grammars_and_models_without_tokens_are_refused(grammars):
     bad = SamplingParams(structured=StructuredOutput(json_schema={"type": "nothing"}))
     with pytest.raises(RequestError, match="cannot be compiled"):
         engine.make_request([5], bad)
-    with pytest.raises(RequestError, match=r"tokenizer\.json"):
+    with pytest.raises(RequestError, match="needs a tokenizer that fits the model"):
         make_engine().make_request([5], SamplingParams(structured=WANTED["regex"]))
 
 
