@@ -8,6 +8,8 @@ import pytest
 from mtp_jax.bench.corpus import SourceFile
 from mtp_jax.bench.packages import read_packages, without_copies
 from mtp_jax.errors import ConfigError
+from mtp_jax.train.loop import default_files
+from mtp_jax.train.recipe import Package, Recipe, Stage
 
 
 @pytest.fixture
@@ -52,3 +54,13 @@ def test_near_copies_of_held_out_files_are_dropped() -> None:
     copy = SourceFile("vendor.py", "".join([*lines[:8], "something_else_entirely = 1\n"]))
     other = SourceFile("other.py", "".join([lines[0], *(f"quite_a_different_line_{i}\n" for i in range(9))]))
     assert without_copies([copy, other], [held]) == [other]
+
+
+def test_a_recipe_and_its_folder_come_together(folder: Path) -> None:
+    plain = Recipe(folder / "c", folder / "t", (Stage(1, 8, 1),))
+    named = Recipe(folder / "c", folder / "t", (Stage(1, 8, 1),), packages=(Package("some-pkg==1.2", "MIT"),))
+    assert default_files(named, folder)[-1].path == "some-pkg/some_pkg/a.py"
+    with pytest.raises(ConfigError, match=r"needs the packages some-pkg==1\.2; download"):
+        default_files(named, None)
+    with pytest.raises(ConfigError, match="names no packages; leave out"):
+        default_files(plain, folder)
