@@ -20,6 +20,9 @@ def register(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="checkpoints, losses, the model"
     )
+    parser.add_argument(
+        "--packages", type=Path, metavar="DIR", help="the wheels of the packages that the recipe names"
+    )
     parser.set_defaults(run=run)
 
 
@@ -33,5 +36,5 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"training needs {error.name}; install it with: pip install 'mtp-jax[train]'"
         ) from error
-    show.write(f"{train(Recipe.from_file(args.config), args.out)}\n")
+    show.write(f"{train(Recipe.from_file(args.config), args.out, packages_dir=args.packages)}\n")
     return 0

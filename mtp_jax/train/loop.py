@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from mtp_jax.api.interrupt import interruptible
-from mtp_jax.bench import corpus
+from mtp_jax.bench import corpus, packages
 from mtp_jax.checkpoint.folder import text_files
 from mtp_jax.checkpoint.write import save_checkpoint, write_json
 from mtp_jax.errors import CheckpointError, ConfigError
@@ -36,6 +36,7 @@ def train(
     resume: bool = True,
     files: Sequence[corpus.SourceFile] | None = None,
     stop_after: int | None = None,
+    packages_dir: str | Path | None = None,
 ) -> Path:
     """Run the recipe and return the directory of the finished model (release layout, bfloat16).
 
@@ -43,8 +44,9 @@ def train(
         recipe: what to do.
         out_dir: receives `state/` (Orbax), `metrics.jsonl`, `loss.png`, `run.json` and, at the end, `model/`.
         resume: go on from the newest checkpoint below `out_dir`, at the same place in the token stream.
-        files: the corpus; by default the standard library of the running Python.
+        files: the corpus; by default the standard library of the running Python and the recipe's packages.
         stop_after: stop, with a checkpoint, once this many steps are done; the result then is `out_dir`.
+        packages_dir: the folder with the wheels of the recipe's packages.
 
     Raises:
         KeyboardInterrupt: Ctrl-C; the steps that were done have a checkpoint.
@@ -54,7 +56,8 @@ def train(
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     cfg = dataclasses.replace(ModelConfig.from_file(recipe.model_config), dtype="float32")
-    files = corpus.read_files() if files is None else files
+    if files is None:
+        files = default_files(recipe, packages_dir)
     if not cfg.num_nextn_predict_layers:
         raise ConfigError(f"{recipe.model_config} has no NextN layer to train; num_nextn_predict_layers = 0")
     tokenizer = corpus.read_tokenizer(recipe.tokenizer)
@@ -118,6 +121,26 @@ def train(
     if last < recipe.total_steps:
         return out_dir
     return export(cfg, state.params, recipe, out_dir / "model")
+
+
+def default_files(recipe: Recipe, packages_dir: str | Path | None) -> list[corpus.SourceFile]:
+    """The standard library, then the recipe's packages less copies of its held-out files.
+
+    Raises:
+        ConfigError: the recipe names packages and there is no folder, or the reverse; a package is missing.
+    """
+    files = corpus.read_files()
+    pins = [package.pin for package in recipe.packages]
+    if not pins and packages_dir is None:
+        return files
+    if not pins or packages_dir is None:
+        lacks = "names no packages" if not pins else f"needs the packages {' '.join(pins)}"
+        change = "leave out --packages" if not pins else "download their wheels and pass --packages FOLDER"
+        raise ConfigError(f"the recipe {lacks}; {change}")
+    more = packages.read_packages(pins, Path(packages_dir))
+    held_out = corpus.split([*files, *more]).held_out
+    kept = set(packages.without_copies(more, held_out)) | set(held_out)
+    return [*files, *(file for file in more if file in kept)]
 
 
 def initial_params(cfg: ModelConfig, seed: int) -> Params:

@@ -52,6 +52,14 @@ class Stage:
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Package:
+    """One package of the corpus: `pin` is "name==version"; `licence` is for the reader."""
+
+    pin: Annotated[str, Field(min_length=1)]
+    licence: Annotated[str, Field(min_length=1)]
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Recipe:
     """Everything that decides a training run, besides the text of the corpus itself.
 
@@ -63,6 +71,7 @@ class Recipe:
     tokenizer: Path
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     seed: Natural = 0
+    packages: tuple[Package, ...] = ()  # text besides the standard library
     # optimiser
     optimizer: Literal["muon", "adamw"] = "muon"
     learning_rate: Positive = 5e-3

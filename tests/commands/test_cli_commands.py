@@ -158,7 +158,7 @@ def test_train(capsys, monkeypatch, tmp_path):
     from mtp_jax.train import loop
 
     recipe = Path(mtp_jax.__file__).parent.parent / "configs" / "demo" / "train.toml"
-    monkeypatch.setattr(loop, "train", lambda recipe, out: out / "model")
+    monkeypatch.setattr(loop, "train", lambda recipe, out, packages_dir: out / "model")
     assert cli.main(["train", "--config", str(recipe), "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path}/model\n"
 
