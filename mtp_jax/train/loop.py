@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from mtp_jax.api.interrupt import interruptible
-from mtp_jax.bench import corpus, packages
+from mtp_jax.bench import corpus
 from mtp_jax.checkpoint.folder import text_files
 from mtp_jax.checkpoint.write import save_checkpoint, write_json
 from mtp_jax.errors import CheckpointError, ConfigError
@@ -24,10 +24,11 @@ from mtp_jax.model.params import Params, init_params
 from mtp_jax.train.data import batch_at, even_windows
 from mtp_jax.train.evaluate import evaluate
 from mtp_jax.train.optimizer import make_optimizer
-from mtp_jax.train.recipe import Recipe
+from mtp_jax.train.recipe import Recipe, Source
 from mtp_jax.train.report import Reporter, plot_losses
 from mtp_jax.train.state_store import StateStore
 from mtp_jax.train.step import TrainState, make_step
+from mtp_jax.train.text import read_text
 
 
 def train(
@@ -44,7 +45,7 @@ def train(
         recipe: what to do.
         out_dir: receives `state/` (Orbax), `metrics.jsonl`, `loss.png`, `run.json` and, at the end, `model/`.
         resume: go on from the newest checkpoint below `out_dir`, at the same place in the token stream.
-        files: the corpus; by default the standard library of the running Python and the recipe's packages.
+        files: in place of the standard library of the running Python.
         stop_after: stop, with a checkpoint, once this many steps are done; the result then is `out_dir`.
         packages_dir: the folder with the wheels of the recipe's packages.
 
@@ -56,8 +57,7 @@ def train(
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     cfg = dataclasses.replace(ModelConfig.from_file(recipe.model_config), dtype="float32")
-    if files is None:
-        files = default_files(recipe, packages_dir)
+    text = read_text(recipe, packages_dir, files)
     if not cfg.num_nextn_predict_layers:
         raise ConfigError(f"{recipe.model_config} has no NextN layer to train; num_nextn_predict_layers = 0")
     tokenizer = corpus.read_tokenizer(recipe.tokenizer)
@@ -66,9 +66,11 @@ def train(
             f"{recipe.tokenizer} has {ids} ids, more than the model's vocab_size = {cfg.vocab_size} in "
             f"{recipe.model_config}; raise that, or name the model's own tokenizer"
         )
-    parts = corpus.split(files)
-    stream = corpus.tokens(tokenizer, parts.train, recipe.seed)
-    held_out = corpus.tokens(tokenizer, parts.held_out, recipe.seed)
+    streams = {
+        names: corpus.tokens(tokenizer, text.of(names), recipe.seed)
+        for names in dict.fromkeys(stage.text for stage in recipe.stages)
+    }
+    held_out = corpus.tokens(tokenizer, text.held_out, recipe.seed)
     windows = even_windows(held_out, recipe.eval_seq_len + 1 + recipe.eval_depth, recipe.eval_sequences)
 
     optimizer = make_optimizer(recipe)
@@ -80,7 +82,7 @@ def train(
         raise CheckpointError(
             f"{out_dir} holds a run of {first} steps and resume is off; resume it or name another directory"
         )
-    _check_same_run(out_dir / "run.json", recipe, corpus.fingerprint(files), resuming=first > 0)
+    _check_same_run(out_dir / "run.json", recipe, text.fingerprint(), resuming=first > 0)
     if first:
         state = store.restore(first, state)
 
@@ -92,7 +94,8 @@ def train(
         )
     reporter = Reporter(out_dir, first, recipe.total_steps, recipe.report_seconds)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    reporter.say(f"{count:,} parameters, {len(stream):,} training tokens, steps {first}..{last}")
+    sizes = ", ".join(f"{len(stream):,} of {' and '.join(names)}" for names, stream in streams.items())
+    reporter.say(f"{count:,} parameters, training tokens: {sizes}; steps {first}..{last}")
     del params
 
     @functools.cache
@@ -108,7 +111,7 @@ def train(
     saved_at = time.monotonic()
     with interruptible() as stopped:  # in the midst of a step there is no state: it has been donated
         for done in range(first, last):
-            state = _one_step(recipe, done, stream, state, step_of, reporter)
+            state = _one_step(recipe, done, streams, state, step_of, reporter)
             if stopped.is_set():
                 store.save(done + 1, state)
                 store.close()
@@ -121,26 +124,6 @@ def train(
     if last < recipe.total_steps:
         return out_dir
     return export(cfg, state.params, recipe, out_dir / "model")
-
-
-def default_files(recipe: Recipe, packages_dir: str | Path | None) -> list[corpus.SourceFile]:
-    """The standard library, then the recipe's packages less copies of its held-out files.
-
-    Raises:
-        ConfigError: the recipe names packages and there is no folder, or the reverse; a package is missing.
-    """
-    files = corpus.read_files()
-    pins = [package.pin for package in recipe.packages]
-    if not pins and packages_dir is None:
-        return files
-    if not pins or packages_dir is None:
-        lacks = "names no packages" if not pins else f"needs the packages {' '.join(pins)}"
-        change = "leave out --packages" if not pins else "download their wheels and pass --packages FOLDER"
-        raise ConfigError(f"the recipe {lacks}; {change}")
-    more = packages.read_packages(pins, Path(packages_dir))
-    held_out = corpus.split([*files, *more]).held_out
-    kept = set(packages.without_copies(more, held_out)) | set(held_out)
-    return [*files, *(file for file in more if file in kept)]
 
 
 def initial_params(cfg: ModelConfig, seed: int) -> Params:
@@ -169,7 +152,7 @@ def export(cfg: ModelConfig, params: Params, recipe: Recipe, directory: Path) ->
 def _one_step(
     recipe: Recipe,
     step: int,
-    stream: np.ndarray,
+    streams: dict[tuple[Source, ...], np.ndarray],
     state: TrainState,
     step_of: Callable[[int], Callable[..., Any]],
     reporter: Reporter,
@@ -177,7 +160,7 @@ def _one_step(
     index, local = recipe.stage_at(step)
     stage = recipe.stages[index]
     tokens = batch_at(
-        stream,
+        streams[stage.text],
         stage.seq_len,
         1 + stage.mtp_depth,
         stage.batch * stage.micro_batches,

@@ -18,6 +18,7 @@ Share = Annotated[float, Field(strict=True, ge=0, le=1)]
 NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 
+Source = Literal["library", "packages", "dialogues"]
 _MUON_ONLY = {"adam_learning_rate", "muon_ns_steps"}
 
 
@@ -27,6 +28,7 @@ class Stage:
 
     Gradients are summed over the micro-batches, so that one micro-batch's activations fit in a CPU's cache.
     ``mtp_targets``: what the drafts learn, the text ("data") or the trunk's own predictions ("trunk").
+    ``text``: which documents the stage reads (`mtp_jax.train.text`).
     """
 
     steps: Count
@@ -35,6 +37,7 @@ class Stage:
     micro_batches: Count = 1
     mtp_depth: Natural = 1
     mtp_targets: Literal["data", "trunk"] = "data"
+    text: Annotated[tuple[Source, ...], Field(min_length=1)] = ("library",)
 
     @model_validator(mode="after")
     def _leaves_targets(self) -> "Stage":
@@ -92,6 +95,17 @@ class Recipe:
     eval_sequences: Annotated[int, Field(strict=True, ge=4)] = 32
     eval_seq_len: Count = 256
     eval_depth: Count = 3
+
+    @model_validator(mode="after")
+    def _names_its_packages(self) -> "Recipe":
+        reads = any("packages" in stage.text for stage in self.stages)
+        if reads != bool(self.packages):
+            raise ValueError(
+                'a stage reads "packages" and the recipe lists none'
+                if reads
+                else 'the recipe lists packages and no stage reads "packages"'
+            )
+        return self
 
     @property
     def total_steps(self) -> int:
