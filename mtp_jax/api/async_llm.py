@@ -13,16 +13,19 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
+from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from mtp_jax.api.admission import Admission, QueueLimits
 from mtp_jax.api.completions import Prompt, PromptState, check
+from mtp_jax.api.device_memory import Tag, WeightUpdate
 from mtp_jax.api.llm import LLM
 from mtp_jax.api.outputs import RequestOutput
 from mtp_jax.api.progress import Reporter, Silent
 from mtp_jax.api.stream import Stream
 from mtp_jax.api.thread import EngineThread, Update
 from mtp_jax.api.warm_up import WarmUp
+from mtp_jax.checkpoint.update import Source
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import EngineStopped, RequestError
 
@@ -84,6 +87,7 @@ class AsyncLLM:
         self._idle.set()
         self._draining = False
         self._failed = asyncio.Event()
+        self._changing, self._falling_asleep = asyncio.Lock(), False  # weights or memory
         self._thread = EngineThread(
             llm.engine,
             admitted=lambda state, n: self.admission.release(self._by_prompt[state].reservation, n),
@@ -122,18 +126,17 @@ class AsyncLLM:
                 await self._idle.wait()
             return True
         except TimeoutError:
-            for stream in list(self._streams.values()):
-                stream.abort()
+            self._abort_all()
             return False
 
     async def close(self) -> None:
         """Abort what runs and end the engine thread. What is being compiled is not waited for."""
         self._draining = True
-        for stream in list(self._streams.values()):
-            stream.abort()
+        self._abort_all()
         self._closed = True
         self.warm_up.stop()
         await asyncio.to_thread(self._thread.stop)
+        self._fail_calls(EngineStopped("the engine has been closed"))
         for pool in (self._tokenising, self._compiling, self._beside):
             pool.shutdown(wait=False)
 
@@ -175,6 +178,76 @@ class AsyncLLM:
         """Seconds since the engine thread began the step it is in; 0.0 while nothing is to be done."""
         return self._thread.step_age
 
+    # Weights and memory
+
+    async def update_weights(
+        self,
+        source: Source,
+        draft_model: str | Path | None = None,
+        *,
+        keep_draft: bool = False,
+        weight_version: str | None = None,
+        probe: Sequence[Prompt] | None = None,
+        abort: bool = False,
+    ) -> WeightUpdate:
+        """Put new weights in the place of the model's, all or none, while it serves.
+
+        They are read and checked beside the requests. Then prompts that have begun come to their end with the
+        old weights, and those in the queue wait and get the new ones: no answer is of both.
+
+        Args:
+            source, draft_model, keep_draft, weight_version, probe: as for ``LLM.update_weights``.
+            abort: end what has been submitted before, rather than wait for it.
+
+        Raises:
+            CheckpointError, ConfigError, RequestError: nothing has changed.
+            EngineStopped: the engine ended before.
+        """
+        self._check_running()
+        llm = self.llm
+        async with self._changing:
+            new = await self.off_loop(partial(llm.read_weights, source, draft_model, keep_draft=keep_draft))
+            if abort:
+                self._abort_all()
+            replace = partial(llm.replace_weights, new, weight_version, probe, prepare=False)
+            return await self.on_engine(replace, between_prompts=True)
+
+    async def release_memory(
+        self, tags: Sequence[Tag] | None = None, *, backup: bool = True, abort: bool = False
+    ) -> None:
+        """Give device memory back, as ``LLM.release_memory``, once all that was submitted has ended.
+
+        Nothing new is taken until ``resume_memory``, or an update of the weights, has brought all of it back.
+
+        Args:
+            tags, backup: as for ``LLM.release_memory``.
+            abort: end what was submitted, rather than wait for it.
+
+        Raises:
+            ConfigError: a tag that this model does not have.
+            EngineStopped: the engine ended before.
+        """
+        self._check_running()
+        async with self._changing:
+            self._falling_asleep = True
+            try:
+                if abort:
+                    self._abort_all()
+                await self._idle.wait()
+                await self.on_engine(partial(self.llm.release_memory, tags, backup=backup))
+            finally:
+                self._falling_asleep = False
+
+    async def resume_memory(self, tags: Sequence[Tag] | None = None) -> None:
+        """Take back what ``release_memory`` gave. Raises ConfigError, RequestError, EngineStopped."""
+        self._check_running()
+        async with self._changing:
+            await self.on_engine(partial(self.llm.resume_memory, tags))
+
+    def _abort_all(self) -> None:
+        for stream in list(self._streams.values()):
+            stream.abort()
+
     # Requests
 
     async def generate(
@@ -212,6 +285,7 @@ class AsyncLLM:
             EngineStopped: nothing can be served any more.
         """
         self._check_running()
+        self._check_awake()
         arrived = time.perf_counter()
         params = SamplingParams() if sampling_params is None else sampling_params
         check("" if callable(prompt) else prompt, params)
@@ -228,6 +302,7 @@ class AsyncLLM:
                 state = make()
             self.admission.correct(reservation, params.n * len(state.completions[0].request.prompt))
             self._check_running()
+            self._check_awake()
         except BaseException:
             self.admission.release(reservation)
             del self._submitting[request_id]
@@ -250,9 +325,10 @@ class AsyncLLM:
         elif request_id in self._submitting:
             self._submitting[request_id] = True
 
-    async def on_engine(self, function: Callable[[], _T]) -> _T:
+    async def on_engine(self, function: Callable[[], _T], between_prompts: bool = False) -> _T:
         """Run a function between two steps, on the engine's thread: for example ``flush_prefix_cache``.
 
+        between_prompts: once every prompt that has begun is complete; the others wait for it in the queue.
         Raises EngineStopped if the engine ends before.
         """
         self._check_running(even_draining=True)
@@ -268,7 +344,7 @@ class AsyncLLM:
 
         self._calls.add(future)
         try:
-            self._thread.call(run)
+            (self._thread.call_between if between_prompts else self._thread.call)(run)
             self._check_running(even_draining=True)  # what fails from here on fails the call as well
             return await asyncio.wrap_future(future)
         finally:
@@ -296,6 +372,11 @@ class AsyncLLM:
         if not self._thread.alive:
             raise EngineStopped("the engine has not been started; call start() first")
 
+    def _check_awake(self) -> None:
+        self.llm.check_memory()
+        if self._falling_asleep:
+            raise EngineStopped("memory is about to be released; send this to another engine")
+
     def _name(self, given: str | None) -> str:
         """The one given, or one that is not in use. Raises RequestError."""
         taken = self._streams.keys() | self._submitting.keys()
@@ -321,6 +402,9 @@ class AsyncLLM:
         for state, stream in list(self._by_prompt.items()):
             stream.deliver(None, failure)
             self._forget(state)
+        self._fail_calls(failure)
+
+    def _fail_calls(self, failure: EngineStopped) -> None:
         for call in self._calls:
             if not call.done():
                 call.set_exception(failure)

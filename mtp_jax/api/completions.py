@@ -118,7 +118,10 @@ class PromptState:
         self.completions = [
             CompletionState(engine.make_request(ids, params, seed, **options), tokenizer) for seed in seeds
         ]
-        self._ids = list(self.completions[0].request.prompt)
+        requests = [completion.request for completion in self.completions]
+        for request in requests:
+            request.siblings = requests
+        self._ids = list(requests[0].prompt)
         self._scored = False  # whether an output has held the prompt's log-probabilities
 
     @property
@@ -155,6 +158,7 @@ class PromptState:
                 since(max(finished) if self.done else None),
             ),
             cached_tokens=first.cached_tokens,
+            weight_version=first.weight_version,
         )
 
 

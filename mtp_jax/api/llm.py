@@ -15,9 +15,11 @@ from typing import Any, cast
 import jax
 
 from mtp_jax import checkpoint
+from mtp_jax.api import probe as probing
 from mtp_jax.api.compile_cache import use_compile_cache
 from mtp_jax.api.completions import Prompt, PromptState
 from mtp_jax.api.demo import demo_model
+from mtp_jax.api.device_memory import DeviceMemory, Tag, WeightUpdate, drafting
 from mtp_jax.api.local import local_engine
 from mtp_jax.api.memory import return_free_memory
 from mtp_jax.api.options import LLMOptions
@@ -26,6 +28,7 @@ from mtp_jax.api.progress import Silent
 from mtp_jax.api.propose import propose
 from mtp_jax.api.score import Scorer, Scores
 from mtp_jax.api.session import Session
+from mtp_jax.checkpoint.update import Source, read_update
 from mtp_jax.engine.buckets import chunk_sizes
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
@@ -33,6 +36,7 @@ from mtp_jax.engine.request import MAX_DRAFTS, SamplingParams
 from mtp_jax.errors import RequestError
 from mtp_jax.model.backend import backend
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.params import Params
 from mtp_jax.options import takes
 from mtp_jax.text.grammar import Grammars
 from mtp_jax.text.tokenizer import Tokenizer
@@ -75,24 +79,25 @@ class LLM:
         self.config: ModelConfig = loaded.config
         if self.tokenizer and not self.config.eos_token_ids:
             self.config = self.config.with_eos(list(self.tokenizer.eos_ids))
-        self._params, self._mesh = loaded.params, options.mesh
+        self._memory, self._mesh = DeviceMemory(loaded.params), options.mesh
         self._grammars = self.tokenizer and Grammars.of(
             self.tokenizer, self.config.vocab_size, self.config.eos_token_ids
         )
         self.engine = self._make_engine(engine_config)
         self._session = Session(self.engine)
-        self._scorer = Scorer(self.config, loaded.params, on)
+        self._scorer = Scorer(self.config, on)
 
     def _make_engine(self, config: EngineConfig) -> Engine:
-        cfg, params = self.config, self._params
-        if not config.num_speculative_tokens:
-            # Without speculation the NextN layers cost nothing: they are left out of the step altogether.
-            cfg, params = cfg.with_nextn(()), replace(params, nextn=())
+        params = drafting(self._memory.params, config.num_speculative_tokens)
+        cfg = self.config if params.nextn else self.config.with_nextn(())
         with self._report.phase("allocate cache"):
             return local_engine(cfg, params, config, self._mesh, self._grammars)
 
     def without_speculation(self) -> "LLM":
-        """The same weights, not a copy, with an engine of its own that never drafts: to compare with."""
+        """The same weights, not a copy, with an engine of its own that never drafts: to compare with.
+
+        It does not follow updates of the weights.
+        """
         other = copy(self)
         config = replace(self.engine.config, num_speculative_tokens=0, suffix_drafts=False)
         other.engine = self._make_engine(config)
@@ -113,12 +118,10 @@ class LLM:
         Raises:
             RequestError: a prompt or option that cannot be served; nothing has been generated then.
         """
+        self.check_memory()
         states = self._states(prompts, sampling_params)
         self._prepare(states)
-        with self._serving(states):
-            for state in states:
-                while not state.done:
-                    self._session.step()
+        self._complete(states)
         return [state.output() for state in states]
 
     def chat(
@@ -161,6 +164,7 @@ class LLM:
 
         prompts: None: any prompt, one at a time.
         """
+        self.check_memory()
         if prompts is not None:
             self._prepare(self._states(prompts, sampling_params))
             return
@@ -181,11 +185,13 @@ class LLM:
         Raises:
             RequestError: at the call, not at the first output.
         """
+        self.check_memory()
         (state,) = self._states([prompt], sampling_params)
         return self._outputs(state)
 
     def score(self, token_ids: Sequence[int]) -> Scores:
         """Teacher-forced logits and hidden states of a sequence. Raises RequestError for bad ids."""
+        self.check_memory()
         ids = list(token_ids)
         self.engine.make_request(ids[:1], SamplingParams())
         limit = self.config.max_position_embeddings
@@ -196,10 +202,11 @@ class LLM:
                 f"score takes up to {limit} tokens from 0 to {vocab - 1}; got {len(ids)} "
                 f"tokens{'' if wrong is None else f', {wrong} among them'}"
             )
-        return self._scorer.score(ids)
+        return self._scorer.score(self._memory.params, ids)
 
     def draft(self, token_ids: Sequence[int], num_tokens: int) -> Draft:
         """The greedy drafts after a prompt and the trunk's own greedy next token. Raises RequestError."""
+        self.check_memory()
         if not self.engine.config.num_speculative_tokens:
             raise RequestError("draft needs num_speculative_tokens of 1 or more; the engine was made with 0")
         if not self.engine.cfg.num_nextn_predict_layers:
@@ -210,6 +217,122 @@ class LLM:
             raise RequestError(f"num_tokens = {num_tokens}; expected an integer from 1 to {MAX_DRAFTS}")
         token, ids, logits = propose(self.engine, token_ids, num_tokens)
         return Draft(token, ids.tolist(), logits)
+
+    # Weights and memory
+
+    @property
+    def weight_version(self) -> str:
+        """Names the weights; "0" until they are updated."""
+        return self.engine.weight_version
+
+    @property
+    def released(self) -> tuple[Tag, ...]:
+        """What memory is given back; nothing can be served while anything is."""
+        return tuple(self._memory.released)
+
+    def check_memory(self) -> None:
+        """Raises EngineStopped while memory is released."""
+        self._memory.check()
+
+    def update_weights(
+        self,
+        source: Source,
+        draft_model: str | Path | None = None,
+        *,
+        keep_draft: bool = False,
+        weight_version: str | None = None,
+        probe: Sequence[Prompt] | None = None,
+    ) -> WeightUpdate:
+        """Put new weights in the place of the model's, all or none; cached prefixes are forgotten.
+
+        Args:
+            source: a folder of safetensors files, or arrays by the names that such files use.
+            draft_model: a folder with the NextN layers; None: they are in ``source``.
+            keep_draft: the NextN layers stay; ``source`` need not have them.
+            weight_version: what outputs call these weights; None: the count of updates.
+            probe: prompts to complete before and after, for the acceptance length with the old weights and
+                the new ones; None: a few of our own, if the model has a tokenizer.
+
+        Raises:
+            CheckpointError, ConfigError: a tensor is missing, would not be read, or does not fit, or files
+                are damaged. Nothing has changed.
+            RequestError: streams are open, or a prompt of the probe cannot be served. Nothing has changed.
+        """
+        self._check_idle()
+        new = self.read_weights(source, draft_model, keep_draft=keep_draft)
+        return self.replace_weights(new, weight_version, probe)
+
+    def read_weights(
+        self, source: Source, draft_model: str | Path | None = None, *, keep_draft: bool = False
+    ) -> Params:
+        """The first half of ``update_weights``: read and check them. The model may serve meanwhile."""
+        dtype, now = self.engine.config.dtype, self._memory.params
+        return read_update(self.config, now, source, draft_model, dtype=dtype, keep_draft=keep_draft)
+
+    def replace_weights(
+        self,
+        new: Params,
+        weight_version: str | None = None,
+        probe: Sequence[Prompt] | None = None,
+        prepare: bool = True,
+    ) -> WeightUpdate:
+        """The second half: put them in their place. prepare: compile what the probe needs."""
+        self._check_idle()
+        before = self._probe(probe, prepare)
+        self._memory.replace(self.engine, new, weight_version)
+        return WeightUpdate(self.engine.weight_version, before, self._probe(probe, prepare))
+
+    def release_memory(self, tags: Sequence[Tag] | None = None, *, backup: bool = True) -> None:
+        """Give device memory back: of the "weights", of the "draft" (NextN layers), of the "cache".
+
+        Args:
+            tags: which; None: all of it.
+            backup: keep released weights in the host's memory, for ``resume_memory``. Without a copy only
+                ``update_weights`` brings them back. On a CPU the copy is the same memory: it frees nothing.
+
+        Raises:
+            ConfigError: a tag that this model does not have.
+            RequestError: streams are open.
+        """
+        wanted = self._memory.tags(tags)
+        self._check_idle()
+        self._memory.release(self.engine, wanted, backup)
+
+    def resume_memory(self, tags: Sequence[Tag] | None = None) -> None:
+        """Take back what ``release_memory`` gave: the weights as they were, an empty cache.
+
+        Raises:
+            ConfigError: a tag that this model does not have.
+            RequestError: weights were released without a backup.
+        """
+        self._memory.resume(self.engine, self._memory.tags(tags))
+
+    def _check_idle(self) -> None:
+        if self.engine.busy:
+            raise RequestError("streams are open; read them to their end, or close them, first")
+
+    def _probe(self, prompts: Sequence[Prompt] | None, prepare: bool) -> float | None:
+        """Acceptance length over completions of some prompts; None if there is nothing to measure."""
+        if prompts is None:
+            prompts = probing.PROMPTS if self.tokenizer else ()
+        states = self._states(prompts, probing.PARAMS)
+        if not states or not self.engine.config.num_speculative_tokens or self.released:
+            return None
+        for state in states:
+            for completion in state.completions:
+                completion.request.holdable = False  # requests of others stay in the queue meanwhile
+        if prepare:
+            self._prepare(states)
+        self._complete(states)
+        return probing.acceptance(states)
+
+    # From prompts to outputs
+
+    def _complete(self, states: list[PromptState]) -> None:
+        with self._serving(states):
+            for state in states:
+                while not state.done:
+                    self._session.step()
 
     def _states(
         self,

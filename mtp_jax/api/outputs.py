@@ -73,6 +73,7 @@ class RequestOutput:
         prompt_logprobs: per prompt token, if asked for; the first is None.
         timing: of the first completion to its first token; to the end of the last.
         cached_tokens: tokens of the prompt whose cache was there already.
+        weight_version: of the weights that all of it was made with (``LLM.update_weights``); None: it waits.
     """
 
     prompt: str | None
@@ -81,6 +82,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None
     timing: Timing
     cached_tokens: int
+    weight_version: str | None
 
     @property
     def speculation(self) -> Speculation:

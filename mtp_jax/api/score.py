@@ -35,15 +35,15 @@ class Scores:
 class Scorer:
     """Scores sequences; one executable per power-of-two length."""
 
-    def __init__(self, cfg: ModelConfig, params: Params, on: Backend) -> None:
-        self._cfg, self._params = cfg, params
+    def __init__(self, cfg: ModelConfig, on: Backend) -> None:
+        self._cfg = cfg
         self._on, mesh = on, on.mesh
         # A sharded batch must divide over the data axis; a copy of the row per shard does.
         self._rows = 1 if mesh is None else mesh.shape["data"]
         self._compiled: dict[int, Any] = {}
 
-    def score(self, token_ids: list[int]) -> Scores:
-        """Score one sequence of at least one token."""
+    def score(self, params: Params, token_ids: list[int]) -> Scores:
+        """Score one sequence of at least one token. params: each time of the same shapes."""
         length, padded = len(token_ids), _SMALLEST
         while padded < length:
             padded *= 2
@@ -51,10 +51,8 @@ class Scorer:
         tokens[:, :length] = token_ids
         if padded not in self._compiled:
             abstract = jax.ShapeDtypeStruct(tokens.shape, jnp.int32)
-            self._compiled[padded] = jax.jit(self._run).lower(self._params, abstract).compile()
-        out = jax.tree.map(
-            lambda a: np.asarray(a[0], np.float32), self._compiled[padded](self._params, tokens)
-        )
+            self._compiled[padded] = jax.jit(self._run).lower(params, abstract).compile()
+        out = jax.tree.map(lambda a: np.asarray(a[0], np.float32), self._compiled[padded](params, tokens))
         hidden, logits, mtp_hidden, mtp_logits = out
         # Causal: what stands in the padding cannot be seen from the rows that are kept.
         shorter = [max(length - 1 - k, 0) for k in range(len(mtp_hidden))]

@@ -44,6 +44,7 @@ class EngineThread:
         self._inbox: queue.SimpleQueue[tuple[Callable[[], object], bool] | None] = queue.SimpleQueue()
         # Of prompts with completions in the queue: how many others got a slot, or ended there.
         self._queued: dict[PromptState, int] = {}
+        self._quiet: list[Callable[[], object]] = []  # to be called once nothing runs
         self._working_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -72,6 +73,10 @@ class EngineThread:
         """Run a function between two steps."""
         self._inbox.put((function, True))
 
+    def call_between(self, function: Callable[[], object]) -> None:
+        """Run a function once every prompt that has begun is complete; the others wait in the queue."""
+        self.call(lambda: self._hold_for(function))
+
     def warm_up(self, key: Key) -> None:
         """Warm up a program that has just been compiled, if no request is being served."""
         self._inbox.put((lambda: self._engine.warm_up([key]), False))
@@ -98,6 +103,7 @@ class EngineThread:
         """Empty the inbox, or wait for something while there is nothing to serve; False: end."""
         if not self._engine.busy:
             self._working_since = None
+            self._run_quiet()
         while True:
             try:
                 command = self._inbox.get(block=self._working_since is None)
@@ -111,6 +117,18 @@ class EngineThread:
             function()
             if not asked:
                 self._working_since = before  # no reason to step
+
+    def _hold_for(self, function: Callable[[], object]) -> None:
+        self._engine.scheduler.held = True
+        self._quiet.append(function)
+
+    def _run_quiet(self) -> None:
+        while self._quiet:
+            self._quiet.pop(0)()
+        if self._engine.scheduler.held:
+            self._engine.scheduler.held = False
+            if self._engine.busy:
+                self._working_since = time.monotonic()
 
     def _enter(self, prompt: PromptState) -> None:
         self._session.submit(prompt)

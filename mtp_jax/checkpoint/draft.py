@@ -21,7 +21,7 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.(.+)")
 _ONLY_NEXTN = re.compile(r"model\.(?:layers\.(\d{1,9})\.)?(?:enorm|hnorm|eh_proj|shared_head)\..+")
 _XLLM_SPECIAL = re.compile(r"model\.((?:enorm|hnorm|eh_proj|shared_head|embed_tokens)\..+)")
 # Fields in which a draft's config.json may differ from the trunk's: they describe the export or the trunk.
-_FREE = {
+FREE = {
     "num_hidden_layers", "first_k_dense_replace", "moe_layer_freq", "num_nextn_predict_layers", "nextn_moe",
     "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_ids", "dtype", "fp8",
 }  # fmt: skip
@@ -90,7 +90,7 @@ def open_draft(path: str | Path, cfg: ModelConfig) -> Draft:
     differing = [
         f"{f.name} is {getattr(own, f.name)!r}, the model's is {getattr(cfg, f.name)!r}"
         for f in fields(cfg)
-        if f.name not in _FREE and getattr(own, f.name) != getattr(cfg, f.name)
+        if f.name not in FREE and getattr(own, f.name) != getattr(cfg, f.name)
     ]
     if differing:
         raise CheckpointError(f"{folder.path} does not fit the model: {'; '.join(differing)}")

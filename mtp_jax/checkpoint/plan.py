@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from mtp_jax.checkpoint.draft import Draft, in_place, layer_of, nextn_layers, open_draft
-from mtp_jax.checkpoint.folder import open_folder, read_config, shortlist
+from mtp_jax.checkpoint.folder import Folder, open_folder, read_config, shortlist
 from mtp_jax.checkpoint.fp8 import SCALE_SUFFIX, may_be_fp8, scale_shape
 from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import CheckpointError
@@ -44,14 +44,21 @@ class Plan:
 
     def specs(self, own: frozenset[str] = frozenset()) -> Params:
         """The tree of Spec to fill; ``own``: duplicates that turned out to differ."""
-        copies = (nextn_copies(self.config, k) for k in range(self.config.num_nextn_predict_layers))
+        first, count = self.config.num_hidden_layers, self.config.num_nextn_predict_layers
+        copies = (nextn_copies(first, k) for k in range(count))
         return param_specs(self.config, [(embed in own, head in own) for embed, head in copies])
 
 
-def nextn_copies(cfg: ModelConfig, k: int) -> tuple[str, str]:
+def nextn_copies(trunk_layers: int, k: int) -> tuple[str, str]:
     """Names of the copies of embedding and head that NextN layer ``k`` may carry."""
-    p = f"model.layers.{cfg.num_hidden_layers + k}"
+    p = f"model.layers.{trunk_layers + k}"
     return f"{p}.embed_tokens.weight", f"{p}.shared_head.head.weight"
+
+
+def copied_from(cfg: ModelConfig, copy: str) -> str:
+    """The trunk's tensor that a possible duplicate may be a copy of."""
+    embedded = copy.endswith("embed_tokens.weight") or cfg.tie_word_embeddings
+    return "model.embed_tokens.weight" if embedded else HEAD
 
 
 def spec_names(spec: Spec) -> np.ndarray:
@@ -83,20 +90,33 @@ def make_plan(
     own = in_place(folder, cfg)
     draft = own if draft_model is None else open_draft(draft_model, cfg)
     declared = raw.get("num_nextn_predict_layers") if draft_model is None else None
-    trunk = {n: t for n, t in folder.tensors.items() if n not in own.tensors}
     wanted = _count_nextn(cfg, draft, declared, num_nextn_layers)
     cfg = cfg.with_nextn(tuple(_is_moe(cfg, k, draft.tensors) for k in range(wanted)))
+    unread = unread_layers(cfg, draft, num_nextn_layers)
+    return match(cfg, folder, draft, unread, str(raw.get("model_type", "deepseek_v3")))
 
-    found = trunk | draft.tensors
-    unread = _unread_layers(cfg, draft, num_nextn_layers)
-    duplicates = {}
-    head = "model.embed_tokens.weight" if cfg.tie_word_embeddings else HEAD
-    for k in range(wanted):
-        embed_copy, head_copy = nextn_copies(cfg, k)
-        duplicates |= {embed_copy: "model.embed_tokens.weight", head_copy: head}
+
+def match(
+    cfg: ModelConfig, folder: Folder, draft: Draft, unread: Collection[str] = (), architecture: str = ""
+) -> Plan:
+    """Match tensors with a config that counts the NextN layers to load.
+
+    Args:
+        cfg: the model.
+        folder: the trunk's tensors; NextN layers among them are those of ``draft``, or are not looked at.
+        draft: the NextN layers.
+        unread: names of NextN tensors that are there and need not be read.
+        architecture: model_type of config.json.
+    Raises:
+        CheckpointError: one error with everything that does not match.
+    """
+    own = draft.tensors if draft.folder == folder.path else in_place(folder, cfg).tensors
+    found = {n: t for n, t in folder.tensors.items() if n not in own} | draft.tensors
+    wanted = cfg.num_nextn_predict_layers
+    copies = [name for k in range(wanted) for name in nextn_copies(cfg.num_hidden_layers, k)]
     if cfg.tie_word_embeddings:
-        duplicates[HEAD] = head
-    duplicates = {a: b for a, b in duplicates.items() if a in found}
+        copies.append(HEAD)
+    duplicates = {name: copied_from(cfg, name) for name in copies if name in found}
 
     check = _Accounting(cfg, found, {n: draft.fp8 if n in draft.tensors else cfg.fp8 for n in found})
     for spec in jax.tree.leaves(param_specs(cfg)):
@@ -110,7 +130,6 @@ def make_plan(
     files = sorted({t.file.path for t in found.values()})
     layout = draft.layout if wanted else None
     tensors = {n: found[n] for n in check.used}
-    architecture = str(raw.get("model_type", "deepseek_v3"))
     return Plan(cfg, tensors, duplicates, architecture, layout, tuple(files))
 
 
@@ -145,7 +164,7 @@ def _is_moe(cfg: ModelConfig, k: int, tensors: dict[str, Tensor]) -> bool:
     )
 
 
-def _unread_layers(cfg: ModelConfig, draft: Draft, wanted: int | None) -> set[str]:
+def unread_layers(cfg: ModelConfig, draft: Draft, wanted: int | None) -> set[str]:
     """NextN tensors that the caller chose not to load."""
     if wanted is None:
         return set()

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -54,8 +55,28 @@ def load_folder(
         raise ConfigError(f"fp8 = {fp8!r}; expected one of {', '.join(get_args(Fp8Weights))}")
     plan = make_plan(model_dir, draft_model, num_nextn_layers)
     check_divisible(plan.config, mesh)
-    count = _Counter(plan.tensors, progress)
     own = frozenset(name for name in plan.duplicates if not is_copy(plan, name))
+    return load_plan(plan, own, dtype, fp8, partial(_place, mesh=mesh), mesh, progress)
+
+
+Place = Callable[[Spec, Mapping[str, Tensor], Any], Any]
+"""(parameter, tensors, dtype) to the array that holds the parameter."""
+
+
+def load_plan(
+    plan: Plan,
+    own: frozenset[str],
+    dtype: str,
+    fp8: Fp8Weights,
+    place: Place,
+    mesh: Mesh | None = None,
+    progress: Progress | None = None,
+) -> Loaded:
+    """Read what a plan says. own: its duplicates to keep beside the trunk's tensors, as they differ.
+
+    Raises CheckpointError, ConfigError.
+    """
+    count = _Counter(plan.tensors, progress)
     count.add(*plan.duplicates)
     if HEAD in own:
         raise CheckpointError(
@@ -66,11 +87,16 @@ def load_folder(
     arrays: list[Any] = []
     for spec in leaves:
         if fp8 == "keep" and can_stay_fp8(spec, plan.tensors):
-            arrays.append(_place_fp8(spec, plan.tensors, mesh))
+            arrays.append(_place_fp8(spec, plan.tensors, mesh, place))
         else:
-            arrays.append(_place(spec, plan.tensors, dtype_of(spec, dtype), mesh))
+            arrays.append(place(spec, plan.tensors, dtype_of(spec, dtype)))
         count.add(*spec_names(spec).flat)
     return Loaded(plan.config, tree.unflatten(arrays), count.done)
+
+
+def on_host(spec: Spec, tensors: Mapping[str, Tensor], kind: Any) -> np.ndarray:
+    """A parameter as an array of the host."""
+    return read_slice(spec, tensors, kind, (slice(None),) * len(spec.shape))
 
 
 class _Counter:
@@ -103,7 +129,7 @@ def is_copy(plan: Plan, name: str) -> bool:
     )
 
 
-def _place_fp8(spec: Spec, tensors: Mapping[str, Tensor], mesh: Mesh | None) -> Fp8:
+def _place_fp8(spec: Spec, tensors: Mapping[str, Tensor], mesh: Mesh | None, place: Place) -> Fp8:
     names, scale = list(spec_names(spec).flat), scale_spec(spec, SCALE_SUFFIX)
     for size, axis in zip(spec.tensor_shape, scale.axes[-2:], strict=True):
         devices = ways(axis, mesh)
@@ -115,14 +141,12 @@ def _place_fp8(spec: Spec, tensors: Mapping[str, Tensor], mesh: Mesh | None) -> 
     for name in spec_names(scale).flat:
         _check_finite(tensors[name])
     values = {name: tensors[name] for name in names}
-    return Fp8(
-        _place(spec, values, tensors[names[0]].array().dtype, mesh), _place(scale, tensors, np.float32, mesh)
-    )
+    return Fp8(place(spec, values, tensors[names[0]].array().dtype), place(scale, tensors, np.float32))
 
 
 def _place(spec: Spec, tensors: Mapping[str, Tensor], kind: Any, mesh: Mesh | None) -> jax.Array:
     if mesh is None:
-        return jax.device_put(read_slice(spec, tensors, kind, (slice(None),) * len(spec.shape)))
+        return jax.device_put(on_host(spec, tensors, kind))
     pieces: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}
 
     def piece(index: tuple[slice, ...] | None) -> np.ndarray:

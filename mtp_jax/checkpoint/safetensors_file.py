@@ -13,6 +13,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import ArrayLike
 from safetensors import SafetensorError, safe_open
 
 from mtp_jax.errors import CheckpointError
@@ -32,7 +33,7 @@ class Tensor:
     """One tensor of a file.
 
     Attributes:
-        file: the file that holds it.
+        file: the file that holds it, or the caller's memory.
         name: its name in that file.
         dtype: its dtype in safetensors' words, a key of ``DTYPES``.
         shape: its shape.
@@ -40,7 +41,7 @@ class Tensor:
         nbytes: its size.
     """
 
-    file: "SafetensorsFile"
+    file: "SafetensorsFile | Held"
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -73,6 +74,24 @@ class SafetensorsFile:
         if now != self.size:
             raise CheckpointError(f"{self.path} changed while it was read: {self.size} bytes, now {now}")
         return np.asarray(np.memmap(self.path, np.uint8, "r"))
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """The bytes of one array of the caller, in the place of a file. ``path`` is for messages."""
+
+    path: Path
+    map: np.ndarray
+
+
+def hold(name: str, array: ArrayLike) -> Tensor:
+    """An array of the caller as a tensor. Raises CheckpointError for what no file could hold."""
+    array = np.asarray(array)
+    dtype = next((known for known, kind in DTYPES.items() if kind == array.dtype), None)
+    if dtype is None:
+        raise CheckpointError(f"{name} has dtype {array.dtype}; expected one of {', '.join(DTYPES)}")
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return Tensor(Held(Path("arrays"), data), name, dtype, array.shape, 0, data.nbytes)
 
 
 def open_file(path: Path) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from mtp_jax.decode.state import State, StateShape, abstract_state, empty_state
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.params import Params
+from mtp_jax.model.params import Params, shapes
 from mtp_jax.model.sharding import data_size
 
 
@@ -53,7 +53,8 @@ class LocalRunner:
     """See ``host.Runner``.
 
     Attributes:
-        params: the model's parameters. Others of the same shapes may take their place.
+        params: the model's parameters. Others of the same shapes may take their place, or the shapes alone,
+            with which nothing can be launched.
         programs: compiled for these shapes.
         state: what the device keeps; launches replace it.
     """
@@ -75,9 +76,10 @@ class LocalRunner:
         """
         drafter = build(cfg, suffix_drafts)
         abstract = abstract_state(cfg, drafter, shape, dtype, on.mesh, fp8_cache)
-        self.shards, self.params = data_size(on.mesh), params
-        self.programs = Programs(cfg, drafter, params, abstract, on)
-        self.state: State = empty_state(abstract)
+        self.shards = data_size(on.mesh)
+        self.params = params
+        self.programs = Programs(cfg, drafter, shapes(params), abstract, on)
+        self._abstract, self.state = abstract, empty_state(abstract)
         self._shape = shape
         self._deferred = 0  # steps whose work for the drafter is to be done
         self._flush: _Flush | None = None  # launched, and not yet told with a result
@@ -100,6 +102,17 @@ class LocalRunner:
     def find(self, need: StepKey) -> StepKey | None:
         """``cover``, or None if no compiled program covers ``need``."""
         return self.programs.find(need)
+
+    # Memory
+
+    def release_cache(self) -> None:
+        """Give up the cache and everything else that slots have on the device: none may be in use."""
+        self.flushed()
+        self.state = self._abstract
+
+    def allocate_cache(self) -> None:
+        """Allocate it again, empty. Raises ConfigError."""
+        self.state = empty_state(self._abstract)
 
     # Launches
 

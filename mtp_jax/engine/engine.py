@@ -48,6 +48,8 @@ class Engine:
 
     Attributes:
         launches: steps launched so far.
+        weight_version: names the parameters that the runner has; requests take it along.
+        asleep: whether the runner lacks parameters or state: nothing may be launched.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class Engine:
         self.timings, self.counters = Timings(), Counters()
         self.planner = Planner(config, self.scheduler, runner, self.depth)
         self.make_request = InputProcessor(cfg, config, self.pages, grammars).make_request
-        self.launches = 0
+        self.launches, self.weight_version, self.asleep = 0, "0", False
         self._warm: set[Key] = set()
         self._seeds = np.random.default_rng(config.seed)
         self._inflight: deque[Launch] = deque()
@@ -95,7 +97,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is left to serve."""
+        """Whether a request is left to serve; those that ``hold`` keeps back are not."""
         return self.scheduler.busy
 
     def prepare(
@@ -119,9 +121,10 @@ class Engine:
         """Run compiled programs over empty slots: the first run of each takes many times longer.
 
         Each step that adaptive depth chooses from then runs for the length of a probe, and is measured.
-        Nothing happens while requests are served.
+        Nothing happens while requests are served, or the engine is asleep.
         """
-        new = [] if self.busy else [k for k in dict.fromkeys(keys) if k not in self._warm]
+        new = [k for k in dict.fromkeys(keys) if k not in self._warm]
+        new = [] if self.busy or self.asleep else new
         self._warm.update(new)
         for key in new:
             if isinstance(key, StepKey):
@@ -164,7 +167,8 @@ class Engine:
     def _end_late(self) -> list[Request]:
         """End the requests whose deadline has passed."""
         now = time.perf_counter()
-        late = [r for r in self.scheduler.live() if r.deadline is not None and now > r.deadline]
+        live = (r for r in self.scheduler.live() if not self.scheduler.holds(r))
+        late = [r for r in live if r.deadline is not None and now > r.deadline]
         for request in late:
             self.abort(request, "timeout")
         return late
@@ -194,6 +198,7 @@ class Engine:
     def _admit(self, request: Request) -> None:
         if request.admitted_at is None:
             request.admitted_at = time.perf_counter()
+            request.weight_version = self.weight_version
             request.cached_tokens = request.prefilled
             self.counters.prompt_tokens += len(request.prompt)
             if self.scheduler.looks_up(request):

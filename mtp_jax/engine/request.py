@@ -344,6 +344,9 @@ class Request:
         unread: those among them that will hold at least one token.
         rows_bound: the most tokens that the sequence can have once all launches are read.
         cached_tokens: prompt tokens found in the prefix cache at its first admission.
+        weight_version: of the weights that it runs with; None before its first admission.
+        siblings: the completions of its prompt, which all run with the same weights.
+        holdable: whether the scheduler's ``held`` keeps it in the queue.
     """
 
     id: int
@@ -379,6 +382,9 @@ class Request:
     unread: int = 0
     rows_bound: int = 0
     cached_tokens: int = 0
+    weight_version: str | None = None
+    siblings: Sequence["Request"] = ()
+    holdable: bool = True
     preemptions: int = 0
     arrived: float = field(default_factory=time.perf_counter)
     admitted_at: float | None = None
@@ -390,6 +396,11 @@ class Request:
     def finished(self) -> bool:
         """Whether no further token will come."""
         return self.status is Status.FINISHED
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has run, or a completion of the same prompt."""
+        return any(r.admitted_at is not None for r in (self, *self.siblings))
 
     @property
     def useful_depth(self) -> int:

@@ -19,6 +19,7 @@ class Scheduler:
 
     Attributes:
         stale: whether slots or pages changed hands since the device was told, but for admissions.
+        held: whether requests that have not begun stay in the queue, even past their deadlines.
     """
 
     def __init__(self, config: EngineConfig, shards: int) -> None:
@@ -28,12 +29,20 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.slots: list[Request | None] = [None] * config.max_num_seqs
         self.preemptions = 0
-        self.stale = False
+        self.stale = self.held = False
 
     @property
     def busy(self) -> bool:
-        """Whether any request is waiting or has a slot."""
-        return bool(self.waiting) or any(self.slots)
+        """Whether any request has a slot, or waits for one and is not held."""
+        return self._next() is not None or any(self.slots)
+
+    def _next(self) -> Request | None:
+        """Whose turn it is to get a slot."""
+        return next((r for r in self.waiting if not self.holds(r)), None)
+
+    def holds(self, request: Request) -> bool:
+        """Whether a request stays in the queue for as long as ``held`` says so."""
+        return self.held and request.holdable and not request.begun
 
     def live(self) -> list[Request]:
         """Requests that wait or have a slot."""
@@ -66,8 +75,8 @@ class Scheduler:
         """Give slots and pages to waiting requests, in order, as far as they go."""
         admitted = []
         # A preempted request is resumed from its newest token, so all its launches must have been read.
-        while self.waiting and not self.waiting[0].inflight and self._place(self.waiting[0]):
-            request = self.waiting.pop(0)
+        while (request := self._next()) and not request.inflight and self._place(request):
+            self.waiting.remove(request)
             request.status = Status.PREFILL
             self.slots[request.slot] = request
             admitted.append(request)

@@ -268,3 +268,10 @@ def init_params(cfg: ModelConfig, key: jax.Array, dtype: str = "float32") -> Par
         return (jax.random.normal(jax.random.fold_in(key, i), spec.shape) * std).astype(kind)
 
     return tree.unflatten([init(i, s) for i, s in enumerate(leaves)])
+
+
+def shapes(tree: Any) -> Any:
+    """The shapes, dtypes and, where they were chosen, shardings of a tree of arrays."""
+    return jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding if a.committed else None), tree
+    )

@@ -21,7 +21,7 @@ def output(*tokens: int, ended: str | None = "length", timing: Timing = ENDED) -
         CompletionOutput(i, "", [], n, ended, None, [], [], Speculation(), 9.0 if ended else None)
         for i, n in enumerate(tokens)
     ]
-    return RequestOutput("", [1, 2, 3], completions, None, timing, 0)
+    return RequestOutput("", [1, 2, 3], completions, None, timing, 0, None)
 
 
 def sums(metrics: Metrics) -> dict[str, float]:

@@ -175,7 +175,7 @@ def test_an_end_without_new_tokens_is_no_error(reason):
 
     def end(tokens: int, reason: str | None = reason) -> RequestOutput:
         c = CompletionOutput(0, "", [], tokens, reason, None, [], [], Speculation(), None)
-        return RequestOutput("", [1], [c], None, Timing(0.1, 0.2, 0.3), 0)
+        return RequestOutput("", [1], [c], None, Timing(0.1, 0.2, 0.3), 0, None)
 
     check([end(5)], 1)
     check([end(0), end(5)], 2)

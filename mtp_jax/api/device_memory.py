@@ -1,0 +1,140 @@
+"""What an LLM holds of its devices' memory: weights and a cache, which can be given back and replaced.
+
+update: files or arrays -> the host, all checked -> in the place of the old ones, array by array
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import jax
+import numpy as np
+
+from mtp_jax.api.local import local_runner
+from mtp_jax.engine.engine import Engine
+from mtp_jax.errors import ConfigError, EngineStopped, RequestError
+from mtp_jax.model.params import Params, shapes
+
+Tag = Literal["weights", "draft", "cache"]
+"""What memory can be released by: the trunk's weights, the NextN layers', the cache."""
+
+_TAGS: tuple[Tag, ...] = get_args(Tag)
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """What came of an update of the weights.
+
+    Attributes:
+        weight_version: the new one.
+        acceptance_before: acceptance length of the probe's prompts with the weights of before; None: the
+            model does not draft, there was no prompt, or memory was released. 0.0: a completion failed, as
+            the model's numbers were not finite.
+        acceptance_after: with the new ones.
+    """
+
+    weight_version: str
+    acceptance_before: float | None
+    acceptance_after: float | None
+
+
+class DeviceMemory:
+    """The parameters of one model, and the cache of its engine.
+
+    Attributes:
+        params: on the devices; of a part that is released only the shapes.
+        released: what is not on the devices.
+    """
+
+    def __init__(self, params: Params) -> None:
+        self.params = params
+        self.released: list[Tag] = []
+        self._shapes, self._sharding = shapes(params), jax.tree.map(lambda a: a.sharding, params)
+        self._kept: dict[Tag, Any] = {}  # parts that are released, on the host
+        self._updates = 0
+
+    def tags(self, asked: Sequence[Tag] | None = None) -> list[Tag]:
+        """What can be released, or what was asked of it. Raises ConfigError."""
+        known: list[Tag] = [tag for tag in _TAGS if tag != "draft" or self.params.nextn]
+        if asked is None:
+            return known
+        if isinstance(asked, str) or not asked or any(tag not in known for tag in asked):
+            raise ConfigError(f"tags = {asked!r:.80}; expected a list of {', '.join(map(repr, known))}")
+        return [tag for tag in known if tag in asked]
+
+    def check(self) -> None:
+        """Raises EngineStopped while anything is released."""
+        if self.released:
+            raise EngineStopped(
+                f"the memory of {', '.join(self.released)} is released; resume it, or update the weights"
+            )
+
+    def release(self, engine: Engine, tags: Sequence[Tag], backup: bool) -> None:
+        """Give these back. backup: keep weights in the host's memory."""
+        engine.asleep = True
+        for tag in tags:
+            if tag in self.released:
+                continue
+            if tag == "cache":
+                engine.flush_prefix_cache()
+                local_runner(engine).release_cache()
+            else:
+                if backup:
+                    self._kept[tag] = jax.tree.map(np.asarray, _part(self.params, tag))
+                self._set(engine, tag, _part(self._shapes, tag))
+            self.released.append(tag)
+
+    def resume(self, engine: Engine, tags: Sequence[Tag]) -> None:
+        """Take these back. Raises RequestError for weights of which there is no copy, ConfigError."""
+        wanted: list[Tag] = [tag for tag in tags if tag in self.released]
+        if gone := [tag for tag in wanted if tag != "cache" and tag not in self._kept]:
+            raise RequestError(
+                f"{', '.join(gone)}: released without a backup; update the weights to bring them back"
+            )
+        for tag in wanted:
+            if tag == "cache":
+                local_runner(engine).allocate_cache()
+                self.released.remove(tag)
+            else:
+                self._place(engine, tag, self._kept[tag])
+        engine.asleep = bool(self.released)
+
+    def replace(self, engine: Engine, new: Params, weight_version: str | None) -> None:
+        """Put parameters that are on the host in the place of those there are, released or not.
+
+        new: without NextN layers if these stay. weight_version: None: the count of updates.
+        """
+        self._place(engine, "weights", replace(new, nextn=()))
+        if new.nextn:
+            self._place(engine, "draft", new.nextn)
+        engine.flush_prefix_cache()
+        self._updates += 1
+        engine.weight_version = str(self._updates) if weight_version is None else weight_version
+        engine.asleep = bool(self.released)
+
+    def _place(self, engine: Engine, tag: Tag, new: Any) -> None:
+        """Array by array: the old ones are gone, unless somebody else holds them."""
+        if tag not in self.released:
+            self.released.append(tag)
+        self._set(engine, tag, _part(self._shapes, tag))
+        self._kept.pop(tag, None)
+        arrays, tree = jax.tree.flatten(new)
+        where = jax.tree.leaves(_part(self._sharding, tag))
+        placed = [jax.device_put(a, s) for a, s in zip(arrays, where, strict=True)]
+        self._set(engine, tag, tree.unflatten(placed))
+        self.released.remove(tag)
+
+    def _set(self, engine: Engine, tag: Tag, part: Any) -> None:
+        """Let the engine run with this part."""
+        trunk, nextn = (part, self.params.nextn) if tag == "weights" else (self.params, part)
+        self.params = replace(trunk, nextn=nextn)
+        local_runner(engine).params = drafting(self.params, engine.config.num_speculative_tokens)
+
+
+def drafting(params: Params, num_speculative_tokens: int) -> Params:
+    """What an engine runs with: NextN layers cost nothing without speculation, as they are left out."""
+    return params if num_speculative_tokens else replace(params, nextn=())
+
+
+def _part(params: Params, tag: Tag) -> Any:
+    return params.nextn if tag == "draft" else replace(params, nextn=())

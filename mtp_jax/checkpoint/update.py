@@ -1,0 +1,128 @@
+"""New values for the parameters of a model in memory, found and checked as a whole before one is replaced."""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import ArrayLike
+
+from mtp_jax.checkpoint.draft import FREE, in_place, open_draft
+from mtp_jax.checkpoint.folder import Folder, open_folder, read_config, shortlist
+from mtp_jax.checkpoint.orbax_store import is_orbax
+from mtp_jax.checkpoint.plan import Plan, copied_from, match, nextn_copies, unread_layers
+from mtp_jax.checkpoint.read import is_copy, load_plan, on_host
+from mtp_jax.checkpoint.safetensors_file import hold
+from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.params import Fp8, Params
+
+Source = str | Path | Mapping[str, ArrayLike]
+"""A folder of safetensors files, or the tensors themselves by the names of the release."""
+
+
+def read_update(
+    cfg: ModelConfig,
+    now: Params,
+    source: Source,
+    draft_model: str | Path | None = None,
+    *,
+    dtype: str,
+    keep_draft: bool = False,
+) -> Params:
+    """Read every parameter of a model to the host.
+
+    Args:
+        cfg: the model in memory, with the NextN layers that it has there.
+        now: its parameters, or a tree of their shapes.
+        source: the trunk's tensors, and those of the NextN layers unless they come from elsewhere.
+        draft_model: a folder with the NextN layers, in any layout that ``load`` takes.
+        dtype: what they become, as at the load.
+        keep_draft: leave the NextN layers as they are; ``source`` need not have them.
+
+    Returns:
+        Parameters of the shapes and dtypes of ``now`` as numpy arrays; without NextN layers if they are kept.
+
+    Raises:
+        CheckpointError: a tensor is missing, would not be read, or has another shape; files are damaged.
+        ConfigError: arguments that exclude each other.
+    """
+    if keep_draft and draft_model is not None:
+        raise ConfigError("keep_draft and draft_model exclude each other; leave one of them out")
+    folder, given = _open(source, cfg)
+    if keep_draft:
+        given, now = given.with_nextn(()), replace(now, nextn=())
+    draft = in_place(folder, given) if draft_model is None else open_draft(draft_model, given)
+    plan = match(given, folder, draft, unread_layers(given, draft, given.num_nextn_predict_layers))
+    own = _own_copies(now)
+    _share(plan, own)
+    kept = any(isinstance(x, Fp8) for x in jax.tree.leaves(now, is_leaf=lambda x: isinstance(x, Fp8)))
+    loaded = load_plan(plan, own, dtype, "keep" if kept else "dequantise", on_host)
+    _check_same(now, loaded.params)
+    return loaded.params
+
+
+def _open(source: Source, cfg: ModelConfig) -> tuple[Folder, ModelConfig]:
+    """The tensors, and the model as they have it: FP8 or not."""
+    if isinstance(source, Mapping):
+        folder = Folder(Path("arrays"), {name: hold(name, array) for name, array in source.items()})
+    elif is_orbax(source):
+        raise CheckpointError(f"{source} is an Orbax folder; weights are updated from safetensors files")
+    else:
+        folder = open_folder(source)
+        if (folder.path / "config.json").is_file():
+            own, _ = read_config(folder.path)
+            differing = [
+                f"{f.name} is {getattr(own, f.name)!r}, the loaded model's is {getattr(cfg, f.name)!r}"
+                for f in fields(cfg)
+                if f.name not in _FREE and getattr(own, f.name) != getattr(cfg, f.name)
+            ]
+            if differing:
+                raise CheckpointError(f"{folder.path} is of another model: {'; '.join(differing)}")
+    return folder, replace(cfg, fp8=any(t.dtype == "F8_E4M3" for t in folder.tensors.values()))
+
+
+# Of what a draft's config.json may say in its own way, a model's may not change the trunk.
+_FREE = FREE - {"num_hidden_layers", "first_k_dense_replace", "moe_layer_freq", "tie_word_embeddings"}
+
+
+def _own_copies(now: Params) -> frozenset[str]:
+    """Names of the embeddings and heads that NextN layers in memory have of their own."""
+    names = set()
+    for k, layer in enumerate(now.nextn):
+        embed, head = nextn_copies(len(now.layers), k)
+        names |= {name for name, table in ((embed, layer.embed), (head, layer.head)) if table is not None}
+    return frozenset(names)
+
+
+def _share(plan: Plan, own: frozenset[str]) -> None:
+    """Embeddings and heads of NextN layers must be shared with the trunk where they are in memory.
+
+    One that memory has and the update has not is the trunk's.
+    """
+    for name in own - plan.duplicates.keys():
+        plan.tensors[name] = plan.tensors[copied_from(plan.config, name)]
+    new = sorted(name for name in plan.duplicates.keys() - own if not is_copy(plan, name))
+    if new:
+        raise CheckpointError(
+            f"{shortlist(new)}: differs from the trunk's, which the loaded model shares; load the model anew"
+        )
+
+
+def _check_same(now: Params, new: Params) -> None:
+    """Raises CheckpointError unless new parameters can take the place of those in memory."""
+
+    def kinds(tree: Params) -> dict[str, tuple[Any, ...]]:
+        found = jax.tree_util.tree_flatten_with_path(tree)[0]
+        return {jax.tree_util.keystr(path): (leaf.shape, np.dtype(leaf.dtype)) for path, leaf in found}
+
+    before, after = kinds(now), kinds(new)
+    wrong = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
+    if wrong:
+        name = min(wrong)
+        raise CheckpointError(
+            f"{len(wrong)} parameters do not fit: {name} would be {after.get(name)}, in memory it is "
+            f"{before.get(name)}; give weights of the width that the model was loaded with"
+        )
