@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from mtp_jax import AsyncLLM, MtpJaxError
-from serve import chat, completions, info, messages, native, openapi, page, responses
+from serve import admin, chat, completions, info, messages, native, openapi, page, responses
 from serve.errors import ApiError, respond
 from serve.metrics import Metrics
 from serve.security import AccessControl
@@ -32,6 +32,7 @@ _GET: dict[str, _Handler] = {
     "/version": info.version,
     "/metrics": info.metrics,
     "/server_info": native.server_info,
+    "/get_weight_version": admin.weight_version,
     "/v1/models": info.models,
     "/v1/models/{name:path}": info.model,
     **dict.fromkeys(page.PATHS, page.page),
@@ -47,6 +48,10 @@ _POST: dict[str, _Handler] = {
     "/generate": native.generate,
     "/flush_cache": info.flush_cache,
     "/reset_prefix_cache": info.flush_cache,
+    "/update_weights_from_disk": admin.update_weights,
+    "/release_memory_occupation": admin.release_memory,
+    "/resume_memory_occupation": admin.resume_memory,
+    "/hidden_states": admin.hidden_states,
 }
 
 

@@ -71,6 +71,11 @@ class AssistantCall(ABC):
         return self._turn.finish_reason(self.completion) if self.completion else None
 
     @property
+    def weight_version(self) -> str | None:
+        """Of the weights that made the answer; None before the first output."""
+        return self._last.weight_version if self._last else None
+
+    @property
     def counts(self) -> dict[str, int]:
         """Tokens: of the ``prompt``, ``cached`` ones of it, of the ``output``, of the ``thought`` in it."""
         prompt = len(self._last.prompt_token_ids) if self._last else 0

@@ -96,7 +96,7 @@ class Call(ABC):
 
     def _answer(self, done: Sequence[RequestOutput]) -> Response:
         each = [(i * len(o.outputs) + c.index, o, c) for i, o in enumerate(done) for c in o.outputs]
-        choices = [self.choice(index, o, c, Shown()) for index, o, c in each]
+        choices = [self._choice(index, o, c, Shown()) for index, o, c in each]
         answer = self._object(self.kind, choices) | {"usage": self.usage(done)} | self._metrics(done)
         answer |= self.extras(done)
         return Response(to_json(answer), headers=warning(self.request), media_type="application/json")
@@ -127,10 +127,15 @@ class Call(ABC):
             index = prompt * len(output.outputs) + c.index
             shown = self._shown.setdefault(index, Shown())
             if self._is_news(c, shown):
-                chunk = self._object(self.chunk_kind, [self.choice(index, output, c, shown)])
+                chunk = self._object(self.chunk_kind, [self._choice(index, output, c, shown)])
                 shown.add(c)
                 chunks += event(chunk | counts)
         return chunks
+
+    def _choice(self, index: int, output: RequestOutput, c: CompletionOutput, shown: Shown) -> dict[str, Any]:
+        """A choice; its last part says which weights made it."""
+        made_by = {} if c.finish_reason is None else {"weight_version": output.weight_version}
+        return self.choice(index, output, c, shown) | made_by
 
     def _is_news(self, c: CompletionOutput, shown: Shown) -> bool:
         """Whether there is something to tell of a completion."""

@@ -223,7 +223,8 @@ class _Messages(AssistantCall):
     def end(self) -> Iterable[dict[str, Any]]:
         """How it ended."""
         delta = {"stop_reason": self._stop_reason(), "stop_sequence": None}
-        yield {"type": "message_delta", "delta": delta, "usage": self._usage()}
+        made_by = {"weight_version": self.weight_version}
+        yield {"type": "message_delta", "delta": delta, "usage": self._usage(), **made_by}
         yield {"type": "message_stop"}
 
     def error(self, error: ApiError) -> dict[str, Any]:
@@ -252,6 +253,7 @@ class _Messages(AssistantCall):
             "stop_reason": stop_reason,
             "stop_sequence": None,
             "usage": self._usage(),
+            "weight_version": self.weight_version,
         }
 
 

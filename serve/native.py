@@ -167,6 +167,7 @@ def _object(name: str, output: RequestOutput, c: CompletionOutput, scores: _Scor
         "prompt_tokens": len(output.prompt_token_ids),
         "completion_tokens": c.num_tokens,
         "cached_tokens": output.cached_tokens,
+        "weight_version": output.weight_version,
         **scores.of(output, c),
     }
     if s.drafted:
@@ -204,6 +205,8 @@ async def server_info(server: Server, request: Request) -> Response:
         "dtype": config.dtype,
         "kv_cache_dtype": config.kv_cache_dtype,
         "base_model": server.settings.base_model,
+        "weight_version": server.allm.llm.weight_version,
+        "released_memory": server.allm.llm.released,
         "state": server.allm.warm_up.state,
         "has_chat_template": tokenizer is not None and tokenizer.has_chat_template,
         "internal_states": [state],

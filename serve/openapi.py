@@ -8,6 +8,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from serve.admin import HiddenStatesBody, ReleaseBody, ResumeBody, UpdateBody
 from serve.fields import Body
 from serve.messages import CountBody, MessagesBody
 from serve.native import GenerateBody
@@ -24,6 +25,10 @@ BODIES: dict[str, tuple[type[Body], ...]] = {
     "/tokenize": (TokenizeBody, TokenizeChatBody),
     "/detokenize": (DetokenizeBody,),
     "/generate": (GenerateBody,),
+    "/update_weights_from_disk": (UpdateBody,),
+    "/release_memory_occupation": (ReleaseBody,),
+    "/resume_memory_occupation": (ResumeBody,),
+    "/hidden_states": (HiddenStatesBody,),
 }
 _TEMPLATE = "#/components/schemas/{model}"
 

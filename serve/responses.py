@@ -308,6 +308,7 @@ class _Responses(AssistantCall):
             "tool_choice": told["tool_choice"] or "auto",
             "tools": told["tools"] or [],
             "truncation": "disabled",
+            "weight_version": self.weight_version,
             "usage": None
             if status == "in_progress"
             else {

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.access_log import log_request, record_of
+from serve.admin import PATHS as ADMIN_PATHS
 from serve.errors import ApiError, as_api_error
 from serve.ids import new_id
 from serve.page import PATHS as PAGE_PATHS
@@ -29,6 +30,7 @@ class AccessControl:
         self._app, self._server, self._routes = app, server, routes
         self._settings = server.settings
         self._keys = [key.encode() for key in self._settings.api_keys]
+        self._admin = [key.encode() for key in (self._settings.admin_key,) if key is not None]
         self._hosts = self._settings.hosts
         self._connections = 0
 
@@ -90,12 +92,14 @@ class AccessControl:
                 f"{host[:100]!a}; a proxy must pass the Host on, or the server allow the origin "
                 "(--allowed-origin)",
             )
+        if path in ADMIN_PATHS:
+            if not self._admin:
+                return ApiError(403, "this route needs an admin key; start the server with --admin-key")
+            if not _knows(headers, self._admin):
+                return _no_key("the admin key")
         public = reads and path in PAGE_PATHS  # where the key is entered
-        if self._keys and not public and not self._knows(headers):
-            hint = {"WWW-Authenticate": "Bearer"}
-            return ApiError(
-                401, "a valid API key is needed: Authorization: Bearer KEY", None, "invalid_api_key", hint
-            )
+        if self._keys and not public and not _knows(headers, self._keys + self._admin):
+            return _no_key("a valid API key")
         if headers.get(b"content-encoding").lower() not in (b"", b"identity"):
             return ApiError(415, "compressed bodies are not accepted; send it as it is")
         length = headers.get(b"content-length")
@@ -109,14 +113,6 @@ class AccessControl:
         if method == "POST" and path in _GENERATING and (full := self._server.allm.admission.overloaded()):
             return as_api_error(full)  # before the body is read and parsed
         return None
-
-    def _knows(self, headers: "Headers") -> bool:
-        """In constant time for every key: no stopping at the first that fits."""
-        scheme, _, key = headers.get(b"authorization").partition(b" ")
-        if scheme.lower() != b"bearer":
-            key = headers.get(b"x-api-key")  # where Anthropic's clients send it
-        found = [hmac.compare_digest(key.strip(), own) for own in self._keys]
-        return any(found)
 
     def _limited(self, receive: Receive) -> Receive:
         """Counts the body as it comes: its length may be unknown, or a lie."""
@@ -136,6 +132,20 @@ class AccessControl:
         return ApiError(
             413, f"the body is too large; at most {self._settings.max_body_bytes} bytes are allowed"
         )
+
+
+def _knows(headers: "Headers", keys: Sequence[bytes]) -> bool:
+    """In constant time for every key: no stopping at the first that fits."""
+    scheme, _, key = headers.get(b"authorization").partition(b" ")
+    if scheme.lower() != b"bearer":
+        key = headers.get(b"x-api-key")  # where Anthropic's clients send it
+    found = [hmac.compare_digest(key.strip(), own) for own in keys]
+    return any(found)
+
+
+def _no_key(needed: str) -> ApiError:
+    hint = {"WWW-Authenticate": "Bearer"}
+    return ApiError(401, f"{needed} is needed: Authorization: Bearer KEY", None, "invalid_api_key", hint)
 
 
 class Headers:

@@ -39,6 +39,13 @@ class Settings:
         repeated=True,
         metavar="KEY",
     )
+    admin_key: str | None = option(
+        None,
+        "the key that opens the routes which change weights and memory, and all others",
+        kind=str,
+        unset="those routes stay closed",
+        metavar="KEY",
+    )
     insecure_no_auth: bool = option(False, "let other computers connect without a key")
     allowed_hosts: tuple[str, ...] = option(
         (),
@@ -106,8 +113,13 @@ class Settings:
         check(self, ConfigError)
         if not 0 < len(self.model_name) <= MAX_NAME:
             raise ConfigError(f"model_name = {self.model_name!r}; expected 1 to {MAX_NAME} characters")
-        if not all(key and key.isascii() and key.isprintable() and " " not in key for key in self.api_keys):
-            raise ConfigError("an API key is empty or has spaces or other than printable ASCII characters")
+        keys = (*self.api_keys, *([] if self.admin_key is None else [self.admin_key]))
+        if not all(key and key.isascii() and key.isprintable() and " " not in key for key in keys):
+            raise ConfigError("a key is empty or has spaces or other than printable ASCII characters")
+        if self.admin_key in self.api_keys:
+            raise ConfigError(
+                "the admin key is one of the API keys, whose holders must not have it; choose another"
+            )
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(

@@ -41,6 +41,8 @@ class Server:
             return "the engine has failed"
         if self.allm.draining:
             return "shutting down"
+        if released := self.allm.llm.released:
+            return f"the memory of {', '.join(released)} is released"
         if self.allm.step_age > self.settings.ready_seconds:
             return f"the engine has been in one step for {self.allm.step_age:.0f} s"
         return None

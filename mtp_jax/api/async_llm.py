@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
 
+import numpy as np
+
 from mtp_jax.api.admission import Admission, QueueLimits
 from mtp_jax.api.completions import Prompt, PromptState, check
 from mtp_jax.api.device_memory import Tag, WeightUpdate
@@ -243,6 +245,18 @@ class AsyncLLM:
         self._check_running()
         async with self._changing:
             await self.on_engine(partial(self.llm.resume_memory, tags))
+
+    async def hidden_states(
+        self, token_ids: Sequence[int], positions: Sequence[int] | None = None
+    ) -> tuple[str, np.ndarray]:
+        """(weight version, hidden states), as ``LLM.hidden_states``, beside the requests.
+
+        Raises RequestError, EngineStopped.
+        """
+        self._check_running()
+        async with self._changing:  # they are all of the same weights
+            states = await self.off_loop(partial(self.llm.hidden_states, token_ids, positions))
+            return self.llm.weight_version, states
 
     def _abort_all(self) -> None:
         for stream in list(self._streams.values()):

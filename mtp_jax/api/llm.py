@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
+import numpy as np
 
 from mtp_jax import checkpoint
 from mtp_jax.api import probe as probing
@@ -191,6 +192,9 @@ class LLM:
 
     def score(self, token_ids: Sequence[int]) -> Scores:
         """Teacher-forced logits and hidden states of a sequence. Raises RequestError for bad ids."""
+        return self._scorer.score(self._memory.params, self._scorable(token_ids))
+
+    def _scorable(self, token_ids: Sequence[int]) -> list[int]:
         self.check_memory()
         ids = list(token_ids)
         self.engine.make_request(ids[:1], SamplingParams())
@@ -202,7 +206,20 @@ class LLM:
                 f"score takes up to {limit} tokens from 0 to {vocab - 1}; got {len(ids)} "
                 f"tokens{'' if wrong is None else f', {wrong} among them'}"
             )
-        return self._scorer.score(self._memory.params, ids)
+        return ids
+
+    def hidden_states(self, token_ids: Sequence[int], positions: Sequence[int] | None = None) -> np.ndarray:
+        """The trunk's hidden states after its final norm, float32 [n, D], to train heads with.
+
+        positions: of which tokens, from 0 on, or from the end where negative; None: of all.
+        Raises RequestError for bad ids and positions.
+        """
+        ids = self._scorable(token_ids)
+        chosen = list(range(len(ids)) if positions is None else positions)
+        wrong = next((p for p in chosen if not -len(ids) <= p < len(ids)), None)
+        if wrong is not None:
+            raise RequestError(f"position {wrong} is outside of {len(ids)} tokens")
+        return self._scorer.hidden(self._memory.params, ids)[chosen]
 
     def draft(self, token_ids: Sequence[int], num_tokens: int) -> Draft:
         """The greedy drafts after a prompt and the trunk's own greedy next token. Raises RequestError."""

@@ -1,5 +1,6 @@
 """Teacher-forced scoring: every position's logits and hidden states, trunk and NextN, without a cache."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,27 +34,19 @@ class Scores:
 
 
 class Scorer:
-    """Scores sequences; one executable per power-of-two length."""
+    """Scores sequences; executables are compiled per power-of-two length."""
 
     def __init__(self, cfg: ModelConfig, on: Backend) -> None:
         self._cfg = cfg
         self._on, mesh = on, on.mesh
         # A sharded batch must divide over the data axis; a copy of the row per shard does.
         self._rows = 1 if mesh is None else mesh.shape["data"]
-        self._compiled: dict[int, Any] = {}
+        self._compiled: dict[tuple[str, int], Any] = {}
 
     def score(self, params: Params, token_ids: list[int]) -> Scores:
         """Score one sequence of at least one token. params: each time of the same shapes."""
-        length, padded = len(token_ids), _SMALLEST
-        while padded < length:
-            padded *= 2
-        tokens = np.zeros((self._rows, padded), np.int32)
-        tokens[:, :length] = token_ids
-        if padded not in self._compiled:
-            abstract = jax.ShapeDtypeStruct(tokens.shape, jnp.int32)
-            self._compiled[padded] = jax.jit(self._run).lower(params, abstract).compile()
-        out = jax.tree.map(lambda a: np.asarray(a[0], np.float32), self._compiled[padded](params, tokens))
-        hidden, logits, mtp_hidden, mtp_logits = out
+        length = len(token_ids)
+        hidden, logits, mtp_hidden, mtp_logits = self._call(self._run, params, token_ids)
         # Causal: what stands in the padding cannot be seen from the rows that are kept.
         shorter = [max(length - 1 - k, 0) for k in range(len(mtp_hidden))]
         return Scores(
@@ -63,8 +56,28 @@ class Scorer:
             tuple(x[:n] for x, n in zip(mtp_hidden, shorter, strict=True)),
         )
 
+    def hidden(self, params: Params, token_ids: list[int]) -> np.ndarray:
+        """Only the trunk's hidden states, [T, D]."""
+        return self._call(self._run_trunk, params, token_ids)[: len(token_ids)]
+
+    def _call(self, run: Callable[[Params, jax.Array], Any], params: Params, token_ids: list[int]) -> Any:
+        """What a function gives for a sequence that is padded to a power of two."""
+        length, padded = len(token_ids), _SMALLEST
+        while padded < length:
+            padded *= 2
+        tokens = np.zeros((self._rows, padded), np.int32)
+        tokens[:, :length] = token_ids
+        key = run.__name__, padded
+        if key not in self._compiled:
+            abstract = jax.ShapeDtypeStruct(tokens.shape, jnp.int32)
+            self._compiled[key] = jax.jit(run).lower(params, abstract).compile()
+        return jax.tree.map(lambda a: np.asarray(a[0], np.float32), self._compiled[key](params, tokens))
+
+    def _run_trunk(self, params: Params, tokens: jax.Array) -> jax.Array:
+        return trunk.forward(params, self._cfg, tokens, self._on)
+
     def _run(self, params: Params, tokens: jax.Array) -> Any:
-        hidden = trunk.forward(params, self._cfg, tokens, self._on)
+        hidden = self._run_trunk(params, tokens)
         z, states, logits = hidden, [], []
         for k in range(self._cfg.num_nextn_predict_layers):
             following = jnp.roll(tokens, -1 - k, axis=1)

@@ -76,7 +76,8 @@ def own_server(model: str, options: Sequence[str]) -> Iterator[OwnServer]:
     command += ["--port", str(port), "--served-model-name", MODEL_NAME, *options]
     with tempfile.TemporaryFile() as log:
         env = os.environ | {"JAX_LOG_COMPILES": "1"}
-        env.pop("MTP_JAX_API_KEY", None)  # it listens on loopback and needs no key
+        for key in ("MTP_JAX_API_KEY", "MTP_JAX_ADMIN_KEY"):
+            env.pop(key, None)  # it listens on loopback and needs none
         process = subprocess.Popen(command, stderr=log, stdout=subprocess.DEVNULL, env=env)
         try:
             yield OwnServer(process, host, port, log)

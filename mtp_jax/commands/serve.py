@@ -27,10 +27,18 @@ from serve.settings import Settings
 if TYPE_CHECKING:
     from mtp_jax.api.async_llm import AsyncLLM
 
-_KEY_VARIABLE = "MTP_JAX_API_KEY"
+_KEY_VARIABLE, _ADMIN_KEY_VARIABLE = "MTP_JAX_API_KEY", "MTP_JAX_ADMIN_KEY"
 _SLOTS = 8
 _SUBJECTS = {
-    "access": ("host", "port", "api_keys", "insecure_no_auth", "allowed_hosts", "allowed_origins"),
+    "access": (
+        "host",
+        "port",
+        "api_keys",
+        "admin_key",
+        "insecure_no_auth",
+        "allowed_hosts",
+        "allowed_origins",
+    ),
     "limits": ("max_body_bytes", "max_connections", "request_seconds", "drain_seconds", "step_seconds"),
 }
 _DESCRIPTION = f"""\
@@ -57,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     directory = model_dir(args)
     found: dict[str, Any] = {"model_name": directory.resolve().name, **given(args, Settings)}
     keys = (*found.pop("api_keys", ()), *filter(None, [os.environ.get(_KEY_VARIABLE)]))
+    found.setdefault("admin_key", os.environ.get(_ADMIN_KEY_VARIABLE))
     # The demo model completes code.
     settings = Settings(**found, api_keys=keys, base_model=args.model is None)
     limits = QueueLimits(**given(args, QueueLimits))

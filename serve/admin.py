@@ -1,0 +1,134 @@
+"""The routes that an admin key opens: weights and memory, in SGLang's shapes, and hidden states."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mtp_jax import CheckpointError, ConfigError
+from serve.bodies import read, warning
+from serve.errors import ApiError
+from serve.fields import Body, Name, Text, TokenIds
+from serve.state import Server
+
+Tag = Annotated[
+    Literal["weights", "draft", "cache"],
+    BeforeValidator(lambda tag: "cache" if tag == "kv_cache" else tag),  # SGLang's name
+]
+
+
+class UpdateBody(Body):
+    """/update_weights_from_disk. Fields are those of ``AsyncLLM.update_weights``."""
+
+    model: Name | None = None
+    model_path: Text
+    draft_model_path: Text | None = None
+    keep_draft: bool | None = None
+    weight_version: Name | None = None
+    probe: Annotated[list[Text | TokenIds], Field(max_length=64)] | None = None
+    abort_all_requests: bool | None = None
+    # The one way in which weights are read, and what an update always does.
+    load_format: Literal["auto", "safetensors"] | None = None
+    flush_cache: Literal[True] | None = None
+
+
+class ReleaseBody(Body):
+    """/release_memory_occupation. Fields are those of ``AsyncLLM.release_memory``."""
+
+    model: Name | None = None
+    tags: list[Tag] | None = None
+    backup: bool | None = None
+    abort_all_requests: bool | None = None
+
+
+class ResumeBody(Body):
+    """/resume_memory_occupation."""
+
+    model: Name | None = None
+    tags: list[Tag] | None = None
+
+
+class HiddenStatesBody(Body):
+    """/hidden_states. positions: of tokens, from 0 on, or from the end where negative; none: all."""
+
+    model: Name | None = None
+    input_ids: TokenIds
+    positions: Annotated[list[int], Field(fail_fast=True, min_length=1, max_length=2**20)] | None = None
+
+
+PATHS = (
+    "/update_weights_from_disk",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
+    "/hidden_states",
+)
+
+
+async def update_weights(server: Server, request: Request) -> Response:
+    """The route: all of the weights or none."""
+    body = await read(server.settings, request, UpdateBody)
+    try:
+        found = await server.allm.update_weights(
+            body.model_path,
+            body.draft_model_path,
+            keep_draft=body.keep_draft is True,
+            weight_version=body.weight_version,
+            probe=body.probe,
+            abort=body.abort_all_requests is True,
+        )
+    except (CheckpointError, ConfigError) as error:
+        raise ApiError(400, str(error), "model_path") from error
+    answer = {
+        "success": True,
+        "message": f"the weights are those of {body.model_path}",
+        "weight_version": found.weight_version,
+        "acceptance_length": {"before": found.acceptance_before, "after": found.acceptance_after},
+    }
+    return _json(request, answer)
+
+
+async def release_memory(server: Server, request: Request) -> Response:
+    """The route: once every request has ended."""
+    body = await read(server.settings, request, ReleaseBody)
+    with _tags_refused():
+        await server.allm.release_memory(
+            body.tags, backup=body.backup is not False, abort=body.abort_all_requests is True
+        )
+    return _json(request, {"success": True, "released": server.allm.llm.released})
+
+
+async def resume_memory(server: Server, request: Request) -> Response:
+    """The route."""
+    body = await read(server.settings, request, ResumeBody)
+    with _tags_refused():
+        await server.allm.resume_memory(body.tags)
+    return _json(request, {"success": True, "released": server.allm.llm.released})
+
+
+async def hidden_states(server: Server, request: Request) -> Response:
+    """The route: rows of the last hidden states, after the final norm, and what made them."""
+    body = await read(server.settings, request, HiddenStatesBody)
+    version, states = await server.allm.hidden_states(body.input_ids, body.positions)
+    return _json(request, {"hidden_states": states.tolist(), "weight_version": version})
+
+
+async def weight_version(server: Server, request: Request) -> Response:
+    """The route: the name of the weights. It needs no admin key."""
+    return _json(request, {"weight_version": server.allm.llm.weight_version})
+
+
+@contextmanager
+def _tags_refused() -> Iterator[None]:
+    """A tag that this model does not have is the client's error."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ApiError(400, str(error), "tags") from error
+
+
+def _json(request: Request, answer: dict[str, Any]) -> Response:
+    return Response(to_json(answer), headers=warning(request), media_type="application/json")

@@ -1,0 +1,233 @@
+"""Weights that change, and memory that is given back, in Python: no answer is of two models."""
+
+import asyncio
+import itertools
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from mtp_jax import LLM, AsyncLLM, CheckpointError, ConfigError, EngineStopped, RequestError, SamplingParams
+from mtp_jax.api.local import local_runner
+from mtp_jax.checkpoint.safetensors_file import open_file
+from tests.checkpoint.files import edit_tensors
+from tests.golden import expected, model_dir
+from tests.models import slowed
+
+RIGGED = model_dir("rigged")
+SIZES = {"max_num_seqs": 2, "max_model_len": 96, "page_size": 16, "prefill_chunk": 16, "compile_cache": None}
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPT = expected("rigged")["input_ids"].tolist()[:20]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(RIGGED, **SIZES)
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(llm: LLM):
+    """Every test begins with the weights of RIGGED and a cache."""
+    yield
+    llm.engine.scheduler.held = False
+    llm.update_weights(RIGGED)
+    llm.resume_memory()
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with other weights: every logit has the other sign."""
+
+    def negate(tensors) -> None:
+        norm = tensors["model.norm.weight"]
+        values = -np.frombuffer(norm.data, np.float32)
+        tensors["model.norm.weight"] = type(norm)(norm.dtype, norm.shape, values.tobytes())
+
+    return edit_tensors(RIGGED, tmp_path_factory.mktemp("other") / "model", negate)
+
+
+@pytest.fixture(scope="module")
+def answers(other: Path) -> dict[str, list[int]]:
+    """Greedy tokens of either model, from engines that never saw the other."""
+    found = {name: tokens(LLM(path, **SIZES)) for name, path in (("rigged", RIGGED), ("other", other))}
+    assert found["rigged"] != found["other"]
+    return found
+
+
+def tokens(llm: LLM) -> list[int]:
+    return llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids
+
+
+def test_an_update_makes_it_the_other_model(llm, other, answers):
+    assert tokens(llm) == answers["rigged"]
+    found = llm.update_weights(other, weight_version="other", probe=[PROMPT])
+    assert (found.weight_version, llm.weight_version) == ("other", "other")
+    assert found.acceptance_before is not None
+    assert found.acceptance_after is not None
+    assert found.acceptance_before > 1.5
+    (output,) = llm.generate(PROMPT, GREEDY)
+    assert (output.weight_version, output.outputs[0].token_ids) == ("other", answers["other"])
+    arrays = {n: t.array() for n, t in open_file(next(RIGGED.glob("*.safetensors"))).items()}
+    found = llm.update_weights(arrays)
+    assert found.acceptance_before is None  # no tokenizer, and no prompt to probe with
+    assert found.weight_version.isdigit()
+    (output,) = llm.generate(PROMPT, GREEDY)
+    assert output.weight_version == found.weight_version
+    assert output.outputs[0].token_ids == answers["rigged"]
+    assert output.speculation.acceptance_length > 1.5
+
+
+def test_drafts_that_no_longer_fit_show_in_the_probe(llm, tmp_path, answers):
+    name = next(n for n in _names() if n.endswith("eh_proj.weight"))
+    broken = edit_tensors(RIGGED, tmp_path / "broken", lambda t: t.update({name: t[name].filled(0)}))
+    found = llm.update_weights(broken, probe=[PROMPT])
+    assert found.acceptance_before is not None
+    assert found.acceptance_after is not None
+    assert found.acceptance_after < found.acceptance_before
+    assert tokens(llm) == answers["rigged"]  # the trunk verifies
+
+
+def test_numbers_that_are_not_finite_show_in_the_probe(llm, tmp_path, answers):
+    norm = "model.norm.weight"
+    broken = edit_tensors(RIGGED, tmp_path / "nan", lambda t: t.update({norm: t[norm].filled(255)}))
+    assert llm.update_weights(broken, probe=[PROMPT]).acceptance_after == 0.0
+    llm.update_weights(RIGGED)
+    assert tokens(llm) == answers["rigged"]
+
+
+def test_a_refused_update_changes_nothing(llm, tmp_path, other, answers):
+    version = llm.weight_version
+    damaged = tmp_path / "damaged"
+    edit_tensors(other, damaged, lambda t: t.pop("model.norm.weight"))
+    with pytest.raises(CheckpointError, match=r"missing \(1\): model\.norm\.weight"):
+        llm.update_weights(damaged)
+    with pytest.raises(RequestError, match="token"):
+        llm.update_weights(other, probe=[[10**6]])
+    stream = llm.stream(PROMPT, GREEDY)
+    next(stream)
+    with pytest.raises(RequestError, match="streams are open"):
+        llm.update_weights(other)
+    stream.close()
+    assert (llm.weight_version, tokens(llm)) == (version, answers["rigged"])
+
+
+def test_memory_is_released_and_resumed(llm, answers):
+    runner = local_runner(llm.engine)
+    llm.release_memory(["cache", "draft"])
+    assert llm.released == ("draft", "cache")
+    held = jax.tree.leaves((runner.params.nextn, runner.state))
+    assert not any(isinstance(leaf, jax.Array) for leaf in held)
+    for call in (lambda: tokens(llm), lambda: llm.score(PROMPT), lambda: llm.draft(PROMPT, 1)):
+        with pytest.raises(EngineStopped, match="memory of draft, cache is released"):
+            call()
+    llm.resume_memory(["draft"])
+    assert llm.released == ("cache",)
+    llm.resume_memory()
+    llm.resume_memory()  # nothing is left to do
+    assert tokens(llm) == answers["rigged"]
+    assert llm.generate(PROMPT, GREEDY)[0].speculation.acceptance_length > 1.5
+
+
+def test_without_a_backup_an_update_brings_weights_back(llm, answers):
+    llm.release_memory(backup=False)
+    with pytest.raises(RequestError, match="weights, draft: released without a backup"):
+        llm.resume_memory()
+    assert llm.update_weights(RIGGED, probe=[PROMPT]).acceptance_after is None  # there is no cache yet
+    assert llm.released == ("cache",)
+    llm.resume_memory(["cache"])
+    assert tokens(llm) == answers["rigged"]
+
+
+@pytest.mark.parametrize("tags", [["all"], [], "cache"])
+def test_unknown_tags_are_refused(llm, tags):
+    with pytest.raises(ConfigError, match="expected a list of 'weights', 'draft', 'cache'"):
+        llm.release_memory(tags)
+    assert llm.released == ()
+
+
+def test_hidden_states_of_chosen_positions(llm):
+    everything = llm.score(PROMPT).hidden
+    np.testing.assert_allclose(llm.hidden_states(PROMPT), everything, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(llm.hidden_states(PROMPT, [3, -1]), llm.hidden_states(PROMPT)[[3, -1]])
+    with pytest.raises(RequestError, match=f"position 99 is outside of {len(PROMPT)} tokens"):
+        llm.hidden_states(PROMPT, [99])
+
+
+@pytest.mark.parametrize("updates", [6, pytest.param(100, marks=pytest.mark.slow)])
+def test_no_answer_is_of_two_models(llm, other, answers, tmp_path, updates):
+    """Under load, with prompts of several completions; one update of a damaged file changes nothing."""
+    damaged = edit_tensors(other, tmp_path / "damaged", lambda t: t.pop("model.norm.weight"))
+    clean = llm.weight_version
+    versions = {clean: "rigged"}
+
+    async def run() -> None:
+        async with AsyncLLM(llm) as allm:
+            stop, outputs = asyncio.Event(), []
+
+            async def client() -> None:
+                while not stop.is_set():
+                    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, n=3)
+                    outputs.append([o async for o in allm.generate(PROMPT, params)][-1])
+
+            clients = [asyncio.create_task(client()) for _ in range(4)]
+            for i, name in zip(range(updates), itertools.cycle(("other", "rigged")), strict=False):
+                if i == updates // 2:
+                    with pytest.raises(CheckpointError):
+                        await allm.update_weights(damaged)
+                path = other if name == "other" else RIGGED
+                found = await allm.update_weights(path, weight_version=f"v{i}", probe=[PROMPT])
+                versions[found.weight_version] = name
+                assert found.acceptance_after is not None
+            stop.set()
+            await asyncio.gather(*clients)
+            seen = set()
+            for output in outputs:
+                assert output.weight_version is not None
+                seen.add(versions[output.weight_version])
+                right = answers[versions[output.weight_version]]
+                assert [c.token_ids for c in output.outputs] == [right] * 3
+            assert seen == {"rigged", "other"}
+
+    asyncio.run(run())
+
+
+def test_a_release_waits_for_what_runs_and_refuses_what_comes(llm, answers):
+    async def run() -> None:
+        async with AsyncLLM(llm) as allm:
+            with slowed(llm.engine, 0.02):
+                stream = await allm.submit(PROMPT, GREEDY)
+                release = asyncio.create_task(allm.release_memory(["cache"]))
+                while not allm._falling_asleep:
+                    await asyncio.sleep(0)
+                with pytest.raises(EngineStopped, match="about to be released"):
+                    await allm.submit(PROMPT, GREEDY)
+                assert [o async for o in stream][-1].outputs[0].token_ids == answers["rigged"]
+                await release
+            with pytest.raises(EngineStopped, match="memory of cache is released"):
+                await allm.submit(PROMPT, GREEDY)
+            await allm.resume_memory()
+            version, states = await allm.hidden_states(PROMPT, [-1])
+            assert (version, states.shape[0]) == (llm.weight_version, 1)
+            stream = await allm.submit(PROMPT, GREEDY)
+            assert [o async for o in stream][-1].outputs[0].token_ids == answers["rigged"]
+
+    asyncio.run(run())
+
+
+def test_an_update_that_waits_ends_with_the_engine(llm, other):
+    async def run() -> None:
+        with slowed(llm.engine, 0.02):
+            async with AsyncLLM(llm) as allm:
+                await allm.submit(PROMPT, GREEDY)
+                update = asyncio.create_task(allm.update_weights(other))
+                while not llm.engine.scheduler.held:
+                    await asyncio.sleep(0.001)
+        with pytest.raises(EngineStopped, match="closed"):
+            await update
+
+    asyncio.run(run())
+
+
+def _names() -> list[str]:
+    return [name for file in RIGGED.glob("*.safetensors") for name in open_file(file)]
