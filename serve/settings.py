@@ -115,7 +115,9 @@ class Settings:
             raise ConfigError(f"model_name = {self.model_name!r}; expected 1 to {MAX_NAME} characters")
         keys = (*self.api_keys, *([] if self.admin_key is None else [self.admin_key]))
         if not all(key and key.isascii() and key.isprintable() and " " not in key for key in keys):
-            raise ConfigError("a key is empty or has spaces or other than printable ASCII characters")
+            raise ConfigError(
+                "an API key or the admin key is empty or has spaces or other than printable ASCII characters"
+            )
         if self.admin_key in self.api_keys:
             raise ConfigError(
                 "the admin key is one of the API keys, whose holders must not have it; choose another"

@@ -267,3 +267,27 @@ def test_pages_and_slots_always_come_back(data):
         s.finish(r, "abort")
     assert not s.busy
     assert all(pool.available == 8 for pool in s.pools)
+
+
+def test_while_held_only_what_has_begun_goes_on():
+    s = scheduler(max_num_seqs=2)
+    a, b, c = request(), request(), request()
+    for r in (b, c):
+        r.siblings = [b, c]
+    assert submit(s, a, b, c) == [a, b]
+    a.admitted_at = b.admitted_at = 1.0
+    s.held = True
+    fresh, probe = request(priority=-1), request()
+    probe.holdable = False
+    assert submit(s, fresh, probe) == []  # no slot is free
+    s.finish(a, "stop")
+    assert s.admit() == [c]  # of the same prompt as one that has begun
+    s.finish(b, "stop")
+    assert s.admit() == [probe]
+    for r in (c, probe):
+        s.finish(r, "stop")
+    assert not s.busy
+    assert s.live() == [fresh]
+    s.held = False
+    assert s.busy
+    assert s.admit() == [fresh]

@@ -1,4 +1,5 @@
-"""The examples of docs/serving.md are run as they stand, against the test's own server and model."""
+"""The examples of docs/serving.md and docs/rollouts.md are run as they stand, against the test's own server and
+model."""
 
 import json
 import re
@@ -11,7 +12,8 @@ import pytest
 from mtp_jax import LLM
 from tests.serve.conftest import Running
 
-TEXT = (Path(__file__).parent.parent.parent / "docs" / "serving.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parent.parent.parent / "docs"
+TEXT = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("serving.md", "rollouts.md"))
 SHELL, PYTHON = (re.findall(rf"^```{kind}\n(.*?)^```", TEXT, re.M | re.S) for kind in ("sh", "python"))
 
 
@@ -37,9 +39,10 @@ def test_shell_examples(server: Running, example):
 
 
 @pytest.mark.parametrize("example", PYTHON)
-def test_python_examples(server: Running, fresh: LLM, monkeypatch, capsys, example):
-    monkeypatch.setattr("mtp_jax.LLM", lambda **sizes: fresh, raising=False)
-    exec(compile(here(example, server), "serving.md", "exec"), {"__name__": "example"})
+def test_python_examples(server: Running, model: Path, fresh: LLM, monkeypatch, capsys, example):
+    monkeypatch.setattr("mtp_jax.LLM", lambda *model, **sizes: fresh, raising=False)
+    example = here(example, server).replace('"checkpoints/step-1"', repr(str(model)))
+    exec(compile(example, "docs", "exec"), {"__name__": "example"})
     assert capsys.readouterr().out.strip()
 
 
