@@ -1,5 +1,4 @@
-"""The examples of docs/serving.md and docs/rollouts.md are run as they stand, against the test's own server and
-model."""
+"""The examples of docs/serving.md and docs/rollouts.md are run as they stand, against the tests' own server."""
 
 import json
 import re
