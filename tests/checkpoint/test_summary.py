@@ -47,7 +47,7 @@ def test_deepseek_v3():
 def test_deepseek_v3_on_disk():
     """The release: 91,991 tensors of 688,574,839,360 bytes, fp8 where the reader expects it."""
     shapes = {str(n): s.tensor_shape for s in jax.tree.leaves(param_specs(V3)) for n in spec_names(s).flat}
-    shapes |= dict.fromkeys(nextn_copies(V3, 0), (V3.vocab_size, V3.hidden_size))
+    shapes |= dict.fromkeys(nextn_copies(V3.num_hidden_layers, 0), (V3.vocab_size, V3.hidden_size))
     tensors, nbytes = 0, 0
     for name, shape in shapes.items():
         fp8, width = may_be_fp8(name), 4 if name.endswith("e_score_correction_bias") else 2

@@ -1,4 +1,4 @@
-"""The examples of docs/serving.md and docs/rollouts.md are run as they stand against a server of the tests."""
+"""The examples of docs/serving.md and docs/rollouts.md, run as they stand against the server of the tests."""
 
 import json
 import re
