@@ -11,6 +11,7 @@ from mtp_jax import (
     CallArguments,
     CallBegin,
     CompletionOutput,
+    LazyPrompt,
     OutputText,
     RequestOutput,
     SamplingParams,
@@ -87,7 +88,8 @@ async def ask(server: Server, body: ChatBody) -> Asked:
     top = (body.top_logprobs or 0) if body.logprobs else None
     params = body.params(most, body.stream, top, body.prompt_logprobs)
     prompt = ChatPrompt(server, body)
-    streams = await submit(server, body, [prompt], _with_tools(server, params, use))
+    lazy = LazyPrompt(prompt, body.characters)
+    streams = await submit(server, body, [lazy], _with_tools(server, params, use))
     return Asked(streams, use, prompt.thinking)
 
 

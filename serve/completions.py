@@ -29,14 +29,14 @@ async def completions(server: Server, request: Request) -> Response:
     return await _Completions(server, request, body, streams).respond()
 
 
-def _prompt(server: Server, body: CompletionBody, prompt: str | list[int]) -> LazyPrompt:
+def _prompt(server: Server, body: CompletionBody, prompt: str | list[int]) -> str | list[int] | LazyPrompt:
     """As the engine takes it. Raises RequestError."""
     if body.truncate_prompt_tokens is None:
         return prompt
     if isinstance(prompt, list):
         return body.cut(prompt)
     tokenizer = server.tokenizer
-    return lambda: body.cut(tokenizer.encode(prompt))
+    return LazyPrompt(lambda: body.cut(tokenizer.encode(prompt)), len(prompt))
 
 
 class _Completions(Call):

@@ -22,7 +22,10 @@ _NOT_AGAIN = {"x-should-retry": "false"}
 
 
 async def submit(
-    server: Server, body: Sampling, prompts: Sequence[LazyPrompt], params: SamplingParams
+    server: Server,
+    body: Sampling,
+    prompts: Sequence[str | Sequence[int] | LazyPrompt],
+    params: SamplingParams,
 ) -> list[Stream]:
     """Queue every prompt, or none. Raises RequestError, Overloaded, EngineStopped."""
     limits = [t for t in (body.timeout, server.settings.request_seconds) if t is not None]

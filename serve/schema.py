@@ -300,6 +300,12 @@ class Conversation(Body):
                 raise ValueError("continue_final_message: the last message must be the assistant's")
         return self
 
+    @property
+    def characters(self) -> int:
+        """How long the rendered conversation will be, about: what a template renders is this as JSON."""
+        told = self.model_dump_json(include={"messages", "tools"}, exclude_none=True)
+        return len(told)
+
     def template_options(self) -> dict[str, Any]:
         """Variables for the chat template: an effort switches thinking, too, where nothing else does."""
         effort, told = self.reasoning_effort, self.chat_template_kwargs

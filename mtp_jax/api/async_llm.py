@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
@@ -38,8 +39,18 @@ _THREADS = 2
 _GRAMMAR_THREADS = 8
 _T = TypeVar("_T")
 
-LazyPrompt = Prompt | Callable[[], Prompt]
-"""A prompt, or what makes it: called on a worker thread once there is a reservation in the queue."""
+
+@dataclass(frozen=True)
+class LazyPrompt:
+    """A prompt that is made on a worker thread, once there is a reservation in the queue.
+
+    Attributes:
+        make: makes it.
+        characters: how long its text will be, about: the queue counts them until the tokens are known.
+    """
+
+    make: Callable[[], Prompt]
+    characters: int
 
 
 class RequestOptions(TypedDict, total=False):
@@ -266,7 +277,7 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompt: LazyPrompt,
+        prompt: Prompt | LazyPrompt,
         sampling_params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -282,14 +293,14 @@ class AsyncLLM:
 
     async def submit(
         self,
-        prompt: LazyPrompt,
+        prompt: Prompt | LazyPrompt,
         sampling_params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> Stream:
         """Queue one prompt.
 
         Args:
-            prompt: a string, token ids, or a function that makes one of them, called on a worker thread.
+            prompt: a string, token ids, or what makes one of them on a worker thread.
             sampling_params: how to choose tokens.
             options: of ``RequestOptions``.
 
@@ -302,14 +313,15 @@ class AsyncLLM:
         self._check_awake()
         arrived = time.perf_counter()
         params = SamplingParams() if sampling_params is None else sampling_params
-        check("" if callable(prompt) else prompt, params)
+        lazy = isinstance(prompt, LazyPrompt)
+        check("" if lazy else prompt, params)
         request_id = self._name(options.pop("request_id", None))
-        reservation = self.admission.take(params.n, _estimate(prompt))
+        reservation = self.admission.take(params.n, params.n * _estimate(prompt))
         self._submitting[request_id] = False
         self._idle_for_threads.clear()
         try:
             make = partial(self._state, prompt, params, {**options, "arrived": arrived})
-            if params.structured is not None or callable(prompt) or len(prompt) * params.n > _SHORT_PROMPT:
+            if params.structured is not None or lazy or len(prompt) * params.n > _SHORT_PROMPT:
                 pool = self._tokenising if params.structured is None else self._compiling
                 state = await asyncio.get_running_loop().run_in_executor(pool, make)
             else:
@@ -368,8 +380,10 @@ class AsyncLLM:
         """Run what takes long, and is no request to the engine, on a thread beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._beside, function)
 
-    def _state(self, prompt: LazyPrompt, params: SamplingParams, options: dict[str, Any]) -> PromptState:
-        made = prompt() if callable(prompt) else prompt
+    def _state(
+        self, prompt: Prompt | LazyPrompt, params: SamplingParams, options: dict[str, Any]
+    ) -> PromptState:
+        made = prompt.make() if isinstance(prompt, LazyPrompt) else prompt
         return PromptState(self.llm.engine, self.llm.tokenizer, made, params, **options)
 
     def _check_running(self, even_draining: bool = False) -> None:
@@ -441,8 +455,9 @@ class AsyncLLM:
         self._loop.call_soon_threadsafe(function, *args)
 
 
-def _estimate(prompt: LazyPrompt) -> int:
+def _estimate(prompt: Prompt | LazyPrompt) -> int:
     """Tokens of a prompt, before they are known."""
-    if callable(prompt):
-        return 1
-    return len(prompt) // _CHARACTERS_PER_TOKEN + 1 if isinstance(prompt, str) else len(prompt)
+    if not isinstance(prompt, str | LazyPrompt):
+        return len(prompt)
+    characters = prompt.characters if isinstance(prompt, LazyPrompt) else len(prompt)
+    return characters // _CHARACTERS_PER_TOKEN + 1

@@ -12,6 +12,7 @@ from mtp_jax import (
     LLM,
     AsyncLLM,
     EngineStopped,
+    LazyPrompt,
     RequestError,
     RequestOutput,
     SamplingParams,
@@ -206,10 +207,10 @@ def test_time_runs_from_arrival_whatever_makes_the_prompt_takes(llm):
 
     async def run() -> None:
         async with serving(llm) as allm:
-            output = await last(allm.generate(slow, GREEDY))
+            output = await last(allm.generate(LazyPrompt(slow, 8), GREEDY))
             assert output.timing.first_token is not None
             assert output.timing.first_token > 0.3
-            late = await last(allm.generate(slow, GREEDY, timeout=0.2))
+            late = await last(allm.generate(LazyPrompt(slow, 8), GREEDY, timeout=0.2))
             assert (late.outputs[0].finish_reason, late.outputs[0].token_ids) == ("timeout", [])
 
     asyncio.run(run())
@@ -222,7 +223,7 @@ def test_prompts_do_not_wait_for_work_that_goes_nowhere_near_the_engine(llm):
             beside = [asyncio.create_task(allm.off_loop(go.wait)) for _ in range(8)]
             try:
                 async with asyncio.timeout(60):
-                    output = await last(allm.generate(lambda: PROMPTS[0], GREEDY))
+                    output = await last(allm.generate(LazyPrompt(lambda: PROMPTS[0], 8), GREEDY))
                 assert len(output.outputs[0].token_ids) == 24
             finally:
                 go.set()
@@ -404,7 +405,8 @@ def test_texts_and_origins_of_tokens(llm):
 def test_a_name_that_is_taken_while_a_prompt_is_made(llm):
     async def run() -> None:
         async with serving(llm) as allm:
-            both = (allm.submit(lambda: PROMPTS[0], GREEDY, request_id="same") for _ in range(2))
+            prompt = LazyPrompt(lambda: PROMPTS[0], 8)
+            both = (allm.submit(prompt, GREEDY, request_id="same") for _ in range(2))
             first, second = await asyncio.gather(*both, return_exceptions=True)
             assert isinstance(first, Stream) != isinstance(second, Stream)
             refused, stream = (first, second) if isinstance(second, Stream) else (second, first)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mtp_jax import LLM, Overloaded, RequestError, SamplingParams, Stream
+from mtp_jax import LLM, LazyPrompt, Overloaded, RequestError, SamplingParams, Stream
 from tests.api.test_async_llm import GREEDY, PROMPTS, RIGGED, last, serving
 
 
@@ -24,7 +24,7 @@ def test_a_full_queue_refuses_before_it_tokenises(llm):
                 made.append(threading.current_thread().name)
                 return PROMPTS[0]
 
-            tries = [allm.submit(prompt, GREEDY) for _ in range(50)]
+            tries = [allm.submit(LazyPrompt(prompt, 8), GREEDY) for _ in range(50)]
             got = await asyncio.gather(*tries, return_exceptions=True)
             refused = [g for g in got if isinstance(g, Overloaded)]
             assert len(made) == 50 - len(refused) == 3
@@ -71,12 +71,37 @@ def test_prompt_tokens_are_bounded_too(llm):
     asyncio.run(run())
 
 
+def test_prompts_that_are_still_to_be_made_count_as_long_as_they_will_be(llm):
+    async def run() -> None:
+        async with serving(llm, max_queued_tokens=64) as allm:
+            go, made = threading.Event(), []
+
+            def prompt() -> list[int]:
+                made.append(1)
+                go.wait(60)
+                return PROMPTS[0]
+
+            lazy = LazyPrompt(prompt, 30 * 4)
+            first = asyncio.create_task(allm.submit(lazy, GREEDY))
+            await asyncio.sleep(0)
+            assert allm.admission.tokens == 31
+            with pytest.raises(Overloaded, match="31 prompt tokens wait and 62 more came; at most 64 may"):
+                await allm.submit(lazy, replace(GREEDY, n=2))
+            go.set()
+            stream = await first
+            assert made == [1]
+            assert (await last(stream)).finished
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "options"),
     [
         ({"prompt": "a"}, GREEDY, {}),
         (None, GREEDY, {}),
-        (lambda: None, GREEDY, {}),
+        (lambda: PROMPTS[0], GREEDY, {}),
+        (LazyPrompt(lambda: [], 0), GREEDY, {}),
         (PROMPTS[0], {"temperature": 0}, {}),
         (PROMPTS[0], GREEDY, {"timeout": "1"}),
         (PROMPTS[0], GREEDY, {"timeout": 10**400}),
@@ -105,7 +130,7 @@ def test_a_request_can_be_aborted_while_it_is_submitted(llm):
                 go.wait(60)
                 return PROMPTS[0]
 
-            submitting = asyncio.create_task(allm.submit(prompt, GREEDY, request_id="mine"))
+            submitting = asyncio.create_task(allm.submit(LazyPrompt(prompt, 8), GREEDY, request_id="mine"))
             await asyncio.to_thread(begun.wait, 60)
             with pytest.raises(RequestError, match="'mine' is in use"):
                 await allm.submit(PROMPTS[0], GREEDY, request_id="mine")

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import re
 import socket
 import time
 
@@ -68,6 +69,35 @@ def test_requests_are_refused_unread(full, client, server: Running, route):
     assert "1 requests wait; at most 1 may" in error["message"]
     counted = f'mtp_jax:http_responses_total{{model_name="tiny",route="{route}",status="503"}}'
     assert counted in client.get("/metrics").text
+
+
+_LONG = "word " * 1000
+_CHAT = {"messages": [{"role": "user", "content": _LONG}], "max_tokens": 4}
+_TOOL = {"type": "function", "function": {"name": "a", "description": _LONG, "parameters": {}}}
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/completions", {"prompt": _LONG}),
+        ("/v1/completions", {"prompt": _LONG, "truncate_prompt_tokens": 4}),
+        ("/v1/chat/completions", _CHAT),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [_TOOL]}),
+        ("/v1/responses", {"input": _LONG}),
+        ("/v1/messages", {**_CHAT, "model": "tiny"}),
+    ],
+)
+def test_long_prompts_are_refused_before_they_are_tokenised(server: Running, monkeypatch, route, body):
+    admission = Admission(8, 1000)
+    monkeypatch.setattr(server.allm, "admission", admission)
+    monkeypatch.setattr(type(server.allm), "_state", lambda *args: pytest.fail("was tokenised"))
+    reservation = admission.take(1, 1)
+    answer = server.variant().request("POST", route, json=body)
+    assert answer.status_code == 503
+    found = re.search(r"1 prompt tokens wait and (\d+) more came; at most 1000 may", answer.text)
+    assert found
+    assert len(_LONG) <= int(found[1]) * 4 <= 1.1 * len(_LONG)
+    admission.release(reservation)
 
 
 def test_the_connection_goes_on_and_other_routes_answer(full, server: Running):
