@@ -7,7 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mtp_jax.api.async_llm import AsyncLLM, LazyPrompt
+    from mtp_jax.api.admission import LazyPrompt
+    from mtp_jax.api.async_llm import AsyncLLM
     from mtp_jax.api.llm import LLM
     from mtp_jax.api.outputs import CompletionOutput, Draft, RequestOutput
     from mtp_jax.api.progress import Reporter
@@ -69,7 +70,7 @@ _HOMES = {
     "CompletionOutput": "api.outputs",
     "Draft": "api.outputs",
     "EngineStats": "engine.stats",
-    "LazyPrompt": "api.async_llm",
+    "LazyPrompt": "api.admission",
     "Logprob": "engine.request",
     "OutputKind": "engine.request",
     "Reporter": "api.progress",

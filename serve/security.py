@@ -92,14 +92,14 @@ class AccessControl:
                 f"{host[:100]!a}; a proxy must pass the Host on, or the server allow the origin "
                 "(--allowed-origin)",
             )
+        public = reads and path in PAGE_PATHS  # where the key is entered
+        if self._keys and not public and not _knows(headers, self._keys + self._admin):
+            return _no_key("a valid API key")
         if path in ADMIN_PATHS:
             if not self._admin:
                 return ApiError(403, "this route needs an admin key; start the server with --admin-key")
             if not _knows(headers, self._admin):
                 return _no_key("the admin key")
-        public = reads and path in PAGE_PATHS  # where the key is entered
-        if self._keys and not public and not _knows(headers, self._keys + self._admin):
-            return _no_key("a valid API key")
         if headers.get(b"content-encoding").lower() not in (b"", b"identity"):
             return ApiError(415, "compressed bodies are not accepted; send it as it is")
         length = headers.get(b"content-length")

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mtp_jax.errors import Overloaded, RequestError
@@ -10,6 +11,7 @@ from mtp_jax.options import check, option
 
 _FINISHES_REMEMBERED = 32
 _LONGEST_RETRY_SECONDS = 60
+_CHARACTERS_PER_TOKEN = 4
 
 
 @dataclass(frozen=True)
@@ -124,3 +126,24 @@ class Admission:
             rate = (len(self._finishes) - 1) / max(self._finishes[-1] - self._finishes[0], 1e-3)
             retry = min(max(retry, len(self._reservations) / rate), _LONGEST_RETRY_SECONDS)
         return Overloaded(f"the queue is full: {why}; try again in {retry:.0f} s", retry)
+
+
+@dataclass(frozen=True)
+class LazyPrompt:
+    """A prompt that is made on a worker thread, once there is a reservation in the queue.
+
+    Attributes:
+        make: makes it.
+        characters: how long its text will be, about: the queue counts them until the tokens are known.
+    """
+
+    make: Callable[[], str | Sequence[int]]
+    characters: int
+
+
+def estimate(prompt: str | Sequence[int] | LazyPrompt) -> int:
+    """Tokens of a prompt, before they are known."""
+    if not isinstance(prompt, str | LazyPrompt):
+        return len(prompt)
+    characters = prompt.characters if isinstance(prompt, LazyPrompt) else len(prompt)
+    return characters // _CHARACTERS_PER_TOKEN + 1

@@ -12,14 +12,13 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
 
 import numpy as np
 
-from mtp_jax.api.admission import Admission, QueueLimits
+from mtp_jax.api.admission import Admission, LazyPrompt, QueueLimits, estimate
 from mtp_jax.api.completions import Prompt, PromptState, check
 from mtp_jax.api.device_memory import Tag, WeightUpdate
 from mtp_jax.api.llm import LLM
@@ -32,25 +31,11 @@ from mtp_jax.checkpoint.update import Source
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import EngineStopped, RequestError
 
-_CHARACTERS_PER_TOKEN = 4
 _SHORT_PROMPT = 1000
 _THREADS = 2
 # Twice as many as trials run at a time: half may wait for a trial, or take a grammar that is known.
 _GRAMMAR_THREADS = 8
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class LazyPrompt:
-    """A prompt that is made on a worker thread, once there is a reservation in the queue.
-
-    Attributes:
-        make: makes it.
-        characters: how long its text will be, about: the queue counts them until the tokens are known.
-    """
-
-    make: Callable[[], Prompt]
-    characters: int
 
 
 class RequestOptions(TypedDict, total=False):
@@ -316,7 +301,7 @@ class AsyncLLM:
         lazy = isinstance(prompt, LazyPrompt)
         check("" if lazy else prompt, params)
         request_id = self._name(options.pop("request_id", None))
-        reservation = self.admission.take(params.n, params.n * _estimate(prompt))
+        reservation = self.admission.take(params.n, params.n * estimate(prompt))
         self._submitting[request_id] = False
         self._idle_for_threads.clear()
         try:
@@ -453,11 +438,3 @@ class AsyncLLM:
     def _call(self, function: Callable[..., None], *args: Any) -> None:
         assert self._loop is not None
         self._loop.call_soon_threadsafe(function, *args)
-
-
-def _estimate(prompt: Prompt | LazyPrompt) -> int:
-    """Tokens of a prompt, before they are known."""
-    if not isinstance(prompt, str | LazyPrompt):
-        return len(prompt)
-    characters = prompt.characters if isinstance(prompt, LazyPrompt) else len(prompt)
-    return characters // _CHARACTERS_PER_TOKEN + 1
