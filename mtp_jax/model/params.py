@@ -271,7 +271,10 @@ def init_params(cfg: ModelConfig, key: jax.Array, dtype: str = "float32") -> Par
 
 
 def shapes(tree: Any) -> Any:
-    """The shapes, dtypes and, where they were chosen, shardings of a tree of arrays."""
-    return jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding if a.committed else None), tree
-    )
+    """The shapes, dtypes and, where they were chosen, shardings of a tree of arrays, or of their shapes."""
+
+    def shape_of(a: Any) -> jax.ShapeDtypeStruct:
+        chosen = isinstance(a, jax.ShapeDtypeStruct) or a.committed
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding if chosen else None)
+
+    return jax.tree.map(shape_of, tree)
