@@ -112,7 +112,7 @@ class Costs:
         self._seen: defaultdict[int, deque[float]] = defaultdict(window)
         self._cost: dict[int, float] = {}  # median logarithms
         self._paces, self._pace = window(), 0.0
-        self._served: set[int] = set()
+        self._settled: set[int] = set()
         self._waited: dict[int, float] = {}
         self.incumbent: int | None = None
 
@@ -120,9 +120,9 @@ class Costs:
         """Whether the depth has been measured at all."""
         return depth in self._cost
 
-    def served(self, depth: int) -> bool:
-        """Whether it has been measured while serving, with settled caches."""
-        return depth in self._served
+    def settled(self, depth: int) -> bool:
+        """Whether it has been measured with settled caches, while serving or in warm-up."""
+        return depth in self._settled
 
     def seconds(self, depth: int) -> float:
         """What a step takes at the present pace."""
@@ -132,8 +132,8 @@ class Costs:
         """Seconds of this bucket's steps since this depth ran."""
         return self._waited.get(depth, 0.0)
 
-    def add(self, depth: int, seconds: float, settled: bool, served: bool) -> None:
-        """Take a step. settled: others of its depth ran right before it. served: it had rows."""
+    def add(self, depth: int, seconds: float, settled: bool) -> None:
+        """Take a step. settled: others of its depth ran right before it."""
         for d in self._waited:
             self._waited[d] += seconds
         self._waited[depth] = 0.0
@@ -144,8 +144,8 @@ class Costs:
             self._pace = median(self._paces)
         elif settled:
             self._learn(depth, log(seconds) - self._pace)
-        if settled and served:
-            self._served.add(depth)
+        if settled:
+            self._settled.add(depth)
 
     def _learn(self, depth: int, level: float) -> None:
         self._seen[depth].append(level)
@@ -186,7 +186,7 @@ class DepthController:
         self._depth = key.depth
         costs = self.costs(key)
         if seconds > 0:  # the clock may be too coarse for a tiny step
-            costs.add(key.depth, seconds, self._row > self.policy.block // 2, bool(rows))
+            costs.add(key.depth, seconds, self._row > self.policy.block // 2)
         self._yield.add(key.depth, depths, rows)
         if emitted := sum(row[2] for row in rows):
             self._compare(costs, key.depth, seconds, emitted / len(rows))
@@ -196,7 +196,7 @@ class DepthController:
         self._took = self._took * fade + seconds
         self._covered *= fade
         self._plain *= fade
-        if costs.served(0) and costs.known(depth):
+        if costs.settled(0) and costs.known(depth):
             self._covered += seconds
             # At depth 0 a step counts as itself, whatever became of its tokens.
             gain = tokens * costs.seconds(0) / costs.seconds(depth) if depth else 1

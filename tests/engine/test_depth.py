@@ -233,7 +233,7 @@ def test_the_speedup_is_what_recent_tokens_would_have_taken_at_depth_0():
     assert controller.speedup == pytest.approx(1.5, abs=0.01)
     controller.learn(key(3), 90.0, [3], [(3, 2, 3)])  # a hiccup
     assert controller.speedup == pytest.approx(1.5, abs=0.01)
-    for _ in range(400):  # another bucket, where depth 0 has never run
+    for _ in range(400):  # another bucket, where depth 0 has never run, nor been warmed up
         controller.learn(key(3, slots=8), 2.0, [3], [(3, 2, 3)])
     assert controller.speedup is None
     for _ in range(2000):  # nothing is gained at depth 0
@@ -241,19 +241,29 @@ def test_the_speedup_is_what_recent_tokens_would_have_taken_at_depth_0():
     assert controller.speedup == pytest.approx(1.0, abs=0.01)
 
 
-def test_warm_up_alone_says_nothing_of_the_speedup():
+def test_warm_up_is_enough_to_know_the_speedup():
     controller = DepthController(3)
-    for key in KEYS:
+    for depth in (0, 1, 3):
         for _ in range(4):
-            controller.learn(key, 1.0 + key.depth, [], [])
-    assert all(controller.costs(key).known(key.depth) for key in KEYS)
-    for _ in range(100):
-        controller.learn(KEYS[-1], 4.0, [3], [(3, 3, 4)])
+            controller.learn(key(depth), 1.0 + depth / 3, [], [])
+    assert controller.speedup is None
+    for _ in range(20):
+        controller.learn(key(3), 2.0, [3], [(3, 3, 4)])
+    assert controller.speedup == pytest.approx(2.0)
+
+
+def test_a_step_that_followed_another_depth_says_nothing_of_the_speedup():
+    controller = told({3: 2.0})
+    for _ in range(2):
+        controller.learn(key(0), 9.0, [3], [(0, 0, 1)])
+    controller.learn(key(3), 2.0, [3], [(3, 2, 3)])
     assert controller.speedup is None
 
 
-def test_an_engine_says_nothing_of_the_speedup_until_some_steps_had_no_drafts():
+def test_an_engine_of_fixed_depth_knows_the_speedup_once_a_request_had_no_drafts(monkeypatch):
     engine = make_engine(max_model_len=128)
+    learn = engine.depth.learn
+    monkeypatch.setattr(engine.depth, "learn", lambda key, _, *rest: learn(key, 1.0 + key.depth / 3, *rest))
     drafting = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     plain = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, num_speculative_tokens=0)
     serve(engine, [(prompts(1)[0], drafting)])
@@ -263,6 +273,14 @@ def test_an_engine_says_nothing_of_the_speedup_until_some_steps_had_no_drafts():
     found = engine.stats().realised_speedup
     assert found is not None
     assert found > 0
+
+
+def test_an_adaptive_engine_knows_the_speedup_from_its_first_requests():
+    engine = make_engine(adaptive_depth=True, max_model_len=128)
+    engine.prepare([engine.make_request(prompts(1)[0], GREEDY)])
+    assert engine.stats().realised_speedup is None
+    serve(engine, [(prompts(1)[0], GREEDY)])
+    assert engine.stats().realised_speedup is not None
 
 
 def test_warm_up_measures_every_depth():
