@@ -6,5 +6,5 @@ completions.py, chat.py, responses.py, messages.py, native.py, info.py: the rout
 calls.py, assistant.py: one call of them    turn.py, blocks.py: thoughts, text and calls of tools in an output
 tools.py      what a request says of tools  answers.py    pieces of replies
 metrics.py    Prometheus                    run.py        sockets, signals, watchdog
-access_log.py a line per request
+access_log.py, stats_log.py: lines in the log    acceptance.py the alarm of drafts that fail
 """

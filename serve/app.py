@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from mtp_jax import AsyncLLM, MtpJaxError
 from serve import admin, chat, completions, info, messages, native, openapi, page, responses
+from serve.acceptance import AcceptanceAlarm
 from serve.errors import ApiError, respond
 from serve.metrics import Metrics
 from serve.security import AccessControl
@@ -55,9 +56,9 @@ _POST: dict[str, _Handler] = {
 }
 
 
-def make_app(allm: AsyncLLM, settings: Settings) -> ASGIApp:
-    """The application in front of an engine, which the caller starts and closes."""
-    server = Server(allm, settings, Metrics(allm, settings.model_name))
+def make_app(allm: AsyncLLM, settings: Settings, alarm: AcceptanceAlarm) -> ASGIApp:
+    """The application in front of an engine, which the caller starts and closes; the alarm is a metric."""
+    server = Server(allm, settings, Metrics(allm, settings.model_name, alarm))
 
     routes = [
         Route(path, partial(handler, server), methods=[method])

@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.utils import floatToGoString
 
 from mtp_jax import AsyncLLM, EngineStats, RequestOutput, Stream
+from serve.acceptance import KINDS, AcceptanceAlarm
 
 _LATENCY = (
     0.001,
@@ -41,7 +42,7 @@ _LABEL = "model_name"
 class Metrics:
     """Everything that ``/metrics`` shows, in a registry of its own."""
 
-    def __init__(self, allm: AsyncLLM, model_name: str) -> None:
+    def __init__(self, allm: AsyncLLM, model_name: str, alarm: AcceptanceAlarm) -> None:
         self.registry = CollectorRegistry()
         self._name = model_name
 
@@ -71,7 +72,7 @@ class Metrics:
         self._responses = Counter(
             "mtp_jax:http_responses", "HTTP responses.", [_LABEL, "route", "status"], registry=self.registry
         )
-        self.registry.register(_Engine(allm, model_name))
+        self.registry.register(_Engine(allm, model_name, alarm))
 
     def text(self) -> bytes:
         """In Prometheus' text format."""
@@ -118,8 +119,8 @@ class Metrics:
 class _Engine:
     """The engine's own counts, read when asked for."""
 
-    def __init__(self, allm: AsyncLLM, model_name: str) -> None:
-        self._allm, self._name = allm, model_name
+    def __init__(self, allm: AsyncLLM, model_name: str, alarm: AcceptanceAlarm) -> None:
+        self._allm, self._name, self._alarm = allm, model_name, alarm
 
     def describe(self) -> list[Metric]:
         """Nothing to check in advance: all names differ from those of ``Metrics``."""
@@ -148,9 +149,9 @@ class _Engine:
         }
         if s.realised_speedup is not None:
             gauges["mtp_jax:realised_speedup"] = (
-                "Of the last 2000 steps: seconds that their tokens would have taken at depth 0, over the "
-                "seconds they took, by the medians of steps of the same slots, pages and sampling. Absent "
-                "while less than half of the time was spent where at least 3 of them were at depth 0.",
+                "Of recent steps: seconds that their tokens would have taken at depth 0, over the seconds "
+                "they took, by the measured costs of steps of the same slots, pages and sampling. Absent "
+                "while depth 0 has not been measured where half of the time was spent.",
                 s.realised_speedup,
             )
         counters = {
@@ -167,6 +168,13 @@ class _Engine:
         yield self._inter_token(s)
         for name, (text, value) in gauges.items():
             yield self._family(GaugeMetricFamily(name, text, labels=[_LABEL]), {(): value})
+        alarms = GaugeMetricFamily(
+            "mtp_jax:acceptance_alarm",
+            "1 while the first draft is accepted less often than --acceptance-floor (low), or more often "
+            "than --acceptance-ceiling (high).",
+            labels=[_LABEL, "kind"],
+        )
+        yield self._family(alarms, {(kind,): float(kind == self._alarm.kind) for kind in KINDS})
         for name, (text, value) in counters.items():
             yield self._family(CounterMetricFamily(name, text, labels=[_LABEL]), {(): value})
         by = {
@@ -178,6 +186,12 @@ class _Engine:
             ): dict(enumerate(s.accepted_per_position)),
             ("mtp_jax:draft_tokens", "Drafts verified, by origin.", "source"): s.drafted_by_source,
             ("mtp_jax:accepted_draft_tokens", "Drafts accepted.", "source"): s.accepted_by_source,
+            ("mtp_jax:first_drafts", "Rows that verified drafts, by origin.", "source"): s.first_drafts,
+            (
+                "mtp_jax:accepted_first_drafts",
+                "Those whose first draft was accepted.",
+                "source",
+            ): s.accepted_first_drafts,
             ("mtp_jax:steps", "Draft-and-verify steps, by depth.", "depth"): s.depth_steps,
             ("mtp_jax:step_seconds", "Seconds of those steps.", "depth"): s.step_seconds,
         }

@@ -15,6 +15,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mtp_jax import AsyncLLM, ConfigError, Reporter
+from serve.acceptance import AcceptanceAlarm
 from serve.access_log import log_connection
 from serve.app import make_app
 from serve.settings import Settings
@@ -79,12 +80,12 @@ def serve(
     return status
 
 
-def _config(allm: AsyncLLM, settings: Settings) -> uvicorn.Config:
+def _config(allm: AsyncLLM, settings: Settings, alarm: AcceptanceAlarm) -> uvicorn.Config:
     class Protocol(_Protocol):
         seconds = settings.body_seconds
 
     return uvicorn.Config(
-        make_app(allm, settings),
+        make_app(allm, settings, alarm),
         http=Protocol,
         ws="none",
         lifespan="off",
@@ -108,7 +109,8 @@ class Server(uvicorn.Server):
         ready: Callable[[], None],
         reporter: Reporter | None = None,
     ) -> None:
-        super().__init__(_config(allm, settings))
+        self._alarm = AcceptanceAlarm(settings.acceptance_floor, settings.acceptance_ceiling)
+        super().__init__(_config(allm, settings, self._alarm))
         self._allm, self._settings, self._ready = allm, settings, ready
         self._reporter = reporter
         self._asked = asyncio.Event()
@@ -116,7 +118,7 @@ class Server(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Until the end."""
         self._loop = asyncio.get_running_loop()
-        jobs = (self._end(), self._keep_programs(), log_stats(self._allm))
+        jobs = (self._end(), self._keep_programs(), log_stats(self._allm, self._alarm))
         beside = [asyncio.create_task(job) for job in jobs]
         with Watchdog(self._allm, self._settings.step_seconds):
             try:

@@ -18,6 +18,10 @@ def _seconds(default: float | None, help: str, **rest: Any) -> Any:
     return option(default, help, kind=float, low=0, above=True, high=1e9, metavar="S", **rest)
 
 
+def _share(default: float, help: str) -> Any:
+    return option(default, help, kind=float, low=0, high=1, metavar="P")
+
+
 _ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/?#]+")
 
 
@@ -101,6 +105,12 @@ class Settings:
         flag="--per-request-spec-decode-metrics",
     )
 
+    acceptance_floor: float = _share(
+        0.2, "warn when fewer of the NextN layer's first drafts are accepted; 0: never"
+    )
+    acceptance_ceiling: float = _share(
+        0.98, "warn when more of them are, as in text that repeats itself; 1: never"
+    )
     access_log: AccessLog | None = option(
         None,
         "a line per request on stderr, or, as JSON, on stdout",

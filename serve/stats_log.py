@@ -1,16 +1,17 @@
-"""A line in the log every ten seconds in which something was generated."""
+"""A line in the log every ten seconds in which something was generated, and the acceptance alarm."""
 
 import asyncio
 import logging
 import time
 
 from mtp_jax import AsyncLLM, EngineStats
+from serve.acceptance import AcceptanceAlarm
 
 _LOG = logging.getLogger(__name__)
 _EVERY_SECONDS = 10.0
 
 
-async def log_stats(allm: AsyncLLM) -> None:
+async def log_stats(allm: AsyncLLM, alarm: AcceptanceAlarm) -> None:
     """Until cancelled."""
     before, at = allm.llm.engine.stats(), time.perf_counter()
     while True:
@@ -18,6 +19,7 @@ async def log_stats(allm: AsyncLLM) -> None:
         after, now = allm.llm.engine.stats(), time.perf_counter()
         if after.generation_tokens > before.generation_tokens:
             _LOG.info("%s", describe(before, after, now - at))
+        alarm.look(after)
         before, at = after, now
 
 

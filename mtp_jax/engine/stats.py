@@ -50,6 +50,8 @@ class Counters:
         drafts: rows that verified at least one draft, one per row and step.
         drafted_by: drafts verified, by where they came from.
         accepted_by: those of them that were accepted.
+        first_by: rows that verified drafts, by where these came from.
+        first_accepted_by: those of them whose first draft was accepted.
         accepted_at: how often the draft at each position was accepted.
         inter_token: seconds from token to token of a request; tokens of one step share the time since the
             step before.
@@ -67,6 +69,8 @@ class Counters:
     draft_tokens: int = 0
     drafted_by: Counter[Source] = field(default_factory=Counter)
     accepted_by: Counter[Source] = field(default_factory=Counter)
+    first_by: Counter[Source] = field(default_factory=Counter)
+    first_accepted_by: Counter[Source] = field(default_factory=Counter)
     accepted_at: list[int] = field(default_factory=list)
     inter_token: Histogram = field(default_factory=lambda: Histogram.empty(_GAPS))
     depth_steps: Counter[int] = field(default_factory=Counter)
@@ -90,6 +94,8 @@ class Counters:
         self.draft_tokens += drafted
         self.drafted_by[source] += drafted
         self.accepted_by[source] += accepted
+        self.first_by[source] += drafted > 0
+        self.first_accepted_by[source] += accepted > 0
         while len(self.accepted_at) < drafted:
             self.accepted_at.append(0)
         for i in range(accepted):
@@ -111,6 +117,8 @@ class EngineStats:
         draft_tokens: drafts verified.
         drafted_by_source: the same by where they came from: "nextn" or "suffix".
         accepted_by_source: those of them that were accepted.
+        first_drafts: rows that verified drafts, by source.
+        accepted_first_drafts: those of them whose first draft was accepted.
         accepted_per_position: how often the draft at each position was accepted.
         inter_token: seconds from token to token of a request; tokens of one step share the time since the
             step before.
@@ -136,6 +144,8 @@ class EngineStats:
     accepted_tokens: int
     drafted_by_source: dict[str, int]
     accepted_by_source: dict[str, int]
+    first_drafts: dict[str, int]
+    accepted_first_drafts: dict[str, int]
     accepted_per_position: tuple[int, ...]
     inter_token: Histogram
     depth_steps: dict[int, int]
@@ -168,6 +178,8 @@ class EngineStats:
             accepted_tokens=sum(c.accepted_at),
             drafted_by_source={s.name.lower(): c.drafted_by[s] for s in Source},
             accepted_by_source={s.name.lower(): c.accepted_by[s] for s in Source},
+            first_drafts={s.name.lower(): c.first_by[s] for s in Source},
+            accepted_first_drafts={s.name.lower(): c.first_accepted_by[s] for s in Source},
             accepted_per_position=tuple(c.accepted_at),
             inter_token=c.inter_token.copy(),
             depth_steps=dict(c.depth_steps),

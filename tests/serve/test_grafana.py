@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import serve
 from mtp_jax.engine.stats import EngineStats, Histogram
+from serve.acceptance import AcceptanceAlarm
 from serve.metrics import Metrics
 
 DASHBOARD = Path(serve.__file__).parent / "grafana" / "mtp-jax.json"
@@ -32,6 +33,8 @@ STATS = EngineStats(
     accepted_tokens=4,
     drafted_by_source={"nextn": 4, "suffix": 2},
     accepted_by_source={"nextn": 3, "suffix": 1},
+    first_drafts={"nextn": 2, "suffix": 1},
+    accepted_first_drafts={"nextn": 1, "suffix": 1},
     inter_token=Histogram.empty((0.1, 1.0)),
     accepted_per_position=(3, 1),
     depth_steps={0: 1, 2: 3},
@@ -43,7 +46,7 @@ STATS = EngineStats(
 )
 
 
-def still_metrics() -> Metrics:
+def still_metrics(alarm: AcceptanceAlarm | None = None) -> Metrics:
     """Those of an engine that does nothing more."""
     allm: Any = SimpleNamespace(
         llm=SimpleNamespace(engine=SimpleNamespace(stats=lambda: STATS)),
@@ -51,7 +54,7 @@ def still_metrics() -> Metrics:
         step_age=0.1,
         warming=False,
     )
-    return Metrics(allm, "tiny")
+    return Metrics(allm, "tiny", alarm or AcceptanceAlarm(0, 1))
 
 
 @pytest.fixture(scope="module")
