@@ -72,7 +72,9 @@ def test_counts_are_those_of_the_loaded_model(variant: str):
         if (sizes := [len(t.data) for t in raw.values() if t.dtype == dtype])
     }
     layers = found.config.num_hidden_layers + len(found.config.nextn_moe)
-    bytes_per_layer = {"float32": 32 * 4, "bfloat16": 32 * 2, "fp8": 24 + 8 * 2 + 4}
+    latent, rope = 16 if variant == "glm47_flash" else 24, 8
+    row = latent + rope
+    bytes_per_layer = {"float32": row * 4, "bfloat16": row * 2, "fp8": latent + rope * 2 + 4}
     assert summary.cache_bytes_per_token == {d: layers * n for d, n in bytes_per_layer.items()}
 
 
