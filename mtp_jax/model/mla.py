@@ -1,5 +1,6 @@
 """Multi-head Latent Attention over rows at hand, in its two forms."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -7,16 +8,38 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from mtp_jax.model.indexer import IndexQueries
+
 Form = Literal["naive", "absorbed"]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Queries:
-    """Queries after projection: the part matched with the up-projected latent, and the rope part."""
+    """Queries after projection.
+
+    Attributes:
+        nope: the part matched with the up-projected latent.
+        rope: the rope part.
+        index: what is asked of the index keys, in a layer with an indexer.
+    """
 
     nope: Float[Array, "B W N h"]
     rope: Float[Array, "B W N R"]
+    index: IndexQueries | None = None
+
+
+def attend_each(
+    q: Queries, rows: Float[Array, "B W K c"], attend_rows: Callable[[Queries, Array], Array]
+) -> Float[Array, "B W N v"]:
+    """``attend_rows`` where every token has rows of its own: each is a slot with a window of one token."""
+    slots, width = rows.shape[:2]
+
+    def alone(x: Float[Array, "B W ..."]) -> Float[Array, "BW one ..."]:
+        return x.reshape(slots * width, 1, *x.shape[2:])
+
+    out = attend_rows(Queries(alone(q.nope), alone(q.rope)), rows.reshape(slots * width, *rows.shape[2:]))
+    return out.reshape(slots, width, *out.shape[2:])
 
 
 def attend(
