@@ -36,7 +36,7 @@ class LayerCache:
 
     Attributes:
         latent: rows [latent | rope key], [P, S, C + R]; or FP8 rows, two arrays (see `fp8_rows.pack`).
-        index: index keys [P, S, i], of a layer with an indexer; or in e4m3, two arrays (see `index_rows.pack`).
+        index: index keys [P, S, i], of a layer with an indexer; or two arrays (see `index_rows.pack`).
     """
 
     latent: Float[Array, "*b c"] | Rows
@@ -76,7 +76,7 @@ def contained(rows: Float[Array, "*b c"], rank: int) -> Float[Array, "*b c"]:
 def empty_cache(
     pages: int, page_size: int, cfg: ModelConfig, layer: int, dtype: Any, *, fp8: bool = False
 ) -> LayerCache:
-    """Zeroed pages of a layer, NextN layers counted on from the trunk's; of FP8 ones ``dtype`` says nothing."""
+    """Zeroed pages of a layer; NextN layers count on from the trunk's. Of FP8 ones ``dtype`` says nothing."""
     rows = jnp.zeros((pages, page_size, cfg.latent_dim), dtype)
     keys = (
         jnp.zeros((pages, page_size, cfg.indexer.dim), dtype) if cfg.indexer and cfg.indexes(layer) else None

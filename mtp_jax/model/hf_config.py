@@ -17,7 +17,7 @@ FP8_BLOCK = 128
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
-# Those with sparse attention, and whether their indexer's rope pairs neighbours where the config does not say.
+# Those with sparse attention, and whether the indexer's rope pairs neighbours if the config does not say.
 _SPARSE = {"deepseek_v32": False, "glm_moe_dsa": True}
 _MODEL_TYPES = {"deepseek_v3", "kimi_k2", "glm4_moe_lite", "joyai_llm_flash", *_SPARSE}
 _HYBRID = "its layers mix other kinds of attention with MLA"
@@ -67,8 +67,8 @@ def read_json(path: str | Path) -> dict[str, Any]:
 def translate(raw: dict[str, Any]) -> dict[str, Any]:
     """What the dialects write in their own ways, as values of the fields of ``ModelConfig``.
 
-    ``rope_scaling`` and ``indexer`` hold the arguments of their classes, None without. Raises ConfigError for a model that
-    the engine cannot run.
+    ``rope_scaling`` and ``indexer`` hold the arguments of their classes, None without. Raises ConfigError for
+    a model that the engine cannot run.
     """
     _refuse_unsupported(raw)
     eos = raw.get("eos_token_id")
@@ -111,7 +111,7 @@ _ARCHITECTURES = {
 
 
 def _model_type(raw: dict[str, Any]) -> str:
-    """model_type, which the architecture's name says as well; that of the trunk where a NextN layer is alone."""
+    """model_type, which the architecture's name says as well; of a NextN layer alone, its trunk's."""
     kind = raw.get("model_type")
     if kind is None:
         named = raw.get("architectures")
@@ -163,8 +163,8 @@ def _shared(raw: dict[str, Any]) -> tuple[bool, ...]:
     freq, offset = 1 if freq is None else freq, 2 if offset is None else offset
     if type(freq) is not int or type(offset) is not int or freq < 1 or offset < 0:
         raise ConfigError(
-            f"index_topk_freq = {freq!r:.80}, index_skip_topk_offset = {offset!r:.80}; expected whole numbers, "
-            "the first of 1 or more, the second of 0 or more"
+            f"index_topk_freq = {freq!r:.80}, index_skip_topk_offset = {offset!r:.80}; expected whole "
+            "numbers, the first of 1 or more, the second of 0 or more"
         )
     return tuple(max(layer - offset + 1, 0) % freq != 0 for layer in range(count))
 

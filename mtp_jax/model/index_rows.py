@@ -1,11 +1,11 @@
-"""Index keys in 132 bytes instead of 256: e4m3 with a scale for each key, a power of two as DeepSeek-V3.2's are.
+"""Index keys in 132 bytes instead of 256: e4m3 with a scale for each key, a power of two as V3.2's are.
 
     values, uint8    [i: e4m3]
     scales, float32  [1]
 
-The reference implementation turns queries and keys by a Hadamard matrix first, which spreads outliers over the
-channels; scores do not change but for rounding. Keys that were turned and keys that were not do not mix, so this
-format has one writer, which does not turn them.
+The reference implementation turns queries and keys by a Hadamard matrix first, which spreads outliers over
+the channels; scores do not change but for rounding. Keys that were turned and keys that were not do not mix,
+so this format has one writer, which does not turn them.
 """
 
 import jax

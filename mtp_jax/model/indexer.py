@@ -1,7 +1,7 @@
 """The lightning indexer of DeepSeek's sparse attention: which cached entries a token attends to.
 
-arXiv 2512.02556, section 2.1, eq. 1: every entry gets a score, the sum over the index heads of w relu(q . k), and
-the ``topk`` best are attended to. Scores are float32. Of equal ones the entry that came first wins.
+arXiv 2512.02556, section 2.1, eq. 1: every entry gets a score, the sum over the index heads of w relu(q . k),
+and the ``topk`` best are attended to. Scores are float32. Of equal ones the entry that came first wins.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ NOTHING = -1
 
 
 Choice = tuple[Int[Array, "B W K"] | None, ...]
-"""For each part of a pass the rows that its tokens attend to, NOTHING where there are fewer; None: all they see.
+"""For each part of a pass the rows that its tokens attend to, or NOTHING; None: all that they see.
 
 Empty where nothing has been chosen: a model without an indexer, or a layer that chooses by itself.
 """
@@ -91,7 +91,7 @@ def scores_in_blocks(
     entries: int,
     blocks: Int[Array, ""] | int,
 ) -> Float[Array, "B W L"]:
-    """``scores`` of the first ``blocks`` blocks of ``size`` entries, each of which ``read`` reads; 0 behind them."""
+    """``scores`` of the first ``blocks`` blocks of ``size`` entries, as ``read`` gives them, then 0."""
     slots, width = q.weights.shape[:2]
 
     def block(i: Int[Array, ""] | int, found: Float[Array, "B W L"]) -> Float[Array, "B W L"]:
@@ -102,7 +102,7 @@ def scores_in_blocks(
 
 
 def choose(found: Float[Array, "B W L"], visible: Bool[Array, "B W L"], topk: int) -> Int[Array, "B W K"]:
-    """The entries with the best scores of those that are visible, in order; NOTHING first where there are fewer.
+    """The visible entries with the best scores, in order; NOTHING first where there are fewer.
 
     A score that is not a number beats all: what is broken must show.
     """

@@ -1,4 +1,4 @@
-"""Multi-head Latent Attention over rows at hand, in its two forms."""
+"""Multi-head Latent Attention: queries and rows from what projections give, attention in its two forms."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.indexer import IndexQueries
+from mtp_jax.model.layers import rms_norm, rotate
+from mtp_jax.model.params import Attention
 
 Form = Literal["naive", "absorbed"]
 
@@ -40,6 +43,25 @@ def attend_each(
 
     out = attend_rows(Queries(alone(q.nope), alone(q.rope)), rows.reshape(slots * width, *rows.shape[2:]))
     return out.reshape(slots, width, *out.shape[2:])
+
+
+# Of the two norms on low-rank projections, whatever rms_norm_eps says: the reference implementation fixes it.
+LOW_RANK_EPS = 1e-6
+
+
+def queries(q: Float[Array, "B W N k"], cfg: ModelConfig, angles: Float[Array, "B W 2 r"]) -> Queries:
+    """Projected queries, their rope part rotated."""
+    nope, rope = jnp.split(q, [cfg.qk_nope_head_dim], axis=-1)
+    return Queries(nope, rotate(rope, angles, cfg.rope_interleave))
+
+
+def rows_of(
+    kv: Float[Array, "B W C"], a: Attention, cfg: ModelConfig, angles: Float[Array, "B W 2 r"]
+) -> Float[Array, "B W C"]:
+    """Rows to cache, from what the latents' projection gives."""
+    latent, key_rope = jnp.split(kv, [cfg.kv_lora_rank], axis=-1)
+    latent = rms_norm(latent, a.kv_norm, LOW_RANK_EPS)
+    return jnp.concatenate([latent, rotate(key_rope, angles, cfg.rope_interleave)], axis=-1)
 
 
 def attend(

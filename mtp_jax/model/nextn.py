@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from mtp_jax.errors import ConfigError
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.cache import Cache, LayerCache, Views, WholeCache
 from mtp_jax.model.config import ModelConfig
@@ -36,7 +37,7 @@ def run(
 ) -> tuple[Float[Array, "B W D"], Any, Choice]:
     """Layer ``k`` over rows (token, hidden of the token before it).
 
-    ``positions`` are the tokens' own. choice: what sparse attention looks at, if an earlier run has chosen it.
+    ``positions`` are the tokens' own. choice: what sparse attention looks at, if an earlier run chose it.
     Returns (z after the norm, cache, what was looked at).
     """
     z, cache, _, choice = _run(params, cfg, k, tokens, hidden, positions, cache, views, on, choice)
@@ -156,8 +157,12 @@ def drafts_forced(
     Row i of depth k merges ``tokens[:, i + k]``, so there are at least T + depth of them. A single layer is
     run as it drafts ("training-time test", arXiv 2503.01840): a row of depth k sees the rows of depth 1 up to
     its own and its own chain, not other rows of depth k. Of several layers each sees its own rows, as in the
-    report; layer (k - 1) modulo their number serves depth k.
+    report; layer (k - 1) modulo their number serves depth k. Raises ConfigError for sparse attention.
     """
+    if cfg.indexer:
+        raise ConfigError(
+            "this model has sparse attention (index_topk), through which nothing is trained here"
+        )
     slots, length, _ = hidden.shape
     layers = len(params.nextn)
     causal, own = jnp.tri(length, dtype=bool), jnp.eye(length, dtype=bool)

@@ -85,14 +85,15 @@ def run(
     token sees those before it.
     """
     x, angles = embed(params.embed, tokens, on.mesh), rope_angles(cfg, positions)
-    kept, routings, choices = [], [], [()]
+    kept, routings = [], []
+    choices: list[Choice] = [()]
     for i, layer in enumerate(params.layers):
         with jax.named_scope(f"layer_{i}"):
             mine = caches[i] if caches else None
             # What a layer with an indexer chooses, those behind it without one look at as well.
             given = () if cfg.indexes(i) else choices[-1]
             x, mine, routing, choice = block(layer, cfg, x, angles, mine, views, on, given)
-        choices.append(choice if cfg.indexer else ())
+        choices.append(choice)
         kept += [] if mine is None else [mine]
         routings += [] if routing is None else [routing]
     return Traced(

@@ -27,11 +27,11 @@ from kernels_pallas.router.rule import Rule
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.backend import e4m3
 from mtp_jax.model.backend.e4m3 import Rows
-from mtp_jax.model.backend.xla import LOW_RANK_EPS, Split, Xla, queries, rows_of
+from mtp_jax.model.backend.xla import Split, Xla
 from mtp_jax.model.cache import Cache, Entries, LayerCache, PagedView, Views, read_rows
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import rms_norm
-from mtp_jax.model.mla import Queries
+from mtp_jax.model.mla import LOW_RANK_EPS, Queries, queries, rows_of
 from mtp_jax.model.moe import Routing, Weight
 from mtp_jax.model.params import Attention, Fp8, Layer, Mlp, Moe
 from mtp_jax.model.sharding import constrain, partition, sharded, ways
@@ -92,7 +92,7 @@ class MosaicGpu(Xla):
         cache: Cache | None,
         views: Views,
     ) -> tuple[Any, Queries, Entries | None, Cache | None]:
-        """With one launch for the two norms of low ranks, rope and the cache, but of layers with an indexer."""
+        """One launch for the two norms of low ranks, rope and the cache; not of layers with an indexer."""
         a, (x, added) = p.attention, _stream(x)
         if a.indexer is not None:
             return super().before_attention(p, cfg, _plus(_whole(x), added), angles, cache, views)

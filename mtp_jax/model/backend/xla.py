@@ -27,12 +27,12 @@ from mtp_jax.model.cache import (
     read_rows,
 )
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.layers import expand, rms_norm, rotate
 from mtp_jax.model.indexer import Choice
-from mtp_jax.model.mla import Form, Queries
+from mtp_jax.model.layers import expand, rms_norm
+from mtp_jax.model.mla import LOW_RANK_EPS, Form, Queries, queries, rows_of
 from mtp_jax.model.moe import Experts, Routing, Weight
 from mtp_jax.model.params import Attention, Fp8, Layer, Mlp, Moe
-from mtp_jax.model.parts import join, split
+from mtp_jax.model.parts import join, split_tree
 from mtp_jax.model.sharding import constrain, partition, sharded, ways
 
 Split = Literal["out", "in"]
@@ -40,9 +40,6 @@ Stream = Any
 """The residual stream [B, W, D] between two stages: an array at first, then as the backend keeps it."""
 Rows = Any
 """What a norm hands to the products that read it: [B, W, D], as the backend keeps it."""
-
-# Of the two norms on low-rank projections, whatever rms_norm_eps says: the reference implementation fixes it.
-LOW_RANK_EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ class Xla:
         views: Views,
         choice: Choice = (),
     ) -> tuple[Float[Array, "B W N v"], Cache | None, Choice]:
-        """Write the entries, attend over everything visible. Without a cache every token sees those before it.
+        """Write the entries, attend over what is visible. Without a cache every token sees those before it.
 
         choice: what sparse attention looks at of that, if another layer has chosen it; else this one's
         indexer chooses. Returns (context, cache, what was looked at).
@@ -118,16 +115,8 @@ class Xla:
             return context, cache, (chosen,)
         shapes, contexts, choices = [v.written.shape for v in views], [], []
 
-        def parts(x: Any) -> list[Any]:
-            """Those of every array of a tree."""
-            leaves, tree = jax.tree.flatten(x)
-            return (
-                [tree.unflatten(part) for part in zip(*(split(a, shapes, self.mesh) for a in leaves))]
-                if leaves
-                else [x] * len(views)
-            )
-
-        given = zip(views, parts(q), parts(entries), choice or (None,) * len(views), strict=True)
+        queries, entered = (split_tree(x, shapes, self.mesh) for x in (q, entries))
+        given = zip(views, queries, entered, choice or (None,) * len(views), strict=True)
         # No part writes rows that another one sees.
         for view, queries, own, chosen in given:
             context, cache, chosen = self._attend_part(
@@ -261,7 +250,7 @@ class Xla:
         chose: bool,
     ) -> tuple[Float[Array, "B W N v"], LayerCache, Int[Array, "B W K"] | None]:
         """chose: whether another layer did; this one's indexer has nothing to choose then."""
-        index = None if chose else q.index
+        index, topk = None if chose else q.index, cfg.indexer.topk if cfg.indexer else 0
 
         def local(q, index, k_up, v_up, entries, cache, view, chosen):
             with jax.named_scope("cache_write"):
@@ -270,7 +259,7 @@ class Xla:
                     cache = self.write_rows(cache, given, view.page_table, view.written)
             with jax.named_scope("attend"):
                 if index is not None:
-                    chosen = selection.choose(index, cache, view, cfg.indexer.topk)
+                    chosen = selection.choose(index, cache, view, topk)
                 context = self._attend_chosen(q, k_up, v_up, cache, view, cfg.softmax_scale, chosen)
                 return context, cache, chosen
 
@@ -450,21 +439,6 @@ class Xla:
         run = sharded(local, mesh, in_specs, (slots, slots, slots))
         y, ids, weights = run(p.gate_up, p.down, p.bias, given, logits, counts)
         return y, Routing(ids, weights)
-
-
-def queries(q: Float[Array, "B W N k"], cfg: ModelConfig, angles: Float[Array, "B W 2 r"]) -> Queries:
-    """Projected queries, their rope part rotated."""
-    nope, rope = jnp.split(q, [cfg.qk_nope_head_dim], axis=-1)
-    return Queries(nope, rotate(rope, angles, cfg.rope_interleave))
-
-
-def rows_of(
-    kv: Float[Array, "B W C"], a: Attention, cfg: ModelConfig, angles: Float[Array, "B W 2 r"]
-) -> Float[Array, "B W C"]:
-    """Rows to cache, from what the latents' projection gives."""
-    latent, key_rope = jnp.split(kv, [cfg.kv_lora_rank], axis=-1)
-    latent = rms_norm(latent, a.kv_norm, LOW_RANK_EPS)
-    return jnp.concatenate([latent, rotate(key_rope, angles, cfg.rope_interleave)], axis=-1)
 
 
 def _shaped(r: Routing, x: Float[Array, "*b D"]) -> Routing:
