@@ -56,8 +56,12 @@ _POST: dict[str, _Handler] = {
 }
 
 
-def make_app(allm: AsyncLLM, settings: Settings, alarm: AcceptanceAlarm) -> ASGIApp:
-    """The application in front of an engine, which the caller starts and closes; the alarm is a metric."""
+def make_app(allm: AsyncLLM, settings: Settings, alarm: AcceptanceAlarm | None = None) -> ASGIApp:
+    """The application in front of an engine, which the caller starts and closes.
+
+    alarm: one that somebody lets look at the engine, for ``/metrics``; None: there is no alarm.
+    """
+    alarm = alarm or AcceptanceAlarm(floor=0, ceiling=1)
     server = Server(allm, settings, Metrics(allm, settings.model_name, alarm))
 
     routes = [

@@ -15,7 +15,6 @@ import pytest
 
 from mtp_jax import LLM, AsyncLLM
 from mtp_jax.api.local import local_runner
-from serve.acceptance import AcceptanceAlarm
 from serve.app import make_app
 from serve.run import Server, listen
 from serve.settings import Settings
@@ -71,7 +70,7 @@ class Variant:
 
     def __init__(self, running: Running, settings: Settings) -> None:
         self._loop = running.loop
-        self._app: Any = make_app(running.allm, settings, AcceptanceAlarm(0, 1))
+        self._app: Any = make_app(running.allm, settings)
 
     def request(self, method: str, path: str, host: str = "127.0.0.1", **options: Any) -> httpx2.Response:
         async def send() -> httpx2.Response:
