@@ -80,6 +80,7 @@ def register(subparsers: Subparsers) -> None:
     _add(sub, "--depth", 3, "drafts per step", int, "K")
     _add_prompts(sub, 64)
     _add(sub, "--samples", 4, "completions to quote", int, "N")
+    _add(sub, "--pieces", 64, "pieces of held-out text to measure bits per byte on", positive, "N")
     _add_compile_cache(sub)
 
     sub = command("window", _window, "what a wider window costs, in time and in bytes")
@@ -148,7 +149,7 @@ def _acceptance(a: Arguments) -> Reports:
     from mtp_jax.bench import acceptance
 
     yield acceptance.run(
-        a.model, a.temperatures, a.depth, a.prompts, a.prompt_tokens, a.max_tokens, a.samples
+        a.model, a.temperatures, a.depth, a.prompts, a.prompt_tokens, a.max_tokens, a.samples, a.pieces
     )
 
 
