@@ -48,7 +48,9 @@ def register(subparsers: Subparsers) -> None:
 
     sub = command("depth", _depth, "decode speed against the number of drafts per step", plotted=True)
     _add(sub, "--depths", [0, 1, 2, 3, 4, 5], "drafts per step to compare", integers, "K,...")
-    _add(sub, "--temperature", 0.0, "0: greedy, and tokens are compared", float, "T")
+    _add(
+        sub, "--temperature", [0.0, 1.0], "to measure; 0: greedy, and tokens are compared", _numbers, "T,..."
+    )
     _add_prompts(sub, 64)
     _add_compile_cache(sub)
 
