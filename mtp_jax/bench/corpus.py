@@ -131,9 +131,15 @@ def tokens(tokenizer: Tokenizer, files: Sequence[SourceFile], seed: int) -> np.n
 
 
 def held_out_prompts(
-    tokenizer: Tokenizer, files: Sequence[SourceFile], n: int, length: int
+    tokenizer: Tokenizer,
+    files: Sequence[SourceFile],
+    n: int,
+    length: int,
+    start: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """`n` prompts of exactly `length` ids (bos included), each beginning at the start of a line.
+
+    `start`: ids that every prompt begins with; by default the bos of `mtp_jax.text.bpe`.
 
     They go round the files, one prompt per file and round, at a line that a hash of path and round picks. At
     least `length` more ids follow each prompt in its file, so a continuation can be compared with it.
@@ -144,14 +150,14 @@ def held_out_prompts(
     """
     if length < 2:
         raise ConfigError(f"prompt length {length} is too small: at least 2 (bos and one token)")
-    bos = _special(tokenizer, BOS)
+    start = [_special(tokenizer, BOS)] if start is None else start
     prompts: list[list[int]] = []
     taken: set[tuple[int, ...]] = set()
     rounds = 0
     while len(prompts) < n and rounds < 64:
         starts = [text for file in files if (text := _from_line(file, rounds, 24 * length))]
         for encoding in tokenizer.encode_batch(starts, add_special_tokens=False):
-            prompt = [bos, *encoding.ids[: length - 1]]
+            prompt = [*start, *encoding.ids[: length - len(start)]]
             if len(encoding.ids) < 2 * length or tuple(prompt) in taken or len(prompts) == n:
                 continue
             taken.add(tuple(prompt))

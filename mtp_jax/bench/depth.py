@@ -1,14 +1,15 @@
-"""Decode speed against the number of drafts per step: one request at a time."""
+"""Decode speed against the number of drafts per step, greedy and sampled: one request at a time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mtp_jax.bench.acceptance import repeated
 from mtp_jax.bench.report import Report, Spread
 from mtp_jax.bench.subject import Prompts, Subject, prompts_for
 from mtp_jax.bench.synthetic import complete
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, Speculation
+from mtp_jax.engine.request import Request, SamplingParams, Speculation
 from mtp_jax.errors import ConfigError
 
 
@@ -73,65 +74,75 @@ def speedup(plain: Decode, other: Decode) -> Spread:
 def run(
     subject: Subject,
     depths: Sequence[int],
-    temperature: float,
+    temperatures: Sequence[float],
     prompts: int,
     prompt_tokens: int,
     max_tokens: int,
 ) -> Report:
-    """Decode the same prompts at each depth; depth 0 is always among them, as the baseline."""
-    depths = sorted({0, *depths})
+    """Decode the same prompts at each temperature and depth, each depth against depth 0 of its temperature.
+
+    Depth 0 is always among them. Raises ConfigError or RequestError for sizes and temperatures out of range.
+    """
+    depths, temperatures = sorted({0, *depths}), list(dict.fromkeys(temperatures))
     if max_tokens < 2:
         raise ConfigError(f"max_tokens = {max_tokens}; expected at least 2: the first comes from the prefill")
+    for temperature in temperatures:
+        SamplingParams(temperature=temperature)  # what is out of range is said before any is measured
     given = prompts_for(subject, prompts, prompt_tokens)
     engines = {d: subject.engine(d, 1, prompt_tokens + max_tokens) for d in depths}
-    measured = decode_alternating(engines, given, max_tokens, temperature)
-    plain = measured[0]
-    rows, figures = [], []
-    for depth, decode in measured.items():
-        ratio, spec = speedup(plain, decode), decode.speculation
-        same = decode.texts == plain.texts if temperature == 0 else None
-        repeats = sum(map(repeated, decode.texts)) / prompts
-        position = [n / spec.steps for n in spec.accepted_per_position]
-        rows.append(
-            (
-                depth,
-                f"{decode.rate:.1f}",
-                f"{decode.rate / plain.rate:.2f}",
-                ratio.show(),
-                f"{spec.acceptance_length:.3f}",
-                f"{sum(decode.seconds) / spec.steps * 1e3:.2f}",
-                f"{repeats:.0%}",
-                {True: "yes", False: "NO", None: "sampled"}[same],
-            )
-        )
-        figures.append(
-            {
-                "depth": depth,
-                "tokens_per_second": decode.rate,
-                "of_depth_0": decode.rate / plain.rate,
-                "acceptance_length": spec.acceptance_length,
-                "acceptance_per_position": position,
-                "speedup": ratio,
-                "step_seconds": sum(decode.seconds) / spec.steps,
-                "same_tokens": same,
-                "repeated": repeats,
-                "seconds": decode.seconds,
-            }
-        )
-    headers = (
-        "depth",
-        "tokens/s",
-        "of depth 0",
-        "per prompt, median (quartiles)",
-        "acceptance length",
-        "ms/step",
-        "repeated",
-        "same tokens",
-    )
-    how = f"temperature {temperature:g}" if temperature else "greedy"
+    figures = []
+    for temperature in temperatures:
+        measured = decode_alternating(engines, given, max_tokens, temperature)
+        figures += [_figures(temperature, d, decode, measured[0]) for d, decode in measured.items()]
     notes = [
-        f"{prompts} prompts of {prompt_tokens} tokens ({given.source}), {max_tokens} tokens each, batch 1, "
-        f"{how}; time from the first token to the last. Tokens/s: of all prompts together; per prompt: the "
-        "time at depth 0 over that at this depth."
+        f"{prompts} prompts of {prompt_tokens} tokens ({given.source}), {max_tokens} tokens each, batch 1; "
+        "time from the first token to the last. Temperature 0 is greedy. Tokens/s: of all prompts together; "
+        "per prompt: the time at depth 0 over that at this depth, both at the temperature of the row."
     ]
-    return Report(f"Decode speed by depth: {subject.name}", headers, rows, notes, {"depths": figures})
+    title = f"Decode speed by depth: {subject.name}"
+    return Report(title, _HEADERS, [_row(f) for f in figures], notes, {"depths": figures})
+
+
+_HEADERS = (
+    "temperature",
+    "depth",
+    "tokens/s",
+    "of depth 0",
+    "per prompt, median (quartiles)",
+    "acceptance length",
+    "ms/step",
+    "repeated",
+    "same tokens",
+)
+
+
+def _figures(temperature: float, depth: int, decode: Decode, plain: Decode) -> dict[str, Any]:
+    """Of one depth; plain: depth 0 at the same temperature."""
+    spec = decode.speculation
+    return {
+        "temperature": temperature,
+        "depth": depth,
+        "tokens_per_second": decode.rate,
+        "of_depth_0": decode.rate / plain.rate,
+        "acceptance_length": spec.acceptance_length,
+        "acceptance_per_position": [n / spec.steps for n in spec.accepted_per_position],
+        "speedup": speedup(plain, decode),
+        "step_seconds": sum(decode.seconds) / spec.steps,
+        "same_tokens": decode.texts == plain.texts if temperature == 0 else None,
+        "repeated": sum(map(repeated, decode.texts)) / len(decode.texts),
+        "seconds": decode.seconds,
+    }
+
+
+def _row(f: dict[str, Any]) -> tuple[Any, ...]:
+    return (
+        f"{f['temperature']:g}",
+        f["depth"],
+        f"{f['tokens_per_second']:.1f}",
+        f"{f['of_depth_0']:.2f}",
+        f["speedup"].show(),
+        f"{f['acceptance_length']:.3f}",
+        f"{f['step_seconds'] * 1e3:.2f}",
+        f"{f['repeated']:.0%}",
+        {True: "yes", False: "NO", None: "sampled"}[f["same_tokens"]],
+    )

@@ -101,7 +101,7 @@ def _levels(levels: Sequence[Mapping[str, Any]], axes: Any) -> None:
 
 
 def _depths(depths: Sequence[Mapping[str, Any]], axes: Any) -> None:
-    """Speed, step time and acceptance by depth."""
+    """Speed, step time and acceptance by depth, a colour per temperature."""
     from matplotlib.ticker import MaxNLocator
 
     shown = (
@@ -112,22 +112,29 @@ def _depths(depths: Sequence[Mapping[str, Any]], axes: Any) -> None:
         ("share of repeated 8-token runs", lambda f: f["repeated"]),
     )
     *first, last = axes
-    for axis, (title, value) in zip(first, shown, strict=True):
-        axis.plot([f["depth"] for f in depths], [value(f) for f in depths], "o-", color=_COLOURS[1])
+    temperatures = list(dict.fromkeys(f["temperature"] for f in depths))
+    for number, temperature in enumerate(temperatures):
+        colour = _COLOURS[(number + 1) % len(_COLOURS)]
+        own = [f for f in depths if f["temperature"] == temperature]
+        name = f"temperature {temperature:g}" if temperature else "greedy"
+        for axis, (_, value) in zip(first, shown, strict=True):
+            axis.plot([f["depth"] for f in own], [value(f) for f in own], "o-", color=colour, label=name)
+        for f in own:
+            s, accepted = f["speedup"], f["acceptance_per_position"]
+            first[1].plot([f["depth"]] * 2, [s.low, s.high], color=colour, linewidth=1)
+            if accepted:
+                last.plot(range(1, len(accepted) + 1), accepted, "o-", color=colour, alpha=0.6, markersize=4)
+                last.annotate(f" {f['depth']}", (len(accepted), accepted[-1]), color=colour, fontsize="small")
+    for axis, (title, _) in zip(first, shown, strict=True):
         axis.set(title=title, xlabel="depth")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set_ylim(bottom=0)
         axis.margins(y=0.1)
         axis.grid(alpha=0.3)
-    for f in depths:
-        s = f["speedup"]
-        first[1].plot([f["depth"]] * 2, [s.low, s.high], color=_COLOURS[1], linewidth=1)
-    for f in depths:
-        accepted = f["acceptance_per_position"]
-        if not accepted:
-            continue
-        last.plot(range(1, len(accepted) + 1), accepted, "o-", label=f"depth {f['depth']}", markersize=4)
+        axis.legend(fontsize="small")
+    first[1].axhline(1, color="black", linewidth=0.5)
     last.xaxis.set_major_locator(MaxNLocator(integer=True))
-    last.set(title="drafts accepted by position", xlabel="position", ylim=(0, 1.02))
+    last.set(
+        title="drafts accepted by position; at each line's end, its depth", xlabel="position", ylim=(0, 1.02)
+    )
     last.grid(alpha=0.3)
-    last.legend(fontsize="small")

@@ -48,7 +48,9 @@ def register(subparsers: Subparsers) -> None:
 
     sub = command("depth", _depth, "decode speed against the number of drafts per step", plotted=True)
     _add(sub, "--depths", [0, 1, 2, 3, 4, 5], "drafts per step to compare", integers, "K,...")
-    _add(sub, "--temperature", 0.0, "0: greedy, and tokens are compared", float, "T")
+    _add(
+        sub, "--temperature", [0.0, 1.0], "to measure; 0: greedy, and tokens are compared", _numbers, "T,..."
+    )
     _add_prompts(sub, 64)
     _add_compile_cache(sub)
 
@@ -80,6 +82,7 @@ def register(subparsers: Subparsers) -> None:
     _add(sub, "--depth", 3, "drafts per step", int, "K")
     _add_prompts(sub, 64)
     _add(sub, "--samples", 4, "completions to quote", int, "N")
+    _add(sub, "--pieces", 64, "pieces of held-out text to measure bits per byte on", positive, "N")
     _add_compile_cache(sub)
 
     sub = command("window", _window, "what a wider window costs, in time and in bytes")
@@ -148,7 +151,7 @@ def _acceptance(a: Arguments) -> Reports:
     from mtp_jax.bench import acceptance
 
     yield acceptance.run(
-        a.model, a.temperatures, a.depth, a.prompts, a.prompt_tokens, a.max_tokens, a.samples
+        a.model, a.temperatures, a.depth, a.prompts, a.prompt_tokens, a.max_tokens, a.samples, a.pieces
     )
 
 

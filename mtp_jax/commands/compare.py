@@ -76,7 +76,15 @@ def compare(
         show.write(json.dumps(result | {"output": show.as_json(runs[0][-1])}, ensure_ascii=False) + "\n")
     else:
         show.write(
-            "\n" + _lines(depth(llm), fast, slow, runs, _verdict(tokens, same, llm.engine.config.dtype))
+            "\n"
+            + _lines(
+                depth(llm),
+                fast,
+                slow,
+                runs,
+                _verdict(tokens, same, llm.engine.config.dtype),
+                params.temperature,
+            )
         )
     status = show.failed([output for outputs in runs for output in outputs])
     return 1 if same is False and llm.engine.config.dtype == "float32" else status
@@ -92,18 +100,26 @@ def _measured(llm: "LLM", outputs: "list[RequestOutput]") -> Measured:
     )
 
 
-def _lines(name: str, fast: Measured, slow: Measured, runs: "list[list[RequestOutput]]", verdict: str) -> str:
+def _lines(
+    name: str,
+    fast: Measured,
+    slow: Measured,
+    runs: "list[list[RequestOutput]]",
+    verdict: str,
+    temperature: float,
+) -> str:
     rate, end = _ratio(fast.tokens_per_second, slow.tokens_per_second), _ratio(slow.finished, fast.finished)
     counts = [len(outputs[-1].outputs[0].token_ids) for outputs in runs]
     many = f"{counts[0]}" if counts[0] == counts[1] else f"{counts[0]} and {counts[1]}"
-    accepted = "; ".join(show.speculation(runs[0][-1].speculation)[1:])
+    how = f"temperature {temperature:g}" if temperature else "greedy"
+    accepted = "".join(f"; {part}" for part in show.speculation(runs[0][-1].speculation)[1:])
     return (
         f"{name}: {fast.tokens_per_second:.0f} tokens/s, acceptance length "
         f"{fast.acceptance_length:.2f} | depth 0: {slow.tokens_per_second:.0f} tokens/s | "
         f"{rate:.2f}x, {verdict}\n"
         f"end to end: {fast.finished:.3f} s, first token after {fast.first_token * 1000:.0f} ms | "
         f"{slow.finished:.3f} s, first token after {slow.first_token * 1000:.0f} ms | {end:.2f}x\n"
-        f"{many} tokens, medians of {len(runs[0])} alternating runs{'; ' if accepted else ''}{accepted}\n"
+        f"{many} tokens, {how}, medians of {len(runs[0])} alternating runs{accepted}\n"
         + ("green: drafted tokens\n" if show.colours() else "")
     )
 

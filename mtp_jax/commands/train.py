@@ -16,7 +16,13 @@ def register(subparsers: Subparsers) -> None:
         help="train a small model with its NextN layer",
         description="Run a training recipe, or resume it where it was interrupted.",
     )
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the recipe, a TOML file")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="the recipe, a TOML file; the paths in it are relative to its folder",
+    )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="checkpoints, losses, the model"
     )

@@ -1,7 +1,8 @@
 """The step: decode windows, a chunk of prompts, or both, in one donated, compiled program per key.
 
     draft    the drafter proposes K tokens after the newest
-    verify   the trunk over the windows [newest, drafts] and the chunk, side by side: each weight is read once
+    verify   the trunk and its head over the windows [newest, drafts] and the chunk, side by side: each weight
+             is read once
     accept   the same transforms as plain sampling; the accepted drafts and one corrected or bonus token
     commit   lengths grow, finished slots switch themselves off, the drafter observes the kept tokens
 
@@ -134,11 +135,10 @@ def verify_phase(
         tokens, positions = (join([getattr(p, of) for p in parts], on.mesh) for of in ("tokens", "positions"))
         traced = trunk.run(params, cfg, tokens, positions, state.trunk, tuple(p.view for p in parts), on)
         hidden = split(traced.hidden, [p.tokens.shape for p in parts], on.mesh)
-    state, results = state.replace(trunk=traced.caches), []
-    with jax.named_scope("accept" if windows else "first_token"):
         scored = hidden if chunk is None else [*hidden[:-1], prefill.last_of(hidden[-1], chunk)]
         ids_only = mode == SamplingMode() and chunk is None and accept is None and on.head_parts > 1
         logits = [] if ids_only else _logits(params, scored, on)
+    state, results = state.replace(trunk=traced.caches), []
     if windows and drafts is not None:
         given = windows, hidden[0], logits[0] if logits else None, drafts, allowed, drafter, mode, on, accept
         state, result = _conclude(params, state, *given, alone=chunk is None)
@@ -186,14 +186,17 @@ def _conclude(
 ) -> tuple[State, StepResult]:
     """Accept and commit. logits: None: the likeliest tokens are enough. alone: no chunk comes along."""
     s, width = rows.slots, rows.tokens.shape[1]
-    with jax.named_scope("accept"):
-        if logits is None:
+    if logits is None:
+        with jax.named_scope("verify"):  # the head belongs to the trunk's pass
             ids, healthy = best_tokens(hidden, trunk.head(params), on)
+        with jax.named_scope("accept"):
             verdict = verify.greedy(ids, drafts.tokens, num_drafts(s, drafts))
-        else:
+    else:
+        with jax.named_scope("accept"):
             window = jnp.concatenate([s.newest[:, None], drafts.tokens], axis=1)
             verdict = (accept or accept_drafts)(logits, window, drafts, s, mode, allowed)
             healthy = jnp.isfinite(logits).all(axis=-1)
+    with jax.named_scope("accept"):
         emitted = emit(verdict, drafts.tokens, s, healthy)
     with jax.named_scope("commit"):
         positions = jnp.where(jnp.arange(width) < emitted.count[:, None], rows.positions, -1)

@@ -7,10 +7,14 @@ from typing import Any
 
 from mtp_jax.bench.cost import Work
 from mtp_jax.bench.report import Spread, table
+from mtp_jax.engine.request import Speculation
 from mtp_jax.profiling.compiles import Compile
 from mtp_jax.profiling.machine import Peaks
-from mtp_jax.profiling.scopes import PHASES, Scope
+from mtp_jax.profiling.scopes import BOOKKEEPING, PHASES, Scope
 from mtp_jax.profiling.trace import DISPATCH, HOST_GAP
+
+# Phases whose "part" is a remark, no part of the model.
+_NO_PART = (BOOKKEEPING, DISPATCH.phase, HOST_GAP.phase)
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,9 @@ class Profile:
         environment: versions and machine.
         seconds: per step, without the profiler.
         traced: per step, with it.
+        wall: seconds of the traced time over its steps; the scopes add up to it.
+        plain: seconds per step of as many slots without drafts, without the profiler; None: not measured.
+        speculation: of the slots that decoded in all measured steps.
         scopes: seconds per traced step.
         programs: that ran.
         peaks: of the machine.
@@ -70,6 +77,9 @@ class Profile:
     environment: Mapping[str, Any]
     seconds: Spread
     traced: Spread
+    wall: float
+    plain: Spread | None
+    speculation: Speculation
     scopes: Mapping[Scope, float]
     programs: Sequence[Program]
     peaks: Peaks
@@ -84,16 +94,20 @@ class Profile:
             f"{env['device']}, {env['cpu']}, {env['cores']} cores, jax {env['jax']}, Python {env['python']}, "
             f"load {env['load_average']}",
             f"A step takes {self.seconds.show(3, 1e3)} ms, median and quartiles of {self.seconds.count}, and "
-            f"{self.traced.show(3, 1e3)} ms while traced. Read the tables as shares: tracing costs time,"
-            " small instructions most of all.",
+            f"{self.traced.show(3, 1e3)} ms while traced.",
+            self._gain(),
+            f"The next three tables divide the mean wall time of a traced step, {self.wall * 1e3:.3f} ms: "
+            "that is their total, for medians do not add up. Read them as shares: tracing costs time, small "
+            "operations most of all.",
             "## Time by scope",
             self._scopes(),
-            "Each moment goes to the innermost instruction that runs, in equal shares where several run. "
-            "*dispatch*: a program is running, none of its instructions is. *host gap*: no program runs.",
+            "Each moment goes to the innermost operation that runs, in equal shares where several run. "
+            "*dispatch*: a program is running, none of its operations is. *host gap*: no program runs. "
+            "*bookkeeping*: small programs between steps. *other*: the program does not say.",
             "## Time by phase",
             self._summed("phase", lambda scope: scope.phase),
             "## Time by part",
-            self._summed("part", lambda scope: scope.phase if scope in (DISPATCH, HOST_GAP) else scope.part),
+            self._summed("part", lambda scope: scope.phase if scope.phase in _NO_PART else scope.part),
             "## Against the roofline",
             self._roofline(),
             "The least a launch needs: weights once per pass, the experts that its rows visit if routing is "
@@ -109,19 +123,35 @@ class Profile:
         ]
         return "\n\n".join(blocks) + "\n"
 
+    def _gain(self) -> str:
+        """What speculation did to these steps, as far as it was measured."""
+        if self.options["depth"] == 0 or not self.speculation.steps:
+            return "Speculation: none of these steps has drafts, so this profile does not say what they gain."
+        tokens = self.speculation.acceptance_length
+        yielded = f"Speculation: a step yields {tokens:.2f} tokens per slot"
+        if self.plain is None:
+            return f"{yielded}; a step without drafts was not measured here, so what that gains is not known."
+        longer = self.seconds.median / self.plain.median
+        verdict = "gains" if tokens > longer else "loses"
+        return (
+            f"{yielded} and takes {longer:.2f} times as long as one without drafts, "
+            f"{self.plain.show(3, 1e3)} ms, so it {verdict}: {tokens / longer:.2f} times the tokens per "
+            "second."
+        )
+
     def _row(self, name: Sequence[str], seconds: float) -> tuple[str, ...]:
-        total = sum(self.scopes.values())
-        return (*name, f"{seconds * 1e3:.3f}", f"{seconds / total:.1%}")
+        return (*name, f"{seconds * 1e3:.3f}", f"{seconds / self.wall:.1%}")
 
     def _scopes(self) -> str:
         order = {name: i for i, name in enumerate(PHASES)}
-        last = {DISPATCH.phase: 1, HOST_GAP.phase: 2}
+        last = {BOOKKEEPING: 1, DISPATCH.phase: 2, HOST_GAP.phase: 3}
 
         def key(item: tuple[Scope, float]) -> tuple[int, int, float]:
             scope, seconds = item
             return last.get(scope.phase, 0), order.get(scope.phase, len(order)), -seconds
 
         rows = [self._row((s.phase, s.part), t) for s, t in sorted(self.scopes.items(), key=key)]
+        rows.append(self._row(("total", ""), self.wall))
         return table(("phase", "part", "ms per step", "share"), rows)
 
     def _summed(self, what: str, name: Callable[[Scope], str]) -> str:
@@ -129,6 +159,7 @@ class Profile:
         for scope, seconds in self.scopes.items():
             sums[name(scope)] += seconds
         rows = [self._row((n,), t) for n, t in sorted(sums.items(), key=lambda item: -item[1])]
+        rows.append(self._row(("total",), self.wall))
         return table((what, "ms per step", "share"), rows)
 
     def _roofline(self) -> str:

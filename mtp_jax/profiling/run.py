@@ -17,6 +17,7 @@ from mtp_jax.bench.report import Spread, environment
 from mtp_jax.bench.subject import Subject
 from mtp_jax.decode.keys import StepKey, name_of
 from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.request import Speculation
 from mtp_jax.errors import MtpJaxError
 from mtp_jax.profiling import compiles, cost, machine, trace, workload
 from mtp_jax.profiling.compiles import Compile
@@ -51,8 +52,9 @@ def profile(subject: Subject, options: Options, out: Path) -> Profile:
     _clear(out)
     with compiles.recorded() as compiled:
         peaks = machine.measure(subject.dtype)
+        plain = _plain(subject, o)
         work = workload.start(subject, o.phase, o.batch, o.input_len, o.depth, 2 * o.steps, o.temperature)
-        before = len(compiled)
+        before, begun = len(compiled), [r.speculation.steps for r in work.running]
         seconds = _timed(work, o.steps)
         traced = _traced(work, o.steps, out)
         compiles.write(compiled, out / "compiles.jsonl")
@@ -75,12 +77,22 @@ def profile(subject: Subject, options: Options, out: Path) -> Profile:
         environment=environment(),
         seconds=Spread.of(seconds),
         traced=Spread.of(traced),
+        wall=(found.end - found.start) / o.steps / 1e9,
+        plain=plain,
+        speculation=sum(
+            (r.speculation.since(n) for r, n in zip(work.running, begun, strict=True)), Speculation()
+        ),
         scopes={s: t / o.steps / 1e9 for s, t in trace.by_scope(found, scopes).items()},
         programs=programs,
         peaks=peaks,
         compiles=compiled,
     )
-    step = {"seconds": asdict(result.seconds), "traced_seconds": asdict(result.traced)}
+    step = {
+        "seconds": asdict(result.seconds),
+        "traced_seconds": asdict(result.traced),
+        "without_drafts_seconds": asdict(plain) if plain else None,
+        "tokens_per_slot": result.speculation.acceptance_length,
+    }
     _write(
         out / "cost.json",
         {"peaks": asdict(peaks), "step": step, "programs": [p.costs(peaks) for p in programs]},
@@ -88,6 +100,17 @@ def profile(subject: Subject, options: Options, out: Path) -> Profile:
     _write(out / "memory.json", _memory(engine))
     (out / "report.md").write_text(result.text(), encoding="utf-8")
     return result
+
+
+def _plain(subject: Subject, o: Options) -> Spread | None:
+    """Seconds of a step without drafts, of as many slots: what steps that verify are compared with.
+
+    None for other phases. Its engine is gone before the profiled one is made.
+    """
+    if o.phase != "verify":
+        return None
+    work = workload.start(subject, "decode", o.batch, o.input_len, 0, o.steps, o.temperature)
+    return Spread.of(_timed(work, o.steps))
 
 
 def _clear(out: Path) -> None:

@@ -44,6 +44,20 @@ class Scope:
 
 NOWHERE = Scope(OTHER, OTHER)
 
+# Programs of their own that run between steps, by their name in HLO, and what they do.
+BOOKKEEPING = "bookkeeping"
+_BETWEEN_STEPS = {
+    "jit_admit": "a request's row enters a slot",
+    "jit_move": "a request moves to another slot",
+    "jit_update": "slots and page tables are renewed",
+    "jit_flush": "deferred NextN entries are written",
+}
+
+
+def scope_of_program(module: str) -> Scope:
+    """The scope of everything in a program that is no step: ``jit_update`` renews slots and page tables."""
+    return Scope(BOOKKEEPING, _BETWEEN_STEPS.get(module, "another program"))
+
 
 def scope_of(op_name: str) -> Scope:
     """The scope of a path such as ``jit(step_b1_k3_p4)/verify/layer_0/attend/dot_general``."""
@@ -58,6 +72,8 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _NAME = re.compile(r"%([\w.\-]+)")
+_FUSION = re.compile(r" fusion\(.* calls=%?([\w.\-]+)")
+_PRODUCT = re.compile(r" (?:dot|convolution)\(")
 _ROUNDS = 4
 
 
@@ -65,11 +81,14 @@ def scopes_of(hlo: str) -> dict[str, Scope]:
     """Instruction name -> scope, from a compiled program's HLO text.
 
     The compiler drops the path of some instructions that it rewrites. Such a one has the scope of what it
-    calls (fusions, loops), else of what uses it, else of what it uses.
+    calls (fusions, loops), else of what uses it, else of what it uses. A fusion has the path of its last
+    operation; where it holds a matrix product, its time is that product's, hence its scope.
     """
     inside: dict[str, list[str]] = defaultdict(list)
     scopes: dict[str, Scope] = {}
     mentions: dict[str, list[str]] = {}
+    products: dict[str, Scope] = {}
+    fusions: dict[str, str] = {}
     computation = ""
     for line in hlo.splitlines():
         if started := _COMPUTATION.match(line):
@@ -79,6 +98,11 @@ def scopes_of(hlo: str) -> dict[str, Scope]:
             inside[computation].append(name)
             scopes[name] = scope_of(path[1]) if path else NOWHERE
             mentions[name] = _NAME.findall(found[2])
+            if _PRODUCT.search(line) and scopes[name].part != OTHER:
+                products[computation] = scopes[name]
+            elif fusion := _FUSION.search(line):
+                fusions[name] = fusion[1]
+    scopes |= {name: products[called] for name, called in fusions.items() if called in products}
     users: dict[str, list[str]] = defaultdict(list)
     for name, others in mentions.items():
         for other in others:

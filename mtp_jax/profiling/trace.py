@@ -15,9 +15,9 @@ from pathlib import Path
 from jax.profiler import ProfileData
 
 from mtp_jax.errors import MtpJaxError
-from mtp_jax.profiling.scopes import NOWHERE, OTHER, Scope
+from mtp_jax.profiling.scopes import NOWHERE, Scope, scope_of_program
 
-DISPATCH = Scope("dispatch", "between instructions")
+DISPATCH = Scope("dispatch", "between operations")
 HOST_GAP = Scope("host gap", "no program runs")
 
 
@@ -77,12 +77,12 @@ def _ops(events: Iterator) -> Iterator[Op]:
 
 
 def by_scope(trace: Trace, scopes: Mapping[str, Mapping[str, Scope]]) -> dict[Scope, float]:
-    """Nanoseconds of the measured time per scope, which add up to it; ``scopes`` by program, instruction."""
+    """Nanoseconds of the measured time per scope, which add up to it; ``scopes`` by step, instruction."""
     changes: list[tuple[float, int, Scope]] = []
     for ops in trace.lines:
         for start, end, op in _innermost(ops):
             known = scopes.get(op.module)
-            scope = Scope(op.module, OTHER) if known is None else known.get(op.name, NOWHERE)
+            scope = scope_of_program(op.module) if known is None else known.get(op.name, NOWHERE)
             changes += [(max(start, trace.start), 1, scope), (min(end, trace.end), -1, scope)]
     # Dispatch and host gap are what shows where nothing else runs.
     for start, end in launches(trace).values():

@@ -1,6 +1,6 @@
 """What is profiled: an engine kept busy with one kind of step for as long as it is stepped."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -22,10 +22,11 @@ _PROMPT_SLOTS = 3
 
 @dataclass(frozen=True)
 class Workload:
-    """An engine in the midst of a phase, and what steps it there."""
+    """An engine in the midst of a phase, what steps it there, and the requests that decode all the while."""
 
     engine: Engine
     step: Callable[[], None]
+    running: Sequence[Request] = ()
 
 
 def start(
@@ -72,7 +73,7 @@ def start(
         keys = [replace(k, slots=min(k.slots, most)) for k in keys if isinstance(k, StepKey)]
     engine.runner.compile(keys)
     _settle(engine, running, step)
-    return Workload(engine, step)
+    return Workload(engine, step, running)
 
 
 def _settle(engine: Engine, running: list[Request], step: Callable[[], None]) -> None:

@@ -19,6 +19,7 @@ NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 
 Source = Literal["library", "packages", "dialogues"]
+_PATHS = ("model_config", "tokenizer")
 _MUON_ONLY = {"adam_learning_rate", "muon_ns_steps"}
 
 
@@ -126,9 +127,7 @@ class Recipe:
 
         Raises ConfigError naming every value that is missing, unknown or wrong.
         """
-        flat: dict[str, Any] = {}
-        for key, value in data.items():
-            flat |= value if isinstance(value, Mapping) else {"stages" if key == "stage" else key: value}
+        flat = _flat(data)
         if flat.get("optimizer") == "adamw" and (idle := sorted(_MUON_ONLY & flat.keys())):
             raise ConfigError(
                 f"the recipe cannot be used: {', '.join(idle)}: of the optimizer muon alone; leave it out"
@@ -140,15 +139,36 @@ class Recipe:
                 f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r:.100}" for e in err.errors()
             )
             raise ConfigError(f"the recipe cannot be used: {wrong}") from err
-        paths = {key: (base / getattr(recipe, key)).resolve() for key in ("model_config", "tokenizer")}
+        paths = {key: (base / getattr(recipe, key)).resolve() for key in _PATHS}
         return dataclasses.replace(recipe, **paths)
 
     @classmethod
     def from_file(cls, path: str | Path) -> "Recipe":
-        """Read a TOML recipe; ConfigError names the file when it cannot be used."""
+        """Read a TOML recipe; ConfigError names the file when it cannot be used, and files that it lacks."""
         path = Path(path)
         try:
             data = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as err:  # not UTF-8, or not TOML
             raise ConfigError(f"cannot read the recipe {path}: {err}; give the path of a TOML file") from err
-        return cls.from_dict(data, path.parent)
+        recipe = cls.from_dict(data, path.parent)
+        _check_files(path.resolve(), recipe, _flat(data))
+        return recipe
+
+
+def _flat(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a recipe, whatever tables they stand in."""
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        flat |= value if isinstance(value, Mapping) else {"stages" if key == "stage" else key: value}
+    return flat
+
+
+def _check_files(path: Path, recipe: Recipe, named: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a file that a recipe names and that is not there, as beside a copied recipe."""
+    missing = [key for key in _PATHS if not getattr(recipe, key).is_file()]
+    if missing:
+        files = "; ".join(f'{key} = "{named[key]}" is {getattr(recipe, key)}' for key in missing)
+        raise ConfigError(
+            f"the recipe {path} names files that do not exist: {files}. Its paths are relative to its "
+            f"folder, {path.parent}: copy the files there, too, or write absolute paths"
+        )

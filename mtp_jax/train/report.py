@@ -3,10 +3,13 @@
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+
+SMOOTHING_STEPS = 20  # the smoothed loss is an exponential mean with this time constant
 
 
 class Reporter:
@@ -55,7 +58,10 @@ class Reporter:
 
 
 def plot_losses(out_dir: Path) -> Path:
-    """Draw `loss.png` from `metrics.jsonl`: training losses (smoothed) and held-out losses against steps."""
+    """Draw `loss.png` from `metrics.jsonl`: training and held-out losses against steps.
+
+    The training losses stand there as they are, light, and smoothed, in full colour; the legend says so.
+    """
     import matplotlib  # imported here: slow, and only needed at checkpoints
 
     matplotlib.use("Agg")
@@ -68,11 +74,9 @@ def plot_losses(out_dir: Path) -> Path:
     for depth in range(max((len(r["losses"]) for r in train), default=0)):
         name = "next token" if depth == 0 else f"MTP depth {depth}"
         points = [(r["step"], r["losses"][depth]) for r in train if len(r["losses"]) > depth]
-        smooth, curve = points[0][1], []
-        for _, value in points:
-            smooth = 0.95 * smooth + 0.05 * value
-            curve.append(smooth)
-        (line,) = axes.plot([p[0] for p in points], curve, label=name)
+        steps, values = zip(*points, strict=True)
+        (line,) = axes.plot(steps, smoothed(values), label=f"{name}, smoothed", zorder=2)
+        axes.plot(steps, values, color=line.get_color(), alpha=0.25, linewidth=0.8, zorder=1)
         dots = [
             (r["step"], r["held_out"]["losses"][depth]) for r in held if len(r["held_out"]["losses"]) > depth
         ]
@@ -80,11 +84,20 @@ def plot_losses(out_dir: Path) -> Path:
     axes.set(xlabel="step", ylabel="cross entropy, nats per token", title="training (lines), held out (dots)")
     axes.grid(alpha=0.3)
     if train:
-        axes.legend()
+        axes.legend(title=f"exponential mean over about {SMOOTHING_STEPS} steps; light: single steps")
     path = out_dir / "loss.png"
     figure.savefig(path, dpi=120, bbox_inches="tight")
     pyplot.close(figure)
     return path
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """The exponential mean up to each value, which moves it by 1 / `SMOOTHING_STEPS` of the way to itself."""
+    means: list[float] = []
+    for value in values:
+        before = means[-1] if means else value
+        means.append(before + (value - before) / SMOOTHING_STEPS)
+    return means
 
 
 def _short(value: Any) -> str:

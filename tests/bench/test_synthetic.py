@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from mtp_jax.api.local import local_engine, local_runner
 from mtp_jax.bench import cost, synthetic
@@ -199,21 +200,48 @@ def run_bench(tmp_path, *given):
     return json.loads(out.read_text())
 
 
-def test_bench_depth_writes_what_it_measured(checkpoint, tmp_path, capsys):
+@pytest.fixture
+def drawn(monkeypatch) -> list[Figure]:
+    """The figures that are saved."""
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda f, *a, **k: (figures.append(f), save(f, *a, **k))[1])
+    return figures
+
+
+def test_bench_depth_measures_greedy_and_sampled_speed(checkpoint, tmp_path, capsys, drawn):
     sizes = ("--prompts", "2", "--prompt-tokens", "8", "--max-tokens", "24")
     content = run_bench(tmp_path, "depth", "--model", str(checkpoint[0]), "--depths", "0,2", *sizes)
     assert "bench depth --model" in content["command"]
     assert content["environment"].keys() >= {"python", "jax", "jaxlib", "cpu", "cores", "load_average"}
-    plain, two = content["figures"]["depths"]
-    assert (plain["depth"], two["depth"]) == (0, 2)
-    assert plain["speedup"] == {"median": 1.0, "low": 1.0, "high": 1.0, "count": 2}
-    assert plain["acceptance_length"] == 1
-    assert two["same_tokens"] is True
-    assert 1 < two["acceptance_length"] <= 3
-    assert len(two["acceptance_per_position"]) == len(two["seconds"]) == 2
-    assert two["tokens_per_second"] == pytest.approx(2 * 23 / sum(two["seconds"]))
-    assert "| depth |" in capsys.readouterr().out
+    figures = content["figures"]["depths"]
+    assert [(f["temperature"], f["depth"]) for f in figures] == [(0, 0), (0, 2), (1, 0), (1, 2)]
+    for plain, two in (figures[:2], figures[2:]):
+        assert plain["speedup"] == {"median": 1.0, "low": 1.0, "high": 1.0, "count": 2}
+        assert plain["acceptance_length"] == 1
+        assert 1 < two["acceptance_length"] <= 3
+        assert len(two["acceptance_per_position"]) == len(two["seconds"]) == 2
+        assert two["tokens_per_second"] == pytest.approx(2 * 23 / sum(two["seconds"]))
+        assert two["of_depth_0"] == pytest.approx(two["tokens_per_second"] / plain["tokens_per_second"])
+    assert [f["same_tokens"] for f in figures] == [True, True, None, None]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    header, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert header[:2] == ["temperature", "depth"]
+    assert [row[:2] for row in rows] == [["0", "0"], ["0", "2"], ["1", "0"], ["1", "2"]]
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    speed = drawn[0].axes[0]
+    plotted = {line.get_label(): list(line.get_ydata()) for line in speed.get_lines()}
+    assert plotted == {
+        "greedy": [f["tokens_per_second"] for f in figures[:2]],
+        "temperature 1": [f["tokens_per_second"] for f in figures[2:]],
+    }
+
+
+def test_bench_depth_refuses_a_temperature_before_it_measures_others(checkpoint, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    command = ["bench", "depth", "--model", str(checkpoint[0]), "--temperature", "0,-1", "--json", str(out)]
+    assert cli.main([*command, "--compile-cache", "none"]) == 2
+    assert "temperature" in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_bench_reports_errors_without_a_traceback(tmp_path, capsys):
@@ -222,7 +250,7 @@ def test_bench_reports_errors_without_a_traceback(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_bench_window_host_and_acceptance(checkpoint, tmp_path):
+def test_bench_window_and_acceptance(checkpoint, tmp_path):
     model = ("--model", str(checkpoint[0]))
     sizes = ("--prompts", "2", "--max-tokens", "16")
     window = run_bench(tmp_path, "window", *model, "--windows", "2,4", "--rounds", "3", *sizes)["figures"]
@@ -232,8 +260,6 @@ def test_bench_window_host_and_acceptance(checkpoint, tmp_path):
     assert end["measured_over_predicted"] == pytest.approx(
         end["measured_speedup"]["median"] / end["predicted_speedup"]
     )
-    host = run_bench(tmp_path, "host", *model, "--batch", "2", "--steps", "8", "--rounds", "2")["figures"]
-    assert len(host["rounds"]) == 2
     found = run_bench(tmp_path, "acceptance", *model, "--prompt-tokens", "8", *sizes)["figures"]
     assert [f["temperature"] for f in found["temperatures"]] == [0.0, 0.7, 1.0]
     for f in found["temperatures"]:

@@ -168,7 +168,7 @@ def test_compare(run, model):
     assert "| depth 0: " in speed
     assert speed.endswith("x, same tokens")
     assert end.startswith("end to end: ")
-    assert counts.startswith("24 tokens, medians of 2 alternating runs; drafts accepted ")
+    assert counts.startswith("24 tokens, greedy, medians of 2 alternating runs; drafts accepted ")
 
     options = ("--temperature", 0.8, "--seed", 3, "--verifier", "coupled")
     assert ", same tokens" in run(*argv, *options)[1]

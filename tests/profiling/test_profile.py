@@ -2,15 +2,22 @@
 
 import gzip
 import json
+import re
 import threading
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from mtp_jax.api.local import local_runner
+from mtp_jax.bench.report import Spread
 from mtp_jax.bench.subject import load
 from mtp_jax.commands import cli
+from mtp_jax.decode.keys import SamplingMode, StepKey
+from mtp_jax.engine.request import Speculation
 from mtp_jax.errors import ConfigError, MtpJaxError
+from mtp_jax.model.backend.xla_cpu import XlaCpu
 from mtp_jax.profiling import run, scopes, workload
 from mtp_jax.profiling.run import Options
 from mtp_jax.profiling.trace import DISPATCH, HOST_GAP
@@ -68,6 +75,73 @@ def test_times_of_the_scopes_add_up(profiled):
     assert found >= {*scopes.STEP_PHASES, *scopes.CHUNK_PHASES, DISPATCH.phase, HOST_GAP.phase}
     unknown = sum(t for s, t in profile.scopes.items() if s.phase == scopes.OTHER)
     assert unknown < 0.05 * total
+
+
+def rows_of(report: str, title: str) -> dict[tuple[str, ...], float]:
+    """The milliseconds of a table of the report, by the columns before them."""
+    (section,) = (s for s in report.split("\n## ") if s.startswith(title))
+    lines = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| ")]
+    return {tuple(c.strip() for c in cells[:-2]): float(cells[-2]) for cells in lines[1:]}
+
+
+@pytest.mark.parametrize("what", ["scope", "phase", "part"])
+def test_rows_of_every_table_add_up_to_the_total_that_the_report_names(profiled, what):
+    out, profile = profiled
+    report = (out / "report.md").read_text()
+    rows = rows_of(report, f"Time by {what}")
+    total = next(ms for name, ms in rows.items() if name[0] == "total")
+    assert total == pytest.approx(profile.wall * 1e3, abs=0.001)
+    assert f"mean wall time of a traced step, {total:.3f} ms" in report
+    parts = [ms for name, ms in rows.items() if name[0] != "total"]
+    assert sum(parts) == pytest.approx(total, abs=0.001 * len(rows))
+    assert not [name for name in rows if any(cell.startswith("jit_") for cell in name)]
+
+
+def test_the_head_of_the_trunk_is_a_row_of_the_phase_that_runs_it(profiled):
+    out, _ = profiled
+    rows = rows_of((out / "report.md").read_text(), "Time by scope")
+    assert rows["verify", "head"] > 0
+    assert rows["draft", "head"] > 0
+    assert ("accept", "head") not in rows
+
+
+def test_greedy_steps_that_look_at_the_vocabulary_in_parts_have_their_head_in_verify(subject, monkeypatch):
+    monkeypatch.setattr(XlaCpu, "head_parts", 3)
+    engine = subject.engine(2, slots=2, max_model_len=16)
+    key = StepKey(2, 2, 1, SamplingMode())
+    engine.runner.compile([key])
+    hlo = local_runner(engine).programs.program(key).as_text()
+    assert "/verify/greedy/head/" in hlo
+    heads = {scopes.scope_of(path) for path in re.findall(r'op_name="([^"]*/head/[^"]*)"', hlo)}
+    assert heads == {scopes.Scope("draft", "head"), scopes.Scope("verify", "head")}
+
+
+def spread(ms: float) -> Spread:
+    return Spread.of([ms / 1e3])
+
+
+def test_the_report_says_what_speculation_gains(profiled):
+    _, mixed = profiled
+    tokens = mixed.speculation.acceptance_length
+    assert 1 < tokens <= MIXED.depth + 1
+    assert f"yields {tokens:.2f} tokens per slot; a step without drafts was not measured" in mixed.text()
+    of_three = Speculation([2, 2], [2, 2])
+    measured = replace(mixed, seconds=spread(6), plain=spread(4), speculation=of_three)
+    assert "yields 3.00 tokens per slot and takes 1.50 times as long" in measured.text()
+    assert "so it gains: 2.00 times the tokens per second" in measured.text()
+    slow = replace(measured, seconds=spread(16))
+    assert "so it loses: 0.75 times the tokens per second" in slow.text()
+    without = replace(mixed, options={**mixed.options, "depth": 0})
+    assert "none of these steps has drafts" in without.text()
+
+
+def test_steps_without_drafts_are_timed_beside_those_that_verify(subject):
+    options = Options("verify", batch=1, input_len=8, steps=2, depth=1, temperature=0.0)
+    plain = run._plain(subject, options)
+    assert plain is not None
+    assert plain.count == 2
+    assert 0 < plain.low <= plain.high
+    assert run._plain(subject, MIXED) is None
 
 
 def test_launches_are_counted_and_costed(profiled):

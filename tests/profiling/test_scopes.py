@@ -2,7 +2,7 @@
 
 import pytest
 
-from mtp_jax.profiling.scopes import NOWHERE, Scope, scope_of, scopes_of
+from mtp_jax.profiling.scopes import BOOKKEEPING, NOWHERE, Scope, scope_of, scope_of_program, scopes_of
 from mtp_jax.profiling.trace import DISPATCH, HOST_GAP, Op, Trace, by_scope, launches
 
 HLO = """\
@@ -42,6 +42,35 @@ def test_instructions_without_a_path_have_that_of_their_neighbours():
     assert found["copy.4"] == Scope("draft", "MLP")  # of what it uses
 
 
+def test_a_fusion_with_a_matrix_product_counts_for_the_product():
+    def line(name: str, what: str, path: str) -> str:
+        return f'  %{name} = f32[4] {what}, metadata={{op_name="jit(f)/{path}"}}'
+
+    hlo = "\n".join(
+        [
+            "%fused (p: f32[2]) -> f32[4] {",
+            line("dot.1", "dot(%p, %p)", "verify/head/dot_general"),
+            line("max.2", "reduce(%dot.1)", "accept/sample/reduce_max"),
+            "}",
+            "%small (p: f32[2]) -> f32[4] {",
+            line("exp.3", "exponential(%p)", "verify/head/exp"),
+            "}",
+            "ENTRY %main (x: f32[2]) -> f32[4] {",
+            line("with_product", "fusion(%x), kind=kLoop, calls=%fused", "accept/sample/reduce_max"),
+            line("without", "fusion(%x), kind=kLoop, calls=%small", "accept/sample/reduce_max"),
+            "}",
+        ]
+    )
+    found = scopes_of(hlo)
+    assert found["with_product"] == Scope("verify", "head")
+    assert found["without"] == Scope("accept", "sample")
+
+
+def test_programs_between_steps_are_named_for_what_they_do():
+    assert scope_of_program("jit_update") == Scope(BOOKKEEPING, "slots and page tables are renewed")
+    assert scope_of_program("jit_convert_element_type") == Scope(BOOKKEEPING, "another program")
+
+
 def test_every_moment_goes_to_one_scope():
     a, b = Scope("verify", "attention"), Scope("draft", "MLP")
     first = (
@@ -57,7 +86,7 @@ def test_every_moment_goes_to_one_scope():
         HOST_GAP: 10 + 10 + 5 + 10,
         a: 10 + 10 + 3 + 4 + 20,  # alone, half of the time beside another thread
         b: 10 + 3,
-        Scope("jit_g", "other"): 5,
+        Scope(BOOKKEEPING, "another program"): 5,
     }
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shutil
 import signal
 from pathlib import Path
 from typing import Any, cast
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from mtp_jax.bench.corpus import SourceFile
 from mtp_jax.checkpoint import load
@@ -23,7 +25,7 @@ from mtp_jax.train.data import batch_at, even_windows
 from mtp_jax.train.loss import differentiable, loss
 from mtp_jax.train.optimizer import make_optimizer
 from mtp_jax.train.recipe import Recipe, Stage
-from mtp_jax.train.report import Reporter
+from mtp_jax.train.report import SMOOTHING_STEPS, Reporter, plot_losses
 from mtp_jax.train.state_store import StateStore
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo"
@@ -229,6 +231,29 @@ def test_batches_cover_the_stream_once_per_epoch() -> None:
         even_windows(stream, 200, 2)
 
 
+def test_the_plot_says_how_it_is_smoothed_and_shows_the_single_steps(tmp_path: Path, monkeypatch) -> None:
+    losses = [4.0, 2.0, 3.0]
+    records = [{"step": i, "losses": [value, value + 1]} for i, value in enumerate(losses)]
+    held_out = {"step": 3, "held_out": {"losses": [3.5, 4.5]}}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [*records, held_out]))
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *given, **options: drawn.append(figure))
+    plot_losses(tmp_path)
+    (axes,) = drawn[0].axes
+    plotted = [list(map(float, cast(Any, line.get_ydata()))) for line in axes.get_lines()]
+    one = 1 / SMOOTHING_STEPS
+    smooth = [4.0, 4.0 - 2 * one]
+    smooth.append(smooth[1] + (3 - smooth[1]) * one)
+    for name, shift in (("next token", 0), ("MTP depth 1", 1)):
+        assert [value + shift for value in losses] in plotted
+        assert [3.5 + shift] in plotted
+        (line,) = [line for line in axes.get_lines() if line.get_label() == f"{name}, smoothed"]
+        assert cast(Any, line.get_ydata()) == pytest.approx([value + shift for value in smooth])
+    legend = axes.get_legend()
+    assert legend is not None
+    assert f"mean over about {SMOOTHING_STEPS} steps" in legend.get_title().get_text()
+
+
 @pytest.mark.slow
 def test_loss_falls_and_a_resumed_run_equals_an_uninterrupted_one(recipe: Recipe, tmp_path: Path) -> None:
     whole = [r for r in run(recipe, tmp_path / "whole") if "losses" in r]
@@ -325,6 +350,26 @@ def test_recipe_reads_the_demo_file_and_names_mistakes(tmp_path: Path) -> None:
         path.write_text(text, encoding="utf-8")
         with pytest.raises(ConfigError, match=message):
             Recipe.from_file(path)
+
+
+def test_a_copied_recipe_says_which_files_it_lacks(tmp_path: Path) -> None:
+    copy = tmp_path / "mine.toml"
+    text = (DEMO / "train.toml").read_text(encoding="utf-8")
+    copy.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        Recipe.from_file(copy)
+    for part in (
+        f"recipe {copy} names",
+        f'model_config = "config.json" is {tmp_path / "config.json"}; ',
+        f'tokenizer = "tokenizer.json" is {tmp_path / "tokenizer.json"}.',
+        f"relative to its folder, {tmp_path}: copy the files there, too, or write absolute paths",
+    ):
+        assert part in str(caught.value)
+    copy.write_text(text.replace('"config.json"', json.dumps(str(DEMO / "config.json"))), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"do not exist: tokenizer = [^;]*\."):
+        Recipe.from_file(copy)
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    assert Recipe.from_file(copy).tokenizer == tmp_path / "tokenizer.json"
 
 
 @pytest.mark.slow
