@@ -20,7 +20,7 @@ NOTHING = -1
 """Stands in a choice where there are fewer visible entries than may be chosen."""
 
 
-Choice = tuple[Int[Array, "B W K"] | None, ...]
+Choice = tuple[Int[Array, "_B _W _K"] | None, ...]
 """For each part of a pass the rows that its tokens attend to, or NOTHING; None: all that they see.
 
 Empty where nothing has been chosen: a model without an indexer, or a layer that chooses by itself.

@@ -74,9 +74,7 @@ def test_the_same_entries_are_chosen(variant: str, on: Backend, monkeypatch: pyt
     choices = [*traced.choices]
     layer = {"cache": None, "views": (), "on": on}
     positions = jnp.arange(length - 1)[None]
-    choices += nextn.run(
-        found.params, cfg, 0, tokens[:, 1:], traced.hidden[:, :-1], positions, **layer
-    )[2:]
+    choices += nextn.run(found.params, cfg, 0, tokens[:, 1:], traced.hidden[:, :-1], positions, **layer)[2:]
     names = [f"index_set.{i}" for i in range(cfg.num_hidden_layers)] + ["mtp_index_set.0"]
     for name, (chosen,) in zip(names, choices, strict=True):
         assert chosen is not None
