@@ -9,6 +9,7 @@ from operator import add
 import pytest
 
 from mtp_jax import LLM, AsyncLLM, RequestError, RequestOutput, SamplingParams
+from mtp_jax.text.tokenizer import StreamDecoder
 from tests import golden, tiny_tokenizer
 
 PROMPT = golden.expected("rigged")["input_ids"].tolist()
@@ -129,3 +130,12 @@ def test_the_end_of_a_sequence_has_no_stop_reason(llm, ignore_eos, stops, reason
     forced = replace(PARAMS, n=1, ignore_eos=ignore_eos, stop_token_ids=stops, logit_bias={eos: 100.0})
     ended = llm.generate(PROMPT, replace(forced, min_tokens=6))[0].outputs[0]
     assert (ended.num_tokens, ended.finish_reason, ended.stop_reason) == (7, "stop", reason)
+
+
+def test_a_stop_string_in_what_is_held_back_until_the_end_is_a_stop(llm, monkeypatch):
+    """As the rest of a character that never comes is."""
+    monkeypatch.setattr(StreamDecoder, "flush", lambda _: "\ufffd\ufffd")
+    (output,) = llm.generate(PROMPT, replace(PARAMS, n=1, max_tokens=3, stop="\ufffd\ufffd"))
+    ended = output.outputs[0]
+    assert (ended.finish_reason, ended.stop_reason, ended.num_tokens) == ("stop", "\ufffd\ufffd", 3)
+    assert "\ufffd" not in ended.text
