@@ -23,7 +23,7 @@ def start(module: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
     found = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", module],
+            [sys.executable, "-P", "-m", module],  # nothing from the working folder
             stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(found)},

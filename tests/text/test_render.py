@@ -100,6 +100,13 @@ def test_a_process_that_was_ended_is_started_again() -> None:
     assert chat_template._idle[-1][0].pid != process.pid
 
 
+def test_modules_of_the_working_folder_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat_template._end_idle()
+    (tmp_path / "jinja2.py").write_text("raise SystemExit")
+    monkeypatch.chdir(tmp_path)
+    assert ChatTemplate("a").render({}) == "a"
+
+
 def test_a_process_is_kept() -> None:
     before = [process.pid for process, _ in chat_template._idle]
     assert ChatTemplate("{{ 1 / 0 if n else n }}").render({"n": 0}) == "0"
