@@ -5,14 +5,16 @@ from typing import NoReturn
 
 
 def entry() -> NoReturn:
-    """Run the command line. Ctrl-C ends the process without a word while that is being imported."""
+    """Run the command line. Ctrl-C ends the process without a word while anything is being imported."""
     quiet = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # which prints a traceback
     if quiet:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from mtp_jax.commands import cli
+    from mtp_jax.commands.imports import end_at_ctrl_c
 
     if quiet:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        end_at_ctrl_c()
     cli.entry()
 
 

@@ -133,9 +133,9 @@ class Call(ABC):
         return chunks
 
     def _choice(self, index: int, output: RequestOutput, c: CompletionOutput, shown: Shown) -> dict[str, Any]:
-        """A choice; its last part says which weights made it."""
-        made_by = {} if c.finish_reason is None else {"weight_version": output.weight_version}
-        return self.choice(index, output, c, shown) | made_by
+        """A choice; its last part says what stopped it, and which weights made it."""
+        last = {"stop_reason": c.stop_reason, "weight_version": output.weight_version}
+        return self.choice(index, output, c, shown) | ({} if c.finish_reason is None else last)
 
     def _is_news(self, c: CompletionOutput, shown: Shown) -> bool:
         """Whether there is something to tell of a completion."""

@@ -84,7 +84,7 @@ class _Completions(Call):
         output = super().take(output)
         if self.body.max_tokens != 0:
             return output
-        none: dict[str, Any] = {"text": "", "num_tokens": 0}
+        none: dict[str, Any] = {"text": "", "num_tokens": 0, "stop_reason": None}
         none |= {"token_ids": [], "token_texts": [], "drafted": [], "logprobs": []}
         ends = {"stop": "length"}
         trimmed = [

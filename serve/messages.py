@@ -197,11 +197,14 @@ class _Messages(AssistantCall):
     def answer(self) -> dict[str, Any]:
         """A message."""
         content = [_block(block, block.text) for block in self.blocks.all]
-        return self._message(content, self._stop_reason())
+        return self._message(content, self._end())
 
     def begin(self) -> Iterable[dict[str, Any]]:
         """An empty message."""
-        yield {"type": "message_start", "message": self._message([], None)}
+        yield {
+            "type": "message_start",
+            "message": self._message([], {"stop_reason": None, "stop_sequence": None}),
+        }
 
     def change(self, change: Change) -> Iterable[dict[str, Any]]:
         """Events of a content block."""
@@ -222,17 +225,20 @@ class _Messages(AssistantCall):
 
     def end(self) -> Iterable[dict[str, Any]]:
         """How it ended."""
-        delta = {"stop_reason": self._stop_reason(), "stop_sequence": None}
         made_by = {"weight_version": self.weight_version}
-        yield {"type": "message_delta", "delta": delta, "usage": self._usage(), **made_by}
+        yield {"type": "message_delta", "delta": self._end(), "usage": self._usage(), **made_by}
         yield {"type": "message_stop"}
 
     def error(self, error: ApiError) -> dict[str, Any]:
         """Anthropic's."""
         return error.anthropic
 
-    def _stop_reason(self) -> str:
-        return _ENDS.get(self.finish_reason or "", "end_turn")
+    def _end(self) -> dict[str, str | None]:
+        """Why the message ended; the route takes no stop tokens, so what stopped it can only be a string."""
+        stop = self.completion.stop_reason if self.completion else None
+        if isinstance(stop, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+        return {"stop_reason": _ENDS.get(self.finish_reason or "", "end_turn"), "stop_sequence": None}
 
     def _usage(self) -> dict[str, int]:
         counts = self.counts
@@ -243,15 +249,14 @@ class _Messages(AssistantCall):
             "output_tokens": counts["output"],
         }
 
-    def _message(self, content: list[dict[str, Any]], stop_reason: str | None) -> dict[str, Any]:
+    def _message(self, content: list[dict[str, Any]], end: dict[str, str | None]) -> dict[str, Any]:
         return {
             "id": self._id,
             "type": "message",
             "role": "assistant",
             "model": self.server.settings.model_name,
             "content": content,
-            "stop_reason": stop_reason,
-            "stop_sequence": None,
+            **end,
             "usage": self._usage(),
             "weight_version": self.weight_version,
         }

@@ -40,9 +40,8 @@ class CompletionState:
         request = self.request
         while self.seen < len(request.output):
             self.seen += 1
-            if self._show(request.output[self.seen - 1]):
-                engine.stop(request, self.seen)
-                self.done = True
+            self._show(request.output[self.seen - 1])
+            if self._stopped(engine):
                 return
         if request.finished:
             self.done = True
@@ -52,6 +51,15 @@ class CompletionState:
             self.text += rest
             if self.token_texts:
                 self.token_texts[-1] += rest
+            self._stopped(engine)
+
+    def _stopped(self, engine: Engine) -> bool:
+        """Whether the text has met a stop string, which then ends the request."""
+        if self._stops.matched is None:
+            return False
+        engine.stop(self.request, self.seen, self._stops.matched)
+        self.done = True
+        return True
 
     def output(self, index: int) -> CompletionOutput:
         """All there is so far, or what has come since the last call."""
@@ -70,17 +78,18 @@ class CompletionState:
             drafted=request.drafted[start : self.seen],
             speculation=request.speculation.since(step),
             decode_seconds=self._decode_seconds() if self.done else None,
+            stop_reason=request.stop_reason if self.done else None,
         )
 
     def _decode_seconds(self) -> float | None:
         first, last = self.request.first_token_at, self.request.finished_at
         return None if first is None or last is None else last - first
 
-    def _show(self, token: int) -> bool:
-        """Add a token's text; returns whether it completed a stop string.
+    def _show(self, token: int) -> None:
+        """Add a token's text.
 
-        As in vLLM none is completed within the first ``min_tokens``, and a stop token has no text unless what
-        ends it is to be in it.
+        As in vLLM no stop string is completed within the first ``min_tokens``, and a stop token has no text
+        unless what ends it is to be in it.
         """
         request = self.request
         ends = request.finished and self.seen == len(request.output) and token in request.stops
@@ -88,10 +97,9 @@ class CompletionState:
             text = ""
         else:
             text = self._decoder.push([token])
-        visible, stopped = self._stops.push(text, self.seen > request.params.min_tokens)
+        visible, _ = self._stops.push(text, self.seen > request.params.min_tokens)
         self.text += visible
         self.token_texts.append(visible)
-        return stopped
 
 
 class PromptState:

@@ -24,6 +24,8 @@ class CompletionOutput:
         drafted: per token whether it was; the others are a prefill's first and each step's last.
         speculation: drafts verified and accepted.
         decode_seconds: from its first token to its end; None while it runs, and without a token.
+        stop_reason: the stop string, or the token of ``stop_token_ids``, that ended it; None after the
+            model's own end-of-sequence token, for every other end, and while it runs.
     """
 
     index: int
@@ -36,6 +38,7 @@ class CompletionOutput:
     drafted: list[bool]
     speculation: Speculation
     decode_seconds: float | None = field(compare=False)
+    stop_reason: str | int | None = None
 
     def __add__(self, later: "CompletionOutput") -> "CompletionOutput":
         """Two deltas as one."""

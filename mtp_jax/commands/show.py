@@ -156,7 +156,8 @@ def as_json(output: "RequestOutput") -> dict[str, Any]:
         "prompt": output.prompt,
         "prompt_token_ids": output.prompt_token_ids,
         "outputs": [
-            {"index": c.index, "text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason}
+            {"index": c.index, "text": c.text, "token_ids": c.token_ids}
+            | {"finish_reason": c.finish_reason, "stop_reason": c.stop_reason}
             | ({} if c.logprobs is None else {"logprobs": [entries(row) for row in c.logprobs]})
             for c in output.outputs
         ],

@@ -87,9 +87,10 @@ class Engine:
             self.scheduler.stale |= request.status is not Status.WAITING
             self._finish(request, reason)
 
-    def stop(self, request: Request, tokens: int) -> None:
+    def stop(self, request: Request, tokens: int, string: str) -> None:
         """End a request at a stop string, which the text of its first ``tokens`` ends with."""
         request.cut(tokens)
+        request.stop_reason = string
         self.abort(request, "stop")
         if request.finish_reason != "stop":  # its last token completed the string
             self.counters.ended_anew(request.finish_reason, "stop")
@@ -302,8 +303,14 @@ class Engine:
                 width = request.params.logprobs
                 request.logprobs += [read_logprobs(top, row, i, tokens[i], width) for i in range(count)]
             if finish is not Finish.RUNNING:
+                request.stop_reason = self._stop_token(request) if finish is Finish.STOP else None
                 self._finish(request, _REASONS[finish])
         return advanced
+
+    def _stop_token(self, request: Request) -> int | None:
+        """The token that stopped a request, unless it is the model's own end of a sequence."""
+        own = () if request.params.ignore_eos else self.cfg.eos_token_ids
+        return None if request.output[-1] in own else request.output[-1]
 
     def _arrive(self, pending: Pending) -> tuple[Result, float]:
         """The result of a launch, and the seconds it took. A flush before it is measured by itself."""

@@ -345,6 +345,7 @@ class Request:
         rows_bound: the most tokens that the sequence can have once all launches are read.
         cached_tokens: prompt tokens found in the prefix cache at its first admission.
         weight_version: of the weights that it runs with; None before its first admission.
+        stop_reason: the stop string or stop token that ended it; None: the model itself, or no stop.
         siblings: the completions of its prompt, which all run with the same weights.
         holdable: whether the scheduler's ``held`` keeps it in the queue.
     """
@@ -370,6 +371,7 @@ class Request:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
     speculation: Speculation = field(default_factory=Speculation)
     slot: int = -1
     pages: list[int] = field(default_factory=list)

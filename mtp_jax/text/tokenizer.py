@@ -158,8 +158,8 @@ class Tokenizer:
     ) -> str:
         """Render the conversation to a prompt; encode it with `add_special_tokens=False`.
 
-        The checkpoint's own template runs in Jinja's immutable sandbox. `kwargs` reach it as variables, for
-        example `thinking=True`.
+        The checkpoint's own template runs in Jinja's immutable sandbox, in a process of its own. `kwargs`
+        reach it as variables, for example `thinking=True`; they, messages and tools are values that JSON has.
 
         messages, tools: as in OpenAI's API. tool_format: what calls are written in where the template does
         not do it; by default what the template shows. continue_final_message: the prompt ends with the text
@@ -167,6 +167,7 @@ class Tokenizer:
 
         Raises:
             RequestError: no template, a broken one, one above its limits, or one that refuses the messages.
+            Overloaded: the machine is too busy to render it.
         """
         taken = sorted({"bos_token", "eos_token"}.intersection(kwargs))
         if taken:

@@ -9,21 +9,18 @@ starts with the first grammar, and ends when this process closes the socket betw
 """
 
 import contextlib
-import json
 import os
-import resource
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import weakref
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from mtp_jax.errors import Overloaded, RequestError
+from mtp_jax.text import child
 from mtp_jax.text.compile_grammar import Vocabulary
 
 SECONDS = 5.0
@@ -38,7 +35,6 @@ _AT_A_TIME = 4
 _TURN_SECONDS = 2.0
 # After a trial's own seconds: for the helper to start, on a busy machine.
 _START_SECONDS = 30.0
-_LENGTH = 8  # bytes in which a message says how long it is
 _BEGUN = b"+"
 
 
@@ -76,8 +72,8 @@ class Trials:
                 if job.recv(1) != _BEGUN:
                     return None
                 began = time.monotonic()
-                _send(job, {"grammar": grammar, "seconds": SECONDS, "memory": MEMORY})
-                return _receive(job)
+                child.send(job, {"grammar": grammar, "seconds": SECONDS, "memory": MEMORY})
+                return child.receive(job)
             except TimeoutError:
                 raise Overloaded("the machine is too busy to compile it; try again", SECONDS) from None
             except (ConnectionError, EOFError):
@@ -92,55 +88,21 @@ class Trials:
         with self._starting:
             if self._helper is None:
                 self._helper = _start(self._vocabulary)
-                weakref.finalize(self, _end, *self._helper)
+                weakref.finalize(self, child.end, *self._helper)
             try:
                 socket.send_fds(self._helper[1], [_BEGUN], [job.fileno()])
             except OSError:
-                _end(*self._helper)
+                child.end(*self._helper)
                 self._helper = None
                 return False
         return True
 
 
 def _start(vocabulary: Vocabulary) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    ours, theirs = socket.socketpair()
-    found = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=theirs.fileno(),
-            stdout=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(found)},
-        )
+    process, ours = child.start(__name__)
     with contextlib.suppress(OSError):  # it has ended: whoever hands it a job finds out
-        _send(ours, asdict(vocabulary))
+        child.send(ours, asdict(vocabulary))
     return process, ours
-
-
-def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
-    control.close()
-    process.kill()
-    process.wait()
-
-
-def _send(to: socket.socket, message: dict[str, Any]) -> None:
-    text = json.dumps(message).encode()
-    to.sendall(len(text).to_bytes(_LENGTH, "big") + text)
-
-
-def _receive(source: socket.socket) -> dict[str, Any]:
-    """Raises EOFError if the other side has ended."""
-    return json.loads(_bytes(source, int.from_bytes(_bytes(source, _LENGTH), "big")))
-
-
-def _bytes(source: socket.socket, count: int) -> bytes:
-    found = bytearray()
-    while len(found) < count:
-        part = source.recv(count - len(found))
-        if not part:
-            raise EOFError
-        found += part
-    return bytes(found)
 
 
 # The helper
@@ -148,11 +110,10 @@ def _bytes(source: socket.socket, count: int) -> bytes:
 
 def main() -> None:
     """Fork a process for each job that comes, until the other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: who started it ends it
+    control = child.parent()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forked ones
-    control = socket.socket(fileno=os.dup(0))
     try:
-        vocabulary = Vocabulary(**_receive(control))
+        vocabulary = Vocabulary(**child.receive(control))
         _ = vocabulary.tokens
         while fds := socket.recv_fds(control, 1, 1)[1]:
             if not os.fork():
@@ -169,26 +130,15 @@ def _answer(vocabulary: Vocabulary, job: socket.socket) -> None:
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust says there that memory has run out
         job.sendall(_BEGUN)
-        wanted = _receive(job)
+        wanted = child.receive(job)
         signal.setitimer(signal.ITIMER_REAL, wanted["seconds"])  # SIGALRM ends a process, whatever it does
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        before = _data()
-        if before:
-            most = before + wanted["memory"]
-            resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        before = child.held()
+        child.limit_memory(wanted["memory"])
         matcher = vocabulary.build(wanted["grammar"])
-        held = _data() - before
-        _send(job, {"held": held if not matcher.is_error() else 0})
+        held = child.held() - before
+        child.send(job, {"held": held if not matcher.is_error() else 0})
     finally:
         os._exit(0)
-
-
-def _data() -> int:
-    """Bytes that this process may write to; 0 where the system does not say."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-    except OSError:
-        return 0
 
 
 if __name__ == "__main__":

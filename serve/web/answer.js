@@ -1,5 +1,7 @@
-// One prompt and its answer on the page. Whatever a model or a user wrote becomes text, never markup.
+// One prompt and its answer on the page.
 
+import { Calls } from "./calls.js";
+import { element } from "./element.js";
 import { Meter, Origins } from "./tokens.js";
 
 const ENDS = {
@@ -7,19 +9,15 @@ const ENDS = {
   length: "length limit reached",
   timeout: "out of time",
   abort: "ended by the server",
+  tool_calls: "waits for results",
 };
 
 const LOOKS = { chat: "", text: "verbatim" };
 
-function element(name, className, text = "") {
-  const made = document.createElement(name);
-  made.className = className;
-  made.textContent = text;
-  return made;
-}
-
 export class Answer {
   text = "";
+  calls = new Calls();
+  waits = false; // for the results of its calls
   #body = element("div", "text");
   #figures = element("p", "figures quiet");
   #thought = null;
@@ -32,7 +30,7 @@ export class Answer {
     this.element = element("article", `answer ${LOOKS[mode]}`);
     this.element.setAttribute("aria-label", "Answer");
     this.element.setAttribute("aria-busy", "true"); // read out once, at its end
-    this.element.append(this.#body, this.#figures);
+    this.element.append(this.#body, this.calls.element, this.#figures);
     log.append(this.element);
   }
 
@@ -49,6 +47,11 @@ export class Answer {
       if (text) this.#fold();
       this.#show(text, this.#body);
       this.text += text;
+      for (const part of choice.delta?.tool_calls ?? []) {
+        this.#fold();
+        this.#show(part.function.arguments, this.calls.push(part));
+      }
+      this.waits ||= choice.finish_reason === "tool_calls";
       if (choice.finish_reason) this.#end = ENDS[choice.finish_reason] ?? choice.finish_reason;
     }
     this.#measure();
@@ -110,9 +113,9 @@ export class Answer {
   }
 }
 
-/** A prompt, as it was sent. */
-export function promptElement(text, mode) {
+/** What was sent: a prompt, or the result of a call. */
+export function promptElement(text, mode, label = "Prompt") {
   const made = element("article", `prompt text ${LOOKS[mode]}`, text);
-  made.setAttribute("aria-label", "Prompt");
+  made.setAttribute("aria-label", label);
   return made;
 }

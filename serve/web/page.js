@@ -9,7 +9,7 @@ const narrow = matchMedia("(max-width: 55rem)");
 const touch = matchMedia("(hover: none)");
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
 
-let exchanges = []; // {mode, prompt, answer, shown}, in the order of the page
+let exchanges = []; // {mode, turn, answer, shown}, in the order of the page; a turn is what was said, as messages
 let running = null; // an AbortController while an answer comes
 
 function requestBody(exchange) {
@@ -24,32 +24,47 @@ function requestBody(exchange) {
   }
   if (!options.speculate.checked) body.speculative.enabled = false;
   else if (options.depth.value !== "") body.speculative.max_tokens = options.depth.valueAsNumber;
-  if (exchange.mode === "text") return { ...body, prompt: exchange.prompt };
+  if (exchange.mode === "text") return { ...body, prompt: exchange.turn[0].content };
   if (options.thinking.checked) body.chat_template_kwargs = { thinking: true };
-  return { ...body, messages: messages(exchange) };
+  return { ...body, tools: tools(), messages: messages(exchange) };
 }
 
-/** The conversation up to a prompt, without text completions and what got no answer. */
+/** The tools that the model may call; undefined without any. Throws an Error for what is no list. */
+function tools() {
+  const text = options.tools.value.trim();
+  const found = text ? JSON.parse(text) : undefined;
+  if (found !== undefined && !Array.isArray(found)) throw new Error("this is no list");
+  return found;
+}
+
+/** The conversation up to a turn, without text completions, what got no answer, and calls without results. */
 function messages(exchange) {
-  const before = exchanges.slice(0, exchanges.indexOf(exchange));
-  const turns = before.filter((e) => e.mode === "chat" && e.answer.text);
-  return [
-    ...turns.flatMap((e) => [
-      { role: "user", content: e.prompt },
-      { role: "assistant", content: e.answer.text },
-    ]),
-    { role: "user", content: exchange.prompt },
-  ];
+  const chats = exchanges.slice(0, exchanges.indexOf(exchange) + 1).filter((e) => e.mode === "chat");
+  return chats.flatMap((e, i) => {
+    if (e === exchange) return e.turn;
+    const results = chats[i + 1].turn[0].role === "tool";
+    const calls = results ? { tool_calls: e.answer.calls.asSent } : {};
+    const said = e.answer.text || results ? [{ role: "assistant", content: e.answer.text, ...calls }] : [];
+    return said.length || e.turn[0].role === "tool" ? [...e.turn, ...said] : [];
+  });
 }
 
 function send() {
   const prompt = $("prompt").value;
   if (running || !prompt.trim() || !optionsAreValid()) return;
   $("prompt").value = "";
-  const mode = options.mode.value;
-  const shown = promptElement(prompt, mode);
-  $("log").append(shown);
-  const exchange = { mode, prompt, answer: null, shown };
+  begin(options.mode.value, [{ role: "user", content: prompt }], "Prompt");
+}
+
+function sendResults(results) {
+  if (!running && optionsAreValid()) begin("chat", results, "Result");
+}
+
+function begin(mode, turn, label) {
+  exchanges.at(-1)?.answer.calls.settle();
+  const shown = turn.map(({ content }) => promptElement(content, mode, label));
+  $("log").append(...shown);
+  const exchange = { mode, turn, answer: null, shown };
   exchanges.push(exchange);
   answer(exchange);
 }
@@ -72,7 +87,10 @@ async function answer(exchange) {
       exchange.answer.push(chunk);
       keepEndInView(follow);
     }
+    const follow = atEnd();
     exchange.answer.close();
+    if (exchange.answer.waits) exchange.answer.calls.ask(sendResults);
+    keepEndInView(follow);
   } catch (error) {
     const follow = atEnd();
     exchange.answer.close(controller.signal.aborted ? "stopped" : "failed");
@@ -86,7 +104,7 @@ async function answer(exchange) {
 function clear() {
   running?.abort();
   for (const { shown, answer } of exchanges) {
-    shown.remove();
+    for (const part of shown) part.remove();
     answer.element.remove();
   }
   exchanges = [];
@@ -112,6 +130,15 @@ function optionsAreValid() {
   return $("options").reportValidity();
 }
 
+function checkTools() {
+  try {
+    tools();
+    options.tools.setCustomValidity("");
+  } catch (error) {
+    options.tools.setCustomValidity(`Tools are a JSON list, as in OpenAI's API: ${error.message}`);
+  }
+}
+
 function askForKey() {
   showSettings(true);
   options.key.focus();
@@ -133,7 +160,7 @@ function keepEndInView(wanted) {
 
 function showMode() {
   const text = options.mode.value === "text";
-  options.thinking.disabled = text;
+  options.thinking.disabled = options.tools.disabled = text;
   $("prompt").placeholder = text ? "Write the beginning of a text" : "Write a message";
   $("send").textContent = text ? "Complete" : "Send";
 }
@@ -196,6 +223,7 @@ $("toggle-settings").addEventListener("click", () => showSettings($("settings").
 $("options").addEventListener("submit", (event) => event.preventDefault());
 $("options").addEventListener("change", (event) => {
   if (event.target === options.key) connect();
+  checkTools();
   showMode();
   showSpeculation();
 });

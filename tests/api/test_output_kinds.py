@@ -9,6 +9,7 @@ from operator import add
 import pytest
 
 from mtp_jax import LLM, AsyncLLM, RequestError, RequestOutput, SamplingParams
+from mtp_jax.text.tokenizer import StreamDecoder
 from tests import golden, tiny_tokenizer
 
 PROMPT = golden.expected("rigged")["input_ids"].tolist()
@@ -99,3 +100,42 @@ def test_a_stop_string_in_the_last_token_counts_as_a_stop(llm):
     assert (output.outputs[0].finish_reason, output.outputs[0].num_tokens) == ("stop", ends_at)
     assert after["stop"] == before.get("stop", 0) + 1
     assert after["length"] == before["length"]
+
+
+def test_what_stopped_it(llm):
+    """A stop string or a stop token inside an accepted window, however the output is given."""
+    whole = llm.generate(PROMPT, replace(PARAMS, n=1))[0].outputs[0]
+    assert (whole.finish_reason, whole.stop_reason) == ("length", None)
+    once = [i for i in range(2, 20) if whole.drafted[i] and whole.text.count(whole.token_texts[i]) == 1]
+    assert once, "no drafted token whose text comes once: choose another prompt"
+    for at in once:
+        string, token = whole.token_texts[at], whole.token_ids[at]
+        for more in ({"stop": ["not in it", string]}, {"stop_token_ids": [token]}):
+            params = replace(PARAMS, n=1, **more)
+            *running, last = [o.outputs[0] for o in llm.stream(PROMPT, params)]
+            want = string if "stop" in more else token
+            assert (last.finish_reason, last.stop_reason, last.num_tokens) == ("stop", want, at + 1)
+            assert all(o.stop_reason is None for o in running)
+            deltas = [o.outputs[0] for o in llm.stream(PROMPT, replace(params, output_kind="delta"))]
+            assert reduce(add, deltas).stop_reason == want
+
+
+@pytest.mark.parametrize(
+    ("ignore_eos", "stops", "reason"), [(False, [], None), (False, [1], None), (True, [1], 1)]
+)
+def test_the_end_of_a_sequence_has_no_stop_reason(llm, ignore_eos, stops, reason):
+    """Unless the end-of-sequence token is nothing but a stop token."""
+    (eos,) = llm.engine.cfg.eos_token_ids
+    assert eos == 1
+    forced = replace(PARAMS, n=1, ignore_eos=ignore_eos, stop_token_ids=stops, logit_bias={eos: 100.0})
+    ended = llm.generate(PROMPT, replace(forced, min_tokens=6))[0].outputs[0]
+    assert (ended.num_tokens, ended.finish_reason, ended.stop_reason) == (7, "stop", reason)
+
+
+def test_a_stop_string_in_what_is_held_back_until_the_end_is_a_stop(llm, monkeypatch):
+    """As the rest of a character that never comes is."""
+    monkeypatch.setattr(StreamDecoder, "flush", lambda _: "\ufffd\ufffd")
+    (output,) = llm.generate(PROMPT, replace(PARAMS, n=1, max_tokens=3, stop="\ufffd\ufffd"))
+    ended = output.outputs[0]
+    assert (ended.finish_reason, ended.stop_reason, ended.num_tokens) == ("stop", "\ufffd\ufffd", 3)
+    assert "\ufffd" not in ended.text

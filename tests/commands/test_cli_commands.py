@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -210,33 +209,6 @@ def process(*argv, **options):
     return subprocess.run(
         [sys.executable, "-m", "mtp_jax", *map(str, argv)], capture_output=True, text=True, **options
     )
-
-
-def test_ctrl_c_at_the_very_start_prints_nothing(tmp_path):
-    """While the command line is being imported; later it is an interruption with a status of its own."""
-    (tmp_path / "interrupted.py").write_text(
-        "import signal, sys\n"
-        "from mtp_jax.__main__ import entry\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "class Finder:\n"
-        "    def find_spec(self, name, *rest):\n"
-        "        if name == interrupted:\n"
-        "            signal.raise_signal(signal.SIGINT)\n"
-        "sys.meta_path.insert(0, Finder())\n"
-        "interrupted = sys.argv.pop(1)\n"
-        "entry()\n"
-    )
-    environment = os.environ | {"PYTHONPATH": str(Path(mtp_jax.__file__).parent.parent)}
-    killed = -signal.SIGINT
-    for name, argv, status in (
-        ("mtp_jax.commands.cli", ["version"], killed),
-        ("mtp_jax.commands.batch", ["version"], killed),
-        ("jax", ["info", str(V3)], cli.INTERRUPTED),
-        ("none", ["version"], 0),
-    ):
-        command = [sys.executable, str(tmp_path / "interrupted.py"), name, *argv]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert (done.returncode, done.stderr) == (status, "")
 
 
 def test_help_and_errors_do_not_wait_for_jax(tmp_path):

@@ -17,6 +17,18 @@ from tests.serve.conftest import Running, start, wait_until
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 browser_only = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 Opener = Callable[..., Page]
+GO = {
+    "type": "function",
+    "function": {
+        "name": "go",
+        "parameters": {
+            "type": "object",
+            "properties": {"to": {"enum": ["here and there, " * 4]}},  # long enough to be seen to grow
+            "required": ["to"],
+            "additionalProperties": False,
+        },
+    },
+}
 
 
 def test_nothing_comes_from_elsewhere_or_inline(client: httpx2.Client):
@@ -245,6 +257,72 @@ def test_what_a_model_writes_is_text_and_its_thoughts_fold(
     with pytest.raises(Error, match="TrustedHTML"):
         page.locator("#log").evaluate("log => { log.innerHTML = '<b>x</b>' }")
     problems[:] = [p for p in problems if "TrustedHTML" not in p]
+
+
+@browser_only
+@pytest.mark.usefixtures("slow_steps")
+def test_a_call_grows_and_its_result_is_sent(opened: Opener, client: httpx2.Client):
+    page = opened()
+    forced = {"tools": [GO], "tool_choice": "required", "parallel_tool_calls": False}
+    change_requests(page, **forced)
+    page.get_by_label("Tools that it may call").fill(json.dumps([GO]))
+    answer = send(page, "abc", **{"Max tokens": 140})
+    call = answer.get_by_role("region", name="Call")
+    arguments = call.locator(".text")
+    expect(arguments).not_to_be_empty()
+    early = arguments.text_content() or ""
+    finished(page)
+    user = {"role": "user", "content": "abc"}
+    told = ask(client, messages=[user], max_tokens=140, ignore_eos=False, **forced)
+    message = told["choices"][0]["message"]
+    expected = message["tool_calls"][0]["function"]
+    expect(call.locator("code")).to_have_text("go")
+    written = arguments.text_content() or ""
+    assert written.strip() == expected["arguments"]
+    assert len(early) < len(written)
+    expect(answer.locator(".figures")).to_contain_text("waits for results")
+
+    page.unroute("**/v1/**")
+    page.get_by_label("Max tokens").fill("8")
+    page.get_by_label("Result of go").fill("<b>warm</b>")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.get_by_role("button", name="Send results").click()
+    body = body_of(sent.value)
+    assert body["tools"] == [GO]
+    (made,) = body["messages"][1].pop("tool_calls")
+    assert made["function"] == {"name": "go", "arguments": written}
+    text = answer.locator("> .text").text_content()
+    assert body["messages"] == [
+        user,
+        {"role": "assistant", "content": text},
+        {"role": "tool", "tool_call_id": made["id"], "content": "<b>warm</b>"},
+    ]
+    finished(page)
+    expect(page.get_by_label("Result", exact=True)).to_have_text("<b>warm</b>")
+    expect(page.get_by_label("Result of go")).to_have_count(0)
+    expect(page.get_by_role("alert")).to_have_count(0)
+    expect(page.locator(".answer")).to_have_count(2)
+
+
+@browser_only
+def test_calls_without_results_are_not_told_again(opened: Opener):
+    page = opened()
+    change_requests(page, tool_choice="required", parallel_tool_calls=False)
+    tools = page.get_by_label("Tools that it may call")
+    tools.fill("{}")
+    send(page, "abc", **{"Max tokens": 140})
+    expect(page.locator("article")).to_have_count(0)
+    assert "this is no list" in tools.evaluate("field => field.validationMessage")
+    tools.fill(json.dumps([GO]))
+    send(page, "abc", **{"Max tokens": 140})
+    finished(page)
+    expect(page.get_by_label("Result of go")).to_be_visible()
+    with page.expect_request("**/v1/chat/completions") as sent:
+        send(page, "def", **{"Max tokens": 140})
+    assert body_of(sent.value)["messages"][-1] == {"role": "user", "content": "def"}
+    assert not any("tool_calls" in message for message in body_of(sent.value)["messages"])
+    finished(page)
+    expect(page.get_by_label("Result of go")).to_have_count(1)  # of the new call
 
 
 @browser_only

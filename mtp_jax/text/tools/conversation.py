@@ -34,13 +34,23 @@ def for_template(
 
     template: its source. tools: as in OpenAI's API. messages: as there, arguments of calls as JSON text.
     """
-    if "tool_calls" in template:
-        found = [_with_objects(message) for message in messages]
-    else:
+    found = list(messages)
+    if "tool_calls" not in template:
         found = [_without_calls(form, message) for message in messages]
     if tools and "tools" not in template:
         found = _with_list(form, found, tools)
     return found
+
+
+def with_objects(message: _Message) -> _Message:
+    """A message whose calls have arguments that a template can take as an object, or as their text."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    objects = [
+        c | {"function": c["function"] | {"arguments": _Object(c["function"]["arguments"])}} for c in calls
+    ]
+    return {**message, "tool_calls": objects}
 
 
 def written(form: Format, calls: Sequence[tuple[str, str]]) -> str:
@@ -67,16 +77,6 @@ def _arguments(form: Format, arguments: str) -> str:
 def _calls(message: _Message) -> list[tuple[str, str]]:
     functions = [call["function"] for call in message.get("tool_calls") or ()]
     return [(function["name"], function["arguments"]) for function in functions]
-
-
-def _with_objects(message: _Message) -> _Message:
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    objects = [
-        c | {"function": c["function"] | {"arguments": _Object(c["function"]["arguments"])}} for c in calls
-    ]
-    return {**message, "tool_calls": objects}
 
 
 def _without_calls(form: Format, message: _Message) -> _Message:

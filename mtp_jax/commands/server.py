@@ -1,0 +1,62 @@
+"""The commands that need the package ``serve``. Where another module hides it, they refuse to run.
+
+Python looks for modules in the working folder first with `python -m mtp_jax`, or where PYTHONPATH says so.
+"""
+
+import argparse
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Protocol
+
+import mtp_jax
+from mtp_jax.commands.parser import Subparsers
+from mtp_jax.errors import ConfigError
+
+_OWN = Path(mtp_jax.__file__).parents[1] / "serve" / "__init__.py"
+
+
+class Command(Protocol):
+    """A subcommand."""
+
+    def register(self, subparsers: Subparsers) -> None:
+        """Declare it."""
+        ...
+
+
+def commands() -> tuple[Command, Command]:
+    """`batch` and `serve`. Another module of the name ``serve`` is not executed."""
+    other = _other()
+    if other is not None:
+        return _Refused("batch", other), _Refused("serve", other)
+    from mtp_jax.commands import batch, serve
+
+    return batch, serve
+
+
+def _other() -> str | None:
+    """The file that `import serve` would execute instead of ours; None: it is ours, or there is none."""
+    spec = find_spec("serve")
+    if spec is None or spec.origin is None or Path(spec.origin).resolve() == _OWN.resolve():
+        return None
+    return spec.origin
+
+
+class _Refused:
+    def __init__(self, name: str, other: str) -> None:
+        self._name, self._other = name, other
+
+    def register(self, subparsers: Subparsers) -> None:
+        # No argument begins with its prefix: all are taken as they are.
+        parser = subparsers.add_parser(
+            self._name, help=f"not here: hidden by {self._other}", prefix_chars="\0", add_help=False
+        )
+        parser.add_argument("rest", nargs="*")
+        parser.set_defaults(run=self._refuse)
+
+    def _refuse(self, args: argparse.Namespace) -> int:
+        """Raises ConfigError."""
+        del args
+        raise ConfigError(
+            f"`import serve` finds {self._other} instead of mtp-jax's own package, {_OWN.parent}; rename "
+            "that file, or run the command from another folder and without it in PYTHONPATH"
+        )

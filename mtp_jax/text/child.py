@@ -1,0 +1,84 @@
+"""Processes of our own, for work that cannot be held to limits of time and memory in this one.
+
+A child is a module of this package that runs as a program, with one end of a socket as its standard input. It
+ends when the other end is closed, however the process that started it ends.
+"""
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+_LENGTH = 8  # bytes in which a message says how long it is
+
+
+def start(module: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Run a module; returns the process and our end of the socket."""
+    ours, theirs = socket.socketpair()
+    found = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module],  # nothing from the working folder
+            stdin=theirs.fileno(),
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(found)},
+        )
+    return process, ours
+
+
+def end(process: subprocess.Popen[bytes], control: socket.socket) -> int:
+    """End a child. Returns its exit status, negative for a signal, also if it had ended before."""
+    control.close()
+    process.kill()
+    return process.wait()
+
+
+def send(to: socket.socket, message: dict[str, Any]) -> None:
+    """Raises ConnectionError if the other side has ended; TypeError, ValueError for what JSON has not."""
+    text = json.dumps(message).encode()
+    to.sendall(len(text).to_bytes(_LENGTH, "big") + text)
+
+
+def receive(source: socket.socket) -> dict[str, Any]:
+    """Raises EOFError or ConnectionError if the other side has ended."""
+    return json.loads(_bytes(source, int.from_bytes(_bytes(source, _LENGTH), "big")))
+
+
+def _bytes(source: socket.socket, count: int) -> bytes:
+    found = bytearray()
+    while len(found) < count:
+        part = source.recv(count - len(found))
+        if not part:
+            raise EOFError
+        found += part
+    return bytes(found)
+
+
+# In the child
+
+
+def parent() -> socket.socket:
+    """The other end of the socket, in a child that begins."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: who started it ends it
+    return socket.socket(fileno=os.dup(0))
+
+
+def limit_memory(more: int) -> None:
+    """Let this process write to so many bytes beyond what it holds, where the system says what that is."""
+    before = held()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if before:
+        resource.setrlimit(resource.RLIMIT_DATA, (before + more, before + more))
+
+
+def held() -> int:
+    """Bytes that this process may write to; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    except OSError:
+        return 0

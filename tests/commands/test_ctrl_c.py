@@ -1,0 +1,96 @@
+"""Ctrl-C while a command starts: it ends at once, and says nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import mtp_jax
+from mtp_jax.commands import cli
+from tests import golden
+
+V3 = str(golden.model_dir("v3"))
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(mtp_jax.__file__).parent.parent)}
+KILLED = -signal.SIGINT  # 130 in a shell
+# Presses Ctrl-C when a module is looked for, in the way that the first argument says.
+PRESSES = """
+import gc, signal, sys
+from mtp_jax.__main__ import entry
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+how, module = sys.argv.pop(1), sys.argv.pop(1)
+
+
+def press(*_):
+    signal.raise_signal(signal.SIGINT)
+
+
+def handled(*_):
+    print("handled")
+
+
+class Finder:
+    def find_spec(self, name, *rest):
+        if name != module:
+            return
+        if how == "in a collection":
+            gc.callbacks.append(press)
+            gc.collect()
+            gc.callbacks.remove(press)
+        elif how == "in a callback of C":
+            sorted([2, 1], key=lambda _: press())
+        elif how in ("plainly", "with a handler"):
+            press()
+
+
+if how == "with a handler":
+    signal.signal(signal.SIGINT, handled)
+if how == "afterwards":
+    from mtp_jax.commands import info
+
+    info.run = lambda args: (__import__(module), press())
+sys.meta_path.insert(0, Finder())
+entry()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "module", "argv", "status"),
+    [
+        ("plainly", "mtp_jax.commands.cli", ["version"], KILLED),
+        ("plainly", "mtp_jax.commands.batch", ["version"], KILLED),
+        ("plainly", "jax", ["info", V3], KILLED),
+        ("in a collection", "jax", ["info", V3], KILLED),
+        ("in a callback of C", "jax._src.core", ["info", V3], KILLED),
+        ("with a handler", "jax", ["info", V3], 0),
+        ("afterwards", "jax", ["info", V3], cli.INTERRUPTED),
+        ("never", "jax", ["info", V3], 0),
+    ],
+)
+def test_ctrl_c_during_an_import_ends_the_process(how, module, argv, status):
+    """Also where an exception would be lost; a handler that was there before is left alone."""
+    command = [sys.executable, "-c", PRESSES, how, module, *argv]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    assert (done.returncode, done.stderr) == (status, "")
+    assert ("handled" in done.stdout) == (how == "with a handler")
+
+
+@pytest.mark.parametrize("share", [0.2, 0.4, 0.6, 0.8])
+def test_ctrl_c_at_any_time_of_the_start(share):
+    """As a share of what the whole command takes, nearly all of which is the import of jax."""
+    command = [sys.executable, "-m", "mtp_jax", "info", V3]
+    began = time.monotonic()
+    subprocess.run(command, capture_output=True, env=ENVIRONMENT, check=True)
+    whole = time.monotonic() - began
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT)
+    time.sleep(share * whole)
+    process.send_signal(signal.SIGINT)
+    pressed = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert errors == b""
+    assert process.returncode in (KILLED, cli.INTERRUPTED, 0)
+    assert time.monotonic() - pressed < 5
