@@ -260,7 +260,7 @@ class Xla:
             with jax.named_scope("attend"):
                 if index is not None:
                     chosen = selection.choose(index, cache, view, topk)
-                context = self._attend_chosen(q, k_up, v_up, cache, view, cfg.softmax_scale, chosen)
+                context = self.attend_chosen(q, k_up, v_up, cache, view, cfg.softmax_scale, chosen)
                 return context, cache, chosen
 
         heads, per_slot = partition("slots", None, "heads", None), partition("slots")
@@ -269,7 +269,7 @@ class Xla:
         run = sharded(local, self.mesh, given, (heads, paged, per_slot))
         return run(replace(q, index=None), index, a.k_up, a.v_up, entries, cache, view, chosen)
 
-    def _attend_chosen(
+    def attend_chosen(
         self,
         q: Queries,
         k_up: Float[Array, "N h C"],
