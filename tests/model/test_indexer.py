@@ -87,16 +87,16 @@ def test_blocks_give_the_same_scores(size):
 
 def test_pages_are_chosen_from_like_a_whole_sequence():
     q, where = asked(), view()
-    cache = LayerCache(normal(B * COLUMNS, SIZE, CFG.latent_dim), normal(B * COLUMNS, SIZE, DIM))
+    latents, keys = normal(B * COLUMNS, SIZE, CFG.latent_dim), normal(B * COLUMNS, SIZE, DIM)
     # What no token sees may be anything.
     last = where.visible.end()
-    whole = cache.index[where.page_table].reshape(B, ROWS, DIM)
+    whole = keys[where.page_table].reshape(B, ROWS, DIM)
     broken = jnp.where(jnp.arange(ROWS)[:, None] < last[:, None, None], whole, jnp.nan)
-    pages = cache.index.at[where.page_table].set(broken.reshape(B, COLUMNS, SIZE, DIM))
-    got = selection.choose(q, LayerCache(cache.latent, pages), where, TOPK)
+    pages = keys.at[where.page_table].set(broken.reshape(B, COLUMNS, SIZE, DIM))
+    got = selection.choose(q, LayerCache(latents, pages), where, TOPK)
     want = indexer.choose(indexer.scores(q, whole), where.visible.mask(W, ROWS), TOPK)
     np.testing.assert_array_equal(got, want)
-    assert selection.choose(q, cache, where, ROWS) is None, "all of it"
+    assert selection.choose(q, LayerCache(latents, keys), where, ROWS) is None, "all of it"
 
 
 def queries() -> Queries:
@@ -135,7 +135,7 @@ def compiled_shapes(topk: int) -> set[tuple[int, ...]]:
     ups = normal(heads, nope, rank), normal(heads, TINY.v_head_dim, rank)
     one = jax.tree.map(lambda x: x[:, :1], (queries(), asked()))
     pages = LayerCache(normal(99, SIZE, CFG.latent_dim), normal(99, SIZE, DIM))
-    text = jax.jit(run).lower(*one, pages).compile().as_text()
+    text = jax.jit(run).lower(*one, pages).compile().as_text() or ""
     return {tuple(map(int, found.split(","))) for found in re.findall(r"f32\[([\d,]+)\]", text)}
 
 
