@@ -9,11 +9,12 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from mtp_jax.checkpoint.folder import Folder, open_folder, shortlist
 from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import CheckpointError
-from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.config import IndexerConfig, ModelConfig
 
 IN_PLACE, LMSYS, XLLM = "in place", "lmsys NextN", "xLLM export"
 
@@ -80,6 +81,12 @@ def in_place(folder: Folder, cfg: ModelConfig) -> Draft:
     return Draft(folder.path, IN_PLACE, tensors, cfg.fp8)
 
 
+def _of_layer(cfg: ModelConfig, name: str) -> Any:
+    """A field as far as it describes NextN layers: not which layers of the trunk share an indexer."""
+    value = getattr(cfg, name)
+    return replace(value, shared=()) if isinstance(value, IndexerConfig) else value
+
+
 def open_draft(path: str | Path, cfg: ModelConfig) -> Draft:
     """The NextN layers of a separate folder for the model of ``cfg``; the layout is told from the tensors.
 
@@ -87,10 +94,11 @@ def open_draft(path: str | Path, cfg: ModelConfig) -> Draft:
     """
     folder = open_folder(path)
     own = ModelConfig.from_file(folder.path / "config.json")
+    pairs = ((f.name, _of_layer(own, f.name), _of_layer(cfg, f.name)) for f in fields(cfg))
     differing = [
-        f"{f.name} is {getattr(own, f.name)!r}, the model's is {getattr(cfg, f.name)!r}"
-        for f in fields(cfg)
-        if f.name not in FREE and getattr(own, f.name) != getattr(cfg, f.name)
+        f"{name} is {mine!r}, the model's is {trunks!r}"
+        for name, mine, trunks in pairs
+        if name not in FREE and mine != trunks
     ]
     if differing:
         raise CheckpointError(f"{folder.path} does not fit the model: {'; '.join(differing)}")

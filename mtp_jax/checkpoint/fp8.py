@@ -12,8 +12,11 @@ SCALE_SUFFIX = "_scale_inv"
 
 
 def may_be_fp8(name: str) -> bool:
-    """Whether a tensor may be in fp8: projections, but not tables, norms, the router or eh_proj."""
-    return name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and not name.endswith("eh_proj.weight")
+    """Whether a tensor may be in fp8: projections, but not tables, norms, routers or eh_proj."""
+    projects = name.endswith(
+        ("_proj.weight", "_proj_with_mqa.weight", ".indexer.wq_b.weight", ".indexer.wk.weight")
+    )
+    return projects and not name.endswith(("eh_proj.weight", ".indexer.weights_proj.weight"))
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -271,6 +271,6 @@ def _hints(cfg: ModelConfig, found: dict[str, Tensor], missing: Collection[str])
         out.append(say("q_lora_rank", cfg.q_lora_rank, "the tensors have no q_a_proj.weight"))
     if HEAD in missing:
         out.append(say("tie_word_embeddings", "false", f"the tensors have no {HEAD}"))
-    if any(".indexer." in n for n in found):
-        out.append("the tensors have a sparse attention indexer (DeepSeek-V3.2), which is not supported")
+    if cfg.indexer is None and any(".indexer." in n for n in found):
+        out.append("the tensors have an indexer, as DeepSeek-V3.2 does, and config.json has no index_topk")
     return out

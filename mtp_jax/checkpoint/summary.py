@@ -209,9 +209,17 @@ def _summary(
         weight_bytes_per_device={
             name: sum(size(s) // share(s) for s in specs) for name, size in sizes.items()
         },
-        cache_bytes_per_token={d: layers * cfg.latent_dim * np.dtype(k).itemsize for d, k in type_of.items()}
-        | {"fp8": layers * cfg.fp8_row_bytes},
+        cache_bytes_per_token=_cache_bytes(cfg, layers),
     )
+
+
+def _cache_bytes(cfg: ModelConfig, layers: int) -> dict[str, int]:
+    """Of a token, by dtype: a row in every layer, and an index key in those that have an indexer."""
+    keys = sum(cfg.indexes(i) for i in range(layers))
+    width = cfg.indexer.dim if cfg.indexer else 0
+    values = layers * cfg.latent_dim + keys * width
+    sizes = {dtype: values * np.dtype(kind).itemsize for dtype, kind in type_of.items()}
+    return sizes | {"fp8": layers * cfg.fp8_row_bytes + keys * (width + 4)}
 
 
 def _add(stored: dict[str, Stored], name: str, elements: int, nbytes: int) -> None:

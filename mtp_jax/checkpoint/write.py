@@ -111,7 +111,12 @@ def export_nextn(model_dir: str | Path, out_dir: str | Path) -> None:
     write_file(out / file, pieces)
     _write_index(out, {file: pieces})
     changes = {"num_hidden_layers": layers, "architectures": ["DeepseekV3ForCausalLMNextN"]}
-    write_json(out / "config.json", read_config(model_dir)[1] | changes)
+    raw = read_config(model_dir)[1]
+    write_json(out / "config.json", {k: v for k, v in raw.items() if k not in _OF_TRUNK_LAYERS} | changes)
+
+
+# What config.json says of each layer of the trunk's indexers.
+_OF_TRUNK_LAYERS = ("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
 
 
 def new_folder(path: str | Path) -> Path:

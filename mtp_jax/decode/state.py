@@ -117,9 +117,10 @@ def abstract_state(
             page_table=jnp.zeros((shape.slots, shape.columns), jnp.int32),
             sampling=neutral_state(shape.slots, cfg.vocab_size),
         )
-        cache = empty_cache(pages, shape.page_size, cfg, type_of[dtype], fp8=fp8_cache)
+        kind, layers = type_of[dtype], range(cfg.num_hidden_layers)
+        cache = tuple(empty_cache(pages, shape.page_size, cfg, i, kind, fp8=fp8_cache) for i in layers)
         own = drafter.empty(shape, pages, dtype, fp8_cache)
-        return State((cache,) * cfg.num_hidden_layers, slots, own)
+        return State(cache, slots, own)
 
     state = jax.eval_shape(zeros)
     if mesh is None:

@@ -8,11 +8,26 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.mla_decode.fp8_rows import Rows, pack, unpack
+from mtp_jax.model import index_rows
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.indexer import NOTHING
 from mtp_jax.model.mla import Form
 from mtp_jax.model.visible import Visible
 
 Tree = TypeVar("Tree")
+
+
+@struct.dataclass
+class Entries:
+    """What tokens add to a layer's cache, before it is stored.
+
+    Attributes:
+        latent: [latent | rope key], [B, W, C + R].
+        index: index keys [B, W, i], of a layer with an indexer.
+    """
+
+    latent: Float[Array, "B W c"]
+    index: Float[Array, "B W i"] | None = None
 
 
 @struct.dataclass
@@ -21,9 +36,11 @@ class LayerCache:
 
     Attributes:
         latent: rows [latent | rope key], [P, S, C + R]; or FP8 rows, two arrays (see `fp8_rows.pack`).
+        index: index keys [P, S, i], of a layer with an indexer; or two arrays (see `index_rows.pack`).
     """
 
     latent: Float[Array, "*b c"] | Rows
+    index: Float[Array, "*b i"] | Rows | None = None
 
     @property
     def page_size(self) -> int:
@@ -35,10 +52,12 @@ class LayerCache:
         """Whether the latents are e4m3."""
         return isinstance(self.latent, tuple)
 
-    def stored(self, rows: Float[Array, "*b c"], rank: int) -> "LayerCache":
-        """Rows as this cache holds them; ``rank`` is the latent's."""
-        rows = contained(rows, rank)
-        return LayerCache(pack(rows, rank) if self.fp8 else rows)
+    def stored(self, entries: Entries, rank: int) -> "LayerCache":
+        """Entries as this cache holds them; ``rank`` is the latent's."""
+        rows, index = contained(entries.latent, rank), entries.index
+        if not self.fp8:
+            return LayerCache(rows, index)
+        return LayerCache(pack(rows, rank), None if index is None else index_rows.pack(index))
 
 
 def contained(rows: Float[Array, "*b c"], rank: int) -> Float[Array, "*b c"]:
@@ -54,10 +73,17 @@ def contained(rows: Float[Array, "*b c"], rank: int) -> Float[Array, "*b c"]:
     )
 
 
-def empty_cache(pages: int, page_size: int, cfg: ModelConfig, dtype: Any, *, fp8: bool = False) -> LayerCache:
-    """Zeroed pages of one layer; of FP8 ones ``dtype`` says nothing."""
+def empty_cache(
+    pages: int, page_size: int, cfg: ModelConfig, layer: int, dtype: Any, *, fp8: bool = False
+) -> LayerCache:
+    """Zeroed pages of a layer; NextN layers count on from the trunk's. Of FP8 ones ``dtype`` says nothing."""
     rows = jnp.zeros((pages, page_size, cfg.latent_dim), dtype)
-    return LayerCache(pack(rows, cfg.kv_lora_rank) if fp8 else rows)
+    keys = (
+        jnp.zeros((pages, page_size, cfg.indexer.dim), dtype) if cfg.indexer and cfg.indexes(layer) else None
+    )
+    if not fp8:
+        return LayerCache(rows, keys)
+    return LayerCache(pack(rows, cfg.kv_lora_rank), None if keys is None else index_rows.pack(keys))
 
 
 @struct.dataclass
@@ -132,3 +158,30 @@ def read_rows(
 
     found = jax.tree.map(read, cache.latent)
     return unpack(found, rank).astype(dtype) if isinstance(found, tuple) else found
+
+
+def read_chosen(
+    cache: LayerCache, page_table: Int[Array, "B n"], chosen: Int[Array, "B W K"], dtype: Any, rank: int
+) -> Float[Array, "B W K c"]:
+    """The rows that each token chose, FP8 ones in ``dtype``; zero where it chose none."""
+    there, size = chosen != NOTHING, cache.page_size
+    row = jnp.where(there, chosen, 0)
+    page = jnp.take_along_axis(page_table[:, None], row // size, axis=2)
+
+    def read(pages: Array) -> Array:
+        return jnp.where(there[..., None], pages[page, row % size], 0)
+
+    found = jax.tree.map(read, cache.latent)
+    return unpack(found, rank).astype(dtype) if isinstance(found, tuple) else found
+
+
+def read_index(cache: LayerCache, page_table: Int[Array, "B n"], dtype: Any) -> Float[Array, "B L i"]:
+    """The index keys of these pages, e4m3 ones in ``dtype``; those past the committed length are garbage."""
+    assert cache.index is not None, "a layer without an indexer has no index keys"
+
+    def read(pages: Array) -> Array:
+        rows = pages[page_table]
+        return rows.reshape(rows.shape[0], -1, rows.shape[-1])
+
+    found = jax.tree.map(read, cache.index)
+    return index_rows.unpack(found).astype(dtype) if isinstance(found, tuple) else found

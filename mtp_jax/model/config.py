@@ -40,6 +40,28 @@ class YarnConfig:
 
 
 @dataclass(frozen=True)
+class IndexerConfig:
+    """The indexer of DeepSeek's sparse attention (arXiv 2512.02556, section 2.1).
+
+    Attributes:
+        heads: index_n_heads.
+        dim: index_head_dim; its first qk_rope_head_dim channels are rotated.
+        topk: index_topk, the most entries that a token attends to.
+        interleaved: indexer_rope_interleave: whether the rope pairs channels (0, 1), (2, 3), ...
+        shared: for each layer of the trunk, whether it has no indexer, and attends to the entries that the
+            last layer with one chose. A NextN layer always has its own.
+        share_drafts: index_share_for_mtp_iteration: the first draft of a step chooses for all.
+    """
+
+    heads: int
+    dim: int
+    topk: int
+    interleaved: bool = False
+    shared: tuple[bool, ...] = ()
+    share_drafts: bool = False
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A DeepSeek-V3-family model; fields keep their Hugging Face names.
 
@@ -72,6 +94,7 @@ class ModelConfig:
     rope_interleave: bool = True
     rope_scaling: YarnConfig | None = None
     max_position_embeddings: int = 4096
+    indexer: IndexerConfig | None = None
     num_nextn_predict_layers: int = 0
     nextn_moe: tuple[bool, ...] = ()
     tie_word_embeddings: bool = False
@@ -101,8 +124,8 @@ class ModelConfig:
             raise ConfigError(f"config.json lacks {', '.join(missing)}; a DeepSeek-V3 config has them all")
         if not moe:
             values["first_k_dense_replace"] = values["num_hidden_layers"]
-        yarn = values["rope_scaling"]
-        values["rope_scaling"] = None if yarn is None else YarnConfig(**yarn)
+        for name, kind in (("rope_scaling", YarnConfig), ("indexer", IndexerConfig)):
+            values[name] = None if values[name] is None else kind(**values[name])
         try:
             count = values.get("num_nextn_predict_layers", 0)
             values["nextn_moe"] = tuple(raw.get("nextn_moe", [moe] * min(count, _MOST + 1)))
@@ -112,9 +135,10 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """``config.json`` in the dialect of the release, without quantisation."""
+        model_type, architecture = self._kind()
         out: dict[str, Any] = {
-            "architectures": ["DeepseekV3ForCausalLM"],
-            "model_type": "deepseek_v3",
+            "architectures": [architecture],
+            "model_type": model_type,
             "attention_bias": False,
             "hidden_act": "silu",
             "scoring_func": "sigmoid",
@@ -122,7 +146,8 @@ class ModelConfig:
             "num_key_value_heads": self.num_attention_heads,
         }
         out |= {f.name: getattr(self, f.name) for f in fields(self)}
-        del out["fp8"]
+        del out["fp8"], out["indexer"]
+        out |= self._index_keys()
         out["torch_dtype"] = out.pop("dtype")
         ids = out.pop("eos_token_ids")
         out["eos_token_id"] = ids[0] if len(ids) == 1 else list(ids) or None
@@ -131,6 +156,33 @@ class ModelConfig:
             out["rope_scaling"] = {"type": "yarn"} | yarn
         out["nextn_moe"] = list(self.nextn_moe)
         return out
+
+    def _kind(self) -> tuple[str, str]:
+        if self.indexer is None:
+            return "deepseek_v3", "DeepseekV3ForCausalLM"
+        if self.indexer.interleaved:
+            return "glm_moe_dsa", "GlmMoeDsaForCausalLM"
+        return "deepseek_v32", "DeepseekV32ForCausalLM"
+
+    def _index_keys(self) -> dict[str, Any]:
+        """What ``config.json`` says of the indexer."""
+        i = self.indexer
+        if i is None:
+            return {}
+        return {
+            "index_n_heads": i.heads,
+            "index_head_dim": i.dim,
+            "index_topk": i.topk,
+            "indexer_rope_interleave": i.interleaved,
+            "indexer_types": ["shared" if shared else "full" for shared in i.shared],
+            "index_share_for_mtp_iteration": i.share_drafts,
+        }
+
+    def indexes(self, layer: int) -> bool:
+        """Whether a layer has an indexer; NextN layers count on from the trunk's."""
+        if self.indexer is None:
+            return False
+        return layer >= self.num_hidden_layers or not self.indexer.shared[layer]
 
     @property
     def qk_head_dim(self) -> int:
@@ -244,6 +296,8 @@ def _check(c: ModelConfig) -> None:
         original = y.original_max_position_embeddings
         if not (whole(original, 1) and hf_config.is_number(original)):
             raise ConfigError(f"rope_scaling = {y}; expected whole original_max_position_embeddings >= 1")
+    if c.indexer:
+        _check_indexer(c, c.indexer)
     if len(c.nextn_moe) != c.num_nextn_predict_layers:
         raise ConfigError(
             f"nextn_moe has {len(c.nextn_moe)} entries, num_nextn_predict_layers is "
@@ -269,3 +323,29 @@ def _check(c: ModelConfig) -> None:
         if c.n_group > 1 and c.n_routed_experts // c.n_group < 2:
             raise ConfigError("expert groups of one: a group's score is the sum of its two best experts")
         need(c.moe_intermediate_size > 0, "moe_intermediate_size", "a positive integer")
+
+
+def _check_indexer(c: ModelConfig, i: IndexerConfig) -> None:
+    for name, value in (("index_n_heads", i.heads), ("index_head_dim", i.dim), ("index_topk", i.topk)):
+        if type(value) is not int or not 1 <= value <= _MOST:
+            raise ConfigError(f"{name} = {value!r:.80}; expected a whole number from 1 to {_MOST:,}")
+    flags = ("indexer_rope_interleave", i.interleaved), ("index_share_for_mtp_iteration", i.share_drafts)
+    for name, value in flags:
+        if type(value) is not bool:
+            raise ConfigError(f"{name} = {value!r:.80}; expected true or false")
+    if i.dim < c.qk_rope_head_dim:
+        raise ConfigError(
+            f"index_head_dim = {i.dim}; expected qk_rope_head_dim = {c.qk_rope_head_dim} or more"
+        )
+    if c.q_lora_rank is None:
+        raise ConfigError("q_lora_rank = None; the indexer's queries are made of the queries' low rank")
+    if len(i.shared) != c.num_hidden_layers or i.shared[0]:
+        raise ConfigError(
+            f"the indexer is said to be shared by layers {i.shared}; expected {c.num_hidden_layers} values, "
+            "the first of them False: it has no layer before it"
+        )
+    if i.share_drafts and c.num_nextn_predict_layers > 1:
+        raise ConfigError(
+            f"index_share_for_mtp_iteration with num_nextn_predict_layers = {c.num_nextn_predict_layers}; "
+            "expected one layer, or false"
+        )

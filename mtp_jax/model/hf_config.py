@@ -17,14 +17,13 @@ FP8_BLOCK = 128
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
-_MODEL_TYPES = {"deepseek_v3", "kimi_k2", "glm4_moe_lite", "joyai_llm_flash"}
-_INDEXER = "its sparse attention indexer is not implemented"
+# Those with sparse attention, and whether the indexer's rope pairs neighbours if the config does not say.
+_SPARSE = {"deepseek_v32": False, "glm_moe_dsa": True}
+_MODEL_TYPES = {"deepseek_v3", "kimi_k2", "glm4_moe_lite", "joyai_llm_flash", *_SPARSE}
 _HYBRID = "its layers mix other kinds of attention with MLA"
 _REFUSED = {
     "deepseek_v4": "its compressed sparse attention and hyper-connections are a different architecture",
-    "deepseek_v32": _INDEXER,
     "deepseek_v2": "its softmax router is not implemented",
-    "glm_moe_dsa": _INDEXER,
     "glm5_next": _HYBRID,
     "glm4_moe": "it uses grouped-query attention instead of MLA",
     "kimi_k3": _HYBRID,
@@ -68,14 +67,15 @@ def read_json(path: str | Path) -> dict[str, Any]:
 def translate(raw: dict[str, Any]) -> dict[str, Any]:
     """What the dialects write in their own ways, as values of the fields of ``ModelConfig``.
 
-    ``rope_scaling`` holds the arguments of ``YarnConfig``, None without. Raises ConfigError for a model that
-    the engine cannot run.
+    ``rope_scaling`` and ``indexer`` hold the arguments of their classes, None without. Raises ConfigError for
+    a model that the engine cannot run.
     """
     _refuse_unsupported(raw)
     eos = raw.get("eos_token_id")
     return {
         **_dense_layers(raw),
         **_rope(raw),
+        "indexer": _indexer(raw),
         "dtype": _dtype(raw),
         "fp8": _fp8(raw),
         "eos_token_ids": () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
@@ -83,18 +83,12 @@ def translate(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_unsupported(raw: dict[str, Any]) -> None:
-    kind = raw.get("model_type")
-    if kind is None:  # the architecture's name says it as well
-        named = raw.get("architectures")
-        first = str(named[0]) if isinstance(named, list) and named else "DeepseekV3ForCausalLM"
-        kind = "deepseek_v3" if first.startswith(("DeepseekV3For", "DeepseekMTPFor")) else first
-    if str(kind).removesuffix("_mtp") not in _MODEL_TYPES:  # xLLM's name for an export of the NextN layer
+    kind = _model_type(raw)
+    if kind not in _MODEL_TYPES:
         plain = str(kind).lower().replace("_", "")
         reasons = [r for k, r in _REFUSED.items() if plain.startswith(k.replace("_", ""))]
         why = f": {reasons[0]}" if reasons else f"; expected one of {', '.join(sorted(_MODEL_TYPES))}"
         raise ConfigError(f"model_type {kind!r} is not supported{why}")
-    if raw.get("index_topk") is not None or raw.get("index_n_heads") is not None:
-        raise ConfigError(f"the config has index_topk, as DeepSeek-V3.2 does: {_INDEXER}")
     for key, allowed in (
         ("scoring_func", "sigmoid"),
         ("topk_method", "noaux_tc"),
@@ -106,6 +100,73 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
             got = given.get(key) if isinstance(given, dict) else None
             if got is not None and got != allowed:
                 raise ConfigError(f"{key} = {got!r:.200} is not supported; expected {allowed!r}")
+
+
+_ARCHITECTURES = {
+    "DeepseekV3For": "deepseek_v3",
+    "DeepseekMTPFor": "deepseek_v3",
+    "DeepseekV32For": "deepseek_v32",
+    "GlmMoeDsaFor": "glm_moe_dsa",
+}
+
+
+def _model_type(raw: dict[str, Any]) -> str:
+    """model_type, which the architecture's name says as well; of a NextN layer alone, its trunk's."""
+    kind = raw.get("model_type")
+    if kind is None:
+        named = raw.get("architectures")
+        first = str(named[0]) if isinstance(named, list) and named else "DeepseekV3ForCausalLM"
+        kind = next((k for prefix, k in _ARCHITECTURES.items() if first.startswith(prefix)), first)
+    return str(kind).removesuffix("_mtp")  # xLLM's name for an export of the NextN layer
+
+
+def _indexer(raw: dict[str, Any]) -> dict[str, Any] | None:
+    """The sparse attention's indexer: arguments of ``IndexerConfig``, None without."""
+    kind = _model_type(raw)
+    names = {"heads": "index_n_heads", "dim": "index_head_dim", "topk": "index_topk"}
+    found = {field: raw[name] for field, name in names.items() if raw.get(name) is not None}
+    if not found and kind not in _SPARSE:
+        return None
+    if lacks := [name for field, name in names.items() if field not in found]:
+        raise ConfigError(f"config.json lacks {', '.join(lacks)}; sparse attention needs {_listed(names)}")
+    interleaved = raw.get("indexer_rope_interleave")
+    share = raw.get("index_share_for_mtp_iteration")
+    return {
+        **found,
+        "interleaved": _SPARSE.get(kind, False) if interleaved is None else interleaved,
+        "shared": _shared(raw),
+        "share_drafts": False if share is None else share,
+    }
+
+
+def _listed(names: dict[str, str]) -> str:
+    return " and ".join((", ".join([*names.values()][:-1]), [*names.values()][-1]))
+
+
+def _shared(raw: dict[str, Any]) -> tuple[bool, ...]:
+    """For each layer, whether it attends to the entries that the layer before it chose.
+
+    As a list, as letters, or by a frequency and an offset, of which the first that is there counts (SGLang).
+    """
+    layers = raw.get("num_hidden_layers")
+    count = layers if type(layers) is int and 0 < layers <= 2**16 else 0  # ``_check`` says what is wrong
+    for name, full, shared in (("indexer_types", "full", "shared"), ("index_topk_pattern", "F", "S")):
+        given = raw.get(name)
+        if given is None:
+            continue
+        if not isinstance(given, (list, str)) or len(given) != count or {*given} - {full, shared}:
+            raise ConfigError(
+                f"{name} = {given!r:.200}; expected {full!r} or {shared!r} for each of {count} layers"
+            )
+        return tuple(kind == shared for kind in given)
+    freq, offset = raw.get("index_topk_freq"), raw.get("index_skip_topk_offset")
+    freq, offset = 1 if freq is None else freq, 2 if offset is None else offset
+    if type(freq) is not int or type(offset) is not int or freq < 1 or offset < 0:
+        raise ConfigError(
+            f"index_topk_freq = {freq!r:.80}, index_skip_topk_offset = {offset!r:.80}; expected whole "
+            "numbers, the first of 1 or more, the second of 0 or more"
+        )
+    return tuple(max(layer - offset + 1, 0) % freq != 0 for layer in range(count))
 
 
 def _dense_layers(raw: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""Multi-head Latent Attention over rows at hand, in its two forms."""
+"""Multi-head Latent Attention: queries and rows from what projections give, attention in its two forms."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -7,16 +8,60 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.indexer import IndexQueries
+from mtp_jax.model.layers import rms_norm, rotate
+from mtp_jax.model.params import Attention
+
 Form = Literal["naive", "absorbed"]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Queries:
-    """Queries after projection: the part matched with the up-projected latent, and the rope part."""
+    """Queries after projection.
+
+    Attributes:
+        nope: the part matched with the up-projected latent.
+        rope: the rope part.
+        index: what is asked of the index keys, in a layer with an indexer.
+    """
 
     nope: Float[Array, "B W N h"]
     rope: Float[Array, "B W N R"]
+    index: IndexQueries | None = None
+
+
+def attend_each(
+    q: Queries, rows: Float[Array, "B W K c"], attend_rows: Callable[[Queries, Array], Array]
+) -> Float[Array, "B W N v"]:
+    """``attend_rows`` where every token has rows of its own: each is a slot with a window of one token."""
+    slots, width = rows.shape[:2]
+
+    def alone(x: Float[Array, "B W ..."]) -> Float[Array, "BW one ..."]:
+        return x.reshape(slots * width, 1, *x.shape[2:])
+
+    out = attend_rows(Queries(alone(q.nope), alone(q.rope)), rows.reshape(slots * width, *rows.shape[2:]))
+    return out.reshape(slots, width, *out.shape[2:])
+
+
+# Of the two norms on low-rank projections, whatever rms_norm_eps says: the reference implementation fixes it.
+LOW_RANK_EPS = 1e-6
+
+
+def queries(q: Float[Array, "B W N k"], cfg: ModelConfig, angles: Float[Array, "B W 2 r"]) -> Queries:
+    """Projected queries, their rope part rotated."""
+    nope, rope = jnp.split(q, [cfg.qk_nope_head_dim], axis=-1)
+    return Queries(nope, rotate(rope, angles, cfg.rope_interleave))
+
+
+def rows_of(
+    kv: Float[Array, "B W C"], a: Attention, cfg: ModelConfig, angles: Float[Array, "B W 2 r"]
+) -> Float[Array, "B W C"]:
+    """Rows to cache, from what the latents' projection gives."""
+    latent, key_rope = jnp.split(kv, [cfg.kv_lora_rank], axis=-1)
+    latent = rms_norm(latent, a.kv_norm, LOW_RANK_EPS)
+    return jnp.concatenate([latent, rotate(key_rope, angles, cfg.rope_interleave)], axis=-1)
 
 
 def attend(

@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from mtp_jax.errors import ConfigError
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.cache import Cache, LayerCache, Views, WholeCache
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.indexer import Choice
 from mtp_jax.model.layers import rms_norm, rope_angles
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.params import NextN, Params
@@ -31,12 +33,15 @@ def run(
     cache: LayerCache | None,
     views: Views,
     on: Backend,
-) -> tuple[Float[Array, "B W D"], Any]:
-    """Layer ``k`` over rows (token, hidden of the token before it). Returns (z after the norm, cache).
+    choice: Choice = (),
+) -> tuple[Float[Array, "B W D"], Any, Choice]:
+    """Layer ``k`` over rows (token, hidden of the token before it).
 
-    ``positions`` are the tokens' own.
+    ``positions`` are the tokens' own. choice: what sparse attention looks at, if an earlier run chose it.
+    Returns (z after the norm, cache, what was looked at).
     """
-    return _run(params, cfg, k, tokens, hidden, positions, cache, views, on)[:2]
+    z, cache, _, choice = _run(params, cfg, k, tokens, hidden, positions, cache, views, on, choice)
+    return z, cache, choice
 
 
 def _run(
@@ -49,13 +54,15 @@ def _run(
     cache: Cache | None,
     views: Views,
     on: Backend,
-) -> tuple[Float[Array, "B W D"], Any, Routing | None]:
+    choice: Choice = (),
+) -> tuple[Float[Array, "B W D"], Any, Routing | None, Choice]:
     """``run`` with the routing of an MoE layer."""
     p: NextN = params.nextn[k]
     with jax.named_scope(f"nextn_{k}"):
         x = _merge(params, cfg, p, tokens, hidden, on)
-        x, cache, routing = block(p.layer, cfg, x, rope_angles(cfg, positions), cache, views, on)
-        return on.finish(x, p.norm, cfg.rms_norm_eps), cache, routing
+        angles = rope_angles(cfg, positions)
+        x, cache, routing, choice = block(p.layer, cfg, x, angles, cache, views, on, choice)
+        return on.finish(x, p.norm, cfg.rms_norm_eps), cache, routing, choice
 
 
 def write_cache(
@@ -71,14 +78,14 @@ def write_cache(
 ) -> Any:
     """The cache as ``run`` leaves them, without its attention and MLP.
 
-    Later rows see nothing of a row but its latent, which depends on the row's own token and hidden state
+    Later rows see nothing of a row but its entries, which depend on the row's own token and hidden state
     alone. Rows with a negative position are not written; nor are rows 0 to k, which do not exist.
     """
     p: NextN = params.nextn[k]
     with jax.named_scope(f"nextn_{k}"):
         x = _merge(params, cfg, p, tokens, hidden, on)
         x = rms_norm(x, p.layer.attention_norm, cfg.rms_norm_eps)
-        rows = on.latents(p.layer.attention, cfg, x, rope_angles(cfg, positions))
+        rows = on.entries(p.layer.attention, cfg, x, rope_angles(cfg, positions))
         rows = cache.stored(rows, cfg.kv_lora_rank)
         return on.write(cache, rows, page_table, existing(k, positions))
 
@@ -150,8 +157,12 @@ def drafts_forced(
     Row i of depth k merges ``tokens[:, i + k]``, so there are at least T + depth of them. A single layer is
     run as it drafts ("training-time test", arXiv 2503.01840): a row of depth k sees the rows of depth 1 up to
     its own and its own chain, not other rows of depth k. Of several layers each sees its own rows, as in the
-    report; layer (k - 1) modulo their number serves depth k.
+    report; layer (k - 1) modulo their number serves depth k. Raises ConfigError for sparse attention.
     """
+    if cfg.indexer:
+        raise ConfigError(
+            "this model has sparse attention (index_topk), through which nothing is trained here"
+        )
     slots, length, _ = hidden.shape
     layers = len(params.nextn)
     causal, own = jnp.tri(length, dtype=bool), jnp.eye(length, dtype=bool)
@@ -164,7 +175,7 @@ def drafts_forced(
             cache = WholeCache(cache.rows, jnp.concatenate([causal] + [own] * k, axis=1))
         positions = jnp.broadcast_to(jnp.arange(k, k + length), (slots, length))
         drafted = tokens[:, k + 1 : k + 1 + length]
-        z, cache, routing = _run(params, cfg, k % layers, drafted, z, positions, cache, (), on)
+        z, cache, routing, _ = _run(params, cfg, k % layers, drafted, z, positions, cache, (), on)
         outputs.append(Traced(z, () if routing is None else (routing,), ()))
     return tuple(outputs)
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.config import IndexerConfig, ModelConfig
 from mtp_jax.model.hf_config import FP8_BLOCK
 
 type_of = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -69,8 +69,23 @@ class Fp8:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Indexer:
+    """What chooses the entries that sparse attention looks at (arXiv 2512.02556, section 2.1)."""
+
+    q: Any  # [H, i, Q], of the queries' low rank
+    k: Any  # [i, D]
+    k_norm: Any  # [i]
+    k_bias: Any  # [i]
+    weights: Any  # [H, D] float32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Attention:
-    """MLA (arXiv 2405.04434, section 2.1). ``q_a`` and ``q_norm`` are None when queries have no low rank."""
+    """MLA (arXiv 2405.04434, section 2.1). ``q_a`` and ``q_norm`` are None when queries have no low rank.
+
+    ``indexer`` is None without sparse attention, and where a layer attends to what another one's chose.
+    """
 
     q_a: Any  # [Q, D]
     q_norm: Any  # [Q]
@@ -80,6 +95,7 @@ class Attention:
     k_up: Any  # [N, nope, C]
     v_up: Any  # [N, v, C]
     o: Any  # [D, N, v]
+    indexer: Indexer | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -144,7 +160,18 @@ def _norm(name: str, size: int) -> Spec:
     return Spec((size,), (None,), name, (size,), "ones", float32=True)
 
 
-def _attention(cfg: ModelConfig, p: str) -> Attention:
+def _indexer(cfg: ModelConfig, index: IndexerConfig, p: str) -> Indexer:
+    h, i, d, q = index.heads, index.dim, cfg.hidden_size, cfg.q_lora_rank or 0
+    return Indexer(
+        q=Spec((h, i, q), (None, None, None), f"{p}.wq_b.weight", (h * i, q)),
+        k=Spec((i, d), (None, None), f"{p}.wk.weight", (i, d)),
+        k_norm=_norm(f"{p}.k_norm.weight", i),
+        k_bias=Spec((i,), (None,), f"{p}.k_norm.bias", (i,), "zeros", float32=True),
+        weights=Spec((h, d), (None, None), f"{p}.weights_proj.weight", (h, d), float32=True),
+    )
+
+
+def _attention(cfg: ModelConfig, p: str, indexes: bool) -> Attention:
     n, d, c, q = cfg.num_attention_heads, cfg.hidden_size, cfg.kv_lora_rank, cfg.q_lora_rank
     qk, nope, v = cfg.qk_head_dim, cfg.qk_nope_head_dim, cfg.v_head_dim
     kv_b, kv_shape = f"{p}.kv_b_proj.weight", (n * (nope + v), c)
@@ -158,6 +185,7 @@ def _attention(cfg: ModelConfig, p: str) -> Attention:
         k_up=Spec((n, nope, c), ("heads", None, None), kv_b, kv_shape, rows=(0, nope)),
         v_up=Spec((n, v, c), ("heads", None, None), kv_b, kv_shape, rows=(nope, nope + v)),
         o=Spec((d, n, v), (None, "heads", None), f"{p}.o_proj.weight", (d, n * v)),
+        indexer=_indexer(cfg, cfg.indexer, f"{p}.indexer") if cfg.indexer and indexes else None,
     )
 
 
@@ -183,11 +211,11 @@ def _moe(cfg: ModelConfig, p: str) -> Moe:
     )
 
 
-def _layer(cfg: ModelConfig, p: str, moe: bool) -> Layer:
-    d = cfg.hidden_size
+def _layer(cfg: ModelConfig, number: int, moe: bool) -> Layer:
+    d, p = cfg.hidden_size, f"model.layers.{number}"
     return Layer(
         attention_norm=_norm(f"{p}.input_layernorm.weight", d),
-        attention=_attention(cfg, f"{p}.self_attn"),
+        attention=_attention(cfg, f"{p}.self_attn", cfg.indexes(number)),
         mlp_norm=_norm(f"{p}.post_attention_layernorm.weight", d),
         mlp=_moe(cfg, f"{p}.mlp") if moe else _mlp(f"{p}.mlp", cfg.intermediate_size, d),
     )
@@ -199,12 +227,13 @@ def _table(name: str, cfg: ModelConfig) -> Spec:
 
 
 def _nextn(cfg: ModelConfig, k: int, own_embed: bool, own_head: bool) -> NextN:
-    p, d = f"model.layers.{cfg.num_hidden_layers + k}", cfg.hidden_size
+    number, d = cfg.num_hidden_layers + k, cfg.hidden_size
+    p = f"model.layers.{number}"
     return NextN(
         token_norm=_norm(f"{p}.enorm.weight", d),
         hidden_norm=_norm(f"{p}.hnorm.weight", d),
         merge=Spec((d, 2 * d), (None, None), f"{p}.eh_proj.weight", (d, 2 * d)),
-        layer=_layer(cfg, p, cfg.nextn_moe[k]),
+        layer=_layer(cfg, number, cfg.nextn_moe[k]),
         norm=_norm(f"{p}.shared_head.norm.weight", d),
         embed=_table(f"{p}.embed_tokens.weight", cfg) if own_embed else None,
         head=_table(f"{p}.shared_head.head.weight", cfg) if own_head else None,
@@ -221,7 +250,7 @@ def param_specs(cfg: ModelConfig, own: Iterable[tuple[bool, bool]] = ()) -> Para
     tables = itertools.chain(own, itertools.repeat((False, False)))
     return Params(
         embed=_table("model.embed_tokens.weight", cfg),
-        layers=tuple(_layer(cfg, f"model.layers.{i}", cfg.is_moe(i)) for i in layers),
+        layers=tuple(_layer(cfg, i, cfg.is_moe(i)) for i in layers),
         norm=_norm("model.norm.weight", cfg.hidden_size),
         head=None if cfg.tie_word_embeddings else _table("lm_head.weight", cfg),
         nextn=tuple(_nextn(cfg, k, *t) for k, t in zip(nextn, tables, strict=False)),

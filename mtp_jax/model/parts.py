@@ -7,6 +7,7 @@ other. Attention alone looks at the parts again, as each has a page table of its
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,13 @@ def join(parts: Sequence[Shaped[Array, "_B _W ..."]], mesh: Mesh | None) -> Shap
     # Heads, where there are any, stay where they are.
     where = PartitionSpec(*partition("slots"), *(PartitionSpec.UNCONSTRAINED,) * (rows.ndim - 1))
     return jax.lax.with_sharding_constraint(rows, NamedSharding(mesh, where))
+
+
+def split_tree(tree: Any, shapes: Sequence[tuple[int, ...]], mesh: Mesh | None) -> list[Any]:
+    """``split`` of every array of a tree; a tree for each part."""
+    leaves, whole = jax.tree.flatten(tree)
+    parts = [split(a, shapes, mesh) for a in leaves]
+    return [whole.unflatten([part[i] for part in parts]) for i in range(len(shapes))]
 
 
 def split(

@@ -12,6 +12,7 @@ from mtp_jax.model.backend import Backend, Xla
 from mtp_jax.model.backend.xla import Stream
 from mtp_jax.model.cache import Cache, LayerCache, Views
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.indexer import Choice
 from mtp_jax.model.layers import rope_angles
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.params import Layer, Params
@@ -30,11 +31,13 @@ class Traced:
         hidden: after the final norm [B, T, D].
         routing: of every MoE layer, in order.
         caches: those of the layers after the pass; none without a cache.
+        choices: what each layer looked at, of sparse attention.
     """
 
     hidden: Float[Array, "B T D"]
     routing: tuple[Routing, ...]
     caches: tuple[LayerCache, ...]
+    choices: tuple[Choice, ...] = ()
 
 
 def block(
@@ -45,16 +48,20 @@ def block(
     cache: Cache | None,
     views: Views,
     on: Backend,
-) -> tuple[Stream, Any, Routing | None]:
-    """A pre-norm decoder block. Returns (x, cache, routing of an MoE block)."""
+    choice: Choice = (),
+) -> tuple[Stream, Any, Routing | None, Choice]:
+    """A pre-norm decoder block. Returns (x, cache, routing of an MoE block, what sparse attention looked at).
+
+    choice: what to look at, if another layer has chosen it.
+    """
     with jax.named_scope("attention_project"):
-        x, q, rows, cache = on.before_attention(p, cfg, x, angles, cache, views)
-    context, cache = on.attend(p.attention, cfg, q, rows, cache, views)
+        x, q, entries, cache = on.before_attention(p, cfg, x, angles, cache, views)
+    context, cache, choice = on.attend(p.attention, cfg, q, entries, cache, views, choice)
     with jax.named_scope("attention_out"):
         x = on.after_attention(p, cfg, x, context, views)
     counts = join([v.written >= 0 for v in views], on.mesh) if views else None
     x, routing = on.feed_forward(p, cfg, x, counts)
-    return x, cache, routing
+    return x, cache, routing, choice
 
 
 @jax.named_scope("embed")
@@ -79,13 +86,19 @@ def run(
     """
     x, angles = embed(params.embed, tokens, on.mesh), rope_angles(cfg, positions)
     kept, routings = [], []
+    choices: list[Choice] = [()]
     for i, layer in enumerate(params.layers):
         with jax.named_scope(f"layer_{i}"):
             mine = caches[i] if caches else None
-            x, mine, routing = block(layer, cfg, x, angles, mine, views, on)
+            # What a layer with an indexer chooses, those behind it without one look at as well.
+            given = () if cfg.indexes(i) else choices[-1]
+            x, mine, routing, choice = block(layer, cfg, x, angles, mine, views, on, given)
+        choices.append(choice)
         kept += [] if mine is None else [mine]
         routings += [] if routing is None else [routing]
-    return Traced(on.finish(x, params.norm, cfg.rms_norm_eps), tuple(routings), tuple(kept))
+    return Traced(
+        on.finish(x, params.norm, cfg.rms_norm_eps), tuple(routings), tuple(kept), tuple(choices[1:])
+    )
 
 
 def forward(

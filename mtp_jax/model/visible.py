@@ -1,7 +1,7 @@
 """What a token sees of its slot's cache: compact, never a mask of every row for every token.
 
-The kernels take it as it is; XLA asks it for the mask of the rows at hand. Sparse attention will add a second
-kind beside ``Window``, the chosen entries of each token.
+The kernels take it as it is; XLA asks it for the mask of the rows at hand. What sparse attention chooses is
+apart (``model.indexer.Choice``).
 """
 
 from kernels_pallas.visible import MAX_AHEAD, Window, chain

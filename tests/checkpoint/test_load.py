@@ -50,7 +50,7 @@ def plainly(folder: Path, cfg: ModelConfig) -> Params:
     return jax.tree.map(leaf, param_specs(cfg))
 
 
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if not v.startswith("fp8")])
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if "fp8" not in v])
 def test_values_are_those_of_the_files(variant: str):
     found = load(model_dir(variant))
     assert_same(found.params, plainly(model_dir(variant), found.config))

@@ -105,7 +105,10 @@ TENSORS: dict[str, tuple[str, Callable[[Tensors], object], tuple[str, ...]]] = {
     "indexer": (
         "v3",
         lambda t: t.update({"model.layers.0.self_attn.indexer.wk.weight": Raw("F32", [1], bytes(4))}),
-        ("unexpected (1)", "sparse attention indexer (DeepSeek-V3.2), which is not supported"),
+        (
+            "unexpected (1)",
+            "the tensors have an indexer, as DeepSeek-V3.2 does, and config.json has no index_topk",
+        ),
     ),
     "no NextN tensors": (
         "v3",

@@ -72,10 +72,12 @@ def test_counts_are_those_of_the_loaded_model(variant: str):
         if (sizes := [len(t.data) for t in raw.values() if t.dtype == dtype])
     }
     layers = found.config.num_hidden_layers + len(found.config.nextn_moe)
-    latent, rope = 16 if variant == "glm47_flash" else 24, 8
-    row = latent + rope
-    bytes_per_layer = {"float32": row * 4, "bfloat16": row * 2, "fp8": latent + rope * 2 + 4}
-    assert summary.cache_bytes_per_token == {d: layers * n for d, n in bytes_per_layer.items()}
+    rank, rope = found.config.kv_lora_rank, 8
+    indexed = layers - {"dsa_glm52": 3}.get(variant, 0) if variant.startswith("dsa_") else 0
+    key = 32 if variant == "dsa_v32_fp8" else 16
+    values = layers * (rank + rope) + indexed * key
+    fp8 = layers * (rank + rope * 2 + 4) + indexed * (key + 4)
+    assert summary.cache_bytes_per_token == {"float32": values * 4, "bfloat16": values * 2, "fp8": fp8}
 
 
 def test_fp8_weights_that_are_kept_are_counted_with_their_scales():

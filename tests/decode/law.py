@@ -24,6 +24,7 @@ from mtp_jax.decode.state import State, StateShape, abstract_state, empty_state
 from mtp_jax.decode.step import draft_phase, step, verify_phase
 from mtp_jax.model import trunk
 from mtp_jax.model.backend import XlaCpu
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params
 from tests.models import TINY, rigged
 
@@ -46,27 +47,29 @@ class Case:
     Attributes:
         rows: slots of each option.
         page: cache rows of each slot.
+        cfg: the model.
     """
 
     drafter: Drafter
     prompt: tuple[int, ...] = (3, 1, 4)
     rows: int = 6000
     page: int = 16
+    cfg: ModelConfig = CFG
 
 
 PLAIN = Case(build(CFG))
 
 
 @functools.cache
-def params() -> Params:
-    return rigged(CFG, seed=2, loud=0.7, noise=0.1, contrast=0.5)
+def params(cfg: ModelConfig = CFG) -> Params:
+    return rigged(cfg, seed=2, loud=0.7, noise=0.1, contrast=0.5)
 
 
 def start(depths: np.ndarray, case: Case) -> State:
     """Every slot with a page of its own."""
     slots = case.rows * len(OPTIONS)
     shape = StateShape(slots, slots, case.page, 1)
-    state = empty_state(abstract_state(CFG, case.drafter, shape, "float32", None))
+    state = empty_state(abstract_state(case.cfg, case.drafter, shape, "float32", None))
     sampling = replace(
         neutral_state(slots, V),
         seed=jnp.arange(slots, dtype=jnp.uint32),
@@ -133,12 +136,13 @@ def emitted(drafting: Any, verifier: Any, grammar: bool = False, case: Case = PL
         first,
     )
     mode = SamplingMode(drafting, verifier)
-    fixed: dict[str, Any] = {"cfg": CFG, "drafter": case.drafter, "pages": 1, "mode": mode, "on": ON}
+    fixed: dict[str, Any] = {"cfg": case.cfg, "drafter": case.drafter, "pages": 1, "mode": mode, "on": ON}
+    weights = params(case.cfg)
     begin = functools.partial(step, slots=0, depth=0, **fixed)
     propose = functools.partial(draft_phase, slots=slots, depth=DEPTH, **fixed)
     # Depths 1, 2, 3 and sometimes 0.
     state = start(np.where(np.arange(slots) % 7 == 0, 0, 1 + np.arange(slots) % DEPTH), case)
-    state, first = jax.jit(begin, donate_argnums=1)(params(), state, chunk)
+    state, first = jax.jit(begin, donate_argnums=1)(weights, state, chunk)
     columns, counts = [np.asarray(first.packed)[:, :1]], []
     whole = jax.jit(functools.partial(step, slots=slots, depth=DEPTH, **fixed), donate_argnums=1)
     halves = (
@@ -150,11 +154,11 @@ def emitted(drafting: Any, verifier: Any, grammar: bool = False, case: Case = PL
             newest = state.slots.newest[:, None]
             # What follows the newest token is known, what follows a draft is not.
             known = jnp.full((slots, DEPTH + 1, 1), 2**V - 1, jnp.uint32).at[:, :1].set(allowed(newest))
-            state, drafts = halves[0](params(), state, known)
+            state, drafts = halves[0](weights, state, known)
             window = jnp.concatenate([newest, drafts.tokens], axis=1)
-            state, result = halves[1](params(), state, drafts, allowed(window))
+            state, result = halves[1](weights, state, drafts, allowed(window))
         else:
-            state, result = whole(params(), state)
+            state, result = whole(weights, state)
         packed = np.asarray(result.packed)
         columns.append(packed[:, : DEPTH + 1])
         extra = packed[:, DEPTH + 1 :]
@@ -166,10 +170,12 @@ def emitted(drafting: Any, verifier: Any, grammar: bool = False, case: Case = PL
 
 
 @functools.cache
-def next_logits(prompt: tuple[int, ...] = PLAIN.prompt) -> dict[tuple[int, ...], np.ndarray]:
+def next_logits(
+    prompt: tuple[int, ...] = PLAIN.prompt, cfg: ModelConfig = CFG
+) -> dict[tuple[int, ...], np.ndarray]:
     """Logits after the prompt and every history shorter than LENGTH."""
     rows = np.array([[*prompt, *h] for h in itertools.product(range(V), repeat=LENGTH - 1)], np.int32)
-    hidden = jax.jit(lambda p, t: trunk.logits(p, trunk.forward(p, CFG, t)))(params(), rows)
+    hidden = jax.jit(lambda p, t: trunk.logits(p, trunk.forward(p, cfg, t)))(params(cfg), rows)
     logits = np.asarray(hidden)
     return {
         tuple(row[len(prompt) : len(prompt) + n].tolist()): out[len(prompt) + n - 1]
@@ -179,12 +185,14 @@ def next_logits(prompt: tuple[int, ...] = PLAIN.prompt) -> dict[tuple[int, ...],
 
 
 @functools.cache
-def exact_law(option: str, grammar: bool = False, prompt: tuple[int, ...] = PLAIN.prompt) -> np.ndarray:
+def exact_law(
+    option: str, grammar: bool = False, prompt: tuple[int, ...] = PLAIN.prompt, cfg: ModelConfig = CFG
+) -> np.ndarray:
     """[V] * LENGTH: the probability of every continuation."""
     law = np.ones((V,) * LENGTH)
     for n in range(LENGTH):
         histories = list(itertools.product(range(V), repeat=n))
-        logits = np.stack([next_logits(prompt)[h] for h in histories])[:, None]
+        logits = np.stack([next_logits(prompt, cfg)[h] for h in histories])[:, None]
         counts = np.stack([np.bincount(np.array(h, int), minlength=V) for h in histories])[:, None]
         s = neutral_state(len(histories), V)
         changed = {k: jnp.full_like(getattr(s, k), v) for k, v in OPTIONS[option].items()}

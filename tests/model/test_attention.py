@@ -12,7 +12,7 @@ import pytest
 from mtp_jax.checkpoint import load
 from mtp_jax.model import trunk
 from mtp_jax.model.backend import Backend, Xla, XlaCpu, cpu_attention
-from mtp_jax.model.cache import LayerCache, PagedView, Views, empty_cache, read_rows
+from mtp_jax.model.cache import Entries, LayerCache, PagedView, Views, empty_cache, read_rows
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import rope_angles
 from mtp_jax.model.mla import Form, Queries, attend
@@ -44,7 +44,7 @@ def attention(
 ) -> tuple[Any, Any]:
     """What the attention of a block adds to x."""
     x, q, rows, cache = on.before_attention(p, cfg, x, angles, cache, views)
-    context, cache = on.attend(p.attention, cfg, q, rows, cache, views)
+    context, cache, _ = on.attend(p.attention, cfg, q, rows, cache, views)
     return on.after_attention(p, cfg, jnp.zeros_like(x), context, views), cache
 
 
@@ -97,7 +97,8 @@ def test_windows_through_the_cache_equal_one_pass_without(name, form, on):
 
 def queries(rng: np.random.Generator, width: int) -> Queries:
     n, nope, r = TINY.num_attention_heads, TINY.qk_nope_head_dim, TINY.qk_rope_head_dim
-    return Queries(*(jnp.asarray(rng.normal(size=(B, width, n, d)), jnp.float32) for d in (nope, r)))
+    parts = (jnp.asarray(rng.normal(size=(B, width, n, d)), jnp.float32) for d in (nope, r))
+    return Queries(next(parts), next(parts))
 
 
 def test_both_forms_of_both_backends_agree_under_any_mask():
@@ -238,7 +239,7 @@ def test_distance_of_an_fp8_cache(form):
         return trunk.logits(found.params, traced.hidden)[0]
 
     def error(fp8):
-        cache = empty_cache(columns + 1, SIZE, cfg, jnp.float32, fp8=fp8)
+        cache = empty_cache(columns + 1, SIZE, cfg, 0, jnp.float32, fp8=fp8)
         return np.abs(np.asarray(logits(cache)) - want["logits"])
 
     assert error(False).max() < 2e-4
@@ -252,8 +253,8 @@ def test_fp8_rows_are_written_alike_everywhere():
     rng = np.random.default_rng(7)
     table, positions = np.array([[2, 0], [1, 4]]), np.array([[3, 4, -1], [-1, 6, 0]])
     cfg = replace(TINY, kv_lora_rank=6, qk_rope_head_dim=4)
-    empty = empty_cache(6, SIZE, cfg, jnp.float32, fp8=True)
-    rows = empty.stored(jnp.asarray(rng.normal(size=(2, 3, 10)), jnp.float32), 6)
+    empty = empty_cache(6, SIZE, cfg, 0, jnp.float32, fp8=True)
+    rows = empty.stored(Entries(jnp.asarray(rng.normal(size=(2, 3, 10)), jnp.float32)), 6)
     looped, scattered = (
         on.write_rows(empty, rows, jnp.asarray(table), jnp.asarray(positions)) for on in (XlaCpu(), Xla())
     )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mtp_jax.errors import ConfigError
-from mtp_jax.model.config import ModelConfig, YarnConfig
+from mtp_jax.model.config import IndexerConfig, ModelConfig, YarnConfig
 from mtp_jax.model.hf_config import read_json
 from tests.golden import VARIANTS, model_dir
 
@@ -171,19 +171,81 @@ def test_mscale(changes: dict[str, Any], rope: float, softmax: float):
     assert math.isclose(c.softmax_scale * math.sqrt(192), softmax**2, rel_tol=1e-9)
 
 
+INDEX = {"model_type": "deepseek_v32", "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
+GLM52_FULL = {0, 1, 2, *range(6, 78, 4)}
+
+
+def test_sparse_attention():
+    index = ModelConfig.from_dict(V3 | INDEX).indexer
+    assert index == IndexerConfig(64, 128, 2048, interleaved=False, shared=(False,) * 61)
+    # The first release of V3.2 called itself deepseek_v3.
+    assert ModelConfig.from_dict(V3 | INDEX | {"model_type": "deepseek_v3"}).indexer == index
+    assert ModelConfig.from_dict(V3).indexer is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "interleaved"),
+    [
+        ({}, False),
+        ({"model_type": "glm_moe_dsa"}, True),
+        ({"model_type": None, "architectures": ["GlmMoeDsaForCausalLM"]}, True),
+        ({"model_type": "glm_moe_dsa", "indexer_rope_interleave": False}, False),
+        ({"indexer_rope_interleave": True}, True),
+    ],
+)
+def test_the_rope_of_an_indexer_is_the_models_unless_the_config_says(changes: Any, interleaved: bool):
+    index = ModelConfig.from_dict(V3 | INDEX | changes).indexer
+    assert index is not None
+    assert index.interleaved == interleaved
+
+
+@pytest.mark.parametrize(
+    ("changes", "full"),
+    [
+        ({}, set(range(78))),
+        ({"indexer_types": ["full" if i in GLM52_FULL else "shared" for i in range(78)]}, GLM52_FULL),
+        ({"index_topk_pattern": "".join("F" if i in GLM52_FULL else "S" for i in range(78))}, GLM52_FULL),
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, GLM52_FULL),
+        ({"index_topk_freq": 4}, {0, *range(1, 78, 4)}),
+        ({"indexer_types": ["full"] * 78, "index_topk_freq": 4}, set(range(78))),
+    ],
+)
+def test_layers_that_share_an_indexer(changes: Any, full: set[int]):
+    cfg = ModelConfig.from_dict(V3 | INDEX | {"num_hidden_layers": 78} | changes)
+    assert {i for i in range(78) if cfg.indexes(i)} == full
+    assert cfg.indexes(78), "a NextN layer has its own"
+
+
 REFUSED = [
     ({"model_type": "deepseek_v4"}, "'deepseek_v4' is not supported: its compressed sparse attention"),
     (
         {"model_type": None, "architectures": ["DeepseekV4ForCausalLM"]},
         "'DeepseekV4ForCausalLM' is not supported: its",
     ),
-    ({"model_type": "deepseek_v32"}, "'deepseek_v32' is not supported: its sparse attention indexer"),
+    ({"model_type": "deepseek_v32"}, "config.json lacks index_n_heads, index_head_dim, index_topk; sparse"),
     ({"model_type": "deepseek_v2"}, "'deepseek_v2' is not supported: its softmax router"),
-    ({"model_type": "glm_moe_dsa"}, "'glm_moe_dsa' is not supported: its sparse attention indexer"),
     ({"model_type": "glm4_moe"}, "'glm4_moe' is not supported: it uses grouped-query attention"),
     ({"model_type": "kimi_k3"}, "'kimi_k3' is not supported: its layers mix"),
     ({"model_type": "llama"}, "'llama' is not supported; expected one of deepseek_v3"),
-    ({"index_topk": 2048}, "the config has index_topk, as DeepSeek-V3.2 does"),
+    ({"index_topk": 2048}, "config.json lacks index_n_heads, index_head_dim; sparse attention needs"),
+    (INDEX | {"index_topk": 0}, "index_topk = 0; expected a whole number from 1 to"),
+    (INDEX | {"index_head_dim": 32}, "index_head_dim = 32; expected qk_rope_head_dim = 64 or more"),
+    (INDEX | {"indexer_rope_interleave": 1}, "indexer_rope_interleave = 1; expected true or false"),
+    (INDEX | {"q_lora_rank": None}, "q_lora_rank = None; the indexer's queries"),
+    (
+        INDEX | {"indexer_types": ["full"]},
+        "indexer_types = ['full']; expected 'full' or 'shared' for each of",
+    ),
+    (INDEX | {"index_topk_pattern": "FFFx"}, "index_topk_pattern = 'FFFx'; expected 'F' or 'S'"),
+    (INDEX | {"index_topk_pattern": "S" * 61}, "expected 61 values, the first of them False"),
+    (
+        INDEX | {"index_topk_freq": 0},
+        "index_topk_freq = 0, index_skip_topk_offset = 2; expected whole numbers",
+    ),
+    (
+        INDEX | {"index_share_for_mtp_iteration": True, "num_nextn_predict_layers": 2},
+        "index_share_for_mtp_iteration with num_nextn_predict_layers = 2; expected one layer",
+    ),
     ({"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported; expected 'sigmoid'"),
     ({"topk_method": "greedy"}, "topk_method = 'greedy' is not supported; expected 'noaux_tc'"),
     ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; expected 'silu'"),

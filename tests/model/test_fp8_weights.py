@@ -24,7 +24,7 @@ from mtp_jax.checkpoint.fp8 import may_be_fp8
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model import trunk
 from mtp_jax.model.backend import Backend, MosaicGpu, Xla, XlaCpu, backend, mosaic_gpu
-from mtp_jax.model.cache import LayerCache, PagedView, empty_cache
+from mtp_jax.model.cache import Entries, LayerCache, PagedView, empty_cache
 from mtp_jax.model.device import is_hopper, platform
 from mtp_jax.model.layers import expand, rope_angles
 from mtp_jax.model.mla import Queries
@@ -324,8 +324,8 @@ def test_low_ranks_by_the_kernel_are_those_of_xla(cache, data, calls, monkeypatc
     view = PagedView(table, positions, chain(start, jnp.where(start < 0, 0, 2)))
     x = jnp.asarray(rng.normal(size=(4, 2, cfg.hidden_size)), jnp.bfloat16)
     pages = jnp.asarray(rng.normal(size=(12, 4, cfg.latent_dim)), jnp.bfloat16)
-    empty = empty_cache(12, 4, cfg, jnp.bfloat16, fp8=cache == "fp8")
-    given = empty.stored(pages, cfg.kv_lora_rank)
+    empty = empty_cache(12, 4, cfg, 0, jnp.bfloat16, fp8=cache == "fp8")
+    given = empty.stored(Entries(pages), cfg.kv_lora_rank)
     mesh = make_mesh(data, 2) if data > 1 else None
 
     def run(*kernels: str) -> Any:
@@ -334,7 +334,7 @@ def test_low_ranks_by_the_kernel_are_those_of_xla(cache, data, calls, monkeypatc
 
         def attended(p: Any) -> Any:
             stream, q, rows, cache = on.before_attention(p, cfg, x, angles, given, (view,))
-            context, cache = on.attend(p.attention, cfg, q, rows, cache, (view,))
+            context, cache, _ = on.attend(p.attention, cfg, q, rows, cache, (view,))
             (out,) = on.after_attention(p, cfg, stream, context, (view,)).added
             return out.astype(jnp.float32) if out.ndim == 3 else out.sum(axis=0), cache
 

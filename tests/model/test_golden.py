@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mtp_jax.checkpoint import Loaded, load
-from mtp_jax.model import nextn, trunk
+from mtp_jax.model import indexer, nextn, trunk
 from mtp_jax.model.backend import Backend, Xla, XlaCpu
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.mla import Form
@@ -52,6 +52,39 @@ def computed(variant: str, on: Backend, dtype: str = "float32") -> dict[str, Any
 
 def show(case: Any) -> str:
     return f"{type(case).__name__}-{case.form}-{case.experts}" if isinstance(case, Backend) else str(case)
+
+
+SPARSE = tuple(v for v in VARIANTS if v.startswith("dsa_"))
+
+
+@pytest.mark.parametrize("on", [NAIVE, ABSORBED], ids=show)
+@pytest.mark.parametrize("variant", SPARSE)
+def test_the_same_entries_are_chosen(variant: str, on: Backend, monkeypatch: pytest.MonkeyPatch):
+    scores, choose = [], indexer.choose
+
+    def watched(found: jax.Array, visible: jax.Array, topk: int) -> jax.Array:
+        scores.append(np.where(visible, found, -np.inf)[0])
+        return choose(found, visible, topk)
+
+    monkeypatch.setattr(indexer, "choose", watched)
+    found, want = loaded(variant), expected(variant)
+    cfg, tokens = found.config, jnp.asarray(want["input_ids"])[None]
+    length = tokens.shape[1]
+    traced = trunk.forward_traced(found.params, cfg, tokens, on)
+    choices = [*traced.choices]
+    layer = {"cache": None, "views": (), "on": on}
+    positions = jnp.arange(length - 1)[None]
+    choices += nextn.run(found.params, cfg, 0, tokens[:, 1:], traced.hidden[:, :-1], positions, **layer)[2:]
+    names = [f"index_set.{i}" for i in range(cfg.num_hidden_layers)] + ["mtp_index_set.0"]
+    for name, (chosen,) in zip(names, choices, strict=True):
+        assert chosen is not None
+        got = indexer.chosen_mask(chosen, len(want[name]))[0]
+        np.testing.assert_array_equal(got, want[name], err_msg=name)
+    names = [f"index_scores.{i}" for i in range(cfg.num_hidden_layers) if cfg.indexes(i)]
+    for name, got in zip([*names, "mtp_index_scores.0"], scores, strict=True):
+        finite = np.isfinite(want[name])
+        np.testing.assert_array_equal(np.isfinite(got), finite)
+        np.testing.assert_allclose(got[finite], want[name][finite], rtol=0, atol=1e-4, err_msg=name)
 
 
 def agrees(variant: str, out: dict[str, Any]) -> None:

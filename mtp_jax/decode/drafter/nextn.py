@@ -75,7 +75,9 @@ class NextN:
         layers, width, kind = self.cfg.num_nextn_predict_layers, self.cfg.hidden_size, type_of[dtype]
         number, tokens = jnp.zeros(shape.slots, jnp.int32), jnp.zeros((shape.slots, DEFERRED), jnp.int32)
         pending, hidden = (jnp.zeros((shape.slots, n, width), kind) for n in (layers, DEFERRED))
-        cache = (empty_cache(pages, shape.page_size, self.cfg, kind, fp8=fp8),) * layers
+        first = self.cfg.num_hidden_layers
+        numbers = range(first, first + layers)
+        cache = tuple(empty_cache(pages, shape.page_size, self.cfg, i, kind, fp8=fp8) for i in numbers)
         boundary = jnp.zeros((pages, 1, layers * width), kind)
         return DrafterState(NextNSlots(pending, tokens, hidden, number), NextNPages(cache, boundary))
 
@@ -100,6 +102,7 @@ class NextN:
         cfg, pending = self.cfg, own.slots.pending
         cache, layers = list(own.pages.cache), len(own.pages.cache)
         z, counts = pending[:, :1], sampler.counts(s)
+        share, choice = cfg.indexer is not None and cfg.indexer.share_drafts, ()
         tokens, raw, probs = [], [], []
         for k in range(depth):
             layer, ids = k % layers, jnp.stack([s.newest, *tokens], axis=1)
@@ -117,8 +120,13 @@ class NextN:
             if z.shape[1] > 1:
                 view = PagedView(table, nextn.existing(layer, written), nextn.seen(layer, written))
             else:
-                view = PagedView(table, written, nextn.seen_by_draft(k, layers, s.length, s.active))
-            z, cache[layer] = nextn.run(params, cfg, layer, ids, z, positions, cache[layer], (view,), on)
+                # Where drafts share what the first one chose, they do not see each other.
+                step = 0 if share else k
+                view = PagedView(table, written, nextn.seen_by_draft(step, layers, s.length, s.active))
+            z, cache[layer], found = nextn.run(
+                params, cfg, layer, ids, z, positions, cache[layer], (view,), on, choice
+            )
+            choice = found if share else ()
             with jax.named_scope("draft_sample"):
                 raw.append(nextn.logits(params, layer, z[:, -1], on))
             token, q, counts = sampler.draw(raw[-1], s, counts, k)
@@ -183,7 +191,7 @@ class NextN:
         for k in range(last):
             rows, visible = nextn.existing(k, seen.positions), nextn.seen(k, seen.positions)
             view = PagedView(table, rows, visible, seen.form)
-            z, cache[k] = nextn.run(
+            z, cache[k], _ = nextn.run(
                 params, cfg, k, seen.tokens, before(k), seen.positions, cache[k], (view,), on
             )
             merged.append(z)

@@ -1,7 +1,7 @@
 """Who carries out a forward pass, stage by stage; never what it computes.
 
-    before_attention  norm, low ranks, rope                       -> queries, rows to cache
-    attend            write the rows; queries over the cache      -> context
+    before_attention  norm, low ranks, rope, index queries        -> queries, entries to cache
+    attend            write them, choose, attend over the cache   -> context, choice
     after_attention   output projection, added to the stream
     feed_forward      norm; router, routed and shared experts, or a dense MLP, added to the stream
     finish            the norm at the end

@@ -128,6 +128,7 @@ def attend_seen(
     cache: LayerCache,
     view: PagedView,
     scale: float,
+    only: Bool[Array, "B W L"] | None = None,
 ) -> Float[Array, "B W N v"]:
     """``mla.attend`` over no more blocks of the cached rows than hold what any token sees."""
     columns, page, width = view.page_table.shape[1], cache.page_size, q.rope.shape[1]
@@ -136,12 +137,15 @@ def attend_seen(
     rows = int(np.clip(length // 4, *_BLOCK)) if view.form == "absorbed" else width
     each = min(max(rows // page, 1), columns)
     table = jnp.pad(view.page_table, ((0, 0), (0, -columns % each)))
+    chosen = None if only is None else jnp.pad(only, ((0, 0), (0, 0), (0, -columns % each * page)))
 
     def read(i: Int[Array, ""] | int) -> tuple[Float[Array, "B l c"], Bool[Array, "B W l"]]:
         pages, start = jax.lax.dynamic_slice_in_dim(table, i * each, each, axis=1), i * each * page
         # A window deeper than its slot asks for goes past the table, never into what fills the last block.
         inside = start + jnp.arange(each * page) < length
         seen, mask = view.visible.seen(each * page, start), view.visible.mask(width, each * page, start)
+        if chosen is not None:
+            mask &= jax.lax.dynamic_slice_in_dim(chosen, start, each * page, axis=2)
         return read_rows(cache, pages, seen & inside, v_up.dtype, k_up.shape[-1]), mask & inside
 
     if columns == each:

@@ -27,11 +27,11 @@ from kernels_pallas.router.rule import Rule
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.backend import e4m3
 from mtp_jax.model.backend.e4m3 import Rows
-from mtp_jax.model.backend.xla import LOW_RANK_EPS, Split, Xla, queries, rows_of
-from mtp_jax.model.cache import Cache, LayerCache, PagedView, Views, read_rows
+from mtp_jax.model.backend.xla import Split, Xla
+from mtp_jax.model.cache import Cache, Entries, LayerCache, PagedView, Views, read_rows
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import rms_norm
-from mtp_jax.model.mla import Queries
+from mtp_jax.model.mla import LOW_RANK_EPS, Queries, queries, rows_of
 from mtp_jax.model.moe import Routing, Weight
 from mtp_jax.model.params import Attention, Fp8, Layer, Mlp, Moe
 from mtp_jax.model.sharding import constrain, partition, sharded, ways
@@ -91,9 +91,11 @@ class MosaicGpu(Xla):
         angles: Float[Array, "B W 2 r"],
         cache: Cache | None,
         views: Views,
-    ) -> tuple[Any, Queries, Float[Array, "B W C"] | None, Cache | None]:
-        """With one launch for the two norms of low ranks, rope and the cache."""
+    ) -> tuple[Any, Queries, Entries | None, Cache | None]:
+        """One launch for the two norms of low ranks, rope and the cache; not of layers with an indexer."""
         a, (x, added) = p.attention, _stream(x)
+        if a.indexer is not None:
+            return super().before_attention(p, cfg, _plus(_whole(x), added), angles, cache, views)
         first = a.q_b if a.q_a is None else a.q_a
         readers = self.multiplies(first, x.dtype, "out" if a.q_a is None else None)
         x, normed = self._norm(
@@ -108,7 +110,7 @@ class MosaicGpu(Xla):
             low, rows, cache = self._low_rank(q, kv, a, cfg, angles, cache, views[0])
         else:
             low = normed if q is None else self._norm(q, a.q_norm, LOW_RANK_EPS, (reader,))[1]
-            rows = rows_of(_whole(kv), a, cfg, angles)
+            rows = Entries(rows_of(_whole(kv), a, cfg, angles))
         q = self._linear(low, a.q_b, split="out")
         return Stream(x, ()), queries(q, cfg, angles), rows, cache
 
@@ -351,7 +353,7 @@ class MosaicGpu(Xla):
         angles: Float[Array, "B W 2 r"],
         cache: Any,
         view: PagedView,
-    ) -> tuple[Rows, Float[Array, "B W c"] | None, LayerCache]:
+    ) -> tuple[Rows, Entries | None, LayerCache]:
         """Queries' low rank normed and quantised, and the window's rows written.
 
         q, kv: [*s, B, W, K] as their products leave them. Rows for an FP8 cache are returned, not written.
@@ -374,7 +376,7 @@ class MosaicGpu(Xla):
             cos_sin = angles[..., 0, :], angles[..., 1, :]
             low, out = run(q, kv, a.q_norm, a.kv_norm, cos_sin, None if fp8 else cache.latent, view)
         rows = Rows(q.shape[-3:], None, Quantised(*low))
-        return (rows, out, cache) if fp8 else (rows, None, LayerCache(out))
+        return (rows, Entries(out), cache) if fp8 else (rows, None, LayerCache(out))
 
     def attend_pages(
         self,
@@ -384,8 +386,11 @@ class MosaicGpu(Xla):
         cache: LayerCache,
         view: PagedView,
         scale: float,
+        only: Bool[Array, "B W L"] | None = None,
     ) -> Float[Array, "B W N v"]:
         """Absorbed by a kernel that reads the pages where they are; naive by one that expands rows."""
+        if only is not None:  # the kernels have no mask
+            return super().attend_pages(q, k_up, v_up, cache, view, scale, only)
         by_kernel: dict[str, Any] = {"scale": scale, "implementation": "mosaic_gpu"}
         if view.form == "absorbed":
             inward = jnp.einsum("bwnh,nhc->bwnc", q.nope, k_up)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -12,14 +12,27 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.router import reference as router
 from kernels_pallas.router.rule import Rule
-from mtp_jax.model import mla, moe
-from mtp_jax.model.cache import Cache, LayerCache, PagedView, Tree, Views, WholeCache, places, read_rows
+from mtp_jax.model import indexer, mla, moe
+from mtp_jax.model.backend import selection
+from mtp_jax.model.cache import (
+    Cache,
+    Entries,
+    LayerCache,
+    PagedView,
+    Tree,
+    Views,
+    WholeCache,
+    places,
+    read_chosen,
+    read_rows,
+)
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.layers import expand, rms_norm, rotate
-from mtp_jax.model.mla import Form, Queries
+from mtp_jax.model.indexer import Choice
+from mtp_jax.model.layers import expand, rms_norm
+from mtp_jax.model.mla import LOW_RANK_EPS, Form, Queries, queries, rows_of
 from mtp_jax.model.moe import Experts, Routing, Weight
 from mtp_jax.model.params import Attention, Fp8, Layer, Mlp, Moe
-from mtp_jax.model.parts import join, split
+from mtp_jax.model.parts import join, split_tree
 from mtp_jax.model.sharding import constrain, partition, sharded, ways
 
 Split = Literal["out", "in"]
@@ -27,9 +40,6 @@ Stream = Any
 """The residual stream [B, W, D] between two stages: an array at first, then as the backend keeps it."""
 Rows = Any
 """What a norm hands to the products that read it: [B, W, D], as the backend keeps it."""
-
-# Of the two norms on low-rank projections, whatever rms_norm_eps says: the reference implementation fixes it.
-LOW_RANK_EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -56,47 +66,65 @@ class Xla:
         angles: Float[Array, "B W 2 r"],
         cache: Cache | None,
         views: Views,
-    ) -> tuple[Stream, Queries, Float[Array, "B W C"] | None, Cache | None]:
-        """arXiv 2405.04434, eqs. 9-15. Returns (x, queries, rows to cache, cache).
+    ) -> tuple[Stream, Queries, Entries | None, Cache | None]:
+        """arXiv 2405.04434, eqs. 9-15. Returns (x, queries, entries, cache).
 
-        There are no rows where they have been written already.
+        There are no entries where they have been written already.
         """
         a, normed = p.attention, rms_norm(x, p.attention_norm, cfg.rms_norm_eps)
         low = normed if a.q_a is None else rms_norm(self.linear(normed, a.q_a), a.q_norm, LOW_RANK_EPS)
-        q = self.linear(low, a.q_b, split="out")
-        return x, queries(q, cfg, angles), self.latents(a, cfg, normed, angles), cache
+        q = queries(self.linear(low, a.q_b, split="out"), cfg, angles)
+        if a.indexer is not None and cfg.indexer is not None:
+            with jax.named_scope("index"):
+                weights = self.exactly(normed, a.indexer.weights)
+                index = indexer.queries(self.linear(low, a.indexer.q), weights, cfg.indexer, angles)
+            q = replace(q, index=index)
+        return x, q, self.entries(a, cfg, normed, angles), cache
 
     def attend(
         self,
         a: Attention,
         cfg: ModelConfig,
         q: Queries,
-        rows: Float[Array, "B W C"] | None,
+        entries: Entries | None,
         cache: Cache | None,
         views: Views,
-    ) -> tuple[Float[Array, "B W N v"], Cache | None]:
-        """Write the rows, attend over everything visible. Without a cache every token sees those before it.
+        choice: Choice = (),
+    ) -> tuple[Float[Array, "B W N v"], Cache | None, Choice]:
+        """Write the entries, attend over what is visible. Without a cache every token sees those before it.
+
+        choice: what sparse attention looks at of that, if another layer has chosen it; else this one's
+        indexer chooses. Returns (context, cache, what was looked at).
 
         What a token sees of its own window comes from the cache as well, so that an FP8 cache gives the same
         result whatever was computed together. With a mesh each device handles its own slots (``data``) and
         heads (``model``); the cache is replicated over ``model``, because all heads share it.
         """
         if not isinstance(cache, LayerCache):
-            assert rows is not None, "rows have nowhere to be but here"
+            assert entries is not None, "entries have nowhere to be but here"
+            rows = entries.latent
             mask = jnp.tri(rows.shape[1], dtype=bool)
             if isinstance(cache, WholeCache):
                 cache = cache.extended(rows)
                 rows, mask = cache.rows, cache.mask
             mask = jnp.broadcast_to(mask, (rows.shape[0], *mask.shape))
-            return self.attend_rows(q, a.k_up, a.v_up, rows, mask, cfg.softmax_scale, self.form), cache
-        shapes, contexts = [v.written.shape for v in views], []
-        nope, rope = (split(x, shapes, self.mesh) for x in (q.nope, q.rope))
-        own = [None] * len(views) if rows is None else split(rows, shapes, self.mesh)
+            chosen = choice[0] if choice else selection.of_whole(q.index, entries.index, mask, cfg)
+            if chosen is not None:
+                mask &= indexer.chosen_mask(chosen, mask.shape[-1])
+            context = self.attend_rows(q, a.k_up, a.v_up, rows, mask, cfg.softmax_scale, self.form)
+            return context, cache, (chosen,)
+        shapes, contexts, choices = [v.written.shape for v in views], [], []
+
+        queries, entered = (split_tree(x, shapes, self.mesh) for x in (q, entries))
+        given = zip(views, queries, entered, choice or (None,) * len(views), strict=True)
         # No part writes rows that another one sees.
-        for view, *given, mine in zip(views, nope, rope, own, strict=True):
-            context, cache = self._attend_part(a, Queries(*given), mine, cache, view, cfg.softmax_scale)
+        for view, queries, own, chosen in given:
+            context, cache, chosen = self._attend_part(
+                a, cfg, queries, own, cache, view, chosen, bool(choice)
+            )
             contexts.append(context)
-        return join(contexts, self.mesh), cache
+            choices.append(chosen)
+        return join(contexts, self.mesh), cache, tuple(choices)
 
     def after_attention(
         self, p: Layer, cfg: ModelConfig, x: Stream, context: Float[Array, "B W N v"], views: Views
@@ -152,11 +180,13 @@ class Xla:
         """
         return 4 if ways("vocab", self.mesh) == 1 else 1
 
-    def latents(
-        self, a: Attention, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]
-    ) -> Float[Array, "B W C"]:
-        """The rows to cache: the normed latent and the rotated shared key (eqs. 9, 11, 15)."""
-        return rows_of(self.linear(x, a.kv_a), a, cfg, angles)
+    def entries(self, a: Attention, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]) -> Entries:
+        """To cache: the normed latent and the rotated shared key (eqs. 9, 11, 15), and the index key."""
+        rows, p = rows_of(self.linear(x, a.kv_a), a, cfg, angles), a.indexer
+        if p is None or cfg.indexer is None:
+            return Entries(rows)
+        with jax.named_scope("index"):
+            return Entries(rows, indexer.keys(self.linear(x, p.k), p.k_norm, p.k_bias, cfg.indexer, angles))
 
     def mlp(self, x: Rows, p: Mlp) -> Float[Array, "B W D"]:
         """``down(silu(gate(x)) * up(x))``."""
@@ -211,24 +241,57 @@ class Xla:
     def _attend_part(
         self,
         a: Attention,
+        cfg: ModelConfig,
         q: Queries,
-        rows: Float[Array, "B W c"] | None,
+        entries: Entries | None,
         cache: LayerCache,
         view: PagedView,
-        scale: float,
-    ) -> tuple[Float[Array, "B W N v"], LayerCache]:
-        def local(q, k_up, v_up, rows, cache, view):
+        chosen: Int[Array, "B W K"] | None,
+        chose: bool,
+    ) -> tuple[Float[Array, "B W N v"], LayerCache, Int[Array, "B W K"] | None]:
+        """chose: whether another layer did; this one's indexer has nothing to choose then."""
+        index, topk = None if chose else q.index, cfg.indexer.topk if cfg.indexer else 0
+
+        def local(q, index, k_up, v_up, entries, cache, view, chosen):
             with jax.named_scope("cache_write"):
-                if rows is not None:
-                    given = cache.stored(rows, k_up.shape[-1])
+                if entries is not None:
+                    given = cache.stored(entries, k_up.shape[-1])
                     cache = self.write_rows(cache, given, view.page_table, view.written)
             with jax.named_scope("attend"):
-                return self.attend_pages(q, k_up, v_up, cache, view, scale), cache
+                if index is not None:
+                    chosen = selection.choose(index, cache, view, topk)
+                context = self.attend_chosen(q, k_up, v_up, cache, view, cfg.softmax_scale, chosen)
+                return context, cache, chosen
 
         heads, per_slot = partition("slots", None, "heads", None), partition("slots")
         up, paged = partition("heads"), partition("pages")
-        run = sharded(local, self.mesh, (heads, up, up, per_slot, paged, per_slot), (heads, paged))
-        return run(q, a.k_up, a.v_up, rows, cache, view)
+        given = heads, per_slot, up, up, per_slot, paged, per_slot, per_slot
+        run = sharded(local, self.mesh, given, (heads, paged, per_slot))
+        return run(replace(q, index=None), index, a.k_up, a.v_up, entries, cache, view, chosen)
+
+    def attend_chosen(
+        self,
+        q: Queries,
+        k_up: Float[Array, "N h C"],
+        v_up: Float[Array, "N v C"],
+        cache: LayerCache,
+        view: PagedView,
+        scale: float,
+        chosen: Int[Array, "B W K"] | None,
+    ) -> Float[Array, "B W N v"]:
+        """Attention over the rows that tokens chose, on one device; None: over all that they see."""
+        if chosen is None:
+            return self.attend_pages(q, k_up, v_up, cache, view, scale)
+        if not selection.gathers(view, cache, chosen):
+            only = indexer.chosen_mask(chosen, view.page_table.shape[1] * cache.page_size)
+            return self.attend_pages(q, k_up, v_up, cache, view, scale, only)
+        rows = read_chosen(cache, view.page_table, chosen, v_up.dtype, k_up.shape[-1])
+        there = (chosen != indexer.NOTHING).reshape(-1, 1, chosen.shape[-1])
+
+        def attend(q: Queries, rows: Float[Array, "BW K c"]) -> Float[Array, "BW one N v"]:
+            return self.attend_rows(q, k_up, v_up, rows, there, scale, "absorbed")
+
+        return mla.attend_each(q, rows, attend)
 
     def attend_pages(
         self,
@@ -238,11 +301,13 @@ class Xla:
         cache: LayerCache,
         view: PagedView,
         scale: float,
+        only: Bool[Array, "B W L"] | None = None,
     ) -> Float[Array, "B W N v"]:
-        """Attention over the cached rows that a view sees, on one device."""
+        """Attention over the cached rows that a view sees, or ``only`` some of them, on one device."""
         seen = view.visible.seen(view.page_table.shape[1] * cache.page_size)
         found = read_rows(cache, view.page_table, seen, v_up.dtype, k_up.shape[-1])
         mask = view.visible.mask(q.rope.shape[1], found.shape[1])
+        mask = mask if only is None else mask & only
         return self.attend_rows(q, k_up, v_up, found, mask, scale, view.form)
 
     # Experts
@@ -261,7 +326,7 @@ class Xla:
         """Returns (the result of the routed experts and that of the shared expert, to be added; routing)."""
         whole = self.plain(x)
         with jax.named_scope("moe_route"):
-            logits = self.router_logits(p, whole)
+            logits = self.exactly(whole, p.router)
         with jax.named_scope("moe_experts"):
             if self.mesh is not None:
                 y, r = self._expert_parallel(p, cfg, x, logits, counts)
@@ -285,14 +350,14 @@ class Xla:
         """Rows as an array."""
         return x
 
-    def router_logits(self, p: Moe, x: Float[Array, "*b D"]) -> Float[Array, "*b E"]:
-        """In float32, also where the device would rather multiply float32 with fewer bits."""
+    def exactly(self, x: Rows, w: Float[Array, "o i"]) -> Float[Array, "*b o"]:
+        """A product in float32, also where the device would rather multiply float32 with fewer bits."""
         with jax.default_matmul_precision("highest"):
-            return self.product(x.astype(jnp.float32), p.router, jnp.float32)
+            return self.product(self.plain(x).astype(jnp.float32), w, jnp.float32)
 
     def route(self, p: Moe, cfg: ModelConfig, x: Float[Array, "*b D"]) -> Routing:
         """The routing of rows of any shape."""
-        return _shaped(self._choose(cfg, p.bias, self.router_logits(p, x), None), x)
+        return _shaped(self._choose(cfg, p.bias, self.exactly(x, p.router), None), x)
 
     def _choose(
         self,
@@ -374,21 +439,6 @@ class Xla:
         run = sharded(local, mesh, in_specs, (slots, slots, slots))
         y, ids, weights = run(p.gate_up, p.down, p.bias, given, logits, counts)
         return y, Routing(ids, weights)
-
-
-def queries(q: Float[Array, "B W N k"], cfg: ModelConfig, angles: Float[Array, "B W 2 r"]) -> Queries:
-    """Projected queries, their rope part rotated."""
-    nope, rope = jnp.split(q, [cfg.qk_nope_head_dim], axis=-1)
-    return Queries(nope, rotate(rope, angles, cfg.rope_interleave))
-
-
-def rows_of(
-    kv: Float[Array, "B W C"], a: Attention, cfg: ModelConfig, angles: Float[Array, "B W 2 r"]
-) -> Float[Array, "B W C"]:
-    """Rows to cache, from what the latents' projection gives."""
-    latent, key_rope = jnp.split(kv, [cfg.kv_lora_rank], axis=-1)
-    latent = rms_norm(latent, a.kv_norm, LOW_RANK_EPS)
-    return jnp.concatenate([latent, rotate(key_rope, angles, cfg.rope_interleave)], axis=-1)
 
 
 def _shaped(r: Routing, x: Float[Array, "*b D"]) -> Routing:

@@ -71,9 +71,10 @@ class XlaCpu(Xla):
         cache: LayerCache,
         view: PagedView,
         scale: float,
+        only: Bool[Array, "B W L"] | None = None,
     ) -> Float[Array, "B W N v"]:
         """Block by block, up to the last row that any token sees."""
-        return cpu_attention.attend_seen(q, k_up, v_up, cache, view, scale)
+        return cpu_attention.attend_seen(q, k_up, v_up, cache, view, scale, only)
 
     def write_rows(
         self, pages: Tree, rows: Any, page_table: Int[Array, "B n"], written: Int[Array, "B W"]

@@ -1,0 +1,119 @@
+"""The lightning indexer of DeepSeek's sparse attention: which cached entries a token attends to.
+
+arXiv 2512.02556, section 2.1, eq. 1: every entry gets a score, the sum over the index heads of w relu(q . k),
+and the ``topk`` best are attended to. Scores are float32. Of equal ones the entry that came first wins.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from mtp_jax.model.config import IndexerConfig
+from mtp_jax.model.layers import rotate
+
+# Of the norm on index keys: the reference implementation fixes it, as it does those of the low ranks.
+NORM_EPS = 1e-6
+NOTHING = -1
+"""Stands in a choice where there are fewer visible entries than may be chosen."""
+
+
+Choice = tuple[Int[Array, "_B _W _K"] | None, ...]
+"""For each part of a pass the rows that its tokens attend to, or NOTHING; None: all that they see.
+
+Empty where nothing has been chosen: a model without an indexer, or a layer that chooses by itself.
+"""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class IndexQueries:
+    """What a token asks of the index keys: a query for every index head, and how much each head counts.
+
+    Attributes:
+        q: rotated, [B, W, H, i].
+        weights: float32 [B, W, H], with the constants i^-0.5 and H^-0.5.
+    """
+
+    q: Float[Array, "B W H i"]
+    weights: Float[Array, "B W H"]
+
+
+def rotated(
+    x: Float[Array, "B W ... i"], angles: Float[Array, "B W 2 r"], index: IndexerConfig
+) -> Float[Array, "B W ... i"]:
+    """The first channels rotated, the others as they are."""
+    rope, rest = jnp.split(x, [2 * angles.shape[-1]], axis=-1)
+    return jnp.concatenate([rotate(rope, angles, index.interleaved), rest], axis=-1)
+
+
+def queries(
+    q: Float[Array, "B W H i"],
+    weights: Float[Array, "B W H"],
+    index: IndexerConfig,
+    angles: Float[Array, "B W 2 r"],
+) -> IndexQueries:
+    """From what the projections of queries and weights give."""
+    return IndexQueries(rotated(q, angles, index), weights * (index.dim * index.heads) ** -0.5)
+
+
+def keys(
+    k: Float[Array, "B W i"],
+    weight: Float[Array, " i"],
+    bias: Float[Array, " i"],
+    index: IndexerConfig,
+    angles: Float[Array, "B W 2 r"],
+) -> Float[Array, "B W i"]:
+    """Index keys to cache, from what their projection gives: layer norm (arXiv 1607.06450), rope."""
+    k32 = k.astype(jnp.float32)
+    centred = k32 - k32.mean(axis=-1, keepdims=True)
+    scale = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + NORM_EPS)
+    return rotated((centred * scale * weight + bias).astype(k.dtype), angles, index)
+
+
+def scores(q: IndexQueries, k: Float[Array, "B L i"]) -> Float[Array, "B W L"]:
+    """Of every entry for every token, float32."""
+    found = jnp.einsum("bwhi,bli->bwhl", q.q, k, preferred_element_type=jnp.float32)
+    return jnp.einsum("bwhl,bwh->bwl", jax.nn.relu(found), q.weights, precision="highest")
+
+
+def block_size(entries: int, heads: int, least: int) -> int:
+    """Entries to score at a time, so that what the heads find is no larger than all scores are."""
+    return min(max(-(-entries // heads), least), entries)
+
+
+def scores_in_blocks(
+    q: IndexQueries,
+    read: Callable[[Int[Array, ""] | int], Float[Array, "B l i"]],
+    size: int,
+    entries: int,
+    blocks: Int[Array, ""] | int,
+) -> Float[Array, "B W L"]:
+    """``scores`` of the first ``blocks`` blocks of ``size`` entries, as ``read`` gives them, then 0."""
+    slots, width = q.weights.shape[:2]
+
+    def block(i: Int[Array, ""] | int, found: Float[Array, "B W L"]) -> Float[Array, "B W L"]:
+        return jax.lax.dynamic_update_slice_in_dim(found, scores(q, read(i)), i * size, axis=2)
+
+    found = jnp.zeros((slots, width, -(-entries // size) * size), jnp.float32)
+    return jax.lax.fori_loop(0, blocks, block, found)[..., :entries]
+
+
+def choose(found: Float[Array, "B W L"], visible: Bool[Array, "B W L"], topk: int) -> Int[Array, "B W K"]:
+    """The visible entries with the best scores, in order; NOTHING first where there are fewer.
+
+    A score that is not a number beats all: what is broken must show.
+    """
+    found = jnp.where(visible, jnp.where(jnp.isnan(found), jnp.inf, found), -jnp.inf)
+    best, rows = jax.lax.top_k(found, min(topk, found.shape[-1]))
+    return jnp.sort(jnp.where(best > -jnp.inf, rows, NOTHING), axis=-1)
+
+
+def chosen_mask(chosen: Int[Array, "B W K"], entries: int) -> Bool[Array, "B W L"]:
+    """Whether each token attends to each of ``entries`` entries."""
+    slots, width, _ = chosen.shape
+    b, w = jnp.arange(slots)[:, None, None], jnp.arange(width)[None, :, None]
+    at = jnp.where(chosen == NOTHING, entries, chosen)
+    return jnp.zeros((slots, width, entries), bool).at[b, w, at].set(True, mode="drop")

@@ -1,0 +1,43 @@
+"""Sampling with sparse attention under every verifier: chi-square of whole steps against the exact law."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mtp_jax.decode.drafter.build import build
+from mtp_jax.model.config import IndexerConfig
+from tests.decode.law import CFG, OPTIONS, Case, chi_square, emitted, exact_law
+
+# Of three prompt tokens and those that follow each token attends to three.
+INDEX = IndexerConfig(heads=4, dim=8, topk=3, shared=(False, True))
+SPARSE = replace(CFG, indexer=INDEX)
+SHARING = replace(CFG, indexer=replace(INDEX, share_drafts=True))
+
+
+def check(cfg, verifier):
+    case = Case(build(cfg), rows=4000, cfg=cfg)
+    got = emitted("sampled", verifier, False, case)
+    assert got.accepted.sum() / got.drafted.sum() > 0.2
+    for i, option in enumerate(OPTIONS):
+        mine = slice(i * case.rows, (i + 1) * case.rows)
+        p = chi_square(got.tokens[mine], exact_law(option, False, case.prompt, cfg))
+        assert p > 1e-4, f"{option}: p = {p:.2g}"
+
+
+@pytest.mark.parametrize("verifier", ["block", "coupled"])
+def test_lossless(verifier):
+    check(SPARSE, verifier)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verifier", ["block", "coupled", "rejection"])
+def test_lossless_where_drafts_share_a_choice(verifier):
+    check(SHARING, verifier)
+
+
+def test_it_is_another_law_than_that_of_dense_attention():
+    got = emitted("sampled", "block", False, Case(build(SPARSE), rows=4000, cfg=SPARSE))
+    dense = replace(CFG, indexer=replace(INDEX, topk=64))
+    assert chi_square(got.tokens[:4000], exact_law("plain", False, (3, 1, 4), dense)) < 1e-4
+    np.testing.assert_array_less(got.tokens, CFG.vocab_size)

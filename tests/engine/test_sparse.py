@@ -1,0 +1,137 @@
+"""Sparse attention in the engine: a choice is the same whatever was computed together, cached or drafted.
+
+Every prompt is longer than ``topk`` or grows beyond it, and a layer shares what the one before it chose.
+Tokens and acceptance are compared with the plain loop, which recomputes the choice of every token.
+"""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+
+from mtp_jax.api.local import local_runner
+from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.model.config import IndexerConfig
+from mtp_jax.model.sharding import make_mesh
+from tests.models import (
+    GREEDY,
+    TINY,
+    Reference,
+    Told,
+    accepted,
+    chosen_logprobs,
+    make_engine,
+    on_mesh,
+    prompts,
+    serve,
+    tiny_params,
+)
+
+INDEX = IndexerConfig(heads=4, dim=8, topk=8, shared=(False, False, True))
+SPARSE = replace(TINY, num_hidden_layers=3, indexer=INDEX)
+SHARING = replace(SPARSE, indexer=replace(INDEX, interleaved=True, share_drafts=True))
+PROMPTS = prompts(8)
+
+
+def engine_of(cfg=SPARSE, **config) -> Engine:
+    return make_engine(tiny_params(cfg), cfg, **config)
+
+
+@cache
+def told(i: int, depth: int) -> Told:
+    return Reference(tiny_params(SPARSE), SPARSE).speculate(PROMPTS[i], 24, depth)
+
+
+def jobs(count: int = len(PROMPTS), depth: int = 3):
+    return [(p, replace(GREEDY, num_speculative_tokens=depth)) for p in PROMPTS[:count]]
+
+
+def as_told(requests: list[Request], depth: int) -> None:
+    for i, request in enumerate(requests):
+        want = told(i, depth)
+        assert request.output == want.ids
+        if depth:
+            assert accepted(request) == want.accepted
+    assert not depth or sum(r.speculation.accepted for r in requests) > len(requests)
+
+
+def test_it_is_not_dense_attention():
+    dense = replace(SPARSE, indexer=replace(INDEX, topk=64))
+    assert serve(engine_of(dense), jobs(1))[0].output != told(0, 3).ids
+
+
+@pytest.mark.parametrize("depth", [0, pytest.param(1, marks=pytest.mark.slow), 3])
+def test_together_and_alone(depth):
+    as_told(serve(engine_of(max_num_seqs=8), jobs(depth=depth)), depth)
+    as_told(serve(engine_of(max_num_seqs=8), jobs(1, depth), exactly=True), depth)
+
+
+@pytest.mark.slow
+def test_five_drafts():
+    as_told(serve(engine_of(num_speculative_tokens=5), jobs(depth=5)), 5)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"page_size": 4, "prefill_chunk": 5},
+        pytest.param({"page_size": 32, "prefill_chunk": 3}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_pages_and_chunks(sizes):
+    as_told(serve(engine_of(**sizes), jobs()), 3)
+
+
+def test_cached_prefixes_hold_index_keys():
+    engine, prompt = engine_of(), PROMPTS[-1]
+    serve(engine, [(prompt, GREEDY)])
+    (again,) = serve(engine, [(prompt, GREEDY)])
+    assert again.cached_tokens == 16
+    assert (again.output, accepted(again)) == (told(7, 3).ids, told(7, 3).accepted)
+
+
+def test_preempted_requests():
+    engine = engine_of(num_pages=6)
+    as_told(serve(engine, jobs()), 3)
+    assert engine.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("data", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_eight_devices_choose_what_one_does(data):
+    mesh = make_mesh(data, 8 // data)
+    params = on_mesh(tiny_params(SPARSE), mesh, SPARSE)
+    as_told(serve(make_engine(params, SPARSE, mesh, max_num_seqs=8), jobs()), 3)
+
+
+def test_drafts_that_share_a_choice_change_no_token():
+    requests = serve(engine_of(SHARING), jobs())
+    plain = serve(engine_of(SHARING), jobs(depth=0))
+    assert [r.output for r in requests] == [r.output for r in plain]
+    assert sum(r.speculation.accepted for r in requests) > len(requests)
+
+
+def test_an_fp8_cache_holds_index_keys_in_eight_bits():
+    requests = serve(engine_of(kv_cache_dtype="fp8"), jobs())
+    engine = engine_of(kv_cache_dtype="fp8")
+    assert [r.output for r in requests] == [serve(engine, [job])[0].output for job in jobs(depth=0)]
+    assert sum(r.speculation.accepted for r in requests) > len(requests)
+    state = local_runner(engine).state
+    rows = engine.config.page_size * (engine.pages + 1)
+    sizes = [sum(a.nbytes for a in jax.tree.leaves(c)) for c in (*state.trunk, *state.drafter.pages.cache)]
+    whole = SPARSE.fp8_row_bytes + INDEX.dim + 4
+    assert sizes == [rows * n for n in (whole, whole, SPARSE.fp8_row_bytes, whole)]
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_sampled_text_depends_on_its_seed_alone(depth):
+    sampled = SamplingParams(temperature=0.9, seed=5, max_tokens=24, ignore_eos=True, logprobs=0)
+    params = replace(sampled, num_speculative_tokens=depth)
+    (alone,) = serve(engine_of(verifier="coupled"), [(PROMPTS[5], sampled)])
+    beside = serve(engine_of(verifier="coupled"), [*jobs(3), (PROMPTS[5], params)])[-1]
+    assert beside.output == alone.output
+    np.testing.assert_allclose(chosen_logprobs(beside), chosen_logprobs(alone), atol=1e-4)
+    assert alone.speculation.accepted > 0
