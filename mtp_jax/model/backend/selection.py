@@ -13,7 +13,7 @@ from mtp_jax.model.indexer import IndexQueries
 def of_whole(
     q: IndexQueries | None,
     keys: Float[Array, "B T i"] | None,
-    visible: Bool[Array, "B T T"],
+    visible: Bool[Array, "B T L"],
     cfg: ModelConfig,
 ) -> Int[Array, "B T K"] | None:
     """The rows of its own sequence that each token attends to; None: all that it sees."""
