@@ -89,8 +89,6 @@ def test_ctrl_c_at_any_time_of_the_start(share):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT)
     time.sleep(share * whole)
     process.send_signal(signal.SIGINT)
-    pressed = time.monotonic()
     _, errors = process.communicate(timeout=60)
     assert errors == b""
     assert process.returncode in (KILLED, cli.INTERRUPTED, 0)
-    assert time.monotonic() - pressed < 5
