@@ -16,7 +16,8 @@ _LOG = logging.getLogger(__name__)
 Kind = Literal["low", "high"]
 KINDS: tuple[Kind, ...] = ("low", "high")
 
-# Drafts after which one counts 1/e. Of so many, 98 % and all can be told apart with the confidence below.
+# A draft counts 1/e once so many more have followed. From so many, an acceptance of 100 % can be told from
+# one of 98 % with the confidence below.
 _MEMORY = 1000
 _DEVIATIONS = NormalDist().inv_cdf(0.999)
 

@@ -59,7 +59,7 @@ _POST: dict[str, _Handler] = {
 def make_app(allm: AsyncLLM, settings: Settings, alarm: AcceptanceAlarm | None = None) -> ASGIApp:
     """The application in front of an engine, which the caller starts and closes.
 
-    alarm: one that somebody lets look at the engine, for ``/metrics``; None: there is no alarm.
+    alarm: what ``/metrics`` shows as the acceptance alarm; None: it shows that there is none.
     """
     alarm = alarm or AcceptanceAlarm(floor=0, ceiling=1)
     server = Server(allm, settings, Metrics(allm, settings.model_name, alarm))

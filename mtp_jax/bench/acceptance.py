@@ -1,8 +1,8 @@
 """How many drafts are accepted on held-out text, greedy and sampled, and how good the model's text is.
 
 Greedy text of a small model runs into loops, and loops are easy to predict: the share of repeated text stands
-beside every acceptance length, and sampled text shows what is left without them. Bits per byte say how well
-the model foresees text that others wrote.
+beside every acceptance length, and sampled text shows what is left without them. Bits per byte measure how
+well the model predicts text that it did not write.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Bits per byte: how well a model foresees text that it is given token by token."""
+"""Bits per byte: how well a model predicts a given text, token by token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from mtp_jax.bench import corpus
 from mtp_jax.errors import ConfigError
 from mtp_jax.text.tokenizer import Tokenizer
 
-CONTEXT = 512  # tokens of a piece at most; a token has those of its piece before it as context
+CONTEXT = 512  # most tokens of a piece; a token is predicted from those before it in its piece
 
 
 @dataclass(frozen=True)

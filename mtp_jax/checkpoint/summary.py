@@ -214,7 +214,7 @@ def _summary(
 
 
 def _cache_bytes(cfg: ModelConfig, layers: int) -> dict[str, int]:
-    """Of a token, by dtype: a row in every layer, and an index key in those that have an indexer."""
+    """Cache bytes per token, by dtype: every layer holds a row, a layer with an indexer an index key too."""
     keys = sum(cfg.indexes(i) for i in range(layers))
     width = cfg.indexer.dim if cfg.indexer else 0
     values = layers * cfg.latent_dim + keys * width

@@ -87,7 +87,7 @@ def first_line(error: Exception) -> str:
 
 def _rendered(job: dict[str, Any]) -> dict[str, str]:
     """What the process says of a job."""
-    for _ in range(2):  # one that was idle may have been ended from outside
+    for _ in range(2):  # the system may have ended an idle process; then a new one is asked
         try:
             process, control = _idle.pop()
         except IndexError:

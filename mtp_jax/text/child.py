@@ -69,7 +69,7 @@ def parent() -> socket.socket:
 
 
 def limit_memory(more: int) -> None:
-    """Let this process write to so many bytes beyond what it holds, where the system says what that is."""
+    """Limit this process to ``more`` bytes beyond what it holds. Without /proc there is no limit."""
     before = held()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if before:

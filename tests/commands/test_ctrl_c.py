@@ -79,16 +79,35 @@ def test_ctrl_c_during_an_import_ends_the_process(how, module, argv, status):
     assert ("handled" in done.stdout) == (how == "with a handler")
 
 
+# Waits for the end of its input once the command is done, so that a Ctrl-C that was lost shows.
+WAITS = """
+import signal, sys
+from mtp_jax.__main__ import entry
+
+try:
+    entry()
+except SystemExit as ended:
+    if ended.code:
+        raise
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+sys.stdin.read()
+"""
+
+
 @pytest.mark.parametrize("share", [0.2, 0.4, 0.6, 0.8])
 def test_ctrl_c_at_any_time_of_the_start(share):
     """As a share of what the whole command takes, nearly all of which is the import of jax."""
-    command = [sys.executable, "-m", "mtp_jax", "info", V3]
+    command = [sys.executable, "-c", WAITS, "info", V3]
     began = time.monotonic()
-    subprocess.run(command, capture_output=True, env=ENVIRONMENT, check=True)
+    subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=ENVIRONMENT, check=True)
     whole = time.monotonic() - began
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT)
-    time.sleep(share * whole)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert errors == b""
-    assert process.returncode in (KILLED, cli.INTERRUPTED, 0)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=ENVIRONMENT) as process:
+        time.sleep(share * whole)
+        process.send_signal(signal.SIGINT)
+        try:
+            assert process.wait(timeout=60) in (KILLED, cli.INTERRUPTED)
+        finally:
+            process.kill()
+        assert process.stderr is not None
+        assert process.stderr.read() == b""

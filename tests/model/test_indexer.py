@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from kernels_pallas.mla_decode.fp8_rows import pack
+from mtp_jax.errors import ConfigError
 from mtp_jax.model import index_rows, indexer
-from mtp_jax.model.backend import Xla, XlaCpu, selection
+from mtp_jax.model.backend import MosaicGpu, Xla, XlaCpu, selection
 from mtp_jax.model.cache import LayerCache, PagedView
 from mtp_jax.model.config import IndexerConfig
 from mtp_jax.model.indexer import NOTHING, IndexQueries
@@ -121,6 +122,11 @@ def test_rows_read_one_by_one_give_what_a_mask_gives(on, fp8, monkeypatch):
     np.testing.assert_allclose(*results, atol=1e-5)
     dense = on.attend_pages(q, k_up, v_up, cache, where, 0.3)
     assert np.abs(dense - results[0]).max() > 0.01
+
+
+def test_kernels_that_must_attend_cannot_choose():
+    with pytest.raises(ConfigError, match="sparse attention has no kernel: --kernels auto"):
+        MosaicGpu(strict=True).attend_chosen(*[None] * 6, jnp.zeros((B, W, TOPK), jnp.int32))
 
 
 def compiled_shapes(topk: int) -> set[tuple[int, ...]]:

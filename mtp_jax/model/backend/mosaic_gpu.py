@@ -378,6 +378,14 @@ class MosaicGpu(Xla):
         rows = Rows(q.shape[-3:], None, Quantised(*low))
         return (rows, Entries(out), cache) if fp8 else (rows, None, LayerCache(out))
 
+    def attend_chosen(self, *given: Any) -> Float[Array, "B W N v"]:
+        """Raises ConfigError where kernels must attend: none reads rows that a token chose."""
+        if given[-1] is not None and self.strict and "attention" in self.kernels:
+            raise ConfigError(
+                "sparse attention has no kernel: --kernels auto, in Python kernels='auto'"
+            )
+        return super().attend_chosen(*given)
+
     def attend_pages(
         self,
         q: Queries,

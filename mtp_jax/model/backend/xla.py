@@ -114,14 +114,11 @@ class Xla:
             context = self.attend_rows(q, a.k_up, a.v_up, rows, mask, cfg.softmax_scale, self.form)
             return context, cache, (chosen,)
         shapes, contexts, choices = [v.written.shape for v in views], [], []
-
-        queries, entered = (split_tree(x, shapes, self.mesh) for x in (q, entries))
-        given = zip(views, queries, entered, choice or (None,) * len(views), strict=True)
+        parts = (split_tree(x, shapes, self.mesh) for x in (q, entries))
+        given = zip(views, *parts, choice or (None,) * len(views), strict=True)
         # No part writes rows that another one sees.
-        for view, queries, own, chosen in given:
-            context, cache, chosen = self._attend_part(
-                a, cfg, queries, own, cache, view, chosen, bool(choice)
-            )
+        for view, asked, own, chosen in given:
+            context, cache, chosen = self._attend_part(a, cfg, asked, own, cache, view, chosen, bool(choice))
             contexts.append(context)
             choices.append(chosen)
         return join(contexts, self.mesh), cache, tuple(choices)
