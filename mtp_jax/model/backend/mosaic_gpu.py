@@ -381,9 +381,7 @@ class MosaicGpu(Xla):
     def attend_chosen(self, *given: Any) -> Float[Array, "B W N v"]:
         """Raises ConfigError where kernels must attend: none reads rows that a token chose."""
         if given[-1] is not None and self.strict and "attention" in self.kernels:
-            raise ConfigError(
-                "sparse attention has no kernel: --kernels auto, in Python kernels='auto'"
-            )
+            raise ConfigError("sparse attention has no kernel: --kernels auto, in Python kernels='auto'")
         return super().attend_chosen(*given)
 
     def attend_pages(
