@@ -204,7 +204,6 @@ async def server_info(server: Server, request: Request) -> Response:
         "prefix_cache": config.prefix_cache,
         "dtype": config.dtype,
         "kv_cache_dtype": config.kv_cache_dtype,
-        "base_model": server.settings.base_model,
         "weight_version": server.allm.llm.weight_version,
         "released_memory": server.allm.llm.released,
         "state": server.allm.warm_up.state,

@@ -95,9 +95,6 @@ class Settings:
         30.0, "age of a step from which the server calls itself not ready", flag=None
     )
     step_seconds: float = _seconds(300.0, "exit when a step takes longer")
-    base_model: bool = option(
-        False, "whether the model continues text rather than converses: the page begins with that", flag=None
-    )
     spec_metrics: SpecMetrics = option(
         "none",
         "speculation metrics in completions and chats that do not ask; in streams with the usage",

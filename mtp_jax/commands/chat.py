@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mtp_jax.api.llm import LLM
 
 _HELP = "/reset begins anew, /system TEXT does so with a system message, /exit ends; Ctrl-C stops an answer"
-_DEMO = "The demo model completes Python code; it has not learnt to converse. Try: def read_config(path):"
+_DEMO = "The demo model answers with short Python functions. Try: Return the number of lines of a file."
 _HISTORY = Path("~/.cache/mtp-jax/chat_history")
 _HISTORY_LINES = 1000
 

@@ -66,8 +66,7 @@ def run(args: argparse.Namespace) -> int:
     found: dict[str, Any] = {"model_name": directory.resolve().name, **given(args, Settings)}
     keys = (*found.pop("api_keys", ()), *filter(None, [os.environ.get(_KEY_VARIABLE)]))
     found.setdefault("admin_key", os.environ.get(_ADMIN_KEY_VARIABLE))
-    # The demo model completes code.
-    settings = Settings(**found, api_keys=keys, base_model=args.model is None)
+    settings = Settings(**found, api_keys=keys)
     limits = QueueLimits(**given(args, QueueLimits))
     report = reporter(args)
     with report.phase("import server"):

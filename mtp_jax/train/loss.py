@@ -1,7 +1,5 @@
 """The multi-token-prediction objective (DeepSeek-V3 report, arXiv 2412.19437, section 2.2, eqs. 21-25)."""
 
-import functools
-from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -9,16 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mtp_jax.model import nextn, trunk
-from mtp_jax.model.backend import Backend, backend
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.params import Params
-
-
-@functools.cache
-def differentiable() -> Backend:
-    """Of the ways to run the model one that has derivatives: every expert computes every row."""
-    return replace(backend("xla"), experts="dense")
+from mtp_jax.train.mixed import Differentiable, Products
 
 
 class Aux(NamedTuple):
@@ -42,6 +34,7 @@ def loss(
     mtp_weight: float,
     mtp_depth: int,
     mtp_targets: str = "data",
+    products: Products = "float32",
 ) -> tuple[jax.Array, Aux]:
     """Next-token cross entropy + mtp_weight * mean over depths 1..mtp_depth of the MTP cross entropy.
 
@@ -53,7 +46,7 @@ def loss(
     what verification compares them with, instead of the text.
     """
     length = tokens.shape[1] - 1 - mtp_depth
-    on = differentiable()
+    on = Differentiable(products=products)
     out = trunk.forward_traced(params, cfg, tokens[:, :length], on)
     drafts = nextn.drafts_forced(params, cfg, tokens, out.hidden, mtp_depth, on)
     trunk_logits = trunk.logits(params, out.hidden, on)

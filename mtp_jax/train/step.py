@@ -37,7 +37,13 @@ def make_step(
     def step(state: TrainState, tokens: jax.Array) -> StepResult:
         def micro(total: Params, micro_tokens: jax.Array) -> tuple[Params, Aux]:
             grads, aux = jax.grad(loss, has_aux=True)(
-                state.params, cfg, micro_tokens, recipe.mtp_weight, stage.mtp_depth, stage.mtp_targets
+                state.params,
+                cfg,
+                micro_tokens,
+                recipe.mtp_weight,
+                stage.mtp_depth,
+                stage.mtp_targets,
+                recipe.products,
             )
             return jax.tree.map(lambda a, b: a + b / stage.micro_batches, total, grads), aux
 

@@ -184,8 +184,8 @@ async function connect() {
     showState(info);
     document.title = `${info.served_model_name} · mtp-jax`;
     $("notice").hidden = true;
-    if (info.base_model || !info.has_chat_template) options.mode.value = "text";
     if (!info.has_chat_template) {
+      options.mode.value = "text";
       options.mode[0].disabled = true;
       options.mode[0].parentElement.title = "This model has no chat template";
     }

@@ -326,12 +326,12 @@ def test_a_chat_that_is_too_long_goes_on(run, model):
     assert "[3 tokens (length)" in err
 
 
-def test_demo_says_that_it_does_not_chat(run, model, monkeypatch):
+def test_chat_says_what_the_demo_model_answers(run, model, monkeypatch):
     monkeypatch.setattr("mtp_jax.commands.options.demo_model", lambda: model)
     monkeypatch.setattr(mtp_jax.api.llm, "demo_model", lambda: model)
     status, _, err = run("chat", *SIZES, stdin="/exit\n")
     assert status == 0
-    assert "The demo model completes Python code; it has not learnt to converse." in err
+    assert "The demo model answers with short Python functions." in err
 
 
 def test_chat_needs_a_template(run, model, tmp_path):

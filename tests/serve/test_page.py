@@ -65,11 +65,6 @@ def test_only_the_page_is_open_without_the_key(server: Running):
     assert guarded.post("/").status_code == 401
 
 
-def test_the_page_is_told_of_a_base_model(server: Running):
-    for base in (True, False):
-        assert server.variant(base_model=base).get("/server_info").json()["base_model"] is base
-
-
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
     with sync_playwright() as playwright:
@@ -354,16 +349,16 @@ def test_without_a_chat_template_it_completes_text(
 
 
 @browser_only
-def test_a_base_model_begins_with_completions_and_may_chat(opened: Opener, server: Running):
+def test_a_model_without_a_chat_template_completes_text_alone(opened: Opener, server: Running):
     page = opened()
     expect(page.locator("#model")).to_have_text("tiny")
     expect(page.get_by_label("Chat", exact=True)).to_be_checked()
-    info = server.variant(base_model=True).get("/server_info")
-    assert info.json()["base_model"] is True
-    page.route("**/server_info", lambda route: route.fulfill(json=info.json()))
+    info = server.variant().get("/server_info").json()
+    assert info["has_chat_template"] is True
+    page.route("**/server_info", lambda route: route.fulfill(json=info | {"has_chat_template": False}))
     page.reload()
     expect(page.get_by_label("Text completion")).to_be_checked()
-    expect(page.get_by_label("Chat", exact=True)).to_be_enabled()
+    expect(page.get_by_label("Chat", exact=True)).to_be_disabled()
 
 
 @browser_only

@@ -22,7 +22,8 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Moe, Params, init_params
 from mtp_jax.train import loop, step
 from mtp_jax.train.data import batch_at, even_windows
-from mtp_jax.train.loss import differentiable, loss
+from mtp_jax.train.loss import loss
+from mtp_jax.train.mixed import Differentiable
 from mtp_jax.train.optimizer import make_optimizer
 from mtp_jax.train.recipe import Recipe, Stage
 from mtp_jax.train.report import SMOOTHING_STEPS, Reporter, plot_losses
@@ -99,9 +100,9 @@ def run(recipe: Recipe, out: Path, **options: int) -> list[dict]:
 def test_what_is_trained_is_what_is_run(config: ModelConfig, params: Params) -> None:
     tokens = jax.random.randint(jax.random.key(1), (2, 14), 0, config.vocab_size)
     hidden = jax.jit(trunk.forward, static_argnums=1)(params, config, tokens[:, :10])
-    ours = jax.jit(trunk.forward, static_argnums=(1, 3))(params, config, tokens[:, :10], differentiable())
+    ours = jax.jit(trunk.forward, static_argnums=(1, 3))(params, config, tokens[:, :10], Differentiable())
     np.testing.assert_allclose(trunk.logits(params, ours), trunk.logits(params, hidden), atol=1e-5)
-    drafts = nextn.drafts_forced(params, config, tokens, hidden, 3, differentiable())
+    drafts = nextn.drafts_forced(params, config, tokens, hidden, 3, Differentiable())
     teacher_forced = jax.jit(nextn.teacher_forced, static_argnums=(1, 2))
     first = teacher_forced(params, config, 0, tokens[:, 1:11], hidden)
     np.testing.assert_allclose(drafts[0].hidden, first, atol=2e-5)
@@ -112,6 +113,25 @@ def test_what_is_trained_is_what_is_run(config: ModelConfig, params: Params) -> 
         z = teacher_forced(params, config, 0, tokens[:, 1 : i + 2 + k], rows)[:, -1:]
         np.testing.assert_allclose(drafts[k].hidden[:, i : i + 1], z, atol=2e-5)
         rows = jnp.concatenate([rows, z], axis=1)
+
+
+def test_products_of_bfloat16_factors_train_the_same_model(config: ModelConfig, params: Params) -> None:
+    tokens = jax.random.randint(jax.random.key(5), (2, 30), 0, config.vocab_size)
+
+    def grads(products: str) -> tuple[float, dict[str, np.ndarray]]:
+        run = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=(1, 3, 4, 5, 6))
+        (total, _), found = run(params, config, tokens, 0.3, 2, "data", products)
+        leaves = jax.tree_util.tree_leaves_with_path(found)
+        return float(total), {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+    exact, wanted = grads("float32")
+    narrow, got = grads("bfloat16")
+    assert narrow != exact, "nothing was rounded"
+    assert narrow == pytest.approx(exact, rel=2e-3)  # bfloat16 keeps 8 bits: 2^-9 per factor
+    for path, want in wanted.items():
+        along = np.vdot(got[path], want) / max(float(np.vdot(want, want)), 1e-30)
+        assert along == pytest.approx(1.0, abs=0.05) or not want.any(), path
+        assert np.linalg.norm(got[path] - want) <= 0.1 * np.linalg.norm(want), path
 
 
 def test_loss_is_the_weighted_sum_of_its_terms(config: ModelConfig, params: Params) -> None:

@@ -1,0 +1,88 @@
+"""The model with derivatives: products in float32, or of bfloat16 factors with sums in float32.
+
+The second is mixed-precision training (arXiv 1710.03740, section 3): parameters, norms, softmax, router and
+optimiser stay in float32. A CPU with bfloat16 matrix instructions multiplies so several times faster.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+from jaxtyping import Array, Bool, Float
+
+from mtp_jax.model.backend.xla import Rows, Xla
+from mtp_jax.model.mla import Form, Queries
+from mtp_jax.model.moe import Experts
+
+Products = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class Differentiable(Xla):
+    """Of the ways to run the model one that has derivatives: every expert computes every row."""
+
+    experts: Experts = "dense"
+    products: Products = "float32"
+
+    def product(self, x: Float[Array, "... i"], w: Float[Array, "*o i"], dtype: Any) -> Float[Array, "..."]:
+        """See `Xla.product`."""
+        if self.products == "float32":
+            return super().product(x, w, dtype)
+        y = _narrow(x.reshape(-1, x.shape[-1]), w.reshape(-1, w.shape[-1]))
+        return y.reshape(*x.shape[:-1], *w.shape[:-1]).astype(dtype)
+
+    def exactly(self, x: Rows, w: Float[Array, "o i"]) -> Float[Array, "*b o"]:
+        """See `Xla.exactly`."""
+        return super().product(x.astype(jnp.float32), w, jnp.float32)
+
+    def attend_rows(
+        self,
+        q: Queries,
+        k_up: Float[Array, "N h C"],
+        v_up: Float[Array, "N v C"],
+        rows: Float[Array, "B L c"],
+        mask: Bool[Array, "B W L"],
+        scale: float,
+        form: Form,
+    ) -> Float[Array, "B W N v"]:
+        """See `Xla.attend_rows`; heads first, and one product for both parts of queries and keys."""
+        if self.products == "float32":
+            return super().attend_rows(q, k_up, v_up, rows, mask, scale, form)
+        latent, key_rope = jnp.split(rows, [k_up.shape[-1]], axis=-1)
+        keys, values = (jnp.moveaxis(self.product(latent, up, jnp.float32), 2, 1) for up in (k_up, v_up))
+        shared = jnp.broadcast_to(key_rope[:, None], (*keys.shape[:3], key_rope.shape[-1]))
+        keys = jnp.concatenate([keys, shared], -1).astype(jnp.bfloat16)
+        asked = jnp.moveaxis(jnp.concatenate([q.nope, q.rope], -1), 2, 1).astype(jnp.bfloat16)
+        scores = jnp.einsum("bnwh,bnlh->bnwl", asked, keys, preferred_element_type=jnp.float32)
+        weights = jax.nn.softmax(scores * scale, axis=-1, where=mask[:, None]).astype(jnp.bfloat16)
+        values = values.astype(jnp.bfloat16)
+        out = jnp.einsum("bnwl,bnlv->bnwv", weights, values, preferred_element_type=jnp.float32)
+        return jnp.moveaxis(out, 1, 2)
+
+
+@jax.custom_vjp
+def _narrow(x: Float[Array, "T i"], w: Float[Array, "o i"]) -> Float[Array, "T o"]:
+    """``x @ w.T`` of factors rounded to bfloat16, and so are those of its two derivatives."""
+    return _forward(x, w)[0]
+
+
+def _forward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    x, w = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
+    return _dot(x, w, 1, 1), (x, w)
+
+
+def _backward(kept: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, w = kept
+    g = g.astype(jnp.bfloat16)
+    # Without a layout XLA's CPU compiler reads g.T across rows and no longer multiplies in bfloat16.
+    across = with_layout_constraint(g.T, Layout((0, 1)))
+    return _dot(g, w, 1, 0), _dot(across, x, 1, 0)
+
+
+_narrow.defvjp(_forward, _backward)
+
+
+def _dot(a: jax.Array, b: jax.Array, of_a: int, of_b: int) -> jax.Array:
+    return jax.lax.dot_general(a, b, (((of_a,), (of_b,)), ((), ())), preferred_element_type=jnp.float32)
