@@ -23,6 +23,11 @@ JSON_FILE = "tokenizer.json"
 FILES = (JSON_FILE, tiktoken_file.FILE)
 """Any of which a model directory needs for text; the first that is there is read."""
 
+_END = "\ue000end\ue000"
+"""A mark that no text has: the characters are for private use."""
+
+_TEMPLATES = {"deepseek_v32": Path(__file__).with_name("deepseek_v32.jinja")}
+
 
 class Tokenizer:
     """The tokenizer of one model directory. Immutable after loading: threads may share it.
@@ -78,8 +83,7 @@ class Tokenizer:
             backend = tiktoken_file.read_tiktoken(folder / tiktoken_file.FILE, config)
         else:
             return None
-        template = folder / "chat_template.jinja"
-        if template.exists():
+        if (template := _template_file(folder, config)) is not None:
             try:
                 config = {**config, "chat_template": template.read_text(encoding="utf-8")}
             except (OSError, UnicodeDecodeError) as error:
@@ -173,6 +177,7 @@ class Tokenizer:
         if taken:
             raise RequestError(f"chat template variables {taken} come from the checkpoint; leave them out")
         source = self._template.source(with_tools=tools is not None)
+        messages = _with_end_marked(messages) if continue_final_message else messages
         form = format_named(tool_format or format_of(source))
         variables = {
             "messages": for_template(source, form, messages, tools),
@@ -183,7 +188,7 @@ class Tokenizer:
             **kwargs,
         }
         prompt = self._template.render(variables)
-        return _up_to_the_end_of(messages[-1].get("content"), prompt) if continue_final_message else prompt
+        return _up_to_the_mark(prompt) if continue_final_message else prompt
 
 
 class StreamDecoder:
@@ -209,17 +214,31 @@ class StreamDecoder:
         return rest
 
 
-def _up_to_the_end_of(text: Any, prompt: str) -> str:
-    """A prompt without what the template adds after a text; templates may strip it. Raises RequestError."""
-    stripped = text.strip() if isinstance(text, str) else ""
-    at = prompt.rfind(stripped)
-    if not stripped or at < 0:
+def _template_file(folder: Path, config: Mapping[str, Any]) -> Path | None:
+    """A chat template in a file: the checkpoint's, or ours of a family that comes with an encoder instead."""
+    if (file := folder / "chat_template.jinja").exists():
+        return file
+    family = _read_json(folder / "config.json").get("model_type")
+    return None if config.get("chat_template") else _TEMPLATES.get(str(family))
+
+
+def _with_end_marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages, the text of the last one with a mark behind it. Raises RequestError if it has none."""
+    *before, last = messages
+    text = last.get("content")
+    if not isinstance(text, str) or not text.strip():
+        raise RequestError("continue_final_message: the last message has no text; leave it out")
+    return [*before, {**last, "content": text + _END}]
+
+
+def _up_to_the_mark(prompt: str) -> str:
+    """A prompt without what the template adds after the last message. Raises RequestError."""
+    found, mark, _ = prompt.rpartition(_END)
+    if not mark:
         raise RequestError(
-            "continue_final_message: the last message has no text, or the chat template changes it; "
-            "leave it out"
+            "continue_final_message: the chat template leaves out or changes the last message; leave it out"
         )
-    whole = text.lstrip()
-    return prompt[: at + len(whole if prompt.startswith(whole, at) else stripped)]
+    return found
 
 
 def _read_backend(file: Path) -> tokenizers.Tokenizer:
