@@ -12,6 +12,9 @@ from kernels_pallas.visible import MAX_AHEAD, Window
 
 Implementation = Literal["xla", "mosaic_gpu"]
 
+PAGE = mosaic_gpu.PAGE
+"""Rows per page that the kernel takes."""
+
 # Streaming multiprocessors of an H100 or H200: a thread block of the kernel fills one.
 _PROCESSORS = 132
 # What a split costs beside its rows - loading queries, an output to merge - in steps of two pages.

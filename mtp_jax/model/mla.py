@@ -1,12 +1,11 @@
 """Multi-head Latent Attention: queries and rows from what projections give, attention in its two forms."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.indexer import IndexQueries
@@ -32,17 +31,9 @@ class Queries:
     index: IndexQueries | None = None
 
 
-def attend_each(
-    q: Queries, rows: Float[Array, "B W K c"], attend_rows: Callable[[Queries, Array], Array]
-) -> Float[Array, "B W N v"]:
-    """``attend_rows`` where every token has rows of its own: each is a slot with a window of one token."""
-    slots, width = rows.shape[:2]
-
-    def alone(x: Float[Array, "B W ..."]) -> Float[Array, "BW one ..."]:
-        return x.reshape(slots * width, 1, *x.shape[2:])
-
-    out = attend_rows(Queries(alone(q.nope), alone(q.rope)), rows.reshape(slots * width, *rows.shape[2:]))
-    return out.reshape(slots, width, *out.shape[2:])
+def alone(x: Float[Array, "B W ..."] | Int[Array, "B W ..."]) -> Array:
+    """Every token as a slot with a window of one token, [B * W, 1, ...]."""
+    return x.reshape(-1, 1, *x.shape[2:])
 
 
 # Of the two norms on low-rank projections, whatever rms_norm_eps says: the reference implementation fixes it.

@@ -35,6 +35,7 @@ from mtp_jax.model.mla import LOW_RANK_EPS, Queries, queries, rows_of
 from mtp_jax.model.moe import Routing, Weight
 from mtp_jax.model.params import Attention, Fp8, Layer, Mlp, Moe
 from mtp_jax.model.sharding import constrain, partition, sharded, ways
+from mtp_jax.model.visible import Window
 
 PARTS = frozenset(("linear", "experts", "attention"))
 
@@ -378,11 +379,28 @@ class MosaicGpu(Xla):
         rows = Rows(q.shape[-3:], None, Quantised(*low))
         return (rows, Entries(out), cache) if fp8 else (rows, None, LayerCache(out))
 
-    def attend_chosen(self, *given: Any) -> Float[Array, "B W N v"]:
-        """Raises ConfigError where kernels must attend: none reads rows that a token chose."""
-        if given[-1] is not None and self.strict and "attention" in self.kernels:
-            raise ConfigError("sparse attention has no kernel: --kernels auto, in Python kernels='auto'")
-        return super().attend_chosen(*given)
+    def attend_own(
+        self,
+        q: Queries,
+        k_up: Float[Array, "N h C"],
+        v_up: Float[Array, "N v C"],
+        rows: Float[Array, "T K c"],
+        there: Bool[Array, "T K"],
+        scale: float,
+    ) -> Float[Array, "T one N v"]:
+        """By the kernel that decodes, from pages that the gathered rows fill token by token."""
+        tokens, count, _ = rows.shape
+        size = math.gcd(count, mla_decode.PAGE)
+        pages = rows.reshape(-1, size, rows.shape[-1])
+        inward = jnp.einsum("bwnh,nhc->bwnc", q.nope, k_up)
+        if not self._runs("attention", mla_decode.check, inward, q.rope, pages):
+            return super().attend_own(q, k_up, v_up, rows, there, scale)
+        table = jnp.arange(len(pages), dtype=jnp.int32).reshape(tokens, -1)
+        has = there.sum(axis=1, dtype=jnp.int32)
+        own = Window(count - has, jnp.full_like(has, count), jnp.minimum(has, 1))
+        by_kernel: dict[str, Any] = {"scale": scale, "implementation": "mosaic_gpu"}
+        mixed = mla_decode.mla_decode(inward, q.rope, pages, table, own, in_place=True, **by_kernel)
+        return jnp.einsum("bwnc,nvc->bwnv", mixed, v_up)
 
     def attend_pages(
         self,
@@ -395,7 +413,12 @@ class MosaicGpu(Xla):
         only: Bool[Array, "B W L"] | None = None,
     ) -> Float[Array, "B W N v"]:
         """Absorbed by a kernel that reads the pages where they are; naive by one that expands rows."""
-        if only is not None:  # the kernels have no mask
+        if only is not None:
+            if self.strict and "attention" in self.kernels:
+                raise ConfigError(
+                    "no kernel attends to chosen rows among those of a whole window, as sparse attention does "
+                    "in prefill: --kernels auto, in Python kernels='auto'"
+                )
             return super().attend_pages(q, k_up, v_up, cache, view, scale, only)
         by_kernel: dict[str, Any] = {"scale": scale, "implementation": "mosaic_gpu"}
         if view.form == "absorbed":

@@ -283,12 +283,22 @@ class Xla:
             only = indexer.chosen_mask(chosen, view.page_table.shape[1] * cache.page_size)
             return self.attend_pages(q, k_up, v_up, cache, view, scale, only)
         rows = read_chosen(cache, view.page_table, chosen, v_up.dtype, k_up.shape[-1])
-        there = (chosen != indexer.NOTHING).reshape(-1, 1, chosen.shape[-1])
+        # Each token is a slot with a window of one token.
+        alone, rows, chosen = jax.tree.map(mla.alone, (q, rows, chosen))
+        out = self.attend_own(alone, k_up, v_up, rows[:, 0], chosen[:, 0] != indexer.NOTHING, scale)
+        return out.reshape(*q.rope.shape[:2], *out.shape[2:])
 
-        def attend(q: Queries, rows: Float[Array, "BW K c"]) -> Float[Array, "BW one N v"]:
-            return self.attend_rows(q, k_up, v_up, rows, there, scale, "absorbed")
-
-        return mla.attend_each(q, rows, attend)
+    def attend_own(
+        self,
+        q: Queries,
+        k_up: Float[Array, "N h C"],
+        v_up: Float[Array, "N v C"],
+        rows: Float[Array, "T K c"],
+        there: Bool[Array, "T K"],
+        scale: float,
+    ) -> Float[Array, "T one N v"]:
+        """Attention of single tokens, each over rows of its own. Rows that are not there come first."""
+        return self.attend_rows(q, k_up, v_up, rows, there[:, None], scale, "absorbed")
 
     def attend_pages(
         self,
