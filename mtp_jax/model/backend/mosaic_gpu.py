@@ -27,7 +27,8 @@ from kernels_pallas.router.rule import Rule
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.backend import e4m3
 from mtp_jax.model.backend.e4m3 import Rows
-from mtp_jax.model.backend.xla import Split, Xla
+from mtp_jax.model.backend.xla import Xla
+from mtp_jax.model.backend.xla_experts import Split
 from mtp_jax.model.cache import Cache, Entries, LayerCache, PagedView, Views, read_rows
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import rms_norm
