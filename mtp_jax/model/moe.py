@@ -36,15 +36,18 @@ class Routing:
     counts: Int[Array, "n E"] | None = None
 
 
-def dense(gate_up: Weight, down: Weight, x: Float[Array, "T D"], r: Routing) -> Float[Array, "T D"]:
+def dense(
+    gate_up: Weight, down: Weight, x: Float[Array, "T D"], r: Routing, product: Product
+) -> Float[Array, "T D"]:
     """Every expert on every row, weighted: the reference. Experts not chosen weigh zero."""
     gate_up, down = expand(gate_up, x.dtype), expand(down, x.dtype)
     one_hot = jax.nn.one_hot(r.ids, down.shape[0], dtype=jnp.float32)
     weight = jnp.einsum("tke,tk->te", one_hot, r.weights)
-    hidden = jnp.einsum("td,egid->tegi", x, gate_up)
+    hidden = product(x, gate_up, x.dtype)
     act = jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1]
     act = (act * weight[..., None]).astype(x.dtype)
-    return jnp.einsum("tei,edi->td", act, down, preferred_element_type=jnp.float32).astype(x.dtype)
+    side_by_side = jnp.moveaxis(down, 0, 1).reshape(x.shape[-1], -1)
+    return product(act.reshape(len(x), -1), side_by_side, jnp.float32).astype(x.dtype)
 
 
 def grouped(

@@ -24,7 +24,7 @@ WAYS = {
     "by_pair": cpu_experts.by_pair,
     "grouped": Xla().routed,
     "sparse": XlaCpu().routed,
-    "dense": moe.dense,
+    "dense": functools.partial(moe.dense, product=Xla().product),
 }
 ROWS = (1, 5, 200)  # 200 rows of one expert take several tiles
 
@@ -126,7 +126,7 @@ def test_by_pair_in_slices_of_any_width(hidden, width):
     down = rng.normal(size=(E, hidden, width)).astype(np.float32) / np.sqrt(np.float32(width))
     x = rng.normal(size=(2, hidden)).astype(np.float32)
     r = Routing(jnp.asarray([[0, 3], [7, 3]]), jnp.asarray([[0.5, 1.0], [2.0, 0.25]]))
-    want = moe.dense(jnp.asarray(gate_up), jnp.asarray(down), jnp.asarray(x), r)
+    want = WAYS["dense"](jnp.asarray(gate_up), jnp.asarray(down), jnp.asarray(x), r)
     got = jax.jit(cpu_experts.by_pair)(jnp.asarray(gate_up), jnp.asarray(down), jnp.asarray(x), r)
     np.testing.assert_allclose(got, want, atol=1e-5)
 

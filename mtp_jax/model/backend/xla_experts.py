@@ -104,7 +104,7 @@ class XlaExperts:
                 r = self._choose(cfg, p.bias, logits, counts)
                 flat = whole.reshape(-1, whole.shape[-1])
                 if self.experts == "dense":
-                    y = moe.dense(p.gate_up, p.down, flat, r)
+                    y = moe.dense(p.gate_up, p.down, flat, r, self.product)
                 else:
                     y = self.routed(p.gate_up, p.down, self.flat_rows(self.operand(p, x)[0]), r)
         y, r = y.reshape(whole.shape), _shaped(r, whole)
