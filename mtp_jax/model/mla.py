@@ -5,7 +5,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Shaped
 
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.indexer import IndexQueries
@@ -31,7 +31,7 @@ class Queries:
     index: IndexQueries | None = None
 
 
-def alone(x: Float[Array, "B W ..."] | Int[Array, "B W ..."]) -> Array:
+def alone(x: Shaped[Array, "B W ..."]) -> Shaped[Array, "T one ..."]:
     """Every token as a slot with a window of one token, [B * W, 1, ...]."""
     return x.reshape(-1, 1, *x.shape[2:])
 

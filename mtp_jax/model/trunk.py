@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from mtp_jax.model.backend import Backend, Xla
-from mtp_jax.model.backend.xla import Stream
+from mtp_jax.model.backend.xla_experts import Stream
 from mtp_jax.model.cache import Cache, LayerCache, Views
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.indexer import Choice

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas.mla_decode import api as mla_decode
 from kernels_pallas.mla_decode.fp8_rows import pack
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import index_rows, indexer
@@ -124,9 +125,34 @@ def test_rows_read_one_by_one_give_what_a_mask_gives(on, fp8, monkeypatch):
     assert np.abs(dense - results[0]).max() > 0.01
 
 
-def test_kernels_that_must_attend_cannot_choose():
-    with pytest.raises(ConfigError, match="sparse attention has no kernel: --kernels auto"):
-        MosaicGpu(strict=True).attend_chosen(*[None] * 6, jnp.zeros((B, W, TOPK), jnp.int32))
+def test_kernels_attend_to_the_rows_of_each_token(monkeypatch):
+    """The kernel's reference reads pages, which hold rows that are not there first."""
+    heads, rank, rope, count = 8, 512, 64, 128
+    run, pages = mla_decode.mla_decode, []
+
+    def by_reference(q, q_rope, given, *where, implementation, in_place, **options):
+        pages.append(given.shape)
+        return run(q, q_rope, given, *where, implementation="xla", **options)
+
+    monkeypatch.setattr(mla_decode, "mla_decode", by_reference)
+    parts = Queries(normal(5, 1, heads, 32), normal(5, 1, heads, rope)), normal(heads, 32, rank)
+    given = *parts, normal(heads, 16, rank), normal(5, count, rank + rope)
+    q, k_up, v_up, rows = jax.tree.map(lambda x: x.astype(jnp.bfloat16), given)
+    there = jnp.arange(count) >= count - jnp.asarray([1, 63, 64, 100, count])[:, None]
+    want = Xla().attend_own(q, k_up, v_up, rows, there, 0.3).astype(jnp.float32)
+    got = MosaicGpu(strict=True).attend_own(q, k_up, v_up, rows, there, 0.3).astype(jnp.float32)
+    assert pages == [(5 * 2, 64, rank + rope)]
+    np.testing.assert_allclose(got, want, atol=0.02 * float(jnp.abs(want).max()))  # bfloat16 keeps 8 bits
+    nothing = MosaicGpu(strict=True).attend_own(q, k_up, v_up, rows, jnp.zeros_like(there), 0.3)
+    assert not nothing.any()
+
+
+def test_kernels_that_must_attend_have_no_mask():
+    heads, nope, rank = TINY.num_attention_heads, TINY.qk_nope_head_dim, TINY.kv_lora_rank
+    k_up, v_up = normal(heads, nope, rank), normal(heads, TINY.v_head_dim, rank)
+    cache, only = LayerCache(normal(9, SIZE, CFG.latent_dim)), jnp.ones((B, W, COLUMNS * SIZE), bool)
+    with pytest.raises(ConfigError, match=r"no kernel attends to a choice among rows .* --kernels auto"):
+        MosaicGpu(strict=True).attend_pages(queries(), k_up, v_up, cache, view(), 0.3, only)
 
 
 def compiled_shapes(topk: int) -> set[tuple[int, ...]]:

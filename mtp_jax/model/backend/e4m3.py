@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from kernels_pallas.quantised import Quantised
-from mtp_jax.model.backend.xla import Split
+from mtp_jax.model.backend.xla_experts import Split
 from mtp_jax.model.params import Fp8
 from mtp_jax.model.sharding import partition, ways
 

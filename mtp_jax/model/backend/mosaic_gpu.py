@@ -5,11 +5,10 @@ once for all products that read them. A product may leave float32 parts that the
 private to this backend.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,9 @@ from kernels_pallas.router.rule import Rule
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.backend import e4m3
 from mtp_jax.model.backend.e4m3 import Rows
-from mtp_jax.model.backend.xla import Split, Xla
+from mtp_jax.model.backend.stream import Stream, plus, stream, summed
+from mtp_jax.model.backend.xla import Xla
+from mtp_jax.model.backend.xla_experts import Split
 from mtp_jax.model.cache import Cache, Entries, LayerCache, PagedView, Views, read_rows
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import rms_norm
@@ -38,18 +39,6 @@ from mtp_jax.model.sharding import constrain, partition, sharded, ways
 from mtp_jax.model.visible import Window
 
 PARTS = frozenset(("linear", "experts", "attention"))
-
-
-class Stream(NamedTuple):
-    """The residual stream, and what the last block adds to it: a norm adds for nothing.
-
-    Attributes:
-        x: [B, W, D].
-        added: [B, W, D], or float32 parts [s, B, W, D] to be summed.
-    """
-
-    x: Float[Array, "B W D"]
-    added: tuple[Float[Array, "..."], ...]
 
 
 @dataclass(frozen=True)
@@ -94,9 +83,9 @@ class MosaicGpu(Xla):
         views: Views,
     ) -> tuple[Any, Queries, Entries | None, Cache | None]:
         """One launch for the two norms of low ranks, rope and the cache; not of layers with an indexer."""
-        a, (x, added) = p.attention, _stream(x)
+        a, (x, added) = p.attention, stream(x)
         if a.indexer is not None:
-            return super().before_attention(p, cfg, _plus(_whole(x), added), angles, cache, views)
+            return super().before_attention(p, cfg, plus(summed(x), added), angles, cache, views)
         first = a.q_b if a.q_a is None else a.q_a
         readers = self.multiplies(first, x.dtype, "out" if a.q_a is None else None)
         x, normed = self._norm(
@@ -111,7 +100,7 @@ class MosaicGpu(Xla):
             low, rows, cache = self._low_rank(q, kv, a, cfg, angles, cache, views[0])
         else:
             low = normed if q is None else self._norm(q, a.q_norm, LOW_RANK_EPS, (reader,))[1]
-            rows = Entries(rows_of(_whole(kv), a, cfg, angles))
+            rows = Entries(rows_of(summed(kv), a, cfg, angles))
         q = self._linear(low, a.q_b, split="out")
         return Stream(x, ()), queries(q, cfg, angles), rows, cache
 
@@ -125,13 +114,13 @@ class MosaicGpu(Xla):
         flat = self._heads_as_rows(context, self.multiplies(o, context.dtype, "in"), heads_first)
         out = self._linear(flat, o, split="in", summed=False)
         parts = (None,) * (out.ndim - 3)
-        return Stream(_stream(x).x, (constrain(out, self.mesh, *parts, "slots", None, None),))
+        return Stream(stream(x).x, (constrain(out, self.mesh, *parts, "slots", None, None),))
 
     def feed_forward(
         self, p: Layer, cfg: ModelConfig, x: Any, counts: Bool[Array, "B W"] | None
     ) -> tuple[Any, Routing | None]:
         """The result is left to the next norm to add. A kernel that chooses experts counts all rows."""
-        x, added = _stream(x)
+        x, added = stream(x)
         if isinstance(p.mlp, Moe):
             readers = [False, self._takes_experts(p.mlp, x.dtype)]
             readers += [] if p.mlp.shared is None else [self._takes_mlp(p.mlp.shared, x.dtype)]
@@ -143,7 +132,7 @@ class MosaicGpu(Xla):
 
     def finish(self, x: Any, weight: Float[Array, " D"], eps: float) -> Float[Array, "B W D"]:
         """What was left to be added is."""
-        return rms_norm(_plus(*_stream(x)), weight, eps)
+        return rms_norm(plus(*stream(x)), weight, eps)
 
     # Rows
 
@@ -161,7 +150,7 @@ class MosaicGpu(Xla):
         """
         shape = x.shape[-3:]
         if not any(readers) or not all(_can(norms.check, a.shape[-1], a.dtype) for a in (x, *added)):
-            total = _plus(_whole(x), added)
+            total = plus(summed(x), added)
             return total, Rows(shape, rms_norm(total, weight, eps), None)
         also_plain = not all(readers)
 
@@ -416,8 +405,8 @@ class MosaicGpu(Xla):
         if only is not None:
             if self.strict and "attention" in self.kernels:
                 raise ConfigError(
-                    "no kernel attends to chosen rows among those of a whole window, as sparse attention does "
-                    "in prefill: --kernels auto, in Python kernels='auto'"
+                    "no kernel attends to a choice among rows that tokens share, as sparse attention does in "
+                    "prefill: --kernels auto, in Python kernels='auto'"
                 )
             return super().attend_pages(q, k_up, v_up, cache, view, scale, only)
         by_kernel: dict[str, Any] = {"scale": scale, "implementation": "mosaic_gpu"}
@@ -434,20 +423,6 @@ class MosaicGpu(Xla):
         seen = view.visible.seen(view.page_table.shape[1] * cache.page_size)
         rows = read_rows(cache, view.page_table, seen, v_up.dtype, k_up.shape[-1])
         return mla_prefill.mla_prefill(whole, rows, k_up, v_up, view.visible, **by_kernel)
-
-
-def _stream(x: Any) -> Stream:
-    """The stream, whether it has just begun or a stage has left it."""
-    return x if isinstance(x, Stream) else Stream(x, ())
-
-
-def _whole(x: Float[Array, "*s B W D"]) -> Float[Array, "B W D"]:
-    """The sum of the parts that a product may leave."""
-    return x.sum(axis=0).astype(jnp.bfloat16) if x.ndim == 4 else x
-
-
-def _plus(x: Float[Array, "B W D"], added: Sequence[Float[Array, "..."]]) -> Float[Array, "B W D"]:
-    return x + functools.reduce(jnp.add, map(_whole, added)) if added else x
 
 
 def _check_experts(x: Any, gate_up: Any, down: Any) -> None:
