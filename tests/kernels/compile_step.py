@@ -2,11 +2,14 @@
 
     python -m tests.kernels.compile_step [PATTERN] [--layer]
 
-Four layers, one of them dense, and the NextN layer; 128 slots, a window of 4, FP8 weights, 4096 rows each.
+Four layers, one of them dense, and the NextN layer; a window of 4, FP8 weights; 128 slots of 4,096 rows each,
+or (``sparse_...``) 32 slots of 16,384 rows with DeepSeek-V3.2's indexer: a token chooses 2,048 of them.
 Needs jax 0.11 or newer: what older ones compile has another budget.
 """
 
 import argparse
+import itertools
+import math
 import os
 import re
 import sys
@@ -14,7 +17,7 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +34,7 @@ from mtp_jax.decode.state import StateShape, abstract_state
 from mtp_jax.decode.step import step
 from mtp_jax.model.backend import Backend, MosaicGpu
 from mtp_jax.model.cache import LayerCache, PagedView
-from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.config import IndexerConfig, ModelConfig
 from mtp_jax.model.layers import rope_angles
 from mtp_jax.model.mla import Form
 from mtp_jax.model.params import Fp8, Layer, Params, Spec, dtype_of, param_specs, scale_spec
@@ -39,17 +42,31 @@ from mtp_jax.model.sharding import partition
 from mtp_jax.model.trunk import block
 from mtp_jax.model.visible import chain
 
-SLOTS, DEPTH, PAGE, ROWS = 128, 3, 64, 4096
+DEPTH, PAGE = 3, 64
 BUDGET = Path(__file__).with_name("step_budget.toml")
 # Devices along `data`, which splits slots, and along `model`, which splits heads; both split experts.
 MESHES = {"one": (1, 1), "data8": (8, 1), "model8": (1, 8)}
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a step decodes: so many slots, each with so many cached rows."""
+
+    slots: int
+    rows: int
+    indexer: IndexerConfig | None = None
+
+
+LOADS = {"": Load(128, 4096), "sparse_": Load(32, 16384, IndexerConfig(heads=64, dim=128, topk=2048))}
+DENSE = LOADS[""]
 # Layers of DeepSeek-V3 that have a cache: its trunk's, and NextN.
 WHOLE = 61 + 1
 
 
-def config(layers: int) -> ModelConfig:
-    """DeepSeek-V3 with fewer layers."""
+def config(layers: int, indexer: IndexerConfig | None = None) -> ModelConfig:
+    """DeepSeek-V3, or V3.2, with fewer layers."""
     return ModelConfig(
+        indexer=indexer and replace(indexer, shared=(False,) * layers),
         vocab_size=129280,
         hidden_size=7168,
         intermediate_size=18432,
@@ -121,33 +138,38 @@ def backend(mesh: Mesh) -> Backend:
     return MosaicGpu(mesh if mesh.size > 1 else None)
 
 
-def compile_step(layers: int, mesh: Mesh, dump: Path) -> Program:
+def compile_step(layers: int, mesh: Mesh, dump: Path, load: Load = DENSE) -> Program:
     """The greedy step of a model with so many layers; its cache is donated."""
-    cfg, data = config(layers), mesh.shape["data"]
-    sizes = StateShape(slots=SLOTS, pages=SLOTS // data * ROWS // PAGE, page_size=PAGE, columns=ROWS // PAGE)
+    cfg, data, columns = config(layers, load.indexer), mesh.shape["data"], load.rows // PAGE
+    sizes = StateShape(slots=load.slots, pages=load.slots // data * columns, page_size=PAGE, columns=columns)
     state = abstract_state(cfg, drafter := build(cfg), sizes, cfg.dtype, mesh)
-    fixed: dict[str, Any] = {"slots": SLOTS, "depth": DEPTH, "pages": ROWS // PAGE, "mode": SamplingMode()}
+    fixed: dict[str, Any] = {"slots": load.slots, "depth": DEPTH, "pages": columns, "mode": SamplingMode()}
     run = jax.jit(partial(step, cfg=cfg, drafter=drafter, on=backend(mesh), **fixed), donate_argnums=1)
     return compile_program(mesh, run, abstract_params(cfg, mesh), state, dump=dump)
 
 
-def compile_layers(mesh: Mesh, layers: int, dump: Path) -> Program:
+def compile_layers(mesh: Mesh, layers: int, dump: Path, load: Load = DENSE) -> Program:
     """So many MoE layers over the window of every slot, with the masks and angles that they share."""
-    function, inputs = layers_of(mesh, layers, backend(mesh))
+    function, inputs = layers_of(mesh, layers, backend(mesh), load=load)
     return compile_program(mesh, function, *inputs, dump=dump)
 
 
-def layers_of(mesh: Mesh, layers: int, on: Backend, form: Form = "absorbed") -> tuple[Any, tuple[Any, ...]]:
+def layers_of(
+    mesh: Mesh, layers: int, on: Backend, form: Form = "absorbed", load: Load = DENSE
+) -> tuple[Any, tuple[Any, ...]]:
     """The layers as a function to compile, and the shapes of its inputs."""
-    cfg, data = config(1 + layers), mesh.shape["data"]
+    cfg, data = config(1 + layers, load.indexer), mesh.shape["data"]
 
     def array(dtype: Any, axis: str, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, partition(axis)))
 
-    x = array(jnp.bfloat16, "slots", SLOTS, DEPTH + 1, cfg.hidden_size)
-    positions = array(jnp.int32, "slots", SLOTS, DEPTH + 1)
-    table = array(jnp.int32, "slots", SLOTS, ROWS // PAGE)
-    pages: Any = array(jnp.bfloat16, "pages", SLOTS * ROWS // PAGE + data, PAGE, cfg.latent_dim)
+    x = array(jnp.bfloat16, "slots", load.slots, DEPTH + 1, cfg.hidden_size)
+    positions = array(jnp.int32, "slots", load.slots, DEPTH + 1)
+    table = array(jnp.int32, "slots", load.slots, load.rows // PAGE)
+    count = load.slots * load.rows // PAGE + data
+    widths = [cfg.latent_dim] + ([] if load.indexer is None else [load.indexer.dim])
+    arrays: Any = [array(jnp.bfloat16, "pages", count, PAGE, width) for width in widths]
+    pages = LayerCache(*arrays)
 
     def run(params: tuple[Layer, ...], x: Any, positions: Any, table: Any, pages: tuple[Any, ...]) -> Any:
         view = PagedView(table, positions, chain(positions[:, 0], DEPTH + 1), form)
@@ -158,11 +180,12 @@ def layers_of(mesh: Mesh, layers: int, on: Backend, form: Form = "absorbed") -> 
         return x, kept
 
     params = abstract_params(cfg, mesh).layers[1:]
-    return jax.jit(run, donate_argnums=4), (params, x, positions, table, (LayerCache(pages),) * layers)
+    return jax.jit(run, donate_argnums=4), (params, x, positions, table, (pages,) * layers)
 
 
 # An instruction that yields a whole weight in a wider type: HLO names the type and shape of its result.
 _RESULT = re.compile(r"= (bf16|f32)\[([0-9,]+)\]")
+_ANY_RESULT = re.compile(r"= (pred|[a-z]+)(\d*)[a-z0-9]*\[([0-9,]+)\]")
 
 
 def wide_copies(compiled: jax.stages.Compiled, params: Params) -> Counter[str]:
@@ -186,6 +209,17 @@ def wide_copies(compiled: jax.stages.Compiled, params: Params) -> Counter[str]:
     return found
 
 
+def beyond_scores(compiled: jax.stages.Compiled, mesh: Mesh, load: Load) -> Counter[str]:
+    """Results over all rows of a slot that take more memory than the indexer's scores, which are float32."""
+    tokens = load.slots // mesh.shape["data"] * (DEPTH + 1)
+    found = Counter()
+    for kind, bits, dims in _ANY_RESULT.findall(compiled.as_text() or ""):
+        shape = [int(n) for n in dims.split(",")]
+        if load.rows in shape and math.prod(shape) * int(bits or 8) > tokens * load.rows * 32:
+            found[f"{kind}{bits}{shape}"] += 1
+    return found
+
+
 def main() -> int:
     """Compile; 1 if a step exceeds its budget."""
     parser = argparse.ArgumentParser(prog="python -m tests.kernels.compile_step", description=__doc__)
@@ -200,20 +234,20 @@ def main() -> int:
     faults: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         target.prepare(Path(folder))
-        for name, shape in MESHES.items():
-            if arguments.pattern in name:
+        for (kind, load), (on, shape) in itertools.product(LOADS.items(), MESHES.items()):
+            if arguments.pattern in (name := kind + on):
                 mesh = target.h200s(shape, ("data", "model"))
                 for what in ("PTX", "PTXAS", "SASS"):  # of some fifty kernels, minutes' worth
                     os.environ.pop(f"MOSAIC_GPU_DUMP_{what}", None)
                 check = check_layer if arguments.layer else check_step
-                faults += check(name, mesh, Path(folder, name))
+                faults += check(name, mesh, Path(folder, name), load)
     print("\n".join(faults) or "within budget")
     return int(bool(faults))
 
 
-def check_layer(name: str, mesh: Mesh, dump: Path) -> list[str]:
+def check_layer(name: str, mesh: Mesh, dump: Path, load: Load) -> list[str]:
     """Launches and temporary memory of a layer: what a second one adds. The rest is made once per step."""
-    one, two = (compile_layers(mesh, n, dump.with_name(f"{dump.name}-{n}")) for n in (1, 2))
+    one, two = (compile_layers(mesh, n, dump.with_name(f"{dump.name}-{n}"), load) for n in (1, 2))
     for line, purpose in zip(one.launches, one.purposes(), strict=True):
         print(line.split("grid:")[0].rstrip(), purpose)
     each = len(two.launches) - len(one.launches)
@@ -225,23 +259,27 @@ def check_layer(name: str, mesh: Mesh, dump: Path) -> list[str]:
     return [fault for what, got in found.items() for fault in over(name, what, got)]
 
 
-def check_step(name: str, mesh: Mesh, dump: Path) -> list[str]:
-    """Memory of the step, and whether it makes wider copies of weights."""
-    started, program = time.perf_counter(), compile_step(4, mesh, dump)
+def check_step(name: str, mesh: Mesh, dump: Path, load: Load) -> list[str]:
+    """Memory of the step, and whether it makes wider copies of weights, or arrays of all that tokens see."""
+    started, program = time.perf_counter(), compile_step(4, mesh, dump, load)
     memory: Any = program.compiled.memory_analysis()
-    of_layer = SLOTS // mesh.shape["data"] * ROWS * config(4).latent_dim * 2
+    width = config(4).latent_dim + (load.indexer.dim if load.indexer else 0)
+    of_layer = load.slots // mesh.shape["data"] * load.rows * width * 2
     cache, share = 5 * of_layer, 100 * program.temp_mib * 2**20 / (WHOLE * of_layer)
-    copies = wide_copies(program.compiled, abstract_params(config(4), mesh))
+    copies = wide_copies(program.compiled, abstract_params(config(4, load.indexer), mesh))
+    beyond = beyond_scores(program.compiled, mesh, load)
     gib = {what: getattr(memory, f"{what}_size_in_bytes") / 2**30 for what in ("argument", "alias")}
     print(
         f"{name}: {len(program.launches)} launches; arguments {gib['argument']:.1f} GiB, "
         f"temporary {program.temp_mib:.0f} MiB, {share:.2f} % of all {WHOLE} layers' cache of "
         f"{WHOLE * of_layer / 2**30:.1f} GiB; cache {cache / 2**30:.2f}, in place {gib['alias']:.2f} GiB; "
-        f"weights in a wider type: {dict(copies) or 'none'}; {time.perf_counter() - started:.0f} s",
+        f"weights in a wider type: {dict(copies) or 'none'}; "
+        f"larger than scores: {dict(beyond) or 'none'}; {time.perf_counter() - started:.0f} s",
         flush=True,
     )
     kept = [] if memory.alias_size_in_bytes >= cache else [f"{name}: the cache is not updated in place"]
     found = {"temp_mib": program.temp_mib, "temp_percent": share, "wide_weights": copies.total()}
+    found["beyond_scores"] = beyond.total()
     return kept + [fault for what, got in found.items() for fault in over(name, what, got)]
 
 
