@@ -127,10 +127,22 @@ def of_launch(
         count = sum(slots * width for slots, width in rows)
         experts = visited(count)
         active = part.count.touched(min(cfg.num_experts_per_tok or 0, experts))
-        latent = cfg.latent_dim * layers
-        attention = 4 * count * cached * cfg.num_attention_heads * latent
-        read = sum(slots for slots, _ in rows) * cached * latent * itemsize
-        return Work(part.bytes.touched(experts), 2 * count * active) + Work(read, attention)
+        attention = sum((attend(layers, slots, width) for slots, width in rows), Work(0, 0))
+        return Work(part.bytes.touched(experts), 2 * count * active) + attention
+
+    def attend(layers: int, slots: int, width: int) -> Work:
+        """Over the cached rows of so many slots, or those that each token chooses among them."""
+        index, per_row = cfg.indexer, 4 * cfg.num_attention_heads * cfg.latent_dim
+        if index is None or cached <= index.topk:
+            read, seen, scored = cached, width * cached, 0
+        else:
+            own = width * index.topk <= cached  # as `selection.gathers` says
+            read, seen = (width * index.topk,) * 2 if own else (cached, width * cached)
+            scored = min(layers, sum(cfg.indexes(i) for i in range(cfg.num_hidden_layers)))
+        of_rows = Work(layers * read * cfg.latent_dim * itemsize, layers * seen * per_row)
+        keys = scored * cached * (index.dim if index else 0)
+        work = of_rows + Work(keys * itemsize, 2 * width * keys * (index.heads if index else 0))
+        return Work(slots * work.bytes, slots * work.flops)
 
     def extend(slots: int, width: int) -> list[Work]:
         """The NextN rows of known tokens: of the last layer nothing but its rows."""

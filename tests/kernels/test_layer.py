@@ -31,7 +31,7 @@ def test_kernels_are_chosen_on_hopper(form: Form):
 
 
 def test_rows_that_tokens_chose_are_attended_to_by_a_kernel():
-    """With an indexer XLA norms and rotates before attention, and gathers the rows: FP8 products have kernels."""
+    """With an indexer XLA norms and rotates before attention, and gathers the rows."""
     # q_a, q_b, the index queries and keys, kv_a and o; attention; all behind it as without an indexer.
     assert kernels_in("NVIDIA H200", load=LOADS["sparse_"]) == 6 + 1 + 2 + 2 + 2 + 2
 
