@@ -15,7 +15,7 @@ import numpy as np
 from mtp_jax.decode.keys import StepKey
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.moe import Routing
-from mtp_jax.model.params import Fp8, Layer, Moe, NextN, Params, type_of
+from mtp_jax.model.params import Fp8, Grouped, Layer, Moe, NextN, Params, type_of
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,11 @@ def of_nextn(p: NextN) -> Weights:
 
 
 def of_nextn_cache(p: NextN) -> Weights:
-    """What the cache rows of a NextN layer need: its merge and the latent projection."""
-    norms = (p.token_norm, p.hidden_norm, p.layer.attention_norm, p.layer.attention.kv_norm)
-    return Weights(_bytes((*norms, p.merge, p.layer.attention.kv_a)), 0)
+    """What the cache rows of a NextN layer need: its merge, and what makes latents or keys and values."""
+    norms, a = (p.token_norm, p.hidden_norm, p.layer.attention_norm), p.layer.attention
+    if isinstance(a, Grouped):
+        return Weights(_bytes((*norms, p.merge, a.k, a.v, a.k_bias, a.v_bias, a.k_norm)), 0)
+    return Weights(_bytes((*norms, p.merge, a.kv_a, a.kv_norm)), 0)
 
 
 @dataclass(frozen=True)
@@ -127,9 +129,10 @@ def of_launch(
         count = sum(slots * width for slots, width in rows)
         experts = visited(count)
         active = part.count.touched(min(cfg.num_experts_per_tok or 0, experts))
-        latent = cfg.latent_dim * layers
-        attention = 4 * count * cached * cfg.num_attention_heads * latent
-        read = sum(slots for slots, _ in rows) * cached * latent * itemsize
+        # Of every head and cached row: scores and mixed values, of MLA in the absorbed form.
+        each = (cfg.grouped.head_dim if cfg.grouped else cfg.latent_dim) * layers
+        attention = 4 * count * cached * cfg.num_attention_heads * each
+        read = sum(slots for slots, _ in rows) * cached * cfg.row.width * layers * itemsize
         return Work(part.bytes.touched(experts), 2 * count * active) + Work(read, attention)
 
     def extend(slots: int, width: int) -> list[Work]:
