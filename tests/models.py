@@ -25,7 +25,7 @@ from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request, SamplingParams
 from mtp_jax.model import nextn, trunk
-from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.config import OF_MLA, GroupedConfig, ModelConfig
 from mtp_jax.model.params import Layer, Mlp, Moe, Params, Spec, param_specs
 from mtp_jax.model.sharding import param_sharding
 from mtp_jax.text.grammar import Grammars
@@ -57,6 +57,13 @@ TINY = ModelConfig(
     dtype="float32",
 )
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
+
+
+def grouped(cfg: ModelConfig = TINY, kv_heads: int = 4, **changes: Any) -> ModelConfig:
+    """The same model with grouped-query attention, its heads half rotated, normed and biased."""
+    given = GroupedConfig(kv_heads, head_dim=8, rotary=0.5, qk_norm=True, bias=True)
+    no_mla: dict[str, Any] = {**dict.fromkeys(OF_MLA, 0), "q_lora_rank": None, "rope_interleave": False}
+    return replace(cfg, **no_mla, grouped=replace(given, **changes))
 
 
 def rigged(

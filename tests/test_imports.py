@@ -46,6 +46,7 @@ WITHOUT_JAX = (
     "engine.validate",
     "errors",
     "model.config",
+    "model.config_parts",
     "model.hf_config",
     "options",
     "text.chat_template",
@@ -78,7 +79,8 @@ OF_DEVICES = "mtp_jax.model.backend.__init__"
 OF_NEXTN = ("mtp_jax.model", "mtp_jax.decode.drafter", "mtp_jax.api.score", "mtp_jax.bench", "mtp_jax.train")
 
 # A checkpoint fills parameters and places them; it knows nothing of what the model computes.
-OF_MODEL = tuple(f"mtp_jax.model.{name}" for name in ("config", "device", "hf_config", "params", "sharding"))
+_OF_MODEL = ("config", "config_parts", "device", "hf_config", "params", "sharding")
+OF_MODEL = tuple(f"mtp_jax.model.{name}" for name in _OF_MODEL)
 
 
 def modules(package: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ import numpy as np
 from mtp_jax.decode.keys import StepKey
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.moe import Routing
-from mtp_jax.model.params import Fp8, Layer, Moe, NextN, Params, type_of
+from mtp_jax.model.params import Fp8, Grouped, Layer, Moe, NextN, Params, type_of
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,11 @@ def of_nextn(p: NextN) -> Weights:
 
 
 def of_nextn_cache(p: NextN) -> Weights:
-    """What the cache rows of a NextN layer need: its merge and the latent projection."""
-    norms = (p.token_norm, p.hidden_norm, p.layer.attention_norm, p.layer.attention.kv_norm)
-    return Weights(_bytes((*norms, p.merge, p.layer.attention.kv_a)), 0)
+    """What the cache rows of a NextN layer need: its merge, and what makes latents or keys and values."""
+    norms, a = (p.token_norm, p.hidden_norm, p.layer.attention_norm), p.layer.attention
+    if isinstance(a, Grouped):
+        return Weights(_bytes((*norms, p.merge, a.k, a.v, a.k_bias, a.v_bias, a.k_norm)), 0)
+    return Weights(_bytes((*norms, p.merge, a.kv_a, a.kv_norm)), 0)
 
 
 @dataclass(frozen=True)
@@ -132,14 +134,17 @@ def of_launch(
 
     def attend(layers: int, slots: int, width: int) -> Work:
         """Over the cached rows of so many slots, or those that each token chooses among them."""
-        index, per_row = cfg.indexer, 4 * cfg.num_attention_heads * cfg.latent_dim
+        # Of every head and cached row: scores and mixed values, of MLA in the absorbed form.
+        index, each = cfg.indexer, cfg.grouped.head_dim if cfg.grouped else cfg.latent_dim
         if index is None or cached <= index.topk:
             read, seen, scored = cached, width * cached, 0
         else:
             own = width * index.topk <= cached  # as `selection.gathers` says
             read, seen = (width * index.topk,) * 2 if own else (cached, width * cached)
             scored = min(layers, sum(cfg.indexes(i) for i in range(cfg.num_hidden_layers)))
-        of_rows = Work(layers * read * cfg.latent_dim * itemsize, layers * seen * per_row)
+        of_rows = Work(
+            layers * read * cfg.row.width * itemsize, layers * seen * 4 * cfg.num_attention_heads * each
+        )
         keys = scored * cached * (index.dim if index else 0)
         work = of_rows + Work(keys * itemsize, 2 * width * keys * (index.heads if index else 0))
         return Work(slots * work.bytes, slots * work.flops)

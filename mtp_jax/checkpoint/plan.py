@@ -265,12 +265,20 @@ def _hints(cfg: ModelConfig, found: dict[str, Tensor], missing: Collection[str])
         key = "first_k_dense_replace"
         got = f"the layers with experts are {shortlist(map(str, moe)) or 'none'}"
         out.append(say(key, f"{cfg.first_k_dense_replace} (moe_layer_freq {cfg.moe_layer_freq})", got))
-    if any("self_attn.q_proj.weight" in n for n in missing):
+    if cfg.grouped is None and any("self_attn.q_proj.weight" in n for n in missing):
         out.append(say("q_lora_rank", "null", "the tensors have no q_proj.weight"))
     if any("self_attn.q_a_proj.weight" in n for n in missing):
         out.append(say("q_lora_rank", cfg.q_lora_rank, "the tensors have no q_a_proj.weight"))
     if HEAD in missing:
         out.append(say("tie_word_embeddings", "false", f"the tensors have no {HEAD}"))
+    if g := cfg.grouped:
+        for key, declared, name in (
+            ("use_qk_norm", g.qk_norm, "q_norm.weight"),
+            ("attention_bias", g.bias, "q_proj.bias"),
+        ):
+            if declared != any(n.endswith(f".self_attn.{name}") for n in found):
+                have = "have no" if declared else "have"
+                out.append(say(key, str(declared).lower(), f"the tensors {have} {name}"))
     if cfg.indexer is None and any(".indexer." in n for n in found):
         out.append("the tensors have an indexer, as DeepSeek-V3.2 does, and config.json has no index_topk")
     return out

@@ -45,7 +45,7 @@ class Summary:
         weight_bytes: memory for all parameters, by engine dtype, and where there are FP8 weights as "fp8":
             those kept, the rest bfloat16.
         weight_bytes_per_device: the same, of each device of a 1 x N mesh.
-        cache_bytes_per_token: latent cache of all layers, NextN included, by engine dtype and as FP8 rows.
+        cache_bytes_per_token: cache of all layers, NextN included, by engine dtype and as FP8 rows.
     """
 
     architecture: str
@@ -78,7 +78,8 @@ class Summary:
             "architecture": self.architecture,
             "layers": f"{c.num_hidden_layers} ({c.num_hidden_layers - moe} dense, {moe} MoE)",
             "experts": experts if moe or any(c.nextn_moe) else "none",
-            "hidden, heads": f"{c.hidden_size}, {c.num_attention_heads}",
+            "hidden, heads": f"{c.hidden_size}, {c.num_attention_heads}"
+            + (f" in {c.grouped.kv_heads} groups" if c.grouped else ""),
             "vocabulary": f"{c.vocab_size:,}{' (tied)' if c.tie_word_embeddings else ''}",
             "context": f"{c.max_position_embeddings:,} tokens",
             "NextN layers": f"{len(c.nextn_moe)} ({kinds}; {self.nextn_layout})" if c.nextn_moe else "none",
@@ -217,9 +218,9 @@ def _cache_bytes(cfg: ModelConfig, layers: int) -> dict[str, int]:
     """Cache bytes per token, by dtype: every layer holds a row, a layer with an indexer an index key too."""
     keys = sum(cfg.indexes(i) for i in range(layers))
     width = cfg.indexer.dim if cfg.indexer else 0
-    values = layers * cfg.latent_dim + keys * width
+    values = layers * cfg.row.width + keys * width
     sizes = {dtype: values * np.dtype(kind).itemsize for dtype, kind in type_of.items()}
-    return sizes | {"fp8": layers * cfg.fp8_row_bytes + keys * (width + 4)}
+    return sizes | {"fp8": layers * cfg.row.fp8_bytes + keys * (width + 4)}
 
 
 def _add(stored: dict[str, Stored], name: str, elements: int, nbytes: int) -> None:

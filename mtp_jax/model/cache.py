@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas.mla_decode.fp8_rows import Rows, pack, unpack
+from kernels_pallas.mla_decode.fp8_rows import BLOCK, Rows, pack, unpack
 from mtp_jax.model import index_rows
-from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.config import ModelConfig, RowFormat
 from mtp_jax.model.indexer import NOTHING
 from mtp_jax.model.mla import Form
 from mtp_jax.model.visible import Visible
@@ -22,11 +22,11 @@ class Entries:
     """What tokens add to a layer's cache, before it is stored.
 
     Attributes:
-        latent: [latent | rope key], [B, W, C + R].
+        rows: [latent | rope key], [B, W, C + R]; or [keys | values], see ``ModelConfig.row``.
         index: index keys [B, W, i], of a layer with an indexer.
     """
 
-    latent: Float[Array, "B W c"]
+    rows: Float[Array, "B W c"]
     index: Float[Array, "B W i"] | None = None
 
 
@@ -35,55 +35,59 @@ class LayerCache:
     """One layer's pages; or rows in the form in which the pages hold them.
 
     Attributes:
-        latent: rows [latent | rope key], [P, S, C + R]; or FP8 rows, two arrays (see `fp8_rows.pack`).
+        rows: [latent | rope key], [P, S, C + R]; or [keys | values]; or FP8 rows, two arrays (see
+            `fp8_rows.pack`).
         index: index keys [P, S, i], of a layer with an indexer; or two arrays (see `index_rows.pack`).
     """
 
-    latent: Float[Array, "*b c"] | Rows
+    rows: Float[Array, "*b c"] | Rows
     index: Float[Array, "*b i"] | Rows | None = None
 
     @property
     def page_size(self) -> int:
         """Rows of a page."""
-        return jax.tree.leaves(self.latent)[0].shape[1]
+        return jax.tree.leaves(self.rows)[0].shape[1]
 
     @property
     def fp8(self) -> bool:
-        """Whether the latents are e4m3."""
-        return isinstance(self.latent, tuple)
+        """Whether it is an FP8 cache."""
+        return isinstance(self.rows, tuple)
 
-    def stored(self, entries: Entries, rank: int) -> "LayerCache":
-        """Entries as this cache holds them; ``rank`` is the latent's."""
-        rows, index = contained(entries.latent, rank), entries.index
+    def stored(self, entries: Entries, row: RowFormat) -> "LayerCache":
+        """Entries as this cache holds them."""
+        rows, index = contained(entries.rows, row.keys), entries.index
         if not self.fp8:
             return LayerCache(rows, index)
-        return LayerCache(pack(rows, rank), None if index is None else index_rows.pack(index))
+        packed = pack(rows, row.e4m3, row.block)
+        return LayerCache(packed, None if index is None else index_rows.pack(index))
 
 
-def contained(rows: Float[Array, "*b c"], rank: int) -> Float[Array, "*b c"]:
-    """Rows to cache: one that is not finite becomes a latent of zeros and a rope key of NaN.
+def contained(rows: Float[Array, "*b c"], keys: tuple[int, int]) -> Float[Array, "*b c"]:
+    """Rows to cache: one that is not finite becomes zeros, and NaN in its keys, the part ``[start, stop)``.
 
     Attention multiplies the values of rows that a token does not see by 0, and 0 x NaN is NaN. Values are
-    made of latents alone, so zeros there harm no such token. Scores are made of the rope key, too, and are
-    masked by a select: a token that does see the row still gets NaN.
+    made of the rest alone (in MLA of the latents), so zeros there harm no such token. Scores are made of the
+    keys, too (in MLA of the rope key), and are masked by a select: a token that does see the row gets NaN.
     """
     finite = jnp.isfinite(rows).all(axis=-1, keepdims=True)
-    return jnp.where(
-        finite, rows, jnp.where(jnp.arange(rows.shape[-1]) < rank, 0, jnp.nan).astype(rows.dtype)
-    )
+    at = jnp.arange(rows.shape[-1])
+    broken = jnp.where((at >= keys[0]) & (at < keys[1]), jnp.nan, 0).astype(rows.dtype)
+    return jnp.where(finite, rows, broken)
 
 
 def empty_cache(
     pages: int, page_size: int, cfg: ModelConfig, layer: int, dtype: Any, *, fp8: bool = False
 ) -> LayerCache:
     """Zeroed pages of a layer; NextN layers count on from the trunk's. Of FP8 ones ``dtype`` says nothing."""
-    rows = jnp.zeros((pages, page_size, cfg.latent_dim), dtype)
+    row = cfg.row
+    rows = jnp.zeros((pages, page_size, row.width), dtype)
     keys = (
         jnp.zeros((pages, page_size, cfg.indexer.dim), dtype) if cfg.indexer and cfg.indexes(layer) else None
     )
     if not fp8:
         return LayerCache(rows, keys)
-    return LayerCache(pack(rows, cfg.kv_lora_rank), None if keys is None else index_rows.pack(keys))
+    packed = pack(rows, row.e4m3, row.block)
+    return LayerCache(packed, None if keys is None else index_rows.pack(keys))
 
 
 @struct.dataclass
@@ -97,7 +101,7 @@ class PagedView:
         written: row that each window token is written to, int32 [B, W]; negative rows are not written, and
             nothing that becomes of their tokens is read.
         visible: rows that each window token attends to.
-        form: MLA form that attends: "absorbed" for windows of a few tokens.
+        form: MLA form that attends: "absorbed" for windows of a few tokens. Other attention has one form.
     """
 
     page_table: Int[Array, "B n"]
@@ -115,7 +119,7 @@ class WholeCache:
     """One layer's rows of whole sequences, to which every pass appends its window's: for training.
 
     Attributes:
-        rows: [latent | rope key], [B, L, C + R].
+        rows: as ``Entries`` has them, [B, L, c].
         mask: what the tokens of the next pass see of these rows and of their own window's, [W, L + W].
     """
 
@@ -145,9 +149,16 @@ def places(
 
 
 def read_rows(
-    cache: LayerCache, page_table: Int[Array, "B n"], seen: Bool[Array, "B L"], dtype: Any, rank: int
+    cache: LayerCache,
+    page_table: Int[Array, "B n"],
+    seen: Bool[Array, "B L"],
+    dtype: Any,
+    rank: int,
+    block: int = BLOCK,
 ) -> Float[Array, "B L c"]:
     """The rows of these pages, FP8 ones in ``dtype``; zero where no token sees them (``Visible.seen``).
+
+    rank, block: of FP8 rows, ``e4m3`` and ``block`` of their format.
 
     Rows past the committed length hold garbage, NaN perhaps: a zero probability would not silence it.
     """
@@ -156,8 +167,8 @@ def read_rows(
         rows = pages[page_table]
         return jnp.where(seen[..., None], rows.reshape(rows.shape[0], -1, rows.shape[-1]), 0)
 
-    found = jax.tree.map(read, cache.latent)
-    return unpack(found, rank).astype(dtype) if isinstance(found, tuple) else found
+    found = jax.tree.map(read, cache.rows)
+    return unpack(found, rank, block).astype(dtype) if isinstance(found, tuple) else found
 
 
 def read_chosen(
@@ -171,7 +182,7 @@ def read_chosen(
     def read(pages: Array) -> Array:
         return jnp.where(there[..., None], pages[page, row % size], 0)
 
-    found = jax.tree.map(read, cache.latent)
+    found = jax.tree.map(read, cache.rows)
     return unpack(found, rank).astype(dtype) if isinstance(found, tuple) else found
 
 

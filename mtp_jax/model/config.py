@@ -1,69 +1,22 @@
 """Model configuration: one frozen ``ModelConfig``, whose values go together."""
 
-import math
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import hf_config
+from mtp_jax.model.config_parts import GroupedConfig, IndexerConfig, RowFormat, YarnConfig
 
-
-@dataclass(frozen=True)
-class YarnConfig:
-    """YaRN context extension (arXiv 2309.00071), in the names of ``rope_scaling``."""
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    attention_factor: float | None = None
-
-    def _mscale(self, weight: float) -> float:
-        return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
-
-    @property
-    def rope_factor(self) -> float:
-        """What cos and sin are multiplied by."""
-        if self.attention_factor is not None:
-            return self.attention_factor
-        if self.mscale and self.mscale_all_dim:
-            return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
-        return self._mscale(1.0)
-
-    @property
-    def softmax_factor(self) -> float:
-        """What the softmax scale is multiplied by."""
-        return self._mscale(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
-
-
-@dataclass(frozen=True)
-class IndexerConfig:
-    """The indexer of DeepSeek's sparse attention (arXiv 2512.02556, section 2.1).
-
-    Attributes:
-        heads: index_n_heads.
-        dim: index_head_dim; its first qk_rope_head_dim channels are rotated.
-        topk: index_topk, the most entries that a token attends to.
-        interleaved: indexer_rope_interleave: whether the rope pairs channels (0, 1), (2, 3), ...
-        shared: for each layer of the trunk, whether it has no indexer, and attends to the entries that the
-            last layer with one chose. A NextN layer always has its own.
-        share_drafts: index_share_for_mtp_iteration: the first draft of a step chooses for all.
-    """
-
-    heads: int
-    dim: int
-    topk: int
-    interleaved: bool = False
-    shared: tuple[bool, ...] = ()
-    share_drafts: bool = False
+__all__ = ["GroupedConfig", "IndexerConfig", "ModelConfig", "RowFormat", "YarnConfig"]
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """A DeepSeek-V3-family model; fields keep their Hugging Face names.
+
+    The dimensions of MLA, ``kv_lora_rank`` to ``q_lora_rank``, are 0 and None where ``grouped`` says what
+    attention there is instead.
 
     ``nextn_moe[k]`` says whether NextN layer ``k`` has an MoE block; a checkpoint reader decides it from the
     tensors present, since some models ship a dense one.
@@ -74,10 +27,10 @@ class ModelConfig:
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
     q_lora_rank: int | None = None
     moe_intermediate_size: int = 0
     n_routed_experts: int = 0
@@ -95,6 +48,7 @@ class ModelConfig:
     rope_scaling: YarnConfig | None = None
     max_position_embeddings: int = 4096
     indexer: IndexerConfig | None = None
+    grouped: GroupedConfig | None = None
     num_nextn_predict_layers: int = 0
     nextn_moe: tuple[bool, ...] = ()
     tie_word_embeddings: bool = False
@@ -119,12 +73,13 @@ class ModelConfig:
         values = {k: v for k, v in raw.items() if k in known and v is not None} | translated
         moe = bool(values.get("n_routed_experts"))
         required = [n for n, f in known.items() if f.default is MISSING]
-        missing = [n for n in (*required, *(_REQUIRED_OF_MOE if moe else ())) if n not in values]
+        required += [*(_REQUIRED_OF_MOE if moe else ()), *(() if values["grouped"] else OF_MLA)]
+        missing = [n for n in required if n not in values]
         if missing:
             raise ConfigError(f"config.json lacks {', '.join(missing)}; a DeepSeek-V3 config has them all")
         if not moe:
             values["first_k_dense_replace"] = values["num_hidden_layers"]
-        for name, kind in (("rope_scaling", YarnConfig), ("indexer", IndexerConfig)):
+        for name, kind in _PARTS.items():
             values[name] = None if values[name] is None else kind(**values[name])
         try:
             count = values.get("num_nextn_predict_layers", 0)
@@ -139,15 +94,14 @@ class ModelConfig:
         out: dict[str, Any] = {
             "architectures": [architecture],
             "model_type": model_type,
-            "attention_bias": False,
             "hidden_act": "silu",
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
-            "num_key_value_heads": self.num_attention_heads,
         }
-        out |= {f.name: getattr(self, f.name) for f in fields(self)}
-        del out["fp8"], out["indexer"]
-        out |= self._index_keys()
+        of_mla = () if self.grouped is None else (*OF_MLA, "q_lora_rank")
+        left_out = {"fp8", "indexer", "grouped", *of_mla}
+        out |= {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
+        out |= self._attention_keys() | self._index_keys()
         out["torch_dtype"] = out.pop("dtype")
         ids = out.pop("eos_token_ids")
         out["eos_token_id"] = ids[0] if len(ids) == 1 else list(ids) or None
@@ -158,11 +112,26 @@ class ModelConfig:
         return out
 
     def _kind(self) -> tuple[str, str]:
+        if self.grouped:
+            return "glm4_moe", "Glm4MoeForCausalLM"
         if self.indexer is None:
             return "deepseek_v3", "DeepseekV3ForCausalLM"
         if self.indexer.interleaved:
             return "glm_moe_dsa", "GlmMoeDsaForCausalLM"
         return "deepseek_v32", "DeepseekV32ForCausalLM"
+
+    def _attention_keys(self) -> dict[str, Any]:
+        """What ``config.json`` says of attention beside the dimensions of MLA."""
+        g = self.grouped
+        if g is None:
+            return {"attention_bias": False, "num_key_value_heads": self.num_attention_heads}
+        return {
+            "attention_bias": g.bias,
+            "num_key_value_heads": g.kv_heads,
+            "head_dim": g.head_dim,
+            "partial_rotary_factor": g.rotary,
+            "use_qk_norm": g.qk_norm,
+        }
 
     def _index_keys(self) -> dict[str, Any]:
         """What ``config.json`` says of the indexer."""
@@ -187,18 +156,31 @@ class ModelConfig:
     @property
     def qk_head_dim(self) -> int:
         """Width of one query or key head, rope part included."""
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
+        return self.grouped.head_dim if self.grouped else self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def rope_dim(self) -> int:
+        """Channels of a head that are rotated."""
+        return int(self.grouped.head_dim * self.grouped.rotary) if self.grouped else self.qk_rope_head_dim
 
     @property
     def latent_dim(self) -> int:
-        """Values cached per token and layer: the latent and the shared rope key."""
+        """What MLA caches per token and layer: the latent and the shared rope key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
-    def fp8_row_bytes(self) -> int:
-        """Bytes of them in an FP8 cache: e4m3 latents, bfloat16 rope key, a float32 scale per 128 latents."""
-        scales = -(-self.kv_lora_rank // hf_config.FP8_BLOCK)
-        return self.kv_lora_rank + 2 * self.qk_rope_head_dim + 4 * scales
+    def row(self) -> RowFormat:
+        """A row of a layer's cache: [latent | rope key], or [keys of every kv head | their values].
+
+        An FP8 cache holds latents in e4m3 and the rope key in bfloat16; keys and values all in e4m3, with a
+        scale for every head of either, so that none spans both.
+        """
+        if self.grouped:
+            width = self.grouped.width
+            return RowFormat(2 * width, (0, width), 2 * width, self.grouped.head_dim)
+        return RowFormat(
+            self.latent_dim, (self.kv_lora_rank, self.latent_dim), self.kv_lora_rank, hf_config.FP8_BLOCK
+        )
 
     @property
     def softmax_scale(self) -> float:
@@ -224,6 +206,11 @@ class ModelConfig:
         return replace(self, eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,))
 
 
+# Fields that are read into classes of their own.
+_PARTS = {"rope_scaling": YarnConfig, "indexer": IndexerConfig, "grouped": GroupedConfig}
+
+OF_MLA = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
 # Their defaults in transformers are DeepSeek-V3's own values, which a file of another model must not fall
 # back to.
 _REQUIRED_OF_MOE = (
@@ -240,10 +227,6 @@ _POSITIVE = (
     "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
     "max_position_embeddings",
     "n_group",
     "topk_group",
@@ -272,7 +255,7 @@ def _check(c: ModelConfig) -> None:
     def whole(value: Any, least: int) -> bool:
         return type(value) is int and value >= least
 
-    for name in _POSITIVE:
+    for name in (*_POSITIVE, *(() if c.grouped else OF_MLA)):
         need(whole(getattr(c, name), 1), name, "a positive integer")
     for name in _NATURAL:
         need(whole(getattr(c, name), 0), name, "an integer >= 0")
@@ -284,6 +267,8 @@ def _check(c: ModelConfig) -> None:
         need(type(getattr(c, name)) is bool, name, "true or false")
     need(c.q_lora_rank is None or whole(c.q_lora_rank, 1), "q_lora_rank", "a positive integer or null")
     need(c.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", "an even number")
+    if c.grouped:
+        _check_grouped(c, c.grouped)
     need(all(whole(i, 0) for i in c.eos_token_ids), "eos_token_ids", "token ids")
     need(c.bos_token_id is None or whole(c.bos_token_id, 0), "bos_token_id", "a token id or null")
     need(c.dtype in ("float32", "bfloat16"), "dtype", "float32 or bfloat16")
@@ -349,3 +334,28 @@ def _check_indexer(c: ModelConfig, i: IndexerConfig) -> None:
             f"index_share_for_mtp_iteration with num_nextn_predict_layers = {c.num_nextn_predict_layers}; "
             "expected one layer, or false"
         )
+
+
+def _check_grouped(c: ModelConfig, g: GroupedConfig) -> None:
+    for name, value in (("num_key_value_heads", g.kv_heads), ("head_dim", g.head_dim)):
+        if type(value) is not int or not 1 <= value <= _MOST:
+            raise ConfigError(f"{name} = {value!r:.80}; expected a whole number from 1 to {_MOST:,}")
+    for name, value in (("use_qk_norm", g.qk_norm), ("attention_bias", g.bias)):
+        if type(value) is not bool:
+            raise ConfigError(f"{name} = {value!r:.80}; expected true or false")
+    if c.num_attention_heads % g.kv_heads:
+        raise ConfigError(
+            f"num_key_value_heads = {g.kv_heads} does not divide num_attention_heads = "
+            f"{c.num_attention_heads}"
+        )
+    if not (hf_config.is_number(g.rotary) and 0 < g.rotary <= 1) or c.rope_dim % 2 or not c.rope_dim:
+        raise ConfigError(
+            f"partial_rotary_factor = {g.rotary!r:.80} of head_dim = {g.head_dim}; expected a number above "
+            "0, at most 1, that gives an even number of channels"
+        )
+    for name in (*OF_MLA, "q_lora_rank", "indexer", "rope_scaling", "rope_interleave"):
+        if getattr(c, name):
+            raise ConfigError(
+                f"{name} = {getattr(c, name)!r:.200} is not supported with grouped-query attention; "
+                f"expected {'false' if name == 'rope_interleave' else 'no such key'}"
+            )

@@ -19,13 +19,13 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 # Those with sparse attention, and whether the indexer's rope pairs neighbours if the config does not say.
 _SPARSE = {"deepseek_v32": False, "glm_moe_dsa": True}
-_MODEL_TYPES = {"deepseek_v3", "kimi_k2", "glm4_moe_lite", "joyai_llm_flash", *_SPARSE}
+_GROUPED = "glm4_moe"
+_MODEL_TYPES = {"deepseek_v3", "kimi_k2", "glm4_moe_lite", "joyai_llm_flash", _GROUPED, *_SPARSE}
 _HYBRID = "its layers mix other kinds of attention with MLA"
 _REFUSED = {
     "deepseek_v4": "its compressed sparse attention and hyper-connections are a different architecture",
     "deepseek_v2": "its softmax router is not implemented",
     "glm5_next": _HYBRID,
-    "glm4_moe": "it uses grouped-query attention instead of MLA",
     "kimi_k3": _HYBRID,
     "kimi_k25": "it nests a text model beside a vision model",
     "mistral4": "its softmax router and query scaling are not implemented",
@@ -67,8 +67,8 @@ def read_json(path: str | Path) -> dict[str, Any]:
 def translate(raw: dict[str, Any]) -> dict[str, Any]:
     """What the dialects write in their own ways, as values of the fields of ``ModelConfig``.
 
-    ``rope_scaling`` and ``indexer`` hold the arguments of their classes, None without. Raises ConfigError for
-    a model that the engine cannot run.
+    ``rope_scaling``, ``indexer`` and ``grouped`` hold the arguments of their classes, None without. Raises
+    ConfigError for a model that the engine cannot run.
     """
     _refuse_unsupported(raw)
     eos = raw.get("eos_token_id")
@@ -76,6 +76,7 @@ def translate(raw: dict[str, Any]) -> dict[str, Any]:
         **_dense_layers(raw),
         **_rope(raw),
         "indexer": _indexer(raw),
+        **_grouped(raw),
         "dtype": _dtype(raw),
         "fp8": _fp8(raw),
         "eos_token_ids": () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
@@ -93,8 +94,7 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
         ("scoring_func", "sigmoid"),
         ("topk_method", "noaux_tc"),
         ("hidden_act", "silu"),
-        ("attention_bias", False),
-        ("partial_rotary_factor", 1),
+        *(() if kind == _GROUPED else (("attention_bias", False), ("partial_rotary_factor", 1))),
     ):
         for given in (raw, raw.get("rope_parameters")):
             got = given.get(key) if isinstance(given, dict) else None
@@ -107,6 +107,7 @@ _ARCHITECTURES = {
     "DeepseekMTPFor": "deepseek_v3",
     "DeepseekV32For": "deepseek_v32",
     "GlmMoeDsaFor": "glm_moe_dsa",
+    "Glm4MoeFor": "glm4_moe",
 }
 
 
@@ -137,6 +138,28 @@ def _indexer(raw: dict[str, Any]) -> dict[str, Any] | None:
         "shared": _shared(raw),
         "share_drafts": False if share is None else share,
     }
+
+
+def _grouped(raw: dict[str, Any]) -> dict[str, Any]:
+    """Grouped-query attention: arguments of ``GroupedConfig``, None where attention is MLA."""
+    if _model_type(raw) != _GROUPED:
+        return {"grouped": None}
+    names = {"kv_heads": "num_key_value_heads", "head_dim": "head_dim", "rotary": "partial_rotary_factor"}
+    names |= {"qk_norm": "use_qk_norm", "bias": "attention_bias"}
+    nested = raw.get("rope_parameters")
+    given = (nested if isinstance(nested, dict) else {}, raw)
+    found: dict[str, Any] = {}
+    for field, name in names.items():
+        values = [d[name] for d in given if d.get(name) is not None]
+        if any(v != values[0] for v in values):
+            both = " and ".join(f"{v!r:.80}" for v in values)
+            raise ConfigError(f"{name} is given as {both}; expected one value")
+        found |= {field: values[0]} if values else {}
+    # Without the other two there are no such tensors, which a load would notice.
+    if lacks := [names[field] for field in ("kv_heads", "head_dim", "rotary") if field not in found]:
+        raise ConfigError(f"config.json lacks {', '.join(lacks)}; {_GROUPED} has grouped-query attention")
+    interleaved = raw.get("rope_interleave")
+    return {"grouped": found, "rope_interleave": False if interleaved is None else interleaved}
 
 
 def _listed(names: dict[str, str]) -> str:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.model.config import IndexerConfig
-from mtp_jax.model.layers import rotate
+from mtp_jax.model.layers import rotate_first
 
 # Of the norm on index keys: the reference implementation fixes it, as it does those of the low ranks.
 NORM_EPS = 1e-6
@@ -41,14 +41,6 @@ class IndexQueries:
     weights: Float[Array, "B W H"]
 
 
-def rotated(
-    x: Float[Array, "B W ... i"], angles: Float[Array, "B W 2 r"], index: IndexerConfig
-) -> Float[Array, "B W ... i"]:
-    """The first channels rotated, the others as they are."""
-    rope, rest = jnp.split(x, [2 * angles.shape[-1]], axis=-1)
-    return jnp.concatenate([rotate(rope, angles, index.interleaved), rest], axis=-1)
-
-
 def queries(
     q: Float[Array, "B W H i"],
     weights: Float[Array, "B W H"],
@@ -56,7 +48,8 @@ def queries(
     angles: Float[Array, "B W 2 r"],
 ) -> IndexQueries:
     """From what the projections of queries and weights give."""
-    return IndexQueries(rotated(q, angles, index), weights * (index.dim * index.heads) ** -0.5)
+    rotated = rotate_first(q, angles, index.interleaved)
+    return IndexQueries(rotated, weights * (index.dim * index.heads) ** -0.5)
 
 
 def keys(
@@ -70,7 +63,7 @@ def keys(
     k32 = k.astype(jnp.float32)
     centred = k32 - k32.mean(axis=-1, keepdims=True)
     scale = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + NORM_EPS)
-    return rotated((centred * scale * weight + bias).astype(k.dtype), angles, index)
+    return rotate_first((centred * scale * weight + bias).astype(k.dtype), angles, index.interleaved)
 
 
 def scores(q: IndexQueries, k: Float[Array, "B L i"]) -> Float[Array, "B W L"]:

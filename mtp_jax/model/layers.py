@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.hf_config import FP8_BLOCK
@@ -33,7 +33,7 @@ def rms_norm(x: Float[Array, "... d"], weight: Float[Array, " d"], eps: float) -
 
 def rope_frequencies(cfg: ModelConfig) -> Float[Array, " r"]:
     """Inverse frequencies, YaRN's blend included (arXiv 2309.00071, section 3.2), float32 [R/2]."""
-    dims = cfg.qk_rope_head_dim
+    dims = cfg.rope_dim
     i = jnp.arange(dims // 2, dtype=jnp.float32)
     inv = cfg.rope_theta ** (-2 * i / dims)
     yarn = cfg.rope_scaling
@@ -74,3 +74,22 @@ def rotate(
     if x.ndim == 4:
         cos, sin = cos[:, :, None], sin[:, :, None]
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
+
+
+def rotate_first(
+    x: Float[Array, "B W ... h"], angles: Float[Array, "#B W 2 r"], interleaved: bool
+) -> Float[Array, "B W ... h"]:
+    """The first channels rotated, as many as there are angles for, the others as they are."""
+    rope, rest = jnp.split(x, [2 * angles.shape[-1]], axis=-1)
+    return jnp.concatenate([rotate(rope, angles, interleaved), rest], axis=-1)
+
+
+def masked_softmax(
+    scores: Float[Array, "B N W L"], mask: Bool[Array, "B W L"], scale: float
+) -> Float[Array, "B N W L"]:
+    """Softmax over what each token sees, float32; zeros where it sees nothing."""
+    scores = jnp.where(mask[:, None], scores * scale, -jnp.inf)
+    # An idle slot's peak of -inf would give NaN.
+    peak = jnp.maximum(scores.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
+    weights = jnp.exp(scores - jax.lax.stop_gradient(peak))  # the result does not depend on it
+    return weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Shaped
 
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.indexer import IndexQueries
-from mtp_jax.model.layers import rms_norm, rotate
+from mtp_jax.model.layers import masked_softmax, rms_norm, rotate
 from mtp_jax.model.params import Attention
 
 Form = Literal["naive", "absorbed"]
@@ -75,21 +75,10 @@ def attend(
     scores = jnp.einsum("bwnr,blr->bnwl", q.rope, key_rope, **wide)
     if form == "absorbed":
         inward = jnp.einsum("bwnh,nhc->bwnc", q.nope, k_up)
-        weights = _weights(scores + jnp.einsum("bwnc,blc->bnwl", inward, latent, **wide), mask, scale)
+        weights = masked_softmax(scores + jnp.einsum("bwnc,blc->bnwl", inward, latent, **wide), mask, scale)
         mixed = jnp.einsum("bnwl,blc->bwnc", weights.astype(rows.dtype), latent)
         return jnp.einsum("bwnc,nvc->bwnv", mixed, v_up)
     keys = jnp.einsum("blc,nhc->blnh", latent, k_up)
     values = jnp.einsum("blc,nvc->blnv", latent, v_up)
-    weights = _weights(scores + jnp.einsum("bwnh,blnh->bnwl", q.nope, keys, **wide), mask, scale)
+    weights = masked_softmax(scores + jnp.einsum("bwnh,blnh->bnwl", q.nope, keys, **wide), mask, scale)
     return jnp.einsum("bnwl,blnv->bwnv", weights.astype(rows.dtype), values)
-
-
-def _weights(
-    scores: Float[Array, "B N W L"], mask: Bool[Array, "B W L"], scale: float
-) -> Float[Array, "B N W L"]:
-    """Softmax over what each token sees, float32; zeros where it sees nothing."""
-    scores = jnp.where(mask[:, None], scores * scale, -jnp.inf)
-    # An idle slot's peak of -inf would give NaN.
-    peak = jnp.maximum(scores.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
-    weights = jnp.exp(scores - jax.lax.stop_gradient(peak))  # the result does not depend on it
-    return weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)

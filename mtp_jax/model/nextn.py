@@ -86,7 +86,7 @@ def write_cache(
         x = _merge(params, cfg, p, tokens, hidden, on)
         x = rms_norm(x, p.layer.attention_norm, cfg.rms_norm_eps)
         rows = on.entries(p.layer.attention, cfg, x, rope_angles(cfg, positions))
-        rows = cache.stored(rows, cfg.kv_lora_rank)
+        rows = cache.stored(rows, cfg.row)
         return on.write(cache, rows, page_table, existing(k, positions))
 
 
@@ -166,7 +166,7 @@ def drafts_forced(
     slots, length, _ = hidden.shape
     layers = len(params.nextn)
     causal, own = jnp.tri(length, dtype=bool), jnp.eye(length, dtype=bool)
-    first = cache = WholeCache(jnp.zeros((slots, 0, cfg.latent_dim), hidden.dtype), causal)
+    first = cache = WholeCache(jnp.zeros((slots, 0, cfg.row.width), hidden.dtype), causal)
     outputs, z = [], hidden
     for k in range(depth):
         if layers > 1:

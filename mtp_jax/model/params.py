@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mtp_jax.model.config import IndexerConfig, ModelConfig
+from mtp_jax.model.config import GroupedConfig, IndexerConfig, ModelConfig
 from mtp_jax.model.hf_config import FP8_BLOCK
 
 type_of = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -100,6 +100,25 @@ class Attention:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Grouped:
+    """Grouped-query attention (arXiv 2305.13245): G heads of keys and values, each for N / G query heads.
+
+    Biases and norms are None where the model has none. Keys and values are small, and whole on every device.
+    """
+
+    q: Any  # [N, h, D]
+    k: Any  # [G, h, D]
+    v: Any  # [G, h, D]
+    o: Any  # [D, N, h]
+    q_bias: Any  # [N * h]
+    k_bias: Any  # [G * h]
+    v_bias: Any  # [G * h]
+    q_norm: Any  # [h]
+    k_norm: Any  # [h]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Mlp:
     """SwiGLU: gate and up stacked."""
 
@@ -125,7 +144,7 @@ class Layer:
     """A pre-norm decoder block."""
 
     attention_norm: Any  # [D]
-    attention: Attention
+    attention: Attention | Grouped
     mlp_norm: Any  # [D]
     mlp: Mlp | Moe
 
@@ -189,6 +208,29 @@ def _attention(cfg: ModelConfig, p: str, indexes: bool) -> Attention:
     )
 
 
+def _grouped(cfg: ModelConfig, g: GroupedConfig, p: str) -> Grouped:
+    n, d, h = cfg.num_attention_heads, cfg.hidden_size, g.head_dim
+
+    def heads(name: str, count: int, axis: str | None) -> Spec:
+        return Spec((count, h, d), (axis, None, None), f"{p}.{name}_proj.weight", (count * h, d))
+
+    def bias(name: str, count: int, axis: str | None) -> Spec | None:
+        shape = (count * h,)
+        return Spec(shape, (axis,), f"{p}.{name}_proj.bias", shape, "zeros") if g.bias else None
+
+    return Grouped(
+        q=heads("q", n, "heads"),
+        k=heads("k", g.kv_heads, None),
+        v=heads("v", g.kv_heads, None),
+        o=Spec((d, n, h), (None, "heads", None), f"{p}.o_proj.weight", (d, n * h)),
+        q_bias=bias("q", n, "heads"),
+        k_bias=bias("k", g.kv_heads, None),
+        v_bias=bias("v", g.kv_heads, None),
+        q_norm=_norm(f"{p}.q_norm.weight", h) if g.qk_norm else None,
+        k_norm=_norm(f"{p}.k_norm.weight", h) if g.qk_norm else None,
+    )
+
+
 def _mlp(p: str, width: int, d: int) -> Mlp:
     gate_up = (f"{p}.gate_proj.weight", f"{p}.up_proj.weight")
     return Mlp(
@@ -213,9 +255,11 @@ def _moe(cfg: ModelConfig, p: str) -> Moe:
 
 def _layer(cfg: ModelConfig, number: int, moe: bool) -> Layer:
     d, p = cfg.hidden_size, f"model.layers.{number}"
+    own = f"{p}.self_attn"
+    grouped = _grouped(cfg, cfg.grouped, own) if cfg.grouped else None
     return Layer(
         attention_norm=_norm(f"{p}.input_layernorm.weight", d),
-        attention=_attention(cfg, f"{p}.self_attn", cfg.indexes(number)),
+        attention=grouped or _attention(cfg, own, cfg.indexes(number)),
         mlp_norm=_norm(f"{p}.post_attention_layernorm.weight", d),
         mlp=_moe(cfg, f"{p}.mlp") if moe else _mlp(f"{p}.mlp", cfg.intermediate_size, d),
     )

@@ -10,7 +10,7 @@ from mtp_jax.train.recipe import Recipe
 
 # Not maps from activations to activations: Muon's update with equal singular values does not suit them.
 _ADAM = ("embed", "head", "router")
-_HEADS_OUT = ("q_b", "k_up", "v_up")  # [N, out, in]
+_HEADS_OUT = ("q_b", "k_up", "v_up", "q", "k", "v")  # [N, out, in]
 
 
 def schedule(recipe: Recipe, peak: float) -> optax.Schedule:
@@ -68,7 +68,7 @@ def _matrices(params: Any) -> Any:
         if not _is_matrix(path, leaf):
             return None
         name, last = _leaf_name(path), leaf.ndim - 1
-        if name in _HEADS_OUT:
+        if name in _HEADS_OUT and leaf.ndim == 3:
             return optax.contrib.MuonDimensionNumbers(reduction_axis=2, output_axis=(0, 1))
         if name == "o":
             return optax.contrib.MuonDimensionNumbers(reduction_axis=(1, 2), output_axis=0)

@@ -54,7 +54,7 @@ def test_speculation_and_batching_change_no_token():
     state = local_runner(engine).state
     caches = [*state.trunk, *state.drafter.pages.cache]
     rows = engine.config.page_size * (engine.pages + 1)
-    assert {sum(a.nbytes for a in jax.tree.leaves(c)) for c in caches} == {rows * TINY.fp8_row_bytes}
+    assert {sum(a.nbytes for a in jax.tree.leaves(c)) for c in caches} == {rows * TINY.row.fp8_bytes}
 
 
 def test_drafts_are_nearly_those_of_a_float32_cache():

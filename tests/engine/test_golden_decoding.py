@@ -19,10 +19,10 @@ from tests.models import Reference, accepted, make_engine, serve
 
 VARIANTS = (
     "rigged", "rigged_mtp2", "v3", "mtp2", "no_q_lora", "tied", "glm47_flash",
-    "dsa_v32", "dsa_v32_rigged", "dsa_glm5", "dsa_glm52",
+    "dsa_v32", "dsa_v32_rigged", "dsa_glm5", "dsa_glm52", "glm45", "glm46", "glm46_bf16",
 )  # fmt: skip
 # Drafts of the others are never accepted.
-RIGHT = ("rigged", "rigged_mtp2", "glm47_flash", "dsa_v32_rigged", "dsa_glm52")
+RIGHT = ("rigged", "rigged_mtp2", "glm47_flash", "dsa_v32_rigged", "dsa_glm52", "glm46", "glm46_bf16")
 TWO_LAYERS = ("rigged_mtp2", "mtp2")
 
 

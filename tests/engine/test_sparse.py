@@ -122,8 +122,8 @@ def test_an_fp8_cache_holds_index_keys_in_eight_bits():
     state = local_runner(engine).state
     rows = engine.config.page_size * (engine.pages + 1)
     sizes = [sum(a.nbytes for a in jax.tree.leaves(c)) for c in (*state.trunk, *state.drafter.pages.cache)]
-    whole = SPARSE.fp8_row_bytes + INDEX.dim + 4
-    assert sizes == [rows * n for n in (whole, whole, SPARSE.fp8_row_bytes, whole)]
+    whole = SPARSE.row.fp8_bytes + INDEX.dim + 4
+    assert sizes == [rows * n for n in (whole, whole, SPARSE.row.fp8_bytes, whole)]
 
 
 @pytest.mark.parametrize("depth", [0, 3])

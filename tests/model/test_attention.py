@@ -16,7 +16,7 @@ from mtp_jax.model.cache import Entries, LayerCache, PagedView, Views, empty_cac
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import rope_angles
 from mtp_jax.model.mla import Form, Queries, attend
-from mtp_jax.model.params import Layer
+from mtp_jax.model.params import Attention, Layer
 from mtp_jax.model.visible import chain
 from tests.golden import expected, model_dir
 from tests.models import TINY, rigged
@@ -37,6 +37,12 @@ def block(name: str) -> tuple[Layer, np.ndarray, np.ndarray]:
     positions = jnp.broadcast_to(jnp.arange(T), (B, T))
     out, _ = attention(p, cfg, x, rope_angles(cfg, positions), None, (), Xla())
     return p, np.asarray(x), np.asarray(out)
+
+
+def weights() -> Attention:
+    p = block("low rank")[0].attention
+    assert isinstance(p, Attention)
+    return p
 
 
 def attention(
@@ -103,7 +109,7 @@ def queries(rng: np.random.Generator, width: int) -> Queries:
 
 def test_both_forms_of_both_backends_agree_under_any_mask():
     rng = np.random.default_rng(3)
-    p, q = block("low rank")[0].attention, queries(rng, 3)
+    p, q = weights(), queries(rng, 3)
     rows = jnp.asarray(rng.normal(size=(B, 9, TINY.latent_dim)), jnp.float32)
     mask = rng.random((B, 3, 9)) < 0.6
     mask[0, 1] = False
@@ -120,7 +126,7 @@ def test_both_forms_of_both_backends_agree_under_any_mask():
 @pytest.mark.parametrize("on", [Xla(), XlaCpu()], ids=["xla", "xla_cpu"])
 def test_the_two_forms_have_the_same_derivatives(on):
     rng = np.random.default_rng(4)
-    p, q = block("low rank")[0].attention, queries(rng, 3)
+    p, q = weights(), queries(rng, 3)
     rows = jnp.asarray(rng.normal(size=(B, 9, TINY.latent_dim)), jnp.float32)
     mask = jnp.asarray(rng.random((B, 3, 9)) < 0.6).at[0, 1].set(False)
     weigh = jnp.asarray(rng.normal(size=(B, 3, *p.v_up.shape[:2])), jnp.float32)
@@ -146,7 +152,7 @@ def test_blocks_of_the_cache_equal_all_of_it(monkeypatch, columns, form):
     """
     monkeypatch.setattr(cpu_attention, "_BLOCK", (2 * SIZE, 2 * SIZE))
     rng = np.random.default_rng(8)
-    p, q = block("low rank")[0].attention, queries(rng, 3)
+    p, q = weights(), queries(rng, 3)
     table = rng.permutation(B * columns).reshape(B, columns)
     rows = rng.normal(size=(B * columns + 1, SIZE, TINY.latent_dim)).astype(np.float32)
 
@@ -189,7 +195,7 @@ def test_prefill_takes_the_form_with_fewer_operations():
 @pytest.mark.parametrize("form", ["naive", "absorbed"])
 def test_large_scores_do_not_overflow(form):
     rng = np.random.default_rng(4)
-    p, q = block("low rank")[0].attention, queries(rng, 1)
+    p, q = weights(), queries(rng, 1)
     rows = jnp.asarray(rng.normal(size=(B, 5, TINY.latent_dim)), jnp.float32)
     for on in (Xla(), XlaCpu()):
         out = on.attend_rows(q, p.k_up, p.v_up, rows, jnp.ones((B, 1, 5), bool), 1e4, form)
@@ -254,7 +260,7 @@ def test_fp8_rows_are_written_alike_everywhere():
     table, positions = np.array([[2, 0], [1, 4]]), np.array([[3, 4, -1], [-1, 6, 0]])
     cfg = replace(TINY, kv_lora_rank=6, qk_rope_head_dim=4)
     empty = empty_cache(6, SIZE, cfg, 0, jnp.float32, fp8=True)
-    rows = empty.stored(Entries(jnp.asarray(rng.normal(size=(2, 3, 10)), jnp.float32)), 6)
+    rows = empty.stored(Entries(jnp.asarray(rng.normal(size=(2, 3, 10)), jnp.float32)), cfg.row)
     looped, scattered = (
         on.write_rows(empty, rows, jnp.asarray(table), jnp.asarray(positions)) for on in (XlaCpu(), Xla())
     )

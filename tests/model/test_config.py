@@ -224,7 +224,6 @@ REFUSED = [
     ),
     ({"model_type": "deepseek_v32"}, "config.json lacks index_n_heads, index_head_dim, index_topk; sparse"),
     ({"model_type": "deepseek_v2"}, "'deepseek_v2' is not supported: its softmax router"),
-    ({"model_type": "glm4_moe"}, "'glm4_moe' is not supported: it uses grouped-query attention"),
     ({"model_type": "kimi_k3"}, "'kimi_k3' is not supported: its layers mix"),
     ({"model_type": "llama"}, "'llama' is not supported; expected one of deepseek_v3"),
     ({"index_topk": 2048}, "config.json lacks index_n_heads, index_head_dim; sparse attention needs"),

@@ -28,7 +28,7 @@ from mtp_jax.model.cache import Entries, LayerCache, PagedView, empty_cache
 from mtp_jax.model.device import is_hopper, platform
 from mtp_jax.model.layers import expand, rope_angles
 from mtp_jax.model.mla import Queries
-from mtp_jax.model.params import Fp8, Params, Spec, param_specs, scale_spec
+from mtp_jax.model.params import Attention, Fp8, Params, Spec, param_specs, scale_spec
 from mtp_jax.model.sharding import make_mesh
 from mtp_jax.model.visible import chain
 from tests.golden import expected, model_dir
@@ -125,6 +125,7 @@ def test_drafts_are_those_of_dequantised_weights():
 def test_scales_follow_their_weights():
     specs = param_specs(ALIGNED)
     attention, moe = specs.layers[1].attention, specs.layers[1].mlp
+    assert isinstance(attention, Attention)
     heads = scale_spec(attention.q_b, "_s")
     assert (heads.shape, heads.axes, heads.names) == ((2, 4), ("heads", None), attention.q_b.names + "_s")
     out = scale_spec(attention.o, "_s")
@@ -325,7 +326,7 @@ def test_low_ranks_by_the_kernel_are_those_of_xla(cache, data, calls, monkeypatc
     x = jnp.asarray(rng.normal(size=(4, 2, cfg.hidden_size)), jnp.bfloat16)
     pages = jnp.asarray(rng.normal(size=(12, 4, cfg.latent_dim)), jnp.bfloat16)
     empty = empty_cache(12, 4, cfg, 0, jnp.bfloat16, fp8=cache == "fp8")
-    given = empty.stored(Entries(pages), cfg.kv_lora_rank)
+    given = empty.stored(Entries(pages), cfg.row)
     mesh = make_mesh(data, 2) if data > 1 else None
 
     def run(*kernels: str) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.params import Moe, Params, Spec, dtype_of, init_params, param_specs
+from mtp_jax.model.params import Attention, Moe, Params, Spec, dtype_of, init_params, param_specs
 from tests.models import TINY
 
 CONFIGS = {
@@ -65,6 +65,7 @@ def test_every_tensor_is_used_once_and_kv_b_twice(name):
 
 def test_keys_and_values_share_kv_b_without_overlap():
     a = param_specs(TINY).layers[0].attention
+    assert isinstance(a, Attention)
     assert a.k_up.names == a.v_up.names
     assert (a.k_up.rows, a.v_up.rows) == ((0, TINY.qk_nope_head_dim), (TINY.qk_nope_head_dim, 16))
 
@@ -96,6 +97,7 @@ def test_what_is_absent_is_none():
     assert param_specs(CONFIGS["tied"]).head is None
     assert param_specs(CONFIGS["no NextN layer"]).nextn == ()
     attention = param_specs(CONFIGS["no low rank"]).layers[0].attention
+    assert isinstance(attention, Attention)
     assert attention.q_a is None
     assert attention.q_norm is None
     assert "model.layers.0.self_attn.q_proj.weight" in names(CONFIGS["no low rank"])
@@ -112,6 +114,7 @@ def test_norms_and_router_stay_in_float32():
     low = init_params(TINY, jax.random.key(0), "bfloat16")
     block = low.layers[1]
     assert isinstance(block.mlp, Moe)
+    assert isinstance(block.attention, Attention)
     kept = (low.norm, block.attention_norm, block.attention.kv_norm, block.mlp.router, block.mlp.bias)
     assert {a.dtype for a in kept} == {jnp.dtype("float32")}
     rest = (low.embed, low.head, block.attention.o, block.mlp.gate_up, block.mlp.down, low.nextn[0].merge)

@@ -13,7 +13,7 @@ from mtp_jax.api.propose import propose
 from mtp_jax.decode.keys import StepKey
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request, SamplingParams
-from mtp_jax.model.params import param_specs
+from mtp_jax.model.params import Attention, param_specs
 from mtp_jax.model.sharding import make_mesh, param_sharding
 from tests.models import (
     GREEDY,
@@ -154,7 +154,9 @@ def test_parameters_lie_where_the_specs_say():
         assert array.sharding.is_equivalent_to(param_sharding(spec, mesh), array.ndim)
     experts = params.layers[1].mlp.gate_up
     assert {s.data.shape[0] for s in experts.addressable_shards} == {1}  # 8 experts on 8 devices
-    heads = params.layers[0].attention.q_b
+    attention = params.layers[0].attention
+    assert isinstance(attention, Attention)
+    heads = attention.q_b
     assert {s.data.shape[0] for s in heads.addressable_shards} == {2}
     assert {s.data.shape[0] for s in params.head.addressable_shards} == {TINY.vocab_size // 4}
 

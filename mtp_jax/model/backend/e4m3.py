@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from kernels_pallas.grouped_matmul import api as grouped_matmul
 from kernels_pallas.quantised import Quantised
 from mtp_jax.model.backend.xla_experts import Split
 from mtp_jax.model.params import Fp8
@@ -74,3 +75,13 @@ def part(x: Any, mesh: Mesh | None, *axes: str | None) -> jax.ShapeDtypeStruct:
     """Shape of one device's part of an array with these logical axes; the others are not split."""
     parts = [ways(axis, mesh) for axis in axes] + [1] * (len(x.shape) - len(axes))
     return jax.ShapeDtypeStruct(tuple(n // p for n, p in zip(x.shape, parts, strict=True)), x.dtype)
+
+
+def check_experts(x: Any, gate_up: Any, down: Any) -> None:
+    """Raise ValueError for what the kernel of routed experts cannot do."""
+    if isinstance(gate_up, Fp8) != isinstance(down, Fp8):
+        raise ValueError(
+            "grouped_matmul on mosaic_gpu: experts' gate, up and down are FP8 together or not at all"
+        )
+    for w in (gate_up, down):
+        grouped_matmul.check(x, *arrays(w))

@@ -34,7 +34,7 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import rms_norm
 from mtp_jax.model.mla import LOW_RANK_EPS, Queries, queries, rows_of
 from mtp_jax.model.moe import Routing, Weight
-from mtp_jax.model.params import Attention, Fp8, Layer, Mlp, Moe
+from mtp_jax.model.params import Attention, Fp8, Grouped, Layer, Mlp, Moe
 from mtp_jax.model.sharding import constrain, partition, sharded, ways
 from mtp_jax.model.visible import Window
 
@@ -81,10 +81,15 @@ class MosaicGpu(Xla):
         angles: Float[Array, "B W 2 r"],
         cache: Cache | None,
         views: Views,
-    ) -> tuple[Any, Queries, Entries | None, Cache | None]:
-        """One launch for the two norms of low ranks, rope and the cache; not of layers with an indexer."""
+    ) -> tuple[Any, Any, Entries | None, Cache | None]:
+        """One launch for MLA's two norms of low ranks, rope and the cache, unless a layer has an indexer.
+
+        Raises ConfigError where kernels must attend and attention is not MLA: there are none.
+        """
         a, (x, added) = p.attention, stream(x)
-        if a.indexer is not None:
+        if isinstance(a, Grouped):
+            self._do_without("grouped-query attention")
+        if isinstance(a, Grouped) or a.indexer is not None:
             return super().before_attention(p, cfg, plus(summed(x), added), angles, cache, views)
         first = a.q_b if a.q_a is None else a.q_a
         readers = self.multiplies(first, x.dtype, "out" if a.q_a is None else None)
@@ -264,7 +269,7 @@ class MosaicGpu(Xla):
 
         Raises ConfigError if they must and cannot.
         """
-        return self._runs("experts", _check_experts, x, gate_up, down)
+        return self._runs("experts", e4m3.check_experts, x, gate_up, down)
 
     def _takes_experts(self, p: Moe, dtype: Any) -> bool:
         """Whether they take their rows in e4m3."""
@@ -330,8 +335,13 @@ class MosaicGpu(Xla):
 
     # Attention
 
+    def _do_without(self, what: str) -> None:
+        """Raises ConfigError where kernels must attend: there is none for this."""
+        if self.strict and "attention" in self.kernels:
+            raise ConfigError(f"{what} has no kernel: --kernels auto, in Python kernels='auto'")
+
     def _norms_low_rank(self, q: Any, kv: Any, a: Attention, cache: Any) -> bool:
-        pages = None if cache.fp8 else cache.latent
+        pages = None if cache.fp8 else cache.rows
         return "attention" in self.kernels and _can(mla_low_rank.check, q, kv, a.kv_norm, pages)
 
     def _low_rank(
@@ -364,7 +374,7 @@ class MosaicGpu(Xla):
         run = sharded(local, self.mesh, specs, (e4m3.of_rows(), slots if fp8 else partition("pages")))
         with jax.named_scope("cache_write"):
             cos_sin = angles[..., 0, :], angles[..., 1, :]
-            low, out = run(q, kv, a.q_norm, a.kv_norm, cos_sin, None if fp8 else cache.latent, view)
+            low, out = run(q, kv, a.q_norm, a.kv_norm, cos_sin, None if fp8 else cache.rows, view)
         rows = Rows(q.shape[-3:], None, Quantised(*low))
         return (rows, Entries(out), cache) if fp8 else (rows, None, LayerCache(out))
 
@@ -403,17 +413,13 @@ class MosaicGpu(Xla):
     ) -> Float[Array, "B W N v"]:
         """Absorbed by a kernel that reads the pages where they are; naive by one that expands rows."""
         if only is not None:
-            if self.strict and "attention" in self.kernels:
-                raise ConfigError(
-                    "no kernel attends to a choice among rows that tokens share, as sparse attention does in "
-                    "prefill: --kernels auto, in Python kernels='auto'"
-                )
+            self._do_without("a choice among rows that tokens share, as in sparse prefill,")
             return super().attend_pages(q, k_up, v_up, cache, view, scale, only)
         by_kernel: dict[str, Any] = {"scale": scale, "implementation": "mosaic_gpu"}
         if view.form == "absorbed":
             inward = jnp.einsum("bwnh,nhc->bwnc", q.nope, k_up)
-            if self._runs("attention", mla_decode.check, inward, q.rope, cache.latent):
-                where = cache.latent, view.page_table, view.visible
+            if self._runs("attention", mla_decode.check, inward, q.rope, cache.rows):
+                where = cache.rows, view.page_table, view.visible
                 mixed = mla_decode.mla_decode(inward, q.rope, *where, in_place=True, **by_kernel)
                 return jnp.einsum("bwnc,nvc->bwnv", mixed, v_up)
             return super().attend_pages(q, k_up, v_up, cache, view, scale)
@@ -423,16 +429,6 @@ class MosaicGpu(Xla):
         seen = view.visible.seen(view.page_table.shape[1] * cache.page_size)
         rows = read_rows(cache, view.page_table, seen, v_up.dtype, k_up.shape[-1])
         return mla_prefill.mla_prefill(whole, rows, k_up, v_up, view.visible, **by_kernel)
-
-
-def _check_experts(x: Any, gate_up: Any, down: Any) -> None:
-    """Raise ValueError for what the kernel cannot do."""
-    if isinstance(gate_up, Fp8) != isinstance(down, Fp8):
-        raise ValueError(
-            "grouped_matmul on mosaic_gpu: experts' gate, up and down are FP8 together or not at all"
-        )
-    for w in (gate_up, down):
-        grouped_matmul.check(x, *e4m3.arrays(w))
 
 
 def _can(check: Callable[..., None], *args: Any) -> bool:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.model import indexer, mla
 from mtp_jax.model.backend import selection
+from mtp_jax.model.backend.attention import attention_of
 from mtp_jax.model.backend.xla_experts import Rows, Stream, XlaExperts
 from mtp_jax.model.cache import (
     Cache,
@@ -25,8 +26,8 @@ from mtp_jax.model.cache import (
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.indexer import Choice
 from mtp_jax.model.layers import rms_norm
-from mtp_jax.model.mla import LOW_RANK_EPS, Form, Queries, queries, rows_of
-from mtp_jax.model.params import Attention, Layer
+from mtp_jax.model.mla import Form, Queries
+from mtp_jax.model.params import Attention, Grouped, Layer
 from mtp_jax.model.parts import join, split_tree
 from mtp_jax.model.sharding import constrain, partition, sharded, ways
 
@@ -51,26 +52,20 @@ class Xla(XlaExperts):
         angles: Float[Array, "B W 2 r"],
         cache: Cache | None,
         views: Views,
-    ) -> tuple[Stream, Queries, Entries | None, Cache | None]:
-        """arXiv 2405.04434, eqs. 9-15. Returns (x, queries, entries, cache).
+    ) -> tuple[Stream, Any, Entries | None, Cache | None]:
+        """Norm, queries, entries to cache: what a kind of ``attention`` makes of them.
 
-        There are no entries where they have been written already.
+        Returns (x, queries, entries, cache). There are no entries where they have been written already.
         """
         a, normed = p.attention, rms_norm(x, p.attention_norm, cfg.rms_norm_eps)
-        low = normed if a.q_a is None else rms_norm(self.linear(normed, a.q_a), a.q_norm, LOW_RANK_EPS)
-        q = queries(self.linear(low, a.q_b, split="out"), cfg, angles)
-        if a.indexer is not None and cfg.indexer is not None:
-            with jax.named_scope("index"):
-                weights = self.exactly(normed, a.indexer.weights)
-                index = indexer.queries(self.linear(low, a.indexer.q), weights, cfg.indexer, angles)
-            q = replace(q, index=index)
+        q = attention_of(a).queries(self, a, cfg, normed, angles)
         return x, q, self.entries(a, cfg, normed, angles), cache
 
     def attend(
         self,
-        a: Attention,
+        a: Attention | Grouped,
         cfg: ModelConfig,
-        q: Queries,
+        q: Any,
         entries: Entries | None,
         cache: Cache | None,
         views: Views,
@@ -87,7 +82,7 @@ class Xla(XlaExperts):
         """
         if not isinstance(cache, LayerCache):
             assert entries is not None, "entries have nowhere to be but here"
-            rows = entries.latent
+            kind, rows = attention_of(a), entries.rows
             mask = jnp.tri(rows.shape[1], dtype=bool)
             if isinstance(cache, WholeCache):
                 cache = cache.extended(rows)
@@ -96,7 +91,7 @@ class Xla(XlaExperts):
             chosen = choice[0] if choice else selection.of_whole(q.index, entries.index, mask, cfg)
             if chosen is not None:
                 mask &= indexer.chosen_mask(chosen, mask.shape[-1])
-            context = self.attend_rows(q, a.k_up, a.v_up, rows, mask, cfg.softmax_scale, self.form)
+            context = kind.over_rows(self, cfg, q, kind.by_head(a, cfg), rows, mask)
             return context, cache, (chosen,)
         shapes, contexts, choices = [v.written.shape for v in views], [], []
         parts = (split_tree(x, shapes, self.mesh) for x in (q, entries))
@@ -136,13 +131,11 @@ class Xla(XlaExperts):
         """
         return 4 if ways("vocab", self.mesh) == 1 else 1
 
-    def entries(self, a: Attention, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]) -> Entries:
-        """To cache: the normed latent and the rotated shared key (eqs. 9, 11, 15), and the index key."""
-        rows, p = rows_of(self.linear(x, a.kv_a), a, cfg, angles), a.indexer
-        if p is None or cfg.indexer is None:
-            return Entries(rows)
-        with jax.named_scope("index"):
-            return Entries(rows, indexer.keys(self.linear(x, p.k), p.k_norm, p.k_bias, cfg.indexer, angles))
+    def entries(
+        self, a: Attention | Grouped, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]
+    ) -> Entries:
+        """What rows add to the cache."""
+        return attention_of(a).entries(self, a, cfg, x, angles)
 
     def prefill_form(self, cfg: ModelConfig, window: int) -> Form:
         """The MLA form for chunks of ``window`` tokens."""
@@ -191,9 +184,9 @@ class Xla(XlaExperts):
 
     def _attend_part(
         self,
-        a: Attention,
+        a: Attention | Grouped,
         cfg: ModelConfig,
-        q: Queries,
+        q: Any,
         entries: Entries | None,
         cache: LayerCache,
         view: PagedView,
@@ -202,23 +195,23 @@ class Xla(XlaExperts):
     ) -> tuple[Float[Array, "B W N v"], LayerCache, Int[Array, "B W K"] | None]:
         """chose: whether another layer did; this one's indexer has nothing to choose then."""
         index, topk = None if chose else q.index, cfg.indexer.topk if cfg.indexer else 0
+        kind = attention_of(a)
 
-        def local(q, index, k_up, v_up, entries, cache, view, chosen):
+        def local(q, index, by_head, entries, cache, view, chosen):
             with jax.named_scope("cache_write"):
                 if entries is not None:
-                    given = cache.stored(entries, k_up.shape[-1])
+                    given = cache.stored(entries, cfg.row)
                     cache = self.write_rows(cache, given, view.page_table, view.written)
             with jax.named_scope("attend"):
                 if index is not None:
                     chosen = selection.choose(index, cache, view, topk)
-                context = self.attend_chosen(q, k_up, v_up, cache, view, cfg.softmax_scale, chosen)
-                return context, cache, chosen
+                return kind.over_pages(self, cfg, q, by_head, cache, view, chosen), cache, chosen
 
         heads, per_slot = partition("slots", None, "heads", None), partition("slots")
-        up, paged = partition("heads"), partition("pages")
-        given = heads, per_slot, up, up, per_slot, paged, per_slot, per_slot
+        own, paged = partition("heads"), partition("pages")
+        given = heads, per_slot, own, per_slot, paged, per_slot, per_slot
         run = sharded(local, self.mesh, given, (heads, paged, per_slot))
-        return run(replace(q, index=None), index, a.k_up, a.v_up, entries, cache, view, chosen)
+        return run(replace(q, index=None), index, kind.by_head(a, cfg), entries, cache, view, chosen)
 
     def attend_chosen(
         self,

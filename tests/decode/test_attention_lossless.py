@@ -1,4 +1,4 @@
-"""Sampling with sparse attention under every verifier: chi-square of whole steps against the exact law."""
+"""Sampling with other attention than MLA's: chi-square of whole steps against the exact law."""
 
 from dataclasses import replace
 
@@ -8,10 +8,12 @@ import pytest
 from mtp_jax.decode.drafter.build import build
 from mtp_jax.model.config import IndexerConfig
 from tests.decode.law import CFG, OPTIONS, Case, chi_square, emitted, exact_law
+from tests.models import grouped
 
 # Of three prompt tokens and those that follow each token attends to three.
 INDEX = IndexerConfig(heads=4, dim=8, topk=3, shared=(False, True))
 SPARSE = replace(CFG, indexer=INDEX)
+GROUPED = grouped(CFG, kv_heads=1)
 SHARING = replace(CFG, indexer=replace(INDEX, share_drafts=True))
 
 
@@ -26,8 +28,9 @@ def check(cfg, verifier):
 
 
 @pytest.mark.parametrize("verifier", ["block", "coupled"])
-def test_lossless(verifier):
-    check(SPARSE, verifier)
+@pytest.mark.parametrize("cfg", [SPARSE, GROUPED], ids=["sparse", "grouped"])
+def test_lossless(cfg, verifier):
+    check(cfg, verifier)
 
 
 @pytest.mark.slow

@@ -1,0 +1,70 @@
+"""Multi-head Latent Attention (arXiv 2405.04434, section 2.1), sparse or not: see ``attention``."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import jax
+from jaxtyping import Array, Bool, Float, Int
+
+from mtp_jax.model import indexer, mla
+from mtp_jax.model.backend.xla_experts import Rows
+from mtp_jax.model.cache import Entries, LayerCache, PagedView
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.layers import rms_norm
+from mtp_jax.model.mla import LOW_RANK_EPS, Queries
+from mtp_jax.model.params import Attention
+
+if TYPE_CHECKING:
+    from mtp_jax.model.backend.xla import Xla
+
+
+def queries(on: "Xla", a: Attention, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]) -> Queries:
+    """Eqs. 12-14, and what is asked of the index keys."""
+    low = x if a.q_a is None else rms_norm(on.linear(x, a.q_a), a.q_norm, LOW_RANK_EPS)
+    q = mla.queries(on.linear(low, a.q_b, split="out"), cfg, angles)
+    if a.indexer is None or cfg.indexer is None:
+        return q
+    with jax.named_scope("index"):
+        weights = on.exactly(x, a.indexer.weights)
+        return replace(q, index=indexer.queries(on.linear(low, a.indexer.q), weights, cfg.indexer, angles))
+
+
+def entries(on: "Xla", a: Attention, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]) -> Entries:
+    """The normed latent and the rotated shared key (eqs. 9, 11, 15), and the index key."""
+    rows, p = mla.rows_of(on.linear(x, a.kv_a), a, cfg, angles), a.indexer
+    if p is None or cfg.indexer is None:
+        return Entries(rows)
+    with jax.named_scope("index"):
+        return Entries(rows, indexer.keys(on.linear(x, p.k), p.k_norm, p.k_bias, cfg.indexer, angles))
+
+
+def by_head(a: Attention, cfg: ModelConfig) -> tuple[Array, ...]:
+    """Each head's way from the latent to keys and values."""
+    return a.k_up, a.v_up
+
+
+def over_rows(
+    on: "Xla",
+    cfg: ModelConfig,
+    q: Queries,
+    by_head: tuple[Array, ...],
+    rows: Float[Array, "B L c"],
+    mask: Bool[Array, "B W L"],
+) -> Float[Array, "B W N v"]:
+    """In the backend's form."""
+    k_up, v_up = by_head
+    return on.attend_rows(q, k_up, v_up, rows, mask, cfg.softmax_scale, on.form)
+
+
+def over_pages(
+    on: "Xla",
+    cfg: ModelConfig,
+    q: Queries,
+    by_head: tuple[Array, ...],
+    cache: LayerCache,
+    view: PagedView,
+    chosen: Int[Array, "B W K"] | None,
+) -> Float[Array, "B W N v"]:
+    """In the view's form."""
+    k_up, v_up = by_head
+    return on.attend_chosen(q, k_up, v_up, cache, view, cfg.softmax_scale, chosen)

@@ -1,0 +1,102 @@
+"""What a ``ModelConfig`` has parts for: YaRN, the indexer, grouped-query attention; rows of a cache."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class YarnConfig:
+    """YaRN context extension (arXiv 2309.00071), in the names of ``rope_scaling``."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+
+    def _mscale(self, weight: float) -> float:
+        return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    @property
+    def rope_factor(self) -> float:
+        """What cos and sin are multiplied by."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
+        return self._mscale(1.0)
+
+    @property
+    def softmax_factor(self) -> float:
+        """What the softmax scale is multiplied by."""
+        return self._mscale(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+
+@dataclass(frozen=True)
+class IndexerConfig:
+    """The indexer of DeepSeek's sparse attention (arXiv 2512.02556, section 2.1).
+
+    Attributes:
+        heads: index_n_heads.
+        dim: index_head_dim; its first qk_rope_head_dim channels are rotated.
+        topk: index_topk, the most entries that a token attends to.
+        interleaved: indexer_rope_interleave: whether the rope pairs channels (0, 1), (2, 3), ...
+        shared: for each layer of the trunk, whether it has no indexer, and attends to the entries that the
+            last layer with one chose. A NextN layer always has its own.
+        share_drafts: index_share_for_mtp_iteration: the first draft of a step chooses for all.
+    """
+
+    heads: int
+    dim: int
+    topk: int
+    interleaved: bool = False
+    shared: tuple[bool, ...] = ()
+    share_drafts: bool = False
+
+
+@dataclass(frozen=True)
+class GroupedConfig:
+    """Grouped-query attention (arXiv 2305.13245) in place of MLA, as GLM-4.5 to 4.7 have it.
+
+    Attributes:
+        kv_heads: num_key_value_heads; so many neighbouring query heads as there are of them share one.
+        head_dim: width of every query, key and value head.
+        rotary: partial_rotary_factor, the share of a head that is rotated: its first channels, half-split.
+        qk_norm: use_qk_norm: whether queries and keys are normed head by head, before they are rotated.
+        bias: attention_bias: whether the projections of queries, keys and values add one.
+    """
+
+    kv_heads: int
+    head_dim: int
+    rotary: float
+    qk_norm: bool = False
+    bias: bool = False
+
+    @property
+    def width(self) -> int:
+        """Keys, or values, of all heads."""
+        return self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """What a layer's cache holds of a token, and how an FP8 cache stores it.
+
+    Attributes:
+        width: values of a row.
+        keys: the part [start, stop) that scores are made of and the mixed values are not.
+        e4m3: so many of the first values are e4m3 in an FP8 cache; the others are bfloat16.
+        block: so many e4m3 values share a float32 scale.
+    """
+
+    width: int
+    keys: tuple[int, int]
+    e4m3: int
+    block: int
+
+    @property
+    def fp8_bytes(self) -> int:
+        """Bytes of a row in an FP8 cache."""
+        return self.e4m3 + 2 * (self.width - self.e4m3) + 4 * -(-self.e4m3 // self.block)
