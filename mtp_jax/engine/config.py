@@ -89,8 +89,8 @@ class EngineOptions:
     )
     kv_cache_dtype: CacheType = option(
         "auto",
-        "of the cache alone: auto, as dtype says; fp8, latents in e4m3 with a scale per 128 of them, about "
-        "half of bfloat16's bytes",
+        "of the cache alone: auto, as dtype says; fp8, latents in e4m3 with a scale per 128 of them, or keys "
+        "and values with one per head, about half of bfloat16's bytes",
         choices=get_args(CacheType),
     )
     seed: int | None = option(

@@ -48,8 +48,9 @@ def test_with_two_nextn_layers_they_take_turns_and_the_second_catches_up():
     assert work.bytes - plain.bytes == pytest.approx(more + drafts + known)
 
 
-def test_nextn_rows_of_a_prompt_cost_their_merge_and_latents():
-    model = checkpoint.load(golden.model_dir("rigged"))
+@pytest.mark.parametrize("variant", ["rigged", "glm46"])
+def test_nextn_rows_of_a_prompt_cost_their_merge_and_latents(variant):
+    model = checkpoint.load(golden.model_dir(variant))
     plain = replace(model.params, nextn=())
     key = StepKey(0, 0, 0, SamplingMode(), None, 16, 1)
     with_rows, without = (

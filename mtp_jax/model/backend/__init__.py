@@ -1,10 +1,13 @@
 """Who carries out a forward pass, stage by stage; never what it computes.
 
-    before_attention  norm, low ranks, rope, index queries        -> queries, entries to cache
+    before_attention  norm, projections, rope, index queries      -> queries, entries to cache
     attend            write them, choose, attend over the cache   -> context, choice
     after_attention   output projection, added to the stream
     feed_forward      norm; router, routed and shared experts, or a dense MLP, added to the stream
     finish            the norm at the end
+
+What a stage computes depends on a layer's kind of attention (``attention``): MLA, with sparse attention or
+without, or grouped-query attention.
 
 ``Xla`` has every stage as the papers write it, and is the oracle of the others, which replace stages or parts
 of them: ``XlaCpu`` what XLA on a CPU does slowly, ``MosaicGpu`` what kernels do on a Hopper GPU. What passes

@@ -1,0 +1,105 @@
+"""Grouped-query attention against a plain loop, on parts of the heads, over pages that hold garbage."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+
+from mtp_jax.errors import ConfigError
+from mtp_jax.model.backend import MosaicGpu, Xla, XlaCpu, grouped
+from mtp_jax.model.cache import Entries, LayerCache, PagedView, empty_cache, read_rows
+from mtp_jax.model.layers import rope_angles
+from mtp_jax.model.sharding import check_divisible
+from mtp_jax.model.visible import chain
+from tests import models
+from tests.models import rigged
+
+CFG = models.grouped()  # eight query heads of four kv heads
+B, T, N, G, H = 2, 6, 8, 4, 8
+
+
+def normal(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(len(shape)).normal(size=shape), jnp.float32)
+
+
+def plainly(q: np.ndarray, rows: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    keys, values = rows.astype(np.float64).reshape(B, -1, 2, G, H).transpose(2, 0, 3, 1, 4)
+    out = np.zeros(q.shape)
+    for b, w, n in np.ndindex(*q.shape[:3]):
+        scores = keys[b, n // (N // G)] @ q[b, w, n] / np.sqrt(H)
+        weights = np.exp(scores - scores.max()) * mask[b, w]
+        out[b, w, n] = weights / weights.sum() @ values[b, n // (N // G)]
+    return out
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+def test_each_part_of_the_heads_asks_its_own_kv_heads(parts: int):
+    q, rows, mask = normal(B, 3, N, H), normal(B, T, 2 * G * H), jnp.asarray(np.tri(3, T, 2) > 0)[None]
+    mask = jnp.broadcast_to(mask, (B, 3, T))
+    kv_heads = jnp.arange(N) // (N // G)
+    assert CFG.grouped is not None
+    given = rows, mask, CFG.grouped, N // G, CFG.softmax_scale
+    pairs = zip(jnp.split(q, parts, axis=2), jnp.split(kv_heads, parts), strict=True)
+    got = jnp.concatenate([grouped.attend(mine, heads, *given) for mine, heads in pairs], axis=2)
+    np.testing.assert_allclose(got, plainly(*map(np.asarray, (q, rows, mask))), atol=1e-5)
+    assert not np.asarray(grouped.attend(q, kv_heads, rows, mask & False, *given[2:])).any()
+
+
+def views(table: jax.Array, positions: jax.Array) -> tuple[PagedView, ...]:
+    return (PagedView(table, positions, chain(positions[:, 0], (positions >= 0).sum(axis=1))),)
+
+
+@pytest.mark.parametrize("on", [Xla(), XlaCpu()], ids=["xla", "xla_cpu"])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_broken_row_stays_with_those_that_see_it(fp8: bool, on: Any):
+    """The last token is not finite. Its row is written, and tokens before it are as they were."""
+    layer, size = rigged(CFG).layers[0], 4
+    x, positions = normal(B, T, CFG.hidden_size), jnp.broadcast_to(jnp.arange(T), (B, T))
+    where = views(jnp.asarray([[4, 1], [0, 3]]), positions)
+
+    def attended(x: jax.Array) -> tuple[np.ndarray, LayerCache]:
+        cache = empty_cache(6, size, CFG, 0, jnp.float32, fp8=fp8)
+        _, q, rows, cache = on.before_attention(layer, CFG, x, rope_angles(CFG, positions), cache, where)
+        out, cache, _ = on.attend(layer.attention, CFG, q, rows, cache, where)
+        assert isinstance(cache, LayerCache)
+        return np.asarray(out), cache
+
+    want, (got, cache) = attended(x)[0], attended(x.at[:, -1].set(jnp.inf))
+    np.testing.assert_array_equal(got[:, :-1], want[:, :-1])
+    assert np.isnan(got[:, -1]).all()
+    seen, row = jnp.ones((B, 2 * size), bool), CFG.row
+    found = np.asarray(read_rows(cache, where[0].page_table, seen, jnp.float32, row.e4m3, row.block))
+    assert np.isnan(found[:, T - 1, : G * H]).all()
+    assert not found[:, T - 1, G * H :].any()
+
+
+def test_an_fp8_row_is_rounded_head_by_head():
+    """A loud head costs its neighbours nothing: e4m3 has four significant bits, whatever the others are."""
+    loud = jnp.ones((2 * G, H)).at[3].set(1e6).reshape(-1)
+    rows, row = normal(B, T, 2 * G * H) * loud, CFG.row
+    stored = empty_cache(B, T, CFG, 0, jnp.float32, fp8=True).stored(Entries(rows), row)
+    table, seen = jnp.arange(B)[:, None], jnp.ones((B, T), bool)
+    found = read_rows(stored, table, seen, jnp.float32, row.e4m3, row.block)
+    error = np.abs(found - rows).reshape(B, T, 2 * G, H)
+    assert (error <= np.abs(rows).reshape(error.shape).max(axis=-1, keepdims=True) / 16).all()
+
+
+def test_kernels_that_must_attend_refuse_it():
+    given: Any = rigged(CFG).layers[0], CFG, normal(B, T, CFG.hidden_size)
+    angles = rope_angles(CFG, jnp.broadcast_to(jnp.arange(T), (B, T)))
+    with pytest.raises(ConfigError, match="grouped-query attention has no kernel: --kernels auto"):
+        MosaicGpu(strict=True).before_attention(*given, angles, None, ())
+    left = MosaicGpu().before_attention(*given, angles, None, ())
+    right = Xla().before_attention(*given, angles, None, ())
+    np.testing.assert_array_equal(left[1].whole, right[1].whole)
+
+
+def test_a_mesh_that_cuts_groups_apart_is_refused():
+    cfg = replace(CFG, num_attention_heads=12, n_routed_experts=12, moe_intermediate_size=24)
+    check_divisible(cfg, AbstractMesh((1, 4), ("data", "model")))
+    with pytest.raises(ConfigError, match="gives each device 2 query heads, and each 3 share a kv head"):
+        check_divisible(cfg, AbstractMesh((1, 6), ("data", "model")))
