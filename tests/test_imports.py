@@ -47,6 +47,7 @@ WITHOUT_JAX = (
     "errors",
     "model.config",
     "model.hf_config",
+    "model.hf_quantization",
     "options",
     "text.chat_template",
     "text.child",
@@ -78,7 +79,8 @@ OF_DEVICES = "mtp_jax.model.backend.__init__"
 OF_NEXTN = ("mtp_jax.model", "mtp_jax.decode.drafter", "mtp_jax.api.score", "mtp_jax.bench", "mtp_jax.train")
 
 # A checkpoint fills parameters and places them; it knows nothing of what the model computes.
-OF_MODEL = tuple(f"mtp_jax.model.{name}" for name in ("config", "device", "hf_config", "params", "sharding"))
+_KNOWN = ("config", "device", "hf_config", "hf_quantization", "narrow", "params", "sharding")
+OF_MODEL = tuple(f"mtp_jax.model.{name}" for name in _KNOWN)
 
 
 def modules(package: str) -> dict[str, str]:

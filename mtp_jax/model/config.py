@@ -7,6 +7,7 @@ from typing import Any
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import hf_config
+from mtp_jax.model.hf_quantization import FP8_BLOCK, INT4_PER_WORD
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class ModelConfig:
     """A DeepSeek-V3-family model; fields keep their Hugging Face names.
 
     ``nextn_moe[k]`` says whether NextN layer ``k`` has an MoE block; a checkpoint reader decides it from the
-    tensors present, since some models ship a dense one.
+    tensors present, since some models ship a dense one. ``fp8`` and ``int4_group``, the inputs that share a
+    scale, say that the checkpoint has such weights; which they are, its tensors tell.
     """
 
     vocab_size: int
@@ -102,6 +104,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = (1,)
     dtype: str = "bfloat16"
     fp8: bool = False
+    int4_group: int | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -113,7 +116,11 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> "ModelConfig":
-        """Build from the parsed JSON of either dialect. Raises ConfigError."""
+        """Build from the parsed JSON of either dialect; of a multimodal model its text part.
+
+        Raises ConfigError.
+        """
+        raw = hf_config.text_part(raw)
         translated = hf_config.translate(raw)
         known = {f.name: f for f in fields(cls)}
         values = {k: v for k, v in raw.items() if k in known and v is not None} | translated
@@ -146,7 +153,7 @@ class ModelConfig:
             "num_key_value_heads": self.num_attention_heads,
         }
         out |= {f.name: getattr(self, f.name) for f in fields(self)}
-        del out["fp8"], out["indexer"]
+        del out["fp8"], out["int4_group"], out["indexer"]
         out |= self._index_keys()
         out["torch_dtype"] = out.pop("dtype")
         ids = out.pop("eos_token_ids")
@@ -197,7 +204,7 @@ class ModelConfig:
     @property
     def fp8_row_bytes(self) -> int:
         """Bytes of them in an FP8 cache: e4m3 latents, bfloat16 rope key, a float32 scale per 128 latents."""
-        scales = -(-self.kv_lora_rank // hf_config.FP8_BLOCK)
+        scales = -(-self.kv_lora_rank // FP8_BLOCK)
         return self.kv_lora_rank + 2 * self.qk_rope_head_dim + 4 * scales
 
     @property
@@ -323,6 +330,17 @@ def _check(c: ModelConfig) -> None:
         if c.n_group > 1 and c.n_routed_experts // c.n_group < 2:
             raise ConfigError("expert groups of one: a group's score is the sum of its two best experts")
         need(c.moe_intermediate_size > 0, "moe_intermediate_size", "a positive integer")
+    group = c.int4_group
+    need(group is None or whole(group, 1), "int4_group", "a positive integer or null")
+    if group and c.n_routed_experts:
+        for name in ("hidden_size", "moe_intermediate_size"):
+            unit = math.lcm(group, INT4_PER_WORD)
+            divides = getattr(c, name) % unit == 0
+            need(
+                divides,
+                name,
+                f"a multiple of {unit}: int4 weights have {group} inputs in a group, 8 in a word",
+            )
 
 
 def _check_indexer(c: ModelConfig, i: IndexerConfig) -> None:

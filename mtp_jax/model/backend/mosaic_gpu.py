@@ -33,7 +33,8 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import rms_norm
 from mtp_jax.model.mla import LOW_RANK_EPS, Queries, queries, rows_of
 from mtp_jax.model.moe import Routing, Weight
-from mtp_jax.model.params import Attention, Fp8, Layer, Mlp, Moe
+from mtp_jax.model.narrow import Fp8
+from mtp_jax.model.params import Attention, Layer, Mlp, Moe
 from mtp_jax.model.sharding import constrain, partition, sharded, ways
 
 PARTS = frozenset(("linear", "experts", "attention"))

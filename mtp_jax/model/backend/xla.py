@@ -28,10 +28,11 @@ from mtp_jax.model.cache import (
 )
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.indexer import Choice
-from mtp_jax.model.layers import expand, rms_norm
+from mtp_jax.model.layers import rms_norm
 from mtp_jax.model.mla import LOW_RANK_EPS, Form, Queries, queries, rows_of
 from mtp_jax.model.moe import Experts, Routing, Weight
-from mtp_jax.model.params import Attention, Fp8, Layer, Mlp, Moe
+from mtp_jax.model.narrow import Narrow, expand
+from mtp_jax.model.params import Attention, Layer, Mlp, Moe
 from mtp_jax.model.parts import join, split_tree
 from mtp_jax.model.sharding import constrain, partition, sharded, ways
 
@@ -149,9 +150,9 @@ class Xla:
     # Parts that stages are made of
 
     def linear(
-        self, x: Rows, w: Float[Array, "*o i"] | Fp8, *, split: Split | None = None
+        self, x: Rows, w: Float[Array, "*o i"] | Narrow, *, split: Split | None = None
     ) -> Float[Array, "..."]:
-        """``x @ w.T``: weights have output features first, as in the checkpoint; FP8 ones are expanded.
+        """``x @ w.T``: weights have output features first, as in the checkpoint; narrow ones are expanded.
 
         split: whether ``model`` splits the first output axis or the input features of w.
         """
