@@ -38,7 +38,7 @@ QUANTISATION: dict[str, Any] = {
         }
     },
     "format": "pack-quantized",
-    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|down)_proj.*"],
     "kv_cache_scheme": None,
     "quant_method": "compressed-tensors",
     "quantization_status": "compressed",

@@ -44,7 +44,10 @@ def experts(params: Params) -> Iterator[Any]:
             yield from (layer.mlp.gate_up, layer.mlp.down)
 
 
-def forward(params: Params, on: Backend = Xla()) -> np.ndarray:
+PLAINLY = Xla()
+
+
+def forward(params: Params, on: Backend = PLAINLY) -> np.ndarray:
     """Logits of the trunk and of the NextN layer behind it."""
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 9)))
 
@@ -115,17 +118,14 @@ def test_same_tokens_at_any_depth(models, dtype):
     assert sum(counts) > len(counts) / 2
 
 
-@pytest.mark.parametrize("shape", [(2, 4), (1, 8), (8, 1)])
-def test_experts_are_split_over_eight_devices(models, packed, shape):
-    mesh = make_mesh(*shape)
+def test_experts_are_split_over_eight_devices(models, packed):
+    mesh = make_mesh(2, 4)
     split = load(models.packed, mesh=mesh).params
     for own, want in zip(experts(split), experts(packed.params), strict=True):
         for array, whole in zip(jax.tree.leaves(own), jax.tree.leaves(want), strict=True):
             assert {s.data.nbytes for s in array.addressable_shards} == {whole.nbytes // 8}
-    if shape != (8, 1):
-        want = forward(packed.params)
-        np.testing.assert_allclose(forward(split, Xla(mesh=mesh)), want, atol=1e-4) if shape[0] <= 2 else None
-    got, counts = decode(split, 3, mesh=mesh, max_num_seqs=8)
+    np.testing.assert_allclose(forward(split, Xla(mesh=mesh)), forward(packed.params), atol=1e-4)
+    got, counts = decode(split, 3, mesh=mesh)
     want, _ = decode(packed.params, 0)
     assert got == want
     assert sum(counts) > len(counts) / 2
