@@ -30,7 +30,7 @@ def dequantise(words: np.ndarray, scale: np.ndarray, rows: range, columns: range
     group = words.shape[1] * INT4_PER_WORD // scale.shape[1]
     first, last = columns.start // INT4_PER_WORD, -(-columns.stop // INT4_PER_WORD)
     packed = np.ascontiguousarray(words[rows.start : rows.stop, first:last])
-    values = _PAIRS[packed.view(np.uint8)].reshape(len(rows), -1)
+    values = _PAIRS[packed.view(np.uint8)].reshape(len(rows), packed.shape[1] * INT4_PER_WORD)
     skipped = columns.start - first * INT4_PER_WORD
     of_column = np.arange(columns.start, columns.stop) // group
     scales = scale[rows.start : rows.stop].astype(np.float32)
