@@ -48,6 +48,7 @@ WITHOUT_JAX = (
     "model.config",
     "model.config_parts",
     "model.hf_config",
+    "model.hf_quantization",
     "options",
     "text.chat_template",
     "text.child",
@@ -79,7 +80,16 @@ OF_DEVICES = "mtp_jax.model.backend.__init__"
 OF_NEXTN = ("mtp_jax.model", "mtp_jax.decode.drafter", "mtp_jax.api.score", "mtp_jax.bench", "mtp_jax.train")
 
 # A checkpoint fills parameters and places them; it knows nothing of what the model computes.
-_OF_MODEL = ("config", "config_parts", "device", "hf_config", "params", "sharding")
+_OF_MODEL = (
+    "config",
+    "config_parts",
+    "device",
+    "hf_config",
+    "hf_quantization",
+    "narrow",
+    "params",
+    "sharding",
+)
 OF_MODEL = tuple(f"mtp_jax.model.{name}" for name in _OF_MODEL)
 
 

@@ -15,7 +15,8 @@ import numpy as np
 from mtp_jax.decode.keys import StepKey
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.moe import Routing
-from mtp_jax.model.params import Fp8, Grouped, Layer, Moe, NextN, Params, type_of
+from mtp_jax.model.narrow import is_narrow
+from mtp_jax.model.params import Grouped, Layer, Moe, NextN, Params, type_of
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def of_launch(
     """
     visited = visited or partial(expected_experts, cfg)
     itemsize = type_of[dtype].dtype.itemsize
-    both = (params, jax.tree.map(_one_byte_each, params, is_leaf=lambda a: isinstance(a, Fp8)))
+    both = (params, jax.tree.map(_one_byte_each, params, is_leaf=is_narrow))
     layers = list(zip(*(each.nextn for each in both), strict=True))
     nextn = [Part(*map(of_nextn, p)) for p in layers]
     rows_only = [Part(*map(of_nextn_cache, p)) for p in layers]

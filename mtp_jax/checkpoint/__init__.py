@@ -1,18 +1,20 @@
-"""Files to parameters and back: Hugging Face folders, FP8 blocks, NextN draft folders, Orbax."""
+"""Files to parameters and back: Hugging Face folders, narrow weights, NextN draft folders, Orbax."""
 
 from pathlib import Path
+from typing import Literal, get_args
 
 from jax.sharding import Mesh
 
 from mtp_jax.checkpoint.orbax_store import check_no_draft, convert, is_orbax, restore, save
-from mtp_jax.checkpoint.read import Fp8Weights, Loaded, Progress, load_folder
+from mtp_jax.checkpoint.read import ALL_FORMATS, Loaded, Progress, load_folder
 from mtp_jax.checkpoint.summary import Summary, summarise
 from mtp_jax.checkpoint.write import export_nextn, save_checkpoint
+from mtp_jax.errors import ConfigError
 from mtp_jax.model.device import is_hopper
 
 __all__ = [
-    "Fp8Weights",
     "Loaded",
+    "NarrowWeights",
     "Progress",
     "Summary",
     "convert",
@@ -25,13 +27,15 @@ __all__ = [
     "summarise",
 ]
 
+NarrowWeights = Literal["dequantise", "keep"]
+
 
 def load(
     model_dir: str | Path,
     draft_model: str | Path | None = None,
     *,
     dtype: str = "float32",
-    fp8: Fp8Weights | None = None,
+    narrow: NarrowWeights | None = None,
     mesh: Mesh | None = None,
     num_nextn_layers: int | None = None,
     progress: Progress | None = None,
@@ -43,9 +47,9 @@ def load(
         draft_model: a folder with the NextN layers: in place, lmsys NextN or xLLM export. None: those of
             ``model_dir``.
         dtype: "float32" or "bfloat16", of everything but norms and routers, which are float32.
-        fp8: "keep": block-scaled FP8 weights stay FP8 in memory (``params.Fp8``); "dequantise": they become
-            ``dtype``; None: kept for bfloat16 on a Hopper GPU, whose kernels multiply them. An Orbax folder
-            holds none.
+        narrow: "keep": weights in FP8 or int4 stay so in memory (``model.narrow``); "dequantise": they become
+            ``dtype``; None: int4 stays, which is a quarter of bfloat16's bytes, and FP8 for bfloat16 on a
+            Hopper GPU, whose kernels multiply it. An Orbax folder holds none.
         mesh: devices to place the parameters on; each device reads only its part. None: one device.
         num_nextn_layers: how many NextN layers to load; 0 for none, None for all.
         progress: called with (bytes read, bytes to read) after every array.
@@ -53,14 +57,19 @@ def load(
         ConfigError: an unsupported model, or one that does not divide over the mesh.
         CheckpointError: files that are damaged, incomplete or of another model.
     """
-    if fp8 is None:
-        fp8 = "keep" if dtype == "bfloat16" and is_hopper() else "dequantise"
+    if narrow not in (None, *get_args(NarrowWeights)):
+        raise ConfigError(
+            f"narrow = {narrow!r}; expected one of {', '.join(get_args(NarrowWeights))}, or None"
+        )
+    keep = ALL_FORMATS if narrow == "keep" else frozenset[str]()
+    if narrow is None:
+        keep = ALL_FORMATS if dtype == "bfloat16" and is_hopper() else {"int4"}
     if not is_orbax(model_dir):
         return load_folder(
             model_dir,
             draft_model,
             dtype=dtype,
-            fp8=fp8,
+            keep=keep,
             mesh=mesh,
             num_nextn_layers=num_nextn_layers,
             progress=progress,

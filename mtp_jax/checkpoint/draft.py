@@ -25,6 +25,7 @@ _XLLM_SPECIAL = re.compile(r"model\.((?:enorm|hnorm|eh_proj|shared_head|embed_to
 FREE = {
     "num_hidden_layers", "first_k_dense_replace", "moe_layer_freq", "num_nextn_predict_layers", "nextn_moe",
     "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_ids", "dtype", "fp8",
+    "int4_group",
 }  # fmt: skip
 
 
@@ -36,14 +37,14 @@ class Draft:
         folder: where they were found.
         layout: IN_PLACE, LMSYS or XLLM.
         tensors: their tensors under the names of the release.
-        fp8: whether config.json beside them announces fp8.
+        config: of config.json beside them, which says how their weights are stored.
         unknown: tensors in the folder that do not belong to the layout.
     """
 
     folder: Path
     layout: str
     tensors: dict[str, Tensor]
-    fp8: bool
+    config: ModelConfig
     unknown: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -78,7 +79,7 @@ def in_place(folder: Folder, cfg: ModelConfig) -> Draft:
             f"at {shortlist(map(str, layers))}; expected them from layer {first} on"
         )
     tensors = {n: t for n, t in folder.tensors.items() if layer_of(n) in layers}
-    return Draft(folder.path, IN_PLACE, tensors, cfg.fp8)
+    return Draft(folder.path, IN_PLACE, tensors, cfg)
 
 
 def _of_layer(cfg: ModelConfig, name: str) -> Any:
@@ -104,7 +105,7 @@ def open_draft(path: str | Path, cfg: ModelConfig) -> Draft:
         raise CheckpointError(f"{folder.path} does not fit the model: {'; '.join(differing)}")
     first, layers = cfg.num_hidden_layers, nextn_layers(folder.tensors)
     if layers[:1] == [first]:
-        return replace(in_place(folder, cfg), fp8=own.fp8)
+        return replace(in_place(folder, cfg), config=own)
     if layers == [-1]:
         layout, rename = XLLM, _from_xllm
     elif layers and layers == list(range(len(layers))):
@@ -115,7 +116,7 @@ def open_draft(path: str | Path, cfg: ModelConfig) -> Draft:
             f"{folder.path} has no NextN layer for this model: enorm.weight and the like are {at}; expected "
             f"them in model.layers.{first} (in place), model.layers.0 (lmsys NextN) or model (xLLM export)"
         )
-    draft = Draft(folder.path, layout, {}, own.fp8)
+    draft = Draft(folder.path, layout, {}, own)
     for name, tensor in folder.tensors.items():
         new = rename(name, first)
         if new is None:

@@ -1,14 +1,14 @@
 """A checkpoint folder in Hugging Face layout: one file, or an index and its shards."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mtp_jax.checkpoint.safetensors_file import Tensor, open_file
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.hf_config import missing_folder, read_json
+from mtp_jax.model.hf_config import missing_folder, read_json, text_part
 from mtp_jax.text.tokenizer import FILES as TOKENIZER_FILES
 
 INDEX = "model.safetensors.index.json"
@@ -18,10 +18,32 @@ _LONGEST_NAME = 255  # bytes: NAME_MAX of Linux (limits.h)
 
 @dataclass(frozen=True)
 class Folder:
-    """Tensors by name, in file order."""
+    """Tensors by name, in file order; those beside a text model's, which nothing here reads, apart."""
 
     path: Path
     tensors: dict[str, Tensor]
+    unread: dict[str, Tensor] = field(default_factory=dict)
+
+
+# Where a multimodal checkpoint (Kimi-K2.5) has its text model, and its other parts.
+_TEXT = "language_model."
+_OTHER = ("vision_tower.", "mm_projector.", "multi_modal_projector.")
+
+
+def as_folder(path: Path, tensors: dict[str, Tensor]) -> Folder:
+    """Tensors as a folder; those of a multimodal model's text part get the names they have in a text model.
+
+    Raises CheckpointError for two tensors of one name.
+    """
+    if not any(name.startswith(_TEXT) for name in tensors):
+        return Folder(path, tensors)
+    folder = Folder(path, {})
+    for name, tensor in tensors.items():
+        into, new = (folder.unread if name.startswith(_OTHER) else folder.tensors), name.removeprefix(_TEXT)
+        if new in into:
+            raise CheckpointError(f"{tensor} is also there as {into[new].name}; expected one of them")
+        into[new] = tensor
+    return folder
 
 
 def shortlist(names: Iterable[str]) -> str:
@@ -42,7 +64,7 @@ def open_folder(path: str | Path) -> Folder:
     if not path.is_dir():
         raise CheckpointError(missing_folder(path))
     if not (path / INDEX).exists():
-        return Folder(path, open_file(_single_file(path)))
+        return as_folder(path, open_file(_single_file(path)))
     weight_map = _weight_map(path / INDEX)
     missing = sorted(f for f in set(weight_map.values()) if not (path / f).is_file())
     if missing:
@@ -60,16 +82,17 @@ def open_folder(path: str | Path) -> Folder:
         got = tensors[name].file.path.name if name in tensors else "no shard"
         if got != file:
             raise CheckpointError(f"{path / INDEX}: tensor {name} should be in {file}; it is in {got}")
-    return Folder(path, tensors)
+    return as_folder(path, tensors)
 
 
 def read_config(path: str | Path) -> tuple[ModelConfig, dict[str, Any]]:
-    """config.json of a folder, and its JSON. generation_config.json decides the end-of-text ids.
+    """config.json of a folder, and its JSON; of a multimodal model the text part.
 
+    generation_config.json decides the end-of-text ids.
     Raises ConfigError for an unsupported model or a folder without config.json.
     """
     path = Path(path)
-    raw = read_json(path / "config.json")
+    raw = text_part(read_json(path / "config.json"))
     cfg = ModelConfig.from_dict(raw)
     if (path / "generation_config.json").is_file():
         cfg = cfg.with_eos(read_json(path / "generation_config.json").get("eos_token_id"))

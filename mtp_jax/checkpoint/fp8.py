@@ -6,17 +6,9 @@ Blocks at the edge are partial: a [576, 7168] weight has a [5, 56] scale. The te
 
 import numpy as np
 
-from mtp_jax.model.hf_config import FP8_BLOCK
+from mtp_jax.model.hf_quantization import FP8_BLOCK
 
 SCALE_SUFFIX = "_scale_inv"
-
-
-def may_be_fp8(name: str) -> bool:
-    """Whether a tensor may be in fp8: projections, but not tables, norms, routers or eh_proj."""
-    projects = name.endswith(
-        ("_proj.weight", "_proj_with_mqa.weight", ".indexer.wq_b.weight", ".indexer.wk.weight")
-    )
-    return projects and not name.endswith(("eh_proj.weight", ".indexer.weights_proj.weight"))
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from mtp_jax.checkpoint.folder import read_config, text_files
 from mtp_jax.checkpoint.read import Loaded, Progress, load_folder
-from mtp_jax.checkpoint.write import check_no_fp8, new_folder, write_json
+from mtp_jax.checkpoint.write import check_no_narrow, new_folder, write_json
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.hf_config import read_json
@@ -85,12 +85,12 @@ def read_about(path: Path) -> About:
 def save(path: str | Path, cfg: ModelConfig, params: Params) -> None:
     """Write parameters, sharded or not, to a new folder. Raises CheckpointError if one is there already.
 
-    FP8 weights that were kept are refused: load them dequantised.
+    Weights that were kept narrow are refused: load them dequantised.
     """
     import orbax.checkpoint as ocp  # slow to import, and most runs do without
 
     path = Path(path).absolute()
-    check_no_fp8(params)
+    check_no_narrow(params)
     if is_orbax(path) or (path / "params").exists():
         raise CheckpointError(f"{path} already holds an Orbax checkpoint; name a new folder or remove it")
     path.mkdir(parents=True, exist_ok=True)
@@ -154,7 +154,7 @@ def convert(
     mesh: Mesh | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Load a folder in Hugging Face layout and write it with Orbax, its tokenizer files beside it.
+    """Load a folder in Hugging Face layout, dequantised, and write it with Orbax, tokenizer files beside it.
 
     num_nextn_layers: how many NextN layers to take along; None for all.
     Raises CheckpointError, before anything is read, if the folder to write holds anything.

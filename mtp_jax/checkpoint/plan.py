@@ -1,24 +1,22 @@
 """What a load will read: every expected tensor found, every found tensor accounted for. Headers only."""
 
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from mtp_jax.checkpoint.draft import Draft, in_place, layer_of, nextn_layers, open_draft
 from mtp_jax.checkpoint.folder import Folder, open_folder, read_config, shortlist
-from mtp_jax.checkpoint.fp8 import SCALE_SUFFIX, may_be_fp8, scale_shape
+from mtp_jax.checkpoint.formats import FORMATS, PLAIN, SUFFIXES, Format, format_of, may_be_narrow, spec_names
 from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import CheckpointError
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.params import Params, Spec, param_specs
+from mtp_jax.model.params import Params, param_specs
 
 _IGNORABLE = re.compile(r".*rotary_emb\.inv_freq")
-_PLAIN = ("F32", "BF16", "F16")
 HEAD = "lm_head.weight"
 
 
@@ -33,6 +31,7 @@ class Plan:
         architecture: model_type of config.json.
         layout: layout of the NextN layers, None without any.
         files: every safetensors file that is involved.
+        unread: tensors of other parts of a multimodal model, which are left where they are.
     """
 
     config: ModelConfig
@@ -41,6 +40,7 @@ class Plan:
     architecture: str
     layout: str | None
     files: tuple[Path, ...]
+    unread: dict[str, Tensor] = field(default_factory=dict)
 
     def specs(self, own: frozenset[str] = frozenset()) -> Params:
         """The tree of Spec to fill; ``own``: duplicates that turned out to differ."""
@@ -59,17 +59,6 @@ def copied_from(cfg: ModelConfig, copy: str) -> str:
     """The trunk's tensor that a possible duplicate may be a copy of."""
     embedded = copy.endswith("embed_tokens.weight") or cfg.tie_word_embeddings
     return "model.embed_tokens.weight" if embedded else HEAD
-
-
-def spec_names(spec: Spec) -> np.ndarray:
-    """``spec.names`` as an object array whose shape is the stacked leading dimensions."""
-    return np.array(spec.names, dtype=object)
-
-
-def can_stay_fp8(spec: Spec, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether a parameter can stay FP8 in memory: whole weights, all of them in FP8."""
-    stored = (tensors.get(name) for name in spec_names(spec).flat)
-    return spec.rows is None and all(t is not None and t.dtype == "F8_E4M3" for t in stored)
 
 
 def make_plan(
@@ -118,7 +107,7 @@ def match(
         copies.append(HEAD)
     duplicates = {name: copied_from(cfg, name) for name in copies if name in found}
 
-    check = _Accounting(cfg, found, {n: draft.fp8 if n in draft.tensors else cfg.fp8 for n in found})
+    check = _Accounting(cfg, found, dict.fromkeys(draft.tensors, draft.config))
     for spec in jax.tree.leaves(param_specs(cfg)):
         for name in spec_names(spec).flat:
             check.expect(name, spec.tensor_shape)
@@ -130,7 +119,7 @@ def match(
     files = sorted({t.file.path for t in found.values()})
     layout = draft.layout if wanted else None
     tensors = {n: found[n] for n in check.used}
-    return Plan(cfg, tensors, duplicates, architecture, layout, tuple(files))
+    return Plan(cfg, tensors, duplicates, architecture, layout, tuple(files), folder.unread)
 
 
 def _count_nextn(cfg: ModelConfig, draft: Draft, declared: int | None, wanted: int | None) -> int:
@@ -158,10 +147,8 @@ def _count_nextn(cfg: ModelConfig, draft: Draft, declared: int | None, wanted: i
 
 
 def _is_moe(cfg: ModelConfig, k: int, tensors: dict[str, Tensor]) -> bool:
-    return (
-        f"model.layers.{cfg.num_hidden_layers + k}.mlp.gate_proj.weight" not in tensors
-        and cfg.n_routed_experts > 0
-    )
+    dense = f"model.layers.{cfg.num_hidden_layers + k}.mlp.gate_proj.weight"
+    return cfg.n_routed_experts > 0 and not any(dense + suffix in tensors for suffix in SUFFIXES)
 
 
 def unread_layers(cfg: ModelConfig, draft: Draft, wanted: int | None) -> set[str]:
@@ -175,53 +162,66 @@ def unread_layers(cfg: ModelConfig, draft: Draft, wanted: int | None) -> set[str
 class _Accounting:
     """Collects what is wrong, to say all of it at once."""
 
-    def __init__(self, cfg: ModelConfig, found: dict[str, Tensor], fp8: dict[str, bool]):
-        self.cfg, self.found, self.fp8 = cfg, found, fp8
+    def __init__(self, cfg: ModelConfig, found: dict[str, Tensor], drafts: dict[str, ModelConfig]):
+        """drafts: for tensors of NextN layers, the config beside them."""
+        self.cfg, self.found, self.drafts = cfg, found, drafts
+        self.seen: set[str] = set()
         self.used: dict[str, None] = {}
         self.missing: dict[str, None] = {}
         self.wrong: list[str] = []
 
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
-        """A weight that must be there with this shape and a dtype that it may have."""
-        if name in self.used:
+        """A weight that must be there with this shape, stored in a way that it may be."""
+        if name in self.seen:
             return
-        tensor = self.found.get(name)
-        if tensor is None:
-            self.missing[name] = None
-            return
-        self.used[name] = None
-        if tensor.shape != shape:
-            self.wrong.append(
-                f"{tensor} has shape {list(tensor.shape)}; expected {list(shape)} from config.json"
-            )
-        allowed = (*_PLAIN, "F8_E4M3") if may_be_fp8(name) else _PLAIN
-        if tensor.dtype not in allowed:
-            self.wrong.append(f"{tensor} has dtype {tensor.dtype}; expected one of {', '.join(allowed)}")
-        elif tensor.dtype == "F8_E4M3":
-            self._expect_scale(name, tensor)
+        self.seen.add(name)
+        stored = format_of(self.found, name) if may_be_narrow(name) else None
+        if stored is not None:
+            self._expect_narrow(name, shape, stored)
+        elif (tensor := self._find(name)) is not None:
+            if tensor.shape != shape:
+                self.wrong.append(
+                    f"{tensor} has shape {list(tensor.shape)}; expected {list(shape)} from config.json"
+                )
+            if tensor.dtype not in PLAIN:
+                also = ("F8_E4M3",) if may_be_narrow(name) else ()
+                allowed = ", ".join((*PLAIN, *also))
+                self.wrong.append(f"{tensor} has dtype {tensor.dtype}; expected one of {allowed}")
 
-    def _expect_scale(self, name: str, weight: Tensor) -> None:
-        if not self.fp8[name]:
+    def _find(self, name: str) -> Tensor | None:
+        """A tensor that will be read, if it is there."""
+        (self.used if name in self.found else self.missing)[name] = None
+        return self.found.get(name)
+
+    def _expect_narrow(self, name: str, shape: tuple[int, ...], stored: Format) -> None:
+        """All tensors of a weight."""
+        own = (self.drafts[name + suffix] for suffix in SUFFIXES if name + suffix in self.drafts)
+        cfg = next(own, self.cfg)
+        parts = stored.parts(cfg, shape)
+        found = [(part, t) for part in parts if (t := self._find(name + part.suffix))]
+        _, first = found[0]
+        if not stored.announced(cfg):
             self.wrong.append(
-                f"{weight} has dtype F8_E4M3, but config.json beside it has no quantization_config; expected "
-                f"quant_method fp8 there, or one of {', '.join(_PLAIN)}"
+                f"{first} has dtype {first.dtype}, but config.json beside it has no quantization_config of "
+                f"{stored.name}; expected one there, or a tensor of {', '.join(PLAIN)}"
             )
-        scale = self.found.get(name + SCALE_SUFFIX)
-        if scale is None:
-            self.missing[name + SCALE_SUFFIX] = None
-            return
-        self.used[name + SCALE_SUFFIX] = None
-        shape = scale_shape(weight.shape)
-        if (scale.dtype, scale.shape) != ("F32", shape):
-            self.wrong.append(
-                f"{scale} is {scale.dtype} {list(scale.shape)}; expected F32 {list(shape)}: one scale per "
-                f"128x128 block of {list(weight.shape)}"
-            )
+        elif (misfit := stored.misfit(cfg, shape)) is not None:
+            self.wrong.append(f"{first}: {misfit}")
+        else:
+            self.wrong += [
+                f"{t} is {t.dtype} {list(t.shape)}; expected {' or '.join(part.dtypes)} {list(part.shape)}"
+                f"{part.why}"
+                for part, t in found
+                if t.dtype not in part.dtypes or t.shape != part.shape
+            ]
 
     def finish(self, folder: Path, draft: Path, unexpected: list[Tensor]) -> None:
         """Raise one error if anything is wrong."""
-        if self.cfg.fp8 and not any(t.dtype == "F8_E4M3" for t in self.found.values()):
-            self.wrong.append(f"{folder}: config.json announces fp8, but no tensor has dtype F8_E4M3")
+        for stored in FORMATS:
+            if stored.announced(self.cfg) and not any(stored.holds(self.found, name) for name in self.seen):
+                self.wrong.append(
+                    f"{folder}: config.json announces {stored.name}, but no tensor {stored.mark}"
+                )
         if not (self.missing or self.wrong or unexpected):
             return
         where = str(folder) if draft == folder else f"{folder} with NextN layers of {draft}"

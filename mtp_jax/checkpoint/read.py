@@ -1,31 +1,31 @@
 """Load a checkpoint: each parameter is read, converted and placed on its devices before the next one."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from mtp_jax.checkpoint.fp8 import SCALE_SUFFIX, dequantise
-from mtp_jax.checkpoint.plan import HEAD, Plan, can_stay_fp8, make_plan, spec_names
-from mtp_jax.checkpoint.safetensors_file import Tensor
+from mtp_jax.checkpoint.formats import FORMATS, SUFFIXES, Format, format_of, spec_names, staying
+from mtp_jax.checkpoint.plan import HEAD, Plan, make_plan
+from mtp_jax.checkpoint.safetensors_file import DTYPES, Tensor
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.hf_config import FP8_BLOCK
-from mtp_jax.model.params import Fp8, Params, Spec, dtype_of, scale_spec, type_of
+from mtp_jax.model.narrow import Narrow
+from mtp_jax.model.params import Params, Spec, dtype_of, type_of
 from mtp_jax.model.sharding import check_divisible, param_sharding, ways
 
 _COMPARE_BYTES = 1 << 26
 _MANY = 4
 
 Progress = Callable[[int, int], None]
-Fp8Weights = Literal["dequantise", "keep"]
+ALL_FORMATS = frozenset(f.name for f in FORMATS)
 
 
 @dataclass(frozen=True)
@@ -43,20 +43,21 @@ def load_folder(
     draft_model: str | Path | None = None,
     *,
     dtype: str = "float32",
-    fp8: Fp8Weights = "dequantise",
+    keep: Collection[str] = (),
     mesh: Mesh | None = None,
     num_nextn_layers: int | None = None,
     progress: Progress | None = None,
 ) -> Loaded:
-    """Load a folder in Hugging Face layout; see ``mtp_jax.checkpoint.load``."""
+    """Load a folder in Hugging Face layout; see ``mtp_jax.checkpoint.load``.
+
+    keep: names of the formats whose weights stay narrow in memory.
+    """
     if dtype not in type_of:
         raise ConfigError(f"dtype {dtype!r} is not supported; expected one of {', '.join(type_of)}")
-    if fp8 not in get_args(Fp8Weights):
-        raise ConfigError(f"fp8 = {fp8!r}; expected one of {', '.join(get_args(Fp8Weights))}")
     plan = make_plan(model_dir, draft_model, num_nextn_layers)
     check_divisible(plan.config, mesh)
     own = frozenset(name for name in plan.duplicates if not is_copy(plan, name))
-    return load_plan(plan, own, dtype, fp8, partial(_place, mesh=mesh), mesh, progress)
+    return load_plan(plan, own, dtype, keep, partial(_place, mesh=mesh), mesh, progress)
 
 
 Place = Callable[[Spec, Mapping[str, Tensor], Any], Any]
@@ -67,7 +68,7 @@ def load_plan(
     plan: Plan,
     own: frozenset[str],
     dtype: str,
-    fp8: Fp8Weights,
+    keep: Collection[str],
     place: Place,
     mesh: Mesh | None = None,
     progress: Progress | None = None,
@@ -86,8 +87,9 @@ def load_plan(
     leaves, tree = jax.tree.flatten(plan.specs(own))
     arrays: list[Any] = []
     for spec in leaves:
-        if fp8 == "keep" and can_stay_fp8(spec, plan.tensors):
-            arrays.append(_place_fp8(spec, plan.tensors, mesh, place))
+        stays = staying(spec, plan.tensors)
+        if stays is not None and stays.name in keep:
+            arrays.append(_place_narrow(stays, spec, plan.tensors, mesh, place))
         else:
             arrays.append(place(spec, plan.tensors, dtype_of(spec, dtype)))
         count.add(*spec_names(spec).flat)
@@ -100,14 +102,14 @@ def on_host(spec: Spec, tensors: Mapping[str, Tensor], kind: Any) -> np.ndarray:
 
 
 class _Counter:
-    """Bytes read so far; every tensor counts once, with its scale."""
+    """Bytes read so far; every tensor counts once."""
 
     def __init__(self, tensors: Mapping[str, Tensor], progress: Progress | None):
         self.tensors, self.progress, self.seen, self.done = tensors, progress, set(), 0
         self.total = sum(t.nbytes for t in tensors.values())
 
     def add(self, *names: str) -> None:
-        new = {n for name in names for n in (name, name + SCALE_SUFFIX) if n in self.tensors} - self.seen
+        new = {n for name in names for s in SUFFIXES if (n := name + s) in self.tensors} - self.seen
         self.seen |= new
         self.done += sum(self.tensors[n].nbytes for n in new)
         if self.progress:
@@ -129,19 +131,21 @@ def is_copy(plan: Plan, name: str) -> bool:
     )
 
 
-def _place_fp8(spec: Spec, tensors: Mapping[str, Tensor], mesh: Mesh | None, place: Place) -> Fp8:
-    names, scale = list(spec_names(spec).flat), scale_spec(spec, SCALE_SUFFIX)
-    for size, axis in zip(spec.tensor_shape, scale.axes[-2:], strict=True):
+def _place_narrow(
+    stored: Format, spec: Spec, tensors: Mapping[str, Tensor], mesh: Mesh | None, place: Place
+) -> Narrow:
+    names, arrays = [str(name) for name in spec_names(spec).flat], stored.arrays(spec, tensors)
+    block, axes = stored.block(tensors, names[0]), arrays[-1].spec.axes[-2:]
+    for size, unit, axis in zip(spec.tensor_shape, block, axes, strict=True):
         devices = ways(axis, mesh)
-        if devices > 1 and size % (FP8_BLOCK * devices):
+        if devices > 1 and size % (unit * devices):
             raise ConfigError(
-                f"{names[0]}: {size} of {axis} do not divide over {devices} devices in "
-                f"FP8 blocks of {FP8_BLOCK}; choose another mesh, or fp8='dequantise'"
+                f"{names[0]}: {size} of {axis} do not divide over {devices} devices in {stored.name} blocks "
+                f"of {unit}; choose another mesh, or narrow='dequantise'"
             )
-    for name in spec_names(scale).flat:
-        _check_finite(tensors[name])
-    values = {name: tensors[name] for name in names}
-    return Fp8(place(spec, values, tensors[names[0]].array().dtype), place(scale, tensors, np.float32))
+    for name in names:
+        stored.check(tensors, name)
+    return stored.kept(*(place(a.spec, tensors, a.dtype) for a in arrays))
 
 
 def _place(spec: Spec, tensors: Mapping[str, Tensor], kind: Any, mesh: Mesh | None) -> jax.Array:
@@ -172,8 +176,7 @@ def read_slice(spec: Spec, tensors: Mapping[str, Tensor], kind: Any, index: tupl
     out = np.empty([b - a for a, b in bounds], kind)
 
     def fill(at: tuple[int, ...]) -> None:
-        name = str(chosen[at])
-        _fill(out[at], spec, spec.shape[names.ndim :], rest, tensors[name], tensors.get(name + SCALE_SUFFIX))
+        _fill(out[at], spec, spec.shape[names.ndim :], rest, tensors, str(chosen[at]))
 
     if chosen.size < _MANY:
         for at in np.ndindex(chosen.shape):
@@ -189,37 +192,32 @@ def _fill(
     spec: Spec,
     shape: tuple[int, ...],
     bounds: list[tuple[int, int]],
-    tensor: Tensor,
-    scale: Tensor | None,
+    tensors: Mapping[str, Tensor],
+    name: str,
 ) -> None:
     """Fill ``out`` with the part ``bounds`` of one tensor seen as ``shape``."""
-    if scale is not None:
-        _check_finite(scale)
+    as_it_is = name in tensors and DTYPES[tensors[name].dtype] == out.dtype
+    stored = None if as_it_is else format_of(tensors, name)
+    if stored is not None:
+        stored.check(tensors, name)
 
     def copy(to: np.ndarray, rows: range, columns: range) -> None:
-        if scale is not None:
-            dequantise(tensor.array(), scale.array(), rows, columns, to)
+        if stored is not None:
+            stored.read(tensors, name, rows, columns, to)
         else:
-            source = tensor.array()[rows.start : rows.stop, columns.start : columns.stop]
+            source = tensors[name].array()[rows.start : rows.stop, columns.start : columns.stop]
             np.copyto(to, source, casting="unsafe")
 
-    if len(tensor.shape) == 1:
-        np.copyto(out, tensor.array()[slice(*bounds[0])], casting="unsafe")
+    if len(spec.tensor_shape) == 1:
+        np.copyto(out, tensors[name].array()[slice(*bounds[0])], casting="unsafe")
     elif len(shape) == 2:
         copy(out, range(*bounds[0]), range(*bounds[1]))
-    elif spec.rows is None and math.prod(shape[1:]) == tensor.shape[1]:  # columns are split into groups
+    elif spec.rows is None and math.prod(shape[1:]) == spec.tensor_shape[1]:  # columns are split into groups
         width = shape[2]
         columns = range(bounds[1][0] * width, bounds[1][1] * width)
         copy(out.reshape(out.shape[0], -1), range(*bounds[0]), columns)
     else:  # rows are split into groups, of which the parameter may be a part
-        height, (first, _) = tensor.shape[0] // shape[0], spec.rows or (0, 0)
+        height, (first, _) = spec.tensor_shape[0] // shape[0], spec.rows or (0, 0)
         for i, group in enumerate(range(*bounds[0])):
             start = group * height + first
             copy(out[i], range(start, start + shape[1]), range(*bounds[2]))
-
-
-def _check_finite(scale: Tensor) -> None:
-    if not np.isfinite(scale.array()).all():
-        raise CheckpointError(
-            f"{scale} has NaN or infinite scales; expected finite ones: the file is damaged"
-        )

@@ -1,7 +1,7 @@
 """What a checkpoint holds and needs, from its config and headers alone, or from its config."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,12 +10,13 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from mtp_jax.checkpoint.folder import INDEX, read_config
-from mtp_jax.checkpoint.fp8 import SCALE_SUFFIX
+from mtp_jax.checkpoint.formats import FORMATS, FP8, INT4, Kept, names_of, spec_names, staying
 from mtp_jax.checkpoint.orbax_store import check_no_draft, is_orbax, read_about
-from mtp_jax.checkpoint.plan import can_stay_fp8, make_plan
+from mtp_jax.checkpoint.plan import make_plan
+from mtp_jax.checkpoint.safetensors_file import DTYPES, Tensor
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.params import Moe, Params, Spec, dtype_of, param_specs, scale_spec, type_of
+from mtp_jax.model.params import Moe, Params, Spec, dtype_of, param_specs, type_of
 from mtp_jax.model.sharding import check_divisible, ways
 
 
@@ -42,10 +43,11 @@ class Summary:
         parameters: of the trunk, embedding and head included (a tied one once).
         active_parameters: of the trunk, those that one token uses.
         nextn_parameters: of the NextN layers, copies of the trunk's embedding and head left out.
-        weight_bytes: memory for all parameters, by engine dtype, and where there are FP8 weights as "fp8":
-            those kept, the rest bfloat16.
+        weight_bytes: memory for all parameters, by engine dtype, and where weights are narrow by their format
+            ("fp8", "int4"): those kept, the rest bfloat16.
         weight_bytes_per_device: the same, of each device of a 1 x N mesh.
         cache_bytes_per_token: cache of all layers, NextN included, by engine dtype and as FP8 rows.
+        unread: what a multimodal checkpoint holds beside its text model and is not read, by part.
     """
 
     architecture: str
@@ -59,6 +61,7 @@ class Summary:
     weight_bytes: dict[str, int]
     weight_bytes_per_device: dict[str, int]
     cache_bytes_per_token: dict[str, int]
+    unread: dict[str, Stored]
 
     @property
     def stored_bytes(self) -> int:
@@ -89,6 +92,9 @@ class Summary:
             "memory for weights": by_dtype(self.weight_bytes),
             "cache per token": ", ".join(f"{n:,} B as {k}" for k, n in self.cache_bytes_per_token.items()),
         }
+        if self.unread:
+            parts = (f"{name} ({s.tensors:,} tensors, {_size(s.nbytes)})" for name, s in self.unread.items())
+            rows["not read"] = ", ".join(parts)
         return "\n".join(f"{name:<20}{value}" for name, value in rows.items())
 
 
@@ -118,16 +124,35 @@ def summarise(
             kind = np.dtype(dtype_of(spec, about.dtype))
             name = "F32" if kind == np.float32 else "BF16"
             _add(stored, name, math.prod(spec.shape), math.prod(spec.shape) * kind.itemsize)
-        return _summary("deepseek_v3", about.config, about.specs, "Orbax", 0, stored, None, devices)
+        return _summary("deepseek_v3", about.config, about.specs, "Orbax", 0, stored, devices)
     if draft_model is None and _has_no_weights(Path(model_dir)):
         return _declared(Path(model_dir), num_nextn_layers, devices)
     plan = make_plan(model_dir, draft_model, num_nextn_layers)
     for t in plan.tensors.values():
         _add(stored, t.dtype, math.prod(t.shape), t.nbytes)
     specs, layout = param_specs(plan.config), plan.layout
-    fp8 = any(t.dtype == "F8_E4M3" for t in plan.tensors.values())
-    kept = (lambda spec: can_stay_fp8(spec, plan.tensors)) if fp8 else None
-    return _summary(plan.architecture, plan.config, specs, layout, len(plan.files), stored, kept, devices)
+
+    def kept(spec: Spec) -> tuple[Kept, ...]:
+        stays = staying(spec, plan.tensors)
+        return () if stays is None else stays.arrays(spec, plan.tensors)
+
+    formats = names_of(f for f in FORMATS if any(f.holds(plan.tensors, n) for n in _weights(specs)))
+    files, unread = len(plan.files), _by_part(plan.unread)
+    return _summary(
+        plan.architecture, plan.config, specs, layout, files, stored, devices, formats, kept, unread
+    )
+
+
+def _weights(specs: Params) -> Iterator[str]:
+    return (str(name) for spec in jax.tree.leaves(specs) for name in spec_names(spec).flat)
+
+
+def _by_part(tensors: dict[str, Tensor]) -> dict[str, Stored]:
+    """What there is of each module at the top."""
+    found: dict[str, Stored] = {}
+    for name, t in tensors.items():
+        _add(found, name.split(".")[0], math.prod(t.shape), t.nbytes)
+    return found
 
 
 def _has_no_weights(path: Path) -> bool:
@@ -136,7 +161,10 @@ def _has_no_weights(path: Path) -> bool:
 
 
 def _declared(path: Path, num_nextn_layers: int | None, devices: int) -> Summary:
-    """What config.json promises; every matrix but the tables and the router is taken to be FP8 if any is."""
+    """What config.json promises.
+
+    If it announces FP8, every matrix but the tables and the router is taken to have it; if int4, the experts.
+    """
     cfg, raw = read_config(path)
     if num_nextn_layers is not None:
         if num_nextn_layers > cfg.num_nextn_predict_layers:
@@ -145,13 +173,15 @@ def _declared(path: Path, num_nextn_layers: int | None, devices: int) -> Summary
             )
         cfg = cfg.with_nextn(cfg.nextn_moe[:num_nextn_layers])
 
-    def kept(spec: Spec) -> bool:
+    def kept(spec: Spec) -> tuple[Kept, ...]:
+        if cfg.int4_group is not None and spec.axes[0] == "experts":
+            return INT4.declared(spec, cfg.int4_group, DTYPES["BF16"])
         matrix = len(spec.tensor_shape) == 2 and spec.init == "normal" and not spec.float32
-        return matrix and spec.rows is None
+        return FP8.arrays(spec, {}) if cfg.fp8 and matrix and FP8.can_stay(spec) else ()
 
-    fp8 = kept if raw.get("quantization_config") else None
+    formats = names_of(f for f in FORMATS if f.announced(cfg))
     architecture = raw.get("model_type", "deepseek_v3")
-    return _summary(architecture, cfg, param_specs(cfg), "declared", 0, {}, fp8, devices)
+    return _summary(architecture, cfg, param_specs(cfg), "declared", 0, {}, devices, formats, kept)
 
 
 def parameter_counts(cfg: ModelConfig) -> tuple[int, int, int]:
@@ -173,10 +203,12 @@ def _summary(
     layout: str | None,
     files: int,
     stored: dict[str, Stored],
-    kept: Callable[[Spec], bool] | None,
     devices: int,
+    formats: str = "",
+    kept: Callable[[Spec], tuple[Kept, ...]] = lambda spec: (),
+    unread: dict[str, Stored] | None = None,
 ) -> Summary:
-    """``params``: the tree of Spec in memory. ``kept``: which can stay FP8; None: there are none."""
+    """params: the tree of Spec in memory. formats: narrow ones. kept: what stays so of a parameter."""
     mesh = AbstractMesh((1, devices), ("data", "model"))
     check_divisible(cfg, mesh)
     specs: list[Spec] = jax.tree.leaves(params)
@@ -186,17 +218,15 @@ def _summary(
     def in_memory(spec: Spec, dtype: str) -> int:
         return math.prod(spec.shape) * np.dtype(dtype_of(spec, dtype)).itemsize
 
-    def in_fp8(spec: Spec) -> int:
-        if kept is None or not kept(spec):
-            return in_memory(spec, "bfloat16")
-        return math.prod(spec.shape) + in_memory(scale_spec(spec, SCALE_SUFFIX), "float32")
+    def narrow(spec: Spec) -> int:
+        return sum(a.nbytes for a in kept(spec)) or in_memory(spec, "bfloat16")
 
     def share(spec: Spec) -> int:
         return math.prod(ways(axis, mesh) for axis in spec.axes)
 
     sizes: dict[str, Callable[[Spec], int]] = {d: lambda s, d=d: in_memory(s, d) for d in type_of}
-    if kept is not None:
-        sizes["fp8"] = in_fp8
+    if formats:
+        sizes[formats] = narrow
     return Summary(
         architecture=architecture,
         config=cfg,
@@ -211,6 +241,7 @@ def _summary(
             name: sum(size(s) // share(s) for s in specs) for name, size in sizes.items()
         },
         cache_bytes_per_token=_cache_bytes(cfg, layers),
+        unread=unread or {},
     )
 
 

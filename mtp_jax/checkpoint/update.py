@@ -10,14 +10,17 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from mtp_jax.checkpoint.draft import FREE, in_place, open_draft
-from mtp_jax.checkpoint.folder import Folder, open_folder, read_config, shortlist
+from mtp_jax.checkpoint.folder import Folder, as_folder, open_folder, read_config, shortlist
+from mtp_jax.checkpoint.formats import FORMATS
+from mtp_jax.checkpoint.int4 import PACKED
 from mtp_jax.checkpoint.orbax_store import is_orbax
 from mtp_jax.checkpoint.plan import Plan, copied_from, match, nextn_copies, unread_layers
 from mtp_jax.checkpoint.read import is_copy, load_plan, on_host
 from mtp_jax.checkpoint.safetensors_file import hold
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.params import Fp8, Params
+from mtp_jax.model.narrow import is_narrow
+from mtp_jax.model.params import Params
 
 Source = str | Path | Mapping[str, ArrayLike]
 """A folder of safetensors files, or the tensors themselves by the names of the release."""
@@ -58,22 +61,24 @@ def read_update(
     plan = match(given, folder, draft, unread_layers(given, draft, given.num_nextn_predict_layers))
     own = _own_copies(now)
     _share(plan, own)
-    kept = any(isinstance(x, Fp8) for x in jax.tree.leaves(now, is_leaf=lambda x: isinstance(x, Fp8)))
-    loaded = load_plan(plan, own, dtype, "keep" if kept else "dequantise", on_host)
+    kept = {type(x) for x in jax.tree.leaves(now, is_leaf=is_narrow)}
+    loaded = load_plan(plan, own, dtype, {f.name for f in FORMATS if f.kept in kept}, on_host)
     _check_same(now, loaded.params)
     return loaded.params
 
 
 def _open(source: Source, cfg: ModelConfig) -> tuple[Folder, ModelConfig]:
-    """The tensors, and the model as they have it: FP8 or not."""
+    """The tensors, and the model as they have it: in FP8, in int4, or not."""
+    group = cfg.int4_group
     if isinstance(source, Mapping):
-        folder = Folder(Path("arrays"), {name: hold(name, array) for name, array in source.items()})
+        folder = as_folder(Path("arrays"), {name: hold(name, array) for name, array in source.items()})
     elif is_orbax(source):
         raise CheckpointError(f"{source} is an Orbax folder; weights are updated from safetensors files")
     else:
         folder = open_folder(source)
         if (folder.path / "config.json").is_file():
             own, _ = read_config(folder.path)
+            group = own.int4_group
             differing = [
                 f"{f.name} is {getattr(own, f.name)!r}, the loaded model's is {getattr(cfg, f.name)!r}"
                 for f in fields(cfg)
@@ -81,7 +86,9 @@ def _open(source: Source, cfg: ModelConfig) -> tuple[Folder, ModelConfig]:
             ]
             if differing:
                 raise CheckpointError(f"{folder.path} is of another model: {'; '.join(differing)}")
-    return folder, replace(cfg, fp8=any(t.dtype == "F8_E4M3" for t in folder.tensors.values()))
+    fp8 = any(t.dtype == "F8_E4M3" for t in folder.tensors.values())
+    packed = any(name.endswith(PACKED) for name in folder.tensors)
+    return folder, replace(cfg, fp8=fp8, int4_group=group if packed else None)
 
 
 # Of what a draft's config.json may say in its own way, a model's may not change the trunk.

@@ -16,12 +16,14 @@ from safetensors.numpy import save_file
 
 from mtp_jax.checkpoint.draft import layer_of
 from mtp_jax.checkpoint.folder import INDEX, read_config
-from mtp_jax.checkpoint.plan import make_plan, spec_names
+from mtp_jax.checkpoint.formats import spec_names
+from mtp_jax.checkpoint.plan import make_plan
 from mtp_jax.checkpoint.read import is_copy
 from mtp_jax.checkpoint.safetensors_file import DTYPES
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.params import Fp8, Params, Spec, param_specs, type_of
+from mtp_jax.model.narrow import is_narrow
+from mtp_jax.model.params import Params, Spec, param_specs, type_of
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\..+")
 _OWN_FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
@@ -54,11 +56,11 @@ def save_checkpoint(
     Norms, the router and its bias stay float32; everything else becomes ``dtype``. NextN layers are written
     in place (layer L + k), their copies of embedding and head only where they are not the trunk's. Files of
     an earlier checkpoint in the folder are replaced; others, such as a tokenizer, are left alone.
-    Raises ConfigError for an unknown dtype, CheckpointError for params of another model or kept in FP8.
+    Raises ConfigError for an unknown dtype, CheckpointError for params of another model or kept narrow.
     """
     if dtype not in type_of:
         raise ConfigError(f"dtype {dtype!r} is not supported; expected one of {', '.join(type_of)}")
-    check_no_fp8(params)
+    check_no_narrow(params)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     shards = _split(_pieces(cfg, params, dtype), max_shard_bytes)
@@ -80,17 +82,20 @@ def save_checkpoint(
     write_json(directory / "config.json", cfg.to_dict() | {"torch_dtype": dtype})
 
 
-def check_no_fp8(params: Params) -> None:
-    """Raises CheckpointError for FP8 weights that were kept: what is written is of one dtype."""
-    if any(isinstance(x, Fp8) for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Fp8))):
-        raise CheckpointError("FP8 weights are not written; load with fp8='dequantise' to save them")
+def check_no_narrow(params: Params) -> None:
+    """Raises CheckpointError for weights that were kept narrow: what is written is of one dtype."""
+    kinds = {type(x).__name__.lower() for x in jax.tree.leaves(params, is_leaf=is_narrow) if is_narrow(x)}
+    if kinds:
+        raise CheckpointError(
+            f"weights in {' and '.join(sorted(kinds))} are not written; load with narrow='dequantise' to save"
+        )
 
 
 def export_nextn(model_dir: str | Path, out_dir: str | Path) -> None:
     """Write the NextN layers of a model to a folder of their own, in the lmsys layout that SGLang reads.
 
-    Tensors are copied byte for byte, fp8 with its scales; copies of the trunk's embedding and head are left
-    out.
+    Tensors are copied byte for byte, narrow weights with all of theirs; copies of the trunk's embedding and
+    head are left out.
     Raises CheckpointError if the model has no NextN layer or the folder holds anything.
     """
     plan, out = make_plan(model_dir), new_folder(out_dir)

@@ -7,6 +7,7 @@ from typing import Any
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import hf_config
 from mtp_jax.model.config_parts import GroupedConfig, IndexerConfig, RowFormat, YarnConfig
+from mtp_jax.model.hf_quantization import FP8_BLOCK, INT4_PER_WORD
 
 __all__ = ["GroupedConfig", "IndexerConfig", "ModelConfig", "RowFormat", "YarnConfig"]
 
@@ -19,7 +20,8 @@ class ModelConfig:
     attention there is instead.
 
     ``nextn_moe[k]`` says whether NextN layer ``k`` has an MoE block; a checkpoint reader decides it from the
-    tensors present, since some models ship a dense one.
+    tensors present, since some models ship a dense one. ``fp8`` and ``int4_group``, the inputs that share a
+    scale, say that the checkpoint has such weights; which they are, its tensors tell.
     """
 
     vocab_size: int
@@ -56,6 +58,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = (1,)
     dtype: str = "bfloat16"
     fp8: bool = False
+    int4_group: int | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -67,7 +70,11 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> "ModelConfig":
-        """Build from the parsed JSON of either dialect. Raises ConfigError."""
+        """Build from the parsed JSON of either dialect; of a multimodal model its text part.
+
+        Raises ConfigError.
+        """
+        raw = hf_config.text_part(raw)
         translated = hf_config.translate(raw)
         known = {f.name: f for f in fields(cls)}
         values = {k: v for k, v in raw.items() if k in known and v is not None} | translated
@@ -99,7 +106,7 @@ class ModelConfig:
             "topk_method": "noaux_tc",
         }
         of_mla = () if self.grouped is None else (*OF_MLA, "q_lora_rank")
-        left_out = {"fp8", "indexer", "grouped", *of_mla}
+        left_out = {"fp8", "int4_group", "indexer", "grouped", *of_mla}
         out |= {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
         out |= self._attention_keys() | self._index_keys()
         out["torch_dtype"] = out.pop("dtype")
@@ -178,9 +185,7 @@ class ModelConfig:
         if self.grouped:
             width = self.grouped.width
             return RowFormat(2 * width, (0, width), 2 * width, self.grouped.head_dim)
-        return RowFormat(
-            self.latent_dim, (self.kv_lora_rank, self.latent_dim), self.kv_lora_rank, hf_config.FP8_BLOCK
-        )
+        return RowFormat(self.latent_dim, (self.kv_lora_rank, self.latent_dim), self.kv_lora_rank, FP8_BLOCK)
 
     @property
     def softmax_scale(self) -> float:
@@ -308,6 +313,17 @@ def _check(c: ModelConfig) -> None:
         if c.n_group > 1 and c.n_routed_experts // c.n_group < 2:
             raise ConfigError("expert groups of one: a group's score is the sum of its two best experts")
         need(c.moe_intermediate_size > 0, "moe_intermediate_size", "a positive integer")
+    group = c.int4_group
+    need(group is None or whole(group, 1), "int4_group", "a positive integer or null")
+    if group and c.n_routed_experts:
+        for name in ("hidden_size", "moe_intermediate_size"):
+            unit = math.lcm(group, INT4_PER_WORD)
+            divides = getattr(c, name) % unit == 0
+            need(
+                divides,
+                name,
+                f"a multiple of {unit}: int4 weights have {group} inputs in a group, 8 in a word",
+            )
 
 
 def _check_indexer(c: ModelConfig, i: IndexerConfig) -> None:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_jax.errors import ConfigError
-
-FP8_BLOCK = 128
+from mtp_jax.model.hf_quantization import quantisation
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -27,10 +26,21 @@ _REFUSED = {
     "deepseek_v2": "its softmax router is not implemented",
     "glm5_next": _HYBRID,
     "kimi_k3": _HYBRID,
-    "kimi_k25": "it nests a text model beside a vision model",
     "mistral4": "its softmax router and query scaling are not implemented",
     "longcat_flash": "its double attention blocks and zero experts are not implemented",
 }
+
+
+# Multimodal models, and what the text model that each of them nests may be called.
+_NESTING = {"kimi_k25": ("deepseek_v3", "kimi_k2")}
+# What the outer config may say for the text model, each under the first name that is there.
+_FROM_OUTSIDE = (
+    ("quantization_config",),
+    ("torch_dtype", "dtype"),
+    ("bos_token_id",),
+    ("eos_token_id",),
+    ("tie_word_embeddings",),
+)
 
 
 def missing_folder(path: Path) -> str:
@@ -64,6 +74,31 @@ def read_json(path: str | Path) -> dict[str, Any]:
     return value
 
 
+def text_part(raw: dict[str, Any]) -> dict[str, Any]:
+    """The config of the text model in that of a multimodal one; any other config as it is.
+
+    Raises ConfigError for one that nests no text model, or another than it is known to.
+    """
+    kind = _model_type(raw)
+    if kind not in _NESTING:
+        return raw
+    text = raw.get("text_config")
+    if not isinstance(text, dict) or _model_type(text) not in _NESTING[kind]:
+        got = _model_type(text) if isinstance(text, dict) else text
+        raise ConfigError(
+            f"{kind} with a text_config of {got!r:.80} is not supported; expected an object with model_type "
+            f"{' or '.join(_NESTING[kind])}"
+        )
+    outside = {}
+    for names in _FROM_OUTSIDE:
+        if all(text.get(name) is None for name in names):
+            outside |= {name: raw[name] for name in names if raw.get(name) is not None}
+    both = [config.get("quantization_config") for config in (raw, text)]
+    if all(both) and both[0] != both[1]:
+        raise ConfigError("quantization_config differs from that in text_config; expected one of them")
+    return text | outside
+
+
 def translate(raw: dict[str, Any]) -> dict[str, Any]:
     """What the dialects write in their own ways, as values of the fields of ``ModelConfig``.
 
@@ -75,10 +110,10 @@ def translate(raw: dict[str, Any]) -> dict[str, Any]:
     return {
         **_dense_layers(raw),
         **_rope(raw),
+        **quantisation(raw),
         "indexer": _indexer(raw),
         **_grouped(raw),
         "dtype": _dtype(raw),
-        "fp8": _fp8(raw),
         "eos_token_ids": () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
     }
 
@@ -88,7 +123,11 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
     if kind not in _MODEL_TYPES:
         plain = str(kind).lower().replace("_", "")
         reasons = [r for k, r in _REFUSED.items() if plain.startswith(k.replace("_", ""))]
-        why = f": {reasons[0]}" if reasons else f"; expected one of {', '.join(sorted(_MODEL_TYPES))}"
+        why = (
+            f": {reasons[0]}"
+            if reasons
+            else f"; expected one of {', '.join(sorted({*_MODEL_TYPES, *_NESTING}))}"
+        )
         raise ConfigError(f"model_type {kind!r} is not supported{why}")
     for key, allowed in (
         ("scoring_func", "sigmoid"),
@@ -258,28 +297,3 @@ def _dtype(raw: dict[str, Any]) -> str:
     if name not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"dtype {name!r:.80} is not supported; expected float32, bfloat16 or float16")
     return "float32" if name == "float16" else name
-
-
-def _fp8(raw: dict[str, Any]) -> bool:
-    """Whether weights are stored as e4m3 in 128x128 blocks; their scales may be powers of two or not."""
-    quant, mlx = raw.get("quantization_config"), raw.get("quantization")
-    if isinstance(mlx, dict) and "group_size" in mlx:  # which mlx repeats under the other name
-        raise ConfigError(
-            f"quantization of {mlx.get('bits')} bits by mlx is not supported; expected fp8 with 128x128 "
-            "blocks, or none"
-        )
-    if not quant:  # xLLM's export writes the empty string
-        return False
-    if not isinstance(quant, dict) or quant.get("quant_method") != "fp8":
-        method = quant.get("quant_method") if isinstance(quant, dict) else quant
-        raise ConfigError(f"quantization {method!r} is not supported; expected fp8 with 128x128 blocks")
-    if quant.get("weight_block_size") != [FP8_BLOCK, FP8_BLOCK] or quant.get("fmt", "e4m3") != "e4m3":
-        raise ConfigError(
-            f"fp8 with weight_block_size {quant.get('weight_block_size')} and fmt {quant.get('fmt')} is not "
-            "supported; expected [128, 128] and e4m3"
-        )
-    if quant.get("activation_scheme", "dynamic") != "dynamic":
-        raise ConfigError(
-            f"fp8 with activation_scheme {quant['activation_scheme']!r} is not supported; expected 'dynamic'"
-        )
-    return True

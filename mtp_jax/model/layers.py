@@ -1,26 +1,12 @@
-"""The small parts every block uses: expanded FP8 weights, RMSNorm, rotary embedding."""
+"""The small parts every block uses: RMSNorm, rotary embedding."""
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.hf_config import FP8_BLOCK
-from mtp_jax.model.params import Fp8
-
-
-def expand(w: Float[Array, "*o i"] | Fp8, dtype: Any) -> Float[Array, "*o i"]:
-    """A weight as an array: itself, or FP8 values times their scales, as loading it dequantised gives."""
-    if not isinstance(w, Fp8):
-        return w
-    stacked = w.scale.shape[:-2]
-    matrix = w.values.reshape(*stacked, -1, w.shape[-1])
-    spread = jnp.repeat(jnp.repeat(w.scale, FP8_BLOCK, axis=-2), FP8_BLOCK, axis=-1)
-    spread = spread[..., : matrix.shape[-2], : matrix.shape[-1]]
-    return (matrix.astype(jnp.float32) * spread).astype(dtype).reshape(w.shape)
 
 
 @jax.named_scope("norm")

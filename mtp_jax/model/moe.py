@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mtp_jax.model.layers import expand
-from mtp_jax.model.params import Fp8
+from mtp_jax.model.narrow import Narrow, expand
 
 Experts = Literal["dense", "sparse"]
-Weight = Float[Array, "E ..."] | Fp8
+Weight = Float[Array, "E ..."] | Narrow
 Product = Callable[[jax.Array, jax.Array, Any], jax.Array]
 """``x @ w.T`` in a dtype (see ``Xla.product``)."""
 

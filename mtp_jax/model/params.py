@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from mtp_jax.model.config import GroupedConfig, IndexerConfig, ModelConfig
-from mtp_jax.model.hf_config import FP8_BLOCK
+from mtp_jax.model.hf_quantization import FP8_BLOCK
 
 type_of = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -41,30 +41,6 @@ class Spec:
     init: str = "normal"
     float32: bool = False
     rows: tuple[int, int] | None = None
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Fp8:
-    """A weight that stays block-scaled FP8 (arXiv 2412.19437, section 3.3); stands where its array would.
-
-    Attributes:
-        values: float8_e4m3fn, of the parameter's shape.
-        scale: float32, one for each 128x128 block of the weight seen as the matrix of its checkpoint tensor,
-            with the leading dimensions that stack such matrices.
-    """
-
-    values: Any
-    scale: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the parameter."""
-        return self.values.shape
-
-    def reshape(self, *shape: int) -> "Fp8":
-        """The same matrices, their rows or columns grouped differently."""
-        return Fp8(self.values.reshape(*shape), self.scale)
 
 
 @jax.tree_util.register_dataclass
@@ -312,11 +288,22 @@ def scale_spec(spec: Spec, suffix: str) -> Spec:
     if len(inner) == 3:  # rows or columns are split into groups; blocks follow the groups
         inner = (inner[0], inner[2]) if spec.shape[-1] == spec.tensor_shape[1] else (inner[0], inner[1])
 
-    def rename(names: Any) -> Any:
-        return names + suffix if isinstance(names, str) else tuple(rename(n) for n in names)
-
     shape, axes = (*spec.shape[:stacked], *blocks), (*spec.axes[:stacked], *inner)
-    return Spec(shape, axes, rename(spec.names), blocks, float32=True)
+    return Spec(shape, axes, _renamed(spec.names, suffix), blocks, float32=True)
+
+
+def columns_spec(spec: Spec, suffix: str, columns: int) -> Spec:
+    """The spec of an array with the rows of a weight and ``columns`` columns, split as the weight is.
+
+    Its tensors are called like the weight's with ``suffix``. The last two axes of ``spec`` must be those of
+    its tensors.
+    """
+    shape, tensor_shape = (*spec.shape[:-1], columns), (spec.tensor_shape[0], columns)
+    return Spec(shape, spec.axes, _renamed(spec.names, suffix), tensor_shape)
+
+
+def _renamed(names: Any, suffix: str) -> Any:
+    return names + suffix if isinstance(names, str) else tuple(_renamed(n, suffix) for n in names)
 
 
 def _stacked(names: Any) -> int:

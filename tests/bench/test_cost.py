@@ -9,7 +9,7 @@ from mtp_jax import checkpoint
 from mtp_jax.bench import cost
 from mtp_jax.bench.cost import of_head, of_nextn, of_nextn_cache, of_trunk
 from mtp_jax.decode.keys import SamplingMode, StepKey
-from mtp_jax.model.params import Fp8
+from mtp_jax.model.narrow import Fp8
 from tests import golden
 
 
@@ -24,8 +24,8 @@ from tests import golden
 )
 def test_quantised_weights_are_fewer_bytes_but_as_many_operations(key):
     directory = golden.model_dir("fp8")
-    plain = checkpoint.load(directory, dtype="bfloat16", fp8="dequantise")
-    kept = checkpoint.load(directory, dtype="bfloat16", fp8="keep")
+    plain = checkpoint.load(directory, dtype="bfloat16", narrow="dequantise")
+    kept = checkpoint.load(directory, dtype="bfloat16", narrow="keep")
     leaves = jax.tree.leaves(kept.params, is_leaf=lambda a: isinstance(a, Fp8))
     assert any(isinstance(a, Fp8) for a in leaves)
     one, other = (cost.of_launch(key, m.config, m.params, 16, "bfloat16", 1) for m in (plain, kept))

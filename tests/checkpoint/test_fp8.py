@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from mtp_jax.checkpoint import load
 from mtp_jax.checkpoint.folder import INDEX
-from mtp_jax.checkpoint.fp8 import dequantise, may_be_fp8, scale_shape
+from mtp_jax.checkpoint.formats import may_be_narrow
+from mtp_jax.checkpoint.fp8 import dequantise, scale_shape
 from tests.checkpoint.files import assert_same, copy_folder, edit_json, read_folder, write_raw
 from tests.golden import model_dir
 
@@ -77,9 +78,9 @@ def test_which_tensors_may_be_fp8():
         "shared_head.head",
         "self_attn.kv_a_layernorm",
     ]
-    assert all(may_be_fp8(f"{p}.{name}.weight") for name in yes)
-    assert not any(may_be_fp8(f"{p}.{name}.weight") for name in [*no])
-    assert not may_be_fp8("lm_head.weight")
+    assert all(may_be_narrow(f"{p}.{name}.weight") for name in yes)
+    assert not any(may_be_narrow(f"{p}.{name}.weight") for name in [*no])
+    assert not may_be_narrow("lm_head.weight")
 
 
 def test_scales_in_another_shard(tmp_path: Path):

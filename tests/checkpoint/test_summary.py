@@ -6,8 +6,9 @@ import jax
 import pytest
 
 from mtp_jax.checkpoint import load, summarise
-from mtp_jax.checkpoint.fp8 import may_be_fp8, scale_shape
-from mtp_jax.checkpoint.plan import nextn_copies, spec_names
+from mtp_jax.checkpoint.formats import may_be_narrow, spec_names
+from mtp_jax.checkpoint.fp8 import scale_shape
+from mtp_jax.checkpoint.plan import nextn_copies
 from mtp_jax.checkpoint.summary import parameter_counts
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import param_specs
@@ -50,7 +51,7 @@ def test_deepseek_v3_on_disk():
     shapes |= dict.fromkeys(nextn_copies(V3.num_hidden_layers, 0), (V3.vocab_size, V3.hidden_size))
     tensors, nbytes = 0, 0
     for name, shape in shapes.items():
-        fp8, width = may_be_fp8(name), 4 if name.endswith("e_score_correction_bias") else 2
+        fp8, width = may_be_narrow(name), 4 if name.endswith("e_score_correction_bias") else 2
         tensors += 2 if fp8 else 1
         nbytes += math.prod(shape) * (1 if fp8 else width) + (math.prod(scale_shape(shape)) * 4 if fp8 else 0)
     assert (tensors, nbytes) == (91_991, 688_574_839_360)
@@ -84,7 +85,7 @@ def test_counts_are_those_of_the_loaded_model(variant: str):
 
 def test_fp8_weights_that_are_kept_are_counted_with_their_scales():
     summary = summarise(model_dir("fp8"))
-    kept = load(model_dir("fp8"), dtype="bfloat16", fp8="keep").params
+    kept = load(model_dir("fp8"), dtype="bfloat16", narrow="keep").params
     assert summary.weight_bytes["fp8"] == sum(x.nbytes for x in jax.tree.leaves(kept))
     assert summary.weight_bytes["fp8"] < summary.weight_bytes["bfloat16"]
     assert "fp8" not in summarise(model_dir("v3")).weight_bytes

@@ -125,7 +125,7 @@ def test_an_orbax_folder_is_refused(loaded, tmp_path):
 
 
 def test_fp8_in_memory_takes_fp8_alone():
-    kept = load(model_dir("fp8"), fp8="keep")
+    kept = load(model_dir("fp8"), narrow="keep")
     assert_same(update(kept, model_dir("fp8")), kept.params)
     with pytest.raises(CheckpointError, match="parameters do not fit"):
         update(kept, _dequantised())

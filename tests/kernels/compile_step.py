@@ -27,7 +27,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from kernels_pallas.deviceless import report, target
-from mtp_jax.checkpoint.fp8 import SCALE_SUFFIX, may_be_fp8
+from mtp_jax.checkpoint.formats import may_be_narrow
+from mtp_jax.checkpoint.fp8 import SCALE_SUFFIX
 from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.keys import SamplingMode
 from mtp_jax.decode.state import StateShape, abstract_state
@@ -37,7 +38,8 @@ from mtp_jax.model.cache import LayerCache, PagedView
 from mtp_jax.model.config import IndexerConfig, ModelConfig
 from mtp_jax.model.layers import rope_angles
 from mtp_jax.model.mla import Form
-from mtp_jax.model.params import Fp8, Layer, Params, Spec, dtype_of, param_specs, scale_spec
+from mtp_jax.model.narrow import Fp8
+from mtp_jax.model.params import Layer, Params, Spec, dtype_of, param_specs, scale_spec
 from mtp_jax.model.sharding import partition
 from mtp_jax.model.trunk import block
 from mtp_jax.model.visible import chain
@@ -103,7 +105,7 @@ def abstract_params(cfg: ModelConfig, mesh: Mesh) -> Params:
         name = spec.names
         while not isinstance(name, str):
             name = name[0]
-        if not may_be_fp8(name) or spec.rows is not None:
+        if not may_be_narrow(name) or spec.rows is not None:
             return array(spec, dtype_of(spec, cfg.dtype))
         return Fp8(array(spec, jnp.float8_e4m3fn), array(scale_spec(spec, SCALE_SUFFIX), jnp.float32))
 

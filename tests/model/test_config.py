@@ -283,10 +283,6 @@ REFUSED = [
         "quantization of 4 bits by mlx is not supported; expected fp8",
     ),
     ({"quantization_config": {"quant_method": "awq"}}, "quantization 'awq' is not supported; expected fp8"),
-    (
-        {"quantization_config": {"quant_method": "compressed-tensors"}},
-        "'compressed-tensors' is not supported",
-    ),
     ({"quantization_config": "int8"}, "quantization 'int8' is not supported"),
     ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size None"),
     ({"quantization_config": FP8 | {"weight_block_size": [1, 128]}}, "weight_block_size [1, 128]"),

@@ -20,15 +20,16 @@ from kernels_pallas.rms_norm import reference as norm_reference
 from kernels_pallas.router import reference as router_reference
 from mtp_jax.api.propose import propose
 from mtp_jax.checkpoint import load, save
-from mtp_jax.checkpoint.fp8 import may_be_fp8
+from mtp_jax.checkpoint.formats import may_be_narrow
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model import trunk
 from mtp_jax.model.backend import Backend, MosaicGpu, Xla, XlaCpu, backend, mosaic_gpu
 from mtp_jax.model.cache import Entries, LayerCache, PagedView, empty_cache
 from mtp_jax.model.device import is_hopper, platform
-from mtp_jax.model.layers import expand, rope_angles
+from mtp_jax.model.layers import rope_angles
 from mtp_jax.model.mla import Queries
-from mtp_jax.model.params import Attention, Fp8, Params, Spec, param_specs, scale_spec
+from mtp_jax.model.narrow import Fp8, expand
+from mtp_jax.model.params import Attention, Params, Spec, param_specs, scale_spec
 from mtp_jax.model.sharding import make_mesh
 from mtp_jax.model.visible import chain
 from tests.golden import expected, model_dir
@@ -65,7 +66,7 @@ def fp8_leaves(params: Params) -> list[Fp8]:
 
 @functools.cache
 def kept(variant: str) -> Any:
-    return load(model_dir(variant), fp8="keep")
+    return load(model_dir(variant), narrow="keep")
 
 
 def specs_of(variant: str) -> list[Spec]:
@@ -152,11 +153,11 @@ def test_devices_are_told_by_what_is_compiled_for():
 
 
 def test_refusals(tmp_path):
-    with pytest.raises(ConfigError, match="fp8 = 'twice'; expected one of dequantise, keep"):
-        load(model_dir("fp8"), fp8="twice")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="do not divide over 2 devices in FP8 blocks of 128"):
-        load(model_dir("fp8"), fp8="keep", mesh=make_mesh(1, 2))
-    with pytest.raises(CheckpointError, match="FP8 weights are not written"):
+    with pytest.raises(ConfigError, match="narrow = 'twice'; expected one of dequantise, keep"):
+        load(model_dir("fp8"), narrow="twice")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="do not divide over 2 devices in fp8 blocks of 128"):
+        load(model_dir("fp8"), narrow="keep", mesh=make_mesh(1, 2))
+    with pytest.raises(CheckpointError, match="weights in fp8 are not written"):
         save(tmp_path / "orbax", kept("fp8").config, kept("fp8").params)
 
 
@@ -178,7 +179,7 @@ def aligned() -> Params:
         name = spec.names
         while not isinstance(name, str):
             name = name[0]
-        if may_be_fp8(name) and spec.rows is None:
+        if may_be_narrow(name) and spec.rows is None:
             return quantised(np.asarray(w), spec)
         return w if spec.float32 else w.astype(jnp.bfloat16)
 

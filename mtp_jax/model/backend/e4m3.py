@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from kernels_pallas.grouped_matmul import api as grouped_matmul
 from kernels_pallas.quantised import Quantised
 from mtp_jax.model.backend.xla_experts import Split
-from mtp_jax.model.params import Fp8
+from mtp_jax.model.narrow import Fp8, Narrow
 from mtp_jax.model.sharding import partition, ways
 
 
@@ -61,7 +61,12 @@ def flat(given: Any) -> Float[Array, "T D"] | Quantised:
 
 
 def arrays(w: Any) -> tuple[Any, Any]:
-    """A weight as kernels take it: values, and scales of an FP8 one."""
+    """A weight as kernels take it: values, and scales of an FP8 one.
+
+    Raises ValueError for a weight that is narrow in another way.
+    """
+    if isinstance(w, Narrow) and not isinstance(w, Fp8):
+        raise ValueError(f"kernels on mosaic_gpu: weights are {type(w).__name__}, must be FP8 or arrays")
     return (w.values, w.scale) if isinstance(w, Fp8) else (w, None)
 
 

@@ -34,7 +34,8 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import rms_norm
 from mtp_jax.model.mla import LOW_RANK_EPS, Queries, queries, rows_of
 from mtp_jax.model.moe import Routing, Weight
-from mtp_jax.model.params import Attention, Fp8, Grouped, Layer, Mlp, Moe
+from mtp_jax.model.narrow import Fp8
+from mtp_jax.model.params import Attention, Grouped, Layer, Mlp, Moe
 from mtp_jax.model.sharding import constrain, partition, sharded, ways
 from mtp_jax.model.visible import Window
 

@@ -14,7 +14,7 @@ from mtp_jax.model.cache import LayerCache, PagedView, Tree, places
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.mla import Form, Queries
 from mtp_jax.model.moe import Routing, Weight
-from mtp_jax.model.params import Fp8
+from mtp_jax.model.narrow import Narrow
 
 # Above this many rows ``x @ w.T`` is the faster way in float32; bfloat16 takes so many at least.
 _FEW_ROWS, _LEAST_ROWS = 64, 8
@@ -106,8 +106,8 @@ class XlaCpu(Xla):
         """``cpu_experts.by_pair`` for few rows."""
         if (
             shards == 1
-            and not isinstance(gate_up, Fp8)
-            and not isinstance(down, Fp8)
+            and not isinstance(gate_up, Narrow)
+            and not isinstance(down, Narrow)
             and r.ids.size <= cpu_experts.most_pairs(gate_up, down)
         ):
             return cpu_experts.by_pair(gate_up, down, x, r)

@@ -14,9 +14,10 @@ from kernels_pallas.router import reference as router
 from kernels_pallas.router.rule import Rule
 from mtp_jax.model import moe
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.layers import expand, rms_norm
+from mtp_jax.model.layers import rms_norm
 from mtp_jax.model.moe import Experts, Routing, Weight
-from mtp_jax.model.params import Fp8, Layer, Mlp, Moe
+from mtp_jax.model.narrow import Narrow, expand
+from mtp_jax.model.params import Layer, Mlp, Moe
 from mtp_jax.model.sharding import constrain, partition, sharded, ways
 
 Split = Literal["out", "in"]
@@ -52,9 +53,9 @@ class XlaExperts:
     # Products
 
     def linear(
-        self, x: Rows, w: Float[Array, "*o i"] | Fp8, *, split: Split | None = None
+        self, x: Rows, w: Float[Array, "*o i"] | Narrow, *, split: Split | None = None
     ) -> Float[Array, "..."]:
-        """``x @ w.T``: weights have output features first, as in the checkpoint; FP8 ones are expanded.
+        """``x @ w.T``: weights have output features first, as in the checkpoint; narrow ones are expanded.
 
         split: whether ``model`` splits the first output axis or the input features of w.
         """

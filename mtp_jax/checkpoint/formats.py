@@ -1,0 +1,247 @@
+"""How weights lie in files: as plain arrays, or in one of ``FORMATS``, narrower than they are computed in."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from mtp_jax.checkpoint import fp8, int4
+from mtp_jax.checkpoint.safetensors_file import DTYPES, Tensor
+from mtp_jax.errors import CheckpointError
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.hf_quantization import FP8_BLOCK, INT4_PER_WORD
+from mtp_jax.model.narrow import Fp8, Int4, Narrow
+from mtp_jax.model.params import Spec, columns_spec, scale_spec
+
+PLAIN = ("F32", "BF16", "F16")
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the tensors that are a weight together.
+
+    Attributes:
+        suffix: of its name, after the weight's.
+        dtypes: those it may have, in safetensors' words.
+        shape: its shape.
+        why: what says so, for errors.
+    """
+
+    suffix: str
+    dtypes: tuple[str, ...]
+    shape: tuple[int, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One of the arrays of a parameter that stays narrow in memory."""
+
+    spec: Spec
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return math.prod(self.spec.shape) * self.dtype.itemsize
+
+
+class Format(Protocol):
+    """A way of storing weights. What it says of a weight is by the weight's name in the release."""
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        ...
+
+    @property
+    def mark(self) -> str:
+        """What tells its tensors, for errors: what one of its tensors does."""
+        ...
+
+    @property
+    def kept(self) -> type[Narrow]:
+        """What such a weight is in memory; made of what ``arrays`` lists, in its order."""
+        ...
+
+    def announced(self, cfg: ModelConfig) -> bool:
+        """Whether config.json says that there are such weights."""
+        ...
+
+    def holds(self, tensors: Tensors, name: str) -> bool:
+        """Whether a weight is stored this way."""
+        ...
+
+    def parts(self, cfg: ModelConfig, shape: tuple[int, ...]) -> tuple[Part, ...]:
+        """The tensors that a weight of this shape consists of."""
+        ...
+
+    def misfit(self, cfg: ModelConfig, shape: tuple[int, ...]) -> str | None:
+        """Why a weight of this shape cannot be stored this way; None if it can."""
+        ...
+
+    def check(self, tensors: Tensors, name: str) -> None:
+        """Raises CheckpointError for values that cannot be right."""
+        ...
+
+    def read(self, tensors: Tensors, name: str, rows: range, columns: range, out: np.ndarray) -> None:
+        """Write a rectangle of the weight, dequantised, into ``out``."""
+        ...
+
+    def can_stay(self, spec: Spec) -> bool:
+        """Whether a parameter whose weights are stored this way can stay so in memory."""
+        ...
+
+    def arrays(self, spec: Spec, tensors: Tensors) -> tuple[Kept, ...]:
+        """What such a parameter consists of."""
+        ...
+
+    def block(self, tensors: Tensors, name: str) -> tuple[int, int]:
+        """So many rows and columns of the weight no mesh may part."""
+        ...
+
+
+class _InFp8:
+    """e4m3 with a scale per 128x128 block."""
+
+    name, kept = "fp8", Fp8
+    mark = "has dtype F8_E4M3"
+
+    def announced(self, cfg: ModelConfig) -> bool:
+        return cfg.fp8
+
+    def holds(self, tensors: Tensors, name: str) -> bool:
+        return name in tensors and tensors[name].dtype == "F8_E4M3"
+
+    def parts(self, cfg: ModelConfig, shape: tuple[int, ...]) -> tuple[Part, ...]:
+        why = f": one scale per 128x128 block of {list(shape)}"
+        return (
+            Part("", ("F8_E4M3",), shape, " from config.json"),
+            Part(fp8.SCALE_SUFFIX, ("F32",), fp8.scale_shape(shape), why),
+        )
+
+    def misfit(self, cfg: ModelConfig, shape: tuple[int, ...]) -> str | None:
+        return None
+
+    def check(self, tensors: Tensors, name: str) -> None:
+        _check_finite(tensors[name + fp8.SCALE_SUFFIX])
+
+    def read(self, tensors: Tensors, name: str, rows: range, columns: range, out: np.ndarray) -> None:
+        weight, scale = tensors[name].array(), tensors[name + fp8.SCALE_SUFFIX].array()
+        fp8.dequantise(weight, scale, rows, columns, out)
+
+    def can_stay(self, spec: Spec) -> bool:
+        return spec.rows is None
+
+    def arrays(self, spec: Spec, tensors: Tensors) -> tuple[Kept, ...]:
+        scale = scale_spec(spec, fp8.SCALE_SUFFIX)
+        return Kept(spec, DTYPES["F8_E4M3"]), Kept(scale, DTYPES["F32"])
+
+    def block(self, tensors: Tensors, name: str) -> tuple[int, int]:
+        return FP8_BLOCK, FP8_BLOCK
+
+
+class _InInt4:
+    """compressed-tensors' pack-quantized format."""
+
+    name, kept = "int4", Int4
+    mark = "is called weight_packed"
+
+    def announced(self, cfg: ModelConfig) -> bool:
+        return cfg.int4_group is not None
+
+    def holds(self, tensors: Tensors, name: str) -> bool:
+        return name + int4.PACKED in tensors
+
+    def parts(self, cfg: ModelConfig, shape: tuple[int, ...]) -> tuple[Part, ...]:
+        (rows, inputs), group = shape, cfg.int4_group or 1
+        of, words, groups = list(shape), inputs // INT4_PER_WORD, inputs // group
+        return (
+            Part(int4.PACKED, ("I32",), (rows, words), f": eight values a word of {of}"),
+            Part(int4.SCALE, PLAIN, (rows, groups), f": one scale per {group} inputs of {of}"),
+            Part(int4.SHAPE, ("I64", "I32"), (2,), ": the shape of the weight"),
+        )
+
+    def misfit(self, cfg: ModelConfig, shape: tuple[int, ...]) -> str | None:
+        unit = math.lcm(INT4_PER_WORD, cfg.int4_group or 1)
+        if shape[1] % unit == 0:
+            return None
+        return f"{shape[1]} inputs are no multiple of {unit}, for {cfg.int4_group} in a group and 8 in a word"
+
+    def check(self, tensors: Tensors, name: str) -> None:
+        words, scale, shape = (tensors[name + s] for s in (int4.PACKED, int4.SCALE, int4.SHAPE))
+        want = [words.shape[0], words.shape[1] * INT4_PER_WORD]
+        if shape.array().tolist() != want:
+            raise CheckpointError(f"{shape} is {shape.array().tolist()}; expected {want} from {words.name}")
+        _check_finite(scale)
+
+    def read(self, tensors: Tensors, name: str, rows: range, columns: range, out: np.ndarray) -> None:
+        words, scale = tensors[name + int4.PACKED].array(), tensors[name + int4.SCALE].array()
+        int4.dequantise(words, scale, rows, columns, out)
+
+    def can_stay(self, spec: Spec) -> bool:
+        return spec.rows is None and spec.shape[-2:] == spec.tensor_shape
+
+    def arrays(self, spec: Spec, tensors: Tensors) -> tuple[Kept, ...]:
+        scales = [tensors[f"{name}{int4.SCALE}"] for name in spec_names(spec).flat]
+        kinds = {scale.dtype for scale in scales}
+        kind = DTYPES[kinds.pop() if len(kinds) == 1 else "F32"]
+        return self.declared(spec, spec.tensor_shape[1] // scales[0].shape[1], kind)
+
+    def declared(self, spec: Spec, group: int, kind: np.dtype) -> tuple[Kept, ...]:
+        """``arrays`` where there are no tensors, only a config.json that says how large groups are."""
+        inputs = spec.tensor_shape[1]
+        words = columns_spec(spec, int4.PACKED, inputs // INT4_PER_WORD)
+        return Kept(words, DTYPES["I32"]), Kept(columns_spec(spec, int4.SCALE, inputs // group), kind)
+
+    def block(self, tensors: Tensors, name: str) -> tuple[int, int]:
+        words, scale = tensors[name + int4.PACKED], tensors[name + int4.SCALE]
+        return 1, math.lcm(INT4_PER_WORD, words.shape[1] * INT4_PER_WORD // scale.shape[1])
+
+
+FP8, INT4 = _InFp8(), _InInt4()
+FORMATS: tuple[Format, ...] = (FP8, INT4)
+# Of all tensors that may belong to a weight.
+SUFFIXES = ("", fp8.SCALE_SUFFIX, int4.PACKED, int4.SCALE, int4.SHAPE)
+
+
+def format_of(tensors: Tensors, name: str) -> Format | None:
+    """How a weight is stored; None: as a plain array, or not at all."""
+    return next((f for f in FORMATS if f.holds(tensors, name)), None)
+
+
+def staying(spec: Spec, tensors: Tensors) -> Format | None:
+    """The format in which a parameter can stay in memory; None if it must be read as an array."""
+    names = [str(name) for name in spec_names(spec).flat]
+    found = format_of(tensors, names[0])
+    stays = found is not None and found.can_stay(spec) and all(found.holds(tensors, n) for n in names)
+    return found if stays else None
+
+
+def may_be_narrow(name: str) -> bool:
+    """Whether a tensor may be narrow: projections, but not tables, norms, routers or eh_proj."""
+    projects = name.endswith(
+        ("_proj.weight", "_proj_with_mqa.weight", ".indexer.wq_b.weight", ".indexer.wk.weight")
+    )
+    return projects and not name.endswith(("eh_proj.weight", ".indexer.weights_proj.weight"))
+
+
+def spec_names(spec: Spec) -> np.ndarray:
+    """``spec.names`` as an object array whose shape is the stacked leading dimensions."""
+    return np.array(spec.names, dtype=object)
+
+
+def names_of(formats: Iterable[Format]) -> str:
+    """Formats for people."""
+    return " and ".join(sorted(f.name for f in formats))
+
+
+def _check_finite(scale: Tensor) -> None:
+    if not np.isfinite(scale.array()).all():
+        raise CheckpointError(
+            f"{scale} has NaN or infinite scales; expected finite ones: the file is damaged"
+        )
