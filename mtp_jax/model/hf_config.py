@@ -123,11 +123,8 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
     if kind not in _MODEL_TYPES:
         plain = str(kind).lower().replace("_", "")
         reasons = [r for k, r in _REFUSED.items() if plain.startswith(k.replace("_", ""))]
-        why = (
-            f": {reasons[0]}"
-            if reasons
-            else f"; expected one of {', '.join(sorted({*_MODEL_TYPES, *_NESTING}))}"
-        )
+        known = ", ".join(sorted({*_MODEL_TYPES, *_NESTING}))
+        why = f": {reasons[0]}" if reasons else f"; expected one of {known}"
         raise ConfigError(f"model_type {kind!r} is not supported{why}")
     for key, allowed in (
         ("scoring_func", "sigmoid"),

@@ -17,7 +17,7 @@ SIZES: dict[str, Any] = {
     "page_size": 16,
     "prefill_chunk": 16,
     "num_speculative_tokens": 3,
-    "depth": "fixed",
+    "adaptive_depth": False,
     "compile_cache": None,
 }
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
