@@ -1,5 +1,6 @@
 """Model configuration: one frozen ``ModelConfig``, whose values go together."""
 
+import math
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any

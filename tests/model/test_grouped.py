@@ -89,12 +89,12 @@ def test_an_fp8_row_is_rounded_head_by_head():
 
 
 def test_kernels_that_must_attend_refuse_it():
-    given: Any = rigged(CFG).layers[0], CFG, normal(B, T, CFG.hidden_size)
+    layer, x = rigged(CFG).layers[0], normal(B, T, CFG.hidden_size)
     angles = rope_angles(CFG, jnp.broadcast_to(jnp.arange(T), (B, T)))
     with pytest.raises(ConfigError, match="grouped-query attention has no kernel: --kernels auto"):
-        MosaicGpu(strict=True).before_attention(*given, angles, None, ())
-    left = MosaicGpu().before_attention(*given, angles, None, ())
-    right = Xla().before_attention(*given, angles, None, ())
+        MosaicGpu(strict=True).before_attention(layer, CFG, x, angles, None, ())
+    left = MosaicGpu().before_attention(layer, CFG, x, angles, None, ())
+    right = Xla().before_attention(layer, CFG, x, angles, None, ())
     np.testing.assert_array_equal(left[1].whole, right[1].whole)
 
 

@@ -17,7 +17,7 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.model import nextn, trunk
 from mtp_jax.model.backend import Backend, MosaicGpu, Xla, XlaCpu
 from mtp_jax.model.narrow import Int4, expand, is_narrow
-from mtp_jax.model.params import Moe, Params
+from mtp_jax.model.params import Attention, Moe, Params
 from mtp_jax.model.sharding import make_mesh
 from tests.checkpoint.int4_files import CONFIG, Models, write_models
 from tests.models import GREEDY, accepted, make_engine, prompts, serve
@@ -156,6 +156,7 @@ def test_linear_layers_may_be_packed_too(tmp_path: Path):
     )
     packed, plain = load(models.packed), load(models.plain)
     layer = packed.params.layers[0]
+    assert isinstance(layer.attention, Attention)
     assert isinstance(layer.attention.q_a, Int4)
     assert isinstance(layer.mlp.down, Int4)
     assert not is_narrow(layer.attention.o)
