@@ -76,7 +76,7 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     data = json.loads((DEMO / "tokenizer.json").read_text(encoding="utf-8"))
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
     data["added_tokens"] += [
-        {"id": 4096, "content": "<think>", **plain},
+        {"id": 8192, "content": "<think>", **plain},
         {"id": data["model"]["vocab"]["\u00fc"], "content": "\u00fc", **plain},
     ]
     (folder / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
@@ -117,7 +117,7 @@ def test_others_run_while_a_long_text_is_encoded() -> None:
 def test_special_ids(tokenizer: Tokenizer) -> None:
     assert (tokenizer.bos_id, tokenizer.eos_ids) == (0, (1,))
     assert (tokenizer.bos_token, tokenizer.eos_token) == (BOS, EOS)
-    assert tokenizer.vocab_size == 4096
+    assert tokenizer.vocab_size == 8192
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=80))
@@ -176,8 +176,8 @@ def test_decode_agrees_with_the_library_and_skips_unknown_ids(
     for skip in (True, False):
         assert tokenizer.decode(every, skip) == tokenizer.backend.decode(every, skip_special_tokens=skip)
     ids = tokenizer.encode("ab")
-    assert tokenizer.decode([-1, *ids, 4096, 129279, 2**40]) == "ab"
-    assert thinker.vocab_size == 4097
+    assert tokenizer.decode([-1, *ids, 8192, 129279, 2**40]) == "ab"
+    assert thinker.vocab_size == 8193
     assert thinker.decode(thinker.encode("f\u00fcr <think> 1", False)) == "f\u00fcr <think> 1"
 
 

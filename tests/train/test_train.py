@@ -31,7 +31,7 @@ from mtp_jax.train.state_store import StateStore
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo"
 TINY = {
-    "vocab_size": 4096,
+    "vocab_size": 8192,
     "hidden_size": 32,
     "intermediate_size": 48,
     "moe_intermediate_size": 16,
@@ -325,12 +325,12 @@ def test_what_cannot_be_trained_is_refused_before_it_takes_time(recipe: Recipe, 
         json.dumps(TINY | {"num_nextn_predict_layers": 0, "nextn_moe": []})
     )
     (tmp_path / "tokenizer.json").write_text("{")
-    (tmp_path / "small.json").write_text(json.dumps(TINY | {"vocab_size": 4095}))
+    (tmp_path / "small.json").write_text(json.dumps(TINY | {"vocab_size": 8191}))
     for wrong, message in (
         ({"model_config": tmp_path / "drafts-nothing.json"}, "no NextN layer to train"),
         ({"tokenizer": tmp_path / "tokenizer.json"}, "is damaged"),
         ({"tokenizer": tmp_path / "none"}, "does not exist"),
-        ({"model_config": tmp_path / "small.json"}, "has 4096 ids, more than the model's vocab_size = 4095"),
+        ({"model_config": tmp_path / "small.json"}, "has 8192 ids, more than the model's vocab_size = 8191"),
     ):
         with pytest.raises(ConfigError, match=message):
             loop.train(dataclasses.replace(recipe, **wrong), tmp_path / "out", files=source_files(1))
@@ -397,6 +397,7 @@ def test_two_minutes_of_the_demo_recipe_learn_python(tmp_path: Path) -> None:
     demo = Recipe.from_file(DEMO / "train.toml")
     short = dataclasses.replace(
         demo,
+        packages=(),
         stages=(Stage(30, 128, 4, 2, 1), Stage(10, 128, 4, 2, 3), Stage(1, 128, 4)),
         warmup_steps=5,
         eval_sequences=4,
@@ -405,7 +406,7 @@ def test_two_minutes_of_the_demo_recipe_learn_python(tmp_path: Path) -> None:
     loop.train(short, tmp_path, stop_after=40)
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     held_out = records[-1]["held_out"]
-    uniform = math.log(4096)
+    uniform = math.log(8192)
     assert held_out["losses"][0] < uniform - 1.5
     assert held_out["losses"][1] < uniform - 1.0
     assert held_out["acceptance"] > 1.2
