@@ -80,8 +80,10 @@ def test_ctrl_c_during_an_import_ends_the_process(how, module, argv, status):
 
 
 # Waits for the end of its input once the command is done, so that a Ctrl-C that was lost shows.
+# The test may itself run where Ctrl-C is ignored, as in the background.
 WAITS = """
 import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from mtp_jax.__main__ import entry
 
 try:

@@ -193,9 +193,9 @@ def test_stream_equals_full_decode(thinker: Tokenizer, size: int) -> None:
 
 def test_characters_appear_whole(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("\U0001f600", False)
-    assert len(ids) == 4
-    assert stream(tokenizer, [[i] for i in ids]) == ["", "", "", "\U0001f600", ""]
-    assert stream(tokenizer, [ids[:2]]) == ["", "\ufffd"]
+    assert len(ids) > 1
+    assert stream(tokenizer, [[i] for i in ids]) == [*[""] * (len(ids) - 1), "\U0001f600", ""]
+    assert stream(tokenizer, [ids[:-1]]) == ["", "\ufffd"]
 
 
 @given(st.lists(st.lists(st.integers(-3, 4200), max_size=4), max_size=30))
