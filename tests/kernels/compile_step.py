@@ -8,7 +8,6 @@ Needs jax 0.11 or newer: what older ones compile has another budget.
 """
 
 import argparse
-import itertools
 import math
 import os
 import re
@@ -52,14 +51,16 @@ MESHES = {"one": (1, 1), "data8": (8, 1), "model8": (1, 8)}
 
 @dataclass(frozen=True)
 class Load:
-    """What a step decodes: so many slots, each with so many cached rows."""
+    """What a step decodes: so many slots, each with so many cached rows; and on which meshes."""
 
     slots: int
     rows: int
     indexer: IndexerConfig | None = None
+    meshes: tuple[str, ...] = ("one", "data8", "model8")
 
 
-LOADS = {"": Load(128, 4096), "sparse_": Load(32, 16384, IndexerConfig(heads=64, dim=128, topk=2048))}
+INDEXER = IndexerConfig(heads=64, dim=128, topk=2048)
+LOADS = {"": Load(128, 4096), "sparse_": Load(32, 16384, INDEXER, ("one", "data8"))}
 DENSE = LOADS[""]
 # Layers of DeepSeek-V3 that have a cache: its trunk's, and NextN.
 WHOLE = 61 + 1
@@ -236,9 +237,10 @@ def main() -> int:
     faults: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         target.prepare(Path(folder))
-        for (kind, load), (on, shape) in itertools.product(LOADS.items(), MESHES.items()):
-            if arguments.pattern in (name := kind + on):
-                mesh = target.h200s(shape, ("data", "model"))
+        cases = [(kind + on, load, on) for kind, load in LOADS.items() for on in load.meshes]
+        for name, load, on in cases:
+            if arguments.pattern in name:
+                mesh = target.h200s(MESHES[on], ("data", "model"))
                 for what in ("PTX", "PTXAS", "SASS"):  # of some fifty kernels, minutes' worth
                     os.environ.pop(f"MOSAIC_GPU_DUMP_{what}", None)
                 check = check_layer if arguments.layer else check_step
