@@ -134,21 +134,20 @@ def of_launch(
         return Work(part.bytes.touched(experts), 2 * count * active) + attention
 
     def attend(layers: int, slots: int, width: int) -> Work:
-        """Over the cached rows of so many slots, or those that each token chooses among them."""
-        # Of every head and cached row: scores and mixed values, of MLA in the absorbed form.
-        index, each = cfg.indexer, cfg.grouped.head_dim if cfg.grouped else cfg.latent_dim
-        if index is None or cached <= index.topk:
-            read, seen, scored = cached, width * cached, 0
-        else:
-            own = width * index.topk <= cached  # as `selection.gathers` says
-            read, seen = (width * index.topk,) * 2 if own else (cached, width * cached)
-            scored = min(layers, sum(cfg.indexes(i) for i in range(cfg.num_hidden_layers)))
-        of_rows = Work(
-            layers * read * cfg.row.width * itemsize, layers * seen * 4 * cfg.num_attention_heads * each
-        )
-        keys = scored * cached * (index.dim if index else 0)
-        work = of_rows + Work(keys * itemsize, 2 * width * keys * (index.heads if index else 0))
-        return Work(slots * work.bytes, slots * work.flops)
+        """Attention of windows of ``width`` tokens over the cached rows of their slots, in so many layers."""
+        index, read, pairs, keys = cfg.indexer, cached, width * cached, 0
+        scoring = 0
+        if index is not None and cached > index.topk:
+            indexers = sum(cfg.indexes(i) for i in range(cfg.num_hidden_layers))
+            keys = min(layers, indexers) * cached * index.dim
+            scoring = 2 * width * keys * index.heads
+            if width * index.topk <= cached:  # each token reads its own rows, see `selection.gathers`
+                read = pairs = width * index.topk
+        # Of every head and pair of token and row: a score and a mixed value, of MLA in the absorbed form.
+        dim = cfg.grouped.head_dim if cfg.grouped else cfg.latent_dim
+        attending = layers * pairs * 4 * cfg.num_attention_heads * dim
+        values = layers * read * cfg.row.width + keys
+        return Work(slots * values * itemsize, slots * (attending + scoring))
 
     def extend(slots: int, width: int) -> list[Work]:
         """The NextN rows of known tokens: of the last layer nothing but its rows."""

@@ -101,7 +101,7 @@ class Format(Protocol):
         ...
 
     def block(self, tensors: Tensors, name: str) -> tuple[int, int]:
-        """So many rows and columns of the weight no mesh may part."""
+        """Rows and columns of a block of the weight that must lie whole on one device."""
         ...
 
 

@@ -63,7 +63,7 @@ class LayerCache:
 
 
 def contained(rows: Float[Array, "*b c"], keys: tuple[int, int]) -> Float[Array, "*b c"]:
-    """Rows to cache: one that is not finite becomes zeros, and NaN in its keys, the part ``[start, stop)``.
+    """Rows as they are cached. A row that is not finite becomes NaN in its ``keys`` and zero elsewhere.
 
     Attention multiplies the values of rows that a token does not see by 0, and 0 x NaN is NaN. Values are
     made of the rest alone (in MLA of the latents), so zeros there harm no such token. Scores are made of the

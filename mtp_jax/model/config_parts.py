@@ -61,7 +61,7 @@ class GroupedConfig:
     """Grouped-query attention (arXiv 2305.13245) in place of MLA, as GLM-4.5 to 4.7 have it.
 
     Attributes:
-        kv_heads: num_key_value_heads; so many neighbouring query heads as there are of them share one.
+        kv_heads: num_key_value_heads. Consecutive query heads share one; each is shared by as many.
         head_dim: width of every query, key and value head.
         rotary: partial_rotary_factor, the share of a head that is rotated: its first channels, half-split.
         qk_norm: use_qk_norm: whether queries and keys are normed head by head, before they are rotated.
@@ -87,8 +87,8 @@ class RowFormat:
     Attributes:
         width: values of a row.
         keys: the part [start, stop) that scores are made of and the mixed values are not.
-        e4m3: so many of the first values are e4m3 in an FP8 cache; the others are bfloat16.
-        block: so many e4m3 values share a float32 scale.
+        e4m3: number of leading values that an FP8 cache stores in e4m3. The rest is bfloat16.
+        block: number of consecutive e4m3 values that share a float32 scale.
     """
 
     width: int

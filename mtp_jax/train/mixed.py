@@ -4,7 +4,7 @@ The second is mixed-precision training (arXiv 1710.03740, section 3): parameters
 optimiser stay in float32. A CPU with bfloat16 matrix instructions multiplies so several times faster.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -13,6 +13,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float
 
 from mtp_jax.model.backend.xla import Rows, Xla
+from mtp_jax.model.layers import masked_softmax
 from mtp_jax.model.mla import Form, Queries
 from mtp_jax.model.moe import Experts
 
@@ -35,7 +36,7 @@ class Differentiable(Xla):
 
     def exactly(self, x: Rows, w: Float[Array, "o i"]) -> Float[Array, "*b o"]:
         """See `Xla.exactly`."""
-        return super().product(x.astype(jnp.float32), w, jnp.float32)
+        return Xla.exactly(replace(self, products="float32"), x, w)
 
     def attend_rows(
         self,
@@ -56,7 +57,7 @@ class Differentiable(Xla):
         keys = jnp.concatenate([keys, shared], -1).astype(jnp.bfloat16)
         asked = jnp.moveaxis(jnp.concatenate([q.nope, q.rope], -1), 2, 1).astype(jnp.bfloat16)
         scores = jnp.einsum("bnwh,bnlh->bnwl", asked, keys, preferred_element_type=jnp.float32)
-        weights = jax.nn.softmax(scores * scale, axis=-1, where=mask[:, None]).astype(jnp.bfloat16)
+        weights = masked_softmax(scores, mask, scale).astype(jnp.bfloat16)
         values = values.astype(jnp.bfloat16)
         out = jnp.einsum("bnwl,bnlv->bnwv", weights, values, preferred_element_type=jnp.float32)
         return jnp.moveaxis(out, 1, 2)

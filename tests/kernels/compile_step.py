@@ -3,7 +3,7 @@
     python -m tests.kernels.compile_step [PATTERN] [--layer]
 
 Four layers, one of them dense, and the NextN layer; a window of 4, FP8 weights; 128 slots of 4,096 rows each,
-or (``sparse_...``) 24 slots of 12,288 rows with DeepSeek-V3.2's indexer: a token chooses 2,048 of them.
+or (``sparse_...``) 40 slots of 12,288 rows with DeepSeek-V3.2's indexer: a token chooses 2,048 of them.
 Needs jax 0.11 or newer: what older ones compile has another budget.
 """
 
@@ -61,7 +61,7 @@ class Load:
 
 INDEXER = IndexerConfig(heads=64, dim=128, topk=2048)
 # Sizes that no weight has, so that arrays of tokens and of rows are told from weights by their shapes.
-LOADS = {"": Load(128, 4096), "sparse_": Load(24, 12288, INDEXER, ("one", "data8"))}
+LOADS = {"": Load(128, 4096), "sparse_": Load(40, 12288, INDEXER, ("one", "data8"))}
 DENSE = LOADS[""]
 # Layers of DeepSeek-V3 that have a cache: its trunk's, and NextN.
 WHOLE = 61 + 1

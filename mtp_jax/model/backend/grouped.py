@@ -71,7 +71,7 @@ def over_pages(
     view: PagedView,
     chosen: Int[Array, "B W K"] | None,
 ) -> Float[Array, "B W N v"]:
-    """Over all rows that the view's pages have; those that no token sees are read as zeros."""
+    """Attention over every row of the view's pages. Rows that no token sees are read as zeros."""
     assert chosen is None, "there is no indexer that could have chosen"
     width, entries = q.whole.shape[1], view.page_table.shape[1] * cache.page_size
     seen, row = view.visible.seen(entries), cfg.row

@@ -152,8 +152,8 @@ class XlaExperts:
     ) -> Float[Array, "T D"]:
         """Only the experts that rows chose.
 
-        x: as ``flat_rows`` gives them. shards: the weights are those of one of so many devices, of experts
-        from ``first`` on; the rows and the routing are those of all.
+        x: rows as ``flat_rows`` gives them. shards: number of devices that the experts are split over.
+        Weights are those of one device, from expert ``first`` on; rows and routing are those of all devices.
         """
         return moe.grouped(gate_up, down, x, Routing(r.ids - first, r.weights), self.product)
 
