@@ -13,6 +13,7 @@ import numpy as np
 from mtp_jax.api.local import local_runner
 from mtp_jax.engine.engine import Engine
 from mtp_jax.errors import ConfigError, EngineStopped, RequestError
+from mtp_jax.model.narrow import is_narrow, with_bits, without_bits
 from mtp_jax.model.params import Params, shapes
 
 Tag = Literal["weights", "draft", "cache"]
@@ -118,9 +119,9 @@ class DeviceMemory:
             self.released.append(tag)
         self._set(engine, tag, _part(self._shapes, tag))
         self._kept.pop(tag, None)
-        arrays, tree = jax.tree.flatten(new)
-        where = jax.tree.leaves(_part(self._sharding, tag))
-        placed = [jax.device_put(a, s) for a, s in zip(arrays, where, strict=True)]
+        weights, tree = jax.tree.flatten(new, is_leaf=is_narrow)
+        where = jax.tree.leaves(_part(self._sharding, tag), is_leaf=is_narrow)
+        placed = [_placed(w, s) for w, s in zip(weights, where, strict=True)]
         self._set(engine, tag, tree.unflatten(placed))
         self.released.remove(tag)
 
@@ -129,6 +130,12 @@ class DeviceMemory:
         trunk, nextn = (part, self.params.nextn) if tag == "weights" else (self.params, part)
         self.params = replace(trunk, nextn=nextn)
         local_runner(engine).params = drafting(self.params, engine.config.num_speculative_tokens)
+
+
+def _placed(w: Any, where: Any) -> Any:
+    """A weight on its devices, in the form in which it was there before."""
+    placed = jax.device_put(without_bits(w), without_bits(where))
+    return placed if where == without_bits(where) else with_bits(placed)
 
 
 def drafting(params: Params, num_speculative_tokens: int) -> Params:

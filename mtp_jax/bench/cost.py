@@ -15,7 +15,7 @@ import numpy as np
 from mtp_jax.decode.keys import StepKey
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.moe import Routing
-from mtp_jax.model.narrow import is_narrow
+from mtp_jax.model.narrow import is_narrow, without_bits
 from mtp_jax.model.params import Grouped, Layer, Moe, NextN, Params, type_of
 
 
@@ -40,7 +40,8 @@ class Weights:
 
 
 def _bytes(tree: object) -> int:
-    return sum(a.nbytes for a in jax.tree.leaves(tree))
+    weights = jax.tree.map(without_bits, tree, is_leaf=is_narrow)  # the same memory a second time
+    return sum(a.nbytes for a in jax.tree.leaves(weights))
 
 
 def of_layer(layer: Layer) -> Weights:

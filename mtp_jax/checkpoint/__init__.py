@@ -5,12 +5,13 @@ from typing import Literal, get_args
 
 from jax.sharding import Mesh
 
+from mtp_jax.checkpoint.formats import STORED
 from mtp_jax.checkpoint.orbax_store import check_no_draft, convert, is_orbax, restore, save
-from mtp_jax.checkpoint.read import ALL_FORMATS, Loaded, Progress, load_folder
+from mtp_jax.checkpoint.read import Loaded, Progress, load_folder
 from mtp_jax.checkpoint.summary import Summary, summarise
 from mtp_jax.checkpoint.write import export_nextn, save_checkpoint
 from mtp_jax.errors import ConfigError
-from mtp_jax.model.device import is_hopper
+from mtp_jax.model.device import is_hopper, platform
 
 __all__ = [
     "Loaded",
@@ -47,9 +48,10 @@ def load(
         draft_model: a folder with the NextN layers: in place, lmsys NextN or xLLM export. None: those of
             ``model_dir``.
         dtype: "float32" or "bfloat16", of everything but norms and routers, which are float32.
-        narrow: "keep": weights in FP8 or int4 stay so in memory (``model.narrow``); "dequantise": they become
-            ``dtype``; None: int4 stays, which is a quarter of bfloat16's bytes, and FP8 for bfloat16 on a
-            Hopper GPU, whose kernels multiply it. An Orbax folder holds none.
+        narrow: "keep": weights in FP8 or int4, and for float32 those in bfloat16, stay so in memory
+            (``model.narrow``); "dequantise": they become ``dtype``; None: int4 stays, which is a quarter of
+            bfloat16's bytes; FP8 where it is multiplied as it is: in bfloat16 on a Hopper GPU, in float32 on
+            a CPU without a mesh, where bfloat16 stays too. An Orbax folder holds none.
         mesh: devices to place the parameters on; each device reads only its part. None: one device.
         num_nextn_layers: how many NextN layers to load; 0 for none, None for all.
         progress: called with (bytes read, bytes to read) after every array.
@@ -61,9 +63,11 @@ def load(
         raise ConfigError(
             f"narrow = {narrow!r}; expected one of {', '.join(get_args(NarrowWeights))}, or None"
         )
-    keep = ALL_FORMATS if narrow == "keep" else frozenset[str]()
+    everything = {s.name for s in STORED} - ({"bf16"} if dtype == "bfloat16" else set())
+    keep = everything if narrow == "keep" else set[str]()
     if narrow is None:
-        keep = ALL_FORMATS if dtype == "bfloat16" and is_hopper() else {"int4"}
+        fast = is_hopper() if dtype == "bfloat16" else platform() == "cpu" and mesh is None
+        keep = everything if fast else {"int4"}
     if not is_orbax(model_dir):
         return load_folder(
             model_dir,

@@ -1,7 +1,7 @@
 """How weights lie in files: as plain arrays, or in one of ``FORMATS``, narrower than they are computed in."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from mtp_jax.checkpoint.safetensors_file import DTYPES, Tensor
 from mtp_jax.errors import CheckpointError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.hf_quantization import FP8_BLOCK, INT4_PER_WORD
-from mtp_jax.model.narrow import Fp8, Int4, Narrow
+from mtp_jax.model.narrow import Bf16, Fp8, Int4, Narrow
 from mtp_jax.model.params import Spec, columns_spec, scale_spec
 
 PLAIN = ("F32", "BF16", "F16")
@@ -50,8 +50,8 @@ class Kept:
         return math.prod(self.spec.shape) * self.dtype.itemsize
 
 
-class Format(Protocol):
-    """A way of storing weights. What it says of a weight is by the weight's name in the release."""
+class Stored(Protocol):
+    """A way of storing weights in which they can stay in memory."""
 
     @property
     def name(self) -> str:
@@ -59,37 +59,16 @@ class Format(Protocol):
         ...
 
     @property
-    def mark(self) -> str:
-        """What tells its tensors, for errors: what one of its tensors does."""
-        ...
-
-    @property
     def kept(self) -> type[Narrow]:
         """What such a weight is in memory; made of what ``arrays`` lists, in its order."""
         ...
 
-    def announced(self, cfg: ModelConfig) -> bool:
-        """Whether config.json says that there are such weights."""
-        ...
-
     def holds(self, tensors: Tensors, name: str) -> bool:
-        """Whether a weight is stored this way."""
-        ...
-
-    def parts(self, cfg: ModelConfig, shape: tuple[int, ...]) -> tuple[Part, ...]:
-        """The tensors that a weight of this shape consists of."""
-        ...
-
-    def misfit(self, cfg: ModelConfig, shape: tuple[int, ...]) -> str | None:
-        """Why a weight of this shape cannot be stored this way; None if it can."""
+        """Whether a weight, by its name in the release, is stored this way."""
         ...
 
     def check(self, tensors: Tensors, name: str) -> None:
         """Raises CheckpointError for values that cannot be right."""
-        ...
-
-    def read(self, tensors: Tensors, name: str, rows: range, columns: range, out: np.ndarray) -> None:
-        """Write a rectangle of the weight, dequantised, into ``out``."""
         ...
 
     def can_stay(self, spec: Spec) -> bool:
@@ -103,6 +82,52 @@ class Format(Protocol):
     def block(self, tensors: Tensors, name: str) -> tuple[int, int]:
         """Rows and columns of a block of the weight that must lie whole on one device."""
         ...
+
+
+class Format(Stored, Protocol):
+    """A format of quantised weights, which config.json announces."""
+
+    @property
+    def mark(self) -> str:
+        """What tells its tensors, for errors: what one of its tensors does."""
+        ...
+
+    def announced(self, cfg: ModelConfig) -> bool:
+        """Whether config.json says that there are such weights."""
+        ...
+
+    def parts(self, cfg: ModelConfig, shape: tuple[int, ...]) -> tuple[Part, ...]:
+        """The tensors that a weight of this shape consists of."""
+        ...
+
+    def misfit(self, cfg: ModelConfig, shape: tuple[int, ...]) -> str | None:
+        """Why a weight of this shape cannot be stored this way; None if it can."""
+        ...
+
+    def read(self, tensors: Tensors, name: str, rows: range, columns: range, out: np.ndarray) -> None:
+        """Write a rectangle of the weight, dequantised, into ``out``."""
+        ...
+
+
+class _InBf16:
+    """Plain bfloat16, of a model that computes in float32."""
+
+    name, kept = "bf16", Bf16
+
+    def holds(self, tensors: Tensors, name: str) -> bool:
+        return name in tensors and tensors[name].dtype == "BF16"
+
+    def check(self, tensors: Tensors, name: str) -> None:
+        pass
+
+    def can_stay(self, spec: Spec) -> bool:
+        return not spec.float32
+
+    def arrays(self, spec: Spec, tensors: Tensors) -> tuple[Kept, ...]:
+        return (Kept(spec, DTYPES["BF16"]),)
+
+    def block(self, tensors: Tensors, name: str) -> tuple[int, int]:
+        return 1, 1
 
 
 class _InFp8:
@@ -203,8 +228,9 @@ class _InInt4:
         return 1, math.lcm(INT4_PER_WORD, words.shape[1] * INT4_PER_WORD // scale.shape[1])
 
 
-FP8, INT4 = _InFp8(), _InInt4()
+FP8, INT4, BF16 = _InFp8(), _InInt4(), _InBf16()
 FORMATS: tuple[Format, ...] = (FP8, INT4)
+STORED: tuple[Stored, ...] = (*FORMATS, BF16)
 # Of all tensors that may belong to a weight.
 SUFFIXES = ("", fp8.SCALE_SUFFIX, int4.PACKED, int4.SCALE, int4.SHAPE)
 
@@ -214,12 +240,11 @@ def format_of(tensors: Tensors, name: str) -> Format | None:
     return next((f for f in FORMATS if f.holds(tensors, name)), None)
 
 
-def staying(spec: Spec, tensors: Tensors) -> Format | None:
-    """The format in which a parameter can stay in memory; None if it must be read as an array."""
+def staying(spec: Spec, tensors: Tensors, keep: Collection[str]) -> Stored | None:
+    """That of the ways ``keep`` to store weights in which a parameter stays; None: it becomes an array."""
     names = [str(name) for name in spec_names(spec).flat]
-    found = format_of(tensors, names[0])
-    stays = found is not None and found.can_stay(spec) and all(found.holds(tensors, n) for n in names)
-    return found if stays else None
+    found = (s for s in STORED if s.name in keep and s.can_stay(spec))
+    return next((s for s in found if all(s.holds(tensors, n) for n in names)), None)
 
 
 def may_be_narrow(name: str) -> bool:

@@ -16,6 +16,11 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(-(-n // FP8_BLOCK) for n in shape)
 
 
+def has_nan(weight: np.ndarray) -> bool:
+    """Whether float8_e4m3fn values have NaN among them: all bits of exponent and mantissa set."""
+    return bool(((weight.view(np.uint8) & 0x7F) == 0x7F).any())
+
+
 def dequantise(weight: np.ndarray, scale: np.ndarray, rows: range, columns: range, out: np.ndarray) -> None:
     """Write ``weight * scale of its block`` for a rectangle of the weight into ``out``.
 

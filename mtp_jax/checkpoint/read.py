@@ -12,12 +12,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from mtp_jax.checkpoint.formats import FORMATS, SUFFIXES, Format, format_of, spec_names, staying
+from mtp_jax.checkpoint import fp8
+from mtp_jax.checkpoint.formats import SUFFIXES, Stored, format_of, spec_names, staying
 from mtp_jax.checkpoint.plan import HEAD, Plan, make_plan
 from mtp_jax.checkpoint.safetensors_file import DTYPES, Tensor
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.narrow import Narrow
+from mtp_jax.model.device import platform
+from mtp_jax.model.narrow import Fp8, Narrow, with_bits
 from mtp_jax.model.params import Params, Spec, dtype_of, type_of
 from mtp_jax.model.sharding import check_divisible, param_sharding, ways
 
@@ -25,7 +27,6 @@ _COMPARE_BYTES = 1 << 26
 _MANY = 4
 
 Progress = Callable[[int, int], None]
-ALL_FORMATS = frozenset(f.name for f in FORMATS)
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def load_folder(
 ) -> Loaded:
     """Load a folder in Hugging Face layout; see ``mtp_jax.checkpoint.load``.
 
-    keep: names of the formats whose weights stay narrow in memory.
+    keep: names of the ways to store weights (``formats.STORED``) in which they stay in memory.
     """
     if dtype not in type_of:
         raise ConfigError(f"dtype {dtype!r} is not supported; expected one of {', '.join(type_of)}")
@@ -87,8 +88,8 @@ def load_plan(
     leaves, tree = jax.tree.flatten(plan.specs(own))
     arrays: list[Any] = []
     for spec in leaves:
-        stays = staying(spec, plan.tensors)
-        if stays is not None and stays.name in keep:
+        stays = staying(spec, plan.tensors, keep)
+        if stays is not None:
             arrays.append(_place_narrow(stays, spec, plan.tensors, mesh, place))
         else:
             arrays.append(place(spec, plan.tensors, dtype_of(spec, dtype)))
@@ -132,7 +133,7 @@ def is_copy(plan: Plan, name: str) -> bool:
 
 
 def _place_narrow(
-    stored: Format, spec: Spec, tensors: Mapping[str, Tensor], mesh: Mesh | None, place: Place
+    stored: Stored, spec: Spec, tensors: Mapping[str, Tensor], mesh: Mesh | None, place: Place
 ) -> Narrow:
     names, arrays = [str(name) for name in spec_names(spec).flat], stored.arrays(spec, tensors)
     block, axes = stored.block(tensors, names[0]), arrays[-1].spec.axes[-2:]
@@ -145,7 +146,12 @@ def _place_narrow(
             )
     for name in names:
         stored.check(tensors, name)
-    return stored.kept(*(place(a.spec, tensors, a.dtype) for a in arrays))
+    kept = stored.kept(*(place(a.spec, tensors, a.dtype) for a in arrays))
+    if mesh is not None or platform() != "cpu":
+        return kept
+    if isinstance(kept, Fp8) and fp8.has_nan(np.asarray(kept.values)):
+        raise CheckpointError(f"{names[0]}: NaN among its values; expected numbers: the file is damaged")
+    return with_bits(kept)
 
 
 def _place(spec: Spec, tensors: Mapping[str, Tensor], kind: Any, mesh: Mesh | None) -> jax.Array:

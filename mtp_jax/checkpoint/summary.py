@@ -133,7 +133,7 @@ def summarise(
     specs, layout = param_specs(plan.config), plan.layout
 
     def kept(spec: Spec) -> tuple[Kept, ...]:
-        stays = staying(spec, plan.tensors)
+        stays = staying(spec, plan.tensors, {f.name for f in FORMATS})
         return () if stays is None else stays.arrays(spec, plan.tensors)
 
     formats = names_of(f for f in FORMATS if any(f.holds(plan.tensors, n) for n in _weights(specs)))

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from mtp_jax.checkpoint.draft import FREE, in_place, open_draft
 from mtp_jax.checkpoint.folder import Folder, as_folder, open_folder, read_config, shortlist
-from mtp_jax.checkpoint.formats import FORMATS
+from mtp_jax.checkpoint.formats import STORED
 from mtp_jax.checkpoint.int4 import PACKED
 from mtp_jax.checkpoint.orbax_store import is_orbax
 from mtp_jax.checkpoint.plan import Plan, copied_from, match, nextn_copies, unread_layers
@@ -19,7 +19,7 @@ from mtp_jax.checkpoint.read import is_copy, load_plan, on_host
 from mtp_jax.checkpoint.safetensors_file import hold
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.narrow import is_narrow
+from mtp_jax.model.narrow import is_narrow, without_bits
 from mtp_jax.model.params import Params
 
 Source = str | Path | Mapping[str, ArrayLike]
@@ -62,9 +62,10 @@ def read_update(
     own = _own_copies(now)
     _share(plan, own)
     kept = {type(x) for x in jax.tree.leaves(now, is_leaf=is_narrow)}
-    loaded = load_plan(plan, own, dtype, {f.name for f in FORMATS if f.kept in kept}, on_host)
-    _check_same(now, loaded.params)
-    return loaded.params
+    loaded = load_plan(plan, own, dtype, {s.name for s in STORED if s.kept in kept}, on_host)
+    now, new = (jax.tree.map(without_bits, p, is_leaf=is_narrow) for p in (now, loaded.params))
+    _check_same(now, new)
+    return new
 
 
 def _open(source: Source, cfg: ModelConfig) -> tuple[Folder, ModelConfig]:

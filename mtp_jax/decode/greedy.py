@@ -6,17 +6,19 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.decode.sampling import argmax
 from mtp_jax.model.backend import Backend
+from mtp_jax.model.narrow import Table
 
 
 @jax.named_scope("greedy")
 def best_tokens(
-    hidden: Float[Array, "*b D"], table: Float[Array, "V D"], on: Backend
+    hidden: Float[Array, "*b D"], table: Table, on: Backend
 ) -> tuple[Int[Array, "*b"], Bool[Array, "*b"]]:
     """``argmax`` of every row's logits and whether they are all finite, part by part (``on.head_parts``)."""
     size = -(-table.shape[0] // on.head_parts)
 
     def of(start: int, hidden: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        logits = on.head(hidden, table[start : start + size])
+        part: Table = jax.tree.map(lambda a: a[start : start + size], table)
+        logits = on.head(hidden, part)
         return jnp.max(logits, axis=-1), argmax(logits) + start, jnp.isfinite(logits).all(axis=-1)
 
     best, ids, finite = of(0, hidden)

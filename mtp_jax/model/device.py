@@ -1,6 +1,8 @@
 """What a program is traced for: a device, or one that is only compiled for."""
 
+import functools
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +23,15 @@ def compiler_options() -> dict[str, Any] | None:
     narrower it changes nothing.
     """
     return {"xla_cpu_prefer_vector_width": 512} if platform() == "cpu" else None
+
+
+@functools.cache
+def multiplies_bf16() -> bool:
+    """Whether this computer's processor has matrix instructions for bfloat16 (AMX), as Linux tells."""
+    try:
+        return re.search(r"\bamx_bf16\b", Path("/proc/cpuinfo").read_text()) is not None
+    except OSError:
+        return False
 
 
 def is_hopper() -> bool:

@@ -15,7 +15,7 @@ from mtp_jax.model.narrow import Narrow, expand
 
 Experts = Literal["dense", "sparse"]
 Weight = Float[Array, "E ..."] | Narrow
-Product = Callable[[jax.Array, jax.Array, Any], jax.Array]
+Product = Callable[[jax.Array, Any, Any], jax.Array]
 """``x @ w.T`` in a dtype (see ``Xla.product``)."""
 
 # Rows that one visit to an expert handles: at least, if there are so many, and at most.
@@ -82,8 +82,7 @@ def _expert(
     gate_up: Weight, down: Weight, e: Int[Array, ""], x: Float[Array, "T D"], product: Product
 ) -> Float[Array, "T D"]:
     gate_up, down = (
-        expand(jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, e, keepdims=False), w), x.dtype)
-        for w in (gate_up, down)
+        jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, e, keepdims=False), w) for w in (gate_up, down)
     )
     gu = product(x, gate_up, x.dtype)
     return product(jax.nn.silu(gu[:, 0]) * gu[:, 1], down, x.dtype)

@@ -5,14 +5,18 @@ dimensions are the weight's own: an expert is indexed, and a mesh splits experts
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Float, Int, Int8, UInt16
 
 from mtp_jax.model.hf_quantization import FP8_BLOCK, INT4_PER_WORD
+
+E4M3_UNIT = 2.0**8
+"""See ``e4m3_of_bits``: the exponents of float16 and e4m3 have the biases 15 and 7."""
 
 
 class Narrow(ABC):
@@ -34,6 +38,34 @@ class Narrow(ABC):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Bf16(Narrow):
+    """bfloat16 weights of a model that computes in float32.
+
+    Attributes:
+        values: bfloat16, of the parameter's shape.
+        bits: the same memory as uint16; None except on a CPU (``with_bits``).
+    """
+
+    values: Any
+    bits: Any = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the parameter."""
+        return self.values.shape
+
+    def expand(self, dtype: Any) -> Float[Array, "*o i"]:
+        """The values."""
+        wide = self.values.astype(jnp.float32) if self.bits is None else bf16_of_bits(self.bits)
+        return wide.astype(dtype)
+
+    def reshape(self, *shape: int) -> "Bf16":
+        """The same values, grouped differently."""
+        return jax.tree.map(lambda a: a.reshape(*shape), self)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Fp8(Narrow):
     """Block-scaled FP8 (arXiv 2412.19437, section 3.3).
 
@@ -41,10 +73,12 @@ class Fp8(Narrow):
         values: float8_e4m3fn, of the parameter's shape.
         scale: float32, one for each 128x128 block of the weight seen as the matrix of its checkpoint tensor,
             with the leading dimensions that stack such matrices.
+        bits: the memory of ``values`` as int8; None except on a CPU (``with_bits``).
     """
 
     values: Any
     scale: Any
+    bits: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -53,15 +87,17 @@ class Fp8(Narrow):
 
     def expand(self, dtype: Any) -> Float[Array, "*o i"]:
         """Values times the scale of their block."""
-        stacked = self.scale.shape[:-2]
-        matrix = self.values.reshape(*stacked, -1, self.shape[-1])
+        bits = self.bits
+        wide = self.values.astype(jnp.float32) if bits is None else e4m3_of_bits(bits) * E4M3_UNIT
+        matrix = wide.reshape(*self.scale.shape[:-2], -1, self.shape[-1])
         spread = jnp.repeat(jnp.repeat(self.scale, FP8_BLOCK, axis=-2), FP8_BLOCK, axis=-1)
         spread = spread[..., : matrix.shape[-2], : matrix.shape[-1]]
-        return (matrix.astype(jnp.float32) * spread).astype(dtype).reshape(self.shape)
+        return (matrix * spread).astype(dtype).reshape(self.shape)
 
     def reshape(self, *shape: int) -> "Fp8":
         """The same matrices, their rows or columns grouped differently."""
-        return Fp8(self.values.reshape(*shape), self.scale)
+        bits = None if self.bits is None else self.bits.reshape(*shape)
+        return Fp8(self.values.reshape(*shape), self.scale, bits)
 
 
 @jax.tree_util.register_dataclass
@@ -98,6 +134,38 @@ class Int4(Narrow):
         )
 
 
+def with_bits(w: Any) -> Any:
+    """A weight on a CPU with its ``bits``; others as they are.
+
+    XLA on a CPU widens a whole stack of bfloat16 or e4m3 before it takes a slice of it, not so of integers.
+    Both arrays lie in the same memory.
+    """
+    if not isinstance(w, Bf16 | Fp8):
+        return w
+    bits = np.asarray(w.values).view(np.uint16 if isinstance(w, Bf16) else np.int8)
+    return replace(w, bits=bits if isinstance(w.values, np.ndarray) else jax.device_put(bits, may_alias=True))
+
+
+def without_bits(w: Any) -> Any:
+    """Undoes ``with_bits``."""
+    return replace(w, bits=None) if isinstance(w, Bf16 | Fp8) else w
+
+
+def bf16_of_bits(bits: UInt16[Array, "*b"]) -> Float[Array, "*b"]:
+    """bfloat16 as float32: it is the upper half of one."""
+    return jax.lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
+
+
+def e4m3_of_bits(bits: Int8[Array, "*b"]) -> Float[Array, "*b"]:
+    """e4m3 over ``E4M3_UNIT`` as float32; NaN apart, which a checkpoint may not have.
+
+    A float16 with its sign, exponent and mantissa is smaller by that factor, subnormal values included. The
+    product moves the bits up by 7, and the sign to two places. (A shift would test its width each time.)
+    """
+    half = (bits.astype(jnp.int16) * 128) & jnp.int16(-0x4001)
+    return jax.lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32)
+
+
 def is_narrow(x: Any) -> bool:
     """Whether this is a weight and no array: a leaf, where trees of weights are walked."""
     return isinstance(x, Narrow)
@@ -106,3 +174,13 @@ def is_narrow(x: Any) -> bool:
 def expand(w: Float[Array, "*o i"] | Narrow, dtype: Any) -> Float[Array, "*o i"]:
     """A weight as an array: itself, or expanded."""
     return w.expand(dtype) if isinstance(w, Narrow) else w
+
+
+Table = Float[Array, "V D"] | Bf16
+"""An embedding, or the head."""
+
+
+def rows_of(table: Table, ids: Int[Array, "*b"]) -> Float[Array, "*b D"]:
+    """Rows of a table, in float32 if it is narrow. Ids outside are moved to its nearest row."""
+    rows = jax.tree.map(lambda a: jnp.take(a, ids, axis=0, mode="clip"), table)
+    return expand(rows, jnp.float32)

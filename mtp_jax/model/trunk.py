@@ -15,6 +15,7 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.indexer import Choice
 from mtp_jax.model.layers import rope_angles
 from mtp_jax.model.moe import Routing
+from mtp_jax.model.narrow import Table, rows_of
 from mtp_jax.model.params import Layer, Params
 from mtp_jax.model.parts import join
 from mtp_jax.model.sharding import constrain
@@ -65,9 +66,9 @@ def block(
 
 
 @jax.named_scope("embed")
-def embed(table: Float[Array, "V D"], tokens: Int[Array, "B W"], mesh: Mesh | None) -> Float[Array, "B W D"]:
+def embed(table: Table, tokens: Int[Array, "B W"], mesh: Mesh | None) -> Float[Array, "B W D"]:
     """Rows of the embedding table."""
-    return constrain(jnp.take(table, tokens, axis=0, mode="clip"), mesh, "slots", None, None)
+    return constrain(rows_of(table, tokens), mesh, "slots", None, None)
 
 
 def run(
@@ -121,6 +122,6 @@ def logits(params: Params, hidden: Float[Array, "*b D"], on: Backend = REFERENCE
     return on.head(hidden, head(params))
 
 
-def head(params: Params) -> Float[Array, "V D"]:
+def head(params: Params) -> Table:
     """The table that logits are products with."""
     return params.embed if params.head is None else params.head

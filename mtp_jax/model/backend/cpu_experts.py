@@ -1,23 +1,21 @@
 """Experts of few rows as XLA on a CPU does them fast: all pairs of a row and an expert at once."""
 
-import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mtp_jax.model.moe import Routing
+from mtp_jax.model.backend import cpu_lanes
+from mtp_jax.model.backend.cpu_lanes import SLICES, multiply, sum_lanes
+from mtp_jax.model.moe import Routing, Weight
 
 # ``by_pair`` wins up to so many pairs per expert: of experts that fit a core's cache, or of larger.
 _PAIRS_CACHED, _PAIRS = 16, 4
 _CACHE_BYTES = 1 << 20
-# It sums slices of the input features: a vector register's worth of them, or as many as give no more slices.
-_LANES, _SLICES = 16, 64
 
 
-def by_pair(
-    gate_up: Float[Array, "E 2 i D"], down: Float[Array, "E D i"], x: Float[Array, "T D"], r: Routing
-) -> Float[Array, "T D"]:
+def by_pair(gate_up: Weight, down: Weight, x: Float[Array, "T D"], r: Routing) -> Float[Array, "T D"]:
     """Multiply each row with each of its experts apart, all pairs at once: for few rows per expert.
 
     Ids outside ``[0, E)`` contribute nothing. A row's experts are summed in float32. Its result depends
@@ -36,50 +34,35 @@ def by_pair(
     return _mixed_products(down, ids, act).astype(x.dtype)
 
 
-def _pair_products(
-    w: Float[Array, "E *o i"], expert: Int[Array, " p"], x: Float[Array, "p i"]
-) -> Float[Array, "p *o"]:
-    """``w[expert[p]] @ x[p]`` in float32, by a loop fusion that reads the weights where they lie.
+def _pair_products(w: Weight, expert: Int[Array, " p"], x: Float[Array, "p i"]) -> Float[Array, "p *o"]:
+    """``w[expert[p]] @ x[p]`` in float32."""
 
-    A matrix product would have them copied out of the stack first. A product with ones sums the lanes.
-    """
-    matrices, x32 = w.reshape(len(w), -1, w.shape[-1]), x.astype(jnp.float32)
-    total = jnp.zeros((), jnp.float32)
-    for part in _slices(w.shape[-1], _SLICES):
-        weights = matrices[:, :, part].at[expert].get(mode="promise_in_bounds")
-        total += weights.astype(jnp.float32) * x32[:, None, part]
-    return _sum_lanes(total).reshape(len(x), *w.shape[1:-1])
+    def pick(a: jax.Array) -> jax.Array:
+        return a.reshape(len(a), -1, a.shape[-1]).at[expert].get(mode="promise_in_bounds")
+
+    products = sum_lanes(multiply(w, pick, x.astype(jnp.float32)[:, None]))
+    return products.reshape(len(x), *w.shape[1:-1])
 
 
-def _mixed_products(
-    w: Float[Array, "E o i"], experts: Int[Array, "T k"], x: Float[Array, "T k i"]
-) -> Float[Array, "T o"]:
+def _mixed_products(w: Weight, experts: Int[Array, "T k"], x: Float[Array, "T k i"]) -> Float[Array, "T o"]:
     """The sum over k of ``w[experts[t, k]] @ x[t, k]``, by such a loop; lanes are summed once for all k.
 
     Output features are outermost: what the rows read for one of them stays in the nearest cache.
     """
-    total = jnp.zeros((), jnp.float32)
-    for j in range(experts.shape[1]):
-        for part in _slices(w.shape[-1], _SLICES // experts.shape[1]):
-            weights = w[:, :, part].at[experts[:, j]].get(mode="promise_in_bounds")
-            total += weights.astype(jnp.float32).swapaxes(0, 1) * x[None, :, j, part]
-    return _sum_lanes(jax.lax.optimization_barrier(total)).T
+    total, k = jnp.zeros((), jnp.float32), experts.shape[1]
+    for j in range(k):
+
+        def pick(a: jax.Array, j: int = j) -> jax.Array:
+            return a.at[experts[:, j]].get(mode="promise_in_bounds").swapaxes(0, 1)
+
+        total += multiply(w, pick, x[None, :, j], SLICES // k)
+    return sum_lanes(total).T
 
 
-def _slices(inputs: int, most: int) -> list[slice]:
-    """Slices of the input features, of equal size, about ``most`` at most."""
-    step = math.gcd(inputs, _LANES)
-    least = -(-inputs // (step * max(most, 1))) * step
-    lanes = next(n for n in range(least, inputs + 1, step) if inputs % n == 0)
-    return [slice(at, at + lanes) for at in range(0, inputs, lanes)]
-
-
-def _sum_lanes(x: Float[Array, "... l"]) -> Float[Array, "..."]:
-    return x @ jnp.ones(x.shape[-1], x.dtype)
-
-
-def most_pairs(gate_up: Float[Array, "E 2 i D"], down: Float[Array, "E D i"]) -> int:
-    """How many pairs ``by_pair`` is the faster way for."""
-    experts = down.shape[0]
-    cached = gate_up.nbytes + down.nbytes <= experts * _CACHE_BYTES
-    return experts * (_PAIRS_CACHED if cached else _PAIRS)
+def takes(gate_up: Any, down: Any, pairs: int) -> bool:
+    """Whether ``by_pair`` is the faster way for so many pairs of a row and an expert."""
+    if not (cpu_lanes.takes(gate_up) and cpu_lanes.takes(down)):
+        return False
+    experts, size = down.shape[0], sum(a.nbytes for a in jax.tree.leaves((gate_up, down)))
+    cached = size <= experts * _CACHE_BYTES
+    return pairs <= experts * (_PAIRS_CACHED if cached else _PAIRS)

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.model import indexer, mla
@@ -12,6 +13,7 @@ from mtp_jax.model.cache import Entries, LayerCache, PagedView
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import rms_norm
 from mtp_jax.model.mla import LOW_RANK_EPS, Queries
+from mtp_jax.model.narrow import expand
 from mtp_jax.model.params import Attention
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ def entries(on: "Xla", a: Attention, cfg: ModelConfig, x: Rows, angles: Float[Ar
 
 def by_head(a: Attention, cfg: ModelConfig) -> tuple[Array, ...]:
     """Each head's way from the latent to keys and values."""
-    return a.k_up, a.v_up
+    return expand(a.k_up, jnp.float32), expand(a.v_up, jnp.float32)
 
 
 def over_rows(

@@ -27,6 +27,7 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.indexer import Choice
 from mtp_jax.model.layers import rms_norm
 from mtp_jax.model.mla import Form, Queries
+from mtp_jax.model.narrow import Bf16, Table
 from mtp_jax.model.params import Attention, Grouped, Layer
 from mtp_jax.model.parts import join, split_tree
 from mtp_jax.model.sharding import constrain, partition, sharded, ways
@@ -118,9 +119,10 @@ class Xla(XlaExperts):
     # Parts that stages are made of
 
     @jax.named_scope("head")
-    def head(self, hidden: Float[Array, "... D"], table: Float[Array, "V D"]) -> Float[Array, "... V"]:
+    def head(self, hidden: Float[Array, "... D"], table: Table) -> Float[Array, "... V"]:
         """Logits in float32, from rows in the table's dtype."""
-        return self.product(hidden.astype(table.dtype), table, jnp.float32)
+        rows = hidden.astype(jnp.float32 if isinstance(table, Bf16) else table.dtype)
+        return self.product(rows, table, jnp.float32)
 
     @property
     def head_parts(self) -> int:

@@ -1,6 +1,5 @@
 """What XLA on a CPU does slowly as the papers write it, in forms that it does fast (docs/architecture.md)."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,38 +7,29 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mtp_jax.model.backend import cpu_attention, cpu_experts
+from mtp_jax.model.backend import cpu_attention, cpu_experts, cpu_products
 from mtp_jax.model.backend.xla import Xla
 from mtp_jax.model.cache import LayerCache, PagedView, Tree, places
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.mla import Form, Queries
 from mtp_jax.model.moe import Routing, Weight
-from mtp_jax.model.narrow import Narrow
-
-# Above this many rows ``x @ w.T`` is the faster way in float32; bfloat16 takes so many at least.
-_FEW_ROWS, _LEAST_ROWS = 64, 8
+from mtp_jax.model.narrow import Bf16, Fp8, Narrow, expand
 
 
 @dataclass(frozen=True)
 class XlaCpu(Xla):
     """See the package."""
 
-    def product(self, x: Float[Array, "... i"], w: Float[Array, "*o i"], dtype: Any) -> Float[Array, "..."]:
-        """For few rows or in bfloat16 written ``w @ x.T`` behind a barrier.
-
-        XLA would rewrite it into ``x @ w.T``, which is slower. bfloat16 is only fast if the product leaves
-        float32, which the barrier keeps XLA from narrowing, and with more than one row.
-        """
-        rows, narrow = math.prod(x.shape[:-1]), x.dtype == jnp.bfloat16
-        if not narrow and rows > _FEW_ROWS:
-            return super().product(x, w, dtype)
-        flat_x, flat_w = x.reshape(rows, x.shape[-1]), w.reshape(-1, w.shape[-1])
-        if narrow and rows < _LEAST_ROWS:
-            flat_x = jnp.pad(flat_x, ((0, _LEAST_ROWS - rows), (0, 0)))
-        dims = (((1,), (1,)), ((), ()))
-        y = jax.lax.dot_general(flat_w, flat_x, dims, preferred_element_type=jnp.float32)
-        y = jax.lax.optimization_barrier(y)[:, :rows].T.astype(dtype)
-        return y.reshape(*x.shape[:-1], *w.shape[:-1])
+    def product(
+        self, x: Float[Array, "... i"], w: Float[Array, "*o i"] | Narrow, dtype: Any
+    ) -> Float[Array, "..."]:
+        """See ``cpu_products``. On a mesh narrow weights are expanded."""
+        flat, shape = x.reshape(-1, x.shape[-1]), (*x.shape[:-1], *w.shape[:-1])
+        if isinstance(w, Bf16 | Fp8) and w.bits is not None and x.dtype == jnp.float32:
+            y = cpu_products.of_narrow(flat, w)
+        else:
+            y = cpu_products.of_arrays(flat, expand(w, x.dtype).reshape(-1, w.shape[-1]))
+        return y.astype(dtype).reshape(shape)
 
     @property
     def head_parts(self) -> int:
@@ -104,11 +94,6 @@ class XlaCpu(Xla):
         first: Int[Array, ""] | int = 0,
     ) -> Float[Array, "T D"]:
         """``cpu_experts.by_pair`` for few rows."""
-        if (
-            shards == 1
-            and not isinstance(gate_up, Narrow)
-            and not isinstance(down, Narrow)
-            and r.ids.size <= cpu_experts.most_pairs(gate_up, down)
-        ):
+        if shards == 1 and cpu_experts.takes(gate_up, down, r.ids.size):
             return cpu_experts.by_pair(gate_up, down, x, r)
         return super().routed(gate_up, down, x, r, shards, first)

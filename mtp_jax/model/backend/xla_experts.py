@@ -59,10 +59,13 @@ class XlaExperts:
 
         split: whether ``model`` splits the first output axis or the input features of w.
         """
-        return self.product(x, expand(w, x.dtype), x.dtype)
+        return self.product(x, w, x.dtype)
 
-    def product(self, x: Float[Array, "... i"], w: Float[Array, "*o i"], dtype: Any) -> Float[Array, "..."]:
+    def product(
+        self, x: Float[Array, "... i"], w: Float[Array, "*o i"] | Narrow, dtype: Any
+    ) -> Float[Array, "..."]:
         """``x @ w.T``, accumulated in float32."""
+        w = expand(w, x.dtype)
         flat_x, flat_w = x.reshape(-1, x.shape[-1]), w.reshape(-1, w.shape[-1])
         y = jax.lax.dot_general(flat_x, flat_w, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
         return y.reshape(*x.shape[:-1], *w.shape[:-1])

@@ -1,0 +1,86 @@
+"""``x @ w.T`` as XLA on a CPU does it fast, for arrays and for weights that are narrower in memory than x."""
+
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from mtp_jax.model.backend import cpu_lanes
+from mtp_jax.model.device import multiplies_bf16
+from mtp_jax.model.hf_quantization import FP8_BLOCK
+from mtp_jax.model.narrow import Bf16, Fp8
+
+# Above this many rows ``x @ w.T`` is the faster way in float32; bfloat16 takes so many at least.
+_FEW_ROWS, _LEAST_ROWS = 64, 8
+# So many rows cost no more by loops than by widening the weight first; with matrix instructions only one.
+_LANED = 8
+# Up to so many rows their parts are multiplied together: weights are read once, but across rows.
+_TOGETHER = 32
+# Values of a widened block of a weight, at most: a MiB, for a core's second cache.
+_BLOCK = 1 << 18
+
+
+def of_arrays(x: Float[Array, "T i"], w: Float[Array, "o i"]) -> Float[Array, "T o"]:
+    """For few rows or in bfloat16 written ``w @ x.T`` behind a barrier.
+
+    XLA would rewrite it into ``x @ w.T``, which is slower. bfloat16 is only fast if the product leaves
+    float32, which the barrier keeps XLA from narrowing, and with more than one row.
+    """
+    rows, narrow = len(x), x.dtype == jnp.bfloat16
+    if not narrow and rows > _FEW_ROWS:
+        return _dot(x, w)
+    if narrow and rows < _LEAST_ROWS:
+        x = jnp.pad(x, ((0, _LEAST_ROWS - rows), (0, 0)))
+    return jax.lax.optimization_barrier(_dot(w, x))[:, :rows].T
+
+
+def of_narrow(x: Float[Array, "T i"], w: Bf16 | Fp8) -> Float[Array, "T O"]:
+    """Rows in float32 with a weight as it lies in memory, seen as a matrix [O, i]."""
+    if isinstance(w, Bf16) and multiplies_bf16():
+        return _in_parts(x, w) if len(x) > 1 else cpu_lanes.product(x, w)
+    return _in_blocks(x, w) if len(x) > _LANED else cpu_lanes.product(x, w)
+
+
+def _in_parts(x: Float[Array, "T i"], w: Bf16) -> Float[Array, "T O"]:
+    """By matrix instructions for bfloat16: a float32 is the sum of three bfloat16, exactly.
+
+    So are the products of each with a bfloat16 weight, and they are summed in float32.
+    """
+    weight, rest, parts = w.values.reshape(-1, w.shape[-1]), x, []
+    for _ in range(3):
+        parts.append(rest.astype(jnp.bfloat16))
+        rest = rest - parts[-1].astype(jnp.float32)
+    if len(x) > _TOGETHER:
+        high, middle, low = (jax.lax.optimization_barrier(_dot(part, weight)) for part in parts)
+    else:
+        high, middle, low = of_arrays(jnp.concatenate(parts), weight).reshape(3, len(x), -1)
+    return high + (middle + low)
+
+
+def _in_blocks(x: Float[Array, "T i"], w: Bf16 | Fp8) -> Float[Array, "T O"]:
+    """Widens a block of outputs at a time, which the product then reads from a core's cache."""
+    outputs, inputs = math.prod(w.shape[:-1]), w.shape[-1]
+    block = math.gcd(outputs, max(FP8_BLOCK, 1 << (_BLOCK // inputs).bit_length() >> 1))
+    if isinstance(w, Bf16):
+        blocks = w.reshape(-1, block, inputs)
+    elif outputs // math.prod(w.scale.shape[:-2]) % FP8_BLOCK:
+        return of_arrays(x, w.expand(x.dtype).reshape(outputs, inputs))
+    else:
+        each = block // FP8_BLOCK
+        scale = w.scale.reshape(-1, each, w.scale.shape[-1])
+        blocks = replace(w.reshape(-1, block, inputs), scale=scale)
+
+    def one(i: jax.Array, out: jax.Array) -> jax.Array:
+        own = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), blocks)
+        widened = jax.lax.optimization_barrier(own.expand(jnp.float32))
+        return jax.lax.dynamic_update_slice_in_dim(out, of_arrays(x, widened), i * block, axis=1)
+
+    empty = jnp.zeros((len(x), outputs), jnp.float32)
+    return jax.lax.fori_loop(0, outputs // block, one, empty)
+
+
+def _dot(a: Float[Array, "m i"], b: Float[Array, "n i"]) -> Float[Array, "m n"]:
+    dims = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
