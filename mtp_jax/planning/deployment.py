@@ -121,12 +121,9 @@ def _check(d: Deployment) -> None:
         not d.depth or c.num_nextn_predict_layers > 0,
         f"depth = {d.depth}; config.json declares no NextN layer to draft with: expected depth 0",
     )
-    need(gpus % d.hosts == 0, f"{gpus} GPUs do not divide over {d.hosts} hosts")
-    need(
-        d.domain <= d.gpu.domain,
-        f"{gpus} {d.gpu.name} in {d.hosts} hosts are {d.domain} in each; expected at most {d.gpu.domain}: "
-        f"{hosts_for(d.gpu, gpus)} hosts",
-    )
+    need(gpus % d.hosts == 0, f"hosts = {d.hosts}; {gpus} GPUs do not divide over them")
+    least = hosts_for(d.gpu, gpus)
+    need(d.hosts >= least, f"hosts = {d.hosts}; {gpus} x {d.gpu.name.upper()} need {least} or more")
     need(
         d.domain % d.model == 0,
         f"a mesh of {d.data}x{d.model} has groups of {d.model} GPUs, a host {d.domain}: expected groups that "

@@ -22,6 +22,7 @@ def draw(plan: Plan, title: str, path: Path) -> None:
         ) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure, axis = pyplot.subplots(figsize=(9, 6), layout="constrained")
     depths = dict.fromkeys(row.deployment.depth for row in plan.rows)
@@ -36,7 +37,9 @@ def draw(plan: Plan, title: str, path: Path) -> None:
         yscale="log",
     )
     for scale in (axis.xaxis, axis.yaxis):
+        scale.set_major_locator(LogLocator(subs=(1, 2, 5)))
         scale.set_major_formatter("{x:g}")
+        scale.set_minor_formatter(NullFormatter())
     axis.grid(alpha=0.3, which="both")
     axis.legend(title="usual to lean software; at points, requests", fontsize="small")
     figure.savefig(path, dpi=110, format="png")

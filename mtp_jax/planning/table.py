@@ -163,10 +163,13 @@ def make(
                 d = replace(d, requests=n)
                 rows.append(Row(d, fastest(d) if micro_batches is None else _of(d, micro_batches)))
     if requests and max(requests) > most:
-        notes.append(
-            f"the cache holds {most:,} requests of {base.context:,} tokens: what is more is left out; "
-            "an FP8 cache, fewer tokens or more GPUs hold more"
+        more = (
+            f"the cache holds {most:,} requests of {base.context:,} tokens; an FP8 cache, fewer tokens or "
+            "more GPUs hold more"
         )
+        if not rows:
+            raise ConfigError(f"{min(requests):,} requests are too many: {more}")
+        notes.append(f"not all requests are shown: {more}")
     return Plan(base, fits, tuple(rows), tuple(notes), price)
 
 

@@ -55,9 +55,9 @@ class Storage:
 
     @property
     def name(self) -> str:
-        """For people: "fp8", or "int4 experts, bfloat16"."""
+        """For people: "fp8", or "bfloat16, experts in int4"."""
         same = self.experts == self.others
-        return self.experts.name if same else f"{self.experts.name} experts, {self.others.name}"
+        return self.others.name if same else f"{self.others.name}, experts in {self.experts.name}"
 
 
 @dataclass(frozen=True)
