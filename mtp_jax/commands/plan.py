@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("name a model's directory or its config.json; or --check")
     from mtp_jax.planning import plot, table, text
 
-    path = args.model / "config.json" if args.model.is_dir() else args.model
+    path = args.model if args.model.is_file() else args.model / "config.json"
     cfg = ModelConfig.from_file(path)
     depths = args.depths or (_DEPTHS if cfg.num_nextn_predict_layers else [0])
     batches = None if args.micro_batches == "auto" else int(args.micro_batches)

@@ -138,7 +138,7 @@ def make(
     """The plan of a deployment.
 
     requests: None: 1, 4, 16 ... and as many as fit. rates: see ``tokens_per_step``. micro_batches: None: one
-    or two, whichever is faster. Raises ConfigError if nothing fits, with the number of GPUs that would do.
+    or two, whichever is faster. Raises ConfigError if nothing fits, with what would do.
     """
     kinds = [
         replace(base, requests=1, depth=depth, tokens_per_step=tokens_per_step(rates, depth))
@@ -152,7 +152,7 @@ def make(
         elif drafts not in fits and (note := f"{'with' if drafts else 'without'} drafts {why}") not in notes:
             notes.append(note)
     if not fits:
-        raise ConfigError(f"{misfit(kinds[0])}{_larger(kinds[0])}")
+        raise ConfigError(f"{misfit(kinds[0])}{_would_do(kinds[0])}")
     most = min(m.requests for m in fits.values())
     asked = list(requests or _numbers(most))
     rows = []
@@ -185,13 +185,16 @@ def _numbers(most: int) -> Iterator[int]:
     yield most
 
 
-def _larger(d: Deployment) -> str:
-    """The least multiple of these GPUs that fits, for people."""
+def _would_do(d: Deployment) -> str:
+    """What fits instead, for people: groups as large as a host, or the least doubling of the GPUs."""
+    found = []
+    if d.model < d.domain and misfit(grouped := replace(d, data=d.hosts, model=d.domain)) is None:
+        found.append(f"a mesh of {grouped.data}x{grouped.model}")
     times = 2
-    while d.cfg.n_routed_experts % (d.gpus * times) == 0:
+    while d.cfg.n_routed_experts and d.cfg.n_routed_experts % (d.gpus * times) == 0:
         gpus = d.gpus * times
-        larger = replace(d, data=d.data * times, hosts=max(d.hosts, hosts_for(d.gpu, gpus)))
-        if misfit(larger) is None:
-            return f"; {gpus} would do"
+        if misfit(replace(d, data=d.data * times, hosts=max(d.hosts, hosts_for(d.gpu, gpus)))) is None:
+            found.append(f"{gpus} GPUs")
+            break
         times *= 2
-    return ""
+    return f"; {' or '.join(found)} would do" if found else ""

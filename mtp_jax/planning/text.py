@@ -16,7 +16,7 @@ def text(plan: Plan, name: str) -> str:
 
 def _header(plan: Plan, name: str) -> list[str]:
     d = plan.base
-    trunk, nextn = (f"{n / 1e9:.1f} B" for n in count(d.cfg))
+    trunk, nextn = (f"{n / 1e9:.1f} B" if n >= 1e9 else f"{n / 1e6:.1f} M" for n in count(d.cfg))
     hosts = f"{d.hosts} host{'s' * (d.hosts > 1)}"
     way = f"experts over all GPUs, {d.exchange}" if d.data > 1 else "experts over all GPUs"
     drafting = f", {nextn} in NextN layers" if d.cfg.nextn_moe else ", no NextN layers"

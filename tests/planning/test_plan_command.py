@@ -13,6 +13,7 @@ import pytest
 from mtp_jax.commands import cli
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.planning.published import DEEPSEEK_V3
+from tests import golden
 from tests.planning.releases import RELEASES, write
 
 DOCS = (Path(__file__).parent.parent.parent / "docs" / "planning.md").read_text(encoding="utf-8")
@@ -60,14 +61,33 @@ def test_the_documentation_has_every_option(plan, capsys):
 
 def test_8_h100_are_too_few_and_8_h200_enough(plan):
     error = plan("DeepSeek-V3", "--gpu", "h100")
-    found = re.search(r"needs ([\d.]+) GiB per GPU, has ([\d.]+): .*; 16 would do\n", error)
+    found = re.search(r"needs ([\d.]+) GiB per GPU, has ([\d.]+): .*; 16 GPUs would do\n", error)
     assert found
     assert float(found[1]) > 100 > 80 > float(found[2])
     assert "requests" in plan("DeepSeek-V3", "--gpu", "h200")
     assert "requests" in plan("DeepSeek-V3", "--gpu", "h100", "--gpus", "16")
     assert "8 x H100: needs 88.4 GiB" in plan("DeepSeek-V3", "--gpu", "h100", "--mesh", "1x8")
     assert "requests" in plan("Kimi-K2-Thinking", "--gpu", "h200")
-    assert "64 would do" in plan("GLM-5.2", "--gpu", "h100")
+    assert "64 GPUs would do" in plan("GLM-5.2", "--gpu", "h100")
+
+
+def test_where_weights_divided_by_heads_would_fit_that_is_said(plan):
+    error = plan("GLM-4.5", "--gpu", "h200", "--gpus", "8", "--context", "90000")
+    assert error.endswith("; a mesh of 1x8 or 16 GPUs would do\n")
+    assert "requests" in plan("GLM-4.5", "--gpu", "h200", "--mesh", "1x8", "--context", "90000")
+
+
+@pytest.mark.parametrize("variant", golden.VARIANTS)
+def test_every_architecture_can_be_planned(plan, variant):
+    """Of small models, on one GPU and on groups of two."""
+    config = golden.model_dir(variant) / "config.json"
+    for argv in (["--gpus", "1"], ["--gpus", "4", "--mesh", "2x2"]):
+        for cache in ("auto", "fp8"):
+            found = json.loads(
+                plan(str(config), "--json", "--context", "64", "--kv-cache-dtype", cache, *argv)
+            )
+            assert len(found["rows"]) > 9
+            assert all(0 < lean < usual for usual, lean in (row["step_seconds"] for row in found["rows"]))
 
 
 def test_what_drafts_leave_no_room_for_is_planned_without(plan):
@@ -131,7 +151,8 @@ def test_what_the_engine_does_may_be_asked_for(plan):
         ("DeepSeek-V3 --depths 0,9", "depth = 9; expected 0 to 8 drafts"),
         ("DeepSeek-V3 --accept-rates 1.5", "'1.5' is not a list of numbers from 0 to 1"),
         ("Kimi-K2-Thinking --depths 1", "depth = 1; config.json declares no NextN layer"),
-        ("nowhere", "nowhere does not exist"),
+        ("nowhere", "nowhere is not a directory; name one with config.json"),
+        ("zai-org/GLM-5", "Nothing is downloaded here: hf download zai-org/GLM-5"),
         ("list.json", "list.json holds a JSON list; expected an object"),
         ("llama.json", "model_type 'llama' is not supported"),
         ("", "name a model's directory or its config.json; or --check"),
