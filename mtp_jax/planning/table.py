@@ -144,24 +144,20 @@ def make(
         replace(base, requests=1, depth=depth, tokens_per_step=tokens_per_step(rates, depth))
         for depth in depths
     ]
-    fits, notes = {}, []
-    for d in kinds:
-        drafts, why = d.depth > 0, misfit(d)
-        if why is None:
-            fits[drafts] = memory(d)
-        elif drafts not in fits and (note := f"{'with' if drafts else 'without'} drafts {why}") not in notes:
-            notes.append(note)
+    fits = {bool(d.depth): memory(d) for d in kinds if misfit(d) is None}
     if not fits:
         raise ConfigError(f"{misfit(kinds[0])}{_would_do(kinds[0])}")
+    # Memory depends on whether anything is drafted, not on how much.
+    others = {bool(d.depth): misfit(d) for d in kinds if bool(d.depth) not in fits}
+    notes = [f"{'with' if drafts else 'without'} drafts {why}" for drafts, why in others.items()]
     most = min(m.requests for m in fits.values())
-    asked = list(requests or _numbers(most))
-    rows = []
-    for n in asked:
-        for d in kinds:
-            held = fits[d.depth > 0].requests if (d.depth > 0) in fits else 0
-            if n <= held:
-                d = replace(d, requests=n)
-                rows.append(Row(d, fastest(d) if micro_batches is None else _of(d, micro_batches)))
+    rows = [
+        Row(at, fastest(at) if micro_batches is None else band(replace(at, micro_batches=micro_batches)))
+        for n in requests or _numbers(most)
+        for d in kinds
+        if bool(d.depth) in fits and n <= fits[bool(d.depth)].requests
+        for at in [replace(d, requests=n)]
+    ]
     if requests and max(requests) > most:
         more = (
             f"the cache holds {most:,} requests of {base.context:,} tokens; an FP8 cache, fewer tokens or "
@@ -171,10 +167,6 @@ def make(
             raise ConfigError(f"{min(requests):,} requests are too many: {more}")
         notes.append(f"not all requests are shown: {more}")
     return Plan(base, fits, tuple(rows), tuple(notes), price)
-
-
-def _of(d: Deployment, micro_batches: int) -> Band:
-    return band(replace(d, micro_batches=micro_batches))
 
 
 def _numbers(most: int) -> Iterator[int]:
@@ -188,13 +180,21 @@ def _numbers(most: int) -> Iterator[int]:
 def _would_do(d: Deployment) -> str:
     """What fits instead, for people: groups as large as a host, or the least doubling of the GPUs."""
     found = []
-    if d.model < d.domain and misfit(grouped := replace(d, data=d.hosts, model=d.domain)) is None:
-        found.append(f"a mesh of {grouped.data}x{grouped.model}")
+    if d.model < d.domain and _fits(d, data=d.hosts, model=d.domain):
+        found.append(f"a mesh of {d.hosts}x{d.domain}")
     times = 2
     while d.cfg.n_routed_experts and d.cfg.n_routed_experts % (d.gpus * times) == 0:
         gpus = d.gpus * times
-        if misfit(replace(d, data=d.data * times, hosts=max(d.hosts, hosts_for(d.gpu, gpus)))) is None:
+        if _fits(d, data=d.data * times, hosts=max(d.hosts, hosts_for(d.gpu, gpus))):
             found.append(f"{gpus} GPUs")
             break
         times *= 2
     return f"; {' or '.join(found)} would do" if found else ""
+
+
+def _fits(d: Deployment, **changes: int) -> bool:
+    """Whether a deployment with these changes can be made, and holds a request."""
+    try:
+        return misfit(replace(d, **changes)) is None
+    except ConfigError:
+        return False

@@ -11,7 +11,8 @@ _SHOWN = 3
 
 def text(plan: Plan, name: str) -> str:
     """Header, memory, a line for each number of requests and depth; name: of the model."""
-    return "\n".join([*_header(plan, name), "", *_rows(plan), *("", *plan.notes) * bool(plan.notes)])
+    notes = ["", *plan.notes] if plan.notes else []
+    return "\n".join([*_header(plan, name), "", *_rows(plan), *notes])
 
 
 def _header(plan: Plan, name: str) -> list[str]:
@@ -44,9 +45,8 @@ def _memory(name: str, m: Memory) -> str:
 def _rows(plan: Plan) -> list[str]:
     paid = plan.price is not None
     head = f"{'requests':>8} {'depth':>5} {'per step':>8} {'step, ms':>12} {'tokens/s, user':>15} "
-    head += (
-        f"{'tokens/s, GPU':>14} {'$ per million ' if paid else ''}{'launches':>8}  longest, of lean software"
-    )
+    head += f"{'tokens/s, GPU':>14} {'$ per million ' if paid else ''}{'launches':>8}  "
+    head += "longest, of lean software"
     return [head, *(_row(row, plan.price) for row in plan.rows)]
 
 

@@ -77,6 +77,12 @@ def test_where_weights_divided_by_heads_would_fit_that_is_said(plan):
     assert "requests" in plan("GLM-4.5", "--gpu", "h200", "--mesh", "1x8", "--context", "90000")
 
 
+def test_what_cannot_be_made_is_not_proposed(plan):
+    """Neither groups that do not divide the heads nor hosts that do not divide the GPUs."""
+    assert plan("DeepSeek-V3", "--gpu", "gb200", "--gpus", "2").endswith("; 8 GPUs would do\n")
+    assert plan("GLM-4.5", "--gpu", "h100", "--gpus", "5").endswith("; 40 GPUs would do\n")
+
+
 @pytest.mark.parametrize("variant", golden.VARIANTS)
 def test_every_architecture_can_be_planned(plan, variant):
     """Of small models, on one GPU and on groups of two."""
