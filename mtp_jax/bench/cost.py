@@ -17,6 +17,7 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.narrow import is_narrow, without_bits
 from mtp_jax.model.params import Grouped, Layer, Moe, NextN, Params, type_of
+from mtp_jax.planning.work import attention, expected_experts
 
 
 @dataclass(frozen=True)
@@ -125,53 +126,41 @@ def of_launch(
     rows_only = [Part(*map(of_nextn_cache, p)) for p in layers]
     head, trunk = Part(*map(of_head, both)), Part(*map(of_trunk, both))
     cached = key.pages * page_size
+    # Layers that attend: a NextN layer's own, or none, where only rows are written.
+    own, none = range(cfg.num_hidden_layers, cfg.num_hidden_layers + 1), range(0)
 
-    def run(part: Part, layers: int, *rows: tuple[int, int]) -> Work:
+    def run(part: Part, layers: range, *rows: tuple[int, int]) -> Work:
         """One pass over rows of so many sequences, so many tokens in each."""
         count = sum(slots * width for slots, width in rows)
         experts = visited(count)
         active = part.count.touched(min(cfg.num_experts_per_tok or 0, experts))
-        attention = sum((attend(layers, slots, width) for slots, width in rows), Work(0, 0))
-        return Work(part.bytes.touched(experts), 2 * count * active) + attention
+        attending = sum((attend(layer, *some) for layer in layers for some in rows), Work(0, 0))
+        return Work(part.bytes.touched(experts), 2 * count * active) + attending
 
-    def attend(layers: int, slots: int, width: int) -> Work:
-        """Attention of windows of ``width`` tokens over the cached rows of their slots, in so many layers."""
-        index, read, pairs, keys = cfg.indexer, cached, width * cached, 0
-        scoring = 0
-        if index is not None and cached > index.topk:
-            indexers = sum(cfg.indexes(i) for i in range(cfg.num_hidden_layers))
-            keys = min(layers, indexers) * cached * index.dim
-            scoring = 2 * width * keys * index.heads
-            if width * index.topk <= cached:  # each token reads its own rows, see `selection.gathers`
-                read = pairs = width * index.topk
-        # Of every head and pair of token and row: a score and a mixed value, of MLA in the absorbed form.
-        dim = cfg.grouped.head_dim if cfg.grouped else cfg.latent_dim
-        attending = layers * pairs * 4 * cfg.num_attention_heads * dim
-        values = layers * read * cfg.row.width + keys
-        return Work(slots * values * itemsize, slots * (attending + scoring))
+    def attend(layer: int, slots: int, width: int) -> Work:
+        """Attention of windows of ``width`` tokens over the cached rows of their slots."""
+        a = attention(cfg, layer, width, cached)
+        values = a.rows * cfg.row.width + a.keys * (cfg.indexer.dim if cfg.indexer else 0)
+        return Work(slots * values * itemsize, slots * (a.flops + a.scoring))
 
     def extend(slots: int, width: int) -> list[Work]:
         """The NextN rows of known tokens: of the last layer nothing but its rows."""
-        passes = [run(p, 1, (slots, width)) for p in nextn[:-1]]
-        return [*passes, *(run(p, 0, (slots, width)) for p in rows_only[-1:])]
+        passes = [run(p, own, (slots, width)) for p in nextn[:-1]]
+        return [*passes, *(run(p, none, (slots, width)) for p in rows_only[-1:])]
 
     one, windows, chunk = (key.slots, 1), (key.slots, key.depth + 1), (key.prompts * shards, key.tokens)
-    passes = [run(trunk, cfg.num_hidden_layers, windows, chunk), run(head, 0, windows, (chunk[0], 1))]
+    passes = [
+        run(trunk, range(cfg.num_hidden_layers), windows, chunk),
+        run(head, none, windows, (chunk[0], 1)),
+    ]
     if key.depth:
-        passes += [run(head, 0, one)] * key.depth
-        passes += [run(p, 0, one) for p in rows_only[1 : key.depth]]
-        passes += [run(nextn[k % len(nextn)], 1, one) for k in range(key.depth)]
+        passes += [run(head, none, one)] * key.depth
+        passes += [run(p, none, one) for p in rows_only[1 : key.depth]]
+        passes += [run(nextn[k % len(nextn)], own, one) for k in range(key.depth)]
         passes += extend(*windows)
     if key.tokens:
         passes += extend(*chunk)
     return sum(passes, Work(0, 0))
-
-
-def expected_experts(cfg: ModelConfig, rows: int) -> float:
-    """Different experts of a layer that ``rows`` tokens visit, if each chooses evenly; 0 in a dense model."""
-    if not cfg.n_routed_experts:
-        return 0.0
-    return cfg.n_routed_experts * (1 - (1 - cfg.num_experts_per_tok / cfg.n_routed_experts) ** rows)
 
 
 def distinct_experts(ids: np.ndarray, window: int) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from mtp_jax.checkpoint.folder import INDEX, read_config
-from mtp_jax.checkpoint.formats import FORMATS, FP8, INT4, Kept, names_of, spec_names, staying
+from mtp_jax.checkpoint.formats import FORMATS, FP8, INT4, Kept, may_be_narrow, names_of, spec_names, staying
 from mtp_jax.checkpoint.orbax_store import check_no_draft, is_orbax, read_about
 from mtp_jax.checkpoint.plan import make_plan
 from mtp_jax.checkpoint.safetensors_file import DTYPES, Tensor
@@ -163,7 +163,7 @@ def _has_no_weights(path: Path) -> bool:
 def _declared(path: Path, num_nextn_layers: int | None, devices: int) -> Summary:
     """What config.json promises.
 
-    If it announces FP8, every matrix but the tables and the router is taken to have it; if int4, the experts.
+    If it announces FP8, every weight that may have it is taken to; if int4, the experts.
     """
     cfg, raw = read_config(path)
     if num_nextn_layers is not None:
@@ -176,8 +176,8 @@ def _declared(path: Path, num_nextn_layers: int | None, devices: int) -> Summary
     def kept(spec: Spec) -> tuple[Kept, ...]:
         if cfg.int4_group is not None and spec.axes[0] == "experts":
             return INT4.declared(spec, cfg.int4_group, DTYPES["BF16"])
-        matrix = len(spec.tensor_shape) == 2 and spec.init == "normal" and not spec.float32
-        return FP8.arrays(spec, {}) if cfg.fp8 and matrix and FP8.can_stay(spec) else ()
+        projects = may_be_narrow(str(spec_names(spec).flat[0]))
+        return FP8.arrays(spec, {}) if cfg.fp8 and projects and FP8.can_stay(spec) else ()
 
     formats = names_of(f for f in FORMATS if f.announced(cfg))
     architecture = raw.get("model_type", "deepseek_v3")
@@ -240,18 +240,11 @@ def _summary(
         weight_bytes_per_device={
             name: sum(size(s) // share(s) for s in specs) for name, size in sizes.items()
         },
-        cache_bytes_per_token=_cache_bytes(cfg, layers),
+        cache_bytes_per_token={
+            dtype: sum(cfg.cache_bytes(i, dtype) for i in range(layers)) for dtype in (*type_of, "fp8")
+        },
         unread=unread or {},
     )
-
-
-def _cache_bytes(cfg: ModelConfig, layers: int) -> dict[str, int]:
-    """Cache bytes per token, by dtype: every layer holds a row, a layer with an indexer an index key too."""
-    keys = sum(cfg.indexes(i) for i in range(layers))
-    width = cfg.indexer.dim if cfg.indexer else 0
-    values = layers * cfg.row.width + keys * width
-    sizes = {dtype: values * np.dtype(kind).itemsize for dtype, kind in type_of.items()}
-    return sizes | {"fp8": layers * cfg.row.fp8_bytes + keys * (width + 4)}
 
 
 def _add(stored: dict[str, Stored], name: str, elements: int, nbytes: int) -> None:

@@ -188,6 +188,16 @@ class ModelConfig:
             return RowFormat(2 * width, (0, width), 2 * width, self.grouped.head_dim)
         return RowFormat(self.latent_dim, (self.kv_lora_rank, self.latent_dim), self.kv_lora_rank, FP8_BLOCK)
 
+    def cache_bytes(self, layer: int, dtype: str) -> int:
+        """Bytes that a layer's cache holds of a token: its row, and an index key where it has an indexer.
+
+        dtype: "float32", "bfloat16" or "fp8". NextN layers count on from the trunk's.
+        """
+        key = self.indexer.dim if self.indexer and self.indexes(layer) else 0
+        if dtype == "fp8":
+            return self.row.fp8_bytes + (key + 4 if key else 0)
+        return (self.row.width + key) * {"float32": 4, "bfloat16": 2}[dtype]
+
     @property
     def softmax_scale(self) -> float:
         """Factor on attention scores, YaRN's part included."""

@@ -10,6 +10,7 @@ from mtp_jax.bench import cost
 from mtp_jax.bench.cost import of_head, of_nextn, of_nextn_cache, of_trunk
 from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.model.narrow import Fp8
+from mtp_jax.planning.work import expected_experts
 from tests import golden
 
 
@@ -40,7 +41,7 @@ def test_with_two_nextn_layers_they_take_turns_and_the_second_catches_up():
         cost.of_launch(k, model.config, model.params, 16, "float32", 1) for k in (key, replace(key, depth=0))
     )
     trunk, head, (one, two) = of_trunk(model.params), of_head(model.params), map(of_nextn, model.params.nextn)
-    narrow, wide = (cost.expected_experts(model.config, w) for w in (1, 4))
+    narrow, wide = (expected_experts(model.config, w) for w in (1, 4))
     drafts = 3 * head.always + 2 * one.touched(narrow) + two.touched(narrow)
     rows = 2 * of_nextn_cache(model.params.nextn[1]).always  # of the newest token, and of the window
     known = one.touched(wide) + rows

@@ -1,0 +1,191 @@
+"""`mtp-jax plan`: what a deployment would need and do, from a config.json alone."""
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mtp_jax.commands import show
+from mtp_jax.commands.parser import (
+    Parser,
+    Subparsers,
+    counts,
+    integers,
+    mesh_shape,
+    positive,
+    positive_number,
+)
+from mtp_jax.errors import ConfigError
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.planning.hardware import GPUS
+
+if TYPE_CHECKING:
+    from mtp_jax.planning.deployment import Deployment
+
+_DESCRIPTION = """\
+Estimate memory, step time, tokens per second and cost of a model on GPUs, before renting any. Of the model
+only config.json is read. Times are bands, from usual to lean software. They follow from shapes and from what
+others published; none was measured with this engine (docs/planning.md)."""
+# Drafts accepted by position, if those before were: DeepSeek's report has 0.85 to 0.9 for the first
+# (arXiv 2412.19437, section 5.4.3); with the others a depth of 3 emits the 2.8 tokens per step that NVIDIA
+# publishes for DeepSeek-R1.
+_RATES = (0.86, 0.7, 0.55)
+_DEPTHS = [0, 1, 3]
+# GPUs up to which a gather sends little more than an all-to-all: with DeepSeek-V3's routing 2.2 times as much
+# for 8, and 9 times for 64.
+_GATHERING = 8
+
+
+def register(subparsers: Subparsers) -> None:
+    """Declare the subcommand."""
+    parser = subparsers.add_parser("plan", help="estimate a deployment", description=_DESCRIPTION)
+    parser.add_argument(
+        "model", nargs="?", type=Path, metavar="MODEL", help="a directory with config.json, or the file"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="show published speeds beside the estimate, without a model"
+    )
+    _add_hardware(parser)
+    _add_load(parser)
+    shown = parser.add_argument_group("output")
+    shown.add_argument(
+        "--price",
+        type=positive_number,
+        metavar="X",
+        help="dollars per GPU and hour: adds $ per million tokens",
+    )
+    shown.add_argument("--json", action="store_true", help="print a JSON object")
+    shown.add_argument(
+        "--output", type=Path, metavar="PNG", help="draw tokens/s of a GPU against those of a user"
+    )
+    parser.set_defaults(run=run)
+
+
+def _add_hardware(parser: Parser) -> None:
+    group = parser.add_argument_group("hardware")
+    group.add_argument("--gpu", default="h200", metavar="NAME", help=f"{', '.join(GPUS)} (default: h200)")
+    group.add_argument("--gpus", type=positive, default=8, metavar="N", help="how many in all (default: 8)")
+    group.add_argument(
+        "--hosts",
+        type=positive,
+        metavar="M",
+        help="NVLink domains that they are spread over (default: as few as hold them)",
+    )
+    group.add_argument(
+        "--mesh",
+        type=mesh_shape,
+        metavar="DATAxMODEL",
+        help="groups with requests of their own, and GPUs of each, which divide heads (default: Nx1)",
+    )
+    group.add_argument(
+        "--exchange",
+        choices=("auto", "gather", "all-to-all", "per-expert"),
+        default="auto",
+        help="how rows reach their experts (default: auto: gather on up to 8 GPUs of one host, else "
+        "all-to-all)",
+    )
+    group.add_argument(
+        "--micro-batches",
+        choices=("auto", "1", "2"),
+        default="auto",
+        help="2: one half computes while the other is exchanged (default: auto: what is faster)",
+    )
+
+
+def _add_load(parser: Parser) -> None:
+    group = parser.add_argument_group("load")
+    group.add_argument(
+        "--context",
+        type=positive,
+        default=4096,
+        metavar="N",
+        help="cached tokens per request (default: 4096)",
+    )
+    group.add_argument(
+        "--requests",
+        type=counts,
+        metavar="N,...",
+        help="how many at a time, on all GPUs together (default: 1, 4, 16 ... and what fits)",
+    )
+    group.add_argument(
+        "--depths",
+        type=integers,
+        metavar="K,...",
+        help="drafts per step (default: 0,1,3; 0 for a model without NextN layers)",
+    )
+    group.add_argument(
+        "--accept-rates",
+        type=_rates,
+        default=_RATES,
+        metavar="P,...",
+        help="how often each position's draft is accepted if those before it are (default: 0.86,0.7,0.55)",
+    )
+    group.add_argument(
+        "--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="auto: bfloat16 (default: auto)"
+    )
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    try:
+        rates = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        rates = (math.nan,)
+    if not all(0 <= rate <= 1 for rate in rates):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers from 0 to 1; write 0.86,0.7")
+    return rates
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan, or the comparison. Returns the exit status."""
+    if args.check:
+        if args.model is not None:
+            raise ConfigError(f"--check compares DeepSeek-V3 with published speeds; leave out {args.model}")
+        from mtp_jax.planning.check import text
+
+        show.write(text() + "\n")
+        return 0
+    if args.model is None:
+        raise ConfigError("name a model's directory or its config.json; or --check")
+    from mtp_jax.planning import plot, table, text
+
+    path = args.model if args.model.is_file() else args.model / "config.json"
+    cfg = ModelConfig.from_file(path)
+    depths = args.depths or (_DEPTHS if cfg.num_nextn_predict_layers else [0])
+    batches = None if args.micro_batches == "auto" else int(args.micro_batches)
+    plan = table.make(_deployment(args, cfg), args.requests, depths, args.accept_rates, batches, args.price)
+    name = path.absolute().parent.name
+    if args.output:
+        d = plan.base
+        plot.draw(plan, f"{name} on {d.gpus} x {d.gpu.name.upper()}, estimated", args.output)
+    if args.json:
+        show.write(json.dumps({"model": name} | plan.to_dict(), indent=2) + "\n")
+    else:
+        show.write(text.text(plan, name) + "\n")
+    return 0
+
+
+def _deployment(args: argparse.Namespace, cfg: ModelConfig) -> "Deployment":
+    """What the options describe. Raises ConfigError."""
+    from mtp_jax.planning.deployment import Deployment, hosts_for
+    from mtp_jax.planning.hardware import gpu_named
+    from mtp_jax.planning.weights import Storage
+
+    gpu, (data, model) = gpu_named(args.gpu), args.mesh or (args.gpus, 1)
+    if data * model != args.gpus:
+        raise ConfigError(
+            f"--mesh {data}x{model} is {data * model} GPUs, --gpus {args.gpus}; give both alike"
+        )
+    hosts = args.hosts or hosts_for(gpu, args.gpus)
+    auto = "gather" if hosts == 1 and args.gpus <= _GATHERING else "all-to-all"
+    return Deployment(
+        cfg,
+        Storage.of(cfg),
+        gpu,
+        data,
+        model,
+        hosts,
+        context=args.context,
+        cache="bfloat16" if args.kv_cache_dtype == "auto" else "fp8",
+        exchange=auto if args.exchange == "auto" else args.exchange,
+    )

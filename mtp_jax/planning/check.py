@@ -1,0 +1,80 @@
+"""The estimate beside what was published."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mtp_jax.planning.published import FITTED, HELD_OUT, ORDERED, Point
+from mtp_jax.planning.step_time import band
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A published point and its estimate, tokens per second with usual and with lean software."""
+
+    point: Point
+    usual: float
+    lean: float
+
+    @property
+    def middle(self) -> float:
+        """The geometric mean of the band."""
+        return math.sqrt(self.usual * self.lean)
+
+    @property
+    def error(self) -> float:
+        """Of the middle: 0.1 where it is a tenth too high."""
+        return self.middle / self.point.rate - 1
+
+    @property
+    def inside(self) -> bool:
+        """Whether the published figure lies in the band."""
+        return self.usual <= self.point.rate <= self.lean
+
+
+def compare(point: Point) -> Compared:
+    """The estimate of a published point."""
+    d = point.deployment
+    tokens = d.tokens_per_step * (1 if point.per_user else d.requests / d.gpus)
+    usual, lean = (tokens / seconds for seconds in band(d).seconds)
+    return Compared(point, usual, lean)
+
+
+def median_error(compared: Sequence[Compared]) -> float:
+    """The median of the errors of the middles, too high or too low alike, as a factor less one."""
+    logs = [abs(math.log1p(c.error)) for c in compared]
+    return math.expm1(statistics.median(logs))
+
+
+def orderings() -> list[tuple[str, str, bool]]:
+    """(the faster point as published, the slower one, whether the estimate agrees), of held-out points."""
+    middle = {p.name: compare(p).middle for p in HELD_OUT}
+    return [(faster, slower, middle[faster] > middle[slower]) for faster, slower in ORDERED]
+
+
+def text() -> str:
+    """Tables for people: the fitted points, the held-out ones, medians and orderings."""
+    parts = []
+    for title, points in (("Fitted", FITTED), ("Held out: looked up after the fit", HELD_OUT)):
+        compared = [compare(p) for p in points]
+        inside = sum(c.inside for c in compared)
+        parts.append(
+            f"{title}\n\n{_table(compared)}\n\n{inside} of {len(compared)} lie in the band; "
+            f"median error of its middle {median_error(compared):.0%}"
+        )
+    agreed = [f"{'yes' if ok else 'NO':<4}{faster}  >  {slower}" for faster, slower, ok in orderings()]
+    parts.append("\n".join(["Faster per GPU, as published: does the estimate say so?", "", *agreed]))
+    return "\n\n".join(parts)
+
+
+def _table(compared: Sequence[Compared]) -> str:
+    """Tokens per second of one GPU, or of one user where there is one request."""
+    lines = [f"{'':<55}{'source':<8}{'published':>9}{'usual':>8}{'lean':>8}{'error':>7}"]
+    for c in compared:
+        name = c.point.name + "*" * bool(c.point.open)
+        lines.append(
+            f"{name:<55}{c.point.source:<8}{c.point.rate:>9,.0f}"
+            f"{c.usual:>8,.0f}{c.lean:>8,.0f}{c.error:>+7.0%}"
+        )
+    return "\n".join([*lines, "* with an assumption, see mtp_jax/planning/published.py"])

@@ -1,0 +1,142 @@
+"""A model on some GPUs, with its load: what an estimate is made for, and what cannot be."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mtp_jax.errors import ConfigError
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.planning.fit import IMBALANCE
+from mtp_jax.planning.hardware import Gpu, Rate
+from mtp_jax.planning.weights import Storage
+
+Exchange = Literal["gather", "all-to-all", "per-expert"]
+"""How rows reach their experts.
+
+gather: every GPU gets all rows, and sums are reduced and scattered.
+all-to-all: a row goes once to each GPU that holds experts of it.
+per-expert: a row goes once for each of its experts, as DeepEP's low-latency kernels send it.
+"""
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A model, GPUs, and a load.
+
+    Attributes:
+        cfg: the model.
+        storage: formats of its weights.
+        gpu: the kind of GPU.
+        data: groups of GPUs, each with requests of its own.
+        model: GPUs in a group, which divide heads, dense layers and the vocabulary. All divide the experts.
+        hosts: NVLink domains that the GPUs are spread over.
+        requests: how many are decoded at a time, by all GPUs together.
+        context: cached tokens of each.
+        depth: drafts per step.
+        tokens_per_step: tokens that a request gains per step.
+        cache: "bfloat16" or "fp8".
+        attention: what attention multiplies. An FP8 cache is expanded to bfloat16 first, by this engine.
+        redundant: second copies of experts.
+        imbalance: rows of experts of the busiest GPU over the mean.
+        exchange: how rows reach their experts.
+        micro_batches: 2: one half is computed while the other is exchanged.
+    """
+
+    cfg: ModelConfig
+    storage: Storage
+    gpu: Gpu
+    data: int
+    model: int = 1
+    hosts: int = 1
+    requests: int = 1
+    context: int = 4096
+    depth: int = 0
+    tokens_per_step: float = 1.0
+    cache: str = "bfloat16"
+    attention: Rate = "bf16"
+    redundant: int = 0
+    imbalance: float = IMBALANCE
+    exchange: Exchange = "all-to-all"
+    micro_batches: int = 1
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs there are."""
+        return self.data * self.model
+
+    @property
+    def busiest(self) -> int:
+        """Requests of the group that has most."""
+        return -(-self.requests // self.data)
+
+    @property
+    def domain(self) -> int:
+        """GPUs of an NVLink domain."""
+        return self.gpus // self.hosts
+
+    @property
+    def layers(self) -> range:
+        """Layers with a cache: the trunk's, and those of NextN if anything is drafted."""
+        return range(self.cfg.num_hidden_layers + (self.cfg.num_nextn_predict_layers if self.depth else 0))
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of a cached token."""
+        return sum(self.cfg.cache_bytes(i, self.cache) for i in self.layers)
+
+
+def hosts_for(gpu: Gpu, gpus: int) -> int:
+    """The fewest NVLink domains that hold so many GPUs."""
+    return -(-gpus // gpu.domain)
+
+
+def tokens_per_step(rates: tuple[float, ...], depth: int) -> float:
+    """Tokens that a step of ``depth`` drafts emits on average.
+
+    rates: how often the draft of a position is accepted once those before it are; the last one is that of all
+    further positions, too.
+    """
+    kept, total = 1.0, 1.0
+    for position in range(depth):
+        kept *= rates[min(position, len(rates) - 1)]
+        total += kept
+    return total
+
+
+def _check(d: Deployment) -> None:
+    c, gpus = d.cfg, d.gpus
+
+    def need(ok: bool, message: str) -> None:
+        if not ok:
+            raise ConfigError(message)
+
+    for name in ("requests", "context"):
+        need(getattr(d, name) >= 1, f"{name} = {getattr(d, name)}; expected 1 or more")
+    limit = c.max_position_embeddings
+    need(d.context <= limit, f"context = {d.context}; the model has positions for {limit}")
+    need(0 <= d.depth <= 8, f"depth = {d.depth}; expected 0 to 8 drafts")
+    need(
+        not d.depth or c.num_nextn_predict_layers > 0,
+        f"depth = {d.depth}; config.json declares no NextN layer to draft with: expected depth 0",
+    )
+    need(gpus % d.hosts == 0, f"hosts = {d.hosts}; {gpus} GPUs do not divide over them")
+    least = hosts_for(d.gpu, gpus)
+    need(d.hosts >= least, f"hosts = {d.hosts}; {gpus} x {d.gpu.name.upper()} need {least} or more")
+    need(
+        d.domain % d.model == 0,
+        f"a mesh of {d.data}x{d.model} has groups of {d.model} GPUs, a host {d.domain}: expected groups that "
+        "lie within one host",
+    )
+    experts = c.n_routed_experts + d.redundant
+    need(
+        experts % gpus == 0, f"{experts} experts do not divide over {gpus} GPUs; choose a number that divides"
+    )
+    split = {"num_attention_heads": c.num_attention_heads, "intermediate_size": c.intermediate_size}
+    split |= {"moe_intermediate_size": c.moe_intermediate_size, "vocab_size": c.vocab_size}
+    for name, size in split.items():
+        need(
+            size % d.model == 0,
+            f"{name} = {size} does not divide over the {d.model} GPUs of a group; choose another mesh",
+        )

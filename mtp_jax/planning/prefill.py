@@ -1,0 +1,33 @@
+"""How many prompt tokens a GPU reads per second while it does nothing else."""
+
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.planning.deployment import Deployment
+from mtp_jax.planning.fit import LEAN, PREFILL, USUAL
+from mtp_jax.planning.weights import trunk
+
+
+def prompt_tokens_per_second(d: Deployment) -> tuple[float, float]:
+    """Of one GPU, with usual and with lean software, for prompts of ``context`` tokens.
+
+    Products with the weights that a token uses, and causal attention with expanded keys and values.
+    """
+    c, peak, attending = d.cfg, d.gpu.peak, 0.0
+    experts, narrow, half = 0, 0, 0
+    for number, b in enumerate(trunk(c)):
+        experts += b.expert * c.num_experts_per_tok if b.experts else 0
+        narrow, half = narrow + b.once.narrow, half + b.once.half + b.once.single
+        attending += _attention_flops(c, number, d.context)
+    seconds = 2 * experts / peak(d.storage.experts.rate) + 2 * narrow / peak(d.storage.others.rate)
+    seconds += (2 * half + attending) / peak("bf16")
+    return PREFILL * USUAL.products / LEAN.products / seconds, PREFILL / seconds
+
+
+def _attention_flops(c: ModelConfig, number: int, context: int) -> float:
+    """Of one token in the middle of the prompt, in one layer; with sparse attention the indexer's, too."""
+    seen = context / 2
+    value = c.grouped.head_dim if c.grouped else c.v_head_dim
+    scoring, index = 0.0, c.indexer
+    if index is not None and context > index.topk:
+        scoring = 2 * index.heads * index.dim * seen if c.indexes(number) else 0.0
+        seen = min(seen, index.topk)
+    return 2 * c.num_attention_heads * (c.qk_head_dim + value) * seen + scoring

@@ -1,0 +1,200 @@
+"""Seconds of one step on the busiest GPU: a roofline for each piece, a price for launches and collectives.
+
+A piece takes as long as reading its bytes or computing its operations, whichever is longer, at the shares of
+the peaks that a ``Fit`` names. Pieces add up. Only exchange and computing overlap, with two micro-batches.
+"""
+
+from dataclasses import dataclass, replace
+
+from mtp_jax.planning.deployment import Deployment
+from mtp_jax.planning.exchange import Sent, sums_of_group, to_experts
+from mtp_jax.planning.fit import (
+    BAND,
+    OF_ATTENTION,
+    OF_DENSE,
+    OF_DRAFT,
+    OF_INDEXER,
+    OF_MOE,
+    OF_STEP,
+    Fit,
+)
+from mtp_jax.planning.hardware import Rate
+from mtp_jax.planning.weights import BFLOAT16, Block, Format, Weights, merge, nextn, table, trunk
+from mtp_jax.planning.work import attention, expected_experts
+
+COMPUTING = ("attention", "projections", "mlp", "experts", "head")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step.
+
+    Attributes:
+        seconds: by piece: those of COMPUTING, launches, exchange, hidden (negative: what two micro-batches
+            save), drafting.
+        launches: kernels of the trunk and head.
+        sent: bytes that one GPU sends for the trunk.
+    """
+
+    seconds: dict[str, float]
+    launches: int
+    sent: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of all."""
+        return sum(self.seconds.values())
+
+
+@dataclass(frozen=True)
+class Band:
+    """The same step with usual and with lean software.
+
+    Attributes:
+        usual, lean: the two ends.
+        micro_batches: of this step.
+    """
+
+    usual: Step
+    lean: Step
+    micro_batches: int
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Seconds with usual and with lean software."""
+        return self.usual.total, self.lean.total
+
+
+def band(d: Deployment) -> Band:
+    """The step of a deployment as a band."""
+    usual, lean = (step(d, fit.on(d.gpu)) for fit in BAND)
+    return Band(usual, lean, d.micro_batches)
+
+
+def fastest(d: Deployment) -> Band:
+    """The band of one micro-batch or of two, whichever takes less in the middle."""
+    one = band(replace(d, micro_batches=1))
+    if d.data == 1 or d.busiest < 2:
+        return one
+    two = band(replace(d, micro_batches=2))
+
+    def squared_middle(b: Band) -> float:
+        return b.usual.total * b.lean.total
+
+    return min(one, two, key=squared_middle)
+
+
+def step(d: Deployment, fit: Fit) -> Step:
+    """One step, with software of one quality."""
+    parts, q = d.micro_batches, d.depth + 1
+    times = _Times(d, fit, d.busiest / parts, d.requests / parts, q)
+    seconds: dict[str, float] = dict.fromkeys(COMPUTING, 0.0)
+    sent, launches = Sent(), 0
+    for number, b in enumerate(trunk(d.cfg)):
+        for piece, value in times.block(number, b).items():
+            seconds[piece] += value * parts
+        sent += times.exchange(b) * parts
+        launches += _launches(d, number, b)
+    seconds["head"] = times.head() * parts
+    launches = launches * parts + OF_STEP
+    overlapped = fit.overlap * min(sum(seconds.values()), sent.seconds) if parts > 1 else 0.0
+    seconds |= {"launches": launches * fit.launch, "exchange": sent.seconds, "hidden": -overlapped}
+    seconds["drafting"] = drafting(d, fit)
+    return Step(seconds, launches, sent.bytes)
+
+
+def drafting(d: Deployment, fit: Fit) -> float:
+    """Seconds of K passes of a NextN layer over one row of each request, with the head; and of the rows that
+    the window adds to the NextN cache, which cost the merge and the layer's keys."""
+    if not d.depth:
+        return 0.0
+    layers, once = nextn(d.cfg), _Times(d, fit, d.busiest, d.requests, 1)
+    window = _Times(d, fit, d.busiest, d.requests, d.depth + 1)
+    total = window.product(merge(d.cfg) + Weights(narrow=d.cfg.row.width * d.cfg.hidden_size))
+    for k in range(d.depth):
+        number = k % len(layers)
+        b = layers[number]
+        total += sum(once.block(d.cfg.num_hidden_layers + number, b).values()) + once.exchange(b).seconds
+        total += once.product(merge(d.cfg)) + once.head() + OF_DRAFT * fit.launch
+    return total
+
+
+def _launches(d: Deployment, number: int, b: Block) -> int:
+    indexer = d.cfg.indexer is not None and d.context > d.cfg.indexer.topk and d.cfg.indexes(number)
+    return OF_ATTENTION + (OF_MOE if b.experts else OF_DENSE) + (OF_INDEXER if indexer else 0)
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Seconds of pieces for one load.
+
+    Attributes:
+        d, fit: what computes, and how well.
+        busiest: requests of the group that has most.
+        requests: of all groups.
+        width: tokens of each in this pass.
+    """
+
+    d: Deployment
+    fit: Fit
+    busiest: float
+    requests: float
+    width: int
+
+    def roofline(self, nbytes: float, flops: float, rate: Rate, share: float) -> float:
+        """Reading or computing, whichever takes longer."""
+        gpu = self.d.gpu
+        return max(nbytes / (gpu.bandwidth * self.fit.memory), flops / (gpu.peak(rate) * share))
+
+    def product(self, w: Weights, ways: int = 1) -> float:
+        """Rows of one group times weights that ``ways`` GPUs divide."""
+        rows = self.busiest * self.width
+
+        def of(count: int, kept: Format, nbytes: float) -> float:
+            return self.roofline(count * nbytes / ways, 2 * rows * count / ways, kept.rate, self.fit.products)
+
+        others = self.d.storage.others
+        narrow, half = of(w.narrow, others, others.bytes), of(w.half, BFLOAT16, 2)
+        return narrow + half + of(w.single, BFLOAT16, 4)
+
+    def block(self, number: int, b: Block) -> dict[str, float]:
+        """A decoder block, by piece."""
+        return {
+            "attention": self.attention(number),
+            "projections": self.product(b.whole) + self.product(b.heads, self.d.model),
+            "mlp": self.product(b.mlp, self.d.model) + self.product(b.router),
+            "experts": self.experts(b) if b.experts else 0.0,
+        }
+
+    def attention(self, number: int) -> float:
+        """Attention over the cache of one group; heads are divided, cached rows and the indexer are not."""
+        d = self.d
+        a = attention(d.cfg, number, self.width, d.context)
+        row = d.cfg.row.fp8_bytes if d.cache == "fp8" else d.cfg.row.width * 2
+        key = d.cfg.cache_bytes(number, d.cache) - row
+        nbytes, flops = a.rows * row + a.keys * key, a.flops / d.model + a.scoring
+        return self.roofline(self.busiest * nbytes, self.busiest * flops, d.attention, self.fit.attention)
+
+    def experts(self, b: Block) -> float:
+        """Routed experts of the busiest GPU: those that some row of any GPU chose."""
+        d, rows = self.d, self.requests * self.width
+        held = (b.experts + d.redundant) / d.gpus
+        seen = expected_experts(d.cfg, rows) / b.experts * held
+        mean, spread = rows * d.cfg.num_experts_per_tok / d.gpus, d.imbalance if d.gpus > 1 else 1.0
+        if (
+            d.gpus > 1
+        ):  # of few that are chosen, one GPU has more than its share: a deviation of the square root
+            seen = min(seen + seen**0.5, held)
+        kept = d.storage.experts
+        flops = 2 * mean * spread * b.expert
+        return self.roofline(seen * b.expert * kept.bytes, flops, kept.rate, self.fit.products)
+
+    def head(self) -> float:
+        """Logits of all rows."""
+        return self.product(table(self.d.cfg), self.d.model)
+
+    def exchange(self, b: Block) -> Sent:
+        """What one block sends."""
+        rows = self.busiest * self.width
+        sums = sums_of_group(self.d, rows, self.fit)
+        return sums + to_experts(self.d, rows, self.fit) if b.experts else sums

@@ -1,0 +1,58 @@
+"""What attention and experts of one layer read and compute: of one sequence, and of a number of rows."""
+
+from dataclasses import dataclass
+
+from mtp_jax.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention of one sequence in one layer.
+
+    Attributes:
+        rows: cached rows that are read.
+        flops: operations of scores and mixed values, of all heads.
+        keys: index keys that are read.
+        scoring: operations of the indexer.
+    """
+
+    rows: int
+    flops: int
+    keys: int = 0
+    scoring: int = 0
+
+
+def attention(cfg: ModelConfig, layer: int, width: int, cached: int) -> Attention:
+    """Attention of ``width`` tokens over ``cached`` rows; NextN layers count on from the trunk's.
+
+    With sparse attention and more rows than a token may choose, the indexer scores all index keys, and each
+    token reads its own rows while these are fewer than all (`model/backend/selection.py: gathers`). Otherwise
+    every row is read once, and every pair of a token and a row is computed.
+    """
+    index, rows, pairs = cfg.indexer, cached, width * cached
+    if index is None or cached <= index.topk:
+        return Attention(rows, pairs * pair_flops(cfg))
+    if width * index.topk <= cached:
+        rows = pairs = width * index.topk
+    keys = cached if cfg.indexes(layer) else 0
+    return Attention(rows, pairs * pair_flops(cfg), keys, 2 * width * keys * index.heads * index.dim)
+
+
+def pair_flops(cfg: ModelConfig) -> int:
+    """Operations of all heads for one token and one row: a score and a mixed value, of MLA absorbed."""
+    if cfg.grouped:
+        return 4 * cfg.num_attention_heads * cfg.grouped.head_dim
+    return 2 * cfg.num_attention_heads * (cfg.latent_dim + cfg.kv_lora_rank)
+
+
+def expected_experts(cfg: ModelConfig, rows: float) -> float:
+    """Different experts of a layer that ``rows`` tokens visit, if each chooses evenly; 0 in a dense model."""
+    if not cfg.n_routed_experts:
+        return 0.0
+    return cfg.n_routed_experts * (1 - (1 - cfg.num_experts_per_tok / cfg.n_routed_experts) ** rows)
+
+
+def expected_gpus(cfg: ModelConfig, gpus: int) -> float:
+    """Different GPUs that hold the experts of one row, if it chooses evenly within ``topk_group`` groups."""
+    reachable = max(gpus * cfg.topk_group / cfg.n_group, 1)
+    return reachable * (1 - (1 - 1 / reachable) ** cfg.num_experts_per_tok)

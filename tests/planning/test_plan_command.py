@@ -1,0 +1,206 @@
+"""`mtp-jax plan`: what it prints, what docs/planning.md shows, what it refuses."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mtp_jax.commands import cli
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.planning.published import DEEPSEEK_V3
+from tests import golden
+from tests.planning.releases import RELEASES, write
+
+DOCS = (Path(__file__).parent.parent.parent / "docs" / "planning.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"^```\n\$ mtp-jax (plan.*)\n((?:.*\n)*?)```$", DOCS, re.MULTILINE)
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    """A working directory with a folder for each release."""
+    for name in RELEASES:
+        write(tmp_path, name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def plan(models, capsys):
+    """Runs the command; returns its output, or the error it ends with."""
+
+    def run(*argv: str) -> str:
+        status = cli.main(["plan", *argv])
+        out, err = capsys.readouterr()
+        assert (status, err == "", out == "") in ((0, True, False), (2, False, True))
+        return out or err
+
+    return run
+
+
+@pytest.mark.parametrize(("command", "shown"), EXAMPLES, ids=[command for command, _ in EXAMPLES])
+def test_the_documentation_shows_what_is_printed(plan, command, shown):
+    assert plan(*shlex.split(command)[1:]) == shown
+
+
+def test_the_documentation_has_examples_of_each_kind():
+    assert len(EXAMPLES) == 3
+    assert ["--check" in c for c, _ in EXAMPLES].count(True) == 1
+    assert [s.startswith("error: 8 x H100: needs ") for _, s in EXAMPLES].count(True) == 1
+
+
+def test_the_documentation_has_every_option(plan, capsys):
+    assert cli.main(["plan", "--help"]) == 0
+    flags = set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) - {"--help"}
+    assert flags == set(re.findall(r"^\| `(--[a-z-]+)` \|", DOCS, re.MULTILINE))
+
+
+def test_8_h100_are_too_few_and_8_h200_enough(plan):
+    error = plan("DeepSeek-V3", "--gpu", "h100")
+    found = re.search(r"needs ([\d.]+) GiB per GPU, has ([\d.]+): .*; 16 GPUs would do\n", error)
+    assert found
+    assert float(found[1]) > 100 > 80 > float(found[2])
+    assert "requests" in plan("DeepSeek-V3", "--gpu", "h200")
+    assert "requests" in plan("DeepSeek-V3", "--gpu", "h100", "--gpus", "16")
+    assert "8 x H100: needs 88.4 GiB" in plan("DeepSeek-V3", "--gpu", "h100", "--mesh", "1x8")
+    assert "requests" in plan("Kimi-K2-Thinking", "--gpu", "h200")
+    assert "64 GPUs would do" in plan("GLM-5.2", "--gpu", "h100")
+
+
+def test_where_weights_divided_by_heads_would_fit_that_is_said(plan):
+    error = plan("GLM-4.5", "--gpu", "h200", "--gpus", "8", "--context", "90000")
+    assert error.endswith("; a mesh of 1x8 or 16 GPUs would do\n")
+    assert "requests" in plan("GLM-4.5", "--gpu", "h200", "--mesh", "1x8", "--context", "90000")
+
+
+def test_what_cannot_be_made_is_not_proposed(plan):
+    """Neither groups that do not divide the heads nor hosts that do not divide the GPUs."""
+    assert plan("DeepSeek-V3", "--gpu", "gb200", "--gpus", "2").endswith("; 8 GPUs would do\n")
+    assert plan("GLM-4.5", "--gpu", "h100", "--gpus", "5").endswith("; 40 GPUs would do\n")
+
+
+@pytest.mark.parametrize("variant", golden.VARIANTS)
+def test_every_architecture_can_be_planned(plan, variant):
+    """Of small models, on one GPU and on groups of two."""
+    config = golden.model_dir(variant) / "config.json"
+    for argv in (["--gpus", "1"], ["--gpus", "4", "--mesh", "2x2"]):
+        for cache in ("auto", "fp8"):
+            found = json.loads(
+                plan(str(config), "--json", "--context", "64", "--kv-cache-dtype", cache, *argv)
+            )
+            assert len(found["rows"]) > 9
+            assert all(0 < lean < usual for usual, lean in (row["step_seconds"] for row in found["rows"]))
+
+
+def test_what_drafts_leave_no_room_for_is_planned_without(plan):
+    """The NextN layer takes memory, too."""
+    found = json.loads(plan("GLM-5.2", "--gpu", "b200", "--gpus", "16", "--json"))
+    assert [m["drafts"] for m in found["memory"]] == [False, True]
+    tight = json.loads(
+        plan("GLM-5.2", "--gpu", "h200", "--gpus", "16", "--json", "--context", "90000", "--requests", "16")
+    )
+    assert {row["depth"] for row in tight["rows"]} == {0}
+    assert tight["notes"][0].startswith("with drafts 16 x H200: needs ")
+
+
+def test_json_says_what_the_table_says(plan):
+    argv = ("DeepSeek-V3", "--requests", "64", "--depths", "3", "--price", "2.5", "--kv-cache-dtype", "fp8")
+    found = json.loads(plan(*argv, "--json"))
+    (row,), (memory,) = found["rows"], found["memory"]
+    usual, lean = row["tokens_per_second_per_user"]
+    assert usual < lean
+    assert row["tokens_per_second_per_gpu"] == pytest.approx([usual * 8, lean * 8])
+    assert row["dollars_per_million_tokens"][1] == pytest.approx(2.5 / 3600 / (lean * 8) * 1e6)
+    assert row["step_seconds"][1] == pytest.approx(row["tokens_per_step"] / lean)
+    assert sum(row["shares_lean"].values()) == pytest.approx(1)
+    assert memory["cache_bytes_per_token"] == 62 * 656
+    (line,) = [line for line in plan(*argv).splitlines() if line.startswith("      64 ")]
+    assert f"{usual:.1f}-{lean:.1f}" in line
+
+
+def test_the_file_itself_will_do(plan):
+    assert plan("DeepSeek-V3/config.json") == plan("DeepSeek-V3")
+
+
+def test_a_model_without_nextn_layers_is_planned_without_drafts(plan):
+    found = json.loads(plan("Kimi-K2-Thinking", "--gpus", "16", "--json"))
+    assert {row["depth"] for row in found["rows"]} == {0}
+    assert found["weights"] == "bfloat16, experts in int4"
+
+
+def test_what_the_engine_does_may_be_asked_for(plan):
+    argv = ("DeepSeek-V3", "--gpus", "64", "--requests", "8192", "--depths", "0", "--json")
+    auto = json.loads(plan(*argv))
+    engine = json.loads(plan(*argv, "--exchange", "gather", "--micro-batches", "1"))
+    assert (auto["exchange"], engine["exchange"]) == ("all-to-all", "gather")
+    assert [p["rows"][0]["micro_batches"] for p in (auto, engine)] == [2, 1]
+    assert auto["rows"][0]["step_seconds"][1] < 0.5 * engine["rows"][0]["step_seconds"][1]
+
+
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        ("DeepSeek-V3 --gpu a100", "unknown GPU 'a100'; expected one of h100, h800, h20, h200, b200, gb200"),
+        ("DeepSeek-V3 --gpus 7", "256 experts do not divide over 7 GPUs; choose a number that divides"),
+        ("DeepSeek-V3 --gpus 16 --hosts 3", "hosts = 3; 16 GPUs do not divide over them"),
+        ("DeepSeek-V3 --gpus 16 --hosts 1", "hosts = 1; 16 x H200 need 2 or more"),
+        ("DeepSeek-V3 --mesh 2x2", "--mesh 2x2 is 4 GPUs, --gpus 8; give both alike"),
+        ("DeepSeek-V3 --gpus 16 --mesh 1x16", "a mesh of 1x16 has groups of 16 GPUs, a host 8"),
+        ("GLM-4.5 --gpus 5 --mesh 1x5", "num_attention_heads = 96 does not divide over the 5 GPUs"),
+        ("DeepSeek-V3 --context 0", "argument --context: '0' is not an integer of 1 or more"),
+        ("DeepSeek-V3 --context 200000", "context = 200000; the model has positions for 163840"),
+        ("DeepSeek-V3 --requests 5000", "5,000 requests are too many: the cache holds 920 requests of 4,096"),
+        ("DeepSeek-V3 --depths 0,9", "depth = 9; expected 0 to 8 drafts"),
+        ("DeepSeek-V3 --accept-rates 1.5", "'1.5' is not a list of numbers from 0 to 1"),
+        ("Kimi-K2-Thinking --depths 1", "depth = 1; config.json declares no NextN layer"),
+        ("nowhere", "nowhere is not a directory; name one with config.json"),
+        ("zai-org/GLM-5", "Nothing is downloaded here: hf download zai-org/GLM-5"),
+        ("list.json", "list.json holds a JSON list; expected an object"),
+        ("llama.json", "model_type 'llama' is not supported"),
+        ("", "name a model's directory or its config.json; or --check"),
+        ("--check DeepSeek-V3", "--check compares DeepSeek-V3 with published speeds; leave out DeepSeek-V3"),
+    ],
+)
+def test_errors_are_one_line(plan, models, argv, error):
+    (models / "list.json").write_text("[1]")
+    (models / "llama.json").write_text('{"model_type": "llama"}')
+    told = plan(*argv.split())
+    assert told.startswith("error: ")
+    assert error in told
+    assert told.count("\n") == 1
+
+
+def test_the_picture_has_a_band_for_each_depth(plan, models, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k)))
+    plan("DeepSeek-V3", "--output", "out.png", "--depths", "0,3", "--requests", "8,64,512")
+    assert (models / "out.png").read_bytes().startswith(b"\x89PNG")
+    (axis,) = drawn[0].axes
+    assert len(axis.patches) == 2
+    labels = [line.get_label() for line in axis.get_lines()]
+    assert [label for label in labels if not str(label).startswith("_")] == ["without MTP", "MTP, depth 3"]
+    assert all(np.shape(line.get_xydata()) == (3, 2) for line in axis.get_lines())
+
+
+def test_without_matplotlib_the_picture_says_what_to_install(plan, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install 'mtp-jax[bench]'" in plan("DeepSeek-V3", "--output", "out.png")
+
+
+def test_it_starts_without_jax(models):
+    code = "import sys; sys.modules['jax'] = None; from mtp_jax.commands import cli; sys.exit(cli.main())"
+    command = [sys.executable, "-c", code, "plan", "DeepSeek-V3"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_published_model_is_the_release():
+    release = ModelConfig.from_dict(RELEASES["DeepSeek-V3"])
+    assert release == DEEPSEEK_V3

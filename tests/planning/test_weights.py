@@ -1,0 +1,63 @@
+"""Weights and caches are counted as the model declares them."""
+
+import pytest
+
+from mtp_jax.checkpoint import summarise
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.planning.deployment import Deployment
+from mtp_jax.planning.hardware import GPUS
+from mtp_jax.planning.memory import memory
+from mtp_jax.planning.published import DEEPSEEK_V3
+from mtp_jax.planning.weights import Storage, count
+from tests import golden
+from tests.planning.releases import RELEASES, write
+
+
+@pytest.mark.parametrize("variant", golden.VARIANTS)
+def test_every_parameter_is_counted(variant):
+    summary = summarise(golden.model_dir(variant))
+    assert count(summary.config) == (summary.parameters, summary.nextn_parameters)
+
+
+@pytest.mark.parametrize("name", RELEASES)
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_bytes_are_those_of_the_checkpoint_in_memory(tmp_path, name, gpus):
+    """On one GPU, and on each of those that divide heads, width, vocabulary and experts."""
+    model = write(tmp_path, name)
+    summary = summarise(model, devices=gpus)
+    cfg = ModelConfig.from_file(model / "config.json")
+    drafts = int(cfg.num_nextn_predict_layers > 0)
+    d = Deployment(cfg, Storage.of(cfg), GPUS["h200"], data=1, model=gpus, depth=drafts)
+    found = memory(d)
+    narrow = next((k for k in summary.weight_bytes if k not in ("float32", "bfloat16")), "bfloat16")
+    # Scales of blocks that are cut off are counted by their share.
+    assert found.weights == pytest.approx(summary.weight_bytes_per_device[narrow], rel=1e-6)
+    assert found.per_token == summary.cache_bytes_per_token["bfloat16"]
+
+
+def test_deepseek_v3_is_as_large_as_published():
+    trunk, nextn = count(DEEPSEEK_V3)
+    assert round(trunk / 1e9) == 671
+    assert (
+        round((nextn + 2 * DEEPSEEK_V3.vocab_size * DEEPSEEK_V3.hidden_size) / 1e9) == 13
+    )  # with its tables
+    d = Deployment(DEEPSEEK_V3, Storage.of(DEEPSEEK_V3), GPUS["h200"], data=1, depth=1)
+    one, kept = memory(d), 1 + 4 / 128**2
+    # In memory kv_b of 62 layers and the tables are in 16 bits, the routers of 59 in 32.
+    wide = 62 * 128 * 256 * 512 + 2 * 129280 * 7168 + 2 * 7168**2
+    routers = 59 * 256 * 7168
+    assert one.weights == pytest.approx(
+        (trunk + nextn - wide - routers) * kept + 2 * wide + 4 * routers, rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_cached_tokens_take_the_bytes_of_their_rows(name):
+    cfg = ModelConfig.from_dict(RELEASES[name])
+    indexed = [i for i in range(cfg.num_hidden_layers) if cfg.indexes(i)]
+    d = Deployment(cfg, Storage.of(cfg), GPUS["h200"], data=1, cache="fp8")
+    keys = len(indexed) * (128 + 4)
+    assert d.cache_bytes == cfg.num_hidden_layers * cfg.row.fp8_bytes + keys
+    expected = {"DeepSeek-V3": 61 * 656, "DeepSeek-V3.2": 61 * (656 + 132), "GLM-4.5": 92 * (2048 + 64)}
+    assert d.cache_bytes == expected.get(name, d.cache_bytes)
+    assert len(indexed) == {"DeepSeek-V3.2": 61, "GLM-5.2": 21}.get(name, 0)
