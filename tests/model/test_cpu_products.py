@@ -1,0 +1,89 @@
+"""Products on a CPU with weights as they lie in memory, against float64 over the same weights."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtp_jax.model import moe
+from mtp_jax.model.backend import Xla, XlaCpu, cpu_experts, cpu_products
+from mtp_jax.model.moe import Routing
+from mtp_jax.model.narrow import Bf16, Fp8, Narrow, expand, with_bits, without_bits
+
+RNG = np.random.default_rng(0)
+SHAPES = [(256, 384), (192, 96), (2, 40, 48), (576, 1792)]
+
+
+def bf16(shape: tuple[int, ...]) -> Narrow:
+    return with_bits(Bf16(jnp.asarray(RNG.normal(size=shape), jnp.bfloat16)))
+
+
+def fp8(shape: tuple[int, ...]) -> Narrow:
+    """Every value of e4m3 but NaN, and a scale per block of each matrix."""
+    codes = np.arange(256, dtype=np.uint8)
+    codes = np.resize(codes[(codes & 0x7F) != 0x7F], shape)
+    blocks = [-(-n // 128) for n in shape[-2:]]
+    scale = jnp.asarray(RNG.uniform(0.5, 2, (*shape[:-2], *blocks)), jnp.float32)
+    return with_bits(Fp8(jnp.asarray(codes.view(jnp.float8_e4m3fn)), scale))
+
+
+each_kind = pytest.mark.parametrize("kind", [bf16, fp8])
+
+
+def near(got: Any, want: np.ndarray) -> None:
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * np.abs(want).max())
+
+
+def wide(w: Narrow) -> np.ndarray:
+    """The weight in float64, expanded without its bits."""
+    return np.asarray(expand(without_bits(w), jnp.float32), np.float64)
+
+
+@each_kind
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("matrices", [True, False], ids=["AMX", "no AMX"])
+def test_products_of_any_number_of_rows(kind, shape, matrices, monkeypatch):
+    """One row, few, more than loops take, and more than have their parts multiplied together."""
+    monkeypatch.setattr(cpu_products, "multiplies_bf16", lambda: matrices)
+    w = kind(shape)
+    for rows in (1, 3, 9, 40):
+        x = RNG.normal(size=(1, rows, shape[-1])).astype(np.float32)
+        got = jax.jit(lambda x, w: XlaCpu().linear(x, w))(x, w)
+        near(got, np.tensordot(x.astype(np.float64), wide(w), (2, -1)))
+
+
+@each_kind
+def test_expansion_does_not_depend_on_the_bits(kind):
+    w = kind((256, 384))
+    np.testing.assert_array_equal(expand(w, jnp.float32), expand(without_bits(w), jnp.float32))
+
+
+@each_kind
+def test_bits_lie_in_the_memory_of_the_values(kind):
+    w = kind((128, 256))
+    assert w.bits.unsafe_buffer_pointer() == w.values.unsafe_buffer_pointer()
+
+
+def test_a_program_widens_no_weight_of_few_rows_in_memory():
+    """The largest array that a compiled product of one row makes is smaller than the weight in float32."""
+    w = bf16((1024, 1024))
+    compiled = jax.jit(cpu_products.of_narrow).lower(np.zeros((1, 1024), np.float32), w).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 1024 * 1024
+
+
+@each_kind
+@pytest.mark.parametrize("rows", [1, 4, 70])
+def test_routed_experts(kind, rows):
+    """All pairs at once for few rows, an expert after the other for many."""
+    gate_up, down = kind((6, 2, 128, 256)), kind((6, 256, 128))
+    gate_up, down = (replace(w, scale=w.scale / 16) if isinstance(w, Fp8) else w for w in (gate_up, down))
+    x = RNG.normal(size=(rows, 256)).astype(np.float32) / 16
+    ids = jnp.asarray(np.stack([RNG.permutation(6)[:2] for _ in range(rows)]), jnp.int32)
+    r = Routing(ids, jnp.asarray(RNG.random((rows, 2)), jnp.float32))
+    want = moe.dense(without_bits(gate_up), without_bits(down), jnp.asarray(x), r, Xla().product)
+    assert cpu_experts.takes(gate_up, down, r.ids.size) == (rows < 70)
+    got = jax.jit(XlaCpu().routed)(gate_up, down, x, r)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * float(jnp.abs(want).max()))
