@@ -71,6 +71,7 @@ class LLM:
                 directory,
                 options.draft_model,
                 dtype=engine_config.dtype,
+                narrow="multiplied",
                 mesh=options.mesh,
                 num_nextn_layers=num_nextn_layers,
                 progress=update,

@@ -63,7 +63,9 @@ def load(model: str, drafts: bool = True) -> Subject:
     directory = directory_of(model)
     on_cpu = jax.default_backend() == "cpu"
     dtype = cast(Dtype, "float32" if on_cpu else ModelConfig.from_file(directory / "config.json").dtype)
-    loaded = checkpoint.load(directory, dtype=dtype, num_nextn_layers=None if drafts else 0)
+    loaded = checkpoint.load(
+        directory, dtype=dtype, narrow="multiplied", num_nextn_layers=None if drafts else 0
+    )
     return Subject(model, directory, loaded.config, jax.block_until_ready(loaded.params), dtype)
 
 

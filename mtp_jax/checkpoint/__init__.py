@@ -28,7 +28,7 @@ __all__ = [
     "summarise",
 ]
 
-NarrowWeights = Literal["dequantise", "keep"]
+NarrowWeights = Literal["dequantise", "keep", "multiplied"]
 
 
 def load(
@@ -49,9 +49,10 @@ def load(
             ``model_dir``.
         dtype: "float32" or "bfloat16", of everything but norms and routers, which are float32.
         narrow: "keep": weights in FP8 or int4, and for float32 those in bfloat16, stay so in memory
-            (``model.narrow``); "dequantise": they become ``dtype``; None: int4 stays, which is a quarter of
-            bfloat16's bytes; FP8 where it is multiplied as it is: in bfloat16 on a Hopper GPU, in float32 on
-            a CPU without a mesh, where bfloat16 stays too. An Orbax folder holds none.
+            (``model.narrow``); "dequantise": they become ``dtype``; "multiplied": those stay that the device
+            multiplies as they are, FP8 for bfloat16 on a Hopper GPU, FP8 and bfloat16 for float32 on a CPU
+            without a mesh, and int4, which is a quarter of bfloat16's bytes, everywhere; None: so, but on a
+            CPU only int4, as arrays are easier to work with. An Orbax folder holds none.
         mesh: devices to place the parameters on; each device reads only its part. None: one device.
         num_nextn_layers: how many NextN layers to load; 0 for none, None for all.
         progress: called with (bytes read, bytes to read) after every array.
@@ -63,11 +64,13 @@ def load(
         raise ConfigError(
             f"narrow = {narrow!r}; expected one of {', '.join(get_args(NarrowWeights))}, or None"
         )
-    everything = {s.name for s in STORED} - ({"bf16"} if dtype == "bfloat16" else set())
-    keep = everything if narrow == "keep" else set[str]()
-    if narrow is None:
-        fast = is_hopper() if dtype == "bfloat16" else platform() == "cpu" and mesh is None
-        keep = everything if fast else {"int4"}
+    keep = {s.name for s in STORED} - ({"bf16"} if dtype == "bfloat16" else set())
+    if narrow == "dequantise":
+        keep = set()
+    elif narrow != "keep":
+        on_gpu = dtype == "bfloat16" and is_hopper()
+        on_cpu = narrow == "multiplied" and dtype == "float32" and platform() == "cpu" and mesh is None
+        keep = keep if on_gpu or on_cpu else {"int4"}
     if not is_orbax(model_dir):
         return load_folder(
             model_dir,

@@ -110,7 +110,7 @@ class Format(Stored, Protocol):
 
 
 class _InBf16:
-    """Plain bfloat16, of a model that computes in float32."""
+    """Matrices in plain bfloat16, of a model that computes in float32."""
 
     name, kept = "bf16", Bf16
 
@@ -121,7 +121,7 @@ class _InBf16:
         pass
 
     def can_stay(self, spec: Spec) -> bool:
-        return not spec.float32
+        return not spec.float32 and len(spec.tensor_shape) == 2
 
     def arrays(self, spec: Spec, tensors: Tensors) -> tuple[Kept, ...]:
         return (Kept(spec, DTYPES["BF16"]),)

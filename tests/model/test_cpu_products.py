@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mtp_jax.model import moe
-from mtp_jax.model.backend import Xla, XlaCpu, cpu_experts, cpu_products
+from mtp_jax.model.backend import Xla, XlaCpu, cpu_experts
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.narrow import Bf16, Fp8, Narrow, expand, with_bits, without_bits
 
@@ -45,13 +45,12 @@ def wide(w: Narrow) -> np.ndarray:
 @each_kind
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("matrices", [True, False], ids=["AMX", "no AMX"])
-def test_products_of_any_number_of_rows(kind, shape, matrices, monkeypatch):
+def test_products_of_any_number_of_rows(kind, shape, matrices):
     """One row, few, more than loops take, and more than have their parts multiplied together."""
-    monkeypatch.setattr(cpu_products, "multiplies_bf16", lambda: matrices)
     w = kind(shape)
     for rows in (1, 3, 9, 40):
         x = RNG.normal(size=(1, rows, shape[-1])).astype(np.float32)
-        got = jax.jit(lambda x, w: XlaCpu().linear(x, w))(x, w)
+        got = jax.jit(XlaCpu(matrices=matrices).linear)(x, w)
         near(got, np.tensordot(x.astype(np.float64), wide(w), (2, -1)))
 
 
@@ -70,7 +69,7 @@ def test_bits_lie_in_the_memory_of_the_values(kind):
 def test_a_program_widens_no_weight_of_few_rows_in_memory():
     """The largest array that a compiled product of one row makes is smaller than the weight in float32."""
     w = bf16((1024, 1024))
-    compiled = jax.jit(cpu_products.of_narrow).lower(np.zeros((1, 1024), np.float32), w).compile()
+    compiled = jax.jit(XlaCpu().linear).lower(np.zeros((1, 1, 1024), np.float32), w).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 1024 * 1024
 
 

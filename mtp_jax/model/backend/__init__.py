@@ -23,7 +23,7 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.model.backend.mosaic_gpu import MosaicGpu
 from mtp_jax.model.backend.xla import Xla
 from mtp_jax.model.backend.xla_cpu import XlaCpu
-from mtp_jax.model.device import is_hopper, platform
+from mtp_jax.model.device import is_hopper, multiplies_bf16, platform
 
 __all__ = ["Backend", "MosaicGpu", "Xla", "XlaCpu", "backend"]
 
@@ -44,4 +44,4 @@ def backend(kernels: Literal["auto", "xla", "mosaic_gpu"] = "auto", mesh: Mesh |
         )
     if kernels == "mosaic_gpu" or (kernels == "auto" and is_hopper()):
         return MosaicGpu(mesh, strict=kernels == "mosaic_gpu")
-    return XlaCpu(mesh) if platform() == "cpu" else Xla(mesh)
+    return XlaCpu(mesh, matrices=multiplies_bf16()) if platform() == "cpu" else Xla(mesh)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from mtp_jax.model.backend import cpu_lanes
-from mtp_jax.model.device import multiplies_bf16
 from mtp_jax.model.hf_quantization import FP8_BLOCK
 from mtp_jax.model.narrow import Bf16, Fp8
 
@@ -36,9 +35,12 @@ def of_arrays(x: Float[Array, "T i"], w: Float[Array, "o i"]) -> Float[Array, "T
     return jax.lax.optimization_barrier(_dot(w, x))[:, :rows].T
 
 
-def of_narrow(x: Float[Array, "T i"], w: Bf16 | Fp8) -> Float[Array, "T O"]:
-    """Rows in float32 with a weight as it lies in memory, seen as a matrix [O, i]."""
-    if isinstance(w, Bf16) and multiplies_bf16():
+def of_narrow(x: Float[Array, "T i"], w: Bf16 | Fp8, matrices: bool) -> Float[Array, "T O"]:
+    """Rows in float32 with a weight as it lies in memory, seen as a matrix [O, i].
+
+    matrices: whether the processor has matrix instructions for bfloat16.
+    """
+    if isinstance(w, Bf16) and matrices:
         return _in_parts(x, w) if len(x) > 1 else cpu_lanes.product(x, w)
     return _in_blocks(x, w) if len(x) > _LANED else cpu_lanes.product(x, w)
 

@@ -18,7 +18,13 @@ from mtp_jax.model.narrow import Bf16, Fp8, Narrow, expand
 
 @dataclass(frozen=True)
 class XlaCpu(Xla):
-    """See the package."""
+    """See the package.
+
+    Attributes:
+        matrices: whether the processor has matrix instructions for bfloat16.
+    """
+
+    matrices: bool = False
 
     def product(
         self, x: Float[Array, "... i"], w: Float[Array, "*o i"] | Narrow, dtype: Any
@@ -26,7 +32,7 @@ class XlaCpu(Xla):
         """See ``cpu_products``. On a mesh narrow weights are expanded."""
         flat, shape = x.reshape(-1, x.shape[-1]), (*x.shape[:-1], *w.shape[:-1])
         if isinstance(w, Bf16 | Fp8) and w.bits is not None and x.dtype == jnp.float32:
-            y = cpu_products.of_narrow(flat, w)
+            y = cpu_products.of_narrow(flat, w, self.matrices)
         else:
             y = cpu_products.of_arrays(flat, expand(w, x.dtype).reshape(-1, w.shape[-1]))
         return y.astype(dtype).reshape(shape)
