@@ -95,10 +95,10 @@ def test_pages_are_chosen_from_like_a_whole_sequence():
     whole = keys[where.page_table].reshape(B, ROWS, DIM)
     broken = jnp.where(jnp.arange(ROWS)[:, None] < last[:, None, None], whole, jnp.nan)
     pages = keys.at[where.page_table].set(broken.reshape(B, COLUMNS, SIZE, DIM))
-    got = selection.choose(q, LayerCache(latents, pages), where, TOPK)
+    got = Xla().choose(q, LayerCache(latents, pages), where, TOPK)
     want = indexer.choose(indexer.scores(q, whole), where.visible.mask(W, ROWS), TOPK)
     np.testing.assert_array_equal(got, want)
-    assert selection.choose(q, LayerCache(latents, keys), where, ROWS) is None, "all of it"
+    assert Xla().choose(q, LayerCache(latents, keys), where, ROWS) is None, "all of it"
 
 
 def queries() -> Queries:
@@ -115,7 +115,7 @@ def test_rows_read_one_by_one_give_what_a_mask_gives(on, fp8, monkeypatch):
     empty = LayerCache(rows, normal(B * COLUMNS, SIZE, DIM))
     cache = LayerCache(pack(rows, rank), empty.index) if fp8 else empty
     q, where = queries(), view()
-    chosen = selection.choose(asked(), empty, where, TOPK)
+    chosen = Xla().choose(asked(), empty, where, TOPK)
     results = []
     for gathers in (True, False):
         monkeypatch.setattr(selection, "gathers", lambda *_, gathers=gathers: gathers)
@@ -161,7 +161,7 @@ def compiled_shapes(topk: int) -> set[tuple[int, ...]]:
     where = replace(view(), written=jnp.zeros((B, 1), jnp.int32), visible=chain(jnp.asarray([20, 29]), 1))
 
     def run(q, asked, cache):
-        chosen = selection.choose(asked, cache, where, topk)
+        chosen = Xla().choose(asked, cache, where, topk)
         return Xla().attend_chosen(q, *ups, cache, where, 0.3, chosen)
 
     ups = normal(heads, nope, rank), normal(heads, TINY.v_head_dim, rank)
