@@ -8,12 +8,14 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels_pallas.index_scores import api as index_scores
 from kernels_pallas.mla_decode import api as mla_decode
 from kernels_pallas.mla_prefill import api as mla_prefill
 from kernels_pallas.top_k import api as top_k
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.backend.xla import Xla
 from mtp_jax.model.cache import LayerCache, PagedView, read_rows
+from mtp_jax.model.indexer import IndexQueries
 from mtp_jax.model.mla import Queries
 from mtp_jax.model.visible import Window
 
@@ -43,6 +45,14 @@ class MosaicAttention(Xla):
         """Raises ConfigError where kernels must attend: there is none for this."""
         if self.strict and "attention" in self.kernels:
             raise ConfigError(f"{what} has no kernel: --kernels auto, in Python kernels='auto'")
+
+    def index_scores(self, q: IndexQueries, cache: LayerCache, view: PagedView) -> Float[Array, "B W L"]:
+        """By a kernel that reads the pages where they are."""
+        keys = cache.index
+        if keys is None or "attention" not in self.kernels or not can(index_scores.check, q.q, keys):
+            return super().index_scores(q, cache, view)
+        where = view.page_table, view.visible
+        return index_scores.index_scores(q.q, q.weights, keys, *where, implementation="mosaic_gpu")
 
     def best(self, found: Float[Array, "B W L"], count: int) -> Int[Array, "B W K"]:
         """By a kernel that sorts nothing."""

@@ -44,7 +44,7 @@ class MosaicGpu(MosaicAttention):
         kernels: what kernels compute, where they can. "linear": products with FP8 weights; "experts": routed
             ones; "attention": over the paged cache, ``mla_decode`` in the absorbed form, ``mla_prefill`` in
             the naive, ``mla_low_rank``, which writes the cache, where the queries' product takes e4m3, and
-            ``top_k``, which chooses rows for sparse attention.
+            ``index_scores`` and ``top_k``, which choose rows for sparse attention.
         strict: whether it is a ConfigError if they cannot.
     """
 
