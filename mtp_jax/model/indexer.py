@@ -67,7 +67,9 @@ def keys(
 def scores(q: IndexQueries, k: Float[Array, "B L i"]) -> Float[Array, "B W L"]:
     """Of every entry for every token, float32."""
     found = jnp.einsum("bwhi,bli->bwhl", q.q, k, preferred_element_type=jnp.float32)
-    return jnp.einsum("bwhl,bwh->bwl", jax.nn.relu(found), q.weights, precision="highest")
+    # Not `relu`: behind a product XLA on a CPU makes 0 of max(NaN, 0), and what is broken must show.
+    positive = jnp.where(found < 0, 0.0, found)
+    return jnp.einsum("bwhl,bwh->bwl", positive, q.weights, precision="highest")
 
 
 def block_size(entries: int, heads: int, least: int) -> int:

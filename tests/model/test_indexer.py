@@ -57,6 +57,12 @@ def test_the_best_are_chosen_in_order():
     assert chosen_of([-1, -5], topk=3) == [0, 1]
 
 
+def test_a_score_of_a_broken_key_is_no_number():
+    keys = normal(B, ROWS, DIM).at[:, 7].set(jnp.nan)
+    found = jax.jit(indexer.scores)(asked(), keys)
+    assert np.isnan(found[..., 7]).all() and np.isfinite(np.delete(found, 7, axis=-1)).all()
+
+
 def test_of_equal_scores_the_first_ones_win():
     assert chosen_of([0, 7, 7, 0, 7, 7]) == [1, 2, 4]
     assert chosen_of([0.0] * 6) == [0, 1, 2]
