@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 Ref = Any  # Pallas names no public type for what a kernel reads and writes.
@@ -19,6 +20,11 @@ Ref = Any  # Pallas names no public type for what a kernel reads and writes.
 WGMMA = plgpu.Layout.WGMMA
 WGMMA_ROW = WGMMA.reduce(1)
 WGMMA_COLUMN = WGMMA.reduce(0)
+
+# Numbers in lines: a warp has a line, or every fourth one of many; each lane has a number of it.
+LINE = 32
+LINES_OF = plgpu.Layout.TILED(Tiling(((4, LINE), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+LINE_OF = LINES_OF.reduce(0)
 
 # Rows of a wgmma: one warpgroup multiplies 64 rows at a time.
 WGMMA_ROWS = 64
@@ -63,6 +69,12 @@ class Warpgroup:
         if self.interpreted:
             return lax.broadcasted_iota(jnp.int32, shape, axis)
         layout = WGMMA if len(shape) == 2 else WGMMA_ROW
+        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
+
+    def iota_of(self, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
+        """The same in any layout."""
+        if self.interpreted:
+            return lax.broadcasted_iota(jnp.int32, shape, axis)
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
 
     def product(self, shape: tuple[int, int], *pairs: Callable[[], tuple[Ref, Ref]]) -> jax.Array:

@@ -83,7 +83,10 @@ WITHOUT_JAX = (
 )
 
 # What computes by kernels, or shares their types.
-_NAMES = ("backend.e4m3", "backend.mosaic_gpu", "backend.xla_experts", "cache", "visible")
+_NAMES = (
+    *("backend.e4m3", "backend.mosaic_attention", "backend.mosaic_gpu", "backend.xla", "backend.xla_experts"),
+    *("cache", "indexer", "visible"),
+)
 OF_KERNELS = tuple(f"mtp_jax.model.{name}" for name in _NAMES)
 
 # Who asks what device a program is for: the choice of a backend. The mathematics does not.

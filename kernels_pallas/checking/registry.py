@@ -14,6 +14,8 @@ KERNELS: tuple[str, ...] = (
     "expert_layout",
     "grouped_matmul",
     "fp8_matmul",
+    "index_scores",
+    "top_k",
 )
 
 

@@ -11,18 +11,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.mosaic import Ref, load
+from kernels_pallas.mosaic import LINE, LINE_OF, LINES_OF, Ref, load
 from kernels_pallas.quantised import BLOCK
 from kernels_pallas.rms_norm import mosaic_gpu as norms
 
 RANK, ROPE = 512, 64
 PAIRS = ROPE // 2
-_LINES = plgpu.Layout.TILED(Tiling(((4, PAIRS), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-_LINE = _LINES.reduce(0)
+assert PAIRS == LINE, "a line of a row is half a key"
 
 # A kernel of jax 0.10 cannot write to its inputs.
 CAN_REUSE = jax.__version_info__ >= (0, 11)
@@ -85,14 +83,14 @@ def mla_low_rank(
             return x * lax.rsqrt(mean + eps) * load(weight, (), layout).astype(jnp.float32)
 
         def write(row: Ref) -> None:
-            latent = summed(kv_ref, (pl.ds(0, _LATENTS),), _LINES)
-            row[:_LATENTS, :] = normed(latent, kv_norm_ref, _LINES).astype(jnp.bfloat16)
+            latent = summed(kv_ref, (pl.ds(0, _LATENTS),), LINES_OF)
+            row[:_LATENTS, :] = normed(latent, kv_norm_ref, LINES_OF).astype(jnp.bfloat16)
             if interleaved:
                 places = [(pl.ds(RANK // 2, PAIRS), i) for i in range(2)]
             else:
                 places = [(_LATENTS + i,) for i in range(2)]
-            a, b = (summed(kv_pairs_ref, place, _LINE) for place in places)
-            cos, sin = (load(ref, (token,), _LINE) for ref in angles_refs)
+            a, b = (summed(kv_pairs_ref, place, LINE_OF) for place in places)
+            cos, sin = (load(ref, (token,), LINE_OF) for ref in angles_refs)
             row[_LATENTS, :] = (a * cos - b * sin).astype(jnp.bfloat16)
             row[_LATENTS + 1, :] = (a * sin + b * cos).astype(jnp.bfloat16)
 

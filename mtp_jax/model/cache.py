@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels_pallas.index_scores import index_rows
 from kernels_pallas.mla_decode.fp8_rows import BLOCK, Rows, pack, unpack
-from mtp_jax.model import index_rows
 from mtp_jax.model.config import ModelConfig, RowFormat
 from mtp_jax.model.indexer import NOTHING
 from mtp_jax.model.mla import Form

@@ -11,17 +11,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels_pallas.top_k.reference import NOTHING, top_k
 from mtp_jax.model.config import IndexerConfig
 from mtp_jax.model.layers import rotate_first
 
 # Of the norm on index keys: the reference implementation fixes it, as it does those of the low ranks.
 NORM_EPS = 1e-6
-NOTHING = -1
-"""Stands in a choice where there are fewer visible entries than may be chosen."""
-
 
 Choice = tuple[Int[Array, "_B _W _K"] | None, ...]
-"""For each part of a pass the rows that its tokens attend to, or NOTHING; None: all that they see.
+"""For each part of a pass the rows that its tokens attend to, or NOTHING (-1); None: all that they see.
 
 Empty where nothing has been chosen: a model without an indexer, or a layer that chooses by itself.
 """
@@ -69,7 +67,9 @@ def keys(
 def scores(q: IndexQueries, k: Float[Array, "B L i"]) -> Float[Array, "B W L"]:
     """Of every entry for every token, float32."""
     found = jnp.einsum("bwhi,bli->bwhl", q.q, k, preferred_element_type=jnp.float32)
-    return jnp.einsum("bwhl,bwh->bwl", jax.nn.relu(found), q.weights, precision="highest")
+    # Not `relu`: behind a product XLA on a CPU makes 0 of max(NaN, 0), and what is broken must show.
+    positive = jnp.where(found < 0, 0.0, found)
+    return jnp.einsum("bwhl,bwh->bwl", positive, q.weights, precision="highest")
 
 
 def block_size(entries: int, heads: int, least: int) -> int:
@@ -95,13 +95,13 @@ def scores_in_blocks(
 
 
 def choose(found: Float[Array, "B W L"], visible: Bool[Array, "B W L"], topk: int) -> Int[Array, "B W K"]:
-    """The visible entries with the best scores, in order; NOTHING first where there are fewer.
+    """The visible entries with the best scores, in order; NOTHING first where there are fewer."""
+    return top_k(masked(found, visible), min(topk, found.shape[-1]))
 
-    A score that is not a number beats all: what is broken must show.
-    """
-    found = jnp.where(visible, jnp.where(jnp.isnan(found), jnp.inf, found), -jnp.inf)
-    best, rows = jax.lax.top_k(found, min(topk, found.shape[-1]))
-    return jnp.sort(jnp.where(best > -jnp.inf, rows, NOTHING), axis=-1)
+
+def masked(found: Float[Array, "B W L"], visible: Bool[Array, "B W L"]) -> Float[Array, "B W L"]:
+    """-inf for what is not visible. A score that is not a number beats all: what is broken must show."""
+    return jnp.where(visible, jnp.where(jnp.isnan(found), jnp.inf, found), -jnp.inf)
 
 
 def chosen_mask(chosen: Int[Array, "B W K"], entries: int) -> Bool[Array, "B W L"]:

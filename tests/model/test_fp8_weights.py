@@ -23,7 +23,15 @@ from mtp_jax.checkpoint import load, save
 from mtp_jax.checkpoint.formats import may_be_narrow
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model import trunk
-from mtp_jax.model.backend import Backend, MosaicGpu, Xla, XlaCpu, backend, mosaic_gpu
+from mtp_jax.model.backend import (
+    Backend,
+    MosaicGpu,
+    Xla,
+    XlaCpu,
+    backend,
+    mosaic_attention,
+    mosaic_gpu,
+)
 from mtp_jax.model.cache import Entries, LayerCache, PagedView, empty_cache
 from mtp_jax.model.device import is_hopper, platform
 from mtp_jax.model.layers import rope_angles
@@ -306,7 +314,10 @@ def test_on_a_cpu_nothing_chooses_a_kernel(calls):
 
 @pytest.mark.parametrize(("cache", "data"), [("plain", 1), ("plain", 2), ("fp8", 2)])
 def test_low_ranks_by_the_kernel_are_those_of_xla(cache, data, calls, monkeypatch):
-    real = {m: getattr(m, m.__name__.split(".")[1]) for m in (mosaic_gpu.mla_low_rank, mosaic_gpu.mla_decode)}
+    real = {
+        m: getattr(m, m.__name__.split(".")[1])
+        for m in (mosaic_gpu.mla_low_rank, mosaic_attention.mla_decode)
+    }
 
     def reference(module: Any) -> Callable[..., Any]:
         def run(*args: Any, **options: Any) -> Any:
@@ -366,8 +377,8 @@ def test_attention_by_the_kernel_is_given_what_xla_is_given(form, monkeypatch):
         monkeypatch.setattr(module, name, lambda *args, **kw: real(*args, **kw | {"implementation": "xla"}))
         monkeypatch.setattr(module, "check", lambda *_: None)
 
-    reference(mosaic_gpu.mla_decode, "mla_decode")
-    reference(mosaic_gpu.mla_prefill, "mla_prefill")
+    reference(mosaic_attention.mla_decode, "mla_decode")
+    reference(mosaic_attention.mla_prefill, "mla_prefill")
     rng, (slots, window, heads, nope, rope, rank) = np.random.default_rng(1), (3, 2, 4, 8, 4, 16)
 
     def normal(*shape: int) -> jax.Array:

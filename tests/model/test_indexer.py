@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,10 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas.index_scores import api as index_scores
+from kernels_pallas.index_scores import index_rows
 from kernels_pallas.mla_decode import api as mla_decode
 from kernels_pallas.mla_decode.fp8_rows import pack
+from kernels_pallas.top_k import api as top_k
 from mtp_jax.errors import ConfigError
-from mtp_jax.model import index_rows, indexer
+from mtp_jax.model import indexer
 from mtp_jax.model.backend import MosaicGpu, Xla, XlaCpu, selection
 from mtp_jax.model.cache import LayerCache, PagedView
 from mtp_jax.model.config import IndexerConfig
@@ -51,6 +55,12 @@ def test_the_best_are_chosen_in_order():
     assert chosen_of([1, 5, 3, 9, 2]) == [1, 2, 3]
     assert chosen_of([1, 5, 3, 9, 2], [True, False, True, True, True]) == [2, 3, 4]
     assert chosen_of([-1, -5], topk=3) == [0, 1]
+
+
+def test_a_score_of_a_broken_key_is_no_number():
+    keys = normal(B, ROWS, DIM).at[:, 7].set(jnp.nan)
+    found = jax.jit(indexer.scores)(asked(), keys)
+    assert np.isnan(found[..., 7]).all() and np.isfinite(np.delete(found, 7, axis=-1)).all()
 
 
 def test_of_equal_scores_the_first_ones_win():
@@ -95,10 +105,34 @@ def test_pages_are_chosen_from_like_a_whole_sequence():
     whole = keys[where.page_table].reshape(B, ROWS, DIM)
     broken = jnp.where(jnp.arange(ROWS)[:, None] < last[:, None, None], whole, jnp.nan)
     pages = keys.at[where.page_table].set(broken.reshape(B, COLUMNS, SIZE, DIM))
-    got = selection.choose(q, LayerCache(latents, pages), where, TOPK)
+    got = Xla().choose(q, LayerCache(latents, pages), where, TOPK)
     want = indexer.choose(indexer.scores(q, whole), where.visible.mask(W, ROWS), TOPK)
     np.testing.assert_array_equal(got, want)
-    assert selection.choose(q, LayerCache(latents, keys), where, ROWS) is None, "all of it"
+    assert Xla().choose(q, LayerCache(latents, keys), where, ROWS) is None, "all of it"
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_kernels_choose_what_xla_does(fp8, monkeypatch):
+    """The kernels' references are given pages, and what each token sees."""
+    called = []
+
+    def by_reference(run, *given, **options):
+        called.append(run.__name__)
+        return run(*given, **options | {"implementation": "xla"})
+
+    monkeypatch.setattr(index_scores, "index_scores", partial(by_reference, index_scores.index_scores))
+    monkeypatch.setattr(top_k, "top_k", partial(by_reference, top_k.top_k))
+    slots, size, dim, where = 2, 32, 128, view((20, 61))
+    where = replace(where, page_table=jnp.asarray([[4, 1], [0, 3]]))
+    q = IndexQueries(normal(slots, W, 8, dim).astype(jnp.bfloat16), normal(slots, W, 8))
+    keys = normal(5, size, dim).astype(jnp.bfloat16)
+    cache = LayerCache(normal(5, size, 16), index_rows.pack(keys) if fp8 else keys)
+    got = MosaicGpu().choose(q, cache, where, TOPK)
+    assert called == ["index_scores", "top_k"]
+    np.testing.assert_array_equal(got, Xla().choose(q, cache, where, TOPK))
+    MosaicGpu(kernels=frozenset()).choose(q, cache, where, TOPK)
+    MosaicGpu().choose(asked(), LayerCache(normal(16, SIZE, 16), normal(16, SIZE, DIM)), view(), TOPK)
+    assert called == ["index_scores", "top_k", "top_k"], "what is not bfloat16 XLA scores"
 
 
 def queries() -> Queries:
@@ -115,7 +149,7 @@ def test_rows_read_one_by_one_give_what_a_mask_gives(on, fp8, monkeypatch):
     empty = LayerCache(rows, normal(B * COLUMNS, SIZE, DIM))
     cache = LayerCache(pack(rows, rank), empty.index) if fp8 else empty
     q, where = queries(), view()
-    chosen = selection.choose(asked(), empty, where, TOPK)
+    chosen = Xla().choose(asked(), empty, where, TOPK)
     results = []
     for gathers in (True, False):
         monkeypatch.setattr(selection, "gathers", lambda *_, gathers=gathers: gathers)
@@ -161,7 +195,7 @@ def compiled_shapes(topk: int) -> set[tuple[int, ...]]:
     where = replace(view(), written=jnp.zeros((B, 1), jnp.int32), visible=chain(jnp.asarray([20, 29]), 1))
 
     def run(q, asked, cache):
-        chosen = selection.choose(asked, cache, where, topk)
+        chosen = Xla().choose(asked, cache, where, topk)
         return Xla().attend_chosen(q, *ups, cache, where, 0.3, chosen)
 
     ups = normal(heads, nope, rank), normal(heads, TINY.v_head_dim, rank)

@@ -6,19 +6,16 @@ private to this backend.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.fp8_matmul import api as fp8_matmul
 from kernels_pallas.grouped_matmul import api as grouped_matmul
-from kernels_pallas.mla_decode import api as mla_decode
 from kernels_pallas.mla_low_rank import api as mla_low_rank
-from kernels_pallas.mla_prefill import api as mla_prefill
 from kernels_pallas.quantised import Quantised
 from kernels_pallas.rms_norm import api as norms
 from kernels_pallas.router import api as router
@@ -26,51 +23,34 @@ from kernels_pallas.router.rule import Rule
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.backend import e4m3
 from mtp_jax.model.backend.e4m3 import Rows
+from mtp_jax.model.backend.mosaic_attention import MosaicAttention, can
 from mtp_jax.model.backend.stream import Stream, plus, stream, summed
-from mtp_jax.model.backend.xla import Xla
 from mtp_jax.model.backend.xla_experts import Split
-from mtp_jax.model.cache import Cache, Entries, LayerCache, PagedView, Views, read_rows
+from mtp_jax.model.cache import Cache, Entries, LayerCache, PagedView, Views
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import rms_norm
-from mtp_jax.model.mla import LOW_RANK_EPS, Queries, queries, rows_of
+from mtp_jax.model.mla import LOW_RANK_EPS, queries, rows_of
 from mtp_jax.model.moe import Routing, Weight
 from mtp_jax.model.narrow import Fp8
 from mtp_jax.model.params import Attention, Grouped, Layer, Mlp, Moe
 from mtp_jax.model.sharding import constrain, partition, sharded, ways
-from mtp_jax.model.visible import Window
-
-PARTS = frozenset(("linear", "experts", "attention"))
 
 
 @dataclass(frozen=True)
-class MosaicGpu(Xla):
+class MosaicGpu(MosaicAttention):
     """See the package.
 
     Attributes:
         kernels: what kernels compute, where they can. "linear": products with FP8 weights; "experts": routed
             ones; "attention": over the paged cache, ``mla_decode`` in the absorbed form, ``mla_prefill`` in
-            the naive, and ``mla_low_rank``, which writes the cache, where the queries' product takes e4m3.
+            the naive, ``mla_low_rank``, which writes the cache, where the queries' product takes e4m3, and
+            ``index_scores`` and ``top_k``, which choose rows for sparse attention.
         strict: whether it is a ConfigError if they cannot.
     """
-
-    kernels: frozenset[str] = PARTS
-    strict: bool = False
 
     def __post_init__(self) -> None:
         if self.experts == "dense" and "experts" in self.kernels:
             raise ConfigError("experts = 'dense' has no kernel; use 'sparse', or leave experts to XLA")
-
-    def _runs(self, part: str, check: Callable[..., None], *args: Any) -> bool:
-        """Whether the kernel that ``check`` speaks for runs. Raises ConfigError if it must and cannot."""
-        if part not in self.kernels:
-            return False
-        try:
-            check(*args)
-        except ValueError as e:
-            if self.strict:
-                raise ConfigError(f"{e}: --kernels auto or xla, in Python kernels='auto' or 'xla'") from e
-            return False
-        return True
 
     # Stages
 
@@ -155,7 +135,7 @@ class MosaicGpu(Xla):
         readers: for each product that reads the result, whether it takes it quantised.
         """
         shape = x.shape[-3:]
-        if not any(readers) or not all(_can(norms.check, a.shape[-1], a.dtype) for a in (x, *added)):
+        if not any(readers) or not all(can(norms.check, a.shape[-1], a.dtype) for a in (x, *added)):
             total = plus(summed(x), added)
             return total, Rows(shape, rms_norm(total, weight, eps), None)
         also_plain = not all(readers)
@@ -185,7 +165,7 @@ class MosaicGpu(Xla):
         """Heads side by side, [B, W, N * v], as the product that reads them takes them."""
         wide = (*x.shape[:2], x.shape[2] * x.shape[3])
         own = e4m3.part(x, self.mesh, "slots", None, "heads")
-        if not quantised or not _can(norms.check_blocks, *own.shape[2:], x.dtype):
+        if not quantised or not can(norms.check_blocks, *own.shape[2:], x.dtype):
             return x.reshape(wide)
 
         def local(x):
@@ -336,14 +316,9 @@ class MosaicGpu(Xla):
 
     # Attention
 
-    def _do_without(self, what: str) -> None:
-        """Raises ConfigError where kernels must attend: there is none for this."""
-        if self.strict and "attention" in self.kernels:
-            raise ConfigError(f"{what} has no kernel: --kernels auto, in Python kernels='auto'")
-
     def _norms_low_rank(self, q: Any, kv: Any, a: Attention, cache: Any) -> bool:
         pages = None if cache.fp8 else cache.rows
-        return "attention" in self.kernels and _can(mla_low_rank.check, q, kv, a.kv_norm, pages)
+        return "attention" in self.kernels and can(mla_low_rank.check, q, kv, a.kv_norm, pages)
 
     def _low_rank(
         self,
@@ -378,64 +353,3 @@ class MosaicGpu(Xla):
             low, out = run(q, kv, a.q_norm, a.kv_norm, cos_sin, None if fp8 else cache.rows, view)
         rows = Rows(q.shape[-3:], None, Quantised(*low))
         return (rows, Entries(out), cache) if fp8 else (rows, None, LayerCache(out))
-
-    def attend_own(
-        self,
-        q: Queries,
-        k_up: Float[Array, "N h C"],
-        v_up: Float[Array, "N v C"],
-        rows: Float[Array, "T K c"],
-        there: Bool[Array, "T K"],
-        scale: float,
-    ) -> Float[Array, "T one N v"]:
-        """By the kernel that decodes, from pages that the gathered rows fill token by token."""
-        tokens, count, _ = rows.shape
-        size = math.gcd(count, mla_decode.PAGE)
-        pages = rows.reshape(-1, size, rows.shape[-1])
-        inward = jnp.einsum("bwnh,nhc->bwnc", q.nope, k_up)
-        if not self._runs("attention", mla_decode.check, inward, q.rope, pages):
-            return super().attend_own(q, k_up, v_up, rows, there, scale)
-        table = jnp.arange(len(pages), dtype=jnp.int32).reshape(tokens, -1)
-        has = there.sum(axis=1, dtype=jnp.int32)
-        own = Window(count - has, jnp.full_like(has, count), jnp.minimum(has, 1))
-        by_kernel: dict[str, Any] = {"scale": scale, "implementation": "mosaic_gpu"}
-        mixed = mla_decode.mla_decode(inward, q.rope, pages, table, own, in_place=True, **by_kernel)
-        return jnp.einsum("bwnc,nvc->bwnv", mixed, v_up)
-
-    def attend_pages(
-        self,
-        q: Queries,
-        k_up: Float[Array, "N h C"],
-        v_up: Float[Array, "N v C"],
-        cache: LayerCache,
-        view: PagedView,
-        scale: float,
-        only: Bool[Array, "B W L"] | None = None,
-    ) -> Float[Array, "B W N v"]:
-        """Absorbed by a kernel that reads the pages where they are; naive by one that expands rows."""
-        if only is not None:
-            self._do_without("a choice among rows that tokens share, as in sparse prefill,")
-            return super().attend_pages(q, k_up, v_up, cache, view, scale, only)
-        by_kernel: dict[str, Any] = {"scale": scale, "implementation": "mosaic_gpu"}
-        if view.form == "absorbed":
-            inward = jnp.einsum("bwnh,nhc->bwnc", q.nope, k_up)
-            if self._runs("attention", mla_decode.check, inward, q.rope, cache.rows):
-                where = cache.rows, view.page_table, view.visible
-                mixed = mla_decode.mla_decode(inward, q.rope, *where, in_place=True, **by_kernel)
-                return jnp.einsum("bwnc,nvc->bwnv", mixed, v_up)
-            return super().attend_pages(q, k_up, v_up, cache, view, scale)
-        whole = jnp.concatenate([q.nope, q.rope], axis=-1)
-        if not self._runs("attention", mla_prefill.check, whole, q.nope, q.rope, v_up.swapaxes(1, 2)):
-            return super().attend_pages(q, k_up, v_up, cache, view, scale)
-        seen = view.visible.seen(view.page_table.shape[1] * cache.page_size)
-        rows = read_rows(cache, view.page_table, seen, v_up.dtype, k_up.shape[-1])
-        return mla_prefill.mla_prefill(whole, rows, k_up, v_up, view.visible, **by_kernel)
-
-
-def _can(check: Callable[..., None], *args: Any) -> bool:
-    """Whether the kernel that ``check`` speaks for can do the work."""
-    try:
-        check(*args)
-    except ValueError:
-        return False
-    return True

@@ -22,16 +22,13 @@ def of_whole(
     return indexer.choose(indexer.scores(q, keys), visible, cfg.indexer.topk)
 
 
-def choose(q: IndexQueries, cache: LayerCache, view: PagedView, topk: int) -> Int[Array, "B W K"] | None:
-    """The rows that each window token attends to; None: all that it sees, of which there cannot be more.
+def scores(q: IndexQueries, cache: LayerCache, view: PagedView) -> Float[Array, "B W L"]:
+    """Of every cached row for every window token, float32; -inf where a token does not see it.
 
     No more blocks of index keys are scored than hold what any token sees.
     """
     columns, page = view.page_table.shape[1], cache.page_size
-    entries = columns * page
-    if entries <= topk:
-        return None
-    width, heads = q.weights.shape[1:]
+    entries, (width, heads) = columns * page, q.weights.shape[1:]
     each = min(indexer.block_size(entries, heads, page) // page, columns)
     table = jnp.pad(view.page_table, ((0, 0), (0, -columns % each)))
 
@@ -39,9 +36,8 @@ def choose(q: IndexQueries, cache: LayerCache, view: PagedView, topk: int) -> In
         return read_index(cache, jax.lax.dynamic_slice_in_dim(table, i * each, each, axis=1), q.q.dtype)
 
     last = jnp.minimum(jnp.max(view.visible.end()), entries)
-    with jax.named_scope("index"):
-        found = indexer.scores_in_blocks(q, read, each * page, entries, -(-last // (each * page)))
-        return indexer.choose(found, view.visible.mask(width, entries), topk)
+    found = indexer.scores_in_blocks(q, read, each * page, entries, -(-last // (each * page)))
+    return indexer.masked(found, view.visible.mask(width, entries))
 
 
 def gathers(view: PagedView, cache: LayerCache, chosen: Int[Array, "B W K"]) -> bool:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels_pallas.top_k.reference import top_k
 from mtp_jax.model import indexer, mla
 from mtp_jax.model.backend import selection
 from mtp_jax.model.backend.attention import attention_of
@@ -24,7 +25,7 @@ from mtp_jax.model.cache import (
     read_rows,
 )
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.indexer import Choice
+from mtp_jax.model.indexer import Choice, IndexQueries
 from mtp_jax.model.layers import rms_norm
 from mtp_jax.model.mla import Form, Queries
 from mtp_jax.model.narrow import Bf16, Table
@@ -206,7 +207,7 @@ class Xla(XlaExperts):
                     cache = self.write_rows(cache, given, view.page_table, view.written)
             with jax.named_scope("attend"):
                 if index is not None:
-                    chosen = selection.choose(index, cache, view, topk)
+                    chosen = self.choose(index, cache, view, topk)
                 return kind.over_pages(self, cfg, q, by_head, cache, view, chosen), cache, chosen
 
         heads, per_slot = partition("slots", None, "heads", None), partition("slots")
@@ -214,6 +215,26 @@ class Xla(XlaExperts):
         given = heads, per_slot, own, per_slot, paged, per_slot, per_slot
         run = sharded(local, self.mesh, given, (heads, paged, per_slot))
         return run(replace(q, index=None), index, kind.by_head(a, cfg), entries, cache, view, chosen)
+
+    def choose(
+        self, q: IndexQueries, cache: LayerCache, view: PagedView, topk: int
+    ) -> Int[Array, "B W K"] | None:
+        """The rows that each window token attends to, in order, on one device; NOTHING where it sees fewer.
+
+        None: all that it sees, of which there cannot be more.
+        """
+        if view.page_table.shape[1] * cache.page_size <= topk:
+            return None
+        with jax.named_scope("index"):
+            return self.best(self.index_scores(q, cache, view), topk)
+
+    def index_scores(self, q: IndexQueries, cache: LayerCache, view: PagedView) -> Float[Array, "B W L"]:
+        """Scores of cached rows, -inf of those that a token does not see; none is NaN."""
+        return selection.scores(q, cache, view)
+
+    def best(self, found: Float[Array, "B W L"], count: int) -> Int[Array, "B W K"]:
+        """The entries with the best of these scores."""
+        return top_k(found, count)
 
     def attend_chosen(
         self,

@@ -1,0 +1,1 @@
+"""Scores of DeepSeek's lightning indexer over paged index keys."""

@@ -1,0 +1,121 @@
+"""The function that a model calls."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas.index_scores import mosaic_gpu, reference
+from kernels_pallas.index_scores.index_rows import Rows
+from kernels_pallas.index_scores.mosaic_gpu import DIM, MOST_COLUMNS, TILE
+from kernels_pallas.visible import Window
+
+Implementation = Literal["xla", "mosaic_gpu"]
+
+# Streaming multiprocessors of an H100 or H200: a thread block of the kernel fills one.
+_PROCESSORS = 132
+# What a split costs beside its rows - loading queries - in tiles.
+_SPLIT_COST = 4
+# Rows that a TMA copy of FP8 keys' scales has at least, by the alignment of its target.
+_LEAST_FP8 = 32
+
+
+def index_scores(
+    q: Float[Array, "B W H i"],
+    weights: Float[Array, "B W H"],
+    keys: Float[Array, "P S i"] | Rows,
+    page_table: Int[Array, "B n"],
+    visible: Window,
+    *,
+    implementation: Implementation,
+    splits: int | None = None,
+    interpret: Any = None,
+) -> Float[Array, "B W L"]:
+    """For every token and cached row the sum over heads of weight x relu(q . k), arXiv 2512.02556, eq. 1.
+
+    Args:
+        q: index queries.
+        weights: float32.
+        keys: index keys; or FP8 ones, the two arrays that `index_rows.pack` makes. Those of rows that no
+            token sees may hold anything.
+        page_table: pages of each slot in order, int32; every entry must be a page.
+        visible: rows that tokens see, of the L = n * S of their slot.
+        implementation: "mosaic_gpu" needs a Hopper GPU, bfloat16, i = 128, heads in multiples of 8 up to 256,
+            and pages of 8, 16, 32 or a multiple of 64 rows, FP8 ones of at least 32.
+        splits: parts of a slot's rows that run at the same time; None chooses.
+        interpret: parameters of Pallas' interpreter; None compiles.
+
+    Returns:
+        float32; -inf where a token does not see the row, and inf where a score that it sees is NaN.
+
+    Raises:
+        ValueError: for what an implementation cannot do.
+    """
+    if implementation == "xla":
+        return reference.index_scores(q, weights, keys, page_table, visible)
+    check(q, keys)
+    slots, width, heads, _ = q.shape
+    rows = page_table.shape[1] * jax.tree.leaves(keys)[0].shape[1]
+    groups = -(-width * heads // (MOST_COLUMNS // heads * heads))
+    tokens = -(-width // groups)
+    more = groups * tokens - width
+
+    def grouped(x: Array) -> Array:
+        padded = jnp.pad(x, ((0, 0), (0, more), *[(0, 0)] * (x.ndim - 2)))
+        return padded.reshape(slots, groups, tokens * heads, *x.shape[3:])
+
+    found = mosaic_gpu.index_scores(
+        grouped(q),
+        grouped(weights),
+        (keys[0], keys[1][..., 0]) if isinstance(keys, tuple) else keys,
+        page_table,
+        _seen(visible, groups * tokens, rows),
+        heads=heads,
+        splits=splits or choose_splits(slots * groups, -(-rows // TILE)),
+        interpret=interpret,
+    )
+    return found[:, :width, :rows]
+
+
+def _seen(visible: Window, width: int, rows: int) -> Int[Array, "4 B W"]:
+    """What the kernel asks of each of ``width`` tokens; those past the window's see nothing."""
+    token = jnp.arange(width, dtype=jnp.int32)
+    end, bits = visible.length[:, None], jnp.zeros((1, width), jnp.int32)
+    if visible.ancestors is None:
+        end = end + token
+    else:
+        bits = jnp.pad(visible.ancestors, ((0, 0), (0, width - visible.ancestors.shape[1])))
+    counts = token < visible.count[:, None]
+    shape = counts.shape
+    # The last of the bits a row is compared with is the sign's, which is clear.
+    end, bits = jnp.where(counts, end, -32), jnp.where(counts, bits, 0)
+    first, last = (jnp.broadcast_to(x[:, None], shape) for x in (visible.first, visible.end()))
+    return jnp.stack([first, end, bits, jnp.clip(last, 0, rows)]).astype(jnp.int32)
+
+
+def choose_splits(blocks: int, tiles: int) -> int:
+    """Splits that finish soonest if slots have ``tiles`` tiles; unsplit, ``blocks`` thread blocks run."""
+
+    def time(splits: int) -> tuple[int, int]:
+        waves = -(-blocks * splits // _PROCESSORS)
+        return waves * (-(-tiles // splits) + _SPLIT_COST), splits
+
+    return min(range(1, min(tiles, _PROCESSORS) + 1), key=time)
+
+
+def check(q: Any, keys: Any) -> None:
+    """Refuse what the kernel cannot do, with a ValueError that says so; looks at shapes and dtypes."""
+    fp8, rows = isinstance(keys, tuple), jax.tree.leaves(keys)[0]
+    heads, size = q.shape[2], rows.shape[1]
+    sizes = tuple(n for n in (8, 16, 32) if not fp8 or n >= _LEAST_FP8)
+    needs = (
+        ("dtype of queries", str(q.dtype), "bfloat16", q.dtype == jnp.bfloat16),
+        ("dtype of keys", str(rows.dtype), "that of queries", fp8 or rows.dtype == q.dtype),
+        ("dimensions of a head", q.shape[-1], DIM, q.shape[-1] == DIM),
+        ("heads", heads, f"a multiple of 8 up to {MOST_COLUMNS}", not heads % 8 and heads <= MOST_COLUMNS),
+        ("rows per page", size, f"one of {sizes} or a multiple of {TILE}", size in sizes or not size % TILE),
+    )
+    for what, got, allowed, right in needs:
+        if not right:
+            raise ValueError(f"index_scores on mosaic_gpu: {what} is {got}, must be {allowed}; use 'xla'")

@@ -1,0 +1,80 @@
+"""The shapes top_k is checked, compiled and timed at."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.checking.case import Case, Inputs, Work
+from kernels_pallas.top_k import bench, reference
+from kernels_pallas.top_k.api import top_k
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``tokens`` that choose ``count`` of ``entries``, of which each sees some of the first.
+
+    values: different scores that there are; 0: any float, all different.
+    """
+
+    tokens: int
+    entries: int
+    count: int = 2048
+    values: int = 0
+
+
+def shapes() -> dict[str, Shape]:
+    """The shapes by name. "small" ones have few thread blocks."""
+    return {
+        "small-different": Shape(2, 2048, 300),
+        "small-ties": Shape(3, 4200, 700, values=5),
+        "small-all-equal": Shape(2, 2500, 33, values=1),
+        "small-every-warpgroup": Shape(2, 10240, 2048, values=300),
+        # DeepSeek-V3.2: a step of 40 slots, of one slot with a long context; a chunk of a prompt.
+        "window4-batch40-12k": Shape(160, 12288),
+        "window4-batch1-128k": Shape(4, 131072),
+        "chunk2k-32k": Shape(2048, 32768),
+    }
+
+
+def cases() -> tuple[Case, ...]:
+    """One case per shape."""
+    return tuple(case(name, shape) for name, shape in shapes().items())
+
+
+def case(name: str, shape: Shape) -> Case:
+    """What is checked of one shape."""
+    return Case(
+        name=f"top_k/{name}",
+        inputs=partial(inputs, shape),
+        kernel=partial(top_k, count=shape.count, implementation="mosaic_gpu"),
+        reference=partial(reference.top_k, count=shape.count),
+        work=work(shape),
+        tolerance=0.0,
+        small=name.startswith("small-"),
+        baselines=bench.baselines(shape.count),
+    )
+
+
+def inputs(shape: Shape, key: jax.Array) -> Inputs:
+    """Random scores of either sign, -inf from where a token sees nothing more.
+
+    The last one sees all entries, the first one fewer than it may choose.
+    """
+    keys, size = jax.random.split(key), (shape.tokens, shape.entries)
+    if shape.values:
+        scores = jax.random.randint(keys[0], size, 0, shape.values).astype(jnp.float32) - shape.values // 2
+        # The sign of zero counts, too.
+        scores = jnp.where(scores == 0, jnp.where(jnp.arange(shape.entries) % 2, 0.0, -0.0), scores)
+        scores = jnp.where(scores == shape.values // 2, jnp.inf, scores)
+    else:
+        scores = jax.random.normal(keys[0], size)
+    end = jax.random.randint(keys[1], (shape.tokens, 1), 1, shape.entries)
+    end = end.at[0].set(shape.count // 2).at[-1].set(shape.entries)
+    return (jnp.where(jnp.arange(shape.entries) < end, scores, -jnp.inf),)
+
+
+def work(shape: Shape) -> Work:
+    """Scores read once, choices written."""
+    return Work(flops=0, bytes=4 * shape.tokens * (shape.entries + shape.count), format="bf16")

@@ -1,0 +1,107 @@
+"""Index scores: float64 in numpy is the oracle, what the interpreter finds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas.index_scores import api, mosaic_gpu, reference
+from kernels_pallas.index_scores.cases import case, cases, inputs, shapes
+from kernels_pallas.index_scores.index_rows import pack, unpack
+from kernels_pallas.visible import Window, chain
+from tests.kernels.interpreter import interpret, notices, without
+
+CASES = {c.name.split("/")[1]: c for c in cases() if c.small}
+FAST = "small-fp8"
+needs_interpreter = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="Pallas interprets this kernel from jax 0.11 on"
+)
+
+
+@pytest.mark.parametrize("name", ["small-window", "small-nextn", "small-fp8", "small-pages128"])
+def test_the_reference_is_the_formula(name):
+    q, weights, keys, page_table, visible = inputs(shapes()[name], jax.random.key(2))
+    got = np.asarray(reference.index_scores(q, weights, keys, page_table, visible))
+    rows = np.asarray(unpack(keys) if isinstance(keys, tuple) else keys, np.float64)[np.asarray(page_table)]
+    rows = rows.reshape(len(rows), -1, rows.shape[-1])
+    want = np.einsum("bwhi,bli->bwhl", np.asarray(q, np.float64), rows)
+    want = np.einsum("bwhl,bwh->bwl", np.where(want < 0, 0, want), np.asarray(weights, np.float64))
+    seen = np.asarray(visible.mask(q.shape[1], rows.shape[1]))
+    np.testing.assert_array_equal(got == -np.inf, ~seen)
+    broken = seen & np.isnan(want)
+    assert broken.any()
+    assert (got[broken] == np.inf).all()
+    size = np.abs(want[seen & ~broken]).max()
+    np.testing.assert_allclose(got[seen & ~broken] / size, want[seen & ~broken] / size, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["chain", "long", "tree"])
+def test_the_kernel_is_told_what_a_mask_says(kind):
+    width = 40 if kind == "long" else 5
+    length, count = jnp.array([3, 17, 50, 9]), jnp.array([width, 2, 1, 0])
+    visible = chain(length, count, first=2)
+    if kind == "tree":
+        bits = np.random.default_rng(0).integers(0, 2**31, size=(4, width))
+        visible = Window(visible.first, length, count, jnp.asarray(bits, jnp.int32))
+    first, end, ahead, last = np.asarray(api._seen(visible, width + 2, 64))[..., None]
+    row = np.arange(64)
+    bit = ahead >> np.clip(row - end, 0, 31) & 1
+    got = (row >= first) & ((row < end) | (bit == 1))
+    np.testing.assert_array_equal(got[:, :width], visible.mask(width, 64))
+    assert not got[:, width:].any()
+    np.testing.assert_array_equal(last[:, 0, 0], np.clip(visible.end(), 0, 64))
+
+
+@pytest.mark.parametrize(("blocks", "tiles"), [(1, 1), (1, 2048), (40, 192), (600, 64)])
+def test_splits_leave_each_some_tiles(blocks, tiles):
+    assert 1 <= api.choose_splits(blocks, tiles) <= min(tiles, 132)
+    assert api.choose_splits(1, 2048) > 64
+
+
+@pytest.mark.parametrize(
+    ("q", "keys", "match"),
+    [
+        (((1, 1, 8, 128), "float32"), ((2, 64, 128), "float32"), "dtype of queries is float32"),
+        (((1, 1, 8, 128), "bfloat16"), ((2, 64, 128), "float32"), "dtype of keys is float32"),
+        (((1, 1, 8, 64), "bfloat16"), ((2, 64, 64), "bfloat16"), "dimensions of a head is 64"),
+        (((1, 1, 12, 128), "bfloat16"), ((2, 64, 128), "bfloat16"), "heads is 12"),
+        (((1, 1, 8, 128), "bfloat16"), ((2, 48, 128), "bfloat16"), "rows per page is 48"),
+        (((1, 1, 8, 128), "bfloat16"), (((2, 16, 128), "fp8")), "rows per page is 16"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_refused(q, keys, match):
+    shape, dtype = keys
+    rows = pack(jnp.zeros(shape)) if dtype == "fp8" else jnp.zeros(shape, dtype)
+    given = jnp.zeros(*q), jnp.zeros(q[0][:3]), rows, jnp.zeros((1, 2), jnp.int32), chain(jnp.array([3]), 1)
+    with pytest.raises(ValueError, match=match):
+        api.index_scores(*given, implementation="mosaic_gpu")
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", [n if n == FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+def test_the_kernel_equals_the_reference_without_races(name):
+    run = interpret(CASES[name])
+    assert not run.races
+    assert run.distance < CASES[name].tolerance
+
+
+@needs_interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("operation", "where"),
+    [
+        pytest.param("barrier_wait", "copy.<locals>.tile.<locals>.<lambda>", id="a stage is free"),
+        pytest.param("barrier_wait", "compute.<locals>.tile", id="a tile is there"),
+    ],
+)
+def test_a_missing_wait_is_noticed(operation, where, monkeypatch, capfd):
+    without(monkeypatch, operation, where)
+    assert notices(case("mutant", shapes()["small-ring"]))
+    capfd.readouterr()  # every race is printed
+
+
+@needs_interpreter
+@pytest.mark.slow
+def test_scales_that_are_left_out_are_noticed(monkeypatch):
+    monkeypatch.setattr(mosaic_gpu.Warpgroup, "row", lambda self, ref: ref[...] * 0 + 1)
+    assert notices(case("mutant", shapes()["small-fp8"]))
