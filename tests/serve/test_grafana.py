@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import serve
 from mtp_jax.engine.stats import EngineStats, Histogram
+from mtp_jax.store.tier import TierStats
 from serve.acceptance import AcceptanceAlarm
 from serve.metrics import Metrics
 
@@ -27,6 +28,8 @@ STATS = EngineStats(
     generation_tokens=9,
     prefix_queries=9,
     prefix_hits=4,
+    hits_by_tier={"device": 3, "host": 1},
+    tier=TierStats(2, 64, 3, 1, {"damaged": 1}),
     preemptions=1,
     drafts=3,
     draft_tokens=6,
