@@ -28,6 +28,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # The engine is host code: it must be testable, and fast, without a device.
 WITHOUT_JAX = (
     "api.admission",
+    "api.handover_options",
     "api.options",
     "decode.host",
     "decode.keys",
@@ -35,6 +36,7 @@ WITHOUT_JAX = (
     "engine.config",
     "engine.depth",
     "engine.engine",
+    "engine.exchange",
     "engine.inputs",
     "engine.pages",
     "engine.plan",
@@ -51,9 +53,12 @@ WITHOUT_JAX = (
     "model.hf_config",
     "model.hf_quantization",
     "options",
+    "store.client",
     "store.memory",
     "store.page",
+    "store.server",
     "store.tier",
+    "store.wire",
     "text.chat_template",
     "text.child",
     "text.compile_grammar",

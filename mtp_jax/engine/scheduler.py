@@ -100,7 +100,7 @@ class Scheduler:
         if not free:
             return False
         request.take_up()
-        cached = self._cached(request)
+        cached = self.cached(request)
 
         def order(slot: int) -> tuple[int, int, int, int]:
             found = cached[self.shard_of(slot)]
@@ -114,7 +114,7 @@ class Scheduler:
         """Whether it may begin with cached pages: log-probabilities of the prompt need all of it computed."""
         return self.config.prefix_cache and request.params.prompt_logprobs is None
 
-    def _cached(self, request: Request) -> list[list[int | None]]:
+    def cached(self, request: Request) -> list[list[int | None]]:
         """Per shard, the cached pages of the request's first tokens; None: the host's memory has the page.
 
         At least one token is left to compute: its hidden state gives the first logits.

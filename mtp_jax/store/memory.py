@@ -29,8 +29,8 @@ class PageStore(Protocol):
         """The pages of the first digests, up to the first that is not here or is damaged."""
         ...
 
-    def put(self, digest: bytes, page: Page) -> None:
-        """Keep a page, whose arrays nobody changes any more."""
+    def put(self, digest: bytes, page: Page, crc: int | None = None) -> None:
+        """Keep a page, whose arrays nobody changes any more. crc: its checksum, where it is known."""
         ...
 
     def used(self, digests: Iterable[bytes]) -> None:
@@ -73,17 +73,20 @@ class MemoryStore:
             kept = self._kept.get(digest)
             if kept is None:
                 break
-            page, sum_before = kept
-            if checksum(page) != sum_before:
+            page, crc = kept
+            if checksum(page) != crc:
                 self._drop(digest, "damaged")
                 break
             pages.append(page)
         self.used(reversed(digests[: len(pages)]))
         return pages
 
-    def put(self, digest: bytes, page: Page) -> None:
-        """Keep a page, whose arrays nobody changes any more, unless it is larger than the budget."""
-        sum_now, needed = checksum(page), size(page)
+    def put(self, digest: bytes, page: Page, crc: int | None = None) -> None:
+        """Keep a page, whose arrays nobody changes any more, unless it is larger than the budget.
+
+        crc: its checksum, where it is known.
+        """
+        crc, needed = checksum(page) if crc is None else crc, size(page)
         with self._lock:
             if digest in self._kept:
                 self._kept.move_to_end(digest)
@@ -95,7 +98,7 @@ class MemoryStore:
                 _, (oldest, _) = self._kept.popitem(last=False)
                 self.held -= size(oldest)
                 self.dropped["room"] += 1
-            self._kept[digest] = page, sum_now
+            self._kept[digest] = page, crc
             self.held += needed
             self.stored += 1
 

@@ -53,12 +53,13 @@ class HostTier:
 
     Attributes:
         restored: pages that were written back so far.
+        flushes: how often everything was forgotten.
         lost: pages that could not be filed, as the host had no memory for them.
     """
 
     def __init__(self, store: PageStore, runner: Runner) -> None:
         self.store, self._runner = store, runner
-        self.restored = self.lost = 0
+        self.restored = self.lost = self.flushes = 0
         self._evicted: dict[bytes, tuple[int, int]] = {}  # shard and page of what is still to be read
         self._arriving: dict[bytes, Future[None]] = {}
         self._flights: deque[tuple[Future[None], Sequence[bytes]]] = deque()
@@ -149,6 +150,7 @@ class HostTier:
     def forget(self, digests: Iterable[bytes] | None = None) -> None:
         """Give back these pages, or any page that was evicted so far, no longer."""
         gone = None if digests is None else list(digests)
+        self.flushes += gone is None
         for digest in list(self._evicted) if gone is None else gone:
             self._evicted.pop(digest, None)
         for future, _ in self._flights:

@@ -49,12 +49,13 @@ STATS = EngineStats(
 )
 
 
-def still_metrics(alarm: AcceptanceAlarm | None = None) -> Metrics:
+def still_metrics(alarm: AcceptanceAlarm | None = None, handover: Any = None) -> Metrics:
     """Those of an engine that does nothing more."""
     allm: Any = SimpleNamespace(
         llm=SimpleNamespace(engine=SimpleNamespace(stats=lambda: STATS)),
         admission=SimpleNamespace(requests=1, tokens=3),
         step_age=0.1,
+        handover=handover,
         warming=False,
     )
     return Metrics(allm, "tiny", alarm or AcceptanceAlarm(0, 1))
