@@ -57,7 +57,7 @@ class Handover:
 
     def __init__(self, allm: "AsyncLLM", options: HandoverOptions) -> None:
         """Binds the port of a server that prefills. Raises ConfigError."""
-        self._allm, self._engine = allm, allm.llm.engine
+        self._allm, self._engine, self._options = allm, allm.llm.engine, options
         if not self._engine.tier:
             raise ConfigError(f"role = {options.role!r} needs host_cache_gib above 0: pages pass through it")
         self._files, self._like = fingerprint(allm.llm.folders), Page()
@@ -85,6 +85,12 @@ class Handover:
         if self.server:
             self.server.stop()
         self._threads.shutdown(wait=False)
+
+    def describe(self) -> str:
+        """For people."""
+        if self.server:
+            return f"prefills for others, who ask at {self._options.peer_address}"
+        return f"decodes; asks {', '.join(self._options.peers)} for the pages of prompts"
 
     def stats(self) -> HandoverStats:
         """What came of it so far."""

@@ -113,15 +113,20 @@ def summary(allm: "AsyncLLM", settings: "Settings", address: str) -> str:
     config: Any = jax.config
     folder = config.jax_compilation_cache_dir
     kept = f"kept in {folder}" if folder else "not kept"
+    kept_prefixes = "kept" if c.prefix_cache else "not kept"
+    if c.host_cache_gib:
+        kept_prefixes += f", and up to {c.host_cache_gib:g} GiB more in the host's memory"
     rows = {
         "model": f"{settings.model_name}: {model.num_hidden_layers} layers, {c.dtype}, {size:,} MB",
         "drafts": drafts,
         "cache": f"{tokens:,} tokens, {tokens / c.max_model_len:.1f} requests of {c.max_model_len:,}; "
-        f"prefixes {'kept' if c.prefix_cache else 'not kept'}",
+        f"prefixes {kept_prefixes}",
         "slots": f"{c.max_num_seqs}; up to {allm.admission.max_requests} requests wait",
         "programs": f"{len(first)} before serving, {len(rest)} smaller ones while it is idle; {kept}",
         "address": f"{address} once it is ready; {who}{only}",
     }
+    if allm.handover:
+        rows["role"] = allm.handover.describe()
     return "\n".join(f"{name:<10}{text}" for name, text in rows.items())
 
 

@@ -55,6 +55,8 @@ class Peers:
                     if page is None:
                         break
                     pages.append(page)
+                else:  # so that the server does not take a closed connection for a lost one
+                    connection.receive("end")
         except PeerError as error:
             self.failures[error.reason] += 1
             _LOG.warning("%d of %d pages were handed over: %s", len(pages), len(digests) - first, error)
