@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mtp_jax.api.admission import LazyPrompt
     from mtp_jax.api.async_llm import AsyncLLM
+    from mtp_jax.api.handover_options import HandoverOptions
     from mtp_jax.api.llm import LLM
     from mtp_jax.api.outputs import CompletionOutput, Draft, RequestOutput
     from mtp_jax.api.progress import Reporter
@@ -43,6 +44,7 @@ __all__ = [
     "Draft",
     "EngineStats",
     "EngineStopped",
+    "HandoverOptions",
     "LazyPrompt",
     "Logprob",
     "MtpJaxError",
@@ -70,6 +72,7 @@ _HOMES = {
     "CompletionOutput": "api.outputs",
     "Draft": "api.outputs",
     "EngineStats": "engine.stats",
+    "HandoverOptions": "api.handover_options",
     "LazyPrompt": "api.admission",
     "Logprob": "engine.request",
     "OutputKind": "engine.request",

@@ -138,6 +138,8 @@ class _Engine:
             ),
             "mtp_jax:cache_pages": ("Cache pages.", s.pages_total),
             "mtp_jax:cache_pages_reusable": ("Cache pages that only the prefix cache keeps.", s.pages_cached),
+            "mtp_jax:host_cache_pages": ("Pages that the host's memory keeps.", s.tier.pages),
+            "mtp_jax:host_cache_bytes": ("Bytes of those pages.", s.tier.bytes),
             "mtp_jax:queued_requests": (
                 "Requests counted against --max-queued-requests.",
                 allm.admission.requests,
@@ -163,6 +165,8 @@ class _Engine:
             "vllm:spec_decode_num_drafts": ("Rows that verified at least one draft.", s.drafts),
             "vllm:spec_decode_num_draft_tokens": ("Drafts verified.", s.draft_tokens),
             "vllm:spec_decode_num_accepted_tokens": ("Drafts accepted.", s.accepted_tokens),
+            "mtp_jax:host_cache_stored_pages": ("Pages that the host's memory took.", s.tier.stored),
+            "mtp_jax:host_cache_restored_pages": ("Pages that it gave back.", s.tier.restored),
             "mtp_jax:prefill_seconds": ("Seconds of steps that had nothing but prompts.", s.prefill_seconds),
         }
         yield self._inter_token(s)
@@ -192,9 +196,22 @@ class _Engine:
                 "Those whose first draft was accepted.",
                 "source",
             ): s.accepted_first_drafts,
+            (
+                "mtp_jax:prefix_cache_hits",
+                "Prompt tokens found in the prefix cache, by where they were.",
+                "tier",
+            ): s.hits_by_tier,
+            ("mtp_jax:host_cache_dropped_pages", "Pages that it lost.", "reason"): s.tier.dropped,
             ("mtp_jax:steps", "Draft-and-verify steps, by depth.", "depth"): s.depth_steps,
             ("mtp_jax:step_seconds", "Seconds of those steps.", "depth"): s.step_seconds,
         }
+        if allm.handover:
+            h = allm.handover.stats()
+            pages = {"sent": h.sent, "received": h.received}
+            by |= {
+                ("mtp_jax:handover_pages", "Pages handed over.", "direction"): pages,
+                ("mtp_jax:handover_failures", "Hand-overs cut short.", "reason"): dict(h.failures),
+            }
         for (name, text, label), values in by.items():
             family = CounterMetricFamily(name, text, labels=[_LABEL, label])
             yield self._family(family, {(str(key),): value for key, value in values.items()})

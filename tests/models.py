@@ -238,7 +238,7 @@ def make_engine(
     engine = local_engine(cfg, params, engine_config(**config), mesh, grammars)
     leaves, tree = jax.tree.flatten(params)
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding if mesh else None) for a in leaves]
-    same = replace(engine.config, seed=0, drafting="sampled", verifier="block")
+    same = replace(engine.config, seed=0, drafting="sampled", verifier="block", host_cache_gib=0.0)
     local_runner(engine).programs = _programs(cfg, same, mesh, tree, tuple(shapes))
     return engine
 

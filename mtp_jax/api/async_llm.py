@@ -21,6 +21,8 @@ import numpy as np
 from mtp_jax.api.admission import Admission, LazyPrompt, QueueLimits, estimate
 from mtp_jax.api.completions import Prompt, PromptState, check
 from mtp_jax.api.device_memory import Tag, WeightUpdate
+from mtp_jax.api.handover import Handover
+from mtp_jax.api.handover_options import HandoverOptions
 from mtp_jax.api.llm import LLM
 from mtp_jax.api.outputs import RequestOutput
 from mtp_jax.api.progress import Reporter, Silent
@@ -65,6 +67,7 @@ class AsyncLLM:
         llm: LLM,
         max_queued_requests: int = QueueLimits.max_queued_requests,
         max_queued_tokens: int = QueueLimits.max_queued_tokens,
+        handover: HandoverOptions | None = None,
     ) -> None:
         """Take over an LLM: nothing else may use it from now on.
 
@@ -72,6 +75,7 @@ class AsyncLLM:
             llm: the model.
             max_queued_requests: most requests that may wait for a slot, each of a prompt's n counted.
             max_queued_tokens: most prompt tokens that may wait.
+            handover: its role where prefill is apart from decode; None: it serves alone.
         """
         self.llm = llm
         self.admission = Admission(max_queued_requests, max_queued_tokens)
@@ -96,6 +100,7 @@ class AsyncLLM:
         self._idle_for_threads.set()
         self.warm_up = WarmUp(llm.engine, self._idle_for_threads, self._thread.warm_up)
         self._closed = False
+        self.handover = Handover(self, handover) if handover and handover.apart else None
         # Requests on their way to the engine wait neither for what goes nowhere near it nor for those with a
         # grammar, which may take seconds to compile.
         sizes = {"tokenise": _THREADS, "grammar": _GRAMMAR_THREADS, "beside": _THREADS}
@@ -111,6 +116,8 @@ class AsyncLLM:
             # Not in the event loop's own threads: its end, after Ctrl-C for one, would wait for the compiler.
             await self.off_loop(lambda: self.warm_up.first(update))
         self._thread.start()
+        if self.handover:
+            await self.handover.start()
         self.warm_up.start()
 
     async def drain(self, timeout: float) -> bool:
@@ -133,6 +140,8 @@ class AsyncLLM:
         self._abort_all()
         self._closed = True
         self.warm_up.stop()
+        if self.handover:
+            self.handover.stop()
         await asyncio.to_thread(self._thread.stop)
         self._fail_calls(EngineStopped("the engine has been closed"))
         for pool in (self._tokenising, self._compiling, self._beside):
@@ -311,6 +320,8 @@ class AsyncLLM:
                 state = await asyncio.get_running_loop().run_in_executor(pool, make)
             else:
                 state = make()
+            if self.handover:
+                await self.handover.fetch(state.completions[0].request)
             self.admission.correct(reservation, params.n * len(state.completions[0].request.prompt))
             self._check_running()
             self._check_awake()
@@ -319,8 +330,7 @@ class AsyncLLM:
             del self._submitting[request_id]
             self._look_idle()
             raise
-        aborted = self._submitting.pop(request_id)
-        deltas = params.output_kind == "delta"
+        aborted, deltas = self._submitting.pop(request_id), params.output_kind == "delta"
         stream = Stream(request_id, reservation, deltas, partial(self._thread.abort, state))
         self._streams[request_id] = self._by_prompt[state] = stream
         self._idle.clear()

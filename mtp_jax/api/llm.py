@@ -58,6 +58,7 @@ class LLM:
         self._report = options.reporter or Silent()
         use_compile_cache(options.compile_cache)
         directory = Path(options.model) if options.model is not None else demo_model()
+        self.folders = [directory, *([] if options.draft_model is None else [Path(options.draft_model)])]
         # Everything that can be wrong with the options is found before the weights are read.
         described = ModelConfig.from_file(directory / "config.json")
         engine_config = options.engine(described, jax.default_backend() == "cpu")

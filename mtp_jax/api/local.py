@@ -3,7 +3,7 @@
 from jax.sharding import Mesh
 
 from mtp_jax.decode.runner import LocalRunner
-from mtp_jax.decode.state import StateShape
+from mtp_jax.decode.state import StateShape, memory_size
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.validate import check_config
@@ -33,7 +33,22 @@ def local_engine(
     on = backend(config.kernels, mesh)
     fp8 = config.kv_cache_dtype == "fp8"
     runner = LocalRunner(cfg, params, shape, on, config.dtype, fp8, config.suffix_drafts)
+    _check_host_cache(config, runner.page_bytes)
     return Engine(cfg, config, runner, grammars)
+
+
+def _check_host_cache(config: EngineConfig, page_bytes: int) -> None:
+    memory = memory_size()
+    if config.host_cache_bytes > memory:
+        raise ConfigError(
+            f"host_cache_gib = {config.host_cache_gib}, this computer has {memory / 2**30:,.1f} GiB; "
+            "set it to less"
+        )
+    if config.host_cache_gib and config.host_cache_bytes < page_bytes:
+        raise ConfigError(
+            f"host_cache_gib = {config.host_cache_gib} holds no page, which takes {page_bytes / 2**30:.3g} "
+            "GiB; set it to several times as much, or to 0"
+        )
 
 
 def local_runner(engine: Engine) -> LocalRunner:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mtp_jax.api.demo import demo_model
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.progress import Reporter, Silent, Terminal
-from mtp_jax.commands.parser import Parser, biases, integers, mesh_shape
+from mtp_jax.commands.parser import Parser, biases, integers, mesh_shape, words
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.model.hf_config import missing_folder, read_json
@@ -25,7 +25,13 @@ if TYPE_CHECKING:
     from mtp_jax.api.llm import LLM
 
 # How the text of an option is read where its kind does not say it.
-_READ = {"mesh": mesh_shape, "logit_bias": biases, "stop_token_ids": integers, "allowed_token_ids": integers}
+_READ = {
+    "mesh": mesh_shape,
+    "logit_bias": biases,
+    "stop_token_ids": integers,
+    "allowed_token_ids": integers,
+    "peers": words,
+}
 _OF_MANY = ("n", "logprobs", "prompt_logprobs")
 _NEED_TEMPERATURE = ("top_p", "top_k", "min_p", "seed", "drafting", "verifier")
 _NEED_DRAFTS = ("draft_model", "num_nextn_layers", "drafting", "adaptive_depth")

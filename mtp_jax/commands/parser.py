@@ -71,6 +71,11 @@ def integers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers; write 1,2,3") from None
 
 
+def words(text: str) -> list[str]:
+    """What stands between commas."""
+    return text.split(",")
+
+
 def counts(text: str) -> list[int]:
     """Integers of 1 or more: "1,2,4"."""
     return [positive(part) for part in text.split(",")]

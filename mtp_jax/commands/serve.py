@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from mtp_jax.api.admission import QueueLimits
+from mtp_jax.api.handover_options import HandoverOptions
 from mtp_jax.api.progress import Terminal
 from mtp_jax.commands import show
 from mtp_jax.commands.options import (
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from mtp_jax.api.async_llm import AsyncLLM
 
 _KEY_VARIABLE, _ADMIN_KEY_VARIABLE = "MTP_JAX_API_KEY", "MTP_JAX_ADMIN_KEY"
+_SECRET_VARIABLE = "MTP_JAX_PEER_SECRET"
 _SLOTS = 8
 _SUBJECTS = {
     "access": (
@@ -57,6 +59,7 @@ def register(subparsers: Subparsers) -> None:
     add_engine(parser, quiet="show warnings and errors alone")
     add_groups(parser, Settings, _SUBJECTS, "server", {"model_name": "its folder's name"})
     add_options(parser.add_argument_group("queue"), QueueLimits)
+    add_options(parser.add_argument_group("prefill apart from decode"), HandoverOptions)
     parser.set_defaults(run=run)
 
 
@@ -68,6 +71,10 @@ def run(args: argparse.Namespace) -> int:
     found.setdefault("admin_key", os.environ.get(_ADMIN_KEY_VARIABLE))
     settings = Settings(**found, api_keys=keys)
     limits = QueueLimits(**given(args, QueueLimits))
+    apart = given(args, HandoverOptions)
+    if apart.get("role", "both") != "both":
+        apart.setdefault("peer_secret", os.environ.get(_SECRET_VARIABLE))
+    handover = HandoverOptions(**apart)
     report = reporter(args)
     with report.phase("import server"):
         from serve.run import listen, serve
@@ -75,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         llm = open_llm(args, report, _SLOTS)
         from mtp_jax.api.async_llm import AsyncLLM
 
-        allm = AsyncLLM(llm, limits.max_queued_requests, limits.max_queued_tokens)
+        allm = AsyncLLM(llm, limits.max_queued_requests, limits.max_queued_tokens, handover)
         address = f"http://{_bracketed(settings.host)}:{listener.getsockname()[1]}"
         _log(args.quiet, settings.access_log)
         if not args.quiet:
@@ -106,15 +113,20 @@ def summary(allm: "AsyncLLM", settings: "Settings", address: str) -> str:
     config: Any = jax.config
     folder = config.jax_compilation_cache_dir
     kept = f"kept in {folder}" if folder else "not kept"
+    kept_prefixes = "kept" if c.prefix_cache else "not kept"
+    if c.host_cache_gib:
+        kept_prefixes += f", and up to {c.host_cache_gib:g} GiB more in the host's memory"
     rows = {
         "model": f"{settings.model_name}: {model.num_hidden_layers} layers, {c.dtype}, {size:,} MB",
         "drafts": drafts,
         "cache": f"{tokens:,} tokens, {tokens / c.max_model_len:.1f} requests of {c.max_model_len:,}; "
-        f"prefixes {'kept' if c.prefix_cache else 'not kept'}",
+        f"prefixes {kept_prefixes}",
         "slots": f"{c.max_num_seqs}; up to {allm.admission.max_requests} requests wait",
         "programs": f"{len(first)} before serving, {len(rest)} smaller ones while it is idle; {kept}",
         "address": f"{address} once it is ready; {who}{only}",
     }
+    if allm.handover:
+        rows["role"] = allm.handover.describe()
     return "\n".join(f"{name:<10}{text}" for name, text in rows.items())
 
 

@@ -148,12 +148,21 @@ the device's state. First axis of every array: pages."""
 
 
 @runtime_checkable
+class PendingPages(Protocol):
+    """Contents of pages on their way to the host."""
+
+    def read(self) -> PageData:
+        """They, once they have arrived. Any thread may wait for them."""
+        ...
+
+
+@runtime_checkable
 class Runner(Protocol):
     """What an engine runs on: the only owner of parameters, device state and compiled programs.
 
     Arguments are keys and host arrays, so that a runner may send them to other processes, which replay them.
-    Methods launch and return at once, but for those that return arrays. ``compile`` may run in a thread of
-    its own beside the others.
+    Methods launch and return at once, but for ``draft``, which returns arrays. ``compile`` may run in a
+    thread of its own beside the others.
 
     Attributes:
         shards: data shards. Slots and pages are split over them; page numbers are local to a shard.
@@ -201,12 +210,15 @@ class Runner(Protocol):
         """Only draft, for one slot: (tokens int32 [K], logits float32 [K, V])."""
         ...
 
-    def read_pages(self, shard: int, pages: Sequence[int]) -> PageData:
-        """What these pages of a data shard hold. They must be full and committed to mean anything."""
+    def read_pages(self, shard: int, pages: Sequence[int]) -> PendingPages:
+        """What these pages of a data shard hold now, whatever is launched next.
+
+        They must be full and committed to mean anything.
+        """
         ...
 
     def write_pages(self, shard: int, pages: Sequence[int], data: PageData) -> None:
-        """Fill pages of a data shard, in order, with what ``read_pages`` gave.
+        """Fill pages of a data shard, in order, with what was read of such pages.
 
         Raises ValueError for data of another number of pages.
         """

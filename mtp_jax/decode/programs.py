@@ -44,8 +44,8 @@ class _Phases:
 class _Pages:
     """The two programs of a ``PageKey``."""
 
-    read: Callable[..., list[jax.Array]]
-    write: Callable[..., State]
+    read: Any
+    write: Any
 
 
 class Programs:
@@ -89,9 +89,11 @@ class Programs:
     def program(self, key: Key) -> Any:
         """The ``jax.stages.Compiled`` behind a key, for its HLO text and its cost and memory analysis.
 
-        Of a structured step it is the second, larger one.
+        Of a structured step it is the second, larger one; of pages, the one that writes.
         """
         found = self._compiled[key]
+        if isinstance(found, _Pages):
+            return found.write
         return found.verify if isinstance(found, _Phases) else found
 
     def compile(

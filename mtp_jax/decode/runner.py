@@ -49,6 +49,21 @@ class _Pending:
         return Result(*jax.tree.map(np.asarray, self._arrays))
 
 
+class _PendingPages:
+    """See ``host.PendingPages``."""
+
+    def __init__(self, parts: Sequence[tuple[int, Sequence[jax.Array]]]) -> None:
+        """parts: how many pages of the arrays count, and the arrays, on the device."""
+        self._parts = parts
+        for array in jax.tree.leaves([arrays for _, arrays in parts]):
+            array.copy_to_host_async()
+
+    def read(self) -> PageData:
+        """They, once they have arrived."""
+        read = [[np.asarray(a)[:count] for a in arrays] for count, arrays in self._parts]
+        return tuple(map(np.concatenate, zip(*read, strict=True)))
+
+
 class LocalRunner:
     """See ``host.Runner``.
 
@@ -104,6 +119,12 @@ class LocalRunner:
         return self.programs.find(need)
 
     # Memory
+
+    @property
+    def page_bytes(self) -> int:
+        """What a page takes, the trunk's and the drafter's part."""
+        leaves = jax.tree.leaves((self._abstract.trunk, self._abstract.drafter.pages))
+        return sum(a.size // len(a) * a.dtype.itemsize for a in leaves)
 
     def release_cache(self) -> None:
         """Give up the cache and everything else that slots have on the device: none may be in use."""
@@ -167,13 +188,12 @@ class LocalRunner:
 
     # Pages
 
-    def read_pages(self, shard: int, pages: Sequence[int]) -> PageData:
-        """What these pages of a data shard hold."""
+    def read_pages(self, shard: int, pages: Sequence[int]) -> _PendingPages:
+        """What these pages of a data shard hold now."""
         state, parts = self.flushed(), []
         for key, some in self._groups(pages):
-            found = self.programs.read_pages(key, state, self._numbers(key, shard, some))
-            parts.append([np.asarray(a)[: len(some)] for a in found])
-        return tuple(map(np.concatenate, zip(*parts, strict=True)))
+            parts.append((len(some), self.programs.read_pages(key, state, self._numbers(key, shard, some))))
+        return _PendingPages(parts)
 
     def write_pages(self, shard: int, pages: Sequence[int], data: PageData) -> None:
         """Fill pages of a data shard. Raises ValueError for data of another number of pages."""

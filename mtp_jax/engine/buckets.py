@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, product
 from typing import Any
 
-from mtp_jax.decode.keys import Key, SamplingMode, StepKey, buckets
+from mtp_jax.decode.keys import Key, PageKey, SamplingMode, StepKey, buckets
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.depth import adaptive_depths
 from mtp_jax.engine.request import MAX_LOGPROBS, Request
@@ -24,6 +24,7 @@ class Buckets:
         pages: factor between the widths of page tables, down from that of the longest request.
         rows: cached rows that the narrowest page table holds at least. On a CPU attention ends at the last
             row that a token sees, so a narrower table saves nothing there.
+        moved: pages that one program reads or writes, where the host's memory keeps pages.
         logprobs: widths of log-probabilities: the chosen token's alone, or with so many alternatives.
     """
 
@@ -33,6 +34,7 @@ class Buckets:
     prompts: int = 4
     pages: int = 4
     rows: int = 2048
+    moved: tuple[int, ...] = (1, 8)
     logprobs: tuple[int, ...] = (0, 5, MAX_LOGPROBS)
 
 
@@ -141,7 +143,12 @@ def keys_for(
     shapes = _shapes_for(config, requests, shards, pages)
     scores = _width(r.params.prompt_logprobs for r in requests)
     keys += [replace(k, tokens=t, prompts=n, prompt_logprobs=scores) for k in besides for t, n in shapes]
-    return list(dict.fromkeys(keys))
+    return list(dict.fromkeys([*_page_keys(config), *keys]))
+
+
+def _page_keys(config: EngineConfig) -> list[PageKey]:
+    """What moves pages to the host's memory and back."""
+    return [PageKey(n) for n in BUCKETS.moved] if config.host_cache_gib else []
 
 
 def _shapes_for(
@@ -191,7 +198,7 @@ def warm_up_keys(config: EngineConfig, shards: int, structured: bool) -> tuple[l
                 rest.append(StepKey(slots[-1], d, p, sampled, None, size, n))
     if structured:
         rest.append(StepKey(slots[0], deepest, pages[0], replace(sampled, structured=True)))
-    return [*first], [k for k in dict.fromkeys(rest) if k not in first]
+    return [*_page_keys(config), *first], [k for k in dict.fromkeys(rest) if k not in first]
 
 
 def all_keys(config: EngineConfig, shards: int = 1, structured: bool = True) -> list[Key]:

@@ -54,6 +54,13 @@ class EngineOptions:
         "keep the cache pages of past requests for prompts that begin the same",
         off=("--no-prefix-cache", "do not keep the cache pages of past prompts"),
     )
+    host_cache_gib: float = option(
+        0.0,
+        "GiB of the host's memory for pages that the prefix cache has no room for; 0: they are forgotten",
+        low=0,
+        high=2**20,
+        metavar="GIB",
+    )
     adaptive_depth: bool = option(
         False,
         "choose the depth of each step by measured speed; num_speculative_tokens is the most",
@@ -105,6 +112,11 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         check(self, ConfigError)
+        if self.host_cache_gib and not self.prefix_cache:
+            raise ConfigError(
+                f"host_cache_gib = {self.host_cache_gib}, but prefix_cache = False keeps no pages; set it to "
+                "0, or prefix_cache to True"
+            )
         if self.suffix_drafts and not self.num_speculative_tokens:
             raise ConfigError(
                 "suffix_drafts = True, but num_speculative_tokens = 0 verifies no drafts; set it to 1 to "
@@ -127,6 +139,11 @@ class EngineConfig(EngineOptions):
     def columns(self) -> int:
         """Width of the page table: the pages of the longest request."""
         return self.pages_for(self.max_model_len)
+
+    @property
+    def host_cache_bytes(self) -> int:
+        """``host_cache_gib`` in bytes."""
+        return int(self.host_cache_gib * 2**30)
 
     @property
     def longest(self) -> int:

@@ -22,6 +22,7 @@ from mtp_jax.decode.keys import (
     SOURCE,
     Finish,
     Key,
+    PageKey,
     Source,
     StepKey,
 )
@@ -38,6 +39,8 @@ from mtp_jax.engine.structured import allowed
 from mtp_jax.engine.timings import Timings
 from mtp_jax.engine.validate import InputProcessor
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.store.memory import MemoryStore
+from mtp_jax.store.tier import HostTier
 from mtp_jax.text.grammar import Grammars
 
 _REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.NAN: "error"}
@@ -47,6 +50,7 @@ class Engine:
     """Runs requests over slots. Not thread-safe: one thread owns it.
 
     Attributes:
+        tier: where pages go that the prefix cache has no room for; None: nowhere.
         launches: steps launched so far.
         weight_version: names the parameters that the runner has; requests take it along.
         asleep: whether the runner lacks parameters or state: nothing may be launched.
@@ -62,7 +66,10 @@ class Engine:
         """
         self.cfg, self.config, self.runner, self.grammars = cfg, config, runner, grammars
         self.shards, self.pages = runner.shards, config.pages_per_shard(runner.shards)
-        self.scheduler = Scheduler(config, self.shards)
+        self.tier: HostTier | None = None
+        if config.host_cache_gib:
+            self.tier = HostTier(MemoryStore(config.host_cache_bytes), runner)
+        self.scheduler = Scheduler(config, self.shards, self.tier)
         self.depth = DepthController(config.num_speculative_tokens)
         self.timings, self.counters = Timings(), Counters()
         self.planner = Planner(config, self.scheduler, runner, self.depth)
@@ -130,6 +137,9 @@ class Engine:
         for key in new:
             if isinstance(key, StepKey):
                 self._arrive(self._run(key, self._chunk(key), []))
+            elif isinstance(key, PageKey):
+                pages = range(min(key.pages, self.pages))
+                self.runner.write_pages(0, pages, self.runner.read_pages(0, pages).read())
         steps = [k for k in new if isinstance(k, StepKey) and k.slots]
         for key in steps if self.config.adaptive_depth else ():
             for _ in range(self.depth.policy.block):
@@ -144,10 +154,13 @@ class Engine:
         """Forget the pages of past requests."""
         for pool in self.scheduler.pools:
             pool.forget()
+        if self.tier:
+            self.tier.forget()
 
     def stats(self) -> EngineStats:
         """A snapshot of what the engine holds and has done."""
-        return EngineStats.of(self.counters, self.scheduler, len(self.runner.keys), self.depth.speedup)
+        executables = len(self.runner.keys)
+        return EngineStats.of(self.counters, self.scheduler, self.tier, executables, self.depth.speedup)
 
     def step(self) -> list[Request]:
         """One turn, as ``Planner.turn`` decides: launches, then reads. Returns requests that advanced."""
@@ -180,7 +193,11 @@ class Engine:
 
     def _admit_waiting(self) -> None:
         self._refresh()
-        for request in self.scheduler.admit():
+        admitted = self.scheduler.admit()
+        if self.tier:
+            self.tier.write(self.scheduler.restoring)
+            self.scheduler.restoring.clear()
+        for request in admitted:
             self._admit(request)
         for source, target in self.scheduler.pack(partial(slot_bucket, self.config)):
             self.runner.move(source, target)
@@ -205,6 +222,7 @@ class Engine:
             if self.scheduler.looks_up(request):
                 self.counters.prefix_queries += len(request.prompt)
                 self.counters.prefix_hits += request.prefilled
+                self.counters.restored += request.restored
         cached = request.prefilled // self.config.page_size
         row = slot_row(request, self.cfg.vocab_size, self._page_row(request))
         self.runner.admit(request.slot, row, request.pages[cached - 1] if cached else None)
@@ -213,6 +231,8 @@ class Engine:
 
     def _launch(self, action: Step) -> None:
         self._refresh()
+        if self.tier:
+            self.tier.launch()  # growing requests have pages that others had
         key, prompts = action.key, action.prompts
         chunk = self._chunk(key, prompts)
         launch = Launch(

@@ -5,7 +5,7 @@ it any more it stays, least recently used first to go, until its room is needed.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 
 import numpy as np
@@ -18,10 +18,11 @@ _MOST = 2**22  # what the host keeps about each fits in a few hundred MB
 class PagePool:
     """Hands out page numbers. Invariant: with no live request every page is free or kept as a prefix."""
 
-    def __init__(self, pages: int) -> None:
+    def __init__(self, pages: int, evicted: Callable[[int, bytes], None] | None = None) -> None:
+        """evicted: is told each page, and its digest, that ``allocate`` forgets, before it is handed out."""
         if not 1 <= pages <= _MOST:
             raise ConfigError(f"num_pages = {pages}; expected an integer from 1 to {_MOST}")
-        self.pages = pages
+        self.pages, self._evicted = pages, evicted
         self._free = list(range(pages - 1, -1, -1))
         self._users = [0] * pages
         self._page_of: dict[bytes, int] = {}
@@ -45,25 +46,31 @@ class PagePool:
             return None
         while len(self._free) < count:
             page, _ = self._idle.popitem(last=False)
-            self._forget(page)
+            digest = self._forget(page)
+            if self._evicted:
+                self._evicted(page, digest)
             self._free.append(page)
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._users[page] = 1
         return pages
 
+    def find(self, digest: bytes) -> int | None:
+        """The cached page of a digest."""
+        return self._page_of.get(digest)
+
     def match(self, digests: Iterable[bytes]) -> list[int]:
         """The cached pages of the longest known prefix."""
         pages = []
         for digest in digests:
-            page = self._page_of.get(digest)
+            page = self.find(digest)
             if page is None:
                 break
             pages.append(page)
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more user for pages that ``match`` found."""
+        """One more user for pages that ``find`` or ``match`` found."""
         for page in pages:
             self._users[page] += 1
             self._idle.pop(page, None)
@@ -97,8 +104,10 @@ class PagePool:
                 del self._idle[page]
                 self._free.append(page)
 
-    def _forget(self, page: int) -> None:
-        del self._page_of[self._digest_of.pop(page)]
+    def _forget(self, page: int) -> bytes:
+        digest = self._digest_of.pop(page)
+        del self._page_of[digest]
+        return digest
 
 
 def extend_digests(digests: list[bytes], salt: str, tokens: Sequence[int], page_size: int) -> None:

@@ -338,6 +338,7 @@ class Request:
         follows: that newest token; -1 before the first.
         drafted: of each token of the output whether it was a draft.
         prefilled: how many of ``tokens`` are in the cache or on their way into it.
+        restored: how many of them the host's memory gave back when it was last admitted.
         registered: full pages the prefix cache knows of.
         digests: of its full pages.
         inflight: launches that have not been read.
@@ -378,6 +379,7 @@ class Request:
     tokens: Sequence[int] = ()
     follows: int = -1
     prefilled: int = 0
+    restored: int = 0
     registered: int = 0
     digests: list[bytes] = field(default_factory=list)
     inflight: int = 0

@@ -4,11 +4,14 @@ Invariant *free pages return*: when no request lives, every page is free or kept
 """
 
 from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.pages import PagePool, extend_digests
 from mtp_jax.engine.request import Request, Status
+from mtp_jax.store.page import Page
+from mtp_jax.store.tier import HostTier, Restored
 
 
 class Scheduler:
@@ -20,12 +23,18 @@ class Scheduler:
     Attributes:
         stale: whether slots or pages changed hands since the device was told, but for admissions.
         held: whether requests that have not begun stay in the queue, even past their deadlines.
+        restoring: pages that the tier gave back. They are to be written before their requests are told to the
+            device.
     """
 
-    def __init__(self, config: EngineConfig, shards: int) -> None:
-        self.config, self.shards = config, shards
+    def __init__(self, config: EngineConfig, shards: int, tier: HostTier | None = None) -> None:
+        """tier: where pages go that the pools forget."""
+        self.config, self.shards, self.tier = config, shards, tier
         self.slots_per_shard = config.max_num_seqs // shards
-        self.pools = [PagePool(config.pages_per_shard(shards)) for _ in range(shards)]
+        pages = config.pages_per_shard(shards)
+        told = [partial(tier.evict, shard) if tier else None for shard in range(shards)]
+        self.pools = [PagePool(pages, evicted) for evicted in told]
+        self.restoring: list[Restored] = []
         self.waiting: list[Request] = []
         self.slots: list[Request | None] = [None] * config.max_num_seqs
         self.preemptions = 0
@@ -83,7 +92,7 @@ class Scheduler:
         return admitted
 
     def _place(self, request: Request) -> bool:
-        """Take a free slot whose shard has the pages, where most of the prompt is cached.
+        """Take a free slot whose shard has the pages, where most of the prompt is cached, best on the device.
 
         Low slots come first: they keep the slot bucket small.
         """
@@ -91,16 +100,22 @@ class Scheduler:
         if not free:
             return False
         request.take_up()
-        cached = self._cached(request)
-        free.sort(key=lambda slot: (-len(cached[self.shard_of(slot)]), slot % self.slots_per_shard, slot))
-        return any(self._place_in(request, slot, cached[self.shard_of(slot)]) for slot in free)
+        cached = self.cached(request)
+
+        def order(slot: int) -> tuple[int, int, int, int]:
+            found = cached[self.shard_of(slot)]
+            return -len(found), found.count(None), slot % self.slots_per_shard, slot
+
+        return any(
+            self._place_in(request, slot, cached[self.shard_of(slot)]) for slot in sorted(free, key=order)
+        )
 
     def looks_up(self, request: Request) -> bool:
         """Whether it may begin with cached pages: log-probabilities of the prompt need all of it computed."""
         return self.config.prefix_cache and request.params.prompt_logprobs is None
 
-    def _cached(self, request: Request) -> list[list[int]]:
-        """Per shard, the cached pages of the request's first tokens.
+    def cached(self, request: Request) -> list[list[int | None]]:
+        """Per shard, the cached pages of the request's first tokens; None: the host's memory has the page.
 
         At least one token is left to compute: its hidden state gives the first logits.
         """
@@ -108,21 +123,38 @@ class Scheduler:
             return [[] for _ in self.pools]
         extend_digests(request.digests, request.salt, request.tokens, self.config.page_size)
         known = request.digests[: (len(request.tokens) - 1) // self.config.page_size]
-        return [pool.match(known) for pool in self.pools]
+        return [list(self._found(pool, known)) for pool in self.pools]
 
-    def _place_in(self, request: Request, slot: int, cached: list[int]) -> bool:
+    def _found(self, pool: PagePool, digests: Sequence[bytes]) -> Iterator[int | None]:
+        for digest in digests:
+            page = pool.find(digest)
+            if page is None and not (self.tier and self.tier.has(digest)):
+                return
+            yield page
+
+    def _place_in(self, request: Request, slot: int, cached: list[int | None]) -> bool:
         shard = self.shard_of(slot)
-        pool = self.pools[shard]
-        pool.share(cached)
-        fresh = self.config.pages_for(len(request.tokens) + request.spare) - len(cached)
+        pool, shared = self.pools[shard], [page for page in cached if page is not None]
+        pool.share(shared)
+        fresh = self.config.pages_for(len(request.tokens) + request.spare) - len(shared)
         # A page more for whoever may need one soon: a request admitted too early would be preempted at once.
         growing = sum(len(r.pages) < self.config.pages_for(r.capacity) for r in self._in_shard(shard))
-        pages = pool.allocate(fresh) if fresh + growing <= pool.available else None
+        absent = [digest for digest, page in zip(request.digests, cached, strict=False) if page is None]
+        fits, contents = fresh + growing <= pool.available, list[Page]()
+        if fits and absent and self.tier:
+            contents = self.tier.get(absent)
+            fits = len(contents) == len(absent)  # else one was damaged, or has gone: try a shorter prefix
+        pages = pool.allocate(fresh) if fits else None
         if pages is None:
-            pool.release(cached)
+            pool.release(shared)
             return False
-        request.slot, request.pages = slot, [*cached, *pages]
+        for page, digest, content in zip(pages, absent, contents, strict=False):
+            pool.register(page, digest)
+            self.restoring.append((shard, page, content))
+        new = iter(pages)
+        request.slot, request.pages = slot, [*(next(new) if p is None else p for p in cached), *new]
         request.prefilled = len(cached) * self.config.page_size
+        request.restored = len(absent) * self.config.page_size
         request.registered = len(cached)
         return True
 
@@ -201,6 +233,8 @@ class Scheduler:
         """NaN came out of the request's cache: nobody else may begin with its pages."""
         if request.slot >= 0:
             self.pool_of(request).forget(request.pages)
+            if self.tier:
+                self.tier.forget(request.digests)
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request, wherever it is, and take back what it holds. Raises ValueError for none of these."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from mtp_jax.decode.keys import Source
 from mtp_jax.engine.scheduler import Scheduler
+from mtp_jax.store.tier import HostTier, TierStats
 
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
 
@@ -47,6 +48,7 @@ class Counters:
         generation_tokens: emitted, those that a stop string cut off included.
         prefix_queries: prompt tokens looked up in the prefix cache.
         prefix_hits: those of them that were found.
+        restored: those of them that came from the host's memory.
         drafts: rows that verified at least one draft, one per row and step.
         drafted_by: drafts verified, by where they came from.
         accepted_by: those of them that were accepted.
@@ -65,6 +67,7 @@ class Counters:
     generation_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    restored: int = 0
     drafts: int = 0
     draft_tokens: int = 0
     drafted_by: Counter[Source] = field(default_factory=Counter)
@@ -113,6 +116,8 @@ class EngineStats:
         pages_cached: pages that only the prefix cache keeps.
         prefix_queries: prompt tokens looked up in the prefix cache.
         prefix_hits: those of them that were found.
+        hits_by_tier: the same by where they were: "device" or "host".
+        tier: the host's memory as a tier of the prefix cache.
         drafts: rows that verified at least one draft, one per row and step.
         draft_tokens: drafts verified.
         drafted_by_source: the same by where they came from: "nextn" or "suffix".
@@ -138,6 +143,8 @@ class EngineStats:
     generation_tokens: int
     prefix_queries: int
     prefix_hits: int
+    hits_by_tier: dict[str, int]
+    tier: TierStats
     preemptions: int
     drafts: int
     draft_tokens: int
@@ -157,7 +164,12 @@ class EngineStats:
 
     @classmethod
     def of(
-        cls, c: Counters, scheduler: Scheduler, executables: int, realised_speedup: float | None
+        cls,
+        c: Counters,
+        scheduler: Scheduler,
+        tier: HostTier | None,
+        executables: int,
+        realised_speedup: float | None,
     ) -> "EngineStats":
         """What an engine's parts say now."""
         pools = scheduler.pools
@@ -172,6 +184,8 @@ class EngineStats:
             generation_tokens=c.generation_tokens,
             prefix_queries=c.prefix_queries,
             prefix_hits=c.prefix_hits,
+            hits_by_tier={"device": c.prefix_hits - c.restored, "host": c.restored},
+            tier=tier.stats() if tier else TierStats(),
             preemptions=scheduler.preemptions,
             drafts=c.drafts,
             draft_tokens=c.draft_tokens,

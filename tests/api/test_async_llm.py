@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,7 @@ def llm() -> LLM:
 
 
 @asynccontextmanager
-async def serving(llm: LLM, **limits: int) -> AsyncIterator[AsyncLLM]:
+async def serving(llm: LLM, **limits: Any) -> AsyncIterator[AsyncLLM]:
     """A served LLM that must be idle, with every page free, at the end."""
     async with AsyncLLM(llm, **limits) as allm:
         yield allm

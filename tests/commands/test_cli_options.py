@@ -10,6 +10,7 @@ import pytest
 import mtp_jax.api.llm
 from mtp_jax import SamplingParams
 from mtp_jax.api.admission import QueueLimits
+from mtp_jax.api.handover_options import HandoverOptions
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.commands import cli, options
 from mtp_jax.errors import RequestError
@@ -29,6 +30,7 @@ GIVEN = {
     "api_keys": ("k", ("k",)),
     "allowed_hosts": ("h", ("h",)),
     "allowed_origins": ("http://h", ("http://h",)),
+    "peers": ("h:1,g:2", ("h:1", "g:2")),
     "allowed_token_ids": ("3,4", (3, 4)),
     "bad_words": ("h", ("h",)),
 }
@@ -118,11 +120,12 @@ def test_depth_is_adaptive_unless_it_is_fixed(monkeypatch):
     assert opened_with(monkeypatch)["adaptive_depth"] is True
 
 
-@pytest.mark.parametrize(("name", "option"), [*flags(Settings), *flags(QueueLimits)])
+@pytest.mark.parametrize(("name", "option"), [*flags(Settings), *flags(QueueLimits), *flags(HandoverOptions)])
 def test_server_options(name, option):
     argv, value = example(name, option)
     args = cli.make_parser().parse_args(["serve", *argv])
-    assert options.given(args, QueueLimits if name in declared(QueueLimits) else Settings) == {name: value}
+    (cls,) = (c for c in (Settings, QueueLimits, HandoverOptions) if name in declared(c))
+    assert options.given(args, cls) == {name: value}
 
 
 @pytest.mark.parametrize(("completions", "mesh", "slots"), [(1, "1x1", 1), (3, "2x1", 4), (50, "1x1", 8)])

@@ -67,7 +67,7 @@ class Stub:
         for name in ("step", "flush", "draft_phase", "verify_phase"):
             setattr(self, name, self._of(name, lambda name=name: self._result(name)))
         self.draft = self._of("draft", lambda: np.zeros((1, 3)), state=False)
-        self.read_pages = self._of("read_pages", lambda: np.zeros((2, 3)), state=False)
+        self.read_pages = self._of("read_pages", lambda: Arriving(self.log, "pages"), state=False)
 
     def _result(self, name: str) -> Any:
         if name == "flush":
@@ -166,6 +166,14 @@ def test_a_result_is_copied_at_once_and_read_when_asked_for():
     assert log[2:] == ["read step"]
 
 
+def test_pages_are_copied_at_once_and_read_when_asked_for():
+    runner, log = stubbed()
+    pending = runner.read_pages(0, [1])
+    assert log == ["read_pages", "copy pages", "copy pages"]
+    assert [a.shape for a in pending.read()] == [(1, 5), (1, 5)]
+    assert log[3:] == ["read pages", "read pages"]
+
+
 def test_a_flush_comes_with_the_launch_behind_it():
     """To be waited for, and timed, by itself."""
     runner, log = stubbed()
@@ -228,11 +236,11 @@ def check_handed_over(source: Engine, target: Engine, shard: int) -> None:
     assert len(pages) == 2
     for engine in (source, target):
         engine.runner.compile([PageKey(1), PageKey(4)])
-    data = source.runner.read_pages(origin, pages)
+    data = source.runner.read_pages(origin, pages).read()
     assert all(isinstance(a, np.ndarray) and len(a) == 2 for a in data)
     numbers = adopt(target, first.digests[:2], shard, data)
     assert numbers != pages
-    for a, b in zip(target.runner.read_pages(shard, numbers), data, strict=True):
+    for a, b in zip(target.runner.read_pages(shard, numbers).read(), data, strict=True):
         np.testing.assert_array_equal(a, b)
     (second,) = serve(target, [(PROMPT, params)])
     assert second.cached_tokens == 32
@@ -256,7 +264,7 @@ def test_pages_go_to_another_engine(sizes):
     shard, pages = cached(source, want)
     for engine in (source, target):
         engine.runner.compile([PageKey(2)])
-    adopt(target, want.digests[:2], shard, source.runner.read_pages(shard, pages))
+    adopt(target, want.digests[:2], shard, source.runner.read_pages(shard, pages).read())
     (got,) = serve(target, [(PROMPT, params)])
     assert got.cached_tokens == 32
     assert (got.output, accepted(got)) == (want.output, accepted(want))
@@ -279,7 +287,9 @@ def test_more_pages_than_a_program_takes_and_fewer():
     runner = local_runner(engine)
     pages = [9, 2, 5, 0, 7, 3, 8]
     random = np.random.default_rng(0)
-    data = tuple(random.random((7, *a.shape[1:])).astype(a.dtype) for a in engine.runner.read_pages(0, [0]))
+    data = tuple(
+        random.random((7, *a.shape[1:])).astype(a.dtype) for a in engine.runner.read_pages(0, [0]).read()
+    )
 
     def kept() -> list[np.ndarray]:
         state = runner.state
@@ -287,7 +297,7 @@ def test_more_pages_than_a_program_takes_and_fewer():
 
     before = kept()
     engine.runner.write_pages(0, pages, data)
-    for a, b in zip(engine.runner.read_pages(0, pages), data, strict=True):
+    for a, b in zip(engine.runner.read_pages(0, pages).read(), data, strict=True):
         np.testing.assert_array_equal(a, b)
     others = [i for i in range(engine.pages) if i not in pages]
     for a, b in zip(kept(), before, strict=True):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mtp_jax.decode.host import Chunk, Flush, MaskMaker, PageData, Result, SlotRow
+from mtp_jax.decode.host import Chunk, Flush, MaskMaker, PageData, PendingPages, Result, SlotRow
 from mtp_jax.decode.keys import EXTRA_COLUMNS, DraftKey, Finish, Key, Source, StepKey
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
@@ -158,7 +158,7 @@ class Device:
     def draft(self, key: DraftKey, slot: int) -> tuple[np.ndarray, np.ndarray]:
         raise NotImplementedError
 
-    def read_pages(self, shard: int, pages: Sequence[int]) -> PageData:
+    def read_pages(self, shard: int, pages: Sequence[int]) -> PendingPages:
         raise NotImplementedError
 
     def write_pages(self, shard: int, pages: Sequence[int], data: PageData) -> None:

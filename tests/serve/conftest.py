@@ -87,7 +87,7 @@ class Variant:
         return self.request("POST", path, **options)
 
 
-def start(llm: LLM, limits: dict[str, int] | None = None, **settings: Any) -> Running:
+def start(llm: LLM, limits: dict[str, Any] | None = None, **settings: Any) -> Running:
     """A server of its own; stop it at the end."""
     options = Settings("tiny", port=0, **settings)
     listener = listen(options)

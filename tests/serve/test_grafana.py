@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import serve
 from mtp_jax.engine.stats import EngineStats, Histogram
+from mtp_jax.store.tier import TierStats
 from serve.acceptance import AcceptanceAlarm
 from serve.metrics import Metrics
 
@@ -27,6 +28,8 @@ STATS = EngineStats(
     generation_tokens=9,
     prefix_queries=9,
     prefix_hits=4,
+    hits_by_tier={"device": 3, "host": 1},
+    tier=TierStats(2, 64, 3, 1, {"damaged": 1}),
     preemptions=1,
     drafts=3,
     draft_tokens=6,
@@ -46,12 +49,13 @@ STATS = EngineStats(
 )
 
 
-def still_metrics(alarm: AcceptanceAlarm | None = None) -> Metrics:
+def still_metrics(alarm: AcceptanceAlarm | None = None, handover: Any = None) -> Metrics:
     """Those of an engine that does nothing more."""
     allm: Any = SimpleNamespace(
         llm=SimpleNamespace(engine=SimpleNamespace(stats=lambda: STATS)),
         admission=SimpleNamespace(requests=1, tokens=3),
         step_age=0.1,
+        handover=handover,
         warming=False,
     )
     return Metrics(allm, "tiny", alarm or AcceptanceAlarm(0, 1))

@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from mtp_jax.api.handover import HandoverStats
 from mtp_jax.api.outputs import CompletionOutput, RequestOutput, Timing
 from mtp_jax.engine.request import Speculation
 from serve.metrics import Metrics
@@ -104,3 +106,30 @@ def test_a_completion_that_waits_for_a_slot_is_not_slower_for_it():
 
 def test_one_token_has_no_time_per_token():
     assert sums_after(output(1))["vllm:request_time_per_output_token_seconds_sum"] == 0
+
+
+def test_pages_in_the_hosts_memory_are_told():
+    families = text_string_to_metric_families(still_metrics().text().decode())
+    seen = {
+        (s.name, s.labels.get("tier") or s.labels.get("reason")): s.value
+        for family in families
+        for s in family.samples
+        if "host_cache" in s.name or "mtp_jax:prefix_cache" in s.name
+    }
+    assert seen == {
+        ("mtp_jax:host_cache_pages", None): 2,
+        ("mtp_jax:host_cache_bytes", None): 64,
+        ("mtp_jax:host_cache_stored_pages_total", None): 3,
+        ("mtp_jax:host_cache_restored_pages_total", None): 1,
+        ("mtp_jax:host_cache_dropped_pages_total", "damaged"): 1,
+        ("mtp_jax:prefix_cache_hits_total", "device"): 3,
+        ("mtp_jax:prefix_cache_hits_total", "host"): 1,
+    }
+
+
+def test_hand_overs_are_told_where_there_are_any():
+    assert b"handover" not in still_metrics().text()
+    told = HandoverStats(sent=0, received=5, failures={"late": 2})
+    text = still_metrics(handover=SimpleNamespace(stats=lambda: told)).text().decode()
+    assert 'mtp_jax:handover_pages_total{direction="received",model_name="tiny"} 5.0' in text
+    assert 'mtp_jax:handover_failures_total{model_name="tiny",reason="late"} 2.0' in text

@@ -1,0 +1,122 @@
+"""Where pages are kept by digest: what a store is, and one in the host's memory."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from threading import Lock
+from typing import Protocol
+
+from mtp_jax.store.page import Page, checksum, size
+
+
+class PageStore(Protocol):
+    """Pages by the digest of all tokens up to their end. Any thread may use it; it may forget any page.
+
+    Attributes:
+        held: bytes of the pages that are kept.
+        stored: pages that were kept so far.
+        dropped: pages that were lost, by reason.
+    """
+
+    held: int
+    stored: int
+    dropped: Counter[str]
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, digest: object) -> bool: ...
+
+    def get(self, digests: Sequence[bytes]) -> list[Page]:
+        """The pages of the first digests, up to the first that is not here or is damaged."""
+        ...
+
+    def put(self, digest: bytes, page: Page, crc: int | None = None) -> None:
+        """Keep a page, whose arrays nobody changes any more. crc: its checksum, where it is known."""
+        ...
+
+    def used(self, digests: Iterable[bytes]) -> None:
+        """Count these as used, the last one as the latest."""
+        ...
+
+    def forget(self, digests: Iterable[bytes] | None = None) -> None:
+        """Keep these pages, or any page, no longer."""
+        ...
+
+
+class MemoryStore:
+    """See ``PageStore``. Keeps the pages that were used last, as many as ``budget`` bytes hold.
+
+    ``get`` counts the ends of a prefix as used before its beginning, so that the ends are the first to go.
+    Pages are ``dropped`` as "room" was needed for others, or as they were "damaged".
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget, self.held, self.stored = budget, 0, 0
+        self.dropped: Counter[str] = Counter()
+        self._lock = Lock()
+        self._kept: OrderedDict[bytes, tuple[Page, int]] = (
+            OrderedDict()
+        )  # with checksums; the next to go first
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __contains__(self, digest: object) -> bool:
+        return digest in self._kept
+
+    def get(self, digests: Sequence[bytes]) -> list[Page]:
+        """The pages of the first digests, up to the first that is not here or is damaged.
+
+        A damaged page is dropped.
+        """
+        pages: list[Page] = []
+        for digest in digests:
+            kept = self._kept.get(digest)
+            if kept is None:
+                break
+            page, crc = kept
+            if checksum(page) != crc:
+                self._drop(digest, "damaged")
+                break
+            pages.append(page)
+        self.used(reversed(digests[: len(pages)]))
+        return pages
+
+    def put(self, digest: bytes, page: Page, crc: int | None = None) -> None:
+        """Keep a page, whose arrays nobody changes any more, unless it is larger than the budget.
+
+        crc: its checksum, where it is known.
+        """
+        crc, needed = checksum(page) if crc is None else crc, size(page)
+        with self._lock:
+            if digest in self._kept:
+                self._kept.move_to_end(digest)
+                return
+            if needed > self.budget:
+                self.dropped["room"] += 1
+                return
+            while self.held + needed > self.budget:
+                _, (oldest, _) = self._kept.popitem(last=False)
+                self.held -= size(oldest)
+                self.dropped["room"] += 1
+            self._kept[digest] = page, crc
+            self.held += needed
+            self.stored += 1
+
+    def used(self, digests: Iterable[bytes]) -> None:
+        """Count these as used, the last one as the latest."""
+        with self._lock:
+            for digest in digests:
+                if digest in self._kept:
+                    self._kept.move_to_end(digest)
+
+    def forget(self, digests: Iterable[bytes] | None = None) -> None:
+        """Keep these pages, or any page, no longer."""
+        for digest in list(self._kept) if digests is None else digests:
+            self._drop(digest)
+
+    def _drop(self, digest: bytes, reason: str | None = None) -> None:
+        with self._lock:
+            if kept := self._kept.pop(digest, None):
+                self.held -= size(kept[0])
+                if reason:
+                    self.dropped[reason] += 1

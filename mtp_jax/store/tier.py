@@ -1,0 +1,159 @@
+"""The host's memory as a second tier of the prefix cache: pages go there when the device's pool forgets them.
+
+    PagePool.allocate -> evict -> launch: one read_pages -> (thread) copied, filed under its digest
+    Scheduler: a page of a prompt that is in no pool -> has, get -> write: one write_pages, before the prefill
+
+A page that is forgotten still holds its rows until the next program that writes to pages. So ``launch`` comes
+before any such program, and nothing waits for it: the device runs programs in order, and a thread waits for
+the copy.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from mtp_jax.decode.host import PendingPages, Runner
+from mtp_jax.store.memory import PageStore
+from mtp_jax.store.page import Page, join, split
+
+_LOG = logging.getLogger(__name__)
+
+# Pages that one launch reads, and launches that are on their way at a time: what they read has memory of its
+# own on the device.
+_PAGES, _FLIGHTS = 8, 4
+
+
+@dataclass(frozen=True)
+class TierStats:
+    """A snapshot of a tier: what it holds, and its totals.
+
+    Attributes:
+        pages: that it holds.
+        bytes: of them.
+        stored: pages that it took.
+        restored: pages that it gave back.
+        dropped: pages that it lost, by reason: "room", "damaged", or "memory" where the host had none.
+    """
+
+    pages: int = 0
+    bytes: int = 0
+    stored: int = 0
+    restored: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+
+
+Restored = tuple[int, int, Page]
+"""A data shard, one of its pages, and what is to be written there."""
+
+
+class HostTier:
+    """Moves pages between an engine's pools and a store. One thread, the engine's, owns it.
+
+    Attributes:
+        restored: pages that were written back so far.
+        flushes: how often everything was forgotten.
+        lost: pages that could not be filed, as the host had no memory for them.
+    """
+
+    def __init__(self, store: PageStore, runner: Runner) -> None:
+        self.store, self._runner = store, runner
+        self.restored = self.lost = self.flushes = 0
+        self._evicted: dict[bytes, tuple[int, int]] = {}  # shard and page of what is still to be read
+        self._arriving: dict[bytes, Future[None]] = {}
+        self._flights: deque[tuple[Future[None], Sequence[bytes]]] = deque()
+        self._thread = ThreadPoolExecutor(1, "pages")  # one, so that they are filed in order
+
+    def stats(self) -> TierStats:
+        """What it holds now, and its totals. Any thread may ask."""
+        dropped = dict(self.store.dropped)
+        if self.lost:
+            dropped["memory"] = self.lost
+        return TierStats(len(self.store), self.store.held, self.store.stored, self.restored, dropped)
+
+    # Out
+
+    def evict(self, shard: int, page: int, digest: bytes) -> None:
+        """A pool has just forgotten this page of a data shard."""
+        if digest in self.store:
+            self.store.used([digest])
+        elif digest not in self._arriving:
+            self._evicted[digest] = shard, page
+
+    def launch(self) -> None:
+        """Begin to copy what was evicted. Call it before any program that may write to those pages."""
+        self._landed()
+        evicted, self._evicted = self._evicted, {}
+        by_shard: dict[int, list[tuple[int, bytes]]] = {}
+        for digest, (shard, page) in evicted.items():
+            by_shard.setdefault(shard, []).append((page, digest))
+        for shard, found in by_shard.items():
+            for i in range(0, len(found), _PAGES):
+                pages, digests = zip(*found[i : i + _PAGES], strict=True)
+                self._fly(shard, pages, digests)
+
+    def _fly(self, shard: int, pages: Sequence[int], digests: Sequence[bytes]) -> None:
+        if len(self._flights) >= _FLIGHTS:
+            self._flights[0][0].result()
+            self._landed()
+        future = self._thread.submit(self._file, digests, self._runner.read_pages(shard, pages))
+        self._flights.append((future, digests))
+        self._arriving |= dict.fromkeys(digests, future)
+
+    def _file(self, digests: Sequence[bytes], pending: PendingPages) -> None:
+        try:
+            for digest, page in zip(digests, split(pending.read()), strict=True):
+                self.store.put(digest, page)
+        except MemoryError:
+            self.lost += len(digests)
+            _LOG.warning("no memory for pages of the prefix cache; lower host_cache_gib")
+
+    def _landed(self) -> None:
+        """Take note of the copies that have ended. Raises what made one fail."""
+        while self._flights and self._flights[0][0].done():
+            future, digests = self._flights.popleft()
+            for digest in digests:
+                del self._arriving[digest]
+            future.result()
+
+    # In
+
+    def has(self, digest: bytes) -> bool:
+        """Whether ``get`` will most probably find this page."""
+        return digest in self._evicted or digest in self._arriving or digest in self.store
+
+    def get(self, digests: Sequence[bytes]) -> list[Page]:
+        """The pages of the first digests, up to the first that is damaged or has gone meanwhile.
+
+        Waits for those that are on their way.
+        """
+        if any(digest in self._evicted for digest in digests):
+            self.launch()
+        for digest in digests:
+            if digest in self._arriving:
+                self._arriving[digest].result()
+        self._landed()
+        return self.store.get(digests)
+
+    def write(self, restored: Iterable[Restored]) -> None:
+        """Write what ``get`` gave into pages, after what these held has been read."""
+        self.launch()
+        by_shard: dict[int, list[tuple[int, Page]]] = {}
+        for shard, page, content in restored:
+            by_shard.setdefault(shard, []).append((page, content))
+        for shard, found in by_shard.items():
+            pages, contents = zip(*found, strict=True)
+            self._runner.write_pages(shard, pages, join(contents))
+            self.restored += len(pages)
+
+    def forget(self, digests: Iterable[bytes] | None = None) -> None:
+        """Give back these pages, or any page that was evicted so far, no longer."""
+        gone = None if digests is None else list(digests)
+        self.flushes += gone is None
+        for digest in list(self._evicted) if gone is None else gone:
+            self._evicted.pop(digest, None)
+        for future, _ in self._flights:
+            future.result()
+        self._landed()
+        self.store.forget(gone)
