@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mtp_jax.api.admission import LazyPrompt
     from mtp_jax.api.async_llm import AsyncLLM
+    from mtp_jax.api.follow import follow
     from mtp_jax.api.llm import LLM
     from mtp_jax.api.outputs import CompletionOutput, Draft, RequestOutput
     from mtp_jax.api.progress import Reporter
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
         PromptTooLong,
         RequestError,
     )
+    from mtp_jax.hosts.group import Group, join
+    from mtp_jax.hosts.options import Hosts
     from mtp_jax.model.sharding import make_mesh
     from mtp_jax.text.grammar import StructuredOutput
     from mtp_jax.text.tokenizer import StreamDecoder, Tokenizer
@@ -43,6 +46,8 @@ __all__ = [
     "Draft",
     "EngineStats",
     "EngineStopped",
+    "Group",
+    "Hosts",
     "LazyPrompt",
     "Logprob",
     "MtpJaxError",
@@ -61,6 +66,8 @@ __all__ = [
     "Tokenizer",
     "Tool",
     "ToolUse",
+    "follow",
+    "join",
     "make_mesh",
 ]
 
@@ -70,6 +77,8 @@ _HOMES = {
     "CompletionOutput": "api.outputs",
     "Draft": "api.outputs",
     "EngineStats": "engine.stats",
+    "Group": "hosts.group",
+    "Hosts": "hosts.options",
     "LazyPrompt": "api.admission",
     "Logprob": "engine.request",
     "OutputKind": "engine.request",
@@ -87,6 +96,8 @@ _HOMES = {
     "CallEnd": "text.tools.parts",
     "CallBegin": "text.tools.parts",
     "CallArguments": "text.tools.parts",
+    "follow": "api.follow",
+    "join": "hosts.group",
     "make_mesh": "model.sharding",
 }
 

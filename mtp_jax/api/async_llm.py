@@ -79,11 +79,10 @@ class AsyncLLM:
         self._submitting: dict[str, bool] = {}  # names on their way to a stream, and whether to abort it
         self._by_prompt: dict[PromptState, Stream] = {}
         self._calls: set[Future[Any]] = set()
-        self._ids = 0
+        self._ids, self._draining, self._closed = 0, False, False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle = asyncio.Event()
         self._idle.set()
-        self._draining = False
         self._failed = asyncio.Event()
         self._changing, self._falling_asleep = asyncio.Lock(), False  # weights or memory
         self._thread = EngineThread(
@@ -92,10 +91,11 @@ class AsyncLLM:
             updated=lambda updates: self._call(self._deliver, updates),
             failed=lambda error: self._call(self._fail_all, error),
         )
+        if llm.group:
+            llm.group.ending.told.append(self.fail)
         self._idle_for_threads = threading.Event()
         self._idle_for_threads.set()
         self.warm_up = WarmUp(llm.engine, self._idle_for_threads, self._thread.warm_up)
-        self._closed = False
         # Requests on their way to the engine wait neither for what goes nowhere near it nor for those with a
         # grammar, which may take seconds to compile.
         sizes = {"tokenise": _THREADS, "grammar": _GRAMMAR_THREADS, "beside": _THREADS}
@@ -137,6 +137,14 @@ class AsyncLLM:
         self._fail_calls(EngineStopped("the engine has been closed"))
         for pool in (self._tokenising, self._compiling, self._beside):
             pool.shutdown(wait=False)
+        if self.llm.group:
+            await asyncio.to_thread(self.llm.group.leave)
+
+    def fail(self, error: EngineStopped) -> None:
+        """Fail what runs and what comes, from any thread: the process is about to end."""
+        self._thread.error = error
+        if self._loop:
+            self._call(self._fail_all, error)
 
     async def __aenter__(self) -> "AsyncLLM":
         await self.start()
@@ -410,6 +418,8 @@ class AsyncLLM:
                 self._forget(state)
 
     def _fail_all(self, error: BaseException) -> None:
+        if self.llm.group:  # the other processes must end, too
+            self.llm.group.end_soon(f"the engine failed: {type(error).__name__}: {error}")
         self._failed.set()
         failure = EngineStopped(f"the engine failed: {type(error).__name__}")
         for state, stream in list(self._by_prompt.items()):

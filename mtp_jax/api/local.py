@@ -26,14 +26,20 @@ def local_engine(
 
     grammars: for structured output; None refuses it.
     """
+    return Engine(cfg, config, make_runner(cfg, params, config, mesh), grammars)
+
+
+def make_runner(
+    cfg: ModelConfig, params: Params, config: EngineConfig, mesh: Mesh | None = None
+) -> LocalRunner:
+    """A runner with the slots and pages that ``config`` says, as ``local_engine``. Raises ConfigError."""
     check_divisible(cfg, mesh)
     shards = data_size(mesh)
     check_config(cfg, config, shards)
     shape = StateShape(config.max_num_seqs, config.pages_per_shard(shards), config.page_size, config.columns)
     on = backend(config.kernels, mesh)
     fp8 = config.kv_cache_dtype == "fp8"
-    runner = LocalRunner(cfg, params, shape, on, config.dtype, fp8, config.suffix_drafts)
-    return Engine(cfg, config, runner, grammars)
+    return LocalRunner(cfg, params, shape, on, config.dtype, fp8, config.suffix_drafts)
 
 
 def local_runner(engine: Engine) -> LocalRunner:
@@ -43,6 +49,7 @@ def local_runner(engine: Engine) -> LocalRunner:
     """
     if not isinstance(engine.runner, LocalRunner):
         raise ConfigError(
-            f"the engine runs on a {type(engine.runner).__name__}; this needs a LocalRunner (local_engine)"
+            f"the engine runs on a {type(engine.runner).__name__}; this needs a LocalRunner (local_engine), "
+            "so leave out --hosts"
         )
     return engine.runner

@@ -1,6 +1,6 @@
 """One connection of the launch log: numbered messages both ways, and a sign of life every few seconds.
 
-    uint32 bytes of body | uint8 operation | uint8 packed | uint64 number | body
+uint32 bytes of body | uint8 operation | uint8 packed | uint64 number | body
 """
 
 import contextlib
@@ -133,6 +133,8 @@ class Channel:
         except (OSError, LogError, ValueError) as error:
             if not self._closed.is_set():
                 self._lost(str(error))
+        finally:
+            self.close()
 
     def _next(self) -> Message:
         size, op, packed, number = _HEAD.unpack(self._exactly(_HEAD.size))

@@ -23,9 +23,8 @@ _MOST_JSON = 1 << 20
 _MOST_AXES = 8
 _PLAIN = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _NARROW = (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu)
-_DTYPES = {
-    d.name: d for d in map(np.dtype, (*_PLAIN, "float16", "float32", "float64", *_NARROW))
-}  # what an array may be: no objects
+_ALL = [np.dtype(kind) for kind in (*_PLAIN, "float16", "float32", "float64", *_NARROW)]
+_DTYPES = {d.name: d for d in _ALL}  # what an array may be: no objects
 _KEYS: dict[str, type] = {k.__name__: k for k in (StepKey, DraftKey, PageKey)}
 
 

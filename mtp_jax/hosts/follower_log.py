@@ -68,6 +68,7 @@ class FollowerLog:
     def _got(self, message: Message) -> None:
         if message.op is Op.FAILED:
             self._lost(f"rank 0 failed: {message.body.fields.get('reason')}"[:500])
+            return
         self._ended |= message.op is Op.END
         self._inbox.put(message)
 

@@ -8,6 +8,7 @@ Rank 0 then makes an ``LLM`` with ``group=group``; the others call ``follow`` wi
 import contextlib
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -15,9 +16,12 @@ from typing import Any
 
 import jax
 
+from mtp_jax.decode.host import Runner
+from mtp_jax.decode.runner import LocalRunner
 from mtp_jax.errors import ConfigError, MtpJaxError
 from mtp_jax.hosts.ending import STATUS, Ending
 from mtp_jax.hosts.follower_log import FollowerLog
+from mtp_jax.hosts.leader import LeaderRunner
 from mtp_jax.hosts.leader_log import LeaderLog
 from mtp_jax.hosts.options import Hosts
 from mtp_jax.hosts.secret import read_secret
@@ -60,11 +64,15 @@ class Group:
 
     def leave(self) -> None:
         """The work is done: rank 0 tells the others; then JAX's processes part."""
-        if self._left:
+        if self._left or self.ending.begun:
             return
         self._left = True
         self.log.finish()
         jax.distributed.shutdown()
+
+    def end_soon(self, reason: str) -> None:
+        """End the process, but return first: for those who have errors to pass on."""
+        threading.Thread(target=self.ending, args=(reason[:500],), daemon=True).start()
 
     def _end_all(self, status: int) -> None:
         """The others are told, as far as they hear it."""
@@ -93,6 +101,15 @@ class Group:
         with contextlib.suppress(Exception):
             self.log.close(reason[:500])
         self._end(status)
+
+
+def lead(runner: LocalRunner, group: Group | None) -> Runner:
+    """The runner of the whole group, around that of rank 0's devices; without a group, this one."""
+    if group is None:
+        return runner
+    if not isinstance(group.log, LeaderLog):
+        raise ConfigError(f"rank {group.hosts.rank} cannot lead; rank 0 does")
+    return LeaderRunner(runner, group.log, group.ending)
 
 
 def join(hosts: Hosts, end: Callable[[int], object] = os._exit) -> Group:

@@ -62,6 +62,7 @@ def _apart(mine: Any, theirs: Any) -> tuple[Any, Any]:
     try:
         a, b = json.loads(mine), json.loads(theirs)
         names = [n for n in dict.fromkeys((*a, *b)) if a.get(n) != b.get(n)]
-        return tuple(", ".join(f"{n} = {x.get(n)}" for n in names) for x in (a, b))
+        left, right = (", ".join(f"{n} = {x.get(n)}" for n in names) for x in (a, b))
+        return left, right
     except (AttributeError, TypeError, ValueError):
         return mine, theirs

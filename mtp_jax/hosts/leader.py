@@ -105,7 +105,7 @@ class LeaderRunner:
             self.local.update(keep, page_table)
 
     def step(self, key: StepKey, chunk: Chunk | None = None, masks: MaskMaker | None = None) -> Pending:
-        """Draft and verify, prefill, or both. The masks of a structured step go to the log as they are made."""
+        """Draft and verify, prefill, or both. Masks go to the log as they are made."""
 
         def told(drafts: np.ndarray | None) -> np.ndarray:
             assert masks is not None

@@ -1,4 +1,4 @@
-"""Rank 0's side of the launch log: takes the followers in, and tells all of them the same in the same order."""
+"""Rank 0's side of the launch log: takes the followers in, and tells all of them the same in one order."""
 
 import logging
 import socket
@@ -30,6 +30,7 @@ class LeaderLog:
         """Listens. Raises ConfigError."""
         self._hosts, self._secret, self._lost = hosts, secret, lost
         self._channels: dict[int, Channel] = {}
+        self._taken: set[int] = set()
         self._told: list[tuple[int, Op, Mapping[str, Any]]] = []  # what followers said, to be waited for
         self._changed = threading.Condition()
         self._sending = threading.Lock()
@@ -53,11 +54,13 @@ class LeaderLog:
             missing = sorted(everyone - self._channels.keys())
         self._close_listener()
         if missing:
-            ranks = ", ".join(map(str, missing))
-            raise ConfigError(
-                f"rank {ranks} of {self._hosts.hosts} did not come in {self._hosts.join_seconds:g} s; start "
-                f"it with the same secret and --coordinator {self._hosts.coordinator}"
+            reason = (
+                f"rank {', '.join(map(str, missing))} of {self._hosts.hosts} did not come in "
+                f"{self._hosts.join_seconds:g} s; start it with the same secret and coordinator = "
+                f"{self._hosts.coordinator}"
             )
+            self.close(reason)
+            raise ConfigError(reason)
 
     def compare(self, mine: Mapping[str, str]) -> None:
         """Check that all followers are about to do the same. Raises ConfigError for the first difference."""
@@ -142,13 +145,11 @@ class LeaderLog:
     def _prove(self, sock: socket.socket, peer: str) -> None:
         """Take a connection in if it is a follower that is missing; else drop it and go on waiting."""
         try:
-            rank = challenge(sock, self._secret, self._hosts.hosts, _PROOF_SECONDS)
+            rank = challenge(sock, self._secret, self._take, _PROOF_SECONDS)
             channel = Channel(
                 sock, partial(self._got, rank), lambda reason: self._lost(f"rank {rank} is lost: {reason}")
             )
             with self._changed:
-                if rank in self._channels:
-                    raise Refused(f"rank {rank} is there already")
                 self._channels[rank] = channel
                 self._changed.notify_all()
             channel.start()
@@ -157,6 +158,15 @@ class LeaderLog:
             sock.close()
         finally:
             self._strangers.release()
+
+    def _take(self, rank: int) -> None:
+        """Give a rank to the one who knows the secret and asks first. Raises Refused."""
+        with self._changed:
+            if not 0 < rank < self._hosts.hosts:
+                raise Refused(f"rank {rank} is none of the followers', 1 to {self._hosts.hosts - 1}")
+            if rank in self._taken:
+                raise Refused(f"rank {rank} is there already")
+            self._taken.add(rank)
 
     def _close_listener(self) -> None:
         with suppress(OSError):
@@ -173,7 +183,7 @@ def wait_for_address(address: tuple[str, int], end: float) -> socket.socket:
             if time.monotonic() >= end:
                 host, port = address
                 raise ConfigError(
-                    f"rank 0 does not listen at {host}:{port}: {error}; start it, and see that all ranks have "
-                    "the same coordinator and log_port"
+                    f"rank 0 does not listen at {host}:{port}: {error}; start it, and see that all ranks "
+                    "have the same coordinator and log_port"
                 ) from error
             time.sleep(0.05)

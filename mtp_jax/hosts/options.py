@@ -18,7 +18,9 @@ class Hosts:
     group, and it is the only port beside JAX's that a firewall must let through.
     """
 
-    hosts: int = option(1, "processes of one engine, each with its own devices", low=1, high=1024, metavar="N")
+    hosts: int = option(
+        1, "processes of one engine, each with devices of its own", low=1, high=1024, metavar="N"
+    )
     rank: int = option(
         0, "which of them this is; 0 leads and serves, the others follow", low=0, high=1023, metavar="I"
     )

@@ -15,6 +15,7 @@ import socket
 import stat
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from mtp_jax.errors import ConfigError
@@ -53,18 +54,20 @@ def read_secret(hosts: Hosts) -> bytes:
     return found
 
 
-def challenge(sock: socket.socket, secret: bytes, hosts: int, seconds: float) -> int:
-    """The leader's side: the rank of the follower that has proved itself. Raises Refused."""
+def challenge(sock: socket.socket, secret: bytes, take: Callable[[int], None], seconds: float) -> int:
+    """The leader's side: the rank of the follower that has proved itself. Raises Refused.
+
+    take: called with the rank before the leader proves itself; raises Refused if nobody may have it.
+    """
     end = time.monotonic() + seconds
     mine = secrets.token_bytes(_NONCE)
     _send(sock, _HELLO + mine, end)
     answer = receive(sock, _NONCE + _RANK.size + _PROOF, end)
-    theirs, packed, proof = answer[:_NONCE], answer[_NONCE : -_PROOF], answer[-_PROOF:]
+    theirs, packed, proof = answer[:_NONCE], answer[_NONCE:-_PROOF], answer[-_PROOF:]
     if not hmac.compare_digest(proof, _proof(secret, b"follower", mine, theirs, packed)):
         raise Refused("it does not know the secret")
     (rank,) = _RANK.unpack(packed)
-    if not 0 < rank < hosts:
-        raise Refused(f"rank {rank} is none of the followers', 1 to {hosts - 1}")
+    take(rank)
     _send(sock, _proof(secret, b"leader", mine, theirs, packed), end)
     return rank
 
