@@ -4,13 +4,20 @@ JSON: ``mesh``, ``llm`` (options), ``jobs`` (prompts and sampling parameters), `
 got), ``draft`` (a prompt to draft after), ``loop`` (go on until it is ended).
 """
 
+import gc
 import json
+import os
+import signal
+import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from mtp_jax import LLM, Hosts, SamplingParams, StructuredOutput, follow, join, make_mesh
 from mtp_jax.bench.synthetic import random_prompts
+from mtp_jax.decode.runner import LocalRunner
+from mtp_jax.hosts.channel import Channel
 
 
 def params_of(given: dict[str, Any]) -> SamplingParams:
@@ -23,12 +30,19 @@ def complete(llm: LLM, jobs: list[dict[str, Any]]) -> list[Any]:
     """[(token ids of each prompt, accepted drafts of all)] of each job."""
     found = []
     for job in jobs:
+        began = time.perf_counter()
+        llm.warm_up(job["prompts"], [params_of(dict(p)) for p in job["params"]])
+        compiled = time.perf_counter()
         outputs = llm.generate(job["prompts"], [params_of(dict(p)) for p in job["params"]])
         ids, accepted = (
             [o.outputs[0].token_ids for o in outputs],
             sum(o.speculation.accepted for o in outputs),
         )
         found.append([ids, accepted])
+        seconds, programs = time.perf_counter() - compiled, len(llm.engine.runner.keys)
+        print(
+            f"{programs} programs: {compiled - began:.1f} s; {llm.engine.launches} launches: {seconds:.1f} s"
+        )
     return found
 
 
@@ -40,12 +54,28 @@ def draft_and_again(llm: LLM, prompt: list[int], jobs: list[dict[str, Any]]) -> 
     return [[[drafts.token_ids], len(drafts.token_ids)], *complete(llm, jobs[:1])]
 
 
+def _breakable() -> None:
+    """SIGUSR1: the next launch raises. SIGUSR2: the connections of the launch log end."""
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("a bug")
+
+    def cut() -> None:
+        for channel in [c for c in gc.get_objects() if isinstance(c, Channel)]:
+            channel._sock.shutdown(socket.SHUT_RDWR)
+
+    signal.signal(signal.SIGUSR1, lambda *_: setattr(LocalRunner, "step", broken))
+    signal.signal(signal.SIGUSR2, lambda *_: cut())
+
+
 def main(hosts: str, rank: str, coordinator: str, given: str) -> None:
     """Run to the end."""
     plan = json.loads(given)
     options = {**plan["llm"], "compile_cache": None}
     place = Hosts(int(hosts), int(rank), coordinator, join_seconds=plan.get("join_seconds", 60))
+    options |= json.loads(os.environ.get("WORKER_OPTIONS", "{}"))
     with join(place) as group:
+        _breakable()
         options |= {"mesh": make_mesh(*plan["mesh"]), "group": group}
         if not group.leads:
             print("replayed", follow(**options))
