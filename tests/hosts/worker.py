@@ -22,8 +22,8 @@ from mtp_jax.hosts.channel import Channel
 
 def params_of(given: dict[str, Any]) -> SamplingParams:
     """Sampling parameters, from JSON."""
-    schema = given.pop("json_schema", None)
-    return SamplingParams(**given, structured=schema and StructuredOutput(json_schema=schema))
+    regex = given.pop("regex", None)
+    return SamplingParams(**given, structured=regex and StructuredOutput(regex=regex))
 
 
 def complete(llm: LLM, jobs: list[dict[str, Any]]) -> list[Any]:
