@@ -31,6 +31,7 @@ class LeaderLog:
         self._hosts, self._secret, self._lost = hosts, secret, lost
         self._channels: dict[int, Channel] = {}
         self._taken: set[int] = set()
+        self._finished = False
         self._told: list[tuple[int, Op, Mapping[str, Any]]] = []  # what followers said, to be waited for
         self._changed = threading.Condition()
         self._sending = threading.Lock()
@@ -81,7 +82,7 @@ class LeaderLog:
                 try:
                     channel.send_body(*message)
                 except OSError as error:
-                    self._lost(f"rank {rank} is lost: {error}")
+                    self._gone(rank, str(error))
 
     def compiled(self, job: int) -> None:
         """Wait until every follower has compiled what ``COMPILE`` of this number asked for."""
@@ -90,6 +91,7 @@ class LeaderLog:
 
     def finish(self) -> None:
         """All is done: let the followers go."""
+        self._finished = True  # from here on they may go
         self.send(Op.END)
         for channel in self._channels.values():
             channel.finish()
@@ -128,6 +130,10 @@ class LeaderLog:
         else:
             raise LogError(f"a follower may not send {message.op.name}")
 
+    def _gone(self, rank: int, reason: str) -> None:
+        if not self._finished:
+            self._lost(f"rank {rank} is lost: {reason}")
+
     # Those who come
 
     def _accept(self) -> None:
@@ -146,9 +152,7 @@ class LeaderLog:
         """Take a connection in if it is a follower that is missing; else drop it and go on waiting."""
         try:
             rank = challenge(sock, self._secret, self._take, _PROOF_SECONDS)
-            channel = Channel(
-                sock, partial(self._got, rank), lambda reason: self._lost(f"rank {rank} is lost: {reason}")
-            )
+            channel = Channel(sock, partial(self._got, rank), partial(self._gone, rank))
             with self._changed:
                 self._channels[rank] = channel
                 self._changed.notify_all()

@@ -33,7 +33,7 @@ class Rank:
         size = os.fstat(self.log.fileno()).st_size
         return os.pread(self.log.fileno(), size, 0).decode(errors="replace")
 
-    def wait_for(self, words: str, seconds: float = 180) -> None:
+    def wait_for(self, words: str, seconds: float = 400) -> None:
         """Until it has printed these words. Raises AssertionError."""
         end = time.monotonic() + seconds
         while words not in self.text:

@@ -3,33 +3,34 @@
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from mtp_jax.bench.synthetic import rigged_params
 from mtp_jax.checkpoint import save_checkpoint
 from tests.hosts.ranks import Rank, ranks
-from tests.models import TINY
+from tests.models import TINY, rigged
 
 _SECONDS = 15
+_START_SECONDS = 180  # with the imports of a busy computer
 STOPPED, FAILED = 70, 2
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("model")
-    save_checkpoint(folder, TINY, rigged_params(TINY, noise=0.5), "float32")
+    small = replace(TINY, num_hidden_layers=1).with_nextn(())
+    save_checkpoint(folder, small, rigged(small), "float32")
     return str(folder)
 
 
 @contextmanager
 def group(model: str, **more: Any) -> Iterator[list[Rank]]:
     """Two processes that complete prompts for ever."""
-    sizes = {"max_num_seqs": 2, "max_model_len": 60, "page_size": 64, "num_speculative_tokens": 1}
+    sizes = {"max_num_seqs": 2, "max_model_len": 60, "page_size": 64, "num_speculative_tokens": 0}
     plan = {"mesh": [2, 2], "llm": {"model": model, "dtype": "float32", **sizes}, "loop": True}
     plan["join_seconds"] = more.pop("join_seconds", 60)
     with ranks(
@@ -38,10 +39,10 @@ def group(model: str, **more: Any) -> Iterator[list[Rank]]:
         yield found
 
 
-def ended(found: list[Rank], *, status: int = STOPPED) -> list[str]:
+def ended(found: list[Rank], *, status: int = STOPPED, seconds: float = _SECONDS) -> list[str]:
     """What each rank that still ran has printed, once all have ended with this status."""
     for rank in found:
-        assert rank.process.wait(_SECONDS) == status, rank.text
+        assert rank.process.wait(seconds) == status, rank.text
     return [rank.text for rank in found]
 
 
@@ -64,6 +65,7 @@ def test_an_error_on_a_follower(model):
         assert "rank 0 of 2 ends: rank 1" in first or "rank 0 of 2 ends: a launch failed" in first
 
 
+@pytest.mark.slow
 def test_an_error_on_the_leader(model):
     with group(model) as found:
         found[0].wait_for("looping")
@@ -73,6 +75,7 @@ def test_an_error_on_the_leader(model):
         assert "rank 1 of 2 ends: rank 0" in second
 
 
+@pytest.mark.slow
 def test_a_connection_that_is_cut(model):
     """SIGUSR2 closes the log's connection on rank 1 under its feet."""
     with group(model) as found:
@@ -93,17 +96,15 @@ def test_a_rank_that_is_stopped(model, victim):
 
 
 def test_another_secret(model):
-    began = time.monotonic()
     with group(model, others={1: {"MTP_JAX_SECRET": "the secret of another"}}, join_seconds=8) as found:
-        texts = ended(found, status=1)
+        texts = ended(found, status=1, seconds=_START_SECONDS)
     assert "rank 0 does not take this rank: another secret" in texts[1]
     assert "dropped a connection from 127.0.0.1" in texts[0]
     assert "rank 1 of 2 did not come in 8 s" in texts[0]
-    assert time.monotonic() - began < 60
 
 
 def test_another_configuration(model):
     """Found before weights are read."""
     with group(model, others={1: {"WORKER_OPTIONS": '{"max_num_seqs": 4}'}}) as found:
-        for text in ended(found, status=FAILED):
+        for text in ended(found, status=FAILED, seconds=_START_SECONDS):
             assert "error: rank 1 differs from rank 0 in options: max_num_seqs = 4 there" in text

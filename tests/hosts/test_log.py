@@ -260,11 +260,15 @@ def test_followers_join_in_any_order_and_hear_the_same(meeting):
     second, first = group.follower(2), group.follower(1)
     group.joined()
     group.leader.send(Op.MOVE, {"source": 2, "target": 1})
-    group.leader.send(Op.END)
+    ending = threading.Thread(target=group.leader.finish)
+    ending.start()
     for follower in (first, second):
         assert follower.receive(Op.MOVE).body.whole("source") == 2
         assert follower.receive().op is Op.END
         follower.finish()
+    ending.join(10)
+    assert not ending.is_alive()
+    assert group.lost.empty()  # an end that was said is no loss
 
 
 def test_garbage_on_the_port_disturbs_nobody(meeting, caplog):
