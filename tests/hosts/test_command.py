@@ -61,6 +61,7 @@ def test_options_that_cannot_be(options, words, capsys, monkeypatch, tmp_path):
         assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_generate(model):
     """Rank 0 prints, and both end with 0."""
     given = ["-m", "mtp_jax", "generate", model, "--token-ids", "5,9,11", "--max-tokens", "8", "--ignore-eos"]

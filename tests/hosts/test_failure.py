@@ -46,7 +46,7 @@ def ended(found: list[Rank], *, status: int = STOPPED, seconds: float = _SECONDS
     return [rank.text for rank in found]
 
 
-@pytest.mark.parametrize("victim", [1, 0])
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed(model, victim):
     with group(model) as found:
         found[0].wait_for("looping")
