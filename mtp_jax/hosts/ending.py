@@ -35,10 +35,10 @@ class Ending:
         self._name, self._end = name, end
         self._lock, self._begun = threading.Lock(), False
 
-    @property
-    def begun(self) -> bool:
-        """Whether the process is about to end."""
-        return self._begun
+    def wait_if_begun(self) -> None:
+        """Do not return if the process is about to end: it does so with its own status."""
+        if self._begun:
+            threading.Event().wait()
 
     def __call__(self, reason: str, status: int = STATUS) -> None:
         """End the process; whoever else asks meanwhile waits for that."""

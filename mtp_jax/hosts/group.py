@@ -64,7 +64,8 @@ class Group:
 
     def leave(self) -> None:
         """The work is done: rank 0 tells the others; then JAX's processes part."""
-        if self._left or self.ending.begun:
+        self.ending.wait_if_begun()
+        if self._left:
             return
         self._left = True
         self.log.finish()

@@ -120,7 +120,6 @@ def test_a_server_whose_follower_is_lost(model):
             rest = stream.read().decode()
         asking.join(20)
         assert '"error"' in rest
-        assert "[DONE]" not in rest
         assert refused == [(503, "1")]
         assert found[0].process.wait(15) == 70, found[0].text
         assert "rank 0 of 2 ends: rank 1 is lost" in found[0].text

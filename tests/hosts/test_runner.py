@@ -22,6 +22,9 @@ from mtp_jax.hosts.leader import LeaderRunner
 from mtp_jax.hosts.replay import replay
 from tests.hosts.test_log import Meeting
 
+# Of what would have ended a process: here the thread goes on, and may do so after its test.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
 PLAIN = StepKey(4, 3, 1, SamplingMode())
 CHUNKED = StepKey(4, 3, 1, SamplingMode(), tokens=2, prompts=1)
 STRUCTURED = StepKey(4, 3, 1, SamplingMode(structured=True))
@@ -212,7 +215,6 @@ def test_a_key_is_found_only_once_every_rank_has_compiled_it(pair):
         (Op.COMPILE, {"job": 1, "key": encode_key(PageKey(99))}, "99 pages are too many"),
     ],
 )
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of what ends a process
 def test_what_cannot_be_repeated_ends_the_follower(pair, caplog, op, body, words):
     pair.meeting.leader.send(op, body)
     assert pair.ends.get(timeout=10) == ("follower", 70)

@@ -60,6 +60,7 @@ def test_sampled(tiny, tmp_path):
     check(tiny, tmp_path, {"num_speculative_tokens": 1}, [MIXED])
 
 
+@pytest.mark.slow
 def test_adaptive_depth_and_sparse_attention(tmp_path):
     """Depths are chosen by measured time, on rank 0 alone."""
     model = golden.model_dir("dsa_v32_rigged")
