@@ -67,9 +67,10 @@ class FollowerLog:
 
     def _got(self, message: Message) -> None:
         if message.op is Op.FAILED:
-            self._lost(f"rank 0 failed: {message.body.fields.get('reason')}"[:500])
+            if not self._ended:
+                self._lost(f"rank 0 failed: {message.body.fields.get('reason')}"[:500])
             return
-        self._ended |= message.op is Op.END
+        self._ended |= message.op in (Op.END, Op.REFUSED)
         self._inbox.put(message)
 
     def _gone(self, reason: str) -> None:

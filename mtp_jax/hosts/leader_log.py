@@ -68,6 +68,7 @@ class LeaderLog:
         for rank in sorted(self._channels):
             said = self._wait(rank, Op.HELLO)
             if found := difference(mine, said, rank):
+                self._finished = True  # each rank ends by itself, with this as its reason
                 self.send(Op.REFUSED, {"reason": found})
                 raise ConfigError(found)
         self.send(Op.WELCOME)
@@ -122,7 +123,8 @@ class LeaderLog:
 
     def _got(self, rank: int, message: Message) -> None:
         if message.op is Op.FAILED:
-            self._lost(f"rank {rank} failed: {message.body.fields.get('reason')}"[:500])
+            if not self._finished:
+                self._lost(f"rank {rank} failed: {message.body.fields.get('reason')}"[:500])
         elif message.op in (Op.HELLO, Op.COMPILED):
             with self._changed:
                 self._told.append((rank, message.op, message.body.fields))
