@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mtp_jax.api.admission import LazyPrompt
     from mtp_jax.api.async_llm import AsyncLLM
+    from mtp_jax.api.follow import follow
     from mtp_jax.api.handover_options import HandoverOptions
     from mtp_jax.api.llm import LLM
     from mtp_jax.api.outputs import CompletionOutput, Draft, RequestOutput
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
         PromptTooLong,
         RequestError,
     )
+    from mtp_jax.hosts.group import Group, join
+    from mtp_jax.hosts.options import Hosts
     from mtp_jax.model.sharding import make_mesh
     from mtp_jax.text.grammar import StructuredOutput
     from mtp_jax.text.tokenizer import StreamDecoder, Tokenizer
@@ -44,7 +47,9 @@ __all__ = [
     "Draft",
     "EngineStats",
     "EngineStopped",
+    "Group",
     "HandoverOptions",
+    "Hosts",
     "LazyPrompt",
     "Logprob",
     "MtpJaxError",
@@ -63,6 +68,8 @@ __all__ = [
     "Tokenizer",
     "Tool",
     "ToolUse",
+    "follow",
+    "join",
     "make_mesh",
 ]
 
@@ -72,7 +79,9 @@ _HOMES = {
     "CompletionOutput": "api.outputs",
     "Draft": "api.outputs",
     "EngineStats": "engine.stats",
+    "Group": "hosts.group",
     "HandoverOptions": "api.handover_options",
+    "Hosts": "hosts.options",
     "LazyPrompt": "api.admission",
     "Logprob": "engine.request",
     "OutputKind": "engine.request",
@@ -90,6 +99,8 @@ _HOMES = {
     "CallEnd": "text.tools.parts",
     "CallBegin": "text.tools.parts",
     "CallArguments": "text.tools.parts",
+    "follow": "api.follow",
+    "join": "hosts.group",
     "make_mesh": "model.sharding",
 }
 

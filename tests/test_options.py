@@ -12,11 +12,12 @@ from mtp_jax.api.handover_options import HandoverOptions
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.commands.options import flag_of
 from mtp_jax.engine.config import EngineConfig, EngineOptions
+from mtp_jax.hosts.options import Hosts
 from mtp_jax.options import check, declared, documented, narrowed, option, takes
 from serve.settings import Settings
 
 DOCS = Path(__file__).parent.parent / "docs" / "options.md"
-ALL = (LLMOptions, SamplingParams, Settings, QueueLimits, HandoverOptions)
+ALL = (LLMOptions, SamplingParams, Settings, QueueLimits, HandoverOptions, Hosts)
 
 
 @documented

@@ -14,12 +14,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 import numpy as np
 
 from mtp_jax.api.admission import Admission, LazyPrompt, QueueLimits, estimate
-from mtp_jax.api.completions import Prompt, PromptState, check
+from mtp_jax.api.completions import Prompt, PromptState, RequestOptions, check
 from mtp_jax.api.device_memory import Tag, WeightUpdate
 from mtp_jax.api.handover import Handover
 from mtp_jax.api.handover_options import HandoverOptions
@@ -38,22 +38,6 @@ _THREADS = 2
 # Twice as many as trials run at a time: half may wait for a trial, or take a grammar that is known.
 _GRAMMAR_THREADS = 8
 _T = TypeVar("_T")
-
-
-class RequestOptions(TypedDict, total=False):
-    """What a request may say besides its prompt and how to choose tokens.
-
-    Keys:
-        request_id: names it to ``abort``.
-        priority: lower runs first; 0 unless given.
-        timeout: seconds after which it ends with the reason "timeout"; None: never.
-        cache_salt: only requests of the same salt share cached prefixes.
-    """
-
-    request_id: str | None
-    priority: int
-    timeout: float | None
-    cache_salt: str
 
 
 class AsyncLLM:
@@ -83,11 +67,10 @@ class AsyncLLM:
         self._submitting: dict[str, bool] = {}  # names on their way to a stream, and whether to abort it
         self._by_prompt: dict[PromptState, Stream] = {}
         self._calls: set[Future[Any]] = set()
-        self._ids = 0
+        self._ids, self._draining, self._closed = 0, False, False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle = asyncio.Event()
         self._idle.set()
-        self._draining = False
         self._failed = asyncio.Event()
         self._changing, self._falling_asleep = asyncio.Lock(), False  # weights or memory
         self._thread = EngineThread(
@@ -96,10 +79,11 @@ class AsyncLLM:
             updated=lambda updates: self._call(self._deliver, updates),
             failed=lambda error: self._call(self._fail_all, error),
         )
+        if llm.group:
+            llm.group.ending.told.append(self.fail)
         self._idle_for_threads = threading.Event()
         self._idle_for_threads.set()
         self.warm_up = WarmUp(llm.engine, self._idle_for_threads, self._thread.warm_up)
-        self._closed = False
         self.handover = Handover(self, handover) if handover and handover.apart else None
         # Requests on their way to the engine wait neither for what goes nowhere near it nor for those with a
         # grammar, which may take seconds to compile.
@@ -146,6 +130,14 @@ class AsyncLLM:
         self._fail_calls(EngineStopped("the engine has been closed"))
         for pool in (self._tokenising, self._compiling, self._beside):
             pool.shutdown(wait=False)
+        if self.llm.group:
+            await asyncio.to_thread(self.llm.group.leave)
+
+    def fail(self, error: EngineStopped) -> None:
+        """Fail what runs and what comes, from any thread: the process is about to end."""
+        self._thread.error = error
+        if self._loop:
+            self._call(self._fail_all, error)
 
     async def __aenter__(self) -> "AsyncLLM":
         await self.start()
@@ -420,6 +412,8 @@ class AsyncLLM:
                 self._forget(state)
 
     def _fail_all(self, error: BaseException) -> None:
+        if self.llm.group:  # the other processes must end, too
+            self.llm.group.end_soon(f"the engine failed: {type(error).__name__}: {error}")
         self._failed.set()
         failure = EngineStopped(f"the engine failed: {type(error).__name__}")
         for state, stream in list(self._by_prompt.items()):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -14,6 +14,22 @@ from mtp_jax.text.stop_strings import StopStrings
 from mtp_jax.text.tokenizer import StreamDecoder, Tokenizer
 
 Prompt = str | Sequence[int]
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a request may say besides its prompt and how to choose tokens.
+
+    Keys:
+        request_id: names it to ``abort``.
+        priority: lower runs first; 0 unless given.
+        timeout: seconds after which it ends with the reason "timeout"; None: never.
+        cache_salt: only requests of the same salt share cached prefixes.
+    """
+
+    request_id: str | None
+    priority: int
+    timeout: float | None
+    cache_salt: str
 
 
 class CompletionState:

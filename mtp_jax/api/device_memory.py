@@ -78,7 +78,7 @@ class DeviceMemory:
                 continue
             if tag == "cache":
                 engine.flush_prefix_cache()
-                local_runner(engine).release_cache()
+                engine.runner.release_cache()
             else:
                 if backup:
                     self._kept[tag] = jax.tree.map(np.asarray, _part(self.params, tag))
@@ -94,7 +94,7 @@ class DeviceMemory:
             )
         for tag in wanted:
             if tag == "cache":
-                local_runner(engine).allocate_cache()
+                engine.runner.allocate_cache()
                 self.released.remove(tag)
             else:
                 self._place(engine, tag, self._kept[tag])

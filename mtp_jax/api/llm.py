@@ -15,13 +15,11 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from mtp_jax import checkpoint
 from mtp_jax.api import probe as probing
-from mtp_jax.api.compile_cache import use_compile_cache
 from mtp_jax.api.completions import Prompt, PromptState
-from mtp_jax.api.demo import demo_model
 from mtp_jax.api.device_memory import DeviceMemory, Tag, WeightUpdate, drafting
-from mtp_jax.api.local import local_engine
+from mtp_jax.api.load import load_model
+from mtp_jax.api.local import make_runner
 from mtp_jax.api.memory import return_free_memory
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.outputs import Draft, RequestOutput
@@ -34,13 +32,11 @@ from mtp_jax.engine.buckets import chunk_sizes
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import MAX_DRAFTS, SamplingParams
-from mtp_jax.errors import RequestError
-from mtp_jax.model.backend import backend
-from mtp_jax.model.config import ModelConfig
+from mtp_jax.errors import ConfigError, RequestError
+from mtp_jax.hosts.group import Group, lead
 from mtp_jax.model.params import Params
 from mtp_jax.options import takes
 from mtp_jax.text.grammar import Grammars
-from mtp_jax.text.tokenizer import Tokenizer
 
 Conversation = Sequence[Mapping[str, Any]]
 
@@ -56,51 +52,54 @@ class LLM:
             ConfigError, CheckpointError: say what to change.
         """
         self._report = options.reporter or Silent()
-        use_compile_cache(options.compile_cache)
-        directory = Path(options.model) if options.model is not None else demo_model()
-        self.folders = [directory, *([] if options.draft_model is None else [Path(options.draft_model)])]
-        # Everything that can be wrong with the options is found before the weights are read.
-        described = ModelConfig.from_file(directory / "config.json")
-        engine_config = options.engine(described, jax.default_backend() == "cpu")
-        num_nextn_layers = options.num_nextn_layers
-        if not options.num_speculative_tokens and options.draft_model is None and num_nextn_layers is None:
-            num_nextn_layers = 0  # the folder need not have what its config.json declares
-        on = backend(options.kernels, options.mesh)
-        self.tokenizer = Tokenizer.from_dir(directory)
-        with self._report.phase("read", "B") as update:
-            loaded = checkpoint.load(
-                directory,
-                options.draft_model,
-                dtype=engine_config.dtype,
-                narrow="multiplied",
-                mesh=options.mesh,
-                num_nextn_layers=num_nextn_layers,
-                progress=update,
+        self._group, self._mesh = options.group, options.mesh
+        if self._group and not self._group.leads:
+            raise ConfigError(
+                f"rank {self._group.hosts.rank} follows: call follow() with the same options; rank 0 makes "
+                "the LLM"
             )
-        with self._report.phase("place"):
-            jax.block_until_ready(loaded.params)
-        self.config: ModelConfig = loaded.config
-        if self.tokenizer and not self.config.eos_token_ids:
-            self.config = self.config.with_eos(list(self.tokenizer.eos_ids))
-        self._memory, self._mesh = DeviceMemory(loaded.params), options.mesh
+        model = load_model(options, self._report)
+        self.tokenizer, self.config, self.folders = model.tokenizer, model.config, model.folders
+        self._memory = DeviceMemory(model.params)
         self._grammars = self.tokenizer and Grammars.of(
             self.tokenizer, self.config.vocab_size, self.config.eos_token_ids
         )
-        self.engine = self._make_engine(engine_config)
+        self.engine = self._make_engine(model.engine)
         self._session = Session(self.engine)
-        self._scorer = Scorer(self.config, on)
+        self._scorer = Scorer(self.config, model.on)
 
     def _make_engine(self, config: EngineConfig) -> Engine:
         params = drafting(self._memory.params, config.num_speculative_tokens)
         cfg = self.config if params.nextn else self.config.with_nextn(())
         with self._report.phase("allocate cache"):
-            return local_engine(cfg, params, config, self._mesh, self._grammars)
+            runner = make_runner(cfg, params, config, self._mesh)
+            return Engine(cfg, config, lead(runner, self._group), self._grammars)
+
+    @property
+    def group(self) -> Group | None:
+        """The processes that run the engine together; None: this one alone."""
+        return self._group
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the parameters that the engine runs with, on all devices together."""
+        params = drafting(self._memory.params, self.engine.config.num_speculative_tokens)
+        return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(params))
+
+    def _check_alone(self, what: str) -> None:
+        """Raises ConfigError over several hosts."""
+        if self._group:
+            raise ConfigError(
+                f"{what} is not done over several hosts (hosts = {self._group.hosts.hosts}); use one process "
+                "for it, or start the hosts anew with other weights"
+            )
 
     def without_speculation(self) -> "LLM":
         """The same weights, not a copy, with an engine of its own that never drafts: to compare with.
 
         It does not follow updates of the weights.
         """
+        self._check_alone("a second engine without speculation")
         other = copy(self)
         config = replace(self.engine.config, num_speculative_tokens=0, suffix_drafts=False)
         other.engine = self._make_engine(config)
@@ -197,6 +196,7 @@ class LLM:
         return self._scorer.score(self._memory.params, self._scorable(token_ids))
 
     def _scorable(self, token_ids: Sequence[int]) -> list[int]:
+        self._check_alone("scoring")
         self.check_memory()
         ids = list(token_ids)
         self.engine.make_request(ids[:1], SamplingParams())
@@ -285,6 +285,7 @@ class LLM:
         self, source: Source, draft_model: str | Path | None = None, *, keep_draft: bool = False
     ) -> Params:
         """The first half of ``update_weights``: read and check them. The model may serve meanwhile."""
+        self._check_alone("an update of the weights")
         dtype, now = self.engine.config.dtype, self._memory.params
         return read_update(self.config, now, source, draft_model, dtype=dtype, keep_draft=keep_draft)
 
@@ -314,6 +315,8 @@ class LLM:
             RequestError: streams are open.
         """
         wanted = self._memory.tags(tags)
+        if wanted != ["cache"]:
+            self._check_alone("a release of weights")
         self._check_idle()
         self._memory.release(self.engine, wanted, backup)
 

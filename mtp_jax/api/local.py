@@ -26,6 +26,13 @@ def local_engine(
 
     grammars: for structured output; None refuses it.
     """
+    return Engine(cfg, config, make_runner(cfg, params, config, mesh), grammars)
+
+
+def make_runner(
+    cfg: ModelConfig, params: Params, config: EngineConfig, mesh: Mesh | None = None
+) -> LocalRunner:
+    """A runner with the slots and pages that ``config`` says, as ``local_engine``. Raises ConfigError."""
     check_divisible(cfg, mesh)
     shards = data_size(mesh)
     check_config(cfg, config, shards)
@@ -34,7 +41,7 @@ def local_engine(
     fp8 = config.kv_cache_dtype == "fp8"
     runner = LocalRunner(cfg, params, shape, on, config.dtype, fp8, config.suffix_drafts)
     _check_host_cache(config, runner.page_bytes)
-    return Engine(cfg, config, runner, grammars)
+    return runner
 
 
 def _check_host_cache(config: EngineConfig, page_bytes: int) -> None:
@@ -58,6 +65,7 @@ def local_runner(engine: Engine) -> LocalRunner:
     """
     if not isinstance(engine.runner, LocalRunner):
         raise ConfigError(
-            f"the engine runs on a {type(engine.runner).__name__}; this needs a LocalRunner (local_engine)"
+            f"the engine runs on a {type(engine.runner).__name__}; this needs a LocalRunner (local_engine), "
+            "so leave out --hosts"
         )
     return engine.runner

@@ -14,6 +14,8 @@ from mtp_jax.options import option
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from mtp_jax.hosts.group import Group
+
 _DEFAULT_MAX_MODEL_LEN = 8192
 _SEED_BITS = 63  # as many as the option takes
 
@@ -60,6 +62,13 @@ class LLMOptions(EngineOptions):
         unset="no cache",
         metavar="DIR",
         off=("--no-compile-cache", "compile everything again"),
+    )
+    group: "Group | None" = option(
+        None,
+        "the processes that run the engine together: what join(Hosts(...)) made",
+        kind=object,
+        unset="this process alone",
+        flag=None,
     )
     reporter: Reporter | None = option(
         None, "shows the phases of the start", kind=object, unset="nothing is shown", flag=None

@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtp_jax.api.progress import Reporter
 from mtp_jax.commands import show
+from mtp_jax.commands.hosts import add_hosts, on_hosts
 from mtp_jax.commands.options import (
     add_engine,
     add_sampling,
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from mtp_jax.api.completions import Prompt
     from mtp_jax.api.llm import LLM
     from mtp_jax.api.outputs import RequestOutput
+    from mtp_jax.hosts.group import Group
 
 _DESCRIPTION = """\
 Complete a prompt, given by -p, -f or standard input. Text goes to standard output as it is generated, numbers
@@ -55,6 +58,7 @@ def register(subparsers: Subparsers) -> None:
         "--runs", type=positive, metavar="N", help="runs of each side to compare (default: 3)"
     )
     add_engine(parser)
+    add_hosts(parser)
     add_sampling(parser, max_tokens=128, several=True)
     parser.set_defaults(run=run)
 
@@ -70,8 +74,17 @@ def run(args: argparse.Namespace) -> int:
             f"{directory} has no {' or '.join(TOKENIZER_FILES)}; give --token-ids, and no --stop"
         )
     prompts = _prompts(args)
-    report = reporter(args)
-    llm = open_llm(args, report, len(prompts) * params.n)
+    report, completions = reporter(args), len(prompts) * params.n
+
+    def lead(group: "Group | None") -> int:
+        return _generate(args, open_llm(args, report, completions, group), prompts, params, report)
+
+    return on_hosts(args, report, completions, lead)
+
+
+def _generate(
+    args: argparse.Namespace, llm: "LLM", prompts: "list[Prompt]", params: SamplingParams, report: Reporter
+) -> int:
     if args.compare:
         from mtp_jax.commands.compare import compare
 

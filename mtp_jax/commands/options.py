@@ -23,6 +23,7 @@ from mtp_jax.text.grammar import StructuredOutput
 
 if TYPE_CHECKING:
     from mtp_jax.api.llm import LLM
+    from mtp_jax.hosts.group import Group
 
 # How the text of an option is read where its kind does not say it.
 _READ = {
@@ -181,8 +182,21 @@ def reporter(args: argparse.Namespace) -> Reporter:
     return Silent() if args.quiet else Terminal()
 
 
-def open_llm(args: argparse.Namespace, report: Reporter, completions: int) -> "LLM":
+def open_llm(
+    args: argparse.Namespace, report: Reporter, completions: int, group: "Group | None" = None
+) -> "LLM":
     """Load the model with slots for this many completions. Raises ConfigError or CheckpointError.
+
+    group: of the processes that run it together.
+    """
+    options = llm_options(args, report, completions)
+    from mtp_jax.api.llm import LLM
+
+    return LLM(args.model, group=group, **options)
+
+
+def llm_options(args: argparse.Namespace, report: Reporter, completions: int) -> dict[str, Any]:
+    """The options of ``LLM`` but for the model. Imports jax; raises ConfigError.
 
     The depth is adaptive unless it is fixed: without options no command is slower for its drafts.
     """
@@ -195,7 +209,7 @@ def open_llm(args: argparse.Namespace, report: Reporter, completions: int) -> "L
     if found.get("compile_cache", "") is None:
         forget_compile_cache()
     with report.phase("import jax"):
-        from mtp_jax.api.llm import LLM
+        import mtp_jax.api.llm  # noqa: F401
         from mtp_jax.model.sharding import make_mesh
 
     data, model = found.get("mesh", (1, 1))
@@ -203,7 +217,7 @@ def open_llm(args: argparse.Namespace, report: Reporter, completions: int) -> "L
         found["mesh"] = make_mesh(data, model)
     found.setdefault("max_num_seqs", -(-min(completions, _MOST_SLOTS) // data) * data)
     found.setdefault("adaptive_depth", True)
-    return LLM(args.model, reporter=report, **found)
+    return {**found, "reporter": report}
 
 
 def forget_compile_cache() -> None:

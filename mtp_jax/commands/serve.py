@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_jax.api.admission import QueueLimits
 from mtp_jax.api.handover_options import HandoverOptions
-from mtp_jax.api.progress import Terminal
+from mtp_jax.api.progress import Reporter, Terminal
 from mtp_jax.commands import show
+from mtp_jax.commands.hosts import add_hosts, on_hosts
 from mtp_jax.commands.options import (
     add_engine,
     add_groups,
@@ -27,6 +28,7 @@ from serve.settings import Settings
 
 if TYPE_CHECKING:
     from mtp_jax.api.async_llm import AsyncLLM
+    from mtp_jax.hosts.group import Group
 
 _KEY_VARIABLE, _ADMIN_KEY_VARIABLE = "MTP_JAX_API_KEY", "MTP_JAX_ADMIN_KEY"
 _SECRET_VARIABLE = "MTP_JAX_PEER_SECRET"
@@ -60,11 +62,17 @@ def register(subparsers: Subparsers) -> None:
     add_groups(parser, Settings, _SUBJECTS, "server", {"model_name": "its folder's name"})
     add_options(parser.add_argument_group("queue"), QueueLimits)
     add_options(parser.add_argument_group("prefill apart from decode"), HandoverOptions)
+    add_hosts(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal. Returns the exit status."""
+    """Serve until a signal, or follow rank 0. Returns the exit status."""
+    report = reporter(args)
+    return on_hosts(args, report, _SLOTS, lambda group: _serve(args, report, group))
+
+
+def _serve(args: argparse.Namespace, report: Reporter, group: "Group | None") -> int:
     directory = model_dir(args)
     found: dict[str, Any] = {"model_name": directory.resolve().name, **given(args, Settings)}
     keys = (*found.pop("api_keys", ()), *filter(None, [os.environ.get(_KEY_VARIABLE)]))
@@ -75,11 +83,10 @@ def run(args: argparse.Namespace) -> int:
     if apart.get("role", "both") != "both":
         apart.setdefault("peer_secret", os.environ.get(_SECRET_VARIABLE))
     handover = HandoverOptions(**apart)
-    report = reporter(args)
     with report.phase("import server"):
         from serve.run import listen, serve
     with listen(settings) as listener:
-        llm = open_llm(args, report, _SLOTS)
+        llm = open_llm(args, report, _SLOTS, group)
         from mtp_jax.api.async_llm import AsyncLLM
 
         allm = AsyncLLM(llm, limits.max_queued_requests, limits.max_queued_tokens, handover)
@@ -99,12 +106,10 @@ def summary(allm: "AsyncLLM", settings: "Settings", address: str) -> str:
     """What is about to be served, a line per subject."""
     import jax
 
-    from mtp_jax.api.local import local_runner
-
     engine, model = allm.llm.engine, allm.llm.config
     c, tokens = engine.config, engine.pages * engine.shards * engine.config.page_size
     first, rest = engine.warm_up_keys()
-    size = sum(a.nbytes for a in jax.tree.leaves(local_runner(engine).params)) // 10**6
+    size = allm.llm.weight_bytes // 10**6
     layers = model.num_nextn_predict_layers
     drafts = f"{layers} NextN layer{'s' * (layers != 1)}, {depth(allm.llm)}"
     keys = f"{len(settings.api_keys)} API key{'s' * (len(settings.api_keys) != 1)}"

@@ -223,3 +223,11 @@ class Runner(Protocol):
         Raises ValueError for data of another number of pages.
         """
         ...
+
+    def release_cache(self) -> None:
+        """Give up the cache and everything else that slots have on the device: none may be in use."""
+        ...
+
+    def allocate_cache(self) -> None:
+        """Allocate it again, empty. Raises ConfigError."""
+        ...

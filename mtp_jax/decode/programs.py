@@ -103,17 +103,14 @@ class Programs:
 
         It may run in a thread of its own while others use what is compiled already.
         """
-        if not self._bookkeeping:
-            self._bookkeeping = self._compile_bookkeeping()
+        self._prepare_bookkeeping()
         missing = [k for k in dict.fromkeys(keys) if k not in self._compiled]
-        count = 0
+        count, counting = 0, threading.Lock()
 
         def one(key: Key) -> None:
             nonlocal count
-            program = self._compile_one(key)
-            with self._lock:
-                self._compiled[key] = program
-                self._covering = {}
+            self.publish(key, self.build(key))
+            with counting:
                 count += 1
                 if done:
                     done(count, len(missing))
@@ -125,6 +122,21 @@ class Programs:
         finally:
             # Nobody waits for the rest after Ctrl-C: XLA cannot be interrupted, and may take minutes.
             pool.shutdown(wait=False, cancel_futures=True)
+
+    def build(self, key: Key) -> Any:
+        """Compile a program, which nobody can use before it is published."""
+        self._prepare_bookkeeping()
+        return self._compile_one(key)
+
+    def publish(self, key: Key, program: Any) -> None:
+        """Let a program that was built be found and launched from now on."""
+        with self._lock:
+            self._compiled[key] = program
+            self._covering = {}
+
+    def _prepare_bookkeeping(self) -> None:
+        if not self._bookkeeping:
+            self._bookkeeping = self._compile_bookkeeping()
 
     def cover(self, need: StepKey) -> StepKey:
         """The cheapest compiled key that covers ``need``. Raises ConfigError if there is none."""
@@ -203,7 +215,10 @@ class Programs:
         if out:
             state, rows = self._out(result_too=False)["out_shardings"], self._state.slots.length.sharding
             drafts = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rows), drafts)
-            out: dict[str, Any] = {"out_shardings": (state, jax.tree.map(lambda _: rows, drafts))}
+            tokens = drafts.tokens  # the host reads them
+            tokens = jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=self._everywhere)
+            drafts = drafts.replace(tokens=tokens)
+            out: dict[str, Any] = {"out_shardings": (state, jax.tree.map(lambda a: a.sharding, drafts))}
         first = jax.jit(_named(propose, f"draft_{name_of(key)}"), donate_argnums=1, **out)
         verify = _named(partial(verify_phase, **self._last(key), **fixed), f"verify_{name_of(key)}")
         second = jax.jit(verify, donate_argnums=1, **self._out())
@@ -214,10 +229,7 @@ class Programs:
     def _compile_pages(self, key: PageKey) -> _Pages:
         pages = jax.ShapeDtypeStruct((key.pages,), jnp.int32)
         data = jax.eval_shape(read_pages, self._state, pages)
-        everywhere: dict[str, Any] = {}
-        if self._on.mesh is not None:  # this process reads all of them
-            everywhere["out_shardings"] = NamedSharding(self._on.mesh, PartitionSpec())
-        read = jax.jit(_named(read_pages, f"read_{name_of(key)}"), **everywhere)
+        read = jax.jit(_named(read_pages, f"read_{name_of(key)}"), out_shardings=self._everywhere)
         write = jax.jit(
             _named(write_pages, f"write_{name_of(key)}"), donate_argnums=0, **self._out(result_too=False)
         )
@@ -230,10 +242,15 @@ class Programs:
         return {"cfg": self._cfg, "drafter": self.drafter, **others}
 
     def _out(self, result_too: bool = True) -> dict[str, Any]:
+        """The state stays where it is; a result is whole on every device, for every process to read."""
         if self._on.mesh is None:
             return {}
         state = jax.tree.map(lambda a: a.sharding, self._state)
-        return {"out_shardings": (state, None) if result_too else state}
+        return {"out_shardings": (state, self._everywhere) if result_too else state}
+
+    @property
+    def _everywhere(self) -> NamedSharding | None:
+        return None if self._on.mesh is None else NamedSharding(self._on.mesh, PartitionSpec())
 
     def _lower(self, key: StepKey | DraftKey) -> Any:
         if isinstance(key, StepKey):
@@ -243,7 +260,8 @@ class Programs:
             jitted = jax.jit(run, donate_argnums=1, **self._out())
             return jitted.lower(self._params, self._state, self._chunk(key))
         only = _named(partial(self._draft_only, key), name_of(key))
-        return jax.jit(only).lower(self._params, self._state, jax.ShapeDtypeStruct((), jnp.int32))
+        slot = jax.ShapeDtypeStruct((), jnp.int32)
+        return jax.jit(only, out_shardings=self._everywhere).lower(self._params, self._state, slot)
 
     def _last(self, key: StepKey) -> dict[str, Any]:
         return {"accept": self._accept, "prompt_logprobs": key.prompt_logprobs}

@@ -14,6 +14,7 @@ from mtp_jax.api.handover_options import HandoverOptions
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.commands import cli, options
 from mtp_jax.errors import RequestError
+from mtp_jax.hosts.options import Hosts
 from mtp_jax.options import declared
 from mtp_jax.text.grammar import StructuredOutput
 from serve.settings import Settings
@@ -120,11 +121,13 @@ def test_depth_is_adaptive_unless_it_is_fixed(monkeypatch):
     assert opened_with(monkeypatch)["adaptive_depth"] is True
 
 
-@pytest.mark.parametrize(("name", "option"), [*flags(Settings), *flags(QueueLimits), *flags(HandoverOptions)])
+@pytest.mark.parametrize(
+    ("name", "option"), [*flags(Settings), *flags(QueueLimits), *flags(HandoverOptions), *flags(Hosts)]
+)
 def test_server_options(name, option):
     argv, value = example(name, option)
     args = cli.make_parser().parse_args(["serve", *argv])
-    (cls,) = (c for c in (Settings, QueueLimits, HandoverOptions) if name in declared(c))
+    (cls,) = (c for c in (Settings, QueueLimits, HandoverOptions, Hosts) if name in declared(c))
     assert options.given(args, cls) == {name: value}
 
 
@@ -140,7 +143,7 @@ def test_every_option_has_one_flag_and_every_flag_is_an_option_or_tested_elsewhe
     commands = [a.choices for a in cli.make_parser()._actions if isinstance(a.choices, dict)]
     shown = [a.option_strings for a in commands[0]["generate"]._actions if a.option_strings]
     found = sorted(next(f for f in flags if f.startswith("--")) for flags in shown)
-    both = [(n, o) for cls in (LLMOptions, SamplingParams) for n, o in declared(cls).items()]
+    both = [(n, o) for cls in (LLMOptions, SamplingParams, Hosts) for n, o in declared(cls).items()]
     assert found == sorted([*own.split(), *(options.flag_of(n, o) for n, o in both if o.flag is not None)])
 
 

@@ -164,6 +164,12 @@ class Device:
     def write_pages(self, shard: int, pages: Sequence[int], data: PageData) -> None:
         raise NotImplementedError
 
+    def release_cache(self) -> None:
+        raise NotImplementedError
+
+    def allocate_cache(self) -> None:
+        raise NotImplementedError
+
 
 def on_device(
     seed: int = 0, stop: float = 0.0, keep: float = 0.5, shards: int = 1, **config: Any

@@ -1,0 +1,33 @@
+"""What the ranks after the first run in the place of an ``LLM``."""
+
+from pathlib import Path
+from typing import Any
+
+from mtp_jax.api.device_memory import drafting
+from mtp_jax.api.load import load_model
+from mtp_jax.api.local import make_runner
+from mtp_jax.api.options import LLMOptions
+from mtp_jax.api.progress import Silent
+from mtp_jax.errors import ConfigError
+from mtp_jax.hosts.follower_log import FollowerLog
+from mtp_jax.hosts.replay import replay
+
+
+def follow(model: str | Path | None = None, **rest: Any) -> int:
+    """Load the model and repeat what rank 0 launches, until it ends. Returns how many operations there were.
+
+    Takes the options of ``LLM``: those that rank 0 gives it, with this rank's own ``group`` and ``mesh``.
+
+    Raises ConfigError, CheckpointError at the start. What goes wrong later ends the process with status 70.
+    """
+    options = LLMOptions(model, **rest)
+    group, report = options.group, options.reporter or Silent()
+    if group is None or not isinstance(group.log, FollowerLog):
+        raise ConfigError("follow() is for the ranks after the first; rank 0 makes an LLM")
+    loaded = load_model(options, report)
+    params = drafting(loaded.params, loaded.engine.num_speculative_tokens)
+    cfg = loaded.config if params.nextn else loaded.config.with_nextn(())
+    with report.phase("allocate cache"):
+        runner = make_runner(cfg, params, loaded.engine, options.mesh)
+    with report.phase("follow"):
+        return replay(runner, group.log, group.ending)

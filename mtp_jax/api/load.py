@@ -1,0 +1,91 @@
+"""A model in memory and the runner of its programs: what ``LLM`` serves with, and a follower replays on."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from mtp_jax import checkpoint
+from mtp_jax.api.compile_cache import use_compile_cache
+from mtp_jax.api.demo import demo_model
+from mtp_jax.api.options import LLMOptions
+from mtp_jax.api.progress import Reporter
+from mtp_jax.engine.config import EngineConfig
+from mtp_jax.errors import ConfigError
+from mtp_jax.hosts.hello import folder_digest, options_of, versions
+from mtp_jax.model.backend import Backend, backend
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.params import Params
+from mtp_jax.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """Parameters on their devices, what goes with them, and the folders that they are from."""
+
+    config: ModelConfig
+    engine: EngineConfig
+    params: Params
+    tokenizer: Tokenizer | None
+    on: Backend
+    folders: tuple[Path, ...]
+
+
+def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
+    """Load what the options say. Raises ConfigError, CheckpointError."""
+    use_compile_cache(options.compile_cache)
+    directory = Path(options.model) if options.model is not None else demo_model()
+    # Everything that can be wrong with the options is found before the weights are read.
+    described = ModelConfig.from_file(directory / "config.json")
+    engine = options.engine(described, jax.default_backend() == "cpu")
+    num_nextn_layers = options.num_nextn_layers
+    if not options.num_speculative_tokens and options.draft_model is None and num_nextn_layers is None:
+        num_nextn_layers = 0  # the folder need not have what its config.json declares
+    on = backend(options.kernels, options.mesh)
+    tokenizer = Tokenizer.from_dir(directory)
+    _compare(options, directory, engine, num_nextn_layers)
+    with report.phase("read", "B") as update:
+        loaded = checkpoint.load(
+            directory,
+            options.draft_model,
+            dtype=engine.dtype,
+            narrow="multiplied",
+            mesh=options.mesh,
+            num_nextn_layers=num_nextn_layers,
+            progress=update,
+        )
+    with report.phase("place"):
+        jax.block_until_ready(loaded.params)
+    config = loaded.config
+    if tokenizer and not config.eos_token_ids:
+        config = config.with_eos(list(tokenizer.eos_ids))
+    draft = options.draft_model
+    folders = (directory,) if draft is None else (directory, Path(draft))
+    return LoadedModel(config, engine, loaded.params, tokenizer, on, folders)
+
+
+def _compare(options: LLMOptions, directory: Path, engine: EngineConfig, nextn: int | None) -> None:
+    """Over several hosts: check that every rank is about to load and compile the same. Raises ConfigError."""
+    if options.group is None:
+        if jax.process_count() > 1:
+            raise ConfigError("JAX runs over several processes; give the group that join() made")
+        return
+    mesh, every = options.mesh, jax.devices()
+    if mesh is None or mesh.devices.size != len(every):
+        shape = None if mesh is None else "x".join(str(n) for n in mesh.devices.shape)
+        raise ConfigError(
+            f"mesh = {shape}; {options.group.hosts.hosts} hosts have {len(every)} devices together: give a "
+            "mesh of all of them"
+        )
+    draft = options.draft_model
+    options.group.compare(
+        {
+            **versions(),
+            "devices": f"{every[0].device_kind}, {len(every)}, {jax.local_device_count()} on each host",
+            "mesh": " ".join(f"{name}={n}" for name, n in mesh.shape.items()),
+            "options": options_of(engine),
+            "NextN layers": str(nextn),
+            "the checkpoint": folder_digest(directory),
+            "draft_model": "none" if draft is None else folder_digest(Path(draft)),
+        }
+    )

@@ -1,0 +1,68 @@
+"""A command over several hosts: rank 0 does it, the others follow until it has ended."""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from mtp_jax.api.progress import Reporter
+from mtp_jax.commands.options import add_options, given, llm_options
+from mtp_jax.commands.parser import Parser
+from mtp_jax.errors import ConfigError
+from mtp_jax.hosts.options import Hosts
+
+if TYPE_CHECKING:
+    from mtp_jax.hosts.group import Group
+
+
+def add_hosts(parser: Parser) -> None:
+    """The options of ``Hosts``."""
+    add_options(parser.add_argument_group("hosts"), Hosts)
+
+
+def on_hosts(
+    args: argparse.Namespace, report: Reporter, completions: int, lead: "Callable[[Group | None], int]"
+) -> int:
+    """Run ``lead`` on rank 0, with the group, or None without one; follow elsewhere. Returns the exit status.
+
+    Raises ConfigError. completions: as for ``open_llm``.
+    """
+    found = given(args, Hosts)
+    hosts = Hosts(**found)
+    if hosts.hosts == 1:
+        if found.keys() - {"hosts"}:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in found if name != "hosts")
+            raise ConfigError(f"{names} without effect on one host; add --hosts 2 or more, or leave it out")
+        return lead(None)
+    with report.phase("import jax"):
+        from mtp_jax.hosts.group import join
+    with report.phase("join"):
+        group = join(hosts)
+    with group:
+        if group.leads:
+            return lead(group)
+        _follow(args.model, {**llm_options(args, report, completions), "group": group})
+    sys.stderr.flush()
+    os._exit(0)  # what still compiles in the background will not be needed
+
+
+def _follow(model: Any, options: dict[str, Any]) -> None:
+    from mtp_jax.api.follow import follow
+
+    asked = False
+
+    def leave_later(number: int, frame: FrameType | None) -> None:
+        """Who stops all ranks at once would cut the requests off that rank 0 lets come to their end."""
+        nonlocal asked
+        del frame
+        if asked:
+            os._exit(128 + number)
+        asked = True
+        print("this rank ends with rank 0; another signal ends it at once", file=sys.stderr, flush=True)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, leave_later)
+    follow(model, **options)

@@ -1,0 +1,178 @@
+"""One connection of the launch log: numbered messages both ways, and a sign of life every few seconds.
+
+uint32 bytes of body | uint8 operation | uint8 packed | uint64 number | body
+"""
+
+import contextlib
+import select
+import socket
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum, auto
+from typing import Any
+
+import numpy as np
+
+from mtp_jax.hosts.codec import Body, LogError, decode, encode
+
+_HEAD = struct.Struct("<IBBQ")
+# One that is paused for longer, or whose host is gone without a word, is lost. JAX's own service would end
+# the process without a readable line after its 10 s.
+ALIVE_SECONDS = 2.0
+SILENT_SECONDS = 3 * ALIVE_SECONDS
+_MOST_BYTES = 2**32 - 1
+_PACKED_FROM = 4096
+
+
+class Op(IntEnum):
+    """What a message is."""
+
+    ALIVE = auto()
+    # Of the start and the end; both ways.
+    HELLO = auto()
+    WELCOME = auto()
+    REFUSED = auto()
+    FAILED = auto()
+    END = auto()
+    # A program: compile it, it is compiled, it may be launched.
+    COMPILE = auto()
+    COMPILED = auto()
+    PUBLISH = auto()
+    # What ``LeaderRunner`` launches.
+    ADMIT = auto()
+    MOVE = auto()
+    UPDATE = auto()
+    STEP = auto()
+    MASKS = auto()
+    DRAFT = auto()
+    READ_PAGES = auto()
+    WRITE_PAGES = auto()
+    RELEASE_CACHE = auto()
+    ALLOCATE_CACHE = auto()
+
+
+# Rows of the vocabulary and masks are mostly one value: 1.3 MB become 12 kB, in about a millisecond.
+_PACKED = (Op.ADMIT, Op.STEP, Op.MASKS)
+
+
+@dataclass(frozen=True)
+class Message:
+    """One that has arrived."""
+
+    op: Op
+    body: Body
+
+
+class Channel:
+    """A connection whose other end has proved itself. ``got`` and ``lost`` are called on a thread of its own.
+
+    got: a message. lost: why nothing more will come; once, and not after ``close``.
+    """
+
+    def __init__(
+        self, sock: socket.socket, got: Callable[[Message], None], lost: Callable[[str], None]
+    ) -> None:
+        sock.setblocking(True)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sock, self._got, self._lost = sock, got, lost
+        self._sending, self._sent, self._received = threading.Lock(), 0, 0
+        self._closed = threading.Event()
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
+        self._reader = threading.Thread(target=self._read, name="log-read", daemon=True)
+
+    def start(self) -> None:
+        """Read, and show that this end lives."""
+        self._reader.start()
+        threading.Thread(target=self._live, name="log-live", daemon=True).start()
+
+    def send(
+        self, op: Op, fields: Mapping[str, Any] | None = None, arrays: Sequence[np.ndarray | None] = ()
+    ) -> None:
+        """Send a message. Raises OSError, LogError."""
+        self.send_body(*prepared(op, fields, arrays))
+
+    def send_body(self, op: Op, packed: bool, body: bytes) -> None:
+        """Send what ``prepared`` made. Raises OSError."""
+        with self._sending:
+            self._sock.sendall(_HEAD.pack(len(body), op, packed, self._sent) + body)
+            self._sent += 1
+
+    def finish(self) -> None:
+        """Send no more, and wait until the other end has read all of it and closed, or does not."""
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+        if self._reader.ident is not None:
+            self._reader.join(SILENT_SECONDS)
+        self._sock.close()
+
+    def close(self) -> None:
+        """End the connection now: what has not arrived may be lost."""
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+    def _live(self) -> None:
+        while not self._closed.wait(ALIVE_SECONDS):
+            try:
+                self.send(Op.ALIVE)
+            except OSError:
+                return  # whoever reads sees it, too
+
+    def _read(self) -> None:
+        try:
+            while True:
+                message = self._next()
+                if message.op is not Op.ALIVE:
+                    self._got(message)
+        except (OSError, LogError, ValueError) as error:
+            if not self._closed.is_set():
+                self._lost(str(error))
+        finally:
+            self.close()
+
+    def _next(self) -> Message:
+        size, op, packed, number = _HEAD.unpack(self._exactly(_HEAD.size))
+        if number != self._received:
+            raise LogError(f"message {number} came where {self._received} was due")
+        self._received += 1
+        if op not in Op._value2member_map_:
+            raise LogError(f"unknown operation {op}")
+        body = self._exactly(size)
+        if packed:
+            unpacking = zlib.decompressobj()
+            try:
+                body = unpacking.decompress(body, _MOST_BYTES)
+            except zlib.error as error:
+                raise LogError(f"a packed message is damaged: {error}") from error
+            if not unpacking.eof:
+                raise LogError("a packed message is cut off, or too long")
+        return Message(Op(op), decode(body))
+
+    def _exactly(self, count: int) -> bytearray:
+        found = bytearray(count)
+        view = memoryview(found)
+        while view:
+            if not self._readable.poll(SILENT_SECONDS * 1000):
+                raise LogError(f"nothing came for {SILENT_SECONDS:g} s")
+            got = self._sock.recv_into(view)
+            if not got:
+                raise LogError("the connection ended")
+            view = view[got:]
+        return found
+
+
+def prepared(
+    op: Op, fields: Mapping[str, Any] | None, arrays: Sequence[np.ndarray | None]
+) -> tuple[Op, bool, bytes]:
+    """A message that may be sent on several channels. Raises LogError."""
+    body = encode(fields or {}, arrays)
+    if len(body) > _MOST_BYTES:
+        raise LogError(f"a message of {len(body):,} bytes; the most is {_MOST_BYTES:,}: use fewer pages")
+    packed = op in _PACKED and len(body) >= _PACKED_FROM
+    return op, packed, zlib.compress(body, 1) if packed else body

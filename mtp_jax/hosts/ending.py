@@ -1,0 +1,77 @@
+"""How a process of a group ends when the group cannot go on: one line, what must be told, and the exit.
+
+Part of a group is no engine. What its devices do cannot be taken back, and JAX's own shutdown would wait for
+those that are gone: the process ends at once, and whoever started the ranks starts all of them again.
+"""
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+
+from mtp_jax.errors import EngineStopped
+
+_LOG = logging.getLogger(__name__)
+STATUS = 70
+_LAST_ANSWERS_SECONDS = 1.0  # for errors on their way to clients
+# The end of a peer is an error of a collective first, and then the end of its connection, which names it.
+_NAMED_SECONDS = 0.3
+
+
+class Ending:
+    """Ends this process once.
+
+    Attributes:
+        told: called with the error before the end; they have a second to pass it on.
+    """
+
+    def __init__(self, name: str, end: Callable[[int], object] = os._exit) -> None:
+        """name: of this process in the line."""
+        self.told: list[Callable[[EngineStopped], None]] = []
+        self._name, self._end = name, end
+        self._lock, self._begun = threading.Lock(), False
+
+    def wait_if_begun(self) -> None:
+        """Do not return if the process is about to end: it does so with its own status."""
+        if self._begun:
+            threading.Event().wait()
+
+    def __call__(self, reason: str, status: int = STATUS) -> None:
+        """End the process; whoever else asks meanwhile waits for that."""
+        with self._lock:
+            first, self._begun = not self._begun, True
+        if not first:
+            threading.Event().wait()
+        line = " ".join(reason.split())
+        _LOG.critical("%s ends: %s", self._name, line)
+        for tell in self.told:
+            with suppress(Exception):
+                tell(EngineStopped(f"the engine failed: {line}"))
+        if self.told:
+            time.sleep(_LAST_ANSWERS_SECONDS)
+        with suppress(Exception):
+            sys.stdout.flush()
+        self._end(status)
+
+    def on_error(self, doing: str) -> "_OnError":
+        """A context that ends the process if its block raises: this rank is not where the others are."""
+        return _OnError(self, doing)
+
+
+class _OnError:
+    def __init__(self, ending: Ending, doing: str) -> None:
+        self._ending, self._doing = ending, doing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):
+            time.sleep(_NAMED_SECONDS)
+            self._ending(f"{self._doing}: {type(error).__name__}: {error}"[:500])

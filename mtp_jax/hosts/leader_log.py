@@ -1,0 +1,195 @@
+"""Rank 0's side of the launch log: takes the followers in, and tells all of them the same in one order."""
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mtp_jax.errors import ConfigError
+from mtp_jax.hosts.channel import Channel, Message, Op, prepared
+from mtp_jax.hosts.codec import LogError
+from mtp_jax.hosts.hello import difference
+from mtp_jax.hosts.options import Hosts
+from mtp_jax.hosts.secret import Refused, challenge
+
+_LOG = logging.getLogger(__name__)
+_PROOF_SECONDS = 5.0  # in which a connection must have proved itself
+_MOST_STRANGERS = 64  # connections that may be at it at a time
+
+
+class LeaderLog:
+    """One connection per follower. ``lost`` is called, on a thread of its own, with what ends the group."""
+
+    def __init__(self, hosts: Hosts, secret: bytes, lost: Callable[[str], None]) -> None:
+        """Listens. Raises ConfigError."""
+        self._hosts, self._secret, self._lost = hosts, secret, lost
+        self._channels: dict[int, Channel] = {}
+        self._taken: set[int] = set()
+        self._finished = False
+        self._told: list[tuple[int, Op, Mapping[str, Any]]] = []  # what followers said, to be waited for
+        self._changed = threading.Condition()
+        self._sending = threading.Lock()
+        self._strangers = threading.Semaphore(_MOST_STRANGERS)
+        host, port = hosts.address
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            self._listener = socket.create_server((host, port), family=family)
+        except OSError as error:
+            raise ConfigError(
+                f"the launch log cannot have {host}:{port}: {error.strerror}; the coordinator must be an "
+                "address of rank 0's host, or give another log_port"
+            ) from error
+
+    def join(self) -> None:
+        """Wait for every follower. Raises ConfigError if they do not all come in time."""
+        threading.Thread(target=self._accept, name="log-accept", daemon=True).start()
+        everyone = set(range(1, self._hosts.hosts))
+        with self._changed:
+            self._changed.wait_for(lambda: self._channels.keys() == everyone, self._hosts.join_seconds)
+            missing = sorted(everyone - self._channels.keys())
+        self._close_listener()
+        if missing:
+            reason = (
+                f"rank {', '.join(map(str, missing))} of {self._hosts.hosts} did not come in "
+                f"{self._hosts.join_seconds:g} s; start it with the same secret and coordinator = "
+                f"{self._hosts.coordinator}"
+            )
+            self.close(reason)
+            raise ConfigError(reason)
+
+    def compare(self, mine: Mapping[str, str]) -> None:
+        """Check that all followers are about to do the same. Raises ConfigError for the first difference."""
+        for rank in sorted(self._channels):
+            said = self._wait(rank, Op.HELLO)
+            if found := difference(mine, said, rank):
+                self._finished = True  # each rank ends by itself, with this as its reason
+                self.send(Op.REFUSED, {"reason": found})
+                raise ConfigError(found)
+        self.send(Op.WELCOME)
+
+    def send(
+        self, op: Op, fields: Mapping[str, Any] | None = None, arrays: Sequence[np.ndarray | None] = ()
+    ) -> None:
+        """Tell all followers. Ends the group if one cannot be told."""
+        message = prepared(op, fields, arrays)
+        with self._sending:
+            for rank, channel in self._channels.items():
+                try:
+                    channel.send_body(*message)
+                except OSError as error:
+                    self._gone(rank, str(error))
+
+    def compiled(self, job: int) -> None:
+        """Wait until every follower has compiled what ``COMPILE`` of this number asked for."""
+        for rank in sorted(self._channels):
+            self._wait(rank, Op.COMPILED, {"job": job})
+
+    def finish(self) -> None:
+        """All is done: let the followers go."""
+        self._finished = True  # from here on they may go
+        self.send(Op.END)
+        for channel in self._channels.values():
+            channel.finish()
+
+    def close(self, reason: str) -> None:
+        """End the connections, and say why."""
+        self._close_listener()
+        if self._sending.acquire(timeout=0.2):  # whoever has it may be stuck
+            for channel in self._channels.values():
+                with suppress(OSError):
+                    channel.send(Op.FAILED, {"reason": reason})
+        for channel in list(self._channels.values()):
+            channel.close()
+
+    def _wait(self, rank: int, op: Op, fields: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+        """What a follower says: of this kind, with these fields. The group ends if it is lost meanwhile."""
+        found: list[tuple[int, Op, Mapping[str, Any]]] = []
+
+        def said() -> bool:
+            wanted = (fields or {}).items()
+            found[:] = [m for m in self._told if m[:2] == (rank, op) and m[2].items() >= wanted]
+            return bool(found)
+
+        with self._changed:
+            self._changed.wait_for(said)
+            self._told.remove(found[0])
+        return found[0][2]
+
+    def _got(self, rank: int, message: Message) -> None:
+        if message.op is Op.FAILED:
+            if not self._finished:
+                self._lost(f"rank {rank} failed: {message.body.fields.get('reason')}"[:500])
+        elif message.op in (Op.HELLO, Op.COMPILED):
+            with self._changed:
+                self._told.append((rank, message.op, message.body.fields))
+                self._changed.notify_all()
+        else:
+            raise LogError(f"a follower may not send {message.op.name}")
+
+    def _gone(self, rank: int, reason: str) -> None:
+        if not self._finished:
+            self._lost(f"rank {rank} is lost: {reason}")
+
+    # Those who come
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, (host, port, *_) = self._listener.accept()
+            except OSError:
+                return  # closed
+            if not self._strangers.acquire(blocking=False):
+                sock.close()
+                continue
+            prove = partial(self._prove, sock, f"{host}:{port}")
+            threading.Thread(target=prove, name="log-proof", daemon=True).start()
+
+    def _prove(self, sock: socket.socket, peer: str) -> None:
+        """Take a connection in if it is a follower that is missing; else drop it and go on waiting."""
+        try:
+            rank = challenge(sock, self._secret, self._take, _PROOF_SECONDS)
+            channel = Channel(sock, partial(self._got, rank), partial(self._gone, rank))
+            with self._changed:
+                self._channels[rank] = channel
+                self._changed.notify_all()
+            channel.start()
+        except Refused as refused:
+            _LOG.warning("launch log: dropped a connection from %s: %s", peer, refused)
+            sock.close()
+        finally:
+            self._strangers.release()
+
+    def _take(self, rank: int) -> None:
+        """Give a rank to the one who knows the secret and asks first. Raises Refused."""
+        with self._changed:
+            if not 0 < rank < self._hosts.hosts:
+                raise Refused(f"rank {rank} is none of the followers', 1 to {self._hosts.hosts - 1}")
+            if rank in self._taken:
+                raise Refused(f"rank {rank} is there already")
+            self._taken.add(rank)
+
+    def _close_listener(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # close alone does not wake who accepts
+        self._listener.close()
+
+
+def wait_for_address(address: tuple[str, int], end: float) -> socket.socket:
+    """A connection to it, once somebody listens there. Raises ConfigError at ``time.monotonic() == end``."""
+    while True:
+        try:
+            return socket.create_connection(address, timeout=max(end - time.monotonic(), 0.1))
+        except OSError as error:
+            if time.monotonic() >= end:
+                host, port = address
+                raise ConfigError(
+                    f"rank 0 does not listen at {host}:{port}: {error}; start it, and see that all ranks "
+                    "have the same coordinator and log_port"
+                ) from error
+            time.sleep(0.05)

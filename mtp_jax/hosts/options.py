@@ -1,0 +1,84 @@
+"""Which process of a group this one is, and where the group meets. No jax here: the command line reads it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtp_jax.errors import ConfigError
+from mtp_jax.options import check, documented, option
+
+_MOST_PORT = 65535
+
+
+@documented
+@dataclass(frozen=True)
+class Hosts:
+    """One engine over several processes, as a rule one per host. Raises ConfigError.
+
+    The launch log has a port of its own, the one after the coordinator's: one address is enough to start a
+    group, and it is the only port beside JAX's that a firewall must let through.
+    """
+
+    hosts: int = option(
+        1, "processes of one engine, each with devices of its own", low=1, high=1024, metavar="N"
+    )
+    rank: int = option(
+        0, "which of them this is; 0 leads and serves, the others follow", low=0, high=1023, metavar="I"
+    )
+    coordinator: str | None = option(
+        None,
+        "address of rank 0, the same for all, in a network of the group's own",
+        kind=str,
+        unset="none",
+        metavar="HOST:PORT",
+    )
+    log_port: int | None = option(
+        None,
+        "port of the launch log on the coordinator's host",
+        kind=int,
+        low=1,
+        high=_MOST_PORT,
+        unset="the one after the coordinator's",
+        metavar="PORT",
+    )
+    secret_file: str | Path | None = option(
+        None,
+        "file with the secret that all ranks share, readable by you alone",
+        kind=Path,
+        unset="MTP_JAX_SECRET of the environment",
+        metavar="FILE",
+    )
+    join_seconds: float = option(
+        300.0, "seconds for all ranks to come together at the start", low=0, above=True, high=86400
+    )
+
+    def __post_init__(self) -> None:
+        check(self, ConfigError)
+        if self.rank >= self.hosts:
+            raise ConfigError(
+                f"rank = {self.rank} of hosts = {self.hosts}; ranks go from 0 to {self.hosts - 1}: give "
+                "the number of processes as hosts"
+            )
+        if self.hosts > 1:
+            self._ports()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the launch log."""
+        host, _, after = self._ports()
+        return host, after
+
+    def _ports(self) -> tuple[str, int, int]:
+        host, _, port = (self.coordinator or "").rpartition(":")
+        number = int(port) if port.isdecimal() else 0
+        if not host or not 1 <= number <= _MOST_PORT:
+            raise ConfigError(
+                f"coordinator = {self.coordinator!r}; expected HOST:PORT of rank 0, the same on every host, "
+                "such as 10.0.0.1:9000"
+            )
+        after = self.log_port or number + 1
+        if after == number or after > _MOST_PORT:
+            raise ConfigError(
+                f"the launch log cannot have port {after} beside the coordinator's {number}; give another "
+                "log_port"
+            )
+        return host.strip("[]"), number, after

@@ -1,0 +1,110 @@
+"""Whatever happens to one rank, all end soon, with a line that says why; none goes on alone, none hangs."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mtp_jax.checkpoint import save_checkpoint
+from tests.hosts.ranks import Rank, ranks
+from tests.models import TINY, rigged
+
+_SECONDS = 15
+_START_SECONDS = 180  # with the imports of a busy computer
+STOPPED, FAILED = 70, 2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    small = replace(TINY, num_hidden_layers=1).with_nextn(())
+    save_checkpoint(folder, small, rigged(small), "float32")
+    return str(folder)
+
+
+@contextmanager
+def group(model: str, **more: Any) -> Iterator[list[Rank]]:
+    """Two processes that complete prompts for ever."""
+    sizes = {"max_num_seqs": 2, "max_model_len": 60, "page_size": 64, "num_speculative_tokens": 0}
+    plan = {"mesh": [2, 2], "llm": {"model": model, "dtype": "float32", **sizes}, "loop": True}
+    plan["join_seconds"] = more.pop("join_seconds", 60)
+    with ranks(
+        ["-m", "tests.hosts.worker", "HOSTS", "RANK", "COORDINATOR", json.dumps(plan)], **more
+    ) as found:
+        yield found
+
+
+def ended(found: list[Rank], *, status: int = STOPPED, seconds: float = _SECONDS) -> list[str]:
+    """What each rank that still ran has printed, once all have ended with this status."""
+    for rank in found:
+        assert rank.process.wait(seconds) == status, rank.text
+    return [rank.text for rank in found]
+
+
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_rank_that_is_killed(model, victim):
+    with group(model) as found:
+        found[0].wait_for("looping")
+        found[victim].process.kill()
+        (text,) = ended([found[1 - victim]])
+        assert f"rank {1 - victim} of 2 ends: rank {victim} is lost" in text
+
+
+def test_an_error_on_a_follower(model):
+    """SIGUSR1 makes its next launch raise."""
+    with group(model) as found:
+        found[0].wait_for("looping")
+        found[1].process.send_signal(signal.SIGUSR1)
+        first, second = ended(found)
+        assert "rank 1 of 2 ends: a launch of rank 0 could not be repeated: RuntimeError" in second
+        assert "rank 0 of 2 ends: rank 1" in first or "rank 0 of 2 ends: a launch failed" in first
+
+
+@pytest.mark.slow
+def test_an_error_on_the_leader(model):
+    with group(model) as found:
+        found[0].wait_for("looping")
+        found[0].process.send_signal(signal.SIGUSR1)
+        first, second = ended(found)
+        assert "rank 0 of 2 ends: a launch failed: RuntimeError: a bug" in first
+        assert "rank 1 of 2 ends: rank 0" in second
+
+
+@pytest.mark.slow
+def test_a_connection_that_is_cut(model):
+    """SIGUSR2 closes the log's connection on rank 1 under its feet."""
+    with group(model) as found:
+        found[0].wait_for("looping")
+        found[1].process.send_signal(signal.SIGUSR2)
+        for rank, text in enumerate(ended(found)):
+            assert f"rank {rank} of 2 ends: rank {1 - rank} is lost" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [1, 0])
+def test_a_rank_that_is_stopped(model, victim):
+    with group(model) as found:
+        found[0].wait_for("looping")
+        os.kill(found[victim].process.pid, signal.SIGSTOP)
+        (text,) = ended([found[1 - victim]])
+        assert f"rank {victim} is lost: nothing came for 6 s" in text
+
+
+def test_another_secret(model):
+    with group(model, others={1: {"MTP_JAX_SECRET": "the secret of another"}}, join_seconds=8) as found:
+        texts = ended(found, status=1, seconds=_START_SECONDS)
+    assert "rank 0 does not take this rank: another secret" in texts[1]
+    assert "dropped a connection from 127.0.0.1" in texts[0]
+    assert "rank 1 of 2 did not come in 8 s" in texts[0]
+
+
+def test_another_configuration(model):
+    """Found before weights are read."""
+    with group(model, others={1: {"WORKER_OPTIONS": '{"max_num_seqs": 4}'}}) as found:
+        for text in ended(found, status=FAILED, seconds=_START_SECONDS):
+            assert "error: rank 1 differs from rank 0 in options: max_num_seqs = 4 there" in text

@@ -1,0 +1,431 @@
+"""The launch log by itself: what is written is read, and whoever does not belong is refused."""
+
+import json
+import os
+import queue
+import socket
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import fields, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mtp_jax.decode.host import Chunk, SamplingState, SlotRow
+from mtp_jax.decode.keys import DraftKey, PageKey, SamplingMode, StepKey, Topology
+from mtp_jax.errors import ConfigError
+from mtp_jax.hosts import channel as channels
+from mtp_jax.hosts.channel import Channel, Message, Op
+from mtp_jax.hosts.codec import (
+    LogError,
+    chunk_arrays,
+    chunk_of,
+    decode,
+    decode_key,
+    encode,
+    encode_key,
+    row_arrays,
+    row_of,
+)
+from mtp_jax.hosts.follower_log import FollowerLog
+from mtp_jax.hosts.hello import difference, folder_digest, versions
+from mtp_jax.hosts.leader_log import LeaderLog
+from mtp_jax.hosts.options import Hosts
+from mtp_jax.hosts.secret import read_secret
+from tests.hosts.ranks import two_free_ports
+
+SECRET = b"a secret of the tests"
+KEYS = [
+    StepKey(4, 3, 2, SamplingMode("sampled", "block", 5, structured=True), None, 16, 2, 0),
+    StepKey(1, 2, 1, SamplingMode(), Topology.chain(2)),
+    DraftKey(2, 3),
+    PageKey(8),
+]
+
+
+# Bodies
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_keys_come_back(key):
+    assert decode_key(json.loads(json.dumps(encode_key(key)))) == key
+
+
+@pytest.mark.parametrize(
+    "given", [None, [], {}, {"kind": "Key"}, {"kind": "PageKey"}, {"kind": "PageKey", "x": 1}]
+)
+def test_unknown_keys_are_refused(given):
+    with pytest.raises(LogError, match="unknown key"):
+        decode_key(given)
+
+
+def test_bodies_come_back():
+    arrays = [
+        np.arange(6, dtype=np.int32).reshape(2, 3).T,
+        None,
+        np.zeros((0, 4), np.uint32),
+        np.array(True),
+        np.array([1.5, -2], ml_dtypes.bfloat16),
+        np.array([[0.5]], ml_dtypes.float8_e4m3fn),
+    ]
+    found = decode(encode({"slot": 3, "page": None}, arrays))
+    assert found.fields == {"slot": 3, "page": None}
+    for got, want in zip(found.arrays, arrays, strict=True):
+        if want is None or got is None:
+            assert got is want
+            continue
+        assert (got.dtype, got.shape, got.tobytes()) == (want.dtype, want.shape, want.tobytes())
+
+
+def test_rows_and_chunks_come_back():
+    numbers = iter(range(100))
+    sampler = SamplingState(*(np.full(1, next(numbers), np.int32) for _ in fields(SamplingState)))
+    own = {f.name: np.full((1, 2), next(numbers)) for f in fields(SlotRow) if f.name != "sampling"}
+    row = SlotRow(**own, sampling=sampler)
+    back = row_of(row_arrays(row))
+    for f in fields(SlotRow):
+        if f.name != "sampling":
+            assert getattr(back, f.name) is getattr(row, f.name)
+    assert all(getattr(back.sampling, f.name) == getattr(sampler, f.name) for f in fields(SamplingState))
+    chunk = Chunk(*(np.full(1, next(numbers)) for _ in fields(Chunk)))
+    again = chunk_of(chunk_arrays(chunk))
+    assert again is not None
+    assert all(getattr(again, f.name) == getattr(chunk, f.name) for f in fields(Chunk))
+    assert chunk_of(chunk_arrays(None)) is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xff\xff\xff\xff{}",
+        struct.pack("<I", 2) + b"{}",
+        struct.pack("<I", 4) + b"\x80abc",
+        encode({}, [np.zeros(4, np.int32)])[:-1],
+        encode({}, [np.zeros(4, np.int32)]) + b"x",
+        *(
+            struct.pack("<I", len(head)) + head
+            for head in (
+                b'{"fields": {}, "arrays": [["object", [1]]]}',
+                b'{"fields": {}, "arrays": [["int32", [-1]]]}',
+                b'{"fields": {}, "arrays": [["int32", [4611686018427387904, 4]]]}',
+                b'{"fields": {}, "arrays": [["int32", [true]]]}',
+                b'{"fields": [], "arrays": []}',
+            )
+        ),
+    ],
+)
+def test_damaged_bodies_are_refused(body):
+    with pytest.raises(LogError):
+        decode(body)
+
+
+def test_objects_are_not_sent():
+    with pytest.raises(LogError, match="object"):
+        encode({}, [np.array([object()])])
+
+
+# Channels
+
+FRAME = struct.Struct("<IBBQ")
+
+
+class Ends:
+    """A connection: a plain socket at the far end, a channel at the near one."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            self.far = socket.create_connection(server.getsockname())
+            near, _ = server.accept()
+        self.got: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.near = Channel(near, self.got.put, self.lost.put)
+        self.near.start()
+
+    def write(self, op: int, number: int, body: bytes | None = None, packed: int = 0) -> None:
+        body = encode({}) if body is None else body
+        self.far.sendall(FRAME.pack(len(body), op, packed, number) + body)
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    found = Ends()
+    yield found
+    found.near.close()
+    found.far.close()
+
+
+def test_messages_arrive_in_order_packed_or_not(ends):
+    masks = np.full((4, 4000), 2**32 - 1, np.uint32)
+    other = Ends()
+    ends.near.send(Op.MOVE, {"source": 1, "target": 0})
+    ends.near.send(Op.MASKS, arrays=[masks])
+    sent = bytearray()
+    while len(sent) < 2 * FRAME.size + 60:
+        sent += ends.far.recv(1 << 20)
+    assert len(sent) < 2000  # rows that allow everything take next to nothing
+    other.far.sendall(sent)
+    first, second = (other.got.get(timeout=5) for _ in range(2))
+    assert (first.op, first.body.whole("source")) == (Op.MOVE, 1)
+    np.testing.assert_array_equal(second.body.all(1)[0], masks)
+    other.near.close()
+    other.far.close()
+
+
+@pytest.mark.parametrize(
+    ("write", "reason"),
+    [
+        (lambda e: e.write(Op.MOVE, 1), "message 1 came where 0 was due"),
+        (lambda e: [e.write(Op.MOVE, 0), e.write(Op.MOVE, 0)], "message 0 came where 1 was due"),
+        (lambda e: e.write(200, 0), "unknown operation 200"),
+        (lambda e: e.write(Op.MOVE, 0, b"{}"), "cannot be read"),
+        (lambda e: e.write(Op.MASKS, 0, b"not packed", packed=1), "damaged"),
+        (lambda e: e.write(Op.MASKS, 0, zlib.compress(b"x" * 99)[:-6], packed=1), "cut off"),
+        (lambda e: e.far.close(), "ended"),
+    ],
+)
+def test_what_must_not_come_ends_a_channel(ends, write, reason):
+    write(ends)
+    assert reason in ends.lost.get(timeout=5)
+
+
+def test_silence_ends_a_channel_and_signs_of_life_do_not(monkeypatch):
+    monkeypatch.setattr(channels, "ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(channels, "SILENT_SECONDS", 0.5)
+    ends = Ends()
+    for number in range(8):
+        ends.write(Op.ALIVE, number)
+        time.sleep(0.1)
+    assert ends.lost.empty()
+    assert ends.got.empty()
+    assert "nothing came for 0.5 s" in ends.lost.get(timeout=5)
+    ends.far.setblocking(False)
+    assert len(ends.far.recv(1 << 16)) > 5 * FRAME.size  # and it has shown that it lives
+    ends.near.close()
+    ends.far.close()
+
+
+# Joining
+
+
+class Meeting:
+    """A leader and what it is told, on a port of its own."""
+
+    def __init__(self, hosts: int = 2, seconds: float = 20) -> None:
+        self.hosts = Hosts(hosts, 0, f"127.0.0.1:{two_free_ports()}", join_seconds=seconds)
+        self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.leader = LeaderLog(self.hosts, SECRET, self.lost.put)
+        self.failed: Exception | None = None
+
+        def join() -> None:
+            try:
+                self.leader.join()
+            except ConfigError as error:
+                self.failed = error
+
+        self.thread = threading.Thread(target=join)
+        self.thread.start()
+
+    def follower(self, rank: int = 1, secret: bytes = SECRET) -> FollowerLog:
+        return FollowerLog(replace(self.hosts, rank=rank), secret, self.lost.put)
+
+    def joined(self) -> None:
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+        assert self.failed is None
+
+
+@pytest.fixture
+def meeting() -> Iterator[Callable[..., Meeting]]:
+    made: list[Meeting] = []
+
+    def make(*args: Any, **options: Any) -> Meeting:
+        made.append(Meeting(*args, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.leader.close("the test is over")
+        each.thread.join(10)
+
+
+def test_followers_join_in_any_order_and_hear_the_same(meeting):
+    group = meeting(hosts=3)
+    second, first = group.follower(2), group.follower(1)
+    group.joined()
+    group.leader.send(Op.MOVE, {"source": 2, "target": 1})
+    ending = threading.Thread(target=group.leader.finish)
+    ending.start()
+    for follower in (first, second):
+        assert follower.receive(Op.MOVE).body.whole("source") == 2
+        assert follower.receive().op is Op.END
+        follower.finish()
+    ending.join(10)
+    assert not ending.is_alive()
+    assert group.lost.empty()  # an end that was said is no loss
+
+
+def test_garbage_on_the_port_disturbs_nobody(meeting, caplog):
+    group = meeting()
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100_000, b"", b"\x16\x03\x01" + os.urandom(500)):
+        with socket.create_connection(group.hosts.address) as stranger, suppress(ConnectionError):
+            stranger.sendall(garbage)
+            stranger.shutdown(socket.SHUT_WR)
+            while stranger.recv(1 << 16):
+                pass
+    silent = socket.create_connection(group.hosts.address)  # says nothing at all
+    follower = group.follower()
+    group.joined()
+    assert caplog.text.count("dropped a connection from 127.0.0.1") == 3
+    assert group.lost.empty()
+    silent.close()
+    follower.finish()
+
+
+def test_another_secret_is_refused_on_both_sides(meeting, caplog):
+    group = meeting(seconds=1)
+    with pytest.raises(ConfigError, match="another secret, or rank 1 twice"):
+        group.follower(secret=b"the secret of another group")
+    assert "it does not know the secret" in caplog.text
+    group.thread.join(10)
+    assert "rank 1 of 2 did not come in 1 s" in str(group.failed)
+
+
+def test_a_rank_comes_once(meeting):
+    group = meeting(hosts=3)
+    first = group.follower(1)
+    with pytest.raises(ConfigError, match="rank 1 twice"):
+        group.follower(1)
+    second = group.follower(2)
+    group.joined()
+    for each in (first, second):
+        each.finish()
+
+
+def test_a_leader_that_does_not_know_the_secret_is_refused():
+    """It sends what a leader sends, and then a proof that it cannot make."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def pretend() -> None:
+            sock, _ = server.accept()
+            with sock:
+                sock.sendall(b"mtp-jax log 1\n" + bytes(32))
+                sock.recv(1 << 10)
+                sock.sendall(bytes(32))
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        hosts = Hosts(2, 1, "127.0.0.1:1", log_port=port, join_seconds=10)
+        with pytest.raises(ConfigError, match="rank 0 does not know the secret"):
+            FollowerLog(hosts, SECRET, print)
+        thread.join(10)
+
+
+def test_nobody_there():
+    hosts = Hosts(2, 1, f"127.0.0.1:{two_free_ports()}", join_seconds=0.2)
+    with pytest.raises(ConfigError, match="rank 0 does not listen at 127"):
+        FollowerLog(hosts, SECRET, print)
+
+
+def test_a_port_that_is_taken_is_refused(meeting):
+    group = meeting(seconds=0.1)
+    with pytest.raises(ConfigError, match="the launch log cannot have 127"):
+        LeaderLog(group.hosts, SECRET, print)
+
+
+def test_a_difference_ends_the_start_on_both_sides(meeting):
+    group = meeting()
+    follower = group.follower()
+    group.joined()
+    refused: list[str] = []
+
+    def compare() -> None:
+        with pytest.raises(ConfigError) as caught:
+            follower.compare({"jax": "0.10.2", "options": '{"page_size": 64, "dtype": "float32"}'})
+        refused.append(str(caught.value))
+
+    thread = threading.Thread(target=compare)
+    thread.start()
+    with pytest.raises(ConfigError) as caught:
+        group.leader.compare({"jax": "0.10.2", "options": '{"page_size": 16, "dtype": "float32"}'})
+    thread.join(10)
+    words = "rank 1 differs from rank 0 in options: page_size = 64 there, page_size = 16 on rank 0"
+    assert str(caught.value).startswith(words)
+    assert refused == [str(caught.value)]
+
+
+def test_a_lost_follower_and_a_lost_leader_are_named(meeting):
+    group = meeting()
+    follower = group.follower()
+    group.joined()
+    follower.finish()
+    assert group.lost.get(timeout=5).startswith("rank 1 is lost")
+    group = meeting()
+    follower = group.follower()
+    group.joined()
+    group.leader.close("out of memory")
+    assert group.lost.get(timeout=5) == "rank 0 failed: out of memory"
+    follower.finish()
+
+
+# What is compared, and the options
+
+
+def test_what_is_compared(tmp_path):
+    assert difference(versions(), versions(), 1) is None
+    assert "in jax: None there" in str(difference(versions(), {}, 3)) or "Python" in str(
+        difference(versions(), {}, 3)
+    )
+    (tmp_path / "config.json").write_text("{}")
+    before = folder_digest(tmp_path)
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache" / "x").write_text("of this host alone")
+    assert folder_digest(tmp_path) == before
+    (tmp_path / "config.json").write_text("[]")
+    assert folder_digest(tmp_path) != before
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"hosts": 2}, "coordinator = None; expected HOST:PORT"),
+        ({"hosts": 2, "coordinator": "here"}, "expected HOST:PORT"),
+        ({"hosts": 2, "coordinator": "here:0"}, "expected HOST:PORT"),
+        ({"hosts": 2, "coordinator": "here:65535"}, "give another log_port"),
+        ({"hosts": 2, "coordinator": "here:9", "log_port": 9}, "give another log_port"),
+        ({"hosts": 2, "rank": 2, "coordinator": "here:9"}, "ranks go from 0 to 1"),
+        ({"rank": 1}, "ranks go from 0 to 0"),
+    ],
+)
+def test_options_that_cannot_be(given, words):
+    with pytest.raises(ConfigError, match=words):
+        Hosts(**given)
+
+
+def test_the_secret(tmp_path, monkeypatch):
+    hosts = Hosts(2, 0, "[::1]:9")
+    assert hosts.address == ("::1", 10)
+    monkeypatch.delenv("MTP_JAX_SECRET", raising=False)
+    with pytest.raises(ConfigError, match="need a secret"):
+        read_secret(hosts)
+    monkeypatch.setenv("MTP_JAX_SECRET", "short")
+    with pytest.raises(ConfigError, match="the secret has 5 bytes"):
+        read_secret(hosts)
+    monkeypatch.setenv("MTP_JAX_SECRET", SECRET.decode())
+    assert read_secret(hosts) == SECRET
+    file = tmp_path / "secret"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_secret(replace(hosts, secret_file=file))
+    file.write_bytes(b"another secret, in a file\n")
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        read_secret(replace(hosts, secret_file=file))
+    file.chmod(0o600)
+    assert read_secret(replace(hosts, secret_file=file)) == b"another secret, in a file"

@@ -1,0 +1,72 @@
+"""Several processes compute what one does: greedy, sampled, adaptive, structured, sparse attention."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtp_jax import LLM
+from mtp_jax.checkpoint import save_checkpoint
+from tests import golden, tiny_tokenizer
+from tests.hosts.ranks import ranks
+from tests.hosts.worker import complete, draft_and_again
+from tests.models import TINY, tiny_params
+
+# One bucket of pages, of slots and of chunks: every process compiles every program.
+SIZES = {"max_num_seqs": 2, "max_model_len": 60, "page_size": 64, "prefill_chunk": 16, "dtype": "float32"}
+PROMPTS = [[5, 9, 11, 7], [3, *range(20, 46)], [40, 41, 42]]
+GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+SAMPLED = {"temperature": 0.7, "top_p": 0.9, "presence_penalty": 0.3, "max_tokens": 12, "ignore_eos": True}
+SHAPED = {"temperature": 0, "max_tokens": 12, "regex": "[0-9]{4,9}"}
+ALL_GREEDY = {"prompts": PROMPTS, "params": [GREEDY] * 3}
+# Greedy and sampled rows side by side.
+MIXED = {"prompts": PROMPTS, "params": [{**SAMPLED, "seed": 1}, GREEDY, {**SAMPLED, "seed": 2}]}
+STRUCTURED = {"prompts": [[5, 6], [7, 8, 9]], "params": [SHAPED, GREEDY]}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    save_checkpoint(folder, TINY, tiny_params(), "float32")
+    return tiny_tokenizer.write(folder, TINY.vocab_size)
+
+
+def check(
+    model: Path, out: Path, llm: dict[str, Any], jobs: list[Any], hosts: int = 2, data: int = 2
+) -> None:
+    """Over so many processes and in this one: the same ids, and drafts that were accepted."""
+    llm = {**SIZES, **llm, "model": str(model)}
+    plan = {"mesh": [data, 2], "llm": llm, "jobs": jobs, "draft": PROMPTS[0], "out": str(out / "found.json")}
+    arguments = ["-m", "tests.hosts.worker", "HOSTS", "RANK", "COORDINATOR", json.dumps(plan)]
+    with ranks(arguments, hosts) as group:
+        codes = [r.process.wait(600) for r in group]
+        texts = [r.text for r in group]
+    assert codes == [0] * hosts, "\n\n".join(texts)
+    assert all("replayed" in text for text in texts[1:])
+    alone = LLM(**llm, compile_cache=None)
+    wanted = [*complete(alone, jobs), *draft_and_again(alone, PROMPTS[0], jobs)]
+    found = json.loads((out / "found.json").read_text())
+    assert [ids for ids, _ in found] == [ids for ids, _ in wanted]
+    assert all(accepted > 0 for _, accepted in found)
+
+
+def test_greedy_and_structured(tiny, tmp_path):
+    """Then a draft, and the first job again after the cache was given back."""
+    check(tiny, tmp_path, {"num_speculative_tokens": 2}, [ALL_GREEDY, STRUCTURED])
+
+
+def test_sampled(tiny, tmp_path):
+    check(tiny, tmp_path, {"num_speculative_tokens": 1}, [MIXED])
+
+
+@pytest.mark.slow
+def test_adaptive_depth_and_sparse_attention(tmp_path):
+    """Depths are chosen by measured time, on rank 0 alone."""
+    model = golden.model_dir("dsa_v32_rigged")
+    check(model, tmp_path, {"num_speculative_tokens": 1, "adaptive_depth": True}, [ALL_GREEDY])
+
+
+@pytest.mark.slow
+def test_four_processes(tiny, tmp_path):
+    check(tiny, tmp_path, {"max_num_seqs": 4, "num_speculative_tokens": 2}, [MIXED, STRUCTURED], 4, data=4)

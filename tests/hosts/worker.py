@@ -1,0 +1,95 @@
+"""One rank of a group that completes prompts: ``python -m tests.hosts.worker HOSTS RANK COORDINATOR JSON``.
+
+JSON: ``mesh``, ``llm`` (options), ``jobs`` (prompts and sampling parameters), ``out`` (a file for what rank 0
+got), ``draft`` (a prompt to draft after), ``loop`` (go on until it is ended).
+"""
+
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from mtp_jax import LLM, Hosts, SamplingParams, StructuredOutput, follow, join, make_mesh
+from mtp_jax.decode.runner import LocalRunner
+from mtp_jax.hosts.channel import Channel
+
+
+def params_of(given: dict[str, Any]) -> SamplingParams:
+    """Sampling parameters, from JSON."""
+    regex = given.pop("regex", None)
+    return SamplingParams(**given, structured=regex and StructuredOutput(regex=regex))
+
+
+def complete(llm: LLM, jobs: list[dict[str, Any]]) -> list[Any]:
+    """[(token ids of each prompt, accepted drafts of all)] of each job."""
+    found = []
+    for job in jobs:
+        began = time.perf_counter()
+        llm.warm_up(job["prompts"], [params_of(dict(p)) for p in job["params"]])
+        compiled = time.perf_counter()
+        outputs = llm.generate(job["prompts"], [params_of(dict(p)) for p in job["params"]])
+        ids, accepted = (
+            [o.outputs[0].token_ids for o in outputs],
+            sum(o.speculation.accepted for o in outputs),
+        )
+        found.append([ids, accepted])
+        seconds, programs = time.perf_counter() - compiled, len(llm.engine.runner.keys)
+        print(
+            f"{programs} programs: {compiled - began:.1f} s; {llm.engine.launches} launches: {seconds:.1f} s"
+        )
+    return found
+
+
+def draft_and_again(llm: LLM, prompt: list[int], jobs: list[dict[str, Any]]) -> list[Any]:
+    """The drafts after a prompt, as if all were accepted; and the first job with a cache allocated anew."""
+    drafts = llm.draft(prompt, 2)
+    llm.release_memory(["cache"])
+    llm.resume_memory()
+    return [[[drafts.token_ids], len(drafts.token_ids)], *complete(llm, jobs[:1])]
+
+
+def _breakable() -> None:
+    """SIGUSR1: the next launch raises. SIGUSR2: the connections of the launch log end."""
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("a bug")
+
+    def cut() -> None:
+        for channel in [c for c in gc.get_objects() if isinstance(c, Channel)]:
+            channel._sock.shutdown(socket.SHUT_RDWR)
+
+    signal.signal(signal.SIGUSR1, lambda *_: setattr(LocalRunner, "step", broken))
+    signal.signal(signal.SIGUSR2, lambda *_: cut())
+
+
+def main(hosts: str, rank: str, coordinator: str, given: str) -> None:
+    """Run to the end."""
+    plan = json.loads(given)
+    options = {**plan["llm"], "compile_cache": None}
+    place = Hosts(int(hosts), int(rank), coordinator, join_seconds=plan.get("join_seconds", 60))
+    options |= json.loads(os.environ.get("WORKER_OPTIONS", "{}"))
+    with join(place) as group:
+        _breakable()
+        options |= {"mesh": make_mesh(*plan["mesh"]), "group": group}
+        if not group.leads:
+            print("replayed", follow(**options))
+            return
+        llm = LLM(**options)
+        found = complete(llm, plan.get("jobs", []))
+        if "draft" in plan:
+            found += draft_and_again(llm, plan["draft"], plan["jobs"])
+        if "out" in plan:
+            Path(plan["out"]).write_text(json.dumps(found))
+        prompts = [[5, 9, 11, 7], [8, 3]]
+        while plan.get("loop"):
+            llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+            print("looping")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
