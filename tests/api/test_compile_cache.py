@@ -12,6 +12,7 @@ from mtp_jax.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
+    use_compile_cache(None)  # a model of another test may have asked for one
     yield
     use_compile_cache(None)
 
