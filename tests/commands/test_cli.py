@@ -328,7 +328,7 @@ def test_a_chat_that_is_too_long_goes_on(run, model):
 
 def test_chat_says_what_the_demo_model_answers(run, model, monkeypatch):
     monkeypatch.setattr("mtp_jax.commands.options.demo_model", lambda: model)
-    monkeypatch.setattr(mtp_jax.api.llm, "demo_model", lambda: model)
+    monkeypatch.setattr("mtp_jax.api.load.demo_model", lambda: model)
     status, _, err = run("chat", *SIZES, stdin="/exit\n")
     assert status == 0
     assert "The demo model answers with short Python functions." in err

@@ -112,8 +112,16 @@ OPERATIONS: dict[str, Callable[[LocalRunner], Any]] = {
 
 
 def test_every_operation_is_tried():
-    on_the_host = {"compile", "cover", "find", "keys"}
-    assert {*OPERATIONS, *on_the_host} == {n for n in vars(Runner) if not n.startswith("_")}
+    on_the_host, of_memory = {"compile", "cover", "find", "keys"}, {"release_cache", "allocate_cache"}
+    assert {*OPERATIONS, *on_the_host, *of_memory} == {n for n in vars(Runner) if not n.startswith("_")}
+
+
+def test_a_cache_is_given_back_once_deferred_work_is_done():
+    runner, log = stubbed()
+    runner.step(PLAIN)
+    log.clear()
+    runner.release_cache()
+    assert [e for e in log if " " not in e] == ["flush"]
 
 
 def test_a_chunk_waits_for_deferred_work_and_defers_none():
