@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 # Pages that are read at a time; prompts that are fetched at a time.
 _PAGES, _FETCHES = 8, 16
-_LONGEST_SALT = 2**10
+_LONGEST_SALT = 2**10  # it travels in a header, which is bounded
+# Of every file: enough to tell two sets of weights of the same shapes apart without reading them.
 _SAMPLES, _SAMPLE_BYTES = 64, 64
 _ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, num_speculative_tokens=0)
 _T = TypeVar("_T")

@@ -7,7 +7,7 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.options import check, documented, option
 
 Role = Literal["both", "prefill", "decode"]
-_SHORTEST_SECRET = 16
+_SHORTEST_SECRET = 16  # characters: 64 bits in hexadecimal at the least
 
 
 @documented

@@ -23,8 +23,8 @@ _HEAD = struct.Struct("<IBBQ")
 # the process without a readable line after its 10 s.
 ALIVE_SECONDS = 2.0
 SILENT_SECONDS = 3 * ALIVE_SECONDS
-_MOST_BYTES = 2**32 - 1
-_PACKED_FROM = 4096
+_MOST_BYTES = 2**32 - 1  # what the head has room for
+_PACKED_FROM = 4096  # smaller messages fit in a few packets
 
 
 class Op(IntEnum):

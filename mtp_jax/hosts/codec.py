@@ -19,6 +19,7 @@ from mtp_jax.decode.host import Chunk, SamplingState, SlotRow
 from mtp_jax.decode.keys import DraftKey, Key, PageKey, SamplingMode, StepKey, Topology
 
 _SIZE = struct.Struct("<I")
+# Bounds for damaged messages: fields take a few hundred bytes, and no array of the log has eight axes.
 _MOST_JSON = 1 << 20
 _MOST_AXES = 8
 _PLAIN = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")

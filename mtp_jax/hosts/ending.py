@@ -16,7 +16,7 @@ from types import TracebackType
 from mtp_jax.errors import EngineStopped
 
 _LOG = logging.getLogger(__name__)
-STATUS = 70
+STATUS = 70  # EX_SOFTWARE of sysexits.h: supervisors tell it from a refused command line
 _LAST_ANSWERS_SECONDS = 1.0  # for errors on their way to clients
 # The end of a peer is an error of a collective first, and then the end of its connection, which names it.
 _NAMED_SECONDS = 0.3

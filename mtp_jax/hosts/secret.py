@@ -26,7 +26,7 @@ _HELLO = b"mtp-jax log 1\n"
 _NONCE = 32
 _PROOF = 32
 _RANK = struct.Struct("<I")
-_SHORTEST = 16
+_SHORTEST = 16  # bytes: 128 bits, if they are random
 
 
 class Refused(Exception):

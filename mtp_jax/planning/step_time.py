@@ -181,9 +181,8 @@ class _Times:
         held = (b.experts + d.redundant) / d.gpus
         seen = expected_experts(d.cfg, rows) / b.experts * held
         mean, spread = rows * d.cfg.num_experts_per_tok / d.gpus, d.imbalance if d.gpus > 1 else 1.0
-        if (
-            d.gpus > 1
-        ):  # of few that are chosen, one GPU has more than its share: a deviation of the square root
+        if d.gpus > 1:
+            # Of few that are chosen, one GPU has more than its share: by a deviation of the square root.
             seen = min(seen + seen**0.5, held)
         kept = d.storage.experts
         flops = 2 * mean * spread * b.expert
