@@ -64,6 +64,8 @@ def heads() -> dict[str, Heads]:
     return {
         "small-heads": Heads(3, 8),
         "small-rows": Heads(2, 4, blocks_first=False),
+        "small-heads-parts": Heads(3, 64),
+        "small-rows-parts": Heads(2, 36, blocks_first=False),
         "heads128-512": Heads(512, 128),
         "heads128-64": Heads(64, 128),
         "heads16-512": Heads(512, 16),

@@ -90,7 +90,7 @@ def quantise(
     chunk = max(n for n in range(WARPS, _CHUNK + 1, WARPS) if blocks % n == 0)
 
     def body(x_ref: Ref, values: Ref, scales: Ref) -> None:
-        row, mine = lax.axis_index("row"), pl.ds(lax.axis_index("part"), chunk)
+        row, mine = lax.axis_index("row"), pl.ds(lax.axis_index("part") * chunk, chunk)
         part = load(x_ref, (mine, row) if blocks_first else (row, mine), ROW).astype(jnp.float32)
         write(part, values.at[row, mine], scales.at[mine, row])
 
