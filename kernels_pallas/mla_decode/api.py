@@ -19,8 +19,8 @@ PAGE = mosaic_gpu.PAGE
 _PROCESSORS = 132
 # What a split costs beside its rows - loading queries, an output to merge - in steps of two pages.
 _SPLIT_COST = 3
-# Parts that XLA merges in one launch.
-_MAX_SPLITS = 32
+# Parts that XLA merges in one launch, because `merge` writes them out one by one.
+_WRITTEN_OUT = 32
 
 
 def mla_decode(
@@ -91,8 +91,11 @@ def mla_decode(
 def merge(out: jax.Array, lse: jax.Array) -> jax.Array:
     """Outputs [splits, ..., C] of disjoint parts of the rows, by the log2 of their sums of exponentials.
 
-    Written part by part: XLA makes one launch of it, where reductions over the parts make two to four.
+    Few are written out: XLA makes one launch of them, where reductions over the parts make two to four.
     """
+    if len(lse) > _WRITTEN_OUT:
+        weights = jnp.exp2(lse - lse.max(axis=0))[..., None]
+        return ((out * weights).sum(axis=0) / weights.sum(axis=0)).astype(out.dtype)
     peak = functools.reduce(jnp.maximum, lse)
     weights = [jnp.exp2(part - peak)[..., None] for part in lse]
     total = functools.reduce(jnp.add, weights)
@@ -101,14 +104,18 @@ def merge(out: jax.Array, lse: jax.Array) -> jax.Array:
 
 
 def choose_splits(blocks: int, columns: int) -> int:
-    """Splits that finish soonest if slots fill ``columns`` pages; unsplit, ``blocks`` thread blocks run."""
+    """Splits that finish soonest if slots fill ``columns`` pages; unsplit, ``blocks`` thread blocks run.
+
+    The launches that merge many parts are taken to cost as much as a split does.
+    """
     steps = -(-columns // mosaic_gpu.COMPUTE)
 
     def time(splits: int) -> tuple[int, int]:
         waves = -(-blocks * splits // _PROCESSORS)
-        return waves * (-(-steps // splits) + _SPLIT_COST), splits
+        merging = _SPLIT_COST if splits > _WRITTEN_OUT else 0
+        return waves * (-(-steps // splits) + _SPLIT_COST) + merging, splits
 
-    return min(range(1, min(steps, _MAX_SPLITS) + 1), key=time)
+    return min(range(1, min(steps, _PROCESSORS) + 1), key=time)
 
 
 def check(q: Any, q_rope: Any, pages: jax.Array | Rows) -> None:

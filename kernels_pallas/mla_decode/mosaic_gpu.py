@@ -7,9 +7,13 @@ output, 64 x 512 in float32, fills half the register file, so two compute warpgr
 step they take two pages: each scores one, publishes its probabilities in shared memory - over the page's
 rope part, dead by then - and both multiply both pages into their half. A third warpgroup copies the pages.
 
+A page comes and goes in three pieces: its two halves, each of one warpgroup's output, and its rope part.
+Scores begin when the first half is there, and the next page's half comes when its warpgroup is done with it.
+
 A page of FP8 rows arrives as words over its second half; who scores it expands it in place.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -90,7 +94,8 @@ def mla_decode(
         ahead_ref: Ref, lse_ref: Ref, out_refs: tuple[Ref, ...],
         q_s: Ref, q_rope_s: Ref, ahead_s: Ref, latent_s: Ref, rope_s: Ref,
         peak_s: Ref, decay_s: Ref, sum_s: Ref,
-        q_ready: Ref, latent_ready: Ref, rope_ready: Ref, freed: Ref, probs_ready: Ref, sums_ready: Ref,
+        q_ready: Ref, latent_ready: Ref, rope_ready: Ref, latent_freed: Ref, rope_freed: Ref,
+        probs_ready: Ref, sums_ready: Ref,
     ) -> None:  # fmt: skip
         block, split, slot = lax.axis_index("block"), lax.axis_index("split"), lax.axis_index("slot")
         num_pages = lax.div(rows_ref[END, slot] + (PAGE - 1), PAGE)
@@ -113,22 +118,28 @@ def mla_decode(
                 for buffer in range(COMPUTE):
                     # An odd last page is copied twice; the mask hides the second copy.
                     page = table_ref[slot, jnp.minimum(COMPUTE * (start + i) + buffer, num_pages - 1)]
-                    pl.when(i > 0)(lambda b=buffer: plgpu.barrier_wait(freed.at[b]))
                     rows = pages_refs[0].at[page]
+                    for half in range(COMPUTE):
+                        freed = latent_freed.at[piece(buffer, half)]
+                        pl.when(i > 0)(lambda freed=freed: plgpu.barrier_wait(freed))
+                        if fp8 and half == 0:  # words fill the second half, and are expanded into both
+                            continue
+                        columns = rows.at[:, pl.ds(0 if fp8 else half * HALF, HALF)]
+                        plgpu.copy_gmem_to_smem(
+                            columns, latent_s.at[buffer, half], latent_ready.at[piece(buffer, half)]
+                        )
+                    pl.when(i > 0)(lambda freed=rope_freed.at[buffer]: plgpu.barrier_wait(freed))
                     rope = rows.at[:, pl.ds(HALF if fp8 else RANK, ROPE)]
                     plgpu.copy_gmem_to_smem(rope, rope_s.at[buffer], rope_ready.at[buffer])
-                    for half in (1,) if fp8 else range(COMPUTE):
-                        columns = pl.ds(0 if fp8 else half * HALF, HALF)
-                        plgpu.copy_gmem_to_smem(
-                            rows.at[:, columns], latent_s.at[buffer, half], latent_ready.at[buffer]
-                        )
 
             lax.fori_loop(0, steps, step, None)
 
             @pl.when(steps > 0)
             def _() -> None:
                 for buffer in range(COMPUTE):
-                    plgpu.barrier_wait(freed.at[buffer])
+                    for half in range(COMPUTE):
+                        plgpu.barrier_wait(latent_freed.at[piece(buffer, half)])
+                    plgpu.barrier_wait(rope_freed.at[buffer])
 
         def scales_of(page: jax.Array) -> tuple[jax.Array, ...]:
             """Of the page's rows, block by block."""
@@ -160,17 +171,21 @@ def mla_decode(
 
         def scores(buffer: int, page: jax.Array) -> jax.Array:
             # Asked for before the wait for the page, which covers theirs.
-            scales = scales_of(page) if fp8 else ()
-            plgpu.barrier_wait(rope_ready.at[buffer])
-            plgpu.barrier_wait(latent_ready.at[buffer])
             if fp8:
+                scales = scales_of(page)
+                plgpu.barrier_wait(latent_ready.at[piece(buffer, 1)])
                 expand(buffer, scales)
-            s = wg.product(
-                (ROWS, PAGE),
-                lambda: (q_rope_s, rope_s.at[buffer]),
-                lambda: (q_s.at[:, pl.ds(0, HALF)], latent_s.at[buffer, 0]),
-                lambda: (q_s.at[:, pl.ds(HALF, HALF)], latent_s.at[buffer, 1]),
-            )
+
+            def latents(half: int) -> tuple[Ref, Ref]:
+                if not fp8:
+                    plgpu.barrier_wait(latent_ready.at[piece(buffer, half)])
+                return q_s.at[:, pl.ds(half * HALF, HALF)], latent_s.at[buffer, half]
+
+            def rope() -> tuple[Ref, Ref]:
+                plgpu.barrier_wait(rope_ready.at[buffer])
+                return q_rope_s, rope_s.at[buffer]
+
+            s = wg.product((ROWS, PAGE), partial(latents, 0), partial(latents, 1), rope)
             s = s * (scale * LOG2E)
 
             def masked(s: jax.Array) -> jax.Array:
@@ -204,12 +219,13 @@ def mla_decode(
             plgpu.barrier_arrive(probs_ready.at[buffer])
 
         def apply(acc: jax.Array, decay: jax.Array, buffer: int, half: int) -> jax.Array:
-            """The output decayed, plus a page's probabilities times its latents; frees the page."""
+            """The output decayed, plus a page's probabilities times its latents, which are freed."""
             acc = wg.accumulated(
                 acc * per_row(decay, HALF),
                 lambda: (rope_s.at[buffer], latent_s.at[buffer, half]),
             )
-            plgpu.barrier_arrive(freed.at[buffer])
+            plgpu.barrier_arrive(latent_freed.at[piece(buffer, half)])
+            plgpu.barrier_arrive(rope_freed.at[buffer])
             return acc
 
         def finish(half: int, peak: jax.Array, total: jax.Array, acc: jax.Array) -> None:
@@ -292,8 +308,9 @@ def mla_decode(
             plgpu.SMEM(per_buffer, jnp.float32),
             plgpu.SMEM(per_buffer, jnp.float32),
             plgpu.Barrier(num_arrivals=3),
-            plgpu.Barrier(num_barriers=COMPUTE, num_arrivals=1 if fp8 else COMPUTE),
+            plgpu.Barrier(num_barriers=COMPUTE * COMPUTE),
             plgpu.Barrier(num_barriers=COMPUTE),
+            plgpu.Barrier(num_barriers=COMPUTE * COMPUTE),
             plgpu.Barrier(num_barriers=COMPUTE, num_arrivals=COMPUTE),
             plgpu.Barrier(num_barriers=COMPUTE),
             plgpu.Barrier(num_arrivals=COMPUTE),
@@ -312,6 +329,11 @@ def mla_decode(
     reused = jax.new_ref(q)
     lse, _ = run(reused, q_rope, stored, page_table, rows, ahead)
     return jax.freeze(reused)[None], lse
+
+
+def piece(buffer: int, half: int) -> int:
+    """The number of one half of a page among the barriers of both."""
+    return buffer * COMPUTE + half
 
 
 def rows_per_block(height: int) -> int:

@@ -57,15 +57,16 @@ def test_reference_equals_float64(kind):
     assert not np.asarray(reference, np.float64)[~some].any()
 
 
-def test_merged_parts_equal_the_whole():
+@pytest.mark.parametrize("parts", [3, 40])
+def test_merged_parts_equal_the_whole(parts):
     random = np.random.default_rng(2)
-    weights, values = random.random((3, 5, 16)), random.normal(size=(3, 16, 8))
+    weights, values = random.random((parts, 5, 16)), random.normal(size=(parts, 16, 8))
     weights[2, 0] = 0  # a part of which this row sees nothing
     total = weights.sum(-1)
-    parts = weights @ values / np.maximum(total, 1e-30)[..., None]
+    each = weights @ values / np.maximum(total, 1e-30)[..., None]
     lse = np.log2(np.maximum(total, 2.0**-100))
     whole = (weights @ values).sum(0) / total.sum(0)[:, None]
-    merged = jax.jit(merge)(jnp.float32(parts), jnp.float32(lse))
+    merged = jax.jit(merge)(jnp.float32(each), jnp.float32(lse))
     np.testing.assert_allclose(merged, whole, rtol=1e-5, atol=1e-6)
 
 
@@ -110,7 +111,8 @@ def test_kernel_equals_the_reference_without_races(name):
     ("operation", "where"),
     [
         pytest.param("barrier_wait", "copy.<locals>.step.<locals>.<lambda>", id="a page's memory is free"),
-        pytest.param("barrier_wait", "scores", id="a page is there"),
+        pytest.param("barrier_wait", "scores.<locals>.latents", id="a half of a page is there"),
+        pytest.param("barrier_wait", "scores.<locals>.rope", id="its rope part is there"),
         pytest.param("barrier_wait", "even_step", id="the odd page's probabilities are there"),
         pytest.param("barrier_wait", "odd_step", id="the even page's probabilities are there"),
         pytest.param("barrier_wait", "finish", id="the other warpgroup has finished"),
