@@ -1,6 +1,6 @@
 """Check the kernels on a Hopper GPU: every case against its reference on random inputs, then its time.
 
-    python -m kernels_pallas.check [PATTERN] [--seed N] [--no-timing]
+    python -m kernels_pallas.check [PATTERN ...] [--seed N] [--no-timing] [--no-baselines] [--deadline S]
     python -m kernels_pallas.check --dry-run      without a GPU: lowers every case and lists what would run
 
 The floor is the time that a case's bytes need at the memory's bandwidth, or its products at the tensor cores'
@@ -8,9 +8,13 @@ rate: the longer one. Times are medians, with a cold cache, and include every la
 """
 
 import argparse
+import faulthandler
+import json
 import secrets
 import sys
+from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import jax
 
@@ -31,16 +35,25 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("pattern", nargs="?", default="", help="only cases whose names contain this")
+    parser.add_argument("patterns", nargs="*", help="only cases whose names contain one of these")
     parser.add_argument("--dry-run", action="store_true", help="lower every case and list what would run")
     parser.add_argument("--no-timing", action="store_true", help="compare with the references only")
+    parser.add_argument("--no-baselines", action="store_true", help="time the kernels only")
+    parser.add_argument(
+        "--deadline",
+        type=float,
+        help="seconds for a case: a kernel that hangs ends the process with status 1",
+    )
+    parser.add_argument("--json", type=Path, help="also write one line of JSON per case to this file")
     parser.add_argument(
         "--seed", type=int, default=secrets.randbits(31), help="of the inputs; default: a new one"
     )
     options = parser.parse_args(arguments)
-    chosen = cases(options.pattern)
+    if options.deadline is not None and not options.deadline > 0:
+        parser.error(f"--deadline {options.deadline}; expected seconds above 0")
+    chosen = cases(*options.patterns)
     if not chosen:
-        print(f"no case has {options.pattern!r} in its name", file=sys.stderr)
+        print(f"no case has {' or '.join(map(repr, options.patterns))} in its name", file=sys.stderr)
         return 2
     if options.dry_run:
         return dry_run(chosen)
@@ -50,7 +63,17 @@ def main(arguments: list[str] | None = None) -> int:
         print(NEEDS_GPU.format(", ".join(RATES), device.device_kind), file=sys.stderr)
         return 2
     print(f"jax {jax.__version__} on {device.device_kind}, seed {options.seed}")
-    faults = [f for case in chosen for f in check(case, peak, options.seed, timed=not options.no_timing)]
+    faults, records = [], []
+    for case in chosen:
+        # Nothing interrupts a thread that waits for a kernel: the watchdog ends the process.
+        if options.deadline is not None:
+            faulthandler.dump_traceback_later(options.deadline, exit=True)
+        record = check(case, peak, options)
+        faulthandler.cancel_dump_traceback_later()
+        faults += [f"{case.name}: {fault}" for fault in record["faults"]]
+        records.append(json.dumps(record | {"device": device.device_kind, "seed": options.seed}))
+        if options.json:
+            options.json.write_text("\n".join(records) + "\n", encoding="utf-8")
     print("\n".join(faults) or f"{len(chosen)} cases agree with their references")
     return int(bool(faults))
 
@@ -78,35 +101,46 @@ def dry_run(chosen: tuple[Case, ...]) -> int:
     return int(failed > 0)
 
 
-def check(case: Case, peak: Rates, seed: int, *, timed: bool) -> list[str]:
-    """Compare one case, time it, print its line, and list what is wrong."""
-    key = jax.random.key(seed)
+def check(case: Case, peak: Rates, options: argparse.Namespace) -> dict[str, Any]:
+    """Compare one case, time it, and print its line. What was found, to be written as JSON.
+
+    Its items: "case", "faults" and, of what came so far, "distance", "us", "tflops", "gbs", "floor_us" and
+    "baselines", texts by name.
+    """
+    key, found = jax.random.key(options.seed), {"case": case.name, "faults": []}
+    print(f"{case.name:48}", end="", flush=True)
     try:
         verdict = verify(case, key)
     except Exception as e:  # one kernel that does not compile or run must not hide the others
-        print(f"{case.name:48} FAILED", flush=True)
-        return [f"{case.name}: {type(e).__name__}: {e}"]
+        print(f" FAILED: {type(e).__name__}", flush=True)
+        return found | {"faults": [f"{type(e).__name__}: {e}"]}
     faults = verdict.faults(case.tolerance)
-    line = f"{case.name:48} distance {verdict.distance:.1e}{' WRONG' * bool(faults)}"
-    if timed and not case.small:
+    found |= {"faults": faults, "distance": verdict.distance}
+    print(f" distance {verdict.distance:.1e}{' WRONG' * bool(faults)}", end="", flush=True)
+    if not options.no_timing and not case.small:
         try:
-            line += timing(case, peak, key)
+            found |= timing(case, peak, key, baselines=not options.no_baselines)
         except Exception as e:  # one that runs out of memory, say
-            line += "  NOT TIMED"
+            print("  NOT TIMED", end="")
             faults.append(f"{type(e).__name__}: {e}")
-    print(line, flush=True)
-    return [f"{case.name}: {fault}" for fault in faults]
+    print(flush=True)
+    return found
 
 
-def timing(case: Case, peak: Rates, key: jax.Array) -> str:
-    """The rest of a case's line: its time, and those of its baselines."""
+def timing(case: Case, peak: Rates, key: jax.Array, *, baselines: bool) -> dict[str, Any]:
+    """Time a case and its baselines, and print the rest of its line."""
     inputs = jax.jit(case.inputs)(key)
-    time = seconds(case.kernel, inputs)
-    line = f"  {microseconds(time):>12}"
+    time, floor = seconds(case.kernel, inputs), peak.floor(case.work)
+    found: dict[str, Any] = {"us": time * 1e6, "floor_us": floor * 1e6}
+    print(f"  {microseconds(time):>12}", end="")
     if time > 0:
-        line += f" {case.work.flops / time / 1e12:6.1f} TFLOP/s {case.work.bytes / time / 1e9:7.0f} GB/s"
-        line += f"  floor / time {peak.floor(case.work) / time:4.0%}"
-    return line + "".join(f"; {name} {baseline(case, name, inputs)}" for name in case.baselines)
+        found |= {"tflops": case.work.flops / time / 1e12, "gbs": case.work.bytes / time / 1e9}
+        print(f" {found['tflops']:6.1f} TFLOP/s {found['gbs']:7.0f} GB/s", end="")
+        print(f"  floor / time {floor / time:4.0%}", end="")
+    if baselines:
+        found["baselines"] = {name: baseline(case, name, inputs) for name in case.baselines}
+        print("".join(f"; {name} {text}" for name, text in found["baselines"].items()), end="")
+    return found
 
 
 def microseconds(time: float) -> str:

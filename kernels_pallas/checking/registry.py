@@ -19,7 +19,7 @@ KERNELS: tuple[str, ...] = (
 )
 
 
-def cases(pattern: str = "") -> tuple[Case, ...]:
-    """The cases whose name contains ``pattern``, in the order their kernels declare them."""
+def cases(*patterns: str) -> tuple[Case, ...]:
+    """The cases whose names contain one of ``patterns``, or all, in the order their kernels declare them."""
     found = [c for k in KERNELS for c in import_module(f"kernels_pallas.{k}.cases").cases()]
-    return tuple(c for c in found if pattern in c.name)
+    return tuple(c for c in found if not patterns or any(p in c.name for p in patterns))

@@ -12,35 +12,54 @@ from kernels_pallas.checking.case import Case
 
 @dataclass(frozen=True)
 class Verdict:
-    """The worst output's relative distance from the reference, and elements that are not finite."""
+    """The worst output's relative distance from the reference, and elements that are not finite.
+
+    Attributes:
+        distance: norm(kernel - reference) / norm(reference), of the output where it is largest.
+        not_finite: elements of all outputs that are not finite where the reference's are.
+        worst: the element that is furthest off, in words.
+    """
 
     distance: float
     not_finite: int
+    worst: str
 
     def faults(self, tolerance: float) -> list[str]:
         """What is wrong."""
-        found = []
         if self.not_finite:
-            found.append(f"{self.not_finite} elements are NaN or infinite where the reference's are not")
+            what = f"{self.not_finite} elements are NaN or infinite where the reference's are not"
         elif not self.distance <= tolerance:
-            found.append(f"relative distance {self.distance:.2e} from the reference, at most {tolerance:.0e}")
-        return found
+            what = f"relative distance {self.distance:.2e} from the reference, at most {tolerance:.0e}"
+        else:
+            return []
+        return [f"{what}; {self.worst}"]
 
 
 def verify(case: Case, key: jax.Array) -> Verdict:
     """Run kernel and reference on random inputs."""
     inputs = jax.jit(case.inputs)(key)
-    reference = jax.jit(case.reference)(*inputs)
+    # Where a program rounds to bfloat16 in between, XLA on a GPU would keep float32.
+    exact = {"xla_allow_excess_precision": False}
+    reference = jax.jit(case.reference, compiler_options=exact)(*inputs)
     # An output takes memory that holds NaN: elements that the kernel does not write stay so.
     for poison in [
         jnp.full(x.shape, jnp.nan, jnp.float32) for x in jax.tree.leaves(reference) for _ in range(2)
     ]:
         poison.block_until_ready().delete()
     out = jax.jit(case.kernel)(*inputs)
-    pairs = zip(jax.tree.leaves(out), jax.tree.leaves(reference), strict=True)
+    pairs = list(zip(jax.tree.leaves(out), jax.tree.leaves(reference), strict=True))
     compared = [_compare(a, b) for a, b in pairs]
-    # numpy's max: NaN is the worst, whichever output has it.
-    return Verdict(float(np.max([d for d, _ in compared])), sum(int(n) for _, n in compared))
+    distances, not_finite = ([float(x) for x in column] for column in list(zip(*compared, strict=True))[:2])
+    # The first NaN if there is one, as numpy's argmax has it: the worst, whichever output has it.
+    which = int(np.argmax([np.nan if n else d for d, n in zip(distances, not_finite, strict=True)]))
+    got, expected = pairs[which]
+    place = np.unravel_index(int(compared[which][2]), got.shape)
+    worst = (
+        f"worst in output {which + 1} of {len(pairs)}, {got.dtype.name}{list(got.shape)}, at "
+        f"{[int(i) for i in place]}: {got[place].astype(jnp.float32)} instead of "
+        f"{expected[place].astype(jnp.float32)}"
+    )
+    return Verdict(float(np.max(distances)), int(sum(not_finite)), worst)
 
 
 def distance(got: Any, expected: Any) -> float:
@@ -49,9 +68,11 @@ def distance(got: Any, expected: Any) -> float:
 
 
 @jax.jit
-def _compare(got: Any, expected: Any) -> tuple[jax.Array, jax.Array]:
+def _compare(got: Any, expected: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Distance, elements that are not finite, and the flat index of the element that is furthest off."""
     got, expected = got.astype(jnp.float32), expected.astype(jnp.float32)
     bad = ~jnp.isfinite(got) & jnp.isfinite(expected)
+    off = jnp.where(bad, jnp.inf, jnp.nan_to_num(jnp.abs(got - expected)))
     difference = jnp.linalg.norm((got - expected).reshape(-1))
     size = jnp.linalg.norm(expected.reshape(-1))
-    return jnp.where(jnp.isfinite(size), difference / size, jnp.nan), bad.sum()
+    return jnp.where(jnp.isfinite(size), difference / size, jnp.nan), bad.sum(), jnp.argmax(off)

@@ -57,6 +57,7 @@ class Load:
     rows: int
     indexer: IndexerConfig | None = None
     meshes: tuple[str, ...] = ("one", "data8", "model8")
+    experts: int = 256
 
 
 INDEXER = IndexerConfig(heads=64, dim=128, topk=2048)
@@ -67,8 +68,8 @@ DENSE = LOADS[""]
 WHOLE = 61 + 1
 
 
-def config(layers: int, indexer: IndexerConfig | None = None) -> ModelConfig:
-    """DeepSeek-V3, or V3.2, with fewer layers."""
+def config(layers: int, indexer: IndexerConfig | None = None, experts: int = 256) -> ModelConfig:
+    """DeepSeek-V3, or V3.2, with fewer layers, and perhaps fewer experts."""
     return ModelConfig(
         indexer=indexer and replace(indexer, shared=(False,) * layers),
         vocab_size=129280,
@@ -82,7 +83,7 @@ def config(layers: int, indexer: IndexerConfig | None = None) -> ModelConfig:
         qk_nope_head_dim=128,
         qk_rope_head_dim=64,
         v_head_dim=128,
-        n_routed_experts=256,
+        n_routed_experts=experts,
         n_shared_experts=1,
         num_experts_per_tok=8,
         n_group=8,
@@ -162,7 +163,7 @@ def layers_of(
     mesh: Mesh, layers: int, on: Backend, form: Form = "absorbed", load: Load = DENSE
 ) -> tuple[Any, tuple[Any, ...]]:
     """The layers as a function to compile, and the shapes of its inputs."""
-    cfg, data = config(1 + layers, load.indexer), mesh.shape["data"]
+    cfg, data = config(1 + layers, load.indexer, load.experts), mesh.shape["data"]
 
     def array(dtype: Any, axis: str, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, partition(axis)))

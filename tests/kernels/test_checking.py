@@ -121,7 +121,7 @@ def test_a_case_that_does_not_lower_fails_the_dry_run(capsys, monkeypatch):
     def refuses(x, interpret=None):
         raise NotImplementedError("no such layout")
 
-    monkeypatch.setattr(check, "cases", lambda pattern: (replace(DOUBLING, kernel=refuses),))
+    monkeypatch.setattr(check, "cases", lambda *_: (replace(DOUBLING, kernel=refuses),))
     assert check.main(["--dry-run"]) == 1
     assert "DOES NOT LOWER: NotImplementedError: no such layout" in capsys.readouterr().out
 
@@ -132,7 +132,7 @@ def test_the_command_verifies_and_times(capsys, monkeypatch):
 
     wrong = replace(DOUBLING, name="test/wrong", kernel=lambda x, interpret=None: 3 * x, small=True)
     right = replace(DOUBLING, baselines={"itself": DOUBLING.reference, "cudnn": absent})
-    monkeypatch.setattr(check, "cases", lambda pattern: (right, wrong))
+    monkeypatch.setattr(check, "cases", lambda *_: (right, wrong))
     monkeypatch.setattr(check, "rates", lambda kind: RATES["H200"])
     monkeypatch.setattr(timing, "FLUSH", 16)
     assert check.main(["--seed", "1"]) == 1
@@ -143,7 +143,10 @@ def test_the_command_verifies_and_times(capsys, monkeypatch):
     itself = r"; itself ([\d.]+ us|too short to tell); cudnn unavail.*needs cuDNN"
     assert re.search(rf"distance 0.0e\+00{timed}{itself}", second)
     assert third.split() == ["test/wrong", "distance", "5.0e-01", "WRONG"]
-    assert fourth == "test/wrong: relative distance 5.00e-01 from the reference, at most 1e-02"
+    assert fourth == (
+        "test/wrong: relative distance 5.00e-01 from the reference, at most 1e-02; "
+        "worst in output 1 of 1, float32[8], at [7]: 24.0 instead of 16.0"
+    )
 
 
 def test_a_case_that_cannot_be_timed_does_not_hide_the_others(capsys, monkeypatch):
@@ -155,7 +158,7 @@ def test_a_case_that_cannot_be_timed_does_not_hide_the_others(capsys, monkeypatc
         return time
 
     named = (replace(DOUBLING, name=f"test/{n}") for n in ("first", "second"))
-    monkeypatch.setattr(check, "cases", lambda pattern, found=tuple(named): found)
+    monkeypatch.setattr(check, "cases", lambda *_, found=tuple(named): found)
     monkeypatch.setattr(check, "rates", lambda kind: RATES["H200"])
     monkeypatch.setattr(check, "seconds", seconds)
     assert check.main(["--seed", "1"]) == 1
