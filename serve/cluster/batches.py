@@ -27,8 +27,8 @@ class BatchEngine:
     ``warning``      of fields that were ignored; or empty.
 
     If its process or host is lost, Ray makes a new one and computes the batch again. So a row may be computed
-    more than once (with a seed or at temperature 0 to the same text), and comes out once. If the engine fails,
-    the job does, as it would fail again: EngineStopped.
+    more than once (with a seed or at temperature 0 to the same text), and comes out once. Where the engine
+    itself fails, the job does, with EngineStopped: it would fail again.
 
         requests.map_batches(BatchEngine, fn_constructor_kwargs={"model": "/srv/model", "max_num_seqs": 32},
                              batch_size=256, compute=ActorPoolStrategy(size=4), num_gpus=1)

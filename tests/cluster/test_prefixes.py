@@ -1,4 +1,4 @@
-"""Which replica gets a prompt: affinity by prefix, bounded by load; and what that is worth with a real cache."""
+"""Which replica gets a prompt: affinity by prefix, bounded by load; what that is worth with a real cache."""
 
 import json
 import random
@@ -34,8 +34,10 @@ def test_a_conversation_that_goes_on_shares_what_went_before():
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"{", b"[1]", b"3", b'{"prompt": ""}', b'{"prompt": null}', b'{"messages": []}', b"\xff", b"{}"]
-    + [b"[" * 100_000, body(prompt="short")],
+    [
+        *(b"", b"{", b"[1]", b"3", b"\xff", b"{}", b"[" * 100_000),
+        *(body(prompt=""), body(prompt=None), body(messages=[]), body(prompt="short")),
+    ],
 )
 def test_what_has_no_prompt_has_no_digest(data):
     assert digests(data) == ()
