@@ -20,8 +20,8 @@ from mtp_jax.commands.options import given, model_dir
 from mtp_jax.commands.serve import SLOTS, address_of, settings_of
 from mtp_jax.errors import ConfigError, EngineStopped
 from mtp_jax.hosts.options import Hosts
-from serve.cluster.engine import EngineSpec
 from serve.cluster.options import RayOptions
+from serve.cluster.spec import EngineSpec
 from serve.cluster.start import cluster, reservation
 from serve.run import listen
 

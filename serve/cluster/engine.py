@@ -1,10 +1,8 @@
-"""What one process of a cluster serves: the options travel, the engine is made where it runs."""
+"""The engine of a process of a cluster, made where it runs."""
 
 import asyncio
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from starlette.types import ASGIApp
@@ -13,38 +11,12 @@ from mtp_jax import LLM, AsyncLLM, Group, make_mesh
 from serve.acceptance import AcceptanceAlarm
 from serve.access_log import set_up
 from serve.app import make_app
-from serve.settings import Settings
+from serve.cluster.spec import EngineSpec
 from serve.stats_log import log_stats
 from serve.watchdog import Watchdog
 
 _LOST_STATUS = 70
 _LAST_ANSWERS_SECONDS = 0.5
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """An engine and its server.
-
-    Attributes:
-        model: its folder, the same on every host.
-        options: of ``LLM``, with ``mesh`` as its shape, (data, model).
-        settings: of the server.
-        max_queued_requests, max_queued_tokens: as for ``AsyncLLM``.
-        hosts: processes of one engine.
-    """
-
-    model: Path
-    options: Mapping[str, Any]
-    settings: Settings
-    max_queued_requests: int
-    max_queued_tokens: int
-    hosts: int = 1
-
-    @property
-    def devices(self) -> int:
-        """Of the mesh."""
-        data, model = self.options.get("mesh", (1, 1))
-        return data * model
 
 
 def llm_options(options: Mapping[str, Any]) -> dict[str, Any]:

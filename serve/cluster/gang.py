@@ -18,7 +18,8 @@ from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImp
 )
 
 from mtp_jax import EngineStopped, Hosts, follow, join
-from serve.cluster.engine import EngineSpec, llm_options
+from serve.cluster.engine import llm_options
+from serve.cluster.spec import EngineSpec
 
 _SECRET = "MTP_JAX_SECRET"
 

@@ -21,9 +21,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from mtp_jax import EngineStopped
-from serve.cluster.engine import EngineSpec, Served
 from serve.cluster.options import RayOptions
 from serve.cluster.prefixes import digests
+from serve.cluster.spec import EngineSpec
 from serve.errors import ApiError
 from serve.in_process import Call, Head, stream
 from serve.sse import event
@@ -43,6 +43,8 @@ class Replica:
 
     async def __init__(self, spec: EngineSpec, reserves: Mapping[str, float]) -> None:
         """reserves: what each host of the engine does."""
+        from serve.cluster.engine import Served  # with jax, for which the ingress has no use
+
         self._gang = None
         if spec.hosts > 1:
             from serve.cluster.gang import Gang

@@ -86,7 +86,8 @@ def test_what_a_replica_is_given_depends_on_no_folder_and_no_device(tmp_path, mo
     assert (spec.max_queued_requests, spec.settings.model_name) == (7, V3.name)
     options = ray_options(args)
     assert options == RayOptions(ray=True, max_replicas=3)
-    assert options is not None and options.scales
+    assert options is not None
+    assert options.scales
 
 
 @pytest.fixture
