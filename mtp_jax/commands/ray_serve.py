@@ -4,6 +4,7 @@ In a cluster that others run, Ray Serve deploys ``application`` itself: configs/
 """
 
 import argparse
+import logging
 import shlex
 import signal
 import threading
@@ -41,6 +42,7 @@ def serve_on_ray(args: argparse.Namespace, report: Reporter, options: RayOptions
 
             from serve.cluster.replicas import application as make
 
+            logging.getLogger("ray.serve").setLevel(logging.WARNING)
             app = make(spec, options, reservation(options, spec.devices, spec.hosts, own))
             ray_serve.start(http_options={"host": spec.settings.host, "port": port})
         if not args.quiet:

@@ -31,6 +31,7 @@ from serve.sse import event
 _LOG = logging.getLogger(__name__)
 _HEALTH_PERIOD_SECONDS = 2
 _HEALTH_SECONDS = 30
+_MOST_STARTS = 3  # of a replica, before the application counts as failed
 _AGAIN_SECONDS = 0.25
 _MOST_SECONDS_LOST = 60.0
 _LEAVING_SECONDS = 5
@@ -181,6 +182,7 @@ def application(spec: EngineSpec, options: RayOptions, reserves: Mapping[str, fl
         placement_group_bundles=[{k: v for k, v in bundle.items() if v}] * spec.hosts,
         # What is more waits before the router, for whichever replica has room first.
         max_ongoing_requests=slots + spec.max_queued_requests,
+        max_constructor_retry_count=_MOST_STARTS,
         health_check_period_s=_HEALTH_PERIOD_SECONDS,
         health_check_timeout_s=_HEALTH_SECONDS,
         graceful_shutdown_timeout_s=spec.settings.drain_seconds + _LEAVING_SECONDS,
