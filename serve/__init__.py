@@ -7,4 +7,5 @@ calls.py, assistant.py: one call of them    turn.py, blocks.py: thoughts, text a
 tools.py      what a request says of tools  answers.py    pieces of replies
 metrics.py    Prometheus                    run.py        sockets, signals, watchdog
 access_log.py, stats_log.py: lines in the log    acceptance.py the alarm of drafts that fail
+in_process.py requests without a socket     cluster/      engines on Ray
 """

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -46,6 +47,23 @@ class Record:
                 "finish_reasons": sorted({reason for each in reasons for reason in each}),
             }
         return found | ({"error": _printable(self.error)} if self.error else {})
+
+
+def set_up(quiet: bool, access_log: AccessLog | None) -> None:
+    """The logs of a server, this one among them. quiet: warnings and errors alone."""
+    level = logging.WARNING if quiet else logging.INFO
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for noisy in ("uvicorn", "jax"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    if access_log == "off":
+        LOGGER.setLevel(logging.CRITICAL)
+    elif access_log is not None:
+        LOGGER.setLevel(logging.INFO)
+    if access_log == "json":
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(JsonLines())
+        LOGGER.addHandler(handler)
+        LOGGER.propagate = False
 
 
 def record_of(scope: MutableMapping[str, Any]) -> Record:

@@ -8,17 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_jax.commands import show
+from mtp_jax.commands.on_ray import ray_options
 from mtp_jax.commands.options import add_engine, add_options, given, model_dir, open_llm, reporter
 from mtp_jax.commands.parser import Subparsers, positive
 from mtp_jax.errors import EngineStopped, RequestError
+from serve.cluster.options import RayOptions
+from serve.in_process import Answer
 from serve.settings import Settings
 
 if TYPE_CHECKING:
     from mtp_jax.api.async_llm import AsyncLLM
     from mtp_jax.api.progress import Reporter
-    from mtp_jax.commands.batch_file import Answer, Counts
+    from mtp_jax.commands.batch_file import Counts
 
 _SLOTS = 8
+_ON_RAY = ("ray", "ray_address", "min_replicas", "max_replicas", "cpus", "gpus")
 _RETRY_SECONDS = 1.0
 _DESCRIPTION = """\
 Answer every request of IN, a file in OpenAI's batch format: lines such as {"custom_id": "a", "method":
@@ -39,8 +43,12 @@ def register(subparsers: Subparsers) -> None:
     add_engine(parser)
     add_options(parser, Settings, ("model_name", "strict"), {"model_name": "its folder's name"})
     parser.add_argument(
-        "--in-flight", type=positive, metavar="N", help="requests in memory (default: two per slot)"
+        "--in-flight",
+        type=positive,
+        metavar="N",
+        help="requests in memory, or in a batch of --ray (default: two per slot, or eight)",
     )
+    add_options(parser.add_argument_group("engines on Ray"), RayOptions, _ON_RAY)
     parser.set_defaults(run=run)
 
 
@@ -48,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     """Answer the file. Returns the exit status: 1 if some line failed, now or before."""
     from mtp_jax.commands import batch_file
 
+    options = ray_options(args)
     for path in (args.source, args.target):
         if path.exists() and not path.is_file():
             raise RequestError(
@@ -62,6 +71,11 @@ def run(args: argparse.Namespace) -> int:
     if before.done == lines:
         return _end(args, _done(before), before)
     report = reporter(args)
+    if options is not None:
+        from mtp_jax.commands.ray_batch import answer_on_ray
+
+        counts, seconds = answer_on_ray(args, options, settings, lines, report, _SLOTS)
+        return _end(args, f"{_done(counts)}; {_rate(counts, seconds)}", counts)
     llm = open_llm(args, report, _SLOTS)
     from mtp_jax.api.async_llm import AsyncLLM
 
@@ -165,11 +179,14 @@ def _done(counts: "Counts") -> str:
     return done
 
 
+def _rate(counts: "Counts", seconds: float) -> str:
+    return f"{counts.tokens} tokens in {seconds:.1f} s: {counts.tokens / seconds:.0f} tokens/s"
+
+
 def _summary(counts: "Counts", allm: "AsyncLLM", seconds: float) -> str:
     """What was done, how fast, and what speculation did."""
     s = allm.llm.engine.stats()
-    rate = f"{counts.tokens} tokens in {seconds:.1f} s: {counts.tokens / seconds:.0f} tokens/s"
-    parts = [_done(counts), rate]
+    parts = [_done(counts), _rate(counts, seconds)]
     if s.drafts:
         positions = " ".join(f"{n / s.drafts:.0%}" for n in s.accepted_per_position)
         length = 1 + s.accepted_tokens / s.drafts

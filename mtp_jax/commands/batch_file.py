@@ -18,9 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from mtp_jax.errors import RequestError
+from serve.in_process import Answer
 
 MAX_LINE_BYTES = 8 * 2**20
 # Written anew a character of two bytes is an escape of six.
@@ -29,16 +30,6 @@ _URLS = ("/v1/completions", "/v1/chat/completions")
 _BLOCK = 1 << 20
 _ID = "batch_req_"
 _OUTPUT = b'{"id": "%s' % _ID.encode()  # how a line of the output begins
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a server said: status, its id for the request, the JSON body, the warning if there is one."""
-
-    status: int
-    request_id: str
-    body: Any
-    warning: str = ""
 
 
 Send = Callable[[str, bytes], Awaitable[Answer]]
@@ -96,7 +87,7 @@ def _key(name: str | int | None) -> bytes:
 
 
 @dataclass(frozen=True)
-class _Line:
+class Line:
     """A line of the input: what to ask, or what is wrong with it."""
 
     number: int
@@ -111,6 +102,38 @@ class _Line:
         return _key(self.custom_id if self.error is None else self.number)
 
 
+class Job:
+    """What is left of a batch, and the output that it is written to.
+
+    Attributes:
+        counts: of the lines so far.
+    """
+
+    def __init__(self, source: Path, out: BinaryIO, done: set[bytes], failed: set[bytes]) -> None:
+        """Use ``open_job``."""
+        self._source, self._out, self._done, self._failed = source, out, done, failed
+        self.counts = Counts()
+
+    def lines(self) -> Iterator[Line]:
+        """The lines that have no line in the output yet. Raises RequestError if the file cannot be read."""
+        for line in _lines(self._source, set()):
+            if not self.counts.skip(line.key, self._done, self._failed):
+                yield line
+
+    def write(self, line: Line, got: Answer | None) -> None:
+        """The output of a line: an answer, or None for a line in error."""
+        self._out.write(_result(line, got))
+        self._out.flush()  # an answer that is not on its way to the disk is lost when the process is killed
+        self.counts.add(got)
+
+
+@contextmanager
+def open_job(source: Path, target: Path) -> Iterator[Job]:
+    """Go on with what is left of ``source``. Raises RequestError for files that cannot be used."""
+    with _claimed(target) as out:
+        yield Job(source, out, *_finished(target, out))
+
+
 async def run(
     source: Path, target: Path, send: Send, in_flight: int, progress: Callable[[Counts], None]
 ) -> Counts:
@@ -119,23 +142,15 @@ async def run(
     Raises RequestError for files that cannot be used. Whatever ``send`` raises ends the run; requests without
     an answer have no line in the output, so the next run asks again.
     """
-    seen, counts = set[bytes](), Counts()
     tasks: set[asyncio.Task[None]] = set()
-    with _claimed(target) as out:
-        done, failed = _finished(target, out)
+    with open_job(source, target) as job:
 
-        async def answer(line: _Line) -> None:
-            got = await send(line.url, line.body) if line.error is None else None
-            out.write(_result(line, got))
-            out.flush()  # an answer that is not on its way to the disk is lost when the process is killed
-            counts.add(got)
-            progress(counts)
+        async def answer(line: Line) -> None:
+            job.write(line, await send(line.url, line.body) if line.error is None else None)
+            progress(job.counts)
 
         try:
-            for line in _lines(source, seen):
-                if counts.skip(line.key, done, failed):
-                    progress(counts)
-                    continue
+            for line in job.lines():
                 tasks.add(asyncio.create_task(answer(line)))
                 if len(tasks) == in_flight:
                     tasks = await _some(tasks)
@@ -145,7 +160,7 @@ async def run(
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-    return counts
+    return job.counts
 
 
 async def _some(tasks: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
@@ -211,13 +226,13 @@ def _finished(target: Path, file: BinaryIO) -> tuple[set[bytes], set[bytes]]:
     return done, failed
 
 
-def _lines(source: Path, seen: set[bytes]) -> Iterator[_Line]:
+def _lines(source: Path, seen: set[bytes]) -> Iterator[Line]:
     for number, data in _raw_lines(source):
         line = _parsed(number, data)
         if line.error is None:
             key = line.key
             if key in seen:
-                line = _Line(number, line.custom_id, error=f"custom_id {line.custom_id!r} occurs twice")
+                line = Line(number, line.custom_id, error=f"custom_id {line.custom_id!r} occurs twice")
             seen.add(key)
         yield line
 
@@ -238,26 +253,26 @@ def _raw_lines(source: Path) -> Iterator[tuple[int, bytes]]:
         raise RequestError(f"{source} cannot be read: {error.strerror}") from error
 
 
-def _parsed(number: int, data: bytes) -> _Line:
+def _parsed(number: int, data: bytes) -> Line:
     if len(data) > MAX_LINE_BYTES:
-        return _Line(number, None, error=f"the line is longer than {MAX_LINE_BYTES} bytes")
+        return Line(number, None, error=f"the line is longer than {MAX_LINE_BYTES} bytes")
     try:
         entry = json.loads(data)
     except (ValueError, RecursionError) as error:
-        return _Line(number, None, error=f"the line is not JSON: {error}")
+        return Line(number, None, error=f"the line is not JSON: {error}")
     name = entry.get("custom_id") if isinstance(entry, dict) else None
     if not isinstance(name, str):
-        return _Line(number, None, error="a line is an object with a custom_id, a string")
+        return Line(number, None, error="a line is an object with a custom_id, a string")
     if entry.get("method") != "POST" or entry.get("url") not in _URLS:
         got = f"{entry.get('method')!r} {entry.get('url')!r}"[:200]
-        return _Line(number, name, error=f"got {got}; expected method POST and url {' or '.join(_URLS)}")
+        return Line(number, name, error=f"got {got}; expected method POST and url {' or '.join(_URLS)}")
     body = entry.get("body")
     if not isinstance(body, dict) or body.get("stream"):
-        return _Line(number, name, error="body must be an object, without stream = true")
-    return _Line(number, name, entry["url"], json.dumps(body).encode())
+        return Line(number, name, error="body must be an object, without stream = true")
+    return Line(number, name, entry["url"], json.dumps(body).encode())
 
 
-def _result(line: _Line, got: Answer | None) -> bytes:
+def _result(line: Line, got: Answer | None) -> bytes:
     response, error = None, None
     if got is None:
         error = {"code": "invalid_line", "message": f"line {line.number}: {line.error}", "line": line.number}

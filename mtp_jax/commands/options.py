@@ -196,7 +196,21 @@ def open_llm(
 
 
 def llm_options(args: argparse.Namespace, report: Reporter, completions: int) -> dict[str, Any]:
-    """The options of ``LLM`` but for the model. Imports jax; raises ConfigError.
+    """The options of ``LLM`` but for the model. Imports jax; raises ConfigError."""
+    found = engine_options(args, completions)
+    if found.get("compile_cache", "") is None:
+        forget_compile_cache()
+    with report.phase("import jax"):
+        import mtp_jax.api.llm  # noqa: F401
+        from mtp_jax.model.sharding import make_mesh
+
+    if "mesh" in found:
+        found["mesh"] = make_mesh(*found["mesh"])
+    return {**found, "reporter": report}
+
+
+def engine_options(args: argparse.Namespace, completions: int) -> dict[str, Any]:
+    """The same without jax: of the mesh there is the shape, and nothing is reported. Raises ConfigError.
 
     The depth is adaptive unless it is fixed: without options no command is slower for its drafts.
     """
@@ -206,18 +220,10 @@ def llm_options(args: argparse.Namespace, report: Reporter, completions: int) ->
         names = _NEED_DRAFTS if found.get("verifier") == "coupled" else (*_NEED_DRAFTS, "verifier")
         _without_effect(args, names, "with --num-speculative-tokens 0; raise that")
     LLMOptions(**found)  # what is out of range is said before jax is imported
-    if found.get("compile_cache", "") is None:
-        forget_compile_cache()
-    with report.phase("import jax"):
-        import mtp_jax.api.llm  # noqa: F401
-        from mtp_jax.model.sharding import make_mesh
-
-    data, model = found.get("mesh", (1, 1))
-    if "mesh" in found:
-        found["mesh"] = make_mesh(data, model)
+    data, _ = found.get("mesh", (1, 1))
     found.setdefault("max_num_seqs", -(-min(completions, _MOST_SLOTS) // data) * data)
     found.setdefault("adaptive_depth", True)
-    return {**found, "reporter": report}
+    return found
 
 
 def forget_compile_cache() -> None:

@@ -1,9 +1,7 @@
 """`mtp-jax serve`: the model behind an OpenAI-compatible HTTP API."""
 
 import argparse
-import logging
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 from mtp_jax.api.admission import QueueLimits
@@ -11,6 +9,7 @@ from mtp_jax.api.handover_options import HandoverOptions
 from mtp_jax.api.progress import Reporter, Terminal
 from mtp_jax.commands import show
 from mtp_jax.commands.hosts import add_hosts, on_hosts
+from mtp_jax.commands.on_ray import ray_options
 from mtp_jax.commands.options import (
     add_engine,
     add_groups,
@@ -22,8 +21,8 @@ from mtp_jax.commands.options import (
     reporter,
 )
 from mtp_jax.commands.parser import Subparsers
-from serve.access_log import LOGGER as ACCESS
-from serve.access_log import AccessLog, JsonLines
+from serve.access_log import set_up
+from serve.cluster.options import RayOptions
 from serve.settings import Settings
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 _KEY_VARIABLE, _ADMIN_KEY_VARIABLE = "MTP_JAX_API_KEY", "MTP_JAX_ADMIN_KEY"
 _SECRET_VARIABLE = "MTP_JAX_PEER_SECRET"
-_SLOTS = 8
+SLOTS = 8
 _SUBJECTS = {
     "access": (
         "host",
@@ -63,21 +62,30 @@ def register(subparsers: Subparsers) -> None:
     add_options(parser.add_argument_group("queue"), QueueLimits)
     add_options(parser.add_argument_group("prefill apart from decode"), HandoverOptions)
     add_hosts(parser)
+    add_options(parser.add_argument_group("engines on Ray"), RayOptions)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal, or follow rank 0. Returns the exit status."""
     report = reporter(args)
-    return on_hosts(args, report, _SLOTS, lambda group: _serve(args, report, group))
+    if (options := ray_options(args)) is not None:
+        from mtp_jax.commands.ray_serve import serve_on_ray
+
+        return serve_on_ray(args, report, options)
+    return on_hosts(args, report, SLOTS, lambda group: _serve(args, report, group))
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """The server's settings. Raises ConfigError."""
+    found: dict[str, Any] = {"model_name": model_dir(args).resolve().name, **given(args, Settings)}
+    keys = (*found.pop("api_keys", ()), *filter(None, [os.environ.get(_KEY_VARIABLE)]))
+    found.setdefault("admin_key", os.environ.get(_ADMIN_KEY_VARIABLE))
+    return Settings(**found, api_keys=keys)
 
 
 def _serve(args: argparse.Namespace, report: Reporter, group: "Group | None") -> int:
-    directory = model_dir(args)
-    found: dict[str, Any] = {"model_name": directory.resolve().name, **given(args, Settings)}
-    keys = (*found.pop("api_keys", ()), *filter(None, [os.environ.get(_KEY_VARIABLE)]))
-    found.setdefault("admin_key", os.environ.get(_ADMIN_KEY_VARIABLE))
-    settings = Settings(**found, api_keys=keys)
+    settings = settings_of(args)
     limits = QueueLimits(**given(args, QueueLimits))
     apart = given(args, HandoverOptions)
     if apart.get("role", "both") != "both":
@@ -86,12 +94,12 @@ def _serve(args: argparse.Namespace, report: Reporter, group: "Group | None") ->
     with report.phase("import server"):
         from serve.run import listen, serve
     with listen(settings) as listener:
-        llm = open_llm(args, report, _SLOTS, group)
+        llm = open_llm(args, report, SLOTS, group)
         from mtp_jax.api.async_llm import AsyncLLM
 
         allm = AsyncLLM(llm, limits.max_queued_requests, limits.max_queued_tokens, handover)
-        address = f"http://{_bracketed(settings.host)}:{listener.getsockname()[1]}"
-        _log(args.quiet, settings.access_log)
+        address = address_of(settings, listener.getsockname()[1])
+        set_up(args.quiet, settings.access_log)
         if not args.quiet:
             show.note(summary(allm, settings, address))
 
@@ -135,21 +143,7 @@ def summary(allm: "AsyncLLM", settings: "Settings", address: str) -> str:
     return "\n".join(f"{name:<10}{text}" for name, text in rows.items())
 
 
-def _log(quiet: bool, access_log: AccessLog | None) -> None:
-    level = logging.WARNING if quiet else logging.INFO
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    for noisy in ("uvicorn", "jax"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    if access_log == "off":
-        ACCESS.setLevel(logging.CRITICAL)
-    elif access_log is not None:
-        ACCESS.setLevel(logging.INFO)
-    if access_log == "json":
-        handler = logging.StreamHandler(sys.stdout)
-        handler.setFormatter(JsonLines())
-        ACCESS.addHandler(handler)
-        ACCESS.propagate = False
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+def address_of(settings: Settings, port: int) -> str:
+    """The URL of the server."""
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"http://{host}:{port}"

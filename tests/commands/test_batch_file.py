@@ -11,9 +11,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mtp_jax.commands import batch_file as batch
-from mtp_jax.commands.batch import call
-from mtp_jax.commands.batch_file import Answer
 from mtp_jax.errors import RequestError
+from serve.in_process import Answer, post
 
 USAGE = {"usage": {"completion_tokens": 2}}
 
@@ -236,14 +235,14 @@ def test_what_goes_wrong_in_a_route_is_the_answer_of_its_line():
 
     routes = [Route("/v1/completions", wrong, methods=["POST"])]
     app = Starlette(routes=routes, exception_handlers={Exception: respond})
-    answer = asyncio.run(call(app, "/v1/completions", b"{}"))
+    answer = asyncio.run(post(app, "/v1/completions", b"{}"))
     assert (answer.status, answer.body) == (500, {"error": {"message": "internal error"}})
 
     async def silent(scope: object, receive: object, send: object) -> None:
         raise RuntimeError("broken")
 
     with pytest.raises(RuntimeError, match="broken"):
-        asyncio.run(call(silent, "/v1/completions", b"{}"))
+        asyncio.run(post(silent, "/v1/completions", b"{}"))
 
 
 def test_every_custom_id_is_known_again(files):

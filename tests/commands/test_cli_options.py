@@ -17,10 +17,12 @@ from mtp_jax.errors import RequestError
 from mtp_jax.hosts.options import Hosts
 from mtp_jax.options import declared
 from mtp_jax.text.grammar import StructuredOutput
+from serve.cluster.options import RayOptions
 from serve.settings import Settings
 from tests import golden
 
 V3 = golden.model_dir("v3")
+OF_SERVERS = (Settings, QueueLimits, HandoverOptions, Hosts, RayOptions)
 
 # What a flag is given, and what its field then is, where the kind of the option does not say it.
 GIVEN = {
@@ -121,13 +123,11 @@ def test_depth_is_adaptive_unless_it_is_fixed(monkeypatch):
     assert opened_with(monkeypatch)["adaptive_depth"] is True
 
 
-@pytest.mark.parametrize(
-    ("name", "option"), [*flags(Settings), *flags(QueueLimits), *flags(HandoverOptions), *flags(Hosts)]
-)
+@pytest.mark.parametrize(("name", "option"), [option for cls in OF_SERVERS for option in flags(cls)])
 def test_server_options(name, option):
     argv, value = example(name, option)
     args = cli.make_parser().parse_args(["serve", *argv])
-    (cls,) = (c for c in (Settings, QueueLimits, HandoverOptions, Hosts) if name in declared(c))
+    (cls,) = (c for c in OF_SERVERS if name in declared(c))
     assert options.given(args, cls) == {name: value}
 
 
@@ -223,6 +223,14 @@ ERRORS = [
     (
         ["serve", V3, "--port", 0, "--num-speculative-tokens", 0, "--fixed-depth", "-q"],
         "--fixed-depth has no effect with --num-speculative-tokens 0",
+    ),
+    (
+        ["serve", V3, "--cpus", 2, "--routing", "even"],
+        "--cpus, --routing without effect on this process alone; add",
+    ),
+    (
+        ["batch", "i", "o", "--min-replicas", 2],
+        "--min-replicas without effect on this process alone; add --ray",
     ),
     (["generate", V3, "--json-schema", "", *QUIET], "the structured output is not valid"),
     (["generate", V3, "--include-stop-str-in-output", *IDS], "has no effect without --stop"),

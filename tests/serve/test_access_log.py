@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from mtp_jax.commands import serve as command
-from serve.access_log import LOGGER, JsonLines, Record, log_connection, log_request, record_of
+from serve.access_log import LOGGER, JsonLines, Record, log_connection, log_request, record_of, set_up
 from tests.serve.conftest import Running, wait_until
 
 SHORT = {"prompt": "abc", "temperature": 0, "ignore_eos": True, "max_tokens": 4}
@@ -106,7 +105,7 @@ def test_where_lines_go(capsys, untouched, monkeypatch, quiet, mode, out, err):
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setattr(root, "level", root.level)
-    command._log(quiet, mode)
+    set_up(quiet, mode)
     log_connection("nothing of HTTP")
     shown = capsys.readouterr()
     assert ("nothing of HTTP" in shown.out, "nothing of HTTP" in shown.err) == (out, err)

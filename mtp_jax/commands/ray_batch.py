@@ -1,0 +1,117 @@
+"""`mtp-jax batch --ray`: the lines of a batch over several engines, by Ray Data.
+
+The lines travel to the engines through the cluster's object store, and their answers back: no folder is
+shared but the model's. This process writes, each line once. What an engine had of the lines when it was lost
+is computed again by another.
+"""
+
+import argparse
+import json
+import logging
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from mtp_jax.api.progress import Reporter
+from mtp_jax.commands.batch_file import Answer, Counts, Job, Line, open_job
+from mtp_jax.commands.on_ray import portable_options
+from mtp_jax.commands.options import model_dir
+from mtp_jax.errors import EngineStopped
+from serve.cluster.batches import BatchEngine
+from serve.cluster.options import RayOptions
+from serve.cluster.start import cluster, reservation
+from serve.settings import Settings
+
+_ROWS_PER_SLOT = 8  # of a batch: what is lost with an engine, against slots that idle at a batch's end
+
+
+def answer_on_ray(
+    args: argparse.Namespace,
+    options: RayOptions,
+    settings: Settings,
+    lines: int,
+    report: Reporter,
+    slots: int,
+) -> tuple[Counts, float]:
+    """Returns (counts, seconds). Raises ConfigError, RequestError, EngineStopped.
+
+    lines: of the input. slots: of an engine, unless the command line says otherwise.
+    """
+    engine = portable_options(args, slots)
+    size = args.in_flight or _ROWS_PER_SLOT * engine["max_num_seqs"]
+    data, model = engine.get("mesh", (1, 1))
+    given = {
+        "model": model_dir(args).absolute(),
+        "model_name": settings.model_name,
+        "strict": settings.strict,
+        "max_body_bytes": settings.max_body_bytes,
+        **engine,
+    }
+    with open_job(args.source, args.target) as job, ExitStack() as stack:
+        with report.phase("join Ray"):
+            own = stack.enter_context(cluster(options.ray_address))
+        reserves = reservation(options, data * model, own=own)
+        began = time.perf_counter()
+        with report.phase("answer", "requests") as update:
+            _answer(job, size, options, reserves, given, lambda: update(job.counts.done, lines))
+        return job.counts, time.perf_counter() - began
+
+
+def _answer(
+    job: Job,
+    size: int,
+    options: RayOptions,
+    reserves: dict[str, float],
+    engine: dict[str, Any],
+    progress: Callable[[], None],
+) -> None:
+    import ray.data  # pyright: ignore[reportMissingImports]
+    from ray.data import ActorPoolStrategy, DataContext  # pyright: ignore[reportMissingImports]
+
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    DataContext.get_current().enable_progress_bars = False
+    blocks = _blocks(job, size)
+    if not blocks:
+        return
+    answers = ray.data.from_arrow_refs(blocks).map_batches(
+        BatchEngine,
+        fn_constructor_kwargs=engine,
+        batch_size=size,
+        compute=ActorPoolStrategy(min_size=options.min_replicas, max_size=options.most),
+        **{name: value for name, value in reserves.items() if value},
+    )
+    try:
+        for row in answers.iter_rows():
+            line = Line(int(row["number"]), json.loads(row["custom_id"]))
+            answer = Answer(int(row["status"]), row["request_id"], json.loads(row["answer"]), row["warning"])
+            job.write(line, answer)
+            progress()
+    except ray.exceptions.RayError as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise EngineStopped(f"the engines failed: {reason}; run the command again for the rest") from error
+
+
+def _blocks(job: Job, size: int) -> list[Any]:
+    """The requests that are left, in the object store, so many in each block; lines in error are written."""
+    import pyarrow  # pyright: ignore[reportMissingImports]
+    import ray  # pyright: ignore[reportMissingImports]
+
+    found, rows = [], list[dict[str, Any]]()
+
+    def store() -> None:
+        if rows:
+            found.append(ray.put(pyarrow.Table.from_pylist(rows)))
+            rows.clear()
+
+    for line in job.lines():
+        if line.error is not None:
+            job.write(line, None)
+            continue
+        # A name may be no valid text, which JSON escapes.
+        name = json.dumps(line.custom_id)
+        rows.append({"number": line.number, "custom_id": name, "url": line.url, "body": line.body.decode()})
+        if len(rows) == size:
+            store()
+    store()
+    return found

@@ -1,0 +1,86 @@
+"""The engine as an actor of Ray Data, for `mtp-jax batch --ray` and for pipelines of others. No Ray here."""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mtp_jax import LLM, AsyncLLM, EngineStopped
+from serve.app import make_app
+from serve.cluster.engine import llm_options
+from serve.in_process import Answer, post
+from serve.settings import Settings
+
+_COMPLETIONS = "/v1/completions"
+
+
+class BatchEngine:
+    """One engine per actor, made once, for ``ray.data.Dataset.map_batches``.
+
+    Takes columns ``body``, the JSON text of a request to the server, and, if there is one, ``url``, else
+    /v1/completions. Gives them back, and all others, with these beside them:
+
+    ``status``       of HTTP: 200, or another for a request that is refused; nothing in a row ends the job.
+    ``answer``       the JSON text of the server's answer, or of its error object.
+    ``request_id``   the server's.
+    ``warning``      of fields that were ignored; or empty.
+
+    If its process or host is lost, Ray makes a new one and computes the batch again. So a row may be computed
+    more than once (with a seed or at temperature 0 to the same text), and comes out once. Where the engine
+    itself fails, the job does, with EngineStopped: it would fail again.
+
+        requests.map_batches(BatchEngine, fn_constructor_kwargs={"model": "/srv/model", "max_num_seqs": 32},
+                             batch_size=256, compute=ActorPoolStrategy(size=4), num_gpus=1)
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        model_name: str | None = None,
+        strict: bool = False,
+        max_body_bytes: int = Settings.max_body_bytes,
+        **options: Any,
+    ) -> None:
+        """Load and compile.
+
+        Args:
+            model: its folder.
+            model_name: by which requests may call it; None: the folder's name.
+            strict: refuse unknown fields instead of warning of them.
+            max_body_bytes: most bytes of a request.
+            options: of ``LLM``; ``mesh`` is its shape, (data, model).
+
+        Raises:
+            ConfigError, CheckpointError: it cannot be served.
+        """
+        settings = Settings(
+            model_name or Path(model).resolve().name, strict=strict, max_body_bytes=max_body_bytes
+        )
+        llm = LLM(model, **{"adaptive_depth": True, **llm_options(options)})
+        # What is in memory is bounded by the batch, so the queue need not be.
+        self._allm = AsyncLLM(llm, max_queued_requests=2**31, max_queued_tokens=2**40)
+        self._app = make_app(self._allm, settings)
+        self._loop = asyncio.new_event_loop()
+        self._loop.run_until_complete(self._allm.start())
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Answer a batch of rows: columns of one length, as numpy arrays or lists."""
+        bodies = [str(body) for body in batch["body"]]
+        urls = [str(url) for url in batch["url"]] if "url" in batch else [_COMPLETIONS] * len(bodies)
+        answers = self._loop.run_until_complete(self._answer(urls, bodies))
+        if self._allm.error is not None:
+            raise EngineStopped(f"the engine failed: {self._allm.error}")
+        return {
+            **batch,
+            "status": [a.status for a in answers],
+            "answer": [json.dumps(a.body) for a in answers],
+            "request_id": [a.request_id for a in answers],
+            "warning": [a.warning for a in answers],
+        }
+
+    async def _answer(self, urls: Sequence[str], bodies: Sequence[str]) -> list[Answer]:
+        return await asyncio.gather(
+            *(post(self._app, url, body.encode()) for url, body in zip(urls, bodies, strict=True))
+        )

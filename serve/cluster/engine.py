@@ -1,0 +1,57 @@
+"""The engine of a process of a cluster, made where it runs."""
+
+import asyncio
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from mtp_jax import LLM, AsyncLLM, Group, make_mesh
+from serve.acceptance import AcceptanceAlarm
+from serve.access_log import set_up
+from serve.app import make_app
+from serve.cluster.spec import EngineSpec
+from serve.stats_log import log_stats
+from serve.watchdog import Watchdog
+
+_LOST_STATUS = 70
+_LAST_ANSWERS_SECONDS = 0.5
+
+
+def llm_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of ``LLM`` for this process: its own mesh."""
+    found = dict(options)
+    if "mesh" in found:
+        found["mesh"] = make_mesh(*found["mesh"])
+    if found.get("compile_cache", "") is None:
+        os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+    return found
+
+
+class Served:
+    """A running engine and the application in front of it; it ends the process if the engine fails."""
+
+    def __init__(self, allm: AsyncLLM, app: ASGIApp) -> None:
+        """Use ``start``."""
+        self.allm, self.app = allm, app
+        self._beside: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def start(cls, spec: EngineSpec, group: Group | None = None) -> "Served":
+        """Load, compile, serve; in the event loop that will be asked. Raises ConfigError, CheckpointError."""
+        set_up(False, spec.settings.access_log)
+        llm = LLM(spec.model, group=group, **llm_options(spec.options))
+        allm = AsyncLLM(llm, spec.max_queued_requests, spec.max_queued_tokens)
+        alarm = AcceptanceAlarm(spec.settings.acceptance_floor, spec.settings.acceptance_ceiling)
+        served = cls(allm, make_app(allm, spec.settings, alarm))
+        await allm.start()
+        Watchdog(allm, spec.settings.step_seconds).__enter__()  # for as long as the process lives
+        served._beside = [asyncio.create_task(job) for job in (served._end(), log_stats(allm, alarm))]
+        return served
+
+    async def _end(self) -> None:
+        """Whoever supervises this process makes a new one."""
+        await self.allm.failed()
+        await asyncio.sleep(_LAST_ANSWERS_SECONDS)
+        os._exit(_LOST_STATUS)

@@ -1,0 +1,111 @@
+"""Which replica a prompt goes to: the one that got its longest known beginning, unless that one is too busy.
+
+A replica keeps the cache pages of past prompts; another that begins the same is read from there on. What a
+replica still holds is not asked for: what it got last is a good guess, and a wrong one costs time alone.
+"""
+
+import json
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import Any, Generic, TypeVar
+
+# Of requests, in the order in which their texts stand in a prompt.
+_FIELDS = (
+    "cache_salt",
+    "tools",
+    "system",
+    "instructions",
+    "messages",
+    "prompt",
+    "input",
+    "text",
+    "input_ids",
+)
+_PIECE = 256  # characters, some 64 tokens: a page of the cache
+_MOST_PIECES = 1024
+_DIGEST_BYTES = 8
+_REMEMBERED = 100_000
+
+_Replica = TypeVar("_Replica")
+
+
+def digests(body: bytes) -> tuple[bytes, ...]:
+    """A digest per beginning of the prompt in a request's body, each 256 characters longer than the last.
+
+    Empty for what has no prompt, or a short one.
+    """
+    try:
+        fields = json.loads(body) if body else {}
+    except (ValueError, RecursionError):
+        return ()
+    if not isinstance(fields, dict):
+        return ()
+    text = "".join(_text(fields[name]) for name in _FIELDS if fields.get(name) is not None)
+    before, found = b"", []
+    for end in range(_PIECE, min(len(text), _PIECE * _MOST_PIECES) + 1, _PIECE):
+        piece = text[end - _PIECE : end].encode("utf-8", "surrogatepass")
+        before = blake2b(before + piece, digest_size=_DIGEST_BYTES).digest()
+        found.append(before)
+    return tuple(found)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+class Prefixes(Generic[_Replica]):
+    """Where beginnings of prompts went, and what is under way. One thread's."""
+
+    def __init__(self, slack: int, remembered: int = _REMEMBERED) -> None:
+        """slack: by how many requests the replica that knows a prompt may be ahead of the least busy one.
+
+        remembered: digests that are kept, the least recently used being forgotten first.
+        """
+        self._slack, self._remembered = slack, remembered
+        self._where: OrderedDict[bytes, _Replica] = OrderedDict()
+        self._at: dict[str, _Replica] = {}  # requests under way, by name
+        self._load: Counter[_Replica] = Counter()
+        self._turn, self._turns = 0, dict[_Replica, int]()
+
+    def rank(self, name: str, prefixes: Sequence[bytes], replicas: Iterable[_Replica]) -> list[_Replica]:
+        """The replicas of a request, best first; the first is taken to get it until ``sent`` says otherwise.
+
+        name: of the request, until ``ended``. Of equally busy replicas the one comes first whose last request
+        is the longest ago.
+        """
+        self.ended(name)
+        order = sorted(replicas, key=lambda r: (self._load[r], self._turns.get(r, -1)))
+        if not order:
+            return []
+        there = set(order)
+        self._turns = {replica: turn for replica, turn in self._turns.items() if replica in there}
+        knows = next((w for d in reversed(prefixes) if (w := self._where.get(d)) in there), None)
+        if knows is not None and self._load[knows] - self._load[order[0]] <= self._slack:
+            order.remove(knows)
+            order.insert(0, knows)
+        self.sent(name, prefixes, order[0])
+        return order
+
+    def sent(self, name: str, prefixes: Sequence[bytes], replica: _Replica) -> None:
+        """This replica has the request now."""
+        if self._at.get(name) == replica:
+            return
+        self.ended(name)
+        self._at[name] = replica
+        self._load[replica] += 1
+        self._turn += 1
+        self._turns[replica] = self._turn
+        for digest in prefixes:
+            self._where[digest] = replica
+            self._where.move_to_end(digest)
+        while len(self._where) > self._remembered:
+            self._where.popitem(last=False)
+
+    def ended(self, name: str) -> None:
+        """The request is over, or will never be sent."""
+        replica = self._at.pop(name, None)
+        if replica is not None:
+            self._load[replica] -= 1
+            if not self._load[replica]:
+                del self._load[replica]

@@ -1,0 +1,199 @@
+"""The server as an application of Ray Serve.
+
+    client -> Serve's proxy -> Ingress -> PrefixRouter -> a replica: the whole application of serve/app.py
+
+Until an answer's first bytes have come, nothing has been sent to the client: a request whose replica is lost
+is given to another. An answer that has begun ends as an error.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from ray import serve as ray_serve  # pyright: ignore[reportMissingImports]
+from ray.exceptions import RayActorError  # pyright: ignore[reportMissingImports]
+from ray.serve.config import RequestRouterConfig  # pyright: ignore[reportMissingImports]
+from ray.serve.handle import DeploymentHandle  # pyright: ignore[reportMissingImports]
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from mtp_jax import EngineStopped
+from serve.cluster.options import RayOptions
+from serve.cluster.prefixes import digests
+from serve.cluster.spec import EngineSpec
+from serve.errors import ApiError
+from serve.in_process import Call, Head, stream
+from serve.sse import event
+
+_LOG = logging.getLogger(__name__)
+_HEALTH_PERIOD_SECONDS = 2
+_HEALTH_SECONDS = 30
+_MOST_STARTS = 3  # of a replica, before the application counts as failed
+_AGAIN_SECONDS = 0.25
+_MOST_SECONDS_LOST = 60.0
+_LEAVING_SECONDS = 5
+_EVENTS = b"text/event-stream"
+_NAME_HEADER = b"x-request-id"
+
+
+class Replica:
+    """One engine behind the server's application."""
+
+    async def __init__(self, spec: EngineSpec, reserves: Mapping[str, float]) -> None:
+        """reserves: what each host of the engine does."""
+        from serve.cluster.engine import Served  # with jax, for which the ingress has no use
+
+        self._gang = None
+        if spec.hosts > 1:
+            from serve.cluster.gang import Gang
+
+            self._gang = await asyncio.to_thread(Gang, spec, reserves)
+        self._served = await Served.start(spec, self._gang and self._gang.group)
+
+    async def check_health(self) -> None:
+        """Raise EngineStopped once the engine, or one of its hosts, is lost. Ray Serve asks."""
+        if self._served.allm.error is not None:
+            raise EngineStopped(f"the engine has failed: {self._served.allm.error}")
+        if self._gang is not None:
+            self._gang.check()
+
+    async def answer(self, call: Call) -> AsyncGenerator[Head | bytes, None]:
+        """The head of the answer with its first bytes behind it, then the others as they come.
+
+        Raises EngineStopped where the engine was lost before the first.
+        """
+        head, begun = None, False
+        async with aclosing(stream(self._served.app, call)) as parts:
+            async for part in parts:
+                if isinstance(part, Head):
+                    head = part
+                    continue
+                if not begun and self._served.allm.error is not None:
+                    raise EngineStopped("the engine was lost before the first token")
+                if head is not None:
+                    yield head
+                    head = None
+                begun = True
+                yield part
+        if head is not None:  # no body
+            yield head
+
+
+class Ingress:
+    """Hands requests on to replicas."""
+
+    def __init__(self, replicas: DeploymentHandle, max_body_bytes: int) -> None:
+        """replicas: of ``Replica``."""
+        self._replicas = replicas.options(stream=True, method_name="answer")
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, request: Request) -> Response:
+        """One request."""
+        try:
+            body = await self._body(request)
+            scope = request.scope
+            call = Call(
+                scope["method"],
+                scope["path"],
+                list(scope["headers"]),
+                body,
+                scope["query_string"],
+                scope.get("client"),
+                digests(body),
+            )
+            head, first, rest = await self._begin(call)
+        except ApiError as error:
+            return error.response(request.url.path)
+        response = StreamingResponse(_joined(head, first, rest), head.status)
+        # Serve's proxy has given the request its name, and says it itself.
+        response.raw_headers = [(name, value) for name, value in head.headers if name != _NAME_HEADER]
+        return response
+
+    async def _body(self, request: Request) -> bytes:
+        """All of it. Raises ApiError: the replica would refuse it, but only once it is in memory."""
+        found = bytearray()
+        async for part in request.stream():
+            found += part
+            if len(found) > self._max_body_bytes:
+                raise ApiError(413, f"the body is larger than {self._max_body_bytes} bytes")
+        return bytes(found)
+
+    async def _begin(self, call: Call) -> tuple[Head, bytes, Any]:
+        """(head, first bytes, the others) of the answer of the first replica that lives to begin one.
+
+        Raises ApiError.
+        """
+        end = time.monotonic() + _MOST_SECONDS_LOST
+        while True:
+            reply = self._replicas.remote(call)
+            try:
+                head = await anext(reply)
+                return head, await anext(reply, b""), reply
+            except (RayActorError, EngineStopped) as error:
+                reason = str(error).splitlines()[0]
+                if time.monotonic() > end:
+                    message = "the replicas were lost again and again before the first token"
+                    raise ApiError(503, message, code="unavailable", headers={"Retry-After": "5"}) from error
+                _LOG.warning("a replica was lost before it answered; another gets the request: %s", reason)
+            await asyncio.sleep(_AGAIN_SECONDS)
+
+
+async def _joined(head: Head, first: bytes, rest: Any) -> AsyncGenerator[bytes, None]:
+    """The body. It ends with an exception if its replica is lost, so that nobody takes it for a whole one."""
+    yield first
+    try:
+        async for part in rest:
+            yield part
+    except (RayActorError, EngineStopped):
+        if dict(head.headers).get(b"content-type", b"").startswith(_EVENTS):
+            yield event(ApiError(503, "the engine was lost", code="unavailable").body)
+        raise
+    finally:
+        rest.cancel()  # of a client that has gone; nothing where it is over
+
+
+def application(spec: EngineSpec, options: RayOptions, reserves: Mapping[str, float]) -> Any:
+    """The application, to be run by `serve.run`, with as many replicas as the options say.
+
+    reserves: what each host of an engine does, as ``start.reservation`` has it.
+    """
+    slots = spec.options["max_num_seqs"]
+    size: dict[str, Any] = {"num_replicas": options.min_replicas}
+    if options.scales:
+        scaling = {
+            "min_replicas": options.min_replicas,
+            "initial_replicas": options.min_replicas,
+            "max_replicas": options.most,
+            "target_ongoing_requests": options.target_requests or slots,
+        }
+        size = {"autoscaling_config": scaling}
+    bundle = {"CPU": reserves["num_cpus"], "GPU": reserves["num_gpus"]}
+    router = RequestRouterConfig(
+        request_router_class="serve.cluster.router:PrefixRouter",
+        request_router_kwargs={"slack": options.routing_slack, "by_prefix": options.routing == "prefix"},
+    )
+    replicas = ray_serve.deployment(
+        Replica,
+        name="engine",
+        ray_actor_options=dict(reserves),
+        placement_group_bundles=[{k: v for k, v in bundle.items() if v}] * spec.hosts,
+        # What is more waits before the router, for whichever replica has room first.
+        max_ongoing_requests=slots + spec.max_queued_requests,
+        max_constructor_retry_count=_MOST_STARTS,
+        health_check_period_s=_HEALTH_PERIOD_SECONDS,
+        health_check_timeout_s=_HEALTH_SECONDS,
+        graceful_shutdown_timeout_s=spec.settings.drain_seconds + _LEAVING_SECONDS,
+        request_router_config=router,
+        **size,
+    )
+    ingress = ray_serve.deployment(
+        Ingress,
+        name="ingress",
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=spec.settings.max_connections,
+        graceful_shutdown_timeout_s=spec.settings.drain_seconds + _LEAVING_SECONDS,
+    )
+    return ingress.bind(replicas.bind(spec, reserves), spec.settings.max_body_bytes)

@@ -1,0 +1,34 @@
+"""What the processes of a cluster serve, as it travels to them. No jax here."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from serve.settings import Settings
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """An engine and its server.
+
+    Attributes:
+        model: its folder, the same on every host.
+        options: of ``LLM``, with ``mesh`` as its shape, (data, model).
+        settings: of the server.
+        max_queued_requests, max_queued_tokens: as for ``AsyncLLM``.
+        hosts: processes of one engine.
+    """
+
+    model: Path
+    options: Mapping[str, Any]
+    settings: Settings
+    max_queued_requests: int
+    max_queued_tokens: int
+    hosts: int = 1
+
+    @property
+    def devices(self) -> int:
+        """Of the mesh."""
+        data, model = self.options.get("mesh", (1, 1))
+        return data * model
