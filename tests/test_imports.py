@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Lowest first. A module may import from its own package and from the layers before its own.
 LAYERS = (
     ("errors", "options"),
+    ("handshake",),
     ("model", "text"),
     ("checkpoint", "decode", "planning"),
     ("store",),
@@ -39,6 +40,7 @@ WITHOUT_JAX = (
     "engine.exchange",
     "engine.inputs",
     "engine.pages",
+    "engine.placement",
     "engine.plan",
     "engine.request",
     "engine.results",
@@ -48,6 +50,7 @@ WITHOUT_JAX = (
     "engine.timings",
     "engine.validate",
     "errors",
+    "handshake",
     "hosts.channel",
     "hosts.codec",
     "hosts.ending",
@@ -55,7 +58,6 @@ WITHOUT_JAX = (
     "hosts.hello",
     "hosts.leader_log",
     "hosts.options",
-    "hosts.secret",
     "model.config",
     "model.config_parts",
     "model.hf_config",

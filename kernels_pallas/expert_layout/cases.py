@@ -16,7 +16,11 @@ from kernels_pallas.router.reference import ROWS, count
 
 @dataclass(frozen=True)
 class Shape:
-    """Tokens choose some of ``total`` experts; ``here`` of those, from ``first`` on, are laid out."""
+    """Tokens choose some of ``total`` experts; ``here`` of those, from ``first`` on, are laid out.
+
+    Attributes:
+        idle: every so many tokens one chooses none, id ``total``; 0: all choose.
+    """
 
     tokens: int
     chosen: int
@@ -24,6 +28,7 @@ class Shape:
     first: int
     here: int
     rows: int
+    idle: int = 0
 
 
 def shapes() -> dict[str, Shape]:
@@ -32,6 +37,7 @@ def shapes() -> dict[str, Shape]:
         "small-all": Shape(70, 4, 16, 0, 16, 64),
         "small-some": Shape(64, 3, 96, 32, 32, 64),
         "small-many-tiles": Shape(128, 1, 72, 0, 72, 64),
+        "small-idle": Shape(70, 3, 64, 32, 32, 64, idle=2),
         "v3-64": Shape(64, 8, 256, 0, 256, 64),
         "v3-512": Shape(512, 8, 256, 0, 256, 64),
         "v3-512-of8": Shape(512, 8, 256, 96, 32, 64),
@@ -62,6 +68,8 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
     """Random choices, some experts far more often than others."""
     noise = jax.random.gumbel(key, (shape.tokens, shape.total)) + 3 * jnp.sin(jnp.arange(shape.total))
     ids = jax.lax.top_k(noise, shape.chosen)[1]
+    if shape.idle:
+        ids = ids.at[:: shape.idle].set(shape.total)
     padded = jnp.pad(ids, ((0, -shape.tokens % ROWS), (0, 0)))
     return padded.T, count(ids, shape.total), jnp.array([shape.first], jnp.int32)
 

@@ -54,7 +54,8 @@ def mla_decode(
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Returns:
-        What each head mixes from the latents, [B, W, N, C], of q's dtype; zero in idle slots.
+        What each head mixes from the latents, [B, W, N, C], of q's dtype; zero in idle slots. Tokens that see
+        nothing cost no page, unless they share a thread block with others.
 
     Raises:
         ValueError: for what an implementation cannot do.
@@ -68,7 +69,11 @@ def mla_decode(
     blocks = height // block
     splits = splits or choose_splits(slots * blocks, page_table.shape[1])
     seen: Any = visible.bits(window, page_table.shape[1] * mosaic_gpu.PAGE)
-    rows = jnp.stack([seen.first, seen.length, seen.end(), seen.seen_ahead()])
+    # A block whose tokens see nothing reads no page, though others of its slot do.
+    reads = jnp.arange(blocks) * block < (seen.count * heads)[:, None]
+    end = jnp.where(reads, seen.end()[:, None], 0)
+    of_slot = (seen.first, seen.length, end, seen.seen_ahead())
+    rows = jnp.stack([jnp.broadcast_to(a.reshape(slots, -1), (slots, blocks)) for a in of_slot])
     ahead = jnp.repeat(seen.ancestors, heads, axis=1).reshape(slots, blocks, block)
     ahead = jnp.pad(ahead, ((0, 0), (0, 0), (0, mosaic_gpu.ROWS - block)))
     out, lse = mosaic_gpu.mla_decode(

@@ -19,7 +19,12 @@ SCALE = 192**-0.5
 
 @dataclass(frozen=True)
 class Shape:
-    """Slots with ``lengths`` rows before their windows of ``window`` tokens, on a device with some heads."""
+    """Slots with ``lengths`` rows before their windows of ``window`` tokens, on a device with some heads.
+
+    Attributes:
+        counts: tokens of each slot's window that see anything; None: all. The others get zeros where none of
+            their thread block does.
+    """
 
     heads: int
     window: int
@@ -28,6 +33,7 @@ class Shape:
     nextn: bool = False
     fp8: bool = False
     in_place: bool = False
+    counts: tuple[int, ...] | None = None
 
     @property
     def pages_per_slot(self) -> int:
@@ -46,6 +52,7 @@ def shapes() -> dict[str, Shape]:
         "small-window": Shape(16, 4, (60, 63, 126, -1), splits=2),
         "small-window8": Shape(8, 8, (57, 190), splits=2),
         "small-heads128": Shape(128, 1, (130, 40), splits=2),
+        "small-shallow": Shape(64, 4, (130, 66, 70), splits=2, counts=(1, 0, 3)),
         "small-uneven-heads": Shape(24, 3, (61, 320), splits=3),
         "small-nextn": Shape(8, 1, (3, 66, 130), splits=2, nextn=True),
         "small-fp8": Shape(8, 1, (150,), splits=1, fp8=True),
@@ -116,15 +123,18 @@ def rows_seen(shape: Shape) -> Window:
     """A causal window; of a second NextN layer, the rows of every other draft and no first two rows."""
     length = jnp.array(shape.lengths, jnp.int32)
     if not shape.nextn:
-        return chain(length, jnp.where(length < 0, 0, shape.window))
+        counts = jnp.where(length < 0, 0, shape.window) if shape.counts is None else jnp.array(shape.counts)
+        return chain(length, counts)
     every_other = jnp.full((len(shape.lengths), shape.window), 0b10101, jnp.int32)
     return Window(jnp.full_like(length, 2), length, jnp.full_like(length, shape.window), every_other)
 
 
 def work(shape: Shape) -> Work:
     """Two products over every visible row; every row, query and output moved once."""
-    visible = [max(0, n + 1 + w) for n in shape.lengths for w in range(shape.window)]
-    stored = sum(max(0, n + shape.window) for n in shape.lengths)
+    counts = shape.counts or (shape.window,) * len(shape.lengths)
+    windows = tuple(zip(shape.lengths, counts, strict=True))
+    visible = [max(0, n + 1 + w) for n, count in windows for w in range(count)]
+    stored = sum(max(0, n + count) for n, count in windows if count)
     tokens = len(shape.lengths) * shape.window * shape.heads
     row = RANK + 4 * (RANK // BLOCK) + 2 * ROPE if shape.fp8 else 2 * (RANK + ROPE)
     return Work(

@@ -44,7 +44,7 @@ NOTHING = -1e30
 # Scores' peak, sum of exponentials over the own pages, output: what a warpgroup keeps per row.
 Carry = tuple[jax.Array, jax.Array, jax.Array]
 
-# Lines of the integer array that describes a slot's rows.
+# Lines of the integer array that describes the rows of a slot that a thread block reads.
 FIRST, LENGTH, END, SEEN = range(4)
 
 
@@ -68,8 +68,9 @@ def mla_decode(
         q_rope: [B, M, 64] bf16.
         pages: [P, 64, 576] bf16, or FP8 rows: [P, 64, 320] uint16 and [P, 64, 4] float32.
         page_table: [B, n] int32.
-        rows: [4, B] int32: the first row, the end of those all tokens see, the end of those any token sees,
-            and bits: which rows between the two ends some token sees.
+        rows: [4, B, M / m] int32: the first row, the end of those all tokens see, the end of those any token
+            sees, and bits: which rows between the two ends some token sees. A block whose last end is 0 reads
+            no page, and gives zeros.
         ahead: [B, M / m, 64] int32, m of `rows_per_block`; the first m of a block: bit i is set if the query
             row sees cached row ``length + i``.
         scale: factor of the scores.
@@ -98,10 +99,10 @@ def mla_decode(
         probs_ready: Ref, sums_ready: Ref,
     ) -> None:  # fmt: skip
         block, split, slot = lax.axis_index("block"), lax.axis_index("split"), lax.axis_index("slot")
-        num_pages = lax.div(rows_ref[END, slot] + (PAGE - 1), PAGE)
+        num_pages = lax.div(rows_ref[END, slot, block] + (PAGE - 1), PAGE)
         # Pages from one to, not including, the other are seen whole.
-        whole_from = lax.div(rows_ref[FIRST, slot] + (PAGE - 1), PAGE)
-        whole_to = lax.div(rows_ref[LENGTH, slot], PAGE)
+        whole_from = lax.div(rows_ref[FIRST, slot, block] + (PAGE - 1), PAGE)
+        whole_to = lax.div(rows_ref[LENGTH, slot, block], PAGE)
         all_steps = lax.div(num_pages + (COMPUTE - 1), COMPUTE)
         share = lax.div(all_steps + (splits - 1), splits)
         start = split * share
@@ -189,7 +190,7 @@ def mla_decode(
             s = s * (scale * LOG2E)
 
             def masked(s: jax.Array) -> jax.Array:
-                first, length, seen = rows_ref[FIRST, slot], rows_ref[LENGTH, slot], rows_ref[SEEN, slot]
+                first, length, seen = (rows_ref[line, slot, block] for line in (FIRST, LENGTH, SEEN))
 
                 def visible(row: jax.Array, bits: jax.Array) -> jax.Array:
                     bit = lax.shift_right_logical(bits, jnp.clip(row - length, 0, 31)) & 1

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.router import mosaic_gpu, reference
 from kernels_pallas.router.reference import ROWS
@@ -22,7 +22,7 @@ class Choice:
     """Experts of each token.
 
     Attributes:
-        ids: int32, best first.
+        ids: int32, best first; of tokens that do not count E, which is no expert.
         weights: float32.
         counts: int32; how often each block of 64 tokens chose each expert.
     """
@@ -36,6 +36,7 @@ def choose(
     logits: Float[Array, "T E"],
     bias: Float[Array, " E"],
     rule: Rule,
+    counted: Bool[Array, " T"] | None = None,
     *,
     implementation: Implementation,
     interpret: Any = None,
@@ -46,6 +47,7 @@ def choose(
         logits: float32.
         bias: float32; selects, but does not weigh.
         rule: sizes of the choice.
+        counted: tokens that choose; None: all.
         implementation: who chooses: "mosaic_gpu" needs a Hopper GPU; "xla" is plain jnp.
         interpret: parameters of Pallas' interpreter; None compiles.
 
@@ -54,11 +56,13 @@ def choose(
     """
     tokens, experts = logits.shape
     if implementation == "xla":
-        ids, weights = reference.choose(logits, bias, rule)
+        ids, weights = reference.choose(logits, bias, rule, counted)
         return Choice(ids, weights, reference.count(ids, experts))
     check(experts, rule)
-    padded = jnp.pad(logits, ((0, -tokens % ROWS), (0, 0)))
-    ids, weights, counts = mosaic_gpu.choose(padded, bias, rule=rule, tokens=tokens, interpret=interpret)
+    rest = (0, -tokens % ROWS)
+    mask = jnp.ones(tokens, jnp.int32) if counted is None else counted.astype(jnp.int32)
+    padded, mask = jnp.pad(logits, (rest, (0, 0))), jnp.pad(mask, rest)
+    ids, weights, counts = mosaic_gpu.choose(padded, bias, mask, rule=rule, interpret=interpret)
     return Choice(ids.T[:tokens], weights.T[:tokens], counts)
 
 

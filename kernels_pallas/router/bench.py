@@ -11,4 +11,8 @@ from kernels_pallas.router.rule import Rule
 
 def baselines(rule: Rule) -> Mapping[str, Callable[..., Any]]:
     """By name: functions of the kernel's inputs."""
-    return MappingProxyType({"xla": partial(reference.choose, rule=rule)})
+    return MappingProxyType({"xla": partial(_by_xla, rule)})
+
+
+def _by_xla(rule: Rule, logits: Any, bias: Any, counted: Any) -> Any:
+    return reference.choose(logits, bias, rule, counted > 0)

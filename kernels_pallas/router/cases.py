@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
 from kernels_pallas.checking.case import Case, Inputs, Work
 from kernels_pallas.router import bench, mosaic_gpu, reference
@@ -17,11 +17,16 @@ DEEPSEEK_V3 = Rule(chosen=8, groups=8, kept=4, scaling=2.5)
 
 @dataclass(frozen=True)
 class Shape:
-    """``tokens`` that choose among ``experts``; the kernel is given whole blocks of 64."""
+    """``tokens`` that choose among ``experts``; the kernel is given whole blocks of 64.
+
+    Attributes:
+        idle: every so many tokens one does not count; 0: all do.
+    """
 
     tokens: int
     experts: int
     rule: Rule
+    idle: int = 0
 
 
 def shapes() -> dict[str, Shape]:
@@ -30,6 +35,7 @@ def shapes() -> dict[str, Shape]:
         "small-groups": Shape(70, 64, Rule(chosen=4, groups=4, kept=2, scaling=2.5)),
         "small-one-group": Shape(64, 32, Rule(chosen=3, normalise=False)),
         "small-all-groups": Shape(128, 32, Rule(chosen=6, groups=2, kept=2)),
+        "small-idle": Shape(128, 32, Rule(chosen=3), idle=3),
         "v3-64": Shape(64, 256, DEEPSEEK_V3),
         "v3-512": Shape(512, 256, DEEPSEEK_V3),
         "v3-8192": Shape(8192, 256, DEEPSEEK_V3),
@@ -61,20 +67,26 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
     keys = jax.random.split(key)
     tokens = -(-shape.tokens // reference.ROWS) * reference.ROWS
     logits = jnp.round(jax.random.normal(keys[0], (tokens, shape.experts)) * 8) / 4
-    return logits, jnp.round(jax.random.normal(keys[1], (shape.experts,)) * 2) / 8
+    bias = jnp.round(jax.random.normal(keys[1], (shape.experts,)) * 2) / 8
+    return logits, bias, counted(shape, tokens).astype(jnp.int32)
+
+
+def counted(shape: Shape, tokens: int) -> Bool[Array, " T"]:
+    """Which of ``tokens`` choose: padding does not."""
+    token = jnp.arange(tokens)
+    idle = shape.idle > 0 and token % shape.idle == 0
+    return (token < shape.tokens) & ~jnp.asarray(idle)
 
 
 def run(shape: Shape, *inputs: Any, interpret: Any = None) -> tuple[Array, ...]:
     """The kernel's choice for the tokens that there are, rank by rank."""
-    ids, weights, counts = mosaic_gpu.choose(
-        *inputs, rule=shape.rule, tokens=shape.tokens, interpret=interpret
-    )
+    ids, weights, counts = mosaic_gpu.choose(*inputs, rule=shape.rule, interpret=interpret)
     return ids[:, : shape.tokens], weights[:, : shape.tokens], counts
 
 
-def expected(shape: Shape, logits: Any, bias: Any) -> tuple[Array, ...]:
+def expected(shape: Shape, logits: Any, bias: Any, counted: Any) -> tuple[Array, ...]:
     """The same in plain jnp."""
-    ids, weights = reference.choose(logits[: shape.tokens], bias, shape.rule)
+    ids, weights = reference.choose(logits[: shape.tokens], bias, shape.rule, counted[: shape.tokens] > 0)
     return ids.T, weights.T, reference.count(ids, shape.experts)
 
 

@@ -10,28 +10,35 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.mosaic import WGMMA, WGMMA_COLUMN, Ref, Warpgroup, load, per_column, per_row
+from kernels_pallas.mosaic import WGMMA, WGMMA_COLUMN, WGMMA_ROW, Ref, Warpgroup, load, per_column, per_row
 from kernels_pallas.router.reference import ROWS
 from kernels_pallas.router.rule import Rule
 
 
 def choose(
-    logits: Float[Array, "T E"], bias: Float[Array, " E"], *, rule: Rule, tokens: int, interpret: Any = None
+    logits: Float[Array, "T E"],
+    bias: Float[Array, " E"],
+    counted: Int[Array, " T"],
+    *,
+    rule: Rule,
+    interpret: Any = None,
 ) -> tuple[Int[Array, "k T"], Float[Array, "k T"], Int[Array, "b E"]]:
     """``reference.choose``, transposed, and ``reference.count`` of its ids.
 
     Args:
         logits: float32; T is a multiple of 64, the experts of a group of 8.
         bias: float32.
+        counted: int32; 0 for tokens that choose no expert: each of their ids is E.
         rule: sizes of the choice.
-        tokens: how many of the T there are; the others are not counted.
         interpret: parameters of Pallas' interpreter; None compiles.
     """
     padded, experts = logits.shape
     size = experts // rule.groups
     wg = Warpgroup(interpret is not None)
 
-    def body(logits: Ref, bias: Ref, ids: Ref, weights: Ref, counts: Ref, chosen: Ref) -> None:
+    def body(
+        logits: Ref, bias: Ref, counted: Ref, ids: Ref, weights: Ref, counts: Ref, chosen: Ref
+    ) -> None:  # fmt: skip
         block = lax.axis_index("block")
         rows = pl.ds(block * ROWS, ROWS)
         column = wg.iota((ROWS, size), 1)
@@ -51,16 +58,17 @@ def choose(
             for g, c in reversed(tuple(enumerate(choice))):
                 group = jnp.where(c == top, g, group)
             index = jnp.minimum(jnp.min(group * size + column, axis=1), experts - 1)
-            ids[j, rows] = index
+            ids[j, rows] = jnp.where(load(counted, (rows,), WGMMA_ROW) > 0, index, experts)
             chosen[j] = index
             return tuple(jnp.where(at(index, g), -jnp.inf, c) for g, c in enumerate(choice))
 
         def weigh(g: Any, weight: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             score, times, out = scores(g), jnp.zeros_like(column), []
+            counts_here = per_row(load(counted, (rows,), WGMMA_ROW), size) > 0
             for j, sofar in enumerate(weight):
                 hit = at(wg.row(chosen.at[j]), g)
                 out.append(sofar + jnp.sum(jnp.where(hit, score, 0.0), axis=1))
-                times += jnp.where(jnp.logical_and(hit, per_row(token, size) < tokens), 1, 0)
+                times += jnp.where(jnp.logical_and(hit, counts_here), 1, 0)
             counts[block, pl.ds(g * size, size)] = jnp.sum(times, axis=0)
             return tuple(out)
 
@@ -71,7 +79,6 @@ def choose(
         if rule.kept < rule.groups:
             choice = _keep_groups(choice, column, rule.kept)
         lax.fori_loop(0, rule.chosen, choose_one, tuple(choice))
-        token = block * ROWS + wg.iota((ROWS,), 0)
         weight = lax.fori_loop(0, rule.groups, weigh, (wg.full((ROWS,), 0.0),) * rule.chosen)
         scale = rule.scaling / (sum(weight) + 1e-20) if rule.normalise else rule.scaling
         for j, w in enumerate(weight):
@@ -91,7 +98,7 @@ def choose(
             grid=(blocks,),
             grid_names=("block",),
             **interpreted,
-        )(logits, bias)
+        )(logits, bias, counted)
     )
 
 

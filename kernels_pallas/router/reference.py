@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.router.rule import Rule
 
@@ -11,12 +11,17 @@ ROWS = 64
 
 
 def choose(
-    logits: Float[Array, "T E"], bias: Float[Array, " E"], rule: Rule
+    logits: Float[Array, "T E"],
+    bias: Float[Array, " E"],
+    rule: Rule,
+    counted: Bool[Array, " T"] | None = None,
 ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
     """Experts of each token, best first, and their weights; the lower id among equals.
 
     Sigmoid scores; groups, then experts, chosen by bias-corrected score (arXiv 2412.19437, eqs. 12-16). The
     bias only selects: weights come from the scores alone.
+
+    counted: tokens that choose; the others' ids are E, which is no expert. None: all choose.
     """
     scores = jax.nn.sigmoid(logits)
     choice = scores + bias
@@ -32,11 +37,15 @@ def choose(
     weights = jnp.take_along_axis(scores, ids, axis=-1)
     if rule.normalise:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+    ids = ids if counted is None else jnp.where(counted[:, None], ids, experts)
     return ids, weights * rule.scaling
 
 
 def count(ids: Int[Array, "T k"], experts: int) -> Int[Array, "b E"]:
-    """How often each block of ``ROWS`` tokens, the last perhaps a partial one, chose each expert."""
+    """How often each block of ``ROWS`` tokens, the last perhaps a partial one, chose each expert.
+
+    Ids that are none of the experts are not counted.
+    """
     blocks = jnp.pad(ids, ((0, -ids.shape[0] % ROWS), (0, 0)), constant_values=experts)
     blocks = blocks.reshape(-1, ROWS * ids.shape[1], 1)
     return (blocks == jnp.arange(experts)).sum(axis=1, dtype=jnp.int32)

@@ -65,7 +65,7 @@ class Handover:
         self._threads = ThreadPoolExecutor(_FETCHES, "fetch")
         self.peers: Peers | None = None
         self.server: PageServer | None = None
-        secret = (options.peer_secret or "").encode()
+        secret = options.secret()
         if options.role == "decode":
             self.peers = Peers([address(peer) for peer in options.peers], secret, options.peer_seconds)
         else:

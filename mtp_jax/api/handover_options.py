@@ -1,13 +1,15 @@
 """What an operator decides about prefill apart from decode. No jax here."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from mtp_jax.errors import ConfigError
-from mtp_jax.options import check, documented, option
+from mtp_jax.handshake import read_secret
+from mtp_jax.hosts.options import Hosts
+from mtp_jax.options import check, documented, narrowed, option
 
 Role = Literal["both", "prefill", "decode"]
-_SHORTEST_SECRET = 16  # characters: 64 bits in hexadecimal at the least
 
 
 @documented
@@ -30,13 +32,7 @@ class HandoverOptions:
     peer_address: str = option(
         "127.0.0.1:8100", "where a server that prefills listens for others", metavar="HOST:PORT"
     )
-    peer_secret: str | None = option(
-        None,
-        "what both sides must know; 16 characters or more",
-        kind=str,
-        unset="none, which only the role both allows",
-        metavar="TEXT",
-    )
+    secret_file: str | Path | None = narrowed(Hosts, "secret_file", None)
     peer_seconds: float = option(
         10.0,
         "most that one prompt is waited for; what has not come by then is computed",
@@ -51,19 +47,18 @@ class HandoverOptions:
         """Whether it prefills or decodes alone."""
         return self.role != "both"
 
+    def secret(self) -> bytes:
+        """What both sides must know. Raises ConfigError."""
+        return read_secret(self.secret_file, f"role = {self.role!r}")
+
     def __post_init__(self) -> None:
         check(self, ConfigError)
         for where in (*self.peers, self.peer_address):
             address(where)
         if not self.apart:
-            if self.peers or self.peer_secret is not None:
-                raise ConfigError("peers and peer_secret are of a role; give role = 'prefill' or 'decode'")
+            if self.peers or self.secret_file is not None:
+                raise ConfigError("peers and secret_file are of a role; give role = 'prefill' or 'decode'")
             return
-        if len(self.peer_secret or "") < _SHORTEST_SECRET:
-            raise ConfigError(
-                f"role = {self.role!r} needs a peer_secret of {_SHORTEST_SECRET} characters or more "
-                "(--peer-secret, or MTP_JAX_PEER_SECRET in the environment)"
-            )
         if (self.role == "decode") != bool(self.peers):
             raise ConfigError(
                 f"role = {self.role!r} with {len(self.peers)} peers; 'decode' takes one or more, 'prefill' "

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from mtp_jax.hosts.group import Group
 
 
+SECRET = "secret_file"
+"""An option of ``Hosts`` and of ``HandoverOptions``: one flag."""
+
+
 def add_hosts(parser: Parser) -> None:
     """The options of ``Hosts``."""
     add_options(parser.add_argument_group("hosts"), Hosts)
@@ -33,8 +37,11 @@ def on_hosts(
     found = given(args, Hosts)
     hosts = Hosts(**found)
     if hosts.hosts == 1:
-        if found.keys() - {"hosts"}:
-            names = ", ".join(f"--{name.replace('_', '-')}" for name in found if name != "hosts")
+        # A server that hands over pages needs the secret, too.
+        apart = getattr(args, "role", "both") != "both"
+        without = [name for name in found if name != "hosts" and not (apart and name == SECRET)]
+        if without:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in without)
             raise ConfigError(f"{names} without effect on one host; add --hosts 2 or more, or leave it out")
         return lead(None)
     with report.phase("import jax"):

@@ -8,7 +8,7 @@ from mtp_jax.api.admission import QueueLimits
 from mtp_jax.api.handover_options import HandoverOptions
 from mtp_jax.api.progress import Reporter, Terminal
 from mtp_jax.commands import show
-from mtp_jax.commands.hosts import add_hosts, on_hosts
+from mtp_jax.commands.hosts import SECRET, add_hosts, on_hosts
 from mtp_jax.commands.on_ray import ray_options
 from mtp_jax.commands.options import (
     add_engine,
@@ -21,6 +21,7 @@ from mtp_jax.commands.options import (
     reporter,
 )
 from mtp_jax.commands.parser import Subparsers
+from mtp_jax.options import declared
 from serve.access_log import set_up
 from serve.cluster.options import RayOptions
 from serve.settings import Settings
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from mtp_jax.hosts.group import Group
 
 _KEY_VARIABLE, _ADMIN_KEY_VARIABLE = "MTP_JAX_API_KEY", "MTP_JAX_ADMIN_KEY"
-_SECRET_VARIABLE = "MTP_JAX_PEER_SECRET"
 SLOTS = 8
 _SUBJECTS = {
     "access": (
@@ -60,7 +60,8 @@ def register(subparsers: Subparsers) -> None:
     add_engine(parser, quiet="show warnings and errors alone")
     add_groups(parser, Settings, _SUBJECTS, "server", {"model_name": "its folder's name"})
     add_options(parser.add_argument_group("queue"), QueueLimits)
-    add_options(parser.add_argument_group("prefill apart from decode"), HandoverOptions)
+    own = [name for name in declared(HandoverOptions) if name != SECRET]
+    add_options(parser.add_argument_group("prefill apart from decode"), HandoverOptions, own)
     add_hosts(parser)
     add_options(parser.add_argument_group("engines on Ray"), RayOptions)
     parser.set_defaults(run=run)
@@ -88,9 +89,11 @@ def _serve(args: argparse.Namespace, report: Reporter, group: "Group | None") ->
     settings = settings_of(args)
     limits = QueueLimits(**given(args, QueueLimits))
     apart = given(args, HandoverOptions)
-    if apart.get("role", "both") != "both":
-        apart.setdefault("peer_secret", os.environ.get(_SECRET_VARIABLE))
+    if apart.get("role", "both") == "both":
+        apart.pop(SECRET, None)  # it is the group's
     handover = HandoverOptions(**apart)
+    if handover.apart:
+        handover.secret()  # or say what is wrong before weights are read
     with report.phase("import server"):
         from serve.run import listen, serve
     with listen(settings) as listener:

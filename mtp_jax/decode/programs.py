@@ -273,7 +273,8 @@ class Programs:
         return abstract_chunk(key.prompts * data_size(self._on.mesh), key.tokens, self._cfg.vocab_size)
 
     def _draft_only(self, key: DraftKey, params: Params, state: State, slot: Int[Array, ""]) -> Any:
-        slots = state.slots.replace(active=jnp.arange(len(state.slots.active)) == slot)
+        active = jnp.arange(len(state.slots.active)) == slot
+        slots = state.slots.replace(active=active, depth=jnp.full_like(state.slots.depth, key.depth))
         table = slots.page_table[:, : key.pages]
         sampler = DraftSampler()
         drafts, _ = self.drafter.propose(params, state.drafter, slots, table, key.depth, sampler, self._on)

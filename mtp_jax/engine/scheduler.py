@@ -9,6 +9,7 @@ from functools import partial
 
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.pages import PagePool, extend_digests
+from mtp_jax.engine.placement import Shard, preferred
 from mtp_jax.engine.request import Request, Status
 from mtp_jax.store.page import Page
 from mtp_jax.store.tier import HostTier, Restored
@@ -69,10 +70,9 @@ class Scheduler:
         first = shard * self.slots_per_shard
         return [r for r in self.slots[first : first + self.slots_per_shard] if r]
 
-    def _lowest_free(self) -> list[int]:
-        """The lowest free slot of each shard that has one."""
-        lowest = {self.shard_of(i): i for i, r in reversed([*enumerate(self.slots)]) if r is None}
-        return list(lowest.values())
+    def _lowest_free(self) -> dict[int, int]:
+        """By shard the lowest free slot, of those that have one."""
+        return {self.shard_of(i): i for i, r in reversed([*enumerate(self.slots)]) if r is None}
 
     def pool_of(self, request: Request) -> PagePool:
         """Where the pages of a request that has a slot come from."""
@@ -92,7 +92,7 @@ class Scheduler:
         return admitted
 
     def _place(self, request: Request) -> bool:
-        """Take a free slot whose shard has the pages, where most of the prompt is cached, best on the device.
+        """Take a free slot of the first shard, in the order of ``preferred``, that has the pages.
 
         Low slots come first: they keep the slot bucket small.
         """
@@ -101,14 +101,17 @@ class Scheduler:
             return False
         request.take_up()
         cached = self.cached(request)
+        shards = [shard for shard in self.order(request, cached) if shard in free]
+        return any(self._place_in(request, free[shard], cached[shard]) for shard in shards)
 
-        def order(slot: int) -> tuple[int, int, int, int]:
-            found = cached[self.shard_of(slot)]
-            return -len(found), found.count(None), slot % self.slots_per_shard, slot
-
-        return any(
-            self._place_in(request, slot, cached[self.shard_of(slot)]) for slot in sorted(free, key=order)
-        )
+    def order(self, request: Request, cached: Sequence[Sequence[int | None]]) -> list[int]:
+        """The shards in the order in which a request should try them. cached: see ``cached``."""
+        shards = []
+        for i, (pool, found) in enumerate(zip(self.pools, cached, strict=True)):
+            held = self._in_shard(i)
+            pages = sum(len(r.pages) for r in held)
+            shards.append(Shard(len(held), pages, pool.available, len(found), found.count(None)))
+        return preferred(shards, self.config.pages_for(len(request.tokens) + request.spare))
 
     def looks_up(self, request: Request) -> bool:
         """Whether it may begin with cached pages: log-probabilities of the prompt need all of it computed."""

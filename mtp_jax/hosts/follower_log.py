@@ -7,11 +7,11 @@ from contextlib import suppress
 from typing import Any
 
 from mtp_jax.errors import ConfigError
+from mtp_jax.handshake import Refused, greet
 from mtp_jax.hosts.channel import Channel, Message, Op
 from mtp_jax.hosts.codec import LogError
-from mtp_jax.hosts.leader_log import wait_for_address
+from mtp_jax.hosts.leader_log import PURPOSE, RANK, wait_for_address
 from mtp_jax.hosts.options import Hosts
-from mtp_jax.hosts.secret import Refused, answer
 
 _PROOF_SECONDS = 10.0
 
@@ -25,11 +25,13 @@ class FollowerLog:
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         sock = wait_for_address(hosts.address, time.monotonic() + hosts.join_seconds)
         try:
-            answer(sock, secret, hosts.rank, _PROOF_SECONDS)
+            greet(sock, secret, PURPOSE, RANK.pack(hosts.rank), time.monotonic() + _PROOF_SECONDS)
         except Refused as refused:
             sock.close()
+            host, port = hosts.address
             raise ConfigError(
-                f"{refused} (rank {hosts.rank}, launch log at {hosts.address[0]}:{hosts.address[1]})"
+                f"rank 0 does not take rank {hosts.rank} at {host}:{port}: {refused}; give all ranks the "
+                "same secret, and each a rank of its own"
             ) from refused
         self._channel = Channel(sock, self._got, self._gone)
         self._channel.start()

@@ -19,12 +19,12 @@ import jax
 from mtp_jax.decode.host import Runner
 from mtp_jax.decode.runner import LocalRunner
 from mtp_jax.errors import ConfigError, MtpJaxError
+from mtp_jax.handshake import read_secret
 from mtp_jax.hosts.ending import STATUS, Ending
 from mtp_jax.hosts.follower_log import FollowerLog
 from mtp_jax.hosts.leader import LeaderRunner
 from mtp_jax.hosts.leader_log import LeaderLog
 from mtp_jax.hosts.options import Hosts
-from mtp_jax.hosts.secret import read_secret
 
 # JAX's own service is the second to notice a loss: the launch log does in hundredths of a second, or in 6 s.
 _HEARTBEAT_SECONDS = 10
@@ -45,7 +45,7 @@ class Group:
     def __init__(self, hosts: Hosts, end: Callable[[int], object] = os._exit) -> None:
         """Connects to the others. Raises ConfigError. end: ends the process."""
         self.hosts, self._end, self._left = hosts, end, False
-        secret = read_secret(hosts)
+        secret = read_secret(hosts.secret_file, f"hosts = {hosts.hosts}")
         self.ending = Ending(f"rank {hosts.rank} of {hosts.hosts}", self._end_all)
         if hosts.rank == 0:
             self.log: LeaderLog | FollowerLog = LeaderLog(hosts, secret, self.ending)

@@ -2,6 +2,7 @@
 
 import logging
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,14 +13,17 @@ from typing import Any
 import numpy as np
 
 from mtp_jax.errors import ConfigError
+from mtp_jax.handshake import VARIABLE, Refused, welcome
 from mtp_jax.hosts.channel import Channel, Message, Op, prepared
 from mtp_jax.hosts.codec import LogError
 from mtp_jax.hosts.hello import difference
 from mtp_jax.hosts.options import Hosts
-from mtp_jax.hosts.secret import Refused, challenge
 
 _LOG = logging.getLogger(__name__)
+PURPOSE, RANK = b"mtp-jax log 2\n", struct.Struct("<I")
+"""What the handshake is for, and how a follower's rank is written in it."""
 _PROOF_SECONDS = 5.0  # in which a connection must have proved itself
+_SECRET_SECONDS = 10.0  # in which a rank with another secret may be followed by the one with ours
 _MOST_STRANGERS = 64  # connections that may be at it at a time
 
 
@@ -31,6 +35,8 @@ class LeaderLog:
         self._hosts, self._secret, self._lost = hosts, secret, lost
         self._channels: dict[int, Channel] = {}
         self._taken: set[int] = set()
+        # Of ranks that came with another secret: who it was, and when the wait for the right one ends.
+        self._refused: dict[int, tuple[str, float]] = {}
         self._finished = False
         self._told: list[tuple[int, Op, Mapping[str, Any]]] = []  # what followers said, to be waited for
         self._changed = threading.Condition()
@@ -47,21 +53,44 @@ class LeaderLog:
             ) from error
 
     def join(self) -> None:
-        """Wait for every follower. Raises ConfigError if they do not all come in time."""
+        """Wait for every follower. Raises ConfigError if they do not all come in time.
+
+        A missing rank that came with another secret is waited for a few seconds more: it may have been a
+        stranger's. What does not speak the log's protocol changes nothing.
+        """
         threading.Thread(target=self._accept, name="log-accept", daemon=True).start()
-        everyone = set(range(1, self._hosts.hosts))
+        end = time.monotonic() + self._hosts.join_seconds
         with self._changed:
-            self._changed.wait_for(lambda: self._channels.keys() == everyone, self._hosts.join_seconds)
-            missing = sorted(everyone - self._channels.keys())
+            while (reason := self._missing(end)) is None:
+                self._changed.wait(min([end, *self._ends()]) - time.monotonic())
         self._close_listener()
-        if missing:
-            reason = (
-                f"rank {', '.join(map(str, missing))} of {self._hosts.hosts} did not come in "
+        if reason:
+            self.close(reason)
+            raise ConfigError(reason)
+
+    def _absent(self) -> list[int]:
+        return [rank for rank in range(1, self._hosts.hosts) if rank not in self._channels]
+
+    def _ends(self) -> list[float]:
+        return [self._refused[rank][1] for rank in self._absent() if rank in self._refused]
+
+    def _missing(self, end: float) -> str | None:
+        """Why the group does not come together, "" if it has; None while there is time."""
+        now, absent = time.monotonic(), self._absent()
+        for rank in absent:
+            peer, until = self._refused.get(rank, ("", end))
+            if peer and until <= now:
+                return (
+                    f"rank {rank} of {self._hosts.hosts} has another secret ({peer}); give all ranks the "
+                    f"same with --secret-file or {VARIABLE}"
+                )
+        if absent and end <= now:
+            return (
+                f"rank {', '.join(map(str, absent))} of {self._hosts.hosts} did not come in "
                 f"{self._hosts.join_seconds:g} s; start it with the same secret and coordinator = "
                 f"{self._hosts.coordinator}"
             )
-            self.close(reason)
-            raise ConfigError(reason)
+        return None if absent else ""
 
     def compare(self, mine: Mapping[str, str]) -> None:
         """Check that all followers are about to do the same. Raises ConfigError for the first difference."""
@@ -153,25 +182,42 @@ class LeaderLog:
     def _prove(self, sock: socket.socket, peer: str) -> None:
         """Take a connection in if it is a follower that is missing; else drop it and go on waiting."""
         try:
-            rank = challenge(sock, self._secret, self._take, _PROOF_SECONDS)
+            end = time.monotonic() + _PROOF_SECONDS
+            (rank,) = RANK.unpack(welcome(sock, self._secret, PURPOSE, RANK.size, end, self._take))
             channel = Channel(sock, partial(self._got, rank), partial(self._gone, rank))
             with self._changed:
                 self._channels[rank] = channel
                 self._changed.notify_all()
             channel.start()
         except Refused as refused:
-            _LOG.warning("launch log: dropped a connection from %s: %s", peer, refused)
             sock.close()
+            _LOG.warning("launch log: dropped a connection from %s: %s", peer, refused)
+            if refused.reason == "secret" and refused.claim is not None:
+                self._note(peer, *RANK.unpack(refused.claim))
         finally:
             self._strangers.release()
 
-    def _take(self, rank: int) -> None:
+    def _note(self, peer: str, rank: int) -> None:
+        """Somebody who speaks the log's protocol came as this rank, with another secret."""
+        with self._changed:
+            if rank not in self._absent():
+                return
+            _LOG.error(
+                "launch log: wrong secret from %s, which says it is rank %d: the start ends unless that rank "
+                "comes with the right one in %g s", peer, rank, _SECRET_SECONDS,
+            )  # fmt: skip
+            self._refused.setdefault(rank, (peer, time.monotonic() + _SECRET_SECONDS))
+            self._changed.notify_all()
+
+    def _take(self, claim: bytes) -> None:
         """Give a rank to the one who knows the secret and asks first. Raises Refused."""
+        (rank,) = RANK.unpack(claim)
         with self._changed:
             if not 0 < rank < self._hosts.hosts:
-                raise Refused(f"rank {rank} is none of the followers', 1 to {self._hosts.hosts - 1}")
+                said = f"rank {rank} is none of the followers', 1 to {self._hosts.hosts - 1}"
+                raise Refused("config", said, claim)
             if rank in self._taken:
-                raise Refused(f"rank {rank} is there already")
+                raise Refused("config", f"rank {rank} is there already", claim)
             self._taken.add(rank)
 
     def _close_listener(self) -> None:

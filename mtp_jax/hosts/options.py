@@ -42,7 +42,8 @@ class Hosts:
     )
     secret_file: str | Path | None = option(
         None,
-        "file with the secret that all ranks share, readable by you alone",
+        "file with the secret that the ranks of a group share, or the servers that hand over pages; readable "
+        "by you alone",
         kind=Path,
         unset="MTP_JAX_SECRET of the environment",
         metavar="FILE",

@@ -25,7 +25,7 @@ _TILES = 8, 64
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Routing:
-    """Chosen experts and their weights; ids that name no expert contribute nothing.
+    """Chosen experts and their weights; ids outside ``[0, E)`` contribute nothing and cost nothing.
 
     ``counts``: how often each 64 rows chose each expert, if a kernel chose; other kernels go by it.
     """

@@ -105,6 +105,11 @@ class PageServer:
         try:
             identity = self._identity()
             welcome(connection, self._secret, identity)
+        except PeerError as error:  # who has not proved itself is told nothing
+            self.failures[error.reason] += 1
+            _LOG.info("a connection was refused: %s", error)
+            return
+        try:
             asked = self._read(connection)
             connection.deadline = asked.deadline
             for digest, page in self._pages(asked):

@@ -1,25 +1,24 @@
 """Messages between two servers that hand over pages, over TCP: a header in JSON, then bytes. No pickle.
 
-    server: hello {version, nonce}
-    client: proof {HMAC over both nonces, its own nonce, identity}
-    server: proof {HMAC the other way round}, or an error
+    both:   the proofs of ``handshake``; the client's claim is a digest of its identity
     client: prefill {salt, first, seconds}, token ids
     server: page {digest, crc, identity}, bytes, once per page; then end {}
 
-Both sides must know the secret; it never travels. What follows the proofs is not encrypted.
+Identity is what pages depend on besides tokens. What follows the proofs is not encrypted.
 """
 
-import hmac
 import json
-import secrets
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from typing import Any
 
-VERSION = 1
+from mtp_jax import handshake
+
+_PURPOSE = b"mtp-jax pages 2\n"
 MOST_HEADER = 2**16
 _LENGTHS = struct.Struct("!II")
 _MOST_READ = 2**20
@@ -42,10 +41,11 @@ class Connection:
 
     Attributes:
         deadline: ``time.monotonic()`` then.
+        socket: connected.
     """
 
     def __init__(self, connected: socket.socket, deadline: float) -> None:
-        self.deadline, self._socket = deadline, connected
+        self.deadline, self.socket = deadline, connected
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, kind: str, header: dict[str, Any], parts: Sequence[Any] = ()) -> None:
@@ -57,7 +57,7 @@ class Connection:
         try:
             for piece in (_LENGTHS.pack(len(text), sum(map(len, views))), text, *views):
                 self._wait()
-                self._socket.sendall(piece)
+                self.socket.sendall(piece)
         except TimeoutError as error:
             raise PeerError("late") from error
         except OSError as error:
@@ -85,7 +85,7 @@ class Connection:
         try:
             while at < size:
                 self._wait()
-                count = self._socket.recv_into(view[at : at + _MOST_READ])
+                count = self.socket.recv_into(view[at : at + _MOST_READ])
                 if not count:
                     raise PeerError("lost", "the connection ended in the midst of a message")
                 at += count
@@ -99,7 +99,7 @@ class Connection:
         left = self.deadline - time.monotonic()
         if left <= 0:
             raise PeerError("late")
-        self._socket.settimeout(left)
+        self.socket.settimeout(left)
 
 
 def field(header: dict[str, Any], name: str, kind: type) -> Any:
@@ -110,33 +110,31 @@ def field(header: dict[str, Any], name: str, kind: type) -> Any:
     return value
 
 
-def _proof(secret: bytes, who: str, server: str, client: str, identity: str) -> str:
-    return hmac.new(secret, json.dumps([who, VERSION, server, client, identity]).encode(), sha256).hexdigest()
-
-
 def greet(connection: Connection, secret: bytes, identity: str) -> None:
     """The client's side of the proofs. identity: what the pages of this side depend on."""
-    _, hello, _ = connection.receive("hello")
-    if hello.get("version") != VERSION:
-        raise PeerError("config", f"version {hello.get('version')!r:.40}; expected {VERSION}")
-    server, client = field(hello, "nonce", str), secrets.token_hex(16)
-    mine = _proof(secret, "client", server, client, identity)
-    connection.send("proof", {"nonce": client, "proof": mine, "identity": identity})
-    _, answer, _ = connection.receive("proof")
-    expected = _proof(secret, "server", server, client, identity)
-    if not hmac.compare_digest(field(answer, "proof", str).encode(), expected.encode()):
-        raise PeerError("secret", "the server does not know the secret")
+    with _peer_errors():
+        handshake.greet(connection.socket, secret, _PURPOSE, _claim(identity), connection.deadline)
 
 
 def welcome(connection: Connection, secret: bytes, identity: str) -> None:
     """The server's side of the proofs. Whoever does not know the secret is told nothing else."""
-    server = secrets.token_hex(16)
-    connection.send("hello", {"version": VERSION, "nonce": server})
-    _, proof, _ = connection.receive("proof")
-    client, theirs = field(proof, "nonce", str), field(proof, "identity", str)
-    expected = _proof(secret, "client", server, client, theirs)
-    if not hmac.compare_digest(field(proof, "proof", str).encode(), expected.encode()):
-        raise PeerError("secret", "the client does not know the secret")
-    if theirs != identity:
-        raise PeerError("config", "the other model, weights or cache differ")
-    connection.send("proof", {"proof": _proof(secret, "server", server, client, identity)})
+    mine = _claim(identity)
+
+    def take(claim: bytes) -> None:
+        if claim != mine:
+            raise handshake.Refused("config", "the other model, weights or cache differ", claim)
+
+    with _peer_errors():
+        handshake.welcome(connection.socket, secret, _PURPOSE, len(mine), connection.deadline, take)
+
+
+def _claim(identity: str) -> bytes:
+    return sha256(identity.encode()).digest()
+
+
+@contextmanager
+def _peer_errors() -> Iterator[None]:
+    try:
+        yield
+    except handshake.Refused as refused:
+        raise PeerError(refused.reason, str(refused)) from refused

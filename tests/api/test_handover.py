@@ -14,10 +14,10 @@ from mtp_jax import LLM, AsyncLLM, ConfigError, HandoverOptions, RequestOutput, 
 from mtp_jax.api.handover import fingerprint
 from mtp_jax.api.local import local_runner
 from mtp_jax.api.warm_up import WarmUp
+from mtp_jax.handshake import VARIABLE
 from tests.golden import model_dir
 from tests.store.peer import Harm, Proxy, cut, flip, stall
 
-SECRET = "sixteen characters"
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 PROMPT = [(7 * i * i + 3) % 40 + 2 for i in range(60)]  # three whole pages, and twelve tokens
 SIZES: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 96, "page_size": 16, "prefill_chunk": 16}
@@ -63,6 +63,11 @@ def alone() -> RequestOutput:
 
 
 @pytest.fixture(autouse=True)
+def _secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "sixteen characters")
+
+
+@pytest.fixture(autouse=True)
 def _no_further_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that serve anything are enough."""
     monkeypatch.setattr(WarmUp, "start", lambda self: None)
@@ -92,10 +97,8 @@ async def apart(
     address = "127.0.0.1", free_port()
     proxy = Proxy(address, harm) if harm else None
     source = f"127.0.0.1:{(proxy.address if proxy else address)[1]}"
-    first = HandoverOptions("prefill", peer_address=f"127.0.0.1:{address[1]}", peer_secret=SECRET)
-    second = HandoverOptions(
-        "decode", **{"peers": (source,), "peer_secret": SECRET, "peer_seconds": 60.0, **options}
-    )
+    first = HandoverOptions("prefill", peer_address=f"127.0.0.1:{address[1]}")
+    second = HandoverOptions("decode", **{"peers": (source,), "peer_seconds": 60.0, **options})
     async with AsyncLLM(prefiller, handover=first) as p, AsyncLLM(decoder, handover=second) as d:
         for allm in (p, d):
             await allm.on_engine(allm.llm.engine.flush_prefix_cache)
@@ -191,11 +194,16 @@ def test_what_does_not_come_whole_is_computed(prefiller, decoder, alone, harm, r
     ("options", "reason"),
     [
         ({"peers": (f"127.0.0.1:{free_port()}",)}, "unreachable"),
-        ({"peer_secret": "another secret, of a stranger"}, "secret"),
+        ({"secret_file": "another"}, "secret"),
     ],
     ids=["unreachable", "secret"],
 )
-def test_without_a_peer_it_serves_alone(prefiller, decoder, alone, options, reason):
+def test_without_a_peer_it_serves_alone(prefiller, decoder, alone, options, reason, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    secret = tmp_path / "another"
+    secret.write_text("another secret, of a stranger")
+    secret.chmod(0o600)
+
     async def run() -> None:
         async with apart(prefiller, decoder, **options) as (_, d):
             got = await ask(d)
@@ -285,13 +293,12 @@ def test_the_weights_are_known_by_their_files(tmp_path):
 
 
 OPTIONS = [
-    ({"role": "prefill"}, "needs a peer_secret of 16 characters"),
-    ({"role": "decode", "peer_secret": "short", "peers": ("h:1",)}, "needs a peer_secret of 16 characters"),
-    ({"role": "decode", "peer_secret": SECRET}, "'decode' takes one or more"),
-    ({"role": "prefill", "peer_secret": SECRET, "peers": ("h:1",)}, "'prefill' none"),
-    ({"role": "decode", "peer_secret": SECRET, "peers": ("h",)}, "'h' is no address of a peer"),
-    ({"role": "decode", "peer_secret": SECRET, "peers": ("h:99999",)}, "is no address of a peer"),
+    ({"role": "decode"}, "'decode' takes one or more"),
+    ({"role": "prefill", "peers": ("h:1",)}, "'prefill' none"),
+    ({"role": "decode", "peers": ("h",)}, "'h' is no address of a peer"),
+    ({"role": "decode", "peers": ("h:99999",)}, "is no address of a peer"),
     ({"peers": ("h:1",)}, "are of a role"),
+    ({"secret_file": "x"}, "are of a role"),
     ({"role": "both", "peer_seconds": 0}, "peer_seconds = 0; expected"),
 ]
 
@@ -302,12 +309,18 @@ def test_options(given, message):
         HandoverOptions(**given)
 
 
+def test_a_role_needs_the_secret(monkeypatch):
+    monkeypatch.delenv(VARIABLE)
+    with pytest.raises(ConfigError, match="role = 'prefill' needs a secret"):
+        HandoverOptions("prefill").secret()
+
+
 def test_pages_need_a_place_and_a_port(decoder):
-    options = HandoverOptions("decode", peers=("h:1",), peer_secret=SECRET)
+    options = HandoverOptions("decode", peers=("h:1",))
     bare = LLM(model_dir("rigged"), **SIZES)
     with pytest.raises(ConfigError, match="needs host_cache_gib above 0"):
         AsyncLLM(bare, handover=options)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         where = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match="cannot bind to peer_address"):
-            AsyncLLM(decoder, handover=HandoverOptions("prefill", peer_address=where, peer_secret=SECRET))
+            AsyncLLM(decoder, handover=HandoverOptions("prefill", peer_address=where))

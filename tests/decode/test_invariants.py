@@ -115,7 +115,7 @@ def test_committed_length(cfg, params):
 @functools.partial(jax.jit, static_argnames="depth")
 def next_drafts(params: Params, state: State, depth: int = 3) -> jax.Array:
     """NextN logits [B, K, V] of the drafts that the next step would make."""
-    on, s = XlaCpu(experts="dense"), state.slots
+    on, s = XlaCpu(experts="dense"), state.slots.replace(depth=jnp.full_like(state.slots.depth, depth))
     drafts, _ = NextN(TINY).propose(params, state.drafter, s, s.page_table, depth, DraftSampler(), on)
     assert drafts.logits is not None
     return drafts.logits

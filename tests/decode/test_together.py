@@ -1,6 +1,6 @@
 """Windows and a chunk in one step: what each would have given alone, and every weight is read once."""
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from kernels_pallas.grouped_matmul.layout import group_rows
 from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.host import Chunk
 from mtp_jax.decode.keys import ACCEPTED, COUNT, DRAFTED, EXTRA_COLUMNS, FINISH, Finish, SamplingMode
@@ -19,6 +20,7 @@ from mtp_jax.decode.step import draft_phase, step, verify_phase
 from mtp_jax.model import trunk
 from mtp_jax.model.backend import XlaCpu
 from mtp_jax.model.cache import PagedView
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.parts import join, split
 from mtp_jax.model.sharding import make_mesh
 from mtp_jax.model.visible import chain
@@ -31,10 +33,10 @@ LATER = prompts(2, shortest=19, seed=8)
 SAMPLED = SamplingMode("sampled", "block", logprobs=5)
 
 
-def begun(mesh: Mesh | None) -> State:
-    """Each slot has pages; those of odd numbers verify two drafts, the others three."""
+def begun(mesh: Mesh | None, depths: tuple[int, ...] = (3, 2, 3, 2), cfg: ModelConfig = TINY) -> State:
+    """Each slot has pages, and verifies so many drafts."""
     shape = StateShape(SLOTS, SLOTS * PAGES, SIZE, PAGES)
-    state = empty_state(abstract_state(TINY, DRAFTER, shape, "float32", mesh))
+    state = empty_state(abstract_state(cfg, build(cfg), shape, "float32", mesh))
     shards = 1 if mesh is None else mesh.shape["data"]
     slot = np.arange(SLOTS, dtype=np.int32)
     table = slot[:, None] % (SLOTS // shards) * PAGES + np.arange(PAGES, dtype=np.int32)
@@ -47,7 +49,7 @@ def begun(mesh: Mesh | None) -> State:
     slots = slots.replace(
         page_table=put(slots.page_table, table),
         remaining=put(slots.remaining, 100),
-        depth=put(slots.depth, np.where(slot % 2, 2, 3)),
+        depth=put(slots.depth, depths),
         sampling=replace(sampling, **{name: put(getattr(sampling, name), v) for name, v in asked.items()}),
     )
     return state.replace(slots=slots)
@@ -184,6 +186,53 @@ def test_every_weight_is_read_once():
     assert found == (layers, layers + 1, layers + 2)
 
 
+@dataclass(frozen=True)
+class Counting(XlaCpu):
+    """Notes, outside of jit, the experts that rows visit, and how many tokens of each slot see anything."""
+
+    visits: list[np.ndarray] = field(default_factory=list, compare=False)
+    seeing: list[np.ndarray] = field(default_factory=list, compare=False)
+
+    def routed(self, gate_up, down, x, r, shards=1, first=0):
+        self.visits.append(np.asarray(r.ids))
+        return super().routed(gate_up, down, x, r, shards, first)
+
+    def attend_pages(self, q, k_up, v_up, cache, view, scale, only=None):
+        self.seeing.append(np.asarray(view.visible.count))
+        return super().attend_pages(q, k_up, v_up, cache, view, scale, only)
+
+
+def test_rows_past_their_slots_depth_cost_nothing():
+    """Neither an expert's weights, nor a tile of its kernel, nor attention, in any pass of the step."""
+    cfg = replace(TINY, n_routed_experts=32, nextn_moe=(True,))
+    params, drafter = tiny_params(cfg), build(cfg)
+    fixed = {"cfg": cfg, "drafter": drafter, "pages": PAGES, "mode": SamplingMode()}
+    first = jax.jit(partial(step, on=XlaCpu(), slots=0, depth=0, **fixed))
+    texts = prompts(SLOTS, shortest=4, seed=2)
+
+    def run(depths: tuple[int, ...]) -> tuple[Counting, list[list[int]]]:
+        state, _ = first(params, begun(None, depths, cfg), chunk_of(tuple(range(SLOTS)), texts, 0))
+        on = Counting()
+        _, result = step(params, state, on=on, slots=SLOTS, depth=DEPTH, **fixed)
+        return on, tokens_of(result, slice(SLOTS))
+
+    def experts(ids: np.ndarray) -> set[int]:
+        return {*ids[ids < cfg.n_routed_experts].tolist()}
+
+    (every, deep), (some, mixed) = run((3, 3, 3, 3)), run((0, 1, 3, 3))
+    # Three drafting passes, one row of a slot each, and the layers of the trunk, of which one has experts.
+    expected = [[0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 1, 1], *[[1, 2, 4, 4]] * cfg.num_hidden_layers]
+    assert [seen.tolist() for seen in some.seeing] == expected
+    pairs = [cfg.num_experts_per_tok * sum(rows) for rows in expected[: DEPTH + 1]]
+    assert [int((ids < cfg.n_routed_experts).sum()) for ids in some.visits] == pairs
+    for few, all_of_them in zip(some.visits, every.visits, strict=True):
+        assert experts(few) < experts(all_of_them)
+        tiles = [int(group_rows(jnp.asarray(ids), 32, 64).tiles.count[0]) for ids in (few, all_of_them)]
+        assert tiles == [len(experts(few)), len(experts(all_of_them))]
+    assert mixed == [deep[0][:1], deep[1][:2], *deep[2:]]
+    assert [len(tokens) for tokens in mixed] == [1, 2, 1, 3]
+
+
 def test_rows_that_do_not_count_visit_no_expert():
     """Nor do they change what the others give."""
     params, positions = tiny_params(), np.array([[0, 1, 2], [0, 1, 2]])
@@ -200,6 +249,6 @@ def test_rows_that_do_not_count_visit_no_expert():
     (of_all,), (of_some,) = every.routing, some.routing
     assert (np.asarray(of_all.ids) >= 0).all()
     np.testing.assert_array_equal(of_some.ids[0, :2], of_all.ids[0, :2])
-    assert (np.asarray(of_some.ids[0, 2:]) == -1).all()
-    assert (np.asarray(of_some.ids[1]) == -1).all()
+    assert (np.asarray(of_some.ids[0, 2:]) == TINY.n_routed_experts).all()
+    assert (np.asarray(of_some.ids[1]) == TINY.n_routed_experts).all()
     np.testing.assert_allclose(some.hidden[0, :2], every.hidden[0, :2], atol=1e-5)

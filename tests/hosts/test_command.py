@@ -43,7 +43,7 @@ def model(tmp_path_factory) -> str:
         ("--coordinator here:9", "--coordinator without effect on one host; add --hosts 2 or more"),
         ("--rank 1", "ranks go from 0 to 0"),
         ("--hosts 2", "expected HOST:PORT of rank 0"),
-        ("--hosts 2 --coordinator here:9", "need a secret"),
+        ("--hosts 2 --coordinator here:9", "needs a secret"),
         (
             "--hosts 2 --rank 1 --coordinator 127.0.0.1:1 --join-seconds 0.1 --secret-file SECRET",
             "does not listen",

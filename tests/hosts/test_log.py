@@ -21,6 +21,7 @@ from mtp_jax.decode.host import Chunk, SamplingState, SlotRow
 from mtp_jax.decode.keys import DraftKey, PageKey, SamplingMode, StepKey, Topology
 from mtp_jax.errors import ConfigError
 from mtp_jax.hosts import channel as channels
+from mtp_jax.hosts import leader_log
 from mtp_jax.hosts.channel import Channel, Message, Op
 from mtp_jax.hosts.codec import (
     LogError,
@@ -37,7 +38,6 @@ from mtp_jax.hosts.follower_log import FollowerLog
 from mtp_jax.hosts.hello import difference, folder_digest, versions
 from mtp_jax.hosts.leader_log import LeaderLog
 from mtp_jax.hosts.options import Hosts
-from mtp_jax.hosts.secret import read_secret
 from tests.hosts.ranks import two_free_ports
 
 SECRET = b"a secret of the tests"
@@ -288,19 +288,35 @@ def test_garbage_on_the_port_disturbs_nobody(meeting, caplog):
     follower.finish()
 
 
-def test_another_secret_is_refused_on_both_sides(meeting, caplog):
-    group = meeting(seconds=1)
-    with pytest.raises(ConfigError, match="another secret, or rank 1 twice"):
+def test_another_secret_ends_the_start_on_both_sides_soon(meeting, caplog, monkeypatch):
+    monkeypatch.setattr(leader_log, "_SECRET_SECONDS", 0.3)
+    group = meeting(hosts=3, seconds=60)
+    second = group.follower(2)
+    with pytest.raises(ConfigError, match=r"rank 0 does not take rank 1 at .*another secret"):
         group.follower(secret=b"the secret of another group")
-    assert "it does not know the secret" in caplog.text
     group.thread.join(10)
-    assert "rank 1 of 2 did not come in 1 s" in str(group.failed)
+    assert "wrong secret from 127.0.0.1" in caplog.text
+    assert "rank 1 of 3 has another secret (127.0.0.1" in str(group.failed)
+    second.finish()
+
+
+def test_a_stranger_with_another_secret_is_forgiven_when_the_rank_comes(meeting, caplog):
+    group = meeting(seconds=20)
+    with pytest.raises(ConfigError, match="another secret"):
+        group.follower(secret=b"the secret of another group")
+    with socket.create_connection(group.hosts.address) as stranger:  # as a rank that there is not
+        stranger.sendall(leader_log.PURPOSE + bytes(32) + leader_log.RANK.pack(7) + bytes(32))
+        assert stranger.recv(100, socket.MSG_WAITALL)[-1:] == b"\2"
+    follower = group.follower()
+    group.joined()
+    assert caplog.text.count("wrong secret from 127.0.0.1") == 1
+    follower.finish()
 
 
 def test_a_rank_comes_once(meeting):
     group = meeting(hosts=3)
     first = group.follower(1)
-    with pytest.raises(ConfigError, match="rank 1 twice"):
+    with pytest.raises(ConfigError, match=r"does not take rank 1 .*a rank of its own"):
         group.follower(1)
     second = group.follower(2)
     group.joined()
@@ -316,14 +332,14 @@ def test_a_leader_that_does_not_know_the_secret_is_refused():
         def pretend() -> None:
             sock, _ = server.accept()
             with sock:
-                sock.sendall(b"mtp-jax log 1\n" + bytes(32))
+                sock.sendall(leader_log.PURPOSE + bytes(32))
                 sock.recv(1 << 10)
-                sock.sendall(bytes(32))
+                sock.sendall(b"\1" + bytes(32))
 
         thread = threading.Thread(target=pretend)
         thread.start()
         hosts = Hosts(2, 1, "127.0.0.1:1", log_port=port, join_seconds=10)
-        with pytest.raises(ConfigError, match="rank 0 does not know the secret"):
+        with pytest.raises(ConfigError, match="the other side does not know the secret"):
             FollowerLog(hosts, SECRET, print)
         thread.join(10)
 
@@ -409,23 +425,5 @@ def test_options_that_cannot_be(given, words):
         Hosts(**given)
 
 
-def test_the_secret(tmp_path, monkeypatch):
-    hosts = Hosts(2, 0, "[::1]:9")
-    assert hosts.address == ("::1", 10)
-    monkeypatch.delenv("MTP_JAX_SECRET", raising=False)
-    with pytest.raises(ConfigError, match="need a secret"):
-        read_secret(hosts)
-    monkeypatch.setenv("MTP_JAX_SECRET", "short")
-    with pytest.raises(ConfigError, match="the secret has 5 bytes"):
-        read_secret(hosts)
-    monkeypatch.setenv("MTP_JAX_SECRET", SECRET.decode())
-    assert read_secret(hosts) == SECRET
-    file = tmp_path / "secret"
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_secret(replace(hosts, secret_file=file))
-    file.write_bytes(b"another secret, in a file\n")
-    file.chmod(0o644)
-    with pytest.raises(ConfigError, match="chmod 600"):
-        read_secret(replace(hosts, secret_file=file))
-    file.chmod(0o600)
-    assert read_secret(replace(hosts, secret_file=file)) == b"another secret, in a file"
+def test_the_log_has_the_port_after_the_coordinators():
+    assert Hosts(2, 0, "[::1]:9").address == ("::1", 10)

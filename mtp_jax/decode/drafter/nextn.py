@@ -97,7 +97,8 @@ class NextN:
         runs on the rows of the newest token and of all drafts so far: it sees what a text would show it.
 
         The entries of the newest token and of the drafts that it leaves in the cache are past the committed
-        length, garbage once the step is over.
+        length, garbage once the step is over. A slot that verifies fewer drafts is idle in the later passes:
+        what they draft for it means nothing.
         """
         cfg, pending = self.cfg, own.slots.pending
         cache, layers = list(own.pages.cache), len(own.pages.cache)
@@ -107,7 +108,8 @@ class NextN:
         for k in range(depth):
             layer, ids = k % layers, jnp.stack([s.newest, *tokens], axis=1)
             positions = s.length[:, None] + jnp.arange(k + 1)
-            written = jnp.where(s.active[:, None], positions, -1)
+            drafting = s.active & (k < s.depth)
+            written = jnp.where(drafting[:, None], positions, -1)
             if 0 < k < layers:  # its entries of the newest token and of every draft
                 z = jnp.concatenate([pending[:, k : k + 1], z], axis=1)
                 if k == min(layers, depth) - 1:  # no layer behind it needs what becomes of the first ones
@@ -122,7 +124,7 @@ class NextN:
             else:
                 # Where drafts share what the first one chose, they do not see each other.
                 step = 0 if share else k
-                view = PagedView(table, written, nextn.seen_by_draft(step, layers, s.length, s.active))
+                view = PagedView(table, written, nextn.seen_by_draft(step, layers, s.length, drafting))
             z, cache[layer], found = nextn.run(
                 params, cfg, layer, ids, z, positions, cache[layer], (view,), on, choice
             )

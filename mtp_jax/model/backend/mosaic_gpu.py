@@ -105,7 +105,7 @@ class MosaicGpu(MosaicAttention):
     def feed_forward(
         self, p: Layer, cfg: ModelConfig, x: Any, counts: Bool[Array, "B W"] | None
     ) -> tuple[Any, Routing | None]:
-        """The result is left to the next norm to add. A kernel that chooses experts counts all rows."""
+        """The result is left to the next norm to add."""
         x, added = stream(x)
         if isinstance(p.mlp, Moe):
             readers = [False, self._takes_experts(p.mlp, x.dtype)]
@@ -259,11 +259,17 @@ class MosaicGpu(MosaicAttention):
             isinstance(p.gate_up, Fp8) and isinstance(p.down, Fp8) and self.runs_experts(x, p.gate_up, p.down)
         )
 
-    def choose_experts(self, logits: Float[Array, "T E"], bias: Float[Array, " E"], rule: Rule) -> Routing:
+    def choose_experts(
+        self,
+        logits: Float[Array, "T E"],
+        bias: Float[Array, " E"],
+        rule: Rule,
+        counted: Bool[Array, " T"] | None = None,
+    ) -> Routing:
         """By a kernel that also counts how often each expert was chosen."""
         if "experts" not in self.kernels or not router.can_choose(logits.shape[1], rule):
-            return super().choose_experts(logits, bias, rule)
-        choice = router.choose(logits, bias, rule, implementation="mosaic_gpu")
+            return super().choose_experts(logits, bias, rule, counted)
+        choice = router.choose(logits, bias, rule, counted, implementation="mosaic_gpu")
         return Routing(choice.ids, choice.weights, choice.counts)
 
     def routed(

@@ -135,14 +135,18 @@ class XlaExperts:
         given = cfg.num_experts_per_tok, cfg.n_group, cfg.topk_group, cfg.norm_topk_prob
         rule = Rule(*given, cfg.routed_scaling_factor)
         with jax.named_scope("moe_route"):
-            r = self.choose_experts(logits.reshape(-1, logits.shape[-1]), bias, rule)
-            if counts is None or r.counts is not None:
-                return r
-            return Routing(jnp.where(counts.reshape(-1, 1), r.ids, -1), r.weights)
+            counted = None if counts is None else counts.reshape(-1)
+            return self.choose_experts(logits.reshape(-1, logits.shape[-1]), bias, rule, counted)
 
-    def choose_experts(self, logits: Float[Array, "T E"], bias: Float[Array, " E"], rule: Rule) -> Routing:
-        """The experts of each row."""
-        return Routing(*router.choose(logits, bias, rule))
+    def choose_experts(
+        self,
+        logits: Float[Array, "T E"],
+        bias: Float[Array, " E"],
+        rule: Rule,
+        counted: Bool[Array, " T"] | None = None,
+    ) -> Routing:
+        """The experts of each row; those of rows that do not count have id E, which is none."""
+        return Routing(*router.choose(logits, bias, rule, counted))
 
     def routed(
         self,
