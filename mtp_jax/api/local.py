@@ -37,7 +37,7 @@ def make_runner(
     shards = data_size(mesh)
     check_config(cfg, config, shards)
     shape = StateShape(config.max_num_seqs, config.pages_per_shard(shards), config.page_size, config.columns)
-    on = backend(config.kernels, mesh)
+    on = backend(config.kernels, mesh, config.expert_exchange, config.expert_room)
     fp8 = config.kv_cache_dtype == "fp8"
     runner = LocalRunner(cfg, params, shape, on, config.dtype, fp8, config.suffix_drafts)
     _check_host_cache(config, runner.page_bytes)

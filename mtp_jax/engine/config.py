@@ -11,6 +11,7 @@ from mtp_jax.options import check, documented, narrowed, option
 VerifierChoice = Literal["block", "coupled"]
 KernelChoice = Literal["auto", "xla", "mosaic_gpu"]
 CacheType = Literal["auto", "fp8"]
+ExchangeChoice = Literal["auto", "gather", "all_to_all"]
 DtypeChoice = Literal["auto", "float32", "bfloat16"]
 Dtype = Literal["float32", "bfloat16"]
 
@@ -88,6 +89,21 @@ class EngineOptions:
         "GPU kernels: where there is one for the device and the shapes (auto), none (xla), or nothing else, "
         "which may be an error (mosaic_gpu)",
         choices=get_args(KernelChoice),
+    )
+    expert_exchange: ExchangeChoice = option(
+        "auto",
+        "how rows reach the experts of other data shards: every shard gathers all rows, each row goes to the "
+        "shards that have its experts, or auto: that between hosts, and a gather within each",
+        choices=get_args(ExchangeChoice),
+    )
+    expert_room: float = option(
+        1.5,
+        "rows that such an all-to-all has room for, over the mean of evenly chosen experts; where it has too "
+        "little, rows are gathered",
+        low=0,
+        above=True,
+        high=1024,
+        metavar="TIMES",
     )
     dtype: DtypeChoice = option(
         "auto",
