@@ -15,6 +15,7 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.hosts.hello import folder_digest, options_of, versions
 from mtp_jax.model.backend import Backend, backend
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.expert_slots import with_slots
 from mtp_jax.model.params import Params
 from mtp_jax.text.tokenizer import Tokenizer
 
@@ -56,12 +57,13 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
         )
     with report.phase("place"):
         jax.block_until_ready(loaded.params)
+        params = with_slots(loaded.params, engine.redundant_experts, options.mesh, consume=True)
     config = loaded.config
     if tokenizer and not config.eos_token_ids:
         config = config.with_eos(list(tokenizer.eos_ids))
     draft = options.draft_model
     folders = (directory,) if draft is None else (directory, Path(draft))
-    return LoadedModel(config, engine, loaded.params, tokenizer, on, folders)
+    return LoadedModel(config, engine, params, tokenizer, on, folders)
 
 
 def _compare(options: LLMOptions, directory: Path, engine: EngineConfig, nextn: int | None) -> None:

@@ -105,6 +105,21 @@ class EngineOptions:
         high=1024,
         metavar="TIMES",
     )
+    redundant_experts: int = option(
+        0,
+        "copies of experts in each MoE layer, of those that are chosen most often, to spread their rows over "
+        "devices",
+        low=0,
+        high=2**16,
+        metavar="N",
+    )
+    expert_rebalance: int = option(
+        1000,
+        "launches after which experts are placed anew by how often they were chosen, while serving; 0: never",
+        low=0,
+        high=2**31,
+        metavar="N",
+    )
     dtype: DtypeChoice = option(
         "auto",
         "of weights and cache; auto: float32 on a CPU, the checkpoint's elsewhere",
