@@ -156,7 +156,7 @@ class _Engine:
                 "while depth 0 has not been measured where half of the time was spent.",
                 s.realised_speedup,
             )
-        counters = {
+        counters: dict[str, tuple[str, float]] = {
             "vllm:prompt_tokens": ("Prompt tokens of admitted requests.", s.prompt_tokens),
             "vllm:generation_tokens": ("Tokens generated, also those cut off again.", s.generation_tokens),
             "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", s.prefix_queries),
@@ -169,6 +169,18 @@ class _Engine:
             "mtp_jax:host_cache_restored_pages": ("Pages that it gave back.", s.tier.restored),
             "mtp_jax:prefill_seconds": ("Seconds of steps that had nothing but prompts.", s.prefill_seconds),
         }
+        if s.experts is not None:
+            gauges["mtp_jax:expert_imbalance"] = (
+                "Rows of the busiest device's experts over the mean of all devices, as last read; the mean "
+                "of all layers.",
+                s.experts.imbalance,
+            )
+            gauges["mtp_jax:expert_imbalance_worst"] = ("The same of the worst layer.", s.experts.worst)
+            counters["mtp_jax:expert_moves"] = ("Experts copied from slot to slot.", s.experts.moves)
+            counters["mtp_jax:expert_gathers"] = (
+                "Passes through a layer whose all-to-all had no room for all rows.",
+                s.experts.over,
+            )
         yield self._inter_token(s)
         for name, (text, value) in gauges.items():
             yield self._family(GaugeMetricFamily(name, text, labels=[_LABEL]), {(): value})

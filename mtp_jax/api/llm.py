@@ -87,7 +87,12 @@ class LLM:
         return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(params))
 
     def _check_alone(self, what: str) -> None:
-        """Raises ConfigError over several hosts."""
+        """Raises ConfigError over several hosts, and where experts move."""
+        if self.engine.config.redundant_experts:
+            raise ConfigError(
+                f"{what} needs the weights as they were loaded, but redundant_experts = "
+                f"{self.engine.config.redundant_experts} moves experts; set it to 0"
+            )
         if self._group:
             raise ConfigError(
                 f"{what} is not done over several hosts (hosts = {self._group.hosts.hosts}); use one process "

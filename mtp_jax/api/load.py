@@ -15,6 +15,7 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.hosts.hello import folder_digest, options_of, versions
 from mtp_jax.model.backend import Backend, backend
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.expert_slots import with_slots
 from mtp_jax.model.params import Params
 from mtp_jax.text.tokenizer import Tokenizer
 
@@ -41,7 +42,7 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     num_nextn_layers = options.num_nextn_layers
     if not options.num_speculative_tokens and options.draft_model is None and num_nextn_layers is None:
         num_nextn_layers = 0  # the folder need not have what its config.json declares
-    on = backend(options.kernels, options.mesh)
+    on = backend(options.kernels, options.mesh, options.expert_exchange, options.expert_room)
     tokenizer = Tokenizer.from_dir(directory)
     _compare(options, directory, engine, num_nextn_layers)
     with report.phase("read", "B") as update:
@@ -56,12 +57,13 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
         )
     with report.phase("place"):
         jax.block_until_ready(loaded.params)
+        params = with_slots(loaded.params, engine.redundant_experts, options.mesh, consume=True)
     config = loaded.config
     if tokenizer and not config.eos_token_ids:
         config = config.with_eos(list(tokenizer.eos_ids))
     draft = options.draft_model
     folders = (directory,) if draft is None else (directory, Path(draft))
-    return LoadedModel(config, engine, loaded.params, tokenizer, on, folders)
+    return LoadedModel(config, engine, params, tokenizer, on, folders)
 
 
 def _compare(options: LLMOptions, directory: Path, engine: EngineConfig, nextn: int | None) -> None:

@@ -10,6 +10,7 @@ from mtp_jax.engine.validate import check_config
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.backend import backend
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.expert_slots import with_slots
 from mtp_jax.model.params import Params
 from mtp_jax.model.sharding import check_divisible, data_size
 from mtp_jax.text.grammar import Grammars
@@ -34,10 +35,11 @@ def make_runner(
 ) -> LocalRunner:
     """A runner with the slots and pages that ``config`` says, as ``local_engine``. Raises ConfigError."""
     check_divisible(cfg, mesh)
+    params = with_slots(params, config.redundant_experts, mesh)
     shards = data_size(mesh)
     check_config(cfg, config, shards)
     shape = StateShape(config.max_num_seqs, config.pages_per_shard(shards), config.page_size, config.columns)
-    on = backend(config.kernels, mesh)
+    on = backend(config.kernels, mesh, config.expert_exchange, config.expert_room)
     fp8 = config.kv_cache_dtype == "fp8"
     runner = LocalRunner(cfg, params, shape, on, config.dtype, fp8, config.suffix_drafts)
     _check_host_cache(config, runner.page_bytes)

@@ -55,6 +55,34 @@ class SlotRow:
 
 
 @dataclass(frozen=True)
+class ExpertLayout:
+    """Where the routed experts of the trunk lie, as far as it does not change.
+
+    Attributes:
+        layers: MoE layers.
+        experts: of each layer.
+        slots: of each layer, that hold experts; split evenly over devices.
+        devices: that they lie on.
+        domains: of devices, between which rows take an all-to-all; 1: all rows are gathered.
+        groups: of experts, neighbours of which a row chooses few groups.
+        width: most copies of an expert.
+    """
+
+    layers: int
+    experts: int
+    slots: int
+    devices: int
+    domains: int
+    groups: int
+    width: int
+
+    @property
+    def redundant(self) -> int:
+        """Slots past one for each expert."""
+        return self.slots - self.experts
+
+
+@dataclass(frozen=True)
 class Chunk:
     """A piece of each of G prompts, as many per data shard, shard by shard. Idle rows have count 0.
 
@@ -157,6 +185,16 @@ class PendingPages(Protocol):
 
 
 @runtime_checkable
+class PendingExperts(Protocol):
+    """Counts of experts on their way to the host."""
+
+    def read(self) -> tuple[np.ndarray, np.ndarray]:
+        """Once they have arrived: how often each expert was chosen, int32 [layers, experts], and launches in
+        which a layer's all-to-all had no room for all rows, int32 [layers]."""
+        ...
+
+
+@runtime_checkable
 class Runner(Protocol):
     """What an engine runs on: the only owner of parameters, device state and compiled programs.
 
@@ -166,9 +204,11 @@ class Runner(Protocol):
 
     Attributes:
         shards: data shards. Slots and pages are split over them; page numbers are local to a shard.
+        layout: of the experts whose choices are counted; None: nothing is counted or moved.
     """
 
     shards: int
+    layout: ExpertLayout | None
 
     @property
     def keys(self) -> Sequence[Key]:
@@ -221,6 +261,17 @@ class Runner(Protocol):
         """Fill pages of a data shard, in order, with what was read of such pages.
 
         Raises ValueError for data of another number of pages.
+        """
+        ...
+
+    def read_experts(self) -> PendingExperts:
+        """What was counted since this was called last."""
+        ...
+
+    def move_expert(self, layer: int, source: int, target: int, copies: np.ndarray) -> None:
+        """Copy the expert of one slot of an MoE layer over that of another.
+
+        copies: the slots of every expert after that, then -1: int32 [experts, layout.width].
         """
         ...
 

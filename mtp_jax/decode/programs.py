@@ -8,12 +8,13 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
@@ -22,13 +23,14 @@ from mtp_jax.decode.drafter.sampler import DraftSampler
 from mtp_jax.decode.host import Chunk, SlotRow
 from mtp_jax.decode.keys import DraftKey, Key, PageKey, StepKey, name_of
 from mtp_jax.decode.result import StepResult
-from mtp_jax.decode.state import State, admit, flush, move, read_pages, update, write_pages
+from mtp_jax.decode.state import State, admit, flush, move, read_experts, read_pages, update, write_pages
 from mtp_jax.decode.step import Accept, draft_phase, step, verify_phase
 from mtp_jax.errors import ConfigError
+from mtp_jax.model import expert_slots
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import compiler_options
-from mtp_jax.model.params import Params
+from mtp_jax.model.params import Moe, Params
 from mtp_jax.model.sharding import data_size
 
 
@@ -198,6 +200,17 @@ class Programs:
         """Do what the drafter has deferred. The number means nothing; it is there when that is done."""
         return self._bookkeeping["flush"](params, state)
 
+    def read_experts(self, state: State) -> tuple[State, tuple[jax.Array, jax.Array]]:
+        """The counts of experts, which begin anew."""
+        return self._bookkeeping["read_experts"](state)
+
+    def move_expert(self, moe: Moe, source: int, target: int, copies: Any) -> Moe:
+        """A layer with the expert of slot ``source`` in slot ``target``, too; its weights are donated."""
+        weights = moe.gate_up, moe.down
+        run = self._bookkeeping[_mover(weights)]
+        (gate_up, down), copies = run(weights, copies, np.int32(source), np.int32(target))
+        return replace(moe, gate_up=gate_up, down=down, copies=copies)
+
     def _compile_one(self, key: Key) -> Any:
         if isinstance(key, StepKey) and key.mode.structured:
             return self._compile_phases(key)
@@ -298,7 +311,32 @@ class Programs:
             run = _named(partial(_flush, drafter=self.drafter, on=self._on), "flush")
             lowered = jax.jit(run, donate_argnums=1, **self._out()).lower(self._params, state)
             found["flush"] = lowered.compile(compiler_options())
+        if state.experts is not None:
+            found["read_experts"] = (
+                jax.jit(read_experts, donate_argnums=0, **self._out()).lower(state).compile()
+            )
+            found |= self._compile_movers()
         return found
+
+    def _compile_movers(self) -> dict[str, Any]:
+        """One program for all layers whose experts have the same shapes."""
+        found: dict[str, Any] = {}
+        for moe in expert_slots.moe_layers(self._params):
+            weights, index = (moe.gate_up, moe.down), jax.ShapeDtypeStruct((), jnp.int32)
+            if moe.copies is None or _mover(weights) in found:
+                continue
+            assert self._on.mesh is not None, "slots are those of a mesh"
+            table = jax.ShapeDtypeStruct(moe.copies.shape, moe.copies.dtype)
+            out = jax.tree.map(lambda a: a.sharding, weights), self._everywhere
+            run = _named(partial(expert_slots.move, mesh=self._on.mesh), "move_expert")
+            jitted = jax.jit(run, donate_argnums=0, out_shardings=out)
+            found[_mover(weights)] = jitted.lower(weights, table, index, index).compile()
+        return found
+
+
+def _mover(weights: Any) -> str:
+    """The name of the program that moves experts of these shapes."""
+    return f"move_expert {[(a.shape, a.dtype.name) for a in jax.tree.leaves(weights)]}"
 
 
 def _flush(params: Params, state: State, *, drafter: Drafter, on: Backend) -> tuple[State, Int[Array, ""]]:

@@ -12,13 +12,14 @@ import jax
 import numpy as np
 
 from mtp_jax.decode.drafter.build import build
-from mtp_jax.decode.host import Chunk, Flush, MaskMaker, PageData, Result, SlotRow
+from mtp_jax.decode.host import Chunk, ExpertLayout, Flush, MaskMaker, PageData, Result, SlotRow
 from mtp_jax.decode.keys import DraftKey, Key, PageKey, StepKey
 from mtp_jax.decode.programs import Programs
 from mtp_jax.decode.state import State, StateShape, abstract_state, empty_state
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.expert_slots import moe_layers, most_copies, with_moe_layer
 from mtp_jax.model.params import Params, shapes
 from mtp_jax.model.sharding import data_size
 
@@ -64,6 +65,20 @@ class _PendingPages:
         return tuple(map(np.concatenate, zip(*read, strict=True)))
 
 
+class _PendingExperts:
+    """See ``host.PendingExperts``."""
+
+    def __init__(self, arrays: tuple[jax.Array, jax.Array]) -> None:
+        self._arrays = arrays
+        for array in arrays:
+            array.copy_to_host_async()
+
+    def read(self) -> tuple[np.ndarray, np.ndarray]:
+        """They, once they have arrived."""
+        load, over = map(np.asarray, self._arrays)
+        return load, over
+
+
 class LocalRunner:
     """See ``host.Runner``.
 
@@ -90,7 +105,8 @@ class LocalRunner:
         suffix_drafts: have ``drafter.suffix.Suffix`` before the model's own drafter.
         """
         drafter = build(cfg, suffix_drafts)
-        abstract = abstract_state(cfg, drafter, shape, dtype, on.mesh, fp8_cache)
+        self.layout = layout_of(cfg, params, on)
+        abstract = abstract_state(cfg, drafter, shape, dtype, on.mesh, fp8_cache, self.layout)
         self.shards = data_size(on.mesh)
         self.params = params
         self.programs = Programs(cfg, drafter, shapes(params), abstract, on)
@@ -210,6 +226,18 @@ class LocalRunner:
             self.state = self.programs.write_pages(key, self.flushed(), numbers, padded)
             first += len(some)
 
+    # Experts
+
+    def read_experts(self) -> _PendingExperts:
+        """What was counted since this was called last."""
+        self.state, counts = self.programs.read_experts(self.flushed())
+        return _PendingExperts(counts)
+
+    def move_expert(self, layer: int, source: int, target: int, copies: np.ndarray) -> None:
+        """Copy the expert of one slot of an MoE layer over that of another."""
+        moe = self.programs.move_expert(moe_layers(self.params)[layer], source, target, copies)
+        self.params = with_moe_layer(self.params, layer, moe)
+
     def _groups(self, pages: Sequence[int]) -> list[tuple[PageKey, Sequence[int]]]:
         """Pages in groups of the largest compiled program, the rest in the smallest that takes it."""
         sizes = sorted(k.pages for k in self.keys if isinstance(k, PageKey))
@@ -225,3 +253,14 @@ class LocalRunner:
 
     def _page(self, shard: int, page: int) -> int:
         return shard * (self._shape.pages + 1) + page
+
+
+def layout_of(cfg: ModelConfig, params: Params, on: Backend) -> ExpertLayout | None:
+    """Of the experts whose choices are counted: where they can be moved, or rows take an all-to-all."""
+    moes, mesh = moe_layers(params), on.mesh
+    if mesh is None or not moes or (moes[0].copies is None and on.exchange is None):
+        return None
+    slots, domains = moes[0].down.shape[0], on.exchange.domains if on.exchange else 1
+    redundant = slots - cfg.n_routed_experts
+    sizes = len(moes), cfg.n_routed_experts, slots, mesh.size, domains, cfg.n_group
+    return ExpertLayout(*sizes, most_copies(redundant, mesh))

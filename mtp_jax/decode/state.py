@@ -17,7 +17,8 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Int, Shaped
 
-from mtp_jax.decode.host import SamplingState, SlotRow
+from mtp_jax.decode.expert_counts import ExpertCounts, no_counts, taken
+from mtp_jax.decode.host import ExpertLayout, SamplingState, SlotRow
 from mtp_jax.decode.sampling import neutral_state
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.backend import Backend
@@ -73,11 +74,15 @@ class DrafterState(struct.PyTreeNode):
 
 
 class State(struct.PyTreeNode):
-    """The trunk's latent cache, one ``LayerCache`` per layer, the slots, and the drafter's part."""
+    """The trunk's latent cache, one ``LayerCache`` per layer, the slots, and the drafter's part.
+
+    ``experts``: counts of chosen experts; None where nothing is counted.
+    """
 
     trunk: tuple[LayerCache, ...]
     slots: Slots
     drafter: DrafterState
+    experts: ExpertCounts | None = None
 
 
 @dataclass(frozen=True)
@@ -100,8 +105,9 @@ def abstract_state(
     dtype: str,
     mesh: Mesh | None,
     fp8_cache: bool = False,
+    layout: ExpertLayout | None = None,
 ) -> State:
-    """The state's shapes, dtypes and shardings, without allocating it."""
+    """The state's shapes, dtypes and shardings, without allocating it. layout: of experts to be counted."""
     pages = (shape.pages + 1) * data_size(mesh)
 
     def zeros() -> State:
@@ -120,7 +126,7 @@ def abstract_state(
         kind, layers = type_of[dtype], range(cfg.num_hidden_layers)
         cache = tuple(empty_cache(pages, shape.page_size, cfg, i, kind, fp8=fp8_cache) for i in layers)
         own = drafter.empty(shape, pages, dtype, fp8_cache)
-        return State(cache, slots, own)
+        return State(cache, slots, own, layout and no_counts(layout, mesh))
 
     state = jax.eval_shape(zeros)
     if mesh is None:
@@ -229,6 +235,13 @@ def update(state: State, keep: Bool[Array, " B"], page_table: Int[Array, "B n"])
 def flush(params: Params, state: State, *, drafter: "Drafter", on: Backend) -> State:
     """Let the drafter do what it has deferred."""
     return state.replace(drafter=drafter.flush(params, state.drafter, state.slots, on))
+
+
+def read_experts(state: State) -> tuple[State, tuple[Int[Array, "L E"], Int[Array, " L"]]]:
+    """The counts of experts, which begin anew."""
+    assert state.experts is not None, "nothing is counted"
+    zeros, read = taken(state.experts)
+    return state.replace(experts=zeros), read
 
 
 def read_pages(state: State, pages: Int[Array, " n"]) -> list[Shaped[Array, "n ..."]]:

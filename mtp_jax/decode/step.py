@@ -24,6 +24,7 @@ from mtp_jax.decode import prefill, verify
 from mtp_jax.decode.drafter.nothing import Nothing
 from mtp_jax.decode.drafter.protocol import Committed, Drafter, Drafts, features_of
 from mtp_jax.decode.drafter.sampler import DraftSampler
+from mtp_jax.decode.expert_counts import counted
 from mtp_jax.decode.greedy import best_tokens
 from mtp_jax.decode.host import Chunk
 from mtp_jax.decode.keys import Finish, SamplingMode, Topology
@@ -139,6 +140,8 @@ def verify_phase(
         ids_only = mode == SamplingMode() and chunk is None and accept is None and on.head_parts > 1
         logits = [] if ids_only else _logits(params, scored, on)
     state, results = state.replace(trunk=traced.caches), []
+    if state.experts is not None:
+        state = state.replace(experts=counted(state.experts, traced.routing, on.mesh))
     if windows and drafts is not None:
         given = windows, hidden[0], logits[0] if logits else None, drafts, allowed, drafter, mode, on, accept
         state, result = _conclude(params, state, *given, alone=chunk is None)

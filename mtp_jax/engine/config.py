@@ -11,6 +11,7 @@ from mtp_jax.options import check, documented, narrowed, option
 VerifierChoice = Literal["block", "coupled"]
 KernelChoice = Literal["auto", "xla", "mosaic_gpu"]
 CacheType = Literal["auto", "fp8"]
+ExchangeChoice = Literal["auto", "gather", "all_to_all"]
 DtypeChoice = Literal["auto", "float32", "bfloat16"]
 Dtype = Literal["float32", "bfloat16"]
 
@@ -88,6 +89,36 @@ class EngineOptions:
         "GPU kernels: where there is one for the device and the shapes (auto), none (xla), or nothing else, "
         "which may be an error (mosaic_gpu)",
         choices=get_args(KernelChoice),
+    )
+    expert_exchange: ExchangeChoice = option(
+        "auto",
+        "how rows reach the experts of other data shards: every shard gathers all rows, each row goes to the "
+        "shards that have its experts, or auto: that between hosts, and a gather within each",
+        choices=get_args(ExchangeChoice),
+    )
+    expert_room: float = option(
+        1.5,
+        "rows that such an all-to-all has room for, over the mean of evenly chosen experts; where it has too "
+        "little, rows are gathered",
+        low=0,
+        above=True,
+        high=1024,
+        metavar="TIMES",
+    )
+    redundant_experts: int = option(
+        0,
+        "copies of experts in each MoE layer, of those that are chosen most often, to spread their rows over "
+        "devices",
+        low=0,
+        high=2**16,
+        metavar="N",
+    )
+    expert_rebalance: int = option(
+        1000,
+        "launches after which experts are placed anew by how often they were chosen, while serving; 0: never",
+        low=0,
+        high=2**31,
+        metavar="N",
     )
     dtype: DtypeChoice = option(
         "auto",

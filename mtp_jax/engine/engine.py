@@ -26,6 +26,7 @@ from mtp_jax.decode.keys import (
     Source,
     StepKey,
 )
+from mtp_jax.engine.balance import Balancer
 from mtp_jax.engine.buckets import Prompts, keys_for, slot_bucket, warm_up_keys
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.depth import DepthController
@@ -69,6 +70,9 @@ class Engine:
         self.tier: HostTier | None = None
         if config.host_cache_gib:
             self.tier = HostTier(MemoryStore(config.host_cache_bytes), runner)
+        self.balancer: Balancer | None = None
+        if runner.layout:
+            self.balancer = Balancer(runner.layout, runner, config.expert_rebalance)
         self.scheduler = Scheduler(config, self.shards, self.tier)
         self.depth = DepthController(config.num_speculative_tokens)
         self.timings, self.counters = Timings(), Counters()
@@ -160,7 +164,9 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot of what the engine holds and has done."""
         executables = len(self.runner.keys)
-        return EngineStats.of(self.counters, self.scheduler, self.tier, executables, self.depth.speedup)
+        experts = self.balancer.stats() if self.balancer else None
+        of = self.counters, self.scheduler, self.tier
+        return EngineStats.of(*of, executables, self.depth.speedup, experts)
 
     def step(self) -> list[Request]:
         """One turn, as ``Planner.turn`` decides: launches, then reads. Returns requests that advanced."""
@@ -274,6 +280,8 @@ class Engine:
         for _, request in launch.everyone:
             request.inflight += 1
         self._inflight.append(launch)
+        if self.balancer:
+            self.balancer.launched()
 
     # Reading
 

@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from mtp_jax.decode.keys import Source
+from mtp_jax.engine.balance import ExpertStats
 from mtp_jax.engine.scheduler import Scheduler
 from mtp_jax.store.tier import HostTier, TierStats
 
@@ -132,6 +133,7 @@ class EngineStats:
         prefill_seconds: of steps that had nothing but prompts.
         finished: requests by finish reason.
         realised_speedup: of recent steps (``DepthController.speedup``); None while not known.
+        experts: how evenly they are chosen; None where nothing is counted.
     """
 
     running: int
@@ -161,6 +163,7 @@ class EngineStats:
     finished: dict[str, int]
     executables: int
     realised_speedup: float | None
+    experts: ExpertStats | None = None
 
     @classmethod
     def of(
@@ -170,6 +173,7 @@ class EngineStats:
         tier: HostTier | None,
         executables: int,
         realised_speedup: float | None,
+        experts: ExpertStats | None = None,
     ) -> "EngineStats":
         """What an engine's parts say now."""
         pools = scheduler.pools
@@ -202,6 +206,7 @@ class EngineStats:
             finished=dict(c.finished),
             executables=executables,
             realised_speedup=realised_speedup,
+            experts=experts,
         )
 
     @property

@@ -52,6 +52,8 @@ class Op(IntEnum):
     WRITE_PAGES = auto()
     RELEASE_CACHE = auto()
     ALLOCATE_CACHE = auto()
+    READ_EXPERTS = auto()
+    MOVE_EXPERT = auto()
 
 
 # Rows of the vocabulary and masks are mostly one value: 1.3 MB become 12 kB, in about a millisecond.

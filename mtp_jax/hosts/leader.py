@@ -5,7 +5,17 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from mtp_jax.decode.host import Chunk, Flush, MaskMaker, PageData, Pending, PendingPages, Result, SlotRow
+from mtp_jax.decode.host import (
+    Chunk,
+    Flush,
+    MaskMaker,
+    PageData,
+    Pending,
+    PendingExperts,
+    PendingPages,
+    Result,
+    SlotRow,
+)
 from mtp_jax.decode.keys import DraftKey, Key, StepKey
 from mtp_jax.decode.runner import LocalRunner
 from mtp_jax.hosts.channel import Op
@@ -51,6 +61,18 @@ class _CheckedPages:
             return self._pages.read()
 
 
+class _CheckedExperts:
+    """See ``_Checked``."""
+
+    def __init__(self, counts: PendingExperts, ending: Ending) -> None:
+        self._counts, self._ending = counts, ending
+
+    def read(self) -> tuple[np.ndarray, np.ndarray]:
+        """They, once they have arrived."""
+        with self._ending.on_error("a launch failed"):
+            return self._counts.read()
+
+
 class LeaderRunner:
     """See ``host.Runner``. What cannot be told, or fails here, ends the group: no rank goes on alone.
 
@@ -59,7 +81,7 @@ class LeaderRunner:
     """
 
     def __init__(self, local: LocalRunner, log: LeaderLog, ending: Ending) -> None:
-        self.local, self.shards = local, local.shards
+        self.local, self.shards, self.layout = local, local.shards, local.layout
         self._log, self._ending = log, ending
         # What is launched, here and in the log, is in one order, whatever thread it comes from.
         self._order = threading.RLock()
@@ -149,6 +171,20 @@ class LeaderRunner:
         with self._order, self._ending.on_error("a launch failed"):
             self._log.send(Op.WRITE_PAGES, {"shard": shard, "pages": [int(p) for p in pages]}, data)
             self.local.write_pages(shard, pages, data)
+
+    # Experts
+
+    def read_experts(self) -> PendingExperts:
+        """What was counted since this was called last."""
+        with self._order, self._ending.on_error("a launch failed"):
+            self._log.send(Op.READ_EXPERTS)
+            return _CheckedExperts(self.local.read_experts(), self._ending)
+
+    def move_expert(self, layer: int, source: int, target: int, copies: np.ndarray) -> None:
+        """Copy the expert of one slot over that of another, on every rank."""
+        with self._order, self._ending.on_error("a launch failed"):
+            self._log.send(Op.MOVE_EXPERT, {"layer": layer, "source": source, "target": target}, [copies])
+            self.local.move_expert(layer, source, target, copies)
 
     # Memory
 

@@ -57,6 +57,10 @@ class _Follower:
             ),
             Op.RELEASE_CACHE: lambda _: runner.release_cache(),
             Op.ALLOCATE_CACHE: lambda _: runner.allocate_cache(),
+            Op.READ_EXPERTS: lambda _: runner.read_experts(),
+            Op.MOVE_EXPERT: lambda b: runner.move_expert(
+                b.whole("layer"), b.whole("source"), b.whole("target"), *b.all(1)
+            ),
         }
         # Beside the launches, which go on while the leader compiles in the background.
         threading.Thread(target=self._build, name="log-compile", daemon=True).start()

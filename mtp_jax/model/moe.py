@@ -28,11 +28,13 @@ class Routing:
     """Chosen experts and their weights; ids outside ``[0, E)`` contribute nothing and cost nothing.
 
     ``counts``: how often each 64 rows chose each expert, if a kernel chose; other kernels go by it.
+    ``over``: 1 where an all-to-all had no room for all rows, so that they were gathered; else 0, or None.
     """
 
     ids: Int[Array, "*b k"]
     weights: Float[Array, "*b k"]
     counts: Int[Array, "n E"] | None = None
+    over: Int[Array, ""] | None = None
 
 
 def dense(

@@ -105,13 +105,18 @@ class Mlp:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Moe:
-    """Routed experts and the shared expert (None when the model has none)."""
+    """Routed experts and the shared expert (None when the model has none).
+
+    With ``copies`` the first axis of gate_up and down is slots, more than E, each of which holds some expert:
+    ``copies[e]`` are the slots of expert e, then -1 (see ``expert_slots``).
+    """
 
     router: Any  # [E, D] float32
     bias: Any  # [E] float32, selection only
     gate_up: Any  # [E, 2, I, D]
     down: Any  # [E, D, I]
     shared: Mlp | None
+    copies: Any = None  # [E, c] int32
 
 
 @jax.tree_util.register_dataclass

@@ -66,6 +66,8 @@ class Stub:
             setattr(self, name, self._of(name))
         for name in ("step", "flush", "draft_phase", "verify_phase"):
             setattr(self, name, self._of(name, lambda name=name: self._result(name)))
+        counts = Arriving(self.log, "load"), Arriving(self.log, "over")
+        self.read_experts = self._of("read_experts", lambda: counts)
         self.draft = self._of("draft", lambda: np.zeros((1, 3)), state=False)
         self.read_pages = self._of("read_pages", lambda: Arriving(self.log, "pages"), state=False)
 
@@ -106,6 +108,7 @@ OPERATIONS: dict[str, Callable[[LocalRunner], Any]] = {
     "update": lambda r: r.update(np.ones(4, bool), np.zeros((4, 4), np.int32)),
     "step": lambda r: r.step(DEEP),
     "draft": lambda r: r.draft(DraftKey(3, 1), 0),
+    "read_experts": lambda r: r.read_experts(),
     "read_pages": lambda r: r.read_pages(0, [1]),
     "write_pages": lambda r: r.write_pages(0, [1], (np.zeros((1, 3)),)),
 }
@@ -113,7 +116,8 @@ OPERATIONS: dict[str, Callable[[LocalRunner], Any]] = {
 
 def test_every_operation_is_tried():
     on_the_host, of_memory = {"compile", "cover", "find", "keys"}, {"release_cache", "allocate_cache"}
-    assert {*OPERATIONS, *on_the_host, *of_memory} == {n for n in vars(Runner) if not n.startswith("_")}
+    others = {*on_the_host, *of_memory, "move_expert"}
+    assert {*OPERATIONS, *others} == {n for n in vars(Runner) if not n.startswith("_")}
 
 
 def test_a_cache_is_given_back_once_deferred_work_is_done():

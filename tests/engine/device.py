@@ -12,7 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from mtp_jax.decode.host import Chunk, Flush, MaskMaker, PageData, PendingPages, Result, SlotRow
+from mtp_jax.decode.host import (
+    Chunk,
+    ExpertLayout,
+    Flush,
+    MaskMaker,
+    PageData,
+    PendingExperts,
+    PendingPages,
+    Result,
+    SlotRow,
+)
 from mtp_jax.decode.keys import EXTRA_COLUMNS, DraftKey, Finish, Key, Source, StepKey
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
@@ -46,6 +56,7 @@ class Device:
     ) -> None:
         self.random = random.Random(seed)
         self.stop, self.keep = stop, keep
+        self.layout: ExpertLayout | None = None
         self.shards, self.size, self.pages = shards, config.page_size, config.pages_per_shard(shards)
         self.flush: Flush | None = None
         self.rows: dict[int, SimpleNamespace] = {}
@@ -162,6 +173,12 @@ class Device:
         raise NotImplementedError
 
     def write_pages(self, shard: int, pages: Sequence[int], data: PageData) -> None:
+        raise NotImplementedError
+
+    def read_experts(self) -> PendingExperts:
+        raise NotImplementedError
+
+    def move_expert(self, layer: int, source: int, target: int, copies: np.ndarray) -> None:
         raise NotImplementedError
 
     def release_cache(self) -> None:

@@ -57,10 +57,12 @@ class Device:
     """Keeps what it is asked to launch, numbers and arrays as text."""
 
     shards = 2
+    layout = None
 
     def __init__(self) -> None:
         self.programs, self.log = Programs(), list[str]()
-        for name in ("admit", "move", "update", "write_pages", "release_cache", "allocate_cache"):
+        kept = "admit", "move", "update", "write_pages", "release_cache", "allocate_cache", "move_expert"
+        for name in kept:
             setattr(self, name, lambda *given, name=name: self._note(name, *given))
 
     def _note(self, name: str, *given: Any) -> None:
@@ -86,6 +88,10 @@ class Device:
     def read_pages(self, shard: int, pages: Any) -> Any:
         self._note("read_pages", shard, list(pages))
         return SimpleNamespace(read=lambda: (np.zeros((len(pages), 3)),))
+
+    def read_experts(self) -> Any:
+        self._note("read_experts")
+        return SimpleNamespace(read=lambda: (np.ones((2, 8)), np.zeros(2)))
 
 
 def _plain(x: Any) -> Any:
@@ -167,11 +173,13 @@ def test_every_operation_is_repeated_in_order(pair):
     assert runner.draft(DraftKey(2, 1), 1)[0].tolist() == [0, 1]
     assert runner.read_pages(1, [3, 2]).read()[0].shape == (2, 3)
     runner.write_pages(1, [3], (np.ones((1, 2), np.float32), np.zeros((1, 4), np.uint16)))
+    assert runner.read_experts().read()[0].shape == (2, 8)
+    runner.move_expert(1, 7, 2, np.arange(16, dtype=np.int32).reshape(8, 2))
     runner.release_cache()
     runner.allocate_cache()
     pair.finish()
     assert pair.there.log == pair.here.log
-    assert len(pair.here.log) == 14
+    assert len(pair.here.log) == 16
     assert pair.there.keys == pair.here.keys == [PLAIN, CHUNKED, STRUCTURED, DraftKey(2, 1)]
     assert pair.ends.empty()
 

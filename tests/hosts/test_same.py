@@ -33,11 +33,26 @@ def tiny(tmp_path_factory) -> Path:
 
 
 def check(
-    model: Path, out: Path, llm: dict[str, Any], jobs: list[Any], hosts: int = 2, data: int = 2
+    model: Path,
+    out: Path,
+    llm: dict[str, Any],
+    jobs: list[Any],
+    hosts: int = 2,
+    data: int = 2,
+    of_many: dict[str, Any] | None = None,
 ) -> None:
-    """Over so many processes and in this one: the same ids, and drafts that were accepted."""
+    """Over so many processes and in this one: the same ids, and drafts that were accepted.
+
+    of_many: options of the former alone.
+    """
     llm = {**SIZES, **llm, "model": str(model)}
-    plan = {"mesh": [data, 2], "llm": llm, "jobs": jobs, "draft": PROMPTS[0], "out": str(out / "found.json")}
+    plan = {
+        "mesh": [data, 2],
+        "llm": llm | (of_many or {}),
+        "jobs": jobs,
+        "draft": PROMPTS[0],
+        "out": str(out / "found.json"),
+    }
     arguments = ["-m", "tests.hosts.worker", "HOSTS", "RANK", "COORDINATOR", json.dumps(plan)]
     with ranks(arguments, hosts) as group:
         codes = [r.process.wait(600) for r in group]
@@ -58,6 +73,13 @@ def test_greedy_and_structured(tiny, tmp_path):
 
 def test_sampled(tiny, tmp_path):
     check(tiny, tmp_path, {"num_speculative_tokens": 1}, [MIXED])
+
+
+@pytest.mark.slow
+def test_experts_that_move(tiny, tmp_path):
+    """Rows take an all-to-all between the hosts, and experts are placed anew twice a request."""
+    more = {"redundant_experts": 8, "expert_rebalance": 5}
+    check(tiny, tmp_path, {"num_speculative_tokens": 1}, [ALL_GREEDY, ALL_GREEDY], of_many=more)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import serve
+from mtp_jax.engine.balance import ExpertStats
 from mtp_jax.engine.stats import EngineStats, Histogram
 from mtp_jax.store.tier import TierStats
 from serve.acceptance import AcceptanceAlarm
@@ -46,6 +47,7 @@ STATS = EngineStats(
     finished={"stop": 1},
     executables=4,
     realised_speedup=1.4,
+    experts=ExpertStats(1, 2, 1.5, 2.0, 3),
 )
 
 

@@ -20,6 +20,7 @@ import jax
 from jax.sharding import Mesh
 
 from mtp_jax.errors import ConfigError
+from mtp_jax.model.backend.exchange import ExchangeChoice, exchange_of
 from mtp_jax.model.backend.mosaic_gpu import MosaicGpu
 from mtp_jax.model.backend.xla import Xla
 from mtp_jax.model.backend.xla_cpu import XlaCpu
@@ -30,12 +31,19 @@ __all__ = ["Backend", "MosaicGpu", "Xla", "XlaCpu", "backend"]
 Backend = Xla
 
 
-def backend(kernels: Literal["auto", "xla", "mosaic_gpu"] = "auto", mesh: Mesh | None = None) -> Backend:
+def backend(
+    kernels: Literal["auto", "xla", "mosaic_gpu"] = "auto",
+    mesh: Mesh | None = None,
+    exchange: ExchangeChoice = "auto",
+    room: float = 1.5,
+) -> Backend:
     """The fastest backend for the device, or the one that was asked for.
 
     kernels: "auto": kernels on a Hopper GPU where there are any for the shapes; "xla": none; "mosaic_gpu":
-    kernels, and a ConfigError for what they cannot do. Raises ConfigError.
+    kernels, and a ConfigError for what they cannot do. exchange, room: how rows reach the experts of other
+    devices (see ``exchange.exchange_of``). Raises ConfigError.
     """
+    by = exchange_of(exchange, room, mesh)
     if kernels == "mosaic_gpu" and not is_hopper():
         found = jax.devices()[0].device_kind
         raise ConfigError(
@@ -43,5 +51,7 @@ def backend(kernels: Literal["auto", "xla", "mosaic_gpu"] = "auto", mesh: Mesh |
             f"{found}: --kernels auto or xla, in Python kernels='auto' or 'xla'"
         )
     if kernels == "mosaic_gpu" or (kernels == "auto" and is_hopper()):
-        return MosaicGpu(mesh, strict=kernels == "mosaic_gpu")
-    return XlaCpu(mesh, matrices=multiplies_bf16()) if platform() == "cpu" else Xla(mesh)
+        return MosaicGpu(mesh, exchange=by, strict=kernels == "mosaic_gpu")
+    if platform() == "cpu":
+        return XlaCpu(mesh, exchange=by, matrices=multiplies_bf16())
+    return Xla(mesh, exchange=by)

@@ -320,6 +320,16 @@ class MosaicGpu(MosaicAttention):
         scale = scale.swapaxes(0, 1)
         return Quantised(values, scale.reshape(scale.shape[0], -1))
 
+    def rows_first(self, rows: Any, count: int) -> Any:
+        """Scales are turned."""
+        if not isinstance(rows, Quantised):
+            return super().rows_first(rows, count)
+        return rows.values[:count], rows.scale[:, :count].T
+
+    def from_rows_first(self, tree: Any) -> Any:
+        """And turned back."""
+        return Quantised(tree[0], tree[1].T) if isinstance(tree, tuple) else tree
+
     # Attention
 
     def _norms_low_rank(self, q: Any, kv: Any, a: Attention, cache: Any) -> bool:

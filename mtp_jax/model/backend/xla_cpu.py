@@ -101,5 +101,5 @@ class XlaCpu(Xla):
     ) -> Float[Array, "T D"]:
         """``cpu_experts.by_pair`` for few rows."""
         if shards == 1 and cpu_experts.takes(gate_up, down, r.ids.size):
-            return cpu_experts.by_pair(gate_up, down, x, r)
+            return cpu_experts.by_pair(gate_up, down, x, Routing(r.ids - first, r.weights))
         return super().routed(gate_up, down, x, r, shards, first)

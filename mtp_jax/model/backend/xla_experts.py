@@ -2,7 +2,7 @@
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -13,7 +13,9 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels_pallas.router import reference as router
 from kernels_pallas.router.rule import Rule
 from mtp_jax.model import moe
+from mtp_jax.model.backend.exchange import Exchange, by_gather
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.expert_slots import slots_of
 from mtp_jax.model.layers import rms_norm
 from mtp_jax.model.moe import Experts, Routing, Weight
 from mtp_jax.model.narrow import Narrow, expand
@@ -34,10 +36,12 @@ class XlaExperts:
     Attributes:
         mesh: of devices; None for one device.
         experts: "dense", which is the reference, or "sparse"; on a mesh they always run in parallel.
+        exchange: between data shards; None: each gathers the rows of all.
     """
 
     mesh: Mesh | None = None
     experts: Experts = "sparse"
+    exchange: Exchange | None = None
 
     def feed_forward(
         self, p: Layer, cfg: ModelConfig, x: Stream, counts: Bool[Array, "B W"] | None
@@ -176,6 +180,14 @@ class XlaExperts:
         """``flat_rows``, ``count`` of each device, of all devices."""
         return _gathered(self.flat_rows(given))
 
+    def rows_first(self, rows: Any, count: int) -> Any:
+        """The first ``count`` of ``flat_rows`` as a tree of arrays with rows first."""
+        return rows[:count]
+
+    def from_rows_first(self, tree: Any) -> Any:
+        """Undoes ``rows_first``."""
+        return tree
+
     def _expert_parallel(
         self,
         p: Moe,
@@ -184,35 +196,92 @@ class XlaExperts:
         logits: Float[Array, "B W E"],
         counts: Bool[Array, "B W"] | None,
     ) -> tuple[Float[Array, "B W D"], Routing]:
-        """Each device's own experts: gather the rows over ``data``, sum the parts over both axes.
+        """Each device's own experts: rows go to them over ``data``, parts are summed over both axes."""
+        mesh, by = self.mesh, self._gather_all if self.exchange is None else self._exchanged
+        assert mesh is not None, "one device has nothing to exchange"
 
-        Every device chooses for all rows: that takes less than gathering the choices.
-        """
-        mesh = self.mesh
-        assert mesh is not None, "one device has nothing to gather"
-
-        def local(gate_up, down, bias, x, logits, counts):
-            mine, own = jax.lax.axis_index("data") * logits.shape[0], logits.shape[0]
-            x, logits = self.gathered(x, math.prod(logits.shape[:2])), _gathered(logits)
-            r = self._choose(cfg, bias, logits, None if counts is None else _gathered(counts))
-            first = jax.lax.axis_index(("data", "model")) * down.shape[0]
-            part = self.routed(gate_up, down, x, r, mesh.size, first)
-            part = jax.lax.psum(part.reshape(*logits.shape[:2], -1), "model")
-            r = _shaped(r, part)
-            chosen = (jax.lax.dynamic_slice_in_dim(a, mine, own) for a in (r.ids, r.weights))
-            return jax.lax.psum_scatter(part, "data", tiled=True), *chosen
+        def local(moe: Moe, x: Any, logits: Any, counts: Any) -> tuple[Any, ...]:
+            y, r = by(moe, cfg, x, logits, counts)
+            return y, r.ids, r.weights, r.over
 
         given, of_x = self.operand(p, x)
-        experts, slots = PartitionSpec(("data", "model")), partition("slots")
-        in_specs = (experts, experts, PartitionSpec(), of_x, slots, slots)
-        run = sharded(local, mesh, in_specs, (slots, slots, slots))
-        y, ids, weights = run(p.gate_up, p.down, p.bias, given, logits, counts)
-        return y, Routing(ids, weights)
+        experts, slots, everywhere = PartitionSpec(("data", "model")), partition("slots"), PartitionSpec()
+        own = Moe(None, p.bias, p.gate_up, p.down, None, p.copies)
+        of_own = Moe(None, everywhere, experts, experts, None, everywhere)
+        run = sharded(local, mesh, (of_own, of_x, slots, slots), (slots, slots, slots, everywhere))
+        y, ids, weights, over = run(own, given, logits, counts)
+        return y, Routing(ids, weights, over=over)
+
+    def _gather_all(
+        self,
+        p: Moe,
+        cfg: ModelConfig,
+        x: Any,
+        logits: Float[Array, "B W E"],
+        counts: Bool[Array, "B W"] | None,
+    ) -> tuple[Float[Array, "B W D"], Routing]:
+        """On one device. It chooses for all rows: that takes less than gathering the choices."""
+        mine, own = jax.lax.axis_index("data") * logits.shape[0], logits.shape[0]
+        x, logits = self.gathered(x, math.prod(logits.shape[:2])), _gathered(logits)
+        r = self._choose(cfg, p.bias, logits, None if counts is None else _gathered(counts))
+        part = self._own_experts(p, x, _in_slots(p, r, 0))
+        part = jax.lax.psum(part.reshape(*logits.shape[:2], -1), "model")
+        r = _shaped(r, part)
+        ids, weights = (jax.lax.dynamic_slice_in_dim(a, mine, own) for a in (r.ids, r.weights))
+        return jax.lax.psum_scatter(part, "data", tiled=True), Routing(ids, weights)
+
+    def _exchanged(
+        self,
+        p: Moe,
+        cfg: ModelConfig,
+        x: Any,
+        logits: Float[Array, "B W E"],
+        counts: Bool[Array, "B W"] | None,
+    ) -> tuple[Float[Array, "B W D"], Routing]:
+        """On one device: an all-to-all while it has room, else a gather, on all devices alike."""
+        exchange, mesh = self.exchange, self.mesh
+        assert exchange is not None
+        assert mesh is not None, "one device has nothing to exchange"
+        count = math.prod(logits.shape[:2])
+        r = self._choose(cfg, p.bias, logits, counts)
+        if counts is not None:  # rows that do not count take no room
+            r = Routing(jnp.where(counts.reshape(-1, 1), r.ids, -1), r.weights)
+        chosen = _in_slots(p, r, jax.lax.axis_index("data") * count)
+
+        def run(rows: Any, ids: Array, weights: Array) -> Array:
+            # As many of the rows are others' as if this many devices shared the experts.
+            shards = max(1, len(ids) * mesh.size // (exchange.shards * count))
+            return self._own_experts(p, self.from_rows_first(rows), Routing(ids, weights), shards)
+
+        given = self.rows_first(self.flat_rows(x), count), chosen.ids, chosen.weights
+        wanted = exchange.wanted(chosen.ids, p.down.shape[0] * mesh.size // exchange.domains)
+        capacity = exchange.capacity(count, cfg, grouped=p.copies is None)
+        most = jax.lax.pmax(wanted.sum(axis=0).max(), ("data", "model"))
+
+        def there(rows: Any, ids: Array, weights: Array) -> Array:
+            return exchange.by_all_to_all(rows, ids, weights, wanted, capacity, run)
+
+        part = jax.lax.cond(most > capacity, functools.partial(by_gather, run), there, *given)
+        part = jax.lax.psum(part.reshape(*logits.shape[:2], -1), "model")
+        r = Routing(r.ids, r.weights, over=(most > capacity).astype(jnp.int32))
+        return part, _shaped(r, part)
+
+    def _own_experts(self, p: Moe, x: Any, r: Routing, shards: int | None = None) -> Float[Array, "T D"]:
+        assert self.mesh is not None
+        first = jax.lax.axis_index(("data", "model")) * p.down.shape[0]
+        return self.routed(p.gate_up, p.down, x, r, shards or self.mesh.size, first)
+
+
+def _in_slots(p: Moe, r: Routing, first: Int[Array, ""] | int) -> Routing:
+    """Which of a mesh's slots serve each row, of rows numbered from ``first``."""
+    if p.copies is None:
+        return r
+    return Routing(slots_of(p.copies, r.ids, first + jnp.arange(len(r.ids))), r.weights)
 
 
 def _shaped(r: Routing, x: Float[Array, "*b D"]) -> Routing:
     shape = (*x.shape[:-1], r.ids.shape[-1])
-    return Routing(r.ids.reshape(shape), r.weights.reshape(shape), r.counts)
+    return replace(r, ids=r.ids.reshape(shape), weights=r.weights.reshape(shape))
 
 
 def _gathered(x: jax.Array) -> jax.Array:

@@ -1,0 +1,106 @@
+"""Places experts anew while serving, by how often they were chosen.
+
+Every so many launches the counts are read, one launch after another late. Layer by layer a placement is made
+for them, and where it is better than the one there is, experts move towards it, a few per launch. After each
+move the map of the experts fits the weights, so that every launch between two moves is right.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from mtp_jax.decode.host import ExpertLayout, PendingExperts, Runner
+from mtp_jax.model.placement import aligned, copies_of, first_placement, imbalance, moves, place
+
+# Beside one launch. A move takes a fraction of a millisecond within a host, some milliseconds between hosts.
+MOVES = 2
+# What a better placement must take off the imbalance before anything moves for it.
+GAIN = 0.05
+# Launches between asking for the counts and reading them: by then they have arrived.
+LATE = 3
+# Of what was counted before, the share that still counts.
+MEMORY = 0.5
+
+
+@dataclass(frozen=True)
+class ExpertStats:
+    """What the balancer knows.
+
+    Attributes:
+        readings: how often counts were read.
+        moves: experts copied from slot to slot.
+        imbalance: by the counts read last: load of the busiest device over the mean, the mean of all layers.
+        worst: the same of the layer where it is largest.
+        over: passes through a layer whose all-to-all had no room for all rows, so that they were gathered.
+    """
+
+    readings: int = 0
+    moves: int = 0
+    imbalance: float = 1.0
+    worst: float = 1.0
+    over: int = 0
+
+
+class Balancer:
+    """Of one engine. Not thread-safe.
+
+    Attributes:
+        placed: the expert of each slot, int [layers, slots].
+    """
+
+    def __init__(self, layout: ExpertLayout, runner: Runner, period: int) -> None:
+        """period: launches between two readings; 0: never."""
+        self._layout, self._runner, self._period = layout, runner, period
+        self.placed = np.tile(first_placement(layout.experts, layout.slots), (layout.layers, 1))
+        self._load = np.zeros((layout.layers, layout.experts))
+        self._pending: PendingExperts | None = None
+        self._plan: Iterator[tuple[int, int, int] | None] | None = None
+        self._age = self._readings = self._moves = self._over = 0
+        self._imbalance = np.ones(layout.layers)
+
+    def launched(self) -> None:
+        """Call it after each launch."""
+        self._age += 1
+        if self._pending is not None and self._age >= LATE:
+            self._take(*self._pending.read())
+            self._pending = None
+        elif self._period and self._age >= self._period and not (self._pending or self._plan):
+            self._pending, self._age = self._runner.read_experts(), 0
+        for _ in range(MOVES):
+            if self._plan is None or (move := next(self._plan, None)) is None:
+                break
+            self._move(*move)
+
+    def stats(self) -> ExpertStats:
+        """What is known now."""
+        of = self._imbalance
+        return ExpertStats(self._readings, self._moves, float(of.mean()), float(of.max()), self._over)
+
+    def _take(self, load: np.ndarray, over: np.ndarray) -> None:
+        self._readings += 1
+        self._over += int(over.sum())
+        self._load = MEMORY * self._load + load
+        devices, now = self._layout.devices, load.astype(float)
+        self._imbalance = np.array([imbalance(p, x, devices) for p, x in zip(self.placed, now, strict=True)])
+        if self._layout.redundant:
+            self._plan = self._planned()
+
+    def _planned(self) -> Iterator[tuple[int, int, int] | None]:
+        """Moves (layer, from slot, over slot); None after a layer, so that a launch plans one at most."""
+        of, nodes = self._layout, self._layout.domains
+        for layer, load in enumerate(self._load.copy()):
+            now = self.placed[layer].copy()
+            goal = place(load, of.slots, of.devices, nodes, of.groups, of.width)
+            if imbalance(now, load, of.devices) - imbalance(goal, load, of.devices) > GAIN:
+                nodes = nodes if of.groups % nodes == 0 else 1
+                for source, target in moves(now, aligned(goal, now, of.devices, nodes)):
+                    yield layer, source, target
+            yield None
+        self._plan = None
+
+    def _move(self, layer: int, source: int, target: int) -> None:
+        placed, of = self.placed[layer], self._layout
+        placed[target] = placed[source]
+        self._runner.move_expert(layer, source, target, copies_of(placed, of.experts, of.width))
+        self._moves += 1

@@ -1,0 +1,173 @@
+"""How rows reach the experts that other data shards hold, and their sums come back (docs/scaling.md).
+
+    all_gather    every shard takes the rows of all, and returns a sum for each
+    all_to_all    a row goes once to each domain of shards that has one of its experts; one sum comes back
+
+An all-to-all needs a fixed room for each pair. Where some pair has more rows than room, every device takes
+the other way (``lax.cond`` of one number that is the same everywhere), so that no row is ever dropped.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from mtp_jax.errors import ConfigError
+from mtp_jax.model.config import ModelConfig
+
+ExchangeChoice = Literal["auto", "gather", "all_to_all"]
+
+Rows = Any
+"""A tree of arrays whose first axis is rows."""
+RunExperts = Callable[[Rows, Int[Array, "R k"], Float[Array, "R k"]], Float[Array, "R D"]]
+"""The weighted sum of a device's own experts for each row; ids of others' contribute nothing."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """An all-to-all between domains of data shards, a gather within each.
+
+    Attributes:
+        shards: data shards in all.
+        domain: neighbouring data shards that make up a domain; 1: each is its own.
+        room: rows that a pair of domains has room for, over the mean of choices that are spread evenly.
+    """
+
+    shards: int
+    domain: int
+    room: float
+
+    @property
+    def domains(self) -> int:
+        """How many there are."""
+        return self.shards // self.domain
+
+    def capacity(self, rows: int, cfg: ModelConfig, grouped: bool) -> int:
+        """Rows that a shard can send to a domain, of ``rows`` that it has.
+
+        Beside ``room`` times the mean three standard deviations: few rows are spread less evenly. grouped:
+        whether experts of a group are neighbours.
+        """
+        mean = rows * reached(cfg, self.domains, grouped) / self.domains
+        return min(rows, math.ceil(self.room * mean + 3 * math.sqrt(mean)))
+
+    @property
+    def _across(self) -> list[list[int]]:
+        return [[d * self.domain + i for d in range(self.domains)] for i in range(self.domain)]
+
+    @property
+    def _within(self) -> list[list[int]]:
+        return [[d * self.domain + i for i in range(self.domain)] for d in range(self.domains)]
+
+    def wanted(self, ids: Int[Array, "T k"], experts: int) -> Bool[Array, "T domains"]:
+        """Which domains have an expert of each row. experts: of a domain; ids outside of all are nobody's."""
+        to = jnp.where(ids >= 0, ids // experts, self.domains)
+        rows = jnp.arange(len(ids))[:, None]
+        return jnp.zeros((len(ids), self.domains), bool).at[rows, to].set(True, mode="drop")
+
+    def by_all_to_all(
+        self,
+        rows: Rows,
+        ids: Int[Array, "T k"],
+        weights: Float[Array, "T k"],
+        wanted: Bool[Array, "T domains"],
+        capacity: int,
+        run: RunExperts,
+    ) -> Float[Array, "T D"]:
+        """The sum over the experts of each own row; those past the capacity are left out.
+
+        Sums over devices of one data shard are the caller's.
+        """
+        count = len(ids)
+        # [domain, place in its room] -> the row that is sent; ``count``: none.
+        place = jnp.where(wanted, jnp.cumsum(wanted, axis=0) - 1, capacity)
+        domain, row = jnp.arange(self.domains)[None], jnp.arange(count, dtype=jnp.int32)[:, None]
+        sent = jnp.full((self.domains, capacity), count, jnp.int32)
+        sent = sent.at[domain, place].set(jnp.broadcast_to(row, place.shape), mode="drop")
+
+        def there(a: jax.Array) -> jax.Array:
+            a = jax.lax.all_to_all(self._taken(a, sent), "data", 0, 0, axis_index_groups=self._across)
+            a = a.reshape(-1, *a.shape[2:])
+            return self._gathered(a)
+
+        # A place that no row takes names no expert.
+        y = run(jax.tree.map(there, rows), there(ids + 1) - 1, there(weights))
+        if self.domain > 1:
+            groups = self._within
+            y = jax.lax.psum_scatter(y, "data", tiled=True, axis_index_groups=groups)
+        y = y.reshape(self.domains, capacity, -1)
+        y = jax.lax.all_to_all(y, "data", 0, 0, axis_index_groups=self._across)
+        total = jnp.zeros((count, y.shape[-1]), jnp.float32)
+        return total.at[sent].add(y.astype(jnp.float32), mode="drop").astype(y.dtype)
+
+    def _gathered(self, a: jax.Array) -> jax.Array:
+        if self.domain == 1:
+            return a
+        return jax.lax.all_gather(a, "data", tiled=True, axis_index_groups=self._within)
+
+    @staticmethod
+    def _taken(a: jax.Array, rows: Int[Array, "d n"]) -> jax.Array:
+        """These rows; zeros past the last."""
+        return a.at[rows].get(mode="fill", fill_value=0)
+
+
+def by_gather(
+    run: RunExperts, rows: Rows, ids: Int[Array, "T k"], weights: Float[Array, "T k"]
+) -> Float[Array, "T D"]:
+    """The same by a gather of all rows and a sum of all results."""
+
+    def there(a: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(a, "data", tiled=True)
+
+    y = run(jax.tree.map(there, rows), there(ids), there(weights))
+    return jax.lax.psum_scatter(y, "data", tiled=True)
+
+
+def reached(cfg: ModelConfig, domains: int, grouped: bool) -> float:
+    """Domains that the experts of a row lie in, on the average, if all experts are chosen equally often.
+
+    Experts come from ``topk_group`` groups; if these are neighbours, few domains can be reached.
+    """
+    within = max(cfg.topk_group, cfg.topk_group * domains // cfg.n_group)
+    can_be = min(domains, within) if grouped else domains
+    return can_be * (1 - (1 - 1 / can_be) ** cfg.num_experts_per_tok)
+
+
+def exchange_of(choice: ExchangeChoice, room: float, mesh: Mesh | None) -> Exchange | None:
+    """The exchange that was asked for; None: a gather of all rows.
+
+    "auto": an all-to-all between hosts and a gather within each, and a gather alone on one host. Raises
+    ConfigError.
+    """
+    if choice == "all_to_all" and (mesh is None or mesh.shape["data"] == 1):
+        shape = "no mesh" if mesh is None else f"mesh {dict(mesh.shape)}"
+        raise ConfigError(
+            f"expert_exchange = 'all_to_all' with {shape}: rows are not split, so there is nothing to "
+            "exchange; give a mesh whose data axis is 2 or more, or expert_exchange='auto'"
+        )
+    if mesh is None or choice == "gather":
+        return None
+    shards = mesh.shape["data"]
+    domain = 1 if choice == "all_to_all" else shards_of_a_host(mesh.devices)
+    return None if domain == shards else Exchange(shards, domain, room)
+
+
+def shards_of_a_host(devices: np.ndarray) -> int:
+    """Of a mesh's devices [data, model], neighbouring data shards that share a host; 1 if hosts differ.
+
+    A host is a process: each has the devices that a fast network connects.
+    """
+    hosts = np.array([[d.process_index for d in shard] for shard in devices])
+    first, shards = hosts[:, 0], len(hosts)
+    if len({*hosts.flat}) == 1:
+        return shards
+    size = shards // len({*first.tolist()})
+    alike = size * len({*first.tolist()}) == shards and (hosts == first[:, None]).all()
+    together = alike and all(len({*first[i : i + size].tolist()}) == 1 for i in range(0, shards, size))
+    return size if together else 1

@@ -1,0 +1,156 @@
+"""Rows reach the experts of other devices by an all-to-all, or a gather where it has no room: one result."""
+
+import functools
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtp_jax.errors import ConfigError
+from mtp_jax.model.backend import Xla, XlaCpu
+from mtp_jax.model.backend import exchange as exchanges
+from mtp_jax.model.backend.exchange import Exchange, exchange_of, reached, shards_of_a_host
+from mtp_jax.model.params import Moe, Params
+from mtp_jax.model.sharding import make_mesh
+from tests.models import (
+    GREEDY,
+    TINY,
+    Reference,
+    accepted,
+    chosen_logprobs,
+    make_engine,
+    on_mesh,
+    prompts,
+    serve,
+    tiny_params,
+)
+
+# V3's, of which rows reach few devices.
+V3 = replace(
+    TINY, n_routed_experts=256, num_experts_per_tok=8, n_group=8, topk_group=4, moe_intermediate_size=2048
+)
+B, W = 8, 24
+
+
+def moe_of(params: Params) -> Moe:
+    layer = params.layers[1].mlp
+    assert isinstance(layer, Moe)
+    return layer
+
+
+LAYER = moe_of(tiny_params())
+SKEWED = replace(LAYER, bias=LAYER.bias.at[:2].add(100.0))
+"""All rows choose experts 0 and 1."""
+
+
+@functools.cache
+def reference(skewed: bool) -> tuple[np.ndarray, np.ndarray]:
+    """(rows, what experts make of them)."""
+    x = np.random.default_rng(0).normal(size=(B, W, TINY.hidden_size)).astype(np.float32)
+    y, _ = Xla(experts="dense").moe(SKEWED if skewed else LAYER, TINY, jnp.asarray(x))
+    return x, np.asarray(sum(y))
+
+
+def run(data: int, model: int, exchange: Exchange, skewed: bool, counts: np.ndarray) -> tuple[Any, Any]:
+    mesh = make_mesh(data, model)
+    params = moe_of(on_mesh(tiny_params(), mesh))
+    bias = SKEWED.bias if skewed else LAYER.bias
+    on = XlaCpu(mesh, exchange=exchange)
+    run = jax.jit(lambda p, x, counts: on.moe(p, TINY, x, counts))
+    y, r = run(replace(params, bias=bias), jnp.asarray(reference(skewed)[0]), jnp.asarray(counts))
+    return np.asarray(sum(y)), r
+
+
+@pytest.mark.parametrize(("data", "model", "domain"), [(8, 1, 1), (8, 1, 4), (4, 2, 1), (4, 2, 2)])
+def test_both_ways_give_what_dense_experts_give(data, model, domain):
+    """With room for the choices, and without; the second time they are skewed."""
+    shard = B * W // data
+    for skewed, room, over in ((False, 9.0, 0), (True, 9.0, 0), (True, 0.01, 1)):
+        exchange = Exchange(data, domain, room)
+        assert (exchange.capacity(shard, TINY, grouped=True) < shard) == (room < 1)
+        y, r = run(data, model, exchange, skewed, np.ones((B, W), bool))
+        np.testing.assert_allclose(y, reference(skewed)[1], atol=1e-5)
+        assert int(r.over) == over
+        assert r.ids.shape == (B, W, TINY.num_experts_per_tok)
+
+
+def test_rows_that_do_not_count_take_no_room():
+    counts, exchange = np.zeros((B, W), bool), Exchange(8, 1, 0.01)
+    counts[:, 0] = True
+    y, r = run(8, 1, exchange, True, counts)
+    np.testing.assert_allclose(y[counts], reference(True)[1][counts], atol=1e-5)
+    assert int(r.over) == 0
+    assert (np.asarray(r.ids)[~counts] == -1).all()
+
+
+@pytest.mark.parametrize("room", [1.5, pytest.param(1e-6, marks=pytest.mark.slow)])
+def test_an_engine_serves_the_same_tokens(room, monkeypatch):
+    """Prompts and drafts of an MoE NextN layer, too; with room for one row nearly all are gathered."""
+    cfg = replace(TINY, nextn_moe=(True,))
+    params, mesh = tiny_params(cfg), make_mesh(4, 2)
+    if room < 1:
+        monkeypatch.setattr(Exchange, "capacity", lambda *_, **__: 1)
+    options: dict[str, Any] = {"expert_exchange": "all_to_all", "expert_room": room, "max_num_seqs": 8}
+    engine = make_engine(on_mesh(params, mesh, cfg), cfg, mesh, **options)
+    jobs = [(p, replace(GREEDY, max_tokens=12)) for p in prompts(5)]
+    alone, told = serve(make_engine(params, cfg, max_num_seqs=8), jobs), Reference(params, cfg)
+    for got, want in zip(serve(engine, jobs), alone, strict=True):
+        assert got.output == want.output == told.speculate(got.prompt, 12, 3).ids
+        assert accepted(got) == accepted(want)
+        assert sum(accepted(got)) > 0
+        np.testing.assert_allclose(chosen_logprobs(got), chosen_logprobs(want), atol=1e-4)
+
+
+def test_room_follows_what_even_choices_need():
+    """V3's rows reach 3.6 of 8 devices, 7.2 of 64."""
+    assert [round(reached(V3, n, True), 2) for n in (8, 16, 64, 128)] == [3.6, 5.25, 7.18, 7.58]
+    assert round(reached(V3, 8, False), 2) == 5.25
+    rng = np.random.default_rng(0)
+    for devices, rows in ((8, 128), (16, 64), (64, 128)):
+        exchange = Exchange(devices, 1, 1.5)
+        groups = np.argsort(rng.random((devices, rows, 8)))[..., :4]
+        scores = rng.random((devices, rows, 4, 32))
+        best = np.argsort(scores.reshape(devices, rows, -1))[..., :8]
+        ids = np.take_along_axis(groups, best // 32, axis=-1) * 32 + best % 32
+        most = max(int(np.asarray(exchange.wanted(jnp.asarray(i), 256 // devices)).sum(0).max()) for i in ids)
+        assert most <= exchange.capacity(rows, V3, grouped=True) < rows
+
+
+@pytest.mark.parametrize(
+    ("shards", "size"),
+    [
+        ([[0, 0]] * 4, 4),
+        ([[0], [0], [1], [1]], 2),
+        ([[0, 0], [1, 1]], 1),
+        ([[0], [1], [0], [1]], 1),  # not neighbours
+        ([[0, 1], [2, 3]], 1),  # shards of several hosts
+        ([[0], [0], [0], [1]], 1),  # not alike
+    ],
+)
+def test_hosts_are_domains(shards, size):
+    devices = np.array([[SimpleNamespace(process_index=h) for h in shard] for shard in shards])
+    assert shards_of_a_host(devices) == size
+
+
+def test_between_hosts_rows_go_where_their_experts_are(monkeypatch):
+    mesh = make_mesh(4, 2)
+    assert exchange_of("auto", 1.5, mesh) is None
+    assert exchange_of("all_to_all", 1.5, mesh) == Exchange(4, 1, 1.5)
+    monkeypatch.setattr(exchanges, "shards_of_a_host", lambda _: 2)
+    assert exchange_of("auto", 1.5, mesh) == Exchange(4, 2, 1.5)
+    assert exchange_of("gather", 1.5, mesh) is None
+
+
+def test_one_shard_has_nothing_to_exchange():
+    for mesh in (None, make_mesh(1, 8)):
+        assert exchange_of("auto", 1.5, mesh) is None
+        with pytest.raises(ConfigError, match="data axis is 2 or more"):
+            exchange_of("all_to_all", 1.5, mesh)
+    with pytest.raises(ConfigError, match="expert_exchange = 'all_to_all' with no mesh"):
+        make_engine(expert_exchange="all_to_all")
+    with pytest.raises(ConfigError, match="expert_exchange = 'best'"):
+        make_engine(expert_exchange="best")
