@@ -1,5 +1,7 @@
 """What a wider window costs the trunk, in time and in bytes of weights, and how much of the promise is kept.
 
+Beside each time stands its memory floor: what reading the same bytes would take at the speed of a copy.
+
 predicted speed-up = acceptance length * bytes(plain step) / bytes(speculative step), drafts included
 """
 
@@ -13,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from mtp_jax.bench import cost
+from mtp_jax.bench import bandwidth, cost
 from mtp_jax.bench.depth import Decode, decode_alternating, speedup
 from mtp_jax.bench.report import Report, Spread
 from mtp_jax.bench.subject import Subject, prompts_for
@@ -90,12 +92,24 @@ def time_windows(
 
     for at in range(0, ids.shape[1] - widest + 1, widest):  # fill the cache
         call(widest, at)
-    places = np.random.default_rng(0).integers(0, ids.shape[1] - widest + 1, rounds)
+    places = _places(ids.shape[1], widest, rounds)
     seconds: dict[int, list[float]] = {w: [] for w in windows}
     for i, at in enumerate(places.tolist()):
         for w in [*windows[i % len(windows) :], *windows[: i % len(windows)]]:
             seconds[w].append(call(w, at))
     return seconds
+
+
+def _places(length: int, widest: int, rounds: int) -> np.ndarray:
+    """Where in a text each round's windows begin, which is the number of cached rows before them."""
+    return np.random.default_rng(0).integers(0, length - widest + 1, rounds)
+
+
+def _row_bytes(subject: Subject) -> float:
+    """Bytes of a token's rows in the trunk's cache, all layers."""
+    cfg = subject.config
+    pages = jax.tree.leaves(_empty_cache(cfg, subject.dtype).pages)
+    return sum(a.nbytes / (a.shape[0] * _PAGE_SIZE) for a in pages)
 
 
 def _compile(cfg: ModelConfig, params: Params, cached: Cached, width: int) -> Callable[..., Any]:
@@ -121,9 +135,13 @@ def run(
     [request] = complete(engines[0], given.ids[:1], longest - 1)
     text = [*request.prompt, *request.output]
     experts = cost.experts_per_window(_routing(subject, text), sorted({*windows, depth + 1}))
-    timed = _by_window(subject.params, time_windows(subject, text, windows, rounds), experts)
+    seconds = time_windows(subject, text, windows, rounds)
+    weights, rows = cost.of_trunk(subject.params) + cost.of_head(subject.params), _row_bytes(subject)
+    speed = bandwidth.of_copies(weights.touched(experts[1]))
+    cached = rows * float(np.mean(_places(len(text), max(windows), rounds)))
+    timed = _by_window(weights, seconds, experts, cached, speed)
     decoded = decode_alternating(engines, given, max_tokens)
-    overall = _end_to_end(subject, decoded, depth, experts)
+    overall = _end_to_end(subject, decoded, depth, experts, rows * (_PROMPT + max_tokens / 2), speed)
     rows = [
         (
             f["window"],
@@ -132,12 +150,28 @@ def run(
             f"{f['predicted_ratio']:.2f}",
             f"{f['experts_per_layer']:.1f}" if experts[1] else "-",
             f"{f['bytes'] / 1e6:.0f}",
-            f"{f['bytes'] / f['seconds'].median / 1e9:.1f}",
+            f"{f['floor_seconds'] * 1e3:.2f}",
+            f"{f['over_floor']:.1f}",
         )
         for f in timed
     ]
-    headers = ("window", "ms (quartiles)", "over window 1", "by bytes", "experts/layer", "MB touched", "GB/s")
+    headers = (
+        "window",
+        "ms (quartiles)",
+        "over window 1",
+        "by bytes",
+        "experts/layer",
+        "MB touched",
+        "floor, ms",
+        "over floor",
+    )
+    plain, deep = overall["steps"]["0"], overall["steps"][str(depth)]
     notes = [
+        f"Floor: the bytes of weights touched, and {cached / 1e6:.1f} MB of cached rows, over "
+        f"{speed / 1e9:.1f} GB/s, read and written, at which as many bytes were copied in this run.",
+        f"Whole steps: {plain['seconds'] * 1e3:.2f} ms at depth 0, {plain['over_floor']:.1f} times their "
+        f"floor of {plain['floor_seconds'] * 1e3:.2f} ms; {deep['seconds'] * 1e3:.2f} ms at depth {depth}, "
+        f"{deep['over_floor']:.1f} times {deep['floor_seconds'] * 1e3:.2f} ms.",
         f"End to end at depth {depth}: acceptance length {overall['acceptance_length']:.3f}; a step touches "
         f"{overall['bytes_plain'] / 1e6:.0f} MB at depth 0, {overall['bytes_speculative'] / 1e6:.0f} MB with "
         f"its drafts; predicted speed-up {overall['predicted_speedup']:.2f}, measured "
@@ -159,26 +193,40 @@ def _routing(subject: Subject, text: Sequence[int]) -> tuple[Routing, ...]:
 
 
 def _by_window(
-    params: Params, seconds: Mapping[int, list[float]], experts: Mapping[int, float]
+    weights: cost.Weights,
+    seconds: Mapping[int, list[float]],
+    experts: Mapping[int, float],
+    cached: float,
+    speed: float,
 ) -> list[dict[str, Any]]:
-    weights = cost.of_trunk(params) + cost.of_head(params)
-    plain = weights.touched(experts[1])
-    return [
-        {
+    """cached: bytes of cached rows that a window reads. speed: bytes per second of copies."""
+
+    def figures(w: int, spent: list[float]) -> dict[str, Any]:
+        floor, found = (weights.touched(experts[w]) + cached) / speed, Spread.of(spent)
+        return {
             "window": w,
-            "seconds": Spread.of(spent),
+            "seconds": found,
             "ratio": Spread.of([b / a for a, b in zip(seconds[1], spent, strict=True)]),
-            "predicted_ratio": weights.touched(experts[w]) / plain,
+            "predicted_ratio": weights.touched(experts[w]) / weights.touched(experts[1]),
             "experts_per_layer": experts[w],
             "bytes": weights.touched(experts[w]),
+            "cached_bytes": cached,
+            "floor_seconds": floor,
+            "over_floor": found.median / floor,
         }
-        for w, spent in seconds.items()
-    ]
+
+    return [figures(w, spent) for w, spent in seconds.items()]
 
 
 def _end_to_end(
-    subject: Subject, decoded: Mapping[int, Decode], depth: int, experts: Mapping[int, float]
+    subject: Subject,
+    decoded: Mapping[int, Decode],
+    depth: int,
+    experts: Mapping[int, float],
+    cached: float,
+    speed: float,
 ) -> dict[str, Any]:
+    """cached, speed: see ``_by_window``."""
     gain, acceptance = speedup(decoded[0], decoded[depth]), decoded[depth].speculation.acceptance_length
 
     def bytes_at(depth: int) -> float:
@@ -188,11 +236,18 @@ def _end_to_end(
 
     plain, speculative = bytes_at(0), bytes_at(depth)
     predicted = acceptance * plain / speculative
+
+    def step(run: Decode, nbytes: float) -> dict[str, float]:
+        spent, floor = sum(run.seconds) / run.speculation.steps, (nbytes + cached) / speed
+        return {"seconds": spent, "floor_seconds": floor, "over_floor": spent / floor}
+
     return {
         "depth": depth,
         "acceptance_length": acceptance,
         "bytes_plain": plain,
         "bytes_speculative": speculative,
+        "copied_bytes_per_second": speed,
+        "steps": {"0": step(decoded[0], plain), str(depth): step(decoded[depth], speculative)},
         "predicted_speedup": predicted,
         "measured_speedup": gain,
         "measured_over_predicted": gain.median / predicted,

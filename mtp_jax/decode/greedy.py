@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mtp_jax.decode.sampling import argmax
+from mtp_jax.decode.sampling import all_finite, argmax
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.narrow import Table
 
@@ -19,7 +19,7 @@ def best_tokens(
     def of(start: int, hidden: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         part: Table = jax.tree.map(lambda a: a[start : start + size], table)
         logits = on.head(hidden, part)
-        return jnp.max(logits, axis=-1), argmax(logits) + start, jnp.isfinite(logits).all(axis=-1)
+        return jnp.max(logits, axis=-1), argmax(logits) + start, all_finite(logits)
 
     best, ids, finite = of(0, hidden)
     for start in range(size, table.shape[0], size):

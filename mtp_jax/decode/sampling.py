@@ -71,9 +71,12 @@ def window_counts(counts: Int[Array, "B V"], tokens: Int[Array, "B W"]) -> Int[A
     `counts` already holds tokens[:, 0], the slot's newest token; position i adds tokens[:, 1..i], the drafts
     it is conditioned on. Penalties therefore evolve inside the window exactly as they do token by token.
     """
-    drafted = tokens[:, 1:, None] == jnp.arange(counts.shape[1], dtype=tokens.dtype)
-    inside = jnp.cumsum(drafted, axis=1, dtype=counts.dtype)
-    return counts[:, None] + jnp.pad(inside, ((0, 0), (1, 0), (0, 0)))
+    width = tokens.shape[1]
+    ids, position = jnp.arange(counts.shape[1], dtype=tokens.dtype), jnp.arange(width)[:, None]
+    seen = counts[:, None] + jnp.zeros((width, 1), counts.dtype)
+    for i in range(1, width):  # elementwise, so that it fuses with what reads it; a cumulative sum does not
+        seen += (tokens[:, i, None, None] == ids) & (position >= i)
+    return seen
 
 
 @jax.named_scope("sample")
@@ -133,6 +136,39 @@ def argmax(logits: Float[Array, "*b V"]) -> Int[Array, "*b"]:
     return jnp.min(at_top, -1)
 
 
+def all_finite(logits: Float[Array, "*b V"]) -> Bool[Array, "*b"]:
+    """Whether rows hold neither NaN nor an infinity: by one sum, as only those less themselves are not 0.
+
+    A maximum would not do: on a CPU it may pass over NaN.
+    """
+    return jnp.sum(logits - logits, -1) == 0
+
+
+@jax.named_scope("sample")
+def likeliest(logits: Float[Array, "*b V"]) -> Int[Array, "*b"]:
+    """``argmax``; NO_TOKEN for a row without a distribution."""
+    return jnp.where(_sound(logits), argmax(logits), NO_TOKEN)
+
+
+def _sound(logits: Float[Array, "*b V"]) -> Bool[Array, "*b"]:
+    """Whether rows have a distribution: no NaN, no +inf, and not nothing but -inf."""
+    masked = logits == -jnp.inf
+    return (jnp.sum(jnp.where(masked, 0, logits - logits), -1) == 0) & ~jnp.all(masked, -1)
+
+
+def draws(s: SamplingState) -> Bool[Array, ""]:
+    """Whether any row samples. Where none does, ``likeliest`` says everything."""
+    return jnp.any(s.temperature > 0)
+
+
+@jax.named_scope("sample")
+def point_mass(logits: Float[Array, "B W V"]) -> Float[Array, "B W V"]:
+    """``distribution`` at temperature 0, whatever the rows ask for."""
+    ids = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    token = likeliest(logits)[..., None]
+    return jnp.where(token == NO_TOKEN, jnp.nan, (ids == token).astype(logits.dtype))
+
+
 @jax.named_scope("sample")
 def distribution(logits: Float[Array, "B W V"], s: SamplingState) -> Float[Array, "B W V"]:
     """The probabilities tokens are drawn from: temperature, then min_p, then top_k, then top_p, as vLLM does.
@@ -143,52 +179,55 @@ def distribution(logits: Float[Array, "B W V"], s: SamplingState) -> Float[Array
     ids. A row that holds NaN or +inf, or nothing but -inf, comes back as NaN throughout.
     """
     top = jnp.max(logits, -1, keepdims=True)
+    sampled = (s.temperature > 0)[:, None, None]
+    # The largest logit becomes 0 before the division: no temperature can overflow it.
+    scaled = (logits - top) / jnp.where(sampled, s.temperature[:, None, None], 1)
+    # Less than, as NaN is not: it stays, and so does the sum; a broken row must stay visibly broken.
+    weights = jnp.where(scaled < _least(scaled, s), 0, jnp.exp(scaled))
+    total = jnp.sum(weights, -1, keepdims=True)
+    greedy = lax.cond(
+        jnp.all(sampled), lambda: jnp.zeros(logits.shape[:-1], jnp.int32), lambda: argmax(logits)
+    )
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    one_hot = (ids == argmax(logits)[..., None]).astype(logits.dtype)
+    one_hot = (ids == greedy[..., None]).astype(logits.dtype)
+    return jnp.where(jnp.isnan(total), jnp.nan, jnp.where(sampled, weights / total, one_hot))
+
+
+def _least(scaled: Float[Array, "B W V"], s: SamplingState) -> Float[Array, "B W one"]:
+    """The least logit that survives min_p, top_k and top_p; the largest logit is 0.
+
+    One number per row: what is computed only if some row asks for it returns no copy of the vocabulary.
+    """
+    top_k, top_p = (x[:, None, None] for x in (s.top_k, s.top_p))
     sampled = (s.temperature > 0)[:, None, None]
 
-    def soft() -> Array:
-        # The largest logit becomes 0 before the division: no temperature can overflow it.
-        scaled = (logits - top) / jnp.where(sampled, s.temperature[:, None, None], 1)
-        weights = jnp.exp(_truncate(scaled, s))
-        return jnp.where(sampled, weights / jnp.sum(weights, -1, keepdims=True), one_hot)
+    def by_top_k(least: Array) -> Array:
+        limit = jnp.where(top_k > 0, top_k, scaled.shape[-1])
+        return jnp.maximum(least, _boundary(scaled, jnp.ones((), jnp.int32), limit))
 
-    probs = lax.cond(jnp.any(sampled), soft, lambda: one_hot)
-    # The comparisons above lose NaN; a broken row must stay visibly broken, not turn into a distribution.
-    return jnp.where(jnp.isfinite(top), probs, jnp.nan)
-
-
-def _truncate(logits: Float[Array, "B W V"], s: SamplingState) -> Float[Array, "B W V"]:
-    """min_p, top_k and top_p on logits whose largest is 0. Removed tokens become -inf."""
-    min_p, top_k, top_p = (x[:, None, None] for x in (s.min_p, s.top_k, s.top_p))
-    sampled = (s.temperature > 0)[:, None, None]
-
-    def keep_top_k(x: Array) -> Array:
-        limit = jnp.where(top_k > 0, top_k, x.shape[-1])
-        return _keep_largest(x, jnp.ones((), jnp.int32), limit)
-
-    def keep_top_p(x: Array) -> Array:
-        weights = jnp.exp(x)
+    def by_top_p(least: Array) -> Array:
+        weights = jnp.where(scaled >= least, jnp.exp(scaled), 0)
         # At least the smallest positive limit: the most likely token always stays.
-        limit = jnp.maximum(top_p * jnp.sum(weights, -1, keepdims=True), jnp.finfo(x.dtype).tiny)
-        return _keep_largest(x, weights, jnp.where(top_p < 1, limit, jnp.inf))
+        limit = jnp.maximum(top_p * jnp.sum(weights, -1, keepdims=True), jnp.finfo(scaled.dtype).tiny)
+        return jnp.maximum(least, _boundary(scaled, weights, jnp.where(top_p < 1, limit, jnp.inf)))
 
-    logits = jnp.where(logits >= jnp.log(min_p), logits, -jnp.inf)
-    logits = _if_any(sampled & (top_k > 0), keep_top_k, logits)
-    return _if_any(sampled & (top_p < 1), keep_top_p, logits)
+    least = jnp.broadcast_to(jnp.log(s.min_p)[:, None, None], (*scaled.shape[:-1], 1))
+    some_k, some_p = sampled & (top_k > 0), sampled & (top_p < 1)
+    # One condition more than they need, of which a step that truncates nothing tests that one alone.
+    return _if_any(some_k | some_p, lambda x: _if_any(some_p, by_top_p, _if_any(some_k, by_top_k, x)), least)
 
 
 def _if_any(rows: Bool[Array, "B 1 1"], transform: Callable[[Array], Array], x: Array) -> Array:
     return lax.cond(jnp.any(rows), transform, lambda unchanged: unchanged, x)
 
 
-def _keep_largest(
+def _boundary(
     x: Float[Array, "B W V"], weights: Shaped[Array, "..."], limit: Shaped[Array, "..."]
-) -> Float[Array, "B W V"]:
-    """Mask with -inf each element that has `limit` or more of `weights` strictly above it.
+) -> Float[Array, "B W one"]:
+    """The smallest element of x with less than `limit` of `weights` strictly above it; -inf: every element.
 
-    The boundary is the smallest threshold t with sum(weights[key > t]) < limit; it is the key of an element.
-    Its bits are fixed one by one from the highest: exact, without sorting, in 32 passes of compare and sum.
+    The bits of its key are fixed one by one from the highest: exact, without sorting, in 32 passes of compare
+    and sum.
     """
     keys = _sortable(x)
 
@@ -198,14 +237,20 @@ def _keep_largest(
         above = jnp.sum(jnp.where(keys > trial, weights, 0), -1, keepdims=True)
         return jnp.where(above < limit, t, t | bit)
 
-    threshold = lax.fori_loop(0, 32, fix_bit, jnp.zeros((*x.shape[:-1], 1), jnp.uint32))
-    return jnp.where(keys >= threshold, x, -jnp.inf)
+    key = lax.fori_loop(0, 32, fix_bit, jnp.zeros((*x.shape[:-1], 1), jnp.uint32))
+    return _unsortable(jnp.maximum(key, _sortable(jnp.float32(-jnp.inf))))
 
 
 def _sortable(x: Float[Array, "..."]) -> UInt32[Array, "..."]:
     """Integers in the order of the float32 values: all bits of negatives flipped, of others the sign bit."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)  # -0.0 and 0.0 are one value
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _unsortable(keys: UInt32[Array, "..."]) -> Float[Array, "..."]:
+    """The values that ``_sortable`` made these of."""
+    bits = jnp.where(keys >> 31 == 1, keys ^ jnp.uint32(1 << 31), ~keys)
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def row_keys(seed: UInt32[Array, " B"], position: Int[Array, " B"], purpose: int) -> Key[Array, " B"]:

@@ -33,9 +33,12 @@ from mtp_jax.decode.rows import Rows
 from mtp_jax.decode.sampling import (
     Purpose,
     adjust,
+    all_finite,
     argmax,
     count_tokens,
     distribution,
+    draws,
+    likeliest,
     restrict,
     row_keys,
     top_logprobs,
@@ -198,7 +201,7 @@ def _conclude(
         with jax.named_scope("accept"):
             window = jnp.concatenate([s.newest[:, None], drafts.tokens], axis=1)
             verdict = (accept or accept_drafts)(logits, window, drafts, s, mode, allowed)
-            healthy = jnp.isfinite(logits).all(axis=-1)
+            healthy = all_finite(logits)
     with jax.named_scope("accept"):
         emitted = emit(verdict, drafts.tokens, s, healthy)
     with jax.named_scope("commit"):
@@ -244,15 +247,23 @@ def accept_drafts(
         return verify.greedy(argmax(restrict(logits, allowed)), drafts.tokens, count)
     counts = window_counts(s.sampling.counts, window)
     generated = s.generated[:, None] + jnp.arange(window.shape[1])
-    target = distribution(adjust(logits, s.sampling, counts, generated, allowed), s.sampling)
-    if mode.verifier == "coupled":
-        positions = s.length[:, None] + jnp.arange(window.shape[1])
-        keys = jax.vmap(row_keys, (None, 1, None), 1)(s.sampling.seed, positions, Purpose.SAMPLE)
-        return verify.coupled(keys, target, drafts.tokens, count)
-    accept = row_keys(s.sampling.seed, s.length, Purpose.ACCEPT)
-    residual = row_keys(s.sampling.seed, s.length, Purpose.RESIDUAL)
-    run = verify.block if mode.verifier == "block" else verify.rejection
-    return run(accept, residual, target, drafts.probs, drafts.tokens, count)
+    adjusted, probs = adjust(logits, s.sampling, counts, generated, allowed), drafts.probs
+
+    def sampled() -> verify.Verdict:
+        target = distribution(adjusted, s.sampling)
+        if mode.verifier == "coupled":
+            positions = s.length[:, None] + jnp.arange(window.shape[1])
+            keys = jax.vmap(row_keys, (None, 1, None), 1)(s.sampling.seed, positions, Purpose.SAMPLE)
+            return verify.coupled(keys, target, drafts.tokens, count)
+        accept = row_keys(s.sampling.seed, s.length, Purpose.ACCEPT)
+        residual = row_keys(s.sampling.seed, s.length, Purpose.RESIDUAL)
+        run = verify.block if mode.verifier == "block" else verify.rejection
+        return run(accept, residual, target, probs, drafts.tokens, count)
+
+    def likely() -> verify.Verdict:
+        return verify.greedy(likeliest(adjusted), drafts.tokens, count)
+
+    return jax.lax.cond(draws(s.sampling), sampled, likely)
 
 
 Accept = Callable[..., verify.Verdict]

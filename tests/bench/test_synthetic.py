@@ -257,6 +257,11 @@ def test_bench_window_and_acceptance(checkpoint, tmp_path):
     assert [w["window"] for w in window["windows"]] == [1, 2, 4]
     assert [w["experts_per_layer"] >= 2 for w in window["windows"]] == [True] * 3
     end = window["end_to_end"]
+    for f in (*window["windows"], *end["steps"].values()):
+        assert f["over_floor"] > 0
+    first = window["windows"][0]
+    read = first["bytes"] + first["cached_bytes"]
+    assert first["floor_seconds"] == pytest.approx(read / end["copied_bytes_per_second"])
     assert end["measured_over_predicted"] == pytest.approx(
         end["measured_speedup"]["median"] / end["predicted_speedup"]
     )

@@ -171,6 +171,23 @@ def test_a_broken_row_stays_broken_and_alone(temperature, bad):
     assert tokens[1] >= 0
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_one_bad_logit_of_a_large_vocabulary_breaks_its_row(temperature, bad):
+    """A maximum over many numbers may pass over NaN on a CPU."""
+    logits = np.random.default_rng(4).normal(0, 3, (B, W, 8192)).astype(np.float32)
+    logits[1, 1, 77], logits[0, 0, 5:9] = bad, -np.inf
+    broken = np.zeros((B, W), bool)
+    broken[1, 1] = True
+    s = state({"temperature": temperature}, B, 8192)
+    for found in (distribution(logits, s), jax.jit(sm.point_mass)(logits)):
+        np.testing.assert_array_equal(np.isnan(found).all(-1), broken)
+        np.testing.assert_array_equal(np.isnan(found).any(-1), broken)
+    np.testing.assert_array_equal(jax.jit(sm.likeliest)(logits) == sm.NO_TOKEN, broken)
+    finite = jax.jit(sm.all_finite)(logits)
+    np.testing.assert_array_equal(finite, np.isfinite(logits).all(-1))
+
+
 def test_all_but_one_masked_and_extreme_temperatures():
     logits = np.full((B, W, V), -np.inf, np.float32)
     logits[..., 5] = 1e30

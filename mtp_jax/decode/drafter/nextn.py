@@ -102,7 +102,7 @@ class NextN:
         """
         cfg, pending = self.cfg, own.slots.pending
         cache, layers = list(own.pages.cache), len(own.pages.cache)
-        z, counts = pending[:, :1], sampler.counts(s)
+        z = pending[:, :1]
         share, choice = cfg.indexer is not None and cfg.indexer.share_drafts, ()
         tokens, raw, probs = [], [], []
         for k in range(depth):
@@ -131,7 +131,7 @@ class NextN:
             choice = found if share else ()
             with jax.named_scope("draft_sample"):
                 raw.append(nextn.logits(params, layer, z[:, -1], on))
-            token, q, counts = sampler.draw(raw[-1], s, counts, k)
+            token, q = sampler.draw(raw[-1], s, jnp.stack([s.newest, *tokens], axis=1))
             tokens.append(token)
             probs.append(q)
         distributions = None if sampler.drafting is None else jnp.stack(probs, axis=1)

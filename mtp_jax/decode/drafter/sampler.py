@@ -1,7 +1,5 @@
 """How a drafter that has logits draws its drafts: by the transforms that the target's tokens go through."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -13,10 +11,14 @@ from mtp_jax.decode.sampling import (
     adjust,
     argmax,
     distribution,
+    draws,
     gumbel_sample,
+    likeliest,
+    point_mass,
     restrict,
     row_keys,
     sample,
+    window_counts,
 )
 from mtp_jax.decode.state import Slots
 
@@ -35,35 +37,31 @@ class DraftSampler(struct.PyTreeNode):
     drafting: Drafting | None = struct.field(pytree_node=False, default=None)
     coupled: bool = struct.field(pytree_node=False, default=False)
 
-    def counts(self, s: Slots) -> Int[Array, "B V"] | None:
-        """The output tokens before the first draft, for ``draw``."""
-        return None if self.drafting is None else s.sampling.counts
-
     @jax.named_scope("draft_sample")
     def draw(
-        self, logits: Float[Array, "B V"], s: Slots, counts: Int[Array, "B V"] | None, k: int
-    ) -> tuple[Int[Array, " B"], Float[Array, "B V"] | None, Int[Array, "B V"] | None]:
-        """Draft ``k`` of every slot. Returns (tokens, the distribution they come from, counts with them).
+        self, logits: Float[Array, "B V"], s: Slots, window: Int[Array, "B w"]
+    ) -> tuple[Int[Array, " B"], Float[Array, "B V"] | None]:
+        """The next draft of every slot. window: the newest token and the drafts so far.
 
-        That is None in greedy steps, and a point mass where drafting is greedy.
+        Returns (tokens, the distribution they come from). That is None in greedy steps, a point mass where
+        drafting is greedy, and means nothing where no row samples (``draws``).
         """
+        k = window.shape[1] - 1
         here = None if self.allowed is None else self.allowed[:, k : k + 1]
-        if self.drafting is None or counts is None:
-            return argmax(restrict(logits[:, None], here))[:, 0], None, None
-        generated = (s.generated + k)[:, None]
-        adjusted = adjust(logits[:, None], s.sampling, counts[:, None], generated, here)
-        token, q = self._choose(adjusted, s, self.drafting, k)
-        at = (jnp.arange(token.shape[0]), jnp.where(token < 0, counts.shape[1], token))
-        return token, q, counts.at[at].add(1, mode="drop")
+        if self.drafting is None:
+            return argmax(restrict(logits[:, None], here))[:, 0], None
+        generated, counts = (s.generated + k)[:, None], window_counts(s.sampling.counts, window)[:, -1:]
+        adjusted = adjust(logits[:, None], s.sampling, counts, generated, here)
+        if self.drafting == "greedy":
+            return likeliest(adjusted)[:, 0], point_mass(adjusted)[:, 0]
 
-    def _choose(
-        self, logits: Float[Array, "B one V"], s: Slots, drafting: Drafting, k: int
-    ) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
-        if drafting == "greedy":
-            cold = replace(s.sampling, temperature=jnp.zeros_like(s.sampling.temperature))
-            q = distribution(logits, cold)[:, 0]
-            return argmax(q), q
-        q = distribution(logits, s.sampling)[:, 0]
-        if self.coupled:
-            return gumbel_sample(row_keys(s.sampling.seed, s.length + k, Purpose.SAMPLE), q), q
-        return sample(row_keys(s.sampling.seed, s.length, Purpose.DRAFT + k), q), q
+        def sampled() -> tuple[Array, Array]:
+            q = distribution(adjusted, s.sampling)[:, 0]
+            if self.coupled:
+                return gumbel_sample(row_keys(s.sampling.seed, s.length + k, Purpose.SAMPLE), q), q
+            return sample(row_keys(s.sampling.seed, s.length, Purpose.DRAFT + k), q), q
+
+        def likely() -> tuple[Array, Array]:
+            return likeliest(adjusted)[:, 0], jnp.zeros_like(logits)
+
+        return jax.lax.cond(draws(s.sampling), sampled, likely)

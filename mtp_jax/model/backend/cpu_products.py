@@ -48,17 +48,29 @@ def of_narrow(x: Float[Array, "T i"], w: Bf16 | Fp8, matrices: bool) -> Float[Ar
 def _in_parts(x: Float[Array, "T i"], w: Bf16) -> Float[Array, "T O"]:
     """By matrix instructions for bfloat16: a float32 is the sum of three bfloat16, exactly.
 
-    So are the products of each with a bfloat16 weight, and they are summed in float32.
+    So are the products of each with a bfloat16 weight, and they are summed in float32. Barriers: x and its
+    parts are in memory once. Fused into what makes x, each part of it would compute that again.
     """
-    weight, rest, parts = w.values.reshape(-1, w.shape[-1]), x, []
+    weight, rest, parts = w.values.reshape(-1, w.shape[-1]), jax.lax.optimization_barrier(x), []
     for _ in range(3):
-        parts.append(rest.astype(jnp.bfloat16))
-        rest = rest - parts[-1].astype(jnp.float32)
+        parts.append(_upper_half(rest))
+        rest = rest - parts[-1]
     if len(x) > _TOGETHER:
-        high, middle, low = (jax.lax.optimization_barrier(_dot(part, weight)) for part in parts)
-    else:
-        high, middle, low = of_arrays(jnp.concatenate(parts), weight).reshape(3, len(x), -1)
+        narrow = jax.lax.optimization_barrier([part.astype(jnp.bfloat16) for part in parts])
+        high, middle, low = (jax.lax.optimization_barrier(_dot(part, weight)) for part in narrow)
+        return high + (middle + low)
+    count = 3 * len(x)
+    padding = jnp.zeros((-count % _LEAST_ROWS, x.shape[1]), x.dtype)
+    rows = jnp.concatenate([*parts, padding]).astype(jnp.bfloat16)
+    product = of_arrays(jax.lax.optimization_barrier(rows), weight)
+    high, middle, low = product[:count].reshape(3, len(x), -1)
     return high + (middle + low)
+
+
+def _upper_half(x: Float[Array, "T i"]) -> Float[Array, "T i"]:
+    """What is left of each value in bfloat16, as float32. Rounding would take more operations."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _in_blocks(x: Float[Array, "T i"], w: Bf16 | Fp8) -> Float[Array, "T O"]:
