@@ -17,7 +17,8 @@ SECRET, PURPOSE, CLAIM = b"a secret of the tests", b"tests 1\n", b"four"
 def meet(caller: Callable[[socket.socket, float], Any], **changes: Any) -> list[Any]:
     """What the listener and the caller give, or how each was refused."""
     near, far = socket.socketpair()
-    end, found = time.monotonic() + changes.pop("seconds", 5), [None, None]
+    end = time.monotonic() + changes.pop("seconds", 5)
+    found: list[Any] = [None, None]
 
     def listen() -> None:
         try:

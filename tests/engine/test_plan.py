@@ -1,11 +1,14 @@
 """What is launched next, decided without a device; test_overlap.py follows whole runs."""
 
+from dataclasses import replace
+
 from mtp_jax.engine.depth import DepthController
 from mtp_jax.engine.plan import Admit, Planner, Read
 from mtp_jax.engine.request import Status
 from mtp_jax.engine.scheduler import Scheduler
-from tests.engine.device import Device
+from tests.engine.device import Device, on_device
 from tests.engine.test_scheduler import request, scheduler, submit
+from tests.models import GREEDY, prepare, prompts
 
 
 def planner(s: Scheduler) -> Planner:
@@ -19,3 +22,31 @@ def test_no_step_is_planned_while_every_row_may_have_ended():
     r.status, r.output, r.unread, r.rows_bound = Status.RUNNING, [0], 1, 5 + 4
     assert s.running() == [r]
     assert list(planner(s).turn([])) == [Admit(), Read(0)]
+
+
+def test_one_depth_is_chosen_over_the_rows_of_all_shards(monkeypatch):
+    """Those of one shard allow one draft, those of the other three: what the step gains counts over both."""
+    engine, _ = on_device(shards=2, max_num_seqs=4, adaptive_depth=True, num_speculative_tokens=3)
+    jobs = [
+        (p, replace(GREEDY, num_speculative_tokens=n)) for p, n in zip(prompts(4), (1, 3) * 2, strict=True)
+    ]
+    requests = [engine.make_request(*job) for job in jobs]
+    prepare(engine, requests)
+    asked, keys = [], []
+    choose = engine.depth.choose
+
+    def seen(given, depths, price=None):
+        asked.append(sorted(depths))
+        keys.append(choose(given, depths, price))
+        return keys[-1]
+
+    monkeypatch.setattr(engine.depth, "choose", seen)
+    for r in requests:
+        r.fixed_depth = False
+        engine.submit(r)
+    while engine.busy:
+        engine.step()
+    by_shard = [{r.depth for r in requests if engine.scheduler.shard_of(r.slot) == i} for i in range(2)]
+    assert by_shard == [{1}, {3}]
+    assert [1, 1, 3, 3] in asked
+    assert {k.slots for k in keys} == {4}

@@ -42,6 +42,7 @@ def model(tmp_path_factory) -> str:
     [
         ("--coordinator here:9", "--coordinator without effect on one host; add --hosts 2 or more"),
         ("--rank 1", "ranks go from 0 to 0"),
+        ("--secret-file SECRET", "--secret-file without effect on one host"),
         ("--hosts 2", "expected HOST:PORT of rank 0"),
         ("--hosts 2 --coordinator here:9", "needs a secret"),
         (
@@ -58,6 +59,17 @@ def test_options_that_cannot_be(options, words, capsys, monkeypatch, tmp_path):
     given = options.replace("SECRET", str(secret)).split()
     for command in (["serve"], ["generate", "-p", "x"]):
         assert cli.main([*command, *given]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_a_role_takes_the_secret_of_the_same_flag(capsys, monkeypatch, tmp_path):
+    """Before weights are read."""
+    monkeypatch.delenv("MTP_JAX_SECRET", raising=False)
+    for given, words in (
+        ([], "'prefill' needs a secret"),
+        (["--secret-file", str(tmp_path / "x")], "cannot be read"),
+    ):
+        assert cli.main(["serve", "--role", "prefill", *given]) == 2
         assert words in capsys.readouterr().err
 
 

@@ -243,11 +243,11 @@ def calls(monkeypatch) -> list[str]:
     monkeypatch.setattr("kernels_pallas.rms_norm.mosaic_gpu.rms_norm", norm)
     monkeypatch.setattr("kernels_pallas.rms_norm.mosaic_gpu.quantise", heads)
 
-    def choose(logits: Any, bias: Any, *, rule: Any, tokens: int, interpret: Any) -> Any:
+    def choose(logits: Any, bias: Any, counted: Any, *, rule: Any, interpret: Any) -> Any:
         del interpret
         seen.append("choose")
-        ids, weights = router_reference.choose(logits, bias, rule)
-        return ids.T, weights.T, router_reference.count(ids[:tokens], bias.shape[0])
+        ids, weights = router_reference.choose(logits, bias, rule, counted > 0)
+        return ids.T, weights.T, router_reference.count(ids, bias.shape[0])
 
     def arrange(ids: Any, *args: Any, experts: int, rows: int, tokens: int, interpret: Any) -> Groups:
         del interpret
