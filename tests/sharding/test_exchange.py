@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas.quantised import quantise
 from mtp_jax.errors import ConfigError
-from mtp_jax.model.backend import Xla, XlaCpu
+from mtp_jax.model.backend import MosaicGpu, Xla, XlaCpu
 from mtp_jax.model.backend import exchange as exchanges
-from mtp_jax.model.backend.exchange import Exchange, exchange_of, reached, shards_of_a_host
+from mtp_jax.model.backend.exchange import Exchange, by_gather, exchange_of, reached, shards_of_a_host
 from mtp_jax.model.params import Moe, Params
-from mtp_jax.model.sharding import make_mesh
+from mtp_jax.model.sharding import make_mesh, partition, sharded
 from tests.models import (
     GREEDY,
     TINY,
@@ -85,6 +86,35 @@ def test_rows_that_do_not_count_take_no_room():
     np.testing.assert_allclose(y[counts], reference(True)[1][counts], atol=1e-5)
     assert int(r.over) == 0
     assert (np.asarray(r.ids)[~counts] == -1).all()
+
+
+@pytest.mark.parametrize("domain", [1, 2])
+def test_rows_in_e4m3_travel_with_their_scales(domain):
+    """As a Hopper GPU's kernels take them. Each device returns its rows times the weights of its experts."""
+    mesh, exchange, on = make_mesh(4, 2), Exchange(4, domain, 1.0), MosaicGpu(None)
+    rng, count = np.random.default_rng(0), 12
+    x = jnp.asarray(rng.normal(size=(4 * count, 256)), jnp.float32)
+    ids = jnp.asarray(np.argsort(rng.random((4 * count, 8)))[:, :2], jnp.int32)
+    weights = jnp.asarray(rng.random((4 * count, 2)), jnp.float32)
+
+    def local(x, ids, weights):
+        rows = quantise(x).padded(8)
+        own = jax.lax.axis_index(("data", "model"))
+
+        def run(rows, ids, weights):
+            given = on.from_rows_first(rows)
+            return given.expand() * jnp.where(ids == own, weights, 0).sum(axis=1, keepdims=True)
+
+        given = on.rows_first(rows, count), ids, weights
+        wanted = exchange.wanted(ids, 8 // exchange.domains)
+        parts = exchange.by_all_to_all(*given, wanted, count, run), by_gather(run, *given)
+        return [jax.lax.psum(part, "model") for part in parts]
+
+    slots = partition("slots")
+    found = jax.jit(sharded(local, mesh, (slots, slots, slots), [slots, slots]))(x, ids, weights)
+    want = quantise(x).expand() * weights.sum(axis=1, keepdims=True)
+    for y in found:
+        np.testing.assert_allclose(y, want, rtol=1e-5)
 
 
 @pytest.mark.parametrize("room", [1.5, pytest.param(1e-6, marks=pytest.mark.slow)])

@@ -187,7 +187,8 @@ def test_a_model_from_files(tmp_path):
     """What would need the weights as they were loaded is refused."""
     save_checkpoint(tmp_path, CFG, skewed(), "float32")
     sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 60, "num_speculative_tokens": 2, "seed": 0}
-    mesh, slots = make_mesh(2, 2), {"redundant_experts": SPARE, "expert_rebalance": 2}
+    mesh = make_mesh(2, 2)
+    slots: dict[str, Any] = {"redundant_experts": SPARE, "expert_rebalance": 2}
     llm = LLM(tmp_path, mesh=mesh, compile_cache=None, **sizes, **slots)
     for what, refused in (
         ("an update of the weights", lambda: llm.update_weights({})),

@@ -228,6 +228,8 @@ class XlaExperts:
         part = jax.lax.psum(part.reshape(*logits.shape[:2], -1), "model")
         r = _shaped(r, part)
         ids, weights = (jax.lax.dynamic_slice_in_dim(a, mine, own) for a in (r.ids, r.weights))
+        if counts is not None:  # a kernel chooses for all rows
+            ids = jnp.where(counts[..., None], ids, -1)
         return jax.lax.psum_scatter(part, "data", tiled=True), Routing(ids, weights)
 
     def _exchanged(
@@ -261,7 +263,10 @@ class XlaExperts:
         def there(rows: Any, ids: Array, weights: Array) -> Array:
             return exchange.by_all_to_all(rows, ids, weights, wanted, capacity, run)
 
-        part = jax.lax.cond(most > capacity, functools.partial(by_gather, run), there, *given)
+        if capacity == count:
+            part = there(*given)
+        else:
+            part = jax.lax.cond(most > capacity, functools.partial(by_gather, run), there, *given)
         part = jax.lax.psum(part.reshape(*logits.shape[:2], -1), "model")
         r = Routing(r.ids, r.weights, over=(most > capacity).astype(jnp.int32))
         return part, _shaped(r, part)
