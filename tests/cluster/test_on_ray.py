@@ -134,7 +134,7 @@ def test_a_batch_of_which_one_engine_is_killed(model, tmp_path):
         return json.dumps({"custom_id": name, "method": "POST", "url": "/v1/completions", "body": fields})
 
     lines = [line(f"r{i}") for i in range(120)]
-    source.write_text("\n".join([*lines, "{", line("bad", temperature=-1), line("\udcff")]))
+    source.write_text("\n".join([*lines, "{", line("bad", temperature=-1), line("\udcff", prompt="def f")]))
     arguments = ["batch", str(source), str(target), str(model), *SIZES.split()]
     with command([*arguments, "--ray", "--min-replicas", "2", "--in-flight", "8"], tmp_path) as running:
         wait_for(lambda: target.exists() and len(target.read_bytes().splitlines()) > 10, START)
