@@ -64,6 +64,7 @@ def notices(case: Case) -> bool:
     try:
         run = interpret(case)
     except jax.errors.JaxRuntimeError as e:
+        # A race may be an error of the interpreter's, as a misused barrier is.
         if any(word in str(e).lower() for word in ("barrier", "phase", "race detected")):
             return True
         raise
