@@ -98,4 +98,6 @@ def test_adaptive_depth_and_sparse_attention(tmp_path):
 @pytest.mark.timeout(4 * _SECONDS)
 def test_four_processes(tiny, tmp_path):
     """On few cores four processes take minutes to compile the same."""
-    check(tiny, tmp_path, {"max_num_seqs": 4, "num_speculative_tokens": 1}, [MIXED], 4, 4, seconds=3 * _SECONDS)
+    check(
+        tiny, tmp_path, {"max_num_seqs": 4, "num_speculative_tokens": 1}, [MIXED], 4, 4, seconds=3 * _SECONDS
+    )
