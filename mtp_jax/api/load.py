@@ -42,7 +42,13 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     num_nextn_layers = options.num_nextn_layers
     if not options.num_speculative_tokens and options.draft_model is None and num_nextn_layers is None:
         num_nextn_layers = 0  # the folder need not have what its config.json declares
-    on = backend(options.kernels, options.mesh, options.expert_exchange, options.expert_room)
+    on = backend(
+        options.kernels,
+        options.mesh,
+        options.expert_exchange,
+        options.expert_room,
+        options.micro_batches,
+    )
     tokenizer = Tokenizer.from_dir(directory)
     _compare(options, directory, engine, num_nextn_layers)
     with report.phase("read", "B") as update:

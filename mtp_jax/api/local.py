@@ -39,7 +39,7 @@ def make_runner(
     shards = data_size(mesh)
     check_config(cfg, config, shards)
     shape = StateShape(config.max_num_seqs, config.pages_per_shard(shards), config.page_size, config.columns)
-    on = backend(config.kernels, mesh, config.expert_exchange, config.expert_room)
+    on = backend(config.kernels, mesh, config.expert_exchange, config.expert_room, config.micro_batches)
     fp8 = config.kv_cache_dtype == "fp8"
     runner = LocalRunner(cfg, params, shape, on, config.dtype, fp8, config.suffix_drafts)
     _check_host_cache(config, runner.page_bytes)

@@ -105,6 +105,14 @@ class EngineOptions:
         high=1024,
         metavar="TIMES",
     )
+    micro_batches: int = option(
+        1,
+        "batches that the slots of a step are cut into; with 2 the rows of one travel to their experts while "
+        "the other is computed",
+        low=1,
+        high=2,
+        metavar="N",
+    )
     redundant_experts: int = option(
         0,
         "copies of experts in each MoE layer, of those that are chosen most often, to spread their rows over "

@@ -23,6 +23,15 @@ def check_config(cfg: ModelConfig, config: EngineConfig, shards: int) -> None:
         raise ConfigError(
             f"max_num_seqs = {config.max_num_seqs} does not divide over a data axis of {shards}"
         )
+    if config.micro_batches > 1 and config.max_num_seqs % (shards * config.micro_batches):
+        raise ConfigError(
+            f"max_num_seqs = {config.max_num_seqs} does not divide into micro_batches = "
+            f"{config.micro_batches} of {shards} data shards each"
+        )
+    if config.micro_batches > 1 and cfg.indexer is not None:
+        raise ConfigError(
+            f"micro_batches = {config.micro_batches} is not there for models with sparse attention; use 1"
+        )
     if config.num_speculative_tokens and not cfg.num_nextn_predict_layers and not config.suffix_drafts:
         raise ConfigError(
             f"num_speculative_tokens = {config.num_speculative_tokens}, but the checkpoint has no NextN "

@@ -1,5 +1,6 @@
 """The trunk: embedding, decoder blocks, final norm, logits. A backend carries out each stage of a block."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from mtp_jax.model import micro_batches
 from mtp_jax.model.backend import Backend, Xla
 from mtp_jax.model.backend.xla_experts import Stream
 from mtp_jax.model.cache import Cache, LayerCache, Views
@@ -55,14 +57,34 @@ def block(
 
     choice: what to look at, if another layer has chosen it.
     """
+    x, cache, choice = attended(p, cfg, x, angles, cache, views, on, choice)
+    x, routing = fed(p, cfg, x, views, on)
+    return x, cache, routing, choice
+
+
+def attended(
+    p: Layer,
+    cfg: ModelConfig,
+    x: Stream,
+    angles: Float[Array, "B W 2 r"],
+    cache: Cache | None,
+    views: Views,
+    on: Backend,
+    choice: Choice,
+) -> tuple[Stream, Any, Choice]:
+    """The first half of a block. Returns (x, cache, what sparse attention looked at)."""
     with jax.named_scope("attention_project"):
         x, q, entries, cache = on.before_attention(p, cfg, x, angles, cache, views)
     context, cache, choice = on.attend(p.attention, cfg, q, entries, cache, views, choice)
     with jax.named_scope("attention_out"):
         x = on.after_attention(p, cfg, x, context, views)
+    return x, cache, choice
+
+
+def fed(p: Layer, cfg: ModelConfig, x: Stream, views: Views, on: Backend) -> tuple[Stream, Routing | None]:
+    """The second half of a block. Returns (x, routing of an MoE block)."""
     counts = join([v.written >= 0 for v in views], on.mesh) if views else None
-    x, routing = on.feed_forward(p, cfg, x, counts)
-    return x, cache, routing, choice
+    return on.feed_forward(p, cfg, x, counts)
 
 
 @jax.named_scope("embed")
@@ -86,20 +108,39 @@ def run(
     token sees those before it.
     """
     x, angles = embed(params.embed, tokens, on.mesh), rope_angles(cfg, positions)
+    batches = micro_batches.count(len(tokens), len(views), on)
+    xs, rest = (micro_batches.cut(a, batches, on) for a in (x, (angles, views)))
     kept, routings = [], []
-    choices: list[Choice] = [()]
+    choices: list[list[Choice]] = [[() for _ in xs]]
     for i, layer in enumerate(params.layers):
         with jax.named_scope(f"layer_{i}"):
-            mine = caches[i] if caches else None
-            # What a layer with an indexer chooses, those behind it without one look at as well.
-            given = () if cfg.indexes(i) else choices[-1]
-            x, mine, routing, choice = block(layer, cfg, x, angles, mine, views, on, given)
-        choices.append(choice)
+            mine, before, routed, chosen = caches[i] if caches else None, None, [], []
+            for b, (angles, views) in enumerate(rest):
+                # What a layer with an indexer chooses, those behind it without one look at as well.
+                given = () if cfg.indexes(i) else choices[-1][b]
+                x = micro_batches.after(xs[b], before)
+                xs[b], mine, choice = attended(layer, cfg, x, angles, mine, views, on, given)
+                before, chosen = xs[b], [*chosen, choice]
+            for b, (_, views) in enumerate(rest):
+                x = micro_batches.after(xs[b], routed[-1].ids if routed and routed[-1] else None)
+                xs[b], routing = fed(layer, cfg, x, views, on)
+                routed.append(routing)
+        choices.append(chosen)
         kept += [] if mine is None else [mine]
-        routings += [] if routing is None else [routing]
-    return Traced(
-        on.finish(x, params.norm, cfg.rms_norm_eps), tuple(routings), tuple(kept), tuple(choices[1:])
-    )
+        routings += [] if routed[0] is None else [_of_all(routed, on)]
+    hidden = micro_batches.joined([on.finish(x, params.norm, cfg.rms_norm_eps) for x in xs], on)
+    looked = [micro_batches.joined(chosen, on) for chosen in choices[1:]]
+    return Traced(hidden, tuple(routings), tuple(kept), tuple(looked))
+
+
+def _of_all(routed: Sequence[Routing | None], on: Backend) -> Routing:
+    """The routing of all batches of a layer."""
+    each = [r for r in routed if r is not None]
+    if len(each) == 1:
+        return each[0]
+    ids, weights = (micro_batches.joined([getattr(r, of) for r in each], on) for of in ("ids", "weights"))
+    over = [r.over for r in each if r.over is not None]
+    return Routing(ids, weights, over=jnp.stack(over).sum(axis=0) if over else None)
 
 
 def forward(

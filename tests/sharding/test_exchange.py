@@ -117,14 +117,16 @@ def test_rows_in_e4m3_travel_with_their_scales(domain):
         np.testing.assert_allclose(y, want, rtol=1e-5)
 
 
+@pytest.mark.parametrize("batches", [1, 2])
 @pytest.mark.parametrize("room", [1.5, pytest.param(1e-6, marks=pytest.mark.slow)])
-def test_an_engine_serves_the_same_tokens(room, monkeypatch):
+def test_an_engine_serves_the_same_tokens(room, batches, monkeypatch):
     """Prompts and drafts of an MoE NextN layer, too; with room for one row nearly all are gathered."""
     cfg = replace(TINY, nextn_moe=(True,))
     params, mesh = tiny_params(cfg), make_mesh(4, 2)
     if room < 1:
         monkeypatch.setattr(Exchange, "capacity", lambda *_, **__: 1)
     options: dict[str, Any] = {"expert_exchange": "all_to_all", "expert_room": room, "max_num_seqs": 8}
+    options["micro_batches"] = batches
     engine = make_engine(on_mesh(params, mesh, cfg), cfg, mesh, **options)
     jobs = [(p, replace(GREEDY, max_tokens=12)) for p in prompts(5)]
     alone, told = serve(make_engine(params, cfg, max_num_seqs=8), jobs), Reference(params, cfg)

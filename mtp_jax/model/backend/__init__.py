@@ -25,6 +25,7 @@ from mtp_jax.model.backend.mosaic_gpu import MosaicGpu
 from mtp_jax.model.backend.xla import Xla
 from mtp_jax.model.backend.xla_cpu import XlaCpu
 from mtp_jax.model.device import is_hopper, multiplies_bf16, platform
+from mtp_jax.model.sharding import data_size
 
 __all__ = ["Backend", "MosaicGpu", "Xla", "XlaCpu", "backend"]
 
@@ -36,14 +37,20 @@ def backend(
     mesh: Mesh | None = None,
     exchange: ExchangeChoice = "auto",
     room: float = 1.5,
+    micro_batches: int = 1,
 ) -> Backend:
     """The fastest backend for the device, or the one that was asked for.
 
     kernels: "auto": kernels on a Hopper GPU where there are any for the shapes; "xla": none; "mosaic_gpu":
     kernels, and a ConfigError for what they cannot do. exchange, room: how rows reach the experts of other
-    devices (see ``exchange.exchange_of``). Raises ConfigError.
+    devices (see ``exchange.exchange_of``). micro_batches: see its module. Raises ConfigError.
     """
     by = exchange_of(exchange, room, mesh)
+    if micro_batches > 1 and data_size(mesh) == 1:
+        raise ConfigError(
+            f"micro_batches = {micro_batches} with one data shard: no rows travel that products could run "
+            "beside; give a mesh whose data axis is 2 or more, or micro_batches=1"
+        )
     if kernels == "mosaic_gpu" and not is_hopper():
         found = jax.devices()[0].device_kind
         raise ConfigError(
@@ -51,7 +58,7 @@ def backend(
             f"{found}: --kernels auto or xla, in Python kernels='auto' or 'xla'"
         )
     if kernels == "mosaic_gpu" or (kernels == "auto" and is_hopper()):
-        return MosaicGpu(mesh, exchange=by, strict=kernels == "mosaic_gpu")
+        return MosaicGpu(mesh, exchange=by, micro_batches=micro_batches, strict=kernels == "mosaic_gpu")
     if platform() == "cpu":
-        return XlaCpu(mesh, exchange=by, matrices=multiplies_bf16())
-    return Xla(mesh, exchange=by)
+        return XlaCpu(mesh, exchange=by, micro_batches=micro_batches, matrices=multiplies_bf16())
+    return Xla(mesh, exchange=by, micro_batches=micro_batches)

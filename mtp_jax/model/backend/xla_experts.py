@@ -37,11 +37,13 @@ class XlaExperts:
         mesh: of devices; None for one device.
         experts: "dense", which is the reference, or "sparse"; on a mesh they always run in parallel.
         exchange: between data shards; None: each gathers the rows of all.
+        micro_batches: that a pass is cut into where its slots allow it, 1 or 2.
     """
 
     mesh: Mesh | None = None
     experts: Experts = "sparse"
     exchange: Exchange | None = None
+    micro_batches: int = 1
 
     def feed_forward(
         self, p: Layer, cfg: ModelConfig, x: Stream, counts: Bool[Array, "B W"] | None
@@ -240,7 +242,7 @@ class XlaExperts:
         logits: Float[Array, "B W E"],
         counts: Bool[Array, "B W"] | None,
     ) -> tuple[Float[Array, "B W D"], Routing]:
-        """On one device: an all-to-all while it has room, else a gather, on all devices alike."""
+        """On one device: an all-to-all, and where it has too little room a gather, on all devices alike."""
         exchange, mesh = self.exchange, self.mesh
         assert exchange is not None
         assert mesh is not None, "one device has nothing to exchange"
@@ -263,10 +265,12 @@ class XlaExperts:
         def there(rows: Any, ids: Array, weights: Array) -> Array:
             return exchange.by_all_to_all(rows, ids, weights, wanted, capacity, run)
 
-        if capacity == count:
-            part = there(*given)
-        else:
-            part = jax.lax.cond(most > capacity, functools.partial(by_gather, run), there, *given)
+        part = there(*given)
+        if capacity < count:
+            # Not one or the other: what a condition holds runs beside nothing of another micro-batch.
+            part = jax.lax.cond(
+                most > capacity, lambda _, *given: by_gather(run, *given), lambda part, *_: part, part, *given
+            )
         part = jax.lax.psum(part.reshape(*logits.shape[:2], -1), "model")
         r = Routing(r.ids, r.weights, over=(most > capacity).astype(jnp.int32))
         return part, _shaped(r, part)
