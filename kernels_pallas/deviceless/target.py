@@ -1,5 +1,6 @@
 """XLA's CUDA compiler without a CUDA device."""
 
+import math
 import os
 import sysconfig
 from collections.abc import Callable
@@ -31,12 +32,13 @@ def xla_dump(dump: Path) -> Path:
 
 
 def h200s(shape: tuple[int, ...] = (1,), names: tuple[str, ...] = ("x",)) -> Mesh:
-    """A mesh of devices that can only be compiled for, all on one host."""
-    count = 1
-    for size in shape:
-        count *= size
+    """A mesh of devices that can only be compiled for, 8 on each host."""
+    count = math.prod(shape)
+    hosts = -(-count // 8)
     topology = topologies.get_topology_desc(
-        platform="cuda", topology=f"1x1x{count}", target_config=H200.read_text(encoding="utf-8")
+        platform="cuda",
+        topology=f"1x{hosts}x{count // hosts}",
+        target_config=H200.read_text(encoding="utf-8"),
     )
     return topologies.make_mesh(topology, shape, names)
 

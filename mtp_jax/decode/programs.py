@@ -216,7 +216,7 @@ class Programs:
             return self._compile_phases(key)
         if isinstance(key, PageKey):
             return self._compile_pages(key)
-        return self._lower(key).compile(compiler_options())
+        return self._lower(key).compile(compiler_options(self._on.micro_batches))
 
     def _compile_phases(self, key: StepKey) -> _Phases:
         fixed: dict[str, Any] = self._fixed(on=self._on, pages=key.pages, mode=key.mode)
@@ -237,7 +237,7 @@ class Programs:
         second = jax.jit(verify, donate_argnums=1, **self._out())
         given = self._params, self._state
         lowered = first.lower(*given, allowed), second.lower(*given, drafts, allowed, self._chunk(key))
-        return _Phases(*(half.compile(compiler_options()) for half in lowered))
+        return _Phases(*(half.compile(compiler_options(self._on.micro_batches)) for half in lowered))
 
     def _compile_pages(self, key: PageKey) -> _Pages:
         pages = jax.ShapeDtypeStruct((key.pages,), jnp.int32)

@@ -16,13 +16,18 @@ def platform() -> str:
     return jax.default_backend() if described is None else described.platform
 
 
-def compiler_options() -> dict[str, Any] | None:
-    """What XLA is told for the programs that serve: on a CPU to use whole vector registers, not halves.
+def compiler_options(micro_batches: int = 1) -> dict[str, Any] | None:
+    """What XLA is told for the programs that serve.
 
-    It makes loops that stream weights read each cache line once (docs/architecture.md). Where registers are
-    narrower it changes nothing.
+    On a CPU to use whole vector registers, not halves: loops that stream weights read each cache line once
+    (docs/architecture.md). Where registers are narrower it changes nothing. On a GPU, with several
+    micro-batches, that each may have two collectives under way, one between hosts and one within.
     """
-    return {"xla_cpu_prefer_vector_width": 512} if platform() == "cpu" else None
+    if platform() == "cpu":
+        return {"xla_cpu_prefer_vector_width": 512}
+    if platform() == "gpu" and micro_batches > 1:
+        return {"xla_gpu_experimental_parallel_collective_overlap_limit": 2 * micro_batches}
+    return None
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
@@ -97,7 +97,8 @@ class Exchange:
             return self._gathered(a)
 
         # A place that no row takes names no expert.
-        y = run(jax.tree.map(there, rows), there(ids + 1) - 1, there(weights))
+        rows, ids, weights = _sent((rows, ids + 1, weights), there)
+        y = run(rows, ids - 1, weights)
         if self.domain > 1:
             groups = self._within
             y = jax.lax.psum_scatter(y, "data", tiled=True, axis_index_groups=groups)
@@ -125,8 +126,27 @@ def by_gather(
     def there(a: jax.Array) -> jax.Array:
         return jax.lax.all_gather(a, "data", tiled=True)
 
-    y = run(jax.tree.map(there, rows), there(ids), there(weights))
+    y = run(*_sent((rows, ids, weights), there))
     return jax.lax.psum_scatter(y, "data", tiled=True)
+
+
+def _sent(tree: Any, there: Callable[[jax.Array], jax.Array]) -> Any:
+    """The tree, each array [rows, n] of any type, after ``there``: they travel as one array of words."""
+    leaves, whole = jax.tree.flatten(tree)
+    words = [_words(a) for a in leaves]
+    ends = np.cumsum([w.shape[1] for w in words])
+    parts = jnp.split(there(jnp.concatenate(words, axis=1)), ends[:-1], axis=1)
+    return whole.unflatten([_of_words(w, a.dtype) for w, a in zip(parts, leaves, strict=True)])
+
+
+def _words(a: Shaped[Array, "R n"]) -> Int[Array, "R words"]:
+    in_word = 4 // a.dtype.itemsize
+    split = a if in_word == 1 else a.reshape(len(a), -1, in_word)
+    return jax.lax.bitcast_convert_type(split, jnp.int32)
+
+
+def _of_words(words: Int[Array, "R words"], dtype: Any) -> Shaped[Array, "R n"]:
+    return jax.lax.bitcast_convert_type(words, dtype).reshape(len(words), -1)
 
 
 def reached(cfg: ModelConfig, domains: int, grouped: bool) -> float:
