@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from mtp_jax.bench import bandwidth, cost
+from mtp_jax.bench import cost, machine
 from mtp_jax.bench.depth import Decode, decode_alternating, speedup
 from mtp_jax.bench.report import Report, Spread
 from mtp_jax.bench.subject import Subject, prompts_for
@@ -137,7 +137,7 @@ def run(
     experts = cost.experts_per_window(_routing(subject, text), sorted({*windows, depth + 1}))
     seconds = time_windows(subject, text, windows, rounds)
     weights, rows = cost.of_trunk(subject.params) + cost.of_head(subject.params), _row_bytes(subject)
-    speed = bandwidth.of_copies(weights.touched(experts[1]))
+    speed = machine.copy_bandwidth(weights.touched(experts[1]))
     cached = rows * float(np.mean(_places(len(text), max(windows), rounds)))
     timed = _by_window(weights, seconds, experts, cached, speed)
     decoded = decode_alternating(engines, given, max_tokens)

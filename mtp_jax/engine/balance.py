@@ -1,8 +1,8 @@
 """Places experts anew while serving, by how often they were chosen.
 
-Every so many launches the counts are read, one launch after another late. Layer by layer a placement is made
-for them, and where it is better than the one there is, experts move towards it, a few per launch. After each
-move the map of the experts fits the weights, so that every launch between two moves is right.
+Every so many launches the engine asks for the counts, and reads them a few launches later. For one layer after
+the other it makes a placement; where that is better than the one there is, experts move towards it, a few per
+launch. After each move the map of the experts fits the weights, so that every launch between two is right.
 """
 
 from collections.abc import Iterator
@@ -19,8 +19,6 @@ MOVES = 2
 GAIN = 0.05
 # Launches between asking for the counts and reading them: by then they have arrived.
 LATE = 3
-# Of what was counted before, the share that still counts.
-MEMORY = 0.5
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,8 @@ class Balancer:
         """period: launches between two readings; 0: never."""
         self._layout, self._runner, self._period = layout, runner, period
         self.placed = np.tile(first_placement(layout.experts, layout.slots), (layout.layers, 1))
-        self._load = np.zeros((layout.layers, layout.experts))
+        # Placements keep groups on hosts where hosts divide the groups.
+        self._nodes = layout.domains if layout.groups % layout.domains == 0 else 1
         self._pending: PendingExperts | None = None
         self._plan: Iterator[tuple[int, int, int] | None] | None = None
         self._age = self._readings = self._moves = self._over = 0
@@ -80,20 +79,18 @@ class Balancer:
     def _take(self, load: np.ndarray, over: np.ndarray) -> None:
         self._readings += 1
         self._over += int(over.sum())
-        self._load = MEMORY * self._load + load
         devices, now = self._layout.devices, load.astype(float)
         self._imbalance = np.array([imbalance(p, x, devices) for p, x in zip(self.placed, now, strict=True)])
         if self._layout.redundant:
-            self._plan = self._planned()
+            self._plan = self._planned(now)
 
-    def _planned(self) -> Iterator[tuple[int, int, int] | None]:
+    def _planned(self, loads: np.ndarray) -> Iterator[tuple[int, int, int] | None]:
         """Moves (layer, from slot, over slot); None after a layer, so that a launch plans one at most."""
-        of, nodes = self._layout, self._layout.domains
-        for layer, load in enumerate(self._load.copy()):
+        of, nodes = self._layout, self._nodes
+        for layer, load in enumerate(loads):
             now = self.placed[layer].copy()
             goal = place(load, of.slots, of.devices, nodes, of.groups, of.width)
             if imbalance(now, load, of.devices) - imbalance(goal, load, of.devices) > GAIN:
-                nodes = nodes if of.groups % nodes == 0 else 1
                 for source, target in moves(now, aligned(goal, now, of.devices, nodes)):
                     yield layer, source, target
             yield None

@@ -19,7 +19,7 @@ from mtp_jax.decode.keys import StepKey, name_of
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Speculation
 from mtp_jax.errors import MtpJaxError
-from mtp_jax.profiling import compiles, cost, machine, trace, workload
+from mtp_jax.profiling import compiles, cost, trace, workload
 from mtp_jax.profiling.compiles import Compile
 from mtp_jax.profiling.report import Profile, Program
 from mtp_jax.profiling.scopes import scopes_of

@@ -62,7 +62,10 @@ def test_two_replicas_of_which_one_is_killed(model, port, tmp_path):
     arguments = ["serve", str(model), *f"--ray --min-replicas 2 --port {port}".split(), *SIZES.split()]
     with command(arguments, tmp_path) as running:
         running.wait_for("ready in", START)
-        engines = lambda: of_ray(running.process.pid, ":engine")  # noqa: E731
+
+        def engines():
+            return of_ray(running.process.pid, ":engine")
+
         assert len(engines()) == 2
         with ask(port, "def f", stream=True) as stream:
             assert stream.headers["content-type"].startswith("text/event-stream")

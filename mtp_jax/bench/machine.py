@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-_REPEATS = 5
+_REPEATS = 20
 _MATRIX = 2048
 _BYTES = 1 << 28
 
@@ -27,12 +27,23 @@ class Peaks:
 
 
 def measure(dtype: str) -> Peaks:
-    """Measure for about a second."""
+    """Measure for some seconds."""
     square = jnp.ones((_MATRIX, _MATRIX), dtype)
     long = jnp.ones(_BYTES // square.dtype.itemsize, dtype)
     product = jax.jit(lambda a: a @ a).lower(square).compile()
     total = jax.jit(lambda a: a.sum(dtype=jnp.float32)).lower(long).compile()
     return Peaks(2 * _MATRIX**3 / _best(product, square), _BYTES / _best(total, long), dtype)
+
+
+def copy_bandwidth(nbytes: float) -> float:
+    """Bytes per second, read and written, by which so many bytes are copied; the best of several copies.
+
+    As many bytes as a step reads, so that they lie in the memory, or the cache, that the step's lie in.
+    """
+    source = jnp.ones(max(int(nbytes) // 4, 1), jnp.float32)
+    # With its sign changed: a plain copy would take one core.
+    copy = jax.jit(jnp.negative).lower(source).compile()
+    return 2 * source.nbytes / _best(copy, source)
 
 
 def _best(run: Callable[..., Any], argument: jax.Array) -> float:
