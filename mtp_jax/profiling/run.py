@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from mtp_jax.api.local import local_runner
+from mtp_jax.bench import machine
 from mtp_jax.bench.cost import of_launch
 from mtp_jax.bench.report import Spread, environment
 from mtp_jax.bench.subject import Subject
