@@ -1,8 +1,8 @@
 """Places experts anew while serving, by how often they were chosen.
 
 Every so many launches the engine asks for the counts, and reads them a few launches later. Layer by layer it
-makes a placement; where that is better than the one there is, experts move towards it, a few per launch. After
-each move the map of the experts fits the weights, so that every launch between two moves is right.
+makes a placement; where that is better than the one there is, experts move towards it, a few per launch.
+After each move the map of the experts fits the weights, so that every launch between two moves is right.
 """
 
 from collections.abc import Iterator
