@@ -10,11 +10,12 @@ def entry() -> NoReturn:
     if quiet:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from mtp_jax.commands import cli
-    from mtp_jax.commands.imports import end_at_ctrl_c
+    from mtp_jax.commands.imports import end_at_ctrl_c, repeat_lost_ctrl_c
 
     if quiet:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         end_at_ctrl_c()
+        repeat_lost_ctrl_c()
     cli.entry()
 
 

@@ -1,9 +1,11 @@
-"""Ctrl-C while modules are being imported ends the process without a word.
+"""Ctrl-C ends the process without a word while modules are being imported, and is never lost.
 
-Python's own handler would raise an exception there, which prints a traceback, aborts the process from within
-C++, or is lost where the garbage collector calls jax.
+Python's own handler would raise an exception within an import, which prints a traceback or aborts the process
+from within C++. It also raises it where the garbage collector calls jax, and where an object is destroyed:
+Python drops an exception there.
 """
 
+import contextlib
 import signal
 import sys
 import threading
@@ -12,6 +14,8 @@ from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
+_MOMENT = 0.05  # seconds, in which the hook returns: the exception would be dropped within it, too
+
 
 def end_at_ctrl_c() -> None:
     """From now on Ctrl-C has its default action while a module, with all that it imports, is executed.
@@ -19,6 +23,22 @@ def end_at_ctrl_c() -> None:
     Not where the program has a handler of its own, or ignores Ctrl-C.
     """
     sys.meta_path.insert(0, _Outermost())
+
+
+def repeat_lost_ctrl_c() -> None:
+    """From now on a Ctrl-C whose exception Python had to drop comes once more, a moment later."""
+    others = sys.unraisablehook
+
+    def hook(dropped: "sys.UnraisableHookArgs") -> None:
+        if not issubclass(dropped.exc_type, KeyboardInterrupt):
+            return others(dropped)
+        main = threading.main_thread().ident
+        again = threading.Timer(_MOMENT, signal.pthread_kill, (main, signal.SIGINT))
+        again.daemon = True
+        with contextlib.suppress(RuntimeError):  # Python ends already: it starts no thread
+            again.start()
+
+    sys.unraisablehook = hook
 
 
 def _raises() -> bool:

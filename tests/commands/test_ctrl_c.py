@@ -18,7 +18,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(mtp_jax.__file__).parent.pare
 KILLED = -signal.SIGINT  # 130 in a shell
 # Presses Ctrl-C when a module is looked for, in the way that the first argument says.
 PRESSES = """
-import gc, signal, sys
+import gc, signal, sys, time
 from mtp_jax.__main__ import entry
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -26,6 +26,8 @@ how, module = sys.argv.pop(1), sys.argv.pop(1)
 
 
 def press(*_):
+    if press in gc.callbacks:
+        gc.callbacks.remove(press)
     signal.raise_signal(signal.SIGINT)
 
 
@@ -40,7 +42,6 @@ class Finder:
         if how == "in a collection":
             gc.callbacks.append(press)
             gc.collect()
-            gc.callbacks.remove(press)
         elif how == "in a callback of C":
             sorted([2, 1], key=lambda _: press())
         elif how in ("plainly", "with a handler"):
@@ -53,6 +54,10 @@ if how == "afterwards":
     from mtp_jax.commands import info
 
     info.run = lambda args: (__import__(module), press())
+if how == "in a later collection":
+    from mtp_jax.commands import info
+
+    info.run = lambda args: (__import__(module), gc.callbacks.append(press), gc.collect(), time.sleep(60))
 sys.meta_path.insert(0, Finder())
 entry()
 """
@@ -68,6 +73,7 @@ entry()
         ("in a callback of C", "jax._src.core", ["info", V3], KILLED),
         ("with a handler", "jax", ["info", V3], 0),
         ("afterwards", "jax", ["info", V3], cli.INTERRUPTED),
+        ("in a later collection", "jax", ["info", V3], cli.INTERRUPTED),
         ("never", "jax", ["info", V3], 0),
     ],
 )
