@@ -12,7 +12,6 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
-import jax
 import numpy as np
 
 from mtp_jax.api import probe as probing
@@ -34,6 +33,7 @@ from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import MAX_DRAFTS, SamplingParams
 from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.hosts.group import Group, lead
+from mtp_jax.model.narrow import nbytes
 from mtp_jax.model.params import Params
 from mtp_jax.options import takes
 from mtp_jax.text.grammar import Grammars
@@ -84,7 +84,7 @@ class LLM:
     def weight_bytes(self) -> int:
         """Bytes of the parameters that the engine runs with, on all devices together."""
         params = drafting(self._memory.params, self.engine.config.num_speculative_tokens)
-        return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(params))
+        return nbytes(params)
 
     def _check_alone(self, what: str) -> None:
         """Raises ConfigError over several hosts, and where experts move."""

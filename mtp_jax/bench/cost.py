@@ -15,7 +15,7 @@ import numpy as np
 from mtp_jax.decode.keys import StepKey
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.moe import Routing
-from mtp_jax.model.narrow import is_narrow, without_bits
+from mtp_jax.model.narrow import is_narrow, nbytes
 from mtp_jax.model.params import Grouped, Layer, Moe, NextN, Params, type_of
 from mtp_jax.planning.work import attention, expected_experts
 
@@ -40,40 +40,35 @@ class Weights:
         return Weights(self.always + other.always, self.expert + other.expert)
 
 
-def _bytes(tree: object) -> int:
-    weights = jax.tree.map(without_bits, tree, is_leaf=is_narrow)  # the same memory a second time
-    return sum(a.nbytes for a in jax.tree.leaves(weights))
-
-
 def of_layer(layer: Layer) -> Weights:
     """One decoder block."""
     if not isinstance(layer.mlp, Moe):
-        return Weights(_bytes(layer), 0)
-    routed = _bytes((layer.mlp.gate_up, layer.mlp.down))
-    return Weights(_bytes(layer) - routed, routed // layer.mlp.down.shape[0])
+        return Weights(nbytes(layer), 0)
+    routed = nbytes((layer.mlp.gate_up, layer.mlp.down))
+    return Weights(nbytes(layer) - routed, routed // layer.mlp.down.shape[0])
 
 
 def of_trunk(params: Params) -> Weights:
     """Decoder blocks and final norm, without tables: an embedding costs only its rows."""
-    return sum((of_layer(p) for p in params.layers), Weights(_bytes(params.norm), 0))
+    return sum((of_layer(p) for p in params.layers), Weights(nbytes(params.norm), 0))
 
 
 def of_head(params: Params) -> Weights:
     """The vocabulary table behind the logits."""
-    return Weights(_bytes(params.embed if params.head is None else params.head), 0)
+    return Weights(nbytes(params.embed if params.head is None else params.head), 0)
 
 
 def of_nextn(p: NextN) -> Weights:
     """One NextN layer without its tables."""
-    return of_layer(p.layer) + Weights(_bytes((p.token_norm, p.hidden_norm, p.merge, p.norm)), 0)
+    return of_layer(p.layer) + Weights(nbytes((p.token_norm, p.hidden_norm, p.merge, p.norm)), 0)
 
 
 def of_nextn_cache(p: NextN) -> Weights:
     """What the cache rows of a NextN layer need: its merge, and what makes latents or keys and values."""
     norms, a = (p.token_norm, p.hidden_norm, p.layer.attention_norm), p.layer.attention
     if isinstance(a, Grouped):
-        return Weights(_bytes((*norms, p.merge, a.k, a.v, a.k_bias, a.v_bias, a.k_norm)), 0)
-    return Weights(_bytes((*norms, p.merge, a.kv_a, a.kv_norm)), 0)
+        return Weights(nbytes((*norms, p.merge, a.k, a.v, a.k_bias, a.v_bias, a.k_norm)), 0)
+    return Weights(nbytes((*norms, p.merge, a.kv_a, a.kv_norm)), 0)
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,9 @@ def load(
         dtype: "float32" or "bfloat16", of everything but norms and routers, which are float32.
         narrow: "keep": weights in FP8 or int4, and for float32 those in bfloat16, stay so in memory
             (``model.narrow``); "dequantise": they become ``dtype``; "multiplied": those stay that the device
-            multiplies best as they are, FP8 for bfloat16 on a Hopper GPU, bfloat16 for float32 on a CPU
-            without a mesh, and int4, which is a quarter of bfloat16's bytes, everywhere; None: so, but on a
-            CPU only int4, as arrays are easier to work with. An Orbax folder holds none.
+            multiplies best as they are, FP8 for bfloat16 on a Hopper GPU, FP8 and bfloat16 for float32 on
+            a CPU without a mesh, and int4, which is a quarter of bfloat16's bytes, everywhere; None: so, but
+            on a CPU only int4, as arrays are easier to work with. An Orbax folder holds none.
         mesh: devices to place the parameters on; each device reads only its part. None: one device.
         num_nextn_layers: how many NextN layers to load; 0 for none, None for all.
         progress: called with (bytes read, bytes to read) after every array.
@@ -70,7 +70,7 @@ def load(
     elif narrow != "keep":
         on_gpu = dtype == "bfloat16" and is_hopper()
         on_cpu = narrow == "multiplied" and dtype == "float32" and platform() == "cpu" and mesh is None
-        keep = keep if on_gpu else {"int4", "bf16"} if on_cpu else {"int4"}
+        keep = keep if on_gpu or on_cpu else {"int4"}
     if not is_orbax(model_dir):
         return load_folder(
             model_dir,

@@ -1,7 +1,7 @@
 """What a checkpoint holds and needs, from its config and headers alone, or from its config."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,7 +10,18 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from mtp_jax.checkpoint.folder import INDEX, read_config
-from mtp_jax.checkpoint.formats import FORMATS, FP8, INT4, Kept, may_be_narrow, names_of, spec_names, staying
+from mtp_jax.checkpoint.formats import (
+    BF16,
+    FORMATS,
+    FP8,
+    INT4,
+    STORED,
+    Kept,
+    may_be_narrow,
+    names_of,
+    spec_names,
+    staying,
+)
 from mtp_jax.checkpoint.orbax_store import check_no_draft, is_orbax, read_about
 from mtp_jax.checkpoint.plan import make_plan
 from mtp_jax.checkpoint.safetensors_file import DTYPES, Tensor
@@ -18,6 +29,8 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Moe, Params, Spec, dtype_of, param_specs, type_of
 from mtp_jax.model.sharding import check_divisible, ways
+
+_NARROW, _ON_CPU = (frozenset(s.name for s in kinds) for kinds in (FORMATS, STORED))
 
 
 @dataclass(frozen=True)
@@ -46,6 +59,8 @@ class Summary:
         weight_bytes: memory for all parameters, by engine dtype, and where weights are narrow by their format
             ("fp8", "int4"): those kept, the rest bfloat16.
         weight_bytes_per_device: the same, of each device of a 1 x N mesh.
+        weight_bytes_on_cpu: memory for all parameters on a CPU, where those that products read stay as they
+            are stored and float32 is computed with them.
         cache_bytes_per_token: cache of all layers, NextN included, by engine dtype and as FP8 rows.
         unread: what a multimodal checkpoint holds beside its text model and is not read, by part.
     """
@@ -60,6 +75,7 @@ class Summary:
     nextn_parameters: int
     weight_bytes: dict[str, int]
     weight_bytes_per_device: dict[str, int]
+    weight_bytes_on_cpu: int
     cache_bytes_per_token: dict[str, int]
     unread: dict[str, Stored]
 
@@ -90,6 +106,7 @@ class Summary:
             "NextN parameters": f"{self.nextn_parameters:,}",
             "on disk": f"{_size(self.stored_bytes)}: {', '.join(stored)}" if stored else "no weights",
             "memory for weights": by_dtype(self.weight_bytes),
+            "weights on a CPU": f"{_size(self.weight_bytes_on_cpu)}, computed with in float32",
             "cache per token": ", ".join(f"{n:,} B as {k}" for k, n in self.cache_bytes_per_token.items()),
         }
         if self.unread:
@@ -132,8 +149,8 @@ def summarise(
         _add(stored, t.dtype, math.prod(t.shape), t.nbytes)
     specs, layout = param_specs(plan.config), plan.layout
 
-    def kept(spec: Spec) -> tuple[Kept, ...]:
-        stays = staying(spec, plan.tensors, {f.name for f in FORMATS})
+    def kept(spec: Spec, among: Collection[str]) -> tuple[Kept, ...]:
+        stays = staying(spec, plan.tensors, among)
         return () if stays is None else stays.arrays(spec, plan.tensors)
 
     formats = names_of(f for f in FORMATS if any(f.holds(plan.tensors, n) for n in _weights(specs)))
@@ -173,11 +190,14 @@ def _declared(path: Path, num_nextn_layers: int | None, devices: int) -> Summary
             )
         cfg = cfg.with_nextn(cfg.nextn_moe[:num_nextn_layers])
 
-    def kept(spec: Spec) -> tuple[Kept, ...]:
+    def kept(spec: Spec, among: Collection[str]) -> tuple[Kept, ...]:
         if cfg.int4_group is not None and spec.axes[0] == "experts":
             return INT4.declared(spec, cfg.int4_group, DTYPES["BF16"])
         projects = may_be_narrow(str(spec_names(spec).flat[0]))
-        return FP8.arrays(spec, {}) if cfg.fp8 and projects and FP8.can_stay(spec) else ()
+        if cfg.fp8 and projects:
+            return FP8.arrays(spec, {}) if FP8.can_stay(spec) else ()
+        stays = BF16.name in among and cfg.dtype == "bfloat16" and BF16.can_stay(spec)
+        return BF16.arrays(spec, {}) if stays else ()
 
     formats = names_of(f for f in FORMATS if f.announced(cfg))
     architecture = raw.get("model_type", "deepseek_v3")
@@ -205,10 +225,12 @@ def _summary(
     stored: dict[str, Stored],
     devices: int,
     formats: str = "",
-    kept: Callable[[Spec], tuple[Kept, ...]] = lambda spec: (),
+    kept: Callable[[Spec, Collection[str]], tuple[Kept, ...]] = lambda spec, among: (),
     unread: dict[str, Stored] | None = None,
 ) -> Summary:
-    """params: the tree of Spec in memory. formats: narrow ones. kept: what stays so of a parameter."""
+    """params: the tree of Spec in memory. formats: narrow ones. kept: what stays as it is of a
+    parameter, by the names of the ways in which it may.
+    """
     mesh = AbstractMesh((1, devices), ("data", "model"))
     check_divisible(cfg, mesh)
     specs: list[Spec] = jax.tree.leaves(params)
@@ -218,8 +240,8 @@ def _summary(
     def in_memory(spec: Spec, dtype: str) -> int:
         return math.prod(spec.shape) * np.dtype(dtype_of(spec, dtype)).itemsize
 
-    def narrow(spec: Spec) -> int:
-        return sum(a.nbytes for a in kept(spec)) or in_memory(spec, "bfloat16")
+    def narrow(spec: Spec, among: Collection[str] = _NARROW, others: str = "bfloat16") -> int:
+        return sum(a.nbytes for a in kept(spec, among)) or in_memory(spec, others)
 
     def share(spec: Spec) -> int:
         return math.prod(ways(axis, mesh) for axis in spec.axes)
@@ -240,6 +262,7 @@ def _summary(
         weight_bytes_per_device={
             name: sum(size(s) // share(s) for s in specs) for name, size in sizes.items()
         },
+        weight_bytes_on_cpu=sum(narrow(s, _ON_CPU, "float32") for s in specs),
         cache_bytes_per_token={
             dtype: sum(cfg.cache_bytes(i, dtype) for i in range(layers)) for dtype in (*type_of, "fp8")
         },

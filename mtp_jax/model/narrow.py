@@ -151,6 +151,12 @@ def without_bits(w: Any) -> Any:
     return replace(w, bits=None) if isinstance(w, Bf16 | Fp8) else w
 
 
+def nbytes(weights: Any) -> int:
+    """Bytes that a tree of weights, or of their shapes, takes in memory, where ``bits`` are not apart."""
+    once = jax.tree.map(without_bits, weights, is_leaf=is_narrow)
+    return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(once))
+
+
 def bf16_of_bits(bits: UInt16[Array, "*b"]) -> Float[Array, "*b"]:
     """bfloat16 as float32: it is the upper half of one."""
     return jax.lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)

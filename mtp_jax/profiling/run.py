@@ -20,6 +20,7 @@ from mtp_jax.decode.keys import StepKey, name_of
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Speculation
 from mtp_jax.errors import MtpJaxError
+from mtp_jax.model.narrow import nbytes
 from mtp_jax.profiling import compiles, cost, trace, workload
 from mtp_jax.profiling.compiles import Compile
 from mtp_jax.profiling.report import Profile, Program
@@ -174,7 +175,7 @@ def _memory(engine: Engine) -> dict[str, Any]:
     runner = local_runner(engine)
     programs = {name_of(k): cost.memory(runner.programs.program(k)) for k in runner.keys}
     return {
-        "weights_bytes": size(runner.params),
+        "weights_bytes": nbytes(runner.params),
         "cache_bytes": size((runner.state.trunk, runner.state.drafter.pages)),
         "slots_bytes": size(runner.state.slots),
         "device": {str(d): d.memory_stats() for d in jax.local_devices()},

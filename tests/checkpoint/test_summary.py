@@ -9,9 +9,9 @@ from mtp_jax.checkpoint import load, summarise
 from mtp_jax.checkpoint.formats import may_be_narrow, spec_names
 from mtp_jax.checkpoint.fp8 import scale_shape
 from mtp_jax.checkpoint.plan import nextn_copies
-from mtp_jax.checkpoint.summary import parameter_counts
+from mtp_jax.checkpoint.summary import by_dtype, parameter_counts
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.narrow import is_narrow, without_bits
+from mtp_jax.model.narrow import nbytes
 from mtp_jax.model.params import param_specs
 from tests.checkpoint.files import read_folder
 from tests.golden import VARIANTS, model_dir
@@ -84,11 +84,20 @@ def test_counts_are_those_of_the_loaded_model(variant: str):
     assert summary.cache_bytes_per_token == {"float32": values * 4, "bfloat16": values * 2, "fp8": fp8}
 
 
+@pytest.mark.parametrize("variant", ["v3", "bf16", "fp8"])
+def test_memory_on_a_cpu_is_that_of_what_an_engine_loads(variant: str):
+    summary = summarise(model_dir(variant))
+    on_cpu = load(model_dir(variant), narrow="multiplied").params
+    assert summary.weight_bytes_on_cpu == nbytes(on_cpu)
+    size = by_dtype({"stored": nbytes(on_cpu)}).removesuffix(" as stored")
+    assert f"weights on a CPU    {size}, computed with in float32" in summary.text()
+    assert (summary.weight_bytes_on_cpu < summary.weight_bytes["float32"]) == (variant != "v3")
+
+
 def test_fp8_weights_that_are_kept_are_counted_with_their_scales():
     summary = summarise(model_dir("fp8"))
     kept = load(model_dir("fp8"), dtype="bfloat16", narrow="keep").params
-    plain = jax.tree.map(without_bits, kept, is_leaf=is_narrow)
-    assert summary.weight_bytes["fp8"] == sum(x.nbytes for x in jax.tree.leaves(plain))
+    assert summary.weight_bytes["fp8"] == nbytes(kept)
     assert summary.weight_bytes["fp8"] < summary.weight_bytes["bfloat16"]
     assert "fp8" not in summarise(model_dir("v3")).weight_bytes
 

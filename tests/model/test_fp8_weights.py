@@ -154,6 +154,16 @@ def test_weights_stay_fp8_by_themselves_where_kernels_multiply_them(monkeypatch)
     assert not fp8_leaves(load(model_dir("fp8"), dtype="bfloat16").params)
 
 
+def test_weights_stay_fp8_in_an_engine_on_a_cpu():
+    """But for the parts of kv_b, of which no product reads narrow ones."""
+    params = load(model_dir("fp8"), narrow="multiplied").params
+    attention = params.layers[0].attention
+    assert isinstance(attention, Attention)
+    assert len(fp8_leaves(params)) == len(fp8_leaves(kept("fp8").params))
+    assert not is_fp8(attention.k_up)
+    assert not fp8_leaves(load(model_dir("fp8"), narrow="multiplied", mesh=make_mesh(1, 2)).params)
+
+
 def test_devices_are_told_by_what_is_compiled_for():
     assert (platform(), is_hopper()) == ("cpu", False)
     for kind, hopper in (("NVIDIA H200", True), ("NVIDIA H100 80GB HBM3", True), ("NVIDIA B200", False)):

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from mtp_jax.model.backend import cpu_lanes
 from mtp_jax.model.backend.cpu_lanes import SLICES, multiply, sum_lanes
 from mtp_jax.model.moe import Routing, Weight
+from mtp_jax.model.narrow import nbytes
 
 # ``by_pair`` wins up to so many pairs per expert: of experts that fit a core's cache, or of larger.
 _PAIRS_CACHED, _PAIRS = 16, 4
@@ -63,6 +64,6 @@ def takes(gate_up: Any, down: Any, pairs: int) -> bool:
     """Whether ``by_pair`` is the faster way for so many pairs of a row and an expert."""
     if not (cpu_lanes.takes(gate_up) and cpu_lanes.takes(down)):
         return False
-    experts, size = down.shape[0], sum(a.nbytes for a in jax.tree.leaves((gate_up, down)))
-    cached = size <= experts * _CACHE_BYTES
+    experts = down.shape[0]
+    cached = nbytes((gate_up, down)) <= experts * _CACHE_BYTES
     return pairs <= experts * (_PAIRS_CACHED if cached else _PAIRS)

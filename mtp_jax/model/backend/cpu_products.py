@@ -13,8 +13,10 @@ from mtp_jax.model.narrow import Bf16, Fp8
 
 # Above this many rows ``x @ w.T`` is the faster way in float32; bfloat16 takes so many at least.
 _FEW_ROWS, _LEAST_ROWS = 64, 8
-# So many rows cost no more by loops than by widening the weight first; with matrix instructions only one.
-_LANED = 8
+# So many rows cost no more by loops, which widen a weight again for each of them, than by widening it first;
+# with matrix instructions only one. Not measured at start-up: sums, and so tokens, must not differ from one
+# start to the next.
+_LANED_BF16, _LANED_FP8 = 8, 4
 # Up to so many rows their parts are multiplied together: weights are read once, but across rows.
 _TOGETHER = 32
 # Values of a widened block of a weight, at most: a MiB, for a core's second cache.
@@ -42,7 +44,8 @@ def of_narrow(x: Float[Array, "T i"], w: Bf16 | Fp8, matrices: bool) -> Float[Ar
     """
     if isinstance(w, Bf16) and matrices:
         return _in_parts(x, w) if len(x) > 1 else cpu_lanes.product(x, w)
-    return _in_blocks(x, w) if len(x) > _LANED else cpu_lanes.product(x, w)
+    few = _LANED_BF16 if isinstance(w, Bf16) else _LANED_FP8
+    return cpu_lanes.product(x, w) if len(x) <= few else _in_blocks(x, w)
 
 
 def _in_parts(x: Float[Array, "T i"], w: Bf16) -> Float[Array, "T O"]:
