@@ -7,13 +7,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mtp_jax.model.backend import cpu_lanes
-from mtp_jax.model.backend.cpu_lanes import SLICES, multiply, sum_lanes
+from mtp_jax.model.backend.cpu_lanes import CACHE_BYTES, SLICES, multiply, sum_lanes
 from mtp_jax.model.moe import Routing, Weight
 from mtp_jax.model.narrow import nbytes
 
 # ``by_pair`` wins up to so many pairs per expert: of experts that fit a core's cache, or of larger.
 _PAIRS_CACHED, _PAIRS = 16, 4
-_CACHE_BYTES = 1 << 20
 
 
 def by_pair(gate_up: Weight, down: Weight, x: Float[Array, "T D"], r: Routing) -> Float[Array, "T D"]:
@@ -65,5 +64,5 @@ def takes(gate_up: Any, down: Any, pairs: int) -> bool:
     if not (cpu_lanes.takes(gate_up) and cpu_lanes.takes(down)):
         return False
     experts = down.shape[0]
-    cached = nbytes((gate_up, down)) <= experts * _CACHE_BYTES
+    cached = nbytes((gate_up, down)) <= experts * CACHE_BYTES
     return pairs <= experts * (_PAIRS_CACHED if cached else _PAIRS)

@@ -8,19 +8,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from mtp_jax.model.backend import cpu_lanes
+from mtp_jax.model.backend.cpu_lanes import CACHE_BYTES
 from mtp_jax.model.hf_quantization import FP8_BLOCK
-from mtp_jax.model.narrow import Bf16, Fp8
+from mtp_jax.model.narrow import Bf16, Fp8, nbytes
 
 # Above this many rows ``x @ w.T`` is the faster way in float32; bfloat16 takes so many at least.
 _FEW_ROWS, _LEAST_ROWS = 64, 8
-# So many rows cost no more by loops, which widen a weight again for each of them, than by widening it first;
-# with matrix instructions only one. Not measured at start-up: sums, and so tokens, must not differ from one
-# start to the next.
-_LANED_BF16, _LANED_FP8 = 8, 4
+# So many rows cost no more by loops, which widen a weight again for each of them, than by widening it first.
+# Not measured at start-up: sums, and so tokens, must not differ from one start to the next.
+_LANED = 8
 # Up to so many rows their parts are multiplied together: weights are read once, but across rows.
 _TOGETHER = 32
-# Values of a widened block of a weight, at most: a MiB, for a core's second cache.
-_BLOCK = 1 << 18
+# Values of a widened block of a weight, at most.
+_BLOCK = CACHE_BYTES // 4
 
 
 def of_arrays(x: Float[Array, "T i"], w: Float[Array, "o i"]) -> Float[Array, "T o"]:
@@ -40,12 +40,13 @@ def of_arrays(x: Float[Array, "T i"], w: Float[Array, "o i"]) -> Float[Array, "T
 def of_narrow(x: Float[Array, "T i"], w: Bf16 | Fp8, matrices: bool) -> Float[Array, "T O"]:
     """Rows in float32 with a weight as it lies in memory, seen as a matrix [O, i].
 
-    matrices: whether the processor has matrix instructions for bfloat16.
+    matrices: whether the processor has matrix instructions for bfloat16. One row with a weight that a cache
+    holds is faster by loops: it is not worth the parts. Those that come from memory come faster than loops
+    multiply.
     """
-    if isinstance(w, Bf16) and matrices:
-        return _in_parts(x, w) if len(x) > 1 else cpu_lanes.product(x, w)
-    few = _LANED_BF16 if isinstance(w, Bf16) else _LANED_FP8
-    return cpu_lanes.product(x, w) if len(x) <= few else _in_blocks(x, w)
+    if isinstance(w, Bf16) and matrices and (len(x) > 1 or nbytes(w) > CACHE_BYTES):
+        return _in_parts(x, w)
+    return cpu_lanes.product(x, w) if len(x) <= _LANED else _in_blocks(x, w)
 
 
 def _in_parts(x: Float[Array, "T i"], w: Bf16) -> Float[Array, "T O"]:
