@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mtp_jax.model.narrow import Narrow, expand
+from mtp_jax.model.narrow import Narrow, expand, index
 
 Experts = Literal["dense", "sparse"]
 Weight = Float[Array, "E ..."] | Narrow
@@ -83,8 +83,6 @@ def grouped(
 def _expert(
     gate_up: Weight, down: Weight, e: Int[Array, ""], x: Float[Array, "T D"], product: Product
 ) -> Float[Array, "T D"]:
-    gate_up, down = (
-        jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, e, keepdims=False), w) for w in (gate_up, down)
-    )
+    gate_up, down = index(gate_up, e), index(down, e)
     gu = product(x, gate_up, x.dtype)
     return product(jax.nn.silu(gu[:, 0]) * gu[:, 1], down, x.dtype)

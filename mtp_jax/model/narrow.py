@@ -151,6 +151,14 @@ def without_bits(w: Any) -> Any:
     return replace(w, bits=None) if isinstance(w, Bf16 | Fp8) else w
 
 
+def index(w: Float[Array, "E *o i"] | Narrow, e: Int[Array, ""]) -> Float[Array, "*o i"] | Narrow:
+    """One weight of a stack. If it has bits they are what is looked up, and its values a view of them."""
+    one = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, e, keepdims=False), w)
+    if not isinstance(one, Bf16 | Fp8) or one.bits is None:
+        return one
+    return replace(one, values=jax.lax.bitcast_convert_type(one.bits, one.values.dtype))
+
+
 def nbytes(weights: Any) -> int:
     """Bytes that a tree of weights, or of their shapes, takes in memory, where ``bits`` are not apart."""
     once = jax.tree.map(without_bits, weights, is_leaf=is_narrow)

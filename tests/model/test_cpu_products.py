@@ -46,9 +46,9 @@ def wide(w: Narrow) -> np.ndarray:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("matrices", [True, False], ids=["AMX", "no AMX"])
 def test_products_of_any_number_of_rows(kind, shape, matrices):
-    """One row, few, more than loops take, and more than have their parts multiplied together."""
+    """One row, few, more than loops take, more than have their parts multiplied together, and many."""
     w = kind(shape)
-    for rows in (1, 3, 9, 40):
+    for rows in (1, 3, 9, 40, 80):
         x = RNG.normal(size=(1, rows, shape[-1])).astype(np.float32)
         got = jax.jit(XlaCpu(matrices=matrices).linear)(x, w)
         near(got, np.tensordot(x.astype(np.float64), wide(w), (2, -1)))
@@ -72,6 +72,18 @@ def test_a_program_widens_no_weight_of_few_rows_in_memory():
     compiled = jax.jit(XlaCpu().linear).lower(np.zeros((1, 1, 1024), np.float32), w).compile()
     assert (memory := compiled.memory_analysis()) is not None
     assert memory.temp_size_in_bytes < 1024 * 1024
+
+
+@each_kind
+def test_a_program_widens_no_stack_of_experts_in_memory(kind):
+    """Of many rows, which visit an expert after the other: it looks up their bits."""
+    gate_up, down, rows = kind((32, 2, 256, 512)), kind((32, 512, 256)), 320
+    r = Routing(jnp.zeros((rows, 2), jnp.int32), jnp.ones((rows, 2)))
+    assert not cpu_experts.takes(gate_up, down, r.ids.size)
+    routed = jax.jit(XlaCpu(matrices=True).routed)
+    compiled = routed.lower(gate_up, down, np.zeros((rows, 512), np.float32), r).compile()
+    assert (memory := compiled.memory_analysis()) is not None
+    assert memory.temp_size_in_bytes < np.prod(gate_up.shape)
 
 
 @each_kind

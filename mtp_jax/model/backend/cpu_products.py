@@ -19,8 +19,9 @@ _FEW_ROWS, _LEAST_ROWS = 64, 8
 _LANED = 8
 # Up to so many rows their parts are multiplied together: weights are read once, but across rows.
 _TOGETHER = 32
-# Values of a widened block of a weight, at most.
-_BLOCK = CACHE_BYTES // 4
+# Values of a widened block of a weight, at most: what a cache holds; for more than ``_FEW_ROWS``, which are
+# multiplied for far longer than memory takes to bring a block, so many that few blocks are left.
+_BLOCK, _LARGE_BLOCK = CACHE_BYTES // 4, 1 << 22
 
 
 def of_arrays(x: Float[Array, "T i"], w: Float[Array, "o i"]) -> Float[Array, "T o"]:
@@ -78,9 +79,10 @@ def _upper_half(x: Float[Array, "T i"]) -> Float[Array, "T i"]:
 
 
 def _in_blocks(x: Float[Array, "T i"], w: Bf16 | Fp8) -> Float[Array, "T O"]:
-    """Widens a block of outputs at a time, which the product then reads from a core's cache."""
+    """Widens a block of outputs at a time, which the product of few rows then reads from a core's cache."""
     outputs, inputs = math.prod(w.shape[:-1]), w.shape[-1]
-    block = math.gcd(outputs, max(FP8_BLOCK, 1 << (_BLOCK // inputs).bit_length() >> 1))
+    most = _LARGE_BLOCK if len(x) > _FEW_ROWS else _BLOCK
+    block = math.gcd(outputs, max(FP8_BLOCK, 1 << (most // inputs).bit_length() >> 1))
     if isinstance(w, Bf16):
         blocks = w.reshape(-1, block, inputs)
     elif outputs // math.prod(w.scale.shape[:-2]) % FP8_BLOCK:
