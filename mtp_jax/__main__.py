@@ -10,7 +10,7 @@ def entry() -> NoReturn:
     if quiet:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from mtp_jax.commands import cli
-    from mtp_jax.commands.imports import end_at_ctrl_c, repeat_lost_ctrl_c
+    from mtp_jax.commands.ctrl_c import end_at_ctrl_c, repeat_lost_ctrl_c
 
     if quiet:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -228,8 +228,8 @@ def _summary(
     kept: Callable[[Spec, Collection[str]], tuple[Kept, ...]] = lambda spec, among: (),
     unread: dict[str, Stored] | None = None,
 ) -> Summary:
-    """params: the tree of Spec in memory. formats: narrow ones. kept: what stays as it is of a
-    parameter, by the names of the ways in which it may.
+    """params: the tree of Spec in memory. formats: narrow ones. kept: the arrays of a parameter that stays as
+    it is stored, if that is one of the ways named; else none.
     """
     mesh = AbstractMesh((1, devices), ("data", "model"))
     check_divisible(cfg, mesh)
