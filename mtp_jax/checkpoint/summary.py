@@ -59,8 +59,8 @@ class Summary:
         weight_bytes: memory for all parameters, by engine dtype, and where weights are narrow by their format
             ("fp8", "int4"): those kept, the rest bfloat16.
         weight_bytes_per_device: the same, of each device of a 1 x N mesh.
-        weight_bytes_on_cpu: memory for all parameters on a CPU, where those that products read stay as they
-            are stored and float32 is computed with them.
+        weight_bytes_on_cpu: memory for all parameters on a CPU. An engine there computes in float32, but
+            projections, embedding and head stay in memory as they are stored.
         cache_bytes_per_token: cache of all layers, NextN included, by engine dtype and as FP8 rows.
         unread: what a multimodal checkpoint holds beside its text model and is not read, by part.
     """
@@ -228,8 +228,8 @@ def _summary(
     kept: Callable[[Spec, Collection[str]], tuple[Kept, ...]] = lambda spec, among: (),
     unread: dict[str, Stored] | None = None,
 ) -> Summary:
-    """params: the tree of Spec in memory. formats: narrow ones. kept: the arrays of a parameter that stays as
-    it is stored, if that is one of the ways named; else none.
+    """params: the tree of Spec in memory. formats: the narrow ones, for people. kept: of a parameter and the
+    names of formats, the arrays of the parameter if it stays in one of these formats; else nothing.
     """
     mesh = AbstractMesh((1, devices), ("data", "model"))
     check_divisible(cfg, mesh)

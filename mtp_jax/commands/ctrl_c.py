@@ -14,7 +14,9 @@ from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
-_MOMENT = 0.05  # seconds, in which the hook returns: the exception would be dropped within it, too
+# Seconds until the signal comes again. The hook returns in microseconds, and would drop the exception again
+# before that; a person notices no delay as short as this.
+_MOMENT = 0.05
 
 
 def end_at_ctrl_c() -> None:

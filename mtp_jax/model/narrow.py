@@ -152,7 +152,10 @@ def without_bits(w: Any) -> Any:
 
 
 def index(w: Float[Array, "E *o i"] | Narrow, e: Int[Array, ""]) -> Float[Array, "*o i"] | Narrow:
-    """One weight of a stack. If it has bits they are what is looked up, and its values a view of them."""
+    """One weight of a stack. A weight with bits is looked up by them alone; its values are made of its bits.
+
+    XLA on a CPU would widen the whole stack of values first (``with_bits``).
+    """
     one = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, e, keepdims=False), w)
     if not isinstance(one, Bf16 | Fp8) or one.bits is None:
         return one
@@ -160,7 +163,7 @@ def index(w: Float[Array, "E *o i"] | Narrow, e: Int[Array, ""]) -> Float[Array,
 
 
 def nbytes(weights: Any) -> int:
-    """Bytes that a tree of weights, or of their shapes, takes in memory, where ``bits`` are not apart."""
+    """Bytes that a tree of weights, or of their shapes, takes in memory; ``bits`` are memory of the values."""
     once = jax.tree.map(without_bits, weights, is_leaf=is_narrow)
     return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(once))
 

@@ -68,7 +68,7 @@ def test_sparse_attention_is_not_dense():
 
 
 @each_kind
-@pytest.mark.parametrize("depth", [*(pytest.param(depth, marks=pytest.mark.slow) for depth in (0, 1)), 3])
+@pytest.mark.parametrize("depth", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 def test_together_and_alone(cfg, depth):
     as_told(cfg, serve(engine_of(cfg, max_num_seqs=8), jobs(depth=depth)), depth)
     as_told(cfg, serve(engine_of(cfg, max_num_seqs=8), jobs(1, depth), exactly=True), depth)
@@ -150,7 +150,7 @@ def test_an_fp8_cache_holds_all_in_eight_bits(cfg, row_bytes):
 
 
 @each_kind
-@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("depth", [0, 3])
 def test_sampled_text_depends_on_its_seed_alone(cfg, depth):
     sampled = SamplingParams(temperature=0.9, seed=5, max_tokens=24, ignore_eos=True, logprobs=0)
     params = replace(sampled, num_speculative_tokens=depth)

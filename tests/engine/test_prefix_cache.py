@@ -55,7 +55,7 @@ def test_tokens_and_acceptance_after_a_hit(tokens):
 
 
 @pytest.mark.parametrize(
-    "params", [GREEDY, pytest.param(SAMPLED, marks=pytest.mark.slow)], ids=["greedy", "sampled"]
+    "params", [pytest.param(GREEDY, marks=pytest.mark.slow), SAMPLED], ids=["greedy", "sampled"]
 )
 def test_two_nextn_layers_go_on_from_cached_pages(params):
     weights: Params = rigged(TWO_LAYERS)
@@ -137,7 +137,7 @@ def crowd(params: SamplingParams, **config) -> tuple[Engine, list[Request]]:
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("depth", [0, 3])
 def test_preempted_requests_end_as_if_nothing_had_happened(prefix_cache, depth):
     params = replace(GREEDY, max_tokens=30)
     engine, requests = crowd(params, prefix_cache=prefix_cache, num_speculative_tokens=depth)

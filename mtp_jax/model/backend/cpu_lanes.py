@@ -20,7 +20,7 @@ from mtp_jax.model.narrow import E4M3_UNIT, Bf16, Fp8, Narrow, bf16_of_bits, e4m
 _LANES, SLICES = 16, 64
 # So many sums grow side by side: an addition takes about four cycles, and the next one waits for it.
 _SUMS = 4
-# Bytes that a core's second cache holds: the least among processors with 512-bit registers.
+# A core's second cache has so many bytes on the smallest server processors with AVX-512 (Skylake-SP, Zen 4).
 CACHE_BYTES = 1 << 20
 # Rows of a weight that stay in the first cache while each row of x is multiplied with them.
 _TILE = 64

@@ -14,14 +14,13 @@ from mtp_jax.model.narrow import Bf16, Fp8, nbytes
 
 # Above this many rows ``x @ w.T`` is the faster way in float32; bfloat16 takes so many at least.
 _FEW_ROWS, _LEAST_ROWS = 64, 8
-# So many rows cost no more by loops, which widen a weight again for each of them, than by widening it first.
-# Not measured at start-up: sums, and so tokens, must not differ from one start to the next.
+# Loops widen a weight again for each row. Up to so many rows that costs no more than widening it in memory.
+# This is not measured at start-up: the order of sums, and so tokens, must be the same at every start.
 _LANED = 8
 # Up to so many rows their parts are multiplied together: weights are read once, but across rows.
 _TOGETHER = 32
-# Values of a widened block of a weight, at most: what a cache holds; for more than ``_FEW_ROWS``, which are
-# multiplied for far longer than memory takes to bring a block, so many that few blocks are left.
-_BLOCK, _LARGE_BLOCK = CACHE_BYTES // 4, 1 << 22
+# A widened block of a weight has at most so many values: the cache holds them as float32.
+_BLOCK = CACHE_BYTES // 4
 
 
 def of_arrays(x: Float[Array, "T i"], w: Float[Array, "o i"]) -> Float[Array, "T o"]:
@@ -41,9 +40,9 @@ def of_arrays(x: Float[Array, "T i"], w: Float[Array, "o i"]) -> Float[Array, "T
 def of_narrow(x: Float[Array, "T i"], w: Bf16 | Fp8, matrices: bool) -> Float[Array, "T O"]:
     """Rows in float32 with a weight as it lies in memory, seen as a matrix [O, i].
 
-    matrices: whether the processor has matrix instructions for bfloat16. One row with a weight that a cache
-    holds is faster by loops: it is not worth the parts. Those that come from memory come faster than loops
-    multiply.
+    matrices: whether the processor has matrix instructions for bfloat16. They multiply everything but one row
+    with a small weight: if a cache holds the weight, loops are faster than making parts of the row. If the
+    weight comes from memory, loops multiply slower than it arrives.
     """
     if isinstance(w, Bf16) and matrices and (len(x) > 1 or nbytes(w) > CACHE_BYTES):
         return _in_parts(x, w)
@@ -79,10 +78,9 @@ def _upper_half(x: Float[Array, "T i"]) -> Float[Array, "T i"]:
 
 
 def _in_blocks(x: Float[Array, "T i"], w: Bf16 | Fp8) -> Float[Array, "T O"]:
-    """Widens a block of outputs at a time, which the product of few rows then reads from a core's cache."""
+    """Widens a block of outputs at a time, which the product then reads from a core's cache."""
     outputs, inputs = math.prod(w.shape[:-1]), w.shape[-1]
-    most = _LARGE_BLOCK if len(x) > _FEW_ROWS else _BLOCK
-    block = math.gcd(outputs, max(FP8_BLOCK, 1 << (most // inputs).bit_length() >> 1))
+    block = math.gcd(outputs, max(FP8_BLOCK, 1 << (_BLOCK // inputs).bit_length() >> 1))
     if isinstance(w, Bf16):
         blocks = w.reshape(-1, block, inputs)
     elif outputs // math.prod(w.scale.shape[:-2]) % FP8_BLOCK:
