@@ -163,7 +163,7 @@ def index(w: Float[Array, "E *o i"] | Narrow, e: Int[Array, ""]) -> Float[Array,
 
 
 def nbytes(weights: Any) -> int:
-    """Bytes that a tree of weights, or of their shapes, takes in memory; ``bits`` are memory of the values."""
+    """Bytes that a tree of weights, or of their shapes, takes in memory; ``bits`` take none of their own."""
     once = jax.tree.map(without_bits, weights, is_leaf=is_narrow)
     return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(once))
 
