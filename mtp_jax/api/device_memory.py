@@ -122,14 +122,16 @@ class DeviceMemory:
         weights, tree = jax.tree.flatten(new, is_leaf=is_narrow)
         where = jax.tree.leaves(_part(self._sharding, tag), is_leaf=is_narrow)
         placed = [_placed(w, s) for w, s in zip(weights, where, strict=True)]
-        self._set(engine, tag, tree.unflatten(placed))
+        part = tree.unflatten(placed)
+        del new, weights, placed
+        self._set(engine, tag, local_runner(engine).on.laid_out(part) if tag == "weights" else part)
         self.released.remove(tag)
 
     def _set(self, engine: Engine, tag: Tag, part: Any) -> None:
         """Let the engine run with this part."""
         trunk, nextn = (part, self.params.nextn) if tag == "weights" else (self.params, part)
         self.params = replace(trunk, nextn=nextn)
-        local_runner(engine).params = drafting(self.params, engine.config.num_speculative_tokens)
+        local_runner(engine).take(drafting(self.params, engine.config.num_speculative_tokens))
 
 
 def _placed(w: Any, where: Any) -> Any:

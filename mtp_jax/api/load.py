@@ -63,8 +63,9 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
         )
     with report.phase("place"):
         jax.block_until_ready(loaded.params)
-        params = with_slots(loaded.params, engine.redundant_experts, options.mesh, consume=True)
-    config = loaded.config
+        config, params = loaded.config, loaded.params
+        del loaded  # its weights are let go one by one
+        params = on.laid_out(with_slots(params, engine.redundant_experts, options.mesh, consume=True))
     if tokenizer and not config.eos_token_ids:
         config = config.with_eos(list(tokenizer.eos_ids))
     draft = options.draft_model

@@ -236,7 +236,7 @@ def tune(
     given = random_prompts(cfg, prompts, 8, seed)
 
     def acceptance(noise: float) -> float:
-        local_runner(engine).params = with_noise(params, noise, seed)
+        local_runner(engine).take(with_noise(params, noise, seed))
         runs = [r.speculation for r in complete(engine, given, max_tokens)]
         return sum(s.accepted for s in runs) / sum(s.steps for s in runs) + 1
 

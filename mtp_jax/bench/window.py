@@ -28,7 +28,7 @@ from mtp_jax.engine.request import MAX_DRAFTS
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import trunk
 from mtp_jax.model.backend import backend
-from mtp_jax.model.cache import LayerCache, PagedView
+from mtp_jax.model.cache import PagedView
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import compiler_options
 from mtp_jax.model.moe import Routing
@@ -43,7 +43,7 @@ _PAGE_SIZE, _ROWS, _PROMPT = 64, 256, 16
 class Cached:
     """The trunk's cache of one slot: pages of every layer, as in the engine."""
 
-    pages: tuple[LayerCache, ...]
+    pages: tuple[Any, ...]
     table: Any
 
 
@@ -57,12 +57,12 @@ def _empty_cache(cfg: ModelConfig, dtype: str) -> Cached:
 
 def verify(
     params: Params,
-    pages: tuple[LayerCache, ...],
+    pages: tuple[Any, ...],
     tokens: Int[Array, "B W"],
     start: Int[Array, " B"],
     table: Int[Array, "B n"],
     cfg: ModelConfig,
-) -> tuple[tuple[LayerCache, ...], Int[Array, "B W"]]:
+) -> tuple[tuple[Any, ...], Int[Array, "B W"]]:
     """The verify part of a step and nothing else: (pages, the trunk's greedy choices)."""
     positions, on = start[:, None] + jnp.arange(tokens.shape[1]), backend()
     view = PagedView(table, positions, chain(start, tokens.shape[1]))

@@ -205,10 +205,12 @@ class Runner(Protocol):
     Attributes:
         shards: data shards. Slots and pages are split over them; page numbers are local to a shard.
         layout: of the experts whose choices are counted; None: nothing is counted or moved.
+        any_depth: whether an executable that makes fewer drafts than it has room for takes less time.
     """
 
     shards: int
     layout: ExpertLayout | None
+    any_depth: bool
 
     @property
     def keys(self) -> Sequence[Key]:
@@ -220,7 +222,7 @@ class Runner(Protocol):
         ...
 
     def cover(self, need: StepKey) -> StepKey:
-        """The cheapest compiled key that covers ``need``. Raises ConfigError if there is none."""
+        """The cheapest compiled key for ``need``, at its depth. Raises ConfigError if there is none."""
         ...
 
     def find(self, need: StepKey) -> StepKey | None:

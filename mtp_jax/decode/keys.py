@@ -64,7 +64,7 @@ EXTRA_COLUMNS = 5
 
 @dataclass(frozen=True)
 class StepKey:
-    """One executable: windows of slots, a chunk of prompts, or both.
+    """One executable, and how many drafts it makes: windows of slots, a chunk of prompts, or both.
 
     Attributes:
         slots: 0: no windows.
@@ -75,6 +75,7 @@ class StepKey:
         tokens: of each prompt; 0: no chunk.
         prompts: per data shard.
         prompt_logprobs: how many log-probabilities of the prompts' tokens it gives.
+        window: drafts that the executable's windows have room for; None: ``depth``.
     """
 
     slots: int
@@ -85,6 +86,26 @@ class StepKey:
     tokens: int = 0
     prompts: int = 0
     prompt_logprobs: int | None = None
+    window: int | None = None
+
+    @property
+    def room(self) -> int:
+        """Drafts that the executable's windows have room for."""
+        return self.depth if self.window is None else self.window
+
+    @property
+    def program(self) -> "StepKey":
+        """The executable alone: the same for every number of drafts that it makes."""
+        return self if self.window is None else replace(self, depth=self.window, window=None)
+
+    def at(self, depth: int) -> "StepKey":
+        """The same executable, making so many drafts."""
+        return self.program if depth == self.room else replace(self, depth=depth, window=self.room)
+
+    @property
+    def bucket(self) -> "StepKey":
+        """The same work, whatever its number of drafts."""
+        return replace(self, depth=0, window=None)
 
     @property
     def plain(self) -> "StepKey":
@@ -104,7 +125,7 @@ class StepKey:
             and self.prompts >= need.prompts
             and bool(self.tokens) == bool(need.tokens)
             and _width(self.prompt_logprobs) >= _width(need.prompt_logprobs)
-            and self.depth >= need.depth
+            and self.room >= need.depth
             and self.pages >= need.pages
             and self.topology == need.topology
             and (greedy or (own.drafting, own.verifier) == (wanted.drafting, wanted.verifier))
@@ -115,7 +136,7 @@ class StepKey:
     @property
     def cost(self) -> tuple[int, ...]:
         """Orders executables that can do the same work."""
-        rows = self.slots * (self.depth + 1) + self.prompts * self.tokens
+        rows = self.slots * (self.room + 1) + self.prompts * self.tokens
         scores = _width(self.mode.logprobs), _width(self.prompt_logprobs)
         return (rows, self.pages, self.mode.drafting is not None, *scores)
 
@@ -149,7 +170,7 @@ def name_of(key: Key) -> str:
         return f"draft_k{key.depth}_p{key.pages}"
     if isinstance(key, PageKey):
         return f"pages_p{key.pages}"
-    windows = f"_b{key.slots}_k{key.depth}" if key.slots else ""
+    windows = f"_b{key.slots}_k{key.room}" if key.slots else ""
     chunk = f"_t{key.tokens}x{key.prompts}" if key.tokens else ""
     kind = ("_sampled" if key.mode.drafting else "") + ("_structured" if key.mode.structured else "")
     scores = "" if key.mode.logprobs is None else f"_logprobs{key.mode.logprobs}"

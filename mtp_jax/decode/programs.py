@@ -74,7 +74,7 @@ class Programs:
         self._bookkeeping: dict[str, Any] = {}
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._compiled
+        return _program(key) in self._compiled
 
     def __len__(self) -> int:
         return len(self._compiled)
@@ -93,7 +93,7 @@ class Programs:
 
         Of a structured step it is the second, larger one; of pages, the one that writes.
         """
-        found = self._compiled[key]
+        found = self._compiled[_program(key)]
         if isinstance(found, _Pages):
             return found.write
         return found.verify if isinstance(found, _Phases) else found
@@ -106,7 +106,7 @@ class Programs:
         It may run in a thread of its own while others use what is compiled already.
         """
         self._prepare_bookkeeping()
-        missing = [k for k in dict.fromkeys(keys) if k not in self._compiled]
+        missing = [k for k in dict.fromkeys(map(_program, keys)) if k not in self._compiled]
         count, counting = 0, threading.Lock()
 
         def one(key: Key) -> None:
@@ -141,7 +141,7 @@ class Programs:
             self._bookkeeping = self._compile_bookkeeping()
 
     def cover(self, need: StepKey) -> StepKey:
-        """The cheapest compiled key that covers ``need``. Raises ConfigError if there is none."""
+        """The cheapest compiled key for ``need``, at its depth. Raises ConfigError if there is none."""
         found = self.find(need)
         if found is None:
             raise ConfigError(f"no program covers {need}; compile it first (Engine.prepare)")
@@ -153,24 +153,25 @@ class Programs:
         if need not in covering:
             with self._lock:
                 able = [k for k in self._compiled if isinstance(k, StepKey) and k.covers(need)]
-                covering[need] = min(able, key=lambda k: k.cost, default=None)
+                best = min(able, key=lambda k: k.cost, default=None)
+                covering[need] = best and best.at(need.depth)
         return covering[need]
 
     def step(
         self, key: StepKey, params: Params, state: State, chunk: Chunk | None
     ) -> tuple[State, StepResult]:
         """Run a compiled step."""
-        return self._compiled[key](params, state, chunk)
+        return self._compiled[key.program](params, state, chunk, np.int32(key.depth))
 
     def draft_phase(self, key: StepKey, params: Params, state: State, allowed: Any) -> tuple[State, Drafts]:
         """Run the first half of a structured step. allowed: uint32 [B, W, ceil(V / 32)]."""
-        return self._compiled[key].draft(params, state, allowed)
+        return self._compiled[key.program].draft(params, state, allowed, np.int32(key.depth))
 
     def verify_phase(
         self, key: StepKey, params: Params, state: State, drafts: Drafts, allowed: Any, chunk: Chunk | None
     ) -> tuple[State, StepResult]:
         """Run the second half. allowed: uint32 [B, W, ceil(V / 32)]."""
-        return self._compiled[key].verify(params, state, drafts, allowed, chunk)
+        return self._compiled[key.program].verify(params, state, drafts, allowed, chunk)
 
     def draft(self, key: DraftKey, params: Params, state: State, slot: int) -> Any:
         """Run a compiled draft of one slot: (tokens [B, K], logits [B, K, V]), with rows for all."""
@@ -223,7 +224,8 @@ class Programs:
         propose = partial(draft_phase, slots=key.slots, depth=key.depth, topology=key.topology, **fixed)
         words = -(-self._cfg.vocab_size // 32)
         allowed = jax.ShapeDtypeStruct((key.slots, key.depth + 1, words), jnp.uint32)
-        _, drafts = jax.eval_shape(propose, self._params, self._state, allowed)
+        depth = jax.ShapeDtypeStruct((), jnp.int32)
+        _, drafts = jax.eval_shape(propose, self._params, self._state, allowed, depth)
         out = self._out()
         if out:
             state, rows = self._out(result_too=False)["out_shardings"], self._state.slots.length.sharding
@@ -236,7 +238,7 @@ class Programs:
         verify = _named(partial(verify_phase, **self._last(key), **fixed), f"verify_{name_of(key)}")
         second = jax.jit(verify, donate_argnums=1, **self._out())
         given = self._params, self._state
-        lowered = first.lower(*given, allowed), second.lower(*given, drafts, allowed, self._chunk(key))
+        lowered = first.lower(*given, allowed, depth), second.lower(*given, drafts, allowed, self._chunk(key))
         return _Phases(*(half.compile(compiler_options(self._on.micro_batches)) for half in lowered))
 
     def _compile_pages(self, key: PageKey) -> _Pages:
@@ -271,7 +273,8 @@ class Programs:
             fixed = self._fixed(on=self._on, mode=key.mode, **self._last(key), **sizes)
             run = _named(partial(step, **fixed), name_of(key))
             jitted = jax.jit(run, donate_argnums=1, **self._out())
-            return jitted.lower(self._params, self._state, self._chunk(key))
+            depth = jax.ShapeDtypeStruct((), jnp.int32)
+            return jitted.lower(self._params, self._state, self._chunk(key), depth)
         only = _named(partial(self._draft_only, key), name_of(key))
         slot = jax.ShapeDtypeStruct((), jnp.int32)
         return jax.jit(only, out_shardings=self._everywhere).lower(self._params, self._state, slot)
@@ -289,8 +292,9 @@ class Programs:
         active = jnp.arange(len(state.slots.active)) == slot
         slots = state.slots.replace(active=active, depth=jnp.full_like(state.slots.depth, key.depth))
         table = slots.page_table[:, : key.pages]
-        sampler = DraftSampler()
-        drafts, _ = self.drafter.propose(params, state.drafter, slots, table, key.depth, sampler, self._on)
+        sampler = DraftSampler(logits=True)
+        room, wanted = key.depth, jnp.int32(key.depth)
+        drafts, _ = self.drafter.propose(params, state.drafter, slots, table, room, wanted, sampler, self._on)
         return drafts.tokens, drafts.logits
 
     def _compile_bookkeeping(self) -> dict[str, Any]:
@@ -332,6 +336,11 @@ class Programs:
             jitted = jax.jit(run, donate_argnums=0, out_shardings=out)
             found[_mover(weights)] = jitted.lower(weights, table, index, index).compile()
         return found
+
+
+def _program(key: Key) -> Key:
+    """The executable that a key names."""
+    return key.program if isinstance(key, StepKey) else key
 
 
 def _mover(weights: Any) -> str:

@@ -6,6 +6,7 @@ as that may read or move it. All operations but such steps take the state from `
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,13 +16,14 @@ from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.host import Chunk, ExpertLayout, Flush, MaskMaker, PageData, Result, SlotRow
 from mtp_jax.decode.keys import DraftKey, Key, PageKey, StepKey
 from mtp_jax.decode.programs import Programs
-from mtp_jax.decode.state import State, StateShape, abstract_state, empty_state
+from mtp_jax.decode.state import State, StateShape, abstract_state, bytes_per_page, empty_state
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.expert_slots import moe_layers, most_copies, with_moe_layer
 from mtp_jax.model.params import Params, shapes
 from mtp_jax.model.sharding import data_size
+from mtp_jax.model.stack import Stack, stacked
 
 
 class _Flush:
@@ -83,8 +85,8 @@ class LocalRunner:
     """See ``host.Runner``.
 
     Attributes:
-        params: the model's parameters. Others of the same shapes may take their place, or the shapes alone,
-            with which nothing can be launched.
+        params: the model's parameters, layers alike in stacks if the backend reads them there (``take``).
+        on: the backend that steps run on.
         programs: compiled for these shapes.
         state: what the device keeps; launches replace it.
     """
@@ -106,14 +108,24 @@ class LocalRunner:
         """
         drafter = build(cfg, suffix_drafts)
         self.layout = layout_of(cfg, params, on)
-        abstract = abstract_state(cfg, drafter, shape, dtype, on.mesh, fp8_cache, self.layout)
-        self.shards = data_size(on.mesh)
-        self.params = params
-        self.programs = Programs(cfg, drafter, shapes(params), abstract, on)
+        self.on, self.shards = on, data_size(on.mesh)
+        self.take(params)
+        groups = [len(g) if isinstance(g, Stack) else None for g in self.params.layers]
+        abstract = abstract_state(cfg, drafter, shape, dtype, on.mesh, fp8_cache, self.layout, groups)
+        self.programs = Programs(cfg, drafter, shapes(self.params), abstract, on)
         self._abstract, self.state = abstract, empty_state(abstract)
         self._shape = shape
+        self.any_depth = on.loops
         self._deferred = 0  # steps whose work for the drafter is to be done
         self._flush: _Flush | None = None  # launched, and not yet told with a result
+
+    def take(self, params: Params) -> None:
+        """Run with these parameters from now on, of the same shapes as those before.
+
+        Shapes alone may take their place: nothing can be launched then.
+        """
+        groups = (stacked(g) if len(g) > 1 else g[0] for g in self.on.arranged(params.layers))
+        self.params = replace(params, layers=tuple(groups))
 
     # Programs
 
@@ -127,7 +139,7 @@ class LocalRunner:
         self.programs.compile(keys, done)
 
     def cover(self, need: StepKey) -> StepKey:
-        """The cheapest compiled key that covers ``need``. Raises ConfigError if there is none."""
+        """The cheapest compiled key for ``need``, at its depth. Raises ConfigError if there is none."""
         return self.programs.cover(need)
 
     def find(self, need: StepKey) -> StepKey | None:
@@ -139,8 +151,7 @@ class LocalRunner:
     @property
     def page_bytes(self) -> int:
         """What a page takes, the trunk's and the drafter's part."""
-        leaves = jax.tree.leaves((self._abstract.trunk, self._abstract.drafter.pages))
-        return sum(a.size // len(a) * a.dtype.itemsize for a in leaves)
+        return bytes_per_page(self._abstract)
 
     def release_cache(self) -> None:
         """Give up the cache and everything else that slots have on the device: none may be in use."""
@@ -171,7 +182,7 @@ class LocalRunner:
     def step(self, key: StepKey, chunk: Chunk | None = None, masks: MaskMaker | None = None) -> _Pending:
         """Draft and verify, prefill, or both; if structured, in two launches, and it reads the drafts."""
         at, most = time.perf_counter(), self.programs.drafter.deferral
-        defers = not key.depth and not key.tokens and most > 0
+        defers = not key.room and not key.tokens and most > 0
         state = self.state if defers and self._deferred < most else self.flushed()
         self._deferred += defers
         if not key.mode.structured:

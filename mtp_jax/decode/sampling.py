@@ -65,16 +65,18 @@ def count_tokens(s: SamplingState, tokens: Int[Array, "B W"]) -> SamplingState:
     return replace(s, counts=counts)
 
 
-def window_counts(counts: Int[Array, "B V"], tokens: Int[Array, "B W"]) -> Int[Array, "B W V"]:
-    """The output counts each window position would see without speculation.
+def window_counts(
+    counts: Int[Array, "B V"], tokens: Int[Array, "B W"], position: Int[Array, " n"] | None = None
+) -> Int[Array, "B n V"]:
+    """The output counts that these positions of a window would see without speculation; None: all positions.
 
     `counts` already holds tokens[:, 0], the slot's newest token; position i adds tokens[:, 1..i], the drafts
     it is conditioned on. Penalties therefore evolve inside the window exactly as they do token by token.
     """
-    width = tokens.shape[1]
-    ids, position = jnp.arange(counts.shape[1], dtype=tokens.dtype), jnp.arange(width)[:, None]
-    seen = counts[:, None] + jnp.zeros((width, 1), counts.dtype)
-    for i in range(1, width):  # elementwise, so that it fuses with what reads it; a cumulative sum does not
+    position = (jnp.arange(tokens.shape[1]) if position is None else position)[:, None]
+    ids = jnp.arange(counts.shape[1], dtype=tokens.dtype)
+    seen = counts[:, None] + jnp.zeros_like(position)
+    for i in range(1, tokens.shape[1]):  # elementwise, so that it fuses with what reads it
         seen += (tokens[:, i, None, None] == ids) & (position >= i)
     return seen
 
@@ -253,7 +255,9 @@ def _unsortable(keys: UInt32[Array, "..."]) -> Float[Array, "..."]:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def row_keys(seed: UInt32[Array, " B"], position: Int[Array, " B"], purpose: int) -> Key[Array, " B"]:
+def row_keys(
+    seed: UInt32[Array, " B"], position: Int[Array, " B"], purpose: Int[Array, ""] | int
+) -> Key[Array, " B"]:
     """One key per row that depends on (seed, position, purpose) only, never on slot, batch or depth.
 
     position: the slot's committed length when its drafting starts, for *every* number of the step; draft i

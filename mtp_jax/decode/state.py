@@ -7,7 +7,10 @@ Invariant *whole pages*: what a full page holds, the trunk's latents and the dra
 tokens up to its end alone, and is all that a sequence needs to go on from it.
 """
 
+import itertools
+import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,6 +29,7 @@ from mtp_jax.model.cache import LayerCache, empty_cache
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params, type_of
 from mtp_jax.model.sharding import data_size, partition
+from mtp_jax.model.stack import Stack, each
 
 if TYPE_CHECKING:
     from mtp_jax.decode.drafter.protocol import Drafter
@@ -74,12 +78,12 @@ class DrafterState(struct.PyTreeNode):
 
 
 class State(struct.PyTreeNode):
-    """The trunk's latent cache, one ``LayerCache`` per layer, the slots, and the drafter's part.
+    """The trunk's latent cache, one part per group of ``Params.layers``, the slots, and the drafter's part.
 
     ``experts``: counts of chosen experts; None where nothing is counted.
     """
 
-    trunk: tuple[LayerCache, ...]
+    trunk: tuple[LayerCache | Stack[LayerCache], ...]
     slots: Slots
     drafter: DrafterState
     experts: ExpertCounts | None = None
@@ -106,9 +110,19 @@ def abstract_state(
     mesh: Mesh | None,
     fp8_cache: bool = False,
     layout: ExpertLayout | None = None,
+    groups: Sequence[int | None] | None = None,
 ) -> State:
-    """The state's shapes, dtypes and shardings, without allocating it. layout: of experts to be counted."""
-    pages = (shape.pages + 1) * data_size(mesh)
+    """The state's shapes, dtypes and shardings, without allocating it.
+
+    layout: of experts to be counted. groups: layers of each stack of ``Params.layers``, None for a layer
+    alone; None: all are alone.
+    """
+    pages, groups = (shape.pages + 1) * data_size(mesh), groups or [None] * cfg.num_hidden_layers
+    firsts = itertools.accumulate((n or 1 for n in groups), initial=0)
+
+    def part(first: int, n: int | None) -> LayerCache | Stack[LayerCache]:
+        cache = empty_cache(pages, shape.page_size, cfg, first, type_of[dtype], fp8=fp8_cache)
+        return cache if n is None else Stack(jax.tree.map(lambda a: jnp.zeros((n, *a.shape), a.dtype), cache))
 
     def zeros() -> State:
         number = jnp.zeros(shape.slots, jnp.int32)
@@ -123,8 +137,7 @@ def abstract_state(
             page_table=jnp.zeros((shape.slots, shape.columns), jnp.int32),
             sampling=neutral_state(shape.slots, cfg.vocab_size),
         )
-        kind, layers = type_of[dtype], range(cfg.num_hidden_layers)
-        cache = tuple(empty_cache(pages, shape.page_size, cfg, i, kind, fp8=fp8_cache) for i in layers)
+        cache = tuple(part(first, n) for first, n in zip(firsts, groups, strict=False))
         own = drafter.empty(shape, pages, dtype, fp8_cache)
         return State(cache, slots, own, layout and no_counts(layout, mesh))
 
@@ -246,12 +259,26 @@ def read_experts(state: State) -> tuple[State, tuple[Int[Array, "L E"], Int[Arra
 
 def read_pages(state: State, pages: Int[Array, " n"]) -> list[Shaped[Array, "n ..."]]:
     """What these pages, counted over all shards, hold: the trunk's and the drafter's part, leaf by leaf."""
-    return [a[pages] for a in jax.tree.leaves((state.trunk, state.drafter.pages))]
+    parts = each((*state.trunk, state.drafter.pages))
+    return [a[(*at, pages)] for tree, at in parts for a in jax.tree.leaves(tree)]
 
 
 def write_pages(state: State, pages: Int[Array, " n"], data: list[Shaped[Array, "n ..."]]) -> State:
     """The state with ``data``, which ``read_pages`` gave, in these pages. Twice the same page: either."""
-    leaves, tree = jax.tree.flatten((state.trunk, state.drafter.pages))
-    written = [a.at[pages].set(b) for a, b in zip(leaves, data, strict=True)]
-    trunk, own = jax.tree.unflatten(tree, written)
-    return state.replace(trunk=trunk, drafter=state.drafter.replace(pages=own))
+    rest = iter(data)
+
+    def written(group: Any) -> Any:
+        leaves, tree = jax.tree.flatten(group)
+        for _, at in each([group]):
+            leaves = [a.at[(*at, pages)].set(next(rest)) for a in leaves]
+        return tree.unflatten(leaves)
+
+    trunk = tuple(map(written, state.trunk))
+    return state.replace(trunk=trunk, drafter=state.drafter.replace(pages=written(state.drafter.pages)))
+
+
+def bytes_per_page(state: State) -> int:
+    """Bytes of a page, the trunk's and the drafter's part."""
+    parts = each((*state.trunk, state.drafter.pages))
+    arrays = ((a, a.shape[len(at) + 1 :]) for tree, at in parts for a in jax.tree.leaves(tree))
+    return sum(math.prod(shape) * a.dtype.itemsize for a, shape in arrays)

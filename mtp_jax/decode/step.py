@@ -59,6 +59,7 @@ def step(
     params: Params,
     state: State,
     chunk: Chunk | None = None,
+    wanted: Int[Array, ""] | int | None = None,
     *,
     cfg: ModelConfig,
     drafter: Drafter,
@@ -71,19 +72,20 @@ def step(
     topology: Topology | None = None,
     accept: "Accept | None" = None,
 ) -> tuple[State, StepResult]:
-    """Draft ``depth`` tokens for the first ``slots`` slots, verify them, emit 1 to depth + 1 tokens each.
+    """Draft ``wanted`` tokens for the first ``slots`` slots, verify them, emit 1 to wanted + 1 tokens each.
 
     Beside them ``chunk`` goes into the cache; a prompt that ends in it emits its first token. One of both may
     be missing: no slots, or no chunk.
 
-    pages: columns of the page table to look at; must cover every active slot's length + depth + 1 rows, and
-    the chunk's. topology: of the window; None: the drafter's. accept: stands in for ``accept_drafts`` in
-    measurements. Raises ConfigError.
+    wanted: ``depth`` at most, which windows have room for; None: as many. pages: columns of the page table to
+    look at; must cover every active slot's length + wanted + 1 rows, and the chunk's. topology: of the
+    window; None: the drafter's. accept: stands in for ``accept_drafts`` in measurements. Raises ConfigError.
     """
     both = {"cfg": cfg, "drafter": drafter, "pages": pages, "mode": mode, "on": on}
     drafts = None
     if slots:
-        state, drafts = draft_phase(params, state, None, slots=slots, depth=depth, topology=topology, **both)
+        given = {"slots": slots, "depth": depth, "topology": topology}
+        state, drafts = draft_phase(params, state, None, wanted, **given, **both)
     last = {"prompt_logprobs": prompt_logprobs, "accept": accept}
     return verify_phase(params, state, drafts, None, chunk, **last, **both)
 
@@ -92,6 +94,7 @@ def draft_phase(
     params: Params,
     state: State,
     allowed: UInt32[Array, "B W words"] | None,
+    wanted: Int[Array, ""] | int | None = None,
     *,
     cfg: ModelConfig,
     drafter: Drafter,
@@ -103,7 +106,7 @@ def draft_phase(
     topology: Topology | None = None,
 ) -> tuple[State, Drafts]:
     """The first half of ``step``. allowed: what grammars allow at each draft, as far as it is known yet."""
-    topology = topology or drafter.topology(depth)
+    topology, wanted = topology or drafter.topology(depth), depth if wanted is None else wanted
     if topology != Topology.chain(depth):
         raise ConfigError(
             f"{topology} at depth {depth}; only chains of drafts, {Topology.chain(depth)}, are verified"
@@ -112,7 +115,7 @@ def draft_phase(
     sampler = DraftSampler(allowed, mode.drafting, coupled=mode.verifier == "coupled")
     by = drafter if depth else Nothing(cfg.vocab_size)
     with jax.named_scope("draft"):
-        drafts, after = by.propose(params, own, s, s.page_table[:, :pages], depth, sampler, on)
+        drafts, after = by.propose(params, own, s, s.page_table[:, :pages], depth, wanted, sampler, on)
     return _put_own(state, own, after), drafts.replace(logits=None)
 
 
@@ -245,14 +248,14 @@ def accept_drafts(
     count = num_drafts(s, drafts)
     if drafts.probs is None:
         return verify.greedy(argmax(restrict(logits, allowed)), drafts.tokens, count)
-    counts = window_counts(s.sampling.counts, window)
-    generated = s.generated[:, None] + jnp.arange(window.shape[1])
+    counts, index = window_counts(s.sampling.counts, window), jnp.arange(window.shape[1])
+    generated = s.generated[:, None] + index
     adjusted, probs = adjust(logits, s.sampling, counts, generated, allowed), drafts.probs
 
     def sampled() -> verify.Verdict:
         target = distribution(adjusted, s.sampling)
         if mode.verifier == "coupled":
-            positions = s.length[:, None] + jnp.arange(window.shape[1])
+            positions = s.length[:, None] + index
             keys = jax.vmap(row_keys, (None, 1, None), 1)(s.sampling.seed, positions, Purpose.SAMPLE)
             return verify.coupled(keys, target, drafts.tokens, count)
         accept = row_keys(s.sampling.seed, s.length, Purpose.ACCEPT)

@@ -106,13 +106,14 @@ def keys_for(
     *,
     slots: int,
     pages: int,
+    any_depth: bool = False,
     every_size: bool = False,
 ) -> list[Key]:
     """The executables to compile so that these requests can be served together.
 
     slots: the highest slot in use, which a step must reach however few requests there are. pages: that a
     data shard has; requests that need more together may be preempted, and prefilled again with their output.
-    every_size: smaller slot buckets, too, for when few of them run.
+    any_depth: see ``Runner``. every_size: smaller slot buckets, too, for when few of them run.
     """
     if not requests:
         return []
@@ -122,7 +123,8 @@ def keys_for(
     slots = slot_bucket(config, needed)
     sizes = [b for b in _step_slots(config, shards) if b == slots or (every_size and b < slots)]
     deepest, mode = max(r.depth for r in requests), mode_of(config, requests)
-    depths = {deepest} if all(r.fixed_depth for r in requests) else adaptive_depths(deepest)
+    fixed = all(r.fixed_depth for r in requests)
+    depths = {deepest} if fixed else _depths(deepest, any_depth)
     widest = _holding(_page_buckets(config), max(config.pages_for(r.capacity) for r in requests))
     modes = [mode]
     if mode.structured and not all(r.constraints for r in requests):
@@ -165,7 +167,14 @@ def _shapes_for(
     return shapes
 
 
-def warm_up_keys(config: EngineConfig, shards: int, structured: bool) -> tuple[list[Key], list[Key]]:
+def _depths(most: int, any_depth: bool) -> Sequence[int]:
+    """The depths that adaptive steps need executables for."""
+    return sorted({0, most}) if any_depth else adaptive_depths(most)
+
+
+def warm_up_keys(
+    config: EngineConfig, shards: int, structured: bool, any_depth: bool = False
+) -> tuple[list[Key], list[Key]]:
     """The executables of a server: a few that can serve anything, and the rest, cheaper, likely ones first.
 
     Every program costs memory (docs/architecture.md), so there is one only where it computes much less than
@@ -175,7 +184,7 @@ def warm_up_keys(config: EngineConfig, shards: int, structured: bool) -> tuple[l
     the most, as the chunk costs more than drafts.
     """
     deepest = config.num_speculative_tokens
-    depths = adaptive_depths(deepest) if config.adaptive_depth else (deepest,)
+    depths = _depths(deepest, any_depth) if config.adaptive_depth else (deepest,)
     sampled = SamplingMode(config.drafting, config.verifier)
     scored = replace(sampled, logprobs=MAX_LOGPROBS)
     slots, pages, sizes = _step_slots(config, shards), _page_buckets(config), chunk_sizes(config)
@@ -201,9 +210,11 @@ def warm_up_keys(config: EngineConfig, shards: int, structured: bool) -> tuple[l
     return [*_page_keys(config), *first], [k for k in dict.fromkeys(rest) if k not in first]
 
 
-def all_keys(config: EngineConfig, shards: int = 1, structured: bool = True) -> list[Key]:
+def all_keys(
+    config: EngineConfig, shards: int = 1, structured: bool = True, any_depth: bool = False
+) -> list[Key]:
     """Everything that a server compiles."""
-    first, rest = warm_up_keys(config, shards, structured)
+    first, rest = warm_up_keys(config, shards, structured, any_depth)
     return first + rest
 
 

@@ -7,8 +7,7 @@ wrong choice costs time only. docs/architecture.md has the model and the explora
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 from math import exp, log
 from statistics import median
 from typing import Any, Protocol, TypeVar
@@ -39,10 +38,12 @@ class DepthPolicy:
 
 
 class _Key(Protocol):
-    """A step's program, a dataclass. Programs that differ in depth alone are one bucket."""
+    """A step's program and its depth; ``bucket`` is the same for all depths of the same work."""
 
     @property
     def depth(self) -> int: ...
+    @property
+    def bucket(self) -> Any: ...
 
 
 K = TypeVar("K", bound=_Key)
@@ -152,11 +153,6 @@ class Costs:
         self._cost[depth] = median(self._seen[depth])
 
 
-@cache
-def _bucket(key: Any) -> Any:
-    return replace(key, depth=0)
-
-
 class DepthController:
     """Chooses the executable of every step, from measured costs and acceptance."""
 
@@ -174,7 +170,7 @@ class DepthController:
 
     def costs(self, key: _Key) -> Costs:
         """The book of the key's bucket."""
-        return self._costs[_bucket(key)]
+        return self._costs[key.bucket]
 
     def learn(self, key: _Key, seconds: float, depths: Sequence[int], rows: Sequence[Row]) -> None:
         """Take a step that was read, or one over empty slots in warm-up: then there are no rows.

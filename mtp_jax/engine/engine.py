@@ -29,7 +29,7 @@ from mtp_jax.decode.keys import (
 from mtp_jax.engine.balance import Balancer
 from mtp_jax.engine.buckets import Prompts, keys_for, slot_bucket, warm_up_keys
 from mtp_jax.engine.config import EngineConfig
-from mtp_jax.engine.depth import DepthController
+from mtp_jax.engine.depth import DepthController, adaptive_depths
 from mtp_jax.engine.inputs import next_chunk, page_row, slot_row
 from mtp_jax.engine.plan import Admit, Planner, Read, Step
 from mtp_jax.engine.request import Request, Speculation, Status
@@ -124,8 +124,15 @@ class Engine:
         """
         together = [*self.scheduler.live(), *requests]
         slots = max((r.slot + 1 for r in together), default=0)
-        config, sizes = self.config, {"slots": slots, "pages": self.pages, "every_size": every_size}
-        keys = keys_for(config, together, self.shards, **sizes)
+        keys = keys_for(
+            self.config,
+            together,
+            self.shards,
+            slots=slots,
+            pages=self.pages,
+            any_depth=self.runner.any_depth,
+            every_size=every_size,
+        )
         self.runner.compile(keys, done)
         self.warm_up(keys)
 
@@ -144,15 +151,20 @@ class Engine:
             elif isinstance(key, PageKey):
                 pages = range(min(key.pages, self.pages))
                 self.runner.write_pages(0, pages, self.runner.read_pages(0, pages).read())
-        steps = [k for k in new if isinstance(k, StepKey) and k.slots]
-        for key in steps if self.config.adaptive_depth else ():
+        steps = [k for k in new if isinstance(k, StepKey) and k.slots] if self.config.adaptive_depth else []
+        for key in (k.at(d) for k in steps for d in self._depths(k)):
             for _ in range(self.depth.policy.block):
                 seconds = self._arrive(self._run(key, self._chunk(key), []))[1]
                 self.depth.learn(key, seconds + self._deferring(key), [], [])
 
+    def _depths(self, key: StepKey) -> Sequence[int]:
+        """The depths at which an executable will run."""
+        return adaptive_depths(key.depth)[1:] if key.depth and self.runner.any_depth else [key.depth]
+
     def warm_up_keys(self) -> tuple[list[Key], list[Key]]:
         """Executables for serving: those that can serve anything, and cheaper ones for smaller work."""
-        return warm_up_keys(self.config, self.shards, structured=self.grammars is not None)
+        structured = self.grammars is not None
+        return warm_up_keys(self.config, self.shards, structured, self.runner.any_depth)
 
     def flush_prefix_cache(self) -> None:
         """Forget the pages of past requests."""
@@ -272,7 +284,7 @@ class Engine:
         return self.runner.step(key, chunk, self._masks(key, running) if key.mode.structured else None)
 
     def _masks(self, key: StepKey, running: Sequence[Request]) -> MaskMaker:
-        rows, shape = [(r.slot, r) for r in running], (key.slots, key.depth + 1)
+        rows, shape = [(r.slot, r) for r in running], (key.slots, key.room + 1)
         return partial(allowed, self.grammars, rows, shape, self.cfg.vocab_size)
 
     def _track(self, launch: Launch) -> None:
@@ -305,7 +317,7 @@ class Engine:
             windows, scored = launch.key.slots, request.params.prompt_logprobs is not None
             if row >= windows and launch.chunk and prompt is not None and scored:
                 read_prompt_logprobs(request, prompt, row - windows, launch.chunk)
-            tokens, extra = packed[row, : launch.width].tolist(), packed[row, launch.width :].tolist()
+            tokens, extra = (part.tolist() for part in np.split(packed[row], [launch.columns]))
             count, finish = extra[COUNT], Finish(extra[FINISH])
             if row < windows:
                 request.rows_bound -= launch.width - count
@@ -349,7 +361,7 @@ class Engine:
 
     def _deferring(self, key: StepKey) -> float:
         """Seconds that a step adds to a later flush."""
-        return 0.0 if key.depth or key.tokens else self.timings.deferring
+        return 0.0 if key.room or key.tokens else self.timings.deferring
 
     def _measure(self, launch: Launch, seconds: float, packed: np.ndarray) -> None:
         """Count a launch that has just been read."""
@@ -357,7 +369,7 @@ class Engine:
         if not launch.rows:
             c.prefill_seconds += seconds
             return
-        extra = packed[[row for row, _ in launch.rows], launch.width :]
+        extra = packed[[row for row, _ in launch.rows], launch.columns :]
         drafted, accepted = extra[:, DRAFTED].tolist(), extra[:, ACCEPTED].tolist()
         for d, a, source in zip(drafted, accepted, extra[:, SOURCE].tolist(), strict=True):
             c.verified(d, a, Source(source))

@@ -77,15 +77,12 @@ class Planner:
         running, prompts = self._work()
         if not running and not prompts:
             return None
-        key, depth = self._choose(running, prompts), -1
-        while depth < key.depth:
-            depth = key.depth
-            if self._scheduler.grow(running, depth):
-                running, prompts = self._work()
-                if not running and not prompts:
-                    return None
-                # With fewer requests the cheapest program may be a deeper one, whose drafts need pages, too.
-                key = self._cover(running, prompts, depth if running else 0)
+        key = self._choose(running, prompts)
+        if self._scheduler.grow(running, key.depth):
+            running, prompts = self._work()
+            if not running and not prompts:
+                return None
+            key = self._cover(running, prompts, key.depth if running else 0)
         return Step(key, running, prompts)
 
     def _work(self) -> tuple[list[Request], Prompts | None]:
@@ -119,8 +116,5 @@ class Planner:
         return self._depth.choose(keys, rows, price)
 
     def _cover(self, running: list[Request], prompts: Prompts | None, depth: int) -> StepKey:
-        """The cheapest program for it, with pages for all rows that it writes: a deeper one has more."""
-        key = self._runner.cover(step_key(self._config, running, depth, prompts))
-        if key.depth == depth or not running:
-            return key
-        return self._cover(running, prompts, key.depth)
+        """The cheapest program for it."""
+        return self._runner.cover(step_key(self._config, running, depth, prompts))

@@ -32,8 +32,13 @@ class Launch:
 
     @property
     def width(self) -> int:
-        """Token columns of the result."""
+        """Most tokens that a window of it emits."""
         return self.key.depth + 1
+
+    @property
+    def columns(self) -> int:
+        """Token columns of the result."""
+        return self.key.room + 1
 
     def complete_rows(self, row: int, request: Request) -> int:
         """Cache rows that are complete once this is read: after a step all but the newest token's."""

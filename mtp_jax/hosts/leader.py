@@ -82,6 +82,7 @@ class LeaderRunner:
 
     def __init__(self, local: LocalRunner, log: LeaderLog, ending: Ending) -> None:
         self.local, self.shards, self.layout = local, local.shards, local.layout
+        self.any_depth = local.any_depth
         self._log, self._ending = log, ending
         # What is launched, here and in the log, is in one order, whatever thread it comes from.
         self._order = threading.RLock()

@@ -9,6 +9,10 @@ import jax
 
 _HOPPER = re.compile(r"NVIDIA (H100|H200|H800|H20|GH200)\b")
 
+# These passes move what a loop computes from weights alone, their widening, in front of it: into memory, as
+# float32 copies, which loops then read at twice the bytes or more.
+_HOISTING = "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion"
+
 
 def platform() -> str:
     """ "cpu", "gpu" or "tpu"."""
@@ -24,7 +28,7 @@ def compiler_options(micro_batches: int = 1) -> dict[str, Any] | None:
     micro-batches, that each may have two collectives under way, one between hosts and one within.
     """
     if platform() == "cpu":
-        return {"xla_cpu_prefer_vector_width": 512}
+        return {"xla_cpu_prefer_vector_width": 512, "xla_disable_hlo_passes": _HOISTING}
     if platform() == "gpu" and micro_batches > 1:
         return {"xla_gpu_experimental_parallel_collective_overlap_limit": 2 * micro_batches}
     return None

@@ -6,7 +6,7 @@ dimensions are the weight's own: an expert is indexed, and a mesh splits experts
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -134,6 +134,33 @@ class Int4(Narrow):
         )
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class InStack(Narrow):
+    """One of a stack of weights, read where it lies: slices of inputs are taken first, the weight then.
+
+    Attributes:
+        stack: the weights, with bits; a first axis of n.
+        at: which one.
+    """
+
+    stack: Bf16 | Fp8
+    at: Int[Array, ""]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the parameter."""
+        return self.stack.shape[1:]
+
+    def expand(self, dtype: Any) -> Float[Array, "*o i"]:
+        """The weight as its class expands it."""
+        return expand(index(self.stack, self.at), dtype)
+
+    def reshape(self, *shape: int) -> "InStack":
+        """The same matrices, grouped differently, in every weight of the stack."""
+        return replace(self, stack=self.stack.reshape(self.stack.shape[0], *shape))
+
+
 def with_bits(w: Any) -> Any:
     """A weight on a CPU with its ``bits``; others as they are.
 
@@ -148,7 +175,7 @@ def with_bits(w: Any) -> Any:
 
 def without_bits(w: Any) -> Any:
     """Undoes ``with_bits``."""
-    return replace(w, bits=None) if isinstance(w, Bf16 | Fp8) else w
+    return replace(w, bits=None) if isinstance(w, Bf16 | Fp8) and w.bits is not None else w
 
 
 def index(w: Float[Array, "E *o i"] | Narrow, e: Int[Array, ""]) -> Float[Array, "*o i"] | Narrow:
@@ -156,16 +183,42 @@ def index(w: Float[Array, "E *o i"] | Narrow, e: Int[Array, ""]) -> Float[Array,
 
     XLA on a CPU would widen the whole stack of values first (``with_bits``).
     """
-    one = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, e, keepdims=False), w)
+    at: tuple[Any, ...] = (e,)
+    if isinstance(w, InStack):
+        w, at = w.stack, (w.at, e)
+
+    def pick(a: jax.Array) -> jax.Array:
+        rest = a.shape[len(at) :]
+        found = jax.lax.dynamic_slice(a, (*at, *(0 for _ in rest)), (*(1 for _ in at), *rest))
+        return found.reshape(rest)
+
+    one = jax.tree.map(pick, w)
     if not isinstance(one, Bf16 | Fp8) or one.bits is None:
         return one
     return replace(one, values=jax.lax.bitcast_convert_type(one.bits, one.values.dtype))
 
 
+def flat(w: Float[Array, "E *o i"] | Narrow) -> tuple[Float[Array, "F *o i"] | Narrow, Int[Array, ""] | int]:
+    """Experts, of all layers if they are in a stack, and the number of the layer's first."""
+    if not isinstance(w, InStack):
+        return w, 0
+    return w.stack.reshape(-1, *w.shape[1:]), w.at * w.shape[0]
+
+
 def nbytes(weights: Any) -> int:
     """Bytes that a tree of weights, or of their shapes, takes in memory; ``bits`` take none of their own."""
-    once = jax.tree.map(without_bits, weights, is_leaf=is_narrow)
-    return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(once))
+    return sum(map(_nbytes, jax.tree.leaves(weights, is_leaf=is_narrow)))
+
+
+def _nbytes(w: Any) -> int:
+    if isinstance(w, InStack):
+        return _nbytes(w.stack) // w.stack.shape[0]
+    return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(without_bits(w)))
+
+
+def readable(w: Any) -> TypeGuard["Bf16 | Fp8 | InStack"]:
+    """Whether this is a narrow weight whose bits loops can read."""
+    return isinstance(w, InStack) or (isinstance(w, Bf16 | Fp8) and w.bits is not None)
 
 
 def bf16_of_bits(bits: UInt16[Array, "*b"]) -> Float[Array, "*b"]:

@@ -101,14 +101,20 @@ def seen(k: int, positions: Int[Array, "B W"]) -> Visible:
     return chain(start, count, k + 1)
 
 
-def seen_by_draft(step: int, layers: int, length: Int[Array, " B"], active: Bool[Array, " B"]) -> Visible:
+def seen_by_draft(
+    step: Int[Array, ""] | int, layers: int, length: Int[Array, " B"], active: Bool[Array, " B"]
+) -> Visible:
     """What the draft of ``step`` sees of its layer, ``step`` modulo ``layers``, in slots of that length.
 
     Rows past the newest token's exist where the layer has drafted before, every ``layers`` positions, and of
-    the drafts before its first own, as the layers ran on each other's rows.
+    the drafts before its first own, as the layers ran on each other's rows. step: an array with one layer
+    only.
     """
-    layer = step % layers
-    drafted = sum(1 << (row - 1) for row in range(1, step + 1) if row <= layer or row % layers == layer)
+    if layers == 1:
+        layer, drafted = 0, (jnp.int32(1) << step) - 1
+    else:
+        layer = step % layers
+        drafted = sum(1 << (row - 1) for row in range(1, step + 1) if row <= layer or row % layers == layer)
     first, count = jnp.full_like(length, layer + 1), active.astype(jnp.int32)
     return Window(first, length + 1, count, jnp.full((*length.shape, 1), drafted, jnp.int32))
 

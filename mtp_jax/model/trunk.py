@@ -1,7 +1,13 @@
-"""The trunk: embedding, decoder blocks, final norm, logits. A backend carries out each stage of a block."""
+"""The trunk: embedding, decoder blocks, final norm, logits. A backend carries out each stage of a block.
+
+Both halves of a block are jitted functions of their own: a program with many layers alike traces and lowers
+each once, kernels included, and calls it for every layer.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -21,6 +27,7 @@ from mtp_jax.model.narrow import Table, rows_of
 from mtp_jax.model.params import Layer, Params
 from mtp_jax.model.parts import join
 from mtp_jax.model.sharding import constrain
+from mtp_jax.model.stack import Stack, one_of
 
 REFERENCE = Xla()
 """Carries out what nobody has chosen a backend for."""
@@ -33,13 +40,13 @@ class Traced:
     Attributes:
         hidden: after the final norm [B, T, D].
         routing: of every MoE layer, in order.
-        caches: those of the layers after the pass; none without a cache.
+        caches: those of the groups of layers after the pass; none without a cache.
         choices: what each layer looked at, of sparse attention.
     """
 
     hidden: Float[Array, "B T D"]
     routing: tuple[Routing, ...]
-    caches: tuple[LayerCache, ...]
+    caches: tuple[LayerCache | Stack[LayerCache], ...]
     choices: tuple[Choice, ...] = ()
 
 
@@ -62,6 +69,7 @@ def block(
     return x, cache, routing, choice
 
 
+@partial(jax.jit, static_argnames=("cfg", "on"))
 def attended(
     p: Layer,
     cfg: ModelConfig,
@@ -81,6 +89,7 @@ def attended(
     return x, cache, choice
 
 
+@partial(jax.jit, static_argnames=("cfg", "on"))
 def fed(p: Layer, cfg: ModelConfig, x: Stream, views: Views, on: Backend) -> tuple[Stream, Routing | None]:
     """The second half of a block. Returns (x, routing of an MoE block)."""
     counts = join([v.written >= 0 for v in views], on.mesh) if views else None
@@ -98,39 +107,72 @@ def run(
     cfg: ModelConfig,
     tokens: Int[Array, "B W"],
     positions: Int[Array, "B W"],
-    caches: tuple[LayerCache, ...] | None,
+    caches: tuple[Any, ...] | None,
     views: Views,
     on: Backend,
 ) -> Traced:
     """The trunk over rows of tokens, reading and extending the cache.
 
-    views: of each part (see ``parts``) that the rows consist of. Without a cache there are none, and every
-    token sees those before it.
+    caches: one for each group of ``params.layers``, a stack for a stack. views: of each part (see ``parts``)
+    that the rows consist of. Without a cache there are none, and every token sees those before it.
     """
     x, angles = embed(params.embed, tokens, on.mesh), rope_angles(cfg, positions)
     batches = micro_batches.count(len(tokens), len(views), on)
     xs, rest = (micro_batches.cut(a, batches, on) for a in (x, (angles, views)))
-    kept, routings = [], []
+    kept, routings, first = [], [], 0
     choices: list[list[Choice]] = [[() for _ in xs]]
-    for i, layer in enumerate(params.layers):
-        with jax.named_scope(f"layer_{i}"):
-            mine, before, routed, chosen = caches[i] if caches else None, None, [], []
+    for group, layers in enumerate(params.layers):
+        mine: Any = caches[group] if caches else None
+        before, routed, chosen = None, [], []
+        if isinstance(layers, Stack):
+            with jax.named_scope(f"layers_{first}_to_{first + len(layers) - 1}"):
+                xs[0], mine, found = _looped(layers, cfg, xs[0], angles, mine, views, on)
+            kept, routings, first = [*kept, mine], [*routings, *found], first + len(layers)
+            continue
+        with jax.named_scope(f"layer_{first}"):
             for b, (angles, views) in enumerate(rest):
                 # What a layer with an indexer chooses, those behind it without one look at as well.
-                given = () if cfg.indexes(i) else choices[-1][b]
+                given = () if cfg.indexes(first) else choices[-1][b]
                 x = micro_batches.after(xs[b], before)
-                xs[b], mine, choice = attended(layer, cfg, x, angles, mine, views, on, given)
+                xs[b], mine, choice = attended(layers, cfg, x, angles, mine, views, on, given)
                 before, chosen = xs[b], [*chosen, choice]
             for b, (_, views) in enumerate(rest):
                 x = micro_batches.after(xs[b], routed[-1].ids if routed and routed[-1] else None)
-                xs[b], routing = fed(layer, cfg, x, views, on)
+                xs[b], routing = fed(layers, cfg, x, views, on)
                 routed.append(routing)
         choices.append(chosen)
+        first += 1
         kept += [] if mine is None else [mine]
         routings += [] if routed[0] is None else [_of_all(routed, on)]
     hidden = micro_batches.joined([on.finish(x, params.norm, cfg.rms_norm_eps) for x in xs], on)
     looked = [micro_batches.joined(chosen, on) for chosen in choices[1:]]
     return Traced(hidden, tuple(routings), tuple(kept), tuple(looked))
+
+
+def _looped(
+    layers: Stack[Layer],
+    cfg: ModelConfig,
+    x: Stream,
+    angles: Float[Array, "B W 2 r"],
+    cache: Stack[LayerCache],
+    views: Views,
+    on: Backend,
+) -> tuple[Stream, Stack[LayerCache], list[Routing]]:
+    """Layers alike, one after the other. The caches of all are one, of which each layer has its pages."""
+    pages = jax.tree.leaves(cache)[0].shape[1]
+
+    def one(carry: tuple[Stream, LayerCache], i: Int[Array, ""]) -> tuple[Any, Routing | None]:
+        p = one_of(layers, i)
+        own = tuple(replace(v, page_table=v.page_table + i * pages) for v in views)
+        x, mine, _ = attended(p, cfg, carry[0], angles, carry[1], own, on, ())
+        x, routing = fed(p, cfg, x, own, on)
+        return (x, mine), routing
+
+    flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), cache.tree)
+    (x, flat), routing = jax.lax.scan(one, (x, flat), jnp.arange(len(layers)))
+    cache = Stack(jax.tree.map(lambda a: a.reshape(-1, pages, *a.shape[1:]), flat))
+    numbers = () if routing is None else range(len(layers))
+    return x, cache, [jax.tree.map(itemgetter(i), routing) for i in numbers]
 
 
 def _of_all(routed: Sequence[Routing | None], on: Backend) -> Routing:

@@ -67,7 +67,14 @@ def start(
             engine.step()
 
     another = [engine.make_request(p, short) for p in prompts[decoding:][:1]]
-    keys = keys_for(engine.config, [*running, *another], engine.shards, slots=0, pages=engine.pages)
+    keys = keys_for(
+        engine.config,
+        [*running, *another],
+        engine.shards,
+        slots=0,
+        pages=engine.pages,
+        any_depth=engine.runner.any_depth,
+    )
     if engine.shards == 1 and decoding:  # prompts go through further slots
         most = slot_bucket(engine.config, decoding)
         keys = [replace(k, slots=min(k.slots, most)) for k in keys if isinstance(k, StepKey)]

@@ -116,7 +116,9 @@ def test_committed_length(cfg, params):
 def next_drafts(params: Params, state: State, depth: int = 3) -> jax.Array:
     """NextN logits [B, K, V] of the drafts that the next step would make."""
     on, s = XlaCpu(experts="dense"), state.slots.replace(depth=jnp.full_like(state.slots.depth, depth))
-    drafts, _ = NextN(TINY).propose(params, state.drafter, s, s.page_table, depth, DraftSampler(), on)
+    drafts, _ = NextN(TINY).propose(
+        params, state.drafter, s, s.page_table, depth, depth, DraftSampler(logits=True), on
+    )
     assert drafts.logits is not None
     return drafts.logits
 

@@ -57,6 +57,7 @@ class Device:
         self.random = random.Random(seed)
         self.stop, self.keep = stop, keep
         self.layout: ExpertLayout | None = None
+        self.any_depth = False
         self.shards, self.size, self.pages = shards, config.page_size, config.pages_per_shard(shards)
         self.flush: Flush | None = None
         self.rows: dict[int, SimpleNamespace] = {}

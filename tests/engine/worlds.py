@@ -15,7 +15,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from statistics import mean, median
 from typing import Protocol
@@ -40,6 +40,11 @@ class Key:
     slots: int
     depth: int
     chunk: int = 0
+
+    @property
+    def bucket(self) -> "Key":
+        """The same work, whatever its number of drafts."""
+        return replace(self, depth=0)
 
 
 class Controller(Protocol):

@@ -14,6 +14,7 @@ them in one pass: step by step they were most of what a NextN layer costs where 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from mtp_jax.model import nextn
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.cache import LayerCache, PagedView, empty_cache
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.indexer import Choice
 from mtp_jax.model.params import Params, type_of
 
 # Steps without drafts whose NextN entries one pass writes: a launch is paid for once in so many steps.
@@ -88,10 +90,11 @@ class NextN:
         s: Slots,
         table: Int[Array, "B n"],
         depth: int,
+        wanted: Int[Array, ""] | int,
         sampler: DraftSampler,
         on: Backend,
     ) -> tuple[Drafts, DrafterState]:
-        """``depth`` drafts of every slot; layers are reused, step modulo layers.
+        """``wanted`` drafts of every slot; layers are reused, step modulo layers.
 
         A layer merges what the one before it made of the same rows. So of several layers each but the last
         runs on the rows of the newest token and of all drafts so far: it sees what a text would show it.
@@ -100,45 +103,18 @@ class NextN:
         length, garbage once the step is over. A slot that verifies fewer drafts is idle in the later passes:
         what they draft for it means nothing.
         """
-        cfg, pending = self.cfg, own.slots.pending
-        cache, layers = list(own.pages.cache), len(own.pages.cache)
-        z = pending[:, :1]
-        share, choice = cfg.indexer is not None and cfg.indexer.share_drafts, ()
-        tokens, raw, probs = [], [], []
-        for k in range(depth):
-            layer, ids = k % layers, jnp.stack([s.newest, *tokens], axis=1)
-            positions = s.length[:, None] + jnp.arange(k + 1)
-            drafting = s.active & (k < s.depth)
-            written = jnp.where(drafting[:, None], positions, -1)
-            if 0 < k < layers:  # its entries of the newest token and of every draft
-                z = jnp.concatenate([pending[:, k : k + 1], z], axis=1)
-                if k == min(layers, depth) - 1:  # no layer behind it needs what becomes of the first ones
-                    first, before, rows = ids[:, :k], z[:, :k], written[:, :k]
-                    cache[k] = nextn.write_cache(params, cfg, k, first, before, rows, cache[k], table, on)
-                    z = z[:, k:]
-            else:
-                z = z[:, -1:]
-            ids, positions, written = (t[:, -z.shape[1] :] for t in (ids, positions, written))
-            if z.shape[1] > 1:
-                view = PagedView(table, nextn.existing(layer, written), nextn.seen(layer, written))
-            else:
-                # Where drafts share what the first one chose, they do not see each other.
-                step = 0 if share else k
-                view = PagedView(table, written, nextn.seen_by_draft(step, layers, s.length, drafting))
-            z, cache[layer], found = nextn.run(
-                params, cfg, layer, ids, z, positions, cache[layer], (view,), on, choice
-            )
-            choice = found if share else ()
-            with jax.named_scope("draft_sample"):
-                raw.append(nextn.logits(params, layer, z[:, -1], on))
-            token, q = sampler.draw(raw[-1], s, jnp.stack([s.newest, *tokens], axis=1))
-            tokens.append(token)
-            probs.append(q)
-        distributions = None if sampler.drafting is None else jnp.stack(probs, axis=1)
-        count = jnp.full_like(s.length, depth)
+        layers = len(own.pages.cache)
+        passes = _Passes(self.cfg, params, s, table, sampler, on, own.slots.pending, depth)
+        made = passes.start(own.pages.cache)
+        # Several layers, and a choice that the first pass makes for all, differ from pass to pass.
+        unlike = depth if layers > 1 else min(int(passes.share), depth)
+        for k in range(unlike):
+            made = passes.draft(k, made)
+        made = on.repeated(unlike, depth, wanted, passes.draft, made)
+        count = jnp.full_like(s.length, wanted)
         source = jnp.full_like(count, Source.NEXTN)
-        drafts = Drafts(jnp.stack(tokens, axis=1), count, source, jnp.stack(raw, axis=1), distributions)
-        return drafts, own.replace(pages=own.pages.replace(cache=tuple(cache)))
+        drafts = Drafts(made.tokens[:, 1:], count, source, made.logits, made.probs)
+        return drafts, own.replace(pages=own.pages.replace(cache=made.cache))
 
     def observe(
         self,
@@ -205,6 +181,91 @@ class NextN:
         boundary = on.write(pages.boundary, stacked.reshape(*seen.tokens.shape, -1), table, full)
         pending = _pending(stacked, seen.count, slots.pending)
         return DrafterState(slots.replace(pending=pending), NextNPages(tuple(cache), boundary))
+
+
+class _Made(struct.PyTreeNode):
+    """What passes have made.
+
+    Attributes:
+        tokens: the newest token and the drafts; what no pass has drafted is 0.
+        z: outputs of the last layer that ran, of the rows that the next one merges.
+        cache: every layer's entries.
+        probs, logits: of the drafts; None where nobody asks for them.
+        choice: what sparse attention looks at.
+    """
+
+    tokens: Int[Array, "B W"]
+    z: Float[Array, "B w D"]
+    cache: tuple[LayerCache, ...]
+    probs: Float[Array, "B K V"] | None
+    logits: Float[Array, "B K V"] | None
+    choice: Choice = ()
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """The passes of one step, through one layer each; see ``NextN.propose``."""
+
+    cfg: ModelConfig
+    params: Params
+    s: Slots
+    table: Int[Array, "B n"]
+    sampler: DraftSampler
+    on: Backend
+    pending: Float[Array, "B k D"]
+    depth: int
+
+    @property
+    def share(self) -> bool:
+        """Whether drafts look at what the first one chose. They do not see each other then."""
+        return self.cfg.indexer is not None and self.cfg.indexer.share_drafts
+
+    def start(self, cache: tuple[LayerCache, ...]) -> _Made:
+        """Before the first pass."""
+        s, sampler = self.s, self.sampler
+        tokens = jnp.pad(s.newest[:, None], ((0, 0), (0, self.depth)))
+        scores = jnp.zeros((len(tokens), self.depth, self.cfg.vocab_size), jnp.float32)
+        probs, logits = (scores if wanted else None for wanted in (sampler.drafting, sampler.logits))
+        return _Made(tokens, self.pending[:, :1], cache, probs, logits)
+
+    def draft(self, k: Int[Array, ""] | int, made: _Made) -> _Made:
+        """Draft ``k``, from 0. It is an array only where all passes run one layer over one row per slot."""
+        s, cache, layers = self.s, list(made.cache), len(made.cache)
+        layer, z, first = k % layers if isinstance(k, int) else 0, made.z[:, -1:], k
+        if isinstance(k, int) and 0 < k < layers:  # over the rows of the newest token and of every draft
+            z, first = jnp.concatenate([self.pending[:, k : k + 1], made.z], axis=1), 0
+        width = z.shape[1]
+        ids = jax.lax.dynamic_slice_in_dim(made.tokens, first, width, axis=1)
+        positions = s.length[:, None] + first + jnp.arange(width)
+        drafting = s.active & (k < s.depth)
+        written = jnp.where(drafting[:, None], positions, -1)
+        if width > 1 and layer == min(layers, self.depth) - 1:
+            # No layer behind it needs what becomes of the first rows.
+            before = ids[:, :-1], z[:, :-1], written[:, :-1], cache[layer], self.table, self.on
+            cache[layer] = nextn.write_cache(self.params, self.cfg, layer, *before)
+            z, ids, positions, written = (t[:, -1:] for t in (z, ids, positions, written))
+        if z.shape[1] > 1:
+            view = PagedView(self.table, nextn.existing(layer, written), nextn.seen(layer, written))
+        else:
+            step = 0 if self.share else k
+            view = PagedView(self.table, written, nextn.seen_by_draft(step, layers, s.length, drafting))
+        given = ids, z, positions, cache[layer], (view,), self.on, made.choice
+        z, cache[layer], found = nextn.run(self.params, self.cfg, layer, *given)
+        with jax.named_scope("draft_sample"):
+            logits = nextn.logits(self.params, layer, z[:, -1], self.on)
+        token, q = self.sampler.draw(logits, s, made.tokens, k)
+
+        def put(a: Any, new: Any, at: Any) -> Any:
+            return a if a is None else jax.lax.dynamic_update_slice_in_dim(a, new[:, None], at, axis=1)
+
+        return _Made(
+            put(made.tokens, token, k + 1),
+            z.astype(made.z.dtype),
+            tuple(cache),
+            put(made.probs, q, k),
+            put(made.logits, logits, k),
+            found if self.share else (),
+        )
 
 
 def _pending(

@@ -36,6 +36,7 @@ class Nothing:
         s: Slots,
         table: Int[Array, "B n"],
         depth: int,
+        wanted: Int[Array, ""] | int,
         sampler: DraftSampler,
         on: Backend,
     ) -> tuple[Drafts, DrafterState]:

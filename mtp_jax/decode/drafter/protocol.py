@@ -83,10 +83,11 @@ class Drafter(Protocol):
         s: Slots,
         table: Int[Array, "B n"],
         depth: int,
+        wanted: Int[Array, ""] | int,
         sampler: DraftSampler,
         on: Backend,
     ) -> tuple[Drafts, DrafterState]:
-        """At most ``depth`` > 0 drafts per slot, after its newest token."""
+        """At most ``wanted`` drafts per slot, after its newest token; there is room for ``depth`` > 0."""
         ...
 
     def observe(

@@ -31,26 +31,28 @@ class DraftSampler(struct.PyTreeNode):
             ``restrict``).
         drafting: None for steps in which every row is greedy.
         coupled: draw with the numbers that ``verify.coupled`` draws the target's tokens with.
+        logits: whether the logits behind the drafts are handed on.
     """
 
     allowed: UInt32[Array, "B W words"] | None = None
     drafting: Drafting | None = struct.field(pytree_node=False, default=None)
     coupled: bool = struct.field(pytree_node=False, default=False)
+    logits: bool = struct.field(pytree_node=False, default=False)
 
     @jax.named_scope("draft_sample")
     def draw(
-        self, logits: Float[Array, "B V"], s: Slots, window: Int[Array, "B w"]
+        self, logits: Float[Array, "B V"], s: Slots, window: Int[Array, "B W"], k: Int[Array, ""] | int
     ) -> tuple[Int[Array, " B"], Float[Array, "B V"] | None]:
-        """The next draft of every slot. window: the newest token and the drafts so far.
+        """Draft k of every slot, from 0. window: the newest token and the drafts; those from k on count not.
 
         Returns (tokens, the distribution they come from). That is None in greedy steps, a point mass where
         drafting is greedy, and means nothing where no row samples (``draws``).
         """
-        k = window.shape[1] - 1
-        here = None if self.allowed is None else self.allowed[:, k : k + 1]
+        here = None if self.allowed is None else jax.lax.dynamic_slice_in_dim(self.allowed, k, 1, axis=1)
         if self.drafting is None:
             return argmax(restrict(logits[:, None], here))[:, 0], None
-        generated, counts = (s.generated + k)[:, None], window_counts(s.sampling.counts, window)[:, -1:]
+        counts = window_counts(s.sampling.counts, window, jnp.asarray(k, jnp.int32)[None])
+        generated = (s.generated + k)[:, None]
         adjusted = adjust(logits[:, None], s.sampling, counts, generated, here)
         if self.drafting == "greedy":
             return likeliest(adjusted)[:, 0], point_mass(adjusted)[:, 0]

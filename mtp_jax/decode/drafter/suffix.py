@@ -77,18 +77,19 @@ class Suffix:
         s: Slots,
         table: Int[Array, "B n"],
         depth: int,
+        wanted: Int[Array, ""] | int,
         sampler: DraftSampler,
         on: Backend,
     ) -> tuple[Drafts, DrafterState]:
         """The other's drafts, replaced as a whole where a match proposes others that grammars allow."""
-        drafts, after = self.other.propose(params, _others(own), s, table, depth, sampler, on)
+        drafts, after = self.other.propose(params, _others(own), s, table, depth, wanted, sampler, on)
         with jax.named_scope("suffix"):
             tokens = _read(own.pages.tokens, table, on.mesh)
             tokens = jnp.where(jnp.arange(tokens.shape[1]) == s.length[:, None], s.newest[:, None], tokens)
             end, matched = longest_match(tokens, s.length)
             found = continuation(tokens, s.length, end, depth)
             use = s.suffix & s.active & (matched >= self.shortest) & permits(sampler.allowed, found)
-            drafts = _replaced(drafts, use, found)
+            drafts = _replaced(drafts, use, found, wanted)
         return drafts, _with_others(own, after)
 
     def observe(
@@ -166,15 +167,17 @@ def continuation(
     return jnp.take_along_axis(tokens, jnp.minimum(index, tokens.shape[1] - 1), axis=1)
 
 
-def _replaced(drafts: Drafts, use: Bool[Array, " B"], tokens: Int[Array, "B K"]) -> Drafts:
-    """``drafts`` with the rows in which ``use`` is set replaced by point masses at ``tokens``."""
+def _replaced(
+    drafts: Drafts, use: Bool[Array, " B"], tokens: Int[Array, "B K"], count: Int[Array, ""] | int
+) -> Drafts:
+    """``drafts`` with the rows in which ``use`` is set replaced by ``count`` point masses at ``tokens``."""
     probs = drafts.probs
     if probs is not None:
         one_hot = jax.nn.one_hot(tokens, probs.shape[-1], dtype=probs.dtype)
         probs = jnp.where(use[:, None, None], one_hot, probs)
     return drafts.replace(
         tokens=jnp.where(use[:, None], tokens, drafts.tokens),
-        count=jnp.where(use, tokens.shape[1], drafts.count),
+        count=jnp.where(use, count, drafts.count),
         source=jnp.where(use, Source.SUFFIX, drafts.source),
         probs=probs,
     )

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from mtp_jax.model.backend import cpu_lanes
 from mtp_jax.model.backend.cpu_lanes import CACHE_BYTES, SLICES, multiply, sum_lanes
 from mtp_jax.model.moe import Routing, Weight
-from mtp_jax.model.narrow import nbytes
+from mtp_jax.model.narrow import flat, nbytes
 
 # ``by_pair`` wins up to so many pairs per expert: of experts that fit a core's cache, or of larger.
 _PAIRS_CACHED, _PAIRS = 16, 4
@@ -23,7 +23,8 @@ def by_pair(gate_up: Weight, down: Weight, x: Float[Array, "T D"], r: Routing) -
     """
     (rows, k), experts = r.ids.shape, down.shape[0]
     inside = (r.ids >= 0) & (r.ids < experts)
-    ids = jnp.where(inside, r.ids, 0)
+    (gate_up, first), (down, _) = flat(gate_up), flat(down)
+    ids = first + jnp.where(inside, r.ids, 0)
     chosen, row = ids.reshape(rows * k), jnp.arange(rows * k) // k
     # Pairs of one expert follow each other: after the first its weights come from a cache.
     order = jnp.argsort(chosen, stable=True) if rows > 1 else jnp.arange(k)

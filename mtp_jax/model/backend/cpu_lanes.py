@@ -14,7 +14,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from mtp_jax.model.hf_quantization import FP8_BLOCK
-from mtp_jax.model.narrow import E4M3_UNIT, Bf16, Fp8, Narrow, bf16_of_bits, e4m3_of_bits
+from mtp_jax.model.narrow import (
+    E4M3_UNIT,
+    Bf16,
+    Fp8,
+    InStack,
+    Narrow,
+    bf16_of_bits,
+    e4m3_of_bits,
+    readable,
+)
 
 # A slice has as many float32 as a vector register, or more where that would give too many slices.
 _LANES, SLICES = 16, 64
@@ -31,10 +40,10 @@ Pick = Callable[[jax.Array], jax.Array]
 
 def takes(w: Any) -> bool:
     """Whether these loops can read a weight."""
-    return not isinstance(w, Narrow) or (isinstance(w, Bf16 | Fp8) and w.bits is not None)
+    return not isinstance(w, Narrow) or readable(w)
 
 
-def product(x: Float[Array, "T i"], w: Bf16 | Fp8) -> Float[Array, "T O"]:
+def product(x: Float[Array, "T i"], w: Narrow) -> Float[Array, "T O"]:
     """``x @ w.T`` in float32, w seen as a matrix [O, i]: for few rows.
 
     Each row reads the weights again, after the first one from a cache.
@@ -55,12 +64,12 @@ def multiply(w: Weight, pick: Pick, x: Float[Array, "*b i"], slices: int = SLICE
     pick: of an array [*o, n] with a weight's leading dimensions those that are multiplied, in a shape that
     fits x. slices: about as many slices as there are at most.
     """
-    values, widen, scale_of = _read(w)
-    inputs = values.shape[-1]
+    numbers, widen, scale_of = _read(w)
+    inputs = w.shape[-1]
     parts = _slices(inputs, math.gcd(inputs, FP8_BLOCK) if scale_of else inputs, slices)
 
     def added(parts: list[slice]) -> jax.Array:
-        terms = (widen(pick(values[..., part])) * x[..., part] for part in parts)
+        terms = (widen(pick(numbers(part))) * x[..., part] for part in parts)
         return reduce(jnp.add, terms)
 
     if scale_of is None:
@@ -75,23 +84,35 @@ def sum_lanes(x: Float[Array, "*b l"]) -> Float[Array, "*b"]:
     return jax.lax.optimization_barrier(x) @ jnp.ones(x.shape[-1], x.dtype)
 
 
-def _read(w: Weight) -> tuple[jax.Array, Pick, Callable[[int], jax.Array] | None]:
-    """A weight's numbers, what makes them float32, and the scales [*o, 1] of a block of inputs, or None."""
-    if isinstance(w, Bf16):
-        return w.bits, bf16_of_bits, None
-    if isinstance(w, Fp8):
-        return w.bits, e4m3_of_bits, lambda b: _scales(w, b)
-    assert not isinstance(w, Narrow), f"no loop reads {type(w).__name__}"
-    return w, lambda values: values.astype(jnp.float32), None
+def _read(w: Weight) -> tuple[Callable[[slice], jax.Array], Pick, Callable[[int], jax.Array] | None]:
+    """A weight's numbers for a slice of inputs, what makes them float32, and the scales [*o, 1] of a block.
+
+    There are no scales but of FP8. Of a weight in a stack the slice is taken first and the weight then: XLA
+    would copy the weight otherwise.
+    """
+    own, at = (w.stack, (w.at,)) if isinstance(w, InStack) else (w, ())
+
+    def pick(a: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(a, at[0], keepdims=False) if at else a
+
+    if isinstance(own, Bf16):
+        return lambda part: pick(own.bits[..., part]), bf16_of_bits, None
+    if isinstance(own, Fp8):
+        return (
+            lambda part: pick(own.bits[..., part]),
+            e4m3_of_bits,
+            lambda block: _spread(pick(own.scale[..., block]), w.shape),
+        )
+    assert not isinstance(own, Narrow), f"no loop reads {type(own).__name__}"
+    return lambda part: own[..., part], lambda values: values.astype(jnp.float32), None
 
 
-def _scales(w: Fp8, block: int) -> Float[Array, "*o one"]:
-    """The scale of each output, of a block of inputs, of what ``e4m3_of_bits`` gives."""
-    of_blocks = w.scale[..., block] * E4M3_UNIT
-    stacked = math.prod(w.scale.shape[:-2])
-    outputs = math.prod(w.shape[:-1]) // stacked
-    spread = jnp.repeat(of_blocks, FP8_BLOCK, axis=-1)[..., :outputs]
-    return spread.reshape(*w.shape[:-1], 1)
+def _spread(scale: Float[Array, "*b"], shape: tuple[int, ...]) -> Float[Array, "*o one"]:
+    """The scale of each output, from those of blocks, of what ``e4m3_of_bits`` gives."""
+    stacked = math.prod(scale.shape[:-1])
+    outputs = math.prod(shape[:-1]) // stacked
+    spread = jnp.repeat(scale * E4M3_UNIT, FP8_BLOCK, axis=-1)[..., :outputs]
+    return spread.reshape(*shape[:-1], 1)
 
 
 def _slices(inputs: int, unit: int, most: int) -> list[slice]:

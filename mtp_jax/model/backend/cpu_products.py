@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from mtp_jax.model.backend import cpu_lanes
 from mtp_jax.model.backend.cpu_lanes import CACHE_BYTES
 from mtp_jax.model.hf_quantization import FP8_BLOCK
-from mtp_jax.model.narrow import Bf16, Fp8, nbytes
+from mtp_jax.model.narrow import Bf16, Fp8, InStack, expand, index, nbytes
 
 # Above this many rows ``x @ w.T`` is the faster way in float32; bfloat16 takes so many at least.
 _FEW_ROWS, _LEAST_ROWS = 64, 8
@@ -37,7 +37,7 @@ def of_arrays(x: Float[Array, "T i"], w: Float[Array, "o i"]) -> Float[Array, "T
     return jax.lax.optimization_barrier(_dot(w, x))[:, :rows].T
 
 
-def of_narrow(x: Float[Array, "T i"], w: Bf16 | Fp8, matrices: bool) -> Float[Array, "T O"]:
+def of_narrow(x: Float[Array, "T i"], w: Bf16 | Fp8 | InStack, matrices: bool) -> Float[Array, "T O"]:
     """Rows in float32 with a weight as it lies in memory, seen as a matrix [O, i].
 
     matrices: whether the processor has matrix instructions for bfloat16. They multiply everything but one row
@@ -77,22 +77,22 @@ def _upper_half(x: Float[Array, "T i"]) -> Float[Array, "T i"]:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _in_blocks(x: Float[Array, "T i"], w: Bf16 | Fp8) -> Float[Array, "T O"]:
+def _in_blocks(x: Float[Array, "T i"], w: Bf16 | Fp8 | InStack) -> Float[Array, "T O"]:
     """Widens a block of outputs at a time, which the product then reads from a core's cache."""
     outputs, inputs = math.prod(w.shape[:-1]), w.shape[-1]
     block = math.gcd(outputs, max(FP8_BLOCK, 1 << (_BLOCK // inputs).bit_length() >> 1))
-    if isinstance(w, Bf16):
-        blocks = w.reshape(-1, block, inputs)
-    elif outputs // math.prod(w.scale.shape[:-2]) % FP8_BLOCK:
-        return of_arrays(x, w.expand(x.dtype).reshape(outputs, inputs))
-    else:
-        each = block // FP8_BLOCK
-        scale = w.scale.reshape(-1, each, w.scale.shape[-1])
-        blocks = replace(w.reshape(-1, block, inputs), scale=scale)
+    own = w.stack if isinstance(w, InStack) else w
+    lead = own.shape[: len(own.shape) - len(w.shape)]
+    blocks = own.reshape(*lead, -1, block, inputs)
+    if isinstance(own, Fp8):
+        if outputs // math.prod(own.scale.shape[len(lead) : -2]) % FP8_BLOCK:
+            return of_arrays(x, w.expand(x.dtype).reshape(outputs, inputs))
+        scale = own.scale.reshape(*lead, -1, block // FP8_BLOCK, own.scale.shape[-1])
+        blocks = replace(blocks, scale=scale)
+    blocks = replace(w, stack=blocks) if isinstance(w, InStack) else blocks
 
     def one(i: jax.Array, out: jax.Array) -> jax.Array:
-        own = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), blocks)
-        widened = jax.lax.optimization_barrier(own.expand(jnp.float32))
+        widened = jax.lax.optimization_barrier(expand(index(blocks, i), jnp.float32))
         return jax.lax.dynamic_update_slice_in_dim(out, of_arrays(x, widened), i * block, axis=1)
 
     empty = jnp.zeros((len(x), outputs), jnp.float32)

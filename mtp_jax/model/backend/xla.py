@@ -1,5 +1,7 @@
 """Every stage in plain XLA, as the papers write it."""
 
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,9 +31,10 @@ from mtp_jax.model.indexer import Choice, IndexQueries
 from mtp_jax.model.layers import rms_norm
 from mtp_jax.model.mla import Form, Queries
 from mtp_jax.model.narrow import Bf16, Table
-from mtp_jax.model.params import Attention, Grouped, Layer
+from mtp_jax.model.params import Attention, Grouped, Layer, Params
 from mtp_jax.model.parts import join, split_tree
 from mtp_jax.model.sharding import constrain, partition, sharded, ways
+from mtp_jax.model.stack import parts, stacked
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,21 @@ class Xla(XlaExperts):
             choices.append(chosen)
         return join(contexts, self.mesh), cache, tuple(choices)
 
+    def repeated(
+        self,
+        first: int,
+        last: int,
+        wanted: Int[Array, ""] | int,
+        one: Callable[[Any, Any], Any],
+        carry: Any,
+    ) -> Any:
+        """``one(i, carry)`` for i from ``first`` to ``last - 1``; from ``wanted`` on it means nothing."""
+        if self.loops and first < last:
+            return jax.lax.fori_loop(first, wanted, one, carry)
+        for i in range(first, last):
+            carry = one(i, carry)
+        return carry
+
     def after_attention(
         self, p: Layer, cfg: ModelConfig, x: Stream, context: Float[Array, "B W N v"], views: Views
     ) -> Stream:
@@ -124,6 +142,27 @@ class Xla(XlaExperts):
         """Logits in float32, from rows in the table's dtype."""
         rows = hidden.astype(jnp.float32 if isinstance(table, Bf16) else table.dtype)
         return self.product(rows, table, jnp.float32)
+
+    def arranged(self, layers: Sequence[Layer]) -> list[list[Layer]]:
+        """The layers in groups, each of which a program runs in a loop if it has more than one."""
+        return [[layer] for layer in layers]
+
+    def laid_out(self, params: Params) -> Params:
+        """Parameters on their devices in memory as programs read them best, still layer by layer.
+
+        If nothing else holds them, only one weight is in memory twice at a time.
+        """
+        groups = self.arranged(params.layers)
+        if len(groups) == len(params.layers):
+            return params
+        params = replace(params, layers=())
+        layers = (parts(stacked(own, consume=True)) if len(own) > 1 else own for own in groups)
+        return replace(params, layers=tuple(itertools.chain.from_iterable(layers)))
+
+    @property
+    def loops(self) -> bool:
+        """Whether passes alike are a loop, as long as wanted, or unrolled: graphs of launches have none."""
+        return False
 
     @property
     def head_parts(self) -> int:

@@ -1,5 +1,6 @@
 """What XLA on a CPU does slowly as the papers write it, in forms that it does fast (docs/architecture.md)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,15 @@ from mtp_jax.model.cache import LayerCache, PagedView, Tree, places
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.mla import Form, Queries
 from mtp_jax.model.moe import Routing, Weight
-from mtp_jax.model.narrow import Bf16, Fp8, Narrow, expand
+from mtp_jax.model.narrow import Narrow, expand, readable
+from mtp_jax.model.params import Layer
+from mtp_jax.model.stack import alike
+
+
+def _read_in_place(layer: Layer) -> bool:
+    attention, mlp = layer.attention, layer.mlp
+    weights = [attention.o, mlp.gate_up, mlp.down]
+    return getattr(attention, "indexer", None) is None and all(map(readable, weights))
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,7 @@ class XlaCpu(Xla):
     ) -> Float[Array, "..."]:
         """See ``cpu_products``. On a mesh narrow weights are expanded."""
         flat, shape = x.reshape(-1, x.shape[-1]), (*x.shape[:-1], *w.shape[:-1])
-        if isinstance(w, Bf16 | Fp8) and w.bits is not None and x.dtype == jnp.float32:
+        if readable(w) and x.dtype == jnp.float32:
             y = cpu_products.of_narrow(flat, w, self.matrices)
         else:
             y = cpu_products.of_arrays(flat, expand(w, x.dtype).reshape(-1, w.shape[-1]))
@@ -41,6 +50,19 @@ class XlaCpu(Xla):
     def head_parts(self) -> int:
         """All logits at once: memory is not scarce, and every part is a further pass."""
         return 1
+
+    def arranged(self, layers: Sequence[Layer]) -> list[list[Layer]]:
+        """Neighbours alike, if loops read their weights where they lie: products of arrays would copy them.
+
+        Layers with an indexer choose for others; matrix instructions take their weights apart.
+        """
+        together = self.mesh is None and not self.matrices and all(map(_read_in_place, layers))
+        return alike(layers) if together else super().arranged(layers)
+
+    @property
+    def loops(self) -> bool:
+        """A loop's kernels are compiled once."""
+        return True
 
     def prefill_form(self, cfg: ModelConfig, window: int) -> Form:
         """The one with fewer operations."""

@@ -1,0 +1,125 @@
+"""Trees alike, as one tree whose arrays have one axis more: a loop over layers reads them where they lie.
+
+Which layers are stacked, a backend decides (``Xla.arranged``); everything else sees layers one by one.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int
+
+from mtp_jax.model.narrow import InStack, index, is_narrow, readable, with_bits, without_bits
+
+Tree = TypeVar("Tree")
+# XLA on a CPU takes an array of the host for its own where it begins at a multiple of so many bytes.
+_ALIGNMENT = 64
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Stack(Generic[Tree]):
+    """n trees alike.
+
+    Attributes:
+        tree: every array with a first axis of n.
+    """
+
+    tree: Tree
+
+    def __len__(self) -> int:
+        return len(jax.tree.leaves(self.tree)[0])
+
+
+def each(groups: Iterable[Any]) -> list[tuple[Any, tuple[int, ...]]]:
+    """Trees and stacks, tree by tree: (the group's own tree, what to index its arrays with first)."""
+    found = []
+    for group in groups:
+        stack = isinstance(group, Stack)
+        found += [(group.tree, (i,)) for i in range(len(group))] if stack else [(group, ())]
+    return found
+
+
+def one_of(stack: Stack[Tree], i: Int[Array, ""]) -> Tree:
+    """Tree ``i`` of a stack. Weights that loops can read stay where they lie, arrays are looked up."""
+
+    def weight(w: Any) -> Any:
+        return InStack(w, i) if readable(w) and not isinstance(w, InStack) else index(w, i)
+
+    return jax.tree.map(weight, stack.tree, is_leaf=is_narrow)
+
+
+def alike(trees: Sequence[Any]) -> list[list[Any]]:
+    """Neighbours of the same structure, shapes and dtypes, together."""
+
+    def form(tree: Any) -> Any:
+        return jax.tree.structure(tree), [(a.shape, a.dtype) for a in jax.tree.leaves(tree)]
+
+    groups: list[list[Any]] = []
+    for tree in trees:
+        if groups and form(groups[-1][-1]) == form(tree):
+            groups[-1].append(tree)
+        else:
+            groups.append([tree])
+    return groups
+
+
+def stacked(trees: list[Tree], consume: bool = False) -> Stack[Tree]:
+    """A stack of trees on a CPU: the memory of the trees if they are ``parts`` of a stack, else a copy.
+
+    Of trees of shapes the shapes.
+
+    consume: empty the list; if nothing else holds the trees, only one weight is in memory twice at a time.
+    """
+    form = jax.tree.structure(trees[0], is_leaf=is_narrow)
+    leaves = [jax.tree.leaves(tree, is_leaf=is_narrow) for tree in trees]
+    if consume:
+        trees.clear()
+    whole = []
+    for k in range(form.num_leaves):
+        whole.append(_stacked([own[k] for own in leaves]))
+        if consume:
+            for own in leaves:
+                own[k] = None
+    return Stack(form.unflatten(whole))
+
+
+def parts(stack: Stack[Tree]) -> list[Tree]:
+    """The trees of a stack on a CPU, as parts of its memory."""
+
+    def part(w: Any, i: int) -> Any:
+        return _kept(w, jax.tree.map(lambda a: np.asarray(a)[i], without_bits(w)))
+
+    return [jax.tree.map(lambda w, i=i: part(w, i), stack.tree, is_leaf=is_narrow) for i in range(len(stack))]
+
+
+def _stacked(weights: Sequence[Any]) -> Any:
+    """A weight of every layer."""
+    if isinstance(jax.tree.leaves(weights[0])[0], jax.ShapeDtypeStruct):
+        n = len(weights)
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct((n, *a.shape), a.dtype), weights[0])
+    bare = [without_bits(w) for w in weights]
+    return _kept(weights[0], jax.tree.map(lambda *arrays: _together([*map(np.asarray, arrays)]), *bare))
+
+
+def _kept(like: Any, bare: Any) -> Any:
+    """A weight of host arrays on the device, in the same memory, and with bits if ``like`` has them."""
+    placed = jax.tree.map(lambda a: jax.device_put(a, may_alias=True), bare)
+    return placed if without_bits(like) is like else with_bits(placed)
+
+
+def _together(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Arrays of one shape as one, which begins where XLA can take it as it is."""
+    first, size = arrays[0], arrays[0].nbytes
+    if all(a.ctypes.data == first.ctypes.data + i * size for i, a in enumerate(arrays)):
+        return np.lib.stride_tricks.as_strided(
+            first, (len(arrays), *first.shape), (size, *first.strides), writeable=False
+        )
+    memory = np.empty(len(arrays) * size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    out = memory[start : start + len(arrays) * size].view(first.dtype).reshape(len(arrays), *first.shape)
+    for to, array in zip(out, arrays, strict=True):
+        np.copyto(to, array)
+    return out

@@ -1,0 +1,129 @@
+"""Layers in a stack compute what the same layers compute one by one, and take the same memory."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtp_jax.api.local import local_runner
+from mtp_jax.decode.keys import PageKey
+from mtp_jax.engine.engine import Engine
+from mtp_jax.model import stack
+from mtp_jax.model.backend import Xla, XlaCpu
+from mtp_jax.model.narrow import Bf16, is_narrow, nbytes, with_bits
+from mtp_jax.model.params import Layer, Params
+from mtp_jax.model.stack import Stack
+from tests.models import GREEDY, TINY, accepted, forget_programs, make_engine, prompts, rigged, serve
+
+# One dense layer, then three MoE layers alike.
+CFG = replace(TINY, num_hidden_layers=4)
+
+
+def narrow(layer: Layer) -> Layer:
+    """The layer as a bfloat16 checkpoint is kept on a CPU."""
+
+    def weight(w: Any) -> Any:
+        return with_bits(Bf16(jnp.asarray(w, jnp.bfloat16))) if w.ndim > 1 else w
+
+    kept = jax.tree.map(weight, layer)
+    wide = {n: getattr(layer.mlp, n) for n in ("router", "bias") if hasattr(layer.mlp, n)}
+    return replace(kept, mlp=replace(kept.mlp, **wide))
+
+
+def params() -> Params:
+    whole = rigged(CFG)
+    return replace(whole, layers=tuple(map(narrow, whole.layers)))
+
+
+def memory(tree: Any) -> set[int]:
+    """Where narrow weights lie. XLA copies small arrays that begin elsewhere than it likes."""
+    weights = [w for w in jax.tree.leaves(tree, is_leaf=is_narrow) if is_narrow(w)]
+    return {np.asarray(a).ctypes.data for a in jax.tree.leaves(weights)}
+
+
+def in_groups(engine: Engine) -> list[int]:
+    return [len(g) if isinstance(g, Stack) else 1 for g in local_runner(engine).params.layers]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, apart: bool) -> tuple[Engine, Any, Any]:
+    """An engine with layers in stacks or apart, what it answers to long and short prompts, and its pages."""
+    forget_programs()
+    with monkeypatch.context() as patch:
+        if apart:
+            patch.setattr(XlaCpu, "arranged", Xla.arranged)
+        engine = make_engine(params(), CFG, num_speculative_tokens=3, max_model_len=128)
+        requests = serve(engine, [(p, GREEDY) for p in (*prompts(3), *prompts(1, shortest=40))])
+        runner = local_runner(engine)
+        runner.compile([PageKey(2)])
+        pages = runner.read_pages(0, [1, 3]).read()
+    forget_programs()
+    return engine, [(r.output, accepted(r)) for r in requests], pages
+
+
+def test_a_stack_computes_what_its_layers_compute(monkeypatch):
+    """Tokens, acceptance and pages, those of other layouts included: a page has one form."""
+    together, said, pages = run(monkeypatch, apart=False)
+    apart, expected, wanted = run(monkeypatch, apart=True)
+    assert in_groups(together) == [1, 3]
+    assert in_groups(apart) == [1, 1, 1, 1]
+    assert said == expected
+    assert sum(sum(kept) for _, kept in said) > 20
+    assert local_runner(together).page_bytes == local_runner(apart).page_bytes
+    assert [a.shape for a in pages] == [a.shape for a in wanted]
+    for got, want in zip(pages, wanted, strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5)
+    runner = local_runner(together)
+    runner.write_pages(0, [5, 2], wanted)
+    for got, want in zip(runner.read_pages(0, [5, 2]).read(), wanted, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_layers_that_are_laid_out_are_stacked_where_they_lie():
+    given, on = params(), XlaCpu()
+    laid_out = on.laid_out(given)
+    jax.tree.map(np.testing.assert_array_equal, laid_out, given)
+    whole = stack.stacked([*laid_out.layers[1:]])
+    assert memory(whole) == memory(laid_out.layers[1])
+    assert memory(stack.parts(whole)) == memory(laid_out.layers[1:])
+    assert nbytes(whole) == nbytes(laid_out.layers[1:])
+    assert not memory(stack.stacked([*given.layers[1:]])) & memory(given.layers)
+
+
+def test_a_list_that_is_consumed_is_let_go():
+    layers = [*params().layers[1:]]
+    stack.stacked(layers, consume=True)
+    assert layers == []
+
+
+@pytest.mark.parametrize(
+    ("on", "groups"),
+    [(XlaCpu(), [1, 3]), (XlaCpu(matrices=True), [1, 1, 1, 1]), (Xla(), [1, 1, 1, 1])],
+)
+def test_only_what_is_read_in_place_is_stacked(on, groups):
+    """Products of arrays and matrix instructions would copy every weight out of its stack."""
+    assert [len(g) for g in on.arranged(params().layers)] == groups
+    assert [len(g) for g in on.arranged(rigged(CFG).layers)] == [1, 1, 1, 1]
+
+
+def test_no_weight_is_copied_out_of_its_stack(monkeypatch):
+    """No fusion of a step gives a weight of one layer, in its own width or widened."""
+    forget_programs()
+    engine = make_engine(params(), CFG, num_speculative_tokens=3)
+    serve(engine, [(p, GREEDY) for p in prompts(2)])
+    programs = local_runner(engine).programs
+    step = next(k for k in programs.keys if getattr(k, "slots", 0) and not k.tokens)
+    text = programs.program(step).as_text()
+    layer = local_runner(engine).params.layers[1].tree
+    weights = jax.tree.leaves((layer.attention.q_b, layer.attention.o, layer.mlp), is_leaf=is_narrow)
+    for w in (w for w in weights if is_narrow(w)):
+        shape = ",".join(map(str, w.shape[1:]))
+        assert f"[{len(local_runner(engine).params.layers[1])},{shape}]" in text
+        kinds = ("u16", "bf16", "f32") if shape.count(",") > 1 else ("u16", "bf16")  # rows may have its shape
+        copies = tuple(f" = {kind}[{shape}]" for kind in kinds)
+        assert not [
+            line for line in text.splitlines() if "fusion(" in line and any(c in line for c in copies)
+        ]
+    forget_programs()
