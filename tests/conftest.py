@@ -1,8 +1,9 @@
-"""Settings for every test: eight CPU devices, checked shapes, and compiled programs kept between runs."""
+"""Settings for every test: eight CPU devices, checked shapes, and programs compiled fast and kept."""
 
 import gc
 import os
 from collections.abc import Iterator
+from importlib.metadata import version
 
 import pytest
 
@@ -12,15 +13,30 @@ from tests import shapes
 # the environment, so that programs started by tests follow.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+# Tiny programs run for milliseconds and take seconds to compile: a third of them without optimisation.
+# Half of the gain is XLA's older emitter, which jaxlib 0.11 has no longer.
+COMPILE_FAST = ["--xla_backend_optimization_level=0"]
+if version("jaxlib").startswith("0.10."):
+    COMPILE_FAST.append("--xla_cpu_use_fusion_emitters=false")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--optimised", action="store_true", help="compile programs as they are for users")
+
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("optimised"):
+        given = os.environ.get("XLA_FLAGS", "").split()
+        os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*COMPILE_FAST, *given]))
     import jax
+
+    from mtp_jax.machine import program_folder
 
     shapes.install()
     # For the sharding tests. Programs on one device run as fast with eight virtual devices as with one.
     jax.config.update("jax_num_cpu_devices", 8)
     if cache := getattr(config, "cache", None):  # unless -p no:cacheprovider
-        jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("jax")))
+        jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("jax") / program_folder()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 

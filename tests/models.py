@@ -19,15 +19,16 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from mtp_jax.api.local import local_engine, local_runner
+from mtp_jax.api.local import make_runner
 from mtp_jax.decode.programs import Programs
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.validate import check_config
 from mtp_jax.model import nextn, trunk
 from mtp_jax.model.config import OF_MLA, GroupedConfig, ModelConfig
 from mtp_jax.model.params import Layer, Mlp, Moe, Params, Spec, param_specs
-from mtp_jax.model.sharding import param_sharding
+from mtp_jax.model.sharding import data_size, param_sharding
 from mtp_jax.text.grammar import Grammars
 
 # Heads, vocabulary, experts and widths divide by eight, so that every mesh of eight devices fits.
@@ -208,16 +209,18 @@ class Reference:
         return Told(ids[len(prompt) : len(prompt) + tokens], accepted, min(margins))
 
 
-@functools.cache
-def _programs(
-    cfg: ModelConfig, config: EngineConfig, mesh: Mesh | None, tree: Any, leaves: tuple[Any, ...]
-) -> Programs:
-    return local_runner(local_engine(cfg, tree.unflatten(leaves), config, mesh)).programs
+_PROGRAMS: dict[Any, Programs] = {}
+
+
+def _shared(programs: Programs, cfg: ModelConfig, suffix_drafts: bool) -> Programs:
+    """The programs of the first engine whose programs were made of the same."""
+    leaves, tree = jax.tree.flatten((programs._params, programs._state))
+    return _PROGRAMS.setdefault((cfg, suffix_drafts, programs._on, tree, tuple(leaves)), programs)
 
 
 def forget_programs() -> None:
     """Drop the compiled programs that engines share."""
-    _programs.cache_clear()
+    _PROGRAMS.clear()
 
 
 def engine_config(**config: Any) -> EngineConfig:
@@ -233,14 +236,18 @@ def make_engine(
     grammars: Grammars | None = None,
     **config: Any,
 ) -> Engine:
-    """A new engine. Engines of one shape share their compiled programs: compiling is what tests wait for."""
+    """A new engine. Engines of one shape share their compiled programs: compiling is what tests wait for.
+
+    Few pages change what the engine hands out, and not the shape of the cache: the others are never used.
+    """
     params = tiny_params(cfg) if params is None else params
-    engine = local_engine(cfg, params, engine_config(**config), mesh, grammars)
-    leaves, tree = jax.tree.flatten(params)
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding if mesh else None) for a in leaves]
-    same = replace(engine.config, seed=0, drafting="sampled", verifier="block", host_cache_gib=0.0)
-    local_runner(engine).programs = _programs(cfg, same, mesh, tree, tuple(shapes))
-    return engine
+    sizes = engine_config(**config)
+    check_config(cfg, sizes, data_size(mesh))
+    enough = replace(sizes, num_pages=None)
+    roomy = enough.pages_per_shard(data_size(mesh)) > sizes.pages_per_shard(data_size(mesh))
+    runner = make_runner(cfg, params, enough if roomy else sizes, mesh)
+    runner.programs = _shared(runner.programs, cfg, sizes.suffix_drafts)
+    return Engine(cfg, sizes, runner, grammars)
 
 
 Job = tuple[Sequence[int], SamplingParams]

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Lowest first. A module may import from its own package and from the layers before its own.
 LAYERS = (
-    ("errors", "options"),
+    ("errors", "machine", "options"),
     ("handshake",),
     ("model", "text"),
     ("checkpoint", "decode", "planning"),
@@ -52,6 +52,7 @@ WITHOUT_JAX = (
     "engine.validate",
     "errors",
     "handshake",
+    "machine",
     "hosts.channel",
     "hosts.codec",
     "hosts.ending",

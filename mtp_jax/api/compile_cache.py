@@ -10,14 +10,16 @@ import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from mtp_jax.errors import ConfigError
+from mtp_jax.machine import program_folder
 
 _LOG = logging.getLogger(__name__)
 _before: dict[str, Any] = {}
 
 
 def use_compile_cache(directory: str | Path | None) -> None:
-    """Keep programs that this process compiles from now on in ``directory``, across processes.
+    """Keep programs that this process compiles from now on below ``directory``, across processes.
 
+    Programs of another jaxlib, processor or number of cores lie in folders of their own (``program_folder``).
     JAX has one such folder in a process: that of the newest model is used by all. None: what JAX had
     before any was given.
 
@@ -30,9 +32,11 @@ def use_compile_cache(directory: str | Path | None) -> None:
         _before.clear()
         return
     path = Path(directory).expanduser()
+    programs = path / program_folder()
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        info = path.stat()
+        _must_be_ours(path)
+        programs.mkdir(mode=0o700, exist_ok=True)
     except OSError as e:
         _LOG.warning(
             "compile cache %s cannot be made (%s): programs are compiled anew in every process; name another "
@@ -42,25 +46,29 @@ def use_compile_cache(directory: str | Path | None) -> None:
         )
         use_compile_cache(None)
         return
-    if not os.access(path, os.W_OK):
+    if not os.access(programs, os.W_OK):
         _LOG.warning(
             "compile cache %s cannot be written: new programs are not kept; name another folder "
             "(--compile-cache), or none (--no-compile-cache)",
             path,
         )
-    if info.st_uid not in (os.getuid(), 0) or stat.S_IMODE(info.st_mode) & 0o022:
-        raise ConfigError(
-            f"compile cache {path} is owned by uid {info.st_uid} with mode {stat.S_IMODE(info.st_mode):o}; "
-            "it must be yours and writable by you alone (chmod 700), because its programs are executed"
-        )
     settings: dict[str, Any] = {
-        "jax_compilation_cache_dir": str(path),
+        "jax_compilation_cache_dir": str(programs),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
     if not _before:
         _before.update({name: jax.config.values[name] for name in settings})
     _update(settings)
+
+
+def _must_be_ours(path: Path) -> None:
+    info = path.stat()
+    if info.st_uid not in (os.getuid(), 0) or stat.S_IMODE(info.st_mode) & 0o022:
+        raise ConfigError(
+            f"compile cache {path} is owned by uid {info.st_uid} with mode {stat.S_IMODE(info.st_mode):o}; "
+            "it must be yours and writable by you alone (chmod 700), because its programs are executed"
+        )
 
 
 def _update(settings: dict[str, Any]) -> None:

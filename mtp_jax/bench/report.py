@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from mtp_jax.errors import ConfigError
+from mtp_jax.machine import usable_cores
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def environment() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         **{name: _version(name) for name in packages},
         "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": usable_cores(),
         "backend": jax.default_backend(),
         "device": jax.devices()[0].device_kind,
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,

@@ -4,7 +4,6 @@ A ``Compiled`` object refuses any other shape, so a recompile while serving is i
 cheapest program that can do a piece of work, so that not every bucket needs its own.
 """
 
-import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +25,7 @@ from mtp_jax.decode.result import StepResult
 from mtp_jax.decode.state import State, admit, flush, move, read_experts, read_pages, update, write_pages
 from mtp_jax.decode.step import Accept, draft_phase, step, verify_phase
 from mtp_jax.errors import ConfigError
+from mtp_jax.machine import usable_cores
 from mtp_jax.model import expert_slots
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.config import ModelConfig
@@ -117,7 +117,7 @@ class Programs:
                 if done:
                     done(count, len(missing))
 
-        pool = ThreadPoolExecutor(max_workers=workers or max(1, min(4, os.cpu_count() or 1)))
+        pool = ThreadPoolExecutor(max_workers=workers or min(4, usable_cores()))
         try:
             for future in [pool.submit(one, k) for k in missing]:
                 future.result()

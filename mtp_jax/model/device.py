@@ -1,11 +1,11 @@
 """What a program is traced for: a device, or one that is only compiled for."""
 
-import functools
 import re
-from pathlib import Path
 from typing import Any
 
 import jax
+
+from mtp_jax.machine import processor_features
 
 _HOPPER = re.compile(r"NVIDIA (H100|H200|H800|H20|GH200)\b")
 
@@ -34,13 +34,9 @@ def compiler_options(micro_batches: int = 1) -> dict[str, Any] | None:
     return None
 
 
-@functools.cache
 def multiplies_bf16() -> bool:
     """Whether this computer's processor has matrix instructions for bfloat16 (AMX), as Linux tells."""
-    try:
-        return re.search(r"\bamx_bf16\b", Path("/proc/cpuinfo").read_text()) is not None
-    except OSError:
-        return False
+    return "amx_bf16" in processor_features()
 
 
 def is_hopper() -> bool:

@@ -8,6 +8,7 @@ import pytest
 
 from mtp_jax.api.compile_cache import use_compile_cache
 from mtp_jax.errors import ConfigError
+from mtp_jax.machine import program_folder
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +24,7 @@ def test_the_last_folder_given_takes_what_is_compiled_then(tmp_path):
 
     def kept(factor: float) -> list[int]:
         jax.jit(lambda x: x * factor)(jnp.ones(3)).block_until_ready()
-        return [len(list(folder.glob("*"))) if folder.exists() else 0 for folder in (first, second)]
+        return [sum(p.is_file() for p in folder.rglob("*")) for folder in (first, second)]
 
     use_compile_cache(first)
     (some, none) = kept(1.25)
@@ -63,4 +64,5 @@ def test_compile_cache_is_created_private(tmp_path, monkeypatch):
     monkeypatch.setattr(jax.config, "update", lambda name, value: changed.update({name: value}))
     use_compile_cache(tmp_path / "new")
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
-    assert changed["jax_compilation_cache_dir"] == str(tmp_path / "new")
+    assert changed["jax_compilation_cache_dir"] == str(tmp_path / "new" / program_folder())
+    assert (tmp_path / "new" / program_folder()).stat().st_mode & 0o777 == 0o700

@@ -211,7 +211,7 @@ def test_a_stand_in_is_a_runner():
 
 def test_pages_need_a_program():
     with pytest.raises(ConfigError, match="PageKey"):
-        make_engine(num_pages=18).runner.read_pages(0, [0])
+        make_engine(num_pages=22).runner.read_pages(0, [0])
 
 
 # Round trips

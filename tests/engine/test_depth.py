@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 
+from mtp_jax.api.local import local_engine
 from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.engine.depth import DepthController, DepthPolicy, Yield, adaptive_depths
 from mtp_jax.engine.request import SamplingParams
@@ -20,7 +21,18 @@ from tests.engine.worlds import (
     mean_of,
     scores,
 )
-from tests.models import GREEDY, Reference, accepted, finish, make_engine, prompts, serve, tiny_params
+from tests.models import (
+    GREEDY,
+    TINY,
+    Reference,
+    accepted,
+    engine_config,
+    finish,
+    make_engine,
+    prompts,
+    serve,
+    tiny_params,
+)
 
 WORST, MEAN = 0.95, 1.0
 adaptive = partial(DepthController, MOST)
@@ -276,7 +288,8 @@ def test_an_engine_of_fixed_depth_knows_the_speedup_once_a_request_had_no_drafts
 
 
 def test_warm_up_measures_every_depth():
-    engine = make_engine(adaptive_depth=True)
+    # It shares no programs, so that those it has are those it prepared.
+    engine = local_engine(TINY, tiny_params(), engine_config(adaptive_depth=True))
     request = engine.make_request(prompts(1)[0], GREEDY)
     engine.prepare([request])
     steps = [k for k in engine.runner.keys if isinstance(k, StepKey) and k.slots]

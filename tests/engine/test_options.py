@@ -7,11 +7,12 @@ import pytest
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.request import Request, SamplingParams, Speculation, Status
+from mtp_jax.engine.scheduler import Scheduler
 from mtp_jax.errors import ConfigError, MtpJaxError, RequestError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.options import declared
 from tests import golden
-from tests.models import make_engine
+from tests.models import engine_config, make_engine
 
 NAN, INF = float("nan"), float("inf")
 
@@ -188,8 +189,8 @@ def test_without_max_tokens_an_answer_takes_what_the_cache_holds():
 def test_a_cache_that_no_memory_holds_is_refused():
     with pytest.raises(ConfigError, match=r"cache takes [\d,.]+ GiB, this computer has [\d,.]+; lower num"):
         make_engine(num_pages=2**22, page_size=4096)
-    with pytest.raises(ConfigError, match="num_pages = 16777216; expected an integer from 1 to 4194304"):
-        make_engine(max_model_len=2**24, page_size=1, max_num_seqs=1, num_speculative_tokens=0)
+    with pytest.raises(ConfigError, match="num_pages = 16777219; expected an integer from 1 to 4194304"):
+        Scheduler(engine_config(max_model_len=2**24, page_size=1, max_num_seqs=1), shards=1)
 
 
 def test_without_a_seed_every_start_draws_its_own():

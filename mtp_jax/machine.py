@@ -1,0 +1,36 @@
+"""The computer that this process runs on, without jax: the cores it may use and what its processor can do."""
+
+import functools
+import hashlib
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+
+def usable_cores() -> int:
+    """The cores that this process may run on: those of its affinity mask, where the system has one."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.cache
+def processor_features() -> frozenset[str]:
+    """The instruction sets of the processor as Linux names them; elsewhere its name alone."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return frozenset({platform.processor()})
+    # x86 has "flags", ARM "Features": that of the first core.
+    found = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
+    return frozenset(next(found, platform.processor()).split())
+
+
+def program_folder() -> str:
+    """The name of a folder for compiled programs that suit this process.
+
+    XLA fixes, when it compiles for a CPU, which instructions a program uses and, by the usable cores, how
+    many parts its loops have. JAX's key of a program does not hold the cores: one that is compiled on a
+    single core and loaded where there are eight runs on one.
+    """
+    features = hashlib.sha256(" ".join(sorted(processor_features())).encode()).hexdigest()[:12]
+    return f"jaxlib-{version('jaxlib')}-{platform.machine()}-{features}-cores-{usable_cores()}"
