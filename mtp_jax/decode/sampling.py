@@ -7,16 +7,17 @@ Nothing here sorts the vocabulary, leaves the device or depends on what the othe
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 from enum import IntEnum
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Key, Shaped, UInt32
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from mtp_jax.decode.host import SamplingState, TopLogprobs
+from mtp_jax.model.one_kernel import one_kernel
 
 NO_TOKEN = -1
 """The token of a row that has no distribution: its logits hold NaN or +inf, or every token is masked."""
@@ -127,6 +128,7 @@ def permits(allowed: UInt32[Array, "B W words"] | None, tokens: Int[Array, "B K"
     return (words >> (tokens % 32).astype(jnp.uint32) & 1 == 1).all(axis=1)
 
 
+@one_kernel
 @jax.named_scope("sample")
 def argmax(logits: Float[Array, "*b V"]) -> Int[Array, "*b"]:
     """The lowest id at the largest logit, int32; some id for a row of NaN.
@@ -138,6 +140,7 @@ def argmax(logits: Float[Array, "*b V"]) -> Int[Array, "*b"]:
     return jnp.min(at_top, -1)
 
 
+@one_kernel
 def all_finite(logits: Float[Array, "*b V"]) -> Bool[Array, "*b"]:
     """Whether rows hold neither NaN nor an infinity: by one sum, as only those less themselves are not 0.
 
@@ -146,16 +149,13 @@ def all_finite(logits: Float[Array, "*b V"]) -> Bool[Array, "*b"]:
     return jnp.sum(logits - logits, -1) == 0
 
 
+@one_kernel
 @jax.named_scope("sample")
 def likeliest(logits: Float[Array, "*b V"]) -> Int[Array, "*b"]:
     """``argmax``; NO_TOKEN for a row without a distribution."""
-    return jnp.where(_sound(logits), argmax(logits), NO_TOKEN)
-
-
-def _sound(logits: Float[Array, "*b V"]) -> Bool[Array, "*b"]:
-    """Whether rows have a distribution: no NaN, no +inf, and not nothing but -inf."""
-    masked = logits == -jnp.inf
-    return (jnp.sum(jnp.where(masked, 0, logits - logits), -1) == 0) & ~jnp.all(masked, -1)
+    # NaN or +inf makes the sum NaN; the largest logit is -inf where every token is masked.
+    off = jnp.sum(jnp.where(logits == -jnp.inf, 0, logits - logits), -1)
+    return jnp.where((off == 0) & (jnp.max(logits, -1) > -jnp.inf), argmax(logits), NO_TOKEN)
 
 
 def draws(s: SamplingState) -> Bool[Array, ""]:
@@ -180,51 +180,83 @@ def distribution(logits: Float[Array, "B W V"], s: SamplingState) -> Float[Array
     top_p while those hold less than top_p of the mass; so ties at the boundary are all kept, whatever their
     ids. A row that holds NaN or +inf, or nothing but -inf, comes back as NaN throughout.
     """
+    return _distribution(logits, s.temperature, s.min_p, s.top_k, s.top_p)
+
+
+@one_kernel
+def _distribution(
+    logits: Float[Array, "B W V"],
+    temperature: Float[Array, " B"],
+    min_p: Float[Array, " B"],
+    top_k: Int[Array, " B"],
+    top_p: Float[Array, " B"],
+) -> Float[Array, "B W V"]:
     top = jnp.max(logits, -1, keepdims=True)
-    sampled = (s.temperature > 0)[:, None, None]
+    sampled = (temperature > 0)[:, None, None]
     # The largest logit becomes 0 before the division: no temperature can overflow it.
-    scaled = (logits - top) / jnp.where(sampled, s.temperature[:, None, None], 1)
+    scaled = (logits - top) / jnp.where(sampled, temperature[:, None, None], 1)
     # Less than, as NaN is not: it stays, and so does the sum; a broken row must stay visibly broken.
-    weights = jnp.where(scaled < _least(scaled, s), 0, jnp.exp(scaled))
-    total = jnp.sum(weights, -1, keepdims=True)
-    greedy = lax.cond(
-        jnp.all(sampled), lambda: jnp.zeros(logits.shape[:-1], jnp.int32), lambda: argmax(logits)
+    weights = jnp.where(
+        scaled < _least(scaled, _limits(temperature, min_p, top_k, top_p)), 0, jnp.exp(scaled)
     )
+    total = jnp.sum(weights, -1, keepdims=True)
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    one_hot = (ids == greedy[..., None]).astype(logits.dtype)
+    one_hot = (ids == argmax(logits)[..., None]).astype(logits.dtype)
     return jnp.where(jnp.isnan(total), jnp.nan, jnp.where(sampled, weights / total, one_hot))
 
 
-def _least(scaled: Float[Array, "B W V"], s: SamplingState) -> Float[Array, "B W one"]:
+def _least(scaled: Float[Array, "B W V"], limits: "_Limits") -> Float[Array, "B W one"]:
     """The least logit that survives min_p, top_k and top_p; the largest logit is 0.
 
     One number per row: what is computed only if some row asks for it returns no copy of the vocabulary.
     """
-    top_k, top_p = (x[:, None, None] for x in (s.top_k, s.top_p))
-    sampled = (s.temperature > 0)[:, None, None]
 
-    def by_top_k(least: Array) -> Array:
-        limit = jnp.where(top_k > 0, top_k, scaled.shape[-1])
-        return jnp.maximum(least, _boundary(scaled, jnp.ones((), jnp.int32), limit))
-
-    def by_top_p(least: Array) -> Array:
-        weights = jnp.where(scaled >= least, jnp.exp(scaled), 0)
+    def truncated(i: Array, least: Array) -> Array:
+        """By top_k, for i = 0, or by top_p: the same search over other weights."""
+        by_count = i == 0
+        weights = jnp.where(by_count, 1, jnp.where(scaled >= least, jnp.exp(scaled), 0))
         # At least the smallest positive limit: the most likely token always stays.
-        limit = jnp.maximum(top_p * jnp.sum(weights, -1, keepdims=True), jnp.finfo(scaled.dtype).tiny)
-        return jnp.maximum(least, _boundary(scaled, weights, jnp.where(top_p < 1, limit, jnp.inf)))
+        share = jnp.maximum(limits.share * jnp.sum(weights, -1, keepdims=True), jnp.finfo(scaled.dtype).tiny)
+        limit = jnp.where(by_count, limits.count, share)
+        return jnp.maximum(least, _boundary(scaled, weights, limit))
 
-    least = jnp.broadcast_to(jnp.log(s.min_p)[:, None, None], (*scaled.shape[:-1], 1))
-    some_k, some_p = sampled & (top_k > 0), sampled & (top_p < 1)
-    # One condition more than they need, of which a step that truncates nothing tests that one alone.
-    return _if_any(some_k | some_p, lambda x: _if_any(some_p, by_top_p, _if_any(some_k, by_top_k, x)), least)
+    least = jnp.broadcast_to(limits.least, (*scaled.shape[:-1], 1))
+    return lax.fori_loop(limits.first, limits.end, truncated, least)
 
 
-def _if_any(rows: Bool[Array, "B 1 1"], transform: Callable[[Array], Array], x: Array) -> Array:
-    return lax.cond(jnp.any(rows), transform, lambda unchanged: unchanged, x)
+class _Limits(NamedTuple):
+    """What truncates the rows of a step.
+
+    Attributes:
+        least: logit that min_p asks for.
+        count: tokens that may lie above the last one that top_k keeps, plus 1; inf: any number.
+        share: of the mass, for top_p; inf: any.
+        first, end: the truncations that some row asks for: 0 is top_k, 1 is top_p.
+    """
+
+    least: Float[Array, "B 1 1"]
+    count: Float[Array, "B 1 1"]
+    share: Float[Array, "B 1 1"]
+    first: Int[Array, ""]
+    end: Int[Array, ""]
+
+
+@one_kernel
+def _limits(
+    temperature: Float[Array, " B"],
+    min_p: Float[Array, " B"],
+    top_k: Int[Array, " B"],
+    top_p: Float[Array, " B"],
+) -> _Limits:
+    by_k, by_p = (temperature > 0) & (top_k > 0), (temperature > 0) & (top_p < 1)
+    numbers = jnp.log(min_p), jnp.where(by_k, top_k, jnp.inf), jnp.where(by_p, top_p, jnp.inf)
+    least, count, share = (x.astype(jnp.float32)[:, None, None] for x in numbers)
+    first, end = jnp.where(jnp.any(by_k), 0, 1), jnp.where(jnp.any(by_p), 2, 1)
+    return _Limits(least, count, share, first, end)
 
 
 def _boundary(
-    x: Float[Array, "B W V"], weights: Shaped[Array, "..."], limit: Shaped[Array, "..."]
+    x: Float[Array, "B W V"], weights: Float[Array, "B W V"], limit: Float[Array, "B W one"]
 ) -> Float[Array, "B W one"]:
     """The smallest element of x with less than `limit` of `weights` strictly above it; -inf: every element.
 
@@ -266,6 +298,13 @@ def row_keys(
     Coupled verification does key by a token's own position: it conditions on nothing.
     """
 
+    return _row_keys(seed, position, jnp.asarray(purpose))
+
+
+@one_kernel
+def _row_keys(
+    seed: UInt32[Array, " B"], position: Int[Array, " B"], purpose: Int[Array, ""]
+) -> Key[Array, " B"]:
     def key(row_seed: Array, row_position: Array) -> Array:
         # Named, because the default can be set to a generator whose rows are not independent under vmap.
         root = jax.random.key(row_seed, impl="threefry2x32")
@@ -274,6 +313,7 @@ def row_keys(
     return jax.vmap(key)(seed, position)
 
 
+@one_kernel
 @jax.named_scope("sample")
 def sample(keys: Key[Array, " B"], probs: Float[Array, "B V"]) -> Int[Array, " B"]:
     """Draw one token per row by inverting the cumulative distribution; probs need not be normalised.
@@ -286,10 +326,25 @@ def sample(keys: Key[Array, " B"], probs: Float[Array, "B V"]) -> Int[Array, " B
     # numbers resolve smaller probabilities than one, and the vocabulary is read once.
     blocks = jnp.pad(probs, ((0, 0), (0, -vocab % width))).reshape(rows, -1, width)
     mass = jnp.sum(blocks, -1)
-    u = jax.vmap(functools.partial(jax.random.uniform, shape=(2,)))(keys)
-    block = _invert(u[:, 0], mass)
+    block, u = _first_draw(keys, mass)
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    token = block * width + _invert(u[:, 1], inside)
+    return _second_draw(u, block, mass, inside)
+
+
+@one_kernel
+def _first_draw(
+    keys: Key[Array, " B"], mass: Float[Array, "B n"]
+) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    """The block of each row, and the number that draws a token from it."""
+    u = jax.vmap(functools.partial(jax.random.uniform, shape=(2,)))(keys)
+    return _invert(u[:, 0], mass), u[:, 1]
+
+
+@one_kernel
+def _second_draw(
+    u: Float[Array, " B"], block: Int[Array, " B"], mass: Float[Array, "B n"], inside: Float[Array, "B w"]
+) -> Int[Array, " B"]:
+    token = block * inside.shape[1] + _invert(u, inside)
     return jnp.where(jnp.sum(mass, -1) > 0, token, NO_TOKEN).astype(jnp.int32)
 
 
