@@ -12,7 +12,7 @@ INPUTS := pyproject.toml constraints.txt
 GPU_COMPILE := build/gpu-compile
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow test-gpu lint format types gpu-compile bench clean
+.PHONY: demo test test-slow test-nightly test-gpu lint format types gpu-compile bench clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.runtime
@@ -27,6 +27,10 @@ test: $(VENV)/.dev
 test-slow: $(VENV)/.dev
 	@echo "==> running the slow tests"
 	@$(BIN)/python -m pytest -q -m "slow and not gpu"
+
+test-nightly: $(VENV)/.dev
+	@echo "==> running all tests, fast and slow, with programs compiled as they are for users"
+	@$(BIN)/python -m pytest -q -m "not gpu" --optimised $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
 	@echo "==> checking style"
