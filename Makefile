@@ -1,8 +1,9 @@
 # `make demo` and `make test` need make and Python 3.11 or newer with venv; everything else is installed into $(VENV).
 PYTHON ?= python3
 VENV ?= .venv
-# One process per core, four at most: each runs jax with threads of its own.
-PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist loadfile
+# One process per core, four at most: each runs jax with threads of its own. Each has its share of the files, whose
+# tests share programs; one that is done takes half of what another has left.
+PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 DEMO_PROMPT ?= class Parser:
 # Under coupled verification a seed gives the same tokens whatever is drafted.
 DEMO_SAMPLING ?= --temperature 0.8 --seed 1 --verifier coupled
