@@ -13,13 +13,13 @@ _OLD_EMITTER = version("jaxlib").startswith("0.10.")
 
 # For a program whose very bits are tested: ``jax.jit(f, compiler_options=AS_FOR_USERS)``.
 AS_FOR_USERS: dict[str, Any] = {"xla_backend_optimization_level": 3}
-_FAST = ["--xla_backend_optimization_level=0"]
+FAST = ["--xla_backend_optimization_level=0"]
 if _OLD_EMITTER:
     AS_FOR_USERS["xla_cpu_use_fusion_emitters"] = True
-    _FAST.append("--xla_cpu_use_fusion_emitters=false")
+    FAST.append("--xla_cpu_use_fusion_emitters=false")
 
 
 def compile_fast() -> None:
     """Have XLA compile fast, in this process and in those that it starts. Before jax is imported."""
     given = os.environ.get("XLA_FLAGS", "").split()
-    os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*_FAST, *given]))
+    os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*FAST, *given]))
