@@ -101,13 +101,14 @@ def test_dequantised_at_load(models, plain):
         np.testing.assert_array_equal(own, want)
 
 
-JOBS = [(p, replace(GREEDY, max_tokens=16)) for p in prompts(3, vocab=CONFIG.vocab_size)]
+TOKENS = 16
+JOBS = [(p, replace(GREEDY, max_tokens=TOKENS)) for p in prompts(3, vocab=CONFIG.vocab_size)]
 
 
 def told(plain: Loaded) -> list[Told]:
     """What the plain loop says of the same values, unpacked."""
     reference = Reference(plain.params, CONFIG)
-    return [reference.speculate(prompt, params.max_tokens, 3) for prompt, params in JOBS]
+    return [reference.speculate(prompt, TOKENS, 3) for prompt, _ in JOBS]
 
 
 def as_told(requests: list[Request], want: list[Told]) -> None:
