@@ -1,8 +1,9 @@
 # `make demo` and `make test` need make and Python 3.11 or newer with venv; everything else is installed into $(VENV).
 PYTHON ?= python3
 VENV ?= .venv
-# One process per core, four at most: each runs jax with threads of its own.
-PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist loadfile
+# One process per core, four at most: each runs jax with threads of its own. Each has its share of the files, whose
+# tests share programs; one that is done takes half of what another has left.
+PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 DEMO_PROMPT ?= class Parser:
 # Under coupled verification a seed gives the same tokens whatever is drafted.
 DEMO_SAMPLING ?= --temperature 0.8 --seed 1 --verifier coupled
@@ -12,7 +13,7 @@ INPUTS := pyproject.toml constraints.txt
 GPU_COMPILE := build/gpu-compile
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow test-gpu lint format types gpu-compile bench clean
+.PHONY: demo test test-slow test-nightly test-gpu lint format types gpu-compile bench clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.runtime
@@ -27,6 +28,10 @@ test: $(VENV)/.dev
 test-slow: $(VENV)/.dev
 	@echo "==> running the slow tests"
 	@$(BIN)/python -m pytest -q -m "slow and not gpu"
+
+test-nightly: $(VENV)/.dev
+	@echo "==> running all tests, fast and slow, with programs compiled as they are for users"
+	@$(BIN)/python -m pytest -q -m "not gpu" --optimised $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
 	@echo "==> checking style"

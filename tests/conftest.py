@@ -3,21 +3,14 @@
 import gc
 import os
 from collections.abc import Iterator
-from importlib.metadata import version
 
 import pytest
 
-from tests import shapes
+from tests import compiling, shapes
 
 # The float32 comparisons hold on the CPU; `make test-gpu` asks for a GPU. Set before jax is imported, and in
 # the environment, so that programs started by tests follow.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
-# Tiny programs run for milliseconds and take seconds to compile: a third of them without optimisation.
-# Half of the gain is XLA's older emitter, which jaxlib 0.11 has no longer.
-COMPILE_FAST = ["--xla_backend_optimization_level=0"]
-if version("jaxlib").startswith("0.10."):
-    COMPILE_FAST.append("--xla_cpu_use_fusion_emitters=false")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,8 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("optimised"):
-        given = os.environ.get("XLA_FLAGS", "").split()
-        os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*COMPILE_FAST, *given]))
+        compiling.compile_fast()
     import jax
 
     from mtp_jax.machine import program_folder

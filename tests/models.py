@@ -258,12 +258,17 @@ def prepare(engine: Engine, requests: Sequence[Request]) -> None:
     engine.prepare([*requests, *[requests[0]] * engine.config.max_num_seqs])
 
 
-def serve(engine: Engine, jobs: Sequence[Job], *, exactly: bool = False) -> list[Request]:
-    """Run these requests together to their end. exactly: compile for their number, not for a full batch."""
+def serve(
+    engine: Engine, jobs: Sequence[Job], *, exactly: bool = False, compiled: bool = False
+) -> list[Request]:
+    """Run these requests together to their end.
+
+    exactly: compile for their number, not for a full batch. compiled: what there is covers them.
+    """
     requests = [engine.make_request(prompt, params) for prompt, params in jobs]
     if exactly:
         engine.prepare(requests)
-    else:
+    elif not compiled:
         prepare(engine, requests)
     for request in requests:
         engine.submit(request)

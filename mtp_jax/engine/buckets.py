@@ -121,7 +121,9 @@ def keys_for(
     if shards == 1:
         needed = max(slots, min(len(requests), needed))
     slots = slot_bucket(config, needed)
-    sizes = [b for b in _step_slots(config, shards) if b == slots or (every_size and b < slots)]
+    # A prompt's first token comes with its chunk, but for a grammar's: who wants no more is in no window.
+    windows = any(r.max_tokens > 1 or r.constraints for r in requests)
+    sizes = [b for b in _step_slots(config, shards) if windows and (b == slots or (every_size and b < slots))]
     deepest, mode = max(r.depth for r in requests), mode_of(config, requests)
     fixed = all(r.fixed_depth for r in requests)
     depths = {deepest} if fixed else _depths(deepest, any_depth)

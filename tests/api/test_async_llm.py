@@ -31,7 +31,7 @@ PROMPTS = [[5, 9, 11], [7, 3, 2, 8, 6], [40, 41, 42, 43]]
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(RIGGED, max_num_seqs=2, max_model_len=128, page_size=16, prefill_chunk=32)
+    return LLM(RIGGED, max_num_seqs=2, max_model_len=128, page_size=16, prefill_chunk=16)
 
 
 @asynccontextmanager
@@ -266,7 +266,7 @@ def test_a_failure_of_one_text_fails_that_request_alone(llm, monkeypatch):
 
 
 def test_a_failed_engine_fails_everybody_and_says_so(caplog):
-    llm = LLM(RIGGED, max_num_seqs=2, max_model_len=128, page_size=16, prefill_chunk=32)
+    llm = LLM(RIGGED, max_num_seqs=2, max_model_len=128, page_size=16, prefill_chunk=16)
 
     async def run() -> None:
         async with AsyncLLM(llm) as allm:
@@ -287,7 +287,7 @@ def test_a_failed_engine_fails_everybody_and_says_so(caplog):
 
 
 def test_calls_that_a_failed_engine_did_not_get_to_fail(llm):
-    broken = LLM(RIGGED, max_num_seqs=2, max_model_len=128, page_size=16, prefill_chunk=32)
+    broken = LLM(RIGGED, max_num_seqs=2, max_model_len=128, page_size=16, prefill_chunk=16)
     local_runner(broken.engine).programs = local_runner(llm.engine).programs
     begun, go = threading.Event(), threading.Event()
 

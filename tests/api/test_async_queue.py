@@ -12,7 +12,7 @@ from tests.api.test_async_llm import GREEDY, PROMPTS, RIGGED, last, serving
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(RIGGED, max_num_seqs=2, max_model_len=128, page_size=16, prefill_chunk=32)
+    return LLM(RIGGED, max_num_seqs=2, max_model_len=128, page_size=16, prefill_chunk=16)
 
 
 def test_a_full_queue_refuses_before_it_tokenises(llm):

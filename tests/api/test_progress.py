@@ -16,11 +16,24 @@ class Screen(io.StringIO):
         return True
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """What the phases take for the time: seconds that a test lets pass."""
+    passed = [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: passed[0])
+    return passed
+
+
+def until(holds):
+    while not holds():
+        time.sleep(0.01)
+
+
 def without_seconds(text):
     return [line.rpartition(": ")[0] for line in text.splitlines()]
 
 
-def test_a_line_per_phase(capsys):
+def test_a_line_per_phase(capsys, clock):
     terminal = Terminal()
     with terminal.phase("read", "B") as update:
         update(10, 2_500_000)
@@ -28,7 +41,7 @@ def test_a_line_per_phase(capsys):
     with terminal.phase("place"):
         pass  # no time to speak of: no line
     with terminal.phase("allocate"):
-        time.sleep(0.6)
+        clock[0] += 0.6
     with terminal.phase("compile", "executables") as update:
         update(3, 3)
     with terminal.phase("compile", "executables"):
@@ -43,13 +56,14 @@ def test_a_line_per_phase(capsys):
     assert ready.endswith(" s: a model")
 
 
-def test_signs_of_life_while_nothing_is_reported(capsys, monkeypatch):
+def test_signs_of_life_while_nothing_is_reported(monkeypatch):
     monkeypatch.setattr(progress, "_LINE_EVERY_SECONDS", 0.05)
+    monkeypatch.setattr(sys, "stderr", said := io.StringIO())
     with Terminal().phase("compile", "executables") as update:
-        time.sleep(0.2)
+        until(lambda: "so far" in said.getvalue())
         update(1, 4)
-        time.sleep(0.2)
-    err = capsys.readouterr().err
+        until(lambda: "1 of 4" in said.getvalue())
+    err = said.getvalue()
     assert re.search(r"^compile: \d s so far$", err, re.MULTILINE)
     assert re.search(r"^compile: 1 of 4 executables, \d s so far$", err, re.MULTILINE)
 
@@ -66,9 +80,8 @@ def test_a_bar_on_a_terminal(monkeypatch):
     monkeypatch.setattr(progress, "_REDRAW_EVERY_SECONDS", 0.05)
     with Terminal().phase("read", "B") as update:
         update(500, 1000)
-        time.sleep(0.2)
+        until(lambda: "read:  50%" in screen.getvalue())
         update(1000, 1000)
-    assert "read:  50%" in screen.getvalue()
     assert screen.getvalue().splitlines()[-1].startswith("read 1.0 kB: ")
 
 

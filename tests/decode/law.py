@@ -184,6 +184,15 @@ def next_logits(
     }
 
 
+@jax.jit
+def next_law(logits: jax.Array, s: Any, counts: jax.Array, known: int, last: jax.Array | None) -> jax.Array:
+    """[N, V]: the law of the next token after histories of ``known`` tokens; none follows ``last``."""
+    adjusted = adjust(logits, s, counts, jnp.full(logits.shape[:2], known))
+    if last is not None:
+        adjusted = adjusted.at[jnp.arange(len(last)), 0, last].set(-jnp.inf)
+    return distribution(adjusted, s)[:, 0]
+
+
 @functools.cache
 def exact_law(
     option: str, grammar: bool = False, prompt: tuple[int, ...] = PLAIN.prompt, cfg: ModelConfig = CFG
@@ -201,13 +210,9 @@ def exact_law(
             prompt_mask=jnp.tile(jnp.isin(jnp.arange(V), jnp.array(prompt)), (len(histories), 1)),
             **changed,
         )
-        adjusted = adjust(
-            jnp.asarray(logits), s, jnp.asarray(counts, jnp.int32), jnp.full((len(histories), 1), n)
-        )
-        if grammar:
-            last = jnp.array([(prompt[-1], *h)[-1] for h in histories])
-            adjusted = adjusted.at[jnp.arange(len(histories)), 0, last].set(-jnp.inf)
-        rows = np.asarray(distribution(adjusted, s), np.float64)[:, 0]
+        last = jnp.array([(prompt[-1], *h)[-1] for h in histories]) if grammar else None
+        following = next_law(jnp.asarray(logits), s, jnp.asarray(counts, jnp.int32), n, last)
+        rows = np.asarray(following, np.float64)
         law *= rows.reshape((V,) * (n + 1) + (1,) * (LENGTH - n - 1))
     return law / law.sum()
 

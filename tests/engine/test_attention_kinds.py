@@ -64,14 +64,23 @@ def as_told(cfg: ModelConfig, requests: list[Request], depth: int = 3) -> None:
 
 def test_sparse_attention_is_not_dense():
     dense = replace(SPARSE, indexer=replace(INDEX, topk=64))
-    assert serve(engine_of(dense), jobs(1))[0].output != told(SPARSE, 0, 3).ids
+    assert told(dense, 0, 0).ids != told(SPARSE, 0, 3).ids
 
 
 @each_kind
-@pytest.mark.parametrize("depth", [0, pytest.param(1, marks=pytest.mark.slow), 3])
-def test_together_and_alone(cfg, depth):
-    as_told(cfg, serve(engine_of(cfg, max_num_seqs=8), jobs(depth=depth)), depth)
-    as_told(cfg, serve(engine_of(cfg, max_num_seqs=8), jobs(1, depth), exactly=True), depth)
+def test_together(cfg):
+    """With drafts and without, side by side."""
+    requests = serve(
+        engine_of(cfg), [job for pair in zip(jobs(), jobs(depth=0), strict=True) for job in pair]
+    )
+    as_told(cfg, requests[::2])
+    as_told(cfg, requests[1::2], 0)
+
+
+@each_kind
+@pytest.mark.parametrize("depth", [0, *(pytest.param(d, marks=pytest.mark.slow) for d in (1, 3))])
+def test_alone(cfg, depth):
+    as_told(cfg, serve(engine_of(cfg), jobs(1, depth), exactly=True), depth)
 
 
 @each_kind
@@ -120,8 +129,8 @@ def test_eight_devices_compute_what_one_does(cfg, data):
 
 
 def test_drafts_that_share_a_choice_change_no_token():
-    requests = serve(engine_of(SHARING), jobs())
-    plain = serve(engine_of(SHARING), jobs(depth=0))
+    engine = engine_of(SHARING)
+    requests, plain = serve(engine, jobs()), serve(engine, jobs(depth=0), compiled=True)
     assert [r.output for r in requests] == [r.output for r in plain]
     assert sum(r.speculation.accepted for r in requests) > len(requests)
 
@@ -140,7 +149,8 @@ PAIRS = 64 + 8 * 4
 def test_an_fp8_cache_holds_all_in_eight_bits(cfg, row_bytes):
     requests = serve(engine_of(cfg, kv_cache_dtype="fp8"), jobs())
     engine = engine_of(cfg, kv_cache_dtype="fp8")
-    assert [r.output for r in requests] == [serve(engine, [job])[0].output for job in jobs(depth=0)]
+    alone = [serve(engine, [job], compiled=True)[0] for job in jobs(depth=0)]
+    assert [r.output for r in requests] == [r.output for r in alone]
     assert sum(r.speculation.accepted for r in requests) > len(requests)
     state = local_runner(engine).state
     rows = engine.config.page_size * (engine.pages + 1)

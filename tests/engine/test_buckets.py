@@ -66,7 +66,7 @@ def test_mode_is_greedy_only_if_argmax_decides_for_all(wanted, drafting, logprob
 
 
 def waiting(*lengths: int) -> list[Request]:
-    requests = [Request(i, (1,) * n, SamplingParams(), 0, 1, 3, 2) for i, n in enumerate(lengths)]
+    requests = [Request(i, (1,) * n, SamplingParams(), 0, 2, 3, 2) for i, n in enumerate(lengths)]
     for r in requests:
         r.take_up()
     return requests
@@ -173,6 +173,16 @@ def test_chunks_that_requests_need(lengths, slots, shapes):
     keys = chunks_of(keys_for(CONFIG, waiting(*lengths), 1, slots=0, pages=300))
     assert {(k.tokens, k.prompts) for k in keys} == shapes
     assert {k.slots for k in keys} == {slots}
+
+
+def test_who_wants_one_token_needs_no_step():
+    """It comes with the last chunk of the prompt."""
+    several = waiting(9, 60)
+    for request in several:
+        request.max_tokens = 1
+    keys = keys_for(CONFIG, several, 1, slots=0, pages=300)
+    assert not steps_of(keys)
+    assert {(k.slots, k.tokens) for k in chunks_of(keys)} == {(0, 16), (0, 64)}
 
 
 @pytest.mark.parametrize("every_size", [False, True])

@@ -41,7 +41,7 @@ from mtp_jax.model.params import Attention, Params, Spec, param_specs, scale_spe
 from mtp_jax.model.sharding import make_mesh
 from mtp_jax.model.visible import chain
 from tests.golden import expected, model_dir
-from tests.models import GREEDY, TINY, make_engine, prompts, rigged, serve
+from tests.models import GREEDY, TINY, Reference, make_engine, prompts, rigged, serve
 
 # Every size of a weight is a multiple of what the kernels want, on two devices of `model` too.
 ALIGNED = replace(
@@ -124,13 +124,14 @@ def test_drafts_are_those_of_dequantised_weights():
     """Of rows that a prompt left and rows that drafts did."""
     (prompt,) = prompts(1, shortest=20, vocab=kept("fp8").config.vocab_size)
     sizes: dict[str, Any] = {"num_speculative_tokens": 3, "max_num_seqs": 1, "max_model_len": 64}
-    got, want = (
-        propose(make_engine(found.params, found.config, **sizes), prompt, 3)
-        for found in (kept("fp8"), load(model_dir("fp8")))
-    )
-    assert is_fp8(kept("fp8").params.nextn[0].layer.attention.kv_a)
-    np.testing.assert_array_equal(got[1], want[1])
-    np.testing.assert_allclose(got[2], want[2], atol=1e-4)
+    narrow, whole = kept("fp8"), load(model_dir("fp8"))
+    first, ids, logits = propose(make_engine(narrow.params, narrow.config, **sizes), prompt, 3)
+    reference = Reference(whole.params, whole.config)
+    assert is_fp8(narrow.params.nextn[0].layer.attention.kv_a)
+    assert first == reference.logits(prompt)[-1].argmax()
+    want, rows = reference.drafts([*prompt, first], 3)
+    assert ids.tolist() == want
+    np.testing.assert_allclose(logits, rows, atol=1e-4)
 
 
 def test_scales_follow_their_weights():

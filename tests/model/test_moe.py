@@ -14,6 +14,7 @@ from mtp_jax.model import moe
 from mtp_jax.model.backend import Xla, XlaCpu, cpu_experts
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.params import Mlp, Moe
+from tests.compiling import AS_FOR_USERS
 from tests.models import TINY
 
 E, D, WIDTH, K = 8, 16, 12, 3
@@ -30,9 +31,11 @@ ROWS = (1, 5, 200)  # 200 rows of one expert take several tiles
 
 
 @functools.cache
-def compiled(way: str):
+def compiled(way: str, as_for_users: bool = False):
+    """as_for_users: where bits count."""
     return jax.jit(
-        lambda x, ids, weights: WAYS[way](jnp.asarray(GATE_UP), jnp.asarray(DOWN), x, Routing(ids, weights))
+        lambda x, ids, weights: WAYS[way](jnp.asarray(GATE_UP), jnp.asarray(DOWN), x, Routing(ids, weights)),
+        compiler_options=AS_FOR_USERS if as_for_users else None,
     )
 
 
@@ -112,9 +115,10 @@ def test_batch_invariance(way, rows, neighbours):
 def test_by_pair_does_not_depend_on_the_number_of_rows():
     """So that a verified window has the bits of plain decoding."""
     x, ids, weights = draw(5, 5, [1, 4, 6])
-    together = run("by_pair", x, ids, weights)
+    by_pair = compiled("by_pair", as_for_users=True)
+    together = by_pair(x, ids, weights)
     for t in range(5):
-        alone = run("by_pair", x[t : t + 1], ids[t : t + 1], weights[t : t + 1])
+        alone = by_pair(x[t : t + 1], ids[t : t + 1], weights[t : t + 1])
         np.testing.assert_array_equal(alone[0], together[t])
 
 

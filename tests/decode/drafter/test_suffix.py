@@ -359,7 +359,7 @@ def test_sampled_text_depends_on_its_seed_alone(verifier):
     """Whatever shares the batch; under coupled verification whatever was drafted, too."""
     sampled: Any = {"temperature": 0.5, "max_tokens": 32, "ignore_eos": True, "suffix_drafts": True}
     jobs = [(prompt, SamplingParams(**sampled, seed=i)) for i, (prompt, _) in enumerate(copying())]
-    engine = engine_with(verifier=verifier)
+    engine = engine_with(verifier=verifier, num_speculative_tokens=3)
     together = serve(engine, jobs)
     apart = [serve(engine, [job])[0] for job in jobs]
     assert [r.output for r in together] == [r.output for r in apart]
