@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from mtp_jax.api.local import local_runner
+from mtp_jax.decode.launches import AllocateCache, ReleaseCache
 from mtp_jax.engine.engine import Engine
 from mtp_jax.errors import ConfigError, EngineStopped, RequestError
 from mtp_jax.model.narrow import is_narrow, with_bits, without_bits
@@ -78,7 +79,7 @@ class DeviceMemory:
                 continue
             if tag == "cache":
                 engine.flush_prefix_cache()
-                engine.runner.release_cache()
+                engine.runner.do(ReleaseCache())
             else:
                 if backup:
                     self._kept[tag] = jax.tree.map(np.asarray, _part(self.params, tag))
@@ -94,7 +95,7 @@ class DeviceMemory:
             )
         for tag in wanted:
             if tag == "cache":
-                engine.runner.allocate_cache()
+                engine.runner.do(AllocateCache())
                 self.released.remove(tag)
             else:
                 self._place(engine, tag, self._kept[tag])

@@ -149,7 +149,8 @@ def test_warm_draft_cache(depth, compiled, monkeypatch):
         if not runner.state.slots.active[0]:
             continue
         known = int(runner.state.slots.length[0]) + 1
-        got = np.asarray(next_drafts(runner.params, runner.flushed()))[0]
+        runner.flushed()
+        got = np.asarray(next_drafts(runner.params, runner.state))[0]
         np.testing.assert_allclose(got, reference().drafts(text[:known], 3)[1], atol=2e-4)
         checked += 1
     assert checked >= 5
