@@ -51,15 +51,16 @@ class DeviceMemory:
     def __init__(self, params: Params) -> None:
         self.params = params
         self.released: list[Tag] = []
+        self._known: list[Tag] = [tag for tag in _TAGS if tag != "draft" or params.nextn]
         self._shapes, self._sharding = shapes(params), jax.tree.map(lambda a: a.sharding, params)
         self._kept: dict[Tag, Any] = {}  # parts that are released, on the host
         self._updates = 0
 
     def tags(self, asked: Sequence[Tag] | None = None) -> list[Tag]:
         """What can be released, or what was asked of it. Raises ConfigError."""
-        known: list[Tag] = [tag for tag in _TAGS if tag != "draft" or self.params.nextn]
+        known = self._known
         if asked is None:
-            return known
+            return list(known)
         if isinstance(asked, str) or not asked or any(tag not in known for tag in asked):
             raise ConfigError(f"tags = {asked!r:.80}; expected a list of {', '.join(map(repr, known))}")
         return [tag for tag in known if tag in asked]
@@ -131,6 +132,13 @@ class DeviceMemory:
         trunk, nextn = (part, self.params.nextn) if tag == "weights" else (self.params, part)
         self.params = replace(trunk, nextn=nextn)
         local_runner(engine).params = drafting(self.params, engine.config.num_speculative_tokens)
+
+
+class NoWeights(DeviceMemory):
+    """The cache of a simulated model."""
+
+    def __init__(self) -> None:
+        self.released, self._known = [], ["cache"]
 
 
 def _placed(w: Any, where: Any) -> Any:

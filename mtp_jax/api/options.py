@@ -70,6 +70,15 @@ class LLMOptions(EngineOptions):
         unset="this process alone",
         flag=None,
     )
+    simulate: tuple[float, ...] | None = option(
+        None,
+        "say words of a hash instead of the model's, with its tokenizer and without its weights: of each "
+        "draft the probability that it is kept, given that those before it were; the last one holds for all "
+        "further drafts",
+        kind=object,
+        unset="the model",
+        flag=None,
+    )
     reporter: Reporter | None = option(
         None, "shows the phases of the start", kind=object, unset="nothing is shown", flag=None
     )

@@ -20,7 +20,7 @@ from mtp_jax.commands.options import (
     open_llm,
     reporter,
 )
-from mtp_jax.commands.parser import Subparsers
+from mtp_jax.commands.parser import Subparsers, rates
 from mtp_jax.options import declared
 from serve.access_log import set_up
 from serve.cluster.options import RayOptions
@@ -58,6 +58,15 @@ def register(subparsers: Subparsers) -> None:
         usage="%(prog)s [MODEL] [options]",
     )
     add_engine(parser, quiet="show warnings and errors alone")
+    parser.add_argument_group("instead of a model").add_argument(
+        "--simulate",
+        type=rates,
+        default=argparse.SUPPRESS,
+        metavar="RATES",
+        help="answer with words of a hash instead of the model's, with its tokenizer and chat template and "
+        "without its weights, for tests of clients and routers; RATES such as 0.85,0.7,0.5: how often each "
+        "position's draft is kept if those before it are. Every answer is marked SIMULATED",
+    )
     add_groups(parser, Settings, _SUBJECTS, "server", {"model_name": "its folder's name"})
     add_options(parser.add_argument_group("queue"), QueueLimits)
     own = [name for name in declared(HandoverOptions) if name != SECRET]
@@ -132,8 +141,9 @@ def summary(allm: "AsyncLLM", settings: "Settings", address: str) -> str:
     kept_prefixes = "kept" if c.prefix_cache else "not kept"
     if c.host_cache_gib:
         kept_prefixes += f", and up to {c.host_cache_gib:g} GiB more in the host's memory"
+    what = f"{model.num_hidden_layers} layers, {c.dtype}, {size:,} MB"
     rows = {
-        "model": f"{settings.model_name}: {model.num_hidden_layers} layers, {c.dtype}, {size:,} MB",
+        "model": f"{settings.model_name}: {'SIMULATED, no weights' if allm.llm.simulated else what}",
         "drafts": drafts,
         "cache": f"{tokens:,} tokens, {tokens / c.max_model_len:.1f} requests of {c.max_model_len:,}; "
         f"prefixes {kept_prefixes}",

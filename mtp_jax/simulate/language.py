@@ -42,7 +42,8 @@ class Language:
 
     Attributes:
         vocab: tokens.
-        rates: of each draft the probability that it is the next token, given that those before it were.
+        rates: of each draft the probability that it is the next token, given that those before it were. The
+            last one holds for all further drafts; none: nothing is drafted.
         seed: names the language, as weights name a model.
         words: tokens that occur; None: all but ``ends`` and ``broken``.
         ends: tokens that end a text; the first one is said with probability ``end_rate``.
@@ -59,6 +60,8 @@ class Language:
     broken: frozenset[int] = field(default=frozenset())
 
     def __post_init__(self) -> None:
+        if not all(0 <= rate <= 1 for rate in self.rates):
+            raise ConfigError(f"rates = {self.rates}; expected probabilities from 0 to 1, such as 0.85, 0.7")
         if not self.spoken:
             raise ConfigError(f"a language of {self.vocab} tokens has no words; give it some")
 
@@ -104,7 +107,7 @@ class Language:
 
     def right(self, hidden: int, k: int) -> bool:
         """Whether the k-th draft after a hidden state is the next token."""
-        return k < len(self.rates) and mix(hidden + 2 + k) < self.rates[k] * MASK
+        return mix(hidden + 2 + k) < self.rates[min(k, len(self.rates) - 1)] * MASK
 
     def likeliest(self, hidden: int, heat: int, count: int) -> list[int]:
         """The first tokens in the order of their ranks."""
@@ -136,17 +139,3 @@ class Language:
         if ends:
             found[self.ends[0]] = 0
         return found
-
-
-def parse_rates(text: str) -> tuple[float, ...]:
-    """Rates such as "0.85,0.7,0.5". Raises ConfigError."""
-    try:
-        rates = tuple(float(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        rates = (-1.0,)
-    if not rates or not all(0 <= r <= 1 for r in rates):
-        raise ConfigError(
-            f"simulate = {text!r:.80}; expected of each draft the probability that it is kept, such as "
-            "0.85,0.7,0.5: numbers from 0 to 1"
-        )
-    return rates
