@@ -59,7 +59,7 @@ class LLM:
                 f"rank {self._group.hosts.rank} follows: call follow() with the same options; rank 0 makes "
                 "the LLM"
             )
-        self._rates = options.simulate
+        self._rates, self._seconds = options.simulate, options.simulated_step
         if self._rates is None:
             model = load_model(options, self._report)
             self._memory, on = DeviceMemory(model.params), model.on
@@ -75,7 +75,8 @@ class LLM:
 
     def _make_engine(self, config: EngineConfig) -> Engine:
         if self._rates is not None:
-            return simulated_engine(self.config, config, self._rates, self.tokenizer, self._grammars)
+            sizes = self.config, config, self._rates, self._seconds
+            return simulated_engine(*sizes, self.tokenizer, self._grammars)
         params = drafting(self._memory.params, config.num_speculative_tokens)
         cfg = self.config if params.nextn else self.config.with_nextn(())
         with self._report.phase("allocate cache"):

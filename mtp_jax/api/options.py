@@ -79,6 +79,9 @@ class LLMOptions(EngineOptions):
         unset="the model",
         flag=None,
     )
+    simulated_step: float = option(
+        0.02, "seconds that a step of a simulated model takes", low=0, high=3600, metavar="S", flag=None
+    )
     reporter: Reporter | None = option(
         None, "shows the phases of the start", kind=object, unset="nothing is shown", flag=None
     )

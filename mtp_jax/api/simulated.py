@@ -34,15 +34,16 @@ def simulated_engine(
     cfg: ModelConfig,
     config: EngineConfig,
     rates: tuple[float, ...],
+    seconds: float,
     tokenizer: Tokenizer | None,
     grammars: Grammars | None,
 ) -> Engine:
-    """An engine that says printable tokens, as a rule 64 of them."""
+    """An engine that says printable tokens, as a rule 64 of them. seconds: that a step takes."""
     words = tokenizer and _printable(tokenizer, cfg.vocab_size)
     ends = tuple(t for t in cfg.eos_token_ids if t < cfg.vocab_size)
     language = Language(cfg.vocab_size, rates, 0, words or None, ends, 1 / _TOKENS if ends else 0.0)
     pages, size = config.pages_per_shard(1), config.page_size
-    runner = Simulated(language, slots=config.max_num_seqs, pages=pages, page_size=size)
+    runner = Simulated(language, slots=config.max_num_seqs, pages=pages, page_size=size, seconds=seconds)
     engine = Engine(cfg, config, runner, grammars)
     engine.weight_version = MARK
     return engine

@@ -224,7 +224,7 @@ def engine_options(args: argparse.Namespace, completions: int) -> dict[str, Any]
     found.setdefault("max_num_seqs", -(-min(completions, _MOST_SLOTS) // data) * data)
     found.setdefault("adaptive_depth", True)
     if "simulate" in args:  # of `serve` alone: its answers say that they are simulated
-        found["simulate"] = args.simulate
+        found |= {"simulate": args.simulate, "simulated_step": args.simulated_step}
     return found
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_jax.api.admission import QueueLimits
 from mtp_jax.api.handover_options import HandoverOptions
+from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.progress import Reporter, Terminal
 from mtp_jax.commands import show
 from mtp_jax.commands.hosts import SECRET, add_hosts, on_hosts
@@ -58,7 +59,8 @@ def register(subparsers: Subparsers) -> None:
         usage="%(prog)s [MODEL] [options]",
     )
     add_engine(parser, quiet="show warnings and errors alone")
-    parser.add_argument_group("instead of a model").add_argument(
+    simulated = parser.add_argument_group("instead of a model")
+    simulated.add_argument(
         "--simulate",
         type=rates,
         default=argparse.SUPPRESS,
@@ -66,6 +68,14 @@ def register(subparsers: Subparsers) -> None:
         help="answer with words of a hash instead of the model's, with its tokenizer and chat template and "
         "without its weights, for tests of clients and routers; RATES such as 0.85,0.7,0.5: how often each "
         "position's draft is kept if those before it are. Every answer is marked SIMULATED",
+    )
+    about = declared(LLMOptions)["simulated_step"]
+    simulated.add_argument(
+        "--simulated-step",
+        type=float,
+        default=about.default,
+        metavar=about.metavar,
+        help=f"{about.help} (default: {about.shown_default})",
     )
     add_groups(parser, Settings, _SUBJECTS, "server", {"model_name": "its folder's name"})
     add_options(parser.add_argument_group("queue"), QueueLimits)

@@ -25,7 +25,7 @@ DEFERRED = 16
 
 _WORD = 32  # tokens of a word of a mask
 _FREE = 2**_WORD - 1  # one that allows all of them
-_Scored = tuple[int, int, int]  # the hidden state that a token follows, a row's heat, the token
+_Scored = tuple[int, int]  # a token, after the hidden state that it follows
 
 
 @dataclass
@@ -37,7 +37,6 @@ class Row:
     drafted: int = 0
     finish: Finish = Finish.RUNNING
     before: list[int] = field(default_factory=list)  # the hidden state that each token follows
-    heat: int = 0
 
 
 class Simulated(DeviceRunner):
@@ -56,9 +55,9 @@ class Simulated(DeviceRunner):
         pages: int,
         page_size: int,
         shards: int = 1,
-        seconds: Callable[[StepKey], float] | None = None,
+        seconds: float = 0.0,
     ) -> None:
-        """pages: per data shard. seconds: how long a step takes; None: no time."""
+        """pages: per data shard. seconds: that each step takes, beside the host's own time."""
         super().__init__(shards)
         self.language, self._seconds = language, seconds
         self._sizes = slots, pages, page_size, shards
@@ -185,19 +184,17 @@ class Simulated(DeviceRunner):
             if key.prompt_logprobs is not None:
                 prompt = self._scores([top for _, top in filled], key.tokens, key.prompt_logprobs)
         self.launched += 1
-        at = self._ends(key)
+        at = self._ends()
         result = self._result(key, rows, prompt)
         return lambda: self._arrived(at, result)
 
-    def _ends(self, key: StepKey) -> float:
-        """When a step that is launched now ends."""
-        if self._seconds is None:
-            return 0.0
-        self._busy_until = max(self._busy_until, time.perf_counter()) + self._seconds(key)
+    def _ends(self) -> float:
+        """When a step that is launched now ends: it begins when the one before it has ended."""
+        self._busy_until = max(self._busy_until, time.perf_counter()) + self._seconds
         return self._busy_until
 
     def _arrived(self, at: float, result: Result) -> Result:
-        if at and (left := at - time.perf_counter()) > 0:
+        if self._seconds and (left := at - time.perf_counter()) > 0:
             time.sleep(left)
         return result
 
@@ -291,7 +288,7 @@ class Simulated(DeviceRunner):
             finish = Finish.LENGTH
         elif first_broken <= count:
             finish = Finish.NAN
-        row = Row(tokens[:count], accepted, len(drafts), finish, hidden[:count], slot.heat)
+        row = Row(tokens[:count], accepted, len(drafts), finish, hidden[:count])
         self._memory.check(number, slot.length + count, key.pages)
         slot.length += count
         if count and self.deferral:
@@ -334,7 +331,7 @@ class Simulated(DeviceRunner):
         slot.length, slot.begun = end, True
         if self.deferral:
             self._memory.commit(number, rows, hidden, defer=False)
-        row, follows = Row(before=hidden[-1:], heat=slot.heat), int(chunk.follows[g])
+        row, follows = Row(before=hidden[-1:]), int(chunk.follows[g])
         if not healthy:
             row.finish = Finish.NAN
         elif chunk.final[g] and follows >= 0:
@@ -343,7 +340,7 @@ class Simulated(DeviceRunner):
             token = self._choose(slot, hidden[-1], chunk.allowed[g], 0, slot.counts)
             self._begin(slot, token, row)
         targets = chunk.targets[g, :count].tolist()
-        return row, [(h, slot.heat, t) for h, t in zip(hidden, targets, strict=True)]
+        return row, [*zip(hidden, targets, strict=True)]
 
     def _begin(self, slot: Slot, token: int, row: Row) -> None:
         """Emit the first token of an output."""
@@ -380,9 +377,7 @@ class Simulated(DeviceRunner):
             packed[i, width:] = [len(row.tokens), row.accepted, row.drafted, row.finish, Source.NEXTN]
         top = None
         if key.mode.logprobs is not None:
-            scored = [
-                [(h, row.heat, t) for h, t in zip(row.before, row.tokens, strict=False)] for row in rows
-            ]
+            scored = [[*zip(row.before, row.tokens, strict=False)] for row in rows]
             top = self._scores(scored, width, key.mode.logprobs)
         return Result(packed, top, prompt)
 
@@ -393,8 +388,8 @@ class Simulated(DeviceRunner):
         ids, values = np.zeros((*shape, count), np.int32), np.zeros((*shape, count), np.float32)
         values[:] = [say.logprob(n) for n in range(count)]
         for i, row in enumerate(rows):
-            for j, (hidden, heat, token) in enumerate(row):
-                place = say.rank(hidden, heat, max(token, 0))
+            for j, (hidden, token) in enumerate(row):
+                place = say.rank(hidden, max(token, 0))
                 chosen[i, j], rank[i, j] = say.logprob(place), place + 1
-                ids[i, j] = say.likeliest(hidden, heat, count)
+                ids[i, j] = say.likeliest(hidden, count)
         return TopLogprobs(chosen, rank, ids, values)

@@ -38,7 +38,7 @@ class Language:
     """What is said, and how well it is drafted.
 
     A token's logit is minus its rank, and never below -50. First comes a word that the hidden state chooses,
-    then the other words in their order, then all other tokens.
+    then the other words in their order, then all other tokens. A row that samples draws a rank by its seed.
 
     Attributes:
         vocab: tokens.
@@ -92,13 +92,15 @@ class Language:
         """The sum of the rows of a text."""
         return sum(self.row(t, i) for i, t in enumerate(tokens)) & MASK
 
-    # What follows a hidden state. heat: 0 for the likeliest token, else what a seed draws by.
+    def _first(self, hidden: int, heat: int = 0) -> tuple[int, bool]:
+        """The word that comes first, and whether an end comes before it.
 
-    def _first(self, hidden: int, heat: int) -> tuple[int, bool]:
-        """The word that comes first, and whether an end comes before it."""
-        key = mix(hidden ^ heat)
+        heat: what a row draws by; 0: the likeliest token is taken.
+        """
+        key = mix(hidden)
         ends = bool(self.ends) and mix(key + 1) < self.end_rate * MASK
-        return key % len(self.spoken), ends
+        drawn = -math.log1p(-(mix(key ^ heat) >> 11) * 2.0**-53) if heat else 0.0
+        return (key + int(drawn)) % len(self.spoken), ends
 
     def next(self, hidden: int, heat: int = 0) -> int:
         """The token that follows."""
@@ -109,17 +111,17 @@ class Language:
         """Whether the k-th draft after a hidden state is the next token."""
         return mix(hidden + 2 + k) < self.rates[min(k, len(self.rates) - 1)] * MASK
 
-    def likeliest(self, hidden: int, heat: int, count: int) -> list[int]:
+    def likeliest(self, hidden: int, count: int) -> list[int]:
         """The first tokens in the order of their ranks."""
-        word, ends = self._first(hidden, heat)
+        word, ends = self._first(hidden)
         words = [*self.spoken[word : word + count], *self.spoken[: max(0, word + count - len(self.spoken))]]
         found = [*self.ends[:ends], *words[:count]]
         others = (t for t in self._others if t not in found)
         return [*found, *(t for t, _ in zip(others, range(count - len(found)), strict=False))][:count]
 
-    def rank(self, hidden: int, heat: int, token: int) -> int:
+    def rank(self, hidden: int, token: int) -> int:
         """How many tokens come before this one."""
-        word, ends = self._first(hidden, heat)
+        word, ends = self._first(hidden)
         if ends and token == self.ends[0]:
             return 0
         if token in self._place:
@@ -131,7 +133,7 @@ class Language:
         return -min(rank, _FLOOR) - self._log_sum
 
     def logits(self, hidden: int, heat: int = 0) -> np.ndarray:
-        """Of every token, float32 [vocab]."""
+        """Logits of all tokens, float32 [vocab], or as a row that samples draws them."""
         word, ends = self._first(hidden, heat)
         found = np.full(self.vocab, -_FLOOR, np.float32)
         ranks = (np.arange(len(self.spoken)) - word) % len(self.spoken) + ends

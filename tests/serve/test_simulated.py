@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def running(folder: Path) -> Iterator[Running]:
-    found = start(LLM(folder, simulate=RATES, **SIZES), spec_metrics="summary")
+    found = start(LLM(folder, simulate=RATES, simulated_step=0.01, **SIZES), spec_metrics="summary")
     yield found
     found.stop()
 
@@ -41,7 +41,7 @@ def asked(running: Running) -> Iterator[httpx2.Client]:
 
 
 def test_completions_are_the_languages_text_and_drafts_are_kept_as_often_as_the_rates_say(folder: Path):
-    llm = LLM(folder, simulate=RATES, **SIZES)
+    llm = LLM(folder, simulate=RATES, simulated_step=0.0, **SIZES)
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     prompts = [[5 + i, 9, 11] for i in range(40)]
     outputs = llm.generate(prompts, params)
@@ -102,15 +102,17 @@ def test_openais_client_takes_it(running: Running):
     assert {c.system_fingerprint for c in chunks} == {"SIMULATED"}
 
 
-def test_a_model_is_not_marked(client: httpx2.Client):
+def test_a_model_is_not_marked(real: Running):
+    client = real.client()
     answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
+    assert client.get("/v1/models").json()["data"][0]["owned_by"] == "mtp-jax"
     assert "x-simulated" not in answer.headers
     assert "SIMULATED" not in answer.text
     assert 'mtp_jax:simulated{model_name="tiny"} 0.0' in client.get("/metrics").text
 
 
 def test_what_needs_weights_is_refused(folder: Path):
-    llm = LLM(folder, simulate=RATES, **SIZES)
+    llm = LLM(folder, simulate=RATES, simulated_step=0.0, **SIZES)
     assert (llm.simulated, llm.weight_bytes, llm.weight_version) == (True, 0, "SIMULATED")
     for refused in (lambda: llm.score([5]), lambda: llm.read_weights(folder), llm.without_speculation):
         with pytest.raises(ConfigError, match="needs weights, but the model is simulated"):

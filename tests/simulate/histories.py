@@ -211,7 +211,7 @@ class History:
             return
         assert len(request.logprobs) == len(request.output)
         for token, hidden, scores in zip(request.output, told.hidden, request.logprobs, strict=False):
-            rank = told.language.rank(hidden, told.heat, token)
+            rank = told.language.rank(hidden, token)
             assert scores[token].rank == rank + 1
             assert abs(scores[token].logprob - told.language.logprob(rank)) < 1e-5
         if p.prompt_logprobs is not None and request.output:
