@@ -161,6 +161,8 @@ def summary(allm: "AsyncLLM", settings: "Settings", address: str) -> str:
         "programs": f"{len(first)} before serving, {len(rest)} smaller ones while it is idle; {kept}",
         "address": f"{address} once it is ready; {who}{only}",
     }
+    if allm.llm.simulated:
+        del rows["programs"]  # there are none
     if allm.handover:
         rows["role"] = allm.handover.describe()
     return "\n".join(f"{name:<10}{text}" for name, text in rows.items())
