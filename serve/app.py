@@ -11,7 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mtp_jax import AsyncLLM, MtpJaxError
 from serve import admin, chat, completions, info, messages, native, openapi, page, responses
@@ -74,7 +74,9 @@ def make_app(allm: AsyncLLM, settings: Settings, alarm: AcceptanceAlarm | None =
     )
     app = Starlette(routes=routes, exception_handlers=errors)
     app.router.redirect_slashes = False
-    controlled = AccessControl(app, server, frozenset((*_GET, *_POST)))
+    controlled: ASGIApp = AccessControl(app, server, frozenset((*_GET, *_POST)))
+    if allm.llm.simulated:
+        controlled = _marked(controlled)
     if not settings.allowed_origins:
         return controlled
     # Around the access control, as a browser asks for permission without a key.
@@ -83,5 +85,20 @@ def make_app(allm: AsyncLLM, settings: Settings, alarm: AcceptanceAlarm | None =
         allow_origins=[origin.lower() for origin in settings.allowed_origins],
         allow_methods=("GET", "POST"),
         allow_headers=("*",),
-        expose_headers=("x-request-id", "warning", "retry-after"),
+        expose_headers=("x-request-id", "warning", "retry-after", "x-simulated"),
     )
+
+
+def _marked(app: ASGIApp) -> ASGIApp:
+    """The same with a header that says that no model answered."""
+
+    async def marked(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [*message.get("headers", ()), (b"x-simulated", b"SIMULATED")]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        await app(scope, receive, send_marked)
+
+    return marked

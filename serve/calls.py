@@ -65,7 +65,9 @@ class Call(ABC):
         self._tells_tokens = bool(body.return_token_ids or body.return_token_origins)
         self._shown: dict[int, Shown] = {}
         self._speculation = Speculation()
-        self._head = {"id": self.prefix + new_id(), "created": int(time.time())}
+        self._head: dict[str, Any] = {"id": self.prefix + new_id(), "created": int(time.time())}
+        if server.allm.llm.simulated:
+            self._head["system_fingerprint"] = "SIMULATED"
 
     @abstractmethod
     def choice(self, index: int, output: RequestOutput, c: CompletionOutput, shown: Shown) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def _model(server: Server) -> dict[str, object]:
         "id": server.settings.model_name,
         "object": "model",
         "created": server.created,
-        "owned_by": "mtp-jax",
+        "owned_by": "SIMULATED" if server.allm.llm.simulated else "mtp-jax",
         "max_model_len": server.allm.llm.engine.config.longest,
     }
 

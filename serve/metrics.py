@@ -147,6 +147,7 @@ class _Engine:
             "mtp_jax:queued_tokens": ("Tokens counted against --max-queued-tokens.", allm.admission.tokens),
             "mtp_jax:step_age_seconds": ("Age of the step in progress; 0 while idle.", allm.step_age),
             "mtp_jax:executables": ("Compiled programs.", s.executables),
+            "mtp_jax:simulated": ("1: no model answers, all tokens are SIMULATED.", allm.llm.simulated),
             "mtp_jax:warming": ("Whether smaller programs are still being compiled.", allm.warming),
         }
         if s.realised_speedup is not None:

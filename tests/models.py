@@ -8,7 +8,7 @@ on top that the text depends on the whole history, so a cache that is wrong anyw
 
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +20,8 @@ import pytest
 from jax.sharding import Mesh
 
 from mtp_jax.api.local import make_runner
+from mtp_jax.decode.host import MaskMaker
+from mtp_jax.decode.launches import Launch, Pending, Runner, Step
 from mtp_jax.decode.programs import Programs
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
@@ -248,6 +250,18 @@ def make_engine(
     runner = make_runner(cfg, params, enough if roomy else sizes, mesh)
     runner.programs = _shared(runner.programs, cfg, sizes.suffix_drafts)
     return Engine(cfg, sizes, runner, grammars)
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, runner: Runner, seen: Callable[[Step], object]) -> None:
+    """Have ``seen`` called with every step before it is launched."""
+    do = runner.do
+
+    def watched(launch: Launch[Any], masks: MaskMaker | None = None) -> Pending[Any]:
+        if isinstance(launch, Step):
+            seen(launch)
+        return do(launch, masks)
+
+    monkeypatch.setattr(runner, "do", watched)
 
 
 Job = tuple[Sequence[int], SamplingParams]

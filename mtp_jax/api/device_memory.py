@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from mtp_jax.api.local import local_runner
+from mtp_jax.decode.launches import AllocateCache, ReleaseCache
 from mtp_jax.engine.engine import Engine
 from mtp_jax.errors import ConfigError, EngineStopped, RequestError
 from mtp_jax.model.narrow import is_narrow, with_bits, without_bits
@@ -50,15 +51,16 @@ class DeviceMemory:
     def __init__(self, params: Params) -> None:
         self.params = params
         self.released: list[Tag] = []
+        self._known: list[Tag] = [tag for tag in _TAGS if tag != "draft" or params.nextn]
         self._shapes, self._sharding = shapes(params), jax.tree.map(lambda a: a.sharding, params)
         self._kept: dict[Tag, Any] = {}  # parts that are released, on the host
         self._updates = 0
 
     def tags(self, asked: Sequence[Tag] | None = None) -> list[Tag]:
         """What can be released, or what was asked of it. Raises ConfigError."""
-        known: list[Tag] = [tag for tag in _TAGS if tag != "draft" or self.params.nextn]
+        known = self._known
         if asked is None:
-            return known
+            return list(known)
         if isinstance(asked, str) or not asked or any(tag not in known for tag in asked):
             raise ConfigError(f"tags = {asked!r:.80}; expected a list of {', '.join(map(repr, known))}")
         return [tag for tag in known if tag in asked]
@@ -78,7 +80,7 @@ class DeviceMemory:
                 continue
             if tag == "cache":
                 engine.flush_prefix_cache()
-                engine.runner.release_cache()
+                engine.runner.do(ReleaseCache())
             else:
                 if backup:
                     self._kept[tag] = jax.tree.map(np.asarray, _part(self.params, tag))
@@ -94,7 +96,7 @@ class DeviceMemory:
             )
         for tag in wanted:
             if tag == "cache":
-                engine.runner.allocate_cache()
+                engine.runner.do(AllocateCache())
                 self.released.remove(tag)
             else:
                 self._place(engine, tag, self._kept[tag])
@@ -132,6 +134,13 @@ class DeviceMemory:
         trunk, nextn = (part, self.params.nextn) if tag == "weights" else (self.params, part)
         self.params = replace(trunk, nextn=nextn)
         local_runner(engine).take(drafting(self.params, engine.config.num_speculative_tokens))
+
+
+class NoWeights(DeviceMemory):
+    """The cache of a simulated model."""
+
+    def __init__(self) -> None:
+        self.released, self._known = [], ["cache"]
 
 
 def _placed(w: Any, where: Any) -> Any:

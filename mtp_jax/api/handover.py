@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mtp_jax.api.handover_options import HandoverOptions, address
+from mtp_jax.decode.launches import ReadPages
 from mtp_jax.engine.exchange import copy_out, missing, take_in
 from mtp_jax.engine.request import Request, SamplingParams
 from mtp_jax.errors import ConfigError, MtpJaxError
@@ -76,7 +77,7 @@ class Handover:
     async def start(self) -> None:
         """Once the engine has started."""
         self._loop = asyncio.get_running_loop()
-        read = partial(self._engine.runner.read_pages, 0, [0])
+        read = partial(self._engine.runner.do, ReadPages(0, (0,)))
         (self._like,) = split((await self._allm.on_engine(read)).read())
         if self.server:
             self.server.start()

@@ -16,8 +16,8 @@ import numpy as np
 
 from mtp_jax.api import probe as probing
 from mtp_jax.api.completions import Prompt, PromptState
-from mtp_jax.api.device_memory import DeviceMemory, Tag, WeightUpdate, drafting
-from mtp_jax.api.load import load_model
+from mtp_jax.api.device_memory import DeviceMemory, NoWeights, Tag, WeightUpdate, drafting
+from mtp_jax.api.load import describe_simulated, load_model
 from mtp_jax.api.local import make_runner
 from mtp_jax.api.memory import return_free_memory
 from mtp_jax.api.options import LLMOptions
@@ -26,6 +26,7 @@ from mtp_jax.api.progress import Silent
 from mtp_jax.api.propose import propose
 from mtp_jax.api.score import Scorer, Scores
 from mtp_jax.api.session import Session
+from mtp_jax.api.simulated import simulated_engine
 from mtp_jax.checkpoint.update import Source, read_update
 from mtp_jax.engine.buckets import chunk_sizes
 from mtp_jax.engine.config import EngineConfig
@@ -58,17 +59,24 @@ class LLM:
                 f"rank {self._group.hosts.rank} follows: call follow() with the same options; rank 0 makes "
                 "the LLM"
             )
-        model = load_model(options, self._report)
+        self._rates, self._seconds = options.simulate, options.simulated_step
+        if self._rates is None:
+            model = load_model(options, self._report)
+            self._memory, on = DeviceMemory(model.params), model.on
+        else:
+            model, self._memory, on = describe_simulated(options), NoWeights(), None
         self.tokenizer, self.config, self.folders = model.tokenizer, model.config, model.folders
-        self._memory = DeviceMemory(model.params)
         self._grammars = self.tokenizer and Grammars.of(
             self.tokenizer, self.config.vocab_size, self.config.eos_token_ids
         )
         self.engine = self._make_engine(model.engine)
         self._session = Session(self.engine)
-        self._scorer = Scorer(self.config, model.on)
+        self._scorer = on and Scorer(self.config, on)
 
     def _make_engine(self, config: EngineConfig) -> Engine:
+        if self._rates is not None:
+            sizes = self.config, config, self._rates, self._seconds
+            return simulated_engine(*sizes, self.tokenizer, self._grammars)
         params = drafting(self._memory.params, config.num_speculative_tokens)
         cfg = self.config if params.nextn else self.config.with_nextn(())
         with self._report.phase("allocate cache"):
@@ -81,13 +89,22 @@ class LLM:
         return self._group
 
     @property
+    def simulated(self) -> bool:
+        """Whether no model computes: tokens are hashes, and ``weight_version`` is "SIMULATED"."""
+        return self._rates is not None
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of the parameters that the engine runs with, on all devices together."""
+        if self.simulated:
+            return 0
         params = drafting(self._memory.params, self.engine.config.num_speculative_tokens)
         return nbytes(params)
 
     def _check_alone(self, what: str) -> None:
-        """Raises ConfigError over several hosts, and where experts move."""
+        """Raises ConfigError over several hosts, where experts move, and without weights."""
+        if self.simulated:
+            raise ConfigError(f"{what} needs weights, but the model is simulated; leave out simulate")
         if self.engine.config.redundant_experts:
             raise ConfigError(
                 f"{what} needs the weights as they were loaded, but redundant_experts = "
@@ -198,7 +215,9 @@ class LLM:
 
     def score(self, token_ids: Sequence[int]) -> Scores:
         """Teacher-forced logits and hidden states of a sequence. Raises RequestError for bad ids."""
-        return self._scorer.score(self._memory.params, self._scorable(token_ids))
+        ids = self._scorable(token_ids)
+        assert self._scorer, "a simulated model is refused before"
+        return self._scorer.score(self._memory.params, ids)
 
     def _scorable(self, token_ids: Sequence[int]) -> list[int]:
         self._check_alone("scoring")
@@ -226,6 +245,7 @@ class LLM:
         wrong = next((p for p in chosen if not -len(ids) <= p < len(ids)), None)
         if wrong is not None:
             raise RequestError(f"position {wrong} is outside of {len(ids)} tokens")
+        assert self._scorer, "a simulated model is refused before"
         return self._scorer.hidden(self._memory.params, ids)[chosen]
 
     def draft(self, token_ids: Sequence[int], num_tokens: int) -> Draft:

@@ -10,6 +10,7 @@ from mtp_jax.api.compile_cache import use_compile_cache
 from mtp_jax.api.demo import demo_model
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.progress import Reporter
+from mtp_jax.api.simulated import check_simulated
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.errors import ConfigError
 from mtp_jax.hosts.hello import folder_digest, options_of, versions
@@ -21,21 +22,47 @@ from mtp_jax.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class LoadedModel:
-    """Parameters on their devices, what goes with them, and the folders that they are from."""
+class Described:
+    """A model without its weights, and the folders that it is from."""
 
     config: ModelConfig
     engine: EngineConfig
-    params: Params
     tokenizer: Tokenizer | None
-    on: Backend
     folders: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class LoadedModel(Described):
+    """The same with parameters on their devices."""
+
+    params: Params
+    on: Backend
+
+
+def describe_simulated(options: LLMOptions) -> Described:
+    """A model to be simulated. Raises ConfigError."""
+    check_simulated(options)
+    directory = _directory(options)
+    tokenizer = Tokenizer.from_dir(directory)
+    config = _with_eos(ModelConfig.from_file(directory / "config.json"), tokenizer)
+    return Described(config, options.engine(config, on_cpu=True), tokenizer, (directory,))
+
+
+def _directory(options: LLMOptions) -> Path:
+    return Path(options.model) if options.model is not None else demo_model()
+
+
+def _with_eos(config: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:
+    """A configuration that names no end of a sequence takes the tokenizer's."""
+    if tokenizer and not config.eos_token_ids:
+        return config.with_eos(list(tokenizer.eos_ids))
+    return config
 
 
 def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     """Load what the options say. Raises ConfigError, CheckpointError."""
     use_compile_cache(options.compile_cache)
-    directory = Path(options.model) if options.model is not None else demo_model()
+    directory = _directory(options)
     # Everything that can be wrong with the options is found before the weights are read.
     described = ModelConfig.from_file(directory / "config.json")
     engine = options.engine(described, jax.default_backend() == "cpu")
@@ -66,11 +93,9 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
         config, params = loaded.config, loaded.params
         del loaded  # its weights are let go one by one
         params = on.laid_out(with_slots(params, engine.redundant_experts, options.mesh, consume=True))
-    if tokenizer and not config.eos_token_ids:
-        config = config.with_eos(list(tokenizer.eos_ids))
     draft = options.draft_model
     folders = (directory,) if draft is None else (directory, Path(draft))
-    return LoadedModel(config, engine, params, tokenizer, on, folders)
+    return LoadedModel(_with_eos(config, tokenizer), engine, tokenizer, folders, params, on)
 
 
 def _compare(options: LLMOptions, directory: Path, engine: EngineConfig, nextn: int | None) -> None:

@@ -70,6 +70,18 @@ class LLMOptions(EngineOptions):
         unset="this process alone",
         flag=None,
     )
+    simulate: tuple[float, ...] | None = option(
+        None,
+        "say words of a hash instead of the model's, with its tokenizer and without its weights: of each "
+        "draft the probability that it is kept, given that those before it were; the last one holds for all "
+        "further drafts",
+        kind=object,
+        unset="the model",
+        flag=None,
+    )
+    simulated_step: float = option(
+        0.02, "seconds that a step of a simulated model takes", low=0, high=3600, metavar="S", flag=None
+    )
     reporter: Reporter | None = option(
         None, "shows the phases of the start", kind=object, unset="nothing is shown", flag=None
     )

@@ -6,6 +6,7 @@ import numpy as np
 
 from mtp_jax.api.session import Session
 from mtp_jax.decode.keys import DraftKey
+from mtp_jax.decode.launches import Draft
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import RequestError
@@ -32,5 +33,5 @@ def propose(engine: Engine, prompt: Iterable[int], depth: int) -> tuple[int, np.
         pass
     if not request.output:
         raise RequestError("the model's numbers are not finite for this prompt: nothing to draft on")
-    tokens, logits = engine.runner.draft(key, request.slot)
+    tokens, logits = engine.runner.do(Draft(key, request.slot)).read()
     return request.output[0], tokens, logits

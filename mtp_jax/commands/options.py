@@ -223,6 +223,8 @@ def engine_options(args: argparse.Namespace, completions: int) -> dict[str, Any]
     data, _ = found.get("mesh", (1, 1))
     found.setdefault("max_num_seqs", -(-min(completions, _MOST_SLOTS) // data) * data)
     found.setdefault("adaptive_depth", True)
+    if "simulate" in args:  # of `serve` alone: its answers say that they are simulated
+        found |= {"simulate": args.simulate, "simulated_step": args.simulated_step}
     return found
 
 

@@ -98,3 +98,14 @@ def biases(text: str) -> dict[int, float]:
         return {int(token): float(bias) for token, bias in (part.split(":") for part in text.split(","))}
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not ID:BIAS,...; write 17:2.5,4:-100") from None
+
+
+def rates(text: str) -> tuple[float, ...]:
+    """Probabilities by position: "0.86,0.7"."""
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = (math.nan,)
+    if not all(0 <= rate <= 1 for rate in found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers from 0 to 1; write 0.86,0.7")
+    return found

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from mtp_jax.commands.parser import (
     mesh_shape,
     positive,
     positive_number,
+    rates,
 )
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
@@ -116,7 +116,7 @@ def _add_load(parser: Parser) -> None:
     )
     group.add_argument(
         "--accept-rates",
-        type=_rates,
+        type=rates,
         default=_RATES,
         metavar="P,...",
         help="how often each position's draft is accepted if those before it are (default: 0.86,0.7,0.55)",
@@ -124,16 +124,6 @@ def _add_load(parser: Parser) -> None:
     group.add_argument(
         "--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="auto: bfloat16 (default: auto)"
     )
-
-
-def _rates(text: str) -> tuple[float, ...]:
-    try:
-        rates = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        rates = (math.nan,)
-    if not all(0 <= rate <= 1 for rate in rates):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers from 0 to 1; write 0.86,0.7")
-    return rates
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_jax.api.admission import QueueLimits
 from mtp_jax.api.handover_options import HandoverOptions
+from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.progress import Reporter, Terminal
 from mtp_jax.commands import show
 from mtp_jax.commands.hosts import SECRET, add_hosts, on_hosts
@@ -20,7 +21,7 @@ from mtp_jax.commands.options import (
     open_llm,
     reporter,
 )
-from mtp_jax.commands.parser import Subparsers
+from mtp_jax.commands.parser import Subparsers, rates
 from mtp_jax.options import declared
 from serve.access_log import set_up
 from serve.cluster.options import RayOptions
@@ -58,6 +59,24 @@ def register(subparsers: Subparsers) -> None:
         usage="%(prog)s [MODEL] [options]",
     )
     add_engine(parser, quiet="show warnings and errors alone")
+    simulated = parser.add_argument_group("instead of a model")
+    simulated.add_argument(
+        "--simulate",
+        type=rates,
+        default=argparse.SUPPRESS,
+        metavar="RATES",
+        help="answer with words of a hash instead of the model's, with its tokenizer and chat template and "
+        "without its weights, for tests of clients and routers; RATES such as 0.85,0.7,0.5: how often each "
+        "position's draft is kept if those before it are. Every answer is marked SIMULATED",
+    )
+    about = declared(LLMOptions)["simulated_step"]
+    simulated.add_argument(
+        "--simulated-step",
+        type=float,
+        default=about.default,
+        metavar=about.metavar,
+        help=f"{about.help} (default: {about.shown_default})",
+    )
     add_groups(parser, Settings, _SUBJECTS, "server", {"model_name": "its folder's name"})
     add_options(parser.add_argument_group("queue"), QueueLimits)
     own = [name for name in declared(HandoverOptions) if name != SECRET]
@@ -132,8 +151,9 @@ def summary(allm: "AsyncLLM", settings: "Settings", address: str) -> str:
     kept_prefixes = "kept" if c.prefix_cache else "not kept"
     if c.host_cache_gib:
         kept_prefixes += f", and up to {c.host_cache_gib:g} GiB more in the host's memory"
+    what = f"{model.num_hidden_layers} layers, {c.dtype}, {size:,} MB"
     rows = {
-        "model": f"{settings.model_name}: {model.num_hidden_layers} layers, {c.dtype}, {size:,} MB",
+        "model": f"{settings.model_name}: {'SIMULATED, no weights' if allm.llm.simulated else what}",
         "drafts": drafts,
         "cache": f"{tokens:,} tokens, {tokens / c.max_model_len:.1f} requests of {c.max_model_len:,}; "
         f"prefixes {kept_prefixes}",
@@ -141,6 +161,8 @@ def summary(allm: "AsyncLLM", settings: "Settings", address: str) -> str:
         "programs": f"{len(first)} before serving, {len(rest)} smaller ones while it is idle; {kept}",
         "address": f"{address} once it is ready; {who}{only}",
     }
+    if allm.llm.simulated:
+        del rows["programs"]  # there are none
     if allm.handover:
         rows["role"] = allm.handover.describe()
     return "\n".join(f"{name:<10}{text}" for name, text in rows.items())

@@ -1,17 +1,15 @@
-"""What crosses between the host and the device, in numpy arrays, and the runner that it crosses. No jax here.
+"""What crosses between the host and the device, in numpy arrays; ``launches.py`` says when. No jax here.
 
 ``decode/sampling.py``, ``state.py`` and ``prefill.py`` register these classes as pytrees, so that programs
 take and return them with jax arrays in their fields.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt32
-
-from mtp_jax.decode.keys import DraftKey, Key, StepKey
 
 
 @dataclass(frozen=True)
@@ -133,154 +131,9 @@ class Result:
     prompt: TopLogprobs | None = None
 
 
-@runtime_checkable
-class Flush(Protocol):
-    """A launch that does what the drafter deferred.
-
-    Attributes:
-        at: ``time.perf_counter()`` when it began.
-        steps: how many steps without drafts had deferred work.
-    """
-
-    at: float
-    steps: int
-
-    def wait(self) -> None:
-        """Returns once it has run."""
-        ...
-
-
-@runtime_checkable
-class Pending(Protocol):
-    """A launched step whose result is on its way to the host.
-
-    Attributes:
-        at: ``time.perf_counter()`` when its launch began.
-        flush: launched since the step before this one, and before this one; None: none was.
-    """
-
-    at: float
-    flush: Flush | None
-
-    def read(self) -> Result:
-        """The result, once it has arrived."""
-        ...
-
-
 MaskMaker = Callable[[np.ndarray | None], np.ndarray]
 """Drafts [B, K], or None before there are any, to what grammars allow: uint32 [B, W, ceil(V / 32)]."""
 
 PageData = tuple[np.ndarray, ...]
 """All that chosen pages hold and a sequence goes on from: the trunk's and the drafter's part, in the order of
 the device's state. First axis of every array: pages."""
-
-
-@runtime_checkable
-class PendingPages(Protocol):
-    """Contents of pages on their way to the host."""
-
-    def read(self) -> PageData:
-        """They, once they have arrived. Any thread may wait for them."""
-        ...
-
-
-@runtime_checkable
-class PendingExperts(Protocol):
-    """Counts of experts on their way to the host."""
-
-    def read(self) -> tuple[np.ndarray, np.ndarray]:
-        """Once they have arrived: how often each expert was chosen, int32 [layers, experts], and launches in
-        which a layer's all-to-all had no room for all rows, int32 [layers]."""
-        ...
-
-
-@runtime_checkable
-class Runner(Protocol):
-    """What an engine runs on: the only owner of parameters, device state and compiled programs.
-
-    Arguments are keys and host arrays, so that a runner may send them to other processes, which replay them.
-    Methods launch and return at once, but for ``draft``, which returns arrays. ``compile`` may run in a
-    thread of its own beside the others.
-
-    Attributes:
-        shards: data shards. Slots and pages are split over them; page numbers are local to a shard.
-        layout: of the experts whose choices are counted; None: nothing is counted or moved.
-        any_depth: whether an executable that makes fewer drafts than it has room for takes less time.
-    """
-
-    shards: int
-    layout: ExpertLayout | None
-    any_depth: bool
-
-    @property
-    def keys(self) -> Sequence[Key]:
-        """Everything compiled so far."""
-        ...
-
-    def compile(self, keys: Iterable[Key], done: Callable[[int, int], None] | None = None) -> None:
-        """Compile what is missing; ``done(i, n)`` is called as programs are finished. Raises ConfigError."""
-        ...
-
-    def cover(self, need: StepKey) -> StepKey:
-        """The cheapest compiled key for ``need``, at its depth. Raises ConfigError if there is none."""
-        ...
-
-    def find(self, need: StepKey) -> StepKey | None:
-        """``cover``, or None if no compiled program covers ``need``."""
-        ...
-
-    def admit(self, slot: int, row: SlotRow, page: int | None) -> None:
-        """Put a request into a slot. page: the last of the cached pages that it begins with; None: none."""
-        ...
-
-    def move(self, source: int, target: int) -> None:
-        """Let the request of one slot go on in another."""
-        ...
-
-    def update(self, keep: np.ndarray, page_table: np.ndarray) -> None:
-        """Switch off slots where ``keep`` [slots] is False; renew the page table, int32 [slots, n]."""
-        ...
-
-    def step(self, key: StepKey, chunk: Chunk | None = None, masks: MaskMaker | None = None) -> Pending:
-        """Draft and verify, and prefill a chunk padded to the key's sizes, if it takes one.
-
-        masks: for a structured step, which it makes wait for its drafts.
-        """
-        ...
-
-    def draft(self, key: DraftKey, slot: int) -> tuple[np.ndarray, np.ndarray]:
-        """Only draft, for one slot: (tokens int32 [K], logits float32 [K, V])."""
-        ...
-
-    def read_pages(self, shard: int, pages: Sequence[int]) -> PendingPages:
-        """What these pages of a data shard hold now, whatever is launched next.
-
-        They must be full and committed to mean anything.
-        """
-        ...
-
-    def write_pages(self, shard: int, pages: Sequence[int], data: PageData) -> None:
-        """Fill pages of a data shard, in order, with what was read of such pages.
-
-        Raises ValueError for data of another number of pages.
-        """
-        ...
-
-    def read_experts(self) -> PendingExperts:
-        """What was counted since this was called last."""
-        ...
-
-    def move_expert(self, layer: int, source: int, target: int, copies: np.ndarray) -> None:
-        """Copy the expert of one slot of an MoE layer over that of another.
-
-        copies: the slots of every expert after that, then -1: int32 [experts, layout.width].
-        """
-        ...
-
-    def release_cache(self) -> None:
-        """Give up the cache and everything else that slots have on the device: none may be in use."""
-        ...
-
-    def allocate_cache(self) -> None:
-        """Allocate it again, empty. Raises ConfigError."""
-        ...

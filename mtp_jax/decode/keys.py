@@ -1,6 +1,6 @@
 """What the host knows of the device: the keys of programs, and how a packed result reads. No jax here."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Literal
@@ -139,6 +139,13 @@ class StepKey:
         rows = self.slots * (self.room + 1) + self.prompts * self.tokens
         scores = _width(self.mode.logprobs), _width(self.prompt_logprobs)
         return (rows, self.pages, self.mode.drafting is not None, *scores)
+
+
+def cheapest(keys: Iterable["Key"], need: StepKey) -> StepKey | None:
+    """The cheapest of these executables that covers ``need``, at its depth; None if there is none."""
+    able = (key for key in keys if isinstance(key, StepKey) and key.covers(need))
+    found = min(able, key=lambda key: key.cost, default=None)
+    return found and found.at(need.depth)
 
 
 def _width(logprobs: int | None) -> int:

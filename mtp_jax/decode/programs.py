@@ -20,7 +20,7 @@ from jaxtyping import Array, Int
 from mtp_jax.decode.drafter.protocol import Drafter, Drafts
 from mtp_jax.decode.drafter.sampler import DraftSampler
 from mtp_jax.decode.host import Chunk, SlotRow
-from mtp_jax.decode.keys import DraftKey, Key, PageKey, StepKey, name_of
+from mtp_jax.decode.keys import DraftKey, Key, PageKey, StepKey, cheapest, name_of
 from mtp_jax.decode.result import StepResult
 from mtp_jax.decode.state import State, admit, flush, move, read_experts, read_pages, update, write_pages
 from mtp_jax.decode.step import Accept, draft_phase, step, verify_phase
@@ -152,9 +152,7 @@ class Programs:
         covering = self._covering
         if need not in covering:
             with self._lock:
-                able = [k for k in self._compiled if isinstance(k, StepKey) and k.covers(need)]
-                best = min(able, key=lambda k: k.cost, default=None)
-                covering[need] = best and best.at(need.depth)
+                covering[need] = cheapest(self._compiled, need)
         return covering[need]
 
     def step(

@@ -1,10 +1,5 @@
-"""The runner of this process's devices: the only owner of parameters, device state and compiled programs.
+"""The runner of this process's devices: the only owner of parameters, device state and compiled programs."""
 
-Invariant *flushed*: what the drafter deferred in steps without drafts is done before any other program runs,
-as that may read or move it. All operations but such steps take the state from ``flushed``.
-"""
-
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,11 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from mtp_jax.decode import launches
 from mtp_jax.decode.drafter.build import build
-from mtp_jax.decode.host import Chunk, ExpertLayout, Flush, MaskMaker, PageData, Result, SlotRow
-from mtp_jax.decode.keys import DraftKey, Key, PageKey, StepKey
+from mtp_jax.decode.host import Chunk, ExpertLayout, MaskMaker, PageData, Result
+from mtp_jax.decode.keys import Key, PageKey, StepKey
+from mtp_jax.decode.launches import DeviceRunner, Launch
 from mtp_jax.decode.programs import Programs
-from mtp_jax.decode.state import State, StateShape, abstract_state, bytes_per_page, empty_state
+from mtp_jax.decode.state import StateShape, abstract_state, bytes_per_page, empty_state
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.config import ModelConfig
@@ -26,63 +23,14 @@ from mtp_jax.model.sharding import data_size
 from mtp_jax.model.stack import Stack, stacked
 
 
-class _Flush:
-    """See ``host.Flush``."""
-
-    def __init__(self, at: float, steps: int, done: jax.Array) -> None:
-        self.at, self.steps, self._done = at, steps, done
-
-    def wait(self) -> None:
-        """Returns once it has run."""
-        jax.block_until_ready(self._done)
+def _arriving(*arrays: Any) -> None:
+    """Begin to copy arrays to the host, so that a later ``np.asarray`` finds them there."""
+    for array in jax.tree.leaves(arrays):
+        array.copy_to_host_async()
 
 
-class _Pending:
-    """See ``host.Pending``."""
-
-    def __init__(self, at: float, flush: _Flush | None, *arrays: Any) -> None:
-        """arrays: the fields of ``Result``, on the device."""
-        self.at, self._arrays = at, arrays
-        self.flush: Flush | None = flush
-        for array in jax.tree.leaves(arrays):
-            array.copy_to_host_async()
-
-    def read(self) -> Result:
-        """The result, once it has arrived."""
-        return Result(*jax.tree.map(np.asarray, self._arrays))
-
-
-class _PendingPages:
-    """See ``host.PendingPages``."""
-
-    def __init__(self, parts: Sequence[tuple[int, Sequence[jax.Array]]]) -> None:
-        """parts: how many pages of the arrays count, and the arrays, on the device."""
-        self._parts = parts
-        for array in jax.tree.leaves([arrays for _, arrays in parts]):
-            array.copy_to_host_async()
-
-    def read(self) -> PageData:
-        """They, once they have arrived."""
-        read = [[np.asarray(a)[:count] for a in arrays] for count, arrays in self._parts]
-        return tuple(map(np.concatenate, zip(*read, strict=True)))
-
-
-class _PendingExperts:
-    """See ``host.PendingExperts``."""
-
-    def __init__(self, arrays: tuple[jax.Array, jax.Array]) -> None:
-        self._arrays = arrays
-        for array in arrays:
-            array.copy_to_host_async()
-
-    def read(self) -> tuple[np.ndarray, np.ndarray]:
-        """They, once they have arrived."""
-        load, over = map(np.asarray, self._arrays)
-        return load, over
-
-
-class LocalRunner:
-    """See ``host.Runner``.
+class LocalRunner(DeviceRunner):
+    """See ``launches.Runner``.
 
     Attributes:
         params: the model's parameters, layers alike in stacks if the backend reads them there (``take``).
@@ -107,17 +55,14 @@ class LocalRunner:
         suffix_drafts: have ``drafter.suffix.Suffix`` before the model's own drafter.
         """
         drafter = build(cfg, suffix_drafts)
-        self.layout = layout_of(cfg, params, on)
-        self.on, self.shards = on, data_size(on.mesh)
+        super().__init__(data_size(on.mesh), layout_of(cfg, params, on), any_depth=on.loops)
+        self.on = on
         self.take(params)
         groups = [len(g) if isinstance(g, Stack) else None for g in self.params.layers]
         abstract = abstract_state(cfg, drafter, shape, dtype, on.mesh, fp8_cache, self.layout, groups)
         self.programs = Programs(cfg, drafter, shapes(self.params), abstract, on)
         self._abstract, self.state = abstract, empty_state(abstract)
         self._shape = shape
-        self.any_depth = on.loops
-        self._deferred = 0  # steps whose work for the drafter is to be done
-        self._flush: _Flush | None = None  # launched, and not yet told with a result
 
     def take(self, params: Params) -> None:
         """Run with these parameters from now on, of the same shapes as those before.
@@ -138,95 +83,93 @@ class LocalRunner:
         """Compile what is missing. Raises ConfigError."""
         self.programs.compile(keys, done)
 
-    def cover(self, need: StepKey) -> StepKey:
-        """The cheapest compiled key for ``need``, at its depth. Raises ConfigError if there is none."""
-        return self.programs.cover(need)
-
     def find(self, need: StepKey) -> StepKey | None:
-        """``cover``, or None if no compiled program covers ``need``."""
+        """The cheapest compiled key that covers ``need``, or None if there is none."""
         return self.programs.find(need)
-
-    # Memory
 
     @property
     def page_bytes(self) -> int:
         """What a page takes, the trunk's and the drafter's part."""
         return bytes_per_page(self._abstract)
 
-    def release_cache(self) -> None:
-        """Give up the cache and everything else that slots have on the device: none may be in use."""
-        self.flushed()
-        self.state = self._abstract
-
-    def allocate_cache(self) -> None:
-        """Allocate it again, empty. Raises ConfigError."""
-        self.state = empty_state(self._abstract)
-
     # Launches
 
-    def admit(self, slot: int, row: SlotRow, page: int | None) -> None:
-        """Put a request into a slot."""
-        # Without cached pages it is the spare page: nothing reads what a drafter takes from there.
-        page = self._shape.pages if page is None else page
-        number = self._page(slot // (self._shape.slots // self.shards), page)
-        self.state = self.programs.admit(self.flushed(), slot, row, number)
+    @property
+    def deferral(self) -> int:
+        """Steps whose work the drafter can defer."""
+        return self.programs.drafter.deferral
 
-    def move(self, source: int, target: int) -> None:
-        """Let the request of one slot go on in another."""
-        self.state = self.programs.move(self.flushed(), source, target)
+    def _launch(self, launch: Launch[Any], masks: MaskMaker | None) -> Callable[[], Any]:
+        """Launch one operation. Raises ConfigError where the cache cannot be allocated."""
+        match launch:
+            case launches.Step():
+                return self._step(launch.key, launch.chunk, masks)
+            case launches.Draft(key, slot):
+                tokens, logits = self.programs.draft(key, self.params, self.state, slot)
+                return lambda: (np.asarray(tokens)[slot], np.asarray(logits)[slot])
+            case launches.ReadPages(shard, pages):
+                return self._read_pages(shard, pages)
+            case launches.ReadExperts():
+                self.state, counts = self.programs.read_experts(self.state)
+                _arriving(*counts)
+                return lambda: tuple(map(np.asarray, counts))
+            case launches.Admit(slot, row, page):
+                # Without cached pages it is the spare page: nothing reads what a drafter takes from there.
+                page = self._shape.pages if page is None else page
+                number = self._page(slot // (self._shape.slots // self.shards), page)
+                self.state = self.programs.admit(self.state, slot, row, number)
+            case launches.Move(source, target):
+                self.state = self.programs.move(self.state, source, target)
+            case launches.Update(keep, page_table):
+                self.state = self.programs.update(self.state, keep, page_table)
+            case launches.WritePages(shard, pages, data):
+                self._write_pages(shard, pages, data)
+            case launches.MoveExpert(layer, source, target, copies):
+                moe = self.programs.move_expert(moe_layers(self.params)[layer], source, target, copies)
+                self.params = with_moe_layer(self.params, layer, moe)
+            case launches.ReleaseCache():
+                self.state = self._abstract
+            case launches.AllocateCache():
+                self.state = empty_state(self._abstract)
+            case _:
+                raise TypeError(f"{launch!r:.80} is no launch")
+        return lambda: None
 
-    def update(self, keep: np.ndarray, page_table: np.ndarray) -> None:
-        """Switch off slots and renew the page table."""
-        self.state = self.programs.update(self.flushed(), keep, page_table)
-
-    def step(self, key: StepKey, chunk: Chunk | None = None, masks: MaskMaker | None = None) -> _Pending:
-        """Draft and verify, prefill, or both; if structured, in two launches, and it reads the drafts."""
-        at, most = time.perf_counter(), self.programs.drafter.deferral
-        defers = not key.room and not key.tokens and most > 0
-        state = self.state if defers and self._deferred < most else self.flushed()
-        self._deferred += defers
+    def _step(self, key: StepKey, chunk: Chunk | None, masks: MaskMaker | None) -> Callable[[], Result]:
+        """If structured, in two launches, and it reads the drafts."""
         if not key.mode.structured:
-            self.state, result = self.programs.step(key, self.params, state, chunk)
+            self.state, result = self.programs.step(key, self.params, self.state, chunk)
         else:
             if masks is None:
                 raise ValueError(f"{key} is structured: it needs masks")
-            self.state, drafts = self.programs.draft_phase(key, self.params, state, masks(None))
+            self.state, drafts = self.programs.draft_phase(key, self.params, self.state, masks(None))
             allowed = masks(np.asarray(drafts.tokens))
             given = self.state, drafts, allowed, chunk
             self.state, result = self.programs.verify_phase(key, self.params, *given)
-        return self._pending(at, result.packed, result.logprobs, result.prompt)
+        arrays = result.packed, result.logprobs, result.prompt
+        _arriving(*arrays)
+        return lambda: Result(*jax.tree.map(np.asarray, arrays))
 
-    def draft(self, key: DraftKey, slot: int) -> tuple[np.ndarray, np.ndarray]:
-        """Only draft, for one slot."""
-        tokens, logits = self.programs.draft(key, self.params, self.flushed(), slot)
-        return np.asarray(tokens[slot]), np.asarray(logits[slot])
-
-    def flushed(self) -> State:
-        """The state, once the drafter has done what it deferred."""
-        if self._deferred:
-            at, steps = time.perf_counter(), self._deferred
-            self.state, done = self.programs.flush(self.params, self.state)
-            self._deferred, self._flush = 0, _Flush(at, steps, done)
-        return self.state
-
-    def _pending(self, at: float, *arrays: Any) -> _Pending:
-        flush, self._flush = self._flush, None
-        return _Pending(at, flush, *arrays)
+    def _launch_flush(self) -> Callable[[], object]:
+        self.state, done = self.programs.flush(self.params, self.state)
+        return lambda: jax.block_until_ready(done)
 
     # Pages
 
-    def read_pages(self, shard: int, pages: Sequence[int]) -> _PendingPages:
-        """What these pages of a data shard hold now."""
-        state, parts = self.flushed(), []
+    def _read_pages(self, shard: int, pages: Sequence[int]) -> Callable[[], PageData]:
+        parts = []
         for key, some in self._groups(pages):
-            parts.append((len(some), self.programs.read_pages(key, state, self._numbers(key, shard, some))))
-        return _PendingPages(parts)
+            arrays = self.programs.read_pages(key, self.state, self._numbers(key, shard, some))
+            parts.append((len(some), arrays))
+        _arriving(*(array for _, arrays in parts for array in arrays))
 
-    def write_pages(self, shard: int, pages: Sequence[int], data: PageData) -> None:
-        """Fill pages of a data shard. Raises ValueError for data of another number of pages."""
-        for array in data:
-            if len(array) != len(pages):
-                raise ValueError(f"data of {len(array)} pages for {len(pages)} pages")
+        def read() -> PageData:
+            found = [[np.asarray(a)[:count] for a in arrays] for count, arrays in parts]
+            return tuple(map(np.concatenate, zip(*found, strict=True)))
+
+        return read
+
+    def _write_pages(self, shard: int, pages: Sequence[int], data: PageData) -> None:
         first = 0
         for key, some in self._groups(pages):
             rest = key.pages - len(some)
@@ -234,20 +177,8 @@ class LocalRunner:
             # The spare page takes what is past the end.
             padded = [np.concatenate([a, np.zeros((rest, *a.shape[1:]), a.dtype)]) for a in part]
             numbers = self._numbers(key, shard, some)
-            self.state = self.programs.write_pages(key, self.flushed(), numbers, padded)
+            self.state = self.programs.write_pages(key, self.state, numbers, padded)
             first += len(some)
-
-    # Experts
-
-    def read_experts(self) -> _PendingExperts:
-        """What was counted since this was called last."""
-        self.state, counts = self.programs.read_experts(self.flushed())
-        return _PendingExperts(counts)
-
-    def move_expert(self, layer: int, source: int, target: int, copies: np.ndarray) -> None:
-        """Copy the expert of one slot of an MoE layer over that of another."""
-        moe = self.programs.move_expert(moe_layers(self.params)[layer], source, target, copies)
-        self.params = with_moe_layer(self.params, layer, moe)
 
     def _groups(self, pages: Sequence[int]) -> list[tuple[PageKey, Sequence[int]]]:
         """Pages in groups of the largest compiled program, the rest in the smallest that takes it."""

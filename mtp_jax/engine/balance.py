@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mtp_jax.decode.host import ExpertLayout, PendingExperts, Runner
+from mtp_jax.decode.host import ExpertLayout
+from mtp_jax.decode.launches import MoveExpert, Pending, ReadExperts, Runner
 from mtp_jax.model.placement import aligned, copies_of, first_placement, imbalance, moves, place
 
 # Beside one launch. A move takes a fraction of a millisecond within a host, some milliseconds between hosts.
@@ -53,7 +54,7 @@ class Balancer:
         self.placed = np.tile(first_placement(layout.experts, layout.slots), (layout.layers, 1))
         # Placements keep groups on hosts where hosts divide the groups.
         self._nodes = layout.domains if layout.groups % layout.domains == 0 else 1
-        self._pending: PendingExperts | None = None
+        self._pending: Pending[tuple[np.ndarray, np.ndarray]] | None = None
         self._plan: Iterator[tuple[int, int, int] | None] | None = None
         self._age = self._readings = self._moves = self._over = 0
         self._imbalance = np.ones(layout.layers)
@@ -65,7 +66,7 @@ class Balancer:
             self._take(*self._pending.read())
             self._pending = None
         elif self._period and self._age >= self._period and not (self._pending or self._plan):
-            self._pending, self._age = self._runner.read_experts(), 0
+            self._pending, self._age = self._runner.do(ReadExperts()), 0
         for _ in range(MOVES):
             if self._plan is None or (move := next(self._plan, None)) is None:
                 break
@@ -99,5 +100,6 @@ class Balancer:
     def _move(self, layer: int, source: int, target: int) -> None:
         placed, of = self.placed[layer], self._layout
         placed[target] = placed[source]
-        self._runner.move_expert(layer, source, target, copies_of(placed, of.experts, of.width))
+        copies = copies_of(placed, of.experts, of.width)
+        self._runner.do(MoveExpert(layer, source, target, copies))
         self._moves += 1

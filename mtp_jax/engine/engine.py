@@ -13,7 +13,8 @@ from functools import partial
 
 import numpy as np
 
-from mtp_jax.decode.host import Chunk, MaskMaker, Pending, Result, Runner
+from mtp_jax.decode import launches
+from mtp_jax.decode.host import Chunk, MaskMaker, Result
 from mtp_jax.decode.keys import (
     ACCEPTED,
     COUNT,
@@ -26,6 +27,7 @@ from mtp_jax.decode.keys import (
     Source,
     StepKey,
 )
+from mtp_jax.decode.launches import Pending, Runner
 from mtp_jax.engine.balance import Balancer
 from mtp_jax.engine.buckets import Prompts, keys_for, slot_bucket, warm_up_keys
 from mtp_jax.engine.config import EngineConfig
@@ -149,8 +151,9 @@ class Engine:
             if isinstance(key, StepKey):
                 self._arrive(self._run(key, self._chunk(key), []))
             elif isinstance(key, PageKey):
-                pages = range(min(key.pages, self.pages))
-                self.runner.write_pages(0, pages, self.runner.read_pages(0, pages).read())
+                pages = tuple(range(min(key.pages, self.pages)))
+                held = self.runner.do(launches.ReadPages(0, pages)).read()
+                self.runner.do(launches.WritePages(0, pages, held))
         steps = [k for k in new if isinstance(k, StepKey) and k.slots] if self.config.adaptive_depth else []
         for key in (k.at(d) for k in steps for d in self._depths(k)):
             for _ in range(self.depth.policy.block):
@@ -218,14 +221,15 @@ class Engine:
         for request in admitted:
             self._admit(request)
         for source, target in self.scheduler.pack(partial(slot_bucket, self.config)):
-            self.runner.move(source, target)
+            self.runner.do(launches.Move(source, target))
 
     def _refresh(self) -> None:
         """Tell the device which slots and pages changed hands."""
         if self.scheduler.stale:
             slots = self.scheduler.slots
             keep = np.array([r is not None for r in slots])
-            self.runner.update(keep, np.concatenate([self._page_row(r) for r in slots]))
+            table = np.concatenate([self._page_row(r) for r in slots])
+            self.runner.do(launches.Update(keep, table))
             self.scheduler.stale = False
 
     def _page_row(self, request: Request | None) -> np.ndarray:
@@ -243,14 +247,12 @@ class Engine:
                 self.counters.restored += request.restored
         cached = request.prefilled // self.config.page_size
         row = slot_row(request, self.cfg.vocab_size, self._page_row(request))
-        self.runner.admit(request.slot, row, request.pages[cached - 1] if cached else None)
+        self.runner.do(launches.Admit(request.slot, row, request.pages[cached - 1] if cached else None))
 
     # Launching
 
     def _launch(self, action: Step) -> None:
         self._refresh()
-        if self.tier:
-            self.tier.launch()  # growing requests have pages that others had
         key, prompts = action.key, action.prompts
         chunk = self._chunk(key, prompts)
         launch = Launch(
@@ -280,8 +282,9 @@ class Engine:
         first = allowed(self.grammars, rows, (len(chosen), 1), self.cfg.vocab_size)[:, 0]
         return next_chunk(chosen, tokens, key.tokens, self.config.max_num_seqs, first)
 
-    def _run(self, key: StepKey, chunk: Chunk | None, running: Sequence[Request]) -> Pending:
-        return self.runner.step(key, chunk, self._masks(key, running) if key.mode.structured else None)
+    def _run(self, key: StepKey, chunk: Chunk | None, running: Sequence[Request]) -> Pending[Result]:
+        masks = self._masks(key, running) if key.mode.structured else None
+        return self.runner.do(launches.Step(key, chunk), masks)
 
     def _masks(self, key: StepKey, running: Sequence[Request]) -> MaskMaker:
         rows, shape = [(r.slot, r) for r in running], (key.slots, key.room + 1)
@@ -352,7 +355,7 @@ class Engine:
         own = () if request.params.ignore_eos else self.cfg.eos_token_ids
         return None if request.output[-1] in own else request.output[-1]
 
-    def _arrive(self, pending: Pending) -> tuple[Result, float]:
+    def _arrive(self, pending: Pending[Result]) -> tuple[Result, float]:
         """The result of a launch, and the seconds it took. A flush before it is measured by itself."""
         if pending.flush:
             pending.flush.wait()

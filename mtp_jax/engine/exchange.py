@@ -6,6 +6,7 @@ Everything here is called by the thread that owns the engine, between two steps.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from mtp_jax.decode.launches import ReadPages
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.store.page import Page, split
@@ -43,7 +44,7 @@ def copy_out(engine: Engine, digests: Sequence[bytes]) -> Callable[[], list[Page
     assert engine.tier
     found = [pool.match(digests) for pool in engine.scheduler.pools]
     shard = max(range(len(found)), key=lambda i: len(found[i]))
-    pending = engine.runner.read_pages(shard, found[shard]) if found[shard] else None
+    pending = engine.runner.do(ReadPages(shard, tuple(found[shard]))) if found[shard] else None
     rest = engine.tier.get(digests[len(found[shard]) :])
     return lambda: [*(split(pending.read()) if pending else ()), *rest]
 

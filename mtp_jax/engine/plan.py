@@ -7,8 +7,8 @@ depends on that: what a grammar allows depends on tokens that were just read.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mtp_jax.decode.host import Runner
 from mtp_jax.decode.keys import StepKey
+from mtp_jax.decode.launches import Runner
 from mtp_jax.engine.buckets import Prompts, next_prompts, step_key
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.depth import DepthController, adaptive_depths

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from mtp_jax.decode.host import Chunk, Pending, TopLogprobs
+from mtp_jax.decode.host import Chunk, Result, TopLogprobs
 from mtp_jax.decode.keys import StepKey
+from mtp_jax.decode.launches import Pending
 from mtp_jax.engine.request import Logprob, Request, TokenLogprobs
 
 
@@ -21,7 +22,7 @@ class Launch:
 
     rows: list[tuple[int, Request]]
     prompts: list[tuple[int, Request]]
-    pending: Pending
+    pending: Pending[Result]
     key: StepKey
     chunk: Chunk | None = None
 

@@ -1,6 +1,6 @@
 """One connection of the launch log: numbered messages both ways, and a sign of life every few seconds.
 
-uint32 bytes of body | uint8 operation | uint8 packed | uint64 number | body
+uint32 bytes of body | uint8 packed | uint64 number | body
 """
 
 import contextlib
@@ -9,63 +9,22 @@ import socket
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import IntEnum, auto
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
+from mtp_jax.decode.launches import Launch
+from mtp_jax.hosts.codec import decode, encode
+from mtp_jax.hosts.messages import Alive, LogError, Message
 
-from mtp_jax.hosts.codec import Body, LogError, decode, encode
-
-_HEAD = struct.Struct("<IBBQ")
+_HEAD = struct.Struct("<IBQ")
 # One that is paused for longer, or whose host is gone without a word, is lost. JAX's own service would end
 # the process without a readable line after its 10 s.
 ALIVE_SECONDS = 2.0
 SILENT_SECONDS = 3 * ALIVE_SECONDS
 _MOST_BYTES = 2**32 - 1  # what the head has room for
-_PACKED_FROM = 4096  # smaller messages fit in a few packets
-
-
-class Op(IntEnum):
-    """What a message is."""
-
-    ALIVE = auto()
-    # Of the start and the end; both ways.
-    HELLO = auto()
-    WELCOME = auto()
-    REFUSED = auto()
-    FAILED = auto()
-    END = auto()
-    # A program: compile it, it is compiled, it may be launched.
-    COMPILE = auto()
-    COMPILED = auto()
-    PUBLISH = auto()
-    # What ``LeaderRunner`` launches.
-    ADMIT = auto()
-    MOVE = auto()
-    UPDATE = auto()
-    STEP = auto()
-    MASKS = auto()
-    DRAFT = auto()
-    READ_PAGES = auto()
-    WRITE_PAGES = auto()
-    RELEASE_CACHE = auto()
-    ALLOCATE_CACHE = auto()
-    READ_EXPERTS = auto()
-    MOVE_EXPERT = auto()
-
-
-# Rows of the vocabulary and masks are mostly one value: 1.3 MB become 12 kB, in about a millisecond.
-_PACKED = (Op.ADMIT, Op.STEP, Op.MASKS)
-
-
-@dataclass(frozen=True)
-class Message:
-    """One that has arrived."""
-
-    op: Op
-    body: Body
+# Smaller messages fit in a few packets. Of larger ones most are rows of the vocabulary and masks, which are
+# mostly one value: 1.3 MB become 12 kB, in about a millisecond.
+_PACKED_FROM = 4096
 
 
 class Channel:
@@ -75,7 +34,10 @@ class Channel:
     """
 
     def __init__(
-        self, sock: socket.socket, got: Callable[[Message], None], lost: Callable[[str], None]
+        self,
+        sock: socket.socket,
+        got: Callable[[Message | Launch[Any]], None],
+        lost: Callable[[str], None],
     ) -> None:
         sock.setblocking(True)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -91,16 +53,14 @@ class Channel:
         self._reader.start()
         threading.Thread(target=self._live, name="log-live", daemon=True).start()
 
-    def send(
-        self, op: Op, fields: Mapping[str, Any] | None = None, arrays: Sequence[np.ndarray | None] = ()
-    ) -> None:
+    def send(self, message: Message | Launch[Any]) -> None:
         """Send a message. Raises OSError, LogError."""
-        self.send_body(*prepared(op, fields, arrays))
+        self.send_body(*prepared(message))
 
-    def send_body(self, op: Op, packed: bool, body: bytes) -> None:
+    def send_body(self, packed: bool, body: bytes) -> None:
         """Send what ``prepared`` made. Raises OSError."""
         with self._sending:
-            self._sock.sendall(_HEAD.pack(len(body), op, packed, self._sent) + body)
+            self._sock.sendall(_HEAD.pack(len(body), packed, self._sent) + body)
             self._sent += 1
 
     def finish(self) -> None:
@@ -122,7 +82,7 @@ class Channel:
     def _live(self) -> None:
         while not self._closed.wait(ALIVE_SECONDS):
             try:
-                self.send(Op.ALIVE)
+                self.send(Alive())
             except OSError:
                 return  # whoever reads sees it, too
 
@@ -130,7 +90,7 @@ class Channel:
         try:
             while True:
                 message = self._next()
-                if message.op is not Op.ALIVE:
+                if not isinstance(message, Alive):
                     self._got(message)
         except (OSError, LogError, ValueError) as error:
             if not self._closed.is_set():
@@ -138,13 +98,11 @@ class Channel:
         finally:
             self.close()
 
-    def _next(self) -> Message:
-        size, op, packed, number = _HEAD.unpack(self._exactly(_HEAD.size))
+    def _next(self) -> Message | Launch[Any]:
+        size, packed, number = _HEAD.unpack(self._exactly(_HEAD.size))
         if number != self._received:
             raise LogError(f"message {number} came where {self._received} was due")
         self._received += 1
-        if op not in Op._value2member_map_:
-            raise LogError(f"unknown operation {op}")
         body = self._exactly(size)
         if packed:
             unpacking = zlib.decompressobj()
@@ -154,7 +112,10 @@ class Channel:
                 raise LogError(f"a packed message is damaged: {error}") from error
             if not unpacking.eof:
                 raise LogError("a packed message is cut off, or too long")
-        return Message(Op(op), decode(body))
+        message = decode(body)
+        if not isinstance(message, Message | Launch):
+            raise LogError(f"a {type(message).__name__} is no message")
+        return message
 
     def _exactly(self, count: int) -> bytearray:
         found = bytearray(count)
@@ -169,12 +130,10 @@ class Channel:
         return found
 
 
-def prepared(
-    op: Op, fields: Mapping[str, Any] | None, arrays: Sequence[np.ndarray | None]
-) -> tuple[Op, bool, bytes]:
-    """A message that may be sent on several channels. Raises LogError."""
-    body = encode(fields or {}, arrays)
+def prepared(message: Message | Launch[Any]) -> tuple[bool, bytes]:
+    """A message that may be sent on several channels: whether it is packed, and its body. Raises LogError."""
+    body = encode(message)
     if len(body) > _MOST_BYTES:
         raise LogError(f"a message of {len(body):,} bytes; the most is {_MOST_BYTES:,}: use fewer pages")
-    packed = op in _PACKED and len(body) >= _PACKED_FROM
-    return op, packed, zlib.compress(body, 1) if packed else body
+    packed = len(body) >= _PACKED_FROM and not (isinstance(message, Launch) and message.dense)
+    return packed, zlib.compress(body, 1) if packed else body

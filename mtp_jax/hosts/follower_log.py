@@ -4,16 +4,19 @@ import queue
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
+from mtp_jax.decode.launches import Launch
 from mtp_jax.errors import ConfigError
 from mtp_jax.handshake import Refused, greet
-from mtp_jax.hosts.channel import Channel, Message, Op
-from mtp_jax.hosts.codec import LogError
+from mtp_jax.hosts import messages
+from mtp_jax.hosts.channel import Channel
 from mtp_jax.hosts.leader_log import PURPOSE, RANK, wait_for_address
+from mtp_jax.hosts.messages import LogError, Message
 from mtp_jax.hosts.options import Hosts
 
 _PROOF_SECONDS = 10.0
+T = TypeVar("T")
 
 
 class FollowerLog:
@@ -22,7 +25,7 @@ class FollowerLog:
     def __init__(self, hosts: Hosts, secret: bytes, lost: Callable[[str], None]) -> None:
         """Connects, once the leader is there. Raises ConfigError."""
         self._lost, self._ended = lost, False
-        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Message | Launch[Any]] = queue.SimpleQueue()
         sock = wait_for_address(hosts.address, time.monotonic() + hosts.join_seconds)
         try:
             greet(sock, secret, PURPOSE, RANK.pack(hosts.rank), time.monotonic() + _PROOF_SECONDS)
@@ -38,21 +41,27 @@ class FollowerLog:
 
     def compare(self, mine: Mapping[str, str]) -> None:
         """Say what this process is about to do. Raises ConfigError if others do something else."""
-        self._channel.send(Op.HELLO, mine)
-        said = self.receive(Op.WELCOME, Op.REFUSED)
-        if said.op is Op.REFUSED:
-            raise ConfigError(str(said.body.fields.get("reason")))
+        self._channel.send(messages.Hello(tuple(mine.items())))
+        answer = self.receive()
+        if isinstance(answer, messages.Refused):
+            raise ConfigError(answer.reason)
+        if not isinstance(answer, messages.Welcome):
+            raise LogError(f"{type(answer).__name__} came where Welcome was due")
 
-    def receive(self, *wanted: Op) -> Message:
-        """The next message, once it is there. Raises LogError for one of another kind."""
-        message = self._inbox.get()
-        if wanted and message.op not in wanted:
-            raise LogError(f"{message.op.name} came where {' or '.join(op.name for op in wanted)} was due")
+    def receive(self) -> Message | Launch[Any]:
+        """The next message, once it is there."""
+        return self._inbox.get()
+
+    def expect(self, wanted: type[T]) -> T:
+        """The same. Raises LogError for one of another kind."""
+        message = self.receive()
+        if not isinstance(message, wanted):
+            raise LogError(f"{type(message).__name__} came where {wanted.__name__} was due")
         return message
 
     def compiled(self, job: int) -> None:
         """Say that a program is compiled."""
-        self._say(Op.COMPILED, {"job": job})
+        self._say(messages.Compiled(job))
 
     def finish(self) -> None:
         """The leader has ended, all is done."""
@@ -60,19 +69,19 @@ class FollowerLog:
 
     def close(self, reason: str) -> None:
         """End the connection, and say why."""
-        self._say(Op.FAILED, {"reason": reason})
+        self._say(messages.Failed(reason))
         self._channel.close()
 
-    def _say(self, op: Op, fields: Mapping[str, Any]) -> None:
+    def _say(self, message: Message) -> None:
         with suppress(OSError):  # that it ended is seen by who reads
-            self._channel.send(op, fields)
+            self._channel.send(message)
 
-    def _got(self, message: Message) -> None:
-        if message.op is Op.FAILED:
+    def _got(self, message: Message | Launch[Any]) -> None:
+        if isinstance(message, messages.Failed):
             if not self._ended:
-                self._lost(f"rank 0 failed: {message.body.fields.get('reason')}"[:500])
+                self._lost(f"rank 0 failed: {message.reason}"[:500])
             return
-        self._ended |= message.op in (Op.END, Op.REFUSED)
+        self._ended |= isinstance(message, messages.End | messages.Refused)
         self._inbox.put(message)
 
     def _gone(self, reason: str) -> None:

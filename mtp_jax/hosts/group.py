@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from mtp_jax.decode.host import Runner
+from mtp_jax.decode.launches import Runner
 from mtp_jax.decode.runner import LocalRunner
 from mtp_jax.errors import ConfigError, MtpJaxError
 from mtp_jax.handshake import read_secret

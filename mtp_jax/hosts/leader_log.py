@@ -5,22 +5,23 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
-
+from mtp_jax.decode.launches import Launch
 from mtp_jax.errors import ConfigError
 from mtp_jax.handshake import VARIABLE, Refused, welcome
-from mtp_jax.hosts.channel import Channel, Message, Op, prepared
-from mtp_jax.hosts.codec import LogError
+from mtp_jax.hosts import messages
+from mtp_jax.hosts.channel import Channel, prepared
 from mtp_jax.hosts.hello import difference
+from mtp_jax.hosts.messages import LogError, Message
 from mtp_jax.hosts.options import Hosts
 
+T = TypeVar("T", bound=Message)
 _LOG = logging.getLogger(__name__)
-PURPOSE, RANK = b"mtp-jax log 2\n", struct.Struct("<I")
+PURPOSE, RANK = b"mtp-jax log 3\n", struct.Struct("<I")
 """What the handshake is for, and how a follower's rank is written in it."""
 _PROOF_SECONDS = 5.0  # in which a connection must have proved itself
 _SECRET_SECONDS = 10.0  # in which a rank with another secret may be followed by the one with ours
@@ -38,7 +39,7 @@ class LeaderLog:
         # Of ranks that came with another secret: who it was, and when the wait for the right one ends.
         self._refused: dict[int, tuple[str, float]] = {}
         self._finished = False
-        self._told: list[tuple[int, Op, Mapping[str, Any]]] = []  # what followers said, to be waited for
+        self._told: list[tuple[int, Message]] = []  # what followers said, to be waited for
         self._changed = threading.Condition()
         self._sending = threading.Lock()
         self._strangers = threading.Semaphore(_MOST_STRANGERS)
@@ -95,34 +96,32 @@ class LeaderLog:
     def compare(self, mine: Mapping[str, str]) -> None:
         """Check that all followers are about to do the same. Raises ConfigError for the first difference."""
         for rank in sorted(self._channels):
-            said = self._wait(rank, Op.HELLO)
-            if found := difference(mine, said, rank):
+            theirs = dict(self._wait(rank, messages.Hello).description)
+            if found := difference(mine, theirs, rank):
                 self._finished = True  # each rank ends by itself, with this as its reason
-                self.send(Op.REFUSED, {"reason": found})
+                self.send(messages.Refused(found))
                 raise ConfigError(found)
-        self.send(Op.WELCOME)
+        self.send(messages.Welcome())
 
-    def send(
-        self, op: Op, fields: Mapping[str, Any] | None = None, arrays: Sequence[np.ndarray | None] = ()
-    ) -> None:
+    def send(self, message: Message | Launch[Any]) -> None:
         """Tell all followers. Ends the group if one cannot be told."""
-        message = prepared(op, fields, arrays)
+        body = prepared(message)
         with self._sending:
             for rank, channel in self._channels.items():
                 try:
-                    channel.send_body(*message)
+                    channel.send_body(*body)
                 except OSError as error:
                     self._gone(rank, str(error))
 
     def compiled(self, job: int) -> None:
         """Wait until every follower has compiled what ``COMPILE`` of this number asked for."""
         for rank in sorted(self._channels):
-            self._wait(rank, Op.COMPILED, {"job": job})
+            self._wait(rank, messages.Compiled, messages.Compiled(job))
 
     def finish(self) -> None:
         """All is done: let the followers go."""
         self._finished = True  # from here on they may go
-        self.send(Op.END)
+        self.send(messages.End())
         for channel in self._channels.values():
             channel.finish()
 
@@ -132,34 +131,34 @@ class LeaderLog:
         if self._sending.acquire(timeout=0.2):  # whoever has it may be stuck
             for channel in self._channels.values():
                 with suppress(OSError):
-                    channel.send(Op.FAILED, {"reason": reason})
+                    channel.send(messages.Failed(reason))
         for channel in list(self._channels.values()):
             channel.close()
 
-    def _wait(self, rank: int, op: Op, fields: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-        """What a follower says: of this kind, with these fields. The group ends if it is lost meanwhile."""
-        found: list[tuple[int, Op, Mapping[str, Any]]] = []
+    def _wait(self, rank: int, kind: type[T], wanted: T | None = None) -> T:
+        """A follower's message of this kind, or ``wanted``. The group ends if it is lost meanwhile."""
+        found: list[T] = []
 
         def said() -> bool:
-            wanted = (fields or {}).items()
-            found[:] = [m for m in self._told if m[:2] == (rank, op) and m[2].items() >= wanted]
+            own = [m for r, m in self._told if r == rank and isinstance(m, kind)]
+            found[:] = own if wanted is None else [m for m in own if m == wanted]
             return bool(found)
 
         with self._changed:
             self._changed.wait_for(said)
-            self._told.remove(found[0])
-        return found[0][2]
+            self._told.remove((rank, found[0]))
+        return found[0]
 
-    def _got(self, rank: int, message: Message) -> None:
-        if message.op is Op.FAILED:
+    def _got(self, rank: int, message: Message | Launch[Any]) -> None:
+        if isinstance(message, messages.Failed):
             if not self._finished:
-                self._lost(f"rank {rank} failed: {message.body.fields.get('reason')}"[:500])
-        elif message.op in (Op.HELLO, Op.COMPILED):
+                self._lost(f"rank {rank} failed: {message.reason}"[:500])
+        elif isinstance(message, messages.Hello | messages.Compiled):
             with self._changed:
-                self._told.append((rank, message.op, message.body.fields))
+                self._told.append((rank, message))
                 self._changed.notify_all()
         else:
-            raise LogError(f"a follower may not send {message.op.name}")
+            raise LogError(f"a follower may not send {type(message).__name__}")
 
     def _gone(self, rank: int, reason: str) -> None:
         if not self._finished:

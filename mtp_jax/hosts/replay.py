@@ -6,25 +6,17 @@ What the runner defers, and when it flushes, follows from the launches alone, so
 
 import queue
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
-from mtp_jax.decode.keys import DraftKey, Key, StepKey
+from mtp_jax.decode.keys import Key
+from mtp_jax.decode.launches import Launch
 from mtp_jax.decode.runner import LocalRunner
-from mtp_jax.hosts.channel import Op
-from mtp_jax.hosts.codec import (
-    CHUNK_ARRAYS,
-    ROW_ARRAYS,
-    Body,
-    LogError,
-    chunk_of,
-    row_of,
-)
 from mtp_jax.hosts.ending import Ending
 from mtp_jax.hosts.follower_log import FollowerLog
+from mtp_jax.hosts.messages import Compile, End, LogError, Masks, Message, Publish
 
 
 def replay(runner: LocalRunner, log: FollowerLog, ending: Ending) -> int:
@@ -32,8 +24,8 @@ def replay(runner: LocalRunner, log: FollowerLog, ending: Ending) -> int:
     follower = _Follower(runner, log, ending)
     count = 0
     with ending.on_error("a launch of rank 0 could not be repeated"):
-        while (message := log.receive()).op is not Op.END:
-            follower.do(message.op, message.body)
+        while not isinstance(message := log.receive(), End):
+            follower.do(message)
             count += 1
     return count
 
@@ -43,38 +35,26 @@ class _Follower:
         self._runner, self._log, self._ending = runner, log, ending
         self._jobs: queue.SimpleQueue[tuple[int, Key]] = queue.SimpleQueue()
         self._programs: dict[int, Future[Any]] = {}
-        self._does: dict[Op, Callable[[Body], object]] = {
-            Op.COMPILE: self._compile,
-            Op.PUBLISH: self._publish,
-            Op.ADMIT: self._admit,
-            Op.MOVE: lambda b: runner.move(b.whole("source"), b.whole("target")),
-            Op.UPDATE: lambda b: runner.update(*b.all(2)),
-            Op.STEP: self._step,
-            Op.DRAFT: self._draft,
-            Op.READ_PAGES: lambda b: runner.read_pages(b.whole("shard"), _pages(b)),
-            Op.WRITE_PAGES: lambda b: runner.write_pages(
-                b.whole("shard"), _pages(b), tuple(b.all(len(b.arrays)))
-            ),
-            Op.RELEASE_CACHE: lambda _: runner.release_cache(),
-            Op.ALLOCATE_CACHE: lambda _: runner.allocate_cache(),
-            Op.READ_EXPERTS: lambda _: runner.read_experts(),
-            Op.MOVE_EXPERT: lambda b: runner.move_expert(
-                b.whole("layer"), b.whole("source"), b.whole("target"), *b.all(1)
-            ),
-        }
         # Beside the launches, which go on while the leader compiles in the background.
         threading.Thread(target=self._build, name="log-compile", daemon=True).start()
 
-    def do(self, op: Op, body: Body) -> None:
+    def do(self, message: Message | Launch[Any]) -> None:
         """One operation. Raises LogError for what must not come, and what the operation raises."""
-        if op not in self._does:
-            raise LogError(f"{op.name} is no launch")
-        self._does[op](body)
-
-    def _compile(self, body: Body) -> None:
-        job = body.whole("job")
-        self._programs[job] = Future()
-        self._jobs.put((job, body.key))
+        match message:
+            case Launch():
+                key = getattr(message, "key", None)
+                if key is not None and key not in self._runner.programs:
+                    raise LogError(f"{key} was never published")
+                self._runner.do(message, self._masks)
+            case Compile(job, key):
+                self._programs[job] = Future()
+                self._jobs.put((job, key))
+            case Publish(job, key):
+                if job not in self._programs:
+                    raise LogError(f"job {job} was never compiled")
+                self._runner.programs.publish(key, self._programs.pop(job).result())
+            case _:
+                raise LogError(f"{type(message).__name__} is no launch")
 
     def _build(self) -> None:
         while True:
@@ -83,42 +63,7 @@ class _Follower:
                 self._programs[job].set_result(self._runner.programs.build(key))
                 self._log.compiled(job)
 
-    def _publish(self, body: Body) -> None:
-        job = body.whole("job")
-        if job not in self._programs:
-            raise LogError(f"job {job} was never compiled")
-        self._runner.programs.publish(body.key, self._programs.pop(job).result())
-
-    def _admit(self, body: Body) -> None:
-        page = None if body.fields.get("page") is None else body.whole("page")
-        self._runner.admit(body.whole("slot"), row_of(body.all(ROW_ARRAYS)), page)
-
-    def _step(self, body: Body) -> None:
-        key = self._launchable(body.key)
-        if not isinstance(key, StepKey):
-            raise LogError(f"{key} is no step")
-        chunk = chunk_of(body.all(CHUNK_ARRAYS if key.tokens else 0))
-        self._runner.step(key, chunk, self._masks if key.mode.structured else None)
-
     def _masks(self, drafts: np.ndarray | None) -> np.ndarray:
-        """The leader has made them, of the same drafts."""
+        """What the leader has made, of the same drafts."""
         del drafts
-        return self._log.receive(Op.MASKS).body.all(1)[0]
-
-    def _draft(self, body: Body) -> None:
-        key = self._launchable(body.key)
-        if not isinstance(key, DraftKey):
-            raise LogError(f"{key} is no draft")
-        self._runner.draft(key, body.whole("slot"))
-
-    def _launchable(self, key: Key) -> Key:
-        if key not in self._runner.programs:
-            raise LogError(f"{key} was never published")
-        return key
-
-
-def _pages(body: Body) -> list[int]:
-    pages = body.fields.get("pages")
-    if not isinstance(pages, list) or not all(type(p) is int and p >= 0 for p in pages):
-        raise LogError(f"pages = {pages!r:.80}")
-    return pages
+        return self._log.expect(Masks).allowed

@@ -1,11 +1,11 @@
 """The host's memory as a second tier of the prefix cache: pages go there when the device's pool forgets them.
 
-    PagePool.allocate -> evict -> launch: one read_pages -> (thread) copied, filed under its digest
-    Scheduler: a page of a prompt that is in no pool -> has, get -> write: one write_pages, before the prefill
+    PagePool.allocate -> evict -> launch: one ReadPages -> (thread) copied, filed under its digest
+    Scheduler: a page of a prompt that is in no pool -> has, get -> write: one WritePages, before the prefill
 
-A page that is forgotten still holds its rows until the next program that writes to pages. So ``launch`` comes
-before any such program, and nothing waits for it: the device runs programs in order, and a thread waits for
-the copy.
+A page that is forgotten still holds its rows until the next program that writes to pages. So the runner calls
+``launch`` before any such program, and nothing waits for it: the device runs programs in order, and a thread
+waits for the copy.
 """
 
 import logging
@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from mtp_jax.decode.host import PendingPages, Runner
+from mtp_jax.decode.host import PageData
+from mtp_jax.decode.launches import Pending, ReadPages, Runner, WritePages
 from mtp_jax.store.memory import PageStore
 from mtp_jax.store.page import Page, join, split
 
@@ -64,6 +65,7 @@ class HostTier:
         self._arriving: dict[bytes, Future[None]] = {}
         self._flights: deque[tuple[Future[None], Sequence[bytes]]] = deque()
         self._thread = ThreadPoolExecutor(1, "pages")  # one, so that they are filed in order
+        runner.before_writing.append(self.launch)
 
     def stats(self) -> TierStats:
         """What it holds now, and its totals. Any thread may ask."""
@@ -82,7 +84,7 @@ class HostTier:
             self._evicted[digest] = shard, page
 
     def launch(self) -> None:
-        """Begin to copy what was evicted. Call it before any program that may write to those pages."""
+        """Begin to copy what was evicted."""
         self._landed()
         evicted, self._evicted = self._evicted, {}
         by_shard: dict[int, list[tuple[int, bytes]]] = {}
@@ -97,11 +99,11 @@ class HostTier:
         if len(self._flights) >= _FLIGHTS:
             self._flights[0][0].result()
             self._landed()
-        future = self._thread.submit(self._file, digests, self._runner.read_pages(shard, pages))
+        future = self._thread.submit(self._file, digests, self._runner.do(ReadPages(shard, tuple(pages))))
         self._flights.append((future, digests))
         self._arriving |= dict.fromkeys(digests, future)
 
-    def _file(self, digests: Sequence[bytes], pending: PendingPages) -> None:
+    def _file(self, digests: Sequence[bytes], pending: Pending[PageData]) -> None:
         try:
             for digest, page in zip(digests, split(pending.read()), strict=True):
                 self.store.put(digest, page)
@@ -137,14 +139,13 @@ class HostTier:
         return self.store.get(digests)
 
     def write(self, restored: Iterable[Restored]) -> None:
-        """Write what ``get`` gave into pages, after what these held has been read."""
-        self.launch()
+        """Write what ``get`` gave into pages."""
         by_shard: dict[int, list[tuple[int, Page]]] = {}
         for shard, page, content in restored:
             by_shard.setdefault(shard, []).append((page, content))
         for shard, found in by_shard.items():
             pages, contents = zip(*found, strict=True)
-            self._runner.write_pages(shard, pages, join(contents))
+            self._runner.do(WritePages(shard, tuple(pages), join(contents)))
             self.restored += len(pages)
 
     def forget(self, digests: Iterable[bytes] | None = None) -> None:

@@ -151,7 +151,8 @@ def test_warm_draft_cache(depth, compiled, monkeypatch):
         if not runner.state.slots.active[0]:
             continue
         known = int(runner.state.slots.length[0]) + 1
-        got = np.asarray(next_drafts(runner.params, runner.flushed()))[0]
+        runner.flushed()
+        got = np.asarray(next_drafts(runner.params, runner.state))[0]
         np.testing.assert_allclose(got, reference().drafts(text[:known], 3)[1], atol=2e-4)
         checked += 1
     assert checked >= 5
@@ -190,7 +191,7 @@ def spoil_slot(engine: Engine, slot: int, cache: str) -> None:
     runner = local_runner(engine)
     state = runner.state
     table, own = np.asarray(state.slots.page_table[slot]), state.drafter
-    rows, size = np.arange(int(state.slots.length[slot])), state.trunk[0].page_size
+    rows, size = np.arange(int(state.slots.length[slot])), state.drafter.pages.cache[0].page_size
     at = (table[rows // size], rows % size)
     pages = state.trunk if cache == "trunk" else own.pages.cache
     spoiled = jax.tree.map(lambda p: p.at[at].set(jnp.nan), pages)

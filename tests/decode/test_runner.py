@@ -11,8 +11,22 @@ import pytest
 
 from mtp_jax.api.local import local_runner
 from mtp_jax.decode.drafter.nextn import DEFERRED
-from mtp_jax.decode.host import Chunk, Runner, SlotRow
+from mtp_jax.decode.host import Chunk, SlotRow
 from mtp_jax.decode.keys import DraftKey, PageKey, SamplingMode, StepKey
+from mtp_jax.decode.launches import (
+    Admit,
+    AllocateCache,
+    Draft,
+    Launch,
+    Move,
+    MoveExpert,
+    ReadExperts,
+    ReadPages,
+    ReleaseCache,
+    Step,
+    Update,
+    WritePages,
+)
 from mtp_jax.decode.runner import LocalRunner
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
@@ -102,60 +116,75 @@ def stubbed() -> tuple[LocalRunner, list[str]]:
 NOTHING: Any = np.zeros(1)
 
 
-OPERATIONS: dict[str, Callable[[LocalRunner], Any]] = {
-    "admit": lambda r: r.admit(0, SlotRow(*[NOTHING] * 6), None),
-    "move": lambda r: r.move(1, 0),
-    "update": lambda r: r.update(np.ones(4, bool), np.zeros((4, 4), np.int32)),
-    "step": lambda r: r.step(DEEP),
-    "draft": lambda r: r.draft(DraftKey(3, 1), 0),
-    "read_experts": lambda r: r.read_experts(),
-    "read_pages": lambda r: r.read_pages(0, [1]),
-    "write_pages": lambda r: r.write_pages(0, [1], (np.zeros((1, 3)),)),
+OPERATIONS: dict[str, Launch[Any]] = {
+    "admit": Admit(0, SlotRow(*[NOTHING] * 6), None),
+    "move": Move(1, 0),
+    "update": Update(np.ones(4, bool), np.zeros((4, 4), np.int32)),
+    "step": Step(DEEP),
+    "draft": Draft(DraftKey(3, 1), 0),
+    "read_experts": ReadExperts(),
+    "read_pages": ReadPages(0, (1,)),
+    "write_pages": WritePages(0, (1,), (np.zeros((1, 3)),)),
 }
 
 
 def test_every_operation_is_tried():
-    on_the_host, of_memory = {"compile", "cover", "find", "keys"}, {"release_cache", "allocate_cache"}
-    others = {*on_the_host, *of_memory, "move_expert"}
-    assert {*OPERATIONS, *others} == {n for n in vars(Runner) if not n.startswith("_")}
+    others = {MoveExpert, ReleaseCache, AllocateCache}  # of the weights, and of memory
+    assert {*map(type, OPERATIONS.values()), *others} == {*Launch.__subclasses__()}
+
+
+def test_what_is_no_launch_is_refused():
+    runner, _ = stubbed()
+    with pytest.raises(TypeError, match="is no launch"):
+        runner.do(Launch())
+
+
+def test_what_leaves_is_read_before_every_launch_that_writes():
+    runner, log = stubbed()
+    runner.before_writing.append(lambda: runner.do(ReadPages(0, (1,))))
+    for launch in OPERATIONS.values():
+        log.clear()
+        runner.do(launch)
+        read = [e for e in log if " " not in e][:-1]
+        assert read == (["read_pages"] if isinstance(launch, Step | WritePages) else [])
 
 
 def test_a_cache_is_given_back_once_deferred_work_is_done():
     runner, log = stubbed()
-    runner.step(PLAIN)
+    runner.do(Step(PLAIN))
     log.clear()
-    runner.release_cache()
+    runner.do(ReleaseCache())
     assert [e for e in log if " " not in e] == ["flush"]
 
 
 def test_a_chunk_waits_for_deferred_work_and_defers_none():
     runner, log = stubbed()
     filling = replace(PLAIN, tokens=16, prompts=1)
-    runner.step(PLAIN)
+    runner.do(Step(PLAIN))
     log.clear()
     for _ in range(2):
-        runner.step(filling, Chunk(*[NOTHING] * 8))
-    runner.step(DEEP)
+        runner.do(Step(filling, Chunk(*[NOTHING] * 8)))
+    runner.do(Step(DEEP))
     assert [e for e in log if " " not in e] == ["flush", "step", "step", "step"]
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_deferred_work_is_done_before_anything_else_runs(name):
     runner, log = stubbed()
-    runner.step(PLAIN)
-    runner.step(PLAIN)
+    runner.do(Step(PLAIN))
+    runner.do(Step(PLAIN))
     log.clear()
-    OPERATIONS[name](runner)
+    runner.do(OPERATIONS[name])
     assert [e for e in log if " " not in e] == ["flush", name]
     log.clear()
-    OPERATIONS[name](runner)
+    runner.do(OPERATIONS[name])
     assert [e for e in log if " " not in e] == [name], "once"
 
 
 def test_steps_without_drafts_leave_their_work_to_one_launch():
     runner, log = stubbed()
     for _ in range(3 * DEFERRED + 2):
-        runner.step(PLAIN)
+        runner.do(Step(PLAIN))
     launched = [e for e in log if " " not in e]
     steps = [sum(e == "step" for e in launched[:i]) for i, e in enumerate(launched) if e == "flush"]
     assert steps == [DEFERRED, 2 * DEFERRED, 3 * DEFERRED]
@@ -164,15 +193,15 @@ def test_steps_without_drafts_leave_their_work_to_one_launch():
 def test_a_structured_step_defers_its_work_too():
     runner, log = stubbed()
     with pytest.raises(ValueError, match="masks"):
-        runner.step(STRUCTURED)
-    runner.step(STRUCTURED, None, lambda drafts: np.zeros((1, 1, 2), np.uint32))
-    runner.move(1, 0)
+        runner.do(Step(STRUCTURED))
+    runner.do(Step(STRUCTURED), lambda drafts: np.zeros((1, 1, 2), np.uint32))
+    runner.do(Move(1, 0))
     assert [e for e in log if " " not in e] == ["draft_phase", "verify_phase", "flush", "move"]
 
 
 def test_a_result_is_copied_at_once_and_read_when_asked_for():
     runner, log = stubbed()
-    pending = runner.step(DEEP)
+    pending = runner.do(Step(DEEP))
     assert log == ["step", "copy step"]
     assert pending.read().packed.shape == (1, 5)
     assert log[2:] == ["read step"]
@@ -180,7 +209,7 @@ def test_a_result_is_copied_at_once_and_read_when_asked_for():
 
 def test_pages_are_copied_at_once_and_read_when_asked_for():
     runner, log = stubbed()
-    pending = runner.read_pages(0, [1])
+    pending = runner.do(ReadPages(0, (1,)))
     assert log == ["read_pages", "copy pages", "copy pages"]
     assert [a.shape for a in pending.read()] == [(1, 5), (1, 5)]
     assert log[3:] == ["read pages", "read pages"]
@@ -189,29 +218,27 @@ def test_pages_are_copied_at_once_and_read_when_asked_for():
 def test_a_flush_comes_with_the_launch_behind_it():
     """To be waited for, and timed, by itself."""
     runner, log = stubbed()
-    assert runner.step(PLAIN).flush is None
-    runner.step(PLAIN)
-    runner.move(1, 0)
-    pending = runner.step(DEEP)
+    assert runner.do(Step(PLAIN)).flush is None
+    runner.do(Step(PLAIN))
+    runner.do(Move(1, 0))
+    pending = runner.do(Step(DEEP))
     assert pending.flush is not None
     assert pending.flush.steps == 2
     assert pending.flush.at <= pending.at
     pending.flush.wait()
     assert log[-1] == "wait flush"
-    assert runner.step(DEEP).flush is None
+    assert runner.do(Step(DEEP)).flush is None
 
 
-def test_a_stand_in_is_a_runner():
-    assert isinstance(local_runner(make_engine()), Runner)
+def test_tools_need_the_runner_of_this_process():
     device = Device(engine_config())
-    assert isinstance(device, Runner)
     with pytest.raises(ConfigError, match="runs on a Device"):
         local_runner(Engine(TINY, engine_config(), device))
 
 
 def test_pages_need_a_program():
     with pytest.raises(ConfigError, match="PageKey"):
-        make_engine(num_pages=22).runner.read_pages(0, [0])
+        make_engine(num_pages=18).runner.do(ReadPages(0, (0,)))
 
 
 # Round trips
@@ -233,7 +260,7 @@ def adopt(engine: Engine, digests: list[bytes], shard: int, data: tuple[np.ndarr
     taken = pool.allocate(7)
     assert taken
     pages = taken[::-2][: len(digests)]  # neither in order nor side by side
-    engine.runner.write_pages(shard, pages, data)
+    engine.runner.do(WritePages(shard, tuple(pages), data))
     for page, digest in zip(pages, digests, strict=True):
         pool.register(page, digest)
     pool.release(taken)
@@ -248,11 +275,11 @@ def check_handed_over(source: Engine, target: Engine, shard: int) -> None:
     assert len(pages) == 2
     for engine in (source, target):
         engine.runner.compile([PageKey(1), PageKey(4)])
-    data = source.runner.read_pages(origin, pages).read()
+    data = source.runner.do(ReadPages(origin, tuple(pages))).read()
     assert all(isinstance(a, np.ndarray) and len(a) == 2 for a in data)
     numbers = adopt(target, first.digests[:2], shard, data)
     assert numbers != pages
-    for a, b in zip(target.runner.read_pages(shard, numbers).read(), data, strict=True):
+    for a, b in zip(target.runner.do(ReadPages(shard, tuple(numbers))).read(), data, strict=True):
         np.testing.assert_array_equal(a, b)
     (second,) = serve(target, [(PROMPT, params)])
     assert second.cached_tokens == 32
@@ -276,7 +303,7 @@ def test_pages_go_to_another_engine(sizes):
     shard, pages = cached(source, want)
     for engine in (source, target):
         engine.runner.compile([PageKey(2)])
-    adopt(target, want.digests[:2], shard, source.runner.read_pages(shard, pages).read())
+    adopt(target, want.digests[:2], shard, source.runner.do(ReadPages(shard, tuple(pages))).read())
     (got,) = serve(target, [(PROMPT, params)])
     assert got.cached_tokens == 32
     assert (got.output, accepted(got)) == (want.output, accepted(want))
@@ -297,10 +324,10 @@ def test_more_pages_than_a_program_takes_and_fewer():
     engine = make_engine()
     engine.runner.compile([PageKey(1), PageKey(4)])
     runner = local_runner(engine)
-    pages = [9, 2, 5, 0, 7, 3, 8]
+    pages = (9, 2, 5, 0, 7, 3, 8)
     random = np.random.default_rng(0)
     data = tuple(
-        random.random((7, *a.shape[1:])).astype(a.dtype) for a in engine.runner.read_pages(0, [0]).read()
+        random.random((7, *a.shape[1:])).astype(a.dtype) for a in engine.runner.do(ReadPages(0, (0,))).read()
     )
 
     def kept() -> list[np.ndarray]:
@@ -308,11 +335,11 @@ def test_more_pages_than_a_program_takes_and_fewer():
         return [np.asarray(a) for a in jax.tree.leaves((state.trunk, state.drafter.pages))]
 
     before = kept()
-    engine.runner.write_pages(0, pages, data)
-    for a, b in zip(engine.runner.read_pages(0, pages).read(), data, strict=True):
+    engine.runner.do(WritePages(0, pages, data))
+    for a, b in zip(engine.runner.do(ReadPages(0, pages)).read(), data, strict=True):
         np.testing.assert_array_equal(a, b)
     others = [i for i in range(engine.pages) if i not in pages]
     for a, b in zip(kept(), before, strict=True):
         np.testing.assert_array_equal(a[others], b[others])
     with pytest.raises(ValueError, match="7 pages for 2"):
-        engine.runner.write_pages(0, [1, 2], data)
+        WritePages(0, (1, 2), data)

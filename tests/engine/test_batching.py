@@ -25,6 +25,7 @@ from tests.models import (
     prompts,
     serve,
     tiny_params,
+    watch,
 )
 
 PROMPTS = prompts(8)
@@ -167,8 +168,7 @@ def test_short_prompts_are_prefilled_together(monkeypatch):
     """Up to four at a time; long ones alone. What a prompt's own tokens score is its own."""
     engine = make_engine(max_num_seqs=8, prefill_chunk=64)
     launched: list[StepKey] = []
-    run = engine.runner.step
-    monkeypatch.setattr(engine.runner, "step", lambda key, *more: launched.append(key) or run(key, *more))
+    watch(monkeypatch, engine.runner, lambda step: launched.append(step.key))
     long = prompts(1, shortest=40)[0]
     asked = [*(long[: 3 + i] for i in range(7)), long]
     requests = [engine.make_request(p, replace(GREEDY, prompt_logprobs=0)) for p in asked]

@@ -23,6 +23,7 @@ from tests.models import (
     rigged,
     serve,
     tiny_params,
+    watch,
 )
 
 PROMPTS = prompts(8)
@@ -138,15 +139,14 @@ def test_a_prompt_that_fails_in_its_first_chunk_does_not_run_after_a_sound_one(m
     victims = [engine.make_request(LONG, GREEDY) for _ in range(3)]
     prepare(engine, victims)
     runner = local_runner(engine)
-    run, params, launched = runner.step, runner.params, []
+    params, launched = runner.params, []
 
-    def broken_first(*args):
+    def break_first(step):
         norm = np.nan * params.norm if not launched else params.norm  # the cached rows are sound
         runner.params = replace(params, norm=norm)
-        launched.append(args)
-        return run(*args)
+        launched.append(step)
 
-    monkeypatch.setattr(runner, "step", broken_first)
+    watch(monkeypatch, runner, break_first)
     for r in victims:
         engine.submit(r)
     while not victims[0].finished:

@@ -13,7 +13,7 @@ from mtp_jax.engine.buckets import step_key
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request, SamplingParams
 from tests.engine.device import Device, on_device
-from tests.models import finish, prompts
+from tests.models import finish, prompts, watch
 
 PARAMS = SamplingParams(temperature=0, max_tokens=20)
 
@@ -146,16 +146,10 @@ def test_pages_are_there_for_the_step_that_runs(monkeypatch):
         return grow(running, depth) or depth == 1
 
     def choose(running, prompts):
-        return step_key(engine.config, running, 1 if running else 0, prompts)
+        key = step_key(engine.config, running, 1 if running else 0, prompts)
+        return key if running else cover(key)
 
-    run_step = device.step
-
-    def recorded(key, chunk, masks):
-        if chunk is None:
-            run.append(key.depth)
-        return run_step(key, chunk, masks)
-
-    monkeypatch.setattr(device, "step", recorded)
+    watch(monkeypatch, device, lambda step: run.append(step.key.depth) if step.chunk is None else None)
     monkeypatch.setattr(engine.planner, "_choose", choose)
     monkeypatch.setattr(device, "cover", deepest)
     monkeypatch.setattr(engine.scheduler, "grow", record)

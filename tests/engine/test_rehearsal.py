@@ -44,10 +44,10 @@ def test_every_program_as_often_as_needed_and_never_beside_requests(adaptive, ru
     engine.runner.compile([key])
     engine.warm_up([key])
     engine.warm_up([key])
-    assert device.launches == runs
+    assert device.launched == runs
     request = engine.make_request(prompts(1)[0], GREEDY)
     engine.submit(request)
     other = StepKey(2, 3, 1, SamplingMode())
     engine.runner.compile([other])
     engine.warm_up([other])
-    assert device.launches == runs
+    assert device.launched == runs

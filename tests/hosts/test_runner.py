@@ -5,20 +5,35 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import fields
-from types import SimpleNamespace
+from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from mtp_jax.decode.host import Chunk, Result, Runner, SamplingState, SlotRow
+from mtp_jax.decode.host import Chunk, MaskMaker, SamplingState, SlotRow
 from mtp_jax.decode.keys import DraftKey, Key, PageKey, SamplingMode, StepKey
+from mtp_jax.decode.launches import (
+    Admit,
+    AllocateCache,
+    Draft,
+    Flush,
+    Launch,
+    Move,
+    MoveExpert,
+    Pending,
+    ReadExperts,
+    ReadPages,
+    ReleaseCache,
+    Runner,
+    Step,
+    Update,
+    WritePages,
+)
 from mtp_jax.errors import ConfigError
-from mtp_jax.hosts.channel import Op
-from mtp_jax.hosts.codec import encode_key
 from mtp_jax.hosts.ending import Ending
 from mtp_jax.hosts.leader import LeaderRunner
+from mtp_jax.hosts.messages import Compile, End, Masks, Publish, Welcome
 from mtp_jax.hosts.replay import replay
 from tests.hosts.test_log import Meeting
 
@@ -53,53 +68,39 @@ class Programs:
         self.published.append(key)
 
 
-class Device:
+class Device(Runner):
     """Keeps what it is asked to launch, numbers and arrays as text."""
 
-    shards = 2
-    layout = None
-
     def __init__(self) -> None:
+        super().__init__(shards=2)
         self.programs, self.log = Programs(), list[str]()
-        kept = "admit", "move", "update", "write_pages", "release_cache", "allocate_cache", "move_expert"
-        for name in kept:
-            setattr(self, name, lambda *given, name=name: self._note(name, *given))
-
-    def _note(self, name: str, *given: Any) -> None:
-        self.log.append(f"{name} {[_plain(g) for g in given]}")
 
     @property
     def keys(self) -> list[Key]:
         return self.programs.published
 
-    def step(self, key: StepKey, chunk: Chunk | None = None, masks: Any = None) -> Any:
-        self._note("step", key, chunk)
-        if masks:
-            self._note("masks", masks(None))
-            self._note("masks", masks(DRAFTS))
-        if chunk is not None and chunk.tokens[0, 0] == 13:
+    def compile(self, keys: Any, done: Any = None) -> None:
+        raise AssertionError("ranks compile one by one")
+
+    def find(self, need: StepKey) -> StepKey | None:
+        return need
+
+    def _do(self, launch: Launch[Any], masks: MaskMaker | None) -> Pending[Any]:
+        self.log.append(f"{_plain(launch)}")
+        if isinstance(launch, Step) and launch.key.mode.structured:
+            assert masks
+            self.log += [f"masks {_plain(masks(drafts))}" for drafts in (None, DRAFTS)]
+        if isinstance(launch, Step) and launch.chunk is not None and launch.chunk.tokens[0, 0] == 13:
             raise RuntimeError("the device\nis gone")
-        return SimpleNamespace(at=1.0, flush=None, read=lambda: Result(np.ones((4, 8))))
-
-    def draft(self, key: DraftKey, slot: int) -> Any:
-        self._note("draft", key, slot)
-        return np.arange(2), np.zeros((2, 5))
-
-    def read_pages(self, shard: int, pages: Any) -> Any:
-        self._note("read_pages", shard, list(pages))
-        return SimpleNamespace(read=lambda: (np.zeros((len(pages), 3)),))
-
-    def read_experts(self) -> Any:
-        self._note("read_experts")
-        return SimpleNamespace(read=lambda: (np.ones((2, 8)), np.zeros(2)))
+        return Pending(1.0, lambda: len(self.log))
 
 
 def _plain(x: Any) -> Any:
     if isinstance(x, np.ndarray):
         return x.dtype.name, x.tolist()
-    if isinstance(x, SlotRow | SamplingState | Chunk):
-        return [_plain(getattr(x, f.name)) for f in fields(x)]
-    return [_plain(y) for y in x] if isinstance(x, tuple | list) else x
+    if is_dataclass(x):
+        return [type(x).__name__, *(_plain(getattr(x, f.name)) for f in fields(x))]
+    return [_plain(y) for y in x] if isinstance(x, tuple) else x
 
 
 class Pair:
@@ -122,7 +123,7 @@ class Pair:
             replay(cast(Any, self.there), self.follower, ending)
 
     def finish(self) -> None:
-        self.meeting.leader.send(Op.END)
+        self.meeting.leader.send(End())
         self.thread.join(10)
         assert not self.thread.is_alive()
 
@@ -136,24 +137,49 @@ def pair() -> Iterator[Pair]:
 
 
 def _row() -> SlotRow:
-    numbers = iter(range(100))
-    sampler = SamplingState(*(np.full((1, 3), next(numbers), np.int32) for _ in fields(SamplingState)))
-    own = {f.name: np.full(1, next(numbers)) for f in fields(SlotRow) if f.name != "sampling"}
-    return SlotRow(**own, sampling=sampler)
+    numbers, kinds = iter(range(100)), {"Float": np.float32, "Bool": np.bool_, "UInt32": np.uint32}
+
+    def filled(kind: type) -> dict[str, Any]:
+        declared: list[tuple[str, Any]] = [(f.name, f.type) for f in fields(kind) if f.name != "sampling"]
+        axes = {name: len(str(of.dim_str).split()) for name, of in declared}
+        return {
+            name: np.full((1, 3)[: axes[name]], next(numbers), kinds.get(of.__name__.split("[")[0], np.int32))
+            for name, of in declared
+        }
+
+    return SlotRow(**filled(SlotRow), sampling=SamplingState(**filled(SamplingState)))
 
 
 def _chunk(token: int = 7) -> Chunk:
-    numbers = {f.name: np.array([i], np.int32) for i, f in enumerate(fields(Chunk))}
-    return Chunk(**{**numbers, "tokens": np.array([[token, 8]], np.int32)})
+    one, two = np.array([3], np.int32), np.array([[token, 8]], np.int32)
+    return Chunk(one, one + 1, one + 2, one > 2, two, two + 1, one - 4, np.ones((1, 2), np.uint32))
 
 
-def test_a_leader_is_a_runner(pair):
-    assert isinstance(pair.runner, Runner)
-    assert pair.runner.shards == 2
+LAUNCHES: tuple[Launch[Any], ...] = (
+    Admit(3, _row(), None),
+    Admit(1, _row(), 5),
+    Move(3, 0),
+    Update(np.array([True, False]), np.arange(4, dtype=np.int32).reshape(2, 2)),
+    Step(PLAIN),
+    Step(CHUNKED, _chunk()),
+    Step(STRUCTURED),
+    Draft(DraftKey(2, 1), 1),
+    ReadPages(1, (3, 2)),
+    WritePages(1, (3,), (np.ones((1, 2), np.float32), np.zeros((1, 4), np.uint16))),
+    ReadExperts(),
+    MoveExpert(1, 7, 2, np.arange(16, dtype=np.int32).reshape(8, 2)),
+    ReleaseCache(),
+    AllocateCache(),
+)
+
+
+def test_every_operation_is_tried():
+    assert {*map(type, LAUNCHES)} == {*Launch.__subclasses__()}
 
 
 def test_every_operation_is_repeated_in_order(pair):
     runner, seen = pair.runner, list[Any]()
+    assert runner.shards == 2
 
     def masks(drafts: np.ndarray | None) -> np.ndarray:
         seen.append(None if drafts is None else drafts.tolist())
@@ -162,33 +188,14 @@ def test_every_operation_is_repeated_in_order(pair):
     runner.compile([PLAIN, CHUNKED, STRUCTURED, DraftKey(2, 1)], lambda i, n: seen.append((i, n)))
     assert seen == [(i, 4) for i in range(1, 5)]
     seen.clear()
-    runner.admit(3, _row(), None)
-    runner.admit(1, _row(), 5)
-    runner.move(3, 0)
-    runner.update(np.array([True, False]), np.arange(4, dtype=np.int32).reshape(2, 2))
-    assert runner.step(PLAIN).read().packed.shape == (4, 8)
-    runner.step(CHUNKED, _chunk())
-    runner.step(STRUCTURED, None, masks)
+    pending = [runner.do(launch, masks) for launch in LAUNCHES]
     assert seen == [None, DRAFTS.tolist()]
-    assert runner.draft(DraftKey(2, 1), 1)[0].tolist() == [0, 1]
-    assert runner.read_pages(1, [3, 2]).read()[0].shape == (2, 3)
-    runner.write_pages(1, [3], (np.ones((1, 2), np.float32), np.zeros((1, 4), np.uint16)))
-    assert runner.read_experts().read()[0].shape == (2, 8)
-    runner.move_expert(1, 7, 2, np.arange(16, dtype=np.int32).reshape(8, 2))
-    runner.release_cache()
-    runner.allocate_cache()
+    assert [p.read() for p in pending] == [len(pair.here.log)] * len(LAUNCHES)
     pair.finish()
     assert pair.there.log == pair.here.log
-    assert len(pair.here.log) == 16
+    assert len(pair.here.log) == len(LAUNCHES) + 2
     assert pair.there.keys == pair.here.keys == [PLAIN, CHUNKED, STRUCTURED, DraftKey(2, 1)]
     assert pair.ends.empty()
-
-
-def test_wrong_pages_are_refused_before_anybody_is_told(pair):
-    with pytest.raises(ValueError, match="data of 2 pages for 1 pages"):
-        pair.runner.write_pages(0, [3], (np.ones((2, 2), np.float32),))
-    pair.finish()
-    assert pair.there.log == []
 
 
 def test_a_key_is_found_only_once_every_rank_has_compiled_it(pair):
@@ -196,11 +203,11 @@ def test_a_key_is_found_only_once_every_rank_has_compiled_it(pair):
     pair.there.programs.ready.clear()
     thread = threading.Thread(target=pair.runner.compile, args=([PLAIN],))
     thread.start()
-    pair.runner.move(1, 0)
+    pair.runner.do(Move(1, 0))
     end = time.monotonic() + 10
     while not pair.there.log and time.monotonic() < end:
         time.sleep(0.01)
-    assert pair.there.log == ["move [1, 0]"]
+    assert pair.there.log == ["['Move', 1, 0]"]
     assert thread.is_alive()
     assert pair.runner.keys == []
     pair.there.programs.ready.set()
@@ -211,20 +218,18 @@ def test_a_key_is_found_only_once_every_rank_has_compiled_it(pair):
 
 
 @pytest.mark.parametrize(
-    ("op", "body", "words"),
+    ("message", "words"),
     [
-        (Op.STEP, {"key": encode_key(PLAIN)}, "was never published"),
-        (Op.STEP, {"key": {"kind": "StepKey", "slots": 1}}, "unknown key"),
-        (Op.PUBLISH, {"job": 9, "key": encode_key(PLAIN)}, "job 9 was never compiled"),
-        (Op.WELCOME, {}, "WELCOME is no launch"),
-        (Op.ADMIT, {"slot": 1, "page": None}, "0 arrays; expected"),
-        (Op.MOVE, {"source": "1", "target": 0}, "expected an integer"),
-        (Op.READ_PAGES, {"shard": 0, "pages": [-1]}, "pages = [-1]"),
-        (Op.COMPILE, {"job": 1, "key": encode_key(PageKey(99))}, "99 pages are too many"),
+        (Step(PLAIN), "was never published"),
+        (Draft(DraftKey(2, 1), 0), "was never published"),
+        (Publish(9, PLAIN), "job 9 was never compiled"),
+        (Welcome(), "Welcome is no launch"),
+        (Masks(np.zeros((1, 1, 1), np.uint32)), "Masks is no launch"),
+        (Compile(1, PageKey(99)), "99 pages are too many"),
     ],
 )
-def test_what_cannot_be_repeated_ends_the_follower(pair, caplog, op, body, words):
-    pair.meeting.leader.send(op, body)
+def test_what_cannot_be_repeated_ends_the_follower(pair, caplog, message, words):
+    pair.meeting.leader.send(message)
     assert pair.ends.get(timeout=10) == ("follower", 70)
     (line,) = [r.getMessage() for r in caplog.records if r.name == "mtp_jax.hosts.ending"]
     assert line.startswith("rank 1 of 2 ends: ")
@@ -236,7 +241,7 @@ def test_an_error_ends_every_rank_with_a_line_each(pair, caplog):
     pair.ending.told.append(lambda error: told.append(str(error)))
     pair.runner.compile([CHUNKED])
     with pytest.raises(RuntimeError, match="gone"):
-        pair.runner.step(CHUNKED, _chunk(token=13))
+        pair.runner.do(Step(CHUNKED, _chunk(token=13)))
     assert sorted(pair.ends.get(timeout=10) for _ in range(2)) == [("follower", 70), ("leader", 70)]
     lines = sorted(r.getMessage() for r in caplog.records if r.name == "mtp_jax.hosts.ending")
     assert lines[0] == "rank 0 of 2 ends: a launch failed: RuntimeError: the device is gone"
@@ -244,13 +249,14 @@ def test_an_error_ends_every_rank_with_a_line_each(pair, caplog):
     assert told == ["the engine failed: a launch failed: RuntimeError: the device is gone"]
 
 
-def test_a_failed_result_ends_the_leader(pair):
-    def gone() -> Result:
+@pytest.mark.parametrize("awaited", [lambda p: p.read, lambda p: p.flush.wait])
+def test_a_failed_result_ends_the_leader(pair, awaited):
+    def gone() -> Any:
         raise RuntimeError("Gloo all-reduce failed")
 
-    pair.here.step = lambda *_: SimpleNamespace(at=0.0, flush=None, read=gone)
+    pair.here._do = lambda *_: Pending(0.0, gone, Flush(0.0, 1, gone))
     pair.runner.compile([PLAIN])
-    pending = pair.runner.step(PLAIN)
+    pending = pair.runner.do(Step(PLAIN))
     with pytest.raises(RuntimeError):
-        pending.read()
+        awaited(pending)()
     assert pair.ends.get(timeout=10) == ("leader", 70)

@@ -63,7 +63,7 @@ def _breakable() -> None:
         for channel in [c for c in gc.get_objects() if isinstance(c, Channel)]:
             channel._sock.shutdown(socket.SHUT_RDWR)
 
-    signal.signal(signal.SIGUSR1, lambda *_: setattr(LocalRunner, "step", broken))
+    signal.signal(signal.SIGUSR1, lambda *_: setattr(LocalRunner, "_do", broken))
     signal.signal(signal.SIGUSR2, lambda *_: cut())
 
 

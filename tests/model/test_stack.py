@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from mtp_jax.api.local import local_runner
-from mtp_jax.decode.keys import PageKey
+from mtp_jax.decode.keys import PageKey, StepKey
+from mtp_jax.decode.launches import ReadPages, WritePages
 from mtp_jax.engine.engine import Engine
 from mtp_jax.model import stack
 from mtp_jax.model.backend import Xla, XlaCpu
@@ -58,7 +59,7 @@ def run(monkeypatch: pytest.MonkeyPatch, apart: bool) -> tuple[Engine, Any, Any]
         requests = serve(engine, [(p, GREEDY) for p in (*prompts(3), *prompts(1, shortest=40))])
         runner = local_runner(engine)
         runner.compile([PageKey(2)])
-        pages = runner.read_pages(0, [1, 3]).read()
+        pages = runner.do(ReadPages(0, (1, 3))).read()
     forget_programs()
     return engine, [(r.output, accepted(r)) for r in requests], pages
 
@@ -76,8 +77,8 @@ def test_a_stack_computes_what_its_layers_compute(monkeypatch):
     for got, want in zip(pages, wanted, strict=True):
         np.testing.assert_allclose(got, want, atol=2e-5)
     runner = local_runner(together)
-    runner.write_pages(0, [5, 2], wanted)
-    for got, want in zip(runner.read_pages(0, [5, 2]).read(), wanted, strict=True):
+    runner.do(WritePages(0, (5, 2), wanted))
+    for got, want in zip(runner.do(ReadPages(0, (5, 2))).read(), wanted, strict=True):
         np.testing.assert_array_equal(got, want)
 
 
@@ -113,17 +114,16 @@ def test_no_weight_is_copied_out_of_its_stack(monkeypatch):
     forget_programs()
     engine = make_engine(params(), CFG, num_speculative_tokens=3)
     serve(engine, [(p, GREEDY) for p in prompts(2)])
-    programs = local_runner(engine).programs
-    step = next(k for k in programs.keys if getattr(k, "slots", 0) and not k.tokens)
-    text = programs.program(step).as_text()
-    layer = local_runner(engine).params.layers[1].tree
-    weights = jax.tree.leaves((layer.attention.q_b, layer.attention.o, layer.mlp), is_leaf=is_narrow)
+    runner = local_runner(engine)
+    step = next(k for k in runner.keys if isinstance(k, StepKey) and k.slots and not k.tokens)
+    text, layers = runner.programs.program(step).as_text(), runner.params.layers[1]
+    assert isinstance(layers, Stack)
+    weights = jax.tree.leaves(layers.tree, is_leaf=is_narrow)
     for w in (w for w in weights if is_narrow(w)):
         shape = ",".join(map(str, w.shape[1:]))
-        assert f"[{len(local_runner(engine).params.layers[1])},{shape}]" in text
+        assert f"[{len(layers)},{shape}]" in text
         kinds = ("u16", "bf16", "f32") if shape.count(",") > 1 else ("u16", "bf16")  # rows may have its shape
         copies = tuple(f" = {kind}[{shape}]" for kind in kinds)
-        assert not [
-            line for line in text.splitlines() if "fusion(" in line and any(c in line for c in copies)
-        ]
+        fusions = (line for line in text.splitlines() if "fusion(" in line)
+        assert not [line for line in fusions if any(copy in line for copy in copies)]
     forget_programs()

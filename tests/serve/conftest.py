@@ -1,4 +1,4 @@
-"""One tiny model behind one server, on a real socket, for all tests of a process."""
+"""One simulated model behind one server, on a real socket, for all tests of a process; and a real one."""
 
 import asyncio
 import json
@@ -6,7 +6,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 
 from mtp_jax import LLM, AsyncLLM
 from mtp_jax.api.local import local_runner
+from mtp_jax.simulate.device import Simulated
 from serve.app import make_app
 from serve.run import Server, listen
 from serve.settings import Settings
@@ -25,6 +26,7 @@ from tests.models import slowed
 RIGGED = model_dir("rigged")
 # Few buckets: every executable costs seconds.
 SIZES: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 252, "page_size": 16, "prefill_chunk": 16}
+RATES = (0.8, 0.6, 0.5)
 # The template of a model that thinks when told to, and is told of its tools by their names.
 TEMPLATE = (
     "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
@@ -123,16 +125,33 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_tokenizer.write(folder, 160, TEMPLATE)
 
 
+def simulated(model: Path) -> LLM:
+    """An LLM of the tests' sizes without weights, whose text never ends by itself."""
+    llm = LLM(model, simulate=RATES, simulated_step=0.001, **SIZES)
+    runner = llm.engine.runner
+    assert isinstance(runner, Simulated)
+    runner.language = replace(runner.language, end_rate=0.0)
+    return llm
+
+
 @pytest.fixture(scope="session")
 def compiled(model: Path) -> LLM:
-    """An LLM whose compiled programs all others share. Only the server may generate with it."""
-    return LLM(model, compile_cache=None, **SIZES)
+    """A simulated LLM. Only the server may generate with it."""
+    return simulated(model)
 
 
 @pytest.fixture(scope="session")
 def server(compiled: LLM) -> Iterator[Running]:
     """The server that most tests ask."""
     running = start(compiled, spec_metrics="none")
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="session")
+def real(model: Path) -> Iterator[Running]:
+    """A server of the model itself, for what is about its numbers, weights and programs."""
+    running = start(LLM(model, compile_cache=None, **SIZES), spec_metrics="none")
     yield running
     running.stop()
 
@@ -145,11 +164,16 @@ def client(server: Running) -> Iterator[httpx2.Client]:
 
 
 @pytest.fixture
-def fresh(model: Path, compiled: LLM, server: Running) -> LLM:
-    """Another LLM of the same sizes, to compare with or to break, with the programs of the server."""
-    del server
+def fresh(model: Path) -> LLM:
+    """Another LLM of the same sizes, to compare with or to break."""
+    return simulated(model)
+
+
+@pytest.fixture
+def fresh_model(model: Path, real: Running) -> LLM:
+    """Another LLM of the model itself, with the programs of the real server."""
     other = LLM(model, compile_cache=None, **SIZES)
-    local_runner(other.engine).programs = local_runner(compiled.engine).programs
+    local_runner(other.engine).programs = local_runner(real.allm.llm.engine).programs
     return other
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
 import numpy as np
 import pytest
 
@@ -19,11 +20,17 @@ CHAT = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 3}
 
 
 @pytest.fixture
-def admin(server: Running) -> Iterator[Variant]:
+def client(real: Running) -> Iterator[httpx2.Client]:
+    with real.client() as client:
+        yield client
+
+
+@pytest.fixture
+def admin(real: Running) -> Iterator[Variant]:
     """The server with an admin key; it has all of its memory at the end."""
-    yield server.variant(api_keys=("user",), admin_key="admin")
-    server.variant(admin_key="admin").post("/resume_memory_occupation", json={}, headers=KEY)
-    assert server.allm.llm.released == ()
+    yield real.variant(api_keys=("user",), admin_key="admin")
+    real.variant(admin_key="admin").post("/resume_memory_occupation", json={}, headers=KEY)
+    assert real.allm.llm.released == ()
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -136,11 +143,11 @@ def test_unknown_tags_are_refused(admin):
     assert admin.post("/resume_memory_occupation", json={"tags": []}, headers=KEY).status_code == 400
 
 
-def test_hidden_states(admin, fresh):
+def test_hidden_states(admin, real):
     ids = [5, 9, 11, 7]
     body = {"input_ids": ids, "positions": [0, -1]}
     answer = admin.post("/hidden_states", json=body, headers=KEY).json()
-    np.testing.assert_allclose(answer["hidden_states"], fresh.hidden_states(ids, [0, -1]), rtol=1e-5)
+    np.testing.assert_allclose(answer["hidden_states"], real.allm.llm.hidden_states(ids, [0, -1]), rtol=1e-5)
     assert answer["weight_version"] == admin.get("/get_weight_version", headers=KEY).json()["weight_version"]
     wrong = admin.post("/hidden_states", json={"input_ids": ids, "positions": [4]}, headers=KEY)
     assert (wrong.status_code, "position 4" in wrong.text) == (400, True)

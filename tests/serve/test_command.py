@@ -87,7 +87,11 @@ def test_what_keeps_the_engine_from_starting_is_one_line(model: Path, monkeypatc
     assert capsys.readouterr().err == "error: no kernel for this\n"
 
 
-def test_the_summary_names_what_is_served(server: Running):
+def test_the_summary_names_what_is_served(server: Running, real: Running):
+    assert summary(server.allm, server.settings, server.url).startswith(
+        "model     tiny: SIMULATED, no weights"
+    )
+    server = real
     text = summary(server.allm, server.settings, server.url)
     assert text.startswith("model     tiny: 3 layers")
     assert "1 NextN layer" in text

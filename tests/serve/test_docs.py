@@ -38,8 +38,8 @@ def test_shell_examples(server: Running, example):
 
 
 @pytest.mark.parametrize("example", PYTHON)
-def test_python_examples(server: Running, model: Path, fresh: LLM, monkeypatch, capsys, example):
-    monkeypatch.setattr("mtp_jax.LLM", lambda *model, **sizes: fresh, raising=False)
+def test_python_examples(server: Running, model: Path, fresh_model: LLM, monkeypatch, capsys, example):
+    monkeypatch.setattr("mtp_jax.LLM", lambda *model, **sizes: fresh_model, raising=False)
     example = here(example, server).replace('"checkpoints/step-1"', repr(str(model)))
     exec(compile(example, "docs", "exec"), {"__name__": "example"})
     assert capsys.readouterr().out.strip()

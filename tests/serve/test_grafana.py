@@ -54,7 +54,7 @@ STATS = EngineStats(
 def still_metrics(alarm: AcceptanceAlarm | None = None, handover: Any = None) -> Metrics:
     """Those of an engine that does nothing more."""
     allm: Any = SimpleNamespace(
-        llm=SimpleNamespace(engine=SimpleNamespace(stats=lambda: STATS)),
+        llm=SimpleNamespace(engine=SimpleNamespace(stats=lambda: STATS), simulated=False),
         admission=SimpleNamespace(requests=1, tokens=3),
         step_age=0.1,
         handover=handover,

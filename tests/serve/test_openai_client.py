@@ -108,7 +108,7 @@ def test_extensions(api: OpenAI):
 
 def test_models(api: OpenAI):
     assert [m.id for m in api.models.list()] == ["tiny"]
-    assert api.models.retrieve("tiny").owned_by == "mtp-jax"
+    assert api.models.retrieve("tiny").owned_by == "SIMULATED"
 
 
 def test_errors_have_the_packages_classes(server: Running, api: OpenAI):

@@ -211,8 +211,8 @@ def test_a_burst_over_sockets_is_answered_or_refused_in_full(server: Running, cl
         assert answer.json()["error"]["code"] == "overloaded"
 
 
-def test_the_garbage_collector_leaves_programs_alone(server: Running):
+def test_the_garbage_collector_leaves_programs_alone(real: Running):
     """A look at all of them would hold up everybody."""
-    programs = local_runner(server.allm.llm.engine).programs
+    programs = local_runner(real.allm.llm.engine).programs
     assert gc.is_tracked(programs)
     assert not any(looked_at is programs for looked_at in gc.get_objects())

@@ -26,6 +26,7 @@ from tests.models import (
     prompts,
     serve,
     tiny_params,
+    watch,
 )
 
 MESHES = [(4, 2), *(pytest.param(*m, marks=pytest.mark.slow) for m in ((8, 1), (2, 4), (1, 8)))]
@@ -127,11 +128,8 @@ def test_prompts_of_every_shard_are_prefilled_together(monkeypatch):
     params = on_mesh(tiny_params(), mesh)
     engine = make_engine(params, mesh=mesh, max_num_seqs=8, prefill_chunk=64)
     launched: list[int] = []
-    run = engine.runner.step
-    monkeypatch.setattr(
-        engine.runner, "step", lambda key, *more: launched.append(key.prompts) or run(key, *more)
-    )
-    requests = serve(engine, [(p[:15], replace(GREEDY, max_tokens=16)) for p, _ in JOBS[:8]])
+    watch(monkeypatch, engine.runner, lambda step: launched.append(step.key.prompts))
+    requests = serve(engine, [(p[:15], params) for p, params in JOBS[:8]])
     assert max(launched) == 4
     assert sum(n > 0 for n in launched) < 8
     reference = Reference(tiny_params())

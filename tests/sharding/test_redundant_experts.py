@@ -13,6 +13,7 @@ import pytest
 from mtp_jax import LLM, SamplingParams
 from mtp_jax.api.local import local_runner
 from mtp_jax.checkpoint import save_checkpoint
+from mtp_jax.decode.launches import ReadExperts
 from mtp_jax.engine import balance
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
@@ -127,16 +128,16 @@ def test_counts_are_those_of_the_choices():
     engine = engine_on(expert_rebalance=0)
     prepare(engine, [engine.make_request([3, 4], SHORT)])
     runner = local_runner(engine)
-    runner.read_experts()
+    runner.do(ReadExperts())
     requests = complete(engine)
-    load, over = runner.read_experts().read()
+    load, over = runner.do(ReadExperts()).read()
     assert load.shape == (2, CFG.n_routed_experts)
     windows = sum(len(accepted(r)) * 3 for r in requests)
     assert load.sum(axis=1).tolist() == [load[0].sum()] * 2
     assert 0 < load[0].sum() <= 2 * (sum(len(r.prompt) for r in requests) + windows)
     assert load[:, :2].sum() > 0.3 * load.sum()
     assert over.tolist() == [0, 0]
-    assert runner.read_experts().read()[0].sum() == 0
+    assert runner.do(ReadExperts()).read()[0].sum() == 0
     assert experts_of(engine).moves == 0
 
 

@@ -20,7 +20,9 @@ PLAIN = replace(GREEDY, max_tokens=40, num_speculative_tokens=0)
 
 def kept(engine: Engine) -> list[np.ndarray]:
     """What drafts will read of each slot in use: its NextN entries, boundary and pending hidden states."""
-    state = local_runner(engine).flushed()
+    runner = local_runner(engine)
+    runner.flushed()
+    state = runner.state
     own = state.drafter
     caches, boundary = (
         [np.asarray(p) for p in jax.tree.leaves(own.pages.cache)],

@@ -269,7 +269,9 @@ def test_the_nextn_cache_is_right_whatever_was_drafted():
     text, checked = [*prompt, *told()[2]], 0
     while not request.finished:
         engine.step()
-        state = local_runner(engine).flushed()
+        runner = local_runner(engine)
+        runner.flushed()
+        state = runner.state
         if not state.slots.active[0] or Source.SUFFIX not in request.speculation.source_per_step:
             continue
         known = int(state.slots.length[0]) + 1

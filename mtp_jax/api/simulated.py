@@ -1,0 +1,55 @@
+"""A simulated device in the place of a model: its configuration, tokenizer and template, and no weights."""
+
+from mtp_jax.api.options import LLMOptions
+from mtp_jax.engine.config import EngineConfig
+from mtp_jax.engine.engine import Engine
+from mtp_jax.errors import ConfigError
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.simulate.device import Simulated
+from mtp_jax.simulate.language import Language
+from mtp_jax.text.grammar import Grammars
+from mtp_jax.text.tokenizer import Tokenizer
+
+MARK = "SIMULATED"
+"""Names the weights of a simulated model, which has none."""
+
+_TOKENS = 64
+"""Tokens of a text on average: what leaves a client something to stream."""
+
+
+def check_simulated(options: LLMOptions) -> None:
+    """Raises ConfigError for options of devices and weights."""
+    given = {
+        "mesh": options.mesh is not None,
+        "group (--hosts)": options.group is not None,
+        "draft_model": options.draft_model is not None,
+        "suffix_drafts": options.suffix_drafts,
+        "redundant_experts": options.redundant_experts > 0,
+    }
+    if wrong := [name for name, value in given.items() if value]:
+        raise ConfigError(f"{wrong[0]} means nothing to a simulated model; leave it out, or simulate")
+
+
+def simulated_engine(
+    cfg: ModelConfig,
+    config: EngineConfig,
+    rates: tuple[float, ...],
+    seconds: float,
+    tokenizer: Tokenizer | None,
+    grammars: Grammars | None,
+) -> Engine:
+    """An engine that says printable tokens, as a rule 64 of them. seconds: that a step takes."""
+    words = tokenizer and _printable(tokenizer, cfg.vocab_size)
+    ends = tuple(t for t in cfg.eos_token_ids if t < cfg.vocab_size)
+    language = Language(cfg.vocab_size, rates, 0, words or None, ends, 1 / _TOKENS if ends else 0.0)
+    pages, size = config.pages_per_shard(1), config.page_size
+    runner = Simulated(language, slots=config.max_num_seqs, pages=pages, page_size=size, seconds=seconds)
+    engine = Engine(cfg, config, runner, grammars)
+    engine.weight_version = MARK
+    return engine
+
+
+def _printable(tokenizer: Tokenizer, vocab: int) -> tuple[int, ...]:
+    """Tokens whose text is printable ASCII."""
+    texts = ((t, tokenizer.decode([t])) for t in range(min(vocab, tokenizer.vocab_size)))
+    return tuple(t for t, text in texts if text and text.isascii() and text.isprintable())

@@ -1,0 +1,276 @@
+"""Everything that a device can be asked to do, as data, and the runner that does it. No jax here.
+
+A launch holds keys, numbers and host arrays. So the same value is done by the runner of this process, written
+to the log between hosts and done again by a follower, or done by a simulated device. A further operation is a
+class here and a case in ``LocalRunner`` and ``Simulated`` (``mtp_jax/simulate``).
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from mtp_jax.decode.host import Chunk, ExpertLayout, MaskMaker, PageData, Result, SlotRow
+from mtp_jax.decode.keys import DraftKey, Key, StepKey
+from mtp_jax.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Launch(Generic[T]):
+    """One operation of a device, whose result is a ``T``.
+
+    Attributes:
+        writes: whether it writes to pages.
+        flushes: whether it may read or move what the drafter deferred, which is therefore done before it.
+        dense: whether its arrays are numbers that no compression makes smaller.
+    """
+
+    writes: ClassVar[bool] = False
+    flushes: ClassVar[bool] = True
+    dense: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class Admit(Launch[None]):
+    """Put a request into a slot. page: the last of the cached pages that it begins with; None: none."""
+
+    slot: int
+    row: SlotRow
+    page: int | None
+
+
+@dataclass(frozen=True)
+class Move(Launch[None]):
+    """Let the request of one slot go on in another."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Update(Launch[None]):
+    """Switch off slots where ``keep`` is False; renew the page table."""
+
+    keep: Bool[Any, " slots"]
+    page_table: Int[Any, "slots columns"]
+
+
+@dataclass(frozen=True)
+class Step(Launch[Result]):
+    """Draft and verify, and prefill a chunk padded to the key's sizes, if it takes one.
+
+    A structured step needs masks, and waits for its drafts.
+    """
+
+    writes: ClassVar[bool] = True
+
+    key: StepKey
+    chunk: Chunk | None = None
+
+    def __post_init__(self) -> None:
+        if (self.chunk is None) == bool(self.key.tokens):
+            raise ValueError(f"chunk = {self.chunk!r:.80} for {self.key}")
+
+
+@dataclass(frozen=True)
+class Draft(Launch[tuple[np.ndarray, np.ndarray]]):
+    """Only draft, for one slot: (tokens int32 [K], logits float32 [K, V])."""
+
+    key: DraftKey
+    slot: int
+
+
+@dataclass(frozen=True)
+class ReadPages(Launch[PageData]):
+    """Read what these pages of a data shard hold now, whatever is launched next.
+
+    They must be full and committed to mean anything. Any thread may wait for the result.
+    """
+
+    shard: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WritePages(Launch[None]):
+    """Fill pages of a data shard, in order, with what was read of such pages.
+
+    Raises ValueError for data of another number of pages.
+    """
+
+    writes: ClassVar[bool] = True
+    dense: ClassVar[bool] = True
+
+    shard: int
+    pages: tuple[int, ...]
+    data: PageData
+
+    def __post_init__(self) -> None:
+        for array in self.data:
+            if len(array) != len(self.pages):
+                raise ValueError(f"data of {len(array)} pages for {len(self.pages)} pages")
+
+
+@dataclass(frozen=True)
+class ReadExperts(Launch[tuple[np.ndarray, np.ndarray]]):
+    """Read what was counted since the last such launch.
+
+    The result: how often each expert was chosen, int32 [layers, experts], and launches in which a layer's
+    all-to-all had no room for all rows, int32 [layers].
+    """
+
+
+@dataclass(frozen=True)
+class MoveExpert(Launch[None]):
+    """Copy the expert of one slot of an MoE layer over that of another.
+
+    copies: the slots of every expert after that, then -1.
+    """
+
+    flushes: ClassVar[bool] = False
+
+    layer: int
+    source: int
+    target: int
+    copies: Int[Any, "experts width"]
+
+
+@dataclass(frozen=True)
+class ReleaseCache(Launch[None]):
+    """Give up the cache and everything else that slots have on the device: none may be in use."""
+
+
+@dataclass(frozen=True)
+class AllocateCache(Launch[None]):
+    """Allocate the cache again, empty. Raises ConfigError."""
+
+
+@dataclass(frozen=True)
+class Flush:
+    """A launch that does what the drafter deferred.
+
+    Attributes:
+        at: ``time.perf_counter()`` when it began.
+        steps: how many steps without drafts had deferred work.
+        wait: returns once it has run.
+    """
+
+    at: float
+    steps: int
+    wait: Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Pending(Generic[T]):
+    """The result of a launch, on its way to the host.
+
+    Attributes:
+        at: ``time.perf_counter()`` when the launch began.
+        read: returns the result, once it has arrived.
+        flush: launched since the step before this one, and before this one; None: none was.
+    """
+
+    at: float
+    read: Callable[[], T]
+    flush: Flush | None = None
+
+
+class Runner(ABC):
+    """What an engine runs on: the only owner of parameters, device state and compiled programs.
+
+    ``compile`` may run in a thread of its own beside the others.
+
+    Invariant *a page leaves before it is written again*: what ``before_writing`` holds is called before any
+    launch that may write to a page which the host has taken back.
+
+    Attributes:
+        shards: data shards. Slots and pages are split over them; page numbers are local to a shard.
+        layout: of the experts whose choices are counted; None: nothing is counted or moved.
+        any_depth: whether an executable that makes fewer drafts than it has room for takes less time.
+        before_writing: launches what must be read before that.
+    """
+
+    def __init__(self, shards: int, layout: ExpertLayout | None = None, any_depth: bool = True) -> None:
+        self.shards, self.layout, self.any_depth = shards, layout, any_depth
+        self.before_writing: list[Callable[[], object]] = []
+
+    @property
+    @abstractmethod
+    def keys(self) -> Sequence[Key]:
+        """Everything compiled so far."""
+
+    @abstractmethod
+    def compile(self, keys: Iterable[Key], done: Callable[[int, int], None] | None = None) -> None:
+        """Compile what is missing; ``done(i, n)`` is called as programs are finished. Raises ConfigError."""
+
+    @abstractmethod
+    def find(self, need: StepKey) -> StepKey | None:
+        """The cheapest compiled key for ``need``, at its depth, or None if there is none."""
+
+    def cover(self, need: StepKey) -> StepKey:
+        """The same. Raises ConfigError if there is none."""
+        found = self.find(need)
+        if found is None:
+            raise ConfigError(f"no program covers {need}; compile it first (Engine.prepare)")
+        return found
+
+    def do(self, launch: Launch[T], masks: MaskMaker | None = None) -> Pending[T]:
+        """Launch, and return at once, unless a step is structured. masks: for such a step."""
+        if launch.writes:
+            for read in self.before_writing:
+                read()
+        return self._do(launch, masks)
+
+    @abstractmethod
+    def _do(self, launch: Launch[Any], masks: MaskMaker | None) -> Pending[Any]:
+        """Launch one operation."""
+
+
+class DeviceRunner(Runner):
+    """A runner with a device of its own.
+
+    Invariant *flushed*: what the drafter deferred in steps without drafts is done before any other program
+    runs, as that may read or move it.
+    """
+
+    def __init__(self, shards: int, layout: ExpertLayout | None = None, any_depth: bool = True) -> None:
+        super().__init__(shards, layout, any_depth)
+        self._deferred = 0  # steps whose work for the drafter is to be done
+        self._flush: Flush | None = None  # launched, and not yet part of a result
+
+    @property
+    @abstractmethod
+    def deferral(self) -> int:
+        """Steps without drafts and without a chunk whose work the drafter can defer."""
+
+    def flushed(self) -> None:
+        """Do what the drafter deferred."""
+        if self._deferred:
+            at, steps = time.perf_counter(), self._deferred
+            self._deferred, self._flush = 0, Flush(at, steps, self._launch_flush())
+
+    def _do(self, launch: Launch[Any], masks: MaskMaker | None) -> Pending[Any]:
+        at = time.perf_counter()
+        step = launch.key if isinstance(launch, Step) else None
+        defers = step is not None and not step.room and not step.tokens and self.deferral > 0
+        if launch.flushes and not (defers and self._deferred < self.deferral):
+            self.flushed()
+        read = self._launch(launch, masks)
+        self._deferred += defers
+        flush = None
+        if step is not None:
+            flush, self._flush = self._flush, None
+        return Pending(at, read, flush)
+
+    @abstractmethod
+    def _launch(self, launch: Launch[Any], masks: MaskMaker | None) -> Callable[[], Any]:
+        """Launch one operation; the function returns its result, once it has arrived."""
+
+    @abstractmethod
+    def _launch_flush(self) -> Callable[[], object]:
+        """Launch the drafter's deferred work; the function returns once it has run."""

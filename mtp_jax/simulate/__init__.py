@@ -1,0 +1,1 @@
+"""A device without a model behind the runner of any other: for requests, pages, text and HTTP."""

@@ -1,0 +1,36 @@
+"""Thousands of random histories: text, drafts and pages are right after every launch, whatever happens."""
+
+import math
+from collections import Counter
+
+from mtp_jax.text.grammar import Grammars
+from tests.simulate.histories import History
+
+HISTORIES, LAUNCHES = 50, 420
+EVERYTHING = (
+    *("preempted", "hits", "restored", "moved", "aborted", "late", "weights", "structured"),
+    *("stop", "length", "error"),
+)
+
+
+def test_text_drafts_and_pages_are_right_whatever_happens(grammars: Grammars):
+    """A failure names the seed: ``History(seed, grammars).run(LAUNCHES)``."""
+    seen: Counter[str] = Counter()
+    counts: dict[float, list[int]] = {}
+    for seed in range(HISTORIES):
+        history = History(seed, grammars)
+        try:
+            history.run(LAUNCHES)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error!r:.500}") from error
+        seen += history.seen
+        for rate, kept, offered in zip(history.language.rates, history.kept, history.offered, strict=True):
+            total = counts.setdefault(rate, [0, 0])
+            total[0] += kept
+            total[1] += offered
+    assert seen["launches"] >= 20_000
+    assert all(seen[name] > 20 for name in EVERYTHING), seen
+    assert seen["structured drafts kept"] > 100
+    for rate, (kept, offered) in counts.items():
+        assert offered > 1000
+        assert abs(kept / offered - rate) <= 4 * math.sqrt(rate * (1 - rate) / offered), (rate, kept, offered)
