@@ -135,6 +135,7 @@ def arrange(
     interpreted: dict[str, Any] = {} if interpret is None else {"interpret": interpret}
     token, place, table, count = plgpu.kernel(
         body,
+        kernel_name="expert_layout",
         out_type=tuple(
             jax.ShapeDtypeStruct(shape, jnp.int32)
             for shape in ((total,), ids.shape, (3, chunks * ROWS), (ROWS,))

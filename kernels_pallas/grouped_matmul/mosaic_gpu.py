@@ -82,6 +82,7 @@ def grouped_matmul(
     interpreted: dict[str, Any] = {} if interpret is None else {"interpret": interpret}
     out = plgpu.kernel(
         body,
+        kernel_name="gated_matmul" if plan.gated else "matmul",
         out_type=plan.out_type(),
         scratch_types=plan.scratch(),
         grid=(tile.thread_blocks,),

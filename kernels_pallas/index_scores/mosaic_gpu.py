@@ -183,6 +183,7 @@ def index_scores(
         expanded.append(plgpu.SMEM((COMPUTE, TILE, DIM), q.dtype, transforms=operand_tiles(q.dtype)))
     run = plgpu.kernel(
         body,
+        kernel_name="index_scores",
         out_type=jax.ShapeDtypeStruct((slots, groups * tokens, tiles * TILE), jnp.float32),
         scratch_types=[
             plgpu.SMEM((columns, DIM), q.dtype, transforms=operand_tiles(q.dtype)),

@@ -295,6 +295,7 @@ def mla_decode(
     tiles, per_buffer = operand_tiles(q.dtype), (COMPUTE, ROWS)
     run = plgpu.kernel(
         kernel,
+        kernel_name="mla_decode",
         out_type=(
             jax.ShapeDtypeStruct((splits, *ahead.shape), jnp.float32),
             () if in_place else (jax.ShapeDtypeStruct((splits, slots, height, RANK), q.dtype),),

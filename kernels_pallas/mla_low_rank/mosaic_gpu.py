@@ -120,6 +120,7 @@ def mla_low_rank(
     rows_type = [jax.ShapeDtypeStruct((tokens, _LATENTS + 2, PAIRS), jnp.bfloat16)] if pages is None else []
     run = plgpu.kernel(
         body,
+        kernel_name="mla_low_rank",
         out_type=[*norms.quantised_type(tokens, width // BLOCK), *rows_type],
         grid=(2, tokens),
         grid_names=("low_rank", "token"),

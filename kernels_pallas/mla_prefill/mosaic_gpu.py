@@ -170,6 +170,7 @@ def mla_prefill(
     tiles = operand_tiles(q.dtype)
     run = plgpu.kernel(
         kernel,
+        kernel_name="mla_prefill",
         out_type=[
             jax.ShapeDtypeStruct((slots, length, heads, VALUE), q.dtype),
             jax.ShapeDtypeStruct((slots, heads, length), jnp.float32),

@@ -119,6 +119,7 @@ def _launch(body: Any, out_type: Any, grid: dict[str, int], interpret: Any) -> A
     """A kernel of one warpgroup per thread block."""
     return plgpu.kernel(
         body,
+        kernel_name="rms_norm",
         out_type=out_type,
         grid=tuple(grid.values()),
         grid_names=tuple(grid),

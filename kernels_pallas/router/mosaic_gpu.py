@@ -89,6 +89,7 @@ def choose(
     return tuple(
         plgpu.kernel(
             body,
+            kernel_name="router",
             out_type=(
                 jax.ShapeDtypeStruct((rule.chosen, padded), jnp.int32),
                 jax.ShapeDtypeStruct((rule.chosen, padded), jnp.float32),

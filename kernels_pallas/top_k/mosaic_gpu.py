@@ -136,6 +136,7 @@ def choose(
     shape = jax.ShapeDtypeStruct((tokens, size // LINE), jnp.int32)
     words, before, nothing = plgpu.kernel(
         body,
+        kernel_name="top_k",
         out_type=(shape, shape, jax.ShapeDtypeStruct((tokens, room, LINE), jnp.int32)),
         scratch_types=[
             plgpu.SMEM((2, _CANDIDATES, LINE), jnp.int32),

@@ -23,13 +23,17 @@ HOST_GAP = Scope("host gap", "no program runs")
 
 @dataclass(frozen=True)
 class Op:
-    """An instruction that ran: nanoseconds, its program's name in HLO, and which launch it belongs to."""
+    """An instruction that ran: nanoseconds, its program's name in HLO, and which launch it belongs to.
+
+    kernel: what the device calls it; on a GPU several kernels may belong to one instruction.
+    """
 
     start: float
     end: float
     module: str
     name: str
     run: object
+    kernel: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ def _ops(events: Iterator) -> Iterator[Op]:
         about = dict(event.stats)
         if "hlo_op" in about:
             module, name = str(about.get("hlo_module", "")), str(about["hlo_op"])
-            yield Op(event.start_ns, event.end_ns, module, name, about.get("run_id"))
+            yield Op(event.start_ns, event.end_ns, module, name, about.get("run_id"), event.name)
 
 
 def by_scope(trace: Trace, scopes: Mapping[str, Mapping[str, Scope]]) -> dict[Scope, float]:
