@@ -26,6 +26,7 @@ from mtp_jax.api.local import local_engine, local_runner
 from mtp_jax.bench.report import Spread, table
 from mtp_jax.bench.simulate import Simulated, simulate
 from mtp_jax.decode.keys import SamplingMode, StepKey
+from mtp_jax.decode.launches import Step
 from mtp_jax.decode.runner import LocalRunner
 from mtp_jax.decode.state import Slots, State
 from mtp_jax.engine.config import EngineConfig
@@ -166,10 +167,10 @@ def measure(engine: Engine, depth: int, rows: int, sampled: bool) -> Measured:
     runner.compile([key])
     declare(runner, depth, rows)
     counts, calls, times = [], [], []
-    pending = runner.step(key)
+    pending = runner.do(Step(key))
     for _ in range(SETTLE + STEPS):
         began = time.perf_counter()
-        following = runner.step(key)
+        following = runner.do(Step(key))
         calls.append(time.perf_counter() - began)
         counts.append(pending.read().packed[:, depth + 1].mean())
         times.append(time.perf_counter() - began)
@@ -186,7 +187,7 @@ def traced(runner: LocalRunner, key: StepKey) -> Trace:
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options), jax.profiler.TraceAnnotation(_WINDOW):
             for _ in range(TRACED):
-                runner.step(key).read()
+                runner.do(Step(key)).read()
         (recorded,) = Path(folder).rglob("*.xplane.pb")
         return read(recorded, _WINDOW)
 
