@@ -9,7 +9,6 @@ from mtp_jax.decode.host import TopLogprobs
 from mtp_jax.decode.keys import Finish
 from mtp_jax.decode.state import Slots
 from mtp_jax.decode.verify import Verdict
-from mtp_jax.model.one_kernel import one_kernel
 
 
 class StepResult(struct.PyTreeNode):
@@ -54,31 +53,19 @@ class Emitted(struct.PyTreeNode):
 
 def emit(verdict: Verdict, drafts: Int[Array, "B K"], s: Slots, healthy: Bool[Array, "B W"]) -> Emitted:
     """Cut the accepted tokens at the first stop token, at max_tokens, and before the first NaN."""
-    candidates = jnp.maximum(jnp.concatenate([drafts, verdict.token[:, None]], axis=1), 0)
-    stops = jnp.take_along_axis(s.sampling.stop_mask, candidates, axis=1)
-    return _cut(verdict, drafts, stops, s.active, s.remaining, healthy)
-
-
-@one_kernel
-def _cut(
-    verdict: Verdict,
-    drafts: Int[Array, "B K"],
-    stops: Bool[Array, "B W"],
-    active: Bool[Array, " B"],
-    remaining: Int[Array, " B"],
-    healthy: Bool[Array, "B W"],
-) -> Emitted:
-    """stops: whether each draft, and the verdict's token behind them, ends its row."""
-    index, accepted = jnp.arange(stops.shape[1]), verdict.accepted[:, None]
+    width = drafts.shape[1] + 1
+    index = jnp.arange(width)
+    accepted = verdict.accepted[:, None]
     tokens = jnp.where(index < accepted, jnp.pad(drafts, ((0, 0), (0, 1))), verdict.token[:, None])
+    safe = jnp.maximum(tokens, 0)
+    stops = jnp.take_along_axis(s.sampling.stop_mask, safe, axis=1)
     proposed = index <= accepted
     broken = proposed & (~healthy | (tokens < 0))
-    stops = jnp.where(index < accepted, stops, stops[:, -1:])
     first_stop, first_broken = _first(stops & proposed), _first(broken)
-    count = jnp.minimum(jnp.minimum(verdict.accepted, first_stop) + 1, jnp.minimum(remaining, first_broken))
-    count = jnp.where(active, count, 0)
+    count = jnp.minimum(jnp.minimum(verdict.accepted, first_stop) + 1, jnp.minimum(s.remaining, first_broken))
+    count = jnp.where(s.active, count, 0)
     finish = jnp.select(
-        [~active, first_stop < count, count == remaining, first_broken <= count],
+        [~s.active, first_stop < count, count == s.remaining, first_broken <= count],
         [Finish.RUNNING, Finish.STOP, Finish.LENGTH, Finish.NAN],
         Finish.RUNNING,
     ).astype(jnp.int32)

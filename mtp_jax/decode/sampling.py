@@ -9,7 +9,6 @@ Nothing here sorts the vocabulary, leaves the device or depends on what the othe
 import functools
 from dataclasses import replace
 from enum import IntEnum
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from mtp_jax.decode.host import SamplingState, TopLogprobs
-from mtp_jax.model.one_kernel import one_kernel
 
 NO_TOKEN = -1
 """The token of a row that has no distribution: its logits hold NaN or +inf, or every token is masked."""
@@ -128,7 +126,6 @@ def permits(allowed: UInt32[Array, "B W words"] | None, tokens: Int[Array, "B K"
     return (words >> (tokens % 32).astype(jnp.uint32) & 1 == 1).all(axis=1)
 
 
-@one_kernel
 @jax.named_scope("sample")
 def argmax(logits: Float[Array, "*b V"]) -> Int[Array, "*b"]:
     """The lowest id at the largest logit, int32; some id for a row of NaN.
@@ -140,7 +137,6 @@ def argmax(logits: Float[Array, "*b V"]) -> Int[Array, "*b"]:
     return jnp.min(at_top, -1)
 
 
-@one_kernel
 def all_finite(logits: Float[Array, "*b V"]) -> Bool[Array, "*b"]:
     """Whether rows hold neither NaN nor an infinity: by one sum, as only those less themselves are not 0.
 
@@ -149,7 +145,6 @@ def all_finite(logits: Float[Array, "*b V"]) -> Bool[Array, "*b"]:
     return jnp.sum(logits - logits, -1) == 0
 
 
-@one_kernel
 @jax.named_scope("sample")
 def likeliest(logits: Float[Array, "*b V"]) -> Int[Array, "*b"]:
     """``argmax``; NO_TOKEN for a row without a distribution."""
@@ -180,79 +175,40 @@ def distribution(logits: Float[Array, "B W V"], s: SamplingState) -> Float[Array
     top_p while those hold less than top_p of the mass; so ties at the boundary are all kept, whatever their
     ids. A row that holds NaN or +inf, or nothing but -inf, comes back as NaN throughout.
     """
-    return _distribution(logits, s.temperature, s.min_p, s.top_k, s.top_p)
-
-
-@one_kernel
-def _distribution(
-    logits: Float[Array, "B W V"],
-    temperature: Float[Array, " B"],
-    min_p: Float[Array, " B"],
-    top_k: Int[Array, " B"],
-    top_p: Float[Array, " B"],
-) -> Float[Array, "B W V"]:
     top = jnp.max(logits, -1, keepdims=True)
-    sampled = (temperature > 0)[:, None, None]
+    sampled = (s.temperature > 0)[:, None, None]
     # The largest logit becomes 0 before the division: no temperature can overflow it.
-    scaled = (logits - top) / jnp.where(sampled, temperature[:, None, None], 1)
+    scaled = (logits - top) / jnp.where(sampled, s.temperature[:, None, None], 1)
     # Less than, as NaN is not: it stays, and so does the sum; a broken row must stay visibly broken.
-    weights = jnp.where(
-        scaled < _least(scaled, _limits(temperature, min_p, top_k, top_p)), 0, jnp.exp(scaled)
-    )
+    weights = jnp.where(scaled < _least(scaled, s), 0, jnp.exp(scaled))
     total = jnp.sum(weights, -1, keepdims=True)
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     one_hot = (ids == argmax(logits)[..., None]).astype(logits.dtype)
     return jnp.where(jnp.isnan(total), jnp.nan, jnp.where(sampled, weights / total, one_hot))
 
 
-def _least(scaled: Float[Array, "B W V"], limits: "_Limits") -> Float[Array, "B W one"]:
+def _least(scaled: Float[Array, "B W V"], s: SamplingState) -> Float[Array, "B W one"]:
     """The least logit that survives min_p, top_k and top_p; the largest logit is 0.
 
-    One number per row: what is computed only if some row asks for it returns no copy of the vocabulary.
+    One number per row: what is computed only if some row asks for it returns no copy of the vocabulary. One
+    loop, so that there are kernels for one search: round 0 truncates by top_k, round 1 by top_p.
     """
+    sampled = s.temperature > 0
+    by_k, by_p = sampled & (s.top_k > 0), sampled & (s.top_p < 1)
+    # Rows that ask for no truncation keep every token: less than infinity lies above any.
+    most = jnp.where(by_k, s.top_k, jnp.inf).astype(scaled.dtype)[:, None, None]
+    share = jnp.where(by_p, s.top_p, jnp.inf)[:, None, None]
 
     def truncated(i: Array, least: Array) -> Array:
-        """By top_k, for i = 0, or by top_p: the same search over other weights."""
-        by_count = i == 0
-        weights = jnp.where(by_count, 1, jnp.where(scaled >= least, jnp.exp(scaled), 0))
+        weights = jnp.where(i == 0, 1, jnp.where(scaled >= least, jnp.exp(scaled), 0))
+        mass = share * jnp.sum(weights, -1, keepdims=True)
         # At least the smallest positive limit: the most likely token always stays.
-        share = jnp.maximum(limits.share * jnp.sum(weights, -1, keepdims=True), jnp.finfo(scaled.dtype).tiny)
-        limit = jnp.where(by_count, limits.count, share)
+        limit = jnp.where(i == 0, most, jnp.maximum(mass, jnp.finfo(scaled.dtype).tiny))
         return jnp.maximum(least, _boundary(scaled, weights, limit))
 
-    least = jnp.broadcast_to(limits.least, (*scaled.shape[:-1], 1))
-    return lax.fori_loop(limits.first, limits.end, truncated, least)
-
-
-class _Limits(NamedTuple):
-    """What truncates the rows of a step.
-
-    Attributes:
-        least: logit that min_p asks for.
-        count: tokens that may lie above the last one that top_k keeps, plus 1; inf: any number.
-        share: of the mass, for top_p; inf: any.
-        first, end: the truncations that some row asks for: 0 is top_k, 1 is top_p.
-    """
-
-    least: Float[Array, "B 1 1"]
-    count: Float[Array, "B 1 1"]
-    share: Float[Array, "B 1 1"]
-    first: Int[Array, ""]
-    end: Int[Array, ""]
-
-
-@one_kernel
-def _limits(
-    temperature: Float[Array, " B"],
-    min_p: Float[Array, " B"],
-    top_k: Int[Array, " B"],
-    top_p: Float[Array, " B"],
-) -> _Limits:
-    by_k, by_p = (temperature > 0) & (top_k > 0), (temperature > 0) & (top_p < 1)
-    numbers = jnp.log(min_p), jnp.where(by_k, top_k, jnp.inf), jnp.where(by_p, top_p, jnp.inf)
-    least, count, share = (x.astype(jnp.float32)[:, None, None] for x in numbers)
+    least = jnp.broadcast_to(jnp.log(s.min_p)[:, None, None], (*scaled.shape[:-1], 1))
     first, end = jnp.where(jnp.any(by_k), 0, 1), jnp.where(jnp.any(by_p), 2, 1)
-    return _Limits(least, count, share, first, end)
+    return lax.fori_loop(first, end, truncated, least)
 
 
 def _boundary(
@@ -298,13 +254,6 @@ def row_keys(
     Coupled verification does key by a token's own position: it conditions on nothing.
     """
 
-    return _row_keys(seed, position, jnp.asarray(purpose))
-
-
-@one_kernel
-def _row_keys(
-    seed: UInt32[Array, " B"], position: Int[Array, " B"], purpose: Int[Array, ""]
-) -> Key[Array, " B"]:
     def key(row_seed: Array, row_position: Array) -> Array:
         # Named, because the default can be set to a generator whose rows are not independent under vmap.
         root = jax.random.key(row_seed, impl="threefry2x32")
@@ -313,7 +262,6 @@ def _row_keys(
     return jax.vmap(key)(seed, position)
 
 
-@one_kernel
 @jax.named_scope("sample")
 def sample(keys: Key[Array, " B"], probs: Float[Array, "B V"]) -> Int[Array, " B"]:
     """Draw one token per row by inverting the cumulative distribution; probs need not be normalised.
@@ -326,25 +274,10 @@ def sample(keys: Key[Array, " B"], probs: Float[Array, "B V"]) -> Int[Array, " B
     # numbers resolve smaller probabilities than one, and the vocabulary is read once.
     blocks = jnp.pad(probs, ((0, 0), (0, -vocab % width))).reshape(rows, -1, width)
     mass = jnp.sum(blocks, -1)
-    block, u = _first_draw(keys, mass)
-    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return _second_draw(u, block, mass, inside)
-
-
-@one_kernel
-def _first_draw(
-    keys: Key[Array, " B"], mass: Float[Array, "B n"]
-) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """The block of each row, and the number that draws a token from it."""
     u = jax.vmap(functools.partial(jax.random.uniform, shape=(2,)))(keys)
-    return _invert(u[:, 0], mass), u[:, 1]
-
-
-@one_kernel
-def _second_draw(
-    u: Float[Array, " B"], block: Int[Array, " B"], mass: Float[Array, "B n"], inside: Float[Array, "B w"]
-) -> Int[Array, " B"]:
-    token = block * inside.shape[1] + _invert(u, inside)
+    block = _invert(u[:, 0], mass)
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    token = block * width + _invert(u[:, 1], inside)
     return jnp.where(jnp.sum(mass, -1) > 0, token, NO_TOKEN).astype(jnp.int32)
 
 

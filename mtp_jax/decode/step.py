@@ -15,11 +15,10 @@ chunk; every other step is the two of them in one.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from mtp_jax.decode import prefill, verify
 from mtp_jax.decode.drafter.nothing import Nothing
@@ -51,7 +50,6 @@ from mtp_jax.model import trunk
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.cache import PagedView
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.one_kernel import one_kernel
 from mtp_jax.model.params import Params
 from mtp_jax.model.parts import join, split
 from mtp_jax.model.visible import chain
@@ -277,29 +275,14 @@ Accept = Callable[..., verify.Verdict]
 
 def _advance(s: Slots, emitted: Emitted) -> Slots:
     """Commit: rows up to the new length are now part of the sequence."""
-    before = Progress(s.length, s.newest, s.active, s.remaining, s.generated)
-    after = _advanced(before, emitted)
-    return s.replace(**after._asdict(), sampling=count_tokens(s.sampling, emitted.tokens))
-
-
-class Progress(NamedTuple):
-    """The numbers of ``Slots`` that a step changes."""
-
-    length: Int[Array, " B"]
-    newest: Int[Array, " B"]
-    active: Bool[Array, " B"]
-    remaining: Int[Array, " B"]
-    generated: Int[Array, " B"]
-
-
-@one_kernel
-def _advanced(s: Progress, emitted: Emitted) -> Progress:
+    some = emitted.count > 0
     last = jnp.maximum(emitted.count - 1, 0)
     newest = jnp.take_along_axis(emitted.tokens, last[:, None], axis=1)[:, 0]
-    return Progress(
+    return s.replace(
         length=s.length + emitted.count,
-        newest=jnp.where(emitted.count > 0, newest, s.newest),
+        newest=jnp.where(some, newest, s.newest),
         active=s.active & (emitted.finish == Finish.RUNNING),
         remaining=s.remaining - emitted.count,
         generated=s.generated + emitted.count,
+        sampling=count_tokens(s.sampling, emitted.tokens),
     )

@@ -15,10 +15,9 @@ All of this is known from the tokens before the end, so the guarantee holds.
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from mtp_jax.decode.sampling import gumbel_sample, sample
-from mtp_jax.model.one_kernel import one_kernel
 
 
 class Verdict(struct.PyTreeNode):
@@ -30,13 +29,6 @@ class Verdict(struct.PyTreeNode):
 
 def greedy(target_ids: Int[Array, "B W"], drafts: Int[Array, "B K"], num_drafts: Int[Array, " B"]) -> Verdict:
     """Keep drafts while they are what the target takes at their position: target_ids."""
-    return _greedy(target_ids, drafts, num_drafts)
-
-
-@one_kernel
-def _greedy(
-    target_ids: Int[Array, "B W"], drafts: Int[Array, "B K"], num_drafts: Int[Array, " B"]
-) -> Verdict:
     index = jnp.arange(drafts.shape[1])
     # A draft that is NO_TOKEN never matches, not even a target that is NO_TOKEN too.
     hit = (drafts == target_ids[:, :-1]) & (drafts >= 0) & (index < num_drafts[:, None])
@@ -44,7 +36,6 @@ def _greedy(
     return Verdict(accepted, jnp.take_along_axis(target_ids, accepted[:, None], axis=1)[:, 0])
 
 
-@one_kernel
 def coupled(
     keys: Key[Array, "B W"],
     target: Float[Array, "B W V"],
@@ -61,7 +52,6 @@ def coupled(
     return greedy(gumbel_sample(keys, target), drafts, num_drafts)
 
 
-@one_kernel
 def rejection(
     keys_accept: Key[Array, " B"],
     keys_residual: Key[Array, " B"],
@@ -75,30 +65,15 @@ def rejection(
     Draft x is kept with probability min(1, p(x) / q(x)); after the first refusal the token comes from the
     normalised residual max(p - q, 0).
     """
+    depth = _depth(target, draft, drafts, num_drafts)
     p, q = _at(target[:, :-1], drafts), _at(draft, drafts)
-    broken = jnp.isnan(draft[..., 0]) | jnp.isnan(target[:, :-1, 0])
-    accepted, depth = _accepted(keys_accept, p, q, broken, drafts, num_drafts)
+    # u q < p rather than u < p / q: no division by zero, and p = 0 is refused whatever u.
+    hit = (_uniforms(keys_accept, drafts.shape[1]) * q < p) & _before(drafts, depth)
+    accepted = _leading(hit)
     one = jnp.ones(accepted.shape, target.dtype)
     return Verdict(accepted, _residual(keys_residual, target, draft, accepted, depth, one))
 
 
-@one_kernel
-def _accepted(
-    keys: Key[Array, " B"],
-    p: Float[Array, "B K"],
-    q: Float[Array, "B K"],
-    broken: Bool[Array, "B K"],
-    drafts: Int[Array, "B K"],
-    num_drafts: Int[Array, " B"],
-) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """Accepted drafts, and those that the row can verify."""
-    depth = _depth(broken, drafts, num_drafts)
-    # u q < p rather than u < p / q: no division by zero, and p = 0 is refused whatever u.
-    hit = (_uniforms(keys, drafts.shape[1]) * q < p) & _before(drafts, depth)
-    return _leading(hit), depth
-
-
-@one_kernel
 def block(
     keys_accept: Key[Array, " B"],
     keys_residual: Key[Array, " B"],
@@ -119,56 +94,39 @@ def block(
     Lossless (its Theorem 1), and no valid verifier accepts more on average (Theorem 2), provided no random
     number of the step is ever drawn again: see `row_keys`.
     """
+    depth = _depth(target, draft, drafts, num_drafts)
     count = drafts.shape[1]
     p, q = _at(target[:, :-1], drafts), _at(draft, drafts)
-    broken = jnp.isnan(draft[..., 0]) | jnp.isnan(target[:, :-1, 0])
-    scale = _reach(p, q)
-    excess = jnp.maximum(scale[:, 1:-1, None] * target[:, 1:-1] - draft[:, 1:], 0)
-    residual = jnp.pad(jnp.sum(excess, -1), ((0, 0), (0, min(count, 1))))  # unused at i = K
-    accepted, depth, scale = _longest(keys_accept, scale, residual, broken, drafts, num_drafts)
-    return Verdict(accepted, _residual(keys_residual, target, draft, accepted, depth, scale))
-
-
-@one_kernel
-def _reach(p: Float[Array, "B K"], q: Float[Array, "B K"]) -> Float[Array, "B W"]:
-    """p_0 .. p_K."""
-    reach = [jnp.ones(len(p), p.dtype)]
-    for i in range(p.shape[1]):
+    reach = [jnp.ones(drafts.shape[0], target.dtype)]  # p_0 .. p_K
+    for i in range(count):
         joint = reach[-1] * p[:, i]
         reach.append(jnp.where(joint > 0, jnp.minimum(joint / q[:, i], 1), 0))
-    return jnp.stack(reach, 1)
+    scale = jnp.stack(reach, 1)
+    here = scale[:, 1:]
 
-
-@one_kernel
-def _longest(
-    keys: Key[Array, " B"],
-    scale: Float[Array, "B W"],
-    residual: Float[Array, "B K"],
-    broken: Bool[Array, "B K"],
-    drafts: Int[Array, "B K"],
-    num_drafts: Int[Array, " B"],
-) -> tuple[Int[Array, " B"], Int[Array, " B"], Float[Array, " B"]]:
-    """Accepted drafts i, those that the row can verify, and p_i."""
-    depth, here, count = _depth(broken, drafts, num_drafts), scale[:, 1:], drafts.shape[1]
+    excess = jnp.maximum(here[:, :-1, None] * target[:, 1:-1] - draft[:, 1:], 0)
+    residual = jnp.pad(jnp.sum(excess, -1), ((0, 0), (0, min(count, 1))))  # unused at i = K
     room = residual + 1 - here
     # room = 0 means p_i = 1 and equal distributions: whatever comes next, its p is 1 too and it passes.
     inner = jnp.where(room > 0, residual / jnp.where(room > 0, room, 1), 1)
     length = jnp.arange(1, count + 1)
     threshold = jnp.where(length < depth[:, None], inner, here)
-    passed = (_uniforms(keys, count) < threshold) & _before(drafts, depth)
+    passed = (_uniforms(keys_accept, count) < threshold) & _before(drafts, depth)
     accepted = jnp.max(jnp.where(passed, length, 0), axis=1, initial=0)
-    return accepted, depth, jnp.take_along_axis(scale, accepted[:, None], axis=1)[:, 0]
+    scale = jnp.take_along_axis(scale, accepted[:, None], axis=1)[:, 0]
+    return Verdict(accepted, _residual(keys_residual, target, draft, accepted, depth, scale))
 
 
 def _depth(
-    broken: Bool[Array, "B K"], drafts: Int[Array, "B K"], num_drafts: Int[Array, " B"]
+    target: Float[Array, "B W V"],
+    draft: Float[Array, "B K V"],
+    drafts: Int[Array, "B K"],
+    num_drafts: Int[Array, " B"],
 ) -> Int[Array, " B"]:
-    """Drafts a row can verify: num_drafts, or fewer if a draft or a distribution on the way is broken.
-
-    broken: whether a draft's distribution, or the target's, is NaN: a row of ``distribution`` is NaN
-    throughout or not at all, so its first entry tells.
-    """
-    return _leading((drafts >= 0) & ~broken & _before(drafts, num_drafts))
+    """Drafts a row can verify: num_drafts, or fewer if a draft or a distribution on the way is broken."""
+    # A row of `distribution` is NaN throughout or not at all, so its first entry tells.
+    usable = (drafts >= 0) & ~jnp.isnan(draft[..., 0]) & ~jnp.isnan(target[:, :-1, 0])
+    return _leading(usable & _before(drafts, num_drafts))
 
 
 def _residual(

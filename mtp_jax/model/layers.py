@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.one_kernel import one_kernel
 
 
 @jax.named_scope("norm")
@@ -39,14 +38,9 @@ def rope_frequencies(cfg: ModelConfig) -> Float[Array, " r"]:
 
 def rope_angles(cfg: ModelConfig, positions: Int[Array, "B W"]) -> Float[Array, "B W 2 r"]:
     """cos and sin of every position, stacked, float32."""
+    angle = positions[..., None].astype(jnp.float32) * rope_frequencies(cfg)
     factor = cfg.rope_scaling.rope_factor if cfg.rope_scaling else 1.0
-
-    @one_kernel
-    def angles(positions: Int[Array, "B W"]) -> Float[Array, "B W 2 r"]:
-        angle = positions[..., None].astype(jnp.float32) * rope_frequencies(cfg)
-        return jnp.stack([jnp.cos(angle), jnp.sin(angle)], axis=-2) * factor
-
-    return angles(positions)
+    return jnp.stack([jnp.cos(angle), jnp.sin(angle)], axis=-2) * factor
 
 
 def rotate(

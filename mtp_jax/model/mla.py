@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Shaped
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.indexer import IndexQueries
 from mtp_jax.model.layers import masked_softmax, rms_norm, rotate
+from mtp_jax.model.params import Attention
 
 Form = Literal["naive", "absorbed"]
 
@@ -46,11 +47,11 @@ def queries(q: Float[Array, "B W N k"], cfg: ModelConfig, angles: Float[Array, "
 
 
 def rows_of(
-    kv: Float[Array, "B W C"], norm: Float[Array, " c"], angles: Float[Array, "B W 2 r"], cfg: ModelConfig
+    kv: Float[Array, "B W C"], a: Attention, cfg: ModelConfig, angles: Float[Array, "B W 2 r"]
 ) -> Float[Array, "B W C"]:
-    """Rows to cache, from what the latents' projection gives. norm: of the latents."""
+    """Rows to cache, from what the latents' projection gives."""
     latent, key_rope = jnp.split(kv, [cfg.kv_lora_rank], axis=-1)
-    latent = rms_norm(latent, norm, LOW_RANK_EPS)
+    latent = rms_norm(latent, a.kv_norm, LOW_RANK_EPS)
     return jnp.concatenate([latent, rotate(key_rope, angles, cfg.rope_interleave)], axis=-1)
 
 

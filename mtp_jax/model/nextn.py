@@ -5,7 +5,6 @@ i+1 and predicts token i+2. Layer k merges layer k-1's output (after ``shared_he
 again. Embedding first, post-norm in, post-norm recycled: other choices give the same text, only slower.
 """
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from mtp_jax.model.backend import Backend
 from mtp_jax.model.cache import Cache, LayerCache, Views, WholeCache
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.indexer import Choice
-from mtp_jax.model.layers import rope_angles
+from mtp_jax.model.layers import rms_norm, rope_angles
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.params import NextN, Params
 from mtp_jax.model.trunk import REFERENCE, Traced, block, embed
@@ -58,7 +57,7 @@ def _run(
     choice: Choice = (),
 ) -> tuple[Float[Array, "B W D"], Any, Routing | None, Choice]:
     """``run`` with the routing of an MoE layer."""
-    p, on = params.nextn[k], on.once
+    p: NextN = params.nextn[k]
     with jax.named_scope(f"nextn_{k}"):
         x = _merge(params, cfg, p, tokens, hidden, on)
         angles = rope_angles(cfg, positions)
@@ -82,12 +81,12 @@ def write_cache(
     Later rows see nothing of a row but its entries, which depend on the row's own token and hidden state
     alone. Rows with a negative position are not written; nor are rows 0 to k, which do not exist.
     """
-    p, on = params.nextn[k], on.once
+    p: NextN = params.nextn[k]
     with jax.named_scope(f"nextn_{k}"):
         x = _merge(params, cfg, p, tokens, hidden, on)
-        x = on.norm(x, p.layer.attention_norm, cfg.rms_norm_eps)
+        x = rms_norm(x, p.layer.attention_norm, cfg.rms_norm_eps)
         rows = on.entries(p.layer.attention, cfg, x, rope_angles(cfg, positions))
-        rows = on.small(partial(LayerCache.stored, cache, row=cfg.row))(rows)
+        rows = cache.stored(rows, cfg.row)
         return on.write(cache, rows, page_table, existing(k, positions))
 
 
@@ -129,8 +128,8 @@ def _merge(
     on: Backend,
 ) -> Float[Array, "B W D"]:
     e = embed(params.embed if p.embed is None else p.embed, tokens, on.mesh)
-    e = on.norm(e, p.token_norm, cfg.rms_norm_eps)
-    h = on.norm(hidden.astype(e.dtype), p.hidden_norm, cfg.rms_norm_eps)
+    e = rms_norm(e, p.token_norm, cfg.rms_norm_eps)
+    h = rms_norm(hidden.astype(e.dtype), p.hidden_norm, cfg.rms_norm_eps)
     with jax.named_scope("merge"):
         return on.linear(jnp.concatenate([e, h], axis=-1), p.merge)
 

@@ -144,7 +144,7 @@ def run(
         first += 1
         kept += [] if mine is None else [mine]
         routings += [] if routed[0] is None else [_of_all(routed, on)]
-    hidden = micro_batches.joined([on.once.finish(x, params.norm, cfg.rms_norm_eps) for x in xs], on)
+    hidden = micro_batches.joined([on.finish(x, params.norm, cfg.rms_norm_eps) for x in xs], on)
     looked = [micro_batches.joined(chosen, on) for chosen in choices[1:]]
     return Traced(hidden, tuple(routings), tuple(kept), tuple(looked))
 
@@ -164,8 +164,8 @@ def _looped(
     def one(carry: tuple[Stream, LayerCache], i: Int[Array, ""]) -> tuple[Any, Routing | None]:
         p = one_of(layers, i)
         own = tuple(replace(v, page_table=v.page_table + i * pages) for v in views)
-        x, mine, _ = attended(p, cfg, carry[0], angles, carry[1], own, on.once, ())
-        x, routing = fed(p, cfg, x, own, on.once)
+        x, mine, _ = attended(p, cfg, carry[0], angles, carry[1], own, on, ())
+        x, routing = fed(p, cfg, x, own, on)
         return (x, mine), routing
 
     flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), cache.tree)

@@ -26,7 +26,7 @@ from mtp_jax.api.local import local_engine, local_runner
 from mtp_jax.bench.report import Spread, table
 from mtp_jax.bench.simulate import Simulated, simulate
 from mtp_jax.decode.keys import SamplingMode, StepKey
-from mtp_jax.decode.launches import Step
+from mtp_jax.decode.launches import ReleaseCache, Step
 from mtp_jax.decode.runner import LocalRunner
 from mtp_jax.decode.state import Slots, State
 from mtp_jax.engine.config import EngineConfig
@@ -253,7 +253,7 @@ def main() -> None:
         if own := layer(found):
             print(f"\na layer, {sum(t for _, t in own) * 1e6:.1f} us\n")
             print(table(("kernel", "us"), [(n, f"{t * 1e6:.2f}") for n, t in own]), flush=True)
-        engine.runner.release_cache()
+        engine.runner.do(ReleaseCache())
         del engine
 
 

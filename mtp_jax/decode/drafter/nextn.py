@@ -178,7 +178,7 @@ class NextN:
         )
         stacked = jnp.stack(merged, axis=2)
         full = jnp.where(seen.positions % size == size - 1, seen.positions // size, -1)
-        boundary = on.once.write(pages.boundary, stacked.reshape(*seen.tokens.shape, -1), table, full)
+        boundary = on.write(pages.boundary, stacked.reshape(*seen.tokens.shape, -1), table, full)
         pending = _pending(stacked, seen.count, slots.pending)
         return DrafterState(slots.replace(pending=pending), NextNPages(tuple(cache), boundary))
 
@@ -235,17 +235,10 @@ class _Passes:
         if isinstance(k, int) and 0 < k < layers:  # over the rows of the newest token and of every draft
             z, first = jnp.concatenate([self.pending[:, k : k + 1], made.z], axis=1), 0
         width = z.shape[1]
-
-        @self.on.once.small
-        def rows(tokens: Array, s: tuple[Array, ...], first: Array, k: Array) -> tuple[Array, ...]:
-            length, active, depth = s
-            ids = jax.lax.dynamic_slice_in_dim(tokens, first, width, axis=1)
-            positions = length[:, None] + first + jnp.arange(width)
-            drafting = active & (k < depth)
-            return ids, positions, drafting, jnp.where(drafting[:, None], positions, -1)
-
-        given = made.tokens, (s.length, s.active, s.depth), jnp.asarray(first), jnp.asarray(k)
-        ids, positions, drafting, written = rows(*given)
+        ids = jax.lax.dynamic_slice_in_dim(made.tokens, first, width, axis=1)
+        positions = s.length[:, None] + first + jnp.arange(width)
+        drafting = s.active & (k < s.depth)
+        written = jnp.where(drafting[:, None], positions, -1)
         if width > 1 and layer == min(layers, self.depth) - 1:
             # No layer behind it needs what becomes of the first rows.
             before = ids[:, :-1], z[:, :-1], written[:, :-1], cache[layer], self.table, self.on

@@ -4,7 +4,6 @@ Left alone, XLA turns the cached rows or swaps the operands first (docs/architec
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,12 +39,11 @@ def attend_in_blocks(
     blocks: Int[Array, ""] | int,
     scale: float,
     form: Form,
-    small: Callable[[Any], Any] = lambda f: f,
 ) -> Float[Array, "B W N v"]:
     """``mla.attend`` over the rows and the mask of each of ``blocks`` blocks, by ``read``.
 
-    The softmax is summed on the way (arXiv 1805.02867, algorithm 3). A block that a token does not see leaves
-    what it has to the bit, so a result does not depend on how many blocks others need. small: see ``Xla``.
+    The softmax is summed on the way (arXiv 1805.02867, algorithm 3). A block that a token does not see
+    leaves what it has to the bit, so a result does not depend on how many blocks others need.
     """
     rank, (slots, width, heads, _) = k_up.shape[-1], q.nope.shape
     by_head = (slots, heads, width)
@@ -64,14 +62,17 @@ def attend_in_blocks(
         sees = jnp.broadcast_to(mask[:, None], (*by_head, mask.shape[-1])).reshape(*lead, -1)
         absorbed = form == "absorbed"
         scores = _dots(flat, rows, (2, 2)) if absorbed else _dots(flat, _keys(rows, k_up), (3, 2))
-        weights, top, shrunk, total = small(_softmax)(scores, sees, peak, total, jnp.float32(scale))
+        scores = jnp.where(sees, scores * scale, -jnp.inf)
+        # The result does not depend on it; its derivative would be computed for nothing.
+        top = jax.lax.stop_gradient(jnp.maximum(peak, scores.max(axis=-1, keepdims=True)))
+        weights, shrunk = jnp.exp(scores - top), jnp.exp(peak - top)
         narrow = _fixed(weights.astype(rows.dtype))
         if absorbed:
             # Whole rows: slicing the rope part off the result is cheaper than off the cache.
             more = _dots(narrow, rows, (2, 1))
         else:
             more = _dots(narrow, _expand(rows[..., :rank], v_up), (3, 3))
-        return top, total, mixed * shrunk + more
+        return top, total * shrunk + weights.sum(axis=-1, keepdims=True), mixed * shrunk + more
 
     start = jnp.full((*lead, 1), _LEAST), jnp.zeros((*lead, 1)), jnp.zeros((*lead, mixes))
     alone = isinstance(blocks, int) and blocks == 1
@@ -80,21 +81,6 @@ def attend_in_blocks(
     if form == "naive":
         return context.swapaxes(1, 2)
     return jnp.einsum("bnwc,nvc->bwnv", context[..., :rank].reshape(*by_head, rank), v_up)
-
-
-def _softmax(
-    scores: Float[Array, "*b l"],
-    sees: Bool[Array, "*b l"],
-    peak: Float[Array, "*b 1"],
-    total: Float[Array, "*b 1"],
-    scale: Float[Array, ""],
-) -> tuple[Array, Array, Array, Array]:
-    """Weights of a block's rows, the largest score so far, what earlier weights shrink by, the new total."""
-    scores = jnp.where(sees, scores * scale, -jnp.inf)
-    # The result does not depend on it; its derivative would be computed for nothing.
-    top = jax.lax.stop_gradient(jnp.maximum(peak, scores.max(axis=-1, keepdims=True)))
-    weights, shrunk = jnp.exp(scores - top), jnp.exp(peak - top)
-    return weights, top, shrunk, total * shrunk + weights.sum(axis=-1, keepdims=True)
 
 
 def _fixed(x: jax.Array) -> jax.Array:
@@ -143,7 +129,6 @@ def attend_seen(
     view: PagedView,
     scale: float,
     only: Bool[Array, "B W L"] | None = None,
-    small: Callable[[Any], Any] = lambda f: f,
 ) -> Float[Array, "B W N v"]:
     """``mla.attend`` over no more blocks of the cached rows than hold what any token sees."""
     columns, page, width = view.page_table.shape[1], cache.page_size, q.rope.shape[1]
@@ -164,6 +149,6 @@ def attend_seen(
         return read_rows(cache, pages, seen & inside, v_up.dtype, k_up.shape[-1]), mask & inside
 
     if columns == each:
-        return attend_in_blocks(q, k_up, v_up, read, 1, scale, view.form, small)
+        return attend_in_blocks(q, k_up, v_up, read, 1, scale, view.form)
     last = jnp.minimum(jnp.max(view.visible.end()), length)
-    return attend_in_blocks(q, k_up, v_up, read, -(-last // (each * page)), scale, view.form, small)
+    return attend_in_blocks(q, k_up, v_up, read, -(-last // (each * page)), scale, view.form)

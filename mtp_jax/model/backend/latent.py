@@ -1,7 +1,6 @@
 """Multi-head Latent Attention (arXiv 2405.04434, section 2.1), sparse or not: see ``attention``."""
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
@@ -12,6 +11,7 @@ from mtp_jax.model import indexer, mla
 from mtp_jax.model.backend.xla_experts import Rows
 from mtp_jax.model.cache import Entries, LayerCache, PagedView
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.layers import rms_norm
 from mtp_jax.model.mla import LOW_RANK_EPS, Queries
 from mtp_jax.model.narrow import expand
 from mtp_jax.model.params import Attention
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def queries(on: "Xla", a: Attention, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]) -> Queries:
     """Eqs. 12-14, and what is asked of the index keys."""
-    low = x if a.q_a is None else on.norm(on.linear(x, a.q_a), a.q_norm, LOW_RANK_EPS)
+    low = x if a.q_a is None else rms_norm(on.linear(x, a.q_a), a.q_norm, LOW_RANK_EPS)
     q = mla.queries(on.linear(low, a.q_b, split="out"), cfg, angles)
     if a.indexer is None or cfg.indexer is None:
         return q
@@ -33,7 +33,7 @@ def queries(on: "Xla", a: Attention, cfg: ModelConfig, x: Rows, angles: Float[Ar
 
 def entries(on: "Xla", a: Attention, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]) -> Entries:
     """The normed latent and the rotated shared key (eqs. 9, 11, 15), and the index key."""
-    rows, p = on.small(partial(mla.rows_of, cfg=cfg))(on.linear(x, a.kv_a), a.kv_norm, angles), a.indexer
+    rows, p = mla.rows_of(on.linear(x, a.kv_a), a, cfg, angles), a.indexer
     if p is None or cfg.indexer is None:
         return Entries(rows)
     with jax.named_scope("index"):

@@ -86,7 +86,7 @@ class MosaicGpu(MosaicAttention):
             low, rows, cache = self._low_rank(q, kv, a, cfg, angles, cache, views[0])
         else:
             low = normed if q is None else self._norm(q, a.q_norm, LOW_RANK_EPS, (reader,))[1]
-            rows = Entries(rows_of(summed(kv), a.kv_norm, angles, cfg))
+            rows = Entries(rows_of(summed(kv), a, cfg, angles))
         q = self._linear(low, a.q_b, split="out")
         return Stream(x, ()), queries(q, cfg, angles), rows, cache
 

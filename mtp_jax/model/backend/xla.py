@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -29,6 +28,7 @@ from mtp_jax.model.cache import (
 )
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.indexer import Choice, IndexQueries
+from mtp_jax.model.layers import rms_norm
 from mtp_jax.model.mla import Form, Queries
 from mtp_jax.model.narrow import Bf16, Table
 from mtp_jax.model.params import Attention, Grouped, Layer, Params
@@ -62,7 +62,7 @@ class Xla(XlaExperts):
 
         Returns (x, queries, entries, cache). There are no entries where they have been written already.
         """
-        a, normed = p.attention, self.norm(x, p.attention_norm, cfg.rms_norm_eps)
+        a, normed = p.attention, rms_norm(x, p.attention_norm, cfg.rms_norm_eps)
         q = attention_of(a).queries(self, a, cfg, normed, angles)
         return x, q, self.entries(a, cfg, normed, angles), cache
 
@@ -133,7 +133,7 @@ class Xla(XlaExperts):
 
     def finish(self, x: Stream, weight: Float[Array, " D"], eps: float) -> Float[Array, "B W D"]:
         """The norm behind the last block."""
-        return self.norm(x, weight, eps)
+        return rms_norm(x, weight, eps)
 
     # Parts that stages are made of
 
@@ -158,11 +158,6 @@ class Xla(XlaExperts):
         params = replace(params, layers=())
         layers = (parts(stacked(own, consume=True)) if len(own) > 1 else own for own in groups)
         return replace(params, layers=tuple(itertools.chain.from_iterable(layers)))
-
-    @property
-    def once(self) -> "Xla":
-        """The same for what a program computes once or in a loop, and not layer by layer (see ``small``)."""
-        return self
 
     @property
     def loops(self) -> bool:
@@ -247,7 +242,7 @@ class Xla(XlaExperts):
         def local(q, index, by_head, entries, cache, view, chosen):
             with jax.named_scope("cache_write"):
                 if entries is not None:
-                    given = self.small(partial(LayerCache.stored, cache, row=cfg.row))(entries)
+                    given = cache.stored(entries, cfg.row)
                     cache = self.write_rows(cache, given, view.page_table, view.written)
             with jax.named_scope("attend"):
                 if index is not None:

@@ -1,7 +1,7 @@
 """What XLA on a CPU does slowly as the papers write it, in forms that it does fast (docs/architecture.md)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,13 +10,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.model.backend import cpu_attention, cpu_experts, cpu_products
 from mtp_jax.model.backend.xla import Xla
-from mtp_jax.model.backend.xla_experts import F
 from mtp_jax.model.cache import LayerCache, PagedView, Tree, places
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.mla import Form, Queries
 from mtp_jax.model.moe import Routing, Weight
 from mtp_jax.model.narrow import Narrow, expand, readable
-from mtp_jax.model.one_kernel import one_kernel
 from mtp_jax.model.params import Layer
 from mtp_jax.model.stack import alike
 
@@ -33,20 +31,9 @@ class XlaCpu(Xla):
 
     Attributes:
         matrices: whether the processor has matrix instructions for bfloat16.
-        alone: whether it computes what a program has once (see ``once``).
     """
 
     matrices: bool = False
-    alone: bool = False
-
-    @property
-    def once(self) -> "XlaCpu":
-        """Functions of a few numbers are one kernel each; on a mesh they are split over devices first."""
-        return replace(self, alone=self.mesh is None)
-
-    def small(self, f: F) -> F:
-        """One kernel, where that is compiled once."""
-        return one_kernel(f) if self.alone else f
 
     def product(
         self, x: Float[Array, "... i"], w: Float[Array, "*o i"] | Narrow, dtype: Any
@@ -92,9 +79,7 @@ class XlaCpu(Xla):
         form: Form,
     ) -> Float[Array, "B W N v"]:
         """Products behind barriers."""
-        return cpu_attention.attend_in_blocks(
-            q, k_up, v_up, lambda _: (rows, mask), 1, scale, form, self.small
-        )
+        return cpu_attention.attend_in_blocks(q, k_up, v_up, lambda _: (rows, mask), 1, scale, form)
 
     def attend_pages(
         self,
@@ -107,19 +92,14 @@ class XlaCpu(Xla):
         only: Bool[Array, "B W L"] | None = None,
     ) -> Float[Array, "B W N v"]:
         """Block by block, up to the last row that any token sees."""
-        return cpu_attention.attend_seen(q, k_up, v_up, cache, view, scale, only, self.small)
+        return cpu_attention.attend_seen(q, k_up, v_up, cache, view, scale, only)
 
     def write_rows(
         self, pages: Tree, rows: Any, page_table: Int[Array, "B n"], written: Int[Array, "B W"]
     ) -> Tree:
         """By a loop: a scatter checks its bounds by a select, for which XLA copies the whole cache."""
         count, size = jax.tree.leaves(pages)[0].shape[:2]
-
-        def placed(page_table: Array, written: Array) -> tuple[Array, Array, Array]:
-            page, offset, inside = places(count, size, page_table, written)
-            return page, offset, jnp.max(jnp.where(inside, jnp.arange(1, len(page) + 1), 0))
-
-        page, offset, last = self.small(placed)(page_table, written)
+        page, offset, inside = places(count, size, page_table, written)
 
         def write(i: Int[Array, ""], pages: Tree) -> Tree:
             def put(pages: Array, rows: Array) -> Array:
@@ -129,6 +109,7 @@ class XlaCpu(Xla):
             return jax.tree.map(put, pages, rows)
 
         # A loop of a length XLA cannot know is not unrolled and fused into the cache's readers, with copies.
+        last = jnp.max(jnp.where(inside, jnp.arange(1, len(page) + 1), 0))
         return jax.lax.fori_loop(0, last, write, pages)
 
     def routed(

@@ -2,10 +2,8 @@
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +22,6 @@ from mtp_jax.model.narrow import Narrow, expand
 from mtp_jax.model.params import Layer, Mlp, Moe
 from mtp_jax.model.sharding import constrain, partition, sharded, ways
 
-F = TypeVar("F", bound=Callable[..., Any])
 Split = Literal["out", "in"]
 Stream = Any
 """The residual stream [B, W, D] between two stages: an array at first, then as the backend keeps it."""
@@ -55,19 +52,9 @@ class XlaExperts:
 
         counts: rows that do not count visit no routed expert; None: all count.
         """
-        normed = self.norm(x, p.mlp_norm, cfg.rms_norm_eps)
+        normed = rms_norm(x, p.mlp_norm, cfg.rms_norm_eps)
         added, routing = self._fed(p, cfg, normed, counts)
         return constrain(x + functools.reduce(jnp.add, added), self.mesh, "slots", None, None), routing
-
-    # Parts
-
-    def small(self, f: F) -> F:
-        """A function of a few numbers per row, as the device computes it best (see ``one_kernel``)."""
-        return f
-
-    def norm(self, x: Float[Array, "... d"], weight: Float[Array, " d"], eps: float) -> Float[Array, "... d"]:
-        """``rms_norm``."""
-        return self.small(partial(rms_norm, eps=eps))(x, weight)
 
     # Products
 
