@@ -38,6 +38,10 @@ GROUPED = grouped()
 PROMPTS = prompts(8)
 
 each_kind = pytest.mark.parametrize("cfg", [SPARSE, GROUPED], ids=["sparse", "grouped"])
+# What a kind of attention has little to do with.
+one_kind = pytest.mark.parametrize(
+    "cfg", [SPARSE, pytest.param(GROUPED, marks=pytest.mark.slow)], ids=["sparse", "grouped"]
+)
 
 
 def engine_of(cfg: ModelConfig, **config) -> Engine:
@@ -89,7 +93,7 @@ def test_five_drafts(cfg):
     as_told(cfg, serve(engine_of(cfg, num_speculative_tokens=5), jobs(depth=5)), 5)
 
 
-@each_kind
+@one_kind
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -159,7 +163,7 @@ def test_an_fp8_cache_holds_all_in_eight_bits(cfg, row_bytes):
     assert GROUPED.row.fp8_bytes == PAIRS
 
 
-@each_kind
+@one_kind
 @pytest.mark.parametrize("depth", [0, 3])
 def test_sampled_text_depends_on_its_seed_alone(cfg, depth):
     sampled = SamplingParams(temperature=0.9, seed=5, max_tokens=24, ignore_eos=True, logprobs=0)
