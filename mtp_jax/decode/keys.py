@@ -113,7 +113,9 @@ class StepKey:
         return replace(self, tokens=0, prompts=0, prompt_logprobs=None)
 
     def covers(self, need: "StepKey") -> bool:
-        """Whether this executable can do what ``need`` asks; a sampling step also serves greedy rows.
+        """Whether this executable can do what ``need`` asks.
+
+        A sampling step also serves greedy rows, and a structured one rows that every token is allowed to.
 
         One with a chunk is no substitute for one without: it computes many times as much.
         """
@@ -129,7 +131,7 @@ class StepKey:
             and self.pages >= need.pages
             and self.topology == need.topology
             and (greedy or (own.drafting, own.verifier) == (wanted.drafting, wanted.verifier))
-            and own.structured == wanted.structured
+            and own.structured >= wanted.structured
             and _width(own.logprobs) >= _width(wanted.logprobs)
         )
 
@@ -138,7 +140,8 @@ class StepKey:
         """Orders executables that can do the same work."""
         rows = self.slots * (self.room + 1) + self.prompts * self.tokens
         scores = _width(self.mode.logprobs), _width(self.prompt_logprobs)
-        return (rows, self.pages, self.mode.drafting is not None, *scores)
+        # Between its two programs a structured step waits for the host.
+        return (self.mode.structured, rows, self.pages, self.mode.drafting is not None, *scores)
 
 
 def cheapest(keys: Iterable["Key"], need: StepKey) -> StepKey | None:

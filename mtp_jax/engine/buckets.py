@@ -179,14 +179,16 @@ def warm_up_keys(
 ) -> tuple[list[Key], list[Key]]:
     """The executables of a server: a few that can serve anything, and the rest, cheaper, likely ones first.
 
-    Every program costs memory (docs/architecture.md), so there is one only where it computes much less than
-    the next larger one. Sampling programs serve greedy rows, too. Long histories, whose steps are dominated
+    any_depth: see ``Runner``; where it holds ``_few_keys`` are enough. Elsewhere there is a program where it
+    computes much less than the next larger one, as every program costs memory (docs/architecture.md). Sampling programs serve greedy rows, too. Long histories, whose steps are dominated
     by attention, get the fewest and the most slots alone. Structured steps wait for the host in any case.
     Beside windows the shortest chunk has no program, as the windows cost as much, and the depth is none or
     the most, as the chunk costs more than drafts.
     """
+    if any_depth:
+        return _few_keys(config, shards, structured)
     deepest = config.num_speculative_tokens
-    depths = _depths(deepest, any_depth) if config.adaptive_depth else (deepest,)
+    depths = adaptive_depths(deepest) if config.adaptive_depth else (deepest,)
     sampled = SamplingMode(config.drafting, config.verifier)
     scored = replace(sampled, logprobs=MAX_LOGPROBS)
     slots, pages, sizes = _step_slots(config, shards), _page_buckets(config), chunk_sizes(config)
@@ -210,6 +212,29 @@ def warm_up_keys(
     if structured:
         rest.append(StepKey(slots[0], deepest, pages[0], replace(sampled, structured=True)))
     return [*_page_keys(config), *first], [k for k in dict.fromkeys(rest) if k not in first]
+
+
+def _few_keys(config: EngineConfig, shards: int, structured: bool) -> tuple[list[Key], list[Key]]:
+    """The executables of a server on a CPU: there each takes memory and seconds of compilation.
+
+    Steps are as wide as the longest history, as attention ends at the last row that a token sees. A structured
+    step, which is two programs, serves requests for log-probabilities, too. Of steps without drafts there is
+    one for all slots, whose windows of one token are a fraction of the deepest; a single slot's are not.
+    Short prompts that come while nothing runs have a program, and all others the longest chunk's.
+    """
+    deepest, pages, sizes = config.num_speculative_tokens, config.columns, chunk_sizes(config)
+    one, every = _step_slots(config, shards)[0], config.max_num_seqs
+    sampled = SamplingMode(config.drafting, config.verifier)
+    scored = replace(sampled, logprobs=MAX_LOGPROBS, structured=structured)
+    plain = StepKey(every, deepest, pages, sampled)
+    beside = replace(plain, tokens=sizes[-1], prompts=1)
+    anything = replace(beside, mode=replace(sampled, logprobs=MAX_LOGPROBS), prompt_logprobs=MAX_LOGPROBS)
+    short = sizes[-2:][0]
+    alone = StepKey(0, 0, pages, SamplingMode(), None, short, _together(config, short, shards))
+    undrafted = [replace(plain, depth=0)] if config.adaptive_depth else []
+    first = [anything, replace(plain, mode=scored)]
+    rest = dict.fromkeys([replace(plain, slots=one), alone, beside, plain, *undrafted])
+    return [*_page_keys(config), *first], list(rest)
 
 
 def all_keys(

@@ -99,7 +99,11 @@ class Planner:
         most = max(map(len, prompts.requests))
         while most > 1 and not self._runner.find(step_key(self._config, running, 0, prompts.first(most))):
             most //= 2
-        return running, prompts.first(most)
+        prompts = prompts.first(most)
+        if not self._runner.find(step_key(self._config, running, 0, prompts)):
+            # No program takes such windows beside a chunk: the prompts go first.
+            return [], prompts
+        return running, prompts
 
     def _choose(self, running: list[Request], prompts: Prompts | None) -> StepKey:
         """The program for a step over these: the deepest, or adaptively the fastest."""

@@ -113,19 +113,21 @@ def chunks_of(keys) -> list[StepKey]:
     return [k for k in keys if k.tokens]
 
 
-def test_a_default_server_compiles_few_programs():
+@pytest.mark.parametrize(("any_depth", "most"), [(False, 30), (True, 8)])
+def test_a_default_server_compiles_few_programs(any_depth, most):
     """A structured step is two programs."""
-    keys: list[Any] = all_keys(DEFAULT)
+    keys: list[Any] = all_keys(DEFAULT, any_depth=any_depth)
     assert len(set(keys)) == len(keys)
-    assert len(keys) + sum(k.mode.structured for k in keys) <= 30
-    first, rest = warm_up_keys(DEFAULT, 1, structured=True)
+    assert len(keys) + sum(k.mode.structured for k in keys) <= most
+    first, rest = warm_up_keys(DEFAULT, 1, structured=True, any_depth=any_depth)
     assert keys == first + rest
     assert len(first) < len(rest)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"max_model_len": 8192}, {"max_num_seqs": 3}])
-def test_every_program_of_a_server_is_the_cheapest_for_something(sizes):
-    keys: list[Any] = all_keys(replace(DEFAULT, **sizes))
+@pytest.mark.parametrize("any_depth", [False, True])
+@pytest.mark.parametrize("sizes", [{}, {"max_model_len": 8192}, {"max_num_seqs": 3}, {"max_num_seqs": 1}])
+def test_every_program_of_a_server_is_the_cheapest_for_something(sizes, any_depth):
+    keys: list[Any] = all_keys(replace(DEFAULT, **sizes), any_depth=any_depth)
     for key in keys:
         able = [k for k in keys if k.covers(key)]
         assert [k for k in able if k.cost <= key.cost] == [key]
@@ -358,10 +360,11 @@ SHAPE = st.tuples(st.integers(1, 2044), st.sampled_from([0, 1, 2, 3]), st.sample
     logprobs=st.sampled_from([None, 0, 5, 20]),
     structured=st.booleans(),
     prefilled=st.integers(0, 30),
+    any_depth=st.booleans(),
 )
-def test_every_piece_of_a_default_engines_work_is_covered(rows, logprobs, structured, prefilled):
+def test_every_piece_of_a_default_engines_work_is_covered(rows, logprobs, structured, prefilled, any_depth):
     """By the first programs already: at any history, depth, number of rows and way to choose tokens."""
-    first, _ = warm_up_keys(DEFAULT, 1, structured=True)
+    first, _ = warm_up_keys(DEFAULT, 1, structured=True, any_depth=any_depth)
     running = []
     for slot, (length, depth, heat) in enumerate(rows):
         params = SamplingParams(temperature=heat, logprobs=logprobs, prompt_logprobs=logprobs)
