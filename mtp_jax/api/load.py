@@ -16,6 +16,7 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.hosts.hello import folder_digest, options_of, versions
 from mtp_jax.model.backend import Backend, backend
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.device import multiplies_bf16, platform
 from mtp_jax.model.expert_slots import with_slots
 from mtp_jax.model.params import Params
 from mtp_jax.text.tokenizer import Tokenizer
@@ -66,6 +67,7 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     # Everything that can be wrong with the options is found before the weights are read.
     described = ModelConfig.from_file(directory / "config.json")
     engine = options.engine(described, jax.default_backend() == "cpu")
+    _check_dtype(engine)
     num_nextn_layers = options.num_nextn_layers
     if not options.num_speculative_tokens and options.draft_model is None and num_nextn_layers is None:
         num_nextn_layers = 0  # the folder need not have what its config.json declares
@@ -96,6 +98,16 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     draft = options.draft_model
     folders = (directory,) if draft is None else (directory, Path(draft))
     return LoadedModel(_with_eos(config, tokenizer), engine, tokenizer, folders, params, on)
+
+
+def _check_dtype(engine: EngineConfig) -> None:
+    """Raises ConfigError where arithmetic in bfloat16 would take about ten times as long as in float32."""
+    if engine.dtype == "bfloat16" and platform() == "cpu" and not multiplies_bf16():
+        raise ConfigError(
+            "dtype = 'bfloat16': this processor has no matrix instructions for bfloat16 (AMX), and products "
+            "would take about ten times as long as in float32; set it to 'auto', which keeps bfloat16 weights "
+            "as they are in memory and computes with them in float32"
+        )
 
 
 def _compare(options: LLMOptions, directory: Path, engine: EngineConfig, nextn: int | None) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 import mtp_jax
 from mtp_jax import LLM, CheckpointError, ConfigError, RequestError, SamplingParams
+from mtp_jax.api import load
 from mtp_jax.api.local import local_runner
 from mtp_jax.decode.keys import StepKey
 from mtp_jax.text.chat_template import ChatTemplate
@@ -440,3 +441,9 @@ def test_the_package_offers_its_names_without_importing_jax():
         "assert 'jax' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_arithmetic_in_bfloat16_is_refused_where_it_is_slow(directory, monkeypatch):
+    monkeypatch.setattr(load, "multiplies_bf16", lambda: False)
+    with pytest.raises(ConfigError, match="no matrix instructions for bfloat16 .* set it to 'auto'"):
+        LLM(directory, dtype="bfloat16", **SIZES)
