@@ -105,8 +105,8 @@ def _check_dtype(engine: EngineConfig) -> None:
     if engine.dtype == "bfloat16" and platform() == "cpu" and not multiplies_bf16():
         raise ConfigError(
             "dtype = 'bfloat16': this processor has no matrix instructions for bfloat16 (AMX), and products "
-            "would take about ten times as long as in float32; set it to 'auto', which keeps bfloat16 weights "
-            "as they are in memory and computes with them in float32"
+            "would take about ten times as long as in float32; set it to 'auto', which keeps bfloat16 "
+            "weights as they are in memory and computes with them in float32"
         )
 
 

@@ -69,8 +69,10 @@ class LocalRunner(DeviceRunner):
 
         Shapes alone may take their place: nothing can be launched then.
         """
-        groups = (stacked(g) if len(g) > 1 else g[0] for g in self.on.arranged(params.layers))
-        self.params = replace(params, layers=tuple(groups))
+        groups = self.on.arranged(params.layers)
+        if len(groups) < len(params.layers):
+            params = replace(params, layers=tuple(stacked(g) if len(g) > 1 else g[0] for g in groups))
+        self.params = params
 
     # Programs
 

@@ -179,11 +179,12 @@ def warm_up_keys(
 ) -> tuple[list[Key], list[Key]]:
     """The executables of a server: a few that can serve anything, and the rest, cheaper, likely ones first.
 
-    any_depth: see ``Runner``; where it holds ``_few_keys`` are enough. Elsewhere there is a program where it
-    computes much less than the next larger one, as every program costs memory (docs/architecture.md). Sampling programs serve greedy rows, too. Long histories, whose steps are dominated
-    by attention, get the fewest and the most slots alone. Structured steps wait for the host in any case.
-    Beside windows the shortest chunk has no program, as the windows cost as much, and the depth is none or
-    the most, as the chunk costs more than drafts.
+    any_depth: see ``Runner``; where it holds, ``_few_keys`` are enough. Elsewhere there is a program where it
+    computes much less than the next larger one, as every program costs memory (docs/architecture.md).
+    Sampling programs serve greedy rows, too. Long histories, whose steps are dominated by attention, get the
+    fewest and the most slots alone. Structured steps wait for the host in any case. Beside windows the
+    shortest chunk has no program, as the windows cost as much, and the depth is none or the most, as the
+    chunk costs more than drafts.
     """
     if any_depth:
         return _few_keys(config, shards, structured)
@@ -217,10 +218,11 @@ def warm_up_keys(
 def _few_keys(config: EngineConfig, shards: int, structured: bool) -> tuple[list[Key], list[Key]]:
     """The executables of a server on a CPU: there each takes memory and seconds of compilation.
 
-    Steps are as wide as the longest history, as attention ends at the last row that a token sees. A structured
-    step, which is two programs, serves requests for log-probabilities, too. Of steps without drafts there is
-    one for all slots, whose windows of one token are a fraction of the deepest; a single slot's are not.
-    Short prompts that come while nothing runs have a program, and all others the longest chunk's.
+    Steps are as wide as the longest history, as attention ends at the last row that a token sees. A
+    structured step, which is two programs, serves requests for log-probabilities, too. A step of all slots
+    without drafts has a program, as its windows have one token instead of K + 1; one slot's deepest step
+    makes no drafts in little more time. Short prompts that come while nothing runs have a program, all other
+    prompts the longest chunk's.
     """
     deepest, pages, sizes = config.num_speculative_tokens, config.columns, chunk_sizes(config)
     one, every = _step_slots(config, shards)[0], config.max_num_seqs

@@ -1,7 +1,7 @@
 """Parameters. One ``Spec`` per array gives shape, dtype, logical axes, initialiser and checkpoint tensors.
 
 Random initialisation, shardings and the tensors that a checkpoint must hold all derive from ``param_specs``.
-Layers are a tuple of per-layer trees: stacked layers cost a copy per use on a CPU (docs/architecture.md).
+Layers are a tuple of per-layer trees. A runner on a CPU has stacks of layers alike in their place (``stack``).
 """
 
 import itertools
@@ -150,7 +150,7 @@ class Params:
     """A whole model. ``head`` is None when the embedding is tied to it."""
 
     embed: Any  # [V, D]
-    layers: tuple[Layer, ...]
+    layers: tuple[Any, ...]  # Layer, or in a runner Stack[Layer]
     norm: Any  # [D]
     head: Any  # [V, D]
     nextn: tuple[NextN, ...]

@@ -445,5 +445,5 @@ def test_the_package_offers_its_names_without_importing_jax():
 
 def test_arithmetic_in_bfloat16_is_refused_where_it_is_slow(directory, monkeypatch):
     monkeypatch.setattr(load, "multiplies_bf16", lambda: False)
-    with pytest.raises(ConfigError, match="no matrix instructions for bfloat16 .* set it to 'auto'"):
+    with pytest.raises(ConfigError, match=r"no matrix instructions for bfloat16 .* set it to 'auto'"):
         LLM(directory, dtype="bfloat16", **SIZES)

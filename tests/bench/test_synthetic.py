@@ -84,7 +84,7 @@ def test_tuned_noise_gives_the_acceptance_asked_for_and_greedy_text_is_the_chain
     other_prompts = random_prompts(CFG, 16, 8, seed=9)
 
     def acceptance(noise):
-        local_runner(engine).params = with_noise(params, noise, seed=1)
+        local_runner(engine).take(with_noise(params, noise, seed=1))
         requests = complete(engine, other_prompts, 48)
         for r in requests:
             assert r.output == following[[r.prompt[-1], *r.output[:-1]]].tolist()

@@ -55,6 +55,7 @@ class History:
         self.languages = {"0": self.language}
         pages = self.config.pages_per_shard(self.shards)
         self.device = Watched(self.language, slots=slots, pages=pages, page_size=size, shards=self.shards)
+        self.device.any_depth = seed % 2 == 0
         self.engine = Engine(CFG, self.config, self.device, grammars)
         # Measured time must decide nothing: a seed is one history.
         self.engine.depth.choose = lambda keys, *rest: r.choice(list(keys))  # type: ignore[method-assign]
