@@ -116,6 +116,7 @@ def test_figures_of_another_command_are_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "build" / "bench"
     command = ["bench", "sweep", "--model", str(golden.model_dir("rigged")), "--modes", "off", *SIZES]
+    command += ["--concurrency", "1", "--requests", "1", "--rounds", "1"]
     for given in ([], [], ["--max-tokens", "8"]):
         assert cli.main([*command, *given]) == 0
     (folder / "sweep-model-3.json").write_text("not ours")
