@@ -90,7 +90,7 @@ class Chunk:
         count: tokens that count, at most T.
         final: whether the prompt ends here.
         tokens: padded to T.
-        targets: the token after each, for prompt log-probabilities; -1 where there is none.
+        targets: the token after each, for prompt log-probabilities; -1 where none is asked for.
         follows: the token after a final chunk where it is known already; -1: sample and emit it.
         allowed: what grammars allow as the first token (see ``restrict``).
     """

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.decode.drafter.protocol import Committed, Drafter, features_of
-from mtp_jax.decode.host import Chunk
+from mtp_jax.decode.host import Chunk, TopLogprobs
 from mtp_jax.decode.keys import Finish, SamplingMode
 from mtp_jax.decode.result import Emitted, StepResult, pack
 from mtp_jax.decode.rows import Rows
@@ -88,9 +88,23 @@ def conclude(
     prompt = None
     if prompt_logprobs is not None:
         with jax.named_scope("prompt_logprobs"):
-            prompt = top_logprobs(trunk.logits(params, hidden, on), chunk.targets, prompt_logprobs)
+            prompt = _scores(params, hidden, chunk, on, prompt_logprobs)
     state = state.replace(slots=slots, drafter=DrafterState(kept, own.pages))
     return state, StepResult(packed, top, prompt)
+
+
+def _scores(
+    params: Params, hidden: Float[Array, "G T D"], chunk: Chunk, on: Backend, count: int
+) -> TopLogprobs:
+    """Log-probabilities of a chunk's tokens; where no prompt asks for any, numbers that mean nothing."""
+
+    def scored() -> TopLogprobs:
+        return top_logprobs(trunk.logits(params, hidden, on), chunk.targets, count)
+
+    def none() -> TopLogprobs:
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(scored))
+
+    return jax.lax.cond(jnp.any(chunk.targets >= 0), scored, none)
 
 
 def _first_token(

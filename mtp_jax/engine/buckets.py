@@ -221,21 +221,20 @@ def _few_keys(config: EngineConfig, shards: int, structured: bool) -> tuple[list
     Steps are as wide as the longest history, as attention ends at the last row that a token sees. A
     structured step, which is two programs, serves requests for log-probabilities, too. A step of all slots
     without drafts has a program, as its windows have one token instead of K + 1; one slot's deepest step
-    makes no drafts in little more time. Short prompts that come while nothing runs have a program, all other
-    prompts the longest chunk's.
+    makes no drafts in little more time. Prompts that come while nothing runs, or beside windows that no
+    program with a chunk takes, have one that gives log-probabilities, and short ones a smaller.
     """
     deepest, pages, sizes = config.num_speculative_tokens, config.columns, chunk_sizes(config)
     one, every = _step_slots(config, shards)[0], config.max_num_seqs
     sampled = SamplingMode(config.drafting, config.verifier)
     scored = replace(sampled, logprobs=MAX_LOGPROBS, structured=structured)
     plain = StepKey(every, deepest, pages, sampled)
+    prompts = StepKey(0, 0, pages, SamplingMode(logprobs=MAX_LOGPROBS), None, sizes[-1], 1, MAX_LOGPROBS)
+    short = StepKey(0, 0, pages, SamplingMode(), None, sizes[-2:][0], 1)
     beside = replace(plain, tokens=sizes[-1], prompts=1)
-    anything = replace(beside, mode=replace(sampled, logprobs=MAX_LOGPROBS), prompt_logprobs=MAX_LOGPROBS)
-    short = sizes[-2:][0]
-    alone = StepKey(0, 0, pages, SamplingMode(), None, short, _together(config, short, shards))
     undrafted = [replace(plain, depth=0)] if config.adaptive_depth else []
-    first = [anything, replace(plain, mode=scored)]
-    rest = dict.fromkeys([replace(plain, slots=one), alone, beside, plain, *undrafted])
+    first = [prompts, replace(plain, mode=scored)]
+    rest = dict.fromkeys([replace(plain, slots=one), short, beside, plain, *undrafted])
     return [*_page_keys(config), *first], list(rest)
 
 

@@ -74,8 +74,9 @@ def next_chunk(
         begin, end = r.prefilled, min(r.prefilled + limit, len(r.tokens))
         slot[g], start[g], count[g], final[g] = r.slot, begin, end - begin, end == len(r.tokens)
         tokens[g, : end - begin] = r.tokens[begin:end]
-        following = r.tokens[begin + 1 : end + 1]
-        targets[g, : len(following)] = following
+        if r.params.prompt_logprobs is not None:
+            following = r.tokens[begin + 1 : end + 1]
+            targets[g, : len(following)] = following
         follows[g] = r.follows
         r.prefilled = end
     return Chunk(slot, start, count, final, tokens, targets, follows, allowed)

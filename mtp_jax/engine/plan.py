@@ -100,10 +100,12 @@ class Planner:
         while most > 1 and not self._runner.find(step_key(self._config, running, 0, prompts.first(most))):
             most //= 2
         prompts = prompts.first(most)
-        if not self._runner.find(step_key(self._config, running, 0, prompts)):
-            # No program takes such windows beside a chunk: the prompts go first.
-            return [], prompts
-        return running, prompts
+        if not running or self._runner.find(step_key(self._config, running, 0, prompts)):
+            return running, prompts
+        # No program takes such windows beside a chunk: the prompts go first. Their program must have no windows,
+        # which would advance the other requests unasked.
+        alone = self._runner.find(step_key(self._config, [], 0, prompts))
+        return ([], prompts) if alone and not alone.slots else (running, None)
 
     def _choose(self, running: list[Request], prompts: Prompts | None) -> StepKey:
         """The program for a step over these: the deepest, or adaptively the fastest."""

@@ -1,7 +1,7 @@
 """Parameters. One ``Spec`` per array gives shape, dtype, logical axes, initialiser and checkpoint tensors.
 
 Random initialisation, shardings and the tensors that a checkpoint must hold all derive from ``param_specs``.
-Layers are a tuple of per-layer trees. A runner on a CPU has stacks of layers alike in their place (``stack``).
+Layers are a tuple of per-layer trees; a runner on a CPU has stacks of layers alike instead (``stack``).
 """
 
 import itertools
