@@ -102,8 +102,8 @@ class Planner:
         prompts = prompts.first(most)
         if not running or self._runner.find(step_key(self._config, running, 0, prompts)):
             return running, prompts
-        # No program takes such windows beside a chunk: the prompts go first. Their program must have no windows,
-        # which would advance the other requests unasked.
+        # No program takes such windows beside a chunk: the prompts go first, by a program without windows:
+        # those would advance the other requests unasked.
         alone = self._runner.find(step_key(self._config, [], 0, prompts))
         return ([], prompts) if alone and not alone.slots else (running, None)
 

@@ -378,8 +378,14 @@ def test_every_piece_of_a_default_engines_work_is_covered(rows, logprobs, struct
     half = len(running) // 2
     prompts = next_prompts(DEFAULT, [running[half:]])
     assert prompts is not None
-    for need in (
-        *step_keys(DEFAULT, running, (0, 1, 3)),
-        *step_keys(DEFAULT, running[:half], (0, 1, 3) if half else (0,), prompts.first(1)),
-    ):
-        assert any(k.covers(need) for k in first if isinstance(k, StepKey)), need
+    programs = [k for k in first if isinstance(k, StepKey)]
+
+    def covered(need: StepKey) -> bool:
+        return any(k.covers(need) for k in programs)
+
+    for need in step_keys(DEFAULT, running, (0, 1, 3)):
+        assert covered(need), need
+    alone = step_key(DEFAULT, [], 0, prompts.first(1))
+    assert any(k.covers(alone) and not k.slots for k in programs), alone
+    for need in step_keys(DEFAULT, running[:half], (0, 1, 3) if half else (0,), prompts.first(1)):
+        assert covered(need) or any_depth, need  # else the prompts go first, alone
