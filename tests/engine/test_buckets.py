@@ -14,6 +14,7 @@ from mtp_jax.engine.buckets import (
     keys_for,
     mode_of,
     next_prompts,
+    step_key,
     step_keys,
     warm_up_keys,
 )
