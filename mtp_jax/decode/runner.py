@@ -55,7 +55,9 @@ class LocalRunner(DeviceRunner):
         suffix_drafts: have ``drafter.suffix.Suffix`` before the model's own drafter.
         """
         drafter = build(cfg, suffix_drafts)
-        super().__init__(data_size(on.mesh), layout_of(cfg, params, on), any_depth=on.loops)
+        # The passes of several NextN layers differ, so they are no loop.
+        loops = on.loops and cfg.num_nextn_predict_layers <= 1
+        super().__init__(data_size(on.mesh), layout_of(cfg, params, on), loops)
         self.on = on
         self.take(params)
         groups = [len(g) if isinstance(g, Stack) else None for g in self.params.layers]

@@ -64,6 +64,23 @@ def at(depth: int):
     return replace(GREEDY, num_speculative_tokens=depth)
 
 
+@pytest.mark.parametrize("depth", [1, 3])
+def test_an_executable_with_room_for_more_makes_as_many_drafts_as_a_launch_asks_for(depth, monkeypatch):
+    """As one of that depth does, whatever the slots' own depths are."""
+    engine = make_engine(num_speculative_tokens=5, adaptive_depth=True)
+    engine.depth.choose = lambda keys, *rest: [k for k in keys if k.depth <= depth][-1]  # type: ignore[method-assign]
+    launched: list[StepKey] = []
+    watch(monkeypatch, engine.runner, lambda step: launched.append(step.key))
+    requests = serve(engine, [(p, GREEDY) for p in PROMPTS[:4]])
+    for r in requests:
+        expected = told(r.prompt, depth)
+        assert r.output == expected.ids
+        # The last steps draft no more than a request has tokens left.
+        assert accepted(r)[:-2] == expected.accepted[: r.speculation.steps - 2]
+    assert sum(r.speculation.accepted for r in requests) > 20
+    assert (depth, 5) in {(k.depth, k.room) for k in launched}
+
+
 slow = pytest.mark.slow
 
 
