@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from mtp_jax.api.local import local_runner
-from mtp_jax.decode.keys import DraftKey, SamplingMode, StepKey, buckets, name_of
+from mtp_jax.decode.keys import DraftKey, SamplingMode, StepKey, buckets, cheapest, name_of
 from mtp_jax.decode.state import State
 from mtp_jax.decode.step import accept_drafts
 from mtp_jax.engine.request import SamplingParams
@@ -240,3 +240,14 @@ def test_steps_allocate_no_second_cache():
         if not isinstance(key, DraftKey):
             used = runner.programs.program(key).memory_analysis()
             assert used.alias_size_in_bytes >= cache, key
+
+
+def test_a_deeper_executable_makes_as_many_drafts_as_are_needed():
+    """Its windows have room for more: neither pages nor tokens are needed for those."""
+    deep, need = StepKey(4, 3, 8, SamplingMode()), StepKey(2, 1, 4, SamplingMode())
+    found = cheapest([deep], need)
+    assert found is not None
+    assert (found.program, found.depth, found.room) == (deep, 1, 3)
+    assert found.bucket == deep.at(0).bucket == StepKey(4, 0, 8, SamplingMode())
+    assert name_of(found) == name_of(deep)
+    assert cheapest([deep], replace(need, depth=4)) is None

@@ -28,7 +28,7 @@ class Device(Simulated):
         if not isinstance(launch, Step):
             return read
         filled = launch.chunk is not None and launch.chunk.count.any()
-        windows = read().packed[: launch.key.slots, launch.key.depth + 1 :]
+        windows = read().packed[: launch.key.slots, launch.key.room + 1 :]
         kind = "mixed" if windows[:, COUNT].any() and filled else "prefill" if filled else "step"
         name = f"{kind} {self.launched - 1}"
         self.log.append(f"launch {name}")

@@ -294,8 +294,8 @@ def test_warm_up_measures_every_depth():
     request = engine.make_request(prompts(1)[0], GREEDY)
     engine.prepare([request])
     steps = [k for k in engine.runner.keys if isinstance(k, StepKey) and k.slots]
-    assert {k.depth for k in steps} == {0, 1, 3}
-    assert all(engine.depth.costs(k).seconds(k.depth) > 0 for k in steps)
+    assert {k.depth for k in steps} == {0, 3}
+    assert all(engine.depth.costs(k).seconds(depth) > 0 for k in steps for depth in (0, 1, 3))
     # So the speed-up is known from the first request.
     assert engine.stats().realised_speedup is None
     engine.submit(request)

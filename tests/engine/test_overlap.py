@@ -4,16 +4,14 @@ The device is a stand-in whose state holds nothing: any look at it fails.
 """
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from mtp_jax.engine.buckets import step_key
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request, SamplingParams
 from tests.engine.device import Device, on_device
-from tests.models import finish, prompts, watch
+from tests.models import finish, prompts
 
 PARAMS = SamplingParams(temperature=0, max_tokens=20)
 
@@ -130,30 +128,3 @@ def test_what_an_aborted_request_left_on_its_way_is_not_measured():
     assert engine.stats().depth_steps == before
     finish(engine)
     assert len(other.output) == 4
-
-
-def test_pages_are_there_for_the_step_that_runs(monkeypatch):
-    """Once pages have changed hands, the program that covers what is wanted may be a deeper one."""
-    engine, device, (request,) = start()
-    cover, grow, grown, run = device.cover, engine.scheduler.grow, [], []
-
-    def deepest(need):
-        return cover(replace(need, depth=3) if need.slots else need)
-
-    def record(running, depth):
-        if running:
-            grown.append(depth)
-        return grow(running, depth) or depth == 1
-
-    def choose(running, prompts):
-        key = step_key(engine.config, running, 1 if running else 0, prompts)
-        return key if running else cover(key)
-
-    watch(monkeypatch, device, lambda step: run.append(step.key.depth) if step.chunk is None else None)
-    monkeypatch.setattr(engine.planner, "_choose", choose)
-    monkeypatch.setattr(device, "cover", deepest)
-    monkeypatch.setattr(engine.scheduler, "grow", record)
-    finish(engine)
-    assert request.finish_reason == "length"
-    assert set(run) == {3}
-    assert grown == [1, 3] * len(run)

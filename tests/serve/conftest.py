@@ -203,9 +203,11 @@ def slow_steps(server: Running) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def idle_at_the_end(request: pytest.FixtureRequest) -> Iterator[None]:
     """After every test, nothing waits and every page is free or reusable."""
-    yield
+    running: Running | None = None
     if "server" in request.fixturenames or "client" in request.fixturenames:
-        running: Running = request.getfixturevalue("server")
+        running = request.getfixturevalue("server")
+    yield
+    if running:
         engine = running.allm.llm.engine
         wait_until(lambda: not engine.busy and running.allm.live == 0)
         assert engine.stats().pages_used == 0

@@ -103,12 +103,12 @@ def test_openais_client_takes_it(running: Running):
 
 
 def test_a_model_is_not_marked(real: Running):
-    client = real.client()
-    answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
-    assert client.get("/v1/models").json()["data"][0]["owned_by"] == "mtp-jax"
-    assert "x-simulated" not in answer.headers
-    assert "SIMULATED" not in answer.text
-    assert 'mtp_jax:simulated{model_name="tiny"} 0.0' in client.get("/metrics").text
+    with real.client() as client:
+        answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
+        assert client.get("/v1/models").json()["data"][0]["owned_by"] == "mtp-jax"
+        assert "x-simulated" not in answer.headers
+        assert "SIMULATED" not in answer.text
+        assert 'mtp_jax:simulated{model_name="tiny"} 0.0' in client.get("/metrics").text
 
 
 def test_what_needs_weights_is_refused(folder: Path):

@@ -290,7 +290,7 @@ def next_drafts(engine: Engine, state: Any) -> np.ndarray:
 @jax.jit
 def _propose(params: Params, own: Any, slots: Any) -> jax.Array:
     on = XlaCpu(experts="dense")
-    drafts, _ = NextN(TINY).propose(params, own, slots, slots.page_table, 3, 3, DraftSampler(), on)
+    drafts, _ = NextN(TINY).propose(params, own, slots, slots.page_table, 3, 3, DraftSampler(logits=True), on)
     assert drafts.logits is not None
     return drafts.logits
 
