@@ -68,7 +68,7 @@ def grouped(
     visits = (counts + tile - 1) // tile
     last_visit = jnp.cumsum(visits)
 
-    def visit(i: Int[Array, ""], out: Float[Array, "p D"]) -> Float[Array, "p D"]:
+    def visit(i: Int[Array, ""] | int, out: Float[Array, "p D"]) -> Float[Array, "p D"]:
         e = jnp.searchsorted(last_visit, i, side="right")
         lane = (i - (last_visit[e] - visits[e])) * tile + jnp.arange(tile)
         pair = order[jnp.minimum(first_pair[e] + lane, pairs - 1)]

@@ -35,6 +35,10 @@ TEMPLATE = (
 )
 
 
+# Servers of this process that run.
+OPEN: set[str] = set()
+
+
 @dataclass
 class Running:
     """A server in a thread of its own."""
@@ -65,6 +69,7 @@ class Running:
         self.call(lambda: setattr(self.uvicorn, "should_exit", True))
         self.thread.join(60)
         assert not self.thread.is_alive()
+        OPEN.discard(self.url)
 
 
 class Variant:
@@ -104,6 +109,7 @@ def start(llm: LLM, limits: dict[str, Any] | None = None, **settings: Any) -> Ru
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     assert ready.wait(600)
+    OPEN.add(url_of(listener))
     return Running(allm, options, url_of(listener), loop, uvicorn, thread)
 
 

@@ -101,7 +101,7 @@ class XlaCpu(Xla):
         count, size = jax.tree.leaves(pages)[0].shape[:2]
         page, offset, inside = places(count, size, page_table, written)
 
-        def write(i: Int[Array, ""], pages: Tree) -> Tree:
+        def write(i: Int[Array, ""] | int, pages: Tree) -> Tree:
             def put(pages: Array, rows: Array) -> Array:
                 row = rows.reshape(-1, 1, 1, rows.shape[-1])[i]
                 return jax.lax.dynamic_update_slice(pages, row, (page[i], offset[i], 0))
