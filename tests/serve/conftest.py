@@ -204,12 +204,15 @@ def slow_steps(server: Running) -> Iterator[None]:
 def idle_at_the_end(request: pytest.FixtureRequest) -> Iterator[None]:
     """After every test, nothing waits and every page is free or reusable."""
     yield
-    if "server" in request.fixturenames or "client" in request.fixturenames:
-        running: Running = request.getfixturevalue("server")
-        engine = running.allm.llm.engine
-        wait_until(lambda: not engine.busy and running.allm.live == 0)
-        assert engine.stats().pages_used == 0
-        assert (running.allm.admission.requests, running.allm.admission.tokens) == (0, 0)
+    for name in {"server", "real"} & {*request.fixturenames}:
+        check_idle(request.getfixturevalue(name))
+
+
+def check_idle(running: Running) -> None:
+    engine = running.allm.llm.engine
+    wait_until(lambda: not engine.busy and running.allm.live == 0)
+    assert engine.stats().pages_used == 0
+    assert (running.allm.admission.requests, running.allm.admission.tokens) == (0, 0)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
