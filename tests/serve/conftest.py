@@ -127,7 +127,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def simulated(model: Path) -> LLM:
     """An LLM of the tests' sizes without weights, whose text never ends by itself."""
-    llm = LLM(model, simulate=RATES, simulated_step=0.001, **SIZES)
+    llm = LLM(model, simulate=RATES, simulated_step=0.005, **SIZES)
     runner = llm.engine.runner
     assert isinstance(runner, Simulated)
     runner.language = replace(runner.language, end_rate=0.0)
