@@ -133,7 +133,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def simulated(model: Path) -> LLM:
     """An LLM of the tests' sizes without weights, whose text never ends by itself."""
-    llm = LLM(model, simulate=RATES, simulated_step=0.001, **SIZES)
+    llm = LLM(model, simulate=RATES, simulated_step=0.005, **SIZES)
     runner = llm.engine.runner
     assert isinstance(runner, Simulated)
     runner.language = replace(runner.language, end_rate=0.0)
@@ -209,15 +209,17 @@ def slow_steps(server: Running) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def idle_at_the_end(request: pytest.FixtureRequest) -> Iterator[None]:
     """After every test, nothing waits and every page is free or reusable."""
-    running: Running | None = None
-    if "server" in request.fixturenames or "client" in request.fixturenames:
-        running = request.getfixturevalue("server")
+    running = [request.getfixturevalue(name) for name in {"server", "real"} & {*request.fixturenames}]
     yield
-    if running:
-        engine = running.allm.llm.engine
-        wait_until(lambda: not engine.busy and running.allm.live == 0)
-        assert engine.stats().pages_used == 0
-        assert (running.allm.admission.requests, running.allm.admission.tokens) == (0, 0)
+    for one in running:
+        check_idle(one)
+
+
+def check_idle(running: Running) -> None:
+    engine = running.allm.llm.engine
+    wait_until(lambda: not engine.busy and running.allm.live == 0)
+    assert engine.stats().pages_used == 0
+    assert (running.allm.admission.requests, running.allm.admission.tokens) == (0, 0)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
