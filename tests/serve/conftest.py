@@ -35,10 +35,6 @@ TEMPLATE = (
 )
 
 
-# Servers of this process that run.
-OPEN: set[str] = set()
-
-
 @dataclass
 class Running:
     """A server in a thread of its own."""
@@ -69,7 +65,10 @@ class Running:
         self.call(lambda: setattr(self.uvicorn, "should_exit", True))
         self.thread.join(60)
         assert not self.thread.is_alive()
-        OPEN.discard(self.url)
+
+
+# By the tests of this process, whether they still run or not.
+STARTED: list[Running] = []
 
 
 class Variant:
@@ -109,8 +108,8 @@ def start(llm: LLM, limits: dict[str, Any] | None = None, **settings: Any) -> Ru
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     assert ready.wait(600)
-    OPEN.add(url_of(listener))
-    return Running(allm, options, url_of(listener), loop, uvicorn, thread)
+    STARTED.append(Running(allm, options, url_of(listener), loop, uvicorn, thread))
+    return STARTED[-1]
 
 
 def url_of(listener: socket.socket) -> str:
