@@ -99,12 +99,12 @@ class StepKey:
         return self if self.window is None else replace(self, depth=self.window, window=None)
 
     def at(self, depth: int) -> "StepKey":
-        """The same executable, making so many drafts."""
+        """The key of this executable with ``depth`` drafts, at most its room."""
         return self.program if depth == self.room else replace(self, depth=depth, window=self.room)
 
     @property
     def bucket(self) -> "StepKey":
-        """The same work, whatever its number of drafts."""
+        """The key that all depths of the same work share: costs are kept by it."""
         return replace(self, depth=0, window=None)
 
     @property

@@ -221,8 +221,8 @@ def _few_keys(config: EngineConfig, shards: int, structured: bool) -> tuple[list
     Steps are as wide as the longest history, as attention ends at the last row that a token sees. A
     structured step, which is two programs, serves requests for log-probabilities, too. A step of all slots
     without drafts has a program, as its windows have one token instead of K + 1; one slot's deepest step
-    makes no drafts in little more time. Prompts that come while nothing runs, or beside windows that no
-    program with a chunk takes, have one that gives log-probabilities, and short ones a smaller.
+    makes no drafts in little more time. Prompts alone have two programs: one of the longest chunk, which
+    gives log-probabilities, and a smaller one for short prompts.
     """
     deepest, pages, sizes = config.num_speculative_tokens, config.columns, chunk_sizes(config)
     one, every = _step_slots(config, shards)[0], config.max_num_seqs

@@ -190,7 +190,7 @@ class _Made(struct.PyTreeNode):
         tokens: the newest token and the drafts; what no pass has drafted is 0.
         z: outputs of the last layer that ran, of the rows that the next one merges.
         cache: every layer's entries.
-        probs, logits: of the drafts; None where nobody asks for them.
+        probs, logits: of the drafts; None unless the sampler hands them on.
         choice: what sparse attention looks at.
     """
 
