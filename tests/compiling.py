@@ -13,7 +13,8 @@ _OLD_EMITTER = version("jaxlib").startswith("0.10.")
 
 # For a program whose very bits are tested: ``jax.jit(f, compiler_options=AS_FOR_USERS)``.
 AS_FOR_USERS: dict[str, Any] = {"xla_backend_optimization_level": 3}
-FAST = ["--xla_backend_optimization_level=0"]
+# XLA would split a program's kernels among threads that tests, one process for each core, have not.
+FAST = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
 if _OLD_EMITTER:
     AS_FOR_USERS["xla_cpu_use_fusion_emitters"] = True
     FAST.append("--xla_cpu_use_fusion_emitters=false")

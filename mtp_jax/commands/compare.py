@@ -3,7 +3,7 @@
 import argparse
 import json
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from mtp_jax.api.progress import Reporter
@@ -41,14 +41,13 @@ class Measured:
 def compare(
     args: argparse.Namespace, llm: "LLM", prompt: "Prompt", params: SamplingParams, report: Reporter
 ) -> int:
-    """Measure and print. Returns 1 if a run failed, or if the two sides must agree in float32 and do not.
+    """Measure and print, both sides by one engine. Returns 1 if a run failed, or sides differ that may not.
 
-    They must agree in greedy decoding, and with a seed under the coupled verifier.
+    In float32 they must agree in greedy decoding, and with a seed under the coupled verifier.
     """
-    plain = llm.without_speculation()
-    sides = (llm, plain)
+    sides = (params, replace(params, num_speculative_tokens=0))
     for side in sides:
-        side.warm_up(prompt, params)
+        llm.warm_up(prompt, side)
     ready(report, llm)
     # The first run of each is not measured: caches are cold, and the text is printed meanwhile.
     if not args.json:
@@ -56,11 +55,12 @@ def compare(
     runs: list[list[RequestOutput]] = [[], []]
     for i in range((args.runs or _RUNS) + 1):
         for side, outputs in zip(sides, runs, strict=True):
-            side.engine.flush_prefix_cache()  # or only the first run would prefill
-            output = side.generate([prompt], params)[0]
+            llm.engine.flush_prefix_cache()  # or only the first run would prefill
+            output = llm.generate([prompt], side)[0]
             if i > 0:
                 outputs.append(output)
-    fast, slow = (_measured(side, outputs) for side, outputs in zip(sides, runs, strict=True))
+    depths = llm.engine.config.num_speculative_tokens, 0
+    fast, slow = (_measured(most, outputs) for most, outputs in zip(depths, runs, strict=True))
     tokens = [output.outputs[0].token_ids for outputs in runs for output in outputs]
     fixed = params.temperature == 0 or (params.seed is not None and llm.engine.config.verifier == "coupled")
     same = all(t == tokens[0] for t in tokens) if fixed else None
@@ -90,9 +90,9 @@ def compare(
     return 1 if same is False and llm.engine.config.dtype == "float32" else status
 
 
-def _measured(llm: "LLM", outputs: "list[RequestOutput]") -> Measured:
+def _measured(depth: int, outputs: "list[RequestOutput]") -> Measured:
     return Measured(
-        llm.engine.config.num_speculative_tokens,
+        depth,
         statistics.median(map(show.decode_rate, outputs)),
         statistics.median(o.timing.first_token or 0.0 for o in outputs),
         statistics.median(o.timing.finished or 0.0 for o in outputs),

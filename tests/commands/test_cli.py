@@ -231,16 +231,15 @@ def test_compare_looks_at_the_tokens_of_all_runs(run, model, monkeypatch):
     assert "TOKENS DIFFER from number 0 on\n" in out
 
 
-def test_compare_fails_if_tokens_differ(run, model, opened, monkeypatch):
-    class Wrong(LLM):
-        def __init__(self, right):
-            self.__dict__.update(right.__dict__)
+def test_compare_fails_if_tokens_differ(run, model, monkeypatch):
+    generate = LLM.generate
 
-        def generate(self, prompts, sampling_params=None):
-            return super().generate([[5, 6]], sampling_params)
+    def wrong_without_drafts(self, prompts, sampling_params=None):
+        return generate(
+            self, prompts if sampling_params.num_speculative_tokens is None else [[5, 6]], sampling_params
+        )
 
-    plain = LLM.without_speculation
-    monkeypatch.setattr(LLM, "without_speculation", lambda self: Wrong(plain(self)))
+    monkeypatch.setattr(LLM, "generate", wrong_without_drafts)
     argv = ["generate", model, "--token-ids", IDS, "--max-tokens", 24, "--compare", "--runs", 1, *SIZES]
     status, out, _ = run(*argv)
     assert status == 1

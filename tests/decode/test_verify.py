@@ -18,6 +18,7 @@ from scipy import stats
 
 from mtp_jax.decode import sampling as sm
 from mtp_jax.decode import verify as vf
+from tests.compiling import AS_FOR_USERS
 
 V, LENGTH, ROWS = 6, 3, 12_000  # vocabulary, emitted tokens compared, rows per configuration
 DEPTH = 3  # drafts per step
@@ -62,7 +63,12 @@ def full_depth(s: sm.SamplingState) -> np.ndarray:
     return np.full(len(s.seed), DEPTH, np.int32)
 
 
-@functools.partial(jax.jit, static_argnames=("verifier", "greedy_drafts", "key_by_step"))
+# So many rows run for longer than their program takes to compile.
+@functools.partial(
+    jax.jit,
+    static_argnames=("verifier", "greedy_drafts", "key_by_step"),
+    compiler_options=AS_FOR_USERS,
+)
 def emit(
     s: sm.SamplingState,
     num_drafts: np.ndarray,

@@ -8,10 +8,9 @@ import pytest
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request, SamplingParams
 from tests.engine.device import on_device
-from tests.models import GREEDY, TINY, accepted, make_engine, prompts, serve
+from tests.models import GREEDY, accepted, make_engine, prompts, serve
 
-LONG, CHUNK, OTHERS = 2000, 256, 7
-CFG = replace(TINY, max_position_embeddings=4096)
+LONG, CHUNK, OTHERS = 500, 64, 7
 SAMPLED = replace(GREEDY, temperature=1.0, seed=3)
 
 
@@ -54,15 +53,15 @@ def along(engine: Engine, params: SamplingParams, long: list[int]) -> tuple[list
 def test_every_request_emits_in_every_launch_while_a_long_prompt_is_read(params):
     sizes: dict[str, Any] = {
         "max_num_seqs": 8,
-        "max_model_len": 2304,
+        "max_model_len": 576,
         "page_size": 64,
         "prefill_chunk": CHUNK,
     }
     params = replace(params, max_tokens=60)
     (long,) = prompts(1, shortest=LONG)
-    others, late, launches = along(make_engine(cfg=CFG, **sizes), params, long)
+    others, late, launches = along(make_engine(**sizes), params, long)
     assert launches == -(-LONG // CHUNK)
-    alone = make_engine(cfg=CFG, **sizes)
+    alone = make_engine(**sizes)
     for r in (*others, late):
         (same,) = serve(alone, [(r.prompt, replace(params, max_tokens=r.max_tokens))])
         assert (r.output, accepted(r)) == (same.output, accepted(same))
