@@ -25,11 +25,20 @@ def pytest_configure(config: pytest.Config) -> None:
     from mtp_jax.machine import program_folder
 
     shapes.install()
+    # Traces are many objects that live long: looking through all of them again and again finds nothing.
+    gc.freeze()
+    gc.set_threshold(20_000, 50, 50)
     # For the sharding tests. Programs on one device run as fast with eight virtual devices as with one.
     jax.config.update("jax_num_cpu_devices", 8)
     if cache := getattr(config, "cache", None):  # unless -p no:cacheprovider
         jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("jax") / program_folder()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shapes(request: pytest.FixtureRequest) -> None:
+    room = request.path.relative_to(request.config.rootpath / "tests").parts[0]
+    shapes.check_in(shapes.ROOMS[0] if request.config.getoption("optimised") else room)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,4 +1,4 @@
-"""Holds functions to the shapes and dtypes in their signatures, whenever a test calls or traces them.
+"""Holds functions to the shapes and dtypes in their signatures, when a test of a room that computes traces them.
 
 An axis that may also be 1, to be broadcast, is written "#B".
 """
@@ -6,7 +6,7 @@ An axis that may also be 1, to be broadcast, is written "#B".
 from collections.abc import Callable
 
 from beartype import beartype
-from jaxtyping import install_import_hook
+from jaxtyping import config, install_import_hook
 
 # The code that computes. Elsewhere functions take what users pass, and say themselves what is wrong with it.
 CHECKED = (
@@ -14,6 +14,8 @@ CHECKED = (
     "mtp_jax.decode",
     "mtp_jax.model",
 )
+# The rooms of tests that trace all of it. The others trace the same functions for engines and servers.
+ROOMS = ("decode", "kernels", "model", "sharding", "train")
 
 
 def check(function: Callable) -> Callable:
@@ -24,3 +26,8 @@ def check(function: Callable) -> Callable:
 def install() -> None:
     """Check the modules imported from now on."""
     install_import_hook(CHECKED, f"{__name__}.{check.__name__}")
+
+
+def check_in(room: str) -> None:
+    """Check while tests of this room run, or let be: tracing takes a third longer with checks."""
+    config.update("jaxtyping_disable", room not in ROOMS)
