@@ -19,19 +19,22 @@ from mtp_jax import (
     SamplingParams,
     Stream,
 )
-from mtp_jax.api.local import local_runner
 from mtp_jax.engine.request import Request
 from tests.golden import model_dir
-from tests.models import slowed
+from tests.models import RATES, slowed
 
 RIGGED = model_dir("rigged")
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPTS = [[5, 9, 11], [7, 3, 2, 8, 6], [40, 41, 42, 43]]
 
 
+def simulated() -> LLM:
+    return LLM(RIGGED, max_num_seqs=2, max_model_len=128, page_size=16, prefill_chunk=16, simulate=RATES)
+
+
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(RIGGED, max_num_seqs=2, max_model_len=128, page_size=16, prefill_chunk=16)
+    return simulated()
 
 
 @asynccontextmanager
@@ -266,7 +269,7 @@ def test_a_failure_of_one_text_fails_that_request_alone(llm, monkeypatch):
 
 
 def test_a_failed_engine_fails_everybody_and_says_so(caplog):
-    llm = LLM(RIGGED, max_num_seqs=2, max_model_len=128, page_size=16, prefill_chunk=16)
+    llm = simulated()
 
     async def run() -> None:
         async with AsyncLLM(llm) as allm:
@@ -286,9 +289,8 @@ def test_a_failed_engine_fails_everybody_and_says_so(caplog):
     assert "the engine failed" in caplog.text
 
 
-def test_calls_that_a_failed_engine_did_not_get_to_fail(llm):
-    broken = LLM(RIGGED, max_num_seqs=2, max_model_len=128, page_size=16, prefill_chunk=16)
-    local_runner(broken.engine).programs = local_runner(llm.engine).programs
+def test_calls_that_a_failed_engine_did_not_get_to_fail():
+    broken = simulated()
     begun, go = threading.Event(), threading.Event()
 
     def step() -> list[Request]:
@@ -349,7 +351,7 @@ def test_nobody_waits_for_the_compiler_after_ctrl_c(llm, monkeypatch):
         compiling.set()
         compiled.wait(60)
 
-    monkeypatch.setattr(local_runner(llm.engine).programs, "compile", compile)
+    monkeypatch.setattr(llm.engine.runner, "compile", compile)
 
     async def main() -> None:
         async with AsyncLLM(llm):

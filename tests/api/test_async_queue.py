@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from mtp_jax import LLM, LazyPrompt, Overloaded, RequestError, SamplingParams, Stream
-from tests.api.test_async_llm import GREEDY, PROMPTS, RIGGED, last, serving
+from tests.api.test_async_llm import GREEDY, PROMPTS, last, serving, simulated
 
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(RIGGED, max_num_seqs=2, max_model_len=128, page_size=16, prefill_chunk=16)
+    return simulated()
 
 
 def test_a_full_queue_refuses_before_it_tokenises(llm):

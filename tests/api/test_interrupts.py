@@ -10,6 +10,7 @@ import pytest
 from mtp_jax import LLM, SamplingParams
 from mtp_jax.engine.engine import Engine
 from tests import golden
+from tests.models import RATES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPT = golden.expected("rigged")["input_ids"].tolist()
@@ -18,7 +19,7 @@ PROMPT = golden.expected("rigged")["input_ids"].tolist()
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 96, "page_size": 16, "prefill_chunk": 16}
-    return LLM(golden.model_dir("rigged"), compile_cache=None, **sizes)
+    return LLM(golden.model_dir("rigged"), simulate=RATES, **sizes)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import pytest
 from mtp_jax import LLM, AsyncLLM, RequestError, RequestOutput, SamplingParams
 from mtp_jax.text.tokenizer import StreamDecoder
 from tests import golden, tiny_tokenizer
+from tests.models import RATES
 
 PROMPT = golden.expected("rigged")["input_ids"].tolist()
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, n=2, logprobs=1, prompt_logprobs=1)
@@ -21,7 +22,7 @@ def llm(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kinds") / "model"
     shutil.copytree(golden.model_dir("rigged"), folder)
     tiny_tokenizer.write(folder, golden.raw_config("rigged")["vocab_size"])
-    return LLM(folder, max_num_seqs=2, max_model_len=96, page_size=16, prefill_chunk=16, compile_cache=None)
+    return LLM(folder, max_num_seqs=2, max_model_len=96, page_size=16, prefill_chunk=16, simulate=RATES)
 
 
 def without_times(output: RequestOutput) -> RequestOutput:

@@ -27,8 +27,15 @@ def check(cfg, verifier):
         assert p > 1e-4, f"{option}: p = {p:.2g}"
 
 
-@pytest.mark.parametrize("verifier", ["block", "coupled"])
-@pytest.mark.parametrize("cfg", [SPARSE, GROUPED], ids=["sparse", "grouped"])
+@pytest.mark.parametrize(
+    ("cfg", "verifier"),
+    [
+        pytest.param(SPARSE, "block", id="sparse-block"),
+        pytest.param(GROUPED, "coupled", id="grouped-coupled"),
+        pytest.param(SPARSE, "coupled", id="sparse-coupled", marks=pytest.mark.slow),
+        pytest.param(GROUPED, "block", id="grouped-block", marks=pytest.mark.slow),
+    ],
+)
 def test_lossless(cfg, verifier):
     check(cfg, verifier)
 

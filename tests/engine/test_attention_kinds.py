@@ -123,7 +123,7 @@ def test_preempted_requests(cfg):
     assert engine.stats().preemptions > 0
 
 
-@each_kind
+@one_kind
 @pytest.mark.parametrize("data", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_eight_devices_compute_what_one_does(cfg, data):
     """They choose the same entries; each has two of four groups of heads, or one of a group's two heads."""
@@ -147,8 +147,12 @@ PAIRS = 64 + 8 * 4
 
 @pytest.mark.parametrize(
     ("cfg", "row_bytes"),
-    [(SPARSE, [INDEXED, INDEXED, LATENT, INDEXED]), (GROUPED, [PAIRS] * (GROUPED.num_hidden_layers + 1))],
-    ids=["sparse", "grouped"],
+    [
+        pytest.param(SPARSE, [INDEXED, INDEXED, LATENT, INDEXED], id="sparse"),
+        pytest.param(
+            GROUPED, [PAIRS] * (GROUPED.num_hidden_layers + 1), id="grouped", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_an_fp8_cache_holds_all_in_eight_bits(cfg, row_bytes):
     requests = serve(engine_of(cfg, kv_cache_dtype="fp8"), jobs())
@@ -164,7 +168,7 @@ def test_an_fp8_cache_holds_all_in_eight_bits(cfg, row_bytes):
 
 
 @one_kind
-@pytest.mark.parametrize("depth", [0, 3])
+@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_sampled_text_depends_on_its_seed_alone(cfg, depth):
     sampled = SamplingParams(temperature=0.9, seed=5, max_tokens=24, ignore_eos=True, logprobs=0)
     params = replace(sampled, num_speculative_tokens=depth)

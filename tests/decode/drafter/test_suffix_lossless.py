@@ -47,8 +47,7 @@ def test_lossless(verifier, grammar):
 
 @pytest.mark.parametrize(
     ("what", "grammar"),
-    [(EVERY, True), pytest.param(ALONE, False, marks=pytest.mark.slow)],
-    ids=["every", "alone"],
+    [pytest.param(EVERY, True, id="every", marks=pytest.mark.slow), pytest.param(ALONE, False, id="alone")],
 )
 def test_lossless_with_hardly_anything_else(what, grammar):
     got = emitted("sampled", "block", grammar, what)
