@@ -1,4 +1,4 @@
-"""Holds functions to the shapes and dtypes in their signatures, when a test of a room that computes traces them.
+"""Holds functions to the shapes and dtypes in their signatures, while tests of a room that computes run.
 
 An axis that may also be 1, to be broadcast, is written "#B".
 """

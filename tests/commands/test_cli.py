@@ -14,6 +14,7 @@ import mtp_jax.api.llm
 from mtp_jax import LLM, Tokenizer
 from mtp_jax.commands import cli, show
 from tests import golden, tiny_tokenizer
+from tests.models import RATES
 
 SIZES = ["--max-model-len", "96", "--page-size", "16", "--prefill-chunk", "16", "--max-num-seqs", "2"]
 SIZES += ["--no-compile-cache", "--ignore-eos", "--fixed-depth"]
@@ -38,24 +39,41 @@ def opened():
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, opened):
-    """Runs the command line; gives (exit status, standard output, standard error)."""
-    monkeypatch.setattr(
-        mtp_jax.api.llm, "LLM", lambda model, reporter, **given: opened(model, tuple(sorted(given.items())))
-    )
+def run_with(monkeypatch, capsys, opened):
+    """Makes what runs the command line; it gives (exit status, standard output, standard error)."""
 
-    def run(*argv, stdin=""):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
-        status = cli.main([str(a) for a in argv])
-        return (status, *capsys.readouterr())
+    def run_with(**more):
+        def open_llm(model, reporter, **given):
+            return opened(model, tuple(sorted((given | more).items())))
 
-    return run
+        monkeypatch.setattr(mtp_jax.api.llm, "LLM", open_llm)
+
+        def run(*argv, stdin=""):
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+            status = cli.main([str(a) for a in argv])
+            return (status, *capsys.readouterr())
+
+        return run
+
+    return run_with
 
 
-def test_generate_streams_ids_without_a_tokenizer(run, monkeypatch):
+@pytest.fixture
+def run(run_with):
+    """Runs the command line with a simulated model."""
+    return run_with(simulate=RATES)
+
+
+@pytest.fixture
+def run_weights(run_with):
+    """Runs it with the checkpoint's weights."""
+    return run_with()
+
+
+def test_generate_streams_ids_without_a_tokenizer(run_weights, monkeypatch):
     pieces = []
     monkeypatch.setattr(show, "write", lambda text, **_: pieces.append(text))
-    status, _, err = run(
+    status, _, err = run_weights(
         "generate", golden.model_dir("rigged"), "--token-ids", IDS, "--max-tokens", 24, *SIZES
     )
     assert status == 0
@@ -85,8 +103,10 @@ def test_generate_from_a_file(run, model, tmp_path):
     assert from_file == run("generate", model, "-f", "-", "--max-tokens", 24, "-q", *SIZES, stdin="def f")
 
 
-def test_json(run, model):
-    status, out, err = run("generate", model, "--token-ids", IDS, "--max-tokens", 24, "--json", *SIZES)
+def test_json(run_weights, model):
+    status, out, err = run_weights(
+        "generate", model, "--token-ids", IDS, "--max-tokens", 24, "--json", *SIZES
+    )
     result = json.loads(out)
     assert status == 0
     assert out.count("\n") == 1
@@ -104,9 +124,9 @@ def test_json(run, model):
     assert "24 tokens of 1 completions" in err
 
 
-def test_json_with_scores(run, model):
+def test_json_with_scores(run_weights, model):
     options = ["--max-tokens", 24, "--logprobs", 2, "--prompt-logprobs", 1, "--json", "-q"]
-    _, out, _ = run("generate", model, "--token-ids", IDS, *options, *SIZES)
+    _, out, _ = run_weights("generate", model, "--token-ids", IDS, *options, *SIZES)
     result = json.loads(out)
     assert [row[0]["token_id"] for row in result["outputs"][0]["logprobs"]] == GREEDY
     assert all(2 <= len(row) <= 3 for row in result["outputs"][0]["logprobs"])
@@ -115,9 +135,9 @@ def test_json_with_scores(run, model):
     assert [row[0]["token_id"] for row in result["prompt_logprobs"][1:]] == PROMPT[1:]
 
 
-def test_scores_are_printed(run, model):
+def test_scores_are_printed(run_weights, model):
     options = ["--max-tokens", 24, "--logprobs", 2, "--prompt-logprobs", 1, "-q"]
-    _, out, _ = run("generate", model, "--token-ids", IDS, *options, *SIZES)
+    _, out, _ = run_weights("generate", model, "--token-ids", IDS, *options, *SIZES)
     text, prompt, output = out.split("\nprompt:\n")[0], *out.split("\nprompt:\n")[1].split("\noutput:\n")
     assert len(text) >= 24
     assert len(prompt.splitlines()) == len(PROMPT) - 1
@@ -186,7 +206,8 @@ def test_compare(run, model):
     assert (result["with"]["depth"], result["without"]["depth"]) == (3, 0)
     rates = [result[side]["tokens_per_second"] for side in ("with", "without")]
     assert result["speedup"] == pytest.approx(rates[0] / rates[1])
-    assert result["output"]["outputs"][0]["token_ids"] == GREEDY
+    told = json.loads(run("generate", model, "--token-ids", IDS, "--max-tokens", 24, "--json", *SIZES)[1])
+    assert result["output"]["outputs"][0]["token_ids"] == told["outputs"][0]["token_ids"]
 
 
 def test_failed_completions_are_told_and_the_status(run, model, monkeypatch):

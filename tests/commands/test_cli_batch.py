@@ -8,14 +8,14 @@ import shutil
 import pytest
 
 import mtp_jax.api.llm
-from mtp_jax import LLM
+from mtp_jax import LLM, SamplingParams
 from mtp_jax.commands import cli
 from tests import golden, tiny_tokenizer
+from tests.models import RATES
 
 SIZES = ["--max-model-len", "96", "--page-size", "16", "--prefill-chunk", "16", "--max-num-seqs", "2"]
-EXPECTED = golden.expected("rigged")
 BODY = {
-    "prompt": EXPECTED["input_ids"].tolist(),
+    "prompt": golden.expected("rigged")["input_ids"].tolist(),
     "max_tokens": 24,
     "temperature": 0,
     "ignore_eos": True,
@@ -44,7 +44,7 @@ def opened(monkeypatch):
     def open_llm(model, reporter, **given):
         key = tuple(sorted(given.items()))
         if key not in made:
-            made[key] = LLM(model, **given)
+            made[key] = LLM(model, simulate=RATES, **given)
         return made[key]
 
     monkeypatch.setattr(mtp_jax.api.llm, "LLM", open_llm)
@@ -63,7 +63,9 @@ def test_a_file_is_answered_as_by_the_server_and_again_after_growing(model, open
     assert statuses == {"plain": 200, "n": 200, "refused": 400, "other": 404}
     assert all(e["error"] is None and e["response"]["request_id"] for e in found.values())
     plain = found["plain"]["response"]["body"]
-    assert plain["choices"][0]["token_ids"] == EXPECTED["greedy_ids"].tolist()
+    (llm,) = opened.values()
+    (told,) = llm.generate([BODY["prompt"]], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+    assert plain["choices"][0]["token_ids"] == told.outputs[0].token_ids
     assert plain["usage"]["completion_tokens"] == 24
     assert len(found["n"]["response"]["body"]["choices"]) == 3
     assert "temperature" in found["refused"]["response"]["body"]["error"]["message"]
@@ -78,7 +80,7 @@ def test_a_file_is_answered_as_by_the_server_and_again_after_growing(model, open
     assert "1 answered, 0 failed, 4 done before (2 failed); 24 tokens in " in capsys.readouterr().err
     *before, late = map(json.loads, target.read_text().splitlines())
     assert {e["custom_id"] for e in before} == set(found)
-    assert late["response"]["body"]["choices"][0]["token_ids"] == EXPECTED["greedy_ids"].tolist()
+    assert late["response"]["body"]["choices"][0]["token_ids"] == told.outputs[0].token_ids
 
     opened.clear()
     assert cli.main(command) == 1
