@@ -22,6 +22,7 @@ from mtp_jax.decode.keys import StepKey
 from mtp_jax.text.chat_template import ChatTemplate
 from tests import golden, tiny_tokenizer
 from tests.checkpoint.files import drop_nextn, edit_tensors
+from tests.models import RATES
 
 SIZES = {"max_num_seqs": 2, "max_model_len": 96, "page_size": 16, "prefill_chunk": 16, "compile_cache": None}
 PROMPT = golden.expected("rigged")["input_ids"].tolist()
@@ -39,6 +40,13 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(directory):
+    """Most of the API needs no weights."""
+    return LLM(directory, **SIZES, simulate=RATES)
+
+
+@pytest.fixture(scope="module")
+def weighty(directory):
+    """The checkpoint itself, for numbers."""
     return LLM(directory, **SIZES)
 
 
@@ -46,8 +54,8 @@ def llm(directory):
 def nothing_is_left_behind(request):
     """After every test all pages are free and no request lives."""
     yield
-    if "llm" in request.fixturenames:
-        engine = request.getfixturevalue("llm").engine
+    for name in {"llm", "weighty"} & {*request.fixturenames}:
+        engine = request.getfixturevalue(name).engine
         assert not engine.scheduler.busy
         assert engine.stats().pages_used == 0
 
@@ -76,24 +84,24 @@ def tokens(output, index=0):
     return output.outputs[index].token_ids
 
 
-def test_greedy_tokens_and_acceptance_are_the_golden_ones(llm):
+def test_greedy_tokens_and_acceptance_are_the_golden_ones(weighty):
     expected = golden.expected("rigged")
-    (output,) = llm.generate(PROMPT, GREEDY)
+    (output,) = weighty.generate(PROMPT, GREEDY)
     assert tokens(output) == expected["greedy_ids"].tolist()
     assert output.speculation.accepted_per_step == expected["spec_accept.3"].tolist()
     assert output.outputs[0].finish_reason == "length"
-    assert output.outputs[0].text == llm.tokenizer.decode(tokens(output))
+    assert output.outputs[0].text == weighty.tokenizer.decode(tokens(output))
     assert output.finished
     assert output.prompt is None
     assert output.prompt_token_ids == PROMPT
 
 
-def test_without_speculation_gives_the_same_tokens(llm):
-    plain = llm.without_speculation()
+def test_without_speculation_gives_the_same_tokens(weighty):
+    plain = weighty.without_speculation()
     assert tokens(plain.generate(PROMPT, GREEDY)[0]) == golden.expected("rigged")["greedy_ids"].tolist()
     assert local_runner(plain.engine).params.nextn == ()
-    assert local_runner(plain.engine).params.layers is local_runner(llm.engine).params.layers
-    assert llm.engine.config.num_speculative_tokens == 3
+    assert local_runner(plain.engine).params.layers is local_runner(weighty.engine).params.layers
+    assert weighty.engine.config.num_speculative_tokens == 3
 
 
 def test_order_is_kept_for_mixed_prompts_with_params_of_their_own(llm):
@@ -168,7 +176,7 @@ def test_a_stop_string_may_begin_within_min_tokens(llm):
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_stop_token_ends_the_output(llm, keep):
-    expected = golden.expected("rigged")["greedy_ids"].tolist()
+    expected = tokens(llm.generate(PROMPT, GREEDY)[0])
     params = replace(GREEDY, stop_token_ids=[expected[4]], include_stop_str_in_output=keep)
     output = llm.generate(PROMPT, params)[0].outputs[0]
     end = expected.index(expected[4])
@@ -183,10 +191,10 @@ def log_softmax(logits):
     return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
-def test_logprobs_are_those_of_score(llm):
-    (output,) = llm.generate(PROMPT, replace(SCORED, max_tokens=6))
+def test_logprobs_are_those_of_score(weighty):
+    (output,) = weighty.generate(PROMPT, replace(SCORED, max_tokens=6))
     ids = [*PROMPT, *tokens(output)]
-    expected = log_softmax(llm.score(ids).logits)
+    expected = log_softmax(weighty.score(ids).logits)
 
     assert len(output.prompt_logprobs) == len(PROMPT)
     assert output.prompt_logprobs[0] is None
@@ -208,7 +216,7 @@ def test_stream_grows_and_ends_as_generate_does(llm):
     assert len(lengths) > 5
     assert all(b.outputs[0].text.startswith(a.outputs[0].text) for a, b in itertools.pairwise(seen))
     assert [o.finished for o in seen] == [False] * (len(seen) - 1) + [True]
-    assert tokens(seen[-1]) == golden.expected("rigged")["greedy_ids"].tolist()
+    assert tokens(seen[-1]) == tokens(llm.generate(PROMPT, GREEDY)[0])
 
 
 def test_closing_a_stream_aborts(llm):
@@ -272,9 +280,9 @@ def test_score_computes_by_the_kernels_that_are_chosen(monkeypatch):
         insisting.score(PROMPT)
 
 
-def test_score_gives_the_golden_numbers(llm):
+def test_score_gives_the_golden_numbers(weighty):
     expected = golden.expected("rigged")
-    scores = llm.score(PROMPT)
+    scores = weighty.score(PROMPT)
     np.testing.assert_allclose(scores.logits, expected["logits"], atol=2e-3, rtol=1e-4)
     np.testing.assert_allclose(scores.hidden, expected["hidden"], atol=1e-3, rtol=1e-4)
     assert len(scores.mtp_logits) == sum(key.startswith("mtp_logits.") for key in expected)
@@ -283,9 +291,9 @@ def test_score_gives_the_golden_numbers(llm):
         np.testing.assert_allclose(hidden, expected[f"mtp_hidden.{k}"], atol=1e-3, rtol=1e-4)
 
 
-def test_draft_gives_the_golden_drafts(llm):
+def test_draft_gives_the_golden_drafts(weighty):
     expected = golden.expected("rigged")
-    draft = llm.draft(PROMPT, 4)
+    draft = weighty.draft(PROMPT, 4)
     assert draft.next_token == expected["greedy_ids"][0]
     assert draft.token_ids == expected["draft_rec_ids"].tolist()
     np.testing.assert_allclose(draft.logits, expected["draft_rec_logits"], atol=2e-3, rtol=1e-4)
@@ -313,25 +321,35 @@ def test_draft_gives_the_golden_drafts(llm):
         (lambda m: m.generate(None), "the prompt is None; expected"),
         (lambda m: m.generate(5), "the prompt is 5; expected"),
         (lambda m: m.generate([[True, False]]), "holds True"),
-        (lambda m: m.score([5, 5.5]), "5.5 among them"),
         (lambda m: m.draft([1, 2, 3], 1.5), "num_tokens = 1.5"),
         (lambda m: m.generate("a", SamplingParams(num_speculative_tokens=4)), "num_speculative_tokens = 4"),
         (lambda m: m.generate("a", SamplingParams(stop_token_ids=[160])), "stop_token_ids names token 160"),
         (lambda m: m.generate("a", SamplingParams(logit_bias={160: 1.0})), "logit_bias names token 160"),
         (lambda m: m.stream([999]), "token 999"),
         (lambda m: m.warm_up([999]), "token 999"),
-        (lambda m: m.score([]), "empty"),
-        (lambda m: m.score([3, 160]), "from 0 to 159"),
-        (lambda m: m.score([3] * 5000), "up to 2560 tokens"),
         (lambda m: m.draft([3], 0), "num_tokens = 0; expected an integer from 1 to 31"),
         (lambda m: m.draft([3], 32), "num_tokens = 32; expected an integer from 1 to 31"),
         (lambda m: m.draft([3] * 90, 20), "90 prompt tokens and 20 drafts"),
-        (lambda m: m.without_speculation().draft([3], 1), "num_speculative_tokens of 1 or more"),
     ],
 )
 def test_requests_that_cannot_be_served(llm, call, message):
     with pytest.raises(RequestError, match=message):
         call(llm)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: m.score([5, 5.5]), "5.5 among them"),
+        (lambda m: m.score([]), "empty"),
+        (lambda m: m.score([3, 160]), "from 0 to 159"),
+        (lambda m: m.score([3] * 5000), "up to 2560 tokens"),
+        (lambda m: m.without_speculation().draft([3], 1), "num_speculative_tokens of 1 or more"),
+    ],
+)
+def test_scores_that_cannot_be_had(weighty, call, message):
+    with pytest.raises(RequestError, match=message):
+        call(weighty)
 
 
 @pytest.mark.parametrize(
@@ -413,7 +431,7 @@ def test_the_tokenizer_names_the_end_of_text_where_the_model_does_not(tmp_path, 
 
 def test_an_open_stream_is_prepared_for_once(directory):
     more: dict[str, Any] = SIZES | {"max_num_seqs": 4}
-    llm = LLM(directory, **more)
+    llm = LLM(directory, **more, simulate=RATES)
     with contextlib.closing(llm.stream(PROMPT, GREEDY)) as stream:
         next(stream)
         (output,) = llm.generate(PROMPT, GREEDY)
