@@ -87,6 +87,7 @@ def test_modes_are_compared_in_one_run(bench, capsys):
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_control_is_like_the_baseline(bench, capsys):
     found, _ = bench("sweep", "--modes", "control,fixed", "--depth", "2", "--simulate-acceptance", "1")
     off, control, fixed = found["figures"]["levels"]

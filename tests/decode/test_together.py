@@ -81,7 +81,6 @@ def tokens_of(result: StepResult, rows: slice) -> list[list[int]]:
     [
         (SamplingMode(), False, (2, 2)),
         (SAMPLED, False, None),
-        (SAMPLED, True, (2, 2)),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
@@ -90,6 +89,7 @@ def tokens_of(result: StepResult, rows: slice) -> list[list[int]]:
                 (SamplingMode(), True, (2, 2)),
                 (SAMPLED, False, (2, 2)),
                 (SAMPLED, True, None),
+                (SAMPLED, True, (2, 2)),
             )
         ),
     ],

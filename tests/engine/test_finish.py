@@ -125,7 +125,7 @@ PENALTIES = {
 }
 
 
-@pytest.mark.parametrize("drafting", ["sampled", "greedy"])
+@pytest.mark.parametrize("drafting", ["sampled", pytest.param("greedy", marks=pytest.mark.slow)])
 def test_penalties_evolve_inside_the_window(drafting):
     """At depth 3 as at depth 0 as in the plain loop; drafts see penalties too, or few would pass."""
     jobs = [

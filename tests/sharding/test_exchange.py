@@ -117,7 +117,7 @@ def test_rows_in_e4m3_travel_with_their_scales(domain):
         np.testing.assert_allclose(y, want, rtol=1e-5)
 
 
-@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("batches", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("room", [1.5, pytest.param(1e-6, marks=pytest.mark.slow)])
 def test_an_engine_serves_the_same_tokens(room, batches, monkeypatch):
     """Prompts and drafts of an MoE NextN layer, too; with room for one row nearly all are gathered."""

@@ -247,7 +247,7 @@ def test_each_request_has_its_own_depth_and_may_refuse():
     assert free.of(Source.SUFFIX).accepted > 0
 
 
-@pytest.mark.parametrize("depth", [7, 31])
+@pytest.mark.parametrize("depth", [7, pytest.param(31, marks=pytest.mark.slow)])
 def test_without_nextn_layers_only_matches_are_drafts(depth):
     params = replace(copier(), nextn=())
     engine = engine_with(params, cfg=NO_NEXTN, num_speculative_tokens=depth)
