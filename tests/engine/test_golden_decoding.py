@@ -73,7 +73,7 @@ def test_tokens_and_acceptance_of_shallow_executables(depth):
     assert accepted(request) == want[f"spec_accept.{depth}"].tolist()
 
 
-# Of each kind of attention and drafting one; logits of all variants' drafts are compared in model/test_golden.
+# One of each kind of attention and drafting; model/test_golden compares the logits of all drafts.
 KINDS = ("rigged", "glm47_flash", "dsa_v32", "dsa_glm52", "glm46")
 
 
