@@ -121,8 +121,7 @@ class _InBf16:
         pass
 
     def can_stay(self, spec: Spec) -> bool:
-        # Of kv_b's parts no product reads narrow ones: every step would widen them in memory.
-        return not spec.float32 and len(spec.tensor_shape) == 2 and spec.rows is None
+        return not spec.float32 and len(spec.tensor_shape) == 2
 
     def arrays(self, spec: Spec, tensors: Tensors) -> tuple[Kept, ...]:
         return (Kept(spec, DTYPES["BF16"]),)

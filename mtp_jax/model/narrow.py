@@ -249,6 +249,9 @@ def expand(w: Float[Array, "*o i"] | Narrow, dtype: Any) -> Float[Array, "*o i"]
 Table = Float[Array, "V D"] | Bf16
 """An embedding, or the head."""
 
+ByHead = Float[Array, "N _o C"] | Narrow
+"""A matrix of each head."""
+
 
 def rows_of(table: Table, ids: Int[Array, "*b"]) -> Float[Array, "*b D"]:
     """Rows of a table, in float32 if it is narrow. Ids outside are moved to its nearest row."""

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from mtp_jax.model import moe
-from mtp_jax.model.backend import Xla, XlaCpu, cpu_experts
+from mtp_jax.model.backend import Xla, XlaCpu, cpu_experts, cpu_heads
 from mtp_jax.model.moe import Routing
-from mtp_jax.model.narrow import Bf16, Fp8, Narrow, expand, with_bits, without_bits
+from mtp_jax.model.narrow import Bf16, Fp8, InStack, Narrow, expand, with_bits, without_bits
 
 RNG = np.random.default_rng(0)
 SHAPES = [(256, 384), (192, 96), (2, 40, 48), (576, 1792)]
 
 
-def bf16(shape: tuple[int, ...]) -> Narrow:
+def bf16(shape: tuple[int, ...]) -> Bf16:
     return with_bits(Bf16(jnp.asarray(RNG.normal(size=shape), jnp.bfloat16)))
 
 
@@ -52,6 +52,18 @@ def test_products_of_any_number_of_rows(kind, shape, matrices):
         x = RNG.normal(size=(1, rows, shape[-1])).astype(np.float32)
         got = jax.jit(XlaCpu(matrices=matrices).linear)(x, w)
         near(got, np.tensordot(x.astype(np.float64), wide(w), (2, -1)))
+
+
+@pytest.mark.parametrize("shape", [(3, 24, 40), (4, 128, 768)], ids=str)
+def test_products_by_head(shape):
+    """Of a layer's own weight and of one in a stack; heads that a cache holds together, and more."""
+    stack = bf16((2, *shape))
+    for w in (Bf16(stack.values[1], stack.bits[1]), InStack(stack, jnp.int32(1))):
+        for rows in (1, 8, 9):
+            x, y = (RNG.normal(size=(shape[0], rows, n)).astype(np.float32) for n in shape[1:])
+            want = wide(Bf16(stack.values[1]))
+            near(jax.jit(cpu_heads.inward)(x, w), np.einsum("nto,noi->nti", x.astype(np.float64), want))
+            near(jax.jit(cpu_heads.outward)(y, w), np.einsum("nti,noi->nto", y.astype(np.float64), want))
 
 
 @each_kind

@@ -21,8 +21,9 @@ class Kind(Protocol):
     """What differs between kinds. ``on`` carries it out; x are normed rows, as ``on`` keeps them.
 
     Queries are a dataclass of arrays [B, W, N, ...], split by heads on a mesh; ``index`` is what they ask of
-    index keys, None without sparse attention. ``by_head`` is a tuple of arrays with one row for each query
-    head, split in the same way. ``chosen`` is what sparse attention looks at, None: all that is seen.
+    index keys, None without sparse attention. ``by_head`` is a tuple of arrays, or of narrow weights, with
+    one row for each query head, split in the same way. ``chosen`` is what sparse attention looks at, None:
+    all that is seen.
     """
 
     def queries(self, on: "Xla", a: Any, cfg: ModelConfig, x: Any, angles: Float[Array, "B W 2 r"], /) -> Any:
@@ -35,7 +36,7 @@ class Kind(Protocol):
         """What rows add to the cache."""
         ...
 
-    def by_head(self, a: Any, cfg: ModelConfig, /) -> tuple[Array, ...]:
+    def by_head(self, on: "Xla", a: Any, cfg: ModelConfig, /) -> tuple[Any, ...]:
         """What attention needs beside queries and cached rows."""
         ...
 
@@ -44,7 +45,7 @@ class Kind(Protocol):
         on: "Xla",
         cfg: ModelConfig,
         q: Any,
-        by_head: tuple[Array, ...],
+        by_head: tuple[Any, ...],
         rows: Float[Array, "B L c"],
         mask: Bool[Array, "B W L"],
         /,
@@ -57,7 +58,7 @@ class Kind(Protocol):
         on: "Xla",
         cfg: ModelConfig,
         q: Any,
-        by_head: tuple[Array, ...],
+        by_head: tuple[Any, ...],
         cache: LayerCache,
         view: PagedView,
         chosen: Int[Array, "B W K"] | None,

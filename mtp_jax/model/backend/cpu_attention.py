@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from mtp_jax.model.backend.cpu_heads import inward, outward
 from mtp_jax.model.cache import LayerCache, PagedView, read_rows
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.mla import Form, Queries
+from mtp_jax.model.narrow import ByHead, expand
 
 # The least peak of scores: a token that sees nothing (an idle slot) must get zeros, not NaN.
 _LEAST = jnp.finfo(jnp.float32).min
@@ -33,8 +35,8 @@ def prefill_form(cfg: ModelConfig, window: int) -> Form:
 
 def attend_in_blocks(
     q: Queries,
-    k_up: Float[Array, "N h C"],
-    v_up: Float[Array, "N v C"],
+    k_up: ByHead,
+    v_up: ByHead,
     read: Callable[[Int[Array, ""] | int], tuple[Float[Array, "B l c"], Bool[Array, "B W l"]]],
     blocks: Int[Array, ""] | int,
     scale: float,
@@ -46,14 +48,16 @@ def attend_in_blocks(
     leaves what it has to the bit, so a result does not depend on how many blocks others need.
     """
     rank, (slots, width, heads, _) = k_up.shape[-1], q.nope.shape
-    by_head = (slots, heads, width)
+    by_head, wide = (slots, heads, width), []
     if form == "absorbed":
         # All heads read the same rows: one product for all.
-        queries = jnp.concatenate([_absorb(q.nope, k_up), q.rope], axis=-1).transpose(0, 2, 1, 3)
+        latent = _apart(inward(_together(q.nope), k_up), slots)
+        queries = jnp.concatenate([latent, q.rope], axis=-1).transpose(0, 2, 1, 3)
         lead, mixes = (slots, heads * width), queries.shape[-1]
     else:
         queries = jnp.concatenate([q.nope, q.rope], axis=-1).transpose(0, 2, 1, 3)
         lead, mixes = by_head, v_up.shape[1]
+        wide = [expand(w, q.nope.dtype) for w in (k_up, v_up)]
     flat = _fixed(queries.reshape(*lead, -1))
 
     def block(i: Int[Array, ""] | int, so_far: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -61,7 +65,7 @@ def attend_in_blocks(
         rows, mask = read(i)
         sees = jnp.broadcast_to(mask[:, None], (*by_head, mask.shape[-1])).reshape(*lead, -1)
         absorbed = form == "absorbed"
-        scores = _dots(flat, rows, (2, 2)) if absorbed else _dots(flat, _keys(rows, k_up), (3, 2))
+        scores = _dots(flat, rows, (2, 2)) if absorbed else _dots(flat, _keys(rows, wide[0]), (3, 2))
         scores = jnp.where(sees, scores * scale, -jnp.inf)
         # The result does not depend on it; its derivative would be computed for nothing.
         top = jax.lax.stop_gradient(jnp.maximum(peak, scores.max(axis=-1, keepdims=True)))
@@ -71,7 +75,7 @@ def attend_in_blocks(
             # Whole rows: slicing the rope part off the result is cheaper than off the cache.
             more = _dots(narrow, rows, (2, 1))
         else:
-            more = _dots(narrow, _expand(rows[..., :rank], v_up), (3, 3))
+            more = _dots(narrow, _expand(rows[..., :rank], wide[1]), (3, 3))
         return top, total * shrunk + weights.sum(axis=-1, keepdims=True), mixed * shrunk + more
 
     start = jnp.full((*lead, 1), _LEAST), jnp.zeros((*lead, 1)), jnp.zeros((*lead, mixes))
@@ -80,7 +84,8 @@ def attend_in_blocks(
     context = (mixed / jnp.maximum(total, 1e-30)).astype(queries.dtype)
     if form == "naive":
         return context.swapaxes(1, 2)
-    return jnp.einsum("bnwc,nvc->bwnv", context[..., :rank].reshape(*by_head, rank), v_up)
+    latent = context[..., :rank].reshape(*by_head, rank)
+    return _apart(outward(_together(latent.swapaxes(1, 2)), v_up), slots)
 
 
 def _fixed(x: jax.Array) -> jax.Array:
@@ -113,18 +118,20 @@ def _dots(
     return _fixed(jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32))
 
 
-def _absorb(q: Float[Array, "B W N h"], k_up: Float[Array, "N h C"]) -> Float[Array, "B W N C"]:
-    """Queries moved into the latent space."""
-    slots, width, heads, _ = q.shape
-    by_head = _fixed(q.transpose(2, 0, 1, 3).reshape(heads, slots * width, -1))
-    latent = _fixed(jax.lax.dot_general(by_head, k_up, (((2,), (1,)), ((0,), (0,)))))
-    return latent.reshape(heads, slots, width, -1).transpose(1, 2, 0, 3)
+def _together(x: Float[Array, "B W N a"]) -> Float[Array, "N T a"]:
+    """The rows of each head."""
+    return x.transpose(2, 0, 1, 3).reshape(x.shape[2], -1, x.shape[3])
+
+
+def _apart(x: Float[Array, "N T a"], slots: int) -> Float[Array, "B W N a"]:
+    """Undoes ``_together``."""
+    return x.reshape(len(x), slots, -1, x.shape[2]).transpose(1, 2, 0, 3)
 
 
 def attend_seen(
     q: Queries,
-    k_up: Float[Array, "N h C"],
-    v_up: Float[Array, "N v C"],
+    k_up: ByHead,
+    v_up: ByHead,
     cache: LayerCache,
     view: PagedView,
     scale: float,
@@ -146,7 +153,7 @@ def attend_seen(
         seen, mask = view.visible.seen(each * page, start), view.visible.mask(width, each * page, start)
         if chosen is not None:
             mask &= jax.lax.dynamic_slice_in_dim(chosen, start, each * page, axis=2)
-        return read_rows(cache, pages, seen & inside, v_up.dtype, k_up.shape[-1]), mask & inside
+        return read_rows(cache, pages, seen & inside, q.nope.dtype, k_up.shape[-1]), mask & inside
 
     if columns == each:
         return attend_in_blocks(q, k_up, v_up, read, 1, scale, view.form)

@@ -16,11 +16,11 @@ from mtp_jax.model.narrow import Bf16, Fp8, InStack, expand, index, nbytes
 _FEW_ROWS, _LEAST_ROWS = 64, 8
 # Loops widen a weight again for each row. Up to so many rows that costs no more than widening it in memory.
 # This is not measured at start-up: the order of sums, and so tokens, must be the same at every start.
-_LANED = 8
+LANED = 8
 # Up to so many rows their parts are multiplied together: weights are read once, but across rows.
 _TOGETHER = 32
 # A widened block of a weight has at most so many values: the cache holds them as float32.
-_BLOCK = CACHE_BYTES // 4
+BLOCK = CACHE_BYTES // 4
 
 
 def of_arrays(x: Float[Array, "T i"], w: Float[Array, "o i"]) -> Float[Array, "T o"]:
@@ -46,7 +46,7 @@ def of_narrow(x: Float[Array, "T i"], w: Bf16 | Fp8 | InStack, matrices: bool) -
     """
     if isinstance(w, Bf16) and matrices and (len(x) > 1 or nbytes(w) > CACHE_BYTES):
         return _in_parts(x, w)
-    return cpu_lanes.product(x, w) if len(x) <= _LANED else _in_blocks(x, w)
+    return cpu_lanes.product(x, w) if len(x) <= LANED else _in_blocks(x, w)
 
 
 def _in_parts(x: Float[Array, "T i"], w: Bf16) -> Float[Array, "T O"]:
@@ -80,7 +80,7 @@ def _upper_half(x: Float[Array, "T i"]) -> Float[Array, "T i"]:
 def _in_blocks(x: Float[Array, "T i"], w: Bf16 | Fp8 | InStack) -> Float[Array, "T O"]:
     """Widens a block of outputs at a time, which the product then reads from a core's cache."""
     outputs, inputs = math.prod(w.shape[:-1]), w.shape[-1]
-    block = math.gcd(outputs, max(FP8_BLOCK, 1 << (_BLOCK // inputs).bit_length() >> 1))
+    block = math.gcd(outputs, max(FP8_BLOCK, 1 << (BLOCK // inputs).bit_length() >> 1))
     own = w.stack if isinstance(w, InStack) else w
     lead = own.shape[: len(own.shape) - len(w.shape)]
     blocks = own.reshape(*lead, -1, block, inputs)

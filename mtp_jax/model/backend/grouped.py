@@ -42,7 +42,7 @@ def entries(on: "Xla", a: Grouped, cfg: ModelConfig, x: Rows, angles: Float[Arra
     return Entries(jnp.concatenate([a.reshape(*a.shape[:2], -1) for a in (keys, values)], axis=-1))
 
 
-def by_head(a: Grouped, cfg: ModelConfig) -> tuple[Array, ...]:
+def by_head(on: "Xla", a: Grouped, cfg: ModelConfig) -> tuple[Array, ...]:
     """The kv head of each query head."""
     heads = len(a.q)
     return (jnp.arange(heads) // (heads // _grouped(cfg).kv_heads),)

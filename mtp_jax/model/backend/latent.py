@@ -1,10 +1,9 @@
 """Multi-head Latent Attention (arXiv 2405.04434, section 2.1), sparse or not: see ``attention``."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.model import indexer, mla
@@ -13,7 +12,6 @@ from mtp_jax.model.cache import Entries, LayerCache, PagedView
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import rms_norm
 from mtp_jax.model.mla import LOW_RANK_EPS, Queries
-from mtp_jax.model.narrow import expand
 from mtp_jax.model.params import Attention
 
 if TYPE_CHECKING:
@@ -40,16 +38,16 @@ def entries(on: "Xla", a: Attention, cfg: ModelConfig, x: Rows, angles: Float[Ar
         return Entries(rows, indexer.keys(on.linear(x, p.k), p.k_norm, p.k_bias, cfg.indexer, angles))
 
 
-def by_head(a: Attention, cfg: ModelConfig) -> tuple[Array, ...]:
+def by_head(on: "Xla", a: Attention, cfg: ModelConfig) -> tuple[Any, ...]:
     """Each head's way from the latent to keys and values."""
-    return expand(a.k_up, jnp.float32), expand(a.v_up, jnp.float32)
+    return on.by_head(a.k_up), on.by_head(a.v_up)
 
 
 def over_rows(
     on: "Xla",
     cfg: ModelConfig,
     q: Queries,
-    by_head: tuple[Array, ...],
+    by_head: tuple[Any, ...],
     rows: Float[Array, "B L c"],
     mask: Bool[Array, "B W L"],
 ) -> Float[Array, "B W N v"]:
@@ -62,7 +60,7 @@ def over_pages(
     on: "Xla",
     cfg: ModelConfig,
     q: Queries,
-    by_head: tuple[Array, ...],
+    by_head: tuple[Any, ...],
     cache: LayerCache,
     view: PagedView,
     chosen: Int[Array, "B W K"] | None,

@@ -30,7 +30,7 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.indexer import Choice, IndexQueries
 from mtp_jax.model.layers import rms_norm
 from mtp_jax.model.mla import Form, Queries
-from mtp_jax.model.narrow import Bf16, Table
+from mtp_jax.model.narrow import Bf16, ByHead, Table, expand
 from mtp_jax.model.params import Attention, Grouped, Layer, Params
 from mtp_jax.model.parts import join, split_tree
 from mtp_jax.model.sharding import constrain, partition, sharded, ways
@@ -96,7 +96,7 @@ class Xla(XlaExperts):
             chosen = choice[0] if choice else selection.of_whole(q.index, entries.index, mask, cfg)
             if chosen is not None:
                 mask &= indexer.chosen_mask(chosen, mask.shape[-1])
-            context = kind.over_rows(self, cfg, q, kind.by_head(a, cfg), rows, mask)
+            context = kind.over_rows(self, cfg, q, kind.by_head(self, a, cfg), rows, mask)
             return context, cache, (chosen,)
         shapes, contexts, choices = [v.written.shape for v in views], [], []
         parts = (split_tree(x, shapes, self.mesh) for x in (q, entries))
@@ -179,6 +179,10 @@ class Xla(XlaExperts):
         """What rows add to the cache."""
         return attention_of(a).entries(self, a, cfg, x, angles)
 
+    def by_head(self, w: ByHead) -> ByHead:
+        """Matrices of heads as attention multiplies them."""
+        return expand(w, jnp.float32)
+
     def prefill_form(self, cfg: ModelConfig, window: int) -> Form:
         """The MLA form for chunks of ``window`` tokens."""
         return "naive"
@@ -253,7 +257,7 @@ class Xla(XlaExperts):
         own, paged = partition("heads"), partition("pages")
         given = heads, per_slot, own, per_slot, paged, per_slot, per_slot
         run = sharded(local, self.mesh, given, (heads, paged, per_slot))
-        return run(replace(q, index=None), index, kind.by_head(a, cfg), entries, cache, view, chosen)
+        return run(replace(q, index=None), index, kind.by_head(self, a, cfg), entries, cache, view, chosen)
 
     def choose(
         self, q: IndexQueries, cache: LayerCache, view: PagedView, topk: int
@@ -278,8 +282,8 @@ class Xla(XlaExperts):
     def attend_chosen(
         self,
         q: Queries,
-        k_up: Float[Array, "N h C"],
-        v_up: Float[Array, "N v C"],
+        k_up: Any,  # ByHead
+        v_up: Any,
         cache: LayerCache,
         view: PagedView,
         scale: float,
@@ -291,7 +295,7 @@ class Xla(XlaExperts):
         if not selection.gathers(view, cache, chosen):
             only = indexer.chosen_mask(chosen, view.page_table.shape[1] * cache.page_size)
             return self.attend_pages(q, k_up, v_up, cache, view, scale, only)
-        rows = read_chosen(cache, view.page_table, chosen, v_up.dtype, k_up.shape[-1])
+        rows = read_chosen(cache, view.page_table, chosen, q.nope.dtype, k_up.shape[-1])
         there, each = chosen != indexer.NOTHING, jax.tree.map(mla.alone, replace(q, index=None))
         out = self.attend_own(each, k_up, v_up, mla.alone(rows)[:, 0], mla.alone(there)[:, 0], scale)
         return out.reshape(*chosen.shape[:2], *out.shape[2:])
@@ -299,8 +303,8 @@ class Xla(XlaExperts):
     def attend_own(
         self,
         q: Queries,
-        k_up: Float[Array, "N h C"],
-        v_up: Float[Array, "N v C"],
+        k_up: Any,  # ByHead
+        v_up: Any,
         rows: Float[Array, "T K c"],
         there: Bool[Array, "T K"],
         scale: float,

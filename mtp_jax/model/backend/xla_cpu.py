@@ -14,7 +14,7 @@ from mtp_jax.model.cache import LayerCache, PagedView, Tree, places
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.mla import Form, Queries
 from mtp_jax.model.moe import Routing, Weight
-from mtp_jax.model.narrow import Narrow, expand, readable
+from mtp_jax.model.narrow import ByHead, Narrow, expand, readable
 from mtp_jax.model.params import Layer
 from mtp_jax.model.stack import alike
 
@@ -64,6 +64,10 @@ class XlaCpu(Xla):
         """A loop's kernels are compiled once."""
         return True
 
+    def by_head(self, w: ByHead) -> ByHead:
+        """As they lie in memory, if loops read them."""
+        return w if self.mesh is None and readable(w) else super().by_head(w)
+
     def prefill_form(self, cfg: ModelConfig, window: int) -> Form:
         """The one with fewer operations."""
         return cpu_attention.prefill_form(cfg, window)
@@ -71,8 +75,8 @@ class XlaCpu(Xla):
     def attend_rows(
         self,
         q: Queries,
-        k_up: Float[Array, "N h C"],
-        v_up: Float[Array, "N v C"],
+        k_up: ByHead,
+        v_up: ByHead,
         rows: Float[Array, "B L c"],
         mask: Bool[Array, "B W L"],
         scale: float,
@@ -84,8 +88,8 @@ class XlaCpu(Xla):
     def attend_pages(
         self,
         q: Queries,
-        k_up: Float[Array, "N h C"],
-        v_up: Float[Array, "N v C"],
+        k_up: ByHead,
+        v_up: ByHead,
         cache: LayerCache,
         view: PagedView,
         scale: float,
