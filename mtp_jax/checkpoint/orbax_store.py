@@ -4,6 +4,7 @@ A folder holds config.json (the dialect of the release), ``params/`` (Orbax) and
 ``orbax.json``.
 """
 
+import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +29,7 @@ _FORMAT = 1
 
 def is_orbax(path: str | Path) -> bool:
     """Whether a folder was written by ``save``."""
-    return (Path(path) / MARKER).is_file()
+    return os.path.isfile(Path(path) / MARKER)  # False, too, for a name that no file can have
 
 
 @dataclass(frozen=True)
