@@ -21,7 +21,7 @@ from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.hf_config import read_json
 from mtp_jax.model.params import Params, Spec, dtype_of, param_specs, type_of
-from mtp_jax.model.sharding import check_divisible, param_sharding
+from mtp_jax.model.sharding import check_divisible, param_sharding, with_auto_axes
 
 MARKER = "orbax.json"
 _FORMAT = 1
@@ -125,6 +125,7 @@ def restore(
     cfg, dtype = about.config, about.dtype if dtype is None else dtype
     if dtype not in type_of:
         raise ConfigError(f"dtype {dtype!r} is not supported; expected one of {', '.join(type_of)}")
+    mesh = with_auto_axes(mesh)
     check_divisible(cfg, mesh)
     kept = about.keeping(path, num_nextn_layers)
     target = _target(mesh, dtype)
