@@ -10,7 +10,7 @@ import pytest
 from mtp_jax import LLM, ConfigError, SamplingParams, machine
 from mtp_jax.api import cache_size
 from mtp_jax.api.cache_size import POOL, sized
-from mtp_jax.api.local import make_runner
+from mtp_jax.api.local import local_runner, make_runner
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.simulated import check_simulated
 from mtp_jax.commands.cli import make_parser
@@ -120,7 +120,9 @@ def test_an_engine_runs_in_its_share():
     llm = LLM(model_dir("rigged"), max_num_seqs=2, max_model_len=96, page_size=16, memory_fraction=share)
     assert llm.room is not None
     assert llm.room.programs > 0
-    assert llm.engine.pages == llm.engine.config.num_pages == llm.room.holds(llm.engine.runner.page_bytes)
+    assert (
+        llm.engine.pages == llm.engine.config.num_pages == llm.room.holds(local_runner(llm.engine).page_bytes)
+    )
     (output,) = llm.generate([[3, 1, 4]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     assert output.speculation.accepted > 0
     second = llm.without_speculation().engine
