@@ -67,6 +67,7 @@ WITHOUT_JAX = (
     "model.config_parts",
     "model.hf_config",
     "model.placement",
+    "model.room",
     "model.hf_quantization",
     "options",
     "planning.check",
