@@ -1,12 +1,14 @@
-"""One secret, and how two processes prove to each other that they know it without showing it.
+"""One secret: how two processes prove to each other that they know it, and sign what they say from then on.
 
     listener -> caller   purpose, nonce a
     caller -> listener   purpose, nonce b, claim, HMAC(secret, "caller", purpose, a, b, claim)
     listener -> caller   TAKEN, HMAC(secret, "listener", purpose, a, b, claim); or why not, one byte
 
 The purpose is a line that names the protocol and its version, the claim what the caller says of itself, of a
-size that the protocol knows. So both sides read a fixed number of bytes before they know who is there. What
-follows is neither encrypted nor signed: the network must be one's own.
+size that the protocol knows. So both sides read a fixed number of bytes before they know who is there. Of the
+same values and the secret both derive a key for each direction, and sign every message that follows
+(``Tags``): who stands between the two can end the connection, but not change, repeat or leave out a message.
+Nothing is encrypted.
 """
 
 import hmac
@@ -16,11 +18,14 @@ import socket
 import stat
 import time
 from collections.abc import Callable
+from hashlib import blake2b
 from pathlib import Path
+from typing import NamedTuple
 
 from mtp_jax.errors import ConfigError
 
 VARIABLE = "MTP_JAX_SECRET"
+TAG = 32  # bytes
 _NONCE = _PROOF = 32
 _SHORTEST = 16  # bytes: 128 bits, if they are random
 _TAKEN, _OTHER_SECRET, _NOT_TAKEN = b"\1", b"\2", b"\3"
@@ -37,6 +42,35 @@ class Refused(Exception):
     def __init__(self, reason: str, message: str, claim: bytes | None = None) -> None:
         super().__init__(message)
         self.reason, self.claim = reason, claim
+
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Tags:
+    """The tags of the messages of one direction: keyed BLAKE2b (RFC 7693) over their numbers and bytes."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key, self._count = key, 0
+
+    def next(self, *parts: Buffer) -> bytes:
+        """The tag of the next message, given in parts whose lengths follow from the first."""
+        tag = blake2b(self._count.to_bytes(8, "big"), key=self._key, digest_size=TAG)
+        for part in parts:
+            tag.update(part)
+        self._count += 1
+        return tag.digest()
+
+    def check(self, tag: Buffer, *parts: Buffer) -> bool:
+        """Whether this is the tag of the next message."""
+        return hmac.compare_digest(bytes(tag), self.next(*parts))
+
+
+class Seals(NamedTuple):
+    """The tags of what this side sends, and of what it receives."""
+
+    sent: Tags
+    received: Tags
 
 
 def read_secret(file: str | Path | None, what: str) -> bytes:
@@ -67,7 +101,7 @@ def welcome(
     size: int,
     end: float,
     take: Callable[[bytes], None] = lambda claim: None,
-) -> bytes:
+) -> tuple[bytes, Seals]:
     """The listener's side: the claim, of ``size`` bytes, of a caller that knows the secret. Raises Refused.
 
     end: ``time.monotonic()`` at the latest. take: is called with the claim before this side proves itself;
@@ -86,11 +120,13 @@ def welcome(
     except Refused:
         _send(sock, _NOT_TAKEN, end)
         raise
-    _send(sock, _TAKEN + _proof(secret, b"listener", purpose, mine, theirs, claim), end)
-    return claim
+    about = purpose, mine, theirs, claim
+    _send(sock, _TAKEN + _proof(secret, b"listener", *about), end)
+    caller, listener = _directions(secret, *about)
+    return claim, Seals(listener, caller)
 
 
-def greet(sock: socket.socket, secret: bytes, purpose: bytes, claim: bytes, end: float) -> None:
+def greet(sock: socket.socket, secret: bytes, purpose: bytes, claim: bytes, end: float) -> Seals:
     """The caller's side. Raises Refused. end: ``time.monotonic()`` at the latest."""
     _expect(sock, purpose, end)
     theirs, mine = _receive(sock, _NONCE, end), secrets.token_bytes(_NONCE)
@@ -101,8 +137,16 @@ def greet(sock: socket.socket, secret: bytes, purpose: bytes, claim: bytes, end:
     if verdict == _NOT_TAKEN:
         raise Refused("config", "the other side knows the secret, but does not take what this side is")
     proof = _receive(sock, _PROOF, end)
-    if not hmac.compare_digest(proof, _proof(secret, b"listener", purpose, theirs, mine, claim)):
+    about = purpose, theirs, mine, claim
+    if not hmac.compare_digest(proof, _proof(secret, b"listener", *about)):
         raise Refused("secret", "the other side does not know the secret")
+    return Seals(*_directions(secret, *about))
+
+
+def _directions(secret: bytes, *about: bytes) -> tuple[Tags, Tags]:
+    """The tags of what the caller, and of what the listener sends."""
+    caller, listener = (_proof(secret, b"from " + who, *about) for who in (b"caller", b"listener"))
+    return Tags(caller), Tags(listener)
 
 
 def _expect(sock: socket.socket, purpose: bytes, end: float) -> None:

@@ -1,5 +1,6 @@
-"""The computer that this process runs on, without jax: the cores it may use and what its processor can do."""
+"""The computer that this process runs on, without jax: cores, memory, and what its processor can do."""
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -11,6 +12,19 @@ from pathlib import Path
 def usable_cores() -> int:
     """The cores that this process may run on: those of its affinity mask, where the system has one."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# Where Linux says how much a container may take: control groups, version 2 and 1.
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def memory_size() -> int:
+    """Bytes of memory that this computer has, or that this container may take."""
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in map(Path, _LIMITS):
+        with contextlib.suppress(OSError, ValueError):  # there is none, or it says "max"
+            found.append(int(path.read_text()))
+    return min(found)
 
 
 @functools.cache

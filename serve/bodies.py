@@ -26,13 +26,7 @@ async def read(settings: Settings, request: Request, *kinds: type[_Body]) -> _Bo
 
     Raises ApiError, ValidationError.
     """
-    try:
-        async with asyncio.timeout(settings.body_seconds):
-            data = await request.body()
-    except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {settings.body_seconds:g} s") from None
-    except ClientDisconnect:  # no client reads this; it is for the log and the metrics
-        raise ApiError(499, "the client disconnected before its body had arrived") from None
+    data = await received(settings, request)
     if not data:
         raise ApiError(400, "the body is empty; send a JSON object")
     try:
@@ -54,6 +48,17 @@ async def read(settings: Settings, request: Request, *kinds: type[_Body]) -> _Bo
     for name in unknown:
         _tell(name)
     return body
+
+
+async def received(settings: Settings, request: Request) -> bytes:
+    """The bytes of the body. Raises ApiError."""
+    try:
+        async with asyncio.timeout(settings.body_seconds):
+            return await request.body()
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {settings.body_seconds:g} s") from None
+    except ClientDisconnect:  # no client reads this; it is for the log and the metrics
+        raise ApiError(499, "the client disconnected before its body had arrived") from None
 
 
 @lru_cache(maxsize=256)  # clients choose the names

@@ -154,7 +154,7 @@ class _Engine:
             gauges["mtp_jax:realised_speedup"] = (
                 "Of recent steps: seconds that their tokens would have taken at depth 0, over the seconds "
                 "they took, by the measured costs of steps of the same slots, pages and sampling. Absent "
-                "while depth 0 has not been measured where half of the time was spent.",
+                "while depth 0 has not been measured lately where half of the time was spent.",
                 s.realised_speedup,
             )
         counters: dict[str, tuple[str, float]] = {

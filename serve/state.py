@@ -2,10 +2,14 @@
 
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from mtp_jax import AsyncLLM, RequestError, Tokenizer
-from serve.metrics import Metrics
+from mtp_jax import RequestError
 from serve.settings import Settings
+
+if TYPE_CHECKING:  # with jax, for which the ingress of a cluster has no use
+    from mtp_jax import AsyncLLM, Tokenizer
+    from serve.metrics import Metrics
 
 
 @dataclass(frozen=True)
@@ -16,13 +20,13 @@ class Server:
         created: seconds since the epoch, when the server began.
     """
 
-    allm: AsyncLLM
+    allm: "AsyncLLM"
     settings: Settings
-    metrics: Metrics
+    metrics: "Metrics"
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> "Tokenizer":
         """The model's. Raises RequestError if it has none."""
         tokenizer = self.allm.llm.tokenizer
         if tokenizer is None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mtp_jax.errors import ConfigError
-from mtp_jax.handshake import VARIABLE, Refused, greet, read_secret, welcome
+from mtp_jax.handshake import TAG, VARIABLE, Refused, Seals, greet, read_secret, welcome
 
 SECRET, PURPOSE, CLAIM = b"a secret of the tests", b"tests 1\n", b"four"
 
@@ -19,10 +19,11 @@ def meet(caller: Callable[[socket.socket, float], Any], **changes: Any) -> list[
     near, far = socket.socketpair()
     end = time.monotonic() + changes.pop("seconds", 5)
     found: list[Any] = [None, None]
+    seals: list[Any] = [None, None]
 
     def listen() -> None:
         try:
-            found[0] = welcome(near, SECRET, PURPOSE, len(CLAIM), end, **changes)
+            found[0], seals[0] = welcome(near, SECRET, PURPOSE, len(CLAIM), end, **changes)
         except Refused as refused:
             found[0] = refused.reason, refused.claim
         near.close()
@@ -30,15 +31,30 @@ def meet(caller: Callable[[socket.socket, float], Any], **changes: Any) -> list[
     thread = threading.Thread(target=listen)
     thread.start()
     try:
-        found[1] = caller(far, end)
+        seals[1] = caller(far, end)
     except Refused as refused:
         found[1] = refused.reason
     thread.join(10)
     far.close()
+    if all(seals):
+        agree(*seals)
+        agree(*reversed(seals))
+        assert seals[0].sent.next(b"a") != seals[1].sent.next(b"a")  # nothing can be sent back
     return found
 
 
-def calls(secret: bytes = SECRET, purpose: bytes = PURPOSE) -> Callable[[socket.socket, float], None]:
+def agree(one: Seals, other: Seals) -> None:
+    """What one side sends is taken by the other, in order, once, and unchanged."""
+    first, second, third = (one.sent.next(b"head", memoryview(b"body")) for _ in range(3))
+    assert len({first, second, third}) == 3
+    assert len(first) == TAG
+    assert other.received.check(first, b"head", bytearray(b"body"))
+    assert not other.received.check(first, b"head", b"body")
+    assert other.received.check(third, b"headbody")
+    assert not other.received.check(one.sent.next(b"head", b"body"), b"head", b"bodY")
+
+
+def calls(secret: bytes = SECRET, purpose: bytes = PURPOSE) -> Callable[[socket.socket, float], Any]:
     return lambda sock, end: greet(sock, secret, purpose, CLAIM, end)
 
 

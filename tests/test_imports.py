@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Lowest first. A module may import from its own package and from the layers before its own.
 LAYERS = (
     ("errors", "machine", "options"),
-    ("handshake",),
+    ("handshake", "door"),
     ("model", "text"),
     ("checkpoint", "decode", "planning"),
     ("simulate", "store"),
@@ -52,6 +52,7 @@ WITHOUT_JAX = (
     "engine.timings",
     "engine.validate",
     "errors",
+    "door",
     "handshake",
     "machine",
     "hosts.channel",
@@ -66,6 +67,7 @@ WITHOUT_JAX = (
     "model.config_parts",
     "model.hf_config",
     "model.placement",
+    "model.room",
     "model.hf_quantization",
     "options",
     "planning.check",

@@ -83,7 +83,8 @@ class AsyncLLM:
             llm.group.ending.told.append(self.fail)
         self._idle_for_threads = threading.Event()
         self._idle_for_threads.set()
-        self.warm_up = WarmUp(llm.engine, self._idle_for_threads, self._thread.warm_up)
+        thread = self._thread
+        self.warm_up = WarmUp(llm.engine, self._idle_for_threads, thread.warm_up, thread.forget_costs)
         self.handover = Handover(self, handover) if handover and handover.apart else None
         # Requests on their way to the engine wait neither for what goes nowhere near it nor for those with a
         # grammar, which may take seconds to compile.

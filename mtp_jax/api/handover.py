@@ -22,7 +22,7 @@ from mtp_jax.decode.launches import ReadPages
 from mtp_jax.engine.exchange import copy_out, missing, take_in
 from mtp_jax.engine.request import Request, SamplingParams
 from mtp_jax.errors import ConfigError, MtpJaxError
-from mtp_jax.store.client import Peers
+from mtp_jax.store.client import Peers, Wanted
 from mtp_jax.store.page import Page, split
 from mtp_jax.store.server import Asked, PageServer
 from mtp_jax.store.wire import PeerError
@@ -68,7 +68,7 @@ class Handover:
         self.server: PageServer | None = None
         secret = options.secret()
         if options.role == "decode":
-            self.peers = Peers([address(peer) for peer in options.peers], secret, options.peer_seconds)
+            self.peers = Peers([address(peer) for peer in options.peers], secret)
         else:
             most = self._engine.config.max_model_len
             listener = _listen(options.peer_address)
@@ -111,14 +111,19 @@ class Handover:
     # Decode
 
     async def fetch(self, request: Request) -> None:
-        """Have the missing pages of a prompt come into the host tier, as far as others give them in time."""
+        """Have the missing pages of a prompt come into the host tier, as far as others give them in time.
+
+        Time runs from here on, whether or not a thread is free.
+        """
+        deadline = time.monotonic() + self._options.peer_seconds
         engine, peers, ids, salt = self._engine, self.peers, request.prompt, request.salt
         if not peers or len(salt.encode()) > _LONGEST_SALT or not engine.scheduler.looks_up(request):
             return
         lacked = await self._allm.on_engine(partial(missing, engine, request))
         if lacked.first < len(lacked.digests):
-            wanted = lacked.digests, lacked.first, self._like, self.identity()
-            get = partial(peers.fetch, ids, salt, *wanted)
+            about = self._like, self.identity(), deadline
+            wanted = Wanted(ids, salt, lacked.digests, lacked.first, *about)
+            get = partial(peers.fetch, wanted)
             pages = await asyncio.get_running_loop().run_in_executor(self._threads, get)
             await self._allm.on_engine(partial(take_in, engine, lacked, pages))
 

@@ -65,7 +65,8 @@ class LLM:
             self._memory, on = DeviceMemory(model.params), model.on
         else:
             model, self._memory, on = describe_simulated(options), NoWeights(), None
-        self.tokenizer, self.config, self.folders = model.tokenizer, model.config, model.folders
+        self.tokenizer, self.config = model.tokenizer, model.config
+        self.folders, self.room = model.folders, model.room
         self._grammars = self.tokenizer and Grammars.of(
             self.tokenizer, self.config.vocab_size, self.config.eos_token_ids
         )
@@ -98,8 +99,7 @@ class LLM:
         """Bytes of the parameters that the engine runs with, on all devices together."""
         if self.simulated:
             return 0
-        params = drafting(self._memory.params, self.engine.config.num_speculative_tokens)
-        return nbytes(params)
+        return nbytes(drafting(self._memory.params, self.engine.config.num_speculative_tokens))
 
     def _check_alone(self, what: str) -> None:
         """Raises ConfigError over several hosts, where experts move, and without weights."""
@@ -117,13 +117,12 @@ class LLM:
             )
 
     def without_speculation(self) -> "LLM":
-        """The same weights, not a copy, with an engine of its own that never drafts: to compare with.
-
-        It does not follow updates of the weights.
-        """
+        """The same weights, until they are updated, with an engine of its own that never drafts."""
         self._check_alone("a second engine without speculation")
         other = copy(self)
         config = replace(self.engine.config, num_speculative_tokens=0, suffix_drafts=False)
+        if self.room:  # the first engine has taken what there was: pages for one request
+            config = replace(config, num_pages=config.columns)
         other.engine = self._make_engine(config)
         other._session = Session(other.engine)
         return other
@@ -172,9 +171,8 @@ class LLM:
         if self.tokenizer is None:
             raise RequestError("the model directory has no tokenizer; use generate with token ids")
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = []
+        prompts, options = [], chat_template_kwargs or {}
         for conversation in conversations:
-            options = chat_template_kwargs or {}
             text = self.tokenizer.apply_chat_template(cast(Conversation, conversation), tools, **options)
             prompts.append(self.tokenizer.encode(text, add_special_tokens=False))
         return self.generate(prompts, sampling_params)

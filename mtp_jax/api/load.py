@@ -1,13 +1,15 @@
 """A model in memory and the runner of its programs: what ``LLM`` serves with, and a follower replays on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jax
 
 from mtp_jax import checkpoint
+from mtp_jax.api.cache_size import sized
 from mtp_jax.api.compile_cache import use_compile_cache
 from mtp_jax.api.demo import demo_model
+from mtp_jax.api.device_memory import drafting
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.progress import Reporter
 from mtp_jax.api.simulated import check_simulated
@@ -19,17 +21,23 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import multiplies_bf16, platform
 from mtp_jax.model.expert_slots import with_slots
 from mtp_jax.model.params import Params
+from mtp_jax.model.room import Room
+from mtp_jax.model.sharding import with_auto_axes
 from mtp_jax.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class Described:
-    """A model without its weights, and the folders that it is from."""
+    """A model without its weights, and the folders that it is from.
+
+    room: what the size of the cache follows from, where ``memory_fraction`` says it.
+    """
 
     config: ModelConfig
     engine: EngineConfig
     tokenizer: Tokenizer | None
     folders: tuple[Path, ...]
+    room: Room | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,7 @@ def _with_eos(config: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:
 def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     """Load what the options say. Raises ConfigError, CheckpointError."""
     use_compile_cache(options.compile_cache)
+    options = replace(options, mesh=with_auto_axes(options.mesh))
     directory = _directory(options)
     # Everything that can be wrong with the options is found before the weights are read.
     described = ModelConfig.from_file(directory / "config.json")
@@ -97,7 +106,14 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
         params = on.laid_out(with_slots(params, engine.redundant_experts, options.mesh, consume=True))
     draft = options.draft_model
     folders = (directory,) if draft is None else (directory, Path(draft))
-    return LoadedModel(_with_eos(config, tokenizer), engine, tokenizer, folders, params, on)
+    room = None
+    if engine.memory_fraction is not None:
+        with report.phase("size cache"):
+            used = drafting(params, engine.num_speculative_tokens)
+            own = config if used.nextn else config.with_nextn(())
+            engine, room = sized(own, used, engine, options.mesh, tokenizer is not None)
+    config = _with_eos(config, tokenizer)
+    return LoadedModel(config, engine, tokenizer, folders, params, on, room=room)
 
 
 def _check_dtype(engine: EngineConfig) -> None:

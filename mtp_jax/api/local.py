@@ -3,16 +3,17 @@
 from jax.sharding import Mesh
 
 from mtp_jax.decode.runner import LocalRunner
-from mtp_jax.decode.state import StateShape, memory_size
+from mtp_jax.decode.state import StateShape
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.validate import check_config
 from mtp_jax.errors import ConfigError
+from mtp_jax.machine import memory_size
 from mtp_jax.model.backend import backend
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.expert_slots import with_slots
 from mtp_jax.model.params import Params
-from mtp_jax.model.sharding import check_divisible, data_size
+from mtp_jax.model.sharding import check_divisible, data_size, with_auto_axes
 from mtp_jax.text.grammar import Grammars
 
 
@@ -34,6 +35,7 @@ def make_runner(
     cfg: ModelConfig, params: Params, config: EngineConfig, mesh: Mesh | None = None
 ) -> LocalRunner:
     """A runner with the slots and pages that ``config`` says, as ``local_engine``. Raises ConfigError."""
+    mesh = with_auto_axes(mesh)
     check_divisible(cfg, mesh)
     params = with_slots(params, config.redundant_experts, mesh)
     shards = data_size(mesh)

@@ -94,6 +94,11 @@ class LLMOptions(EngineOptions):
         given: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(EngineOptions)}
         if length is None:
             given["max_model_len"] = min(limit, _DEFAULT_MAX_MODEL_LEN)
+        if self.memory_fraction is not None and self.group is not None:
+            raise ConfigError(
+                f"memory_fraction = {self.memory_fraction:g} is not measured over several hosts, whose "
+                "caches must have one size; give num_pages"
+            )
         if self.dtype == "auto":
             given["dtype"] = "float32" if on_cpu else model.dtype
         if self.seed is None:

@@ -24,6 +24,7 @@ def check_simulated(options: LLMOptions) -> None:
         "group (--hosts)": options.group is not None,
         "draft_model": options.draft_model is not None,
         "suffix_drafts": options.suffix_drafts,
+        "memory_fraction": options.memory_fraction is not None,
         "redundant_experts": options.redundant_experts > 0,
     }
     if wrong := [name for name, value in given.items() if value]:

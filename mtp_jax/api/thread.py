@@ -81,6 +81,10 @@ class EngineThread:
         """Warm up a program that has just been compiled, if no request is being served."""
         self._inbox.put((lambda: self._engine.warm_up([key]), False))
 
+    def forget_costs(self) -> None:
+        """Have the next steps measured anew, now that nothing is compiled beside them."""
+        self._inbox.put((self._engine.depth.forget, False))
+
     def submit(self, prompt: PromptState) -> None:
         """Serve a prompt."""
         self.call(lambda: self._enter(prompt))

@@ -19,9 +19,17 @@ class WarmUp:
     busy for as long as those took to compile, one more is compiled beside its work.
     """
 
-    def __init__(self, engine: Engine, idle: threading.Event, warm_up: Callable[[Key], None]) -> None:
-        """``warm_up`` runs a new program once, on the engine's thread."""
-        self._engine, self._idle, self._warm_up = engine, idle, warm_up
+    def __init__(
+        self,
+        engine: Engine,
+        idle: threading.Event,
+        warm_up: Callable[[Key], None],
+        ended: Callable[[], None],
+    ) -> None:
+        """``warm_up`` runs a new program once, on the engine's thread. ``ended``: there will be no further
+        one.
+        """
+        self._engine, self._idle, self._warm_up, self._ended = engine, idle, warm_up, ended
         self._first, self._rest = engine.warm_up_keys()
         self._done, self._seconds, self._resident = 0, 0.0, resident_bytes()
         self._patience = 0.0
@@ -64,6 +72,11 @@ class WarmUp:
         self._done += len(keys)
 
     def _run(self) -> None:
+        self._compile_rest()
+        if self._rest and not self._closing.is_set():
+            self._ended()
+
+    def _compile_rest(self) -> None:
         for key in self._rest:
             self._idle.wait(self._patience)
             if self._closing.is_set():

@@ -12,6 +12,7 @@ from mtp_jax.checkpoint.summary import Summary, summarise
 from mtp_jax.checkpoint.write import export_nextn, save_checkpoint
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.device import is_hopper, platform
+from mtp_jax.model.sharding import with_auto_axes
 
 __all__ = [
     "Loaded",
@@ -64,6 +65,7 @@ def load(
         raise ConfigError(
             f"narrow = {narrow!r}; expected one of {', '.join(get_args(NarrowWeights))}, or None"
         )
+    mesh = with_auto_axes(mesh)
     keep = {s.name for s in STORED} - ({"bf16"} if dtype == "bfloat16" else set())
     if narrow == "dequantise":
         keep = set()

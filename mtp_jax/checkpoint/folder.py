@@ -1,5 +1,6 @@
 """A checkpoint folder in Hugging Face layout: one file, or an index and its shards."""
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,7 +62,7 @@ def open_folder(path: str | Path) -> Folder:
     Raises CheckpointError naming file and tensor.
     """
     path = Path(path)
-    if not path.is_dir():
+    if not os.path.isdir(path):  # False, too, for a name that no folder can have
         raise CheckpointError(missing_folder(path))
     if not (path / INDEX).exists():
         return as_folder(path, open_file(_single_file(path)))

@@ -146,7 +146,7 @@ class _InFp8:
         why = f": one scale per 128x128 block of {list(shape)}"
         return (
             Part("", ("F8_E4M3",), shape, " from config.json"),
-            Part(fp8.SCALE_SUFFIX, ("F32",), fp8.scale_shape(shape), why),
+            Part(fp8.SCALE_SUFFIX, fp8.SCALES, fp8.scale_shape(shape), why),
         )
 
     def misfit(self, cfg: ModelConfig, shape: tuple[int, ...]) -> str | None:
@@ -156,8 +156,9 @@ class _InFp8:
         _check_finite(tensors[name + fp8.SCALE_SUFFIX])
 
     def read(self, tensors: Tensors, name: str, rows: range, columns: range, out: np.ndarray) -> None:
-        weight, scale = tensors[name].array(), tensors[name + fp8.SCALE_SUFFIX].array()
-        fp8.dequantise(weight, scale, rows, columns, out)
+        blocks = fp8.blocks(rows)
+        scale = tensors[name + fp8.SCALE_SUFFIX].array(blocks).astype(np.float32)
+        fp8.dequantise(tensors[name].array(rows), scale, rows.start % FP8_BLOCK, columns, out)
 
     def can_stay(self, spec: Spec) -> bool:
         return spec.rows is None
@@ -205,8 +206,8 @@ class _InInt4:
         _check_finite(scale)
 
     def read(self, tensors: Tensors, name: str, rows: range, columns: range, out: np.ndarray) -> None:
-        words, scale = tensors[name + int4.PACKED].array(), tensors[name + int4.SCALE].array()
-        int4.dequantise(words, scale, rows, columns, out)
+        words, scale = tensors[name + int4.PACKED].array(rows), tensors[name + int4.SCALE].array(rows)
+        int4.dequantise(words, scale, columns, out)
 
     def can_stay(self, spec: Spec) -> bool:
         return spec.rows is None and spec.shape[-2:] == spec.tensor_shape

@@ -1,7 +1,8 @@
-"""FP8 checkpoints: e4m3 weights with one float32 scale per 128x128 block (arXiv 2412.19437, section 3.3).
+"""FP8 checkpoints: e4m3 weights with one scale per 128x128 block (arXiv 2412.19437, section 3.3).
 
 Blocks at the edge are partial: a [576, 7168] weight has a [5, 56] scale. The tensor is called
-``weight_scale_inv`` and is nevertheless multiplied with.
+``weight_scale_inv`` and is nevertheless multiplied with. Releases have it in float32, some tools write it in
+bfloat16, every value of which is one of float32.
 """
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from mtp_jax.model.hf_quantization import FP8_BLOCK
 
 SCALE_SUFFIX = "_scale_inv"
+SCALES = ("F32", "BF16")  # its dtypes, in safetensors' words
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -16,25 +18,30 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(-(-n // FP8_BLOCK) for n in shape)
 
 
+def blocks(rows: range) -> range:
+    """The rows of scales that belong to some rows of a weight."""
+    return range(rows.start // FP8_BLOCK, -(-rows.stop // FP8_BLOCK))
+
+
 def has_nan(weight: np.ndarray) -> bool:
     """Whether float8_e4m3fn values have NaN among them: all bits of exponent and mantissa set."""
     return bool(((weight.view(np.uint8) & 0x7F) == 0x7F).any())
 
 
-def dequantise(weight: np.ndarray, scale: np.ndarray, rows: range, columns: range, out: np.ndarray) -> None:
-    """Write ``weight * scale of its block`` for a rectangle of the weight into ``out``.
+def dequantise(weight: np.ndarray, scale: np.ndarray, first: int, columns: range, out: np.ndarray) -> None:
+    """Write ``weight * scale of its block`` for some rows of a weight into ``out``.
 
     Args:
-        weight: float8_e4m3fn [o, i].
-        scale: float32 [ceil(o / 128), ceil(i / 128)].
-        rows: rows wanted, within [0, o).
+        weight: float8_e4m3fn [rows, i], neighbours.
+        scale: float32 [blocks of these rows, ceil(i / 128)].
+        first: the place of the first row in its block, within [0, 128).
         columns: columns wanted, within [0, i).
-        out: float32 or bfloat16 [len(rows), len(columns)].
+        out: float32 or bfloat16 [rows, len(columns)].
     """
     # A table of all 256 values is several times faster than a cast.
     codes = np.arange(256, dtype=np.uint8).view(weight.dtype).astype(np.float32)
     of_column = np.arange(columns.start, columns.stop) // FP8_BLOCK
-    for block in range(rows.start // FP8_BLOCK, -(-rows.stop // FP8_BLOCK)):
-        start, stop = max(rows.start, block * FP8_BLOCK), min(rows.stop, (block + 1) * FP8_BLOCK)
-        values = codes[weight[start:stop, columns.start : columns.stop].view(np.uint8)]
-        out[start - rows.start : stop - rows.start] = values * scale[block, of_column]
+    for block, scales in enumerate(scale):
+        some = slice(max(block * FP8_BLOCK - first, 0), (block + 1) * FP8_BLOCK - first)
+        values = codes[weight[some, columns.start : columns.stop].view(np.uint8)]
+        out[some] = values * scales[of_column]

@@ -15,23 +15,21 @@ PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
 _PAIRS = np.array([[(byte & 15) - 8, (byte >> 4) - 8] for byte in range(256)], np.float32)
 
 
-def dequantise(words: np.ndarray, scale: np.ndarray, rows: range, columns: range, out: np.ndarray) -> None:
-    """Write ``value * scale of its group`` for a rectangle of the weight into ``out``.
+def dequantise(words: np.ndarray, scale: np.ndarray, columns: range, out: np.ndarray) -> None:
+    """Write ``value * scale of its group`` for some rows of a weight into ``out``.
 
     Products are float32, and rounded to the dtype of ``out`` once.
 
     Args:
-        words: int32 [o, i / 8].
-        scale: bfloat16, float16 or float32 [o, i / group].
-        rows: rows wanted, within [0, o).
+        words: int32 [rows, i / 8].
+        scale: bfloat16, float16 or float32 [rows, i / group].
         columns: columns wanted, within [0, i).
-        out: float32 or bfloat16 [len(rows), len(columns)].
+        out: float32 or bfloat16 [rows, len(columns)].
     """
     group = words.shape[1] * INT4_PER_WORD // scale.shape[1]
     first, last = columns.start // INT4_PER_WORD, -(-columns.stop // INT4_PER_WORD)
-    packed = np.ascontiguousarray(words[rows.start : rows.stop, first:last])
-    values = _PAIRS[packed.view(np.uint8)].reshape(len(rows), packed.shape[1] * INT4_PER_WORD)
+    packed = np.ascontiguousarray(words[:, first:last])
+    values = _PAIRS[packed.view(np.uint8)].reshape(len(words), packed.shape[1] * INT4_PER_WORD)
     skipped = columns.start - first * INT4_PER_WORD
     of_column = np.arange(columns.start, columns.stop) // group
-    scales = scale[rows.start : rows.stop].astype(np.float32)
-    out[...] = values[:, skipped : skipped + len(columns)] * scales[:, of_column]
+    out[...] = values[:, skipped : skipped + len(columns)] * scale.astype(np.float32)[:, of_column]

@@ -4,6 +4,7 @@ A folder holds config.json (the dialect of the release), ``params/`` (Orbax) and
 ``orbax.json``.
 """
 
+import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.hf_config import read_json
 from mtp_jax.model.params import Params, Spec, dtype_of, param_specs, type_of
-from mtp_jax.model.sharding import check_divisible, param_sharding
+from mtp_jax.model.sharding import check_divisible, param_sharding, with_auto_axes
 
 MARKER = "orbax.json"
 _FORMAT = 1
@@ -28,7 +29,7 @@ _FORMAT = 1
 
 def is_orbax(path: str | Path) -> bool:
     """Whether a folder was written by ``save``."""
-    return (Path(path) / MARKER).is_file()
+    return os.path.isfile(Path(path) / MARKER)  # False, too, for a name that no file can have
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,7 @@ def restore(
     cfg, dtype = about.config, about.dtype if dtype is None else dtype
     if dtype not in type_of:
         raise ConfigError(f"dtype {dtype!r} is not supported; expected one of {', '.join(type_of)}")
+    mesh = with_auto_axes(mesh)
     check_divisible(cfg, mesh)
     kept = about.keeping(path, num_nextn_layers)
     target = _target(mesh, dtype)

@@ -1,7 +1,7 @@
 """Load a checkpoint: each parameter is read, converted and placed on its devices before the next one."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,8 @@ from mtp_jax.model.narrow import Fp8, Narrow, with_bits
 from mtp_jax.model.params import Params, Spec, dtype_of, type_of
 from mtp_jax.model.sharding import check_divisible, param_sharding, ways
 
-_COMPARE_BYTES = 1 << 26
+# Read at a time: as much as fits the caches next to a core, so that the copy into its place costs little.
+_PIECE_BYTES = 1 << 20
 _MANY = 4
 
 Progress = Callable[[int, int], None]
@@ -120,16 +121,20 @@ class _Counter:
 def is_copy(plan: Plan, name: str) -> bool:
     """Whether a possible duplicate holds the same values as the trunk's tensor, compared in pieces."""
     a, b = plan.tensors[name], plan.tensors[plan.duplicates[name]]
-    same = a.dtype == b.dtype
-    x, y = (t.bytes() if same else t.array().reshape(-1) for t in (a, b))
-    return all(
-        np.array_equal(x[i : i + _COMPARE_BYTES], y[i : i + _COMPARE_BYTES])
-        if same
-        else np.array_equal(
-            x[i : i + _COMPARE_BYTES].astype(np.float32), y[i : i + _COMPARE_BYTES].astype(np.float32)
-        )
-        for i in range(0, len(x), _COMPARE_BYTES)
-    )
+    kind = np.uint8 if a.dtype == b.dtype else np.float32
+
+    def values(tensor: Tensor, rows: range) -> np.ndarray:
+        found = tensor.array(rows)
+        return found.view(kind) if kind == np.uint8 else found.astype(kind)
+
+    pieces = _pieces(range(a.shape[0]), a.nbytes // a.shape[0])
+    return all(np.array_equal(values(a, rows), values(b, rows)) for rows in pieces)
+
+
+def _pieces(rows: range, row_bytes: int) -> Iterator[range]:
+    """Rows, as many at a time as are to be read at once."""
+    count = max(1, _PIECE_BYTES // max(row_bytes, 1))
+    return (rows[i : i + count] for i in range(0, len(rows), count))
 
 
 def _place_narrow(
@@ -208,14 +213,16 @@ def _fill(
         stored.check(tensors, name)
 
     def copy(to: np.ndarray, rows: range, columns: range) -> None:
-        if stored is not None:
-            stored.read(tensors, name, rows, columns, to)
-        else:
-            source = tensors[name].array()[rows.start : rows.stop, columns.start : columns.stop]
-            np.copyto(to, source, casting="unsafe")
+        for some in _pieces(rows, to[:1].nbytes):
+            into = to[some.start - rows.start : some.stop - rows.start]
+            if stored is not None:
+                stored.read(tensors, name, some, columns, into)
+            else:
+                source = tensors[name].array(some)[:, columns.start : columns.stop]
+                np.copyto(into, source, casting="unsafe")
 
     if len(spec.tensor_shape) == 1:
-        np.copyto(out, tensors[name].array()[slice(*bounds[0])], casting="unsafe")
+        np.copyto(out, tensors[name].array(range(*bounds[0])), casting="unsafe")
     elif len(shape) == 2:
         copy(out, range(*bounds[0]), range(*bounds[1]))
     elif spec.rows is None and math.prod(shape[1:]) == spec.tensor_shape[1]:  # columns are split into groups

@@ -1,15 +1,20 @@
-"""Safetensors files: opened and checked by the ``safetensors`` library, tensors as views of a memory map.
+"""Safetensors files: checked by the ``safetensors`` library, read here, a few rows of a tensor at a time.
 
-The library's own readers copy a tensor, and know no float8 in numpy. It refuses a file with gaps or overlaps,
-so a tensor's place follows from the sizes of those before it, and the bytes are mapped here.
+No checkpoint is mapped: a process that touches a mapped page of a file which another has truncated is ended
+by SIGBUS. The library maps what it opens, and knows no float8 in numpy. So it is given a file in memory that
+has the header and the length of the checkpoint's, and says what is in it. It refuses gaps and overlaps, so a
+tensor's place follows from the sizes of the tensors before it.
 """
 
 import math
+import os
+import tempfile
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
+from typing import IO
 
 import ml_dtypes
 import numpy as np
@@ -26,6 +31,8 @@ DTYPES: Mapping[str, np.dtype] = {
     "U64": np.dtype("<u8"), "U32": np.dtype("<u4"), "U16": np.dtype("<u2"), "U8": np.dtype("u1"),
     "BOOL": np.dtype("?"),
 }  # fmt: skip
+_LENGTH = 8  # bytes before the header, which say how many it has
+_MOST_HEADER = 100_000_000  # bytes: the library refuses longer ones by their length
 
 
 @dataclass(frozen=True)
@@ -48,32 +55,62 @@ class Tensor:
     start: int
     nbytes: int
 
-    def array(self) -> np.ndarray:
-        """The tensor as a read-only view of the memory map: no bytes are read until they are used."""
-        return self.bytes().view(DTYPES[self.dtype]).reshape(self.shape)
+    def array(self, rows: range | None = None) -> np.ndarray:
+        """The tensor, or some neighbours along its first axis: read now, read-only.
 
-    def bytes(self) -> np.ndarray:
-        """Its bytes, uint8 [nbytes], as a read-only view of the memory map."""
-        return self.file.map[self.start : self.start + self.nbytes]
+        Raises CheckpointError if the file has changed since it was opened.
+        """
+        start, nbytes, shape = self.start, self.nbytes, self.shape
+        if rows is not None:
+            row = nbytes // shape[0] if shape[0] else 0
+            start, nbytes = start + rows.start * row, len(rows) * row
+            shape = (len(rows), *shape[1:])
+        return self.file.read(start, nbytes).view(DTYPES[self.dtype]).reshape(shape)
 
     def __str__(self) -> str:
         return f"{self.file.path}: tensor {self.name}"
 
 
-@dataclass(frozen=True, eq=False)
 class SafetensorsFile:
-    """An open file: its path and the byte count that was checked."""
+    """An open file, closed when nothing refers to it any more. Any thread may read.
 
-    path: Path
-    size: int
+    Attributes:
+        path: where it was opened.
+        size: bytes that it had then.
+    """
 
-    @cached_property
-    def map(self) -> np.ndarray:
-        """The whole file, uint8 [size], mapped read-only at first use."""
-        now = self.path.stat().st_size
-        if now != self.size:
-            raise CheckpointError(f"{self.path} changed while it was read: {self.size} bytes, now {now}")
-        return np.asarray(np.memmap(self.path, np.uint8, "r"))
+    def __init__(self, path: Path) -> None:
+        """Raises OSError."""
+        self.path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._fd)
+        self._state = self._now()
+        self.size = self._state[0]
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Bytes of the file, uint8 [count], read-only. Raises CheckpointError if it has changed."""
+        found = np.empty(count, np.uint8)
+        view, at = found.data, 0
+        self._check()
+        try:
+            while at < count and (got := os.preadv(self._fd, [view[at:]], start + at)):
+                at += got
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
+        self._check()  # what was read is of the file that was opened, and none of it is missing
+        found.flags.writeable = False
+        return found
+
+    def _now(self) -> tuple[int, int]:
+        about = os.fstat(self._fd)
+        return about.st_size, about.st_mtime_ns
+
+    def _check(self) -> None:
+        if (now := self._now()) != self._state:
+            raise CheckpointError(
+                f"{self.path} changed while it was read: {self.size} bytes, now {now[0]}; try again once "
+                "it is written, or write another file and rename it"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +118,11 @@ class Held:
     """The bytes of one array of the caller, in the place of a file. ``path`` is for messages."""
 
     path: Path
-    map: np.ndarray
+    data: np.ndarray
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Bytes of the array, uint8 [count]."""
+        return self.data[start : start + count]
 
 
 def hold(name: str, array: ArrayLike) -> Tensor:
@@ -100,28 +141,45 @@ def open_file(path: Path) -> dict[str, Tensor]:
     Raises CheckpointError naming the file, for all that the library refuses (a bad header, a name of two
     tensors, offsets that do not fit shape and dtype, overlap, gaps, a truncated file) and an unknown dtype.
     """
-    size = 0
     try:
-        size = path.stat().st_size
-        with safe_open(path, "np") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
-            found = {name: (s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
-    except SafetensorError as e:
-        raise CheckpointError(
-            f"{path} ({size} bytes) is truncated, damaged or no safetensors file: {e}; download or copy it "
-            "again"
-        ) from e
+        file = SafetensorsFile(path)
     except OSError as e:
         raise CheckpointError(f"{path} cannot be read: {e.strerror or e}") from e
+    try:
+        found = _declared(file)
+    except SafetensorError as e:
+        raise CheckpointError(
+            f"{path} ({file.size} bytes) is truncated, damaged or no safetensors file: {e}; download or copy "
+            "it again"
+        ) from e
     for name, (dtype, _) in found.items():
         if dtype not in DTYPES:
             raise CheckpointError(
                 f"{path}: tensor {name} has dtype {dtype!r}; expected one of {', '.join(DTYPES)}"
             )
-    file = SafetensorsFile(path, size)
     sizes = [math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in found.values()]
-    starts = accumulate(sizes, initial=size - sum(sizes))
+    starts = accumulate(sizes, initial=file.size - sum(sizes))
     return {
         name: Tensor(file, name, dtype, shape, start, nbytes)
         for (name, (dtype, shape)), start, nbytes in zip(found.items(), starts, sizes, strict=False)
     }
+
+
+def _declared(file: SafetensorsFile) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of every tensor, in file order. Raises SafetensorError, CheckpointError."""
+    said = int.from_bytes(file.read(0, min(_LENGTH, file.size)).tobytes(), "little")
+    header = file.read(0, min(_LENGTH + min(said, _MOST_HEADER), file.size))
+    with _in_memory() as copy:
+        copy.write(header.data)
+        copy.truncate(file.size)
+        copy.flush()
+        with safe_open(f"/dev/fd/{copy.fileno()}", "np") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
+            return {name: (s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+
+
+def _in_memory() -> IO[bytes]:
+    """A new file without a name, in memory where the system has such files. Holes in it take no room."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("header"), "w+b")
+    return tempfile.TemporaryFile()

@@ -1,6 +1,7 @@
 """What a checkpoint holds and needs, from its config and headers alone, or from its config."""
 
 import math
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -173,8 +174,8 @@ def _by_part(tensors: dict[str, Tensor]) -> dict[str, Stored]:
 
 
 def _has_no_weights(path: Path) -> bool:
-    weights = (path / INDEX).exists() or any(path.glob("*.safetensors"))
-    return (path / "config.json").is_file() and not weights
+    described = os.path.isfile(path / "config.json")
+    return described and not ((path / INDEX).exists() or any(path.glob("*.safetensors")))
 
 
 def _declared(path: Path, num_nextn_layers: int | None, devices: int) -> Summary:

@@ -134,7 +134,7 @@ def new_folder(path: str | Path) -> Path:
 
 
 def write_file(path: Path, pieces: Iterable[Piece]) -> None:
-    """Write one safetensors file. All its tensors are in memory then, or mapped."""
+    """Write one safetensors file. All its tensors are in memory then."""
     save_file({p.name: np.ascontiguousarray(p.data()) for p in pieces}, path, {"format": "pt"})
 
 

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_jax.commands import show
 from mtp_jax.commands.options import model_dir
-from mtp_jax.commands.parser import Subparsers, positive
+from mtp_jax.commands.parser import Subparsers, positive, positive_number
+from mtp_jax.errors import ConfigError
+from mtp_jax.model.room import Room
+from mtp_jax.planning.fit import MEMORY_FRACTION, OVERHEAD
+from mtp_jax.planning.hardware import GPUS, gpu_named
 from mtp_jax.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -36,6 +40,15 @@ def register(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--gpus", type=positive, default=1, metavar="N", help="tell the memory of each of N GPUs (default: 1)"
     )
+    parser.add_argument(
+        "--gpu", metavar="NAME", help=f"tell the cache that each has room for: {', '.join(GPUS)}"
+    )
+    parser.add_argument(
+        "--memory-fraction",
+        type=positive_number,
+        metavar="F",
+        help=f"share of the GPU's memory that is used (default: {MEMORY_FRACTION:g})",
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     parser.set_defaults(run=run)
 
@@ -47,9 +60,9 @@ def run(args: argparse.Namespace) -> int:
 
     directory = model_dir(args)
     summary = summarise(directory, args.draft_model, args.num_nextn_layers, args.gpus)
-    tokenizer = Tokenizer.from_dir(directory)
+    tokenizer, room = Tokenizer.from_dir(directory), _room(args, summary)
     if args.json:
-        show.write(json.dumps(_object(summary, tokenizer), indent=2) + "\n")
+        show.write(json.dumps(_object(summary, tokenizer, room), indent=2) + "\n")
         return 0
     per_gib = ", ".join(f"{_GIB // n:,} tokens as {k}" for k, n in summary.cache_bytes_per_token.items())
     has = "none"
@@ -59,15 +72,41 @@ def run(args: argparse.Namespace) -> int:
     if args.gpus > 1:
         each = by_dtype(summary.weight_bytes_per_device)
         rows[f"each of {args.gpus} GPUs"] = f"{each}; the cache is whole on each (--mesh 1x{args.gpus})"
+    if room:
+        tokens = ", ".join(f"{n:,} tokens as {k}" for k, n in _tokens(summary, room).items())
+        rows[f"cache on {args.gpu.upper()}"] = f"{tokens}: {room}, with weights in {_narrowest(summary)}"
     show.write(f"{directory}\n{summary.text()}\n")
     show.write("".join(f"{name:<20}{value}\n" for name, value in rows.items()))
     return 0
 
 
-def _object(s: "Summary", tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _room(args: argparse.Namespace, s: "Summary") -> Room | None:
+    """What each GPU has room for, if one is named; as ``plan`` and ``--memory-fraction`` have it."""
+    if args.gpu is None:
+        if args.memory_fraction is not None:
+            raise ConfigError(f"--memory-fraction {args.memory_fraction:g} is of a GPU; name one with --gpu")
+        return None
+    fraction = MEMORY_FRACTION if args.memory_fraction is None else args.memory_fraction
+    if fraction > 1:
+        raise ConfigError(f"memory_fraction = {fraction:g}; expected above 0, at most 1")
+    weights = s.weight_bytes_per_device[_narrowest(s)]
+    return Room(gpu_named(args.gpu).memory, fraction, float(weights), OVERHEAD)
+
+
+def _narrowest(s: "Summary") -> str:
+    """The form of the weights that takes least: the checkpoint's own, if it is quantised, else bfloat16."""
+    return min(s.weight_bytes, key=s.weight_bytes.__getitem__)
+
+
+def _tokens(s: "Summary", room: Room) -> dict[str, int]:
+    return {kind: room.holds(size) for kind, size in s.cache_bytes_per_token.items() if kind != "float32"}
+
+
+def _object(s: "Summary", tokenizer: Tokenizer | None, room: Room | None) -> dict[str, Any]:
     return asdict(s) | {
         "config": s.config.to_dict(),
         "cache_tokens_per_gib": {k: _GIB // n for k, n in s.cache_bytes_per_token.items()},
+        "cache_tokens_per_gpu": room and _tokens(s, room),
         "tokenizer": tokenizer
         and {"ids": tokenizer.vocab_size, "chat_template": tokenizer.has_chat_template},
     }

@@ -33,6 +33,8 @@ _READ = {
     "allowed_token_ids": integers,
     "peers": words,
 }
+# How much of a GPU's memory JAX takes; it reads this when it first uses one.
+_JAX_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _OF_MANY = ("n", "logprobs", "prompt_logprobs")
 _NEED_TEMPERATURE = ("top_p", "top_k", "min_p", "seed", "drafting", "verifier")
 _NEED_DRAFTS = ("draft_model", "num_nextn_layers", "drafting", "adaptive_depth")
@@ -200,6 +202,8 @@ def llm_options(args: argparse.Namespace, report: Reporter, completions: int) ->
     found = engine_options(args, completions)
     if found.get("compile_cache", "") is None:
         forget_compile_cache()
+    if (share := found.get("memory_fraction")) is not None:
+        os.environ.setdefault(_JAX_SHARE, f"{share:g}")
     with report.phase("import jax"):
         import mtp_jax.api.llm  # noqa: F401
         from mtp_jax.model.sharding import make_mesh
@@ -244,7 +248,7 @@ def ready(report: Reporter, llm: "LLM") -> None:
     report.ready(
         f"{c.num_hidden_layers} layers and {layers} in {engine.dtype}, "
         f"{depth(llm)}, {cache} for {pages * engine.page_size:,} tokens, "
-        f"{engine.max_num_seqs} at a time"
+        f"{engine.max_num_seqs} at a time{f' ({llm.room})' if llm.room else ''}"
     )
 
 

@@ -18,6 +18,7 @@ from mtp_jax.commands.parser import (
 )
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.planning.fit import MEMORY_FRACTION
 from mtp_jax.planning.hardware import GPUS
 
 if TYPE_CHECKING:
@@ -66,6 +67,13 @@ def _add_hardware(parser: Parser) -> None:
     group = parser.add_argument_group("hardware")
     group.add_argument("--gpu", default="h200", metavar="NAME", help=f"{', '.join(GPUS)} (default: h200)")
     group.add_argument("--gpus", type=positive, default=8, metavar="N", help="how many in all (default: 8)")
+    group.add_argument(
+        "--memory-fraction",
+        type=positive_number,
+        default=MEMORY_FRACTION,
+        metavar="F",
+        help=f"share of their memory that is used (default: {MEMORY_FRACTION:g})",
+    )
     group.add_argument(
         "--hosts",
         type=positive,
@@ -178,4 +186,5 @@ def _deployment(args: argparse.Namespace, cfg: ModelConfig) -> "Deployment":
         context=args.context,
         cache="bfloat16" if args.kv_cache_dtype == "auto" else "fp8",
         exchange=auto if args.exchange == "auto" else args.exchange,
+        memory_fraction=args.memory_fraction,
     )

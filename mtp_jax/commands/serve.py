@@ -156,7 +156,7 @@ def summary(allm: "AsyncLLM", settings: "Settings", address: str) -> str:
         "model": f"{settings.model_name}: {'SIMULATED, no weights' if allm.llm.simulated else what}",
         "drafts": drafts,
         "cache": f"{tokens:,} tokens, {tokens / c.max_model_len:.1f} requests of {c.max_model_len:,}; "
-        f"prefixes {kept_prefixes}",
+        f"prefixes {kept_prefixes}" + (f" ({allm.llm.room})" if allm.llm.room else ""),
         "slots": f"{c.max_num_seqs}; up to {allm.admission.max_requests} requests wait",
         "programs": f"{len(first)} before serving, {len(rest)} smaller ones while it is idle; {kept}",
         "address": f"{address} once it is ready; {who}{only}",

@@ -9,7 +9,6 @@ tokens up to its end alone, and is all that a sequence needs to go on from it.
 
 import itertools
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,6 +23,7 @@ from mtp_jax.decode.expert_counts import ExpertCounts, no_counts, taken
 from mtp_jax.decode.host import ExpertLayout, SamplingState, SlotRow
 from mtp_jax.decode.sampling import neutral_state
 from mtp_jax.errors import ConfigError
+from mtp_jax.machine import memory_size
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.cache import LayerCache, empty_cache
 from mtp_jax.model.config import ModelConfig
@@ -146,11 +146,6 @@ def abstract_state(
         return state
     over_data = NamedSharding(mesh, partition("slots"))
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=over_data), state)
-
-
-def memory_size() -> int:
-    """Bytes of memory that this computer has."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def empty_state(abstract: State) -> State:

@@ -43,6 +43,16 @@ class EngineOptions:
         unset="enough for every slot at max_model_len",
         metavar="N",
     )
+    memory_fraction: float | None = option(
+        None,
+        "share of the device's memory that may be taken: the cache gets what weights and programs leave",
+        kind=float,
+        low=0,
+        above=True,
+        high=1,
+        unset="num_pages decides",
+        metavar="F",
+    )
     prefill_chunk: int = option(
         256,
         "most prompt tokens that a step takes along",
@@ -155,6 +165,11 @@ class EngineOptions:
             raise ConfigError(
                 f"host_cache_gib = {self.host_cache_gib}, but prefix_cache = False keeps no pages; set it to "
                 "0, or prefix_cache to True"
+            )
+        if self.memory_fraction is not None and self.num_pages is not None:
+            raise ConfigError(
+                f"memory_fraction = {self.memory_fraction:g} and num_pages = {self.num_pages} both say how "
+                "large the cache is; leave one of them out"
             )
         if self.suffix_drafts and not self.num_speculative_tokens:
             raise ConfigError(

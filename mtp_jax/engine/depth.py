@@ -5,6 +5,7 @@ yields. Depth 0 takes part, so speculation stops where it does not pay. Every de
 wrong choice costs time only. docs/architecture.md has the model and the exploration rule.
 """
 
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -103,27 +104,37 @@ class Costs:
     """Seconds of one bucket's steps, by depth, relative to the machine's pace.
 
     The pace is what the incumbent's newest steps took, relative to its cost. A slow spell of the machine
-    moves the pace alone.
+    moves the pace alone. The first steps of a new incumbent are read against the pace of the one before, and
+    renew its cost: where two depths take turns as the incumbent, neither is ever probed.
     """
 
     def __init__(self, policy: DepthPolicy) -> None:
         def window() -> deque[float]:
             return deque(maxlen=policy.kept)
 
+        self._policy = policy
         self._seen: defaultdict[int, deque[float]] = defaultdict(window)
         self._cost: dict[int, float] = {}  # median logarithms
         self._paces, self._pace = window(), 0.0
-        self._settled: set[int] = set()
         self._waited: dict[int, float] = {}
+        # Steps so far, and how many they were when each depth was last measured with settled caches.
+        self._steps, self._settled = 0, dict[int, int]()
+        # The incumbent that sets the pace, and how many of its next steps renew its cost first.
+        self._pacer: int | None = None
+        self._renewals = 0
         self.incumbent: int | None = None
 
     def known(self, depth: int) -> bool:
         """Whether the depth has been measured at all."""
         return depth in self._cost
 
-    def settled(self, depth: int) -> bool:
-        """Whether it has been measured with settled caches, while serving or in warm-up."""
-        return depth in self._settled
+    def fresh(self, depth: int) -> bool:
+        """Whether it has been measured with settled caches, while serving or in warm-up, and not long ago.
+
+        That is within as many steps as ``kept`` measurements span if there is one in every ``memory`` steps.
+        """
+        since = self._steps - self._settled.get(depth, -math.inf)
+        return since < self._policy.kept * self._policy.memory
 
     def seconds(self, depth: int) -> float:
         """What a step takes at the present pace."""
@@ -140,13 +151,26 @@ class Costs:
         self._waited[depth] = 0.0
         if not self.known(depth):
             self._learn(depth, log(seconds) - self._pace)
-        elif settled and depth == self.incumbent:
+        elif settled and depth == self.incumbent and not self._renews(depth):
             self._paces.append(log(seconds) - self._cost[depth])
             self._pace = median(self._paces)
         elif settled:
             self._learn(depth, log(seconds) - self._pace)
+        self._steps += 1
         if settled:
-            self._settled.add(depth)
+            self._settled[depth] = self._steps
+
+    def _renews(self, incumbent: int) -> bool:
+        """Whether a settled step of the incumbent is one of the first since another depth was that.
+
+        As many as a probe measures: their median over several turns is right, though the pace may change with
+        one of them.
+        """
+        if incumbent != self._pacer:
+            self._renewals = 0 if self._pacer is None else self._policy.block // 2
+            self._pacer = incumbent
+        self._renewals -= 1
+        return self._renewals >= 0
 
     def _learn(self, depth: int, level: float) -> None:
         self._seen[depth].append(level)
@@ -168,6 +192,11 @@ class DepthController:
         # Recent seconds: all, those with a known cost at depth 0, and what their tokens take at depth 0.
         self._took = self._covered = self._plain = 0.0
 
+    def forget(self) -> None:
+        """Forget all costs: the next steps measure every depth anew."""
+        self._costs.clear()
+        self._took = self._covered = self._plain = 0.0
+
     def costs(self, key: _Key) -> Costs:
         """The book of the key's bucket."""
         return self._costs[key.bucket]
@@ -184,7 +213,7 @@ class DepthController:
         if seconds > 0:  # the clock may be too coarse for a tiny step
             costs.add(key.depth, seconds, self._row > self.policy.block // 2)
         self._yield.add(key.depth, depths, rows)
-        if emitted := sum(row[2] for row in rows):
+        if any(depths) and (emitted := sum(row[2] for row in rows)):
             self._compare(costs, key.depth, seconds, emitted / len(rows))
 
     def _compare(self, costs: Costs, depth: int, seconds: float, tokens: float) -> None:
@@ -192,17 +221,18 @@ class DepthController:
         self._took = self._took * fade + seconds
         self._covered *= fade
         self._plain *= fade
-        if costs.settled(0) and costs.known(depth):
+        if costs.fresh(0) and costs.known(depth):
             self._covered += seconds
-            # At depth 0 a step counts as itself, whatever became of its tokens.
-            gain = tokens * costs.seconds(0) / costs.seconds(depth) if depth else 1
+            # At depth 0 a step counts as itself, whatever became of its tokens. No deeper step takes less.
+            gain = tokens * min(costs.seconds(0) / costs.seconds(depth), 1) if depth else 1
             self._plain += seconds * gain
 
     @property
     def speedup(self) -> float | None:
         """Seconds that recent tokens would have taken at depth 0, over the seconds they took.
 
-        None while depth 0 is measured for less than half of the time. Any thread may ask.
+        Steps all of whose rows forbid drafts do not count. At most the tokens per step of the others. None
+        while depth 0 has not been measured lately for half of the time. Any thread may ask.
         """
         took, covered, plain = self._took, self._covered, self._plain
         return plain / covered if covered and covered >= took / 2 else None

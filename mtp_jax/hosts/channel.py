@@ -1,6 +1,6 @@
 """One connection of the launch log: numbered messages both ways, and a sign of life every few seconds.
 
-uint32 bytes of body | uint8 packed | uint64 number | body
+uint32 bytes of body | uint8 packed | uint64 number | body | tag of all that stands before it
 """
 
 import contextlib
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mtp_jax.decode.launches import Launch
+from mtp_jax.handshake import TAG, Seals
 from mtp_jax.hosts.codec import decode, encode
 from mtp_jax.hosts.messages import Alive, LogError, Message
 
@@ -36,12 +37,13 @@ class Channel:
     def __init__(
         self,
         sock: socket.socket,
+        seals: Seals,
         got: Callable[[Message | Launch[Any]], None],
         lost: Callable[[str], None],
     ) -> None:
         sock.setblocking(True)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._sock, self._got, self._lost = sock, got, lost
+        self._sock, self._seals, self._got, self._lost = sock, seals, got, lost
         self._sending, self._sent, self._received = threading.Lock(), 0, 0
         self._closed = threading.Event()
         self._readable = select.poll()
@@ -60,7 +62,8 @@ class Channel:
     def send_body(self, packed: bool, body: bytes) -> None:
         """Send what ``prepared`` made. Raises OSError."""
         with self._sending:
-            self._sock.sendall(_HEAD.pack(len(body), packed, self._sent) + body)
+            head = _HEAD.pack(len(body), packed, self._sent)
+            self._sock.sendall(b"".join((head, body, self._seals.sent.next(head, body))))
             self._sent += 1
 
     def finish(self) -> None:
@@ -92,18 +95,21 @@ class Channel:
                 message = self._next()
                 if not isinstance(message, Alive):
                     self._got(message)
-        except (OSError, LogError, ValueError) as error:
+        except Exception as error:  # whatever it is, nothing more is read
             if not self._closed.is_set():
-                self._lost(str(error))
+                known = isinstance(error, OSError | LogError)
+                self._lost(str(error) if known else f"{type(error).__name__}: {error}")
         finally:
             self.close()
 
     def _next(self) -> Message | Launch[Any]:
-        size, packed, number = _HEAD.unpack(self._exactly(_HEAD.size))
+        size, packed, number = _HEAD.unpack(head := self._exactly(_HEAD.size))
         if number != self._received:
             raise LogError(f"message {number} came where {self._received} was due")
         self._received += 1
         body = self._exactly(size)
+        if not self._seals.received.check(self._exactly(TAG), head, body):
+            raise LogError("a message that the other end did not send in this form")
         if packed:
             unpacking = zlib.decompressobj()
             try:

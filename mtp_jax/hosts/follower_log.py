@@ -1,6 +1,7 @@
 """A follower's side of the launch log: what the leader says, in order."""
 
 import queue
+import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -8,7 +9,7 @@ from typing import Any, TypeVar
 
 from mtp_jax.decode.launches import Launch
 from mtp_jax.errors import ConfigError
-from mtp_jax.handshake import Refused, greet
+from mtp_jax.handshake import Refused, Seals, greet
 from mtp_jax.hosts import messages
 from mtp_jax.hosts.channel import Channel
 from mtp_jax.hosts.leader_log import PURPOSE, RANK, wait_for_address
@@ -16,6 +17,7 @@ from mtp_jax.hosts.messages import LogError, Message
 from mtp_jax.hosts.options import Hosts
 
 _PROOF_SECONDS = 10.0
+_AGAIN_SECONDS = 0.1
 T = TypeVar("T")
 
 
@@ -26,17 +28,7 @@ class FollowerLog:
         """Connects, once the leader is there. Raises ConfigError."""
         self._lost, self._ended = lost, False
         self._inbox: queue.SimpleQueue[Message | Launch[Any]] = queue.SimpleQueue()
-        sock = wait_for_address(hosts.address, time.monotonic() + hosts.join_seconds)
-        try:
-            greet(sock, secret, PURPOSE, RANK.pack(hosts.rank), time.monotonic() + _PROOF_SECONDS)
-        except Refused as refused:
-            sock.close()
-            host, port = hosts.address
-            raise ConfigError(
-                f"rank 0 does not take rank {hosts.rank} at {host}:{port}: {refused}; give all ranks the "
-                "same secret, and each a rank of its own"
-            ) from refused
-        self._channel = Channel(sock, self._got, self._gone)
+        self._channel = Channel(*_joined(hosts, secret), self._got, self._gone)
         self._channel.start()
 
     def compare(self, mine: Mapping[str, str]) -> None:
@@ -87,3 +79,26 @@ class FollowerLog:
     def _gone(self, reason: str) -> None:
         if not self._ended:
             self._lost(f"rank 0 is lost: {reason}")
+
+
+def _joined(hosts: Hosts, secret: bytes) -> tuple[socket.socket, Seals]:
+    """A connection to the leader, which has taken this rank. Raises ConfigError.
+
+    One that is lost, or at which nothing is said, is tried again while there is time: many strangers at the
+    port may push it out before it has proved itself.
+    """
+    end = time.monotonic() + hosts.join_seconds
+    while True:
+        sock = wait_for_address(hosts.address, end)
+        try:
+            until = time.monotonic() + _PROOF_SECONDS
+            return sock, greet(sock, secret, PURPOSE, RANK.pack(hosts.rank), until)
+        except Refused as refused:
+            sock.close()
+            if refused.reason not in ("lost", "late") or time.monotonic() >= end:
+                host, port = hosts.address
+                raise ConfigError(
+                    f"rank 0 does not take rank {hosts.rank} at {host}:{port}: {refused}; give all ranks the "
+                    "same secret, and each a rank of its own"
+                ) from refused
+        time.sleep(_AGAIN_SECONDS)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from mtp_jax.decode.launches import Launch
+from mtp_jax.door import Door
 from mtp_jax.errors import ConfigError
 from mtp_jax.handshake import VARIABLE, Refused, welcome
 from mtp_jax.hosts import messages
@@ -21,11 +22,9 @@ from mtp_jax.hosts.options import Hosts
 
 T = TypeVar("T", bound=Message)
 _LOG = logging.getLogger(__name__)
-PURPOSE, RANK = b"mtp-jax log 3\n", struct.Struct("<I")
+PURPOSE, RANK = b"mtp-jax log 4\n", struct.Struct("<I")
 """What the handshake is for, and how a follower's rank is written in it."""
 _PROOF_SECONDS = 5.0  # in which a connection must have proved itself
-_SECRET_SECONDS = 10.0  # in which a rank with another secret may be followed by the one with ours
-_MOST_STRANGERS = 64  # connections that may be at it at a time
 
 
 class LeaderLog:
@@ -36,35 +35,32 @@ class LeaderLog:
         self._hosts, self._secret, self._lost = hosts, secret, lost
         self._channels: dict[int, Channel] = {}
         self._taken: set[int] = set()
-        # Of ranks that came with another secret: who it was, and when the wait for the right one ends.
-        self._refused: dict[int, tuple[str, float]] = {}
+        self._refused: dict[int, str] = {}  # who came as which rank with another secret, the last of each
         self._finished = False
         self._told: list[tuple[int, Message]] = []  # what followers said, to be waited for
         self._changed = threading.Condition()
         self._sending = threading.Lock()
-        self._strangers = threading.Semaphore(_MOST_STRANGERS)
         host, port = hosts.address
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            self._listener = socket.create_server((host, port), family=family)
+            listener = socket.create_server((host, port), family=family)
         except OSError as error:
             raise ConfigError(
                 f"the launch log cannot have {host}:{port}: {error.strerror}; the coordinator must be an "
                 "address of rank 0's host, or give another log_port"
             ) from error
+        self._door = Door(listener, self._prove, "log-proof")
 
     def join(self) -> None:
         """Wait for every follower. Raises ConfigError if they do not all come in time.
 
-        A missing rank that came with another secret is waited for a few seconds more: it may have been a
-        stranger's. What does not speak the log's protocol changes nothing.
+        Nothing that comes without the secret ends the wait: whoever it says it is, it may be a stranger.
         """
-        threading.Thread(target=self._accept, name="log-accept", daemon=True).start()
-        end = time.monotonic() + self._hosts.join_seconds
+        self._door.open()
         with self._changed:
-            while (reason := self._missing(end)) is None:
-                self._changed.wait(min([end, *self._ends()]) - time.monotonic())
-        self._close_listener()
+            self._changed.wait_for(lambda: not self._absent(), self._hosts.join_seconds)
+            reason = self._missing()
+        self._door.close()
         if reason:
             self.close(reason)
             raise ConfigError(reason)
@@ -72,26 +68,17 @@ class LeaderLog:
     def _absent(self) -> list[int]:
         return [rank for rank in range(1, self._hosts.hosts) if rank not in self._channels]
 
-    def _ends(self) -> list[float]:
-        return [self._refused[rank][1] for rank in self._absent() if rank in self._refused]
-
-    def _missing(self, end: float) -> str | None:
-        """Why the group does not come together, "" if it has; None while there is time."""
-        now, absent = time.monotonic(), self._absent()
-        for rank in absent:
-            peer, until = self._refused.get(rank, ("", end))
-            if peer and until <= now:
-                return (
-                    f"rank {rank} of {self._hosts.hosts} has another secret ({peer}); give all ranks the "
-                    f"same with --secret-file or {VARIABLE}"
-                )
-        if absent and end <= now:
-            return (
-                f"rank {', '.join(map(str, absent))} of {self._hosts.hosts} did not come in "
-                f"{self._hosts.join_seconds:g} s; start it with the same secret and coordinator = "
-                f"{self._hosts.coordinator}"
-            )
-        return None if absent else ""
+    def _missing(self) -> str:
+        """Why the group has not come together; "" if it has."""
+        absent = self._absent()
+        if not absent:
+            return ""
+        strangers = [(r, self._refused[r]) for r in absent if r in self._refused]
+        others = [f"{peer} came as rank {rank} with another secret" for rank, peer in strangers]
+        late = f"did not come in {self._hosts.join_seconds:g} s"
+        how = f"start it with coordinator = {self._hosts.coordinator} and the same secret"
+        which = f"rank {', '.join(map(str, absent))} of {self._hosts.hosts}"
+        return "; ".join([f"{which} {late}", *others, f"{how} (--secret-file, or {VARIABLE})"])
 
     def compare(self, mine: Mapping[str, str]) -> None:
         """Check that all followers are about to do the same. Raises ConfigError for the first difference."""
@@ -127,7 +114,7 @@ class LeaderLog:
 
     def close(self, reason: str) -> None:
         """End the connections, and say why."""
-        self._close_listener()
+        self._door.close()
         if self._sending.acquire(timeout=0.2):  # whoever has it may be stuck
             for channel in self._channels.values():
                 with suppress(OSError):
@@ -166,49 +153,46 @@ class LeaderLog:
 
     # Those who come
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, (host, port, *_) = self._listener.accept()
-            except OSError:
-                return  # closed
-            if not self._strangers.acquire(blocking=False):
-                sock.close()
-                continue
-            prove = partial(self._prove, sock, f"{host}:{port}")
-            threading.Thread(target=prove, name="log-proof", daemon=True).start()
-
     def _prove(self, sock: socket.socket, peer: str) -> None:
         """Take a connection in if it is a follower that is missing; else drop it and go on waiting."""
+        given: list[int] = []
+
+        def take(claim: bytes) -> None:
+            if not self._door.proved(sock):
+                raise Refused("lost", "others came")
+            given.append(self._take(claim))
+
         try:
             end = time.monotonic() + _PROOF_SECONDS
-            (rank,) = RANK.unpack(welcome(sock, self._secret, PURPOSE, RANK.size, end, self._take))
-            channel = Channel(sock, partial(self._got, rank), partial(self._gone, rank))
+            claim, seals = welcome(sock, self._secret, PURPOSE, RANK.size, end, take)
+            (rank,) = RANK.unpack(claim)
+            channel = Channel(sock, seals, partial(self._got, rank), partial(self._gone, rank))
             with self._changed:
                 self._channels[rank] = channel
                 self._changed.notify_all()
             channel.start()
         except Refused as refused:
             sock.close()
+            with self._changed:
+                self._taken.difference_update(given)  # it was lost meanwhile, and may come again
             _LOG.warning("launch log: dropped a connection from %s: %s", peer, refused)
             if refused.reason == "secret" and refused.claim is not None:
                 self._note(peer, *RANK.unpack(refused.claim))
-        finally:
-            self._strangers.release()
 
     def _note(self, peer: str, rank: int) -> None:
         """Somebody who speaks the log's protocol came as this rank, with another secret."""
         with self._changed:
             if rank not in self._absent():
                 return
-            _LOG.error(
-                "launch log: wrong secret from %s, which says it is rank %d: the start ends unless that rank "
-                "comes with the right one in %g s", peer, rank, _SECRET_SECONDS,
-            )  # fmt: skip
-            self._refused.setdefault(rank, (peer, time.monotonic() + _SECRET_SECONDS))
-            self._changed.notify_all()
+            if rank not in self._refused:
+                _LOG.error(
+                    "launch log: wrong secret from %s, which says it is rank %d; that rank is waited for",
+                    peer,
+                    rank,
+                )
+            self._refused[rank] = peer
 
-    def _take(self, claim: bytes) -> None:
+    def _take(self, claim: bytes) -> int:
         """Give a rank to the one who knows the secret and asks first. Raises Refused."""
         (rank,) = RANK.unpack(claim)
         with self._changed:
@@ -218,11 +202,7 @@ class LeaderLog:
             if rank in self._taken:
                 raise Refused("config", f"rank {rank} is there already", claim)
             self._taken.add(rank)
-
-    def _close_listener(self) -> None:
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # close alone does not wake who accepts
-        self._listener.close()
+        return rank
 
 
 def wait_for_address(address: tuple[str, int], end: float) -> socket.socket:

@@ -5,6 +5,7 @@ Released DeepSeek checkpoints write ``rope_theta`` + ``rope_scaling`` + ``torch_
 """
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable
@@ -48,7 +49,7 @@ def missing_folder(path: Path) -> str:
     message = f"{path} is not a directory; name one with config.json and safetensors"
     if _HUB_NAME.fullmatch(str(path)):
         message += f". Nothing is downloaded here: hf download {path} --local-dir DIR, then name DIR"
-    return message + _gguf_hint([path] if path.is_file() else [])
+    return message + _gguf_hint([path] if os.path.isfile(path) else [])
 
 
 def _gguf_hint(files: Iterable[Path]) -> str:
@@ -64,7 +65,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as e:
         message = f"{path} does not exist; a model directory holds config.json and safetensors"
-        if not path.parent.is_dir():
+        if not os.path.isdir(path.parent):
             raise ConfigError(missing_folder(path.parent)) from e
         raise ConfigError(message + _gguf_hint(path.parent.iterdir())) from e
     except (OSError, ValueError, RecursionError) as e:

@@ -35,6 +35,22 @@ def make_mesh(data: int, model: int) -> Mesh:
     return jax.make_mesh((data, model), ("data", "model"), (AxisType.Auto, AxisType.Auto), devices=devices)
 
 
+def with_auto_axes(mesh: Mesh | None) -> Mesh | None:
+    """The same devices and axes, of the type that XLA partitions over: ``jax.make_mesh`` makes Explicit ones.
+
+    Raises ConfigError for other axes than data and model.
+    """
+    if mesh is None:
+        return None
+    _check_axes(mesh)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def _check_axes(mesh: Mesh | AbstractMesh) -> None:
+    if set(mesh.axis_names) != {"data", "model"}:
+        raise ConfigError(f"mesh axes are {mesh.axis_names}; expected ('data', 'model'), as make_mesh gives")
+
+
 def partition(*axes: str | None) -> PartitionSpec:
     """The PartitionSpec of an array with these logical axes."""
     return PartitionSpec(*(RULES[a] for a in axes))
@@ -77,8 +93,7 @@ def check_divisible(cfg: ModelConfig, mesh: Mesh | AbstractMesh | None) -> None:
     """Raise ConfigError if a sharded dimension of the model does not divide over the mesh."""
     if mesh is None:
         return
-    if set(mesh.axis_names) != {"data", "model"}:
-        raise ConfigError(f"mesh axes are {mesh.axis_names}; expected ('data', 'model'), as make_mesh gives")
+    _check_axes(mesh)
     for spec in jax.tree.leaves(param_specs(cfg), is_leaf=lambda x: isinstance(x, Spec)):
         for size, axis in zip(spec.shape, spec.axes, strict=True):
             devices = ways(axis, mesh)

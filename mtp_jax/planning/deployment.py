@@ -5,7 +5,7 @@ from typing import Literal
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.planning.fit import IMBALANCE
+from mtp_jax.planning.fit import IMBALANCE, MEMORY_FRACTION
 from mtp_jax.planning.hardware import Gpu, Rate
 from mtp_jax.planning.weights import Storage
 
@@ -38,6 +38,7 @@ class Deployment:
         redundant: second copies of experts.
         imbalance: rows of experts of the busiest GPU over the mean.
         exchange: how rows reach their experts.
+        memory_fraction: the share of a GPU's memory that is used.
         micro_batches: 2: one half is computed while the other is exchanged.
     """
 
@@ -56,6 +57,7 @@ class Deployment:
     redundant: int = 0
     imbalance: float = IMBALANCE
     exchange: Exchange = "all-to-all"
+    memory_fraction: float = MEMORY_FRACTION
     micro_batches: int = 1
 
     def __post_init__(self) -> None:
@@ -114,6 +116,7 @@ def _check(d: Deployment) -> None:
 
     for name in ("requests", "context"):
         need(getattr(d, name) >= 1, f"{name} = {getattr(d, name)}; expected 1 or more")
+    need(0 < d.memory_fraction <= 1, f"memory_fraction = {d.memory_fraction:g}; expected above 0, at most 1")
     limit = c.max_position_embeddings
     need(d.context <= limit, f"context = {d.context}; the model has positions for {limit}")
     need(0 <= d.depth <= 8, f"depth = {d.depth}; expected 0 to 8 drafts")

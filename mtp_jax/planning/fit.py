@@ -59,6 +59,6 @@ IMBALANCE = 1.3
 # Of the peak in products of prompts. SGLang reads 52,300 tokens/s of 2k prompts on 8 H100 (``published``).
 PREFILL = 0.28
 
-# Of a GPU's memory: what is left free, and what activations, buffers of collectives, CUDA and code take. An
-# allowance; a step of this engine has less than 0.3 GiB of activations (docs/kernels.md).
-FREE_SHARE, OVERHEAD = 0.06, 4e9
+# Of a GPU's memory: the share that is used, and what activations, buffers of collectives, CUDA and code take
+# of it. An allowance; a step of this engine has less than 0.3 GiB of activations (docs/kernels.md).
+MEMORY_FRACTION, OVERHEAD = 0.94, 4e9

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from mtp_jax.model.room import Room
 from mtp_jax.planning.deployment import Deployment
-from mtp_jax.planning.fit import FREE_SHARE, OVERHEAD
+from mtp_jax.planning.fit import OVERHEAD
 from mtp_jax.planning.weights import Block, merge, nextn, table, tables, trunk
 
 _GIB = 2**30
@@ -14,32 +15,28 @@ class Memory:
     """Bytes of one GPU.
 
     Attributes:
-        total: its memory.
-        weights: its share of the weights, the NextN layers' if anything is drafted.
-        experts: of these, routed experts.
-        overhead: what activations, buffers and code take, and what is left free.
+        of: all of it: the weights, the NextN layers' if anything is drafted, and what programs take.
+        experts: of the weights, routed experts.
         per_token: cache of a token, in all layers.
         groups: groups of GPUs, each with a cache for requests of its own.
         context: cached tokens of a request.
     """
 
-    total: float
-    weights: float
+    of: Room
     experts: float
-    overhead: float
     per_token: int
     groups: int
     context: int
 
     @property
-    def room(self) -> float:
-        """Bytes for the cache; negative if not even the weights fit."""
-        return self.total - self.overhead - self.weights
+    def overhead(self) -> float:
+        """What programs take, and what is left free."""
+        return (1 - self.of.fraction) * self.of.total + self.of.programs
 
     @property
     def tokens(self) -> int:
         """Tokens that all groups together can cache."""
-        return max(int(self.room / self.per_token), 0) * self.groups
+        return self.of.holds(self.per_token) * self.groups
 
     @property
     def requests(self) -> int:
@@ -49,7 +46,7 @@ class Memory:
     @property
     def needed(self) -> float:
         """The least that must be there: weights, overhead and one request's cache."""
-        return self.weights + self.overhead + self.per_token * self.context
+        return self.of.taken + self.overhead + self.per_token * self.context
 
 
 def memory(d: Deployment) -> Memory:
@@ -63,12 +60,10 @@ def memory(d: Deployment) -> Memory:
     experts = sum(b.expert * (b.experts + d.redundant) for b in layers if b.experts) / d.gpus
     merges = len(c.nextn_moe) * merge(c).nbytes(d.storage.others) if drafts else 0
     vocabulary = tables(c) * table(c).nbytes(d.storage.others) / d.model
-    total = d.gpu.memory
+    weights = of(layers) + merges + vocabulary + c.hidden_size * 4
     return Memory(
-        total=total,
-        weights=of(layers) + merges + vocabulary + c.hidden_size * 4,
+        of=Room(d.gpu.memory, d.memory_fraction, weights, OVERHEAD),
         experts=experts * d.storage.experts.bytes,
-        overhead=FREE_SHARE * total + OVERHEAD,
         per_token=d.cache_bytes,
         groups=d.data,
         context=d.context,
@@ -78,9 +73,9 @@ def memory(d: Deployment) -> Memory:
 def misfit(d: Deployment) -> str | None:
     """Why a deployment does not fit, with what it needs; None if at least one request does."""
     m = memory(d)
-    if m.needed <= m.total:
+    if m.needed <= m.of.total:
         return None
-    sizes = (m.needed, m.total, m.weights, m.overhead, m.per_token * d.context)
+    sizes = (m.needed, m.of.total, m.of.taken, m.overhead, m.per_token * d.context)
     needed, total, weights, overhead, cache = (f"{n / _GIB:.1f}" for n in sizes)
     return (
         f"{d.gpus} x {d.gpu.name.upper()}: needs {needed} GiB per GPU, has {total}: weights {weights}, "

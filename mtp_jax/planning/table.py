@@ -116,11 +116,12 @@ class Plan:
 
 def _memory(m: Memory) -> dict[str, Any]:
     return {
-        "bytes_per_gpu": m.total,
-        "weights": m.weights,
+        "bytes_per_gpu": m.of.total,
+        "memory_fraction": m.of.fraction,
+        "weights": m.of.taken,
         "experts": m.experts,
         "overhead": m.overhead,
-        "cache": m.room,
+        "cache": m.of.bytes,
         "cache_bytes_per_token": m.per_token,
         "cache_tokens": m.tokens,
         "requests": m.requests,

@@ -36,7 +36,7 @@ def _header(plan: Plan, name: str) -> list[str]:
 def _memory(name: str, m: Memory) -> str:
     """Experts are part of the weights; the reserve is for activations, buffers and code, too."""
     total, weights, experts, overhead, room = (
-        f"{n / _GIB:.1f}" for n in (m.total, m.weights, m.experts, m.overhead, m.room)
+        f"{n / _GIB:.1f}" for n in (m.of.total, m.of.taken, m.experts, m.overhead, m.of.bytes)
     )
     sizes = f"{total:>6}{weights:>8}{f'({experts})':>9}{overhead:>8}{room:>6}"
     return f"{name:<16}{sizes}{m.per_token:>12,}{m.tokens:>12,}{m.requests:>9,}"

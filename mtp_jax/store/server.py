@@ -2,7 +2,6 @@
 
 import logging
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,11 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mtp_jax.store.page import Page, checksum
+from mtp_jax.door import Door, end
+from mtp_jax.store.page import Page
 from mtp_jax.store.wire import Connection, PeerError, field, welcome
 
 _LOG = logging.getLogger(__name__)
-_MOST_CONNECTIONS = 64
+_MOST_MEMBERS = 64
 _GREETING_SECONDS = 5.0
 _LONGEST_SECONDS = 600.0
 
@@ -55,67 +55,51 @@ class PageServer:
     ) -> None:
         """listener: bound. identity: what the pages depend on now. pages: called on a connection's thread."""
         self.sent, self.failures = 0, Counter[str]()
-        self._listener, self._secret, self._most_bytes = listener, secret, 4 * most_tokens
+        self._secret, self._most_bytes = secret, 4 * most_tokens
         self._identity, self._pages = identity, pages
-        self._places = threading.Semaphore(_MOST_CONNECTIONS)
-        self._open: set[socket.socket] = set()
-        self._closing = False
-        self._thread = threading.Thread(target=self._accept, name="peers", daemon=True)
+        self._members: set[socket.socket] = set()
+        self._door = Door(listener, self._serve, "peer")
 
     def start(self) -> None:
         """Begin to listen."""
-        self._listener.listen(_MOST_CONNECTIONS)
-        self._thread.start()
+        self._door.open()
 
     def stop(self) -> None:
         """Close every connection."""
-        self._closing = True
-        for connected in (self._listener, *self._open):
-            with suppress(OSError):
-                connected.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self._door.close()
+        for member in [*self._members]:
+            end(member)
 
-    def _accept(self) -> None:
-        while not self._closing:
-            try:
-                connected, _ = self._listener.accept()
-            except OSError:
-                if not self._closing:
-                    time.sleep(0.1)  # for want of file descriptors
-                continue
-            if not self._places.acquire(blocking=False):
-                self.failures["refused"] += 1
-                connected.close()
-                continue
-            self._open.add(connected)
-            threading.Thread(target=self._serve, args=(connected,), name="peer", daemon=True).start()
-
-    def _serve(self, connected: socket.socket) -> None:
+    def _serve(self, connected: socket.socket, peer: str) -> None:
         try:
             with connected:
-                self._answer(Connection(connected, time.monotonic() + _GREETING_SECONDS))
+                self._answer(connected, peer)
         except Exception:
             self.failures["error"] += 1
             _LOG.exception("a hand-over failed")
         finally:
-            self._open.discard(connected)
-            self._places.release()
+            self._members.discard(connected)
 
-    def _answer(self, connection: Connection) -> None:
+    def _answer(self, connected: socket.socket, peer: str) -> None:
         try:
             identity = self._identity()
-            welcome(connection, self._secret, identity)
+            connection = welcome(connected, self._secret, identity, time.monotonic() + _GREETING_SECONDS)
         except PeerError as error:  # who has not proved itself is told nothing
             self.failures[error.reason] += 1
-            _LOG.info("a connection was refused: %s", error)
+            _LOG.info("a connection from %s was refused: %s", peer, error)
             return
         try:
+            if not self._door.proved(connected):
+                raise PeerError("lost", "others came before it had proved itself")
+            self._members.add(connected)
+            if len(self._members) > _MOST_MEMBERS:
+                raise PeerError("refused", f"{_MOST_MEMBERS} hand-overs are under way")
             asked = self._read(connection)
             connection.deadline = asked.deadline
             for digest, page in self._pages(asked):
                 if self._identity() != identity:
                     raise PeerError("config", "the weights were replaced meanwhile")
-                about = {"digest": digest.hex(), "crc": checksum(page), "identity": identity}
+                about = {"digest": digest.hex(), "identity": identity}
                 parts = [np.ascontiguousarray(a).reshape(-1).view(np.uint8).data for a in page]
                 connection.send("page", about, parts)
                 self.sent += 1

@@ -2,9 +2,10 @@
 
     both:   the proofs of ``handshake``; the client's claim is a digest of its identity
     client: prefill {salt, first, seconds}, token ids
-    server: page {digest, crc, identity}, bytes, once per page; then end {}
+    server: page {digest, identity}, bytes, once per page; then end {}
 
-Identity is what pages depend on besides tokens. What follows the proofs is not encrypted.
+Identity is what pages depend on besides tokens. A message is two lengths, a header, bytes, and a tag of all
+of it. Nothing is encrypted.
 """
 
 import json
@@ -18,7 +19,7 @@ from typing import Any
 
 from mtp_jax import handshake
 
-_PURPOSE = b"mtp-jax pages 2\n"
+PURPOSE = b"mtp-jax pages 3\n"
 MOST_HEADER = 2**16
 _LENGTHS = struct.Struct("!II")
 _MOST_READ = 2**20
@@ -28,7 +29,8 @@ class PeerError(Exception):
     """A hand-over that did not come to its end.
 
     Attributes:
-        reason: "unreachable", "lost", "late", "secret", "config", "refused", "protocol" or "damaged".
+        reason: "unreachable", "lost", "late", "secret", "config", "refused", "protocol", "damaged" or
+            "skipped".
     """
 
     def __init__(self, reason: str, message: str = "") -> None:
@@ -37,15 +39,16 @@ class PeerError(Exception):
 
 
 class Connection:
-    """A socket on which every operation ends at the deadline at the latest. Raises PeerError.
+    """A socket whose other side has proved itself. Every operation ends at the deadline at the latest.
+
+    Raises PeerError.
 
     Attributes:
         deadline: ``time.monotonic()`` then.
-        socket: connected.
     """
 
-    def __init__(self, connected: socket.socket, deadline: float) -> None:
-        self.deadline, self.socket = deadline, connected
+    def __init__(self, connected: socket.socket, seals: handshake.Seals, deadline: float) -> None:
+        self.deadline, self._socket, self._seals = deadline, connected, seals
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, kind: str, header: dict[str, Any], parts: Sequence[Any] = ()) -> None:
@@ -54,10 +57,11 @@ class Connection:
         if len(text) > MOST_HEADER:
             raise PeerError("protocol", f"a header of {len(text)} bytes; at most {MOST_HEADER}")
         views = [memoryview(part).cast("B") for part in parts]
+        pieces = (_LENGTHS.pack(len(text), sum(map(len, views))), text, *views)
         try:
-            for piece in (_LENGTHS.pack(len(text), sum(map(len, views))), text, *views):
+            for piece in (*pieces, self._seals.sent.next(*pieces)):
                 self._wait()
-                self.socket.sendall(piece)
+                self._socket.sendall(piece)
         except TimeoutError as error:
             raise PeerError("late") from error
         except OSError as error:
@@ -65,11 +69,14 @@ class Connection:
 
     def receive(self, *kinds: str, most: int = 0) -> tuple[str, dict[str, Any], bytearray]:
         """A message of one of these kinds, with ``most`` bytes at most behind its header."""
-        length, size = _LENGTHS.unpack(self._read(_LENGTHS.size))
+        length, size = _LENGTHS.unpack(lengths := self._read(_LENGTHS.size))
         if length > MOST_HEADER or size > most:
             raise PeerError("protocol", f"a message of {length} and {size} bytes; at most {most}")
+        text, body = self._read(length), self._read(size)
+        if not self._seals.received.check(self._read(handshake.TAG), lengths, text, body):
+            raise PeerError("damaged", "a message that the other side did not send in this form")
         try:
-            header = json.loads(self._read(length))
+            header = json.loads(text)
             kind = header["kind"]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise PeerError("protocol", "a header that is no object with a kind") from error
@@ -77,7 +84,7 @@ class Connection:
             raise PeerError(header["reason"][:20])
         if kind not in kinds:
             raise PeerError("protocol", f"{kind!r:.40} where {' or '.join(kinds)} was expected")
-        return kind, header, self._read(size)
+        return kind, header, body
 
     def _read(self, size: int) -> bytearray:
         found = bytearray(size)
@@ -85,7 +92,7 @@ class Connection:
         try:
             while at < size:
                 self._wait()
-                count = self.socket.recv_into(view[at : at + _MOST_READ])
+                count = self._socket.recv_into(view[at : at + _MOST_READ])
                 if not count:
                     raise PeerError("lost", "the connection ended in the midst of a message")
                 at += count
@@ -99,7 +106,7 @@ class Connection:
         left = self.deadline - time.monotonic()
         if left <= 0:
             raise PeerError("late")
-        self.socket.settimeout(left)
+        self._socket.settimeout(left)
 
 
 def field(header: dict[str, Any], name: str, kind: type) -> Any:
@@ -110,13 +117,14 @@ def field(header: dict[str, Any], name: str, kind: type) -> Any:
     return value
 
 
-def greet(connection: Connection, secret: bytes, identity: str) -> None:
+def greet(connected: socket.socket, secret: bytes, identity: str, deadline: float) -> Connection:
     """The client's side of the proofs. identity: what the pages of this side depend on."""
     with _peer_errors():
-        handshake.greet(connection.socket, secret, _PURPOSE, _claim(identity), connection.deadline)
+        seals = handshake.greet(connected, secret, PURPOSE, _claim(identity), deadline)
+    return Connection(connected, seals, deadline)
 
 
-def welcome(connection: Connection, secret: bytes, identity: str) -> None:
+def welcome(connected: socket.socket, secret: bytes, identity: str, deadline: float) -> Connection:
     """The server's side of the proofs. Whoever does not know the secret is told nothing else."""
     mine = _claim(identity)
 
@@ -125,7 +133,8 @@ def welcome(connection: Connection, secret: bytes, identity: str) -> None:
             raise handshake.Refused("config", "the other model, weights or cache differ", claim)
 
     with _peer_errors():
-        handshake.welcome(connection.socket, secret, _PURPOSE, len(mine), connection.deadline, take)
+        _, seals = handshake.welcome(connected, secret, PURPOSE, len(mine), deadline, take)
+    return Connection(connected, seals, deadline)
 
 
 def _claim(identity: str) -> bytes:

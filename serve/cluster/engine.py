@@ -22,6 +22,8 @@ _LAST_ANSWERS_SECONDS = 0.5
 def llm_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of ``LLM`` for this process: its own mesh."""
     found = dict(options)
+    if (share := found.get("memory_fraction")) is not None:  # before JAX sees a GPU, and takes less
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{share:g}")
     if "mesh" in found:
         found["mesh"] = make_mesh(*found["mesh"])
     if found.get("compile_cache", "") is None:

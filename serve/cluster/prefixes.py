@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Any, Generic, TypeVar
 
+from pydantic_core import from_json
+
 # Of requests, in the order in which their texts stand in a prompt.
 _FIELDS = (
     "cache_salt",
@@ -24,6 +26,7 @@ _FIELDS = (
 )
 _PIECE = 256  # characters, some 64 tokens: a page of the cache
 _MOST_PIECES = 1024
+_MOST_READ = 2 * _PIECE * _MOST_PIECES  # bytes of a body: few prompts need more to fill the pieces
 _DIGEST_BYTES = 8
 _REMEMBERED = 100_000
 
@@ -33,11 +36,12 @@ _Replica = TypeVar("_Replica")
 def digests(body: bytes) -> tuple[bytes, ...]:
     """A digest per beginning of the prompt in a request's body, each 256 characters longer than the last.
 
-    Empty for what has no prompt, or a short one.
+    Empty for what has no prompt, or a short one. Of a long body only the beginning is looked at: the thread
+    that does so hands on all requests.
     """
     try:
-        fields = json.loads(body) if body else {}
-    except (ValueError, RecursionError):
+        fields = from_json(body[:_MOST_READ], allow_partial="trailing-strings") if body else {}
+    except ValueError:
         return ()
     if not isinstance(fields, dict):
         return ()

@@ -21,11 +21,12 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from mtp_jax import EngineStopped
+from serve.cluster.front import Front
 from serve.cluster.options import RayOptions
-from serve.cluster.prefixes import digests
 from serve.cluster.spec import EngineSpec
 from serve.errors import ApiError
 from serve.in_process import Call, Head, stream
+from serve.settings import Settings
 from serve.sse import event
 
 _LOG = logging.getLogger(__name__)
@@ -85,41 +86,21 @@ class Replica:
 class Ingress:
     """Hands requests on to replicas."""
 
-    def __init__(self, replicas: DeploymentHandle, max_body_bytes: int) -> None:
+    def __init__(self, replicas: DeploymentHandle, settings: Settings) -> None:
         """replicas: of ``Replica``."""
         self._replicas = replicas.options(stream=True, method_name="answer")
-        self._max_body_bytes = max_body_bytes
+        self._front = Front(settings)
 
     async def __call__(self, request: Request) -> Response:
         """One request."""
         try:
-            body = await self._body(request)
-            scope = request.scope
-            call = Call(
-                scope["method"],
-                scope["path"],
-                list(scope["headers"]),
-                body,
-                scope["query_string"],
-                scope.get("client"),
-                digests(body),
-            )
-            head, first, rest = await self._begin(call)
+            head, first, rest = await self._begin(await self._front.call(request))
         except ApiError as error:
-            return error.response(request.url.path)
+            return self._front.refused(request, error)
         response = StreamingResponse(_joined(head, first, rest), head.status)
         # Serve's proxy has given the request its name, and says it itself.
         response.raw_headers = [(name, value) for name, value in head.headers if name != _NAME_HEADER]
         return response
-
-    async def _body(self, request: Request) -> bytes:
-        """All of it. Raises ApiError: the replica would refuse it, but only once it is in memory."""
-        found = bytearray()
-        async for part in request.stream():
-            found += part
-            if len(found) > self._max_body_bytes:
-                raise ApiError(413, f"the body is larger than {self._max_body_bytes} bytes")
-        return bytes(found)
 
     async def _begin(self, call: Call) -> tuple[Head, bytes, Any]:
         """(head, first bytes, the others) of the answer of the first replica that lives to begin one.
@@ -196,4 +177,4 @@ def application(spec: EngineSpec, options: RayOptions, reserves: Mapping[str, fl
         max_ongoing_requests=spec.settings.max_connections,
         graceful_shutdown_timeout_s=spec.settings.drain_seconds + _LEAVING_SECONDS,
     )
-    return ingress.bind(replicas.bind(spec, reserves), spec.settings.max_body_bytes)
+    return ingress.bind(replicas.bind(spec, reserves), spec.settings)

@@ -47,7 +47,7 @@ def warming(programs, idle):
     engine: Any = SimpleNamespace(
         runner=programs, warm_up_keys=lambda: (["a", "b"], ["c", "d", "e"]), warm_up=lambda keys: None
     )
-    made = WarmUp(engine, idle, programs.warm.append)
+    made = WarmUp(engine, idle, programs.warm.append, lambda: programs.warm.append("ended"))
     yield made
     made.stop()
     programs.go.release(9)
@@ -78,7 +78,7 @@ def test_the_rest_is_compiled_while_idle_alone(warming, programs, idle, caplog):
         idle.set()
         until(lambda: not warming.running)
     assert programs.done == ["a", "b", "c", "d", "e"]
-    assert programs.warm == ["c", "d", "e"]
+    assert programs.warm == ["c", "d", "e", "ended"]
     assert warming.state == "ready"
     (said,) = [r.getMessage() for r in caplog.records if "programs are compiled" in r.getMessage()]
     assert said.startswith("5 programs are compiled: ")
@@ -112,6 +112,7 @@ def test_it_stops_waiting_when_it_is_closed(warming, programs):
     warming.stop()
     until(lambda: not warming.running)
     assert programs.done == ["a", "b"]
+    assert not programs.warm
 
 
 def test_what_does_not_compile_is_left_out(warming, programs, idle, caplog):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mtp_jax.checkpoint import load
+from mtp_jax.checkpoint import load, summarise
 from mtp_jax.checkpoint.folder import INDEX, open_folder
 from mtp_jax.errors import CheckpointError, ConfigError
 from tests.checkpoint.files import assert_same, copy_folder, read_raw, write_raw
@@ -113,3 +113,12 @@ def test_tensors_the_index_does_not_name_are_found(tmp_path: Path):
     del index["weight_map"][NORM]
     (folder / INDEX).write_text(json.dumps(index))
     assert_same(load(folder).params, load(model_dir("v3")).params)
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "a\0b"], ids=["too long", "a zero byte"])
+def test_a_name_that_no_folder_can_have(path: str):
+    for use in (load, summarise):
+        with pytest.raises(ConfigError, match=r"not readable JSON|is not a directory"):
+            use(path)
+    with pytest.raises(CheckpointError, match="is not a directory"):
+        open_folder(path)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,8 +12,20 @@ from hypothesis import strategies as st
 from mtp_jax.checkpoint import load
 from mtp_jax.checkpoint.folder import INDEX
 from mtp_jax.checkpoint.formats import may_be_narrow
-from mtp_jax.checkpoint.fp8 import dequantise, scale_shape
-from tests.checkpoint.files import assert_same, copy_folder, edit_json, read_folder, write_raw
+from mtp_jax.checkpoint.fp8 import blocks, dequantise, scale_shape
+from mtp_jax.checkpoint.update import read_update
+from mtp_jax.model.narrow import is_narrow, without_bits
+from mtp_jax.model.params import shapes
+from tests.checkpoint.files import (
+    Raw,
+    Tensors,
+    assert_same,
+    copy_folder,
+    edit_json,
+    edit_tensors,
+    read_folder,
+    write_raw,
+)
 from tests.golden import model_dir
 
 SHAPES = [(1, 1), (128, 128), (127, 129), (300, 200), (576, 130), (192, 256)]
@@ -37,7 +50,7 @@ def plainly(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
 def test_whole_weights(shape: tuple[int, int], dtype: type):
     weight, scale = random_fp8(shape)
     out = np.empty(shape, dtype)
-    dequantise(weight, scale, range(shape[0]), range(shape[1]), out)
+    dequantise(weight, scale, 0, range(shape[1]), out)
     np.testing.assert_array_equal(out, plainly(weight, scale).astype(dtype))
 
 
@@ -50,7 +63,8 @@ def test_any_rectangle(rows: list[int], columns: list[int]):
     weight, scale = random_fp8((300, 200))
     (top, bottom), (left, right) = sorted(rows), sorted(columns)
     out = np.empty((bottom - top, right - left), np.float32)
-    dequantise(weight, scale, range(top, bottom), range(left, right), out)
+    within = blocks(range(top, bottom))
+    dequantise(weight[top:bottom], scale[within.start : within.stop], top % 128, range(left, right), out)
     expected = weight.astype(np.float32) * scale.repeat(128, 0)[:300].repeat(128, 1)[:, :200]
     np.testing.assert_array_equal(out, expected[top:bottom, left:right])
 
@@ -58,7 +72,7 @@ def test_any_rectangle(rows: list[int], columns: list[int]):
 def test_every_code():
     weight = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).reshape(1, 256)
     out = np.empty((1, 256), np.float32)
-    dequantise(weight, np.ones((1, 2), np.float32), range(1), range(256), out)
+    dequantise(weight, np.ones((1, 2), np.float32), 0, range(256), out)
     np.testing.assert_array_equal(out, weight.astype(np.float32))
 
 
@@ -94,3 +108,27 @@ def test_scales_in_another_shard(tmp_path: Path):
     (folder / INDEX).write_text("{}")
     edit_json(folder / INDEX, weight_map=place)
     assert_same(load(folder).params, load(model_dir("fp8")).params)
+
+
+def test_scales_in_bfloat16(tmp_path: Path):
+    """Each value is one of float32: the same parameters, dequantised, kept, and as an update."""
+
+    def rounded(tensor: Raw) -> np.ndarray:
+        return np.frombuffer(tensor.data, "<f4").astype(ml_dtypes.bfloat16)
+
+    def narrow(tensors: Tensors) -> None:
+        for name in [n for n in tensors if n.endswith("_scale_inv")]:
+            tensors[name] = Raw("BF16", tensors[name].shape, rounded(tensors[name]).tobytes())
+
+    def wide(tensors: Tensors) -> None:
+        for name in [n for n in tensors if n.endswith("_scale_inv")]:
+            values = rounded(tensors[name]).astype("<f4")
+            tensors[name] = Raw("F32", tensors[name].shape, values.tobytes())
+
+    short = edit_tensors(model_dir("fp8"), tmp_path / "bf16", narrow)
+    long = edit_tensors(model_dir("fp8"), tmp_path / "f32", wide)
+    assert_same(load(short).params, load(long).params)
+    kept = load(long, narrow="keep")
+    read = jax.tree.map(without_bits, load(short, narrow="keep").params, is_leaf=is_narrow)
+    assert_same(read, jax.tree.map(without_bits, kept.params, is_leaf=is_narrow))
+    assert_same(read_update(kept.config, shapes(kept.params), short, dtype="float32"), read)

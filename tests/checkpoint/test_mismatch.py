@@ -83,14 +83,14 @@ TENSORS: dict[str, tuple[str, Callable[[Tensors], object], tuple[str, ...]]] = {
         "fp8",
         lambda t: t.update({SCALE: Raw("F32", [1, 1], bytes(4))}),
         (
-            f"model.safetensors: tensor {SCALE} is F32 [1, 1]; expected F32 [1, 2]",
+            f"model.safetensors: tensor {SCALE} is F32 [1, 1]; expected F32 or BF16 [1, 2]",
             "128x128 block of [40, 136]",
         ),
     ),
     "scale dtype": (
         "fp8",
-        lambda t: t.update({SCALE: Raw("BF16", [1, 2], bytes(4))}),
-        (f"tensor {SCALE} is BF16 [1, 2]; expected F32 [1, 2]",),
+        lambda t: t.update({SCALE: Raw("F16", [1, 2], bytes(4))}),
+        (f"tensor {SCALE} is F16 [1, 2]; expected F32 or BF16 [1, 2]",),
     ),
     "scale not finite": (
         "fp8",

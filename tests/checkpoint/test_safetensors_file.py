@@ -1,6 +1,9 @@
 """Damaged files: every kind is found before a tensor is read, and the message says where."""
 
+import gc
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from mtp_jax.checkpoint import safetensors_file
 from mtp_jax.checkpoint.safetensors_file import open_file
 from mtp_jax.errors import CheckpointError
 from tests.checkpoint.files import pack
@@ -79,8 +83,10 @@ def test_good_file(tmp_path: Path):
     tensors = open_file(path)
     assert list(tensors) == ["a", "b"]
     np.testing.assert_array_equal(tensors["a"].array(), np.frombuffer(DATA[:24], "<f4").reshape(2, 3))
-    assert bytes(tensors["b"].bytes()) == DATA[24:]
+    assert tensors["b"].array().tobytes() == DATA[24:]
     assert not tensors["a"].array().flags.writeable
+    np.testing.assert_array_equal(tensors["a"].array(range(1, 2)), tensors["a"].array()[1:])
+    assert tensors["a"].array(range(2, 2)).shape == (0, 3)
 
 
 def test_agrees_with_the_reference_library(tmp_path: Path):
@@ -98,13 +104,89 @@ def test_agrees_with_the_reference_library(tmp_path: Path):
         np.testing.assert_array_equal(tensors[name].array(), want)
 
 
-def test_file_that_shrinks_after_the_check(tmp_path: Path):
+def _truncated(path: Path) -> None:
+    path.write_bytes(GOOD[:-1])
+
+
+def _emptied(path: Path) -> None:
+    path.open("wb").close()
+
+
+def _written_anew(path: Path) -> None:
+    path.write_bytes(GOOD)
+    os.utime(path, ns=(0, 0))  # a time that it never had, however coarse the clock of files is
+
+
+CHANGES = [_truncated, _emptied, _written_anew]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_that_changes_after_it_was_opened(tmp_path: Path, change: Callable[[Path], None]):
     path = tmp_path / "x.safetensors"
     path.write_bytes(GOOD)
     tensor = open_file(path)["b"]
-    path.write_bytes(GOOD[:-1])
+    assert tensor.array().tobytes() == DATA[24:]
+    change(path)
     with pytest.raises(CheckpointError, match="changed while it was read"):
         tensor.array()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_that_changes_in_the_midst_of_a_read(tmp_path: Path, monkeypatch, change):
+    """The system gives some bytes, then somebody writes; mapped, the rest would end the process by SIGBUS."""
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(GOOD)
+    tensor, read, reads = open_file(path)["a"], os.preadv, []
+
+    def some(fd: int, buffers: list[memoryview], offset: int) -> int:
+        reads.append(offset)
+        if len(reads) == 2:
+            change(path)
+        return read(fd, [buffers[0][:10]], offset)
+
+    monkeypatch.setattr(os, "preadv", some)
+    with pytest.raises(CheckpointError, match="changed while it was read"):
+        tensor.array()
+    assert len(reads) > 1
+
+
+def test_a_header_that_is_truncated_while_it_is_checked(tmp_path: Path, monkeypatch):
+    """The library maps what it checks: that is not the file that others write to."""
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(GOOD)
+    checked = safetensors_file.safe_open
+
+    def truncated_first(*args: str) -> object:
+        _emptied(path)
+        return checked(*args)
+
+    monkeypatch.setattr(safetensors_file, "safe_open", truncated_first)
+    tensors = open_file(path)
+    assert list(tensors) == ["a", "b"]
+    with pytest.raises(CheckpointError, match="changed while it was read"):
+        tensors["a"].array()
+
+
+def test_another_file_of_the_same_name_changes_nothing(tmp_path: Path):
+    """What ``os.replace`` puts there is another file: the opened one is read to its end."""
+    path, new = tmp_path / "x.safetensors", tmp_path / "new"
+    path.write_bytes(GOOD)
+    tensor = open_file(path)["b"]
+    new.write_bytes(GOOD[:-1])
+    os.replace(new, path)
+    assert tensor.array().tobytes() == DATA[24:]
+
+
+def test_a_file_is_closed_when_nothing_refers_to_it(tmp_path: Path):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(GOOD)
+    tensors = open_file(path)
+    fd = tensors["a"].file._fd  # pyright: ignore
+    os.fstat(fd)
+    del tensors
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
 
 
 def test_a_directory_or_nothing_in_its_place(tmp_path: Path):

@@ -1,5 +1,6 @@
 """New values for a model in memory: all of them fit and are read, or there is one error."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -153,3 +154,20 @@ def _dequantised() -> Arrays:
             value = value * scale[: value.shape[0], : value.shape[1]]
         wide[name] = value
     return wide
+
+
+def test_files_that_a_trainer_writes_anew_meanwhile_refuse_the_update(loaded, tmp_path, monkeypatch):
+    """In place, which truncates them first: a mapped file would end the process."""
+    folder, read, reads = copy_folder(V3, tmp_path / "model"), os.preadv, []
+
+    def truncating(fd: int, buffers: list[memoryview], offset: int) -> int:
+        reads.append(offset)
+        if len(reads) == 40:  # in the midst of the tensors
+            for file in folder.glob("*.safetensors"):
+                os.truncate(file, 0)
+        return read(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", truncating)
+    with pytest.raises(CheckpointError, match="changed while it was read"):
+        update(loaded, folder)
+    assert len(reads) >= 40

@@ -12,9 +12,9 @@ from mtp_jax.commands import cli, ray_serve
 from mtp_jax.commands.on_ray import ray_options
 from mtp_jax.hosts.options import Hosts
 from serve import app
+from serve.access import OPEN_PATHS
 from serve.cluster import start
 from serve.cluster.options import RayOptions
-from serve.security import _OPEN_PATHS
 from tests import golden
 
 ROOT = Path(ray_serve.__file__).parents[2]
@@ -101,7 +101,7 @@ def test_engines_over_several_hosts(monkeypatch):
     (leader,) = template["leaderTemplate"]["spec"]["containers"]
     (worker,) = template["workerTemplate"]["spec"]["containers"]
     probes = {leader[key]["httpGet"]["path"] for key in leader if key.endswith("Probe")}
-    assert probes <= {*_OPEN_PATHS} <= {*app._GET}
+    assert probes <= {*OPEN_PATHS} <= {*app._GET}
     assert not [key for key in worker if key.endswith("Probe")]  # it has no server
     labels = template["leaderTemplate"]["metadata"]["labels"]
     assert found["Service"]["spec"]["selector"] == labels

@@ -2,10 +2,12 @@
 
 import json
 import random
+from typing import Any
 
 import pytest
 
 from mtp_jax.engine.pages import PagePool, extend_digests
+from serve.cluster import prefixes
 from serve.cluster.prefixes import Prefixes, digests
 
 A, B = "A long system prompt about cooking. " * 20, "Quite another one, about boats. " * 20
@@ -43,13 +45,27 @@ def test_what_has_no_prompt_has_no_digest(data):
     assert digests(data) == ()
 
 
-def test_text_that_is_not_valid_and_lists_of_tokens_have_digests():
-    assert len(digests(body(prompt="\udcff" * 512))) == 2
+def test_text_that_no_server_takes_has_none_and_lists_of_tokens_have_digests():
+    assert digests(body(prompt="\udcff" * 512)) == ()
     assert digests(body(prompt=list(range(1000))))[:3] == digests(body(prompt=list(range(2000))))[:3]
 
 
-def test_a_very_long_prompt_has_a_bounded_number():
+def test_a_very_long_prompt_has_a_bounded_number(monkeypatch):
+    """Half a MiB of a body is parsed at most, wherever that ends."""
+    sizes, parse = [], prefixes.from_json
+
+    def counting(data: bytes, **options: Any) -> Any:
+        sizes.append(len(data))
+        return parse(data, **options)
+
+    monkeypatch.setattr(prefixes, "from_json", counting)
     assert len(digests(body(prompt="x" * 2_000_000))) == 1024
+    said = [{"role": "user", "content": f"\u20ac {i}"} for i in range(150_000)]
+    for shift in range(12):
+        found = digests(body(pad="x" * shift, messages=said))
+        assert found == digests(body(messages=said))[: len(found)]
+        assert len(found) > 500
+    assert max(sizes) == 2**19
 
 
 def test_a_prefix_stays_where_it_went():

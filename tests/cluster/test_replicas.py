@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from mtp_jax import EngineStopped
 from serve.in_process import Call, Head
+from serve.settings import Settings
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
@@ -76,9 +77,11 @@ async def ask(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
+    scope["headers"] = [(b"host", b"localhost")]
     scope |= {"asgi": {"spec_version": "2.4"}}
-    response = await replicas.Ingress(handle, most)(Request(scope, receive))
+    settings = Settings("m", max_body_bytes=most)
+    response = await replicas.Ingress(handle, settings)(Request(scope, receive))
     error = None
     try:
         await response(scope, receive, send)

@@ -4,10 +4,14 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from mtp_jax.checkpoint import load
 from mtp_jax.errors import ConfigError
+from mtp_jax.model import trunk
+from mtp_jax.model.backend import backend
 from mtp_jax.model.params import Moe, param_specs
 from mtp_jax.model.sharding import (
     check_divisible,
@@ -17,7 +21,9 @@ from mtp_jax.model.sharding import (
     param_sharding,
     partition,
     sharded,
+    with_auto_axes,
 )
+from tests.golden import model_dir
 from tests.models import TINY, make_engine
 
 
@@ -89,6 +95,22 @@ def test_axes_must_be_named_data_and_model():
     mesh = jax.make_mesh((8,), ("x",), (jax.sharding.AxisType.Auto,))
     with pytest.raises(ConfigError, match="mesh axes are"):
         check_divisible(TINY, mesh)
+
+
+def test_a_mesh_of_jax_works_as_ours_does():
+    """``jax.make_mesh`` makes Explicit axes, which tracing refuses deep within."""
+    theirs, ours = jax.make_mesh((1, 2), ("data", "model"), devices=jax.devices()[:2]), make_mesh(1, 2)
+    assert with_auto_axes(theirs) == with_auto_axes(ours) == ours != theirs
+    assert backend(mesh=theirs).mesh == ours
+    model = load(model_dir("v3"), mesh=theirs)
+    assert all(leaf.sharding.mesh == ours for leaf in jax.tree.leaves(model.params))
+    tokens = jnp.array([[3, 1, 4, 1, 5]])
+    alone = load(model_dir("v3"))
+    got, want = (trunk.forward(m.params, m.config, tokens) for m in (model, alone))
+    np.testing.assert_allclose(got, want, atol=1e-4)
+    assert make_engine(mesh=theirs, max_num_seqs=2).shards == 1
+    with pytest.raises(ConfigError, match="mesh axes are"):
+        load(model_dir("v3"), mesh=jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]))
 
 
 def test_slots_must_divide_over_data():

@@ -53,6 +53,32 @@ def test_the_documentation_has_examples_of_each_kind():
     assert [s.startswith("error: 8 x H100: needs ") for _, s in EXAMPLES].count(True) == 1
 
 
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "Kimi-K2-Thinking", "GLM-4.5"])
+@pytest.mark.parametrize("fraction", ["0.94", "0.85"])
+def test_info_has_the_same_sum(tmp_path, plan, capsys, name, fraction):
+    """FP8, int4 and bfloat16, split over eight GPUs, with a cache that is whole on each."""
+    model = str(write(tmp_path, name))
+    both = "--gpus", "8", "--gpu", "h200", "--memory-fraction", fraction, "--json"
+    assert cli.main(["info", model, *both]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for kind in ("bfloat16", "fp8"):
+        cache = ["--kv-cache-dtype", "fp8"] if kind == "fp8" else []
+        *_, with_drafts = json.loads(plan(model, *both, *cache, "--mesh", "1x8"))["memory"]
+        # Scales of blocks that are cut off are counted by their share, in the plan.
+        assert found["cache_tokens_per_gpu"][kind] == pytest.approx(with_drafts["cache_tokens"], rel=1e-5)
+
+
+def test_info_tells_the_form_of_an_fp8_release(tmp_path, capsys):
+    model = str(write(tmp_path, "DeepSeek-V3"))
+    assert cli.main(["info", model, "--gpus", "16", "--gpu", "h200"]) == 0
+    told = capsys.readouterr().out
+    assert "686.1 GB as fp8" in told
+    assert "tokens as fp8: 0.94 of 140.4 GiB, less" in told
+    assert "with weights in fp8" in told
+    assert cli.main(["info", model, "--memory-fraction", "0.9"]) == 2
+    assert "name one with --gpu" in capsys.readouterr().err
+
+
 def test_the_documentation_has_every_option(plan, capsys):
     assert cli.main(["plan", "--help"]) == 0
     flags = set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) - {"--help"}

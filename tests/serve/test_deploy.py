@@ -13,7 +13,7 @@ import yaml
 import serve
 from mtp_jax.commands import cli
 from serve import app
-from serve.security import _OPEN_PATHS
+from serve.access import OPEN_PATHS
 from serve.settings import Settings
 from tests.serve.test_grafana import NAME
 
@@ -72,7 +72,7 @@ def test_kubernetes():
     assert cli.make_parser().parse_args([*entry(), *container["args"]])
     probes = [container[name]["httpGet"]["path"] for name in container if name.endswith("Probe")]
     assert probes == ["/ready", "/ready", "/health"]
-    assert {*probes} <= {*_OPEN_PATHS} <= {*app._GET}
+    assert {*probes} <= {*OPEN_PATHS} <= {*app._GET}
     assert pod["terminationGracePeriodSeconds"] > DRAIN
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
     (port,) = service["spec"]["ports"]

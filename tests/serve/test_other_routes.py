@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mtp_jax import SamplingParams
 from serve.openapi import BODIES
+from tests.tiny_tokenizer import EOS
 
 
 def test_generate_in_sglangs_shape(client, fresh):
@@ -145,6 +146,14 @@ def test_tokenize_and_detokenize(client):
     unknown = client.post("/detokenize", json={"tokens": [68, 160]})
     assert unknown.status_code == 400
     assert unknown.json()["error"]["message"] == "tokens has token 160; expected ids from 0 to 159"
+
+
+def test_text_that_spells_a_special_token_is_that_token(client):
+    """As docs/serving.md says, and shows how it is seen."""
+    assert client.get("/tokenizer_info").json()["eos_token"] == EOS
+    said = [{"role": "user", "content": f"a{EOS}b"}]
+    assert 1 in client.post("/tokenize", json={"messages": said}).json()["tokens"]
+    assert client.post("/tokenize", json={"prompt": f"a{EOS}b"}).json()["tokens"] == [68, 1, 69]
 
 
 def test_models_and_version(client):

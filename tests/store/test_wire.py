@@ -1,19 +1,23 @@
 """Pages between two processes' ends of a socket: proofs, limits, and every fault with its reason."""
 
+import hashlib
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
 
-from mtp_jax.store.client import Peers
+from mtp_jax import door, handshake
+from mtp_jax.handshake import Seals, Tags
+from mtp_jax.store import server as servers
+from mtp_jax.store.client import Peers, Rests, Wanted
 from mtp_jax.store.page import Page, checksum
 from mtp_jax.store.server import Asked, PageServer
-from mtp_jax.store.wire import MOST_HEADER, Connection, PeerError, greet
+from mtp_jax.store.wire import MOST_HEADER, PURPOSE, Connection, PeerError
 from tests.store.peer import Proxy, cut, flip, stall
 
 SECRET = b"sixteen characters"
@@ -26,6 +30,7 @@ class Source:
 
     def __init__(self, **changes) -> None:
         self.name, self.asked = "same", list[Asked]()
+        self.claim = hashlib.sha256(self.name.encode()).digest()
         given = {"secret": SECRET, "most_tokens": 100, "identity": lambda: self.name, "pages": self.pages}
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
@@ -47,12 +52,16 @@ def source(**changes) -> Iterator[Source]:
         found.server.stop()
 
 
+def wanted(seconds: float, first: int = 0, name: str = "same", digests: Sequence[bytes] = DIGESTS) -> Wanted:
+    return Wanted([3, 1, 4], "salt", digests, first, PAGES[0], name, time.monotonic() + seconds)
+
+
 def fetch(
     address: tuple[str, int], first: int = 0, secret: bytes = SECRET, seconds: float = 5.0, name: str = "same"
 ) -> tuple[int, dict[str, int]]:
     """How many pages came, all of them right, and what failed."""
-    peers = Peers([address], secret, seconds)
-    found = peers.fetch([3, 1, 4], "salt", DIGESTS, first, PAGES[0], name)
+    peers = Peers([address], secret)
+    found = peers.fetch(wanted(seconds, first, name))
     for (page, crc), want in zip(found, PAGES[first:], strict=False):
         assert crc == checksum(want)
         assert all(a.dtype == b.dtype and (a == b).all() for a, b in zip(page, want, strict=True))
@@ -138,7 +147,7 @@ def test_a_server_without_the_secret_is_not_believed():
 
         def pretend() -> None:
             with listener.accept()[0] as connected:
-                connected.sendall(b"mtp-jax pages 2\n" + bytes(32))
+                connected.sendall(PURPOSE + bytes(32))
                 connected.recv(1 << 10)
                 connected.sendall(b"\1" + bytes(32))
 
@@ -206,7 +215,8 @@ def test_garbage_is_refused_and_the_next_one_is_served(sent, proved):
     with source() as s:
         with socket.create_connection(s.address) as stranger:
             if proved:
-                greet(Connection(stranger, time.monotonic() + 5), SECRET, s.name)
+                seals = handshake.greet(stranger, SECRET, PURPOSE, s.claim, time.monotonic() + 5)
+                sent += seals.sent.next(sent)
             stranger.sendall(sent)
             until(lambda: s.server.failures == {"protocol": 1})
         assert not s.asked
@@ -215,15 +225,152 @@ def test_garbage_is_refused_and_the_next_one_is_served(sent, proved):
 
 def test_messages_are_bounded_on_the_way_out_too():
     with source() as s, socket.create_connection(s.address) as connected:
-        connection = Connection(connected, time.monotonic() + 1)
+        connection = Connection(connected, Seals(Tags(b"a"), Tags(b"b")), time.monotonic() + 1)
         with pytest.raises(PeerError, match=f"at most {MOST_HEADER}"):
             connection.send("prefill", {"salt": "x" * MOST_HEADER})
 
 
 def test_prompts_with_one_beginning_go_to_one_server():
     with source() as one, source() as other:
-        peers = Peers([one.address, other.address], SECRET, 5.0)
+        peers = Peers([one.address, other.address], SECRET)
         for start in (0, 1, 0, 1, 0):
-            digests = [*DIGESTS[start:], *DIGESTS[:start]]
-            peers.fetch([1], "", digests, 0, PAGES[0], "same")
+            peers.fetch(wanted(5.0, digests=[*DIGESTS[start:], *DIGESTS[:start]]))
         assert sorted([len(one.asked), len(other.asked)]) == [2, 3]
+
+
+# Strangers
+
+
+def connect(address: tuple[str, int], count: int) -> list[socket.socket]:
+    return [socket.create_connection(address) for _ in range(count)]
+
+
+def test_strangers_that_say_nothing_keep_nobody_out():
+    """The oldest of them is ended for each that comes, be it one that will prove itself."""
+    with source() as s:
+        silent = connect(s.address, 200)
+        for _ in range(3):
+            assert fetch(s.address) == (5, {})
+        for oldest in silent[: -door._MOST_STRANGERS]:  # ended, or else this waits in vain
+            oldest.settimeout(10)
+            with suppress(ConnectionResetError):
+                while oldest.recv(100):
+                    pass
+        for sock in silent:
+            sock.close()
+
+
+def test_members_have_places_of_their_own(monkeypatch):
+    """Strangers take none of them, and one member too many is told so."""
+    monkeypatch.setattr(servers, "_MOST_MEMBERS", 1)
+    go_on = threading.Event()
+
+    def pages(asked: Asked) -> Iterator[tuple[bytes, Page]]:
+        go_on.wait(10)
+        yield from zip(DIGESTS, PAGES, strict=True)
+
+    with source(pages=pages) as s:
+        silent = connect(s.address, 70)
+        found: list[object] = []
+        first = threading.Thread(target=lambda: found.append(fetch(s.address)))
+        first.start()
+        until(lambda: len(s.server._members) == 1)
+        count, failures = fetch(s.address)
+        assert count == 0
+        assert failures in ({"refused": 1}, {"lost": 1})  # closed with a message that nobody has read
+        go_on.set()
+        first.join(10)
+        assert found == [(5, {})]
+        for sock in silent:
+            sock.close()
+
+
+# Who stands between the two
+
+
+def test_who_passes_the_proofs_on_cannot_answer_in_the_servers_place():
+    """Pages of zeros, well formed, in the place of those that the server sends."""
+    forged: list[bytes] = []
+
+    def instead(at: int, data: bytes) -> bytes:
+        if at + len(data) <= greeting:
+            return data
+        header = f'{{"kind": "page", "digest": "{DIGESTS[0].hex()}", "identity": "same"}}'.encode()
+        size = PAGES[0][0].nbytes + PAGES[0][1].nbytes
+        forged.append(struct.pack("!II", len(header), size) + header + bytes(size + handshake.TAG))
+        return forged[-1] if len(forged) == 1 else b""
+
+    greeting = len(PURPOSE) + 32 + 1 + 32
+    with source() as s:
+        proxy = Proxy(s.address, instead)
+        assert fetch(proxy.address) == (0, {"damaged": 1})
+        proxy.close()
+    assert forged
+
+
+# Peers that do not answer
+
+
+def test_a_silent_peer_is_left_alone():
+    with socket.create_server(("127.0.0.1", 0)) as silent, source() as s:
+        peers = Peers([silent.getsockname()], SECRET)
+        assert peers.fetch(wanted(0.2)) == []
+        began = time.monotonic()
+        for _ in range(20):
+            assert peers.fetch(wanted(60.0)) == []
+        assert time.monotonic() - began < 60
+        assert peers.failures == {"late": 1, "skipped": 20}
+        # The next one of several is asked meanwhile.
+        both = Peers([silent.getsockname(), s.address], SECRET)
+        assert DIGESTS[0][7] % 2 == 0
+        assert both.fetch(wanted(0.2)) == []
+        assert len(both.fetch(wanted(60.0))) == 5
+        assert both.failures == {"late": 1}
+
+
+def test_a_hand_over_whose_time_has_passed_blames_no_peer():
+    with source() as s:
+        peers = Peers([s.address], SECRET)
+        assert peers.fetch(wanted(-1.0)) == []
+        assert len(peers.fetch(wanted(5.0))) == 5
+        assert peers.failures == {"late": 1}
+
+
+A, B = ("a", 1), ("b", 1)
+
+
+def test_a_peer_rests_for_nine_times_what_it_cost():
+    rests = Rests()
+    assert rests.choose([A, B], 0, 10) == A
+    rests.silent(A, 0, 10)
+    assert rests.choose([A, B], 10, 20) == B
+    assert rests.choose([A], 99.9, 109) is None
+    assert rests.choose([A], 100, 110) == A  # one tries it
+    assert rests.choose([A, B], 101, 111) == B  # the others go on without
+    rests.silent(A, 100, 110)
+    assert rests.choose([A], 110, 120) is None
+    assert rests.choose([A], 200, 210) == A
+    rests.answered(A, 201)
+    assert rests.choose([A], 201, 211) == rests.choose([A], 201, 211) == A
+
+
+def test_a_tenth_of_the_time_is_lost_at_most():
+    """A stopped peer, 10 s for each hand-over, and 20 prompts that come every second, for an hour."""
+    rests, waiting, lost = Rests(), list[tuple[int, int]](), 0
+    for second in range(3600):
+        for began, end in [w for w in waiting if w[1] == second]:
+            rests.silent(A, began, end)
+        waiting = [w for w in waiting if w[1] > second]
+        for _ in range(20):
+            if rests.choose([A], second, second + 10) == A:
+                waiting.append((second, second + 10))
+        lost += bool(waiting)
+    assert lost <= 3600 / 10 + 20
+
+
+def test_a_peer_that_answers_others_is_slow_not_silent():
+    rests = Rests()
+    assert rests.choose([A], 0, 10) == A
+    rests.answered(A, 5)
+    rests.silent(A, 0, 10)
+    assert rests.choose([A], 10, 20) == A

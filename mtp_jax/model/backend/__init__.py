@@ -25,7 +25,7 @@ from mtp_jax.model.backend.mosaic_gpu import MosaicGpu
 from mtp_jax.model.backend.xla import Xla
 from mtp_jax.model.backend.xla_cpu import XlaCpu
 from mtp_jax.model.device import is_hopper, multiplies_bf16, platform
-from mtp_jax.model.sharding import data_size
+from mtp_jax.model.sharding import data_size, with_auto_axes
 
 __all__ = ["Backend", "MosaicGpu", "Xla", "XlaCpu", "backend"]
 
@@ -45,6 +45,7 @@ def backend(
     kernels, and a ConfigError for what they cannot do. exchange, room: how rows reach the experts of other
     devices (see ``exchange.exchange_of``). micro_batches: see its module. Raises ConfigError.
     """
+    mesh = with_auto_axes(mesh)
     by = exchange_of(exchange, room, mesh)
     if micro_batches > 1 and data_size(mesh) == 1:
         raise ConfigError(

@@ -1,0 +1,104 @@
+"""The size of the cache where a share of the device's memory is given: what weights and programs leave of it.
+
+The widest step is compiled for a small cache, which changes nothing in what it needs besides. A later start
+with the same options finds it among the compiled programs that are kept.
+"""
+
+import math
+import os
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from mtp_jax.api.local import make_runner
+from mtp_jax.api.memory import resident_bytes, return_free_memory
+from mtp_jax.decode.keys import StepKey
+from mtp_jax.decode.runner import LocalRunner
+from mtp_jax.engine.buckets import all_keys
+from mtp_jax.engine.config import EngineConfig
+from mtp_jax.errors import ConfigError
+from mtp_jax.machine import memory_size
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.device import platform
+from mtp_jax.model.params import Params
+from mtp_jax.model.room import Room
+
+POOL = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+"""JAX takes this share of a GPU's memory when it first uses it, and no more later."""
+
+_POOL_DEFAULT = 0.75
+_MOST_PAGES = 2**22  # as many as num_pages may say
+
+
+def sized(
+    cfg: ModelConfig, params: Params, config: EngineConfig, mesh: Mesh | None, structured: bool
+) -> tuple[EngineConfig, Room]:
+    """The config with the pages that ``memory_fraction`` has room for, per data shard, and the sum.
+
+    params: on their devices. structured: whether programs for structured output will be compiled.
+    Raises ConfigError where not a single page fits, or the device does not say what it has.
+    """
+    assert config.memory_fraction is not None
+    return_free_memory()
+    total, used = _memory(mesh, config.memory_fraction)
+    probe = replace(config, memory_fraction=None, num_pages=config.columns)
+    runner = make_runner(cfg, params, probe, mesh)
+    page = runner.page_bytes
+    rest = _state_bytes(runner) - config.columns * page  # of slots, and the page that nobody wants
+    room = Room(total, config.memory_fraction, float(used + rest), _programs(runner, probe, structured))
+    pages = min(room.holds(page), _MOST_PAGES)
+    if not pages:
+        raise ConfigError(
+            f"memory_fraction = {room} leaves no room for a cache, whose pages take {page:,} bytes each; "
+            "raise it, lower max_num_seqs or prefill_chunk, or spread the model over more devices"
+        )
+    return replace(probe, num_pages=pages), room
+
+
+def _memory(mesh: Mesh | None, fraction: float) -> tuple[int, int]:
+    """Bytes of a device, and of these in use: of the one that has least left."""
+    if platform() == "cpu":
+        return memory_size(), resident_bytes()
+    devices = jax.local_devices()[:1] if mesh is None else [*mesh.local_devices]
+    stats = [d.memory_stats() for d in devices]
+    found = [(s["bytes_limit"], s["bytes_in_use"]) for s in stats if s and "bytes_limit" in s]
+    if len(found) < len(devices):
+        raise ConfigError(
+            f"memory_fraction = {fraction:g}, but the device, {devices[0].device_kind}, does not say how "
+            "much memory it has; give num_pages"
+        )
+    limit, used = min(found, key=lambda pair: pair[0] - pair[1])
+    if platform() != "gpu":
+        return limit, used
+    share = float(os.environ.get(POOL, _POOL_DEFAULT))
+    if fraction > share:
+        raise ConfigError(
+            f"memory_fraction = {fraction:g}, but JAX takes {share:g} of a GPU's memory; set "
+            f"{POOL}={fraction:g} before it starts, or lower memory_fraction"
+        )
+    return round(limit / share), used
+
+
+def _state_bytes(runner: LocalRunner) -> int:
+    """What the state takes on a device."""
+    leaves = jax.tree.leaves(runner.state)
+    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in leaves)
+
+
+def _programs(runner: LocalRunner, config: EngineConfig, structured: bool) -> float:
+    """The most that programs need: temporary memory of the widest step, and the code of all.
+
+    On a CPU, where a program holds memory of the process for as long as it lives, as much as this one.
+    """
+    keys = all_keys(config, runner.shards, structured, runner.any_depth)
+    steps = (k for k in keys if isinstance(k, StepKey) and not k.mode.structured)
+    before = resident_bytes()
+    widest = max(steps, key=lambda key: key.cost)
+    runner.compile([widest])
+    return_free_memory()
+    needs: Any = runner.programs.program(widest).memory_analysis()
+    held = max(resident_bytes() - before, 0)
+    code = held if platform() == "cpu" else needs.generated_code_size_in_bytes
+    return float(needs.temp_size_in_bytes + len(keys) * code)

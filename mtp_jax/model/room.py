@@ -1,0 +1,35 @@
+"""What a device has room for beside weights and programs: the one sum of engines, `info` and `plan`."""
+
+from dataclasses import dataclass
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes of one device.
+
+    Attributes:
+        total: its memory.
+        fraction: the share of it that may be taken.
+        taken: by weights, and by whatever else is there before the cache.
+        programs: the most that programs need besides: activations, buffers, code.
+    """
+
+    total: int
+    fraction: float
+    taken: float
+    programs: float
+
+    @property
+    def bytes(self) -> float:
+        """What is left for the cache; negative if not even the rest fits."""
+        return self.fraction * self.total - self.taken - self.programs
+
+    def holds(self, size: int) -> int:
+        """How many tokens, or pages, of so many bytes each."""
+        return max(int(self.bytes // size), 0)
+
+    def __str__(self) -> str:
+        total, taken, programs = (f"{n / _GIB:.1f}" for n in (self.total, self.taken, self.programs))
+        return f"{self.fraction:g} of {total} GiB, less {taken} in use and {programs} for programs"

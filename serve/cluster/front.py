@@ -1,0 +1,48 @@
+"""What the ingress asks of a request before a replica gets it: who it is of, how large, and how it begins."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serve.access import Access, Headers, bounded
+from serve.bodies import received
+from serve.cluster.prefixes import digests
+from serve.errors import ApiError
+from serve.in_process import Call
+from serve.settings import Settings
+
+
+class Front:
+    """The rules of the server, kept where requests arrive. A replica asks again, as others may reach it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings, self._access = settings, Access(settings)
+
+    async def call(self, request: Request) -> Call:
+        """The request as it travels to a replica. Raises ApiError.
+
+        No byte of a body is read for who may not ask.
+        """
+        scope, headers = request.scope, Headers(request.scope["headers"])
+        body = b""
+        if not self._asks_leave(scope["method"], headers):
+            if (refused := self._access.refusal(scope["method"], scope["path"], headers)) is not None:
+                raise refused
+            whole = Request(scope, bounded(request.receive, self._settings))
+            body = await received(self._settings, whole)
+        about = scope["query_string"], scope.get("client"), digests(body)
+        return Call(scope["method"], scope["path"], list(scope["headers"]), body, *about)
+
+    def refused(self, request: Request, error: ApiError) -> Response:
+        """The answer to a request that no replica gets, which pages of allowed origins may read."""
+        response = error.response(request.scope["path"])
+        origin = request.headers.get("origin")
+        if origin is not None and self._settings.allows_origin(origin.lower()):
+            response.headers.update({"Access-Control-Allow-Origin": origin, "Vary": "Origin"})
+        return response
+
+    def _asks_leave(self, method: str, headers: Headers) -> bool:
+        """Whether a browser asks, without key and body, what a page of another origin may do."""
+        asks = (
+            method == "OPTIONS" and headers.get(b"origin") and headers.get(b"access-control-request-method")
+        )
+        return bool(asks and self._settings.allowed_origins)
