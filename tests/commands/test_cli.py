@@ -255,10 +255,9 @@ def test_compare_looks_at_the_tokens_of_all_runs(run, model, monkeypatch):
 def test_compare_fails_if_tokens_differ(run, model, monkeypatch):
     generate = LLM.generate
 
-    def wrong_without_drafts(self, prompts, sampling_params=None):
-        return generate(
-            self, prompts if sampling_params.num_speculative_tokens is None else [[5, 6]], sampling_params
-        )
+    def wrong_without_drafts(self, prompts, sampling_params):
+        plain = sampling_params.num_speculative_tokens == 0
+        return generate(self, [[5, 6]] if plain else prompts, sampling_params)
 
     monkeypatch.setattr(LLM, "generate", wrong_without_drafts)
     argv = ["generate", model, "--token-ids", IDS, "--max-tokens", 24, "--compare", "--runs", 1, *SIZES]
