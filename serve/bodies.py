@@ -50,16 +50,22 @@ async def read(settings: Settings, request: Request, *kinds: type[_Body]) -> _Bo
     unknown = [_printable(name) for name in islice(body.unknown(), _MOST_NAMED)]
     if unknown and settings.strict:
         raise ApiError(400, f"unknown field {unknown[0]}; leave it out", unknown[0], "unknown_field")
-    request.state.unknown = unknown
+    request.state.unknown = []
     for name in unknown:
-        _tell(name)
+        ignore(request, name)
     return body
+
+
+def ignore(request: Request, name: str) -> None:
+    """Say, in the log and by ``warning``, that something which a request asks for has no effect."""
+    request.state.unknown.append(name)
+    _tell(name)
 
 
 @lru_cache(maxsize=256)  # clients choose the names
 def _tell(name: str) -> None:
     """Log, once, that a field has no effect."""
-    _LOG.warning("the field %s is not known here and has no effect", name)
+    _LOG.warning("requests have %s, which has no effect here", name)
 
 
 def warning(request: Request) -> dict[str, str]:

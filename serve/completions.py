@@ -25,7 +25,7 @@ async def completions(server: Server, request: Request) -> Response:
     most = _DEFAULT_MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
     scored = body.logprobs if body.echo else body.prompt_logprobs
     params = body.params(most, body.stream, body.logprobs, scored)
-    streams = await submit(server, body, [_prompt(server, body, p) for p in body.prompts], params)
+    streams = await submit(server, request, body, [_prompt(server, body, p) for p in body.prompts], params)
     return await _Completions(server, request, body, streams).respond()
 
 

@@ -97,7 +97,7 @@ async def generate(server: Server, request: Request) -> Response:
     """The route."""
     body = await read(server.settings, request, GenerateBody)
     prompt = body.text if body.text is not None else body.input_ids or []
-    streams = await submit(server, body.sampling_params or Sampling(), [prompt], body.params())
+    streams = await submit(server, request, body.sampling_params or Sampling(), [prompt], body.params())
     name, scores = new_id(), _Scores(server.allm.llm.tokenizer, body)
 
     def objects(output: RequestOutput) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from serve.admin import PATHS as ADMIN_PATHS
 from serve.errors import ApiError, as_api_error
 from serve.ids import new_id
 from serve.page import PATHS as PAGE_PATHS
+from serve.sse import abort_streams
 from serve.state import Server
 
 # For probes, which have no key.
@@ -60,6 +61,7 @@ class AccessControl:
             else:
                 await self._app(scope, self._limited(receive), answer)
         finally:
+            abort_streams(scope)  # whatever was raised before they were read
             self._connections -= 1
             self._server.metrics.responded(self._route(scope["path"]), status)
             shown = name if given in (b"", name) else given[:_SHOWN_BYTES]

@@ -314,7 +314,8 @@ class AsyncLLM:
                 state = make()
             if self.handover:
                 await self.handover.fetch(state.completions[0].request)
-            self.admission.correct(reservation, params.n * len(state.completions[0].request.prompt))
+            prompt_tokens = len(state.completions[0].request.prompt)
+            self.admission.correct(reservation, params.n * prompt_tokens)
             self._check_running()
             self._check_awake()
         except BaseException:
@@ -323,7 +324,8 @@ class AsyncLLM:
             self._look_idle()
             raise
         aborted, deltas = self._submitting.pop(request_id), params.output_kind == "delta"
-        stream = Stream(request_id, reservation, deltas, partial(self._thread.abort, state))
+        abort = partial(self._thread.abort, state)
+        stream = Stream(request_id, reservation, prompt_tokens, deltas, abort)
         self._streams[request_id] = self._by_prompt[state] = stream
         self._idle.clear()
         self._thread.submit(state)

@@ -289,9 +289,9 @@ def test_what_a_soak_sends_as_invalid_is_refused(client, body):
 
 
 def test_unknown_fields_are_warned_of(client):
-    body = {"prompt": "abc", "max_tokens": 2, "user": "me", "nothing": None, "speculative": {"depth": 3}}
+    body = {"prompt": "abc", "max_tokens": 2, "suer": "me", "nothing": None, "speculative": {"depth": 3}}
     response = client.post("/v1/completions", json=body)
-    assert response.headers["warning"] == '299 mtp-jax "ignored: user, speculative.depth"'
+    assert response.headers["warning"] == '299 mtp-jax "ignored: suer, speculative.depth"'
     assert "warning" not in client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).headers
     many = {f"x{i}": 1 for i in range(100_000)}
     told = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, **many}).headers["warning"]

@@ -89,7 +89,9 @@ def test_errors_are_anthropics(api):
     body: Any = caught.value.body
     assert body["error"]["type"] == "invalid_request_error"
     image = {"type": "image", "source": {"type": "url", "url": "http://x/y"}}
-    with pytest.raises(anthropic.BadRequestError, match="tool_result"):
+    with pytest.raises(
+        anthropic.BadRequestError, match=r"content\.0: is not text; this server takes no images"
+    ):
         api.messages.create(messages=[{"role": "user", "content": [image]}], **PLAIN)
 
 
