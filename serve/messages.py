@@ -9,6 +9,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mtp_jax import LazyPrompt
 from serve.assistant import AssistantCall
 from serve.blocks import Block, Change
 from serve.bodies import read, warning
@@ -281,8 +282,9 @@ async def messages(server: Server, request: Request) -> Response:
 async def count_tokens(server: Server, request: Request) -> Response:
     """How long the prompt of a conversation is."""
     body = await read(server.settings, request, CountBody)
-    prompt = ChatPrompt(server, body.chat())
-    count = len(await server.allm.off_loop(prompt))
+    chat = body.chat()
+    prompt = LazyPrompt(ChatPrompt(server, chat), chat.characters)
+    count = len(await server.allm.in_queue(prompt, prompt.make))
     return Response(to_json({"input_tokens": count}), headers=warning(request), media_type="application/json")
 
 

@@ -19,7 +19,17 @@ from serve.state import Server
 # For probes, which have no key.
 _OPEN_PATHS = ("/health", "/ping", "/ready")
 _PLAIN_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-_GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate")
+# What a full queue refuses unread.
+_QUEUED = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/generate",
+    "/tokenize",
+    "/detokenize",
+)
 _MOST_HEADER_BYTES = 16 * 1024
 _SHOWN_BYTES = 128  # of a request's name that is not safe to use
 
@@ -112,7 +122,7 @@ class AccessControl:
             return ApiError(
                 503, f"{limit} requests are in progress already", None, "overloaded", {"Retry-After": "1"}
             )
-        if method == "POST" and path in _GENERATING and (full := self._server.allm.admission.overloaded()):
+        if method == "POST" and path in _QUEUED and (full := self._server.allm.admission.overloaded()):
             return as_api_error(full)  # before the body is read and parsed
         return None
 

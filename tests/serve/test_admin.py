@@ -93,6 +93,7 @@ def _events(text: str) -> list[dict]:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
+        ({"model_path": "/a" * 2500}, "cannot be read: File name too long"),
         ({}, "model_path: Field required"),
         ({"model_path": "/nowhere"}, "/nowhere"),
         ({"model_path": "/nowhere", "load_format": "pt"}, "load_format"),
