@@ -26,7 +26,7 @@ class AssistantCall(ABC):
     """A conversation's answer, whole or as events. A route says what blocks look like."""
 
     def __init__(self, server: Server, request: Request, asked: Asked, stream: bool) -> None:
-        self.server, self._request, self._asked, self._stream = server, request, asked, stream
+        self.server, self.request, self._asked, self._stream = server, request, asked, stream
         self.blocks, self._inputs = Blocks(asked.custom), Inputs(asked.custom)
         self._turn = Turn(asked.thinking, may_think(server.tokenizer), asked.use)
         self._thought = ThoughtTokens(server.tokenizer)
@@ -55,11 +55,11 @@ class AssistantCall(ABC):
     async def respond(self) -> Response:
         """The response."""
         if self._stream:
-            return EventStream(self._events(), warning(self._request), error=self._failed, done=b"")
-        (output,) = await finals(self.server, self._request, self._asked.streams)
+            return EventStream(self._events(), warning(self.request), error=self._failed, done=b"")
+        (output,) = await finals(self.server, self.request, self._asked.streams)
         self._take(output)
         self.blocks.finish()
-        return Response(to_json(self.answer()), headers=warning(self._request), media_type="application/json")
+        return Response(to_json(self.answer()), headers=warning(self.request), media_type="application/json")
 
     @property
     def completion(self) -> CompletionOutput | None:
@@ -96,7 +96,7 @@ class AssistantCall(ABC):
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         yield _named(self.begin())
-        async with aclosing(outputs(self.server, self._request, self._asked.streams)) as growing:
+        async with aclosing(outputs(self.server, self.request, self._asked.streams)) as growing:
             async for _, output in growing:
                 check([output], 1)
                 changes = self._take(output)

@@ -22,6 +22,8 @@ _LONGEST_NAME = 64
 async def read(settings: Settings, request: Request, *kinds: type[_Body]) -> _Body:
     """The body as the first of ``kinds`` whose required fields are all there, else as the last.
 
+    ``request.state.model`` is the name that the answer has for the model then.
+
     Unknown fields are an error if the server is strict; else ``warning`` names them in the response.
 
     Raises ApiError, ValidationError.
@@ -44,9 +46,12 @@ async def read(settings: Settings, request: Request, *kinds: type[_Body]) -> _Bo
     kind = next((kind for kind in kinds if _required(kind) <= value.keys()), kinds[-1])
     body = kind.model_validate(value)
     model = value.get("model")
-    if model is not None and model != settings.model_name:
-        message = f"the model {model!r} does not exist; this server has {settings.model_name!r}"
+    if model is not None and model not in settings.names:
+        message = (
+            f"the model {model!r} does not exist; this server has {', '.join(map(repr, settings.names))}"
+        )
         raise ApiError(404, message, "model", "model_not_found")
+    request.state.model = model or settings.model_name
     unknown = [_printable(name) for name in islice(body.unknown(), _MOST_NAMED)]
     if unknown and settings.strict:
         raise ApiError(400, f"unknown field {unknown[0]}; leave it out", unknown[0], "unknown_field")

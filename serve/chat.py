@@ -89,7 +89,7 @@ async def ask(server: Server, request: Request, body: ChatBody) -> Asked:
     use = use_of(server.tool_format, body.functions, body.choice, body.parallel_tool_calls)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     top = (body.top_logprobs or 0) if body.logprobs else None
-    params = body.params(most, body.stream, top, body.prompt_logprobs)
+    params = body.params(most, body.stream, top, body.prompt_logprobs, defaults=server.sampling_defaults)
     params = replace(params, max_thinking_tokens=body.thinking_budget)
     prompt = ChatPrompt(server, body)
     lazy = LazyPrompt(prompt, body.characters)

@@ -36,24 +36,24 @@ async def ready(server: Server, request: Request) -> Response:
 
 
 async def models(server: Server, request: Request) -> Response:
-    """OpenAI's list of models: there is one."""
+    """OpenAI's list of models: there is one, under each of its names."""
     del request
-    return _json({"object": "list", "data": [_model(server)]})
+    return _json({"object": "list", "data": [_model(server, name) for name in server.settings.names]})
 
 
 async def model(server: Server, request: Request) -> Response:
     """One model of that list."""
     name = request.path_params["name"]
-    if name == server.settings.model_name:
-        return _json(_model(server))
+    if name in server.settings.names:
+        return _json(_model(server, name))
     if not name:
         raise ApiError(404, "there is no /v1/models/ here; use /v1/models, or /v1/models/ and a model's name")
     raise ApiError(404, f"the model {name!r} does not exist", "model", "model_not_found")
 
 
-def _model(server: Server) -> dict[str, object]:
+def _model(server: Server, name: str) -> dict[str, object]:
     return {
-        "id": server.settings.model_name,
+        "id": name,
         "object": "model",
         "created": server.created,
         "owned_by": "SIMULATED" if server.allm.llm.simulated else "mtp-jax",

@@ -353,7 +353,7 @@ class _Messages(AssistantCall):
             "id": self._id,
             "type": "message",
             "role": "assistant",
-            "model": self.server.settings.model_name,
+            "model": self.request.state.model,
             "content": content,
             **end,
             "usage": self._usage(),

@@ -118,7 +118,7 @@ class _Responses(AssistantCall):
             "status": status,
             "error": None,
             "incomplete_details": None,
-            "model": self.server.settings.model_name,
+            "model": self.request.state.model,
             "output": [self._item(block) for block in self.blocks.all],
             **{name: told[name] for name in same},
             "metadata": body.metadata or {},

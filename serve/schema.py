@@ -1,5 +1,6 @@
 """What a request may say. Types are strict, numbers finite and bounded; null means "not given"."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, Field, model_validator
@@ -92,8 +93,10 @@ class Sampling(Body):
         stream: bool | None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
+        *,
+        defaults: Mapping[str, Any],
     ) -> SamplingParams:
-        """For the engine. Raises RequestError."""
+        """For the engine; ``defaults``: the model's own, for what is not named. Raises RequestError."""
         same = (
             "n", "temperature", "top_p", "top_k", "min_p", "min_tokens", "stop", "stop_token_ids",
             "allowed_token_ids", "bad_words", "max_thinking_tokens",
@@ -102,7 +105,7 @@ class Sampling(Body):
         )  # fmt: skip
         given: dict[str, Any] = {name: v for name in same if (v := getattr(self, name)) is not None}
         return SamplingParams(
-            **given,
+            **{**defaults, **given},
             max_tokens=max_tokens,
             seed=None if self.seed is None else self.seed % 2**32,
             logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},

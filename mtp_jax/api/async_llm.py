@@ -280,7 +280,7 @@ class AsyncLLM:
 
         Args:
             prompt: a string, token ids, or what makes one of them on a worker thread.
-            sampling_params: how to choose tokens.
+            sampling_params: how to choose tokens; None: ``llm.default_sampling_params``.
             options: of ``RequestOptions``.
 
         Raises:
@@ -291,7 +291,7 @@ class AsyncLLM:
         self._check_running()
         self._check_awake()
         arrived = time.perf_counter()
-        params = SamplingParams() if sampling_params is None else sampling_params
+        params = self.llm.default_sampling_params if sampling_params is None else sampling_params
         lazy = isinstance(prompt, LazyPrompt)
         check("" if lazy else prompt, params)
         request_id = self._name(options.pop("request_id", None))

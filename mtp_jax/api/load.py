@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -10,6 +11,7 @@ from mtp_jax.api.compile_cache import use_compile_cache
 from mtp_jax.api.demo import demo_model
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.progress import Reporter
+from mtp_jax.api.sampling_defaults import sampling_defaults
 from mtp_jax.api.simulated import check_simulated
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.errors import ConfigError
@@ -24,11 +26,16 @@ from mtp_jax.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Described:
-    """A model without its weights, and the folders that it is from."""
+    """A model without its weights, and the folders that it is from.
+
+    Attributes:
+        sampling: what it says of its own sampling.
+    """
 
     config: ModelConfig
     engine: EngineConfig
     tokenizer: Tokenizer | None
+    sampling: dict[str, Any]
     folders: tuple[Path, ...]
 
 
@@ -44,9 +51,10 @@ def describe_simulated(options: LLMOptions) -> Described:
     """A model to be simulated. Raises ConfigError."""
     check_simulated(options)
     directory = _directory(options)
-    tokenizer = Tokenizer.from_dir(directory)
+    tokenizer = Tokenizer.from_dir(directory, options.chat_template)
     config = _with_eos(ModelConfig.from_file(directory / "config.json"), tokenizer)
-    return Described(config, options.engine(config, on_cpu=True), tokenizer, (directory,))
+    sampling = sampling_defaults(directory, options.sampling_defaults)
+    return Described(config, options.engine(config, on_cpu=True), tokenizer, sampling, (directory,))
 
 
 def _directory(options: LLMOptions) -> Path:
@@ -78,7 +86,8 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
         options.expert_room,
         options.micro_batches,
     )
-    tokenizer = Tokenizer.from_dir(directory)
+    tokenizer = Tokenizer.from_dir(directory, options.chat_template)
+    sampling = sampling_defaults(directory, options.sampling_defaults)
     _compare(options, directory, engine, num_nextn_layers)
     with report.phase("read", "B") as update:
         loaded = checkpoint.load(
@@ -97,7 +106,7 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
         params = on.laid_out(with_slots(params, engine.redundant_experts, options.mesh, consume=True))
     draft = options.draft_model
     folders = (directory,) if draft is None else (directory, Path(draft))
-    return LoadedModel(_with_eos(config, tokenizer), engine, tokenizer, folders, params, on)
+    return LoadedModel(_with_eos(config, tokenizer), engine, tokenizer, sampling, folders, params, on)
 
 
 def _check_dtype(engine: EngineConfig) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mtp_jax.api.demo import demo_model
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.progress import Reporter, Silent, Terminal
+from mtp_jax.api.sampling_defaults import described, sampling_defaults
 from mtp_jax.commands.parser import Parser, biases, integers, mesh_shape, words
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import ConfigError, RequestError
@@ -169,7 +170,9 @@ def add_engine(parser: Parser, quiet: str = "print nothing but the result") -> N
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """What the options ask for. Raises RequestError for bad values and for options without effect."""
     own = {"temperature": 0.0, "max_tokens": args.default_max_tokens, "structured": _structured(args)}
-    params = SamplingParams(**own | given(args, SamplingParams))
+    source = getattr(args, "sampling_defaults", LLMOptions.sampling_defaults)
+    of_model = sampling_defaults(args.model or demo_model(), source)
+    params = SamplingParams(**own | of_model | given(args, SamplingParams))
     if params.temperature == 0:
         _without_effect(args, _NEED_TEMPERATURE, "at temperature 0; add --temperature 1")
     if params.include_stop_str_in_output and not params.stop_strings:
@@ -245,6 +248,7 @@ def ready(report: Reporter, llm: "LLM") -> None:
         f"{c.num_hidden_layers} layers and {layers} in {engine.dtype}, "
         f"{depth(llm)}, {cache} for {pages * engine.page_size:,} tokens, "
         f"{engine.max_num_seqs} at a time"
+        + (f"; {described(llm.sampling_defaults)}" if llm.sampling_defaults else "")
     )
 
 

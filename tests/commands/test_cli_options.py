@@ -31,6 +31,7 @@ GIVEN = {
     "stop_token_ids": ("4,5", (4, 5)),
     "logit_bias": ("7:2.5,8:-1", {7: 2.5, 8: -1.0}),
     "api_keys": ("k", ("k",)),
+    "model_names": ("m", ("m",)),
     "allowed_hosts": ("h", ("h",)),
     "allowed_origins": ("http://h", ("http://h",)),
     "peers": ("h:1,g:2", ("h:1", "g:2")),

@@ -261,7 +261,7 @@ def test_every_option_reaches_the_engine():
         "include_stop_str_in_output": True,
     }
     mapped = {"seed": -1, "logit_bias": {"5": 1.5}, "speculative": {"max_tokens": 2, "suffix": False}}
-    params = CompletionBody.model_validate({"prompt": "a", **same, **mapped}).params(9, None, 1, 2)
+    body = CompletionBody.model_validate({"prompt": "a", **same, **mapped})
     expected = SamplingParams(
         **same,
         max_tokens=9,
@@ -273,7 +273,7 @@ def test_every_option_reaches_the_engine():
         suffix_drafts=False,
         output_kind="final_only",
     )
-    assert params == expected
+    assert body.params(9, None, 1, 2, defaults={}) == expected
 
 
 def test_logit_bias_and_penalties_change_the_text(client):
