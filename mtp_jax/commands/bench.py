@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_jax.commands import show
 from mtp_jax.commands.options import forget_compile_cache
-from mtp_jax.commands.parser import Parser, Subparsers, add_model, counts, integers, positive, positive_number
+from mtp_jax.commands.parser import (
+    DEMO,
+    Parser,
+    Subparsers,
+    add_model,
+    counts,
+    integers,
+    positive,
+    positive_number,
+)
 from mtp_jax.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,7 +51,7 @@ def register(subparsers: Subparsers) -> None:
         )
         if plotted:
             sub.add_argument("--png", type=Path, metavar="FILE", help="default: the JSON file's name")
-        add_model(sub)
+        add_model(sub, "directory (default: the demo model)", str, DEMO)
         sub.set_defaults(run=_run, measure=measure, name=name, plotted=plotted)
         return sub
 

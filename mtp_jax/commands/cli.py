@@ -12,7 +12,18 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import NoReturn
 
-from mtp_jax.commands import bench, chat, checkpoints, generate, info, plan, profile, server, train
+from mtp_jax.commands import (
+    bench,
+    chat,
+    checkpoints,
+    completion,
+    generate,
+    info,
+    plan,
+    profile,
+    server,
+    train,
+)
 from mtp_jax.commands.options import with_flags
 from mtp_jax.commands.parser import Parser, Subparsers
 from mtp_jax.errors import MtpJaxError
@@ -92,6 +103,9 @@ def make_parser() -> Parser:
         command.register(commands)
     version = commands.add_parser("version", help="print versions")
     version.set_defaults(run=_print_version)
+    completion.register(commands, parser)
+    for command in commands.choices.values():
+        command.siblings = commands.choices
     return parser
 
 

@@ -15,7 +15,7 @@ from mtp_jax.api.demo import demo_model
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.progress import Reporter, Silent, Terminal
 from mtp_jax.api.sampling_defaults import described, sampling_defaults
-from mtp_jax.commands.parser import Parser, biases, integers, mesh_shape, words
+from mtp_jax.commands.parser import Parser, add_model, biases, integers, mesh_shape, words
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.model.hf_config import missing_folder, read_json
@@ -155,13 +155,8 @@ def add_sampling(parser: Parser, max_tokens: int, several: bool) -> None:
 
 def add_engine(parser: Parser, quiet: str = "print nothing but the result") -> None:
     """The model and the options of LLM; ``quiet``: what --quiet does."""
-    parser.add_argument(
-        "model",
-        nargs="?",
-        type=Path,
-        metavar="MODEL",
-        help="directory with config.json and weights (default: the demo model)",
-    )
+    add_model(parser, "directory with config.json and weights (default: the demo model)")
+    parser.add_config()
     own = {"max_num_seqs": f"as many as asked for, up to {_MOST_SLOTS}"}
     add_groups(parser, LLMOptions, _SUBJECTS, "engine", own)
     parser.add_argument("-q", "--quiet", action="store_true", help=quiet)

@@ -9,6 +9,7 @@ from mtp_jax.commands import show
 from mtp_jax.commands.parser import (
     Parser,
     Subparsers,
+    add_model,
     counts,
     integers,
     mesh_shape,
@@ -40,9 +41,7 @@ _GATHERING = 8
 def register(subparsers: Subparsers) -> None:
     """Declare the subcommand."""
     parser = subparsers.add_parser("plan", help="estimate a deployment", description=_DESCRIPTION)
-    parser.add_argument(
-        "model", nargs="?", type=Path, metavar="MODEL", help="a directory with config.json, or the file"
-    )
+    add_model(parser, "a directory with config.json, or the file")
     parser.add_argument(
         "--check", action="store_true", help="show published speeds beside the estimate, without a model"
     )

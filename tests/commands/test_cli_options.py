@@ -139,7 +139,7 @@ def test_as_many_slots_as_completions(monkeypatch, completions, mesh, slots):
 
 def test_every_option_has_one_flag_and_every_flag_is_an_option_or_tested_elsewhere():
     """The others' effects are what test_cli.py tests."""
-    own = "--prompt --file --token-ids --lines --json --compare --runs --quiet --help"
+    own = "--model --config --prompt --file --token-ids --lines --json --compare --runs --quiet --help"
     own += " --json-schema --json-object --regex --choice --no-compile-cache"
     commands = [a.choices for a in cli.make_parser()._actions if isinstance(a.choices, dict)]
     shown = [a.option_strings for a in commands[0]["generate"]._actions if a.option_strings]

@@ -32,7 +32,7 @@ from tests.serve.conftest import Running
         (["--step-seconds", "0"], "step_seconds = 0"),
         (["--max-queued-tokens", "0"], "max_queued_tokens = 0; expected an integer of 1 or more"),
         (["--served-model-name", ""], "expected 1 to 256 characters each"),
-        (["--prot"], "unrecognized arguments: --prot; see `mtp-jax serve --help`"),
+        (["--prot"], "unrecognized arguments: --prot; do you mean --port?; see `mtp-jax serve --help`"),
         (["/no/such/model"], "not a directory"),
         (["--per-request-spec-decode-metrics", "all"], "--help"),
     ],
