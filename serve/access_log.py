@@ -6,6 +6,7 @@ import sys
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 AccessLog = Literal["text", "json", "off"]
 LOGGER = logging.getLogger("serve.access")
 _KEY = "access_record"
+# What monitors ask every few seconds.
+PROBES = ("/health", "/ping", "/ready", "/metrics")
 # Of what a client chose, and of an error's message, which may quote the start of the refused value.
 _MOST_CHARACTERS = 256
 
@@ -72,7 +75,7 @@ def record_of(scope: MutableMapping[str, Any]) -> Record:
 
 
 def log_request(scope: MutableMapping[str, Any], name: bytes, status: int, seconds: float) -> None:
-    """The line of a request, by its name; what the client chose is escaped."""
+    """The line of a request, by its name, what the client chose escaped; that of a probe is for DEBUG."""
     about = {
         "id": _printable(name.decode("latin-1")),
         "method": scope["method"],
@@ -80,7 +83,8 @@ def log_request(scope: MutableMapping[str, Any], name: bytes, status: int, secon
         "status": status,
         "seconds": round(seconds, 3),
     }
-    _write(about | record_of(scope).fields())
+    asked_often = scope["path"] in PROBES and status < HTTPStatus.BAD_REQUEST
+    _write(about | record_of(scope).fields(), logging.DEBUG if asked_often else logging.INFO)
 
 
 def log_connection(error: str) -> None:
@@ -88,8 +92,8 @@ def log_connection(error: str) -> None:
     _write({"error": error})
 
 
-def _write(about: dict[str, Any]) -> None:
-    LOGGER.info("%s", _text(about), extra={"about": about})
+def _write(about: dict[str, Any], level: int = logging.INFO) -> None:
+    LOGGER.log(level, "%s", _text(about), extra={"about": about})
 
 
 def _text(about: dict[str, Any]) -> str:
@@ -113,5 +117,5 @@ class JsonLines(logging.Formatter):
 
 
 def _printable(text: str) -> str:
-    """ASCII: line ends, terminal escapes and zeros become \\x.. codes."""
-    return ascii(text[:_MOST_CHARACTERS])[1:-1]
+    """ASCII: line ends, terminal escapes and zeros become \\x.. codes; quotes stay as they are."""
+    return "".join(c if c in "'\"" else ascii(c)[1:-1] for c in text[:_MOST_CHARACTERS])

@@ -140,7 +140,10 @@ def paired(messages: Sequence[Message]) -> list[Message]:
         elif of in answered:
             raise ValueError(f"the call {of!r} has two results; send one")
         else:
-            raise ValueError(f"there is a result of the call {of!r}, and no message before it has that call")
+            raise ValueError(
+                f"there is a result of the call {of!r}, and no message before it has that call; send the "
+                "assistant's message, too"
+            )
     ordered: list[Message] = []
     for message, results in turns:
         given = [result for result in results.values() if result is not None]

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
@@ -17,8 +18,12 @@ from serve.access_log import record_of
 
 _LOG = logging.getLogger(__name__)
 _SHOWN_CHARACTERS = 60
+_ROUTES = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /metrics"
 # Where pydantic's words are about Python, or about its own classes.
-_WORDS: dict[str, str] = dict.fromkeys(("dict_type", "model_type"), "Input should be an object")
+_WORDS: dict[str, str] = {
+    **dict.fromkeys(("dict_type", "model_type"), "Input should be an object"),
+    "missing": "this field is required; add it",
+}
 _KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -105,8 +110,9 @@ def _of_routing(request: Request, error: HTTPException) -> ApiError:
     """The path that is unknown, or what may be done with it."""
     path = request.url.path[:_SHOWN_CHARACTERS]
     if error.status_code == 404:
-        routes = sorted(route.path for route in request.app.routes)
-        message = f"there is no {path} here; the routes are {', '.join(routes)}"
+        close = get_close_matches(path, [route.path for route in request.app.routes], 1)
+        message = f"there is no {path} here; "
+        message += f"do you mean {close[0]}?" if close else f"try {_ROUTES}, or /openapi.json, which has all"
     else:
         message = f"{path} takes {(error.headers or {}).get('Allow')}, not {request.method}"
     return ApiError(error.status_code, message, headers=error.headers)

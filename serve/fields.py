@@ -57,7 +57,7 @@ def _forms(tell: Callable[[Any], str | None], expected: str) -> Discriminator:
     return Discriminator(tell, custom_error_type="form", custom_error_message=f"Input should be {expected}")
 
 
-NOT_TEXT = "is not text; this server takes no images, audio and files"
+NOT_TEXT = "is not text; this server takes no images, audio or files"
 
 
 def one_of(tags: Mapping[str, str], expected: str, of_text: str | None = None) -> Discriminator:

@@ -21,6 +21,7 @@ from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.model.hf_config import missing_folder, read_json
 from mtp_jax.options import Option, declared
 from mtp_jax.text.grammar import StructuredOutput
+from mtp_jax.text.wrong_regex import wrong_regex
 
 if TYPE_CHECKING:
     from mtp_jax.api.llm import LLM
@@ -119,17 +120,19 @@ def flag_of(name: str, about: Option) -> str:
     return about.flag or f"--{name.replace('_', '-')}"
 
 
-def with_flags(message: str) -> str:
-    """A message in which advice such as ``num_nextn_layers=0`` is written as the command line takes it."""
-    options = {**declared(SamplingParams), **declared(LLMOptions)}
+def with_flags(message: str, flags: Mapping[str, str]) -> str:
+    """A message as the command line would say it: ``num_nextn_layers=0`` and ``page_size = 0`` with flags.
+
+    flags: of the options that have values, by name.
+    """
 
     def flag(match: re.Match[str]) -> str:
-        about = options.get(match[1])
-        if about is None or about.flag is None or about.kind is bool or match[2] == "None":
-            return match[0]
-        return f"{flag_of(match[1], about)} {match[2]}".rstrip()
+        known = flags.get(match[1])
+        return match[0] if known is None or match[2] == "None" else f"{known} {match[2]}".rstrip()
 
-    return re.sub(r"\b([a-z_]+)=(\w*)", flag, message)
+    message = re.sub(r"\b([a-z_]+)=(\w*)", flag, message)
+    told = re.sub(r"\b([a-z_]+) = (\S+)(?=; expected )", flag, message)
+    return told if told == message else told.replace(" or None", "")
 
 
 def given(args: argparse.Namespace, cls: type) -> dict[str, Any]:
@@ -260,9 +263,12 @@ def _structured(args: argparse.Namespace) -> StructuredOutput | None:
         try:
             schema = Path(schema[1:]).read_text()
         except (OSError, UnicodeDecodeError) as e:
-            raise RequestError(f"--json-schema {schema}: {e}") from e
+            reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
+            raise RequestError(f"--json-schema {schema} cannot be read: {reason}; name a JSON file") from e
     if schema is None and not args.json_object and args.regex is None and args.choice is None:
         return None
+    if args.regex is not None and (wrong := wrong_regex(args.regex)):
+        raise RequestError(f"--regex {args.regex!r}: {wrong}; expected an expression in Rust's syntax")
     return StructuredOutput(schema, args.json_object, args.regex, args.choice)
 
 

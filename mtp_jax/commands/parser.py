@@ -63,9 +63,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2."""
-        if found := _CHOICE.search(message):
-            close = nearest(found[1], found[2].replace("'", "").split(", "))
-            message += f"; do you mean {close}?" if close else ""
+        found = _CHOICE.search(message)
+        if found and (close := nearest(found[1], found[2].replace("'", "").split(", "))):
+            message = f"{message[: found.start()]}there is no {found[1]!r}; do you mean {close}?"
         self.exit(2, f"error: {message}; see `{self.prog} --help`\n")
 
 

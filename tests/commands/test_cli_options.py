@@ -205,8 +205,8 @@ ERRORS = [
         ["generate", V3, "--stop", "x", *IDS],
         "has no tokenizer.json or tiktoken.model; give --token-ids, and no --stop",
     ),
-    (["generate", V3, "--temperature", -1, *IDS], "temperature = -1.0; expected a number from 0"),
-    (["generate", V3, "--max-tokens", 0, *IDS], "max_tokens = 0; expected an integer from 1"),
+    (["generate", V3, "--temperature", -1, *IDS], "--temperature -1.0; expected a number from 0"),
+    (["generate", V3, "--max-tokens", 0, *IDS], "--max-tokens 0; expected an integer from 1"),
     (
         ["generate", V3, "--top-p", 0.5, *IDS],
         "--top-p has no effect at temperature 0; add --temperature 1, or leave",
@@ -246,7 +246,7 @@ ERRORS = [
     (["generate", V3, "--compare", "--logprobs", 2, *IDS], "leave out --logprobs"),
     (
         ["generate", V3, "--num-speculative-tokens", 32, *QUIET],
-        "num_speculative_tokens = 32; expected an integer from 0 to 31",
+        "--num-speculative-tokens 32; expected an integer from 0 to 31",
     ),
     (
         ["generate", V3, "--max-model-len", 9999, *QUIET],
