@@ -1,10 +1,11 @@
 """The Messages API, through the official `anthropic` package."""
 
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import pytest
 from anthropic import Anthropic
+from pydantic import BaseModel
 
 from tests.serve.conftest import Running
 
@@ -81,6 +82,26 @@ def test_a_forced_call_and_its_result(api):
     turns = [*ASK, {"role": "assistant", "content": found.content}, {"role": "user", "content": [result]}]
     more = api.messages.create(messages=turns, tools=[GO], **PLAIN)
     assert more.usage.input_tokens + more.usage.cache_read_input_tokens > found.usage.input_tokens
+
+
+class Where(BaseModel):
+    """What an answer is parsed as."""
+
+    to: Literal["here", "there"]
+
+
+def test_an_answer_is_parsed(api):
+    found = api.messages.parse(messages=ASK, output_format=Where, **PLAIN)
+    assert found.parsed_output.to in ("here", "there")
+
+
+def test_the_first_event_counts_the_prompt(api):
+    counted = api.messages.count_tokens(model="tiny", messages=ASK).input_tokens
+    with api.messages.stream(messages=ASK, **PLAIN) as stream:
+        first = next(iter(stream))
+        assert first.message.usage.input_tokens == counted
+        usage = stream.get_final_message().usage
+    assert usage.input_tokens + usage.cache_read_input_tokens == counted
 
 
 def test_errors_are_anthropics(api):
