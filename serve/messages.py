@@ -23,6 +23,9 @@ from serve.schema import ChatBody
 from serve.state import Server
 from serve.tools import FunctionName
 
+# Claude Code begins its system message with a line for Anthropic's accounts, another one in each request: no
+# request would begin as the one before it.
+_BILLING = "x-anthropic-billing-header:"
 _ENDS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -218,11 +221,16 @@ class CountBody(Body):
         for i, message in enumerate(self.messages):
             yield from (f"{prefix}messages.{i}.{path}" for path in message.left_out())
 
+    def _system(self) -> str:
+        if not isinstance(self.system, list):
+            return self.system or ""
+        return _text([block for block in self.system if not getattr(block, "text", "").startswith(_BILLING)])
+
     def chat(self, **more: Any) -> ChatBody:
         """What the chat route takes for it. Raises ValidationError."""
         turns = [turn for message in self.messages for turn in message.turns()]
-        if self.system:
-            turns.insert(0, {"role": "system", "content": _text(self.system)})
+        if system := self._system():
+            turns.insert(0, {"role": "system", "content": system})
         value: dict[str, Any] = {"messages": turns, **more}
         # As Anthropic's API does: the answer goes on with an assistant's message at the end.
         value["continue_final_message"] = self.messages[-1].role == "assistant"

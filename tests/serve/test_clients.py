@@ -138,6 +138,7 @@ def test_claude_code(ask, prompted, agent):
         '299 mtp-jax "ignored: context_management, max_thinking_tokens (the model has no token </think>)"'
     )
     assert prompted[0].endswith("Mend the test.<assistant>(think!)")
+    assert "<system>You are Claude Code" in prompted[0]  # a line for Anthropic's accounts would be before it
 
 
 def test_claude_code_later(ask, prompted):
