@@ -6,7 +6,6 @@ import sys
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
 AccessLog = Literal["text", "json", "off"]
 LOGGER = logging.getLogger("serve.access")
 _KEY = "access_record"
+_FIRST_ERROR = 400  # status of HTTP
 # What monitors ask every few seconds.
 PROBES = ("/health", "/ping", "/ready", "/metrics")
 # Of what a client chose, and of an error's message, which may quote the start of the refused value.
@@ -83,7 +83,7 @@ def log_request(scope: MutableMapping[str, Any], name: bytes, status: int, secon
         "status": status,
         "seconds": round(seconds, 3),
     }
-    asked_often = scope["path"] in PROBES and status < HTTPStatus.BAD_REQUEST
+    asked_often = scope["path"] in PROBES and status < _FIRST_ERROR
     _write(about | record_of(scope).fields(), logging.DEBUG if asked_often else logging.INFO)
 
 

@@ -384,7 +384,7 @@ def test_loopback_names_are(server: Running, host):
 
 def test_errors_tell_nothing_of_the_inside(server: Running, monkeypatch, caplog):
     variant = server.variant()
-    monkeypatch.setattr(mtp_jax.AsyncLLM, "off_loop", lambda self, function: 1 / 0)
+    monkeypatch.setattr(mtp_jax.AsyncLLM, "in_queue", lambda self, prompt, function: 1 / 0)
     answer = variant.post("/tokenize", json={"prompt": "abc"})
     assert answer.status_code == 500
     assert answer.json()["error"]["message"] == "internal error; the server's log says more"
