@@ -44,6 +44,7 @@ class ApiError(Exception):
         param: the field it is about.
         code: for programs.
         headers: to add to the response.
+        details: for programs, of Anthropic's shape alone.
     """
 
     status: int
@@ -51,6 +52,7 @@ class ApiError(Exception):
     param: str | None = None
     code: str | None = None
     headers: Mapping[str, str] | None = None
+    details: Mapping[str, Any] | None = None
 
     @property
     def body(self) -> dict[str, Any]:
@@ -62,7 +64,8 @@ class ApiError(Exception):
     def anthropic(self) -> dict[str, Any]:
         """The JSON object in Anthropic's shape."""
         kind = _ANTHROPIC_KINDS.get(self.status, self.body["error"]["type"])
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        details = {"details": self.details} if self.details else {}
+        return {"type": "error", "error": {"type": kind, "message": self.message, **details}}
 
     def response(self, path: str) -> Response:
         """The HTTP response of a route."""

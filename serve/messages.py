@@ -26,6 +26,9 @@ from serve.tools import FunctionName
 # Claude Code begins its system message with a line for Anthropic's accounts, another one in each request: no
 # request would begin as the one before it.
 _BILLING = "x-anthropic-billing-header:"
+_NO_THREADS = "thread: this server stores no conversation; leave it out, and send all messages"
+# By which Anthropic's package sends all of them again, and from then on.
+_SEND_ALL = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 _ENDS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -266,6 +269,7 @@ class MessagesBody(CountBody):
     top_k: Annotated[int, bounds("top_k")] | None = None
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
+    thread: dict[str, Any] | None = None
 
     def conversation(self) -> ChatBody:
         """What the chat route takes for it. Raises ValidationError."""
@@ -283,6 +287,8 @@ def _text(content: str | Sequence[Any] | None) -> str:
 async def messages(server: Server, request: Request) -> Response:
     """The route."""
     body = await read(server.settings, request, MessagesBody)
+    if body.thread is not None:
+        raise ApiError(400, _NO_THREADS, "thread", details=_SEND_ALL)
     asked = await ask(server, request, body.conversation())
     return await _Messages(server, request, asked, body.stream is True).respond()
 

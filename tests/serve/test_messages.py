@@ -4,9 +4,10 @@ from typing import Any, Literal
 
 import anthropic
 import pytest
-from anthropic import Anthropic
+from anthropic import Anthropic, beta_tool
 from pydantic import BaseModel
 
+from serve import messages
 from tests.serve.conftest import Running
 
 ASK: Any = [{"role": "user", "content": "q"}]
@@ -82,6 +83,38 @@ def test_a_forced_call_and_its_result(api):
     turns = [*ASK, {"role": "assistant", "content": found.content}, {"role": "user", "content": [result]}]
     more = api.messages.create(messages=turns, tools=[GO], **PLAIN)
     assert more.usage.input_tokens + more.usage.cache_read_input_tokens > found.usage.input_tokens
+
+
+@beta_tool
+def walk(to: Literal["here", "there"]) -> str:
+    """Walk somewhere.
+
+    Args:
+        to: where to.
+    """
+    return f"walked {to}"
+
+
+def test_a_runner_of_tools_sends_the_whole_conversation(api, server, monkeypatch):
+    """It would leave the first messages to the server, and is told that there is no such thing here."""
+    seen: list[int] = []
+    ask = messages.ask
+
+    async def noted(server: Any, request: Any, body: Any) -> Any:
+        seen.append(len(body.messages))
+        return await ask(server, request, body)
+
+    monkeypatch.setattr(messages, "ask", noted)
+    runner = api.beta.messages.tool_runner(
+        messages=ASK,
+        tools=[walk],
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+        max_iterations=2,
+        **PLAIN,
+    )
+    first, second = list(runner)
+    assert [block.type for block in (*first.content, *second.content)] == ["tool_use", "tool_use"]
+    assert seen == [1, 3]
 
 
 class Where(BaseModel):
