@@ -15,6 +15,8 @@ import pytest
 from mtp_jax import LLM, Overloaded, Tokenizer
 from mtp_jax.api.admission import Admission
 from mtp_jax.api.local import local_runner
+from serve.bodies import MAX_OBJECTS
+from serve.fields import Body
 from tests.serve.conftest import Running, start, wait_until
 
 SHORT = {"prompt": "abc", "max_tokens": 4, "temperature": 0}
@@ -125,6 +127,41 @@ def test_counting_keeps_no_long_answer_waiting(server: Running, monkeypatch):
         go_on.set()
         assert [text.result().status_code for text in texts] == [200] * 4
     assert server.allm.admission.requests == 0
+
+
+PART = {"type": "text", "text": ""}
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [PART] * MAX_OBJECTS}]}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [PART] * 13}] * (MAX_OBJECTS // 13)},
+        ),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": [PART] * MAX_OBJECTS}]}),
+        ("/v1/messages", {"messages": [], "tools": [{"type": "web_search_20250305"}] * (MAX_OBJECTS + 1)}),
+        ("/v1/responses", {"input": "q", "tools": [{"type": "web_search"}] * (MAX_OBJECTS + 1)}),
+        ("/v1/responses", {"input": [{"type": "reasoning", "summary": [PART] * MAX_OBJECTS}]}),
+        ("/tokenize", {f"x{i}": 1 for i in range(16 * MAX_OBJECTS + 16)}),
+    ],
+)
+def test_more_objects_than_the_event_loop_has_time_for_are_refused_unchecked(
+    server: Running, monkeypatch, route, body
+):
+    monkeypatch.setattr(Body, "model_validate", lambda *args: pytest.fail("was checked"))
+    answer = server.variant(max_body_bytes=2**30).post(route, json=body)
+    assert answer.status_code == 400
+    assert "more than 12,000 messages, parts, calls, tools or fields" in answer.text
+
+
+def test_schemas_and_tokens_are_no_such_objects(client):
+    properties = {f"p{i}": {"type": "string"} for i in range(2 * MAX_OBJECTS)}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
+    asked = {"messages": [{"role": "user", "content": "q"}], "tools": [tool], "tool_choice": "none"}
+    assert client.post("/tokenize", json=asked).status_code == 200
+    assert client.post("/detokenize", json={"tokens": [5] * (2 * MAX_OBJECTS)}).status_code == 200
 
 
 def test_the_connection_goes_on_and_other_routes_answer(full, server: Running):
