@@ -14,9 +14,6 @@ if TYPE_CHECKING:
 AccessLog = Literal["text", "json", "off"]
 LOGGER = logging.getLogger("serve.access")
 _KEY = "access_record"
-_FIRST_ERROR = 400  # status of HTTP
-# What monitors ask every few seconds.
-PROBES = ("/health", "/ping", "/ready", "/metrics")
 # Of what a client chose, and of an error's message, which may quote the start of the refused value.
 _MOST_CHARACTERS = 256
 
@@ -74,8 +71,10 @@ def record_of(scope: MutableMapping[str, Any]) -> Record:
     return scope.setdefault("state", {}).setdefault(_KEY, Record())
 
 
-def log_request(scope: MutableMapping[str, Any], name: bytes, status: int, seconds: float) -> None:
-    """The line of a request, by its name, what the client chose escaped; that of a probe is for DEBUG."""
+def log_request(
+    scope: MutableMapping[str, Any], name: bytes, status: int, seconds: float, quiet: bool = False
+) -> None:
+    """The line of a request, by its name; what the client chose is escaped. quiet: at the level DEBUG."""
     about = {
         "id": _printable(name.decode("latin-1")),
         "method": scope["method"],
@@ -83,8 +82,7 @@ def log_request(scope: MutableMapping[str, Any], name: bytes, status: int, secon
         "status": status,
         "seconds": round(seconds, 3),
     }
-    asked_often = scope["path"] in PROBES and status < _FIRST_ERROR
-    _write(about | record_of(scope).fields(), logging.DEBUG if asked_often else logging.INFO)
+    _write(about | record_of(scope).fields(), logging.DEBUG if quiet else logging.INFO)
 
 
 def log_connection(error: str) -> None:

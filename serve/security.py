@@ -18,6 +18,9 @@ from serve.state import Server
 
 # For probes, which have no key.
 _OPEN_PATHS = ("/health", "/ping", "/ready")
+# By monitors every few seconds, and a dozen at a time for the page.
+_ASKED_OFTEN = (*_OPEN_PATHS, "/metrics", *PAGE_PATHS)
+_FIRST_ERROR = 400  # status of HTTP
 _PLAIN_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 # What a full queue refuses unread.
 _QUEUED = (
@@ -75,7 +78,8 @@ class AccessControl:
             self._connections -= 1
             self._server.metrics.responded(self._route(scope["path"]), status)
             shown = name if given in (b"", name) else given[:_SHOWN_BYTES]
-            log_request(scope, shown, status, time.perf_counter() - started)
+            quiet = scope["path"] in _ASKED_OFTEN and status < _FIRST_ERROR
+            log_request(scope, shown, status, time.perf_counter() - started, quiet)
 
     def _route(self, path: str) -> str:
         """The route of a path, as metrics name it."""
