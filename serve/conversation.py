@@ -15,7 +15,7 @@ from serve.custom_tools import (
     tool_kind,
 )
 from serve.fields import NOT_TEXT, Body, Name, Text, bounds, form, one_of
-from serve.tools import CalledTool, ToolBody, ToolChoice
+from serve.tools import MOST_TOOLS, CalledTool, ToolBody, ToolChoice
 
 MAX_MESSAGES = 4096
 
@@ -224,7 +224,7 @@ class Conversation(Switches):
     messages: Annotated[
         list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), AfterValidator(paired)
     ]
-    tools: Annotated[list[ToolItem], Field(fail_fast=True, max_length=256)] | None = None
+    tools: Annotated[list[ToolItem], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolPick | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
