@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from difflib import get_close_matches
 from functools import lru_cache
 from itertools import islice
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ _Body = TypeVar("_Body", bound=Body)
 _LOG = logging.getLogger(__name__)
 _MOST_NAMED = 10
 _LONGEST_NAME = 64
+_CLOSE = 0.8  # ratio of difflib from which on a field is taken for another one, misspelt
 # Each takes 4 to 8 us to check, on the event loop, where other requests wait meanwhile: 0.1 s at most.
 MAX_OBJECTS = 12_000
 _OBJECTS = "messages, parts, calls, tools or fields"
@@ -62,7 +64,9 @@ async def read(settings: Settings, request: Request, *kinds: type[_Body]) -> _Bo
     request.state.model = model or settings.model_name
     unknown = [_printable(name) for name in islice(body.unknown(), _MOST_NAMED)]
     if unknown and settings.strict:
-        raise ApiError(400, f"unknown field {unknown[0]}; leave it out", unknown[0], "unknown_field")
+        close = get_close_matches(unknown[0], kind.model_fields, 1, _CLOSE)
+        instead = f"do you mean {close[0]}?" if close else "leave it out"
+        raise ApiError(400, f"unknown field {unknown[0]}; {instead}", unknown[0], "unknown_field")
     request.state.unknown = []
     for name in unknown:
         ignore(request, name)

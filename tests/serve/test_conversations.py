@@ -407,3 +407,10 @@ def test_what_raises_before_the_answer_is_read_aborts_the_request(
     wait_until(lambda: server.allm.live == 0)
     (one,) = streams
     assert [c.finish_reason for c in one._latest.outputs] == ["abort"]
+
+
+def test_a_misspelt_field_names_the_nearest_where_it_is_refused(server: Running):
+    strict = server.variant(strict=True)
+    for name, meant in (("max_token", "max_tokens"), ("tool_choices", "tool_choice")):
+        answer = strict.post(CHAT, json={"messages": [ASK], name: 1})
+        assert answer.json()["error"]["message"] == f"unknown field {name}; do you mean {meant}?"
