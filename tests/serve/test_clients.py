@@ -125,6 +125,21 @@ def test_a_custom_tool_is_called_with_a_text(ask, stream):
     assert not item["input"].startswith("{")
 
 
+@pytest.mark.parametrize("form", ["json", "kimi_k2"])
+def test_a_custom_tool_in_formats_of_the_vocabulary(agent: Running, form):
+    """Whatever a call is written in, its input is text."""
+    choice = {"tool_choice": {"type": "custom", "name": "apply_patch"}}
+    body = said("codex") | choice | {"temperature": 0, "max_output_tokens": 2000}
+    variant = agent.variant(tool_parser=form)
+    answer = variant.post("/v1/responses", json=body | {"stream": False})
+    assert answer.status_code == 200, answer.text
+    (item,) = answer.json()["output"]
+    assert (item["type"], item["name"]) == ("custom_tool_call", "apply_patch")
+    *_, last = events(variant.post("/v1/responses", json=body))
+    assert last["response"]["output"][0]["input"] == item["input"] != ""
+    assert not item["input"].startswith('{"input"')
+
+
 def test_claude_code(ask, prompted, agent):
     answer = ask.post("/v1/messages?beta=true", json=said("claude_code") | {"max_tokens": 40})
     first, *_, changed, last = events(answer)
