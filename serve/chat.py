@@ -86,7 +86,7 @@ class Asked:
 
 async def ask(server: Server, request: Request, body: ChatBody) -> Asked:
     """Queue a conversation. Raises RequestError, Overloaded, EngineStopped."""
-    use = use_of(server.tool_format, body.functions, body.choice, body.parallel_tool_calls)
+    use = use_of(server.tool_format, body.callable, body.choice, body.parallel_tool_calls)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     top = (body.top_logprobs or 0) if body.logprobs else None
     params = body.params(most, body.stream, top, body.prompt_logprobs, defaults=server.sampling_defaults)

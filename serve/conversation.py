@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from serve.custom_tools import (
+    AllowedChoice,
     CalledCustom,
     CustomChoice,
     CustomTool,
@@ -246,6 +247,14 @@ class Conversation(Switches):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _allows_what_there_is(self) -> "Conversation":
+        if isinstance(self.tool_choice, AllowedChoice):
+            known = sorted(tool.function.name for tool in self.functions)
+            if unknown := next((name for name in self.tool_choice.names if name not in known), None):
+                raise ValueError(f"tool_choice: {unknown!r} is not among the tools {', '.join(known)}")
+        return self
+
     @property
     def continues(self) -> bool:
         """Whether the model goes on with the last message, instead of beginning another."""
@@ -269,11 +278,23 @@ class Conversation(Switches):
         return frozenset(tool.custom.name for tool in self.tools or () if isinstance(tool, CustomTool))
 
     @property
+    def callable(self) -> list[ToolBody]:
+        """Those of the functions that may be called."""
+        if not isinstance(self.tool_choice, AllowedChoice):
+            return self.functions
+        names = self.tool_choice.names
+        return [tool for tool in self.functions if tool.function.name in names]
+
+    @property
     def choice(self) -> ToolChoice | None:
         """Which function to call."""
-        return (
-            self.tool_choice.as_function if isinstance(self.tool_choice, CustomChoice) else self.tool_choice
-        )
+        match self.tool_choice:
+            case AllowedChoice() as some:
+                return some.allowed_tools.mode
+            case CustomChoice() as one:
+                return one.as_function
+            case other:
+                return other
 
     def unknown(self, prefix: str = "") -> Iterator[str]:
         """Those of the messages, too, and the tools that are left out."""

@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag
 
 from mtp_jax import CallArguments, CallBegin
 from serve.fields import Body, Name, Text, one_of
-from serve.tools import FunctionName, NamedChoice, ToolBody
+from serve.tools import MOST_TOOLS, FunctionName, NamedChoice, ToolBody
 from serve.turn import Called, Piece
 
 _INPUT = {
@@ -109,14 +109,43 @@ class CustomChoice(Body):
         return NamedChoice.model_validate({"type": "function", "function": {"name": self.custom.name}})
 
 
+class _Allowed(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[
+        list[
+            Annotated[
+                Annotated[NamedChoice, Tag("a function")] | Annotated[CustomChoice, Tag("a custom tool")],
+                one_of({"function": "a function", "custom": "a custom tool"}, "expected function or custom"),
+            ]
+        ],
+        Field(fail_fast=True, min_length=1, max_length=MOST_TOOLS),
+    ]
+
+
+class AllowedChoice(Body):
+    """Some of the tools, which alone may or must be called; the model is told of all."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: _Allowed
+
+    @property
+    def names(self) -> list[str]:
+        """Names of these tools."""
+        chosen = self.allowed_tools.tools
+        return [one.custom.name if isinstance(one, CustomChoice) else one.function.name for one in chosen]
+
+
 CHOICES = (
-    "expected none, auto, required, or a tool of the type function or custom, as this server runs none itself"
+    "expected none, auto, required, allowed_tools, or a tool of the type function or custom, as this server "
+    "runs none itself"
 )
+PICKS = {"function": "a function", "custom": "a custom tool", "allowed_tools": "some tools"}
 ToolPick = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("a string")]
     | Annotated[NamedChoice, Tag("a function")]
-    | Annotated[CustomChoice, Tag("a custom tool")],
-    one_of({"function": "a function", "custom": "a custom tool"}, CHOICES, "a string"),
+    | Annotated[CustomChoice, Tag("a custom tool")]
+    | Annotated[AllowedChoice, Tag("some tools")],
+    one_of(PICKS, CHOICES, "a string"),
 ]
 
 

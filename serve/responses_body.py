@@ -7,7 +7,7 @@ from pydantic import AliasChoices, Discriminator, Field, Tag, model_validator
 from pydantic_core import to_json
 
 from serve.conversation import MAX_MESSAGES, RefusalPart, Switches
-from serve.custom_tools import CHOICES, OtherTool, tool_form
+from serve.custom_tools import CHOICES, PICKS, OtherTool, tool_form
 from serve.fields import NOT_TEXT, Body, Name, Text, bounds, form, one_of
 from serve.schema import CallBody, ChatBody
 from serve.tools import FunctionName
@@ -216,6 +216,22 @@ class _Named(Body):
     name: FunctionName
 
 
+class _Allowed(Body):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+
+
+def _picked(choice: "_Named | _Allowed") -> dict[str, Any]:
+    """A choice as the chat route has it."""
+    if isinstance(choice, _Named):
+        return {"type": choice.type, choice.type: {"name": choice.name}}
+    # A tool that a server would have to run is none that may be called.
+    kinds = ("function", "custom")
+    tools = [{"type": k, k: {"name": t.get("name")}} for t in choice.tools if (k := t.get("type")) in kinds]
+    return {"type": choice.type, choice.type: {"mode": choice.mode, "tools": tools}}
+
+
 class _Format(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
@@ -245,8 +261,10 @@ class ResponsesBody(CallBody, Switches):
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], Tag("a string")]
-            | Annotated[_Named, Tag("an object")],
-            one_of({"function": "an object", "custom": "an object"}, CHOICES, "a string"),
+            | Annotated[_Named, Tag("a function")]
+            | Annotated[_Named, Tag("a custom tool")]
+            | Annotated[_Allowed, Tag("some tools")],
+            one_of(PICKS, CHOICES, "a string"),
         ]
         | None
     ) = None
@@ -288,8 +306,8 @@ class ResponsesBody(CallBody, Switches):
         value["messages"] = self._messages()
         value["max_tokens"] = self.max_output_tokens
         value["tools"] = [tool.tool for tool in self.tools or () if not isinstance(tool, OtherTool)]
-        if isinstance(choice := self.tool_choice, _Named):
-            value["tool_choice"] = {"type": choice.type, choice.type: {"name": choice.name}}
+        if isinstance(choice := self.tool_choice, _Named | _Allowed):
+            value["tool_choice"] = _picked(choice)
         if self.text and (found := self.text.format):
             schema = {"name": found.name, "schema": found.schema_} if found.type == "json_schema" else None
             value["response_format"] = {"type": found.type, "json_schema": schema}

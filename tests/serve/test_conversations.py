@@ -373,6 +373,33 @@ def test_the_text_of_a_custom_call_at_any_cut(text, ascii_only):
         assert "".join(p.text for p in pieces if isinstance(p, CallArguments)) == wanted
 
 
+def function(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"additionalProperties": False}}}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_some_of_the_tools_may_be_called(client, mode):
+    tools = [function(name) for name in ("one", "two", "three")]
+    some = [{"type": "function", "function": {"name": "two"}}]
+    body = {"messages": [ASK], "tools": tools, "max_tokens": 100}
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": some}}
+    answer = client.post(CHAT, json={**body, "tool_choice": choice})
+    assert answer.status_code == 200, answer.text
+    calls = answer.json()["choices"][0]["message"].get("tool_calls", [])
+    assert {call["function"]["name"] for call in calls} == ({"two"} if mode == "required" else set())
+    # It is told of all of them, so that a prompt begins as the one before it.
+    assert prompt_of(client, messages=[ASK], tools=tools, tool_choice=choice).startswith("[one][two][three]")
+    flat = [{"type": "function", "name": name, "parameters": {}} for name in ("one", "two")]
+    named = [{"type": "function", "name": "two"}, {"type": "mcp", "server_label": "x"}]
+    picked = {"type": "allowed_tools", "mode": mode, "tools": named}
+    asked = {"input": "q", "tools": flat, "tool_choice": picked, "max_output_tokens": 20}
+    answer = client.post(RESPONSES, json=asked)
+    assert answer.status_code == 200, answer.text
+    assert all(item.get("name", "two") == "two" for item in answer.json()["output"])
+    choice["allowed_tools"]["tools"] = [{"type": "function", "function": {"name": "four"}}]
+    assert "'four' is not among the tools" in refusal(client, CHAT, **body, tool_choice=choice)
+
+
 @pytest.mark.parametrize("route", [CHAT, MESSAGES, RESPONSES, "/v1/completions", "/generate"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_raises_before_the_answer_is_read_aborts_the_request(
