@@ -71,8 +71,10 @@ def record_of(scope: MutableMapping[str, Any]) -> Record:
     return scope.setdefault("state", {}).setdefault(_KEY, Record())
 
 
-def log_request(scope: MutableMapping[str, Any], name: bytes, status: int, seconds: float) -> None:
-    """The line of a request, by its name; what the client chose is escaped."""
+def log_request(
+    scope: MutableMapping[str, Any], name: bytes, status: int, seconds: float, quiet: bool = False
+) -> None:
+    """The line of a request, by its name; what the client chose is escaped. quiet: at the level DEBUG."""
     about = {
         "id": _printable(name.decode("latin-1")),
         "method": scope["method"],
@@ -80,7 +82,7 @@ def log_request(scope: MutableMapping[str, Any], name: bytes, status: int, secon
         "status": status,
         "seconds": round(seconds, 3),
     }
-    _write(about | record_of(scope).fields())
+    _write(about | record_of(scope).fields(), logging.DEBUG if quiet else logging.INFO)
 
 
 def log_connection(error: str) -> None:
@@ -88,8 +90,8 @@ def log_connection(error: str) -> None:
     _write({"error": error})
 
 
-def _write(about: dict[str, Any]) -> None:
-    LOGGER.info("%s", _text(about), extra={"about": about})
+def _write(about: dict[str, Any], level: int = logging.INFO) -> None:
+    LOGGER.log(level, "%s", _text(about), extra={"about": about})
 
 
 def _text(about: dict[str, Any]) -> str:
@@ -113,5 +115,5 @@ class JsonLines(logging.Formatter):
 
 
 def _printable(text: str) -> str:
-    """ASCII: line ends, terminal escapes and zeros become \\x.. codes."""
-    return ascii(text[:_MOST_CHARACTERS])[1:-1]
+    """ASCII: line ends, terminal escapes and zeros become \\x.. codes; quotes stay as they are."""
+    return "".join(c if c in "'\"" else ascii(c)[1:-1] for c in text[:_MOST_CHARACTERS])

@@ -82,6 +82,9 @@ async def update_weights(server: Server, request: Request) -> Response:
         )
     except (CheckpointError, ConfigError) as error:
         raise ApiError(400, str(error), "model_path") from error
+    except OSError as error:  # a name that is too long, a file that may not be read or has gone
+        message = f"the files of model_path cannot be read: {error.strerror}; nothing has changed"
+        raise ApiError(400, message, "model_path") from error
     answer = {
         "success": True,
         "message": f"the weights are those of {body.model_path}",

@@ -13,6 +13,7 @@ from mtp_jax import CompletionOutput, RequestOutput
 from serve.blocks import Blocks, Change
 from serve.bodies import warning
 from serve.chat import Asked
+from serve.custom_tools import Inputs
 from serve.errors import ApiError
 from serve.generation import check, finals, outputs
 from serve.reasoning import ThoughtTokens, may_think
@@ -25,8 +26,8 @@ class AssistantCall(ABC):
     """A conversation's answer, whole or as events. A route says what blocks look like."""
 
     def __init__(self, server: Server, request: Request, asked: Asked, stream: bool) -> None:
-        self.server, self._request, self._asked, self._stream = server, request, asked, stream
-        self.blocks = Blocks()
+        self.server, self.request, self._asked, self._stream = server, request, asked, stream
+        self.blocks, self._inputs = Blocks(asked.custom), Inputs(asked.custom)
         self._turn = Turn(asked.thinking, may_think(server.tokenizer), asked.use)
         self._thought = ThoughtTokens(server.tokenizer)
         self._last: RequestOutput | None = None
@@ -54,11 +55,11 @@ class AssistantCall(ABC):
     async def respond(self) -> Response:
         """The response."""
         if self._stream:
-            return EventStream(self._events(), warning(self._request), error=self._failed, done=b"")
-        (output,) = await finals(self.server, self._request, self._asked.streams)
+            return EventStream(self._events(), warning(self.request), error=self._failed, done=b"")
+        (output,) = await finals(self.server, self.request, self._asked.streams)
         self._take(output)
         self.blocks.finish()
-        return Response(to_json(self.answer()), headers=warning(self._request), media_type="application/json")
+        return Response(to_json(self.answer()), headers=warning(self.request), media_type="application/json")
 
     @property
     def completion(self) -> CompletionOutput | None:
@@ -78,7 +79,7 @@ class AssistantCall(ABC):
     @property
     def counts(self) -> dict[str, int]:
         """Tokens: of the ``prompt``, ``cached`` ones of it, of the ``output``, of the ``thought`` in it."""
-        prompt = len(self._last.prompt_token_ids) if self._last else 0
+        prompt = len(self._last.prompt_token_ids) if self._last else self._asked.streams[0].prompt_tokens
         output = self.completion.num_tokens if self.completion else 0
         thinks = any(block.kind == "thought" for block in self.blocks.all)
         return {
@@ -91,11 +92,11 @@ class AssistantCall(ABC):
     def _take(self, output: RequestOutput) -> list[Change]:
         self._last = output
         self._thought.push(output.outputs[0].token_ids)
-        return self.blocks.push(self._turn.push(output.outputs[0]))
+        return self.blocks.push(self._inputs.push(self._turn.push(output.outputs[0])))
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         yield _named(self.begin())
-        async with aclosing(outputs(self.server, self._request, self._asked.streams)) as growing:
+        async with aclosing(outputs(self.server, self.request, self._asked.streams)) as growing:
             async for _, output in growing:
                 check([output], 1)
                 changes = self._take(output)

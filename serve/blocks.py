@@ -7,7 +7,7 @@ from typing import Literal
 from mtp_jax import CallArguments, CallBegin, CallEnd
 from serve.turn import Piece, Thought
 
-Kind = Literal["thought", "text", "call"]
+Kind = Literal["thought", "text", "call", "custom"]
 
 
 @dataclass
@@ -16,8 +16,8 @@ class Block:
 
     Attributes:
         index: among all blocks.
-        text: what it says; of a call its arguments, as JSON text.
-        id, name: of a call.
+        text: what it says; of a call its arguments, as JSON text; of a custom tool's call its input.
+        id, name: of a call of either kind.
     """
 
     kind: Kind
@@ -43,7 +43,9 @@ class Blocks:
         all: those that have begun.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, custom: frozenset[str] = frozenset()) -> None:
+        """custom: names of the tools whose calls have a text instead of arguments."""
+        self._custom = custom
         self.all: list[Block] = []
         self._open: Block | None = None
         self._space = ""
@@ -53,7 +55,8 @@ class Blocks:
         changes: list[Change] = []
         for piece in pieces:
             if isinstance(piece, CallBegin):
-                changes += [*self._end(), self._begin("call", piece.id or "", piece.name)]
+                called: Kind = "custom" if piece.name in self._custom else "call"
+                changes += [*self._end(), self._begin(called, piece.id or "", piece.name)]
             elif isinstance(piece, CallEnd):
                 changes += self._end()
             elif isinstance(piece, CallArguments):

@@ -146,7 +146,7 @@ class Call(ABC):
         return bool(c.text) or (bool(c.token_ids) and self._tells_tokens)
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return self._head | {"object": kind, "model": self.server.settings.model_name, "choices": choices}
+        return self._head | {"object": kind, "model": self.request.state.model, "choices": choices}
 
     def _metrics(self, done: Sequence[RequestOutput]) -> dict[str, Any]:
         """Of one completion, null for several; none at level "none"."""

@@ -21,6 +21,7 @@ from mtp_jax import (
 from serve.answers import chat_logprobs, prompt_scores, token_extras, usage
 from serve.bodies import read
 from serve.calls import Call, Shown
+from serve.custom_tools import Inputs
 from serve.generation import submit
 from serve.reasoning import ThoughtTokens, may_think
 from serve.schema import ChatBody, Conversation
@@ -46,13 +47,13 @@ class ChatPrompt:
         told = self._conversation
         messages = [message.for_template() for message in told.messages]
         # A model that may call none is not told of them.
-        tools = [tool.for_template() for tool in told.tools or ()] if told.tool_choice != "none" else None
+        tools = [tool.for_template() for tool in told.functions] if told.tool_choice != "none" else None
         prompt = self._tokenizer.apply_chat_template(
             messages,
             tools or None,
             tool_format=self._form,
             add_generation_prompt=told.add_generation_prompt is not False,
-            continue_final_message=told.continue_final_message is True,
+            continue_final_message=told.continues,
             **told.template_options(),
         )
         self.thinking = self._tokenizer.opens_thought(prompt)
@@ -63,7 +64,7 @@ class ChatPrompt:
 async def chat_completions(server: Server, request: Request) -> Response:
     """The route."""
     body = await read(server.settings, request, ChatBody)
-    asked = await ask(server, body)
+    asked = await ask(server, request, body)
     return await _Chat(server, request, body, asked).respond()
 
 
@@ -74,23 +75,26 @@ class Asked:
     Attributes:
         use: of tools; None where none may be called.
         thinking: whether its prompt has opened a thought.
+        custom: names of the tools that take a text instead of arguments.
     """
 
     streams: Sequence[Stream]
     use: ToolUse | None
     thinking: bool
+    custom: frozenset[str]
 
 
-async def ask(server: Server, body: ChatBody) -> Asked:
+async def ask(server: Server, request: Request, body: ChatBody) -> Asked:
     """Queue a conversation. Raises RequestError, Overloaded, EngineStopped."""
-    use = use_of(server.tool_format, body.tools, body.tool_choice, body.parallel_tool_calls)
+    use = use_of(server.tool_format, body.callable, body.choice, body.parallel_tool_calls)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     top = (body.top_logprobs or 0) if body.logprobs else None
-    params = body.params(most, body.stream, top, body.prompt_logprobs)
+    params = body.params(most, body.stream, top, body.prompt_logprobs, defaults=server.sampling_defaults)
+    params = replace(params, max_thinking_tokens=body.thinking_budget)
     prompt = ChatPrompt(server, body)
     lazy = LazyPrompt(prompt, body.characters)
-    streams = await submit(server, body, [lazy], _with_tools(server, params, use))
-    return Asked(streams, use, prompt.thinking)
+    streams = await submit(server, request, body, [lazy], _with_tools(server, params, use))
+    return Asked(streams, use, prompt.thinking, body.custom)
 
 
 def _with_tools(server: Server, params: SamplingParams, use: ToolUse | None) -> SamplingParams:
@@ -111,7 +115,7 @@ class _Chat(Call):
         self.body, self._asked, self._thinking = body, asked, asked.thinking
         self._tells_tokens |= body.logprobs is True
         self._may_think = may_think(server.tokenizer)
-        self._turns: dict[int, Turn] = {}
+        self._turns: dict[int, tuple[Turn, Inputs]] = {}
         self._thoughts: dict[int, ThoughtTokens] = {}
         self._thought: set[int] = set()
 
@@ -126,15 +130,20 @@ class _Chat(Call):
     def choice(self, index: int, output: RequestOutput, c: CompletionOutput, shown: Shown) -> dict[str, Any]:
         """A message, or what is new of it."""
         del output
-        turn = self._turns.setdefault(index, Turn(self._thinking, self._may_think, self._asked.use))
-        pieces = turn.push(c)
+        asked = self._asked
+        if index not in self._turns:
+            turn = Turn(self._thinking, self._may_think, asked.use)
+            self._turns[index] = turn, Inputs(asked.custom)
+        turn, inputs = self._turns[index]
+        pieces = inputs.push(turn.push(c))
         if any(isinstance(piece, Thought) for piece in pieces):
             self._thought.add(index)
         stream = bool(self.body.stream)
         message: dict[str, Any] = {} if stream and shown.begun else {"role": "assistant"}
         choice = {
             "index": index,
-            "delta" if stream else "message": message | (_delta(pieces) if stream else _message(pieces)),
+            "delta" if stream else "message": message
+            | (_delta(pieces, inputs) if stream else _message(pieces, inputs)),
             "logprobs": None,
             "finish_reason": turn.finish_reason(c),
         }
@@ -164,7 +173,7 @@ def _texts(pieces: Sequence[Piece]) -> dict[str, Any]:
     return message | ({"content": text} if text else {})
 
 
-def _message(pieces: Sequence[Piece]) -> dict[str, Any]:
+def _message(pieces: Sequence[Piece], inputs: Inputs) -> dict[str, Any]:
     """Of a whole completion."""
     message = {"content": ""} | _texts(pieces)
     calls = called(pieces)
@@ -172,18 +181,24 @@ def _message(pieces: Sequence[Piece]) -> dict[str, Any]:
         return message
     # White space around calls belongs to their format.
     content = message["content"] if message["content"].strip() else None
-    return message | {"content": content, "tool_calls": [call.body for call in calls]}
+    return message | {
+        "content": content,
+        "tool_calls": [inputs.body(i, call) for i, call in enumerate(calls)],
+    }
 
 
-def _delta(pieces: Sequence[Piece]) -> dict[str, Any]:
+def _delta(pieces: Sequence[Piece], inputs: Inputs) -> dict[str, Any]:
     """Of what is new."""
     calls: list[dict[str, Any]] = []
     for piece in pieces:
+        if not isinstance(piece, CallBegin | CallArguments):
+            continue
+        kind, key = ("custom", "input") if inputs.is_text(piece.index) else ("function", "arguments")
         if isinstance(piece, CallBegin):
-            function = {"name": piece.name, "arguments": ""}
-            calls.append({"index": piece.index, "id": piece.id, "type": "function", "function": function})
-        elif isinstance(piece, CallArguments):
-            if not calls or calls[-1]["index"] != piece.index:
-                calls.append({"index": piece.index, "function": {"arguments": ""}})
-            calls[-1]["function"]["arguments"] += piece.text
+            about = {"name": piece.name, key: ""}
+            calls.append({"index": piece.index, "id": piece.id, "type": kind, kind: about})
+            continue
+        if not calls or calls[-1]["index"] != piece.index:
+            calls.append({"index": piece.index, kind: {key: ""}})
+        calls[-1][kind][key] += piece.text
     return _texts(pieces) | ({"tool_calls": calls} if calls else {})

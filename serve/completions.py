@@ -24,8 +24,9 @@ async def completions(server: Server, request: Request) -> Response:
     # To score a prompt the engine has to go on for one token, which the answer leaves out.
     most = _DEFAULT_MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
     scored = body.logprobs if body.echo else body.prompt_logprobs
-    params = body.params(most, body.stream, body.logprobs, scored)
-    streams = await submit(server, body, [_prompt(server, body, p) for p in body.prompts], params)
+    defaults = server.sampling_defaults
+    params = body.params(most, body.stream, body.logprobs, scored, defaults=defaults)
+    streams = await submit(server, request, body, [_prompt(server, body, p) for p in body.prompts], params)
     return await _Completions(server, request, body, streams).respond()
 
 

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
@@ -17,8 +18,12 @@ from serve.access_log import record_of
 
 _LOG = logging.getLogger(__name__)
 _SHOWN_CHARACTERS = 60
+_ROUTES = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /metrics"
 # Where pydantic's words are about Python, or about its own classes.
-_WORDS: dict[str, str] = dict.fromkeys(("dict_type", "model_type"), "Input should be an object")
+_WORDS: dict[str, str] = {
+    **dict.fromkeys(("dict_type", "model_type"), "Input should be an object"),
+    "missing": "this field is required; add it",
+}
 _KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -39,6 +44,7 @@ class ApiError(Exception):
         param: the field it is about.
         code: for programs.
         headers: to add to the response.
+        details: for programs, of Anthropic's shape alone.
     """
 
     status: int
@@ -46,6 +52,7 @@ class ApiError(Exception):
     param: str | None = None
     code: str | None = None
     headers: Mapping[str, str] | None = None
+    details: Mapping[str, Any] | None = None
 
     @property
     def body(self) -> dict[str, Any]:
@@ -57,7 +64,8 @@ class ApiError(Exception):
     def anthropic(self) -> dict[str, Any]:
         """The JSON object in Anthropic's shape."""
         kind = _ANTHROPIC_KINDS.get(self.status, self.body["error"]["type"])
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        details = {"details": self.details} if self.details else {}
+        return {"type": "error", "error": {"type": kind, "message": self.message, **details}}
 
     def response(self, path: str) -> Response:
         """The HTTP response of a route."""
@@ -105,8 +113,9 @@ def _of_routing(request: Request, error: HTTPException) -> ApiError:
     """The path that is unknown, or what may be done with it."""
     path = request.url.path[:_SHOWN_CHARACTERS]
     if error.status_code == 404:
-        routes = sorted(route.path for route in request.app.routes)
-        message = f"there is no {path} here; the routes are {', '.join(routes)}"
+        close = get_close_matches(path, [route.path for route in request.app.routes], 1)
+        message = f"there is no {path} here; "
+        message += f"do you mean {close[0]}?" if close else f"try {_ROUTES}, or /openapi.json, which has all"
     else:
         message = f"{path} takes {(error.headers or {}).get('Allow')}, not {request.method}"
     return ApiError(error.status_code, message, headers=error.headers)

@@ -1,7 +1,7 @@
 """Kinds of fields of request bodies, and the objects inside them."""
 
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -57,6 +57,24 @@ def _forms(tell: Callable[[Any], str | None], expected: str) -> Discriminator:
     return Discriminator(tell, custom_error_type="form", custom_error_message=f"Input should be {expected}")
 
 
+NOT_TEXT = "is not text; this server takes no images, audio or files"
+
+
+def one_of(tags: Mapping[str, str], expected: str, of_text: str | None = None) -> Discriminator:
+    """Which class an object is of, by its ``type``: a tag of each, and the words of the error for any other.
+
+    of_text: the tag of a string.
+    """
+
+    def tell(value: Any) -> str | None:
+        if isinstance(value, str):
+            return of_text
+        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        return tags.get(kind) if isinstance(kind, str) else None
+
+    return Discriminator(tell, custom_error_type="form", custom_error_message=expected)
+
+
 def _few(value: Any) -> Any:
     """Objects cannot fail fast: their size is looked at first."""
     if isinstance(value, dict) and len(value) > _MOST_IDS:
@@ -85,13 +103,21 @@ Prompts = Annotated[
 
 
 class Body(BaseModel):
-    """A JSON object; unknown fields are kept, to be warned of."""
+    """A JSON object; unknown fields are kept, to be warned of.
+
+    Attributes:
+        without_effect: fields that clients send, and that change nothing of an answer here; no warning.
+    """
+
+    without_effect: ClassVar[frozenset[str]] = frozenset()
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
 
     def unknown(self, prefix: str = "") -> Iterator[str]:
         """Paths of the fields that mean nothing here and are not null."""
-        yield from (prefix + name for name, value in (self.model_extra or {}).items() if value is not None)
+        known = {"cache_control", *self.without_effect}  # every prefix is cached
+        extra = (self.model_extra or {}).items()
+        yield from (prefix + name for name, value in extra if value is not None and name not in known)
         for name in self.__class__.model_fields:
             value = getattr(self, name)
             if isinstance(value, Body):

@@ -3,14 +3,17 @@
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
 
 from starlette.requests import Request
 
 from mtp_jax import LazyPrompt, RequestError, RequestOutput, SamplingParams, Stream
 from serve.access_log import record_of
+from serve.bodies import ignore
 from serve.errors import ApiError
+from serve.reasoning import CLOSE, may_think
 from serve.schema import Sampling
-from serve.sse import aborted_with_client
+from serve.sse import aborted_with_client, streams_of
 from serve.state import Server
 
 _FAILED = (
@@ -23,11 +26,19 @@ _NOT_AGAIN = {"x-should-retry": "false"}
 
 async def submit(
     server: Server,
+    request: Request,
     body: Sampling,
     prompts: Sequence[str | Sequence[int] | LazyPrompt],
     params: SamplingParams,
 ) -> list[Stream]:
-    """Queue every prompt, or none. Raises RequestError, Overloaded, EngineStopped."""
+    """Queue every prompt, or none; at the end of the request what is left of them is aborted.
+
+    Raises RequestError, Overloaded, EngineStopped.
+    """
+    tokenizer = server.allm.llm.tokenizer
+    if params.max_thinking_tokens is not None and tokenizer is not None and not may_think(tokenizer):
+        ignore(request, f"max_thinking_tokens (the model has no token {CLOSE})")
+        params = replace(params, max_thinking_tokens=None)
     limits = [t for t in (body.timeout, server.settings.request_seconds) if t is not None]
     depth, deepest = params.num_speculative_tokens, server.allm.llm.engine.config.num_speculative_tokens
     if depth is not None and depth > deepest:
@@ -39,20 +50,16 @@ async def submit(
             f"{len(prompts)} prompts of n = {params.n} are {wanted} requests; the queue takes {most}"
         )
     streams: list[Stream] = []
-    try:
-        for prompt in prompts:
-            stream = await server.allm.submit(
-                prompt,
-                params,
-                priority=body.priority or 0,
-                timeout=min(limits, default=None),
-                cache_salt=body.cache_salt or "",
-            )
-            streams.append(stream)
-    except BaseException:
-        for stream in streams:
-            stream.abort()
-        raise
+    for prompt in prompts:
+        stream = await server.allm.submit(
+            prompt,
+            params,
+            priority=body.priority or 0,
+            timeout=min(limits, default=None),
+            cache_salt=body.cache_salt or "",
+        )
+        streams_of(request.scope).append(stream)
+        streams.append(stream)
     return streams
 
 
@@ -62,7 +69,7 @@ async def outputs(
     """(which prompt, its output so far) as they come. A client that disconnects aborts them all."""
     record = record_of(request.scope)
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(aborted_with_client(request, streams))
+        await stack.enter_async_context(aborted_with_client(request))
         sources = [await stack.enter_async_context(aclosing(server.metrics.follow(s))) for s in streams]
         if len(sources) == 1:
             async for output in sources[0]:

@@ -1,11 +1,13 @@
 """The routes that generate nothing."""
 
+from functools import partial
 from importlib import metadata
 
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mtp_jax import LazyPrompt
 from serve.answers import token_name
 from serve.bodies import read, warning
 from serve.chat import ChatPrompt
@@ -34,24 +36,24 @@ async def ready(server: Server, request: Request) -> Response:
 
 
 async def models(server: Server, request: Request) -> Response:
-    """OpenAI's list of models: there is one."""
+    """OpenAI's list of models: there is one, under each of its names."""
     del request
-    return _json({"object": "list", "data": [_model(server)]})
+    return _json({"object": "list", "data": [_model(server, name) for name in server.settings.names]})
 
 
 async def model(server: Server, request: Request) -> Response:
     """One model of that list."""
     name = request.path_params["name"]
-    if name == server.settings.model_name:
-        return _json(_model(server))
+    if name in server.settings.names:
+        return _json(_model(server, name))
     if not name:
         raise ApiError(404, "there is no /v1/models/ here; use /v1/models, or /v1/models/ and a model's name")
     raise ApiError(404, f"the model {name!r} does not exist", "model", "model_not_found")
 
 
-def _model(server: Server) -> dict[str, object]:
+def _model(server: Server, name: str) -> dict[str, object]:
     return {
-        "id": server.settings.model_name,
+        "id": name,
         "object": "model",
         "created": server.created,
         "owned_by": "SIMULATED" if server.allm.llm.simulated else "mtp-jax",
@@ -77,17 +79,20 @@ async def tokenize(server: Server, request: Request) -> Response:
     tokenizer = server.tokenizer
     limit = server.allm.llm.engine.config.longest
 
+    if isinstance(body, TokenizeChatBody):
+        encode, characters = ChatPrompt(server, body), body.characters
+    else:
+        encode = partial(tokenizer.encode, body.prompt, body.add_special_tokens is not False)
+        characters = len(body.prompt)
+
     def answer() -> bytes:
-        if isinstance(body, TokenizeChatBody):
-            tokens = ChatPrompt(server, body)()
-        else:
-            tokens = tokenizer.encode(body.prompt, body.add_special_tokens is not False)
+        tokens = encode()
         found: dict[str, object] = {"count": len(tokens), "max_model_len": limit, "tokens": tokens}
         if body.return_token_strs:
             found["token_strs"] = [token_name(tokenizer, t) for t in tokens]
         return to_json(found)
 
-    answered = await server.allm.off_loop(answer)
+    answered = await server.allm.in_queue(LazyPrompt(encode, characters), answer)
     return Response(answered, headers=warning(request), media_type="application/json")
 
 
@@ -98,7 +103,8 @@ async def detokenize(server: Server, request: Request) -> Response:
     wrong = next((t for t in body.tokens if t >= vocab), None)
     if wrong is not None:
         raise ApiError(400, f"tokens has token {wrong}; expected ids from 0 to {vocab - 1}", "tokens")
-    text = await server.allm.off_loop(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
+    decode = partial(tokenizer.decode, body.tokens, skip_special_tokens=False)
+    text = await server.allm.in_queue(body.tokens, decode)
     return _json({"prompt": text}, headers=warning(request))
 
 

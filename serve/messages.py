@@ -1,25 +1,34 @@
 """/v1/messages and /v1/messages/count_tokens, in Anthropic's shapes."""
 
 import json
-from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mtp_jax import LazyPrompt
 from serve.assistant import AssistantCall
 from serve.blocks import Block, Change
 from serve.bodies import read, warning
 from serve.chat import Asked, ChatPrompt, ask
+from serve.conversation import MAX_MESSAGES, Effort, Thinking
+from serve.custom_tools import OtherTool, tool_kind
 from serve.errors import ApiError
-from serve.fields import Body, Name, Stops, Text, bounds, form
+from serve.fields import NOT_TEXT, Body, Name, Stops, Text, bounds, form
 from serve.ids import new_id
 from serve.schema import ChatBody
 from serve.state import Server
 from serve.tools import FunctionName
 
+# Claude Code begins its system message with a line for Anthropic's accounts, another one in each request: no
+# request would begin as the one before it.
+_BILLING = "x-anthropic-billing-header:"
+_NO_THREADS = "thread: this server stores no conversation; leave it out, and send all messages"
+# By which Anthropic's package sends all of them again, and from then on.
+_SEND_ALL = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 _ENDS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -28,8 +37,68 @@ class _TextBlock(Body):
     text: Text
 
 
+class _SearchResultBlock(Body):
+    type: Literal["search_result"]
+    content: Annotated[list[_TextBlock], Field(fail_fast=True)]
+
+    @property
+    def text(self) -> str:
+        """What it says."""
+        return "".join(block.text for block in self.content)
+
+
+class _TextSource(Body):
+    type: Literal["text"]
+    data: Text
+
+
+class _DocumentBlock(Body):
+    type: Literal["document"]
+    source: _TextSource
+
+    @property
+    def text(self) -> str:
+        """What it says."""
+        return self.source.data
+
+
+class _LeftOut(Body):
+    """What only the server that made it can read, or that it ran itself."""
+
+    type: Name
+
+
+def _written(value: Any) -> str | None:
+    """Which class a block is of that may stand anywhere; None: of none."""
+    kind = tool_kind(value)
+    if kind == "document":  # those of other sources are files
+        source = value.get("source") if isinstance(value, dict) else None
+        return "a document" if source is None or tool_kind(source) == "text" else None
+    return {"text": "a text", "search_result": "a result", "tool_reference": "another block"}.get(kind or "")
+
+
+def _any_block(value: Any) -> str | None:
+    kind = tool_kind(value) or ""
+    own = {"thinking": "a thought", "tool_use": "a call", "tool_result": "a result of a call"}
+    if kind in own:
+        return own[kind]
+    ran = kind.startswith(("server_", "mcp_")) or kind.endswith("_tool_result")
+    return "another block" if ran or kind == "redacted_thinking" else _written(value)
+
+
+def _kinds(tell: Callable[[Any], str | None]) -> Discriminator:
+    return Discriminator(tell, custom_error_type="form", custom_error_message=NOT_TEXT)
+
+
+_Written = (
+    Annotated[_TextBlock, Tag("a text")]
+    | Annotated[_SearchResultBlock, Tag("a result")]
+    | Annotated[_DocumentBlock, Tag("a document")]
+    | Annotated[_LeftOut, Tag("another block")]
+)
 _Texts = Annotated[
-    Annotated[Text, Tag("a string")] | Annotated[list[_TextBlock], Field(fail_fast=True), Tag("a list")],
+    Annotated[Text, Tag("a string")]
+    | Annotated[list[Annotated[_Written, _kinds(_written)]], Field(fail_fast=True), Tag("a list")],
     Discriminator(form),
 ]
 
@@ -54,7 +123,11 @@ class _ToolResultBlock(Body):
 
 
 _Block = Annotated[
-    _TextBlock | _ThinkingBlock | _ToolUseBlock | _ToolResultBlock, Field(discriminator="type")
+    _Written
+    | Annotated[_ThinkingBlock, Tag("a thought")]
+    | Annotated[_ToolUseBlock, Tag("a call")]
+    | Annotated[_ToolResultBlock, Tag("a result of a call")],
+    _kinds(_any_block),
 ]
 
 
@@ -79,12 +152,18 @@ class _Message(Body):
             for b in blocks
             if isinstance(b, _ToolUseBlock)
         ]
-        text = "".join(b.text for b in blocks if isinstance(b, _TextBlock))
+        text = _text(blocks)
         thought = "".join(b.thinking for b in blocks if isinstance(b, _ThinkingBlock))
         if text or calls or not any(isinstance(b, _ToolResultBlock) for b in blocks):
             more: dict[str, Any] = {"reasoning_content": thought} if thought else {}
             more |= {"tool_calls": calls} if calls else {}
             yield {"role": self.role, "content": text, **more}
+
+    def left_out(self) -> Iterator[str]:
+        """What of it the model is not told."""
+        for i, block in enumerate(self.content if isinstance(self.content, list) else ()):
+            if isinstance(block, _LeftOut):
+                yield f"content.{i}.{block.type}"
 
 
 class _Tool(Body):
@@ -93,6 +172,12 @@ class _Tool(Body):
     description: Text | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
+
+
+_ToolItem = Annotated[
+    Annotated[_Tool, Tag("a tool")] | Annotated[OtherTool, Tag("another tool")],
+    Discriminator(lambda value: "a tool" if tool_kind(value) in (None, "custom") else "another tool"),
+]
 
 
 class _ToolChoice(Body):
@@ -107,50 +192,71 @@ class _ToolChoice(Body):
         return self
 
 
-class _Thinking(Body):
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, bounds("max_thinking_tokens")] | None = None
+class _Format(Body):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class _OutputConfig(Body):
+    effort: Effort | None = None
+    format: _Format | None = None
 
 
 class CountBody(Body):
     """/v1/messages/count_tokens."""
 
+    without_effect: ClassVar = frozenset({"betas", "inference_geo", "service_tier", "speed"})
+
     model: Name | None = None
-    messages: Annotated[list[_Message], Field(fail_fast=True, min_length=1, max_length=4096)]
+    messages: Annotated[list[_Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     system: _Texts | None = None
-    tools: Annotated[list[_Tool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[_ToolItem], Field(fail_fast=True)] | None = None
     tool_choice: _ToolChoice | None = None
-    thinking: _Thinking | None = None
+    thinking: Thinking | None = None
+    output_config: _OutputConfig | None = None
+    output_format: _Format | None = None
+
+    def unknown(self, prefix: str = "") -> Iterator[str]:
+        """Tools and blocks that are left out, too."""
+        yield from super().unknown(prefix)
+        for i, tool in enumerate(self.tools or ()):
+            yield from tool.left_out(f"{prefix}tools.{i}") if isinstance(tool, OtherTool) else ()
+        for i, message in enumerate(self.messages):
+            yield from (f"{prefix}messages.{i}.{path}" for path in message.left_out())
+
+    def _system(self) -> str:
+        if not isinstance(self.system, list):
+            return self.system or ""
+        return _text([block for block in self.system if not getattr(block, "text", "").startswith(_BILLING)])
 
     def chat(self, **more: Any) -> ChatBody:
         """What the chat route takes for it. Raises ValidationError."""
         turns = [turn for message in self.messages for turn in message.turns()]
-        if self.system:
-            turns.insert(0, {"role": "system", "content": _text(self.system)})
+        if system := self._system():
+            turns.insert(0, {"role": "system", "content": system})
         value: dict[str, Any] = {"messages": turns, **more}
+        # As Anthropic's API does: the answer goes on with an assistant's message at the end.
+        value["continue_final_message"] = self.messages[-1].role == "assistant"
         if self.tools:
-            value["tools"] = [
-                {
-                    "type": "function",
-                    "function": {
-                        "name": tool.name,
-                        "parameters": tool.input_schema,
-                        **({"description": tool.description} if tool.description else {}),
-                        **({"strict": True} if tool.strict else {}),
-                    },
-                }
-                for tool in self.tools
-            ]
+            value["tools"] = [_function(tool) for tool in self.tools if isinstance(tool, _Tool)]
         if choice := self.tool_choice:
             named = {"type": "function", "function": {"name": choice.name}}
             kinds = {"any": "required", "tool": named}
             value["tool_choice"] = kinds.get(choice.type, choice.type)
             value["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-        if thinking := self.thinking:
-            on = thinking.type != "disabled"
-            value["chat_template_kwargs"] = {"thinking": on, "enable_thinking": on}
-            value["max_thinking_tokens"] = thinking.budget_tokens
+        config = self.output_config or _OutputConfig()
+        value["thinking"] = self.thinking
+        # Here an effort does not switch thinking on.
+        value["chat_template_kwargs"] = config.effort and {"reasoning_effort": config.effort}
+        if found := config.format or self.output_format:
+            value["response_format"] = {"type": "json_schema", "json_schema": {"schema": found.schema_}}
         return ChatBody.model_validate(value)
+
+
+def _function(tool: _Tool) -> dict[str, Any]:
+    about = {"description": tool.description, "strict": tool.strict or None, "parameters": tool.input_schema}
+    given = {key: value for key, value in about.items() if value}
+    return {"type": "function", "function": {"name": tool.name, "parameters": {}, **given}}
 
 
 class MessagesBody(CountBody):
@@ -163,6 +269,7 @@ class MessagesBody(CountBody):
     top_k: Annotated[int, bounds("top_k")] | None = None
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
+    thread: dict[str, Any] | None = None
 
     def conversation(self) -> ChatBody:
         """What the chat route takes for it. Raises ValidationError."""
@@ -170,22 +277,28 @@ class MessagesBody(CountBody):
         return self.chat(stop=self.stop_sequences, **{name: getattr(self, name) for name in same})
 
 
-def _text(content: str | list[_TextBlock] | None) -> str:
-    return content or "" if isinstance(content, str | None) else "".join(block.text for block in content)
+def _text(content: str | Sequence[Any] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = (_TextBlock, _SearchResultBlock, _DocumentBlock)
+    return "".join(block.text for block in content if isinstance(block, texts))
 
 
 async def messages(server: Server, request: Request) -> Response:
     """The route."""
     body = await read(server.settings, request, MessagesBody)
-    asked = await ask(server, body.conversation())
+    if body.thread is not None:
+        raise ApiError(400, _NO_THREADS, "thread", details=_SEND_ALL)
+    asked = await ask(server, request, body.conversation())
     return await _Messages(server, request, asked, body.stream is True).respond()
 
 
 async def count_tokens(server: Server, request: Request) -> Response:
     """How long the prompt of a conversation is."""
     body = await read(server.settings, request, CountBody)
-    prompt = ChatPrompt(server, body.chat())
-    count = len(await server.allm.off_loop(prompt))
+    chat = body.chat()
+    prompt = LazyPrompt(ChatPrompt(server, chat), chat.characters)
+    count = len(await server.allm.in_queue(prompt, prompt.make))
     return Response(to_json({"input_tokens": count}), headers=warning(request), media_type="application/json")
 
 
@@ -241,7 +354,7 @@ class _Messages(AssistantCall):
         return {"stop_reason": _ENDS.get(self.finish_reason or "", "end_turn"), "stop_sequence": None}
 
     def _usage(self) -> dict[str, int]:
-        counts = self.counts
+        counts = self.counts  # before the first output, none is known to have been cached
         return {
             "input_tokens": counts["prompt"] - counts["cached"],
             "cache_creation_input_tokens": 0,
@@ -254,7 +367,7 @@ class _Messages(AssistantCall):
             "id": self._id,
             "type": "message",
             "role": "assistant",
-            "model": self.server.settings.model_name,
+            "model": self.request.state.model,
             "content": content,
             **end,
             "usage": self._usage(),
@@ -269,7 +382,7 @@ def _block(block: Block, text: str) -> dict[str, Any]:
             return {"type": "text", "text": text}
         case "thought":
             return {"type": "thinking", "thinking": text, "signature": ""}
-        case "call":
+        case "call" | "custom":  # of which this route has none
             return {"type": "tool_use", "id": block.id, "name": block.name, "input": _input(text)}
 
 

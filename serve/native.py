@@ -1,7 +1,7 @@
 """/generate and /server_info in the shapes of SGLang, whose benchmark client reads them."""
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -74,8 +74,8 @@ class GenerateBody(Body):
         """Whether tokens of the prompt are scored: SGLang does from ``logprob_start_len`` on, -1 for none."""
         return self.return_logprob is True and self.logprob_start_len not in (None, -1)
 
-    def params(self) -> SamplingParams:
-        """For the engine. Raises RequestError."""
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """For the engine; ``defaults``: the model's own, for what is not named. Raises RequestError."""
         p = self.sampling_params or NativeSampling()
         structured = None
         if p.json_schema is not None or p.regex is not None:
@@ -89,7 +89,8 @@ class GenerateBody(Body):
         p = p.model_copy(update={name: value for name, value in renamed.items() if value is not None})
         most = p.max_new_tokens or _DEFAULT_MAX_TOKENS
         top = (self.top_logprobs_num or 0) if self.return_logprob else None
-        params = p.params(most, self.stream, top, top if self.scores_prompt else None)
+        scored = top if self.scores_prompt else None
+        params = p.params(most, self.stream, top, scored, defaults=defaults)
         return replace(params, output_kind="cumulative") if self.stream else params
 
 
@@ -97,7 +98,8 @@ async def generate(server: Server, request: Request) -> Response:
     """The route."""
     body = await read(server.settings, request, GenerateBody)
     prompt = body.text if body.text is not None else body.input_ids or []
-    streams = await submit(server, body.sampling_params or Sampling(), [prompt], body.params())
+    params = body.params(server.sampling_defaults)
+    streams = await submit(server, request, body.sampling_params or Sampling(), [prompt], params)
     name, scores = new_id(), _Scores(server.allm.llm.tokenizer, body)
 
     def objects(output: RequestOutput) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from serve.admin import HiddenStatesBody, ReleaseBody, ResumeBody, UpdateBody
 from serve.fields import Body
 from serve.messages import CountBody, MessagesBody
 from serve.native import GenerateBody
-from serve.responses import ResponsesBody
+from serve.responses_body import ResponsesBody
 from serve.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, TokenizeChatBody
 from serve.state import Server
 

@@ -2,9 +2,8 @@
 
 import time
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import Discriminator, Field, Tag, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,198 +12,25 @@ from serve.blocks import Block, Change
 from serve.bodies import read
 from serve.chat import Asked, ask
 from serve.errors import ApiError
-from serve.fields import Body, Name, Text, bounds, form
 from serve.ids import new_id
-from serve.schema import CallBody, ChatBody, Effort
+from serve.responses_body import ResponsesBody
 from serve.state import Server
-from serve.tools import FunctionName
 
-_STORED = ("previous_response_id", "conversation", "prompt", "background")
-_OF_OTHER_ROUTES = ("prompt_logprobs", "return_token_ids", "return_token_origins")
-_IDS = {"text": "msg_", "thought": "rs_", "call": "fc_"}
+_IDS = {"text": "msg_", "thought": "rs_", "call": "fc_", "custom": "ctc_"}
 _PARTS = {"text": "output_text", "thought": "reasoning_text"}
-
-
-class _Part(Body):
-    type: Literal["input_text", "output_text", "reasoning_text", "summary_text", "text"]
-    text: Text
-
-
-_Content = Annotated[
-    Annotated[Text, Tag("a string")] | Annotated[list[_Part], Field(fail_fast=True), Tag("a list")],
-    Discriminator(form),
-]
-
-
-class _MessageItem(Body):
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: _Content
-
-
-class _CallItem(Body):
-    type: Literal["function_call"]
-    call_id: Name
-    name: FunctionName
-    arguments: Text
-
-
-class _ResultItem(Body):
-    type: Literal["function_call_output"]
-    call_id: Name
-    output: _Content
-
-
-class _ReasoningItem(Body):
-    type: Literal["reasoning"]
-    content: list[_Part] | None = None
-    summary: list[_Part] | None = None
-
-
-def _kind(value: Any) -> Any:
-    return (value.get("type") or "message") if isinstance(value, dict) else "message"
-
-
-_Item = Annotated[
-    Annotated[_MessageItem, Tag("message")]
-    | Annotated[_CallItem, Tag("function_call")]
-    | Annotated[_ResultItem, Tag("function_call_output")]
-    | Annotated[_ReasoningItem, Tag("reasoning")],
-    Discriminator(_kind),
-]
-
-
-class _Tool(Body):
-    type: Literal["function"]
-    name: FunctionName
-    description: Text | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class _Named(Body):
-    type: Literal["function"]
-    name: FunctionName
-
-
-class _Format(Body):
-    type: Literal["text", "json_object", "json_schema"]
-    name: Name | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-
-
-class _TextOptions(Body):
-    format: _Format | None = None
-    verbosity: str | None = None
-
-
-class _Reasoning(Body):
-    effort: Effort | None = None
-    summary: str | None = None
-
-
-class ResponsesBody(CallBody):
-    """What the route takes."""
-
-    input: Annotated[
-        Annotated[Text, Tag("a string")]
-        | Annotated[list[_Item], Field(fail_fast=True, min_length=1, max_length=4096), Tag("a list")],
-        Discriminator(form),
-    ]
-    instructions: Text | None = None
-    max_output_tokens: Annotated[int, bounds("max_tokens")] | None = None
-    tools: Annotated[list[_Tool], Field(fail_fast=True)] | None = None
-    tool_choice: (
-        Annotated[
-            Annotated[Literal["none", "auto", "required"], Tag("a string")]
-            | Annotated[_Named, Tag("an object")],
-            Discriminator(lambda value: "a string" if isinstance(value, str) else "an object"),
-        ]
-        | None
-    ) = None
-    parallel_tool_calls: bool | None = None
-    text: _TextOptions | None = None
-    reasoning: _Reasoning | None = None
-    store: bool | None = None
-    metadata: dict[str, Any] | None = None
-    truncation: Literal["auto", "disabled"] | None = None
-    include: list[str] | None = None
-
-    @model_validator(mode="after")
-    def _stands_alone(self) -> "ResponsesBody":
-        for name in _STORED:
-            if (self.model_extra or {}).get(name):
-                raise ValueError(f"{name}: this server stores nothing; send the whole conversation as input")
-        for name in _OF_OTHER_ROUTES:
-            if getattr(self, name) is not None:
-                raise ValueError(f"{name}: not on this route; use /v1/chat/completions for it")
-        if self.truncation == "auto":
-            raise ValueError("truncation: only 'disabled' is supported; shorten the input instead")
-        if self.n not in (None, 1):
-            raise ValueError(f"n: a response is one answer, got {self.n}; leave it out")
-        return self
-
-    def conversation(self) -> ChatBody:
-        """What the chat route takes for it. Raises ValidationError."""
-        value = self.model_dump(exclude_none=True, by_alias=True, include=set(ChatBody.model_fields))
-        value["messages"] = self._messages()
-        value["max_tokens"] = self.max_output_tokens
-        keys = ("name", "description", "parameters", "strict")
-        value["tools"] = [
-            {"type": "function", "function": {k: v for k in keys if (v := getattr(tool, k)) is not None}}
-            for tool in self.tools or ()
-        ]
-        if isinstance(self.tool_choice, _Named):
-            value["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
-        if self.text and (found := self.text.format):
-            schema = {"name": found.name, "schema": found.schema_} if found.type == "json_schema" else None
-            value["response_format"] = {"type": found.type, "json_schema": schema}
-        if self.reasoning and self.reasoning.effort:
-            value["reasoning_effort"] = self.reasoning.effort
-        return ChatBody.model_validate(value)
-
-    def _messages(self) -> list[dict[str, Any]]:
-        turns: list[dict[str, Any]] = []
-        if self.instructions:
-            turns.append({"role": "system", "content": self.instructions})
-        if isinstance(self.input, str):
-            return [*turns, {"role": "user", "content": self.input}]
-        answer: dict[str, Any] | None = None  # the assistant's turn that items are being added to
-        for item in self.input:
-            if isinstance(item, _MessageItem) and item.role != "assistant":
-                answer = None
-                turns.append({"role": item.role, "content": _text(item.content)})
-            elif isinstance(item, _ResultItem):
-                answer = None
-                turns.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
-            else:
-                if answer is None:
-                    answer = {"role": "assistant", "content": ""}
-                    turns.append(answer)
-                _add(answer, item)
-        return turns
-
-
-def _add(turn: dict[str, Any], item: _MessageItem | _CallItem | _ReasoningItem) -> None:
-    """One more item of an assistant's turn."""
-    if isinstance(item, _MessageItem):
-        turn["content"] += _text(item.content)
-    elif isinstance(item, _CallItem):
-        function = {"name": item.name, "arguments": item.arguments}
-        turn.setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
-    else:
-        thought = _text(item.content or item.summary or [])
-        turn["reasoning_content"] = turn.get("reasoning_content", "") + thought
-
-
-def _text(content: str | list[_Part]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+# Of a block: the name of its events, and the key of its text in the last of them and, of calls, in the item.
+_EVENTS = {
+    "text": ("output_text", "text"),
+    "thought": ("reasoning_text", "text"),
+    "call": ("function_call_arguments", "arguments"),
+    "custom": ("custom_tool_call_input", "input"),
+}
 
 
 async def responses(server: Server, request: Request) -> Response:
     """The route."""
     body = await read(server.settings, request, ResponsesBody)
-    asked = await ask(server, body.conversation())
+    asked = await ask(server, request, body.conversation())
     return await _Responses(server, request, asked, body).respond()
 
 
@@ -234,26 +60,21 @@ class _Responses(AssistantCall):
         """Events of an item and of the one part that it has; a call has none."""
         block = change.block
         item, of = self._item(block, "in_progress"), {"output_index": block.index}
-        of |= {"item_id": item["id"]} | ({} if block.kind == "call" else {"content_index": 0})
-        name = {"text": "output_text", "thought": "reasoning_text", "call": "function_call_arguments"}[
-            block.kind
-        ]
+        called = block.kind in ("call", "custom")
+        of |= {"item_id": item["id"]} | ({} if called else {"content_index": 0})
+        name, key = _EVENTS[block.kind]
         logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
         if change.what == "begin":
-            empty = item | ({"arguments": ""} if block.kind == "call" else {"content": []})
+            empty = item | ({key: ""} if called else {"content": []})
             yield self._event("response.output_item.added", output_index=block.index, item=empty)
-            if block.kind != "call":
+            if not called:
                 yield self._event("response.content_part.added", part=_part(block, ""), **of)
         elif change.what == "grow":
             yield self._event(f"response.{name}.delta", delta=change.text, **logprobs, **of)
         else:
-            done = (
-                {"arguments": block.text, "name": block.name}
-                if block.kind == "call"
-                else {"text": block.text}
-            )
+            done = {key: block.text} | ({"name": block.name} if block.kind == "call" else {})
             yield self._event(f"response.{name}.done", **done, **logprobs, **of)
-            if block.kind != "call":
+            if not called:
                 yield self._event("response.content_part.done", part=_part(block, block.text), **of)
             whole = self._item(block)
             yield self._event("response.output_item.done", output_index=block.index, item=whole)
@@ -281,9 +102,10 @@ class _Responses(AssistantCall):
                 return {**item, "type": "message", "role": "assistant", "content": content}
             case "thought":
                 return {**item, "type": "reasoning", "summary": [], "content": [_part(block, block.text)]}
-            case "call":
-                call = {"call_id": block.id, "name": block.name, "arguments": block.text}
-                return {**item, "type": "function_call", **call}
+            case "call" | "custom":
+                kind = "function_call" if block.kind == "call" else "custom_tool_call"
+                call = {"call_id": block.id, "name": block.name, _EVENTS[block.kind][1]: block.text}
+                return {**item, "type": kind, **call}
 
     def _response(self, status: str) -> dict[str, Any]:
         body, counts = self._body, self.counts
@@ -296,13 +118,13 @@ class _Responses(AssistantCall):
             "status": status,
             "error": None,
             "incomplete_details": None,
-            "model": self.server.settings.model_name,
+            "model": self.request.state.model,
             "output": [self._item(block) for block in self.blocks.all],
             **{name: told[name] for name in same},
             "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": told["reasoning"] or {"effort": None, "summary": None},
+            "reasoning": {"effort": None, "summary": None} | (told["reasoning"] or {}),
             "store": False,
             "text": told["text"] or {"format": {"type": "text"}},
             "tool_choice": told["tool_choice"] or "auto",

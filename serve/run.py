@@ -8,13 +8,14 @@ import os
 import resource
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mtp_jax import AsyncLLM, ConfigError, Reporter
+from mtp_jax import LLM, AsyncLLM, ConfigError, MtpJaxError, Reporter, StructuredOutput
 from serve.acceptance import AcceptanceAlarm
 from serve.access_log import log_connection
 from serve.app import make_app
@@ -72,12 +73,28 @@ def serve(
     Returns the exit status.
     """
     _raise_file_limit()
-    server = Server(allm, settings, ready, reporter)
+    tasks: list[asyncio.Future[None]] = []
+
+    def begin() -> None:
+        tasks.append(asyncio.ensure_future(allm.off_loop(lambda: start_helpers(allm.llm))))
+        ready()
+
+    server = Server(allm, settings, begin, reporter)
     server.run([listener])
     status = 0 if allm.error is None and server.started else 1
     if allm.warming:
         os._exit(status)  # rather than wait for programs that will not run
     return status
+
+
+def start_helpers(llm: LLM) -> None:
+    """Start the processes that try grammars and render chat templates, before a request waits for them."""
+    if llm.engine.grammars is not None:
+        with suppress(MtpJaxError):
+            llm.engine.grammars.matcher(StructuredOutput(choice=["a"]), ())
+    if llm.tokenizer is not None and llm.tokenizer.has_chat_template:
+        with suppress(MtpJaxError):  # a template may refuse so short a conversation
+            llm.tokenizer.apply_chat_template([{"role": "user", "content": "a"}])
 
 
 def _config(allm: AsyncLLM, settings: Settings, alarm: AcceptanceAlarm) -> uvicorn.Config:

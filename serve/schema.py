@@ -1,11 +1,12 @@
 """What a request may say. Types are strict, numbers finite and bounded; null means "not given"."""
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import AliasChoices, Field, model_validator
 
 from mtp_jax import RequestError, SamplingParams, StructuredOutput
+from serve.conversation import Conversation
 from serve.fields import (
     MAX_N,
     MOST_SCORES,
@@ -23,9 +24,28 @@ from serve.fields import (
     TokenId,
     Words,
     bounds,
-    form,
 )
-from serve.tools import CalledTool, ToolChoice, Tools
+
+# Fields of OpenAI's API that name the client, or ask for what a server of one model need not do.
+_OFFICIAL = frozenset(
+    {
+        "metadata",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+        "verbosity",
+    }
+)
+
+
+def _also(name: str, *others: str) -> Any:
+    """The names that a field has, with other servers, too; errors and /openapi.json say the first."""
+    return Field(validation_alias=AliasChoices(name, *others))
 
 
 class Sampling(Body):
@@ -33,6 +53,8 @@ class Sampling(Body):
 
     Bounds are those of ``SamplingParams`` but where OpenAI's are narrower.
     """
+
+    without_effect: ClassVar = _OFFICIAL
 
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -44,12 +66,17 @@ class Sampling(Body):
     stop_token_ids: Ids | None = None
     allowed_token_ids: Ids | None = None
     bad_words: Words | None = None
-    max_thinking_tokens: Annotated[int, bounds("max_thinking_tokens")] | None = None
+    max_thinking_tokens: Annotated[
+        Annotated[int, bounds("max_thinking_tokens")] | None,
+        _also("max_thinking_tokens", "thinking_token_budget", "thinking_budget"),
+    ] = None
     ignore_eos: bool | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Annotated[float, bounds("presence_penalty")] | None = None
     frequency_penalty: Annotated[float, bounds("frequency_penalty")] | None = None
-    repetition_penalty: Annotated[float, bounds("repetition_penalty")] | None = None
+    repetition_penalty: Annotated[
+        Annotated[float, bounds("repetition_penalty")] | None, _also("repetition_penalty", "repeat_penalty")
+    ] = None
     logit_bias: Biases | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -66,8 +93,10 @@ class Sampling(Body):
         stream: bool | None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
+        *,
+        defaults: Mapping[str, Any],
     ) -> SamplingParams:
-        """For the engine. Raises RequestError."""
+        """For the engine; ``defaults``: the model's own, for what is not named. Raises RequestError."""
         same = (
             "n", "temperature", "top_p", "top_k", "min_p", "min_tokens", "stop", "stop_token_ids",
             "allowed_token_ids", "bad_words", "max_thinking_tokens",
@@ -76,7 +105,7 @@ class Sampling(Body):
         )  # fmt: skip
         given: dict[str, Any] = {name: v for name in same if (v := getattr(self, name)) is not None}
         return SamplingParams(
-            **given,
+            **{**defaults, **given},
             max_tokens=max_tokens,
             seed=None if self.seed is None else self.seed % 2**32,
             logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
@@ -125,9 +154,11 @@ _FOREIGN = {
     "functions": "use tools",
     "function_call": "use tool_choice",
     "web_search_options": "leave it out: the server searches nothing",
+    "modalities": "leave it out: answers are text",
+    "audio": "leave it out: answers are text",
 }
 # Their values that change nothing; those of the others are null, false and nothing at all.
-_NEUTRAL = {"length_penalty": 1}
+_NEUTRAL = {"length_penalty": 1, "modalities": ["text"]}
 
 
 def _changes(name: str, value: Any) -> bool:
@@ -138,6 +169,8 @@ def _changes(name: str, value: Any) -> bool:
 
 class CallBody(Sampling):
     """What both completion routes take."""
+
+    without_effect: ClassVar = _OFFICIAL | _FOREIGN.keys()
 
     model: Name | None = None
     stream: bool | None = None
@@ -210,117 +243,6 @@ class CompletionBody(CallBody):
         return [one] if one else [prompt for prompt in p if not isinstance(prompt, int)]
 
 
-class TextPart(Body):
-    """A piece of a message."""
-
-    type: Literal["text"]
-    text: Text
-
-
-_Content = Annotated[
-    Annotated[Text, Tag("a string")] | Annotated[list[TextPart], Field(fail_fast=True), Tag("a list")],
-    Discriminator(form),
-]
-
-
-class Message(Body):
-    """A turn of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: _Content | None = None
-    tool_calls: Annotated[list[CalledTool], Field(fail_fast=True, max_length=1024)] | None = None
-    tool_call_id: Name | None = None
-    name: Name | None = None
-    reasoning: Text | None = None
-    reasoning_content: Text | None = None
-
-    def unknown(self, prefix: str = "") -> Iterator[str]:
-        """Those of the parts, too."""
-        yield from super().unknown(prefix)
-        for i, part in enumerate(self.content if isinstance(self.content, list) else ()):
-            yield from part.unknown(f"{prefix}content.{i}.")
-
-    @model_validator(mode="after")
-    def _has_content(self) -> "Message":
-        if self.content is None and self.role != "assistant":
-            raise ValueError("content: a message needs text")
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError(
-                f"tool_calls: only an assistant's message has calls, not one of the role {self.role}"
-            )
-        if self.role == "tool" and self.tool_call_id is None:
-            raise ValueError("tool_call_id: the result of a tool says which call it belongs to")
-        return self
-
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: text as one string, "system" for "developer"."""
-        content = self.content
-        if isinstance(content, list):
-            content = "".join(part.text for part in content)
-        reasoning = self.reasoning_content or self.reasoning
-        extra = {} if reasoning is None else {"reasoning_content": reasoning}
-        extra |= {} if self.name is None else {"name": self.name}
-        extra |= {} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id}
-        if self.tool_calls:  # some templates tell a message of calls by its missing text
-            calls = [call.model_dump() for call in self.tool_calls]
-            return {"role": self.role, "content": content or None, "tool_calls": calls, **extra}
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": content or "", **extra}
-
-
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-
-
-class TemplateOptions(Body):
-    """The variables of a chat template that a client may set."""
-
-    thinking: bool | None = None
-    enable_thinking: bool | None = None
-    reasoning_effort: Effort | None = None
-
-
-class Conversation(Body):
-    """What a chat template needs."""
-
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
-    tools: Tools | None = None
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    chat_template_kwargs: TemplateOptions | None = None
-    reasoning_effort: Effort | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-
-    @model_validator(mode="after")
-    def _one_end(self) -> "Conversation":
-        if self.continue_final_message:
-            if self.add_generation_prompt:
-                raise ValueError("continue_final_message: not with add_generation_prompt = true")
-            if self.messages[-1].role != "assistant":
-                raise ValueError("continue_final_message: the last message must be the assistant's")
-        return self
-
-    @property
-    def characters(self) -> int:
-        """How long the rendered conversation will be, about: what a template renders is this as JSON."""
-        told = self.model_dump_json(include={"messages", "tools"}, exclude_none=True)
-        return len(told)
-
-    def template_options(self) -> dict[str, Any]:
-        """Variables for the chat template: an effort switches thinking, too, where nothing else does."""
-        effort, told = self.reasoning_effort, self.chat_template_kwargs
-        thinks = dict.fromkeys(("thinking", "enable_thinking"), effort != "none")
-        given = {} if effort is None else {**thinks, "reasoning_effort": effort}
-        known = set(TemplateOptions.model_fields)
-        return given | (told.model_dump(exclude_none=True, include=known) if told else {})
-
-    def unknown(self, prefix: str = "") -> Iterator[str]:
-        """Those of the messages, too."""
-        yield from super().unknown(prefix)
-        for i, message in enumerate(self.messages):
-            yield from message.unknown(f"{prefix}messages.{i}.")
-
-
 class ChatBody(CallBody, Conversation):
     """/v1/chat/completions."""
 
@@ -334,6 +256,16 @@ class ChatBody(CallBody, Conversation):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only allowed with logprobs = true")
         return self
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """Most tokens of a thought, under whichever name."""
+        given = (
+            self.max_thinking_tokens,
+            self.thinking and self.thinking.budget_tokens,
+            self.reasoning and self.reasoning.max_tokens,
+        )
+        return next((most for most in given if most is not None), None)
 
 
 class TokenizeBody(Body):

@@ -8,9 +8,24 @@ from serve.access import OPEN_PATHS, Access, Headers, bounded
 from serve.access_log import log_request, record_of
 from serve.errors import ApiError, as_api_error
 from serve.ids import new_id
+from serve.page import PATHS as PAGE_PATHS
+from serve.sse import abort_streams
 from serve.state import Server
 
-_GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate")
+# By monitors every few seconds, and a dozen at a time for the page.
+_ASKED_OFTEN = (*OPEN_PATHS, "/metrics", *PAGE_PATHS)
+_FIRST_ERROR = 400  # status of HTTP
+# What a full queue refuses unread.
+_QUEUED = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/generate",
+    "/tokenize",
+    "/detokenize",
+)
 _SHOWN_BYTES = 128  # of a request's name that is not safe to use
 
 
@@ -48,10 +63,12 @@ class AccessControl:
             else:
                 await self._app(scope, bounded(receive, self._settings), answer)
         finally:
+            abort_streams(scope)  # whatever was raised before they were read
             self._connections -= 1
             self._server.metrics.responded(self._route(scope["path"]), status)
             shown = name if given in (b"", name) else given[:_SHOWN_BYTES]
-            log_request(scope, shown, status, time.perf_counter() - started)
+            quiet = scope["path"] in _ASKED_OFTEN and status < _FIRST_ERROR
+            log_request(scope, shown, status, time.perf_counter() - started, quiet)
 
     def _route(self, path: str) -> str:
         """The route of a path, as metrics name it."""
@@ -71,6 +88,6 @@ class AccessControl:
             return ApiError(
                 503, f"{limit} requests are in progress already", None, "overloaded", {"Retry-After": "1"}
             )
-        if method == "POST" and path in _GENERATING and (full := self._server.allm.admission.overloaded()):
+        if method == "POST" and path in _QUEUED and (full := self._server.allm.admission.overloaded()):
             return as_api_error(full)  # before the body is read and parsed
         return None

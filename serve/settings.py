@@ -30,8 +30,14 @@ _ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/?#]+")
 class Settings:
     """Options of a server. Raises ConfigError for what is wrong or unsafe."""
 
-    model_name: str = option(
-        MISSING, "what clients call the model", kind=str, metavar="NAME", flag="--served-model-name"
+    model_names: str | tuple[str, ...] = option(
+        MISSING,
+        "what clients may call the model; the first stands in the metrics, and in answers to requests that "
+        "name none",
+        kind=str,
+        metavar="NAME",
+        flag="--served-model-name",
+        repeated=True,
     )
     host: str = option("127.0.0.1", "address to bind to", metavar="ADDRESS")
     port: int = option(8000, "port to bind to; 0: any free one", low=0, high=2**16 - 1, metavar="N")
@@ -118,8 +124,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         check(self, ConfigError)
-        if not 0 < len(self.model_name) <= MAX_NAME:
-            raise ConfigError(f"model_name = {self.model_name!r}; expected 1 to {MAX_NAME} characters")
+        if not self.names or any(not 0 < len(name) <= MAX_NAME for name in self.names):
+            raise ConfigError(f"model_names = {self.model_names!r}; expected 1 to {MAX_NAME} characters each")
         keys = (*self.api_keys, *([] if self.admin_key is None else [self.admin_key]))
         if not all(key and key.isascii() and key.isprintable() and " " not in key for key in keys):
             raise ConfigError(
@@ -141,6 +147,16 @@ class Settings:
                 "(--api-key, or MTP_JAX_API_KEY in the environment), bind to 127.0.0.1, or pass "
                 "--insecure-no-auth"
             )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What clients may call the model."""
+        return (self.model_names,) if isinstance(self.model_names, str) else self.model_names
+
+    @property
+    def model_name(self) -> str:
+        """The first of its names."""
+        return self.names[0]
 
     def allows_origin(self, origin: str) -> bool:
         """Whether pages of an origin, in small letters, may ask."""

@@ -1,7 +1,7 @@
 """Server-sent events, and clients that disconnect before the end."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, MutableMapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from serve.access_log import record_of
 from serve.errors import ApiError, as_api_error
 
 DONE = b"data: [DONE]\n\n"
+_KEY = "streams"
 
 
 # Line ends to many clients, httpx among them; JSON has them in strings only, where they may be escaped.
@@ -60,22 +61,29 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": self._done, "more_body": False})
 
 
+def streams_of(scope: MutableMapping[str, Any]) -> list[Stream]:
+    """What the request of this ASGI scope has queued."""
+    return scope.setdefault("state", {}).setdefault(_KEY, [])
+
+
+def abort_streams(scope: MutableMapping[str, Any]) -> None:
+    """End what a request has queued, where nothing reads it any more."""
+    for stream in streams_of(scope):
+        stream.abort()
+
+
 @asynccontextmanager
-async def aborted_with_client(request: Request, streams: Iterable[Stream]) -> AsyncIterator[None]:
-    """Aborts the streams once the client disconnects, and at the end of the block."""
-    streams = list(streams)
+async def aborted_with_client(request: Request) -> AsyncIterator[None]:
+    """Aborts what the request has queued once the client disconnects."""
 
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
         request.state.disconnected = True
-        for stream in streams:
-            stream.abort()
+        abort_streams(request.scope)
 
     watching = asyncio.create_task(watch())
     try:
         yield
     finally:
         watching.cancel()
-        for stream in streams:
-            stream.abort()

@@ -1,8 +1,9 @@
 """What the routes share."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mtp_jax import RequestError
 from serve.settings import Settings
@@ -32,6 +33,11 @@ class Server:
         if tokenizer is None:
             raise RequestError("the model directory has no tokenizer; use /v1/completions with token ids")
         return tokenizer
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """What the model says of its own sampling."""
+        return self.allm.llm.sampling_defaults
 
     @property
     def tool_format(self) -> str:

@@ -8,7 +8,7 @@ from pydantic import Discriminator, Field, Tag
 from mtp_jax import Tool, ToolUse
 from serve.fields import Body, Text
 
-_MOST_TOOLS = 256
+MOST_TOOLS = 256
 # Names of OpenAI's API, and the dots of namespaces.
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
@@ -58,7 +58,6 @@ ToolChoice = Annotated[
     | Annotated[NamedChoice, Tag("an object")],
     Discriminator(_choice_form),
 ]
-Tools = Annotated[list[ToolBody], Field(fail_fast=True, max_length=_MOST_TOOLS)]
 
 
 class CalledFunction(Body):

@@ -1,7 +1,7 @@
 """What an assistant's turn consists of, found in its text as it grows: thoughts, text, calls of tools."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from mtp_jax import CallArguments, CallBegin, CallEnd, CompletionOutput, OutputText, ToolUse
@@ -72,11 +72,8 @@ class Called:
     @property
     def body(self) -> dict[str, Any]:
         """In OpenAI's shape."""
-        return {
-            "id": self.id,
-            "type": "function",
-            "function": {"name": self.name, "arguments": self.arguments},
-        }
+        function = {"name": self.name, "arguments": self.arguments.strip()}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 def called(pieces: Iterable[Piece]) -> list[Called]:
@@ -87,4 +84,4 @@ def called(pieces: Iterable[Piece]) -> list[Called]:
             calls.append(Called(piece.id or "", piece.name))
         elif isinstance(piece, CallArguments):
             calls[piece.index].arguments += piece.text
-    return [replace(call, arguments=call.arguments.strip()) for call in calls]
+    return calls

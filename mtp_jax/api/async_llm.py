@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from mtp_jax.api.handover import Handover
 from mtp_jax.api.handover_options import HandoverOptions
 from mtp_jax.api.llm import LLM
 from mtp_jax.api.outputs import RequestOutput
+from mtp_jax.api.pools import Pools
 from mtp_jax.api.progress import Reporter, Silent
 from mtp_jax.api.stream import Stream
 from mtp_jax.api.thread import EngineThread, Update
@@ -34,9 +35,6 @@ from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import EngineStopped, RequestError
 
 _SHORT_PROMPT = 1000
-_THREADS = 2
-# Twice as many as trials run at a time: half may wait for a trial, or take a grammar that is known.
-_GRAMMAR_THREADS = 8
 _T = TypeVar("_T")
 
 
@@ -86,11 +84,7 @@ class AsyncLLM:
         thread = self._thread
         self.warm_up = WarmUp(llm.engine, self._idle_for_threads, thread.warm_up, thread.forget_costs)
         self.handover = Handover(self, handover) if handover and handover.apart else None
-        # Requests on their way to the engine wait neither for what goes nowhere near it nor for those with a
-        # grammar, which may take seconds to compile.
-        sizes = {"tokenise": _THREADS, "grammar": _GRAMMAR_THREADS, "beside": _THREADS}
-        pools = (ThreadPoolExecutor(threads, name) for name, threads in sizes.items())
-        self._tokenising, self._compiling, self._beside = pools
+        self._pools = Pools()
 
     # Life
 
@@ -129,8 +123,7 @@ class AsyncLLM:
             self.handover.stop()
         await asyncio.to_thread(self._thread.stop)
         self._fail_calls(EngineStopped("the engine has been closed"))
-        for pool in (self._tokenising, self._compiling, self._beside):
-            pool.shutdown(wait=False)
+        self._pools.close()
         if self.llm.group:
             await asyncio.to_thread(self.llm.group.leave)
 
@@ -288,7 +281,7 @@ class AsyncLLM:
 
         Args:
             prompt: a string, token ids, or what makes one of them on a worker thread.
-            sampling_params: how to choose tokens.
+            sampling_params: how to choose tokens; None: ``llm.default_sampling_params``.
             options: of ``RequestOptions``.
 
         Raises:
@@ -299,7 +292,7 @@ class AsyncLLM:
         self._check_running()
         self._check_awake()
         arrived = time.perf_counter()
-        params = SamplingParams() if sampling_params is None else sampling_params
+        params = self.llm.default_sampling_params if sampling_params is None else sampling_params
         lazy = isinstance(prompt, LazyPrompt)
         check("" if lazy else prompt, params)
         request_id = self._name(options.pop("request_id", None))
@@ -309,13 +302,14 @@ class AsyncLLM:
         try:
             make = partial(self._state, prompt, params, {**options, "arrived": arrived})
             if params.structured is not None or lazy or len(prompt) * params.n > _SHORT_PROMPT:
-                pool = self._tokenising if params.structured is None else self._compiling
+                pool = self._pools.tokenise if params.structured is None else self._pools.grammar
                 state = await asyncio.get_running_loop().run_in_executor(pool, make)
             else:
                 state = make()
             if self.handover:
                 await self.handover.fetch(state.completions[0].request)
-            self.admission.correct(reservation, params.n * len(state.completions[0].request.prompt))
+            prompt_tokens = len(state.completions[0].request.prompt)
+            self.admission.correct(reservation, params.n * prompt_tokens)
             self._check_running()
             self._check_awake()
         except BaseException:
@@ -324,7 +318,8 @@ class AsyncLLM:
             self._look_idle()
             raise
         aborted, deltas = self._submitting.pop(request_id), params.output_kind == "delta"
-        stream = Stream(request_id, reservation, deltas, partial(self._thread.abort, state))
+        abort = partial(self._thread.abort, state)
+        stream = Stream(request_id, reservation, prompt_tokens, deltas, abort)
         self._streams[request_id] = self._by_prompt[state] = stream
         self._idle.clear()
         self._thread.submit(state)
@@ -366,7 +361,18 @@ class AsyncLLM:
 
     async def off_loop(self, function: Callable[[], _T]) -> _T:
         """Run what takes long, and is no request to the engine, on a thread beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._beside, function)
+        return await asyncio.get_running_loop().run_in_executor(self._pools.beside, function)
+
+    async def in_queue(self, prompt: Prompt | LazyPrompt, function: Callable[[], _T]) -> _T:
+        """Run what takes about as long as to tokenise a prompt, in the line and in the queue of the prompts.
+
+        Raises Overloaded.
+        """
+        reservation = self.admission.take(1, estimate(prompt))
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pools.tokenise, function)
+        finally:
+            self.admission.release(reservation)
 
     def _state(
         self, prompt: Prompt | LazyPrompt, params: SamplingParams, options: dict[str, Any]

@@ -1,8 +1,8 @@
 """A prompt on its way to its completions: tokens come out of the engine, text and outputs go to the user."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import numpy as np
 
@@ -203,3 +203,13 @@ def _ids(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
     if wrong is not None:
         raise RequestError(f"the prompt holds {wrong!r}; expected a string or a list of token ids")
     return ids
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many as a list."""
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        return [prompts]  # one, or none at all, as is found out where it is read
+    items = list(prompts)
+    if items and isinstance(items[0], Integral):
+        return [cast(list[int], items)]
+    return cast(list[Prompt], items)

@@ -4,7 +4,7 @@ generate -> Session.step -> Engine.step -> compiled step -> tokens -> Completion
 """
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from mtp_jax.api import probe as probing
-from mtp_jax.api.completions import Prompt, PromptState
+from mtp_jax.api.completions import Prompt, PromptState, as_prompts
 from mtp_jax.api.device_memory import DeviceMemory, NoWeights, Tag, WeightUpdate, drafting
 from mtp_jax.api.load import describe_simulated, load_model
 from mtp_jax.api.local import make_runner
@@ -67,6 +67,7 @@ class LLM:
             model, self._memory, on = describe_simulated(options), NoWeights(), None
         self.tokenizer, self.config = model.tokenizer, model.config
         self.folders, self.room = model.folders, model.room
+        self.sampling_defaults = model.sampling
         self._grammars = self.tokenizer and Grammars.of(
             self.tokenizer, self.config.vocab_size, self.config.eos_token_ids
         )
@@ -88,6 +89,11 @@ class LLM:
     def group(self) -> Group | None:
         """The processes that run the engine together; None: this one alone."""
         return self._group
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """Those of a prompt that comes without: the model's own, where ``sampling_defaults`` is "model"."""
+        return SamplingParams(**self.sampling_defaults)
 
     @property
     def simulated(self) -> bool:
@@ -136,7 +142,7 @@ class LLM:
 
         Args:
             prompts: a string, a list of token ids, or a list of either.
-            sampling_params: one for all prompts, or one each.
+            sampling_params: one for all prompts, or one each; None: ``default_sampling_params``.
 
         Raises:
             RequestError: a prompt or option that cannot be served; nothing has been generated then.
@@ -384,8 +390,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[PromptState]:
-        many = _as_prompts(prompts)
-        params = SamplingParams() if sampling_params is None else sampling_params
+        many = as_prompts(prompts)
+        params = self.default_sampling_params if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams | Sequence):
             raise RequestError(
                 f"sampling_params = {params!r:.80}; expected SamplingParams, or a list of them"
@@ -437,12 +443,3 @@ class LLM:
         finally:
             for state in states:
                 self._session.abort(state)
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
-        return [prompts]  # one, or none at all, as is found out where it is read
-    items = list(prompts)
-    if items and isinstance(items[0], Integral):
-        return [cast(list[int], items)]
-    return cast(list[Prompt], items)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -12,6 +13,7 @@ from mtp_jax.api.demo import demo_model
 from mtp_jax.api.device_memory import drafting
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.progress import Reporter
+from mtp_jax.api.sampling_defaults import sampling_defaults
 from mtp_jax.api.simulated import check_simulated
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.errors import ConfigError
@@ -30,12 +32,15 @@ from mtp_jax.text.tokenizer import Tokenizer
 class Described:
     """A model without its weights, and the folders that it is from.
 
-    room: what the size of the cache follows from, where ``memory_fraction`` says it.
+    Attributes:
+        sampling: what it says of its own sampling.
+        room: what the size of the cache follows from, where ``memory_fraction`` says it.
     """
 
     config: ModelConfig
     engine: EngineConfig
     tokenizer: Tokenizer | None
+    sampling: dict[str, Any]
     folders: tuple[Path, ...]
     room: Room | None = field(default=None, kw_only=True)
 
@@ -52,9 +57,10 @@ def describe_simulated(options: LLMOptions) -> Described:
     """A model to be simulated. Raises ConfigError."""
     check_simulated(options)
     directory = _directory(options)
-    tokenizer = Tokenizer.from_dir(directory)
+    tokenizer = Tokenizer.from_dir(directory, options.chat_template)
     config = _with_eos(ModelConfig.from_file(directory / "config.json"), tokenizer)
-    return Described(config, options.engine(config, on_cpu=True), tokenizer, (directory,))
+    sampling = sampling_defaults(directory, options.sampling_defaults)
+    return Described(config, options.engine(config, on_cpu=True), tokenizer, sampling, (directory,))
 
 
 def _directory(options: LLMOptions) -> Path:
@@ -87,7 +93,8 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
         options.expert_room,
         options.micro_batches,
     )
-    tokenizer = Tokenizer.from_dir(directory)
+    tokenizer = Tokenizer.from_dir(directory, options.chat_template)
+    sampling = sampling_defaults(directory, options.sampling_defaults)
     _compare(options, directory, engine, num_nextn_layers)
     with report.phase("read", "B") as update:
         loaded = checkpoint.load(
@@ -113,7 +120,7 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
             own = config if used.nextn else config.with_nextn(())
             engine, room = sized(own, used, engine, options.mesh, tokenizer is not None)
     config = _with_eos(config, tokenizer)
-    return LoadedModel(config, engine, tokenizer, folders, params, on, room=room)
+    return LoadedModel(config, engine, tokenizer, sampling, folders, params, on, room=room)
 
 
 def _check_dtype(engine: EngineConfig) -> None:

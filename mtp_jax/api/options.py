@@ -3,7 +3,7 @@
 import secrets
 from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from mtp_jax.api.progress import Reporter
 from mtp_jax.engine.config import EngineConfig, EngineOptions
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from mtp_jax.hosts.group import Group
 
+SamplingDefaults = Literal["model", "none"]
 _DEFAULT_MAX_MODEL_LEN = 8192
 _SEED_BITS = 63  # as many as the option takes
 
@@ -62,6 +63,19 @@ class LLMOptions(EngineOptions):
         unset="no cache",
         metavar="DIR",
         off=("--no-compile-cache", "compile everything again"),
+    )
+    chat_template: str | Path | None = option(
+        None,
+        "file of a chat template in Jinja, in the place of the model's own",
+        kind=Path,
+        unset="the model's own",
+        metavar="FILE",
+    )
+    sampling_defaults: SamplingDefaults = option(
+        "model",
+        "temperature, top_p, top_k and repetition_penalty where nobody names them: those of the model's "
+        "generation_config.json, or none of it",
+        choices=get_args(SamplingDefaults),
     )
     group: "Group | None" = option(
         None,

@@ -15,12 +15,19 @@ class Stream:
     Attributes:
         request_id: as given, or made up.
         reservation: in the queue.
+        prompt_tokens: how long the prompt is.
     """
 
     def __init__(
-        self, request_id: str, reservation: Reservation, deltas: bool, abort: Callable[[], None]
+        self,
+        request_id: str,
+        reservation: Reservation,
+        prompt_tokens: int,
+        deltas: bool,
+        abort: Callable[[], None],
     ) -> None:
         self.request_id, self.reservation, self._deltas = request_id, reservation, deltas
+        self.prompt_tokens = prompt_tokens
         self._abort = abort
         self._latest: RequestOutput | None = None
         self._error: Exception | None = None

@@ -7,15 +7,13 @@ from typing import Any
 
 from mtp_jax.bench.latency import over_rounds
 from mtp_jax.bench.report import Report
-from mtp_jax.errors import ConfigError
 
 _COLOURS = ("#888888", "#1f77b4", "#d62728", "#2ca02c")
 
 
-def check() -> None:
-    """Before hours are spent. Raises ConfigError without matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("the figure needs matplotlib; install it with: pip install 'mtp-jax[bench]'")
+def can_draw() -> bool:
+    """Whether matplotlib is there: to be known before hours are spent."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw(report: Report, path: Path, made_by: Mapping[str, Any]) -> None:

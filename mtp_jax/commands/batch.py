@@ -41,7 +41,7 @@ def register(subparsers: Subparsers) -> None:
     parser.add_argument("source", type=Path, metavar="IN", help="JSON lines")
     parser.add_argument("target", type=Path, metavar="OUT", help="JSON lines; appended to")
     add_engine(parser)
-    add_options(parser, Settings, ("model_name", "strict"), {"model_name": "its folder's name"})
+    add_options(parser, Settings, ("model_names", "strict"), {"model_names": "its folder's name"})
     parser.add_argument(
         "--in-flight",
         type=positive,
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         raise RequestError(f"{args.target} is the input; name another file for the answers")
     # What is wrong with the files is said before the model is loaded, and so is that nothing is left to do.
     lines, before = batch_file.already(args.source, args.target)
-    found: dict[str, Any] = {"model_name": model_dir(args).resolve().name, **given(args, Settings)}
+    found: dict[str, Any] = {"model_names": model_dir(args).resolve().name, **given(args, Settings)}
     settings = Settings(**found, max_body_bytes=batch_file.MAX_BODY_BYTES)
     if before.done == lines:
         return _end(args, _done(before), before)

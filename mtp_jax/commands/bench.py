@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_jax.commands import show
 from mtp_jax.commands.options import forget_compile_cache
-from mtp_jax.commands.parser import Parser, Subparsers, add_model, counts, integers, positive, positive_number
+from mtp_jax.commands.parser import (
+    DEMO,
+    Parser,
+    Subparsers,
+    add_model,
+    counts,
+    integers,
+    positive,
+    positive_number,
+)
 from mtp_jax.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,7 +51,7 @@ def register(subparsers: Subparsers) -> None:
         )
         if plotted:
             sub.add_argument("--png", type=Path, metavar="FILE", help="default: the JSON file's name")
-        add_model(sub)
+        add_model(sub, "directory (default: the demo model)", str, DEMO)
         sub.set_defaults(run=_run, measure=measure, name=name, plotted=plotted)
         return sub
 
@@ -199,7 +208,7 @@ def _run(args: Arguments) -> int:
         return _measure(args)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"this benchmark needs {error.name}; install it with: pip install 'mtp-jax[bench]'"
+            f"this benchmark needs {error.name}; install it with: pip install {error.name}"
         ) from error
 
 
@@ -216,10 +225,11 @@ def _measure(args: Arguments) -> int:
     path = args.json or _free(Path(f"build/bench/{args.name}-{model}.json"), command)
     check(path)
     png = None
-    if args.plotted:
+    if args.plotted and plot.can_draw():
         png = args.png or path.with_suffix(".png")
         check(png)
-        plot.check()
+    elif args.plotted and args.png is not None:
+        raise ConfigError("--png needs matplotlib: pip install matplotlib; or leave it out")
     hidden = ("run", "measure", "plotted", "command", "json", "png")
     options: dict[str, Any] = {k: v for k, v in vars(args).items() if k not in hidden}
     made_by = {"command": command, "options": options, "environment": environment()}
@@ -235,4 +245,6 @@ def _measure(args: Arguments) -> int:
             shown = len(report.rows)
     written = ", ".join(map(str, filter(None, (path, png))))
     show.write(f"{report.text()}\n\n{command} -> {written}\n")
+    if args.plotted and png is None:
+        show.note("no figure, as matplotlib is missing: pip install matplotlib")
     return 1 if report.figures.get("faults") else 0

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     """Talk until the end of the input. Returns the exit status."""
     params = sampling_params(args)
     directory = model_dir(args)
-    tokenizer = Tokenizer.from_dir(directory)
+    tokenizer = Tokenizer.from_dir(directory, getattr(args, "chat_template", None))
     if tokenizer is None or not tokenizer.has_chat_template:
         missing = f"no {' or '.join(TOKENIZER_FILES)}" if tokenizer is None else "no chat template"
         raise RequestError(f"{directory} has {missing}, so it cannot chat; use `mtp-jax generate`")

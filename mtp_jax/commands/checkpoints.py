@@ -6,7 +6,7 @@ from pathlib import Path
 from mtp_jax.api.progress import Terminal
 from mtp_jax.commands import show
 from mtp_jax.commands.options import model_dir
-from mtp_jax.commands.parser import Subparsers, mesh_shape
+from mtp_jax.commands.parser import Parser, Subparsers, folder, mesh_shape
 
 
 def register(subparsers: Subparsers) -> None:
@@ -17,7 +17,7 @@ def register(subparsers: Subparsers) -> None:
         description="Write a model's NextN layers, as they are, to a directory of their own, which "
         "--draft-model reads, and SGLang.",
     )
-    export.add_argument("model", type=Path, help="directory with config.json and safetensors")
+    _add_model(export)
     export.add_argument("out", type=Path, help="an empty or a new directory")
     export.set_defaults(run=run_export)
 
@@ -27,7 +27,7 @@ def register(subparsers: Subparsers) -> None:
         description="Write a model with Orbax, in the engine's own shapes and dtype: every device then reads "
         "its own part.",
     )
-    convert.add_argument("model", type=Path, help="directory with config.json and safetensors")
+    _add_model(convert)
     convert.add_argument("out", type=Path, help="an empty or a new directory")
     convert.add_argument("--draft-model", type=Path, metavar="DIR", help="NextN layers to take along")
     convert.add_argument(
@@ -40,6 +40,11 @@ def register(subparsers: Subparsers) -> None:
         "--mesh", type=mesh_shape, metavar="DATAxMODEL", help="convert on several devices (default: on one)"
     )
     convert.set_defaults(run=run_convert)
+
+
+def _add_model(parser: Parser) -> None:
+    parser.add_argument("model", type=folder, help="directory with config.json and weights, or --model DIR")
+    parser.model_first = True
 
 
 def run_export(args: argparse.Namespace) -> int:

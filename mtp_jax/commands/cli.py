@@ -4,15 +4,27 @@ Exit status: 0 success, 1 a comparison that failed, 2 an error the user can mend
 the reader of the output has closed it.
 """
 
+import argparse
 import io
 import os
 import platform
 import sys
 from collections.abc import Sequence
 from importlib import metadata
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from mtp_jax.commands import bench, chat, checkpoints, generate, info, plan, profile, server, train
+from mtp_jax.commands import (
+    bench,
+    chat,
+    checkpoints,
+    completion,
+    generate,
+    info,
+    plan,
+    profile,
+    server,
+    train,
+)
 from mtp_jax.commands.options import with_flags
 from mtp_jax.commands.parser import Parser, Subparsers
 from mtp_jax.errors import MtpJaxError
@@ -48,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (MtpJaxError, OSError) as error:
-        print(f"error: {with_flags(str(error))}", file=sys.stderr)
+        print(f"error: {with_flags(str(error), _flags())}", file=sys.stderr)
         return 2
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error):  # jax has no narrower class for it
@@ -92,7 +104,18 @@ def make_parser() -> Parser:
         command.register(commands)
     version = commands.add_parser("version", help="print versions")
     version.set_defaults(run=_print_version)
+    completion.register(commands, parser)
+    for command in commands.choices.values():
+        command.siblings = commands.choices
     return parser
+
+
+def _flags() -> dict[str, str]:
+    """The flags of the declared options that have values, by the names of the options."""
+    commands: Any = next(a.choices for a in make_parser()._actions if isinstance(a.choices, dict))
+    actions = [a for parser in commands.values() for a in parser._actions]
+    declared = (a for a in actions if a.default is argparse.SUPPRESS and a.nargs != 0 and a.option_strings)
+    return {a.dest: next(f for f in a.option_strings if f.startswith("--")) for a in declared}
 
 
 def _print_version(args: object) -> int:

@@ -21,7 +21,8 @@ from mtp_jax.commands.options import (
 )
 from mtp_jax.commands.parser import Subparsers, integers, positive
 from mtp_jax.engine.request import SamplingParams
-from mtp_jax.errors import RequestError
+from mtp_jax.errors import ConfigError, RequestError
+from mtp_jax.model.hf_config import missing_folder
 from mtp_jax.text.tokenizer import FILES as TOKENIZER_FILES
 
 if TYPE_CHECKING:
@@ -65,6 +66,10 @@ def register(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Generate and print. Returns the exit status."""
+    if args.model is not None and not args.model.exists() and args.prompt is None:
+        raise ConfigError(
+            f"{missing_folder(args.model)}; a prompt goes behind -p, as in -p {str(args.model)!r}"
+        )
     params = sampling_params(args)
     _check(args, params)
     directory = model_dir(args)

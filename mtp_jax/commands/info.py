@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_jax.commands import show
 from mtp_jax.commands.options import model_dir
-from mtp_jax.commands.parser import Subparsers, positive, positive_number
+from mtp_jax.commands.parser import Subparsers, add_model, positive, positive_number
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.room import Room
 from mtp_jax.planning.fit import MEMORY_FRACTION, OVERHEAD
@@ -28,9 +28,7 @@ def register(subparsers: Subparsers) -> None:
         help="describe a checkpoint",
         description="Describe a checkpoint. No weights are read; a config.json alone will do.",
     )
-    parser.add_argument(
-        "model", nargs="?", type=Path, metavar="MODEL", help="directory (default: the demo model)"
-    )
+    add_model(parser, "directory (default: the demo model)")
     parser.add_argument(
         "--draft-model", type=Path, metavar="DIR", help="NextN layers in a directory of their own"
     )

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mtp_jax.api.demo import demo_model
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.progress import Reporter, Silent, Terminal
-from mtp_jax.commands.parser import Parser, biases, integers, mesh_shape, words
+from mtp_jax.api.sampling_defaults import described, sampling_defaults
+from mtp_jax.commands.parser import Parser, add_model, biases, integers, mesh_shape, words
 from mtp_jax.engine.request import SamplingParams
 from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.model.hf_config import missing_folder, read_json
 from mtp_jax.options import Option, declared
 from mtp_jax.text.grammar import StructuredOutput
+from mtp_jax.text.wrong_regex import wrong_regex
 
 if TYPE_CHECKING:
     from mtp_jax.api.llm import LLM
@@ -120,17 +122,19 @@ def flag_of(name: str, about: Option) -> str:
     return about.flag or f"--{name.replace('_', '-')}"
 
 
-def with_flags(message: str) -> str:
-    """A message in which advice such as ``num_nextn_layers=0`` is written as the command line takes it."""
-    options = {**declared(SamplingParams), **declared(LLMOptions)}
+def with_flags(message: str, flags: Mapping[str, str]) -> str:
+    """A message as the command line would say it: ``num_nextn_layers=0`` and ``page_size = 0`` with flags.
+
+    flags: of the options that have values, by name.
+    """
 
     def flag(match: re.Match[str]) -> str:
-        about = options.get(match[1])
-        if about is None or about.flag is None or about.kind is bool or match[2] == "None":
-            return match[0]
-        return f"{flag_of(match[1], about)} {match[2]}".rstrip()
+        known = flags.get(match[1])
+        return match[0] if known is None or match[2] == "None" else f"{known} {match[2]}".rstrip()
 
-    return re.sub(r"\b([a-z_]+)=(\w*)", flag, message)
+    message = re.sub(r"\b([a-z_]+)=(\w*)", flag, message)
+    told = re.sub(r"\b([a-z_]+) = (\S+)(?=; expected )", flag, message)
+    return told if told == message else told.replace(" or None", "")
 
 
 def given(args: argparse.Namespace, cls: type) -> dict[str, Any]:
@@ -156,13 +160,8 @@ def add_sampling(parser: Parser, max_tokens: int, several: bool) -> None:
 
 def add_engine(parser: Parser, quiet: str = "print nothing but the result") -> None:
     """The model and the options of LLM; ``quiet``: what --quiet does."""
-    parser.add_argument(
-        "model",
-        nargs="?",
-        type=Path,
-        metavar="MODEL",
-        help="directory with config.json and weights (default: the demo model)",
-    )
+    add_model(parser, "directory with config.json and weights (default: the demo model)")
+    parser.add_config()
     own = {"max_num_seqs": f"as many as asked for, up to {_MOST_SLOTS}"}
     add_groups(parser, LLMOptions, _SUBJECTS, "engine", own)
     parser.add_argument("-q", "--quiet", action="store_true", help=quiet)
@@ -171,7 +170,9 @@ def add_engine(parser: Parser, quiet: str = "print nothing but the result") -> N
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """What the options ask for. Raises RequestError for bad values and for options without effect."""
     own = {"temperature": 0.0, "max_tokens": args.default_max_tokens, "structured": _structured(args)}
-    params = SamplingParams(**own | given(args, SamplingParams))
+    source = getattr(args, "sampling_defaults", LLMOptions.sampling_defaults)
+    of_model = sampling_defaults(args.model or demo_model(), source)
+    params = SamplingParams(**own | of_model | given(args, SamplingParams))
     if params.temperature == 0:
         _without_effect(args, _NEED_TEMPERATURE, "at temperature 0; add --temperature 1")
     if params.include_stop_str_in_output and not params.stop_strings:
@@ -249,6 +250,7 @@ def ready(report: Reporter, llm: "LLM") -> None:
         f"{c.num_hidden_layers} layers and {layers} in {engine.dtype}, "
         f"{depth(llm)}, {cache} for {pages * engine.page_size:,} tokens, "
         f"{engine.max_num_seqs} at a time{f' ({llm.room})' if llm.room else ''}"
+        + (f"; {described(llm.sampling_defaults)}" if llm.sampling_defaults else "")
     )
 
 
@@ -265,9 +267,12 @@ def _structured(args: argparse.Namespace) -> StructuredOutput | None:
         try:
             schema = Path(schema[1:]).read_text()
         except (OSError, UnicodeDecodeError) as e:
-            raise RequestError(f"--json-schema {schema}: {e}") from e
+            reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
+            raise RequestError(f"--json-schema {schema} cannot be read: {reason}; name a JSON file") from e
     if schema is None and not args.json_object and args.regex is None and args.choice is None:
         return None
+    if args.regex is not None and (wrong := wrong_regex(args.regex)):
+        raise RequestError(f"--regex {args.regex!r}: {wrong}; expected an expression in Rust's syntax")
     return StructuredOutput(schema, args.json_object, args.regex, args.choice)
 
 

@@ -2,47 +2,117 @@
 
 import argparse
 import math
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
+
+from mtp_jax.api.demo import demo_model
+from mtp_jax.commands.configured import FLAG, configure
+from mtp_jax.commands.foreign import advice, nearest
+
+DEMO = "demo"
+_CHOICE = re.compile(r"invalid choice: '?(.*?)'? \(choose from (.*)\)")
 
 
 class Parser(argparse.ArgumentParser):
-    """Options are written out in full, and an error is one line that says where they are listed."""
+    """Options are written out in full, and an error is one line that says what may be meant.
+
+    Attributes:
+        configurable: whether options may come from a file and from the environment, too.
+        model_first: whether --model DIR stands for the first argument.
+        siblings: the parsers of all commands by name, which may have what this one has not.
+    """
 
     def __init__(self, **options: Any) -> None:
         options["allow_abbrev"] = False
         super().__init__(**options)
+        self.configurable = self.model_first = False
+        self.siblings: Mapping[str, Parser] = {}
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, Any]:
         """A subcommand refuses what it does not know itself: its own help says what there is."""
-        known, others = super().parse_known_args(args, namespace)
+        arguments = list(sys.argv[1:] if args is None else args)
+        if self.configurable:
+            configure(self.prog.split()[-1], self._actions, arguments, os.environ, self.error)
+        if self.model_first:
+            arguments = _with_model_first(arguments)
+        known, others = super().parse_known_args(arguments, namespace)
         if others:
-            self.error(f"unrecognized arguments: {' '.join(others)}")
+            hint = self._hint(next((word for word in others if word.startswith("-")), ""))
+            self.error(f"unrecognized arguments: {' '.join(others)}{hint and f'; {hint}'}")
         return known, others
+
+    def _hint(self, unknown: str) -> str:
+        """What to write instead of an option; "" where nothing is known."""
+        flag = unknown.partition("=")[0]
+        has = [name for name, other in self.siblings.items() if flag in other._option_string_actions]
+        return advice(flag, self._option_string_actions, has) if flag else ""
+
+    def add_config(self) -> None:
+        """Declare --config, and let the options stand in the environment."""
+        self.configurable = True
+        self.add_argument(
+            FLAG,
+            metavar="FILE",
+            help="options from a TOML file, such as max-num-seqs = 4; MTP_JAX_MAX_NUM_SEQS=4 in the "
+            "environment goes before it, and this command line before both",
+        )
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2."""
+        found = _CHOICE.search(message)
+        if found and (close := nearest(found[1], found[2].replace("'", "").split(", "))):
+            message = f"{message[: found.start()]}there is no {found[1]!r}; do you mean {close}?"
         self.exit(2, f"error: {message}; see `{self.prog} --help`\n")
+
+
+def _with_model_first(arguments: list[str]) -> list[str]:
+    for i, word in enumerate(arguments):
+        if word == "--model" and arguments[i + 1 : i + 2]:
+            return [arguments[i + 1], *arguments[:i], *arguments[i + 2 :]]
+        if word.startswith("--model="):
+            return [word.removeprefix("--model="), *arguments[:i], *arguments[i + 1 :]]
+    return arguments
+
+
+def folder(text: str) -> Path:
+    """The folder of a model; "demo", where nothing else is called so, is the demo model."""
+    return demo_model() if text == DEMO and not Path(text).exists() else Path(text)
 
 
 class Subparsers(Protocol):
     """What declares a subcommand."""
+
+    @property
+    def choices(self) -> Mapping[str, Any]:
+        """The parsers by name."""
+        ...
 
     def add_parser(self, name: str, *, help: str, **options: Any) -> Parser:
         """The parser of a new subcommand; ``help`` is its line in the list of all."""
         ...
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """The model of a measurement: MODEL, or --model DIR."""
+def add_model(
+    parser: argparse.ArgumentParser, help: str, kind: Callable[[str], Any] = folder, default: Any = None
+) -> None:
+    """The model of a command: MODEL, or --model DIR."""
     either = parser.add_mutually_exclusive_group()
+    # A default of the first would overwrite what the second was given. Defaults that are text are converted.
+    left_out = argparse.SUPPRESS
     either.add_argument(
         "model",
         nargs="?",
-        default=argparse.SUPPRESS,
+        type=lambda text: text if text is left_out else kind(text),
+        default=left_out,
         metavar="MODEL",
-        help="directory (default: the demo model)",
+        help=help,
     )
-    either.add_argument("--model", default="demo", metavar="DIR", help="the same; demo: the demo model")
+    same = "the same; demo: the demo model"
+    either.add_argument("--model", type=kind, default=default, metavar="DIR", help=same)
 
 
 def positive(text: str) -> int:

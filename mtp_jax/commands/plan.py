@@ -9,6 +9,7 @@ from mtp_jax.commands import show
 from mtp_jax.commands.parser import (
     Parser,
     Subparsers,
+    add_model,
     counts,
     integers,
     mesh_shape,
@@ -20,6 +21,7 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.planning.fit import MEMORY_FRACTION
 from mtp_jax.planning.hardware import GPUS
+from mtp_jax.planning.published import KNOWN
 
 if TYPE_CHECKING:
     from mtp_jax.planning.deployment import Deployment
@@ -41,9 +43,7 @@ _GATHERING = 8
 def register(subparsers: Subparsers) -> None:
     """Declare the subcommand."""
     parser = subparsers.add_parser("plan", help="estimate a deployment", description=_DESCRIPTION)
-    parser.add_argument(
-        "model", nargs="?", type=Path, metavar="MODEL", help="a directory with config.json, or the file"
-    )
+    add_model(parser, f"a directory with config.json, or the file, or {' or '.join(KNOWN)}")
     parser.add_argument(
         "--check", action="store_true", help="show published speeds beside the estimate, without a model"
     )
@@ -144,11 +144,15 @@ def run(args: argparse.Namespace) -> int:
         show.write(text() + "\n")
         return 0
     if args.model is None:
-        raise ConfigError("name a model's directory or its config.json; or --check")
+        raise ConfigError(
+            f"name a model's directory or its config.json, or {' or '.join(KNOWN)}, whose is known; "
+            "or --check"
+        )
     from mtp_jax.planning import plot, table, text
 
     path = args.model if args.model.is_file() else args.model / "config.json"
-    cfg = ModelConfig.from_file(path)
+    cfg = KNOWN.get(str(args.model).lower()) if not path.exists() else None
+    cfg = cfg or ModelConfig.from_file(path)
     depths = args.depths or (_DEPTHS if cfg.num_nextn_predict_layers else [0])
     batches = None if args.micro_batches == "auto" else int(args.micro_batches)
     plan = table.make(_deployment(args, cfg), args.requests, depths, args.accept_rates, batches, args.price)

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from mtp_jax.commands import show
-from mtp_jax.commands.parser import Subparsers, add_model, positive
+from mtp_jax.commands.parser import DEMO, Subparsers, add_model, positive
 from mtp_jax.errors import ConfigError
 
 _DESCRIPTION = """\
@@ -17,7 +17,7 @@ def register(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("profile", help="trace steps of one phase", description=_DESCRIPTION)
     add = parser.add_argument
     add("--phase", required=True, choices=("prefill", "decode", "verify", "mixed"), help="what the steps do")
-    add_model(parser)
+    add_model(parser, "directory (default: the demo model)", str, DEMO)
     add("--batch", type=positive, metavar="N", help="slots (default: 8); prefill has one prompt at a time")
     add("--input-len", type=positive, default=128, metavar="N", help="tokens of every prompt (default: 128)")
     add("--steps", type=positive, default=10, metavar="N", help="steps to time, and to trace (default: 10)")

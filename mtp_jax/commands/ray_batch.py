@@ -43,7 +43,7 @@ def answer_on_ray(
     data, model = engine.get("mesh", (1, 1))
     given = {
         "model": model_dir(args).absolute(),
-        "model_name": settings.model_name,
+        "model_name": settings.names,
         "strict": settings.strict,
         "max_body_bytes": settings.max_body_bytes,
         **engine,

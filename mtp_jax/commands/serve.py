@@ -8,6 +8,7 @@ from mtp_jax.api.admission import QueueLimits
 from mtp_jax.api.handover_options import HandoverOptions
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.progress import Reporter, Terminal
+from mtp_jax.api.sampling_defaults import described
 from mtp_jax.commands import show
 from mtp_jax.commands.hosts import SECRET, add_hosts, on_hosts
 from mtp_jax.commands.on_ray import ray_options
@@ -77,7 +78,7 @@ def register(subparsers: Subparsers) -> None:
         metavar=about.metavar,
         help=f"{about.help} (default: {about.shown_default})",
     )
-    add_groups(parser, Settings, _SUBJECTS, "server", {"model_name": "its folder's name"})
+    add_groups(parser, Settings, _SUBJECTS, "server", {"model_names": "its folder's name"})
     add_options(parser.add_argument_group("queue"), QueueLimits)
     own = [name for name in declared(HandoverOptions) if name != SECRET]
     add_options(parser.add_argument_group("prefill apart from decode"), HandoverOptions, own)
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """The server's settings. Raises ConfigError."""
-    found: dict[str, Any] = {"model_name": model_dir(args).resolve().name, **given(args, Settings)}
+    found: dict[str, Any] = {"model_names": model_dir(args).resolve().name, **given(args, Settings)}
     keys = (*found.pop("api_keys", ()), *filter(None, [os.environ.get(_KEY_VARIABLE)]))
     found.setdefault("admin_key", os.environ.get(_ADMIN_KEY_VARIABLE))
     return Settings(**found, api_keys=keys)
@@ -153,8 +154,9 @@ def summary(allm: "AsyncLLM", settings: "Settings", address: str) -> str:
         kept_prefixes += f", and up to {c.host_cache_gib:g} GiB more in the host's memory"
     what = f"{model.num_hidden_layers} layers, {c.dtype}, {size:,} MB"
     rows = {
-        "model": f"{settings.model_name}: {'SIMULATED, no weights' if allm.llm.simulated else what}",
+        "model": f"{', '.join(settings.names)}: {'SIMULATED, no weights' if allm.llm.simulated else what}",
         "drafts": drafts,
+        "sampling": described(allm.llm.sampling_defaults),
         "cache": f"{tokens:,} tokens, {tokens / c.max_model_len:.1f} requests of {c.max_model_len:,}; "
         f"prefixes {kept_prefixes}" + (f" ({allm.llm.room})" if allm.llm.room else ""),
         "slots": f"{c.max_num_seqs}; up to {allm.admission.max_requests} requests wait",

@@ -1,7 +1,6 @@
 """`mtp-jax train`: run or resume a training recipe."""
 
 import argparse
-import importlib
 from pathlib import Path
 
 from mtp_jax.commands import show
@@ -34,13 +33,13 @@ def register(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train. Returns the exit status."""
+    from mtp_jax.train.recipe import Recipe
+
+    recipe = Recipe.from_file(args.config)
     try:
-        importlib.import_module("matplotlib")  # for the first checkpoint, minutes later
         from mtp_jax.train.loop import train
-        from mtp_jax.train.recipe import Recipe
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"training needs {error.name}; install it with: pip install 'mtp-jax[train]'"
-        ) from error
-    show.write(f"{train(Recipe.from_file(args.config), args.out, packages_dir=args.packages)}\n")
+        missing = error.name
+        raise ConfigError(f"training needs {missing}; install it with: pip install {missing}") from error
+    show.write(f"{train(recipe, args.out, packages_dir=args.packages)}\n")
     return 0

@@ -18,7 +18,7 @@ def draw(plan: Plan, title: str, path: Path) -> None:
         import matplotlib  # imported here: slow
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "the picture needs matplotlib; install it with: pip install 'mtp-jax[bench]'"
+            "the picture needs matplotlib: pip install matplotlib; or leave --output out"
         ) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -45,6 +45,9 @@ DEEPSEEK_V3 = ModelConfig(
     fp8=True,
 )
 
+KNOWN = {"deepseek-v3": DEEPSEEK_V3, "deepseek-r1": DEEPSEEK_V3}
+"""Configurations by name: of what the published speeds are."""
+
 
 @dataclass(frozen=True)
 class Point:

@@ -46,7 +46,7 @@ def _rows(plan: Plan) -> list[str]:
     paid = plan.price is not None
     head = f"{'requests':>8} {'depth':>5} {'per step':>8} {'step, ms':>12} {'tokens/s, user':>15} "
     head += f"{'tokens/s, GPU':>14} {'$ per million ' if paid else ''}{'launches':>8}  "
-    head += "longest, of lean software"
+    head += "longest parts, with lean software"
     return [head, *(_row(row, plan.price) for row in plan.rows)]
 
 

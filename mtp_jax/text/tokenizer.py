@@ -69,11 +69,13 @@ class Tokenizer:
         self.chat_template = template if isinstance(template := config.get("chat_template"), str) else None
 
     @classmethod
-    def from_dir(cls, path: str | Path) -> "Tokenizer | None":
+    def from_dir(cls, path: str | Path, chat_template: str | Path | None = None) -> "Tokenizer | None":
         """Load a model directory; None when it has neither of ``FILES`` (ids in, ids out still works).
 
+        chat_template: a file in the place of the model's own template.
+
         Raises:
-            CheckpointError: one of its files is damaged.
+            CheckpointError: one of its files is damaged, or the template cannot be read.
         """
         folder = Path(path)
         config = _read_json(folder / "tokenizer_config.json")
@@ -83,7 +85,8 @@ class Tokenizer:
             backend = tiktoken_file.read_tiktoken(folder / tiktoken_file.FILE, config)
         else:
             return None
-        if (template := _template_file(folder, config)) is not None:
+        template = _template_file(folder, config) if chat_template is None else Path(chat_template)
+        if template is not None:
             try:
                 config = {**config, "chat_template": template.read_text(encoding="utf-8")}
             except (OSError, UnicodeDecodeError) as error:

@@ -57,12 +57,16 @@ class Reporter:
             file.write(json.dumps(record) + "\n")
 
 
-def plot_losses(out_dir: Path) -> Path:
+def plot_losses(out_dir: Path) -> Path | None:
     """Draw `loss.png` from `metrics.jsonl`: training and held-out losses against steps.
 
     The training losses stand there as they are, light, and smoothed, in full colour; the legend says so.
+    Without matplotlib there is no figure.
     """
-    import matplotlib  # imported here: slow, and only needed at checkpoints
+    try:
+        import matplotlib  # imported here: slow, and only needed at checkpoints
+    except ModuleNotFoundError:
+        return None
 
     matplotlib.use("Agg")
     from matplotlib import pyplot

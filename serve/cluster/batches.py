@@ -38,7 +38,7 @@ class BatchEngine:
         self,
         model: str | Path,
         *,
-        model_name: str | None = None,
+        model_name: str | tuple[str, ...] | None = None,
         strict: bool = False,
         max_body_bytes: int = Settings.max_body_bytes,
         **options: Any,
@@ -47,7 +47,7 @@ class BatchEngine:
 
         Args:
             model: its folder.
-            model_name: by which requests may call it; None: the folder's name.
+            model_name: by which requests may call it, or several names; None: the folder's name.
             strict: refuse unknown fields instead of warning of them.
             max_body_bytes: most bytes of a request.
             options: of ``LLM``; ``mesh`` is its shape, (data, model).

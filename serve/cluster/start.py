@@ -22,7 +22,7 @@ _TOKEN_FILE = ".ray/auth_token"  # in the home folder, where Ray looks last
 def require_ray() -> None:
     """Raise ConfigError where Ray is not installed."""
     if any(find_spec(name) is None for name in ("ray", "aiohttp", "pyarrow")):
-        raise ConfigError("--ray needs Ray with its parts serve and data; run: pip install 'mtp-jax[ray]'")
+        raise ConfigError("--ray needs Ray with its parts serve and data; run: pip install 'ray[serve,data]'")
 
 
 def protect() -> None:

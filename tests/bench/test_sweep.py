@@ -42,6 +42,19 @@ def test_without_drafts_a_folder_need_not_have_the_layers_it_declares(tmp_path):
     assert load_model(folder, drafts=False).config.num_nextn_predict_layers == 0
 
 
+def test_without_matplotlib_there_are_figures_in_numbers_alone(monkeypatch, capsys, tmp_path):
+    done = Report("Load: x", ("a",), [(1,)])
+    monkeypatch.setattr("mtp_jax.commands.bench._depth", lambda args: iter([done]))
+    monkeypatch.setattr("mtp_jax.bench.plot.can_draw", lambda: False)
+    out = tmp_path / "out.json"
+    command = ["bench", "depth", "--compile-cache", "none", "--json", str(out)]
+    assert cli.main(command) == 0
+    assert [file.name for file in tmp_path.iterdir()] == ["out.json"]
+    assert "no figure, as matplotlib is missing" in capsys.readouterr().err
+    assert cli.main([*command, "--png", str(tmp_path / "out.png")]) == 2
+    assert "--png needs matplotlib: pip install matplotlib" in capsys.readouterr().err
+
+
 def test_an_option_that_would_do_nothing_is_not_offered(capsys):
     assert cli.main(["bench", "soak", "--compile-cache", "none"]) == 2
     assert "--compile-cache" in capsys.readouterr().err
@@ -134,7 +147,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch, capsys, tmp_path):
     monkeypatch.delitem(sys.modules, "mtp_jax.bench.soak", raising=False)
     monkeypatch.delattr("mtp_jax.bench.soak", raising=False)
     assert cli.main(["bench", "soak", "--json", str(tmp_path / "out.json")]) == 2
-    assert "needs httpx2; install it with: pip install 'mtp-jax[bench]'" in capsys.readouterr().err
+    assert "needs httpx2; install it with: pip install httpx2" in capsys.readouterr().err
 
 
 def test_an_unfinished_file_says_so(tmp_path):

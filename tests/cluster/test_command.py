@@ -36,7 +36,7 @@ def test_without_ray_one_line_says_what_to_install(argv, monkeypatch, capsys):
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err == (
-        "error: --ray needs Ray with its parts serve and data; run: pip install 'mtp-jax[ray]'\n"
+        "error: --ray needs Ray with its parts serve and data; run: pip install 'ray[serve,data]'\n"
     )
 
 
@@ -47,7 +47,7 @@ def test_in_an_environment_without_ray():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
-        "error: --ray needs Ray with its parts serve and data; run: pip install 'mtp-jax[ray]'"
+        "error: --ray needs Ray with its parts serve and data; run: pip install 'ray[serve,data]'"
     ]
 
 
@@ -58,10 +58,10 @@ def test_in_an_environment_without_ray():
         ("--hosts 2 --coordinator h:1", "--coordinator cannot be with --ray"),
         ("--role prefill", "--role cannot be with --ray"),
         ("--admin-key k", "an admin key cannot be with --ray"),
-        ("--max-replicas 1 --min-replicas 2", "max_replicas = 1; expected min_replicas = 2 or more"),
+        ("--max-replicas 1 --min-replicas 2", "--max-replicas 1; expected min_replicas = 2 or more"),
         ("--target-requests 2", "target_requests has no effect on a fixed number of engines; add --max-rep"),
         ("--host 0.0.0.0", "there is no API key"),
-        ("--min-replicas 0", "min_replicas = 0; expected an integer from 1"),
+        ("--min-replicas 0", "--min-replicas 0; expected an integer from 1"),
         ("--num-speculative-tokens 0 --fixed-depth", "--fixed-depth has no effect with"),
     ],
 )

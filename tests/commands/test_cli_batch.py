@@ -90,7 +90,7 @@ def test_a_file_is_answered_as_by_the_server_and_again_after_growing(model, open
 
 def test_unknown_fields_are_told_of_or_refused(model, opened, tmp_path, capsys):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text(line("plain") + line("typo", max_token=3) + line("too", user="me"))
+    source.write_text(line("plain") + line("typo", max_token=3) + line("too", mood="good", user="me"))
     command = [
         "batch",
         str(source),

@@ -134,7 +134,11 @@ def test_advice_is_in_the_words_of_the_shell(capsys, tmp_path):
     assert advice in capsys.readouterr().err
     assert cli.main(["info", str(folder), "--num-nextn-layers", "0"]) == 0
     kept = "a=1, adaptive_depth=False, seed = 3, n=2, compile_cache=None"
-    assert options.with_flags(kept) == "a=1, adaptive_depth=False, seed = 3, --n 2, compile_cache=None"
+    told = "a=1, adaptive_depth=False, seed = 3, --n 2, compile_cache=None"
+    assert options.with_flags(kept, {"n": "--n", "compile_cache": "--compile-cache"}) == told
+    assert cli.main(["generate", str(folder), "-p", "x", "--max-tokens", "0"]) == 2
+    error = "error: --max-tokens 0; expected an integer from 1 to 2147483647\n"
+    assert capsys.readouterr().err == error
 
 
 def test_a_folder_without_a_model_is_told_as_such(capsys, tmp_path):
@@ -166,11 +170,11 @@ def test_train_without_its_packages(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "optax", None)
     for name in [n for n in sys.modules if n.startswith("mtp_jax.train.")]:
         monkeypatch.delitem(sys.modules, name)
-    assert cli.main(["train", "--config", "c", "--out", "o"]) == 2
-    assert (
-        capsys.readouterr().err
-        == "error: training needs optax; install it with: pip install 'mtp-jax[train]'\n"
-    )
+    recipe = Path(mtp_jax.__file__).parent.parent / "configs" / "demo" / "train.toml"
+    assert cli.main(["train", "--config", str(recipe), "--out", "o"]) == 2
+    assert capsys.readouterr().err == "error: training needs optax; install it with: pip install optax\n"
+    assert cli.main(["train", "--config", "nowhere.toml", "--out", "o"]) == 2
+    assert "nowhere.toml" in capsys.readouterr().err
 
 
 def test_version(capsys):

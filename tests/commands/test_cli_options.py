@@ -31,6 +31,7 @@ GIVEN = {
     "stop_token_ids": ("4,5", (4, 5)),
     "logit_bias": ("7:2.5,8:-1", {7: 2.5, 8: -1.0}),
     "api_keys": ("k", ("k",)),
+    "model_names": ("m", ("m",)),
     "allowed_hosts": ("h", ("h",)),
     "allowed_origins": ("http://h", ("http://h",)),
     "peers": ("h:1,g:2", ("h:1", "g:2")),
@@ -138,7 +139,7 @@ def test_as_many_slots_as_completions(monkeypatch, completions, mesh, slots):
 
 def test_every_option_has_one_flag_and_every_flag_is_an_option_or_tested_elsewhere():
     """The others' effects are what test_cli.py tests."""
-    own = "--prompt --file --token-ids --lines --json --compare --runs --quiet --help"
+    own = "--model --config --prompt --file --token-ids --lines --json --compare --runs --quiet --help"
     own += " --json-schema --json-object --regex --choice --no-compile-cache"
     commands = [a.choices for a in cli.make_parser()._actions if isinstance(a.choices, dict)]
     shown = [a.option_strings for a in commands[0]["generate"]._actions if a.option_strings]
@@ -204,8 +205,8 @@ ERRORS = [
         ["generate", V3, "--stop", "x", *IDS],
         "has no tokenizer.json or tiktoken.model; give --token-ids, and no --stop",
     ),
-    (["generate", V3, "--temperature", -1, *IDS], "temperature = -1.0; expected a number from 0"),
-    (["generate", V3, "--max-tokens", 0, *IDS], "max_tokens = 0; expected an integer from 1"),
+    (["generate", V3, "--temperature", -1, *IDS], "--temperature -1.0; expected a number from 0"),
+    (["generate", V3, "--max-tokens", 0, *IDS], "--max-tokens 0; expected an integer from 1"),
     (
         ["generate", V3, "--top-p", 0.5, *IDS],
         "--top-p has no effect at temperature 0; add --temperature 1, or leave",
@@ -245,7 +246,7 @@ ERRORS = [
     (["generate", V3, "--compare", "--logprobs", 2, *IDS], "leave out --logprobs"),
     (
         ["generate", V3, "--num-speculative-tokens", 32, *QUIET],
-        "num_speculative_tokens = 32; expected an integer from 0 to 31",
+        "--num-speculative-tokens 32; expected an integer from 0 to 31",
     ),
     (
         ["generate", V3, "--max-model-len", 9999, *QUIET],

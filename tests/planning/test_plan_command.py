@@ -187,7 +187,7 @@ def test_what_the_engine_does_may_be_asked_for(plan):
         ("zai-org/GLM-5", "Nothing is downloaded here: hf download zai-org/GLM-5"),
         ("list.json", "list.json holds a JSON list; expected an object"),
         ("llama.json", "model_type 'llama' is not supported"),
-        ("", "name a model's directory or its config.json; or --check"),
+        ("", "name a model's directory or its config.json, or deepseek-v3 or"),
         ("--check DeepSeek-V3", "--check compares DeepSeek-V3 with published speeds; leave out DeepSeek-V3"),
     ],
 )
@@ -217,7 +217,7 @@ def test_the_picture_has_a_band_for_each_depth(plan, models, monkeypatch):
 
 def test_without_matplotlib_the_picture_says_what_to_install(plan, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install 'mtp-jax[bench]'" in plan("DeepSeek-V3", "--output", "out.png")
+    assert "pip install matplotlib; or leave --output out" in plan("DeepSeek-V3", "--output", "out.png")
 
 
 def test_it_starts_without_jax(models):
@@ -230,3 +230,12 @@ def test_it_starts_without_jax(models):
 def test_the_published_model_is_the_release():
     release = ModelConfig.from_dict(RELEASES["DeepSeek-V3"])
     assert release == DEEPSEEK_V3
+
+
+def test_a_known_model_needs_no_file(plan):
+    options = ("--gpu", "h200", "--gpus", "16", "--requests", "1", "--json")
+    known, read = (json.loads(plan(name, *options)) for name in ("deepseek-r1", "DeepSeek-V3"))
+    assert known.pop("model") == "deepseek-r1"
+    read.pop("model")
+    assert known == read
+    assert "or deepseek-v3 or deepseek-r1, whose is known" in plan()

@@ -51,7 +51,7 @@ class Running:
 
     def variant(self, **settings: Any) -> "Variant":
         """Another application in front of the same engine."""
-        return Variant(self, Settings("tiny", **settings))
+        return Variant(self, Settings(**{"model_names": "tiny", **settings}))
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Run a function on the event loop."""

@@ -51,6 +51,23 @@ def test_the_reason_of_a_refusal(server: Running, lines):
     assert "there is no /nothing here" in unknown
 
 
+def test_probes_that_succeed_leave_no_line(server: Running, lines, caplog):
+    variant = server.variant()
+    for path in ("/health", "/ping", "/metrics", "/ready", "/", "/web/style.css"):
+        assert variant.get(path).status_code == 200
+    variant.post("/health")  # which is none
+    (line,) = lines()
+    assert "POST /health 405" in line
+    caplog.set_level(logging.DEBUG, LOGGER.name)
+    variant.get("/health")
+    assert "GET /health 200" in lines()[-1]
+
+
+def test_quotes_stay_as_they_are(server: Running, lines):
+    server.variant().post("/v1/completions", json={"prompt": "a", "n": "x"})
+    assert lines()[0].endswith('n: Input should be a valid integer; got "x"')
+
+
 def test_a_client_with_tls_is_named(server: Running, lines):
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=60) as client:

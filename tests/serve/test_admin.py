@@ -93,7 +93,8 @@ def _events(text: str) -> list[dict]:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({}, "model_path: Field required"),
+        ({"model_path": "/a" * 2500}, "cannot be read: File name too long"),
+        ({}, "model_path: this field is required"),
         ({"model_path": "/nowhere"}, "/nowhere"),
         ({"model_path": "/nowhere", "load_format": "pt"}, "load_format"),
         ({"model_path": "MODEL", "draft_model_path": "MODEL", "keep_draft": True}, "exclude each other"),

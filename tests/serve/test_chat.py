@@ -52,10 +52,10 @@ def test_streamed_deltas_equal_the_message(client):
 
 
 def test_unknown_fields_of_messages_and_their_parts_are_warned_of(client):
-    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i", "cache_control": {}}]
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i", "tone": {}}]
     messages = [{"role": "user", "content": parts, "mood": "good"}]
     told = client.post(PATH, json={**GREEDY, "messages": messages}).headers["warning"]
-    assert told == '299 mtp-jax "ignored: messages.0.mood, messages.0.content.1.cache_control"'
+    assert told == '299 mtp-jax "ignored: messages.0.mood, messages.0.content.1.tone"'
 
 
 def test_messages_of_every_kind(client):

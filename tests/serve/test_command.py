@@ -14,10 +14,11 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from mtp_jax import AsyncLLM, ConfigError, Reporter
+from mtp_jax import LLM, AsyncLLM, ConfigError, Reporter, SamplingParams, StructuredOutput
 from mtp_jax.commands import cli
 from mtp_jax.commands.serve import summary
-from serve.run import listen
+from mtp_jax.text import chat_template, child
+from serve.run import listen, start_helpers
 from serve.settings import Settings
 from serve.stats_log import describe
 from tests.serve.conftest import Running
@@ -29,10 +30,10 @@ from tests.serve.conftest import Running
         (["--host", "0.0.0.0"], "--insecure-no-auth"),
         (["--port", "99999"], "expected an integer from 0 to 65535"),
         (["--api-key", "a b"], "API key"),
-        (["--step-seconds", "0"], "step_seconds = 0"),
-        (["--max-queued-tokens", "0"], "max_queued_tokens = 0; expected an integer of 1 or more"),
-        (["--served-model-name", ""], "model_name = ''; expected 1 to 256 characters"),
-        (["--prot"], "unrecognized arguments: --prot; see `mtp-jax serve --help`"),
+        (["--step-seconds", "0"], "--step-seconds 0"),
+        (["--max-queued-tokens", "0"], "--max-queued-tokens 0; expected an integer of 1 or more"),
+        (["--served-model-name", ""], "expected 1 to 256 characters each"),
+        (["--prot"], "unrecognized arguments: --prot; do you mean --port?; see `mtp-jax serve --help`"),
         (["/no/such/model"], "not a directory"),
         (["--per-request-spec-decode-metrics", "all"], "--help"),
     ],
@@ -102,6 +103,21 @@ def test_the_summary_names_what_is_served(server: Running, real: Running):
     assert summary(server.allm, keyed, "http://0.0.0.0:1").endswith(
         "http://0.0.0.0:1 once it is ready; 2 API keys"
     )
+
+
+def test_the_helpers_start_with_the_server(fresh: LLM, monkeypatch):
+    """The first request with a schema, or with messages, starts none."""
+    monkeypatch.setattr(chat_template, "_idle", [])
+    assert fresh.engine.grammars
+    trials = fresh.engine.grammars._trials
+    assert trials._helper is None
+    start_helpers(fresh)
+    assert trials._helper is not None
+    assert len(chat_template._idle) == 1
+    monkeypatch.setattr(child, "start", lambda *args: pytest.fail("started another"))
+    chat = [{"role": "user", "content": "b"}]
+    fresh.chat(chat, SamplingParams(structured=StructuredOutput(choice=["b"])))
+    chat_template._end_idle()
 
 
 def test_the_log_describes_an_interval(server: Running, client):

@@ -261,7 +261,7 @@ def test_every_option_reaches_the_engine():
         "include_stop_str_in_output": True,
     }
     mapped = {"seed": -1, "logit_bias": {"5": 1.5}, "speculative": {"max_tokens": 2, "suffix": False}}
-    params = CompletionBody.model_validate({"prompt": "a", **same, **mapped}).params(9, None, 1, 2)
+    body = CompletionBody.model_validate({"prompt": "a", **same, **mapped})
     expected = SamplingParams(
         **same,
         max_tokens=9,
@@ -273,7 +273,7 @@ def test_every_option_reaches_the_engine():
         suffix_drafts=False,
         output_kind="final_only",
     )
-    assert params == expected
+    assert body.params(9, None, 1, 2, defaults={}) == expected
 
 
 def test_logit_bias_and_penalties_change_the_text(client):
@@ -289,9 +289,9 @@ def test_what_a_soak_sends_as_invalid_is_refused(client, body):
 
 
 def test_unknown_fields_are_warned_of(client):
-    body = {"prompt": "abc", "max_tokens": 2, "user": "me", "nothing": None, "speculative": {"depth": 3}}
+    body = {"prompt": "abc", "max_tokens": 2, "suer": "me", "nothing": None, "speculative": {"depth": 3}}
     response = client.post("/v1/completions", json=body)
-    assert response.headers["warning"] == '299 mtp-jax "ignored: user, speculative.depth"'
+    assert response.headers["warning"] == '299 mtp-jax "ignored: suer, speculative.depth"'
     assert "warning" not in client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).headers
     many = {f"x{i}": 1 for i in range(100_000)}
     told = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, **many}).headers["warning"]

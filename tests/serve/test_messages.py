@@ -1,11 +1,13 @@
 """The Messages API, through the official `anthropic` package."""
 
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import pytest
-from anthropic import Anthropic
+from anthropic import Anthropic, beta_tool
+from pydantic import BaseModel
 
+from serve import messages
 from tests.serve.conftest import Running
 
 ASK: Any = [{"role": "user", "content": "q"}]
@@ -83,13 +85,67 @@ def test_a_forced_call_and_its_result(api):
     assert more.usage.input_tokens + more.usage.cache_read_input_tokens > found.usage.input_tokens
 
 
+@beta_tool
+def walk(to: Literal["here", "there"]) -> str:
+    """Walk somewhere.
+
+    Args:
+        to: where to.
+    """
+    return f"walked {to}"
+
+
+def test_a_runner_of_tools_sends_the_whole_conversation(api, server, monkeypatch):
+    """It would leave the first messages to the server, and is told that there is no such thing here."""
+    seen: list[int] = []
+    ask = messages.ask
+
+    async def noted(server: Any, request: Any, body: Any) -> Any:
+        seen.append(len(body.messages))
+        return await ask(server, request, body)
+
+    monkeypatch.setattr(messages, "ask", noted)
+    runner = api.beta.messages.tool_runner(
+        messages=ASK,
+        tools=[walk],
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+        max_iterations=2,
+        **PLAIN,
+    )
+    first, second = list(runner)
+    assert [block.type for block in (*first.content, *second.content)] == ["tool_use", "tool_use"]
+    assert seen == [1, 3]
+
+
+class Where(BaseModel):
+    """What an answer is parsed as."""
+
+    to: Literal["here", "there"]
+
+
+def test_an_answer_is_parsed(api):
+    found = api.messages.parse(messages=ASK, output_format=Where, **PLAIN)
+    assert found.parsed_output.to in ("here", "there")
+
+
+def test_the_first_event_counts_the_prompt(api):
+    counted = api.messages.count_tokens(model="tiny", messages=ASK).input_tokens
+    with api.messages.stream(messages=ASK, **PLAIN) as stream:
+        first = next(iter(stream))
+        assert first.message.usage.input_tokens == counted
+        usage = stream.get_final_message().usage
+    assert usage.input_tokens + usage.cache_read_input_tokens == counted
+
+
 def test_errors_are_anthropics(api):
     with pytest.raises(anthropic.BadRequestError, match="name: goes with the type tool") as caught:
         api.messages.create(messages=ASK, tools=[GO], tool_choice={"type": "tool"}, **PLAIN)
     body: Any = caught.value.body
     assert body["error"]["type"] == "invalid_request_error"
     image = {"type": "image", "source": {"type": "url", "url": "http://x/y"}}
-    with pytest.raises(anthropic.BadRequestError, match="tool_result"):
+    with pytest.raises(
+        anthropic.BadRequestError, match=r"content\.0: is not text; this server takes no images"
+    ):
         api.messages.create(messages=[{"role": "user", "content": [image]}], **PLAIN)
 
 

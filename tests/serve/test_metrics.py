@@ -133,3 +133,7 @@ def test_hand_overs_are_told_where_there_are_any():
     text = still_metrics(handover=SimpleNamespace(stats=lambda: told)).text().decode()
     assert 'mtp_jax:handover_pages_total{direction="received",model_name="tiny"} 5.0' in text
     assert 'mtp_jax:handover_failures_total{model_name="tiny",reason="late"} 2.0' in text
+
+
+def test_no_series_says_when_it_was_created(client):
+    assert "_created" not in client.get("/metrics").text

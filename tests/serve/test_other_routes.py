@@ -190,11 +190,11 @@ def test_health_and_ready(client):
 
 
 def test_unknown_routes_and_methods_are_openai_errors(client):
-    unknown = client.post("/chat/completions").json()["error"]
+    assert "do you mean /v1/chat/completions?" in client.post("/chat/completions").text
+    unknown = client.post("/zzz").json()["error"]
     assert unknown["type"] == "not_found_error"
-    assert "no /chat/completions here" in unknown["message"]
-    assert "the routes are /, " in unknown["message"]
-    assert ", /v1/chat/completions, " in unknown["message"]
+    assert "no /zzz here" in unknown["message"]
+    assert "; try /v1/chat/completions, " in unknown["message"]
     wrong = client.get("/v1/completions")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
     assert wrong.json()["error"]["message"] == "/v1/completions takes POST, not GET"

@@ -5,18 +5,22 @@ import gc
 import json
 import re
 import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 import pytest
 
-from mtp_jax import LLM, Overloaded
+from mtp_jax import LLM, Overloaded, Tokenizer
 from mtp_jax.api.admission import Admission
 from mtp_jax.api.local import local_runner
-from tests.serve.conftest import Running, start
+from serve.bodies import MAX_OBJECTS
+from serve.fields import Body
+from tests.serve.conftest import Running, start, wait_until
 
 SHORT = {"prompt": "abc", "max_tokens": 4, "temperature": 0}
-ROUTES = ("/v1/completions", "/v1/chat/completions", "/generate")
+ROUTES = ("/v1/completions", "/v1/chat/completions", "/generate", "/tokenize", "/detokenize")
 
 
 def status_of(connection: socket.socket) -> bytes:
@@ -85,12 +89,16 @@ _TOOL = {"type": "function", "function": {"name": "a", "description": _LONG, "pa
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [_TOOL]}),
         ("/v1/responses", {"input": _LONG}),
         ("/v1/messages", {**_CHAT, "model": "tiny"}),
+        ("/v1/messages/count_tokens", {"messages": _CHAT["messages"]}),
+        ("/tokenize", {"prompt": _LONG}),
+        ("/tokenize", {"messages": _CHAT["messages"]}),
     ],
 )
 def test_long_prompts_are_refused_before_they_are_tokenised(server: Running, monkeypatch, route, body):
     admission = Admission(8, 1000)
     monkeypatch.setattr(server.allm, "admission", admission)
     monkeypatch.setattr(type(server.allm), "_state", lambda *args: pytest.fail("was tokenised"))
+    monkeypatch.setattr(Tokenizer, "encode", lambda *args: pytest.fail("was tokenised"))
     reservation = admission.take(1, 1)
     answer = server.variant().request("POST", route, json=body)
     assert answer.status_code == 503
@@ -100,12 +108,68 @@ def test_long_prompts_are_refused_before_they_are_tokenised(server: Running, mon
     admission.release(reservation)
 
 
+def test_counting_keeps_no_long_answer_waiting(server: Running, monkeypatch):
+    """Texts to be counted wait for each other, in the queue; other threads write long answers."""
+    counting, go_on = threading.Event(), threading.Event()
+
+    def encode(*args: object, **options: object) -> list[int]:
+        counting.set()
+        assert go_on.wait(60)
+        return [3]
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    with ThreadPoolExecutor(4) as many, server.client() as client:
+        texts = [many.submit(client.post, "/tokenize", json={"prompt": "abc"}) for _ in range(4)]
+        assert counting.wait(60)
+        wait_until(lambda: server.allm.admission.requests == 4)
+        answer = server.call(lambda: asyncio.ensure_future(server.allm.off_loop(lambda: 1)))
+        wait_until(answer.done)
+        go_on.set()
+        assert [text.result().status_code for text in texts] == [200] * 4
+    assert server.allm.admission.requests == 0
+
+
+PART = {"type": "text", "text": ""}
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [PART] * MAX_OBJECTS}]}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [PART] * 13}] * (MAX_OBJECTS // 13)},
+        ),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": [PART] * MAX_OBJECTS}]}),
+        ("/v1/messages", {"messages": [], "tools": [{"type": "web_search_20250305"}] * (MAX_OBJECTS + 1)}),
+        ("/v1/responses", {"input": "q", "tools": [{"type": "web_search"}] * (MAX_OBJECTS + 1)}),
+        ("/v1/responses", {"input": [{"type": "reasoning", "summary": [PART] * MAX_OBJECTS}]}),
+        ("/tokenize", {f"x{i}": 1 for i in range(16 * MAX_OBJECTS + 16)}),
+    ],
+)
+def test_more_objects_than_the_event_loop_has_time_for_are_refused_unchecked(
+    server: Running, monkeypatch, route, body
+):
+    monkeypatch.setattr(Body, "model_validate", lambda *args: pytest.fail("was checked"))
+    answer = server.variant(max_body_bytes=2**30).post(route, json=body)
+    assert answer.status_code == 400
+    assert "more than 12,000 messages, parts, calls, tools or fields" in answer.text
+
+
+def test_schemas_and_tokens_are_no_such_objects(client):
+    properties = {f"p{i}": {"type": "string"} for i in range(2 * MAX_OBJECTS)}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
+    asked = {"messages": [{"role": "user", "content": "q"}], "tools": [tool], "tool_choice": "none"}
+    assert client.post("/tokenize", json=asked).status_code == 200
+    assert client.post("/detokenize", json={"tokens": [5] * (2 * MAX_OBJECTS)}).status_code == 200
+
+
 def test_the_connection_goes_on_and_other_routes_answer(full, server: Running):
     admission, reservation = full
     with server.client() as one:
         assert one.post("/v1/completions", json=SHORT).status_code == 503
         assert one.get("/health").status_code == 200
-        assert one.post("/tokenize", json={"prompt": "abc"}).status_code == 200
+        assert one.get("/v1/models").status_code == 200
         assert one.post("/v1/completions", json=SHORT).status_code == 503
         admission.release(reservation)
         assert one.post("/v1/completions", json=SHORT).status_code == 200

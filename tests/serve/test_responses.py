@@ -111,7 +111,6 @@ def test_an_answer_that_is_cut_says_so(api):
         ({"background": True}, "stores nothing"),
         ({"truncation": "auto"}, "shorten the input"),
         ({"extra_body": {"prompt_logprobs": 1}}, "use /v1/chat/completions"),
-        ({"tools": [{"type": "web_search"}]}, "function"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "function_call_output"),
     ],
 )

@@ -161,7 +161,7 @@ def test_no_value_gets_past_the_schema_unchecked(kind, data):
     names = data.draw(st.lists(st.sampled_from(sorted(kind.model_fields)), min_size=1, max_size=3))
     body = base | {name: data.draw(st.sampled_from(BAD)) for name in names}
     try:
-        params = kind.model_validate(body).params(4, None)
+        params = kind.model_validate(body).params(4, None, defaults={})
     except (ValidationError, RequestError):
         return
     for name in ("temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty"):
@@ -384,7 +384,7 @@ def test_loopback_names_are(server: Running, host):
 
 def test_errors_tell_nothing_of_the_inside(server: Running, monkeypatch, caplog):
     variant = server.variant()
-    monkeypatch.setattr(mtp_jax.AsyncLLM, "off_loop", lambda self, function: 1 / 0)
+    monkeypatch.setattr(mtp_jax.AsyncLLM, "in_queue", lambda self, prompt, function: 1 / 0)
     answer = variant.post("/tokenize", json={"prompt": "abc"})
     assert answer.status_code == 500
     assert answer.json()["error"]["message"] == "internal error; the server's log says more"

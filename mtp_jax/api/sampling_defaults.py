@@ -1,0 +1,37 @@
+"""What a model says of its own sampling: generation_config.json beside its weights."""
+
+from pathlib import Path
+from typing import Any
+
+from mtp_jax.engine.request import SamplingParams
+from mtp_jax.errors import ConfigError, RequestError
+from mtp_jax.model.hf_config import read_json
+
+FILE = "generation_config.json"
+NAMES = ("temperature", "top_p", "top_k", "repetition_penalty")
+
+
+def sampling_defaults(folder: Path, source: str) -> dict[str, Any]:
+    """Options of ``SamplingParams`` where nobody chooses others; none if ``source`` is "none".
+
+    Raises ConfigError for values out of range.
+    """
+    if source == "none" or not (folder / FILE).is_file():
+        return {}
+    told = read_json(folder / FILE)
+    found = {name: told[name] for name in NAMES if told.get(name) is not None}
+    try:
+        SamplingParams(**found)
+    except RequestError as error:
+        raise ConfigError(
+            f"{folder / FILE}: {error}; mend it, or leave its values out with --sampling-defaults none"
+        ) from error
+    return found
+
+
+def described(defaults: dict[str, Any]) -> str:
+    """For the start: "temperature 0.6, top_p 0.95 unless given (generation_config.json; ...)"."""
+    if not defaults:
+        return f"temperature 1 where a request names none; nothing from {FILE}"
+    named = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+    return f"{named} unless given ({FILE}; --sampling-defaults none leaves it out)"

@@ -1,0 +1,129 @@
+"""Options from a file and from the environment, in the place of their defaults.
+
+Those that may stand there are the declared ones (``mtp_jax/options.py``), which have no default of the
+command line's own, and --model and --quiet. What the command line has goes before the environment, and that
+before the file.
+"""
+
+import argparse
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mtp_jax.commands.foreign import advice, nearest
+
+FLAG = "--config"
+_PREFIX = "MTP_JAX_"
+# Of a meaning of their own in the environment: keys add to those of the command line, a secret has no flag.
+_OTHERS = ("--api-key", "--admin-key", "--secret")
+_CLOSE = 0.9
+_YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+_ALSO = ("model", "quiet")
+
+Refuse = Callable[[str], NoReturn]
+
+
+def variable(flag: str) -> str:
+    """The environment variable of an option: MTP_JAX_MAX_NUM_SEQS for --max-num-seqs."""
+    return _PREFIX + flag.removeprefix("--").replace("-", "_").upper()
+
+
+def configure(
+    command: str,
+    actions: Iterable[argparse.Action],
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    refuse: Refuse,
+) -> None:
+    """Set the defaults of a command's options. refuse: ends the process with a message."""
+    options = {flag: a for a in actions if _may(a) for flag in a.option_strings if flag.startswith("--")}
+    _warn(environment, [variable(flag) for flag in (*options, *_OTHERS, FLAG)])
+    path = _file(arguments) or environment.get(variable(FLAG))
+    told: dict[str, tuple[str, Any]] = {}
+    for flag, value in (_read(path, command, options, refuse) if path else {}).items():
+        told[flag] = f"{flag.removeprefix('--')} in {path}", value
+    for flag, action in options.items():
+        value = environment.get(variable(flag))
+        # Kubernetes sets MTP_JAX_PORT for a service of the name mtp-jax.
+        if value is not None and flag not in _OTHERS and not value.startswith("tcp://"):
+            # What the file says of it by another flag counts no more.
+            told = {f: v for f, v in told.items() if options[f].dest != action.dest}
+            told[flag] = f"{variable(flag)} of the environment", value
+    words = {word.partition("=")[0] for word in arguments}
+    given = {action.dest for flag, action in options.items() if words.intersection(action.option_strings)}
+    for flag, (where, value) in told.items():
+        if options[flag].dest not in given:
+            options[flag].default = _value(options[flag], value, where, refuse)
+
+
+def _may(action: argparse.Action) -> bool:
+    declared = action.default is argparse.SUPPRESS and action.dest != "help"
+    return declared or action.dest in _ALSO
+
+
+def _warn(environment: Mapping[str, str], known: Sequence[str]) -> None:
+    """Of variables that are spelt nearly as one of an option."""
+    for name in environment:
+        if name.startswith(_PREFIX) and name not in known and (close := nearest(name, known, _CLOSE)):
+            print(f"warning: {name} is no option's variable; do you mean {close}?", file=sys.stderr)
+
+
+def _file(arguments: Sequence[str]) -> str | None:
+    """The file that the command line names."""
+    for i, word in enumerate(arguments):
+        if word == FLAG:
+            return next(iter(arguments[i + 1 : i + 2]), None)
+        if word.startswith(f"{FLAG}="):
+            return word.removeprefix(f"{FLAG}=")
+    return None
+
+
+def _read(path: str, command: str, options: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+    """Values by flag: what stands before all tables, and what stands in the table of the command."""
+    try:
+        whole = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        refuse(f"{FLAG} {path}: {error.strerror}")
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        refuse(f"{FLAG} {path} is not TOML: {error}")
+    own = whole.get(command, {})
+    if not isinstance(own, dict):
+        refuse(f"{FLAG} {path}: options of {command} stand in a table, [{command}]; got {own!r:.60}")
+    found: dict[str, Any] = {}
+    for key, value in {**{k: v for k, v in whole.items() if not isinstance(v, dict)}, **own}.items():
+        flag = f"--{key.replace('_', '-')}"
+        if flag not in options:
+            hint = advice(flag, options).replace("--", "")
+            refuse(f"{FLAG} {path}: {key} is no option of {command} for a file{hint and f'; {hint}'}")
+        found[flag] = value
+    return found
+
+
+def _value(action: argparse.Action, value: Any, where: str, refuse: Refuse) -> Any:
+    """As the command line would have it; the default for a switch that is off."""
+    if action.nargs == 0:  # a switch
+        text = str(value).lower()
+        if text not in _YES + _NO:
+            refuse(f"{where} is a switch: expected true or false, got {value!r:.60}")
+        return action.const if text in _YES else action.default
+    if isinstance(action, argparse._AppendAction):
+        items = value if isinstance(value, list) else str(value).split(",")
+        return [_one(action, item, where, refuse) for item in items]
+    return _one(action, ",".join(map(str, value)) if isinstance(value, list) else value, where, refuse)
+
+
+def _one(action: argparse.Action, value: Any, where: str, refuse: Refuse) -> Any:
+    if isinstance(value, bool | dict):
+        refuse(f"{where}: got {value!r:.60}; write it as on the command line, as text or a number")
+    convert: Any = action.type or str
+    try:
+        found = convert(str(value))
+    except argparse.ArgumentTypeError as error:
+        refuse(f"{where}: {error}")
+    except (TypeError, ValueError):
+        refuse(f"{where}: {value!r:.60} is not {'an integer' if convert is int else 'a number'}")
+    if action.choices is not None and found not in action.choices:
+        refuse(f"{where} is {value!r:.60}; choose from {', '.join(map(str, action.choices))}")
+    return found

@@ -1,0 +1,126 @@
+"""What a user means by an option that there is not: one of ours that is spelt alike, or another engine's."""
+
+from collections.abc import Collection, Sequence
+from difflib import get_close_matches
+
+# Ratios of difflib: of a word that may be meant, and of one with a letter or two amiss.
+_CLOSE, _MISSPELT = 0.7, 0.87
+_MODEL = "name the model's folder: MODEL, or --model DIR"
+_NOTHING = "leave it out"
+_COMPILED = f"{_NOTHING}: every step is a compiled program"
+# By names of vLLM, SGLang, llama.cpp and TensorRT-LLM: flags, of which the first that the command has is
+# meant, with what there is to say of their values.
+_OPTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("tp", "tp-size", "tensor-parallel-size", "tensor-split", "split-mode"): (
+        "--mesh 1xN, which divides heads and experts over N devices",
+    ),
+    ("dp", "dp-size", "data-parallel-size"): ("--mesh Nx1, which divides requests over N devices",),
+    ("nnodes", "num-nodes"): ("--hosts",),
+    ("node-rank",): ("--rank",),
+    ("dist-init-addr", "master-addr"): ("--coordinator",),
+    (
+        "speculative-num-steps",
+        "speculative-num-draft-tokens",
+        "speculative-tokens",
+        "speculative-config",
+        "spec-tokens",
+        "draft",
+        "draft-n",
+        "draft-max",
+        "depth",
+    ): ("--num-speculative-tokens K", "--depth K"),
+    ("speculative-model", "speculative-draft-model-path", "model-draft", "md"): ("--draft-model DIR",),
+    ("gpu-memory-utilization", "mem-fraction-static", "kv-cache-free-gpu-mem-fraction"): (
+        "--memory-fraction",
+        "--num-pages",
+    ),
+    ("max-running-requests", "max-batch-size", "max-num-requests", "parallel", "np", "batch-size"): (
+        "--max-num-seqs",
+        "--batch",
+    ),
+    ("context-length", "context-len", "ctx-size", "max-seq-len", "max-model-length", "n-ctx"): (
+        "--max-model-len",
+        "--context",
+    ),
+    ("block-size", "tokens-per-block"): ("--page-size",),
+    (
+        "chunked-prefill-size",
+        "max-num-batched-tokens",
+        "max-num-tokens",
+        "max-prefill-tokens",
+        "ubatch-size",
+    ): ("--prefill-chunk",),
+    ("disable-radix-cache", "no-enable-prefix-caching"): ("--no-prefix-cache",),
+    ("swap-space", "cpu-offload-gb", "hicache-size", "enable-hierarchical-cache"): ("--host-cache-gib",),
+    ("cache-type-k", "cache-type-v", "kv-dtype"): ("--kv-cache-dtype",),
+    ("tool-call-parser",): ("--tool-parser",),
+    ("alias", "model-alias"): ("--served-model-name",),
+    ("generation-config",): ("--sampling-defaults",),
+    ("disable-log-requests", "log-disable", "log-level", "uvicorn-log-level"): ("--access-log off",),
+    ("temp",): ("--temperature",),
+    ("n-predict", "predict", "max-new-tokens", "max-output-tokens", "num-predict"): ("--max-tokens",),
+    ("repeat-penalty",): ("--repetition-penalty",),
+    ("grammar", "grammar-file", "guided-regex", "guided-decoding-regex"): ("--regex", "--json-schema"),
+    ("guided-json", "json"): ("--json-schema",),
+    ("system-prompt", "sys"): ("--system",),
+    ("input", "prompt-file", "input-file"): ("--file",),
+    ("disaggregation-mode", "kv-transfer-config"): ("--role",),
+    ("max-concurrency", "max-queue-size", "max-queued"): ("--max-queued-requests", "--concurrency"),
+    ("request-timeout", "timeout"): ("--request-seconds",),
+    ("cors-allow-origins", "cors-origins"): ("--allowed-origin",),
+    ("listen", "bind"): ("--host",),
+    ("config-file",): ("--config",),
+    ("output", "output-dir"): ("--out", "--json"),
+}
+_INSTEAD: dict[tuple[str, ...], str] = {
+    ("model-path", "model-name-or-path", "m", "hf-repo", "hf"): _MODEL,
+    ("tokenizer", "tokenizer-path", "hf-config-path"): f"{_NOTHING}: the model's folder has it",
+    ("pp", "pp-size", "pipeline-parallel-size"): f"{_NOTHING}: layers are not split; --mesh 1xN splits each",
+    ("ep", "ep-size", "expert-parallel-size", "enable-expert-parallel"): (
+        f"{_NOTHING}: experts are split over the whole --mesh"
+    ),
+    ("speculative-algorithm", "speculative-algo"): f"{_NOTHING}: the model drafts with its own NextN layers",
+    ("enable-prefix-caching",): f"{_NOTHING}: prefixes are kept unless --no-prefix-cache",
+    ("enable-chunked-prefill",): f"{_NOTHING}: prompts always go along in chunks (--prefill-chunk)",
+    ("enable-auto-tool-choice", "jinja"): f"{_NOTHING}: calls of tools are always taken",
+    ("reasoning-parser", "reasoning-format"): f"{_NOTHING}: thoughts are told from answers by their tags",
+    ("trust-remote-code",): f"{_NOTHING}: no code of a checkpoint is ever run",
+    ("quantization", "load-format"): f"{_NOTHING}: the checkpoint says how its weights are stored",
+    ("enforce-eager", "cuda-graph-max-bs", "disable-cuda-graph", "compilation-config"): _COMPILED,
+    ("attention-backend", "flash-attn", "fa"): f"{_NOTHING}, or choose --kernels",
+    ("n-gpu-layers", "gpu-layers", "ngl", "device", "main-gpu"): f"{_NOTHING}: JAX finds the devices",
+    ("threads", "t"): f"{_NOTHING}: all usable cores are used; taskset limits them",
+    ("download-dir", "revision"): f"{_NOTHING}: nothing is downloaded here",
+    ("distributed-executor-backend",): f"{_NOTHING}, or add --ray or --hosts",
+    ("temperature", "top-p", "top-k", "min-p", "max-tokens", "seed", "override-generation-config"): (
+        "requests say it, or else the model's generation_config.json (--sampling-defaults)"
+    ),
+}
+
+
+def advice(unknown: str, flags: Collection[str], elsewhere: Sequence[str] = ()) -> str:
+    """What to write instead of an option, among the flags of a command; "" where nothing is known.
+
+    elsewhere: commands that have it.
+    """
+    name = unknown.partition("=")[0].lstrip("-").replace("_", "-").lower()
+    if f"--{name}" in flags:
+        return f"write --{name}"
+    if close := nearest(f"--{name}", flags, _MISSPELT):
+        return f"do you mean {close}?"
+    for names, meant in _OPTIONS.items():
+        found = next((flag for flag in meant if flag.partition(" ")[0] in flags), None)
+        if name in names and found:
+            return f"use {found}"
+    instead = next((text for names, text in _INSTEAD.items() if name in names), None)
+    if instead is not None:
+        return instead
+    if elsewhere:
+        return f"`{'`, `'.join(elsewhere)}` {'have' if elsewhere[1:] else 'has'} it, not this command"
+    close = nearest(f"--{name}", flags)
+    return f"do you mean {close}?" if close else ""
+
+
+def nearest(word: str, words: Collection[str], least: float = _CLOSE) -> str | None:
+    """The word that is spelt most alike, if one is: ``least`` is the least ratio of difflib."""
+    return next(iter(get_close_matches(word, words, 1, least)), None)

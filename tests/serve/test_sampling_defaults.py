@@ -1,0 +1,164 @@
+"""What a model says of its own sampling, several names of a model, and a chat template in a file."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtp_jax import LLM, CheckpointError, ConfigError, SamplingParams
+from mtp_jax.commands import cli
+from mtp_jax.commands.serve import summary
+from tests.serve.conftest import RATES, SIZES, Running, start
+
+SAID: dict[str, Any] = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
+
+
+@pytest.fixture(scope="module")
+def told(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model with a generation_config.json."""
+    folder = tmp_path_factory.mktemp("told") / "told"
+    shutil.copytree(model, folder)
+    more = {"do_sample": True, "eos_token_id": 1, "max_new_tokens": None, "min_p": None}
+    (folder / "generation_config.json").write_text(json.dumps(SAID | more))
+    return folder
+
+
+def simulated(folder: Path, **options: Any) -> LLM:
+    return LLM(folder, simulate=RATES, simulated_step=0.0, **SIZES, **options)
+
+
+def test_a_prompt_without_parameters_takes_the_models_own(told: Path, monkeypatch):
+    llm = simulated(told)
+    assert llm.default_sampling_params == SamplingParams(**SAID)
+    seen: list[SamplingParams] = []
+    make = llm.engine.make_request
+
+    def noted(ids: Any, params: SamplingParams, *rest: Any, **more: Any) -> Any:
+        seen.append(params)
+        return make(ids, params, *rest, **more)
+
+    monkeypatch.setattr(llm.engine, "make_request", noted)
+    llm.generate("abc")
+    llm.generate("abc", SamplingParams(max_tokens=4))
+    assert seen == [SamplingParams(**SAID), SamplingParams(max_tokens=4)]
+    assert simulated(told, sampling_defaults="none").default_sampling_params == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ({"temperature": "hot"}, "temperature = 'hot'; expected a number from 0"),
+        ({"top_p": 3}, "top_p = 3; expected a number from 0 to 1"),
+        ({"top_k": 1.5}, "top_k = 1.5"),
+    ],
+)
+def test_what_is_out_of_range_names_the_file(told: Path, tmp_path: Path, value, says):
+    folder = tmp_path / "wrong"
+    shutil.copytree(told, folder)
+    (folder / "generation_config.json").write_text(json.dumps(value))
+    with pytest.raises(ConfigError, match=r"generation_config\.json") as caught:
+        simulated(folder)
+    assert says in str(caught.value)
+    assert "--sampling-defaults none" in str(caught.value)
+    assert simulated(folder, sampling_defaults="none").sampling_defaults == {}
+
+
+def test_requests_take_what_they_do_not_name(told: Path, monkeypatch):
+    running = start(simulated(told))
+    try:
+        seen: list[SamplingParams] = []
+        submit = running.allm.submit
+
+        async def noted(prompt: Any, params: SamplingParams, **options: Any) -> Any:
+            seen.append(params)
+            return await submit(prompt, params, **options)
+
+        monkeypatch.setattr(running.allm, "submit", noted)
+        ask = {"role": "user", "content": "q"}
+        bodies: dict[str, dict[str, Any]] = {
+            "/v1/completions": {"prompt": "q", "max_tokens": 2},
+            "/v1/chat/completions": {"messages": [ask], "max_tokens": 2},
+            "/v1/responses": {"input": "q", "max_output_tokens": 2},
+            "/v1/messages": {"messages": [ask], "max_tokens": 2},
+            "/generate": {"text": "q", "sampling_params": {"max_new_tokens": 2}},
+        }
+        with running.client() as client:
+            for route, body in bodies.items():
+                assert client.post(route, json=body).status_code == 200, route
+            for route in ("/v1/completions", "/v1/messages"):
+                client.post(route, json=bodies[route] | {"temperature": 1, "top_k": 7})
+            client.post(
+                "/generate", json={"text": "q", "sampling_params": {"top_p": 1.0, "max_new_tokens": 2}}
+            )
+        chosen = [{name: getattr(p, name) for name in SAID} for p in seen]
+        assert chosen[:5] == [SAID] * 5
+        assert chosen[5:7] == [SAID | {"temperature": 1, "top_k": 7}] * 2
+        assert chosen[7] == SAID | {"top_p": 1}
+        text = summary(running.allm, running.settings, running.url)
+        assert "sampling  temperature 0.6, top_p 0.95, top_k 20, repetition_penalty 1.05 unless given" in text
+    finally:
+        running.stop()
+
+
+def test_it_is_said_at_the_start_where_the_model_says_nothing(server: Running):
+    text = summary(server.allm, server.settings, server.url)
+    assert "sampling  temperature 1 where a request names none" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ([], SAID),
+        (["--temperature", "0.2", "--top-k", "5"], SAID | {"temperature": 0.2, "top_k": 5}),
+        (
+            ["--sampling-defaults", "none"],
+            {"temperature": 0, "top_p": 1, "top_k": 0, "repetition_penalty": 1},
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_the_command_line_takes_them(told: Path, monkeypatch, capsys, command, options, wanted):
+    seen: list[SamplingParams] = []
+    monkeypatch.setattr(LLM, "__init__", lambda self, *a, **k: pytest.fail("loaded"))
+
+    def stop(args: Any, *rest: Any) -> Any:
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr(f"mtp_jax.commands.{command}.open_llm", stop)
+    own = SamplingParams.__post_init__
+    monkeypatch.setattr(SamplingParams, "__post_init__", lambda self: (own(self), seen.append(self))[0])
+    prompt = ["-p", "x"] if command == "generate" else []
+    assert cli.main([command, str(told), *prompt, *options]) == 2
+    assert "far enough" in capsys.readouterr().err
+    assert {name: getattr(seen[-1], name) for name in wanted} == wanted
+
+
+def test_a_model_with_several_names(server: Running):
+    variant = server.variant(model_names=("big", "claude-haiku-4-5"))
+    listed = variant.get("/v1/models").json()["data"]
+    assert [one["id"] for one in listed] == ["big", "claude-haiku-4-5"]
+    assert variant.get("/v1/models/claude-haiku-4-5").json()["id"] == "claude-haiku-4-5"
+    ask = [{"role": "user", "content": "q"}]
+    for route in ("/v1/chat/completions", "/v1/messages"):
+        for name in ("big", "claude-haiku-4-5", None):
+            answer = variant.post(route, json={"model": name, "messages": ask, "max_tokens": 2})
+            assert answer.json()["model"] == (name or "big")
+    refused = variant.post("/v1/completions", json={"model": "other", "prompt": "q"})
+    assert refused.status_code == 404
+    assert "this server has 'big', 'claude-haiku-4-5'" in refused.json()["error"]["message"]
+
+
+def test_a_chat_template_in_a_file(model: Path, tmp_path: Path, monkeypatch, capsys):
+    file = tmp_path / "own.jinja"
+    file.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}>")
+    llm = simulated(model, chat_template=file)
+    assert llm.tokenizer
+    turns = [{"role": "user", "content": "q"}]
+    assert llm.tokenizer.apply_chat_template(turns) == "[q]>"
+    assert llm.tokenizer.chat_template == file.read_text()
+    with pytest.raises(CheckpointError, match=r"nowhere\.jinja is not readable"):
+        simulated(model, chat_template=tmp_path / "nowhere.jinja")
+    assert cli.main(["chat", str(model), "--chat-template", str(tmp_path / "nowhere.jinja")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
