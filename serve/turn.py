@@ -36,29 +36,34 @@ class Turn:
 
     def push(self, c: CompletionOutput) -> list[Piece]:
         """Take a completion, or what is new of it; return what is known now."""
-        thought, text = self._splitter.push(c.text)
         ended = c.finish_reason is not None
-        if ended:
-            rest = self._splitter.flush()
-            thought, text = thought + rest[0], text + rest[1]
-        pieces: list[Piece] = [Thought(thought)] if thought else []
-        if self._parser is None:
-            return [*pieces, OutputText(text)] if text else pieces
-        found = self._parser.push(text) + (self._parser.flush() if ended else [])
-        return pieces + [self._named(part) for part in found if self._wanted(part)]
+        if self._parser:
+            parts = self._parser.push(c.text) + (self._parser.flush() if ended else [])
+        else:
+            parts = [OutputText(c.text)]
+        pieces: list[Piece] = []
+        for part in parts:
+            if isinstance(part, OutputText):
+                pieces += _said(*self._splitter.push(part.text))
+            elif self._most is None or part.index < self._most:
+                pieces += _said(*self._splitter.call()) if isinstance(part, CallBegin) else []
+                pieces.append(self._named(part))
+        return pieces + (_said(*self._splitter.flush()) if ended else [])
 
     def finish_reason(self, c: CompletionOutput) -> str | None:
         """OpenAI's: an output that ended with calls waits for their results."""
         return "tool_calls" if c.finish_reason == "stop" and self.calls else c.finish_reason
-
-    def _wanted(self, part: Part) -> bool:
-        return isinstance(part, OutputText) or self._most is None or part.index < self._most
 
     def _named(self, part: Part) -> Part:
         if not isinstance(part, CallBegin):
             return part
         self.calls += 1
         return part if part.id else CallBegin(part.index, part.name, f"call_{new_id()}")
+
+
+def _said(thought: str, text: str) -> list[Piece]:
+    """Pieces of what is not empty."""
+    return [*([Thought(thought)] if thought else []), *([OutputText(text)] if text else [])]
 
 
 @dataclass

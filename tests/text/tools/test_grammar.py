@@ -2,8 +2,6 @@
 
 import json
 import random
-import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,17 +10,15 @@ import tokenizers
 from jsonschema import Draft202012Validator
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par_with_draft_tokens
-from tokenizers import AddedToken
 
-from mtp_jax.api.demo import demo_model
-from mtp_jax.errors import RequestError
-from mtp_jax.text.grammar import embedded
-from mtp_jax.text.tools.formats import FORMATS, Format
-from mtp_jax.text.tools.grammar import Tool, call_grammar
+from mtp_jax.text.compile_grammar import without_tags
+from mtp_jax.text.tools.formats import FORMATS
+from mtp_jax.text.tools.grammar import Asked, call_grammar
 from mtp_jax.text.tools.parser import ToolParser
 from mtp_jax.text.tools.parts import CallArguments, CallBegin, CallEnd, OutputText, Part
+from mtp_jax.text.tools.tool import Tool
+from tests.text.tools.families import EOS, backend, vocabulary
 
-EOS = 1
 TEXT = {"type": "string", "maxLength": 6}
 VALUES: list[dict[str, Any]] = [
     {"type": "integer", "minimum": 0, "maximum": 99},
@@ -37,16 +33,6 @@ VALUES: list[dict[str, Any]] = [
 ]
 
 
-def backend(form: Format, with_tokens: bool) -> tokenizers.Tokenizer:
-    """The demo model's, perhaps with the tags of a format as tokens, some of them special ones."""
-    found = tokenizers.Tokenizer.from_file(str(demo_model() / "tokenizer.json"))
-    texts = (form.block, form.call, form.opening, form.ending, form.block_end, *form.pair)
-    tags = sorted({tag for text in texts for tag in re.findall(r"<[^<>\s{}]+>", text)})
-    if with_tokens:
-        found.add_tokens([AddedToken(tag, special=i % 2 == 0) for i, tag in enumerate(tags)])
-    return found
-
-
 def random_tool(rng: random.Random, name: str) -> Tool:
     keys = rng.sample(["a", "b c", "d-e", "f"], rng.randrange(4))
     schema: dict[str, Any] = {
@@ -59,16 +45,12 @@ def random_tool(rng: random.Random, name: str) -> Tool:
     return Tool(name, schema, strict=True)
 
 
-def added(tokenizer: tokenizers.Tokenizer) -> Callable[[str], int | None]:
-    return {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items()}.get
-
-
 class Writer:
     """Writes at random what a grammar allows, and ends as soon as it may."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self.tokenizer, self.size = tokenizer, tokenizer.get_vocab_size()
-        self.inner = LLTokenizer(tokenizer.to_str(), n_vocab=self.size, eos_token=[EOS])
+        self.inner = LLTokenizer(without_tags(tokenizer.to_str()), n_vocab=self.size, eos_token=[EOS])
         texts = [tokenizer.decode([t], skip_special_tokens=False) for t in range(self.size)]
         self.weights = np.array([9.0 if text[:1] in tuple('"}<,:') else 1.0 for text in texts])
 
@@ -93,18 +75,17 @@ def arguments(parts: list[Part], index: int) -> Any:
     return json.loads("".join(p.text for p in parts if isinstance(p, CallArguments) and p.index == index))
 
 
-@pytest.mark.parametrize("with_tokens", [False, True])
+@pytest.mark.parametrize("as_tokens", ["text", "tokens", "special"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_forced_calls_of_random_tools_fit_their_schemas(name, with_tokens):
+def test_forced_calls_of_random_tools_fit_their_schemas(name, as_tokens):
     form, rng = FORMATS[name], random.Random(name)
-    writer = Writer(backend(form, with_tokens))
+    writer = Writer(backend(name, as_tokens))
     keys = set()
-    for seed in range(20):
+    for seed in range(12):
         tools = [random_tool(rng, "one"), random_tool(rng, "two")]
-        token = added(writer.tokenizer)
-        grammar = call_grammar(form, tools, token, embedded, forced=True, several=seed % 2 == 0)
+        grammar = call_grammar(form, tools, vocabulary(writer.tokenizer), Asked(True, seed % 2 == 0))
         text = writer.write(grammar, seed)
-        parser = ToolParser(form, {tool.name: tool.strings for tool in tools})
+        parser = ToolParser(form, {tool.name: tool.parameters for tool in tools})
         parts = parser.push(text) + parser.flush()
         begun = [part for part in parts if isinstance(part, CallBegin)]
         assert len(begun) == sum(isinstance(part, CallEnd) for part in parts) >= 1, text
@@ -118,20 +99,19 @@ def test_forced_calls_of_random_tools_fit_their_schemas(name, with_tokens):
     assert len(keys) == 4
 
 
-@pytest.mark.parametrize("with_tokens", [False, True])
+@pytest.mark.parametrize("as_tokens", ["text", "tokens", "special"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_text_may_hold_a_call_and_one_that_begins_is_completed(name, with_tokens):
+def test_text_may_hold_a_call_and_one_that_begins_is_completed(name, as_tokens):
     form = FORMATS[name]
-    writer = Writer(backend(form, with_tokens))
+    writer = Writer(backend(name, as_tokens))
     tool = Tool(
         "f",
         {"properties": {"n": {"const": 5}}, "required": ["n"], "additionalProperties": False},
         strict=True,
     )
-    token = added(writer.tokenizer)
-    grammar = call_grammar(form, [tool], token, embedded, forced=False, several=True)
+    grammar = call_grammar(form, [tool], vocabulary(writer.tokenizer), Asked(False, True))
     assert writer.write(grammar, 0) == ""  # text may end anywhere
-    text = writer.write(grammar, 0, start="I see < here." + (form.block or form.call))
+    text = writer.write(grammar, 0, start="I see < here." + form.opens[0])
     said, begin, *rest = parts = ToolParser(form).push(text)
     assert said == OutputText("I see < here.")
     assert isinstance(begin, CallBegin)
@@ -139,13 +119,13 @@ def test_text_may_hold_a_call_and_one_that_begins_is_completed(name, with_tokens
     assert arguments(parts, 0) == {"n": 5}
 
 
-@pytest.mark.parametrize("with_tokens", [False, True])
+@pytest.mark.parametrize("as_tokens", ["text", "tokens", "special"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_masks_along_drafts_are_those_of_one_token_at_a_time(name, with_tokens):
+def test_masks_along_drafts_are_those_of_one_token_at_a_time(name, as_tokens):
     form, rng, width = FORMATS[name], random.Random(name), 4
-    writer = Writer(backend(form, with_tokens))
+    writer = Writer(backend(name, as_tokens))
     tools, words = [random_tool(rng, "f"), random_tool(rng, "two")], -(-writer.size // 32)
-    grammar = call_grammar(form, tools, added(writer.tokenizer), embedded, forced=True, several=True)
+    grammar = call_grammar(form, tools, vocabulary(writer.tokenizer), Asked(True, True))
     ids = writer.tokenizer.encode(writer.write(grammar, 0), add_special_tokens=False).ids[:60]
     one, many = (LLMatcher(writer.inner, grammar, log_level=0) for _ in range(2))
     expected = np.full((len(ids), words), -1, np.int32)
@@ -162,18 +142,10 @@ def test_masks_along_drafts_are_those_of_one_token_at_a_time(name, with_tokens):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_an_answer_without_a_call_fits_its_schema(name):
-    form, tool = FORMATS[name], Tool("f")
-    writer = Writer(backend(form, False))
-    token, answer = added(writer.tokenizer), {"const": [1]}
-    grammar = call_grammar(form, [tool], token, embedded, forced=False, several=False, answer=answer)
+    form, tool = FORMATS[name], Tool("f", {"additionalProperties": False}, strict=True)
+    writer = Writer(backend(name, "text"))
+    asked = Asked(False, False, answer={"const": [1]})
+    grammar = call_grammar(form, [tool], vocabulary(writer.tokenizer), asked)
     assert json.loads(writer.write(grammar, 0, start="[")) == [1]
-    (begin, *_) = ToolParser(form).push(writer.write(grammar, 0, start=(form.block or form.call)[:3]))
+    (begin, *_) = ToolParser(form).push(writer.write(grammar, 0, start=form.opens[0][:3]))
     assert isinstance(begin, CallBegin)
-
-
-def test_a_schema_that_no_list_of_parameters_can_keep_to_is_refused():
-    tool = Tool("f", {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, strict=True)
-    ask: Any = {"token": lambda _: None, "embed": embedded, "forced": True, "several": False}
-    with pytest.raises(RequestError, match=r"'f' has 'oneOf'"):
-        call_grammar(FORMATS["glm47"], [tool], **ask)
-    assert call_grammar(FORMATS["kimi_k2"], [tool], **ask)

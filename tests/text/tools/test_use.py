@@ -10,6 +10,7 @@ from mtp_jax.text.tools.grammar import Tool
 from mtp_jax.text.tools.use import ToolUse
 
 TOOLS = [Tool("f"), Tool("g", {"properties": {f"p{i}": {} for i in range(20_000)}})]
+JSON = StructuredOutput(json_object=True)
 
 
 def test_choices():
@@ -41,17 +42,18 @@ def test_no_ordinary_token_is_given_by_its_id():
         use = ToolUse.of(form, TOOLS[:1], "required")
         assert use is not None
         structured = use.structured(tokenizer, None)
-        assert structured is not None
-        assert "<[" not in (structured.lark or "<[")
+        assert "<[" not in structured.behind(False, None)
 
 
-def test_only_json_goes_beside_calls_and_too_large_a_grammar_is_left_out_where_nothing_is_promised():
+@pytest.mark.parametrize("form", ToolUse.FORMATS)
+def test_a_schema_of_any_size_goes_where_nothing_is_promised_and_only_json_beside_calls(form):
     tokenizer = Tokenizer.from_dir(demo_model())
     assert tokenizer is not None
-    use = ToolUse.of("glm47", TOOLS)
+    use, forced = ToolUse.of(form, TOOLS), ToolUse.of(form, TOOLS, "required")
     assert use is not None
-    assert use.structured(tokenizer, None) is None
-    with pytest.raises(RequestError, match="at most 65536"):
-        use.structured(tokenizer, StructuredOutput(json_object=True))
+    assert forced is not None
+    assert len(use.structured(tokenizer, JSON).behind(False, None)) < 3000
+    with pytest.raises(RequestError, match="more than 65536 characters"):
+        forced.structured(tokenizer, None).behind(False, None)
     with pytest.raises(RequestError, match="only JSON"):
         use.structured(tokenizer, StructuredOutput(regex="a"))
