@@ -71,7 +71,9 @@ CHOICES = {
 TURNS = [{"role": "user", "content": "q"}]
 
 
-def chat(app: Variant, choice: str, depth: int, stream: bool, question: str = "q") -> dict[str, Any]:
+def chat(
+    app: Variant, choice: str, depth: int, stream: bool, question: str = "q", **more: Any
+) -> dict[str, Any]:
     """The assistant's message, its tokens and its end."""
     wanted, strict = CHOICES[choice]
     answer = app.post(
@@ -86,6 +88,7 @@ def chat(app: Variant, choice: str, depth: int, stream: bool, question: str = "q
             "return_token_ids": True,
             "speculative": {"max_tokens": depth},
             "stream": stream,
+            **more,
         },
     )
     assert answer.status_code == 200, answer.text
@@ -139,6 +142,19 @@ def test_chats_answer_and_end_at_every_depth(running, form, choice):
         ends.append(plain["end"])
     assert set(ends) == {"tool_calls"} or choice in ("auto", "strict")
     assert "tool_calls" in ends
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("form", ["glm47", "json"])
+def test_a_budget_of_thought_ends_no_call(running, form, choice):
+    """A call that begins within the budget is written to its end."""
+    app = running.variant(tool_parser=form)
+    for question in "abce":
+        plain = same(chat(app, choice, 0, False, question, max_thinking_tokens=4))
+        assert same(chat(app, choice, 3, True, question, max_thinking_tokens=4)) == plain
+        assert plain["end"] == ("tool_calls" if plain["calls"] else "stop"), plain
+        assert len(plain["thought"]) <= 4  # one character per token
+        assert plain["calls"] or choice in ("auto", "strict")
 
 
 @pytest.mark.parametrize("choice", CHOICES)

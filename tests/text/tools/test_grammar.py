@@ -11,6 +11,7 @@ from jsonschema import Draft202012Validator
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par_with_draft_tokens
 
+from mtp_jax.errors import RequestError
 from mtp_jax.text.compile_grammar import without_tags
 from mtp_jax.text.tools.formats import FORMATS
 from mtp_jax.text.tools.grammar import Asked, call_grammar
@@ -149,3 +150,60 @@ def test_an_answer_without_a_call_fits_its_schema(name):
     assert json.loads(writer.write(grammar, 0, start="[")) == [1]
     (begin, *_) = ToolParser(form).push(writer.write(grammar, 0, start=form.opens[0][:3]))
     assert isinstance(begin, CallBegin)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "says"),
+    [
+        ("glm47", "a</arg_key>b", r"cannot write a parameter named 'a</arg_key>b': it holds '</arg_key>'"),
+        ("deepseek_v32", 'a" string="true', "cannot write a parameter named"),
+        ("glm47", "{string}", ""),
+        ("deepseek_v32", "{string}", ""),
+        ("deepseek_v32", 'q"x', ""),
+        ("deepseek_v32", "</\uff5cDSML\uff5cparameter>", ""),
+        ("glm47", "</s><think>", ""),
+        ("deepseek_v32", "<\uff5cend\u2581of\u2581sentence\uff5c>", ""),
+        ("kimi_k2", "<|tool_call_end|>", ""),
+    ],
+)
+def test_a_forced_call_has_the_argument_it_must_have_or_is_refused(name, key, says):
+    form, writer = FORMATS[name], Writer(backend(name, "special"))
+    schema = {"properties": {key: {"const": "</s>"}}, "required": [key], "additionalProperties": False}
+    if says:
+        with pytest.raises(RequestError, match=says):
+            call_grammar(form, [Tool("f", schema)], vocabulary(writer.tokenizer), Asked(True, False))
+        return
+    grammar = call_grammar(form, [Tool("f", schema)], vocabulary(writer.tokenizer), Asked(True, False))
+    parts = ToolParser(form, {"f": schema}).push(writer.write(grammar, 0))
+    assert arguments(parts, 0) == {key: "</s>"}
+
+
+@pytest.mark.parametrize("name", ["glm47", "deepseek_v32"])
+def test_what_arguments_each_by_itself_cannot_keep_to_is_refused(name):
+    """Where it must be kept to: of a tool that is strict, or whose call is forced."""
+    words = vocabulary(backend(name, "tokens"))
+    many = [f"p{i}" for i in range(65)]
+    stop = "</arg_value>" if name == "glm47" else "</\uff5cDSML\uff5cparameter>"
+    for schema, says in (
+        ({"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, "'f' has 'oneOf'"),
+        (
+            {"properties": {key: {"type": "integer"} for key in many}, "required": many},
+            "more than 64 parameters",
+        ),
+        (
+            {"properties": {}, "required": ["a"], "additionalProperties": False},
+            "requires 'a', of which no value",
+        ),
+        (
+            {"properties": {"a": {"type": "string", "not": {"const": "b"}}}},
+            "parameter 'a'.*'not' cannot be kept to",
+        ),
+        ({"properties": {"a": {"enum": ["b", f"c{stop}"]}}}, "parameter 'a'.*it holds"),
+    ):
+        with pytest.raises(RequestError, match=says):
+            call_grammar(FORMATS[name], [Tool("f", schema, strict=True)], words, Asked(False, True))
+        with pytest.raises(RequestError, match=says):
+            call_grammar(FORMATS[name], [Tool("f", schema)], words, Asked(True, True))
+        assert call_grammar(FORMATS[name], [Tool("f", schema)], words, Asked(False, True))
+    optional = {"properties": {f"p{i}": {"type": "integer"} for i in range(100)}, "required": ["p99"]}
+    assert call_grammar(FORMATS[name], [Tool("f", optional)], words, Asked(True, True))
