@@ -35,7 +35,10 @@ class ToolParser:
 
     def flush(self) -> list[Part]:
         """The end of the text: what was held back."""
-        return self._run(final=True)
+        parts = self._run(final=True)
+        if self._step == self._in_value and (text := self._value.cut()):
+            parts.append(CallArguments(self._index, text))
+        return parts
 
     def _run(self, final: bool) -> list[Part]:
         while self._held and self._step(final):
@@ -166,7 +169,7 @@ class ToolParser:
         keep = begun(stop, self._held)
         self._argue(self._value.grow(self._take(len(self._held) - keep)))
         if final:
-            self._argue(self._value.cut("" if is_markup(self._held) else self._held))
+            self._argue(self._value.grow("" if is_markup(self._held) else self._held))
             self._held = ""
         return False
 

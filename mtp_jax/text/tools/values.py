@@ -142,9 +142,9 @@ class Value:
             return as_string(text)[1:]
         return self._read(self._held + text)
 
-    def cut(self, text: str) -> str:
-        """Take what the end of the output leaves."""
-        return self.grow(text) if self._is_text or "string" in self._kinds else self._held + text
+    def cut(self) -> str:
+        """What is left where the output ends within it: nothing, if the value may be text as well as JSON."""
+        return "" if self._is_text or "string" in self._kinds else self._held
 
     def _read(self, text: str) -> str:
         found = as_json(text)

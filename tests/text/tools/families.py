@@ -5,10 +5,12 @@ import re
 from typing import Any
 
 import tokenizers
+from llguidance import LLTokenizer
 from tokenizers import AddedToken
 
 from mtp_jax.api.demo import demo_model
 from mtp_jax.text import render, tokenizer
+from mtp_jax.text.compile_grammar import without_tags
 from mtp_jax.text.grammar import MAX_GRAMMAR_LENGTH, embedded
 from mtp_jax.text.tools.formats import FORMATS, Format
 from mtp_jax.text.tools.rules import Vocabulary
@@ -100,6 +102,13 @@ def backend(name: str, as_tokens: str) -> tokenizers.Tokenizer:
         # `add_special_tokens` makes them special, whatever they say.
         found.add_tokens([AddedToken(tag, special=as_tokens == "special") for tag in tags(FORMATS[name])])
     return found
+
+
+@functools.cache
+def compiled(name: str, as_tokens: str) -> LLTokenizer:
+    """The same in llguidance's form."""
+    found = backend(name, as_tokens)
+    return LLTokenizer(without_tags(found.to_str()), n_vocab=found.get_vocab_size(), eos_token=[EOS])
 
 
 def vocabulary(found: tokenizers.Tokenizer) -> Vocabulary:

@@ -6,19 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
 from jsonschema import Draft202012Validator
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par_with_draft_tokens
 
 from mtp_jax.errors import RequestError
-from mtp_jax.text.compile_grammar import without_tags
 from mtp_jax.text.tools.formats import FORMATS
 from mtp_jax.text.tools.grammar import Asked, call_grammar
 from mtp_jax.text.tools.parser import ToolParser
 from mtp_jax.text.tools.parts import CallArguments, CallBegin, CallEnd, OutputText, Part
 from mtp_jax.text.tools.tool import Tool
-from tests.text.tools.families import EOS, backend, vocabulary
+from tests.text.tools.families import backend, compiled, vocabulary
 
 TEXT = {"type": "string", "maxLength": 6}
 VALUES: list[dict[str, Any]] = [
@@ -49,9 +47,9 @@ def random_tool(rng: random.Random, name: str) -> Tool:
 class Writer:
     """Writes at random what a grammar allows, and ends as soon as it may."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        self.tokenizer, self.size = tokenizer, tokenizer.get_vocab_size()
-        self.inner = LLTokenizer(without_tags(tokenizer.to_str()), n_vocab=self.size, eos_token=[EOS])
+    def __init__(self, name: str, as_tokens: str) -> None:
+        self.tokenizer = tokenizer = backend(name, as_tokens)
+        self.size, self.inner = tokenizer.get_vocab_size(), compiled(name, as_tokens)
         texts = [tokenizer.decode([t], skip_special_tokens=False) for t in range(self.size)]
         self.weights = np.array([9.0 if text[:1] in tuple('"}<,:') else 1.0 for text in texts])
 
@@ -80,7 +78,7 @@ def arguments(parts: list[Part], index: int) -> Any:
 @pytest.mark.parametrize("name", FORMATS)
 def test_forced_calls_of_random_tools_fit_their_schemas(name, as_tokens):
     form, rng = FORMATS[name], random.Random(name)
-    writer = Writer(backend(name, as_tokens))
+    writer = Writer(name, as_tokens)
     keys = set()
     for seed in range(12):
         tools = [random_tool(rng, "one"), random_tool(rng, "two")]
@@ -104,7 +102,7 @@ def test_forced_calls_of_random_tools_fit_their_schemas(name, as_tokens):
 @pytest.mark.parametrize("name", FORMATS)
 def test_text_may_hold_a_call_and_one_that_begins_is_completed(name, as_tokens):
     form = FORMATS[name]
-    writer = Writer(backend(name, as_tokens))
+    writer = Writer(name, as_tokens)
     tool = Tool(
         "f",
         {"properties": {"n": {"const": 5}}, "required": ["n"], "additionalProperties": False},
@@ -124,7 +122,7 @@ def test_text_may_hold_a_call_and_one_that_begins_is_completed(name, as_tokens):
 @pytest.mark.parametrize("name", FORMATS)
 def test_masks_along_drafts_are_those_of_one_token_at_a_time(name, as_tokens):
     form, rng, width = FORMATS[name], random.Random(name), 4
-    writer = Writer(backend(name, as_tokens))
+    writer = Writer(name, as_tokens)
     tools, words = [random_tool(rng, "f"), random_tool(rng, "two")], -(-writer.size // 32)
     grammar = call_grammar(form, tools, vocabulary(writer.tokenizer), Asked(True, True))
     ids = writer.tokenizer.encode(writer.write(grammar, 0), add_special_tokens=False).ids[:60]
@@ -144,7 +142,7 @@ def test_masks_along_drafts_are_those_of_one_token_at_a_time(name, as_tokens):
 @pytest.mark.parametrize("name", FORMATS)
 def test_an_answer_without_a_call_fits_its_schema(name):
     form, tool = FORMATS[name], Tool("f", {"additionalProperties": False}, strict=True)
-    writer = Writer(backend(name, "text"))
+    writer = Writer(name, "text")
     asked = Asked(False, False, answer={"const": [1]})
     grammar = call_grammar(form, [tool], vocabulary(writer.tokenizer), asked)
     assert json.loads(writer.write(grammar, 0, start="[")) == [1]
@@ -167,7 +165,7 @@ def test_an_answer_without_a_call_fits_its_schema(name):
     ],
 )
 def test_a_forced_call_has_the_argument_it_must_have_or_is_refused(name, key, says):
-    form, writer = FORMATS[name], Writer(backend(name, "special"))
+    form, writer = FORMATS[name], Writer(name, "special")
     schema = {"properties": {key: {"const": "</s>"}}, "required": [key], "additionalProperties": False}
     if says:
         with pytest.raises(RequestError, match=says):

@@ -1,22 +1,20 @@
 """What a family's template writes of a call is taken by its grammar and read back, however it is cut."""
 
-import functools
 import json
 import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 
-from mtp_jax.text.compile_grammar import without_tags
 from mtp_jax.text.tools.conversation import written
 from mtp_jax.text.tools.formats import FORMATS
 from mtp_jax.text.tools.grammar import Asked, call_grammar
 from mtp_jax.text.tools.parser import ToolParser
 from mtp_jax.text.tools.parts import CallArguments, CallBegin, CallEnd, OutputText
 from mtp_jax.text.tools.tool import Tool
-from tests.text.tools.families import EOS, TEMPLATES, backend, joined, rendered, vocabulary
+from tests.text.tools.families import TEMPLATES, backend, compiled, joined, rendered, vocabulary
 
 Draw = Callable[[random.Random], Any]
 TEXTS = [
@@ -72,12 +70,6 @@ KINDS: list[tuple[Any, Draw]] = [
     ({"oneOf": [{"type": "boolean"}, {"type": "array", "items": {}}]}, one(True, [1, "a"])),
     ({}, one("Oslo", 5, None, [1], {"a": None}, "12 apples", "x < y")),
 ]  # fmt: skip
-
-
-@functools.cache
-def compiled(name: str, as_tokens: str) -> LLTokenizer:
-    found = backend(name, as_tokens)
-    return LLTokenizer(without_tags(found.to_str()), n_vocab=found.get_vocab_size(), eos_token=[EOS])
 
 
 def random_tool(rng: random.Random, name: str, strict: bool) -> tuple[Tool, dict[str, Draw]]:
