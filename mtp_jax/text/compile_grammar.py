@@ -24,13 +24,16 @@ def without_tags(tokenizer: str) -> str:
     alone, and then refuse it. Such tokens get names here that no text holds; grammars give them by their ids.
     """
     whole = json.loads(tokenizer)
-    mark, vocab = secrets.token_hex(8), whole["model"]["vocab"]
+    mark, model = secrets.token_hex(8), whole["model"]
+    vocab = model["vocab"]
     for added in whole["added_tokens"]:
         text = added["content"]
         if added["special"] or (text.startswith("<") and text.endswith(">")):
             added["content"], added["special"] = mark + text, True
             if text in vocab:
                 vocab[mark + text] = vocab.pop(text)
+            if text == model.get("unk_token"):
+                model["unk_token"] = mark + text
     return json.dumps(whole, ensure_ascii=False)
 
 

@@ -15,6 +15,9 @@ GAP = "\0"
 NAME, INDEX, STRING = "{name}", "{index}", "{string}"
 """Places in a text: a tool's name, a call's number, whether a value is text ("true" or "false")."""
 
+NAMES = r"[A-Za-z0-9_.\-]+"
+"""Names of tools, as an expression."""
+
 _GAP = rf"[ \t]*[\n{GAP}][ \t\n{GAP}]*"
 _PARTS = re.compile(rf"({_GAP}|{'|'.join(map(re.escape, (NAME, INDEX, STRING)))})")
 

@@ -4,12 +4,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mtp_jax.text.tools.formats import INDEX, NAME, STRING, is_gap, parts
+from mtp_jax.text.tools.formats import INDEX, NAME, NAMES, STRING, is_gap, parts
 
 _LONGEST = 256  # characters of a name, a number or a gap; what is longer is none
 _GAP = re.compile(r"\s*")
 _PLACES = {
-    NAME: re.compile(r"[A-Za-z0-9_.\-]+"),
+    NAME: re.compile(NAMES),
     INDEX: re.compile(r"[0-9]+"),
     STRING: re.compile(r"true|false"),
 }

@@ -1,10 +1,12 @@
 """A function that a model may call."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from mtp_jax.errors import RequestError
+from mtp_jax.text.tools.formats import NAMES
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,11 @@ class Tool:
     description: str = ""
 
     def check(self) -> None:
-        """Raises RequestError where the schema, or that of a parameter, is no JSON Schema."""
+        """Raises RequestError for a wrong name, and where a schema, or that of a parameter, is none."""
+        if not re.fullmatch(NAMES, self.name):
+            raise RequestError(
+                f"the tool {self.name!r:.40}: a name has letters, digits, '_', '-' and '.' alone"
+            )
         for where, schema in self._schemas():
             if not isinstance(schema, Mapping | bool):
                 raise RequestError(f"{where}: {schema!r:.40} is no JSON Schema; give an object")

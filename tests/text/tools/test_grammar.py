@@ -203,5 +203,7 @@ def test_what_arguments_each_by_itself_cannot_keep_to_is_refused(name):
         with pytest.raises(RequestError, match=says):
             call_grammar(FORMATS[name], [Tool("f", schema)], words, Asked(True, True))
         assert call_grammar(FORMATS[name], [Tool("f", schema)], words, Asked(False, True))
+    with pytest.raises(RequestError, match="the tool 'a b': a name has letters"):
+        call_grammar(FORMATS[name], [Tool("a b")], words, Asked(False, True))
     optional = {"properties": {f"p{i}": {"type": "integer"} for i in range(100)}, "required": ["p99"]}
     assert call_grammar(FORMATS[name], [Tool("f", optional)], words, Asked(True, True))
