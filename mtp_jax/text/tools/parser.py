@@ -9,6 +9,7 @@ from mtp_jax.text.tools.scanner import Json, begun, first, is_markup, match
 from mtp_jax.text.tools.values import Value, as_string
 
 _LONGEST_KEY = 4096  # characters; what is longer is no key
+_PIECE = 4096  # characters of a long text that are read at a time
 
 
 class ToolParser:
@@ -30,8 +31,11 @@ class ToolParser:
 
     def push(self, text: str) -> list[Part]:
         """Take text; return what is known now."""
-        self._held += text
-        return self._run(final=False)
+        parts: list[Part] = []
+        for i in range(0, len(text), _PIECE):  # what is taken leaves a rest, which is copied
+            self._held += text[i : i + _PIECE]
+            parts += self._run(final=False)
+        return parts
 
     def flush(self) -> list[Part]:
         """The end of the text: what was held back."""

@@ -8,6 +8,7 @@ from mtp_jax.text.tools.formats import INDEX, NAME, NAMES, STRING, is_gap, parts
 
 _LONGEST = 256  # characters of a name, a number or a gap; what is longer is none
 _GAP = re.compile(r"\s*")
+_IN_STRING = re.compile(r'["\\]')
 _PLACES = {
     NAME: re.compile(NAMES),
     INDEX: re.compile(r"[0-9]+"),
@@ -71,35 +72,42 @@ def is_markup(text: str) -> bool:
 
 
 class Json:
-    """Follows a value of JSON to its end: where its brackets are closed, or, where it is none, at a tag."""
+    """Follows a value of JSON to its end: where its brackets are closed, or, where it is none, at a tag.
+
+    Attributes:
+        begun: whether there is anything of it.
+    """
 
     def __init__(self, tags: Sequence[str]) -> None:
         """tags: outside of strings they end the value, whatever it is."""
-        self._tags, self._heads = tags, {tag[0] for tag in tags}
-        self._depth, self._quote = 0, ""
+        self._tags = tags
+        self._signs = re.compile(f'[{re.escape("".join(tag[0] for tag in tags))}"{{}}\\[\\]]')
+        self._depth, self._in_string = 0, False
         self.begun = False
 
     def scan(self, text: str) -> tuple[int, bool]:
-        """Take text: how much of it belongs to the value, and whether it ends there."""
-        for i, character in enumerate(text):
-            if self._quote:
-                self._quote = self._in_string(character)
-            elif character in self._heads and any(t.startswith(text[i : i + len(t)]) for t in self._tags):
-                return i, any(text.startswith(t, i) for t in self._tags)
-            elif character == '"':
-                self._quote = character
-            elif character in "[{":
-                self._depth += 1
-            elif character in "]}":
-                self._depth -= 1
-                if self._depth <= 0:
-                    self.begun = True
-                    return (i + 1, True) if not self._depth else (i, True)
-            self.begun = True
-        return len(text), False
+        """Take text: how much of it belongs to the value, and whether it ends there.
 
-    def _in_string(self, character: str) -> str:
-        """What the text is in now: a string ('"'), an escape in one ("\\\\"), or neither."""
-        if self._quote == "\\":
-            return '"'
-        return {"\\": "\\", '"': ""}.get(character, self._quote)
+        What may be the beginning of a tag, or of an escape, is left until more is known.
+        """
+        at = 0
+        while (found := (_IN_STRING if self._in_string else self._signs).search(text, at)) is not None:
+            at, sign = found.start(), found[0]
+            if sign == "\\" and at + 1 == len(text):
+                return self._taken(at, False)
+            if not self._in_string and any(t.startswith(text[at : at + len(t)]) for t in self._tags):
+                return self._taken(at, any(text.startswith(t, at) for t in self._tags))
+            if sign == '"':
+                self._in_string = not self._in_string
+            elif sign in "[{":
+                self._depth += 1
+            elif sign in "]}":
+                self._depth -= 1
+                if self._depth <= 0:  # below 0: it belongs to what is around the value
+                    return self._taken(at + 1 + min(self._depth, 0), True)
+            at += 2 if sign == "\\" else 1
+        return self._taken(len(text), False)
+
+    def _taken(self, length: int, ended: bool) -> tuple[int, bool]:
+        self.begun |= length > 0
+        return length, ended
