@@ -166,8 +166,14 @@ def body_of(path: str, tool: dict[str, Any], forced: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("form", ["json", "glm47", "deepseek_v32"])
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize(
+    ("form", "path"),
+    [
+        ("json", "/v1/chat/completions"),
+        ("glm47", "/v1/responses"),
+        ("deepseek_v32", "/v1/messages"),
+    ],
+)
 @pytest.mark.parametrize(
     ("schema", "says"),
     [
