@@ -96,9 +96,7 @@ class StructuredOutput:
         close: the token that ends thoughts, or None where that is text. Raises RequestError.
         """
         if callable(self.lark):
-            made = self.lark(thinking)
-            _check_length("lark", len(made))
-            return made
+            return self.lark(thinking)
         if not thinking:
             return self.grammar
         return _behind_thought(self.grammar if self.lark is None else self.lark, self.lark is None, close)

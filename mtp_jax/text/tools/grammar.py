@@ -84,6 +84,7 @@ class _Output:
         before, _, after = form.head.partition(NAME)
         ways, unheld = [], []
         for i, tool in enumerate(tools):
+            rules.charge(tool.name)
             tool.check()
             name = json.dumps(tool.name)
             if tool.strict or self._asked.forced:

@@ -11,11 +11,13 @@ from mtp_jax.text.tools.formats import INDEX, as_written, is_gap, parts
 
 _TAG = re.compile(r"(<[^<>\s]+>)")
 # White space in a row has a limit, as a model at a loss writes it for ever: between tags two line breaks and
-# a short indent, in JSON a line break and the indent of 15 levels. So has the number of a call.
+# a short indent, in any JSON a line break and the indent of 15 levels, between arguments that fit a schema
+# what JSON of a schema has (INDENT). So has the number of a call.
 _ALWAYS = r"""TEXT: /(.|\n)*/
 GAP: /[ \t\r\n]{1,8}/
 NUMBER: /[0-9]{1,6}/
 SPACE: /[ \t\r\n]{1,64}/
+INDENT: / |\r?\n[ \t]{0,20}/
 json_object: "{" SPACE? (json_pair ("," SPACE? json_pair)*)? "}"
 json_pair: JSON_STRING SPACE? ":" SPACE? json_value SPACE?
 json_array: "[" SPACE? (json_value SPACE? ("," SPACE? json_value SPACE?)*)? "]"

@@ -86,12 +86,11 @@ def random_tool(rng: random.Random, name: str, strict: bool) -> tuple[Tool, dict
     return Tool(name, schema, strict), {key: draw for key, (_, draw) in chosen.items()}
 
 
-def random_call(rng: random.Random, tool: Tool, draws: dict[str, Draw], in_order: bool) -> dict[str, Any]:
+def random_call(rng: random.Random, tool: Tool, draws: dict[str, Draw]) -> dict[str, Any]:
     keys = [key for key in draws if key in tool.parameters["required"] or rng.random() < 0.5]
     if not tool.strict and rng.random() < 0.3:
         keys.append("unlisted")
-    if not in_order:
-        rng.shuffle(keys)
+    rng.shuffle(keys)
     unlisted = one("a word", 7, [None])
     return {key: draws.get(key, unlisted)(rng) for key in keys}
 
@@ -113,10 +112,8 @@ def test_what_a_template_writes_is_taken_and_read_back(name, mode):
         begin = LLMatcher(compiled(name, as_tokens), grammar, log_level=0)
         assert not begin.is_error(), begin.get_error()
         for _ in range(5):
-            # Where a whole schema is JSON's, llguidance has its properties in their order.
-            in_order = form.parameter is None and mode != "auto"
             calls = [
-                (tool.name, random_call(rng, tool, draws, in_order))
+                (tool.name, random_call(rng, tool, draws))
                 for tool, draws in rng.choices(tools, k=rng.choice([1, 1, 2]))
             ]
             text = rendered(name, [(f, json.dumps(a, ensure_ascii=False)) for f, a in calls])
