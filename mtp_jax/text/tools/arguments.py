@@ -95,7 +95,7 @@ class _Held:
         return one_of(first)
 
     def _value(self, key: str, schema: Any) -> str | None:
-        """None where a schema allows no value."""
+        """A rule for the value; None where its schema allows none."""
         if isinstance(schema, Mapping):
             schema = {name: value for name, value in schema.items() if name not in _SAID}
         same = json.dumps(schema)

@@ -52,7 +52,7 @@ class Member:
         self.around, self.between = ('"{" INDENT?', 'INDENT? "}"'), 'INDENT? "," INDENT?'
 
     def spelt(self, key: str) -> str:
-        """With its quotes."""
+        """Quoted."""
         return json.dumps(json.dumps(key, ensure_ascii=False))
 
     def of_key(self, key: str, value: str) -> str:
@@ -81,7 +81,7 @@ class Tags:
         self.key = f"/[^{self._after_key[0]}]+/"
 
     def spelt(self, key: str) -> str:
-        """As it is."""
+        """Unchanged."""
         return json.dumps(key)
 
     def of_key(self, key: str, value: str) -> str:

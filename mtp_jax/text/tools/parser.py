@@ -79,7 +79,7 @@ class ToolParser:
         return bool(tag)
 
     def _head(self, final: bool) -> bool:
-        """At a block or a call."""
+        """The beginning of a block or a call."""
         form, start = self._form, 0
         for block in form.blocks:
             if self._held.startswith(block):
@@ -107,7 +107,7 @@ class ToolParser:
         return True
 
     def _arguments(self, final: bool) -> bool:
-        """In JSON."""
+        """Arguments in JSON."""
         if not self._json.begun:
             self._held = self._held.lstrip()
         length, ended = self._json.scan(self._held)
@@ -119,7 +119,7 @@ class ToolParser:
         return ended
 
     def _ending(self, final: bool) -> bool:
-        """Behind the arguments."""
+        """The end of a call."""
         found = match(GAP + self._form.end, self._held)
         if found:
             self._take(found.length)
@@ -128,7 +128,7 @@ class ToolParser:
         return bool(found) or (found.length < 0 and self._text_again())
 
     def _parameters(self, final: bool) -> bool:
-        """Between parameters."""
+        """An argument, or the end of a call."""
         form = self._form
         assert form.parameter is not None
         end = match(GAP + form.end, self._held)
@@ -178,7 +178,7 @@ class ToolParser:
         return False
 
     def _after(self, final: bool) -> bool:
-        """Behind a call."""
+        """A further call, or the end of the block."""
         form, text = self._form, self._held.lstrip()
         tags = (*form.block_ends, *form.opens)
         tag = next((tag for tag in tags if text.startswith(tag)), None)

@@ -54,7 +54,7 @@ def match(declared: str, text: str, start: int = 0) -> Found:
 
 
 def first(tags: Sequence[str], text: str) -> tuple[int, str]:
-    """Where the first of these tags stands, and which; or where one may begin that is not whole, and ""."""
+    """The place of the first of these tags, and the tag; or of one that may begin here, and ""."""
     at, tag = min(((at, t) for t in tags if (at := text.find(t)) >= 0), default=(len(text), ""))
     if not tag:
         at -= max(begun(t, text) for t in tags)
