@@ -38,35 +38,34 @@ class BadWords:
 
     def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
         """sequences: none is empty."""
-        self._next: list[dict[int, int]] = [{}]
-        self._last: list[set[int]] = [set()]  # tokens that would complete a sequence
+        self._next: dict[tuple[int, int], int] = {}  # of a state and a token
+        self._last: dict[int, set[int]] = {}  # tokens that would complete a sequence
+        depths = [0]
         for *start, last in sequences:
             state = 0
-            for token in start:
-                state = self._next[state].setdefault(token, len(self._next))
-                if state == len(self._next):
-                    self._next.append({})
-                    self._last.append(set())
-            self._last[state].add(last)
-        self._else = [0] * len(self._next)  # of each state the longest other one that it ends in
-        waiting = [*self._next[0].values()]
-        for state in waiting:
-            self._last[state] |= self._last[self._else[state]]
-            for token, after in self._next[state].items():
-                self._else[after] = self._after(self._else[state], token)
-                waiting.append(after)
+            for depth, token in enumerate(start, 1):
+                state = self._next.setdefault((state, token), len(depths))
+                if state == len(depths):
+                    depths.append(depth)
+            self._last.setdefault(state, set()).add(last)
+        self._else = [0] * len(depths)  # of each state the longest other one that it ends in
+        for (state, token), after in sorted(self._next.items(), key=lambda item: depths[item[1]]):
+            shorter = self._after(self._else[state], token) if state else 0
+            self._else[after] = shorter
+            if shorter and shorter in self._last:  # those of state 0 follow all states
+                self._last[after] = self._last.get(after, set()) | self._last[shorter]
         self._state = 0
 
     def _after(self, state: int, token: int) -> int:
-        while token not in self._next[state] and state:
+        while (after := self._next.get((state, token))) is None and state:
             state = self._else[state]
-        return self._next[state].get(token, 0)
+        return after or 0
 
     def narrow(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
         """See ``TokenRule``. Behind what is known nothing is left out."""
         state = self._state
         for i in range(min(len(drafts) + 1, len(masks))):
-            for last in self._last[state]:
+            for last in {*self._last.get(0, ()), *self._last.get(state, ())}:
                 masks[i, last // WORD] &= ~np.uint32(1 << last % WORD)
             if i < len(drafts):
                 state = self._after(state, drafts[i])
