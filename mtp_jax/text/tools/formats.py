@@ -187,13 +187,16 @@ def format_of(template: str) -> str:
 
 def _shown(form: Format, template: str) -> int:
     """How many characters of the texts of a format a template holds."""
-    if form is FORMATS["deepseek_v3"] and "```json" not in template:
+    must = form.parameter.before_key if form.parameter else ""
+    if form is FORMATS["deepseek_v3"]:  # whose tags are those of V3.1
+        must = "```json"
+    if must not in template:
         return 0
     texts = [*form.opens, *form.closes]
-    if form.parameter is None:
-        texts += ['"arguments"'] if '"arguments"' in form.head else []
-    else:
-        texts += [form.parameter.before_key, *as_written(form.parameter.before_value).split(STRING)]
+    if form.parameter is not None:
+        texts += [must, *as_written(form.parameter.before_value).split(STRING)]
+    elif '"arguments"' in form.head:
+        texts.append('"arguments"')
     return sum(len(text) for text in texts if text in template)
 
 

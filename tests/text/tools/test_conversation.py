@@ -34,6 +34,7 @@ def test_the_format_is_found_in_a_template(name):
     assert format_of("{{ tool_calls }}" + written(FORMATS[name], [("f", "{}"), ("g", '{"a": 1}')])) == name
     assert format_of("{{ messages }}") == "json"
     assert format_of(TEMPLATES[name]) == name
+    assert format_of("{{ '<tool_call>' + other + '</tool_call>' }}") == "json"
 
 
 @pytest.mark.parametrize(
