@@ -32,6 +32,7 @@ class Turn:
         self._splitter = Splitter(thinking, may_think)
         self._parser = use.parser() if use else None
         self._most = None if use is None or use.several else 1
+        self._space = ""
         self.calls = 0
 
     def push(self, c: CompletionOutput) -> list[Piece]:
@@ -44,11 +45,24 @@ class Turn:
         pieces: list[Piece] = []
         for part in parts:
             if isinstance(part, OutputText):
-                pieces += _said(*self._splitter.push(part.text))
+                pieces += self._said(*self._splitter.push(part.text))
             elif self._most is None or part.index < self._most:
-                pieces += _said(*self._splitter.call()) if isinstance(part, CallBegin) else []
+                if isinstance(part, CallBegin):
+                    pieces += self._said(*self._splitter.call())
+                    self._space = ""
                 pieces.append(self._named(part))
-        return pieces + (_said(*self._splitter.flush()) if ended else [])
+        if not ended:
+            return pieces
+        pieces += self._said(*self._splitter.flush())
+        return [*pieces, OutputText(self._space)] if self._space and not self.calls else pieces
+
+    def _said(self, thought: str, text: str) -> list[Piece]:
+        """Pieces of these. White space waits for what follows: in front of a call it is the format's."""
+        if self._parser:
+            whole = self._space + text
+            text = whole.rstrip()
+            self._space = whole[len(text) :]
+        return [*([Thought(thought)] if thought else []), *([OutputText(text)] if text else [])]
 
     def finish_reason(self, c: CompletionOutput) -> str | None:
         """OpenAI's: an output that ended with calls waits for their results."""
@@ -59,11 +73,6 @@ class Turn:
             return part
         self.calls += 1
         return part if part.id else CallBegin(part.index, part.name, f"call_{new_id()}")
-
-
-def _said(thought: str, text: str) -> list[Piece]:
-    """Pieces of what is not empty."""
-    return [*([Thought(thought)] if thought else []), *([OutputText(text)] if text else [])]
 
 
 @dataclass

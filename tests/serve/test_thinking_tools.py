@@ -237,9 +237,11 @@ def test_a_call_ends_a_thought(form, size):
     for output, expected in (
         ("I look." + call, ("I look.", "", CALL)),
         ("I look.</think>" + call, ("I look.", "", CALL)),
-        ("I look.</think>Yes. " + call, ("I look.", "Yes. ", CALL)),
+        ("I look.</think>Yes. " + call, ("I look.", "Yes.", CALL)),
         ("I look." + call + "</think>Done.", ("I look.", "Done.", CALL)),
         ("I look." + call + " Done.", ("I look.", " Done.", CALL)),
+        ("I look.</think>\n\n" + call + "\n", ("I look.", "", CALL)),
+        ("I look.</think>Yes.\n \nNo. \n", ("I look.", "Yes.\n \nNo. \n", [])),
         ("Plain words only", ("Plain words only", "", [])),
         ("a </thin" + call, ("a </thin", "", CALL)),
     ):

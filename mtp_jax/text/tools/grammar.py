@@ -70,13 +70,13 @@ class _Output:
     def _from_the_start(self) -> str:
         """Calls, or an answer, behind the thought that the output begins with."""
         tag, rules = self._form.opens[0], self._rules
-        ways = [f"{rules.literal(tag)} {self._behind(tag)}"]
+        ways = [f"LINES? {rules.literal(tag)} {self._behind(tag)}"]
         if self._asked.answer is not None:
             rules.charge(self._asked.answer)
-            ways.append(rules.json(self._asked.answer))
+            ways.append(f"{'LINES?' if self._asked.thinking else ''} {rules.json(self._asked.answer)}")
         if not self._asked.thinking:
             return one_of(ways)
-        return f"{rules.up_to(Tokenizer.CLOSE_THOUGHT)} GAP? {one_of(ways)} | {self._begun()}"
+        return f"{rules.up_to(Tokenizer.CLOSE_THOUGHT)} {one_of(ways)} | {self._begun()}"
 
     def _call(self, tools: Sequence[Tool]) -> str:
         """A call behind its tag."""
