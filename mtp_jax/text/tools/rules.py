@@ -10,10 +10,10 @@ from mtp_jax.errors import RequestError
 from mtp_jax.text.tools.formats import INDEX, as_written, is_gap, parts
 
 _TAG = re.compile(r"(<[^<>\s]+>)")
-# White space in a row has a limit, as a model at a loss writes it for ever: in front of calls that must come
-# at once what templates write there (LINES), between tags two line breaks and a short indent, in any JSON a
-# line break and the indent of 15 levels, between arguments that fit a schema what JSON of a schema has (INDENT).
-# So has the number of a call.
+# White space in a row has a limit, as a model at a loss writes it for ever: in front of calls that must
+# come at once what templates write there (LINES), between tags two line breaks and a short indent (GAP), in
+# JSON of any form a line break and the indent of 15 levels (SPACE), between arguments that fit a schema what
+# JSON of a schema has (INDENT). So has the number of a call.
 _ALWAYS = r"""TEXT: /(.|\n)*/
 GAP: /[ \t\r\n]{1,8}/
 LINES: /\n{1,2}/
