@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from mtp_jax.model.sharding import make_mesh
     from mtp_jax.text.grammar import StructuredOutput
     from mtp_jax.text.tokenizer import StreamDecoder, Tokenizer
-    from mtp_jax.text.tools.grammar import Tool
     from mtp_jax.text.tools.parts import CallArguments, CallBegin, CallEnd, OutputText
+    from mtp_jax.text.tools.tool import Tool
     from mtp_jax.text.tools.use import ToolUse
 
 __all__ = [
@@ -94,7 +94,7 @@ _HOMES = {
     "StructuredOutput": "text.grammar",
     "Tokenizer": "text.tokenizer",
     "ToolUse": "text.tools.use",
-    "Tool": "text.tools.grammar",
+    "Tool": "text.tools.tool",
     "OutputText": "text.tools.parts",
     "CallEnd": "text.tools.parts",
     "CallBegin": "text.tools.parts",

@@ -29,7 +29,7 @@ class AssistantCall(ABC):
         self.server, self.request, self._asked, self._stream = server, request, asked, stream
         self.blocks, self._inputs = Blocks(asked.custom), Inputs(asked.custom)
         self._turn = Turn(asked.thinking, may_think(server.tokenizer), asked.use)
-        self._thought = ThoughtTokens(server.tokenizer)
+        self._thought = ThoughtTokens(server.tokenizer, asked.use)
         self._last: RequestOutput | None = None
 
     @abstractmethod

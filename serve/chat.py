@@ -123,7 +123,9 @@ class _Chat(Call):
         """Counts the tokens of thoughts."""
         if self._thinking or self._may_think:
             for c in output.outputs:
-                counted = self._thoughts.setdefault(c.index, ThoughtTokens(self.server.tokenizer))
+                counted = self._thoughts.setdefault(
+                    c.index, ThoughtTokens(self.server.tokenizer, self._asked.use)
+                )
                 counted.push(c.token_ids)
         return super().take(output)
 

@@ -386,9 +386,11 @@ def _block(block: Block, text: str) -> dict[str, Any]:
             return {"type": "tool_use", "id": block.id, "name": block.name, "input": _input(text)}
 
 
-def _input(text: str) -> Any:
-    """Arguments as an object; of a call that was cut, none."""
+def _input(text: str) -> dict[str, Any]:
+    """Arguments as an object; of a call that was cut, or whose arguments are no object, none."""
     try:
-        return json.loads(text)
-    except ValueError:
+        found = json.loads(text)
+        to_json(found)  # which nests less deep
+    except (ValueError, RecursionError):
         return {}
+    return found if isinstance(found, dict) else {}

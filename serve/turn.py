@@ -32,27 +32,41 @@ class Turn:
         self._splitter = Splitter(thinking, may_think)
         self._parser = use.parser() if use else None
         self._most = None if use is None or use.several else 1
+        self._space = ""
         self.calls = 0
 
     def push(self, c: CompletionOutput) -> list[Piece]:
         """Take a completion, or what is new of it; return what is known now."""
-        thought, text = self._splitter.push(c.text)
         ended = c.finish_reason is not None
-        if ended:
-            rest = self._splitter.flush()
-            thought, text = thought + rest[0], text + rest[1]
-        pieces: list[Piece] = [Thought(thought)] if thought else []
-        if self._parser is None:
-            return [*pieces, OutputText(text)] if text else pieces
-        found = self._parser.push(text) + (self._parser.flush() if ended else [])
-        return pieces + [self._named(part) for part in found if self._wanted(part)]
+        if self._parser:
+            parts = self._parser.push(c.text) + (self._parser.flush() if ended else [])
+        else:
+            parts = [OutputText(c.text)]
+        pieces: list[Piece] = []
+        for part in parts:
+            if isinstance(part, OutputText):
+                pieces += self._said(*self._splitter.push(part.text))
+            elif self._most is None or part.index < self._most:
+                if isinstance(part, CallBegin):
+                    pieces += self._said(*self._splitter.call())
+                    self._space = ""
+                pieces.append(self._named(part))
+        if not ended:
+            return pieces
+        pieces += self._said(*self._splitter.flush())
+        return [*pieces, OutputText(self._space)] if self._space and not self.calls else pieces
+
+    def _said(self, thought: str, text: str) -> list[Piece]:
+        """Pieces of these. White space waits for what follows: in front of a call it is the format's."""
+        if self._parser:
+            whole = self._space + text
+            text = whole.rstrip()
+            self._space = whole[len(text) :]
+        return [*([Thought(thought)] if thought else []), *([OutputText(text)] if text else [])]
 
     def finish_reason(self, c: CompletionOutput) -> str | None:
         """OpenAI's: an output that ended with calls waits for their results."""
         return "tool_calls" if c.finish_reason == "stop" and self.calls else c.finish_reason
-
-    def _wanted(self, part: Part) -> bool:
-        return isinstance(part, OutputText) or self._most is None or part.index < self._most
 
     def _named(self, part: Part) -> Part:
         if not isinstance(part, CallBegin):

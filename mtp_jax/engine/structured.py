@@ -41,7 +41,7 @@ def allowed(
             masks[[w.row for w in windows if w.matcher.alone]] = 0
     for row, rules, ahead in others:
         for rule in rules:
-            masks[row] &= rule.masks(ahead, width)
+            rule.narrow(masks[row], ahead)
     return masks
 
 

@@ -177,7 +177,7 @@ class InputProcessor:
             )
         rules: list[TokenRule] = []
         if p.bad_words:
-            rules.append(BadWords(bad_words(p.bad_words, self.grammars.encode), self.cfg.vocab_size))
+            rules.append(BadWords(bad_words(p.bad_words, self.grammars.encode)))
         if p.max_thinking_tokens is not None:
             rules.append(self._thinking_budget(p.max_thinking_tokens, self.grammars, prompt))
         matcher = self.grammars.matcher(p.structured, self._stops(p), prompt) if p.structured else None
@@ -190,7 +190,7 @@ class InputProcessor:
                 f"max_thinking_tokens = {most}, but {Tokenizer.CLOSE_THOUGHT} is no token of this model; "
                 "leave it out"
             )
-        return ThinkingBudget(most, opens, closes, grammars.thinks(prompt), self.cfg.vocab_size)
+        return ThinkingBudget(most, opens, closes, grammars.thinks(prompt))
 
 
 def _check_ids(what: str, ids: Iterable[int], vocab: int) -> None:

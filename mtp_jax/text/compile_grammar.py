@@ -1,6 +1,8 @@
 """One grammar, compiled by llguidance for a vocabulary: what a trial and the engine both do."""
 
 import functools
+import json
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +14,27 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 # Repeats of tens of thousands need more, and as much again for each mask.
 _FUEL = 200_000
 _STEP_FUEL = 20_000
+
+
+def without_tags(tokenizer: str) -> str:
+    """A tokenizer's text, changed so that it finds no special token in any text.
+
+    llguidance has the tokenizer encode what a grammar leaves no choice about. Where that spells a special
+    token, or an added one in angle brackets, which llguidance takes for special, it would allow this token
+    alone, and then refuse it. Such tokens get names here that no text holds; grammars give them by their ids.
+    """
+    whole = json.loads(tokenizer)
+    mark, model = secrets.token_hex(8), whole["model"]
+    vocab = model["vocab"]
+    for added in whole["added_tokens"]:
+        text = added["content"]
+        if added["special"] or (text.startswith("<") and text.endswith(">")):
+            added["content"], added["special"] = mark + text, True
+            if text in vocab:
+                vocab[mark + text] = vocab.pop(text)
+            if text == model.get("unk_token"):
+                model["unk_token"] = mark + text
+    return json.dumps(whole, ensure_ascii=False)
 
 
 @dataclass(frozen=True)

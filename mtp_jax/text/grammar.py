@@ -14,7 +14,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,8 +28,8 @@ from llguidance.numpy import (
 )
 
 from mtp_jax.errors import RequestError
-from mtp_jax.text.compile_grammar import Compiled, Vocabulary
-from mtp_jax.text.json_schema import check_schema
+from mtp_jax.text.compile_grammar import Compiled, Vocabulary, without_tags
+from mtp_jax.text.json_schema import check_schema, in_full
 from mtp_jax.text.tokenizer import Tokenizer
 from mtp_jax.text.trial import MEMORY, Trials
 
@@ -42,6 +42,7 @@ WORD = 32
 _CACHED_GRAMMARS = 64
 _CACHED_BYTES = 2 * MEMORY  # so that the largest grammar a trial allows does not empty the cache
 _TAIL = 16  # tokens that hold the end of a prompt: a tag and white space
+_NO_GRAMMAR = (TypeError, ValueError, OverflowError, RecursionError)  # what odd schemas raise
 _ALONE_SECONDS = 0.1  # skip the second build of a grammar whose first one took longer
 # A space, or a line break and its indent, is how models write JSON; without a limit, a weak one goes on with
 # white space for ever. A schema may say otherwise in its key "x-guidance", but not that keywords which
@@ -63,14 +64,16 @@ class StructuredOutput:
         regex: text that the expression matches from beginning to end (Rust's syntax: no look-around).
         choice: one of these strings.
         lark: a grammar in llguidance's Lark syntax, with a rule "start"; what it embeds with %json is not
-            checked here, and tokens it gives by id (<[7]>) must be added ones, such as special tokens.
+            checked here. It gives tokens by their ids (<[7]>), and these must be added ones, such as special
+            tokens. Or a function that writes one: the thread that compiles it calls it with whether the
+            output begins inside a thought, which the grammar then has to allow.
     """
 
     json_schema: Mapping[str, Any] | str | None = None
     json_object: bool = False
     regex: str | None = None
     choice: Sequence[str] | None = None
-    lark: str | None = None
+    lark: str | Callable[[bool], str] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.json_object, bool):
@@ -84,7 +87,19 @@ class StructuredOutput:
                 f"a structured output names {given or 'nothing'}; give exactly one of json_schema, "
                 "json_object=True, regex, choice, lark"
             )
-        _check_length(given[0], len(self.grammar))
+        if not callable(self.lark):
+            _check_length(given[0], len(self.grammar))
+
+    def behind(self, thinking: bool, close: int | None) -> str:
+        """The grammar, in llguidance's form, of an output that begins inside a thought, or not.
+
+        close: the token that ends thoughts, or None where that is text. Raises RequestError.
+        """
+        if callable(self.lark):
+            return self.lark(thinking)
+        if not thinking:
+            return self.grammar
+        return _behind_thought(self.grammar if self.lark is None else self.lark, self.lark is None, close)
 
     @functools.cached_property
     def grammar(self) -> str:
@@ -95,9 +110,9 @@ class StructuredOutput:
             if self.json_schema is not None:
                 return LLMatcher.grammar_from_json_schema(_schema(self.json_schema), **_JSON_OPTIONS)
             if self.lark is not None:
-                return LLMatcher.grammar_from_lark(_text(self.lark))
+                return _text(self.lark)
             return LLMatcher.grammar_from_regex(_text(self.regex) if self.choice is None else self._choices())
-        except (TypeError, ValueError, RecursionError) as e:
+        except _NO_GRAMMAR as e:
             raise RequestError(f"the structured output is not valid: {e}") from e
 
     def _choices(self) -> str:
@@ -113,7 +128,12 @@ def embedded(schema: Mapping[str, Any]) -> str:
 
     Raises RequestError.
     """
-    whole = json.loads(LLMatcher.grammar_from_json_schema(_schema(schema), **_JSON_OPTIONS))
+    try:
+        whole = json.loads(LLMatcher.grammar_from_json_schema(_schema(schema), **_JSON_OPTIONS))
+    except RequestError:
+        raise
+    except _NO_GRAMMAR as e:
+        raise RequestError(f"the schema is not valid: {e}") from e
     return json.dumps(whole["grammars"][0]["json_schema"])
 
 
@@ -124,7 +144,7 @@ def _schema(schema: Any) -> str:
     text = json.dumps(value, allow_nan=False)
     _check_length("json_schema", len(text))  # before its numbers are worked with
     check_schema(value)
-    return text
+    return json.dumps(in_full(value))
 
 
 def _check_length(what: str, length: int) -> None:
@@ -141,19 +161,17 @@ def _text(text: Any) -> str:
     return text
 
 
-def _behind_thought(grammar: str, is_token: bool) -> str:
-    """The grammar, in llguidance's form, of any text that ends its thought and then fits ``grammar``.
-
-    is_token: whether the end of a thought is a token of its own, which no text holds, rather than text.
-    """
-    (inner,) = json.loads(grammar)["grammars"]
-    expression = inner["lark_grammar"]
-    answer = f"answer: %json {json.dumps(inner['json_schema'])}"
+def _behind_thought(grammar: str, is_json: bool, close: int | None) -> str:
+    """The grammar of any text that ends its thought and then fits ``grammar``, in Lark's syntax or JSON."""
+    expression, answer = grammar, ""
+    if is_json:
+        (inner,) = json.loads(grammar)["grammars"]
+        expression, answer = inner["lark_grammar"], f"answer: %json {json.dumps(inner['json_schema'])}"
     if expression:
         answer = re.sub(r"^start(?=\s*:)", "answer", expression, count=1, flags=re.MULTILINE)
     text = "/(.|\\n)*/"
-    close = Tokenizer.CLOSE_THOUGHT
-    thought = f"thought: {text} {close}" if is_token else f'thought[suffix="{close}"]: {text}'
+    end = Tokenizer.CLOSE_THOUGHT
+    thought = f'thought[suffix="{end}"]: {text}' if close is None else f"thought: {text} <[{close}]>"
     return f"start: thought answer\n{thought}\n{answer}\n"
 
 
@@ -212,7 +230,7 @@ class Grammars:
         """vocab_size: of the model; its ids without a token are never allowed. eos_ids: at least one."""
         self.words = -(-vocab_size // WORD)
         self._eos, self.backend = eos_ids[0], tokenizer
-        self._vocabulary = Vocabulary(tokenizer.to_str(), vocab_size, list(eos_ids))
+        self._vocabulary = Vocabulary(without_tags(tokenizer.to_str()), vocab_size, list(eos_ids))
         self._executor, self._trials = LLExecutor(), Trials(self._vocabulary)
         # Every request starts from a copy of the compiled grammar; those used last come last.
         self._cached: OrderedDict[str, Compiled] = OrderedDict()
@@ -235,10 +253,8 @@ class Grammars:
         stops = np.zeros(self.words, np.uint32)
         for token in stop_ids:
             stops[token // WORD] |= np.uint32(1 << token % WORD)
-        grammar = wanted.grammar
-        if self.thinks(prompt):
-            grammar = _behind_thought(grammar, self.backend.token_to_id(Tokenizer.CLOSE_THOUGHT) is not None)
-        return Matcher(self._compiled(grammar), stops)
+        close = self.backend.token_to_id(Tokenizer.CLOSE_THOUGHT)
+        return Matcher(self._compiled(wanted.behind(self.thinks(prompt), close)), stops)
 
     def thinks(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends inside a thought, which the output begins with."""

@@ -12,11 +12,71 @@ from typing import Any
 from urllib.parse import unquote
 
 from mtp_jax.errors import RequestError
+from mtp_jax.text.string_formats import EXPRESSIONS
 
 # The lexer has a state for every remainder.
 _LARGEST_MULTIPLE = 50_000
 _SMALLEST_UNIT = 10**18  # parts of one: doubles near 1 have no finer ones
 _BRANCHES = ("allOf", "anyOf", "oneOf")
+_NO_STRINGS = ["null", "boolean", "number", "array", "object"]
+
+
+# Where a schema holds further schemas: one, a list of them, or some by name.
+_ONE = (
+    "items",
+    "additionalProperties",
+    "contains",
+    "propertyNames",
+    "not",
+    "if",
+    "then",
+    "else",
+    "unevaluatedProperties",
+)
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+# Dates as llguidance has them may be the 30th of February.
+_EXACT = frozenset(("date", "date-time"))
+_OURS = "#/$defs/mtp-jax.exact."
+
+
+def in_full(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema in other words where llguidance would not honour it: ``nullable``, the days of a month."""
+    found, used = _in_full(schema), set[str]()
+    for part in _objects(found):
+        if isinstance(part.get("$ref"), str) and part["$ref"].startswith(_OURS):
+            used.add(part["$ref"].removeprefix(_OURS))
+    if used:
+        exact = {
+            _OURS.rpartition("/")[2] + name: {
+                "anyOf": [{"type": "string", "pattern": f"^{EXPRESSIONS[name]}$"}, {"type": _NO_STRINGS}]
+            }
+            for name in sorted(used & _EXACT)
+        }
+        found["$defs"] = {**found.get("$defs", {}), **exact}
+    return found
+
+
+def _in_full(schema: Any) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
+    found = dict(schema)
+    for key in _ONE:
+        if isinstance(found.get(key), Mapping):
+            found[key] = _in_full(found[key])
+    for key in _LISTS:
+        if isinstance(found.get(key), list | tuple):
+            found[key] = [_in_full(part) for part in found[key]]
+    for key in _NAMED:
+        if isinstance(found.get(key), Mapping):
+            found[key] = {name: _in_full(part) for name, part in found[key].items()}
+    others = found.get("allOf", [])
+    if isinstance(found.get("format"), str) and found["format"] in _EXACT and isinstance(others, list):
+        found["allOf"] = [*others, {"$ref": _OURS + found["format"]}]
+    if found.pop("nullable", None) is True:  # OpenAPI's
+        kept = {key: found.pop(key) for key in ("$defs", "definitions") if key in found}
+        found = {"anyOf": [found, {"type": "null"}], **kept}
+    return found
 
 
 def check_schema(schema: Mapping[str, Any]) -> None:

@@ -15,10 +15,11 @@ from mtp_jax.text.grammar import WORD, Matcher
 class TokenRule(Protocol):
     """What one output may go on with. It follows the tokens of the output so far."""
 
-    def masks(self, drafts: Sequence[int], width: int) -> np.ndarray:
-        """Allowed tokens uint32 [width, ceil(V / 32)], position i behind i drafts.
+    def narrow(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
+        """Take tokens out of what is allowed, uint32 [width, ceil(V / 32)], in place.
 
-        Behind more tokens than ``drafts`` has, the masks are only hints for drafting.
+        Position i is behind i drafts. Behind more tokens than ``drafts`` has, the masks are only hints for
+        drafting.
         """
         ...
 
@@ -28,44 +29,63 @@ class TokenRule(Protocol):
 
 
 class BadWords:
-    """The output never holds one of these sequences of tokens."""
+    """The output never holds one of these sequences of tokens.
 
-    def __init__(self, sequences: Iterable[Sequence[int]], vocab_size: int) -> None:
+    An automaton (Aho and Corasick, CACM 18 (1975), 333) knows how much of which sequences the output ends in,
+    so that a step takes as long whatever their number and length. Its states are the sequences without their
+    last tokens, and the beginnings of these.
+    """
+
+    def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
         """sequences: none is empty."""
-        self._sequences = [tuple(s) for s in sequences]
-        self._vocab_size = vocab_size
-        # As many of the newest tokens as a sequence can have before its last one; no sequence, none.
-        self._most = max(map(len, self._sequences), default=1) - 1
-        self._tail: list[int] = []
+        self._next: dict[tuple[int, int], int] = {}  # of a state and a token
+        self._last: dict[int, set[int]] = {}  # tokens that would complete a sequence
+        depths = [0]
+        for *start, last in sequences:
+            state = 0
+            for depth, token in enumerate(start, 1):
+                state = self._next.setdefault((state, token), len(depths))
+                if state == len(depths):
+                    depths.append(depth)
+            self._last.setdefault(state, set()).add(last)
+        self._else = [0] * len(depths)  # of each state the longest other one that it ends in
+        for (state, token), after in sorted(self._next.items(), key=lambda item: depths[item[1]]):
+            shorter = self._after(self._else[state], token) if state else 0
+            self._else[after] = shorter
+            if shorter and shorter in self._last:  # those of state 0 follow all states
+                self._last[after] = self._last.get(after, set()) | self._last[shorter]
+        self._state = 0
 
-    def masks(self, drafts: Sequence[int], width: int) -> np.ndarray:
+    def _after(self, state: int, token: int) -> int:
+        while (after := self._next.get((state, token))) is None and state:
+            state = self._else[state]
+        return after or 0
+
+    def narrow(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
         """See ``TokenRule``. Behind what is known nothing is left out."""
-        masks = _everything(width, self._vocab_size)
-        for i in range(min(len(drafts) + 1, width)):
-            before = (*self._tail, *drafts[:i])
-            for *start, last in self._sequences:
-                if not start or before[-len(start) :] == tuple(start):
-                    masks[i, last // WORD] &= ~np.uint32(1 << last % WORD)
-        return masks
+        state = self._state
+        for i in range(min(len(drafts) + 1, len(masks))):
+            for last in {*self._last.get(0, ()), *self._last.get(state, ())}:
+                masks[i, last // WORD] &= ~np.uint32(1 << last % WORD)
+            if i < len(drafts):
+                state = self._after(state, drafts[i])
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Take emitted tokens."""
-        both = [*self._tail, *tokens]
-        self._tail = both[len(both) - min(self._most, len(both)) :]
+        for token in tokens:
+            self._state = self._after(self._state, token)
 
 
 class ThinkingBudget:
-    """A thought has so many tokens at most: the next one is then its end.
+    """A thought has so many tokens at most: the next one is then its end, as soon as a grammar allows that.
 
-    The tokens of the two tags do not count.
+    The tokens of the two tags do not count. A grammar does not allow it within a call of a tool, which some
+    models write inside a thought.
     """
 
-    def __init__(self, most: int, opens: int | None, closes: int, thinking: bool, vocab_size: int) -> None:
+    def __init__(self, most: int, opens: int | None, closes: int, thinking: bool) -> None:
         """opens, closes: tokens of the tags. thinking: whether the output begins inside a thought."""
         self._most, self._opens, self._closes = most, opens, closes
-        self._vocab_size = vocab_size
-        self._end = np.zeros(-(-vocab_size // WORD), np.uint32)
-        self._end[closes // WORD] = 1 << closes % WORD
         self._left = most if thinking else None
 
     def _after(self, left: int | None, token: int) -> int | None:
@@ -74,20 +94,19 @@ class ThinkingBudget:
             return None
         if left is None:
             return self._most if token == self._opens else None
-        return left - 1
+        return max(left - 1, 0)
 
-    def masks(self, drafts: Sequence[int], width: int) -> np.ndarray:
+    def narrow(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
         """See ``TokenRule``. A thought is taken to go on behind what is known, up to its end."""
-        masks = _everything(width, self._vocab_size)
-        left = self._left
-        for i in range(width):
-            if left == 0:
-                masks[i] = self._end
+        left, (word, bit) = self._left, divmod(self._closes, WORD)
+        for i in range(len(masks)):
+            if left == 0 and masks[i, word] >> np.uint32(bit) & 1:
+                masks[i] = 0
+                masks[i, word] = 1 << bit
             if i < len(drafts):
                 left = self._after(left, drafts[i])
             elif left is not None:
                 left = left - 1 if left else None
-        return masks
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Take emitted tokens."""
@@ -133,7 +152,3 @@ class Constraints:
     def failed(self) -> bool:
         """Whether its grammar cannot say what may follow (see ``Matcher.failed``)."""
         return self.matcher is not None and self.matcher.failed
-
-
-def _everything(width: int, vocab_size: int) -> np.ndarray:
-    return np.full((width, -(-vocab_size // WORD)), 2**WORD - 1, np.uint32)

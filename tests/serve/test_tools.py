@@ -1,11 +1,13 @@
 """Tools, through the official `openai` package: forced calls are valid, with drafts as without."""
 
 import json
+import threading
 from typing import Any
 
 import pytest
 from openai import OpenAI
 
+from mtp_jax.text import grammar
 from tests.serve.conftest import Running
 
 ASK: Any = [{"role": "user", "content": "q"}]
@@ -135,3 +137,130 @@ def test_wrong_requests(server, body, says):
         answer = client.post("/v1/chat/completions", json={"messages": ASK, **body})
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]
+
+
+def body_of(path: str, tool: dict[str, Any], forced: bool) -> dict[str, Any]:
+    """A request with one tool, as a route has it."""
+    if path == "/v1/chat/completions":
+        choice: Any = "required" if forced else "auto"
+        return {
+            "messages": ASK,
+            "max_tokens": 4,
+            "tools": [{"type": "function", "function": tool}],
+            "tool_choice": choice,
+        }
+    if path == "/v1/responses":
+        choice = "required" if forced else "auto"
+        return {
+            "input": ASK,
+            "max_output_tokens": 4,
+            "tools": [{"type": "function", **tool}],
+            "tool_choice": choice,
+        }
+    renamed = {"input_schema" if key == "parameters" else key: value for key, value in tool.items()}
+    return {
+        "messages": ASK,
+        "max_tokens": 4,
+        "tools": [renamed],
+        "tool_choice": {"type": "any" if forced else "auto"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("form", "path"),
+    [
+        ("json", "/v1/chat/completions"),
+        ("glm47", "/v1/responses"),
+        ("deepseek_v32", "/v1/messages"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"properties": {"a": {"enum": 5}}}, "enum = 5; JSON Schema expects a list"),
+        ({"properties": {"a": {"enum": None}}}, "enum = None"),
+        ({"properties": {"a": 7}}, "7 is no JSON Schema"),
+        ({"properties": []}, "properties = []"),
+        ({"required": 5}, "required = 5; JSON Schema expects a list of strings"),
+        ({"required": None}, "required = None"),
+        ({"properties": {"a": {"type": 3}}}, "type = 3"),
+        ({"properties": {"a": {"anyOf": {}}}}, "anyOf = {}"),
+    ],
+)
+def test_what_is_no_schema_is_refused(server, form, path, schema, says):
+    variant = server.variant(tool_parser=form)
+    for forced in (False, True):
+        answer = variant.post(path, json=body_of(path, {"name": "f", "parameters": schema}, forced))
+        assert answer.status_code == 400, answer.text
+        assert says in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("form", ["json", "glm47", "deepseek_v32"])
+def test_numbers_and_nesting_without_measure_are_an_answer_or_a_refusal(server, form):
+    variant, path = server.variant(tool_parser=form), "/v1/chat/completions"
+    deep: Any = {"type": "string"}
+    for _ in range(60):
+        deep = {"anyOf": [deep, {"type": "null"}]}
+    loop = {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}}
+    for schema in (
+        {"properties": {"a": {"minimum": 10**400}}},
+        {"properties": {"a": {"enum": [10**400]}}},
+        {"properties": {"a": {"type": "string", "maxLength": 10**400}}},
+        {"properties": {"a": deep}},
+        {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": loop},
+        {"properties": {"a": {"anyOf": [{"enum": 5}]}}},
+        {"properties": {"a": {"type": "string", "pattern": "("}}},
+    ):
+        for strict in (False, True):
+            tool = {"name": "f", "parameters": schema, "strict": strict}
+            answer = variant.post(path, json=body_of(path, tool, forced=False))
+            assert answer.status_code in ((200, 400) if strict else (200,)), (schema, answer.text)
+
+
+def test_grammars_of_tools_are_made_beside_the_event_loop(server, monkeypatch):
+    """And of no more than their limit, whatever the tools are."""
+    threads, embedded = set(), []
+
+    def watched(schema: Any) -> str:
+        threads.add(threading.current_thread().name)
+        embedded.append(len(json.dumps(schema)))
+        return grammar.embedded(schema)
+
+    monkeypatch.setattr("mtp_jax.text.tools.use.embedded", watched)
+    properties = {f"p{i}": {"type": "integer"} for i in range(60)}
+    definitions = {f"d{i}": {"type": "object", "properties": properties} for i in range(90)}
+    for count, status in ((40, 200), (3000, 400)):
+        known = {f"n{i}": {"type": "integer"} for i in range(count)}
+        schema = {"type": "object", "properties": known, "$defs": definitions, "additionalProperties": False}
+        tool = {"name": "f", "parameters": schema, "strict": True}
+        variant = server.variant(tool_parser="glm47")
+        embedded.clear()
+        answer = variant.post(
+            "/v1/chat/completions", json=body_of("/v1/chat/completions", tool, forced=False)
+        )
+        assert answer.status_code == status, answer.text
+        assert sum(embedded) < 100  # one integer, without definitions that no parameter names
+    known = {f"n{i}": {"$ref": f"#/$defs/d{i}"} for i in range(90)}
+    tool["parameters"] = schema | {"properties": known}
+    answer = variant.post("/v1/chat/completions", json=body_of("/v1/chat/completions", tool, forced=False))
+    assert (answer.status_code, sum(embedded) < 2**17) == (400, True)
+    assert "more than 65536 characters" in answer.json()["error"]["message"]
+    assert all(name.startswith("grammar") for name in threads), threads
+
+
+def test_text_that_spells_a_special_token_is_text(client):
+    """Keys and values of a schema may look like tokens of the model: ``<bos>`` and ``<eos>`` are two."""
+    schema = {
+        "type": "object",
+        "properties": {"<eos>": {"enum": ["x<bos>y"]}, "b": {"const": "<eos>"}},
+        "required": ["<eos>", "b"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    for more in ({"response_format": form}, {"structured_outputs": {"choice": ["a<bos><eos>b"]}}):
+        answer = client.post(
+            "/v1/chat/completions", json={"messages": ASK, "max_tokens": 220, "temperature": 0, **more}
+        )
+        assert answer.status_code == 200, answer.text
+        content = answer.json()["choices"][0]["message"]["content"]
+        assert content == "a<bos><eos>b" or json.loads(content) == {"<eos>": "x<bos>y", "b": "<eos>"}

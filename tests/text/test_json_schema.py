@@ -1,6 +1,7 @@
 """What comes out under a schema fits it, or the schema is refused."""
 
 import json
+import re
 from typing import Any
 
 import jsonschema
@@ -9,6 +10,8 @@ import pytest
 from mtp_jax.api.demo import demo_model
 from mtp_jax.errors import RequestError
 from mtp_jax.text.grammar import Grammars, StructuredOutput
+from mtp_jax.text.json_schema import in_full
+from mtp_jax.text.string_formats import EXPRESSIONS
 from mtp_jax.text.tokenizer import Tokenizer
 
 EOS = 1
@@ -94,3 +97,65 @@ def test_a_schema_of_many_references_is_looked_at_once():
     refs = {f"k{i}": {"$ref": f"#/properties/k{(i * 7) % 900}"} for i in range(900)}
     assert StructuredOutput(json_schema={"properties": refs}).grammar
     assert StructuredOutput(json_schema={"$defs": {"a": {"$ref": "#elsewhere"}}, "type": "null"}).grammar
+
+
+TEXTS = {
+    "date": (["2024-02-29", "2000-02-29", "1999-12-31"], ["2023-02-29", "1900-02-29", "2024-04-31"]),
+    "time": (["23:59:60Z", "01:02:03.5+02:00"], ["24:00:00Z", "01:02:03", "1:02:03Z"]),
+    "date-time": (["2024-02-29T00:00:00Z"], ["2023-02-29T00:00:00Z", "2024-02-29 00:00:00Z"]),
+    "duration": (["P1Y2M3D", "PT5M", "P3W", "P1DT12H"], ["P", "PT", "P1YT", "1D", "P1W2D"]),
+    "email": (["a.b+c@d.example"], ["a@", "@b", "a b@c.d", "a..b@c.d"]),
+    "hostname": (["a-b.example", "x"], ["-a.b", "a..b", "a_b", "a" * 64]),
+    "ipv4": (["0.0.0.0", "255.1.20.249"], ["256.1.1.1", "1.2.3", "01.2.3.4"]),
+    "ipv6": (
+        ["::", "::1", "1::", "1:2:3:4:5:6:7:8", "a::b:c", "1:2:3:4:5:6:7::"],
+        ["1", ":::", "1::2::3", "12345::"],
+    ),
+    "uuid": (["123e4567-E89b-12d3-a456-426614174000"], ["123e4567-e89b-12d3-a456-42661417400"]),
+    "uri": (["https://a.b/c?d=%20#e", "urn:x:y"], ["a b:c", "//a", "http://a b"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_expressions_of_formats(name):
+    assert EXPRESSIONS.keys() == TEXTS.keys()
+    right, wrong = TEXTS[name]
+    for text in [*right, *wrong]:
+        assert bool(re.fullmatch(EXPRESSIONS[name], text)) == (text in right), text
+
+
+def test_what_llguidance_does_not_know_is_said_in_other_words():
+    day = {"type": "string", "format": "date"}
+    schema = {
+        "properties": {"nullable": day, "n": {"type": "integer", "nullable": True}},
+        "enum": [{"nullable": True}],
+    }
+    full = in_full({**schema, "$defs": {"a": {}}, "items": [day], "nullable": False})
+    exact = {"$ref": "#/$defs/mtp-jax.exact.date"}
+    assert full["properties"] == {
+        "nullable": {**day, "allOf": [exact]},
+        "n": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+    }
+    assert full["enum"] == [{"nullable": True}]
+    assert full["items"] == [{**day, "allOf": [exact]}]
+    assert full["$defs"].keys() == {"a", "mtp-jax.exact.date"}
+    assert in_full({"type": "string"}) == {"type": "string"}
+    assert in_full({**day, "nullable": True, "$defs": {}}).keys() == {"anyOf", "$defs"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"type": "string", "format": "date"}, ['"2024-02-29"'], ['"2023-02-29"', '"2024-2-9"']),
+        ({"format": "date-time"}, ['"2024-02-29T01:02:03Z"', "5"], ['"2023-02-29T01:02:03Z"']),
+        (
+            {"type": "string", "format": "date", "nullable": True},
+            ['"2024-02-29"', "null"],
+            ['"2023-02-29"', "5"],
+        ),
+        ({"items": {"format": "date"}, "allOf": [{"maxItems": 1}]}, ['["2024-02-29"]'], ['["2023-02-29"]']),
+    ],
+)
+def test_days_that_a_month_has_and_nullable(demo, schema, right, wrong):
+    for text in [*right, *wrong]:
+        assert produced(demo, schema, text) == (text in right), text

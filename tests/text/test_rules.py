@@ -5,10 +5,20 @@ import random
 import numpy as np
 import pytest
 
-from mtp_jax.text.rules import BadWords, ThinkingBudget, bad_words
+from mtp_jax.text.rules import BadWords, ThinkingBudget, TokenRule, bad_words
 
 V, OPENS, CLOSES = 70, 40, 65
+ALL = set(range(V))
 WORDS = [[3], [5, 6], [6, 6, 7], [64, 1], [5, 6]]
+
+
+def narrowed(rule: TokenRule, drafts: list[int], width: int, allowed: set[int] = ALL) -> np.ndarray:
+    """What a rule leaves of the same mask at every position."""
+    bits = np.zeros(-(-V // 32) * 32, np.uint8)
+    bits[list(allowed)] = 1
+    masks = np.tile(np.packbits(bits, bitorder="little").view(np.uint32), (width, 1))
+    rule.narrow(masks, drafts)
+    return masks
 
 
 def tokens_of(mask: np.ndarray) -> set[int]:
@@ -18,10 +28,10 @@ def tokens_of(mask: np.ndarray) -> set[int]:
 @pytest.mark.parametrize("seed", range(20))
 def test_a_bad_word_is_never_completed(seed):
     draw = random.Random(seed)
-    rule, text = BadWords(WORDS, V), []
+    rule, text = BadWords(WORDS), []
     for _ in range(40):
         drafts = [draw.choice([1, 5, 6, 7, 64]) for _ in range(draw.randrange(4))]
-        masks = rule.masks(drafts, 5)
+        masks = narrowed(rule, drafts, 5)
         for i in range(5):
             known = [*text, *drafts[:i]]
             ends = {w[-1] for w in WORDS if known[len(known) - len(w) + 1 :] == w[:-1] or len(w) == 1}
@@ -45,11 +55,11 @@ def after(left: int | None, token: int, most: int) -> int | None:
 @pytest.mark.parametrize("most", [0, 1, 3])
 def test_a_thought_ends_at_its_budget(most, thinking):
     draw = random.Random(most)
-    rule, left = ThinkingBudget(most, OPENS, CLOSES, thinking, V), most if thinking else None
+    rule, left = ThinkingBudget(most, OPENS, CLOSES, thinking), most if thinking else None
     ended = 0
     for _ in range(60):
         drafts = [draw.choice([1, 2, 3, OPENS, CLOSES]) for _ in range(3)]
-        masks, at = rule.masks(drafts, 4), left
+        masks, at = narrowed(rule, drafts, 4), left
         for i, draft in enumerate([*drafts, 1]):
             assert tokens_of(masks[i]) == ({CLOSES} if at == 0 else set(range(V)))
             if at == 0 and draft != CLOSES:
@@ -63,8 +73,35 @@ def test_a_thought_ends_at_its_budget(most, thinking):
 
 
 def test_before_there_are_drafts_the_end_is_foreseen():
-    masks = ThinkingBudget(2, None, CLOSES, True, V).masks([], 5)
+    masks = narrowed(ThinkingBudget(2, None, CLOSES, True), [], 5)
     assert [tokens_of(m) == {CLOSES} for m in masks] == [False, False, True, False, False]
+
+
+def test_the_end_of_a_thought_waits_until_a_grammar_allows_it():
+    rule = ThinkingBudget(2, OPENS, CLOSES, True)
+    rule.advance([1, 2])
+    in_call = narrowed(rule, [], 1, {5, 6})
+    assert tokens_of(in_call[0]) == {5, 6}
+    rule.advance([5, 6, 5])
+    assert tokens_of(narrowed(rule, [], 1)[0]) == {CLOSES}
+
+
+def test_a_step_looks_at_no_sequence(monkeypatch):
+    """However many and long they are: only states of the automaton are read, as many as there are drafts."""
+    rule = BadWords([[7] * 1000 + [i % V] for i in range(32)])
+    rule.advance([7] * 5000)
+    read = []
+
+    class Counted(dict):
+        def get(self, key, default=None):
+            read.append(key)
+            return super().get(key, default)
+
+    for name in ("_next", "_last"):
+        monkeypatch.setattr(rule, name, Counted(getattr(rule, name)))
+    masks = narrowed(rule, [7, 7, 7], 4)
+    assert tokens_of(masks[3]) == ALL - set(range(32))
+    assert len(read) < 30
 
 
 def test_words_are_spelt_at_the_beginning_and_after_a_space():

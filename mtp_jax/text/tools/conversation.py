@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mtp_jax.text.tools.formats import Format
+from mtp_jax.text.tools.formats import INDEX, NAME, STRING, Format, Parameter, as_written
 
 _Message = Mapping[str, Any]
 
@@ -55,23 +55,26 @@ def with_objects(message: _Message) -> _Message:
 
 def written(form: Format, calls: Sequence[tuple[str, str]]) -> str:
     """Calls, names with arguments as JSON text, as a model of this format writes them."""
-    tag, texts = form.block + form.after_block, []
+    texts = []
     for index, (name, arguments) in enumerate(calls):
-        opening = form.opening.replace("{name}", name).replace("{index}", str(index))
-        texts.append(opening + _arguments(form, arguments) + form.ending)
-    return tag + form.between.join(texts) + form.block_end
+        head = form.head.replace(NAME, form.prefix + name).replace(INDEX, str(index))
+        texts.append(form.call + head + _arguments(form.parameter, arguments) + form.end)
+    text = form.between.join(texts)
+    if form.blocks:
+        text = form.blocks[0] + form.after_block + text + form.before_block_end + form.block_ends[0]
+    return as_written(text)
 
 
-def _arguments(form: Format, arguments: str) -> str:
-    if not form.pair:
+def _arguments(parameter: Parameter | None, arguments: str) -> str:
+    if parameter is None:
         return arguments
-    text = ""
+    texts = []
     for key, value in _Object(arguments).items():
         is_text = isinstance(value, str)
-        head, end = form.pair
-        head = head.replace("{key}", key).replace("{string}", "true" if is_text else "false")
-        text += head + (value if is_text else json.dumps(value, ensure_ascii=False)) + end
-    return text
+        text = value if is_text else json.dumps(value, ensure_ascii=False)
+        before_value = parameter.before_value.replace(STRING, "true" if is_text else "false")
+        texts.append(parameter.before_key + key + before_value + text + parameter.end)
+    return parameter.between.join(texts)
 
 
 def _calls(message: _Message) -> list[tuple[str, str]]:

@@ -1,11 +1,40 @@
-"""How families of models write calls of tools."""
+"""How families of models write calls of tools: each family's syntax, declared once.
+
+The grammar (``grammar.py``), the parser (``parser.py``) and the renderer (``conversation.py``) are made of
+it. Its texts say how a call is written. A *gap* in a text is a place where a model may write other white
+space, or none: a line break with the white space around it, or ``GAP``, where nothing is written.
+"""
 
 import re
 from dataclasses import dataclass
+from functools import cache
 
 from mtp_jax.errors import RequestError
 
-_NAME = r"(?P<name>[A-Za-z0-9_.\-]+)"
+GAP = "\0"
+NAME, INDEX, STRING = "{name}", "{index}", "{string}"
+"""Places in a text: a tool's name, a call's number, whether a value is text ("true" or "false")."""
+
+NAMES = r"[A-Za-z0-9_.\-]+"
+"""Names of tools, as an expression."""
+
+_GAP = rf"[ \t]*[\n{GAP}][ \t\n{GAP}]*"
+_PARTS = re.compile(rf"({_GAP}|{'|'.join(map(re.escape, (NAME, INDEX, STRING)))})")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """How one argument is written, where each is written by itself: texts around its key and its value.
+
+    Attributes:
+        before_key, before_value, end: the value is text or JSON, as it stands between the last two.
+        between: stands between two arguments.
+    """
+
+    before_key: str
+    before_value: str
+    end: str
+    between: str = ""
 
 
 @dataclass(frozen=True)
@@ -13,122 +42,137 @@ class Format:
     """One family's syntax.
 
     Attributes:
-        block: opens the calls; empty where each call stands alone.
         call: opens one call, as far as its text is the same for all.
-        head_ends: the first of them ends a call's head.
-        head: matches a head with its end: groups ``name`` and perhaps ``id``.
-        end: ends a call's arguments.
-        block_end: ends the calls; empty where each call stands alone.
-        parameter: matches one parameter: groups ``key``, ``value`` and perhaps ``string`` ("true": the value
-            is text, "false": it is JSON). None where the arguments are JSON.
-        parameter_end: the end of such a parameter.
-        closing: one character between JSON arguments and ``end``, with white space around it.
-        after_block: stands between ``block`` and the first call.
-        opening: how a call begins when it is written, for a ``{name}`` and its number ``{index}``.
-        ending: how it ends.
-        between: what stands between two calls.
-        pair: how one parameter is written, split where its value stands, for a ``{key}`` and, as the format
-            says it, ``{string}``; empty where the arguments are JSON.
+        head: what follows, up to the arguments, with ``NAME`` and perhaps ``INDEX``.
+        end: ends a call.
+        prefix: stands before the name, unless a model leaves it out.
+        between: stands between two calls.
+        blocks: open the calls; the first one is written. Empty where each call stands alone.
+        after_block: stands between it and the first call.
+        before_block_end: stands between the last call and the end of the block.
+        block_ends: end the calls; the first one is written.
+        parameter: None where the arguments are JSON.
     """
 
-    block: str
     call: str
-    head_ends: tuple[str, ...]
-    head: re.Pattern[str]
+    head: str
     end: str
-    block_end: str
-    parameter: re.Pattern[str] | None = None
-    parameter_end: str = ""
-    closing: str = ""
-    after_block: str = ""
-    opening: str = ""
-    ending: str = ""
+    prefix: str = ""
     between: str = ""
-    pair: tuple[str, str] | tuple[()] = ()
+    blocks: tuple[str, ...] = ()
+    after_block: str = GAP
+    before_block_end: str = GAP
+    block_ends: tuple[str, ...] = ()
+    parameter: Parameter | None = None
+
+    @property
+    def opens(self) -> tuple[str, ...]:
+        """Tags at which text ends and calls begin; some models leave out the one around the block."""
+        return (*self.blocks, self.call)
+
+    @property
+    def head_is_name(self) -> bool:
+        """Whether nothing tells the end of a head but what follows it."""
+        return literals(self.head) == []
+
+    @property
+    def closes(self) -> tuple[str, ...]:
+        """Tags that end a call or the calls."""
+        return (*self.block_ends, *(tag for tag in literals(self.end)[-1:] if tag.startswith("<")))
+
+
+@cache
+def parts(text: str) -> tuple[str, ...]:
+    """A text's literals, gaps and places (``NAME`` and others), in their order."""
+    return tuple(part for part in _PARTS.split(text) if part)
+
+
+def is_gap(part: str) -> bool:
+    """Whether a part is a gap."""
+    return GAP in part or "\n" in part
+
+
+def literals(text: str) -> list[str]:
+    """The parts of a text that are always written."""
+    return [part for part in parts(text) if not is_gap(part) and part not in (NAME, INDEX, STRING)]
+
+
+def as_written(text: str) -> str:
+    """A text without the marks of gaps where nothing is written."""
+    return text.replace(GAP, "")
 
 
 _DSML = "\uff5cDSML\uff5c"  # full-width bars
 _DS_CALL = "<\uff5ctool▁call▁begin\uff5c>"
 _DS_SEP = "<\uff5ctool▁sep\uff5c>"
-_DS = ("<\uff5ctool▁calls▁begin\uff5c>", "<\uff5ctool▁call▁end\uff5c>", "<\uff5ctool▁calls▁end\uff5c>")
-_KIMI_CALL, _KIMI_SEP = "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
+_DS_END = "<\uff5ctool▁call▁end\uff5c>"
+_DS_BLOCK = ("<\uff5ctool▁calls▁begin\uff5c>",)
+_DS_BLOCK_END = ("<\uff5ctool▁calls▁end\uff5c>",)
 
 FORMATS = {
     "deepseek_v3": Format(
-        _DS[0],
         _DS_CALL,
-        ("```json\n",),
-        re.compile(rf"{_DS_CALL}function{_DS_SEP}{_NAME}\n```json\n"),
-        "\n```" + _DS[1],
-        _DS[2],
-        opening=f"{_DS_CALL}function{_DS_SEP}{{name}}\n```json\n",
-        ending="\n```" + _DS[1],
+        f"{GAP}function{_DS_SEP}{NAME}\n```json\n",
+        f"\n```{GAP}{_DS_END}",
         between="\n",
+        blocks=_DS_BLOCK,
+        block_ends=_DS_BLOCK_END,
     ),
     "deepseek_v31": Format(
-        _DS[0],
         _DS_CALL,
-        (_DS_SEP,),
-        re.compile(rf"{_DS_CALL}{_NAME}{_DS_SEP}"),
-        _DS[1],
-        _DS[2],
-        opening=f"{_DS_CALL}{{name}}{_DS_SEP}",
-        ending=_DS[1],
+        f"{GAP}{NAME}{GAP}{_DS_SEP}{GAP}",
+        f"{GAP}{_DS_END}",
+        between=GAP,
+        blocks=_DS_BLOCK,
+        block_ends=_DS_BLOCK_END,
     ),
     "deepseek_v32": Format(
-        "<\uff5cDSML\uff5cfunction_calls>",
-        "<\uff5cDSML\uff5cinvoke",
-        (">",),
-        re.compile(rf'<{_DSML}invoke name="{_NAME}">'),
-        "</\uff5cDSML\uff5cinvoke>",
-        "</\uff5cDSML\uff5cfunction_calls>",
-        re.compile(
-            rf'<{_DSML}parameter name="(?P<key>[^"]*)" string="(?P<string>true|false)">'
-            rf"(?P<value>.*)</{_DSML}parameter>",
-            re.DOTALL,
-        ),
-        "</\uff5cDSML\uff5cparameter>",
+        f"<{_DSML}invoke",
+        f' name="{NAME}">\n',
+        f"\n</{_DSML}invoke>",
+        between="\n",
+        blocks=(f"<{_DSML}function_calls>",),
         after_block="\n",
-        opening=f'<{_DSML}invoke name="{{name}}">\n',
-        ending=f"</{_DSML}invoke>\n",
-        pair=(f'<{_DSML}parameter name="{{key}}" string="{{string}}">', f"</{_DSML}parameter>\n"),
+        before_block_end="\n",
+        block_ends=(f"</{_DSML}function_calls>",),
+        parameter=Parameter(
+            f'<{_DSML}parameter name="', f'" string="{STRING}">', f"</{_DSML}parameter>", between="\n"
+        ),
+    ),
+    "glm45": Format(
+        "<tool_call>",
+        f"{GAP}{NAME}\n",
+        "</tool_call>",
+        between="\n",
+        parameter=Parameter("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
     ),
     "glm47": Format(
-        "",
         "<tool_call>",
-        ("<arg_key>", "</tool_call>"),
-        re.compile(rf"<tool_call>\s*{_NAME}\s*(?=<)"),
+        f"{GAP}{NAME}{GAP}",
         "</tool_call>",
-        "",
-        re.compile(r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*)</arg_value>", re.DOTALL),
-        "</arg_value>",
-        opening="<tool_call>{name}",
-        ending="</tool_call>",
-        pair=("<arg_key>{key}</arg_key><arg_value>", "</arg_value>"),
+        between=GAP,
+        parameter=Parameter("<arg_key>", f"</arg_key>{GAP}<arg_value>", f"</arg_value>{GAP}"),
+    ),
+    "gigachat3": Format(
+        "<|function_call|>",
+        f'{GAP}{{{GAP}"name": {GAP}"{NAME}",{GAP} {GAP}"arguments": {GAP}',
+        f"{GAP}}}",
+        between=GAP,
     ),
     "kimi_k2": Format(
-        "<|tool_calls_section_begin|>",
-        _KIMI_CALL,
-        (_KIMI_SEP,),
-        re.compile(
-            rf"{re.escape(_KIMI_CALL)}\s*(?P<id>(?:functions\.)?{_NAME}:\d+)\s*{re.escape(_KIMI_SEP)}"
-        ),
-        "<|tool_call_end|>",
-        "<|tool_calls_section_end|>",
-        opening=f"{_KIMI_CALL}functions.{{name}}:{{index}}{_KIMI_SEP}",
-        ending="<|tool_call_end|>",
+        "<|tool_call_begin|>",
+        f"{GAP}{NAME}:{INDEX}{GAP}<|tool_call_argument_begin|>{GAP}",
+        f"{GAP}<|tool_call_end|>",
+        prefix="functions.",
+        between=GAP,
+        blocks=("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>"),
+        block_ends=("<|tool_calls_section_end|>", "<|tool_call_section_end|>"),
     ),
     # For models without a format of their own.
     "json": Format(
-        "",
         "<tool_call>",
-        ('"arguments":',),
-        re.compile(rf'<tool_call>\s*\{{\s*"name":\s*"{_NAME}",\s*"arguments":'),
-        "</tool_call>",
-        "",
-        closing="}",
-        opening='<tool_call>\n{"name": "{name}", "arguments": ',
-        ending="}\n</tool_call>",
+        f'\n{{{GAP}"name": {GAP}"{NAME}",{GAP} {GAP}"arguments": {GAP}',
+        f"{GAP}}}\n</tool_call>",
         between="\n",
     ),
 }
@@ -136,16 +180,23 @@ FORMATS = {
 
 def format_of(template: str) -> str:
     """The name of the format that a chat template writes calls in; JSON between tags where it shows none."""
-    found = [name for name, form in FORMATS.items() if (form.block or form.call) in template]
+    found = [name for name, form in FORMATS.items() if any(tag in template for tag in form.opens)]
     # Some families begin a call alike.
     return max(found, key=lambda name: _shown(FORMATS[name], template), default="json")
 
 
 def _shown(form: Format, template: str) -> int:
     """How many characters of the texts of a format a template holds."""
-    if form is FORMATS["deepseek_v3"] and "```json" not in template:
+    must = form.parameter.before_key if form.parameter else ""
+    if form is FORMATS["deepseek_v3"]:  # whose tags are those of V3.1
+        must = "```json"
+    if must not in template:
         return 0
-    texts = (form.block, form.call, form.parameter_end, form.closing and '"arguments"')
+    texts = [*form.opens, *form.closes]
+    if form.parameter is not None:
+        texts += [must, *as_written(form.parameter.before_value).split(STRING)]
+    elif '"arguments"' in form.head:
+        texts.append('"arguments"')
     return sum(len(text) for text in texts if text in template)
 
 

@@ -1,36 +1,48 @@
 """Finds calls of tools in a text that grows: the result does not depend on how the text was cut."""
 
-import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from mtp_jax.text.tools.formats import Format
+from mtp_jax.text.tools.formats import GAP, INDEX, NAME, STRING, Format, Parameter, literals
 from mtp_jax.text.tools.parts import CallArguments, CallBegin, CallEnd, OutputText, Part
+from mtp_jax.text.tools.scanner import Json, begun, first, is_markup, match
+from mtp_jax.text.tools.values import Value, as_string
 
-_LONGEST_HEAD = 512  # characters; what is no head by then is text
+_LONGEST_KEY = 4096  # characters; what is longer is no key
+_PIECE = 4096  # characters of a long text that are read at a time
 
 
 class ToolParser:
     """Takes text with its special tokens. One object per completion.
 
-    A head that never completes is text. A call that breaks after its head has no end; what follows is text.
+    A head that breaks is text. So is what follows a call that breaks after its head, which has no end. What
+    the end of the text cuts, be it a head, a key or a tag, is shown to nobody.
     """
 
-    def __init__(self, form: Format, strings: Mapping[str, Collection[str]] | None = None) -> None:
-        """strings: per tool the parameters that are text, where the format does not say."""
-        self._form, self._strings = form, strings or {}
-        self._held, self._name, self._index, self._given = "", "", -1, 0
-        self._quote = ""  # of the string of JSON that the arguments so far end in
+    def __init__(self, form: Format, tools: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        """tools: the JSON Schema of each tool's arguments; it says which values are text."""
+        self._form, self._tools = form, tools or {}
+        self._held, self._index, self._given, self._in_block = "", -1, 0, False
+        self._schema: Mapping[str, Any] = {}  # of the call's arguments
+        self._value = Value({}, {})
+        self._json = Json(())
         self._step: Callable[[bool], bool] = self._outside
         self._parts: list[Part] = []
 
     def push(self, text: str) -> list[Part]:
         """Take text; return what is known now."""
-        self._held += text
-        return self._run(final=False)
+        parts: list[Part] = []
+        for i in range(0, len(text), _PIECE):  # what is taken leaves a rest, which is copied
+            self._held += text[i : i + _PIECE]
+            parts += self._run(final=False)
+        return parts
 
     def flush(self) -> list[Part]:
         """The end of the text: what was held back."""
-        return self._run(final=True)
+        parts = self._run(final=True)
+        if self._step == self._in_value and (text := self._value.cut()):
+            parts.append(CallArguments(self._index, text))
+        return parts
 
     def _run(self, final: bool) -> list[Part]:
         while self._held and self._step(final):
@@ -46,130 +58,135 @@ class ToolParser:
         if length:
             self._parts.append(OutputText(self._take(length)))
 
-    def _outside(self, final: bool) -> bool:
-        tag = self._form.block or self._form.call
-        at = self._held.find(tag)
-        if at < 0:
-            self._text(len(self._held) if final else _shown(self._held, tag))
-            return False
-        self._text(at)
-        self._step = self._head
+    def _argue(self, text: str) -> None:
+        if text:
+            self._parts.append(CallArguments(self._index, text))
+
+    def _text_again(self) -> bool:
+        """What comes is no part of a call."""
+        self._step, self._in_block = self._outside, False
         return True
+
+    def _outside(self, final: bool) -> bool:
+        form = self._form
+        closes = form.closes if self._index >= 0 else ()  # they are left over from a call that broke
+        at, tag = first((*form.opens, *closes), self._held)
+        self._text(len(self._held) if final and not tag and not is_markup(self._held[at:]) else at)
+        if tag in closes:
+            self._take(len(tag))
+        elif tag:
+            self._step = self._head
+        return bool(tag)
 
     def _head(self, final: bool) -> bool:
-        """At a block or a call."""
-        window = self._held[:_LONGEST_HEAD]
-        start = 0
-        if self._form.block and window.startswith(self._form.block):
-            start = len(self._form.block)
-        start += len(window[start:]) - len(window[start:].lstrip())
-        ends = [(window.find(e, start), e) for e in self._form.head_ends]
-        at, end = min(((a, e) for a, e in ends if a >= 0), default=(-1, ""))
-        if at < 0 and not final and len(window) < _LONGEST_HEAD:
+        """The beginning of a block or a call."""
+        form, start = self._form, 0
+        for block in form.blocks:
+            if self._held.startswith(block):
+                start = len(block) + match(GAP, self._held, len(block)).length
+        found = match(form.call + form.head, self._held, start)
+        # White space behind a head belongs to what comes, so that it does not matter where the text was cut.
+        length = len(self._held[: start + found.length].rstrip())
+        if found and form.parameter and form.head_is_name:
+            tags = (form.parameter.before_key, form.end, "{")
+            ahead = max(match(GAP + tag, self._held, length).length for tag in tags)
+            found.length = found.length if ahead > 0 else ahead
+        if found.length == 0:
             return False
-        found = self._form.head.match(window[start : at + len(end)]) if at >= 0 else None
-        if found is None:
+        if not found:
             self._text(1)  # no head begins here
-            self._step = self._outside
-            return True
-        self._take(start + found.end())
-        self._index, self._name, self._given, self._quote = self._index + 1, found["name"], 0, ""
-        self._parts.append(CallBegin(self._index, self._name, found.groupdict().get("id")))
-        self._step = self._json if self._form.parameter is None else self._parameters
+            return self._text_again()
+        self._take(length)
+        name, number = found.groups[NAME], found.groups.get(INDEX)
+        bare = name.removeprefix(form.prefix) or name
+        self._index, self._given, self._in_block = self._index + 1, 0, self._in_block or start > 0
+        self._schema = self._tools.get(bare, {})
+        self._json = Json([tag for tag in (*literals(form.end), *form.block_ends) if tag != "}"])
+        self._parts.append(CallBegin(self._index, bare, f"{name}:{number}" if number else None))
+        self._step = self._arguments if form.parameter is None else self._parameters
         return True
 
-    def _json(self, final: bool) -> bool:
-        at = self._held.find(self._form.end)
-        while at >= 0 and _inside_string(self._held[:at], self._quote):  # there it is text like any other
-            at = self._held.find(self._form.end, at + 1)
-        length = at if at >= 0 else len(self._held) if final else _shown(self._held, self._form.end)
-        if self._form.closing and (at >= 0 or not final):
-            length = len(self._held[:length].rstrip().removesuffix(self._form.closing))
-        if at >= 0:
-            rest = at + len(self._form.end) - length
-        if length:
-            text = self._take(length)
-            self._quote = _inside_string(text, self._quote)
-            self._parts.append(CallArguments(self._index, text))
-        if at >= 0:
-            self._take(rest)
-            self._end()
-        return at >= 0
+    def _arguments(self, final: bool) -> bool:
+        """Arguments in JSON."""
+        if not self._json.begun:
+            self._held = self._held.lstrip()
+        length, ended = self._json.scan(self._held)
+        self._argue(self._take(length))
+        if ended:
+            self._step = self._ending
+        elif final:
+            self._held = ""
+        return ended
+
+    def _ending(self, final: bool) -> bool:
+        """The end of a call."""
+        found = match(GAP + self._form.end, self._held)
+        if found:
+            self._take(found.length)
+            self._parts.append(CallEnd(self._index))
+            self._step = self._after
+        return bool(found) or (found.length < 0 and self._text_again())
 
     def _parameters(self, final: bool) -> bool:
-        """Between parameters."""
-        form, text = self._form, self._held.lstrip()
-        if text.startswith(form.end):
-            self._take(len(self._held) - len(text) + len(form.end))
-            self._parts.append(CallArguments(self._index, "}" if self._given else "{}"))
-            self._end()
+        """An argument, or the end of a call."""
+        form = self._form
+        assert form.parameter is not None
+        end = match(GAP + form.end, self._held)
+        if end:
+            self._argue("}" if self._given else "{}")
+            return self._ending(final)
+        key = match(GAP + form.parameter.before_key, self._held)
+        if key:
+            return self._key(form.parameter, key.length)
+        if not self._given and self._held.lstrip().startswith("{"):
+            self._step = self._arguments
             return True
-        if text.startswith("{") and not self._given:
-            self._step = self._json
-            return True
-        at = text.find(form.parameter_end)
-        if at < 0 and not final:
-            return False
-        stop = at + len(form.parameter_end)
-        found = form.parameter.fullmatch(text[:stop]) if form.parameter and at >= 0 else None
-        if found is None:
-            self._step = self._outside
-            return True
-        self._take(len(self._held) - len(text) + stop)
-        groups = found.groupdict()
-        is_text = groups.get("string") == "true" or groups["key"] in self._strings.get(self._name, ())
-        pair = f"{json.dumps(groups['key'])}: {_value(groups['value'], is_text)}"
-        self._parts.append(CallArguments(self._index, (", " if self._given else "{") + pair))
+        return max(end.length, key.length) < 0 and self._text_again()
+
+    def _key(self, parameter: Parameter, start: int) -> bool:
+        at = self._held.find(literals(parameter.before_value)[0], start)
+        if at < 0:
+            return len(self._held) - start > _LONGEST_KEY and self._text_again()
+        found, key = match(parameter.before_value, self._held, at), self._held[start:at]
+        if not found:
+            return found.length < 0 and self._text_again()
+        self._take(at + found.length)
+        properties = self._schema.get("properties")
+        schema = properties.get(key) if isinstance(properties, Mapping) else None
+        if schema is None:
+            schema = self._schema.get("additionalProperties", {})
+        self._value = Value(schema, self._schema, found.groups.get(STRING))
+        self._argue((", " if self._given else "{") + as_string(key) + ": ")
         self._given += 1
+        self._step = self._in_value
         return True
 
-    def _end(self) -> None:
-        self._parts.append(CallEnd(self._index))
-        self._step = self._between if self._form.block else self._outside
+    def _in_value(self, final: bool) -> bool:
+        assert self._form.parameter is not None
+        stop = literals(self._form.parameter.end)[0]
+        at = self._held.find(stop)
+        if at >= 0:
+            self._argue(self._value.end(self._take(at)))
+            self._take(len(stop))
+            self._step = self._parameters
+            return True
+        keep = begun(stop, self._held)
+        self._argue(self._value.grow(self._take(len(self._held) - keep)))
+        if final:
+            self._argue(self._value.grow("" if is_markup(self._held) else self._held))
+            self._held = ""
+        return False
 
-    def _between(self, final: bool) -> bool:
-        """Behind a call of a block."""
+    def _after(self, final: bool) -> bool:
+        """A further call, or the end of the block."""
         form, text = self._form, self._held.lstrip()
-        space = len(self._held) - len(text)
-        if text.startswith(form.block_end):
-            self._take(space + len(form.block_end))
-            self._step = self._outside
-        elif text.startswith(form.call):
-            self._take(space)
-            self._step = self._head
-        elif not final and (form.block_end.startswith(text) or form.call.startswith(text)):
-            return False
-        else:
-            self._step = self._outside
-        return True
-
-
-def _value(text: str, is_text: bool) -> str:
-    """As JSON; what is none is text."""
-    if not is_text:
-        try:
-            return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
-        except (ValueError, RecursionError):
-            pass
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _shown(text: str, tag: str) -> int:
-    """Characters of ``text`` before an end that may grow to ``tag``."""
-    keep = next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
-    return len(text) - keep
-
-
-def _inside_string(text: str, quote: str) -> str:
-    """What JSON text ends in: a string ('"'), an escape in one ("\\\\"), or neither.
-
-    quote: the same of what stands before it.
-    """
-    for character in text:
-        if quote == "\\":
-            quote = '"'
-        elif quote:
-            quote = {"\\": "\\", '"': ""}.get(character, quote)
-        elif character == '"':
-            quote = character
-    return quote
+        tags = (*form.block_ends, *form.opens)
+        tag = next((tag for tag in tags if text.startswith(tag)), None)
+        if tag is None:
+            if any(t.startswith(text) for t in tags) and (not final or self._in_block or is_markup(text)):
+                return False
+            return self._text_again()
+        ended = tag in form.block_ends
+        self._take(len(self._held) - len(text) + (len(tag) if ended else 0))
+        self._step = self._head
+        return not ended or self._text_again()

@@ -2,15 +2,18 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from mtp_jax.errors import RequestError
 from mtp_jax.text.grammar import MAX_GRAMMAR_LENGTH, StructuredOutput, embedded
 from mtp_jax.text.tokenizer import Tokenizer
 from mtp_jax.text.tools.formats import FORMATS, Format, format_named
-from mtp_jax.text.tools.grammar import Tool, call_grammar
+from mtp_jax.text.tools.grammar import Asked, call_grammar
 from mtp_jax.text.tools.parser import ToolParser
+from mtp_jax.text.tools.rules import Vocabulary
+from mtp_jax.text.tools.tool import Tool
 
 
 @dataclass(frozen=True)
@@ -62,17 +65,15 @@ class ToolUse:
 
     def parser(self) -> ToolParser:
         """For one completion."""
-        return ToolParser(self.form, {tool.name: tool.strings for tool in self.tools})
+        return ToolParser(self.form, {tool.name: tool.parameters for tool in self.tools})
 
-    def structured(self, tokenizer: Tokenizer, answer: StructuredOutput | None) -> StructuredOutput | None:
+    def structured(self, tokenizer: Tokenizer, answer: StructuredOutput | None) -> StructuredOutput:
         """What the output must be; ``answer`` is what it must be if it is no call.
 
-        None where tools that are not strict would make too large a grammar. Raises RequestError.
+        The grammar is written where it is compiled. Raises RequestError, there, too.
         """
-        if self.forced:  # then arguments fit their schema, whether a tool is strict or not
-            return self._grammar(tokenizer, [replace(tool, strict=True) for tool in self.tools], None)
         schema = None
-        if answer is not None:
+        if answer is not None and not self.forced:
             if answer.json_schema is None and not answer.json_object:
                 raise RequestError(
                     "structured_outputs: with tools only JSON can be asked for; use response_format"
@@ -81,19 +82,14 @@ class ToolUse:
                 json.loads(answer.json_schema) if isinstance(answer.json_schema, str) else answer.json_schema
             )
             schema = schema or {"type": "object"}
-        return self._grammar(tokenizer, self.tools, schema)
+        return StructuredOutput(lark=partial(self._grammar, tokenizer, schema))
 
-    def _grammar(
-        self, tokenizer: Tokenizer, tools: Sequence[Tool], answer: Mapping[str, Any] | None
-    ) -> StructuredOutput | None:
-        lark = call_grammar(
-            self.form,
-            tools,
-            tokenizer.added_id,
-            embedded,
-            forced=self.forced,
-            several=self.several,
-            answer=answer,
-        )
-        may_be_any = not self.forced and answer is None and not any(tool.strict for tool in tools)
-        return None if may_be_any and len(lark) > MAX_GRAMMAR_LENGTH else StructuredOutput(lark=lark)
+    def _grammar(self, tokenizer: Tokenizer, answer: Mapping[str, Any] | None, thinking: bool) -> str:
+        vocabulary = Vocabulary(tokenizer.added_id, embedded, MAX_GRAMMAR_LENGTH)
+        asked = Asked(self.forced, self.several, thinking, answer)
+        try:
+            return call_grammar(self.form, self.tools, vocabulary, asked)
+        except RequestError:
+            raise
+        except (TypeError, ValueError, OverflowError, RecursionError) as e:  # of what is no schema
+            raise RequestError(f"the schemas of the tools are not valid: {e}") from e

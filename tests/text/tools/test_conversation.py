@@ -9,6 +9,7 @@ from mtp_jax.text.tools.conversation import for_template, written
 from mtp_jax.text.tools.formats import FORMATS, format_of
 from mtp_jax.text.tools.parser import ToolParser
 from mtp_jax.text.tools.parts import CallArguments, CallBegin
+from tests.text.tools.families import TEMPLATES
 
 ARGUMENTS = '{"city":"R\\u00e9","n":[1,2]}'
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": ARGUMENTS}}
@@ -32,6 +33,8 @@ def test_a_parser_reads_what_is_written(name):
 def test_the_format_is_found_in_a_template(name):
     assert format_of("{{ tool_calls }}" + written(FORMATS[name], [("f", "{}"), ("g", '{"a": 1}')])) == name
     assert format_of("{{ messages }}") == "json"
+    assert format_of(TEMPLATES[name]) == name
+    assert format_of("{{ '<tool_call>' + other + '</tool_call>' }}") == "json"
 
 
 @pytest.mark.parametrize(

@@ -2,27 +2,22 @@
 
 import json
 import random
-import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
 from jsonschema import Draft202012Validator
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par_with_draft_tokens
-from tokenizers import AddedToken
 
-from mtp_jax.api.demo import demo_model
 from mtp_jax.errors import RequestError
-from mtp_jax.text.grammar import embedded
-from mtp_jax.text.tools.formats import FORMATS, Format
-from mtp_jax.text.tools.grammar import Tool, call_grammar
+from mtp_jax.text.tools.formats import FORMATS
+from mtp_jax.text.tools.grammar import Asked, call_grammar
 from mtp_jax.text.tools.parser import ToolParser
 from mtp_jax.text.tools.parts import CallArguments, CallBegin, CallEnd, OutputText, Part
+from mtp_jax.text.tools.tool import Tool
+from tests.text.tools.families import backend, compiled, vocabulary
 
-EOS = 1
 TEXT = {"type": "string", "maxLength": 6}
 VALUES: list[dict[str, Any]] = [
     {"type": "integer", "minimum": 0, "maximum": 99},
@@ -34,17 +29,12 @@ VALUES: list[dict[str, Any]] = [
     TEXT,
     {"$ref": "#/$defs/thing"},
     {"anyOf": [{"type": "null"}, TEXT]},
+    {"type": "string", "pattern": "^[a-c/]{1,3}$"},
+    {"type": "string", "minLength": 2, "maxLength": 5, "pattern": "[0-9]"},
+    {"type": ["string", "integer", "null"], "maxLength": 4, "maximum": 99, "minimum": 0},
+    {"allOf": [TEXT, {"minLength": 1}, {"pattern": "^a?"}]},
+    {"type": ["string", "array"], "items": {"type": "null"}, "maxItems": 2, "maxLength": 3},
 ]
-
-
-def backend(form: Format, with_tokens: bool) -> tokenizers.Tokenizer:
-    """The demo model's, perhaps with the tags of a format as tokens, some of them special ones."""
-    found = tokenizers.Tokenizer.from_file(str(demo_model() / "tokenizer.json"))
-    texts = (form.block, form.call, form.opening, form.ending, form.block_end, *form.pair)
-    tags = sorted({tag for text in texts for tag in re.findall(r"<[^<>\s{}]+>", text)})
-    if with_tokens:
-        found.add_tokens([AddedToken(tag, special=i % 2 == 0) for i, tag in enumerate(tags)])
-    return found
 
 
 def random_tool(rng: random.Random, name: str) -> Tool:
@@ -59,16 +49,12 @@ def random_tool(rng: random.Random, name: str) -> Tool:
     return Tool(name, schema, strict=True)
 
 
-def added(tokenizer: tokenizers.Tokenizer) -> Callable[[str], int | None]:
-    return {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items()}.get
-
-
 class Writer:
     """Writes at random what a grammar allows, and ends as soon as it may."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        self.tokenizer, self.size = tokenizer, tokenizer.get_vocab_size()
-        self.inner = LLTokenizer(tokenizer.to_str(), n_vocab=self.size, eos_token=[EOS])
+    def __init__(self, name: str, as_tokens: str) -> None:
+        self.tokenizer = tokenizer = backend(name, as_tokens)
+        self.size, self.inner = tokenizer.get_vocab_size(), compiled(name, as_tokens)
         texts = [tokenizer.decode([t], skip_special_tokens=False) for t in range(self.size)]
         self.weights = np.array([9.0 if text[:1] in tuple('"}<,:') else 1.0 for text in texts])
 
@@ -93,45 +79,43 @@ def arguments(parts: list[Part], index: int) -> Any:
     return json.loads("".join(p.text for p in parts if isinstance(p, CallArguments) and p.index == index))
 
 
-@pytest.mark.parametrize("with_tokens", [False, True])
+@pytest.mark.parametrize("as_tokens", ["text", "tokens", "special"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_forced_calls_of_random_tools_fit_their_schemas(name, with_tokens):
+def test_forced_calls_of_random_tools_fit_their_schemas(name, as_tokens):
     form, rng = FORMATS[name], random.Random(name)
-    writer = Writer(backend(form, with_tokens))
+    writer = Writer(name, as_tokens)
     keys = set()
-    for seed in range(20):
+    for seed in range(12):
         tools = [random_tool(rng, "one"), random_tool(rng, "two")]
-        token = added(writer.tokenizer)
-        grammar = call_grammar(form, tools, token, embedded, forced=True, several=seed % 2 == 0)
+        grammar = call_grammar(form, tools, vocabulary(writer.tokenizer), Asked(True, seed % 2 == 0))
         text = writer.write(grammar, seed)
-        parser = ToolParser(form, {tool.name: tool.strings for tool in tools})
+        parser = ToolParser(form, {tool.name: tool.parameters for tool in tools})
         parts = parser.push(text) + parser.flush()
         begun = [part for part in parts if isinstance(part, CallBegin)]
         assert len(begun) == sum(isinstance(part, CallEnd) for part in parts) >= 1, text
         assert len(begun) == 1 or seed % 2 == 0
-        assert not any(isinstance(part, OutputText) for part in parts), text
+        assert not any(part.text.strip() for part in parts if isinstance(part, OutputText)), text
         for begin in begun:
             value = arguments(parts, begin.index)
             (tool,) = (tool for tool in tools if tool.name == begin.name)
             Draft202012Validator(tool.parameters).validate(value)
             keys |= value.keys()
-    assert len(keys) == 4
+    assert len(keys) >= 3
 
 
-@pytest.mark.parametrize("with_tokens", [False, True])
+@pytest.mark.parametrize("as_tokens", ["text", "tokens", "special"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_text_may_hold_a_call_and_one_that_begins_is_completed(name, with_tokens):
+def test_text_may_hold_a_call_and_one_that_begins_is_completed(name, as_tokens):
     form = FORMATS[name]
-    writer = Writer(backend(form, with_tokens))
+    writer = Writer(name, as_tokens)
     tool = Tool(
         "f",
         {"properties": {"n": {"const": 5}}, "required": ["n"], "additionalProperties": False},
         strict=True,
     )
-    token = added(writer.tokenizer)
-    grammar = call_grammar(form, [tool], token, embedded, forced=False, several=True)
+    grammar = call_grammar(form, [tool], vocabulary(writer.tokenizer), Asked(False, True))
     assert writer.write(grammar, 0) == ""  # text may end anywhere
-    text = writer.write(grammar, 0, start="I see < here." + (form.block or form.call))
+    text = writer.write(grammar, 0, start="I see < here." + form.opens[0])
     said, begin, *rest = parts = ToolParser(form).push(text)
     assert said == OutputText("I see < here.")
     assert isinstance(begin, CallBegin)
@@ -139,13 +123,13 @@ def test_text_may_hold_a_call_and_one_that_begins_is_completed(name, with_tokens
     assert arguments(parts, 0) == {"n": 5}
 
 
-@pytest.mark.parametrize("with_tokens", [False, True])
+@pytest.mark.parametrize("as_tokens", ["text", "tokens", "special"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_masks_along_drafts_are_those_of_one_token_at_a_time(name, with_tokens):
+def test_masks_along_drafts_are_those_of_one_token_at_a_time(name, as_tokens):
     form, rng, width = FORMATS[name], random.Random(name), 4
-    writer = Writer(backend(form, with_tokens))
+    writer = Writer(name, as_tokens)
     tools, words = [random_tool(rng, "f"), random_tool(rng, "two")], -(-writer.size // 32)
-    grammar = call_grammar(form, tools, added(writer.tokenizer), embedded, forced=True, several=True)
+    grammar = call_grammar(form, tools, vocabulary(writer.tokenizer), Asked(True, True))
     ids = writer.tokenizer.encode(writer.write(grammar, 0), add_special_tokens=False).ids[:60]
     one, many = (LLMatcher(writer.inner, grammar, log_level=0) for _ in range(2))
     expected = np.full((len(ids), words), -1, np.int32)
@@ -162,18 +146,69 @@ def test_masks_along_drafts_are_those_of_one_token_at_a_time(name, with_tokens):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_an_answer_without_a_call_fits_its_schema(name):
-    form, tool = FORMATS[name], Tool("f")
-    writer = Writer(backend(form, False))
-    token, answer = added(writer.tokenizer), {"const": [1]}
-    grammar = call_grammar(form, [tool], token, embedded, forced=False, several=False, answer=answer)
+    form, tool = FORMATS[name], Tool("f", {"additionalProperties": False}, strict=True)
+    writer = Writer(name, "text")
+    asked = Asked(False, False, answer={"const": [1]})
+    grammar = call_grammar(form, [tool], vocabulary(writer.tokenizer), asked)
     assert json.loads(writer.write(grammar, 0, start="[")) == [1]
-    (begin, *_) = ToolParser(form).push(writer.write(grammar, 0, start=(form.block or form.call)[:3]))
+    (begin, *_) = ToolParser(form).push(writer.write(grammar, 0, start=form.opens[0][:3]))
     assert isinstance(begin, CallBegin)
 
 
-def test_a_schema_that_no_list_of_parameters_can_keep_to_is_refused():
-    tool = Tool("f", {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, strict=True)
-    ask: Any = {"token": lambda _: None, "embed": embedded, "forced": True, "several": False}
-    with pytest.raises(RequestError, match=r"'f' has 'oneOf'"):
-        call_grammar(FORMATS["glm47"], [tool], **ask)
-    assert call_grammar(FORMATS["kimi_k2"], [tool], **ask)
+@pytest.mark.parametrize(
+    ("name", "key", "says"),
+    [
+        ("glm47", "a</arg_key>b", r"cannot write a parameter named 'a</arg_key>b': it holds '</arg_key>'"),
+        ("deepseek_v32", 'a" string="true', "cannot write a parameter named"),
+        ("glm47", "{string}", ""),
+        ("deepseek_v32", "{string}", ""),
+        ("deepseek_v32", 'q"x', ""),
+        ("deepseek_v32", "</\uff5cDSML\uff5cparameter>", ""),
+        ("glm47", "</s><think>", ""),
+        ("deepseek_v32", "<\uff5cend\u2581of\u2581sentence\uff5c>", ""),
+        ("kimi_k2", "<|tool_call_end|>", ""),
+    ],
+)
+def test_a_forced_call_has_the_argument_it_must_have_or_is_refused(name, key, says):
+    form, writer = FORMATS[name], Writer(name, "special")
+    schema = {"properties": {key: {"const": "</s>"}}, "required": [key], "additionalProperties": False}
+    if says:
+        with pytest.raises(RequestError, match=says):
+            call_grammar(form, [Tool("f", schema)], vocabulary(writer.tokenizer), Asked(True, False))
+        return
+    grammar = call_grammar(form, [Tool("f", schema)], vocabulary(writer.tokenizer), Asked(True, False))
+    parts = ToolParser(form, {"f": schema}).push(writer.write(grammar, 0))
+    assert arguments(parts, 0) == {key: "</s>"}
+
+
+@pytest.mark.parametrize("name", ["glm47", "deepseek_v32"])
+def test_what_arguments_each_by_itself_cannot_keep_to_is_refused(name):
+    """Where it must be kept to: of a tool that is strict, or whose call is forced."""
+    words = vocabulary(backend(name, "tokens"))
+    many = [f"p{i}" for i in range(65)]
+    stop = "</arg_value>" if name == "glm47" else "</\uff5cDSML\uff5cparameter>"
+    for schema, says in (
+        ({"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, "'f' has 'oneOf'"),
+        (
+            {"properties": {key: {"type": "integer"} for key in many}, "required": many},
+            "more than 64 parameters",
+        ),
+        (
+            {"properties": {}, "required": ["a"], "additionalProperties": False},
+            "requires 'a', of which no value",
+        ),
+        (
+            {"properties": {"a": {"type": "string", "not": {"const": "b"}}}},
+            "parameter 'a'.*'not' cannot be kept to",
+        ),
+        ({"properties": {"a": {"enum": ["b", f"c{stop}"]}}}, "parameter 'a'.*it holds"),
+    ):
+        with pytest.raises(RequestError, match=says):
+            call_grammar(FORMATS[name], [Tool("f", schema, strict=True)], words, Asked(False, True))
+        with pytest.raises(RequestError, match=says):
+            call_grammar(FORMATS[name], [Tool("f", schema)], words, Asked(True, True))
+        assert call_grammar(FORMATS[name], [Tool("f", schema)], words, Asked(False, True))
+    with pytest.raises(RequestError, match="the tool 'a b': a name has letters"):
+        call_grammar(FORMATS[name], [Tool("a b")], words, Asked(False, True))
+    optional = {"properties": {f"p{i}": {"type": "integer"} for i in range(100)}, "required": ["p99"]}
+    assert call_grammar(FORMATS[name], [Tool("f", optional)], words, Asked(True, True))

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from mtp_jax.text.tools.conversation import written
 from mtp_jax.text.tools.formats import FORMATS
 from mtp_jax.text.tools.parser import ToolParser
 from mtp_jax.text.tools.parts import CallArguments, CallBegin, CallEnd, OutputText, Part
@@ -19,6 +20,9 @@ ONE = {
     "deepseek_v32": f'<{D}function_calls>\n<{D}invoke name="f">\n'
     f'<{D}parameter name="a" string="true">x<y</{D}parameter>\n'
     f'<{D}parameter name="n" string="false">2</{D}parameter>\n</{D}invoke>\n</{D}function_calls>',
+    "gigachat3": '<|function_call|>{"name": "f", "arguments": {"a": "x<y", "n": 2}}',
+    "glm45": "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>x<y</arg_value>\n"
+    "<arg_key>n</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
     "glm47": "<tool_call>f\n<arg_key>a</arg_key><arg_value>x<y</arg_value>"
     "<arg_key>n</arg_key>\n<arg_value>2</arg_value></tool_call>",
     "json": '<tool_call>\n{"name": "f", "arguments": {"a": "x<y", "n": 2}}\n</tool_call>',
@@ -55,7 +59,7 @@ def test_a_call_between_texts(name):
 @pytest.mark.parametrize("name", FORMATS)
 def test_any_cut_of_whole_broken_and_truncated_calls_gives_the_same(name):
     rng = random.Random(name)
-    for _ in range(1000):
+    for _ in range(300):
         text = "".join(rng.choice(["Hi <", " \n", ONE[name], ONE[name]]) for _ in range(rng.randint(1, 4)))
         change = rng.randrange(3)
         at = rng.randrange(len(text))
@@ -68,26 +72,63 @@ def test_any_cut_of_whole_broken_and_truncated_calls_gives_the_same(name):
         assert parse(name, pieces) == parse(name, [text]) == parse(name, list(text)), (text, pieces)
 
 
-def head_begins(name: str) -> int:
-    """Characters of the example before its tool's name."""
-    return ONE[name].index("f", len(FORMATS[name].block + FORMATS[name].call))
-
-
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_text_without_a_whole_head_is_text(name):
-    for end in range(1, head_begins(name)):
-        assert parse(name, list(ONE[name][:end])) == [OutputText(ONE[name][:end])]
+def test_a_call_that_is_cut_shows_no_markup(name):
+    """At any character: what is sure to be a tag, a head or a key is shown to nobody."""
+    text = "Hi " + ONE[name]
+    for end in range(3, len(text)):
+        parts = parse(name, list(text[:end]))
+        assert parts[0] == OutputText(text[:end] if end - 3 < signs(ONE[name]) else "Hi "), text[:end]
+        assert not any(isinstance(part, OutputText) for part in parts[1:])
+
+
+def signs(text: str) -> int:
+    """How many characters a tag begins with that may be text."""
+    return next(i for i, character in enumerate(text) if character.isalnum()) + 1
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_broken_head_loses_no_character(name):
     form = FORMATS[name]
-    for text in (
-        form.block + form.call,
-        form.block + form.call + " ?" + form.head_ends[0] + " end",
-        "a" + form.call * 2,
-    ):
+    for text in (form.opens[0] + form.call + " ? end", "a" + form.call * 2 + "?", form.opens[0] + "? <"):
         assert parse(name, list(text)) == [OutputText(text)]
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.blocks])
+def test_a_call_without_its_block(name):
+    form = FORMATS[name]
+    bare = ONE[name].replace(form.blocks[0], "").replace(form.block_ends[0], "")
+    before, begin, arguments, _, after = parse(name, list("Ok. " + bare + " Done"))
+    assert isinstance(before, OutputText)
+    assert isinstance(begin, CallBegin)
+    assert isinstance(arguments, CallArguments)
+    assert isinstance(after, OutputText)
+    assert (before.text.strip(), begin.name, after.text.strip()) == ("Ok.", "f", "Done")
+    assert json.loads(arguments.text) == {"a": "x<y", "n": 2}
+    for block, block_end in zip(form.blocks, form.block_ends, strict=True):
+        other = ONE[name].replace(form.blocks[0], block).replace(form.block_ends[0], block_end)
+        assert parse(name, list(other)) == parse(name, [ONE[name]])
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm45", "glm47"])
+def test_text_is_sent_as_it_is_written_and_cut_without_markup(name):
+    value = 'a "b"\n' * 300
+    whole = written(FORMATS[name], [("f", json.dumps({"path": "a.py", "text": value}))])
+    parameter = FORMATS[name].parameter
+    assert parameter is not None
+    text = whole[: whole.rindex(value) + len(value)] + parameter.end[:5]
+    schema = {"properties": {"path": {"type": "string"}, "text": {"type": "string"}}}
+    parser = ToolParser(FORMATS[name], {"f": schema})
+    sent = [part for character in text for part in parser.push(character)]
+    so_far = "".join(part.text for part in sent if isinstance(part, CallArguments))
+    assert json.loads(so_far + '"}') == {"path": "a.py", "text": value}
+    assert len(sent) > len(value)
+    assert parser.flush() == []
+
+
+def test_broken_calls_show_no_tag_that_ends_them():
+    parts = parse("kimi_k2", [ONE["kimi_k2"].replace("}<", "}} <") + "Sorry."])
+    assert "".join(part.text for part in parts if isinstance(part, OutputText)) == "} Sorry."
 
 
 def test_two_calls_and_a_call_that_is_cut():
@@ -101,8 +142,8 @@ def test_two_calls_and_a_call_that_is_cut():
 def test_a_tools_schema_says_which_glm_parameters_are_text():
     text = "<tool_call>f<arg_key>zip</arg_key><arg_value>08</arg_value>"
     text += "<arg_key>n</arg_key><arg_value>10</arg_value></tool_call>"
-    for strings, value in (({"f": ["n"]}, "10"), ({}, 10)):
-        parts = ToolParser(FORMATS["glm47"], strings).push(text)
+    for schema, value in (({"properties": {"n": {"type": "string"}}}, "10"), ({}, 10)):
+        parts = ToolParser(FORMATS["glm47"], {"f": schema}).push(text)
         arguments = "".join(p.text for p in parts if isinstance(p, CallArguments))
         assert json.loads(arguments) == {"zip": "08", "n": value}
 

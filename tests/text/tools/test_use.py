@@ -4,12 +4,15 @@ import pytest
 
 from mtp_jax.api.demo import demo_model
 from mtp_jax.errors import RequestError
-from mtp_jax.text.grammar import StructuredOutput
+from mtp_jax.text.grammar import Grammars, StructuredOutput
 from mtp_jax.text.tokenizer import Tokenizer
-from mtp_jax.text.tools.grammar import Tool
+from mtp_jax.text.tools.conversation import written
+from mtp_jax.text.tools.tool import Tool
 from mtp_jax.text.tools.use import ToolUse
 
+EOS = 1
 TOOLS = [Tool("f"), Tool("g", {"properties": {f"p{i}": {} for i in range(20_000)}})]
+JSON = StructuredOutput(json_object=True)
 
 
 def test_choices():
@@ -41,17 +44,46 @@ def test_no_ordinary_token_is_given_by_its_id():
         use = ToolUse.of(form, TOOLS[:1], "required")
         assert use is not None
         structured = use.structured(tokenizer, None)
-        assert structured is not None
-        assert "<[" not in (structured.lark or "<[")
+        assert "<[" not in structured.behind(False, None)
 
 
-def test_only_json_goes_beside_calls_and_too_large_a_grammar_is_left_out_where_nothing_is_promised():
+@pytest.mark.parametrize("form", ToolUse.FORMATS)
+def test_a_schema_of_any_size_goes_where_nothing_is_promised_and_only_json_beside_calls(form):
     tokenizer = Tokenizer.from_dir(demo_model())
     assert tokenizer is not None
-    use = ToolUse.of("glm47", TOOLS)
+    use, forced = ToolUse.of(form, TOOLS), ToolUse.of(form, TOOLS, "required")
     assert use is not None
-    assert use.structured(tokenizer, None) is None
-    with pytest.raises(RequestError, match="at most 65536"):
-        use.structured(tokenizer, StructuredOutput(json_object=True))
+    assert forced is not None
+    assert len(use.structured(tokenizer, JSON).behind(False, None)) < 3000
+    with pytest.raises(RequestError, match="more than 65536 characters"):
+        forced.structured(tokenizer, None).behind(False, None)
     with pytest.raises(RequestError, match="only JSON"):
         use.structured(tokenizer, StructuredOutput(regex="a"))
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("form", ToolUse.FORMATS)
+def test_a_prompt_that_opens_a_thought(form, choice):
+    """An output may end in it, unless a call is forced, and go on to a call with its end or without."""
+    tokenizer = Tokenizer.from_dir(demo_model())
+    assert tokenizer is not None
+    grammars = Grammars(tokenizer.backend, tokenizer.vocab_size, [EOS])
+    use = ToolUse.of(form, TOOLS[:1], choice)
+    assert use is not None
+    prompt, wanted = grammars.encode("x\n<think>\n"), use.structured(tokenizer, None)
+    call = written(use.form, [("f", "{}")])
+    for output, ends in (("Well", not use.forced), (f"Well {call}", True), (f"Well</think>\n{call}", True)):
+        matcher = grammars.matcher(wanted, [EOS], prompt)
+        ids = grammars.encode(output)
+        assert matcher.inner.try_consume_tokens(ids) == len(ids), output
+        assert matcher.inner.is_accepting() == ends, output
+
+
+def test_a_grammar_of_ones_own_begins_behind_a_thought():
+    tokenizer = Tokenizer.from_dir(demo_model())
+    assert tokenizer is not None
+    grammars = Grammars(tokenizer.backend, tokenizer.vocab_size, [EOS])
+    matcher = grammars.matcher(StructuredOutput(lark='start: "a" | "b"'), [EOS], grammars.encode("<think>"))
+    ids = grammars.encode("well</think>b")
+    assert matcher.inner.try_consume_tokens(ids) == len(ids)
+    assert matcher.inner.is_accepting()

@@ -1,0 +1,141 @@
+"""Arguments of calls as rules of a grammar: any object, or what a tool's schema allows."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mtp_jax.errors import RequestError
+from mtp_jax.text.tools.formats import Format
+from mtp_jax.text.tools.pairs import Member, Pair, Tags
+from mtp_jax.text.tools.rules import Rules, one_of
+from mtp_jax.text.tools.tool import Tool
+
+_BITS = 64  # of a rule's parameter in llguidance
+# Keywords about all arguments together, which rules for each of them cannot keep to.
+_TOGETHER = frozenset(("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "enum", "const", "$ref")) | {
+    "minProperties", "maxProperties", "patternProperties", "propertyNames", "unevaluatedProperties",
+    "dependencies", "dependentRequired", "dependentSchemas", "nullable",
+}  # fmt: skip
+_DEFINITIONS = ("$defs", "definitions")
+_SAID = frozenset(("title", "description", "default", "examples", "deprecated"))  # of a value, to the model
+
+
+def free(form: Format, rules: Rules) -> str:
+    """Any object."""
+    if form.parameter is None:
+        return "json_object"
+    pair = Tags(form.parameter, rules)
+    one = rules.add("pair", pair.of_any_key(rules.add("KEY", pair.key), pair.any_value()))
+    return f"({one} ({pair.between} {one})*)?"
+
+
+def held(form: Format, rules: Rules, tool: Tool, name: str) -> str:
+    """What a tool's schema allows; if it is strict, also nothing that the schema does not name.
+
+    name: of a rule that does not exist yet. Raises RequestError for what the format cannot keep to.
+    """
+    schema = tool.parameters
+    together = sorted(_TOGETHER & schema.keys())
+    if together and form.parameter is None:
+        rules.charge(schema)
+        return rules.json({"type": "object", **schema})
+    if together:
+        raise RequestError(
+            f"the schema of the tool {tool.name!r} has {together[0]!r}: this model writes each parameter by "
+            "itself, so a schema of all together cannot be kept to; leave it out, or do not force the call"
+        )
+    rules.charge({key: value for key, value in schema.items() if key not in _DEFINITIONS})
+    pair = Member(rules) if form.parameter is None else Tags(form.parameter, rules)
+    before, behind = pair.around
+    return f"{before} {_Held(pair, rules, tool).write(name)} {behind}"
+
+
+class _Held:
+    """The arguments of one tool, each by itself, in any order."""
+
+    def __init__(self, pair: Pair, rules: Rules, tool: Tool) -> None:
+        self._pair, self._rules, self._tool, self._whole = pair, rules, tool, tool.parameters
+        self._values: dict[str, str | None] = {}
+
+    def write(self, name: str) -> str:
+        """Write a rule whose parameter has a bit for each argument, set once it is there; what uses it."""
+        others = False if self._tool.strict else self._whole.get("additionalProperties", True)
+        required = list(dict.fromkeys(self._whole.get("required", ())))
+        if len(required) > _BITS:
+            raise RequestError(
+                f"the tool {self._tool.name!r} requires more than {_BITS} parameters; require fewer"
+            )
+        known = {**dict.fromkeys(required, others), **self._whole.get("properties", {})}
+        end = f'""{f" %if is_ones([0:{len(required)}])" if required else ""}'
+        first, more = ([] if required else ['""']), [end]
+
+        def add(pair: str, after: str, bits: int, unless: str) -> None:
+            one = self._rules.add("pair", pair)
+            first.append(f"{one} {name}::{bits:#x}")
+            more.append(f"{self._pair.between} {one} {name}::{after}{unless}")
+
+        for bit, (key, schema) in enumerate(known.items()):  # those that are required come first
+            value = self._value(key, schema)
+            if value is None and key in required:
+                raise RequestError(
+                    f"the tool {self._tool.name!r} requires {key!r:.40}, of which no value is allowed"
+                )
+            if value is not None and bit < _BITS:
+                add(self._pair.of_key(key, value), f"set_bit({bit})", 1 << bit, f" %if bit_clear({bit})")
+            elif value is not None:
+                add(self._pair.of_key(key, value), "_", 0, "")
+        if others is not False and (value := self._value("", others)) is not None:
+            key = self._pair.key
+            if known:
+                key += f" & ~{self._rules.add('KNOWN', ' | '.join(map(self._pair.spelt, known)))}"
+            add(self._pair.of_any_key(self._rules.add("KEY", key), value), "_", 0, "")
+        if len(first) == (not required):
+            return '""'
+        self._rules.name(f"{name}::_", " | ".join(more))
+        return one_of(first)
+
+    def _value(self, key: str, schema: Any) -> str | None:
+        """A rule for the value; None where its schema allows none."""
+        if isinstance(schema, Mapping):
+            schema = {name: value for name, value in schema.items() if name not in _SAID}
+        same = json.dumps(schema)
+        if same not in self._values:
+            try:
+                self._values[same] = self._pair.value(schema, self._whole, self._json)
+            except RequestError as e:
+                raise RequestError(f"the parameter {key!r:.40} of the tool {self._tool.name!r}: {e}") from e
+        return self._values[same]
+
+    def _json(self, schema: Any, kinds: frozenset[str] | None) -> str:
+        own = schema if isinstance(schema, Mapping) else {}
+        if kinds is not None:
+            own = {"allOf": [own, {"type": sorted(kinds)}]}
+        return self._rules.json({**own, **self._definitions(schema)})
+
+    def _definitions(self, schema: Any) -> dict[str, dict[str, Any]]:
+        """What a schema refers to, and what that refers to, counted."""
+        found: dict[str, dict[str, Any]] = {}
+        waiting = [schema]
+        while waiting:
+            for place, name in _references(waiting.pop()):
+                known = self._whole.get(place, {})
+                if name in known and name not in found.get(place, {}):
+                    self._rules.charge(known[name])
+                    found.setdefault(place, {})[name] = known[name]
+                    waiting.append(known[name])
+        return found
+
+
+def _references(schema: Any) -> Iterator[tuple[str, str]]:
+    """The definitions that a schema names."""
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Mapping):
+            reference = part.get("$ref")
+            _, place, name, *_ = [*str(reference).split("/"), "", ""]
+            if place in _DEFINITIONS:
+                yield place, name.replace("~1", "/").replace("~0", "~")
+            waiting += part.values()
+        elif isinstance(part, list | tuple):
+            waiting += part

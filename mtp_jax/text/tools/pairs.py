@@ -1,0 +1,131 @@
+"""One argument among others, as a part of a grammar: in tags of its own, or a member of an object of JSON."""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from mtp_jax.errors import RequestError
+from mtp_jax.text.tools.formats import STRING, Parameter, literals, parts
+from mtp_jax.text.tools.rules import Rules, one_of
+from mtp_jax.text.tools.text_schema import Texts, terminal, texts
+from mtp_jax.text.tools.values import kinds
+
+AsJson = Callable[[Any, frozenset[str] | None], str]
+"""A rule for JSON that fits a schema, and has one of these types, if some are given."""
+
+
+class Pair(Protocol):
+    """How one argument is written.
+
+    Attributes:
+        key: a terminal, any key: none holds the sign that follows it.
+        between: stands between two arguments; ``around`` before all of them, and behind.
+    """
+
+    key: str
+    between: str
+    around: tuple[str, str]
+
+    def spelt(self, key: str) -> str:
+        """A key as ``key`` has it."""
+        ...
+
+    def of_key(self, key: str, value: str) -> str:
+        """The argument of this key. Raises RequestError for a key that cannot be written."""
+        ...
+
+    def of_any_key(self, terminal: str, value: str) -> str:
+        """Any argument whose key is this terminal."""
+        ...
+
+    def value(self, schema: Any, whole: Any, as_json: AsJson) -> str | None:
+        """A value that fits a schema, with its end; None where there is none. whole: what it refers to."""
+        ...
+
+
+class Member:
+    """``"key": value`` of an object of JSON."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules, self.key = rules, r'/"[^"\\\x00-\x1f]*"/'
+        self.around, self.between = ('"{" INDENT?', 'INDENT? "}"'), 'INDENT? "," INDENT?'
+
+    def spelt(self, key: str) -> str:
+        """Quoted."""
+        return json.dumps(json.dumps(key, ensure_ascii=False))
+
+    def of_key(self, key: str, value: str) -> str:
+        """See ``Pair``."""
+        return self.of_any_key(self.spelt(key), value)
+
+    def of_any_key(self, terminal: str, value: str) -> str:
+        """See ``Pair``."""
+        return f'{terminal} INDENT? ":" INDENT? {value}'
+
+    def value(self, schema: Any, whole: Any, as_json: AsJson) -> str | None:
+        """See ``Pair``."""
+        return as_json(schema, None) if kinds(schema, whole) else None
+
+
+class Tags:
+    """A key and a value in tags, the value text or JSON as it is."""
+
+    def __init__(self, parameter: Parameter, rules: Rules) -> None:
+        self._rules, self._before = rules, rules.declared(parameter.before_key)
+        self._after_key, *self._before_value = parts(parameter.before_value)
+        self._stop = literals(parameter.end)[0]
+        self._end = rules.declared(parameter.end.removeprefix(self._stop))
+        self._says_what = STRING in self._before_value  # whether a value is text
+        self.around, self.between = ("", ""), rules.declared(parameter.between)
+        self.key = f"/[^{self._after_key[0]}]+/"
+
+    def spelt(self, key: str) -> str:
+        """Unchanged."""
+        return json.dumps(key)
+
+    def of_key(self, key: str, value: str) -> str:
+        """See ``Pair``."""
+        if self._after_key in key:
+            raise RequestError(
+                f"this model cannot write a parameter named {key!r:.40}: it holds {self._after_key!r}"
+            )
+        return f"{self._before} {self._rules.then(key, self._after_key)} {value} {self._end}"
+
+    def of_any_key(self, terminal: str, value: str) -> str:
+        """See ``Pair``."""
+        return f"{self._before} {self._rules.up_to(self._after_key, terminal)} {value} {self._end}"
+
+    def value(self, schema: Any, whole: Any, as_json: AsJson) -> str | None:
+        """See ``Pair``."""
+        allowed, others = texts(schema, whole), kinds(schema, whole) - {"string"}
+        ways = {"true": self._text(allowed, others)} if allowed else {}
+        if others and (self._says_what or () not in allowed):  # any text is what JSON is, too
+            json_rule = as_json(schema, others if allowed else None)
+            ways["false"] = f"{json_rule} {self._rules.literal(self._stop)}"
+        return one_of(f"{self._says(is_text)} {way}" for is_text, way in ways.items()) if ways else None
+
+    def any_value(self) -> str:
+        """Any value."""
+        return self.value({}, {}, lambda schema, kinds: "json_value") or ""
+
+    def _says(self, is_text: str) -> str:
+        """What stands between a key and a value."""
+        return " ".join(self._rules.declared(part.replace(STRING, is_text)) for part in self._before_value)
+
+    def _text(self, allowed: Texts, others: frozenset[str]) -> str:
+        """Text that fits what is allowed, beside values of other types, with its end."""
+        if () in allowed:
+            return self._rules.up_to(self._stop)
+        wrong = [t for each in allowed for t in each if t.startswith('"') and self._stop in json.loads(t)]
+        if wrong:
+            raise RequestError(
+                f"this model cannot write the value {wrong[0]}: it holds {self._stop!r}; change it"
+            )
+        but = []
+        if self._rules.token(self._stop) is None:
+            but.append(terminal(f"(?s:.*){re.escape(self._stop)}(?s:.*)"))
+        if not self._says_what and others & {"array", "object"}:  # what begins so is JSON
+            but.append(terminal(r"[\[{](?s:.*)"))
+        ways = (" & ".join([*each, *(f"~{no}" for no in but)]) for each in allowed)
+        return self._rules.up_to(self._stop, self._rules.add("T", " | ".join(ways)))

@@ -1,0 +1,125 @@
+"""A grammar in llguidance's Lark syntax, while it is written."""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mtp_jax.errors import RequestError
+from mtp_jax.text.tools.formats import INDEX, as_written, is_gap, parts
+
+_TAG = re.compile(r"(<[^<>\s]+>)")
+# White space in a row has a limit, as a model at a loss writes it for ever: in front of calls that must
+# come at once what templates write there (LINES), between tags two line breaks and a short indent (GAP), in
+# JSON of any form a line break and the indent of 15 levels (SPACE), between arguments that fit a schema what
+# JSON of a schema has (INDENT). So has the number of a call.
+_ALWAYS = r"""TEXT: /(.|\n)*/
+GAP: /[ \t\r\n]{1,8}/
+LINES: /\n{1,2}/
+NUMBER: /[0-9]{1,6}/
+SPACE: /[ \t\r\n]{1,64}/
+INDENT: / |\r?\n[ \t]{0,20}/
+json_object: "{" SPACE? (json_pair ("," SPACE? json_pair)*)? "}"
+json_pair: JSON_STRING SPACE? ":" SPACE? json_value SPACE?
+json_array: "[" SPACE? (json_value SPACE? ("," SPACE? json_value SPACE?)*)? "]"
+json_value: json_object | json_array | JSON_STRING | JSON_NUMBER | "true" | "false" | "null"
+JSON_STRING: /"([^"\\\x00-\x1f]|\\(["\\\/bfnrt]|u[0-9a-fA-F]{4}))*"/
+JSON_NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/"""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a grammar may be made of.
+
+    Attributes:
+        token: the id of a tag that was added to the vocabulary as a token of its own. No other token may be
+            given by its id: llguidance loses its place where a draft of such a one is not kept.
+        embed: a schema as JSON text, checked.
+        most: characters of schemas.
+    """
+
+    token: Callable[[str], int | None]
+    embed: Callable[[Any], str]
+    most: int
+
+
+class Rules:
+    """Rules and terminals. There always are TEXT, GAP (white space), json_object and json_value."""
+
+    def __init__(self, vocabulary: Vocabulary, exact: bool) -> None:
+        """exact: white space in the texts of a format is what it is when they are written."""
+        self._vocabulary, self._left, self._exact = vocabulary, vocabulary.most, exact
+        self._lines, self._names = [_ALWAYS], dict[str, str]()
+
+    @property
+    def text(self) -> str:
+        """The grammar."""
+        return "\n".join(self._lines)
+
+    def name(self, name: str, body: str) -> None:
+        """Add a rule that others refer to by this name."""
+        self._lines.append(f"{name}: {body}")
+
+    def add(self, prefix: str, body: str, options: str = "") -> str:
+        """The name of a rule with this body, or of a terminal if the prefix is upper case."""
+        key = f"{prefix}{options}: {body}"
+        if key not in self._names:
+            self._names[key] = f"{prefix}_{len(self._names)}"
+            self.name(self._names[key] + options, body)
+        return self._names[key]
+
+    def charge(self, value: Any) -> None:
+        """Count JSON before anything is made of it. Raises RequestError above the most."""
+        waiting = [value]
+        while waiting:
+            part = waiting.pop()
+            self._left -= 2 + (len(part) if isinstance(part, str | list | tuple | Mapping) else 2)
+            if self._left < 0:
+                raise RequestError(
+                    "the schemas of the tools make a grammar of more than "
+                    f"{self._vocabulary.most} characters; give fewer tools, or simpler schemas"
+                )
+            if isinstance(part, Mapping):
+                waiting += [*part.keys(), *part.values()]
+            elif isinstance(part, list | tuple):
+                waiting += part
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """A rule for JSON that fits a schema, which has been counted. Raises RequestError."""
+        return self.add("json", f"%json {self._vocabulary.embed(schema)}")
+
+    def token(self, tag: str) -> str | None:
+        """A tag as a token, which no text holds; None if it is none."""
+        own = self._vocabulary.token(tag)
+        return None if own is None else f"<[{own}]>"
+
+    def literal(self, text: str) -> str:
+        """A text, its tags as tokens where they are tokens."""
+        found = filter(None, _TAG.split(text))
+        return " ".join(self.token(part) or json.dumps(part) for part in found)
+
+    def declared(self, text: str) -> str:
+        """A text of a format."""
+        gap = (lambda part: self.literal(as_written(part))) if self._exact else (lambda _: "GAP?")
+        return " ".join(
+            gap(part) if is_gap(part) else "NUMBER" if part == INDEX else self.literal(part)
+            for part in parts(text)
+        )
+
+    def then(self, text: str, tag: str) -> str:
+        """This text and a tag."""
+        own = self.token(tag)
+        return json.dumps(text + tag) if own is None else f"{json.dumps(text)} {own}" if text else own
+
+    def up_to(self, tag: str, terminal: str = "TEXT") -> str:
+        """Text of a terminal, and a tag: it ends as soon as the tag is there, so that no text can hold it."""
+        own = self.token(tag)
+        return (
+            self.add("up", f"{terminal} {json.dumps(tag)}", "[lazy]") if own is None else f"{terminal} {own}"
+        )
+
+
+def one_of(ways: Iterable[str]) -> str:
+    """Any of these."""
+    return f"({' | '.join(ways)})"

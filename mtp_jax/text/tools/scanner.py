@@ -1,0 +1,113 @@
+"""Compares a text that grows with the texts of a format."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mtp_jax.text.tools.formats import INDEX, NAME, NAMES, STRING, is_gap, parts
+
+_LONGEST = 256  # characters of a name, a number or a gap; what is longer is none
+_GAP = re.compile(r"\s*")
+_IN_STRING = re.compile(r'["\\]')
+_PLACES = {
+    NAME: re.compile(NAMES),
+    INDEX: re.compile(r"[0-9]+"),
+    STRING: re.compile(r"true|false"),
+}
+
+
+@dataclass
+class Found:
+    """What stands at the beginning of a text.
+
+    Attributes:
+        length: characters of it; 0: the text ends before that is known; -1: something else stands there.
+        groups: what stood in the places.
+    """
+
+    length: int
+    groups: dict[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return self.length > 0
+
+
+def match(declared: str, text: str, start: int = 0) -> Found:
+    """Whether a text of a format stands at ``start``."""
+    at, groups = start, dict[str, str]()
+    for part in parts(declared):
+        place = _GAP if is_gap(part) else _PLACES.get(part)
+        if place is None:
+            if not text.startswith(part, at):
+                return Found(0 if part.startswith(text[at:]) else -1)
+            at += len(part)
+            continue
+        found = place.match(text, at, at + _LONGEST)
+        if found is None:
+            begun = part == STRING and any(word.startswith(text[at:]) for word in ("true", "false"))
+            return Found(0 if begun or at == len(text) else -1)
+        at = found.end()
+        if part in (NAME, INDEX) and at == len(text):
+            return Found(0 if at - found.start() < _LONGEST else -1)
+        groups[part] = found[0]
+    return Found(at - start, groups)
+
+
+def first(tags: Sequence[str], text: str) -> tuple[int, str]:
+    """The place of the first of these tags, and the tag; or of one that may begin here, and ""."""
+    at, tag = min(((at, t) for t in tags if (at := text.find(t)) >= 0), default=(len(text), ""))
+    if not tag:
+        at -= max(begun(t, text) for t in tags)
+    return at, tag
+
+
+def begun(tag: str, text: str) -> int:
+    """How many characters at the end of a text may be the beginning of a tag."""
+    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
+
+
+def is_markup(text: str) -> bool:
+    """Whether the beginning of a tag is one for sure: a sign alone may be text, with a letter it is none."""
+    return any(character.isalnum() for character in text)
+
+
+class Json:
+    """Follows a value of JSON to its end: where its brackets are closed, or, where it is none, at a tag.
+
+    Attributes:
+        begun: whether there is anything of it.
+    """
+
+    def __init__(self, tags: Sequence[str]) -> None:
+        """tags: outside of strings they end the value, whatever it is."""
+        self._tags = tags
+        self._signs = re.compile(f'[{re.escape("".join(tag[0] for tag in tags))}"{{}}\\[\\]]')
+        self._depth, self._in_string = 0, False
+        self.begun = False
+
+    def scan(self, text: str) -> tuple[int, bool]:
+        """Take text: how much of it belongs to the value, and whether it ends there.
+
+        What may be the beginning of a tag, or of an escape, is left until more is known.
+        """
+        at = 0
+        while (found := (_IN_STRING if self._in_string else self._signs).search(text, at)) is not None:
+            at, sign = found.start(), found[0]
+            if sign == "\\" and at + 1 == len(text):
+                return self._taken(at, False)
+            if not self._in_string and any(t.startswith(text[at : at + len(t)]) for t in self._tags):
+                return self._taken(at, any(text.startswith(t, at) for t in self._tags))
+            if sign == '"':
+                self._in_string = not self._in_string
+            elif sign in "[{":
+                self._depth += 1
+            elif sign in "]}":
+                self._depth -= 1
+                if self._depth <= 0:  # below 0: it belongs to what is around the value
+                    return self._taken(at + 1 + min(self._depth, 0), True)
+            at += 2 if sign == "\\" else 1
+        return self._taken(len(text), False)
+
+    def _taken(self, length: int, ended: bool) -> tuple[int, bool]:
+        self.begun |= length > 0
+        return length, ended

@@ -1,0 +1,80 @@
+"""Which texts a schema allows, where a model writes strings as they are, without quotes and escapes."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from mtp_jax.errors import RequestError
+from mtp_jax.text.string_formats import EXPRESSIONS
+from mtp_jax.text.tools.values import Steps, branches_of, listed
+
+Texts = list[tuple[str, ...]]
+"""Alternatives, each of which is terminals of a Lark grammar that a text fits all of; (): any text."""
+
+_ANY: Texts = [()]
+_MOST = 256  # alternatives
+_UNKNOWN = ("not", "if", "then", "else", "contentEncoding", "contentMediaType")
+
+
+def texts(schema: Any, whole: Any, steps: Steps | None = None, depth: int = 0) -> Texts:
+    """Alternatives; none where the schema allows no string. whole: what its references refer to.
+
+    Raises RequestError for a schema that cannot be kept to.
+    """
+    steps = steps or Steps()
+    if schema is False:
+        return []
+    if not isinstance(schema, Mapping):
+        return _ANY
+    if not steps.take(depth):
+        raise RequestError("a schema refers to others too often, or to itself; spell out its strings")
+    types = schema.get("type", "string")
+    if types != "string" and "string" not in types:
+        return []
+    if wrong := [key for key in _UNKNOWN if key in schema]:
+        raise RequestError(f"this model writes strings as they are, and {wrong[0]!r} cannot be kept to there")
+    found = [tuple(_constraints(schema))]
+    if (choices := listed(schema)) is not None:
+        found = _both(found, [(json.dumps(choice),) for choice in choices if isinstance(choice, str)])
+    for branches, all_of in branches_of(schema, whole):
+        each = [texts(branch, whole, steps, depth + 1) for branch in branches]
+        for ways in each if all_of else [[way for branch in each for way in branch]]:
+            found = _both(found, ways)
+    return found
+
+
+def _constraints(schema: Mapping[str, Any]) -> Iterable[str]:
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    if least or most is not None:
+        yield f"/(?s:.){{{int(least)},{'' if most is None else int(most)}}}/"
+    if "pattern" in schema:
+        yield terminal(_search(schema["pattern"]))
+    if (expression := EXPRESSIONS.get(schema.get("format", ""))) is not None:
+        yield terminal(expression)
+
+
+def _both(one: Sequence[tuple[str, ...]], other: Sequence[tuple[str, ...]]) -> Texts:
+    """Texts that are in both."""
+    if len(one) * len(other) > _MOST:
+        raise RequestError(f"a schema allows strings in more than {_MOST} ways; simplify it")
+    return [tuple(dict.fromkeys((*a, *b))) for a in one for b in other]
+
+
+def _search(pattern: str) -> str:
+    """The expression of a text that holds a match."""
+    before, after = "(?s:.*)", "(?s:.*)"
+    if pattern.startswith("^"):
+        pattern, before = pattern[1:], ""
+    escapes = len(pattern[:-1]) - len(pattern[:-1].rstrip("\\"))
+    if pattern.endswith("$") and escapes % 2 == 0:
+        pattern, after = pattern[:-1], ""
+    return f"{before}({pattern}){after}"
+
+
+def terminal(expression: str) -> str:
+    """An expression as a terminal of a Lark grammar."""
+    found, escaped = "", False
+    for character in expression:
+        found += {"/": "/" if escaped else "\\/", "\n": "n" if escaped else "\\n"}.get(character, character)
+        escaped = character == "\\" and not escaped
+    return f"/{found}/"

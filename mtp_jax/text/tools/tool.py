@@ -1,0 +1,81 @@
+"""A function that a model may call."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mtp_jax.errors import RequestError
+from mtp_jax.text.tools.formats import NAMES
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call.
+
+    Attributes:
+        name: letters, digits, "_", "-" and ".".
+        parameters: the JSON Schema of its arguments, an object.
+        strict: whether arguments must fit the schema; if not, they must be an object.
+        description: for the model.
+    """
+
+    name: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    strict: bool = False
+    description: str = ""
+
+    def check(self) -> None:
+        """Raises RequestError for a wrong name, and where a schema, or that of a parameter, is none."""
+        if not re.fullmatch(NAMES, self.name):
+            raise RequestError(
+                f"the tool {self.name!r:.40}: a name has letters, digits, '_', '-' and '.' alone"
+            )
+        for where, schema in self._schemas():
+            if not isinstance(schema, Mapping | bool):
+                raise RequestError(f"{where}: {schema!r:.40} is no JSON Schema; give an object")
+            for key, value in schema.items() if isinstance(schema, Mapping) else ():
+                fits, expected = _KEYWORDS.get(key, (_anything, ""))
+                if not fits(value):
+                    raise RequestError(f"{where}: {key} = {value!r:.40}; JSON Schema expects {expected}")
+
+    def _schemas(self) -> Iterator[tuple[str, Any]]:
+        yield f"the tool {self.name!r}", self.parameters
+        known = self.parameters.get("properties")
+        for key, schema in known.items() if isinstance(known, Mapping) else ():
+            yield f"the parameter {key!r:.40} of the tool {self.name!r}", schema
+
+
+def _anything(value: Any) -> bool:
+    del value
+    return True
+
+
+def _is_string(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _are_strings(value: Any) -> bool:
+    return _is_list(value) and all(isinstance(item, str) for item in value)
+
+
+def _is_length(value: Any) -> bool:
+    return type(value) in (int, float) and value >= 0
+
+
+_KEYWORDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "type": (lambda value: _is_string(value) or _are_strings(value), "a string or a list of strings"),
+    "required": (_are_strings, "a list of strings"),
+    **dict.fromkeys(("properties", "$defs", "definitions"), (_is_object, "an object")),
+    **dict.fromkeys(("enum", "anyOf", "oneOf", "allOf"), (_is_list, "a list")),
+    **dict.fromkeys(("$ref", "pattern", "format"), (_is_string, "a string")),
+    **dict.fromkeys(("minLength", "maxLength"), (_is_length, "a length")),
+}

@@ -1,0 +1,176 @@
+"""Values of arguments that a model writes as they are: which of them are text, and which JSON.
+
+The text ``5`` may be a number or a string. The schema decides, as far as its types and lists of values tell.
+"""
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+KINDS = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
+_LITERALS = {"null": ("null",), "boolean": ("true", "false")}
+_NUMBER = frozenset("-+.0123456789eE")
+
+
+class Steps:
+    """How much of a schema may be followed: what lies behind that is taken to allow anything."""
+
+    def __init__(self) -> None:
+        self._left, self._depth = 1000, 32
+
+    def take(self, depth: int) -> bool:
+        """Whether one more part may be read, so deep."""
+        self._left -= 1
+        return self._left >= 0 and depth <= self._depth
+
+
+def kind(value: Any) -> str:
+    """The type of a value of JSON; a whole number is an "integer"."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    if isinstance(value, int | float):
+        return "integer" if value == value // 1 else "number"
+    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
+
+
+def kinds(schema: Any, whole: Any, steps: Steps | None = None, depth: int = 0) -> frozenset[str]:
+    """Types that a schema may allow. whole: what its references refer to."""
+    steps = steps or Steps()
+    if schema is False:
+        return frozenset()
+    if not isinstance(schema, Mapping) or not steps.take(depth):
+        return KINDS
+    found = _named(schema)
+    if (choices := listed(schema)) is not None:
+        found &= frozenset(map(kind, choices))
+    for branches, all_of in branches_of(schema, whole):
+        each = [kinds(branch, whole, steps, depth + 1) for branch in branches]
+        found &= frozenset.intersection(*each) if all_of else frozenset().union(*each)
+    return found | {"null"} if schema.get("nullable") is True else found  # OpenAPI's
+
+
+def fits(value: Any, schema: Any, whole: Any, steps: Steps | None = None, depth: int = 0) -> bool:
+    """Whether types and lists of values of a schema allow a value."""
+    steps = steps or Steps()
+    if not isinstance(schema, Mapping) or not steps.take(depth):
+        return schema is not False
+    if value is None and schema.get("nullable") is True:
+        return True
+    own, choices = kind(value), listed(schema)
+    if own not in _named(schema):
+        return False
+    if choices is not None and not any(value == c and own == kind(c) for c in choices):
+        return False
+    return all(
+        (all if all_of else any)(fits(value, branch, whole, steps, depth + 1) for branch in branches)
+        for branches, all_of in branches_of(schema, whole)
+    )
+
+
+def _named(schema: Mapping[str, Any]) -> frozenset[str]:
+    """What ``type`` says."""
+    types = schema.get("type")
+    if not isinstance(types, str | list | tuple):
+        return KINDS
+    named = frozenset([types] if isinstance(types, str) else [t for t in types if isinstance(t, str)])
+    return KINDS & (named | {"integer"} if "number" in named else named)
+
+
+def listed(schema: Mapping[str, Any]) -> list[Any] | None:
+    """The values that a schema lists; None if it lists none."""
+    if "const" in schema:
+        return [schema["const"]]
+    choices = schema.get("enum")
+    return list(choices) if isinstance(choices, list | tuple) else None
+
+
+def branches_of(schema: Mapping[str, Any], whole: Any) -> Iterator[tuple[Sequence[Any], bool]]:
+    """Further schemas of the same value, and whether it fits all of them, rather than any."""
+    if isinstance(reference := schema.get("$ref"), str):
+        yield [_referred(reference, whole)], True
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(branches := schema.get(key), list | tuple) and branches:
+            yield branches, key == "allOf"
+
+
+def _referred(reference: str, whole: Any) -> Any:
+    """What a JSON pointer such as "#/$defs/a" names; {}, which allows anything, if it names nothing here."""
+    start, *path = reference.split("/")
+    found = whole if start == "#" else {}
+    for step in path:
+        step = step.replace("~1", "/").replace("~0", "~")
+        found = found.get(step, {}) if isinstance(found, Mapping) else {}
+    return found
+
+
+def as_json(text: str) -> str | None:
+    """JSON in Python's spelling; None for what is none."""
+    try:
+        return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        return None
+
+
+def as_string(text: str) -> str:
+    """A string of JSON."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+class Value:
+    """A value that grows, made JSON. Text is sent while it grows, all else at its end."""
+
+    def __init__(self, schema: Any, whole: Any, says: str | None = None) -> None:
+        """says: what the model says of it: "true", it is text; "false", it is JSON; or nothing."""
+        self._schema, self._whole, self._says = schema, whole, says
+        self._kinds = frozenset({"string"}) if says == "true" else kinds(schema, whole)
+        self._held, self._is_text = "", False
+
+    def grow(self, text: str) -> str:
+        """Take text; return what may be sent."""
+        if self._is_text:
+            return as_string(text)[1:-1]
+        self._held += text
+        quoted = self._says == "false" and self._held.lstrip()[:1] in ('"', "")  # perhaps a string of JSON
+        if quoted or not _is_text(self._held, self._kinds):
+            return ""
+        self._is_text = True
+        return as_string(self._held)[:-1]
+
+    def end(self, text: str) -> str:
+        """Take the rest."""
+        if self._is_text:
+            return as_string(text)[1:]
+        return self._read(self._held + text)
+
+    def cut(self) -> str:
+        """What is left where the output ends within it: nothing, if the value may be text as well as JSON."""
+        return "" if self._is_text or "string" in self._kinds else self._held
+
+    def _read(self, text: str) -> str:
+        found = as_json(text)
+        if found is None:
+            return as_string(text)
+        value = json.loads(found)
+        own = kind(value)
+        if self._says == "false" and own == "string":
+            return found
+        allowed = self._kinds - {"string"}
+        if "string" not in self._kinds or (own in allowed and fits(value, self._schema, self._whole)):
+            return found
+        if own not in allowed or fits(text, self._schema, self._whole):
+            return as_string(text)
+        return found
+
+
+def _is_text(begun: str, allowed: Collection[str]) -> bool:
+    """Whether a value that begins so can only be a string, with these types allowed."""
+    text = begun.strip(" \t\r\n")
+    others = {*allowed} - {"string"}
+    if "string" not in allowed or not others:
+        return "string" in allowed
+    if not text or any(w.startswith(text) for name in others for w in _LITERALS.get(name, ())):
+        return False
+    if text[0] in "[{":
+        return {"[": "array", "{": "object"}[text[0]] not in others
+    is_number = text[0] in "-0123456789" and _NUMBER.issuperset(text)
+    return not (is_number and others & {"integer", "number"})
