@@ -161,7 +161,7 @@ def test_a_schema_may_come_from_a_file(tmp_path):
     (tmp_path / "schema.json").write_text('{"type": "integer"}')
     params = options.sampling_params(parse("--json-schema", f"@{tmp_path}/schema.json"))
     assert params.structured == StructuredOutput('{"type": "integer"}')
-    with pytest.raises(RequestError, match=r"--json-schema @nowhere.json: .*No such file"):
+    with pytest.raises(RequestError, match=r"--json-schema @nowhere\.json cannot be read: No such file"):
         options.sampling_params(parse("--json-schema", "@nowhere.json"))
 
 
