@@ -318,8 +318,7 @@ class AsyncLLM:
             self._look_idle()
             raise
         aborted, deltas = self._submitting.pop(request_id), params.output_kind == "delta"
-        abort = partial(self._thread.abort, state)
-        stream = Stream(request_id, reservation, prompt_tokens, deltas, abort)
+        stream = Stream(request_id, reservation, prompt_tokens, deltas, partial(self._thread.abort, state))
         self._streams[request_id] = self._by_prompt[state] = stream
         self._idle.clear()
         self._thread.submit(state)
