@@ -1,9 +1,11 @@
 """The chat page: its headers, and what it does in a real browser."""
 
 import json
+import random
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -228,7 +230,9 @@ def test_options_are_sent_as_set(opened: Opener):
     assert body_of(sent.value)["speculative"] == {"metrics": "summary", "enabled": False}
     finished(page)
     expect(page.locator(".answer .drafted")).to_have_count(0)
-    expect(page.locator(".figures")).to_contain_text("acceptance length 1.00")
+    # Without drafts nothing was accepted, and nothing is said of it.
+    expect(page.locator(".figures")).to_have_text(re.compile(r"^4 tokens · \S+ tokens/s · first [^·]+ · length"))
+    expect(page.get_by_role("button", name="Again without MTP")).to_have_count(0)
 
 
 @browser_only
@@ -258,17 +262,21 @@ def test_what_a_model_writes_is_text_and_its_thoughts_fold(
 @pytest.mark.usefixtures("slow_steps")
 def test_a_call_grows_and_its_result_is_sent(opened: Opener, client: httpx2.Client):
     page = opened()
-    forced = {"tools": [GO], "tool_choice": "required", "parallel_tool_calls": False}
-    change_requests(page, **forced)
+    choice = {"type": "function", "function": {"name": "go"}}
+    forced = {"tools": [GO], "tool_choice": choice, "parallel_tool_calls": False}
     page.get_by_label("Tools that it may call").fill(json.dumps([GO]))
-    answer = send(page, "abc", **{"Max tokens": 140})
+    page.get_by_label("Tool choice").select_option("go")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        answer = send(page, "abc", **{"Max tokens": 190})
+    body = body_of(sent.value)
+    assert {name: body[name] for name in forced} == forced
     call = answer.get_by_role("region", name="Call")
     arguments = call.locator(".text")
     expect(arguments).not_to_be_empty()
     early = arguments.text_content() or ""
     finished(page)
     user = {"role": "user", "content": "abc"}
-    told = ask(client, messages=[user], max_tokens=140, ignore_eos=False, **forced)
+    told = ask(client, messages=[user], max_tokens=190, ignore_eos=False, **forced)
     message = told["choices"][0]["message"]
     expected = message["tool_calls"][0]["function"]
     expect(call.locator("code")).to_have_text("go")
@@ -277,13 +285,15 @@ def test_a_call_grows_and_its_result_is_sent(opened: Opener, client: httpx2.Clie
     assert len(early) < len(written)
     expect(answer.locator(".figures")).to_contain_text("waits for results")
 
-    page.unroute("**/v1/**")
+    page.reload()  # the calls are kept, and their results still asked for
+    expect(page.get_by_label("Tool choice")).to_have_value("tool:go")
     page.get_by_label("Max tokens").fill("8")
     page.get_by_label("Result of go").fill("<b>warm</b>")
     with page.expect_request("**/v1/chat/completions") as sent:
         page.get_by_role("button", name="Send results").click()
     body = body_of(sent.value)
     assert body["tools"] == [GO]
+    assert "tool_choice" not in body  # or calls would follow for ever
     (made,) = body["messages"][1].pop("tool_calls")
     assert made["function"] == {"name": "go", "arguments": written}
     text = answer.locator("> .text").text_content()
@@ -302,22 +312,226 @@ def test_a_call_grows_and_its_result_is_sent(opened: Opener, client: httpx2.Clie
 @browser_only
 def test_calls_without_results_are_not_told_again(opened: Opener):
     page = opened()
-    change_requests(page, tool_choice="required", parallel_tool_calls=False)
+    page.get_by_label("Tool choice").select_option("some tool")
     tools = page.get_by_label("Tools that it may call")
     tools.fill("{}")
-    send(page, "abc", **{"Max tokens": 140})
+    send(page, "abc", **{"Max tokens": 190})
     expect(page.locator("article")).to_have_count(0)
     assert "this is no list" in tools.evaluate("field => field.validationMessage")
     tools.fill(json.dumps([GO]))
-    send(page, "abc", **{"Max tokens": 140})
+    send(page, "abc", **{"Max tokens": 190})
     finished(page)
     expect(page.get_by_label("Result of go")).to_be_visible()
     with page.expect_request("**/v1/chat/completions") as sent:
-        send(page, "def", **{"Max tokens": 140})
+        send(page, "def", **{"Max tokens": 190})
     assert body_of(sent.value)["messages"][-1] == {"role": "user", "content": "def"}
     assert not any("tool_calls" in message for message in body_of(sent.value)["messages"])
     finished(page)
     expect(page.get_by_label("Result of go")).to_have_count(1)  # of the new call
+
+
+@browser_only
+def test_a_choice_of_tools_follows_the_list(opened: Opener):
+    page = opened()
+    tools, choice = page.get_by_label("Tools that it may call"), page.get_by_label("Tool choice")
+    named = [{"type": "function", "function": {"name": name}} for name in ("auto", "<b>")]
+    tools.fill(json.dumps(named))
+    assert choice.locator("option").all_text_contents() == ["auto", "some tool", "no tool", "auto", "<b>"]
+    choice.select_option("<b>")
+    tools.fill(json.dumps(named[1:]))
+    expect(choice).to_have_value("tool:<b>")
+    tools.fill("[")
+    expect(choice).to_have_value("auto")
+    tools.fill(json.dumps([GO]))
+    choice.select_option("no tool")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        send(page, "abc", **{"Max tokens": 4})
+    body = body_of(sent.value)
+    assert (body["tool_choice"], body["tools"]) == ("none", [GO])
+    finished(page)
+
+
+CODE = """So <b>this</b>:
+```python
+x = "<i>`` ~~~"
+    ```
+```
+and ` ~~ ``that``
+~~~
+y
+```
+~~~~
+done"""
+
+
+@browser_only
+def test_fences_make_blocks_of_text_that_can_be_copied(opened: Opener):
+    page = opened(permissions=["clipboard-read", "clipboard-write"])
+    change_requests(page, structured_outputs={"choice": [CODE]})
+    answer = send(page, "abc", **{"Max tokens": 200})
+    finished(page)
+    blocks = answer.locator("pre code")
+    assert blocks.all_text_contents() == ['x = "<i>`` ~~~"\n    ```\n', "y\n```\n"]
+    assert answer.locator(".code-bar span").all_text_contents() == ["python", ""]
+    assert answer.locator("b, i").count() == 0
+    assert blocks.locator(".drafted").count() > 0
+    around = "body => [...body.children].filter(e => e.tagName === 'SPAN').map(e => e.textContent).join('')"
+    assert answer.locator("> .text").evaluate(around) == "So <b>this</b>:\nand ` ~~ ``that``\ndone"
+    blocks.nth(1).locator("xpath=../..").get_by_role("button", name="Copy").click()
+    expect(answer.get_by_role("button", name="Copied")).to_be_visible()
+    assert page.evaluate("navigator.clipboard.readText()") == "y\n```\n"
+    answer.locator("> .actions").get_by_role("button", name="Copy").click()
+    expect(answer.locator("> .actions").get_by_role("button", name="Copied")).to_be_visible()
+    assert page.evaluate("navigator.clipboard.readText()") == CODE
+
+
+LAYOUT = """async texts => {
+  const { Blocks } = await import("/web/blocks.js");
+  return texts.map(pieces => {
+    const shown = document.createElement("div");
+    const blocks = new Blocks(shown);
+    for (const piece of pieces) blocks.push(piece, text => document.createTextNode(text));
+    blocks.close();
+    const parts = [];
+    for (const node of shown.childNodes) {
+      const code = node.nodeType === 1;
+      const text = code ? node.querySelector("code").textContent : node.textContent;
+      if (!code && parts.length && !parts.at(-1)[0]) parts.at(-1)[1] += text;
+      else parts.push([code, text]);
+    }
+    return parts;
+  });
+}"""
+
+
+@browser_only
+def test_blocks_do_not_depend_on_where_the_text_was_cut(opened: Opener):
+    """As CommonMark's section on fenced code blocks has them."""
+    cases: list[tuple[str, list[list[Any]]]] = [
+        ("no\n``\nfence ```", [[False, "no\n``\nfence ```"]]),
+        ("```\na\n```", [[True, "a\n"]]),
+        ("   ````x y\na\n```\n  `````  \nb", [[True, "a\n```\n"], [False, "b"]]),
+        ("    ```\na", [[False, "    ```\na"]]),
+        ("``` a`b\nc", [[False, "``` a`b\nc"]]),
+        ("~~~ a`b\nc\n\n", [[True, "c\n\n"]]),
+        ("```\na\n``` b\n", [[True, "a\n``` b\n"]]),
+        ("a\n```", [[False, "a\n"], [True, ""]]),
+        ("```\n```\n\n~~~\n~~~\n", [[True, ""], [False, "\n"], [True, ""]]),
+    ]
+    rng = random.Random(0)
+    given, expected = [], []
+    for text, parts in cases:
+        cuts = [sorted(rng.sample(range(1, len(text)), rng.randint(0, len(text) - 1))) for _ in range(20)]
+        for cut in ([], list(range(1, len(text))), *cuts):
+            given.append([text[a:b] for a, b in pairwise([0, *cut, len(text)])])
+            expected.append(parts)
+    assert opened().evaluate(LAYOUT, given) == expected
+
+
+@browser_only
+def test_again_without_drafts_stands_beside_the_answer_with_its_seed(opened: Opener):
+    page = opened(viewport={"width": 1200, "height": 700})
+    change_requests(page, ignore_eos=True)
+    with page.expect_request("**/v1/chat/completions") as sent:
+        answer = send(page, "abc", Temperature=0.8)
+    first = body_of(sent.value)
+    finished(page)
+    page.get_by_label("Temperature").fill("0.1")  # what is asked again does not change
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.get_by_role("button", name="Again without MTP").click()
+    again = body_of(sent.value)
+    assert again.pop("speculative") == {"metrics": "summary", "enabled": False}
+    assert first.pop("speculative") == {"metrics": "summary"}
+    assert again == first
+    assert 0 <= first["seed"] < 2**32
+    finished(page)
+    answer, twin = page.get_by_label("Answer", exact=True), page.get_by_label("Answer without MTP")
+    text = answer.locator("> .text").text_content()
+    assert text
+    expect(twin.locator("> .text")).to_have_text(text, use_inner_text=False)
+    expect(answer.locator(".drafted")).not_to_have_count(0)
+    expect(twin.locator(".drafted")).to_have_count(0)
+    expect(twin.locator(".figures")).not_to_contain_text("acceptance")
+    expect(page.locator(".compared")).to_have_text(
+        re.compile(r"^With MTP: \d+\.\d\d times the tokens/s, the same text$")
+    )
+    left, right = answer.bounding_box(), twin.bounding_box()
+    assert left
+    assert right
+    assert left["y"] == right["y"]
+    assert left["x"] + left["width"] <= right["x"]
+
+    with page.expect_request("**/v1/chat/completions") as sent:  # only the answer is told on
+        send(page, "def", **{"Max tokens": 4})
+    assert [m["role"] for m in body_of(sent.value)["messages"]] == ["user", "assistant", "user"]
+    finished(page)
+    page.get_by_role("button", name="Again without MTP").first.click()
+    finished(page)
+    expect(page.locator("article.answer")).to_have_count(3)
+
+
+@browser_only
+def test_a_conversation_is_kept_until_it_is_cleared(opened: Opener):
+    page = opened()
+    change_requests(page, ignore_eos=True)
+    page.get_by_label("System message").fill("be <b>brief</b>")
+    answer = send(page, "abc")
+    finished(page)
+    page.get_by_role("button", name="Again without MTP").click()
+    finished(page)
+    shown = "log => [log.innerHTML.replaceAll(/Copied/g, 'Copy'), log.querySelectorAll('.drafted').length]"
+    before = page.locator("#log").evaluate(shown)
+    assert before[1] > 0
+    text = answer.locator("> .text").text_content()
+    page.reload()
+    assert page.locator("#log").evaluate(shown) == before
+    page.unroute_all()
+    with page.expect_request("**/v1/chat/completions") as sent:
+        send(page, "def", **{"Max tokens": 4})
+    assert body_of(sent.value)["messages"] == [
+        {"role": "system", "content": "be <b>brief</b>"},
+        {"role": "user", "content": "abc"},
+        {"role": "assistant", "content": text},
+        {"role": "user", "content": "def"},
+    ]
+    finished(page)
+    page.get_by_label("System message").fill("")
+    page.get_by_role("button", name="Clear").click()
+    page.reload()
+    expect(page.locator("article")).to_have_count(0)
+    assert page.evaluate("localStorage.length") == 0
+
+
+@browser_only
+@pytest.mark.usefixtures("slow_steps")
+def test_an_answer_that_a_reload_cut_is_kept_as_far_as_it_came(opened: Opener):
+    page = opened()
+    change_requests(page, ignore_eos=True)
+    answer = send(page, "abc", **{"Max tokens": 200})
+    expect(answer.locator("> .text")).not_to_be_empty()
+    page.reload()
+    expect(answer.locator(".figures")).to_contain_text("interrupted")
+    expect(answer.locator("> .text")).not_to_be_empty()
+    page.get_by_label("Max tokens").fill("4")
+    page.get_by_role("button", name="Regenerate").click()
+    finished(page)
+    expect(answer.locator(".figures")).to_contain_text("length limit reached")
+
+
+@browser_only
+def test_where_storage_is_full_or_holds_something_else_the_page_goes_on(opened: Opener):
+    page = opened()
+    script = """async () => {
+      const { keep, kept } = await import("/web/kept.js");
+      keep({ exchanges: ["a".repeat(4e6), "b".repeat(4e6), "c"] });
+      const [first, second] = kept().exchanges;
+      return [first.slice(0, 1), second];
+    }"""
+    assert page.evaluate(script) == ["b", "c"]
+    for text in ("{", "null", '{"form": 0, "exchanges": [1]}'):
+        page.evaluate("text => localStorage.setItem('conversation', text)", text)
+        page.reload()
+        expect(page.locator("#model")).to_have_text("tiny")
 
 
 @browser_only
@@ -375,11 +589,13 @@ def test_the_key_is_asked_for(opened: Opener, fresh: LLM, problems: list[str]):
         expect(page.locator("#notice")).to_be_hidden()
         expect(page.locator("#model")).to_have_text("tiny")
         expect(answer.locator("> .text")).not_to_be_empty()
-        assert page.evaluate("() => [localStorage.length, sessionStorage.length, document.cookie]") == [
-            0,
-            0,
-            "",
-        ]
+        page.reload()
+        expect(page.locator("article")).to_have_count(2)  # of what was said, the browser keeps all but the key
+        assert "401" in problems.pop()
+        kept = page.evaluate("() => JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])")
+        assert "conversation" in kept
+        assert "secret" not in kept
+        expect(page.get_by_label("API key")).to_have_value("")
     finally:
         running.stop()
 
