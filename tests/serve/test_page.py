@@ -231,7 +231,9 @@ def test_options_are_sent_as_set(opened: Opener):
     finished(page)
     expect(page.locator(".answer .drafted")).to_have_count(0)
     # Without drafts nothing was accepted, and nothing is said of it.
-    expect(page.locator(".figures")).to_have_text(re.compile(r"^4 tokens · \S+ tokens/s · first [^·]+ · length"))
+    expect(page.locator(".figures")).to_have_text(
+        re.compile(r"^4 tokens · \S+ tokens/s · first [^·]+ · length")
+    )
     expect(page.get_by_role("button", name="Again without MTP")).to_have_count(0)
 
 
@@ -590,9 +592,11 @@ def test_the_key_is_asked_for(opened: Opener, fresh: LLM, problems: list[str]):
         expect(page.locator("#model")).to_have_text("tiny")
         expect(answer.locator("> .text")).not_to_be_empty()
         page.reload()
-        expect(page.locator("article")).to_have_count(2)  # of what was said, the browser keeps all but the key
+        expect(page.locator("article")).to_have_count(2)  # the browser keeps all but the key
         assert "401" in problems.pop()
-        kept = page.evaluate("() => JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])")
+        kept = page.evaluate(
+            "() => JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])"
+        )
         assert "conversation" in kept
         assert "secret" not in kept
         expect(page.get_by_label("API key")).to_have_value("")
