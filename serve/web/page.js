@@ -123,7 +123,9 @@ async function again(exchange) {
   exchange.twin = newTwin(exchange);
   const { metrics } = exchange.asked.fields.speculative;
   await run(exchange.twin, exchange, requestBody(exchange, { speculative: { metrics, enabled: false } }));
+  const follow = atEnd();
   compare(exchange);
+  keepEndInView(follow);
   save();
 }
 
