@@ -97,8 +97,9 @@ export class Answer {
     this.#figures.before(shown);
   }
 
-  /** What it has over another answer to the same, in words; empty while one of them has no rate. */
+  /** What it has over another answer to the same, in words; empty if one of them was cut or has no rate. */
   over(other) {
+    if (this.record.why || other.record.why) return "";
     if (!this.#meter.rate || !other.#meter.rate) return "";
     const faster = (this.#meter.rate / other.#meter.rate).toFixed(2);
     return `${faster} times the tokens/s, ${this.text === other.text ? "the same text" : "another text"}`;
