@@ -119,6 +119,8 @@ def write(report: Report, path: str | Path, made_by: Mapping[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
     return value.tolist() if hasattr(value, "tolist") else asdict(value)
 
 

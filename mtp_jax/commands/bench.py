@@ -51,7 +51,8 @@ def register(subparsers: Subparsers) -> None:
         )
         if plotted:
             sub.add_argument("--png", type=Path, metavar="FILE", help="default: the JSON file's name")
-        add_model(sub, "directory (default: the demo model)", str, DEMO)
+        if name != "serve":  # which measures a server, whatever it serves
+            add_model(sub, "directory (default: the demo model)", str, DEMO)
         sub.set_defaults(run=_run, measure=measure, name=name, plotted=plotted)
         return sub
 
@@ -108,6 +109,56 @@ def register(subparsers: Subparsers) -> None:
     _add(sub, "--seed", 0, "of the requests", int, "N")
     options = f"of mtp-jax serve (default: {shlex.join(_FEW_PAGES)})"
     sub.add_argument("--serve-options", type=shlex.split, default=_FEW_PAGES, metavar="TEXT", help=options)
+
+    _register_serve(command("serve", _serve, "an open loop against a server that runs, with OpenAI's API"))
+
+
+def _register_serve(sub: Parser) -> None:
+    """The key of the server comes from the environment, as the command stands in what is written."""
+    sub.add_argument("url", metavar="URL", help="of the server; its key: OPENAI_API_KEY of the environment")
+    sub.add_argument("--model", metavar="NAME", help="as the server names it (default: its first)")
+    api = "route to ask (default: chat for prompts of a file, completions for random ones)"
+    sub.add_argument("--api", choices=("completions", "chat"), help=api)
+    _add(
+        sub,
+        "--rates",
+        [1.0, 2.0, 4.0],
+        "requests per second, one after the other; inf: at once",
+        _rates,
+        "R,...",
+    )
+    sub.add_argument(
+        "--arrivals",
+        choices=("poisson", "fixed"),
+        default="poisson",
+        help="gaps between requests: random, or equal (default: poisson)",
+    )
+    _add(sub, "--requests", 100, "per rate", positive, "N")
+    _add(sub, "--seed", 0, "of arrivals and prompts", int, "N")
+    prompts = sub.add_mutually_exclusive_group()
+    prompts.add_argument(
+        "--sharegpt", type=Path, metavar="FILE", help="prompts from a JSON file like ShareGPT's"
+    )
+    prompts.add_argument(
+        "--speed-bench", type=Path, metavar="FILE", help="prompts from a JSONL file like SPEED-Bench's"
+    )
+    prompts.add_argument(
+        "--vocabulary",
+        type=positive,
+        metavar="V",
+        help="random prompts: of token ids below V instead of words",
+    )
+    _add(sub, "--prompt-tokens", 256, "token ids or words of random prompts", positive, "N")
+    _add(sub, "--spread", 0.0, "random lengths are uniform within this share of it, from 0 to 1", _share, "S")
+    _add(sub, "--max-tokens", 128, "of an answer", positive, "N")
+    _add(sub, "--temperature", 0.0, "0: greedy", float, "T")
+    ignore = "answers have --max-tokens tokens; not every server knows the field"
+    sub.add_argument("--ignore-eos", action="store_true", help=ignore)
+    extra = """more fields of every request, as JSON: '{"top_p": 0.9}'"""
+    sub.add_argument("--extra-body", type=_object, default={}, metavar="JSON", help=extra)
+    _add(
+        sub, "--timeout", 600.0, "seconds without data after which a request has failed", positive_number, "S"
+    )
 
 
 def _add(sub: Parser, flag: str, default: Any, help: str, kind: Callable[[str], Any], metavar: str) -> None:
@@ -176,6 +227,50 @@ def _soak(a: Arguments) -> Reports:
     yield soak.run(a.model, a.minutes, a.rate, a.seed, a.serve_options)
 
 
+def _serve(a: Arguments) -> Reports:
+    from mtp_jax.bench import served, traffic
+
+    if a.sharegpt:
+        prompts = traffic.sharegpt(a.sharegpt)
+    elif a.speed_bench:
+        prompts = traffic.speed_bench(a.speed_bench)
+    else:
+        count = a.requests * len(a.rates)
+        prompts = traffic.random_prompts(count, a.prompt_tokens, a.spread, a.vocabulary, a.seed)
+    api = a.api or ("chat" if a.sharegpt or a.speed_bench else "completions")
+    fields = {"max_tokens": a.max_tokens, "temperature": a.temperature}
+    fields |= {"ignore_eos": True} if a.ignore_eos else {}
+    load = served.Load(a.rates, a.requests, a.arrivals, a.seed, a.timeout)
+    yield from served.run(a.url, api, a.model, fields | a.extra_body, prompts, load)
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError:
+        rates = [math.nan]
+    if not all(rate > 0 for rate in rates):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers above 0; write 0.5,2,inf")
+    return rates
+
+
+def _share(text: str) -> float:
+    share = float(text) if text.replace(".", "", 1).isdecimal() else math.nan
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+    return share
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"""{text!r} is not a JSON object; write '{{"top_p": 0.9}}'""")
+    return found
+
+
 def _numbers(text: str) -> list[float]:
     try:
         numbers = [float(part) for part in text.split(",")]
@@ -221,8 +316,8 @@ def _measure(args: Arguments) -> int:
     from mtp_jax.bench.report import check, environment, table, write
 
     command = f"mtp-jax {shlex.join(args.command)}"
-    model = str(args.model).rstrip("/").rpartition("/")[2]
-    path = args.json or _free(Path(f"build/bench/{args.name}-{model}.json"), command)
+    subject = str(getattr(args, "url", None) or args.model).rstrip("/").rpartition("/")[2].replace(":", "-")
+    path = args.json or _free(Path(f"build/bench/{args.name}-{subject}.json"), command)
     check(path)
     png = None
     if args.plotted and plot.can_draw():
@@ -230,7 +325,8 @@ def _measure(args: Arguments) -> int:
         check(png)
     elif args.plotted and args.png is not None:
         raise ConfigError("--png needs matplotlib: pip install matplotlib; or leave it out")
-    hidden = ("run", "measure", "plotted", "command", "json", "png")
+    # Each level of figures names its rate, which may be infinite: JSON has no such number.
+    hidden = ("run", "measure", "plotted", "command", "json", "png", "rates")
     options: dict[str, Any] = {k: v for k, v in vars(args).items() if k not in hidden}
     made_by = {"command": command, "options": options, "environment": environment()}
     if compile_cache not in (None, "none"):

@@ -2,6 +2,8 @@
 
 import { Answer, promptElement } from "./answer.js";
 import { serverInfo, stream } from "./api.js";
+import { element } from "./element.js";
+import { forget, keep, kept } from "./kept.js";
 
 const $ = (id) => document.getElementById(id);
 const options = $("options").elements;
@@ -9,24 +11,49 @@ const narrow = matchMedia("(max-width: 55rem)");
 const touch = matchMedia("(hover: none)");
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
 
-let exchanges = []; // {mode, turn, answer, shown}, in the order of the page; a turn is what was said, as messages
-let running = null; // an AbortController while an answer comes
+const TOOL = "tool:"; // before the name of a tool as a choice, which may be called "auto"
+const KEPT = ["system", "tools", "tool_choice"]; // options that belong to a conversation
 
-function requestBody(exchange) {
-  const body = {
+// In the order of the page: {mode, turn, asked, place, answer, twin, shown}. A turn is what was said, as messages;
+// `asked` how, as fields of the request and the system message; a twin is the same answer without MTP.
+let exchanges = [];
+let running = null; // an AbortController while an answer comes; its reason says why it ended
+
+/** How to ask, by the settings. The seed is drawn here where none is given, so that it can be used again. */
+function asked(mode, turn) {
+  const fields = {
     stream: true,
     stream_options: { include_usage: true },
     return_token_origins: true,
+    seed: crypto.getRandomValues(new Uint32Array(1))[0],
     speculative: { metrics: "summary" },
   };
   for (const name of NUMBERS) {
-    if (options[name].value !== "") body[name] = options[name].valueAsNumber;
+    if (options[name].value !== "") fields[name] = options[name].valueAsNumber;
   }
-  if (!options.speculate.checked) body.speculative.enabled = false;
-  else if (options.depth.value !== "") body.speculative.max_tokens = options.depth.valueAsNumber;
-  if (exchange.mode === "text") return { ...body, prompt: exchange.turn[0].content };
-  if (options.thinking.checked) body.chat_template_kwargs = { thinking: true };
-  return { ...body, tools: tools(), messages: messages(exchange) };
+  if (!options.speculate.checked) fields.speculative.enabled = false;
+  else if (options.depth.value !== "") fields.speculative.max_tokens = options.depth.valueAsNumber;
+  if (mode === "text") return { fields, system: "" };
+  if (options.thinking.checked) fields.chat_template_kwargs = { thinking: true };
+  return { fields: { ...fields, ...toolFields(turn) }, system: options.system.value };
+}
+
+/** A tool is forced for what the user said, not for the results of calls, which would be followed by calls for ever. */
+function toolFields(turn) {
+  const given = tools();
+  const choice = options.tool_choice.value;
+  const answered = turn[0].role === "tool";
+  if (!given || choice === "auto" || (answered && choice !== "none")) return { tools: given };
+  if (choice === "none") return { tools: given, tool_choice: choice };
+  const forced = choice === "required" ? choice : { type: "function", function: { name: nameOf(choice) } };
+  return { tools: given, tool_choice: forced, parallel_tool_calls: false };
+}
+
+function requestBody(exchange, changed = {}) {
+  const { fields, system } = exchange.asked;
+  if (exchange.mode === "text") return { ...fields, ...changed, prompt: exchange.turn[0].content };
+  const told = system.trim() ? [{ role: "system", content: system }] : [];
+  return { ...fields, ...changed, messages: [...told, ...messages(exchange)] };
 }
 
 /** The tools that the model may call; undefined without any. Throws an Error for what is no list. */
@@ -62,39 +89,83 @@ function sendResults(results) {
 
 function begin(mode, turn, label) {
   exchanges.at(-1)?.answer.calls.settle();
-  const shown = turn.map(({ content }) => promptElement(content, mode, label));
-  $("log").append(...shown);
-  const exchange = { mode, turn, answer: null, shown };
+  const exchange = { mode, turn, label, asked: null, answer: null, twin: null };
+  show(exchange);
   exchanges.push(exchange);
-  answer(exchange);
+  ask(exchange);
+}
+
+/** Put on the page what was said, and a place for the answers to it. */
+function show(exchange) {
+  exchange.place = element("div", "answers");
+  exchange.shown = exchange.turn.map(({ content }) => promptElement(content, exchange.mode, exchange.label));
+  $("log").append(...exchange.shown, exchange.place);
 }
 
 function regenerate() {
-  if (running || !exchanges.length || !optionsAreValid()) return;
-  exchanges.at(-1).answer.element.remove();
-  answer(exchanges.at(-1));
+  if (!running && exchanges.length && optionsAreValid()) ask(exchanges.at(-1));
 }
 
-async function answer(exchange) {
-  const path = exchange.mode === "text" ? "v1/completions" : "v1/chat/completions";
+async function ask(exchange) {
+  exchange.asked = asked(exchange.mode, exchange.turn);
+  exchange.place.replaceChildren();
+  exchange.twin = null;
+  exchange.answer = new Answer(exchange.place, exchange.mode);
+  await run(exchange.answer, exchange, requestBody(exchange));
+  settle(exchange);
+  save();
+}
+
+/** The same again, with the same seed and without drafts, beside the answer. */
+async function again(exchange) {
+  if (running) return;
+  exchange.place.replaceChildren(exchange.answer.element);
+  exchange.twin = newTwin(exchange);
+  const { metrics } = exchange.asked.fields.speculative;
+  await run(exchange.twin, exchange, requestBody(exchange, { speculative: { metrics, enabled: false } }));
+  const follow = atEnd();
+  compare(exchange);
+  keepEndInView(follow);
+  save();
+}
+
+function newTwin(exchange, make = (...where) => new Answer(...where)) {
+  return make(exchange.place, exchange.mode, "Answer without MTP");
+}
+
+function compare({ place, answer, twin }) {
+  const said = answer.over(twin);
+  if (said) place.append(element("p", "compared quiet", `With MTP: ${said}`));
+}
+
+/** Offer what can be done with an answer that has ended. */
+function settle(exchange) {
+  if (exchange.answer.waits && exchange === exchanges.at(-1)) exchange.answer.calls.ask(sendResults);
+  if (exchange.asked.fields.speculative.enabled === false) return;
+  const button = element("button", "small again", "Again without MTP");
+  button.type = "button";
+  button.addEventListener("click", () => again(exchange));
+  exchange.answer.offer(button);
+}
+
+async function run(answer, { mode }, body) {
+  const path = mode === "text" ? "v1/completions" : "v1/chat/completions";
   const controller = new AbortController();
-  exchange.answer = new Answer($("log"), exchange.mode);
   setRunning(controller);
   keepEndInView(true);
   try {
-    for await (const chunk of stream(path, requestBody(exchange), options.key.value, controller.signal)) {
+    for await (const chunk of stream(path, body, options.key.value, controller.signal)) {
       const follow = atEnd();
-      exchange.answer.push(chunk);
+      answer.push(chunk);
       keepEndInView(follow);
     }
     const follow = atEnd();
-    exchange.answer.close();
-    if (exchange.answer.waits) exchange.answer.calls.ask(sendResults);
+    answer.close();
     keepEndInView(follow);
   } catch (error) {
     const follow = atEnd();
-    exchange.answer.close(controller.signal.aborted ? "stopped" : "failed");
-    if (!controller.signal.aborted) exchange.answer.fail(error.message);
+    answer.close(controller.signal.aborted ? controller.signal.reason : "failed");
+    if (!controller.signal.aborted) answer.fail(error.message);
     keepEndInView(follow);
     if (error.status === 401) askForKey();
   }
@@ -102,14 +173,44 @@ async function answer(exchange) {
 }
 
 function clear() {
-  running?.abort();
-  for (const { shown, answer } of exchanges) {
+  running?.abort("stopped");
+  for (const { shown, place } of exchanges) {
     for (const part of shown) part.remove();
-    answer.element.remove();
+    place.remove();
   }
   exchanges = [];
   setRunning(running);
+  save();
   $("prompt").focus();
+}
+
+/** Keep the conversation and what belongs to it. */
+function save() {
+  const settings = Object.fromEntries(KEPT.map((name) => [name, options[name].value]));
+  const told = exchanges.map(({ mode, turn, label, asked, answer, twin }) => {
+    return { mode, turn, label, asked, answer: answer.record, twin: twin?.record };
+  });
+  if (told.length || settings.system || settings.tools) keep({ settings, exchanges: told });
+  else forget();
+}
+
+/** Show the conversation that was kept. */
+function restore() {
+  const { settings = {}, exchanges: told = [] } = kept() ?? {};
+  for (const name of KEPT) {
+    options[name].value = settings[name] ?? options[name].value;
+    if (name === "tools") checkTools(); // there are no names to choose from before
+  }
+  for (const { answer, twin, ...exchange } of told) {
+    show(exchange);
+    exchanges.push(exchange);
+    exchange.answer = Answer.from(answer, exchange.place, exchange.mode);
+    exchange.twin = twin && newTwin(exchange, (...where) => Answer.from(twin, ...where));
+    if (exchange.twin) compare(exchange);
+  }
+  exchanges.forEach(settle);
+  setRunning(null);
+  keepEndInView(true);
 }
 
 function setRunning(controller) {
@@ -118,6 +219,7 @@ function setRunning(controller) {
   $("stop").hidden = running === null;
   $("regenerate").disabled = running !== null || !exchanges.length;
   $("clear").disabled = !exchanges.length;
+  document.body.classList.toggle("running", running !== null);
   $("welcome").hidden = exchanges.length > 0;
   // The button in use may have gone. On a phone, focus would bring up the keyboard over the answer.
   if (document.activeElement === document.body && !touch.matches) $("prompt").focus();
@@ -130,13 +232,26 @@ function optionsAreValid() {
   return $("options").reportValidity();
 }
 
+/** Whether the tools can be read; their names are offered as choices. */
 function checkTools() {
+  let names = [];
   try {
-    tools();
+    names = (tools() ?? []).map((tool) => tool?.function?.name).filter((name) => typeof name === "string");
     options.tools.setCustomValidity("");
   } catch (error) {
     options.tools.setCustomValidity(`Tools are a JSON list, as in OpenAI's API: ${error.message}`);
   }
+  const field = options.tool_choice;
+  const chosen = field.value;
+  for (const old of [...field.options].filter(({ value }) => nameOf(value))) old.remove();
+  field.append(...names.map((name) => new Option(name, TOOL + name)));
+  field.value = chosen;
+  if (!field.value) field.value = "auto"; // the tool that was chosen has gone
+}
+
+/** The name of a tool that a choice forces; empty for the other choices. */
+function nameOf(choice) {
+  return choice.startsWith(TOOL) ? choice.slice(TOOL.length) : "";
 }
 
 function askForKey() {
@@ -160,7 +275,7 @@ function keepEndInView(wanted) {
 
 function showMode() {
   const text = options.mode.value === "text";
-  options.thinking.disabled = options.tools.disabled = text;
+  for (const name of ["thinking", "system", "tools", "tool_choice"]) options[name].disabled = text;
   $("prompt").placeholder = text ? "Write the beginning of a text" : "Write a message";
   $("send").textContent = text ? "Complete" : "Send";
 }
@@ -214,19 +329,28 @@ $("prompt").addEventListener("keydown", (event) => {
   send();
 });
 addEventListener("keydown", (event) => {
-  if (event.key === "Escape") running?.abort();
+  if (event.key === "Escape") running?.abort("stopped");
 });
-$("stop").addEventListener("click", () => running?.abort());
+$("stop").addEventListener("click", () => running?.abort("stopped"));
 $("regenerate").addEventListener("click", regenerate);
 $("clear").addEventListener("click", clear);
 $("toggle-settings").addEventListener("click", () => showSettings($("settings").hidden));
 $("options").addEventListener("submit", (event) => event.preventDefault());
 $("options").addEventListener("change", (event) => {
   if (event.target === options.key) connect();
-  checkTools();
   showMode();
   showSpeculation();
+  save();
 });
+options.tools.addEventListener("input", checkTools);
+// The first of them comes before the browser ends the stream, where it comes at all.
+for (const leaving of ["beforeunload", "pagehide"]) {
+  addEventListener(leaving, () => {
+    running?.abort("interrupted");
+    save();
+  });
+}
 
+restore();
 showSettings(!narrow.matches);
 connect();

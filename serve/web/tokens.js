@@ -36,7 +36,7 @@ export class Origins {
   }
 }
 
-/** Measures an answer while it comes. Times are milliseconds of performance.now(). */
+/** Measures an answer while it comes. Times are milliseconds since it was asked for. */
 export class Meter {
   tokens = 0;
   #written = 0; // tokens that were not drafted: the first, and one per step
@@ -44,10 +44,6 @@ export class Meter {
   #first = null;
   #inFirst = 0;
   #last = 0;
-
-  constructor(started) {
-    this.started = started;
-  }
 
   /** Count tokens that came at a time. */
   push(tokens, now) {
@@ -61,7 +57,12 @@ export class Meter {
 
   /** Milliseconds to the first token; null before it. */
   get firstAfter() {
-    return this.#first === null ? null : this.#first - this.started;
+    return this.#first;
+  }
+
+  /** Tokens that were drafted. */
+  get drafted() {
+    return this.tokens - this.#written;
   }
 
   /** Tokens per second since the first; null until there are some. */

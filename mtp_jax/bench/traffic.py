@@ -1,0 +1,144 @@
+"""What a server is asked, and when: prompts from files or at random, and arrivals that wait for no answer."""
+
+import json
+import math
+import random
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mtp_jax.errors import ConfigError
+
+Message = dict[str, str]
+Prompt = str | list[int] | list[Message]
+Arrivals = Literal["poisson", "fixed"]
+_USERS = ("human", "user")
+_WORD_LETTERS = 5  # letters of an English word, about (Norvig, "English Letter Frequency Counts", 2012: 4.79)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts, and where they come from in words.
+
+    Attributes:
+        all: text, token ids, or messages.
+        source: of the prompts.
+    """
+
+    all: Sequence[Prompt]
+    source: str
+
+    def take(self, count: int, seed: int) -> list[Prompt]:
+        """``count`` prompts in a random order; a file with fewer begins again, in another order."""
+        rng, taken = random.Random(seed), []
+        while len(taken) < count:
+            taken += rng.sample(self.all, len(self.all))
+        return taken[:count]
+
+
+def schedule(count: int, rate: float, arrivals: Arrivals, seed: int) -> list[float]:
+    """Seconds after the first request at which each is due, ``rate`` per second on average; inf: all at once.
+
+    "poisson" has independent, exponentially distributed gaps, "fixed" equal ones.
+    """
+    if math.isinf(rate):
+        return [0.0] * count
+    rng, at, due = random.Random(seed), 0.0, []
+    for _ in range(count):
+        due.append(at)
+        at += rng.expovariate(rate) if arrivals == "poisson" else 1 / rate
+    return due
+
+
+def random_prompts(count: int, length: int, spread: float, vocab: int | None, seed: int) -> Prompts:
+    """Random token ids below ``vocab``, or random words where that is None.
+
+    Lengths in ids or words are uniform from ``length * (1 - spread)`` to ``length * (1 + spread)``.
+    """
+    rng = random.Random(seed)
+    low, high = max(1, round(length * (1 - spread))), max(1, round(length * (1 + spread)))
+
+    def word() -> str:
+        return "".join(rng.choices(string.ascii_lowercase, k=_WORD_LETTERS))
+
+    def prompt() -> Prompt:
+        size = rng.randint(low, high)
+        if vocab is None:
+            return " ".join(word() for _ in range(size))
+        return [rng.randrange(vocab) for _ in range(size)]
+
+    lengths = f"{low}" if low == high else f"{low} to {high}"
+    what = "random words" if vocab is None else f"random token ids below {vocab}"
+    return Prompts([prompt() for _ in range(count)], f"{lengths} {what}")
+
+
+def sharegpt(path: Path) -> Prompts:
+    """The user's first message of every conversation, of a JSON list as ShareGPT's is.
+
+    Raises ConfigError for a file of another form.
+    """
+    try:
+        entries = json.loads(_text(path))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}; expected ShareGPT's list of conversations") from None
+    if not isinstance(entries, list):
+        raise ConfigError(f"{path} holds {type(entries).__name__}; expected ShareGPT's list of conversations")
+    return _from_file(
+        path, entries, _first_of_conversation, '"conversations": [{"from": "human", "value": ...}]'
+    )
+
+
+def speed_bench(path: Path) -> Prompts:
+    """The first turn of every line: JSON with ``turns``, a list of texts, or ``messages``.
+
+    Raises ConfigError for a file of another form.
+    """
+    entries = []
+    for number, line in enumerate(_text(path).splitlines(), 1):
+        try:
+            entries += [json.loads(line)] if line.strip() else []
+        except ValueError as error:
+            raise ConfigError(
+                f"{path}, line {number} is not JSON: {error}; expected one object a line"
+            ) from None
+    return _from_file(path, entries, _first_turn, '"turns": ["...", ...] or "messages": [...]')
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; name a file of prompts") from None
+
+
+def _from_file(
+    path: Path, entries: Sequence[Any], first: Callable[[Any], Prompt | None], expected: str
+) -> Prompts:
+    """Entries in which the user says nothing are left out; an entry of another form is an error."""
+    found: list[Prompt] = []
+    for number, entry in enumerate(entries, 1):
+        try:
+            prompt = first(entry)
+        except (LookupError, TypeError, AttributeError):
+            raise ConfigError(f"{path}, entry {number}: expected an object with {expected}") from None
+        if prompt:
+            found.append(prompt)
+    if not found:
+        raise ConfigError(f"{path} has no prompts; expected objects with {expected}")
+    return Prompts(found, f"{path.name}, {len(found)} prompts")
+
+
+def _first_of_conversation(entry: Any) -> Prompt | None:
+    said = entry["conversations"]
+    return next((str(turn["value"]) for turn in said if turn["from"] in _USERS and turn["value"]), None)
+
+
+def _first_turn(entry: Any) -> Prompt | None:
+    if "turns" in entry:
+        turns = entry["turns"]
+        return str(turns[0]) if turns else None
+    messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in entry["messages"]]
+    first = next((i for i, m in enumerate(messages) if m["role"] in _USERS), None)
+    return None if first is None else messages[: first + 1]
