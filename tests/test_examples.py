@@ -30,10 +30,10 @@ def example(name: str) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    """The embedded model; few slots and a short context, as programs for them are few."""
+    """The embedded model; one slot and a short context, for which few programs are compiled."""
     return LLM(
         num_speculative_tokens=3,
-        max_num_seqs=2,
+        max_num_seqs=1,
         max_model_len=128,
         page_size=64,
         prefill_chunk=16,
