@@ -22,8 +22,11 @@ def reward(completion: CompletionOutput) -> float:
     return completion.text.count("\n") / max(1, completion.num_tokens)
 
 
-def main(llm: LLM, max_tokens: int = 24) -> tuple[str | None, str | None]:
-    """The versions of the weights that the rollouts before and after the update name."""
+def main(llm: LLM, max_tokens: int = 24, probe: tuple[str, ...] = (PROMPT,)) -> tuple[str | None, str | None]:
+    """The versions of the weights that the rollouts before and after the update name.
+
+    probe: prompts to compare the acceptance length of old and new weights on.
+    """
     params = SamplingParams(n=4, temperature=1, seed=1, max_tokens=max_tokens, ignore_eos=True)
     (before,) = llm.generate([PROMPT], params)
     rewards = np.array([reward(c) for c in before.outputs])
@@ -46,16 +49,14 @@ def main(llm: LLM, max_tokens: int = 24) -> tuple[str | None, str | None]:
     learned = jax.tree.map(lambda p, g: p - 0.01 * g, policy.params, gradient)
     with tempfile.TemporaryDirectory() as folder:
         save_checkpoint(folder, policy.config, learned)
-        update = llm.update_weights(folder, weight_version="step-1", probe=[PROMPT])
+        update = llm.update_weights(folder, weight_version="step-1", probe=probe)
     (after,) = llm.generate([PROMPT], params)
     print(
         f"mean reward {rewards.mean():.3f} by weights {before.weight_version!r}, "
         f"{np.mean([reward(c) for c in after.outputs]):.3f} by {after.weight_version!r}"
     )
-    print(
-        f"acceptance length {update.acceptance_before:.2f} before, {update.acceptance_after:.2f} after: "
-        "the drafts still fit"
-    )
+    if update.acceptance_before and update.acceptance_after:
+        print(f"acceptance length {update.acceptance_before:.2f}, then {update.acceptance_after:.2f}")
     return before.weight_version, after.weight_version
 
 
