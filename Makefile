@@ -4,9 +4,10 @@ VENV ?= .venv
 # One process per core, four at most: each runs jax with threads of its own. Each has its share of the files, whose
 # tests share programs; one that is done takes half of what another has left.
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
-DEMO_PROMPT ?= class Parser:
-# Under coupled verification a seed gives the same tokens whatever is drafted.
-DEMO_SAMPLING ?= --temperature 0.8 --seed 1 --verifier coupled
+DEMO_PROMPT ?= <｜User｜>Write a function: Set the value of an option.<｜Assistant｜>```python\ndef set_option(self, name, value):
+# A question in the form of the model's chats, and the beginning of the answer. Under coupled verification a seed gives
+# the same tokens whatever is drafted; over so few tokens an adaptive depth would mostly measure.
+DEMO_SAMPLING ?= --temperature 0.8 --seed 7 --verifier coupled --fixed-depth --stop '```'
 
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt
@@ -17,9 +18,12 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.runtime
-	@echo "==> the embedded model completes a prompt, sampling, with and without MTP"
-	@echo '==> $(DEMO_PROMPT)'
-	@$(BIN)/mtp-jax generate --compare $(DEMO_SAMPLING) --prompt '$(DEMO_PROMPT)'
+	@echo "==> the embedded model answers, sampling, with and without MTP; on a terminal drafted tokens are green"
+	@printf '%b\n' '$(DEMO_PROMPT)'
+	@$(BIN)/mtp-jax generate --compare $(DEMO_SAMPLING) --prompt "$$(printf '%b' '$(DEMO_PROMPT)')"
+	@echo '==> a large model gains more: for DeepSeek-V3 on 16 H200 and one request mtp-jax plan estimates 1.6 times the'
+	@echo '    tokens/s at depth 1, 2.0 times at depth 3 (docs/planning.md). This one has 11 M parameters, which hardly wait for memory'
+	@echo '==> next: $(BIN)/mtp-jax serve, a chat page at http://127.0.0.1:8000; examples/; README.md lists what to read'
 
 test: $(VENV)/.dev
 	@echo "==> running the fast tests"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mtp_jax.api.admission import LazyPrompt
     from mtp_jax.api.async_llm import AsyncLLM
+    from mtp_jax.api.demo import demo_model
     from mtp_jax.api.follow import follow
     from mtp_jax.api.handover_options import HandoverOptions
     from mtp_jax.api.llm import LLM
@@ -68,6 +69,7 @@ __all__ = [
     "Tokenizer",
     "Tool",
     "ToolUse",
+    "demo_model",
     "follow",
     "join",
     "make_mesh",
@@ -99,6 +101,7 @@ _HOMES = {
     "CallEnd": "text.tools.parts",
     "CallBegin": "text.tools.parts",
     "CallArguments": "text.tools.parts",
+    "demo_model": "api.demo",
     "follow": "api.follow",
     "join": "hosts.group",
     "make_mesh": "model.sharding",

@@ -1,4 +1,4 @@
-"""What the README and docs/architecture.md say of the code: the files that a token passes, the layers."""
+"""What the documents say of the code, and of each other: files that a token passes, layers, tests, links."""
 
 import re
 import shutil
@@ -16,6 +16,7 @@ from tests import golden, tiny_tokenizer
 from tests.test_imports import LAYERS, ROOT
 
 PACKAGE = Path(mtp_jax.__file__).parent
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FILE = re.compile(r"`([a-z_/]+\.py)`")
 
 
@@ -55,6 +56,47 @@ def test_a_token_goes_through_the_files_that_the_readme_names(visited, tmp_path,
     assert capsys.readouterr().out
     ran = {str(Path(name).relative_to(PACKAGE)) for name in visited if name.startswith(f"{PACKAGE}/")}
     assert not [name for name in named if name not in ran]
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 110
+
+
+def test_every_claim_names_a_test_that_is_there():
+    rows = re.findall(r"^\| .* \| \[(test_\w+)\]\((.*\.py)\) \|$", section("README.md", "Claims"), re.M)
+    assert len(rows) == section("README.md", "Claims").count("\n| ") - 2
+    for name, path in rows:
+        assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), path
+
+
+def test_the_picture_shows_the_speedups_of_the_table():
+    measured = section("README.md", "Measured")
+    bars = re.search(r"bar \[(.*)\]", measured)
+    assert bars
+    assert bars[1].split(", ") == re.findall(r"\| ([\d.]+) \([\d.-]+\) \|$", measured, re.M)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_to_files_and_sections(path):
+    """Between documents of the repository."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    for link in links:
+        file, _, anchor = link.partition("#")
+        to = path.parent / file if file else path
+        assert to.exists(), link
+        assert not anchor or anchor in anchors(to), link
+
+
+def anchors(path: Path) -> list[str]:
+    """The names that GitHub gives to headings."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.M)
+    return [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings]
+
+
+def test_the_readme_lists_every_document():
+    table = section("README.md", "Documents")
+    assert not [path.name for path in DOCUMENTS if f"(docs/{path.name})" not in table and path.parent != ROOT]
 
 
 def test_the_table_of_layers_is_that_of_the_tree():

@@ -48,7 +48,7 @@ def test_the_documentation_shows_what_is_printed(plan, command, shown):
 
 
 def test_the_documentation_has_examples_of_each_kind():
-    assert len(EXAMPLES) == 3
+    assert len(EXAMPLES) == 4
     assert ["--check" in c for c, _ in EXAMPLES].count(True) == 1
     assert [s.startswith("error: 8 x H100: needs ") for _, s in EXAMPLES].count(True) == 1
 

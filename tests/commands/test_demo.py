@@ -1,0 +1,54 @@
+"""`make demo`: good Python that ends with its function, and figures that `mtp-jax plan` gives."""
+
+import ast
+import json
+import re
+import shlex
+import subprocess
+
+import pytest
+
+from mtp_jax.commands import cli
+from tests.planning.releases import write
+from tests.test_imports import ROOT
+
+
+@pytest.fixture(scope="module")
+def recipe() -> str:
+    """The commands of `make demo`, as make would run them."""
+    command = ["make", "--no-print-directory", "--dry-run", "--always-make", "demo"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.slow
+def test_the_text_is_a_whole_function(recipe, capsys):
+    line = next(line for line in recipe.splitlines() if "mtp-jax generate" in line)
+    expanded = subprocess.run(
+        ["sh", "-c", re.sub(r"\S*mtp-jax", "printf '%s\\\\0'", line)], capture_output=True
+    )
+    arguments = expanded.stdout.decode().split("\0")[:-1]
+    assert cli.main([*arguments, "--json", "--quiet", "--runs", "1", "--no-compile-cache"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    (completion,) = result["output"]["outputs"]
+    assert completion["finish_reason"] == "stop"
+    code = result["output"]["prompt"].partition("```python\n")[2] + completion["text"]
+    (function,) = ast.parse(code).body
+    assert isinstance(function, ast.FunctionDef)
+    assert len(function.body) >= 4
+    assert result["same_tokens"]
+    assert result["with"]["acceptance_length"] > 2
+
+
+def test_the_gain_of_a_large_model_is_what_plan_says(recipe, tmp_path, monkeypatch, capsys):
+    write(tmp_path, "DeepSeek-V3")
+    monkeypatch.chdir(tmp_path)
+    options = shlex.split("plan DeepSeek-V3 --gpu h200 --gpus 16 --requests 1 --depths 0,1,3 --json")
+    assert cli.main(options) == 0
+    plain, *rows = json.loads(capsys.readouterr().out)["rows"]
+    said = re.findall(r"([\d.]+) times", recipe)
+    assert len(said) == len(rows) == 2
+    for times, row in zip(said, rows, strict=True):
+        assert [row["depth"] for row in rows] == [1, 3]
+        rates = zip(row["tokens_per_second_per_user"], plain["tokens_per_second_per_user"], strict=True)
+        for drafting, alone in rates:
+            assert drafting / alone == pytest.approx(float(times), abs=0.05)

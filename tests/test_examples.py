@@ -1,0 +1,126 @@
+"""Every file of examples/ runs, and what it shows is true."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtp_jax import LLM, demo_model
+from mtp_jax.bench import machine
+from mtp_jax.checkpoint import load
+from mtp_jax.model import trunk
+from tests import golden
+from tests.test_imports import ROOT
+
+EXAMPLES = ROOT / "examples"
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    """The embedded model; one slot and a short context, for which few programs are compiled."""
+    return LLM(
+        num_speculative_tokens=3,
+        max_num_seqs=1,
+        max_model_len=128,
+        page_size=64,
+        prefill_chunk=16,
+        compile_cache=None,
+        seed=0,
+    )
+
+
+def test_every_example_has_a_test():
+    own = Path(__file__).read_text(encoding="utf-8")
+    names = [path.stem for path in EXAMPLES.glob("*.py")]
+    assert len(names) >= 10
+    assert not [name for name in names if f'example("{name}").main(' not in own]
+
+
+def test_the_twelve_lines_of_the_documentation():
+    text = (ROOT / "docs" / "research.md").read_text(encoding="utf-8")
+    block = text.partition("```python\n")[2].partition("```")[0]
+    names: dict[str, Any] = {}
+    exec(compile(block, "docs/research.md", "exec"), names)
+    logits, drafts = names["both"](names["m"].params, names["ids"])
+    assert logits.shape[1] == drafts.shape[1] + 1
+    assert (logits[:, 1:].argmax(-1) == drafts.argmax(-1)).sum() == 3
+
+
+def test_forward():
+    logits, drafts = example("forward").main()
+    assert logits.shape[1] == drafts.shape[1] + 1
+    assert logits.dtype == drafts.dtype == jnp.float32
+    assert (logits[:, 1:].argmax(-1) == drafts.argmax(-1)).sum() >= 3
+
+
+def test_a_step_against_the_gradient_lowers_the_loss():
+    before, after = example("gradient").main()
+    assert after < before
+
+
+def test_the_step_by_hand_gives_the_greedy_tokens():
+    """Teacher forcing: each token is the trunk's first choice after those before it."""
+    module, model = example("step_by_hand"), load(demo_model())
+    tokens, acceptance_length = example("step_by_hand").main(24)
+    ids = jnp.array([tokens])
+    best = np.asarray(trunk.logits(model.params, trunk.forward(model.params, model.config, ids)).argmax(-1))[
+        0
+    ]
+    start = len(module.Tokenizer.from_dir(demo_model()).encode(module.PROMPT))
+    assert len(tokens) >= start + 24
+    assert best[start - 1 : -1].tolist() == tokens[start:]
+    assert acceptance_length > 1.5
+
+
+def test_a_mesh_gives_the_logits_of_one_device():
+    assert example("mesh").main() < 1e-3
+
+
+def test_offline(llm):
+    outputs = example("offline").main(llm, 12)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [12] * 4
+    assert sum(o.speculation.accepted for o in outputs) > 4
+
+
+def test_streaming(llm):
+    text, drafted = example("streaming").main(llm, 16)
+    assert text.strip()
+    assert drafted > 4
+
+
+def test_tools(llm):
+    arguments = example("tools").main(llm)
+    assert arguments["city"] in ("Paris", "Rome")
+    assert arguments["days"] in range(1, 8)
+    json.dumps(arguments)
+
+
+def test_logprobs(llm):
+    engine, forced = example("logprobs").main(llm, 6)
+    np.testing.assert_allclose(engine, forced, atol=2e-3)
+
+
+def test_rollouts(llm):
+    assert example("rollouts").main(llm, 8, probe=()) == ("0", "step-1")
+
+
+def test_profile(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "_MATRIX", 128)  # the machine's peaks, of small arrays
+    monkeypatch.setattr(machine, "_BYTES", 1 << 20)
+    report = example("profile_steps").main(tmp_path, str(golden.model_dir("rigged")), 2)
+    assert "verify" in report
+    assert (tmp_path / "trace").is_dir()
