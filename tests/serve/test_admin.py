@@ -93,7 +93,7 @@ def _events(text: str) -> list[dict]:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"model_path": "/a" * 2500}, "cannot be read: File name too long"),
+        ({"model_path": "/a" * 2500}, "is not a directory; name one with config.json and safetensors"),
         ({}, "model_path: this field is required"),
         ({"model_path": "/nowhere"}, "/nowhere"),
         ({"model_path": "/nowhere", "load_format": "pt"}, "load_format"),
