@@ -22,7 +22,7 @@ def llm() -> LLM:
 @pytest.fixture(scope="module")
 def held_out() -> list[list[int]]:
     tokenizer = corpus.read_tokenizer(demo_model() / "tokenizer.json")
-    return corpus.held_out_prompts(tokenizer, corpus.split(corpus.read_files()).held_out, n=12, length=64)
+    return corpus.held_out_prompts(tokenizer, corpus.split(corpus.read_files()).held_out, n=6, length=64)
 
 
 def run(llm: LLM, prompts: Sequence[list[int]], **params: Any) -> tuple[list[list[int]], Speculation]:
@@ -47,7 +47,7 @@ def repeats(text: list[int], prompt: list[int]) -> bool:
 def test_a_copying_task(llm: LLM, held_out: list[list[int]]) -> None:
     """The model's greedy text soon repeats itself; with it in the prompt, what follows repeats the prompt."""
     plain = llm.without_speculation()
-    begun, _ = run(plain, held_out[:4], temperature=0)
+    begun, _ = run(plain, held_out[:2], temperature=0)
     prompts = [[*p, *text] for p, text in zip(held_out, begun, strict=False)]
     told, _ = run(plain, prompts, temperature=0)
     copies = [(p, text) for p, text in zip(prompts, told, strict=True) if repeats(text, p)]
