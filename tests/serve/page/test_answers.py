@@ -94,7 +94,7 @@ def test_what_a_model_writes_is_text_and_its_thoughts_fold(
     page = opened()
     thought, markup = "<i>so</i>", "<img src=x onerror=alert(1)><script>alert(2)</script>"
     # The grammar writes the thought, too: this model would not end one.
-    monkeypatch.setattr("mtp_jax.text.grammar._behind_thought", lambda grammar, _: grammar)
+    monkeypatch.setattr("mtp_jax.text.grammar._behind_thought", lambda grammar, *_: grammar)
     change_requests(page, structured_outputs={"choice": [f"{thought}</think>{markup}"]})
     page.get_by_label("Think first").check()
     answer = send(page, "<b>abc</b>", **{"Max tokens": 200})
