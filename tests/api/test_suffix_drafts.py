@@ -22,7 +22,7 @@ def llm() -> LLM:
 @pytest.fixture(scope="module")
 def held_out() -> list[list[int]]:
     tokenizer = corpus.read_tokenizer(demo_model() / "tokenizer.json")
-    return corpus.held_out_prompts(tokenizer, corpus.split(corpus.read_files()).held_out, n=6, length=64)
+    return corpus.held_out_prompts(tokenizer, corpus.split(corpus.read_files()).held_out, n=24, length=64)
 
 
 def run(llm: LLM, prompts: Sequence[list[int]], **params: Any) -> tuple[list[list[int]], Speculation]:
@@ -44,10 +44,11 @@ def repeats(text: list[int], prompt: list[int]) -> bool:
     return all(tuple(text[i : i + size]) in known for i in range(len(text) - size + 1))
 
 
-def test_a_copying_task(llm: LLM, held_out: list[list[int]]) -> None:
+@pytest.mark.parametrize("count", [2, pytest.param(12, marks=pytest.mark.slow)])
+def test_a_copying_task(llm: LLM, held_out: list[list[int]], count: int) -> None:
     """The model's greedy text soon repeats itself; with it in the prompt, what follows repeats the prompt."""
     plain = llm.without_speculation()
-    begun, _ = run(plain, held_out[:2], temperature=0)
+    begun, _ = run(plain, held_out[:count], temperature=0)
     prompts = [[*p, *text] for p, text in zip(held_out, begun, strict=False)]
     told, _ = run(plain, prompts, temperature=0)
     copies = [(p, text) for p, text in zip(prompts, told, strict=True) if repeats(text, p)]
@@ -59,15 +60,18 @@ def test_a_copying_task(llm: LLM, held_out: list[list[int]]) -> None:
         assert spec.of(Source.SUFFIX).accepted > spec.of(Source.NEXTN).accepted
 
 
-@pytest.mark.parametrize("depth", [3, *(pytest.param(d, marks=pytest.mark.slow) for d in (1, DEPTH))])
-def test_held_out_text(llm: LLM, held_out: list[list[int]], depth: int) -> None:
+@pytest.mark.parametrize(
+    ("depth", "count"), [(3, 6), *(pytest.param(d, 24, marks=pytest.mark.slow) for d in (1, 3, DEPTH))]
+)
+def test_held_out_text(llm: LLM, held_out: list[list[int]], depth: int, count: int) -> None:
     """Of all drafts verified, a larger share is accepted than of the NextN layer's alone.
 
     That holds of the prompts together. A single match may be wrong where the NextN layer is right.
     """
     params = {"temperature": 0, "num_speculative_tokens": depth}
-    text, both = run(llm, held_out, **params)
-    told, alone = run(llm, held_out, suffix_drafts=False, **params)
+    prompts = held_out[:count]
+    text, both = run(llm, prompts, **params)
+    told, alone = run(llm, prompts, suffix_drafts=False, **params)
     assert text == told
     assert both.of(Source.SUFFIX).accepted > 0
     assert alone.accepted > 0

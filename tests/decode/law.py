@@ -52,7 +52,7 @@ class Case:
 
     drafter: Drafter
     prompt: tuple[int, ...] = (3, 1, 4)
-    rows: int = 4000
+    rows: int = 6000
     page: int = 16
     cfg: ModelConfig = CFG
 

@@ -79,11 +79,6 @@ def multiply(w: Weight, pick: Pick, x: Float[Array, "*b i"], slices: int = SLICE
     return reduce(jnp.add, [added(own) * pick(scale_of(b)) for b, own in zip(blocks, groups, strict=True)])
 
 
-def by_head(x: Float[Array, "N T i"], w: Narrow) -> Float[Array, "N T o"]:
-    """``x[n] @ w[n].T`` in float32, w [N, o, i]: for few rows."""
-    return sum_lanes(multiply(w, lambda a: a[:, None], x.astype(jnp.float32)[:, :, None]))
-
-
 def sum_lanes(x: Float[Array, "*b l"]) -> Float[Array, "*b"]:
     """The sum over lanes, by a product. Without the barrier XLA would make it a part of the loops."""
     return jax.lax.optimization_barrier(x) @ jnp.ones(x.shape[-1], x.dtype)

@@ -16,7 +16,7 @@ from mtp_jax.model.narrow import Bf16, Fp8, InStack, expand, index, nbytes
 _FEW_ROWS, _LEAST_ROWS = 64, 8
 # Loops widen a weight again for each row. Up to so many rows that costs no more than widening it in memory.
 # This is not measured at start-up: the order of sums, and so tokens, must be the same at every start.
-LANED = 8
+_LANED = 8
 # Up to so many rows their parts are multiplied together: weights are read once, but across rows.
 _TOGETHER = 32
 # A widened block of a weight has at most so many values: the cache holds them as float32.
@@ -46,7 +46,7 @@ def of_narrow(x: Float[Array, "T i"], w: Bf16 | Fp8 | InStack, matrices: bool) -
     """
     if isinstance(w, Bf16) and matrices and (len(x) > 1 or nbytes(w) > CACHE_BYTES):
         return _in_parts(x, w)
-    return cpu_lanes.product(x, w) if len(x) <= LANED else _in_blocks(x, w)
+    return cpu_lanes.product(x, w) if len(x) <= _LANED else _in_blocks(x, w)
 
 
 def _in_parts(x: Float[Array, "T i"], w: Bf16) -> Float[Array, "T O"]:
