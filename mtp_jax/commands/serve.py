@@ -24,9 +24,9 @@ from mtp_jax.commands.options import (
 )
 from mtp_jax.commands.parser import Subparsers, rates
 from mtp_jax.options import declared
-from serve.access_log import set_up
+from serve.base.settings import Settings
 from serve.cluster.options import RayOptions
-from serve.settings import Settings
+from serve.watch.access_log import set_up
 
 if TYPE_CHECKING:
     from mtp_jax.api.async_llm import AsyncLLM
@@ -115,7 +115,7 @@ def _serve(args: argparse.Namespace, report: Reporter, group: "Group | None") ->
     if handover.apart:
         handover.secret()  # or say what is wrong before weights are read
     with report.phase("import server"):
-        from serve.run import listen, serve
+        from serve.http.run import listen, serve
     with listen(settings) as listener:
         llm = open_llm(args, report, SLOTS, group)
         from mtp_jax.api.async_llm import AsyncLLM

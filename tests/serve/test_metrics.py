@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from mtp_jax.api.handover import HandoverStats
 from mtp_jax.api.outputs import CompletionOutput, RequestOutput, Timing
 from mtp_jax.engine.request import Speculation
-from serve.metrics import Metrics
+from serve.watch.metrics import Metrics
 from tests.serve.test_grafana import still_metrics
 
 FIRST_TOKEN = Timing(0.5, 2.0, None)
