@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mtp_jax.api.handover_options import HandoverOptions, address
 from mtp_jax.decode.launches import ReadPages
 from mtp_jax.engine.exchange import copy_out, missing, take_in
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, MtpJaxError
 from mtp_jax.store.client import Peers, Wanted
 from mtp_jax.store.page import Page, split

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mtp_jax.api.handover import HandoverStats
 from mtp_jax.api.outputs import CompletionOutput, RequestOutput, Timing
-from mtp_jax.engine.request import Speculation
+from mtp_jax.engine.speculation import Speculation
 from serve.metrics import Metrics
 from tests.serve.test_grafana import still_metrics
 
