@@ -3,7 +3,8 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ LAYERS = (
     ("simulate", "store"),
     ("engine", "hosts"),
     ("api",),
+    ("handover",),
     ("__init__", "bench"),
     ("profiling", "train"),
     ("commands",),
@@ -32,7 +34,7 @@ FLOOR = {name: floor for floor, name in enumerate(FLOORS)}
 # The engine is host code: it must be testable, and fast, without a device.
 WITHOUT_JAX = (
     "api.admission",
-    "api.handover_options",
+    "api.hooks",
     "api.options",
     "decode.host",
     "decode.keys",
@@ -42,22 +44,27 @@ WITHOUT_JAX = (
     "engine.config",
     "engine.depth",
     "engine.engine",
-    "engine.exchange",
     "engine.inputs",
     "engine.pages",
     "engine.placement",
     "engine.plan",
     "engine.request",
     "engine.results",
+    "engine.sampling_params",
     "engine.scheduler",
+    "engine.speculation",
     "engine.stats",
     "engine.structured",
     "engine.timings",
     "engine.validate",
-    "errors",
     "door",
+    "errors",
+    "handover.client",
+    "handover.options",
+    "handover.pages",
+    "handover.server",
+    "handover.wire",
     "handshake",
-    "machine",
     "hosts.channel",
     "hosts.codec",
     "hosts.ending",
@@ -66,6 +73,7 @@ WITHOUT_JAX = (
     "hosts.leader_log",
     "hosts.messages",
     "hosts.options",
+    "machine",
     "model.config",
     "model.config_parts",
     "model.hf_config",
@@ -89,12 +97,9 @@ WITHOUT_JAX = (
     "planning.work",
     "simulate.device",
     "simulate.language",
-    "store.client",
     "store.memory",
     "store.page",
-    "store.server",
     "store.tier",
-    "store.wire",
     "text.chat_template",
     "text.child",
     "text.compile_grammar",
@@ -213,6 +218,21 @@ def faults_in_serve(module: str, source: str) -> Iterator[str]:
             yield f"{module} imports {name}; the server uses only what `from mtp_jax import ...` offers"
 
 
+def imported_modules(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """The modules of ours that each imports: for type checkers alone and within functions, too."""
+    sources = {name.removesuffix(".__init__"): source for name, source in sources.items()}
+
+    def home(name: str) -> str:
+        while name and name not in sources:
+            name = name.rpartition(".")[0]
+        return name
+
+    return {
+        module: {home(name) for name in imports(module, source)} - {"", module}
+        for module, source in sources.items()
+    }
+
+
 FAULTS = {"mtp_jax": faults_in_mtp_jax, "kernels_pallas": faults_in_kernels, "serve": faults_in_serve}
 
 
@@ -220,6 +240,20 @@ FAULTS = {"mtp_jax": faults_in_mtp_jax, "kernels_pallas": faults_in_kernels, "se
 def test_imports_point_downwards(package):
     found = [f for module, source in modules(package).items() for f in FAULTS[package](module, source)]
     assert not found, "\n".join(found)
+
+
+def test_modules_are_in_no_circle():
+    """One that imports what imports it, however far away, is read as one file with it."""
+    everything = {name: source for package in FAULTS for name, source in modules(package).items()}
+    tuple(TopologicalSorter(imported_modules(everything)).static_order())
+
+
+def test_circles_are_found():
+    package = {"p.__init__": "", "p.a": "if TYPE_CHECKING:\n    from p.b import x"}
+    with pytest.raises(CycleError) as caught:
+        TopologicalSorter(imported_modules({**package, "p.b": "def f():\n    from p import a"})).prepare()
+    assert set(caught.value.args[1]) == {"p.a", "p.b"}
+    TopologicalSorter(imported_modules({**package, "p.b": "from p import q\nimport os"})).prepare()
 
 
 @pytest.mark.parametrize("name", WITHOUT_JAX)

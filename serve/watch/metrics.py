@@ -219,13 +219,8 @@ class _Engine:
             ("mtp_jax:steps", "Draft-and-verify steps, by depth.", "depth"): s.depth_steps,
             ("mtp_jax:step_seconds", "Seconds of those steps.", "depth"): s.step_seconds,
         }
-        if allm.handover:
-            h = allm.handover.stats()
-            pages = {"sent": h.sent, "received": h.received}
-            by |= {
-                ("mtp_jax:handover_pages", "Pages handed over.", "direction"): pages,
-                ("mtp_jax:handover_failures", "Hand-overs cut short.", "reason"): dict(h.failures),
-            }
+        for further in allm.hooks.counters:
+            by |= further()
         for (name, text, label), values in by.items():
             family = CounterMetricFamily(name, text, labels=[_LABEL, label])
             yield self._family(family, {(str(key),): value for key, value in values.items()})

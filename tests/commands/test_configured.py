@@ -11,7 +11,7 @@ from mtp_jax.api.options import LLMOptions
 from mtp_jax.commands import cli, foreign
 from mtp_jax.commands.configured import variable
 from mtp_jax.commands.options import flag_of, given
-from mtp_jax.engine.request import SamplingParams
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.options import declared
 from serve.base.settings import Settings
 

@@ -9,7 +9,7 @@ import pytest
 
 from mtp_jax import LLM, AsyncLLM, SamplingParams
 from mtp_jax.bench import soak_requests
-from mtp_jax.engine.request import MAX_DRAFTS
+from mtp_jax.decode.keys import MAX_DRAFTS
 from serve.answers import calls
 from serve.bodies.schema import CompletionBody
 

@@ -47,13 +47,13 @@ STATS = EngineStats(
 )
 
 
-def still_metrics(alarm: AcceptanceAlarm | None = None, handover: Any = None) -> Metrics:
+def still_metrics(alarm: AcceptanceAlarm | None = None, counters: Any = ()) -> Metrics:
     """Those of an engine that does nothing more."""
     allm: Any = SimpleNamespace(
         llm=SimpleNamespace(engine=SimpleNamespace(stats=lambda: STATS), simulated=False),
         admission=SimpleNamespace(requests=1, tokens=3),
         step_age=0.1,
-        handover=handover,
+        hooks=SimpleNamespace(counters=counters),
         warming=False,
     )
     return Metrics(allm, "tiny", alarm or AcceptanceAlarm(0, 1))

@@ -19,7 +19,7 @@ from mtp_jax import ConfigError, SamplingParams
 from mtp_jax.api.admission import Admission
 from mtp_jax.api.completions import CompletionState
 from mtp_jax.api.outputs import CompletionOutput, RequestOutput, Timing
-from mtp_jax.engine.request import Speculation
+from mtp_jax.engine.speculation import Speculation
 from serve.answers.generation import check
 from serve.base.errors import ApiError
 from serve.base.settings import Settings

@@ -15,20 +15,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from mtp_jax.api.handover_options import HandoverOptions, address
+from mtp_jax.api.async_llm import AsyncLLM
+from mtp_jax.api.hooks import Counters
 from mtp_jax.decode.launches import ReadPages
-from mtp_jax.engine.exchange import copy_out, missing, take_in
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, MtpJaxError
-from mtp_jax.store.client import Peers, Wanted
+from mtp_jax.handover.client import Peers, Wanted
+from mtp_jax.handover.options import HandoverOptions, address
+from mtp_jax.handover.pages import copy_out, missing, take_in
+from mtp_jax.handover.server import Asked, PageServer
+from mtp_jax.handover.wire import PeerError
 from mtp_jax.store.page import Page, split
-from mtp_jax.store.server import Asked, PageServer
-from mtp_jax.store.wire import PeerError
-
-if TYPE_CHECKING:
-    from mtp_jax.api.async_llm import AsyncLLM
 
 # Pages that are read at a time; prompts that are fetched at a time.
 _PAGES, _FETCHES = 8, 16
@@ -53,13 +53,23 @@ class HandoverStats:
     received: int = 0
     failures: Mapping[str, int] = field(default_factory=dict)
 
+    def counters(self) -> Counters:
+        """The same as totals of ``/metrics``."""
+        pages = {"sent": self.sent, "received": self.received}
+        return {
+            ("mtp_jax:handover_pages", "Pages handed over.", "direction"): pages,
+            ("mtp_jax:handover_failures", "Hand-overs cut short.", "reason"): self.failures,
+        }
+
 
 class Handover:
-    """What an ``AsyncLLM`` sends to other servers, or takes from them, as its role says."""
+    """Sends pages of an ``AsyncLLM`` to other servers, or takes theirs. Made before it is started."""
 
-    def __init__(self, allm: "AsyncLLM", options: HandoverOptions) -> None:
+    def __init__(self, allm: AsyncLLM, options: HandoverOptions) -> None:
         """Binds the port of a server that prefills. Raises ConfigError."""
         self._allm, self._engine, self._options = allm, allm.llm.engine, options
+        if not options.apart:
+            raise ConfigError("role = 'both' hands nothing over; give 'prefill' or 'decode'")
         if not self._engine.tier:
             raise ConfigError(f"role = {options.role!r} needs host_cache_gib above 0: pages pass through it")
         self._files, self._like = fingerprint(allm.llm.folders), Page()
@@ -69,21 +79,23 @@ class Handover:
         secret = options.secret()
         if options.role == "decode":
             self.peers = Peers([address(peer) for peer in options.peers], secret)
+            allm.hooks.before_submit.append(partial(self.fetch, self.peers))
         else:
             most = self._engine.config.max_model_len
             listener = _listen(options.peer_address)
             self.server = PageServer(listener, secret, most, self.identity, self._pages)
+        allm.hooks.at_start.append(self._start)
+        allm.hooks.at_close.append(self._stop)
+        allm.hooks.counters.append(lambda: self.stats().counters())
 
-    async def start(self) -> None:
-        """Once the engine has started."""
+    async def _start(self) -> None:
         self._loop = asyncio.get_running_loop()
         read = partial(self._engine.runner.do, ReadPages(0, (0,)))
         (self._like,) = split((await self._allm.on_engine(read)).read())
         if self.server:
             self.server.start()
 
-    def stop(self) -> None:
-        """Take and send nothing any more."""
+    def _stop(self) -> None:
         if self.server:
             self.server.stop()
         self._threads.shutdown(wait=False)
@@ -110,14 +122,14 @@ class Handover:
 
     # Decode
 
-    async def fetch(self, request: Request) -> None:
+    async def fetch(self, peers: Peers, request: Request) -> None:
         """Have the missing pages of a prompt come into the host tier, as far as others give them in time.
 
         Time runs from here on, whether or not a thread is free.
         """
         deadline = time.monotonic() + self._options.peer_seconds
-        engine, peers, ids, salt = self._engine, self.peers, request.prompt, request.salt
-        if not peers or len(salt.encode()) > _LONGEST_SALT or not engine.scheduler.looks_up(request):
+        engine, ids, salt = self._engine, request.prompt, request.salt
+        if len(salt.encode()) > _LONGEST_SALT or not engine.scheduler.looks_up(request):
             return
         lacked = await self._allm.on_engine(partial(missing, engine, request))
         if lacked.first < len(lacked.digests):

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mtp_jax.handover.wire import Connection, PeerError, field, greet
 from mtp_jax.store.page import Page, checksum, size
-from mtp_jax.store.wire import Connection, PeerError, field, greet
 
 _LOG = logging.getLogger(__name__)
 _REST = 9  # times what it has cost: at most a tenth of the time is spent on peers that do not answer

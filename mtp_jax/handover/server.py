@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from mtp_jax.door import Door, end
+from mtp_jax.handover.wire import Connection, PeerError, field, welcome
 from mtp_jax.store.page import Page
-from mtp_jax.store.wire import Connection, PeerError, field, welcome
 
 _LOG = logging.getLogger(__name__)
 _MOST_MEMBERS = 64

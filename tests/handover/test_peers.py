@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from mtp_jax import door, handshake
+from mtp_jax.handover import server as servers
+from mtp_jax.handover.client import Peers, Rests, Wanted
+from mtp_jax.handover.server import Asked, PageServer
+from mtp_jax.handover.wire import MOST_HEADER, PURPOSE, Connection, PeerError
 from mtp_jax.handshake import Seals, Tags
-from mtp_jax.store import server as servers
-from mtp_jax.store.client import Peers, Rests, Wanted
 from mtp_jax.store.page import Page, checksum
-from mtp_jax.store.server import Asked, PageServer
-from mtp_jax.store.wire import MOST_HEADER, PURPOSE, Connection, PeerError
-from tests.store.peer import Proxy, cut, flip, stall
+from tests.handover.proxy import Proxy, cut, flip, stall
 
 SECRET = b"sixteen characters"
 DIGESTS = [bytes([i]) * 32 for i in range(5)]

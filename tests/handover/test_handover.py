@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from mtp_jax import LLM, AsyncLLM, ConfigError, HandoverOptions, RequestOutput, SamplingParams
-from mtp_jax.api.handover import fingerprint
+from mtp_jax import LLM, AsyncLLM, ConfigError, Handover, HandoverOptions, RequestOutput, SamplingParams
 from mtp_jax.api.local import local_runner
 from mtp_jax.api.warm_up import WarmUp
+from mtp_jax.handover.handover import fingerprint
 from mtp_jax.handshake import VARIABLE
 from tests.golden import model_dir
-from tests.store.peer import Harm, Proxy, cut, flip, stall
+from tests.handover.proxy import Harm, Proxy, cut, flip, stall
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 PROMPT = [(7 * i * i + 3) % 40 + 2 for i in range(60)]  # three whole pages, and twelve tokens
@@ -89,17 +89,26 @@ async def ask(
     return [output async for output in allm.generate(prompt or PROMPT, params, **options)][-1]
 
 
+class Server(AsyncLLM):
+    """An engine that has a role."""
+
+    def __init__(self, llm: LLM, options: HandoverOptions) -> None:
+        super().__init__(llm)
+        self.handover = Handover(self, options)
+
+
 @asynccontextmanager
 async def apart(
     prefiller: LLM, decoder: LLM, harm: Harm | None = None, **options: Any
-) -> AsyncIterator[tuple[AsyncLLM, AsyncLLM]]:
+) -> AsyncIterator[tuple[Server, Server]]:
     """A server that prefills, and one that decodes, both with empty caches."""
     address = "127.0.0.1", free_port()
     proxy = Proxy(address, harm) if harm else None
     source = f"127.0.0.1:{(proxy.address if proxy else address)[1]}"
     first = HandoverOptions("prefill", peer_address=f"127.0.0.1:{address[1]}")
     second = HandoverOptions("decode", **{"peers": (source,), "peer_seconds": 60.0, **options})
-    async with AsyncLLM(prefiller, handover=first) as p, AsyncLLM(decoder, handover=second) as d:
+    p, d = Server(prefiller, first), Server(decoder, second)
+    async with p, d:
         for allm in (p, d):
             await allm.on_engine(allm.llm.engine.flush_prefix_cache)
         yield p, d
@@ -109,9 +118,8 @@ async def apart(
     assert decoder.engine.stats().pages_used == prefiller.engine.stats().pages_used == 0
 
 
-def stats(allm: AsyncLLM) -> tuple[int, dict[str, int]]:
-    assert allm.handover
-    found = allm.handover.stats()
+def stats(server: Server) -> tuple[int, dict[str, int]]:
+    found = server.handover.stats()
     return found.sent + found.received, dict(found.failures)
 
 
@@ -218,7 +226,6 @@ def test_without_a_peer_it_serves_alone(prefiller, decoder, alone, options, reas
 def test_pages_of_another_kind_are_refused(prefiller, decoder, alone, change, monkeypatch):
     async def run() -> None:
         async with apart(prefiller, decoder) as (p, d):
-            assert p.handover
             if change == "weights":
                 monkeypatch.setattr(prefiller.engine, "weight_version", "1")
             elif change == "page size":
@@ -248,7 +255,6 @@ def test_pages_that_come_after_a_flush_are_not_taken(prefiller, decoder, alone, 
 
     async def run() -> None:
         async with apart(prefiller, decoder) as (_, d):
-            assert d.handover
             assert d.handover.peers
             get = d.handover.peers.fetch
 
@@ -319,8 +325,10 @@ def test_pages_need_a_place_and_a_port(decoder):
     options = HandoverOptions("decode", peers=("h:1",))
     bare = LLM(model_dir("rigged"), **SIZES)
     with pytest.raises(ConfigError, match="needs host_cache_gib above 0"):
-        AsyncLLM(bare, handover=options)
+        Handover(AsyncLLM(bare), options)
+    with pytest.raises(ConfigError, match="role = 'both' hands nothing over"):
+        Handover(AsyncLLM(decoder), HandoverOptions())
     with socket.create_server(("127.0.0.1", 0)) as taken:
         where = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match="cannot bind to peer_address"):
-            AsyncLLM(decoder, handover=HandoverOptions("prefill", peer_address=where))
+            Handover(AsyncLLM(decoder), HandoverOptions("prefill", peer_address=where))
