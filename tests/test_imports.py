@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Lowest first. A module may import from its own package and from the layers before its own.
 LAYERS = (
     ("errors", "machine", "options"),
-    ("handshake", "door"),
+    ("wire",),
     ("model", "text"),
     ("checkpoint", "decode", "planning"),
     ("simulate", "store"),
@@ -52,16 +52,13 @@ WITHOUT_JAX = (
     "engine.structured",
     "engine.timings",
     "engine.validate",
-    "door",
     "errors",
     "handover.client",
+    "handover.messages",
     "handover.options",
     "handover.pages",
     "handover.server",
-    "handover.wire",
-    "handshake",
     "hosts.channel",
-    "hosts.codec",
     "hosts.ending",
     "hosts.follower_log",
     "hosts.hello",
@@ -111,6 +108,12 @@ WITHOUT_JAX = (
     "text.tools.parser",
     "text.tools.parts",
     "text.tools.use",
+    "wire.codec",
+    "wire.connection",
+    "wire.door",
+    "wire.handshake",
+    "wire.secret",
+    "wire.signed",
 )
 
 # What computes by kernels, or shares their types.

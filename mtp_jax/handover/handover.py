@@ -26,8 +26,8 @@ from mtp_jax.handover.client import Peers, Wanted
 from mtp_jax.handover.options import HandoverOptions, address
 from mtp_jax.handover.pages import copy_out, missing, take_in
 from mtp_jax.handover.server import Asked, PageServer
-from mtp_jax.handover.wire import PeerError
 from mtp_jax.store.page import Page, split
+from mtp_jax.wire.connection import WireError
 
 # Pages that are read at a time; prompts that are fetched at a time.
 _PAGES, _FETCHES = 8, 16
@@ -141,7 +141,7 @@ class Handover:
     # Prefill
 
     def _pages(self, asked: Asked) -> Iterator[tuple[bytes, Page]]:
-        """On a connection's thread. Raises PeerError."""
+        """On a connection's thread. Raises WireError."""
         digests = self._wait(asked, self._prefill(asked))
         for i in range(asked.first, len(digests), _PAGES):
             part = digests[i : i + _PAGES]
@@ -165,14 +165,14 @@ class Handover:
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         except RuntimeError as error:  # the loop has ended
             coroutine.close()
-            raise PeerError("refused", str(error)) from error
+            raise WireError("refused", str(error)) from error
         try:
             return future.result(max(asked.deadline - time.monotonic(), 0))
         except TimeoutError as error:
             future.cancel()
-            raise PeerError("late") from error
+            raise WireError("late") from error
         except MtpJaxError as error:
-            raise PeerError("refused", str(error)) from error
+            raise WireError("refused", str(error)) from error
 
 
 def fingerprint(folders: Sequence[Path]) -> str:

@@ -14,7 +14,7 @@ from mtp_jax import LLM, AsyncLLM, ConfigError, Handover, HandoverOptions, Reque
 from mtp_jax.api.local import local_runner
 from mtp_jax.api.warm_up import WarmUp
 from mtp_jax.handover.handover import fingerprint
-from mtp_jax.handshake import VARIABLE
+from mtp_jax.wire.secret import VARIABLE
 from tests.golden import model_dir
 from tests.handover.proxy import Harm, Proxy, cut, flip, stall
 

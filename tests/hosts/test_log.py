@@ -155,17 +155,17 @@ def test_a_rank_that_is_dropped_before_it_has_proved_itself_comes_again(meeting,
     """As one is that strangers push out: before it is given its rank, then between that and the answer."""
     group, calls, welcome = meeting(seconds=60), [], leader_log.welcome
 
-    def dropping(sock, secret, purpose, size, end, take):
-        calls.append(sock)
+    def dropping(connection, secret, purpose, size, take):
+        calls.append(connection)
         while group.leader._taken:  # the one before it is still being dropped
             time.sleep(0.01)
 
         def dropped(claim: bytes) -> None:
             if len(calls) == 2:
                 take(claim)
-            sock.shutdown(socket.SHUT_RDWR)
+            connection.close()
 
-        return welcome(sock, secret, purpose, size, end, take if len(calls) == 3 else dropped)
+        return welcome(connection, secret, purpose, size, take if len(calls) == 3 else dropped)
 
     monkeypatch.setattr(leader_log, "welcome", dropping)
     follower = group.follower()
