@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from mtp_jax.api.outputs import CompletionOutput, Draft, RequestOutput
     from mtp_jax.api.progress import Reporter
     from mtp_jax.api.stream import Stream
-    from mtp_jax.engine.request import Logprob, OutputKind, SamplingParams, Speculation
+    from mtp_jax.engine.sampling_params import OutputKind, SamplingParams
+    from mtp_jax.engine.speculation import Logprob, Speculation
     from mtp_jax.engine.stats import EngineStats
     from mtp_jax.errors import (
         CheckpointError,
@@ -88,12 +89,12 @@ _HOMES = {
     "HandoverOptions": "handover.options",
     "Hosts": "hosts.options",
     "LazyPrompt": "api.admission",
-    "Logprob": "engine.request",
-    "OutputKind": "engine.request",
+    "Logprob": "engine.speculation",
+    "OutputKind": "engine.sampling_params",
     "Reporter": "api.progress",
     "RequestOutput": "api.outputs",
-    "SamplingParams": "engine.request",
-    "Speculation": "engine.request",
+    "SamplingParams": "engine.sampling_params",
+    "Speculation": "engine.speculation",
     "Stream": "api.stream",
     "StreamDecoder": "text.tokenizer",
     "StructuredOutput": "text.grammar",

@@ -27,6 +27,9 @@ LAYERS = (
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+# The same of the server's folders.
+FLOORS = ("watch", "base", "bodies", "answers", "routes", "http", "cluster")
+FLOOR = {name: floor for floor, name in enumerate(FLOORS)}
 
 # The engine is host code: it must be testable, and fast, without a device.
 WITHOUT_JAX = (
@@ -47,7 +50,9 @@ WITHOUT_JAX = (
     "engine.plan",
     "engine.request",
     "engine.results",
+    "engine.sampling_params",
     "engine.scheduler",
+    "engine.speculation",
     "engine.stats",
     "engine.structured",
     "engine.timings",
@@ -202,8 +207,14 @@ def faults_in_kernels(module: str, source: str) -> Iterator[str]:
 
 
 def faults_in_serve(module: str, source: str) -> Iterator[str]:
+    here = module.split(".")[1]
+    if here not in (*FLOORS, "__init__"):
+        yield f"{module}: serve.{here} has no place in FLOORS of {Path(__file__).name}; give it one"
+        return
     for name in imports(module, source):
         top, *below = name.split(".")
+        if top == "serve" and FLOOR.get(below[0], len(FLOORS)) > FLOOR.get(here, -1):
+            yield f"{module} imports {name}, which is not below it"
         inside = top == "mtp_jax" and bool(below) and (len(below) > 1 or is_module(name))
         inside &= below[:1] != ["options"]  # how they are declared, for its own, too
         if top == "kernels_pallas" or inside:
@@ -279,10 +290,13 @@ def test_no_private_jax(package):
         ("mtp_jax", "mtp_jax.decode.step", "import kernels_pallas.mla_decode"),
         ("mtp_jax", "mtp_jax.decode.step", "from mtp_jax.model import nextn"),
         ("mtp_jax", "mtp_jax.engine.engine", "from mtp_jax.model.nextn import run"),
-        ("mtp_jax", "mtp_jax.api.llm", "from serve.app import main"),
+        ("mtp_jax", "mtp_jax.api.llm", "from serve.http.app import main"),
         ("kernels_pallas", "kernels_pallas.mla_decode.api", "from mtp_jax.errors import ConfigError"),
-        ("serve", "serve.app", "from mtp_jax.errors import RequestError"),
-        ("serve", "serve.app", "from mtp_jax import errors"),
+        ("serve", "serve.http.app", "from mtp_jax.errors import RequestError"),
+        ("serve", "serve.http.app", "from mtp_jax import errors"),
+        ("serve", "serve.answers.calls", "from serve.routes.chat import ask"),
+        ("serve", "serve.base.state", "def f():\n    from serve import cluster"),
+        ("serve", "serve.chat", "import json"),
     ],
 )
 def test_faults_are_found(package, module, source):
@@ -292,11 +306,16 @@ def test_faults_are_found(package, module, source):
 @pytest.mark.parametrize(
     ("package", "module", "source"),
     [
-        ("mtp_jax", "mtp_jax.commands.serve", "from mtp_jax.api.llm import LLM\nfrom serve.app import main"),
+        (
+            "mtp_jax",
+            "mtp_jax.commands.serve",
+            "from mtp_jax.api.llm import LLM\nfrom serve.http.app import main",
+        ),
         ("mtp_jax", "mtp_jax.model.trunk", "from . import layers\nfrom ..errors import ConfigError"),
         ("mtp_jax", "mtp_jax.checkpoint.hf", "from mtp_jax.model.params import Params"),
         ("mtp_jax", "mtp_jax.decode.drafter.nextn", "from mtp_jax.model import nextn"),
-        ("serve", "serve.app", "from mtp_jax import LLM, RequestError"),
+        ("serve", "serve.http.app", "from mtp_jax import LLM, RequestError"),
+        ("serve", "serve.http.app", "from serve.http.access import Access\nfrom serve.routes import chat"),
     ],
 )
 def test_allowed_imports_pass(package, module, source):

@@ -14,8 +14,8 @@ from mtp_jax.engine.config import EngineConfig, EngineOptions
 from mtp_jax.handover.options import HandoverOptions
 from mtp_jax.hosts.options import Hosts
 from mtp_jax.options import check, declared, documented, narrowed, option, takes
+from serve.base.settings import Settings
 from serve.cluster.options import RayOptions
-from serve.settings import Settings
 
 DOCS = Path(__file__).parent.parent / "docs" / "options.md"
 ALL = (LLMOptions, SamplingParams, Settings, QueueLimits, HandoverOptions, Hosts, RayOptions)

@@ -30,7 +30,7 @@ from mtp_jax.api.stream import Stream
 from mtp_jax.api.thread import EngineThread, Update
 from mtp_jax.api.warm_up import WarmUp
 from mtp_jax.checkpoint.update import Source
-from mtp_jax.engine.request import SamplingParams
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import EngineStopped, RequestError
 
 _SHORT_PROMPT = 1000

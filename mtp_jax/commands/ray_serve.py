@@ -18,7 +18,7 @@ from mtp_jax.hosts.options import Hosts
 from serve.cluster.options import RayOptions
 from serve.cluster.spec import EngineSpec
 from serve.cluster.start import cluster, reservation
-from serve.run import listen
+from serve.http.run import listen
 
 _NAME = "mtp-jax"
 _LOGS = "Ray's logs say more, as a rule in /tmp/ray/session_latest/logs/serve"

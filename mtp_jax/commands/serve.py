@@ -23,9 +23,9 @@ from mtp_jax.commands.parser import Subparsers, rates
 from mtp_jax.commands.server_options import KEY_VARIABLE, SLOTS, address_of, settings_of
 from mtp_jax.handover.options import HandoverOptions
 from mtp_jax.options import declared
-from serve.access_log import set_up
+from serve.base.settings import Settings
 from serve.cluster.options import RayOptions
-from serve.settings import Settings
+from serve.watch.access_log import set_up
 
 if TYPE_CHECKING:
     from mtp_jax.api.async_llm import AsyncLLM
@@ -105,7 +105,7 @@ def _serve(args: argparse.Namespace, report: Reporter, group: "Group | None") ->
     if apart.apart:
         apart.secret()  # or say what is wrong before weights are read
     with report.phase("import server"):
-        from serve.run import listen, serve
+        from serve.http.run import listen, serve
     with listen(settings) as listener:
         llm = open_llm(args, report, SLOTS, group)
         from mtp_jax.api.async_llm import AsyncLLM

@@ -9,7 +9,8 @@ from typing import Any
 from mtp_jax.decode.keys import Key, PageKey, SamplingMode, StepKey, buckets
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.depth import adaptive_depths
-from mtp_jax.engine.request import MAX_LOGPROBS, Request
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import MAX_LOGPROBS
 
 
 @dataclass(frozen=True)

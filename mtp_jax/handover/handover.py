@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 from mtp_jax.api.async_llm import AsyncLLM
 from mtp_jax.api.hooks import Counters
 from mtp_jax.decode.launches import ReadPages
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, MtpJaxError
 from mtp_jax.handover.client import Peers, Wanted
 from mtp_jax.handover.options import HandoverOptions, address

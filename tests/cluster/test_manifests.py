@@ -11,10 +11,10 @@ import yaml
 from mtp_jax.commands import cli, ray_app, ray_serve
 from mtp_jax.commands.on_ray import ray_options
 from mtp_jax.hosts.options import Hosts
-from serve import app
-from serve.access import OPEN_PATHS
 from serve.cluster import start
 from serve.cluster.options import RayOptions
+from serve.http import app
+from serve.http.access import OPEN_PATHS
 from tests import golden
 
 ROOT = Path(ray_serve.__file__).parents[2]

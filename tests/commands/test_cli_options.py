@@ -17,8 +17,8 @@ from mtp_jax.handover.options import HandoverOptions
 from mtp_jax.hosts.options import Hosts
 from mtp_jax.options import declared
 from mtp_jax.text.grammar import StructuredOutput
+from serve.base.settings import Settings
 from serve.cluster.options import RayOptions
-from serve.settings import Settings
 from tests import golden
 
 V3 = golden.model_dir("v3")

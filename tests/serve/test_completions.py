@@ -9,9 +9,9 @@ import pytest
 
 from mtp_jax import LLM, AsyncLLM, SamplingParams
 from mtp_jax.bench import soak_requests
-from mtp_jax.engine.request import MAX_DRAFTS
-from serve import calls
-from serve.schema import CompletionBody
+from mtp_jax.decode.keys import MAX_DRAFTS
+from serve.answers import calls
+from serve.bodies.schema import CompletionBody
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 

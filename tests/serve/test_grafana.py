@@ -14,8 +14,8 @@ import serve
 from mtp_jax.engine.balance import ExpertStats
 from mtp_jax.engine.stats import EngineStats, Histogram
 from mtp_jax.store.tier import TierStats
-from serve.acceptance import AcceptanceAlarm
-from serve.metrics import Metrics
+from serve.watch.acceptance import AcceptanceAlarm
+from serve.watch.metrics import Metrics
 
 DASHBOARD = Path(serve.__file__).parent / "grafana" / "mtp-jax.json"
 NAME = re.compile(r"\b(?:vllm|mtp_jax):[a-zA-Z0-9_:]+")

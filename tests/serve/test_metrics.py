@@ -7,9 +7,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mtp_jax.api.outputs import CompletionOutput, RequestOutput, Timing
-from mtp_jax.engine.request import Speculation
+from mtp_jax.engine.speculation import Speculation
 from mtp_jax.handover.handover import HandoverStats
-from serve.metrics import Metrics
+from serve.watch.metrics import Metrics
 from tests.serve.test_grafana import still_metrics
 
 FIRST_TOKEN = Timing(0.5, 2.0, None)
