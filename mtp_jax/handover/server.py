@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 
 from mtp_jax.handover.messages import KINDS, MOST_JSON, PURPOSE, End, Failed, Prefill, Sent, claim, expect
 from mtp_jax.store.page import Page
@@ -19,23 +18,6 @@ _LOG = logging.getLogger(__name__)
 _MOST_MEMBERS = 64
 _GREETING_SECONDS = 5.0
 _LONGEST_SECONDS = 600.0
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A prompt whose pages are asked for.
-
-    Attributes:
-        ids: of its tokens.
-        salt: of its digests.
-        first: how many pages the other side has.
-        deadline: ``time.monotonic()`` after which nobody waits for them.
-    """
-
-    ids: list[int]
-    salt: str
-    first: int
-    deadline: float
 
 
 class PageServer:
@@ -52,9 +34,12 @@ class PageServer:
         secret: bytes,
         most_tokens: int,
         identity: Callable[[], str],
-        pages: Callable[[Asked], Iterator[tuple[bytes, Page]]],
+        pages: Callable[[Prefill, float], Iterator[tuple[bytes, Page]]],
     ) -> None:
-        """listener: bound. identity: what the pages depend on now. pages: called on a connection's thread."""
+        """listener: bound. identity: what the pages depend on now.
+
+        pages: gives those of a prompt, until a ``time.monotonic()``; called on a connection's thread.
+        """
         self.sent, self.failures = 0, Counter[str]()
         self._secret, self._most_bytes = secret, 4 * most_tokens
         self._identity, self._pages = identity, pages
@@ -103,9 +88,11 @@ class PageServer:
             self._members.add(connected)
             if len(self._members) > _MOST_MEMBERS:
                 raise WireError("refused", f"{_MOST_MEMBERS} hand-overs are under way")
-            asked = self._read(signed)
-            connection.deadline = asked.deadline
-            for digest, page in self._pages(asked):
+            asked = expect(signed, Prefill, most=self._most_bytes)
+            if asked.first < 0 or not 0 < asked.seconds <= _LONGEST_SECONDS:
+                raise WireError("protocol", "first or seconds out of range")
+            connection.deadline = time.monotonic() + asked.seconds
+            for digest, page in self._pages(asked, connection.deadline):
                 if self._identity() != identity:
                     raise WireError("config", "the weights were replaced meanwhile")
                 signed.send(Sent(digest.hex(), identity, page))
@@ -116,9 +103,3 @@ class PageServer:
             _LOG.info("a hand-over ended early: %s", error)
             with suppress(WireError):
                 signed.send(Failed(error.reason))
-
-    def _read(self, signed: Signed) -> Asked:
-        said = expect(signed, Prefill, most=self._most_bytes)
-        if said.first < 0 or not 0 < said.seconds <= _LONGEST_SECONDS:
-            raise WireError("protocol", "first or seconds out of range")
-        return Asked(said.ids.tolist(), said.salt, said.first, time.monotonic() + said.seconds)

@@ -21,6 +21,9 @@ class Channel:
     """A connection whose other end has proved itself. ``got`` and ``lost`` are called on a thread of its own.
 
     got: a message. lost: why nothing more will come; once, and not after ``close``.
+
+    Attributes:
+        signed: what messages travel over.
     """
 
     def __init__(
@@ -31,8 +34,8 @@ class Channel:
         lost: Callable[[str], None],
     ) -> None:
         connection.deadline, connection.silence = math.inf, SILENT_SECONDS
-        self.connection, self._got, self._lost = connection, got, lost
-        self._signed = Signed(connection, seals, KINDS, _MOST_JSON)
+        self._connection, self._got, self._lost = connection, got, lost
+        self.signed = Signed(connection, seals, KINDS, _MOST_JSON)
         self._closed = threading.Event()
         self._reader = threading.Thread(target=self._read, name="log-read", daemon=True)
 
@@ -43,24 +46,20 @@ class Channel:
 
     def send(self, message: Message | Launch[Any]) -> None:
         """Send a message. Raises WireError."""
-        self.send_prepared(prepared(message))
-
-    def send_prepared(self, message: bytes) -> None:
-        """Send what ``prepared`` made. Raises WireError."""
-        self._signed.send_framed(message)
+        self.signed.send_framed(prepared(message))
 
     def finish(self) -> None:
         """Send no more, and wait until the other end has read all of it and closed, or does not."""
         self._closed.set()
-        self.connection.finish()
+        self._connection.finish()
         if self._reader.ident is not None:
             self._reader.join(SILENT_SECONDS)
-        self.connection.close()
+        self._connection.close()
 
     def close(self) -> None:
         """End the connection now: what has not arrived may be lost."""
         self._closed.set()
-        self.connection.close()
+        self._connection.close()
 
     def _live(self) -> None:
         while not self._closed.wait(ALIVE_SECONDS):
@@ -72,7 +71,7 @@ class Channel:
     def _read(self) -> None:
         try:
             while True:
-                message = self._signed.receive(MOST_BYTES)
+                message = self.signed.receive(MOST_BYTES)
                 if not isinstance(message, Message | Launch):
                     raise LogError(f"a {type(message).__name__} is no message")
                 if not isinstance(message, Alive):

@@ -98,7 +98,7 @@ class LeaderLog:
         with self._sending:
             for rank, channel in self._channels.items():
                 try:
-                    channel.send_prepared(sent)
+                    channel.signed.send_framed(sent)
                 except WireError as error:
                     self._gone(rank, str(error))
 

@@ -12,8 +12,8 @@ import pytest
 
 from mtp_jax.handover import server as servers
 from mtp_jax.handover.client import Peers, Rests, Wanted
-from mtp_jax.handover.messages import KINDS, MOST_JSON, PURPOSE, End, Failed, Sent, claim
-from mtp_jax.handover.server import Asked, PageServer
+from mtp_jax.handover.messages import KINDS, MOST_JSON, PURPOSE, End, Failed, Prefill, Sent, claim
+from mtp_jax.handover.server import PageServer
 from mtp_jax.store.page import Page, checksum
 from mtp_jax.wire import door
 from mtp_jax.wire.connection import Connection, WireError
@@ -30,7 +30,7 @@ class Source:
     """A server of ``PAGES``."""
 
     def __init__(self, **changes) -> None:
-        self.name, self.asked = "same", list[Asked]()
+        self.name, self.asked = "same", list[Prefill]()
         given = {"secret": SECRET, "most_tokens": 100, "identity": lambda: self.name, "pages": self.pages}
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
@@ -38,7 +38,7 @@ class Source:
         self.server = PageServer(listener, **given | changes)
         self.server.start()
 
-    def pages(self, asked: Asked) -> Iterator[tuple[bytes, Page]]:
+    def pages(self, asked: Prefill, deadline: float) -> Iterator[tuple[bytes, Page]]:
         self.asked.append(asked)
         yield from list(zip(DIGESTS, PAGES, strict=True))[asked.first :]
 
@@ -80,7 +80,9 @@ def test_pages_come_in_order():
     with source() as s:
         assert fetch(s.address) == (5, {})
         assert fetch(s.address, first=3) == (2, {})
-        assert [(a.ids, a.salt, a.first) for a in s.asked[:2]] == [([3, 1, 4], "salt", n) for n in (0, 3)]
+        assert [(a.ids.tolist(), a.salt, a.first) for a in s.asked[:2]] == [
+            ([3, 1, 4], "salt", n) for n in (0, 3)
+        ]
         for _ in range(50):
             assert fetch(s.address) == (5, {})
         until(lambda: s.server.sent == 257)
@@ -88,7 +90,7 @@ def test_pages_come_in_order():
 
 
 def test_fewer_pages_than_were_asked_for():
-    with source(pages=lambda asked: iter(list(zip(DIGESTS, PAGES, strict=True))[:2])) as s:
+    with source(pages=lambda *_: iter(list(zip(DIGESTS, PAGES, strict=True))[:2])) as s:
         assert fetch(s.address) == (2, {})
 
 
@@ -158,7 +160,7 @@ def test_a_server_without_the_secret_is_not_believed():
 
 
 def test_weights_that_are_replaced_in_the_midst():
-    def pages(asked: Asked) -> Iterator[tuple[bytes, Page]]:
+    def pages(asked: Prefill, deadline: float) -> Iterator[tuple[bytes, Page]]:
         yield DIGESTS[0], PAGES[0]
         s.name = "new"
         yield DIGESTS[1], PAGES[1]
@@ -173,12 +175,12 @@ def test_weights_that_are_replaced_in_the_midst():
     ids=["digest", "short", "long"],
 )
 def test_a_page_that_was_not_asked_for(page):
-    with source(pages=lambda asked: iter([page])) as s:
+    with source(pages=lambda *_: iter([page])) as s:
         assert fetch(s.address) == (0, {"protocol": 1})
 
 
 def test_a_server_that_fails_ends_the_hand_over():
-    def pages(asked: Asked) -> Iterator[tuple[bytes, Page]]:
+    def pages(asked: Prefill, deadline: float) -> Iterator[tuple[bytes, Page]]:
         yield DIGESTS[0], PAGES[0]
         raise KeyError("a fault of ours")
 
@@ -277,7 +279,7 @@ def test_members_have_places_of_their_own(monkeypatch):
     monkeypatch.setattr(servers, "_MOST_MEMBERS", 1)
     go_on = threading.Event()
 
-    def pages(asked: Asked) -> Iterator[tuple[bytes, Page]]:
+    def pages(asked: Prefill, deadline: float) -> Iterator[tuple[bytes, Page]]:
         go_on.wait(10)
         yield from zip(DIGESTS, PAGES, strict=True)
 

@@ -60,7 +60,7 @@ def _breakable() -> None:
 
     def cut() -> None:
         for channel in [c for c in gc.get_objects() if isinstance(c, Channel)]:
-            channel.connection.close()
+            channel.signed.connection.close()
 
     signal.signal(signal.SIGUSR1, lambda *_: setattr(LocalRunner, "_do", broken))
     signal.signal(signal.SIGUSR2, lambda *_: cut())
