@@ -20,7 +20,7 @@ import pytest
 from jax.sharding import Mesh
 
 from mtp_jax.api.local import make_runner
-from mtp_jax.decode.host import MaskMaker
+from mtp_jax.decode.arrays import MaskMaker
 from mtp_jax.decode.launches import Launch, Pending, Runner, Step
 from mtp_jax.decode.programs import Programs
 from mtp_jax.engine.config import EngineConfig

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from mtp_jax.decode import launches
-from mtp_jax.decode.host import Chunk, MaskMaker, Result
+from mtp_jax.decode.arrays import Chunk, MaskMaker, Result
 from mtp_jax.decode.keys import (
     ACCEPTED,
     COUNT,

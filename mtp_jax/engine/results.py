@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mtp_jax.decode.host import Chunk, Result, TopLogprobs
+from mtp_jax.decode.arrays import Chunk, Result, TopLogprobs
 from mtp_jax.decode.keys import StepKey
 from mtp_jax.decode.launches import Pending
 from mtp_jax.engine.request import Request

@@ -9,8 +9,8 @@ from functools import partial
 
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.pages import PagePool, extend_digests
-from mtp_jax.engine.placement import Shard, preferred
 from mtp_jax.engine.request import Request, Status
+from mtp_jax.engine.shards import Shard, preferred
 from mtp_jax.store.page import Page
 from mtp_jax.store.tier import HostTier, Restored
 

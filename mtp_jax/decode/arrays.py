@@ -1,4 +1,4 @@
-"""What crosses between the host and the device, in numpy arrays; ``launches.py`` says when. No jax here.
+"""Arrays that cross between the host and the device, of numpy there; ``launches.py`` says when. No jax here.
 
 ``decode/sampling.py``, ``state.py`` and ``prefill.py`` register these classes as pytrees, so that programs
 take and return them with jax arrays in their fields.
