@@ -69,6 +69,7 @@ WITHOUT_JAX = (
     "model.placement",
     "model.room",
     "model.hf_quantization",
+    "model.specs",
     "options",
     "planning.check",
     "planning.deployment",
@@ -134,6 +135,7 @@ _OF_MODEL = (
     "narrow",
     "params",
     "sharding",
+    "specs",
 )
 OF_MODEL = tuple(f"mtp_jax.model.{name}" for name in _OF_MODEL)
 
