@@ -8,10 +8,10 @@ import httpx2
 import pytest
 
 from mtp_jax import LLM, AsyncLLM, SamplingParams
-from mtp_jax.bench import soak_requests
 from mtp_jax.engine.request import MAX_DRAFTS
 from serve import calls
 from serve.schema import CompletionBody
+from tests.soak import requests as soak_requests
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
