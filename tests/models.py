@@ -25,7 +25,8 @@ from mtp_jax.decode.launches import Launch, Pending, Runner, Step
 from mtp_jax.decode.programs import Programs
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.validate import check_config
 from mtp_jax.model import nextn, trunk
 from mtp_jax.model.config import OF_MLA, GroupedConfig, ModelConfig

@@ -8,7 +8,8 @@ import numpy as np
 
 from mtp_jax.api.outputs import CompletionOutput, RequestOutput, Timing
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import RequestError
 from mtp_jax.text.stop_strings import StopStrings
 from mtp_jax.text.tokenizer import StreamDecoder, Tokenizer

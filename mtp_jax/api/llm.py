@@ -28,10 +28,11 @@ from mtp_jax.api.score import Scorer, Scores
 from mtp_jax.api.session import Session
 from mtp_jax.api.simulated import simulated_engine
 from mtp_jax.checkpoint.update import Source, read_update
+from mtp_jax.decode.keys import MAX_DRAFTS
 from mtp_jax.engine.buckets import chunk_sizes
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import MAX_DRAFTS, SamplingParams
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.hosts.group import Group, lead
 from mtp_jax.model.narrow import nbytes

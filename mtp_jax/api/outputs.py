@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from mtp_jax.engine.request import Speculation, TokenLogprobs
+from mtp_jax.engine.speculation import Speculation, TokenLogprobs
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from mtp_jax.api.session import Session
 from mtp_jax.decode.keys import DraftKey
 from mtp_jax.decode.launches import Draft
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import SamplingParams
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import RequestError
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from mtp_jax.engine.request import SamplingParams
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.model.hf_config import read_json
 

@@ -15,7 +15,8 @@ from mtp_jax.api.outputs import RequestOutput
 from mtp_jax.bench import bits
 from mtp_jax.bench.report import Report
 from mtp_jax.bench.subject import Subject, directory_of, prompts_for
-from mtp_jax.engine.request import SamplingParams, Speculation
+from mtp_jax.engine.sampling_params import SamplingParams
+from mtp_jax.engine.speculation import Speculation
 from mtp_jax.errors import ConfigError
 
 _GRAM = 8

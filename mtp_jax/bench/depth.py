@@ -9,7 +9,9 @@ from mtp_jax.bench.report import Report, Spread
 from mtp_jax.bench.subject import Prompts, Subject, prompts_for
 from mtp_jax.bench.synthetic import complete
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams, Speculation
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
+from mtp_jax.engine.speculation import Speculation
 from mtp_jax.errors import ConfigError
 
 

@@ -18,7 +18,8 @@ from mtp_jax.bench.report import Report, Spread
 from mtp_jax.bench.simulate import Simulated, simulate
 from mtp_jax.bench.subject import Subject, prompts_for
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import SamplingParams, Speculation
+from mtp_jax.engine.sampling_params import SamplingParams
+from mtp_jax.engine.speculation import Speculation
 from mtp_jax.errors import ConfigError
 
 # "control" is "off" once more: its speed-up is what the machine makes of two equal engines.

@@ -23,7 +23,8 @@ from mtp_jax.api.session import Session
 from mtp_jax.checkpoint import save_checkpoint
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, MtpJaxError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params, Spec, dtype_of, param_specs

@@ -16,7 +16,7 @@ from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.progress import Reporter, Silent, Terminal
 from mtp_jax.api.sampling_defaults import described, sampling_defaults
 from mtp_jax.commands.parser import Parser, add_model, biases, integers, mesh_shape, words
-from mtp_jax.engine.request import SamplingParams
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.model.hf_config import missing_folder, read_json
 from mtp_jax.options import Option, declared

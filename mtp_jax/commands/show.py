@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mtp_jax.engine.request import SamplingParams, Speculation, TokenLogprobs
+from mtp_jax.engine.sampling_params import SamplingParams
+from mtp_jax.engine.speculation import Speculation, TokenLogprobs
 
 if TYPE_CHECKING:
     from mtp_jax.api.completions import Prompt

@@ -34,9 +34,10 @@ from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.depth import DepthController, adaptive_depths
 from mtp_jax.engine.inputs import next_chunk, page_row, slot_row
 from mtp_jax.engine.plan import Admit, Planner, Read, Step
-from mtp_jax.engine.request import Request, Speculation, Status
+from mtp_jax.engine.request import Request, Status
 from mtp_jax.engine.results import Launch, read_logprobs, read_prompt_logprobs
 from mtp_jax.engine.scheduler import Scheduler
+from mtp_jax.engine.speculation import Speculation
 from mtp_jax.engine.stats import Counters, EngineStats
 from mtp_jax.engine.structured import allowed
 from mtp_jax.engine.timings import Timings

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from mtp_jax.decode.host import Chunk, Result, TopLogprobs
 from mtp_jax.decode.keys import StepKey
 from mtp_jax.decode.launches import Pending
-from mtp_jax.engine.request import Logprob, Request, TokenLogprobs
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.speculation import Logprob, TokenLogprobs
 
 
 @dataclass

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from numbers import Real
 
 from mtp_jax.engine.config import EngineConfig
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, PromptTooLong, RequestError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.text.grammar import Grammars

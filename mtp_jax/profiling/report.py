@@ -8,7 +8,7 @@ from typing import Any
 from mtp_jax.bench.cost import Work
 from mtp_jax.bench.machine import Peaks
 from mtp_jax.bench.report import Spread, table
-from mtp_jax.engine.request import Speculation
+from mtp_jax.engine.speculation import Speculation
 from mtp_jax.profiling.compiles import Compile
 from mtp_jax.profiling.scopes import BOOKKEEPING, PHASES, Scope
 from mtp_jax.profiling.trace import DISPATCH, HOST_GAP

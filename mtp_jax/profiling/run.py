@@ -18,7 +18,7 @@ from mtp_jax.bench.report import Spread, environment
 from mtp_jax.bench.subject import Subject
 from mtp_jax.decode.keys import StepKey, name_of
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Speculation
+from mtp_jax.engine.speculation import Speculation
 from mtp_jax.errors import MtpJaxError
 from mtp_jax.model.narrow import nbytes
 from mtp_jax.profiling import compiles, cost, trace, workload

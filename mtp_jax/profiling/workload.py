@@ -8,7 +8,8 @@ from mtp_jax.bench.subject import Subject, prompts_for
 from mtp_jax.decode.keys import StepKey
 from mtp_jax.engine.buckets import keys_for, slot_bucket
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError
 
 Phase = Literal["prefill", "decode", "verify", "mixed"]

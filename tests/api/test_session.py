@@ -6,7 +6,7 @@ import pytest
 
 from mtp_jax.api.completions import PromptState
 from mtp_jax.api.session import Session
-from mtp_jax.engine.request import SamplingParams
+from mtp_jax.engine.sampling_params import SamplingParams
 from tests.engine.device import on_device
 
 PARAMS = SamplingParams(temperature=0, max_tokens=9)

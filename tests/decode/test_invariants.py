@@ -14,7 +14,8 @@ from mtp_jax.decode.drafter.sampler import DraftSampler
 from mtp_jax.decode.drafter.suffix import SuffixPages
 from mtp_jax.decode.state import DrafterState, Slots, State
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams, Status
+from mtp_jax.engine.request import Request, Status
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.model.backend import XlaCpu
 from mtp_jax.model.params import Params
 from tests.models import (

@@ -11,7 +11,7 @@ from mtp_jax.api.local import local_runner
 from mtp_jax.decode.keys import DraftKey, SamplingMode, StepKey, buckets, cheapest, name_of
 from mtp_jax.decode.state import State
 from mtp_jax.decode.step import accept_drafts
-from mtp_jax.engine.request import SamplingParams
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError
 from tests.models import GREEDY, finish, make_engine, prepare, prompts, serve
 

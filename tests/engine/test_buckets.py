@@ -19,7 +19,8 @@ from mtp_jax.engine.buckets import (
     warm_up_keys,
 )
 from mtp_jax.engine.config import EngineConfig
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
 from tests.engine.device import on_device
 from tests.models import finish
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
 from tests.models import finish, make_engine, prepare, prompts, rigged, serve
 
 SAMPLED = SamplingParams(

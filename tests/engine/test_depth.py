@@ -12,7 +12,7 @@ import pytest
 from mtp_jax.api.local import local_engine
 from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.engine.depth import DepthController, DepthPolicy, Row, Yield, adaptive_depths
-from mtp_jax.engine.request import SamplingParams
+from mtp_jax.engine.sampling_params import SamplingParams
 from tests.engine.device import on_device
 from tests.engine.worlds import (
     MOST,

@@ -13,7 +13,8 @@ import pytest
 from mtp_jax.api.propose import propose
 from mtp_jax.checkpoint import Loaded, load
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
 from tests.golden import expected, model_dir
 from tests.models import Reference, accepted, make_engine, serve
 

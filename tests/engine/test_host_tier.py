@@ -16,7 +16,8 @@ import pytest
 
 from mtp_jax.api.local import local_runner
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import IndexerConfig, ModelConfig
 from mtp_jax.model.sharding import make_mesh

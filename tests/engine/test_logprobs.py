@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mtp_jax.engine.request import SamplingParams, TokenLogprobs
+from mtp_jax.engine.sampling_params import SamplingParams
+from mtp_jax.engine.speculation import TokenLogprobs
 from tests.models import GREEDY, Reference, make_engine, prompts, serve, tiny_params
 
 PROMPTS = prompts(8)

@@ -6,8 +6,10 @@ import pytest
 
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.engine.config import EngineConfig
-from mtp_jax.engine.request import Request, SamplingParams, Speculation, Status
+from mtp_jax.engine.request import Request, Status
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.scheduler import Scheduler
+from mtp_jax.engine.speculation import Speculation
 from mtp_jax.errors import ConfigError, MtpJaxError, RequestError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.options import declared

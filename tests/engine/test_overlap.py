@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
 from tests.engine.device import Device, on_device
 from tests.models import finish, prompts
 

@@ -10,7 +10,8 @@ import pytest
 
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.placement import Shard, preferred
-from mtp_jax.engine.request import Request, SamplingParams, Status
+from mtp_jax.engine.request import Request, Status
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.scheduler import Scheduler
 
 EMPTY = Shard(0, 0, 100)

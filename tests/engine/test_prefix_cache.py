@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.model.params import Params
 from tests.models import (
     GREEDY,

@@ -11,7 +11,8 @@ import pytest
 import tokenizers
 from scipy import stats
 
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.structured import allowed
 from mtp_jax.errors import RequestError
 from mtp_jax.text.grammar import Grammars, StructuredOutput

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtp_jax.engine.config import EngineConfig
-from mtp_jax.engine.request import Request, SamplingParams, Status
+from mtp_jax.engine.request import Request, Status
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.scheduler import Scheduler
 
 CONFIG = EngineConfig(num_speculative_tokens=3, max_num_seqs=4, max_model_len=64, page_size=16)

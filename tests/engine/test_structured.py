@@ -16,7 +16,8 @@ from mtp_jax.api.local import local_runner
 from mtp_jax.decode.keys import Source, StepKey
 from mtp_jax.engine.buckets import step_key
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import RequestError
 from mtp_jax.model.sharding import make_mesh
 from mtp_jax.text.grammar import Grammars, StructuredOutput

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
 from tests.engine.device import on_device
 from tests.models import GREEDY, accepted, make_engine, prompts, serve
 

@@ -27,9 +27,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from kernels_pallas.deviceless import report, target
 from mtp_jax.checkpoint.fp8 import SCALE_SUFFIX
+from mtp_jax.decode.bookkeeping import abstract_state
 from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.keys import SamplingMode
-from mtp_jax.decode.state import StateShape, abstract_state
+from mtp_jax.decode.state import StateShape
 from mtp_jax.decode.step import step
 from mtp_jax.model.backend import Backend, MosaicGpu
 from mtp_jax.model.cache import LayerCache, PagedView

@@ -15,7 +15,7 @@ from mtp_jax.bench.report import Spread
 from mtp_jax.bench.subject import load
 from mtp_jax.commands import cli
 from mtp_jax.decode.keys import SamplingMode, StepKey
-from mtp_jax.engine.request import Speculation
+from mtp_jax.engine.speculation import Speculation
 from mtp_jax.errors import ConfigError, MtpJaxError
 from mtp_jax.model.backend.xla_cpu import XlaCpu
 from mtp_jax.profiling import run, scopes, workload

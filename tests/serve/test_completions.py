@@ -8,9 +8,9 @@ import httpx2
 import pytest
 
 from mtp_jax import LLM, AsyncLLM, SamplingParams
-from mtp_jax.engine.request import MAX_DRAFTS
-from serve import calls
-from serve.schema import CompletionBody
+from mtp_jax.decode.keys import MAX_DRAFTS
+from serve.answers import calls
+from serve.bodies.schema import CompletionBody
 from tests.soak import requests as soak_requests
 
 GREEDY = {"temperature": 0, "ignore_eos": True}

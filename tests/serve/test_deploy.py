@@ -12,9 +12,9 @@ import yaml
 
 import serve
 from mtp_jax.commands import cli
-from serve import app
-from serve.access import OPEN_PATHS
-from serve.settings import Settings
+from serve.base.settings import Settings
+from serve.http import app
+from serve.http.access import OPEN_PATHS
 from tests.serve.test_grafana import NAME
 
 ROOT = Path(serve.__file__).parent.parent

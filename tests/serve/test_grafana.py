@@ -14,8 +14,8 @@ import serve
 from mtp_jax.engine.balance import ExpertStats
 from mtp_jax.engine.stats import EngineStats, Histogram
 from mtp_jax.store.tier import TierStats
-from serve.acceptance import AcceptanceAlarm
-from serve.metrics import Metrics
+from serve.watch.acceptance import AcceptanceAlarm
+from serve.watch.metrics import Metrics
 
 DASHBOARD = Path(serve.__file__).parent / "grafana" / "mtp-jax.json"
 NAME = re.compile(r"\b(?:vllm|mtp_jax):[a-zA-Z0-9_:]+")
@@ -51,13 +51,13 @@ STATS = EngineStats(
 )
 
 
-def still_metrics(alarm: AcceptanceAlarm | None = None, handover: Any = None) -> Metrics:
+def still_metrics(alarm: AcceptanceAlarm | None = None, counters: Any = ()) -> Metrics:
     """Those of an engine that does nothing more."""
     allm: Any = SimpleNamespace(
         llm=SimpleNamespace(engine=SimpleNamespace(stats=lambda: STATS), simulated=False),
         admission=SimpleNamespace(requests=1, tokens=3),
         step_age=0.1,
-        handover=handover,
+        hooks=SimpleNamespace(counters=counters),
         warming=False,
     )
     return Metrics(allm, "tiny", alarm or AcceptanceAlarm(0, 1))

@@ -14,9 +14,9 @@ from mtp_jax import Tokenizer as TextTokenizer
 from mtp_jax.simulate.device import Simulated
 from mtp_jax.text.tools.conversation import written
 from mtp_jax.text.tools.formats import FORMATS as FORMATS_OF
-from serve.messages import _input
-from serve.reasoning import ThoughtTokens
-from serve.turn import Thought, Turn, called
+from serve.answers.reasoning import ThoughtTokens
+from serve.answers.turn import Thought, Turn, called
+from serve.routes.messages import _input
 from tests import tiny_tokenizer
 from tests.golden import model_dir
 from tests.serve.conftest import SIZES, TEMPLATE, Running, Variant, start

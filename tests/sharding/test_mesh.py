@@ -12,7 +12,8 @@ from mtp_jax.api.local import local_runner
 from mtp_jax.api.propose import propose
 from mtp_jax.decode.keys import StepKey
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.model.params import Attention, param_specs
 from mtp_jax.model.sharding import make_mesh, param_sharding
 from tests.models import (

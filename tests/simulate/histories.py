@@ -10,7 +10,8 @@ from mtp_jax.decode.host import MaskMaker
 from mtp_jax.decode.launches import Launch, Move
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.simulate.device import Simulated
 from mtp_jax.simulate.language import Language
 from mtp_jax.text.grammar import Grammars, StructuredOutput

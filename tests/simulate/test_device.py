@@ -9,7 +9,7 @@ import pytest
 
 from mtp_jax.decode.keys import PageKey, SamplingMode, StepKey
 from mtp_jax.decode.launches import Launch, MoveExpert, ReadExperts, ReadPages, ReleaseCache, Step
-from mtp_jax.engine.request import SamplingParams
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError
 from mtp_jax.simulate.device import Simulated
 from mtp_jax.simulate.language import Language, mix

@@ -11,7 +11,7 @@ from mtp_jax.api.local import local_runner
 from mtp_jax.decode.drafter.nextn import DEFERRED
 from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import SamplingParams
+from mtp_jax.engine.sampling_params import SamplingParams
 from tests.models import GREEDY, TINY, make_engine, prepare, prompts
 
 TWO_LAYERS = replace(TINY, num_nextn_predict_layers=2, nextn_moe=(True, False))

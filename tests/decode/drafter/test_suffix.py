@@ -17,7 +17,9 @@ from mtp_jax.decode.drafter.sampler import DraftSampler
 from mtp_jax.decode.drafter.suffix import REACH, SHORTEST, Suffix, continuation, longest_match
 from mtp_jax.decode.keys import Source
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams, Speculation
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
+from mtp_jax.engine.speculation import Speculation
 from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.model.backend import XlaCpu
 from mtp_jax.model.params import Params

@@ -1,0 +1,141 @@
+"""/generate and /server_info in the shapes of SGLang, whose benchmark client reads them."""
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mtp_jax import CompletionOutput, Logprob, RequestOutput, Tokenizer
+from serve.answers.generation import check, finals, outputs, submit
+from serve.answers.shapes import finite, token_name
+from serve.base.ids import new_id
+from serve.base.sse import EventStream, event
+from serve.base.state import Server
+from serve.bodies.native import GenerateBody
+from serve.bodies.reading import read, warning
+from serve.bodies.schema import Sampling
+
+
+async def generate(server: Server, request: Request) -> Response:
+    """The route."""
+    body = await read(server.settings, request, GenerateBody)
+    prompt = body.text if body.text is not None else body.input_ids or []
+    params = body.params(server.sampling_defaults)
+    streams = await submit(server, request, body.sampling_params or Sampling(), [prompt], params)
+    name, scores = new_id(), _Scores(server.allm.llm.tokenizer, body)
+
+    def objects(output: RequestOutput) -> list[dict[str, Any]]:
+        return [_object(name, output, c, scores) | {"index": c.index} for c in output.outputs]
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        async with aclosing(outputs(server, request, streams)) as growing:
+            async for _, output in growing:
+                check([output], 1)
+                yield b"".join(event(o) for o in objects(output))
+
+    if body.stream:
+        return EventStream(events(), warning(request))
+    (output,) = await finals(server, request, streams)
+    found = objects(output)
+    answer = to_json(found[0] if len(found) == 1 else found)
+    return Response(answer, headers=warning(request), media_type="application/json")
+
+
+class _Scores:
+    """Log-probabilities in SGLang's shape: [log-probability, id, text] per token, text only if asked for."""
+
+    def __init__(self, tokenizer: Tokenizer | None, body: GenerateBody) -> None:
+        self._tokenizer, self._body = tokenizer, body
+        self._prompt: Sequence[dict[int, Logprob] | None] = ()
+
+    def of(self, output: RequestOutput, c: CompletionOutput) -> dict[str, Any]:
+        """What the answer says of a completion and, from the token asked for on, of its prompt."""
+        if not self._body.return_logprob:
+            return {}
+        found = self._lists("output", c.token_ids, c.logprobs or [])
+        if self._body.scores_prompt:
+            start = self._body.logprob_start_len or 0
+            self._prompt = output.prompt_logprobs or self._prompt
+            found |= self._lists("input", output.prompt_token_ids[start:], self._prompt[start:])
+        return found
+
+    def _lists(
+        self, of: str, ids: Sequence[int], scores: Sequence[dict[int, Logprob] | None]
+    ) -> dict[str, Any]:
+        pairs = list(zip(ids, scores, strict=False))  # a prompt that ended during its prefill has fewer
+        found: dict[str, Any] = {
+            f"{of}_token_logprobs": [self._entry(t, s[t] if s else None) for t, s in pairs]
+        }
+        if self._body.top_logprobs_num:
+            found[f"{of}_top_logprobs"] = [self._best(s) if s else None for _, s in pairs]
+        return found
+
+    def _best(self, scores: dict[int, Logprob]) -> list[list[Any]]:
+        best = sorted(scores.items(), key=lambda item: item[1].rank)[: self._body.top_logprobs_num]
+        return [self._entry(token, score) for token, score in best]
+
+    def _entry(self, token: int, score: Logprob | None) -> list[Any]:
+        text = token_name(self._tokenizer, token) if self._body.return_text_in_logprobs else None
+        return [score and finite(score), token, text]
+
+
+def _object(name: str, output: RequestOutput, c: CompletionOutput, scores: _Scores) -> dict[str, Any]:
+    """A completion so far: the text and the ids are cumulative."""
+    s, seconds = c.speculation, output.timing.finished
+    reason: dict[str, Any] | None = {"type": c.finish_reason} if c.finish_reason else None
+    if reason and c.finish_reason == "length":
+        reason["length"] = c.num_tokens
+    meta: dict[str, Any] = {
+        "id": name,
+        "finish_reason": reason,
+        "prompt_tokens": len(output.prompt_token_ids),
+        "completion_tokens": c.num_tokens,
+        "cached_tokens": output.cached_tokens,
+        "weight_version": output.weight_version,
+        **scores.of(output, c),
+    }
+    if s.drafted:
+        meta |= {
+            "spec_accept_length": s.acceptance_length,
+            "spec_accept_rate": s.accepted / s.drafted,
+            "spec_verify_ct": s.steps,
+        }
+    if seconds is not None:
+        meta["e2e_latency"] = seconds
+    return {"text": c.text, "output_ids": c.token_ids, "meta_info": meta}
+
+
+async def server_info(server: Server, request: Request) -> Response:
+    """The route: the engine's sizes, and what speculation achieved over all requests."""
+    del request
+    config, s = server.allm.llm.engine.config, server.allm.llm.engine.stats()
+    tokenizer = server.allm.llm.tokenizer
+    state: dict[str, Any] = {
+        "uptime_seconds": time.time() - server.created,
+        "num_running_reqs": s.running,
+        "num_waiting_reqs": s.waiting,
+        "avg_spec_accept_length": (s.accepted_tokens + s.drafts) / s.drafts if s.drafts else None,
+        "realised_speedup": s.realised_speedup,
+        "cache_pages": {"total": s.pages_total, "used": s.pages_used, "reusable": s.pages_cached},
+    }
+    info = {
+        "model_path": server.settings.model_name,
+        "served_model_name": server.settings.model_name,
+        "max_model_len": config.longest,
+        "max_num_seqs": config.max_num_seqs,
+        "num_speculative_tokens": config.num_speculative_tokens,
+        "adaptive_depth": config.adaptive_depth,
+        "prefix_cache": config.prefix_cache,
+        "dtype": config.dtype,
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "weight_version": server.allm.llm.weight_version,
+        "released_memory": server.allm.llm.released,
+        "state": server.allm.warm_up.state,
+        "has_chat_template": tokenizer is not None and tokenizer.has_chat_template,
+        "internal_states": [state],
+    }
+    return Response(to_json(info), media_type="application/json")
