@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from mtp_jax.commands.options import given, model_dir
-from serve.settings import Settings
+from serve.base.settings import Settings
 
 KEY_VARIABLE, _ADMIN_KEY_VARIABLE = "MTP_JAX_API_KEY", "MTP_JAX_ADMIN_KEY"
 SLOTS = 8
