@@ -9,26 +9,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.layers import FLOORS, LAYERS, ROOT
 
-# Lowest first. A module may import from its own package and from the layers before its own.
-LAYERS = (
-    ("errors", "machine", "options"),
-    ("wire",),
-    ("model", "text"),
-    ("checkpoint", "decode", "planning"),
-    ("simulate", "store"),
-    ("engine", "hosts"),
-    ("api",),
-    ("handover",),
-    ("__init__", "bench"),
-    ("profiling", "train"),
-    ("commands",),
-    ("__main__",),
-)
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-# The same of the server's folders.
-FLOORS = ("watch", "base", "bodies", "answers", "routes", "http", "cluster")
 FLOOR = {name: floor for floor, name in enumerate(FLOORS)}
 
 # The engine is host code: it must be testable, and fast, without a device.
@@ -77,6 +60,7 @@ WITHOUT_JAX = (
     "model.placement",
     "model.room",
     "model.hf_quantization",
+    "model.specs",
     "options",
     "planning.check",
     "planning.deployment",
@@ -145,6 +129,7 @@ _OF_MODEL = (
     "narrow",
     "params",
     "sharding",
+    "specs",
 )
 OF_MODEL = tuple(f"mtp_jax.model.{name}" for name in _OF_MODEL)
 

@@ -193,7 +193,7 @@ def _routing(subject: Subject, text: Sequence[int]) -> tuple[Routing, ...]:
 
 
 def _by_window(
-    weights: cost.Weights,
+    weights: cost.Size,
     seconds: Mapping[int, list[float]],
     experts: Mapping[int, float],
     cached: float,

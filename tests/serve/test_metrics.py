@@ -10,7 +10,7 @@ from mtp_jax.api.outputs import CompletionOutput, RequestOutput, Timing
 from mtp_jax.engine.speculation import Speculation
 from mtp_jax.handover.handover import HandoverStats
 from serve.watch.metrics import Metrics
-from tests.serve.test_grafana import still_metrics
+from tests.serve.helpers import still_metrics
 
 FIRST_TOKEN = Timing(0.5, 2.0, None)
 ENDED = Timing(0.5, 2.0, 11.0)
