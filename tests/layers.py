@@ -5,7 +5,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     ("errors", "machine", "options"),
-    ("handshake", "door"),
+    ("wire",),
     ("model", "text"),
     ("checkpoint", "decode", "planning"),
     ("simulate", "store"),

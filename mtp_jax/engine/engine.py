@@ -243,9 +243,7 @@ class Engine:
             request.cached_tokens = request.prefilled
             self.counters.prompt_tokens += len(request.prompt)
             if self.scheduler.looks_up(request):
-                self.counters.prefix_queries += len(request.prompt)
-                self.counters.prefix_hits += request.prefilled
-                self.counters.restored += request.restored
+                self.counters.looked_up(len(request.prompt), request.prefilled, request.restored)
         cached = request.prefilled // self.config.page_size
         row = slot_row(request, self.cfg.vocab_size, self._page_row(request))
         self.runner.do(launches.Admit(request.slot, row, request.pages[cached - 1] if cached else None))

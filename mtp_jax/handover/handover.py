@@ -14,27 +14,26 @@ from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from mtp_jax.api.async_llm import AsyncLLM
 from mtp_jax.api.hooks import Counters
+from mtp_jax.checkpoint.digest import folder_digest
 from mtp_jax.decode.launches import ReadPages
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, MtpJaxError
 from mtp_jax.handover.client import Peers, Wanted
+from mtp_jax.handover.messages import Prefill
 from mtp_jax.handover.options import HandoverOptions, address
 from mtp_jax.handover.pages import copy_out, missing, take_in
-from mtp_jax.handover.server import Asked, PageServer
-from mtp_jax.handover.wire import PeerError
+from mtp_jax.handover.server import PageServer
 from mtp_jax.store.page import Page, split
+from mtp_jax.wire.connection import WireError
 
 # Pages that are read at a time; prompts that are fetched at a time.
 _PAGES, _FETCHES = 8, 16
 _LONGEST_SALT = 2**10  # it travels in a header, which is bounded
-# Of every file: enough to tell two sets of weights of the same shapes apart without reading them.
-_SAMPLES, _SAMPLE_BYTES = 64, 64
 _ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, num_speculative_tokens=0)
 _T = TypeVar("_T")
 
@@ -72,7 +71,8 @@ class Handover:
             raise ConfigError("role = 'both' hands nothing over; give 'prefill' or 'decode'")
         if not self._engine.tier:
             raise ConfigError(f"role = {options.role!r} needs host_cache_gib above 0: pages pass through it")
-        self._files, self._like = fingerprint(allm.llm.folders), Page()
+        self._files = [folder_digest(folder, weights=True) for folder in allm.llm.folders]
+        self._like = Page()
         self._threads = ThreadPoolExecutor(_FETCHES, "fetch")
         self.peers: Peers | None = None
         self.server: PageServer | None = None
@@ -141,54 +141,40 @@ class Handover:
 
     # Prefill
 
-    def _pages(self, asked: Asked) -> Iterator[tuple[bytes, Page]]:
-        """On a connection's thread. Raises PeerError."""
-        digests = self._wait(asked, self._prefill(asked))
+    def _pages(self, asked: Prefill, deadline: float) -> Iterator[tuple[bytes, Page]]:
+        """On a connection's thread. Raises WireError."""
+        digests = self._wait(deadline, self._prefill(asked, deadline))
         for i in range(asked.first, len(digests), _PAGES):
             part = digests[i : i + _PAGES]
-            pages = self._wait(asked, self._allm.on_engine(partial(copy_out, self._engine, part)))()
+            pages = self._wait(deadline, self._allm.on_engine(partial(copy_out, self._engine, part)))()
             yield from zip(part, pages, strict=False)
             if len(pages) < len(part):
                 return
 
-    async def _prefill(self, asked: Asked) -> Sequence[bytes]:
-        request = self._engine.make_request(asked.ids, _ONE_TOKEN, cache_salt=asked.salt)
+    async def _prefill(self, asked: Prefill, deadline: float) -> Sequence[bytes]:
+        ids = asked.ids.tolist()
+        request = self._engine.make_request(ids, _ONE_TOKEN, cache_salt=asked.salt)
         lacked = await self._allm.on_engine(partial(missing, self._engine, request))
         if lacked.first < len(lacked.digests):
-            seconds = max(asked.deadline - time.monotonic(), 1e-3)
-            outputs = self._allm.generate(asked.ids, _ONE_TOKEN, cache_salt=asked.salt, timeout=seconds)
+            seconds = max(deadline - time.monotonic(), 1e-3)
+            outputs = self._allm.generate(ids, _ONE_TOKEN, cache_salt=asked.salt, timeout=seconds)
             async for _ in outputs:
                 pass
         return lacked.digests
 
-    def _wait(self, asked: Asked, coroutine: Coroutine[Any, Any, _T]) -> _T:
+    def _wait(self, deadline: float, coroutine: Coroutine[Any, Any, _T]) -> _T:
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         except RuntimeError as error:  # the loop has ended
             coroutine.close()
-            raise PeerError("refused", str(error)) from error
+            raise WireError("refused", str(error)) from error
         try:
-            return future.result(max(asked.deadline - time.monotonic(), 0))
+            return future.result(max(deadline - time.monotonic(), 0))
         except TimeoutError as error:
             future.cancel()
-            raise PeerError("late") from error
+            raise WireError("late") from error
         except MtpJaxError as error:
-            raise PeerError("refused", str(error)) from error
-
-
-def fingerprint(folders: Sequence[Path]) -> str:
-    """Of the weights in some folders: names and sizes of their files, and samples of what these hold."""
-    total = hashlib.sha256()
-    for folder in folders:
-        files = sorted(folder.glob("*.safetensors")) or sorted(p for p in folder.rglob("*") if p.is_file())
-        for path in files:
-            size = path.stat().st_size
-            total.update(repr((str(path.relative_to(folder)), size)).encode())
-            with path.open("rb") as file:
-                for i in range(_SAMPLES):
-                    file.seek(max(size - _SAMPLE_BYTES, 0) * i // (_SAMPLES - 1))
-                    total.update(file.read(_SAMPLE_BYTES))
-    return total.hexdigest()
+            raise WireError("refused", str(error)) from error
 
 
 def _listen(where: str) -> socket.socket:

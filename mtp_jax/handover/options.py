@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from mtp_jax.errors import ConfigError
-from mtp_jax.handshake import read_secret
 from mtp_jax.hosts.options import Hosts
 from mtp_jax.options import check, documented, narrowed, option
+from mtp_jax.wire.secret import read_secret
 
 Role = Literal["both", "prefill", "decode"]
 

@@ -95,18 +95,6 @@ async def outputs(
             await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def finals(server: Server, request: Request, streams: Sequence[Stream]) -> list[RequestOutput]:
-    """The last output of every prompt, checked. Raises ApiError for one that failed."""
-    last: dict[int, RequestOutput] = {}
-    async with aclosing(outputs(server, request, streams)) as growing:
-        async for i, output in growing:
-            last[i] = output
-    if getattr(request.state, "disconnected", False):  # for the log and the metrics
-        raise ApiError(499, "the client disconnected before its answer was complete")
-    check(last.values(), len(streams))
-    return [last[i] for i in range(len(streams))]
-
-
 def check(outputs: Collection[RequestOutput], prompts: int) -> None:
     """Raises ApiError for a completion that failed, or where all have ended, some too early, without a token.
 

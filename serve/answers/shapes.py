@@ -1,6 +1,6 @@
 """Pieces of responses, in OpenAI's shapes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -10,7 +10,7 @@ from serve.base.settings import SpecMetrics
 _LEAST = -9999.0  # what OpenAI writes for minus infinity, which JSON has not
 
 
-def usage(outputs: Sequence[RequestOutput], reasoning_tokens: int | None = None) -> dict[str, Any]:
+def usage(outputs: Collection[RequestOutput], reasoning_tokens: int | None = None) -> dict[str, Any]:
     """Token counts over all prompts."""
     prompt = sum(len(o.prompt_token_ids) for o in outputs)
     completion = sum(c.num_tokens for o in outputs for c in o.outputs)

@@ -37,8 +37,8 @@ class EventStream(Response):
         self,
         events: AsyncGenerator[bytes, None],
         headers: Mapping[str, str],
-        error: Callable[[ApiError], bytes] = lambda error: event(error.body),
-        done: bytes = DONE,
+        error: Callable[[ApiError], bytes],
+        done: bytes,
     ) -> None:
         """error: an event that says it. done: what ends the stream."""
         self._events, self._error, self._done = events, error, done
@@ -52,7 +52,8 @@ class EventStream(Response):
         try:
             async with aclosing(self._events):
                 async for chunk in self._events:
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    if chunk:
+                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
         except Exception as error:
             told = as_api_error(error)
             record_of(scope).error = told.message

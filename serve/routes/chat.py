@@ -14,7 +14,7 @@ from mtp_jax import (
     RequestOutput,
 )
 from serve.answers.asking import Asked, ask
-from serve.answers.calls import Call, Shown
+from serve.answers.choices import ChoicesCall
 from serve.answers.inputs import Inputs
 from serve.answers.reasoning import ThoughtTokens, may_think
 from serve.answers.shapes import chat_logprobs, prompt_scores, token_extras, usage
@@ -31,7 +31,7 @@ async def chat_completions(server: Server, request: Request) -> Response:
     return await _Chat(server, request, body, asked).respond()
 
 
-class _Chat(Call):
+class _Chat(ChoicesCall):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
     def __init__(self, server: Server, request: Request, body: ChatBody, asked: Asked) -> None:
@@ -53,7 +53,7 @@ class _Chat(Call):
                 counted.push(c.token_ids)
         return super().take(output)
 
-    def choice(self, index: int, output: RequestOutput, c: CompletionOutput, shown: Shown) -> dict[str, Any]:
+    def choice(self, index: int, output: RequestOutput, c: CompletionOutput, begun: bool) -> dict[str, Any]:
         """A message, or what is new of it."""
         del output
         asked = self._asked
@@ -64,12 +64,11 @@ class _Chat(Call):
         pieces = inputs.push(turn.push(c))
         if any(isinstance(piece, Thought) for piece in pieces):
             self._thought.add(index)
-        stream = bool(self.body.stream)
-        message: dict[str, Any] = {} if stream and shown.begun else {"role": "assistant"}
+        message: dict[str, Any] = {} if self.stream and begun else {"role": "assistant"}
         choice = {
             "index": index,
-            "delta" if stream else "message": message
-            | (_delta(pieces, inputs) if stream else _message(pieces, inputs)),
+            "delta" if self.stream else "message": message
+            | (_delta(pieces, inputs) if self.stream else _message(pieces, inputs)),
             "logprobs": None,
             "finish_reason": turn.finish_reason(c),
         }
@@ -79,17 +78,17 @@ class _Chat(Call):
         extras = token_extras(c, self.body.return_token_ids, self.body.return_token_origins)
         return choice | extras
 
-    def extras(self, done: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The prompt's scores, if they are asked for."""
+    def answer(self) -> dict[str, Any]:
+        """With the prompt's scores, if they are asked for."""
         if self.body.prompt_logprobs is None:
-            return {}
-        (output,) = done
-        return {"prompt_logprobs": prompt_scores(self.server.tokenizer, output.prompt_logprobs or [])}
+            return super().answer()
+        scores = self.last[0].prompt_logprobs or []
+        return super().answer() | {"prompt_logprobs": prompt_scores(self.server.tokenizer, scores)}
 
-    def usage(self, done: Sequence[RequestOutput]) -> dict[str, Any]:
+    def usage(self) -> dict[str, Any]:
         """With the tokens that went into thoughts, if there were any."""
         thoughts = [t.count for i, t in self._thoughts.items() if self._thinking or i in self._thought]
-        return usage(done, sum(thoughts) if thoughts else None)
+        return usage(self.last.values(), sum(thoughts) if thoughts else None)
 
 
 def _texts(pieces: Sequence[Piece]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mtp_jax import CompletionOutput, LazyPrompt, Logprob, RequestOutput, Stream
-from serve.answers.calls import Call, Shown
+from serve.answers.choices import ChoicesCall
 from serve.answers.generation import submit
 from serve.answers.shapes import TextOffsets, completion_logprobs, prompt_scores, token_extras
 from serve.base.state import Server
@@ -40,7 +40,7 @@ def _prompt(server: Server, body: CompletionBody, prompt: str | list[int]) -> st
     return LazyPrompt(lambda: body.cut(tokenizer.encode(prompt)), len(prompt))
 
 
-class _Completions(Call):
+class _Completions(ChoicesCall):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl-"
 
@@ -54,11 +54,11 @@ class _Completions(Call):
         self._tokenizer, self._offsets = server.allm.llm.tokenizer, dict[int, TextOffsets]()
         self._skips_special = body.skip_special_tokens is not False
 
-    def choice(self, index: int, output: RequestOutput, c: CompletionOutput, shown: Shown) -> dict[str, Any]:
+    def choice(self, index: int, output: RequestOutput, c: CompletionOutput, begun: bool) -> dict[str, Any]:
         """Text, and log-probabilities as parallel lists."""
         if output.prompt_logprobs:  # in a stream once for all completions
             self._prompt_scores[index // len(output.outputs)] = output.prompt_logprobs
-        echoed = self._prompt(output) if self.body.echo and not shown.begun else None
+        echoed = self._prompt(output) if self.body.echo and not begun else None
         text = (echoed or "") + c.text
         choice = {"index": index, "text": text, "logprobs": None, "finish_reason": c.finish_reason}
         if self.body.logprobs is not None:

@@ -30,7 +30,7 @@ async def messages(server: Server, request: Request) -> Response:
     if body.thread is not None:
         raise ApiError(400, _NO_THREADS, "thread", details=_SEND_ALL)
     asked = await ask(server, request, body.conversation())
-    return await _Messages(server, request, asked, body.stream is True).respond()
+    return await _Messages(server, request, asked, body.stream).respond()
 
 
 async def count_tokens(server: Server, request: Request) -> Response:
@@ -43,7 +43,7 @@ async def count_tokens(server: Server, request: Request) -> Response:
 
 
 class _Messages(AssistantCall):
-    def __init__(self, server: Server, request: Request, asked: Asked, stream: bool) -> None:
+    def __init__(self, server: Server, request: Request, asked: Asked, stream: bool | None) -> None:
         super().__init__(server, request, asked, stream)
         self._id = f"msg_{new_id()}"
 
@@ -78,6 +78,7 @@ class _Messages(AssistantCall):
 
     def end(self) -> Iterable[dict[str, Any]]:
         """How it ended."""
+        yield from super().end()
         made_by = {"weight_version": self.weight_version}
         yield {"type": "message_delta", "delta": self._end(), "usage": self._usage(), **made_by}
         yield {"type": "message_stop"}

@@ -1,22 +1,21 @@
 """/generate and /server_info in the shapes of SGLang, whose benchmark client reads them."""
 
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mtp_jax import CompletionOutput, Logprob, RequestOutput, Tokenizer
-from serve.answers.generation import check, finals, outputs, submit
+from mtp_jax import CompletionOutput, Logprob, RequestOutput, Stream
+from serve.answers.calls import Call
+from serve.answers.generation import submit
 from serve.answers.shapes import finite, token_name
 from serve.base.ids import new_id
-from serve.base.sse import EventStream, event
 from serve.base.state import Server
 from serve.bodies.native import GenerateBody
-from serve.bodies.reading import read, warning
+from serve.bodies.reading import read
 from serve.bodies.schema import Sampling
 
 
@@ -26,34 +25,55 @@ async def generate(server: Server, request: Request) -> Response:
     prompt = body.text if body.text is not None else body.input_ids or []
     params = body.params(server.sampling_defaults)
     streams = await submit(server, request, body.sampling_params or Sampling(), [prompt], params)
-    name, scores = new_id(), _Scores(server.allm.llm.tokenizer, body)
-
-    def objects(output: RequestOutput) -> list[dict[str, Any]]:
-        return [_object(name, output, c, scores) | {"index": c.index} for c in output.outputs]
-
-    async def events() -> AsyncGenerator[bytes, None]:
-        async with aclosing(outputs(server, request, streams)) as growing:
-            async for _, output in growing:
-                check([output], 1)
-                yield b"".join(event(o) for o in objects(output))
-
-    if body.stream:
-        return EventStream(events(), warning(request))
-    (output,) = await finals(server, request, streams)
-    found = objects(output)
-    answer = to_json(found[0] if len(found) == 1 else found)
-    return Response(answer, headers=warning(request), media_type="application/json")
+    return await _Generate(server, request, body, streams).respond()
 
 
-class _Scores:
-    """Log-probabilities in SGLang's shape: [log-probability, id, text] per token, text only if asked for."""
+class _Generate(Call):
+    """Completions so far: texts and ids are cumulative; scores are [log-probability, id, text] per token."""
 
-    def __init__(self, tokenizer: Tokenizer | None, body: GenerateBody) -> None:
-        self._tokenizer, self._body = tokenizer, body
+    def __init__(
+        self, server: Server, request: Request, body: GenerateBody, streams: Sequence[Stream]
+    ) -> None:
+        super().__init__(server, request, streams, body.stream)
+        self._body, self._name, self._tokenizer = body, new_id(), server.allm.llm.tokenizer
         self._prompt: Sequence[dict[int, Logprob] | None] = ()
 
-    def of(self, output: RequestOutput, c: CompletionOutput) -> dict[str, Any]:
-        """What the answer says of a completion and, from the token asked for on, of its prompt."""
+    def answer(self) -> Any:
+        """The completion, or a list of several."""
+        found = [*self.grown(0, self.last[0])]
+        return found[0] if len(found) == 1 else found
+
+    def grown(self, prompt: int, output: RequestOutput) -> Iterable[dict[str, Any]]:
+        """An object per completion."""
+        del prompt
+        for c in output.outputs:
+            meta = self._meta(output, c)
+            yield {"text": c.text, "output_ids": c.token_ids, "meta_info": meta, "index": c.index}
+
+    def _meta(self, output: RequestOutput, c: CompletionOutput) -> dict[str, Any]:
+        s, seconds = c.speculation, output.timing.finished
+        reason: dict[str, Any] | None = {"type": c.finish_reason} if c.finish_reason else None
+        if reason and c.finish_reason == "length":
+            reason["length"] = c.num_tokens
+        meta: dict[str, Any] = {
+            "id": self._name,
+            "finish_reason": reason,
+            "prompt_tokens": len(output.prompt_token_ids),
+            "completion_tokens": c.num_tokens,
+            "cached_tokens": output.cached_tokens,
+            "weight_version": output.weight_version,
+            **self._scores(output, c),
+        }
+        if s.drafted:
+            meta |= {
+                "spec_accept_length": s.acceptance_length,
+                "spec_accept_rate": s.accepted / s.drafted,
+                "spec_verify_ct": s.steps,
+            }
+        return meta if seconds is None else meta | {"e2e_latency": seconds}
+
+    def _scores(self, output: RequestOutput, c: CompletionOutput) -> dict[str, Any]:
+        """Scores of a completion and, from the token asked for on, of its prompt."""
         if not self._body.return_logprob:
             return {}
         found = self._lists("output", c.token_ids, c.logprobs or [])
@@ -81,32 +101,6 @@ class _Scores:
     def _entry(self, token: int, score: Logprob | None) -> list[Any]:
         text = token_name(self._tokenizer, token) if self._body.return_text_in_logprobs else None
         return [score and finite(score), token, text]
-
-
-def _object(name: str, output: RequestOutput, c: CompletionOutput, scores: _Scores) -> dict[str, Any]:
-    """A completion so far: the text and the ids are cumulative."""
-    s, seconds = c.speculation, output.timing.finished
-    reason: dict[str, Any] | None = {"type": c.finish_reason} if c.finish_reason else None
-    if reason and c.finish_reason == "length":
-        reason["length"] = c.num_tokens
-    meta: dict[str, Any] = {
-        "id": name,
-        "finish_reason": reason,
-        "prompt_tokens": len(output.prompt_token_ids),
-        "completion_tokens": c.num_tokens,
-        "cached_tokens": output.cached_tokens,
-        "weight_version": output.weight_version,
-        **scores.of(output, c),
-    }
-    if s.drafted:
-        meta |= {
-            "spec_accept_length": s.acceptance_length,
-            "spec_accept_rate": s.accepted / s.drafted,
-            "spec_verify_ct": s.steps,
-        }
-    if seconds is not None:
-        meta["e2e_latency"] = seconds
-    return {"text": c.text, "output_ids": c.token_ids, "meta_info": meta}
 
 
 async def server_info(server: Server, request: Request) -> Response:

@@ -36,7 +36,7 @@ async def responses(server: Server, request: Request) -> Response:
 
 class _Responses(AssistantCall):
     def __init__(self, server: Server, request: Request, asked: Asked, body: ResponsesBody) -> None:
-        super().__init__(server, request, asked, body.stream is True)
+        super().__init__(server, request, asked, body.stream)
         self._body, self._id, self._created = body, f"resp_{new_id()}", int(time.time())
         self._ids: dict[int, str] = {}
         self._number = -1
@@ -81,6 +81,7 @@ class _Responses(AssistantCall):
 
     def end(self) -> Iterable[dict[str, Any]]:
         """The whole response."""
+        yield from super().end()
         answer = self.answer()
         yield self._event(f"response.{answer['status']}", response=answer)
 

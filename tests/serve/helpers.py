@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter, defaultdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,23 +49,19 @@ STATS = EngineStats(
     prompt_tokens=9,
     generation_tokens=9,
     prefix_queries=9,
-    prefix_hits=4,
-    hits_by_tier={"device": 3, "host": 1},
+    hits_by_tier=Counter(device=3, host=1),
     tier=TierStats(2, 64, 3, 1, {"damaged": 1}),
     preemptions=1,
-    drafts=3,
-    draft_tokens=6,
-    accepted_tokens=4,
-    drafted_by_source={"nextn": 4, "suffix": 2},
-    accepted_by_source={"nextn": 3, "suffix": 1},
-    first_drafts={"nextn": 2, "suffix": 1},
-    accepted_first_drafts={"nextn": 1, "suffix": 1},
+    drafted_by_source=Counter(nextn=4, suffix=2),
+    accepted_by_source=Counter(nextn=3, suffix=1),
+    first_drafts=Counter(nextn=2, suffix=1),
+    accepted_first_drafts=Counter(nextn=1, suffix=1),
     inter_token=Histogram.empty((0.1, 1.0)),
-    accepted_per_position=(3, 1),
-    depth_steps={0: 1, 2: 3},
-    step_seconds={0: 0.1, 2: 0.4},
+    accepted_per_position=[3, 1],
+    depth_steps=Counter({0: 1, 2: 3}),
+    step_seconds=defaultdict(float, {0: 0.1, 2: 0.4}),
     prefill_seconds=0.1,
-    finished={"stop": 1},
+    finished=Counter(stop=1),
     executables=4,
     realised_speedup=1.4,
     experts=ExpertStats(1, 2, 1.5, 2.0, 3),

@@ -7,7 +7,6 @@ import httpx2
 import pytest
 
 from mtp_jax import CallArguments, CallBegin
-from serve.answers.assistant import AssistantCall
 from serve.answers.calls import Call
 from serve.answers.inputs import Inputs
 from tests.serve.conftest import Running, wait_until
@@ -417,10 +416,7 @@ def test_what_raises_before_the_answer_is_read_aborts_the_request(
     def wrong(*args: Any, **options: Any) -> Any:
         raise ValueError("a mistake of ours")
 
-    for owner in (Call, AssistantCall):
-        monkeypatch.setattr(owner, "respond", wrong)
-    monkeypatch.setattr("serve.routes.native.finals", wrong)
-    monkeypatch.setattr("serve.routes.native.EventStream", wrong)
+    monkeypatch.setattr(Call, "respond", wrong)
     kept = server.allm.submit
     streams: list[Any] = []
 

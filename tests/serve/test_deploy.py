@@ -103,7 +103,7 @@ def test_the_page_names_flags_and_metrics_that_exist(capsys):
         cli.make_parser().parse_args(["serve", "--help"])
     known = capsys.readouterr().out
     assert not [flag for flag in {*re.findall(r"`(--[a-z-]+)", DOCS)} if flag not in known]
-    code = (ROOT / "serve" / "metrics.py").read_text(encoding="utf-8")
+    code = (ROOT / "serve" / "watch" / "metrics.py").read_text(encoding="utf-8")
     assert NAME.findall(DOCS)
     assert not [name for name in NAME.findall(DOCS) if name.removesuffix("_total") not in code]
     assert Settings("m").drain_seconds + 6 == DRAIN
