@@ -19,9 +19,9 @@ class CompletionOutput:
         finish_reason: "stop", "length", "abort", "timeout", "error" (the model produced NaN, or a structured
             output grew too complex to go on); None: it runs.
         logprobs: per token, if asked for: the chosen token first, then the most likely ones.
-        token_texts: what each token added to ``text``: nothing while it is held back, more once it is not.
-            In deltas, what is still held back when a request ends without another token is in ``text`` alone.
-        drafted: per token whether it was; the others are a prefill's first and each step's last.
+        token_texts: text that each token added to ``text``: nothing while it is held back, more once it is not.
+            With deltas, text still held back at the end appears in ``text`` only, not in ``token_texts``.
+        drafted: per token whether it was; a prefill's first and each step's last token are not.
         speculation: drafts verified and accepted.
         decode_seconds: from its first token to its end; None while it runs, and without a token.
         stop_reason: the stop string, or the token of ``stop_token_ids``, that ended it; None after the

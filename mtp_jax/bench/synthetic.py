@@ -1,4 +1,4 @@
-"""Checkpoints with rigged acceptance: any size, no real weights, drafts that come true as often as asked.
+"""Checkpoints with rigged acceptance: any size, no real weights, drafts accepted at a given rate.
 
     trunk   greedy next token of t = chain[t]: blocks are quiet, the head's row chain[t] points along embed[t]
     NextN   eh_proj = [identity | 0] + noise, so it foresees the chain, with mistakes set by the noise

@@ -30,7 +30,7 @@ class Ending:
     """
 
     def __init__(self, name: str, end: Callable[[int], object] = os._exit) -> None:
-        """name: of this process in the line."""
+        """name: the name of this process in its last log line, such as "rank 1 of 4"."""
         self.told: list[Callable[[EngineStopped], None]] = []
         self._name, self._end = name, end
         self._lock, self._begun = threading.Lock(), False

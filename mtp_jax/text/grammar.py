@@ -232,7 +232,7 @@ class Grammars:
         self._eos, self.backend = eos_ids[0], tokenizer
         self._vocabulary = Vocabulary(without_tags(tokenizer.to_str()), vocab_size, list(eos_ids))
         self._executor, self._trials = LLExecutor(), Trials(self._vocabulary)
-        # Every request starts from a copy of the compiled grammar; those used last come last.
+        # Every request starts from a copy of the compiled grammar; the most recently used is at the end.
         self._cached: OrderedDict[str, Compiled] = OrderedDict()
         self._caching = threading.Lock()
 
