@@ -19,7 +19,7 @@ class CompletionOutput:
         finish_reason: "stop", "length", "abort", "timeout", "error" (the model produced NaN, or a structured
             output grew too complex to go on); None: it runs.
         logprobs: per token, if asked for: the chosen token first, then the most likely ones.
-        token_texts: text that each token added to ``text``: nothing while it is held back, more once it is not.
+        token_texts: text that each token added to ``text``; text held back comes with a later token.
             With deltas, text still held back at the end appears in ``text`` only, not in ``token_texts``.
         drafted: per token whether it was; a prefill's first and each step's last token are not.
         speculation: drafts verified and accepted.

@@ -78,7 +78,7 @@ def contained(rows: Float[Array, "*b c"], keys: tuple[int, int]) -> Float[Array,
 def empty_cache(
     pages: int, page_size: int, cfg: ModelConfig, layer: int, dtype: Any, *, fp8: bool = False
 ) -> LayerCache:
-    """Zeroed pages of a layer; NextN layers count on from the trunk's. ``dtype`` does not matter with ``fp8``."""
+    """Zeroed pages of a layer; NextN layers count on from the trunk's. ``fp8`` ignores ``dtype``."""
     row = cfg.row
     rows = jnp.zeros((pages, page_size, row.width), dtype)
     keys = (
