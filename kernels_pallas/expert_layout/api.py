@@ -34,7 +34,7 @@ def arrange(
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Raises:
-        ValueError: for inputs that the kernel cannot take.
+        ValueError: inputs that the kernel cannot take.
     """
     if implementation == "xla":
         return reference.arrange(ids, counts, first, experts=experts, rows=rows)

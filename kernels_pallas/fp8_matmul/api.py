@@ -40,7 +40,7 @@ def fp8_matmul(
         bfloat16; float32 parts [s, T, N] if they are not summed and there are more than one (see ``parts``).
 
     Raises:
-        ValueError: for inputs that the kernel cannot take.
+        ValueError: inputs that the kernel cannot take.
     """
     check(x, w, 64)
     count = x.shape[0]

@@ -33,7 +33,7 @@ def fp8_matmul(
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Raises:
-        ValueError: for dtypes and sizes that the tile does not fit.
+        ValueError: dtypes and sizes that the tile does not fit.
     """
     first = np.arange(0, x.shape[0], tile.rows, dtype=np.int32)
     # One array, so that it is a constant of the program: launches would fill in equal or counting elements.

@@ -52,7 +52,7 @@ def expert_mlp(
         bfloat16, summed in float32.
 
     Raises:
-        ValueError: for inputs that the kernel cannot take.
+        ValueError: inputs that the kernel cannot take.
     """
     check(x, gate_up, gate_up_scale)
     check(x, down, down_scale)

@@ -58,7 +58,7 @@ def grouped_matmul(
         b = 2: silu(gate) * up: bfloat16 [M, N]; of e4m3, e4m3 [M, N] and its scales [N/128, R].
 
     Raises:
-        ValueError: for dtypes and sizes that the tile does not fit.
+        ValueError: dtypes and sizes that the tile does not fit.
     """
     plan = Plan(tile, x.dtype, w.shape[1] == 2, x.shape[0], w.shape[2], x.shape[1], tiles.table.shape[1])
     operands = (x, w, x_scale, w_scale) if plan.fp8 else (x, w)

@@ -50,7 +50,7 @@ def index_scores(
         float32; -inf where a token does not see the row, and inf where a score that it sees is NaN.
 
     Raises:
-        ValueError: for inputs that the implementation cannot take.
+        ValueError: inputs that the implementation cannot take.
     """
     if implementation == "xla":
         return reference.index_scores(q, weights, keys, page_table, visible)

@@ -58,7 +58,7 @@ def mla_decode(
         nothing cost no page, unless they share a thread block with a token that sees some.
 
     Raises:
-        ValueError: for inputs that the implementation cannot take.
+        ValueError: inputs that the implementation cannot take.
     """
     if implementation == "xla":
         return reference.mla_decode(q, q_rope, pages, page_table, visible, scale=scale).astype(q.dtype)

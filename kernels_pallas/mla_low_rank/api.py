@@ -52,7 +52,7 @@ def mla_low_rank(
         of pairs come first.
 
     Raises:
-        ValueError: for inputs that the kernel cannot take.
+        ValueError: inputs that the kernel cannot take.
     """
     slots, window = positions.shape
     tokens = slots * window

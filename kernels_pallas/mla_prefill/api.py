@@ -48,7 +48,7 @@ def mla_prefill(
         [B, T, N, v] of q's dtype; zero where a query that counts sees no row.
 
     Raises:
-        ValueError: for inputs that the implementation cannot take.
+        ValueError: inputs that the implementation cannot take.
     """
     length, rank = rows.shape[1], k_up.shape[-1]
     rows = jnp.where(visible.seen(length)[..., None], rows, 0)
@@ -100,7 +100,7 @@ def attend(
         float32 [B, N, T], -1e30 if it sees nothing. Results of queries past the count are anything finite.
 
     Raises:
-        ValueError: for inputs that the implementation cannot take.
+        ValueError: inputs that the implementation cannot take.
     """
     if implementation == "xla":
         out, lse = reference.attend(q, k, k_rope, v, visible, scale=scale)

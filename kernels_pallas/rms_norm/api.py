@@ -56,7 +56,7 @@ def rms_norm(
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Raises:
-        ValueError: for inputs that the kernel cannot take.
+        ValueError: inputs that the kernel cannot take.
     """
     rows, width = addends[0].shape[-2:]
     for x in addends:
@@ -93,7 +93,7 @@ def quantise(
         Values and scales of [M, k * 128], rows rounded up as ``Normed`` says.
 
     Raises:
-        ValueError: for inputs that the kernel cannot take.
+        ValueError: inputs that the kernel cannot take.
     """
     check_blocks(x.shape[0 if blocks_first else 1], x.shape[2], x.dtype)
     if implementation == "mosaic_gpu":

@@ -52,7 +52,7 @@ def choose(
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Raises:
-        ValueError: for inputs that the kernel cannot take.
+        ValueError: inputs that the kernel cannot take.
     """
     tokens, experts = logits.shape
     if implementation == "xla":

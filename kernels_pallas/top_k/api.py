@@ -27,7 +27,7 @@ def top_k(
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Raises:
-        ValueError: for inputs that the kernel cannot take.
+        ValueError: inputs that the kernel cannot take.
     """
     if implementation == "xla":
         return reference.top_k(scores, count)

@@ -28,7 +28,7 @@ class Missing:
 
 
 def missing(engine: Engine, request: Request) -> Missing:
-    """The pages of a request's prompt, not submitted yet, that the cache lacks. The engine has a host tier."""
+    """Pages of a request's prompt, not yet submitted, that the cache lacks. The engine has a host tier."""
     assert engine.tier
     request.take_up()
     first = max(map(len, engine.scheduler.cached(request)))
