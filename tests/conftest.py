@@ -20,6 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("optimised"):
         compiling.compile_fast()
+        compiling.share_contexts()
     import jax
 
     from mtp_jax.machine import program_folder
@@ -47,7 +48,7 @@ def _few_programs() -> Iterator[None]:
     yield
     from mtp_jax.api.memory import room_for_programs
 
-    if not room_for_programs(0.3):
+    if not room_for_programs(0.5):
         import jax
 
         from tests import models
