@@ -13,7 +13,7 @@ import pytest
 import mtp_jax
 from mtp_jax.commands import cli
 from tests import golden, tiny_tokenizer
-from tests.test_imports import FLOORS, LAYERS, ROOT
+from tests.layers import FLOORS, LAYERS, ROOT
 
 PACKAGE = Path(mtp_jax.__file__).parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

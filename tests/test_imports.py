@@ -9,26 +9,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.layers import FLOORS, LAYERS, ROOT
 
-# Lowest first. A module may import from its own package and from the layers before its own.
-LAYERS = (
-    ("errors", "machine", "options"),
-    ("handshake", "door"),
-    ("model", "text"),
-    ("checkpoint", "decode", "planning"),
-    ("simulate", "store"),
-    ("engine", "hosts"),
-    ("api",),
-    ("handover",),
-    ("__init__", "bench"),
-    ("profiling", "train"),
-    ("commands",),
-    ("__main__",),
-)
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-# The same of the server's folders.
-FLOORS = ("watch", "base", "bodies", "answers", "routes", "http", "cluster")
 FLOOR = {name: floor for floor, name in enumerate(FLOORS)}
 
 # The engine is host code: it must be testable, and fast, without a device.
@@ -36,7 +19,7 @@ WITHOUT_JAX = (
     "api.admission",
     "api.hooks",
     "api.options",
-    "decode.host",
+    "decode.arrays",
     "decode.keys",
     "decode.launches",
     "engine.balance",
@@ -46,27 +29,24 @@ WITHOUT_JAX = (
     "engine.engine",
     "engine.inputs",
     "engine.pages",
-    "engine.placement",
     "engine.plan",
     "engine.request",
     "engine.results",
     "engine.sampling_params",
     "engine.scheduler",
+    "engine.shards",
     "engine.speculation",
     "engine.stats",
     "engine.structured",
     "engine.timings",
     "engine.validate",
-    "door",
     "errors",
     "handover.client",
+    "handover.messages",
     "handover.options",
     "handover.pages",
     "handover.server",
-    "handover.wire",
-    "handshake",
     "hosts.channel",
-    "hosts.codec",
     "hosts.ending",
     "hosts.follower_log",
     "hosts.hello",
@@ -80,6 +60,7 @@ WITHOUT_JAX = (
     "model.placement",
     "model.room",
     "model.hf_quantization",
+    "model.specs",
     "options",
     "planning.check",
     "planning.deployment",
@@ -116,6 +97,12 @@ WITHOUT_JAX = (
     "text.tools.parser",
     "text.tools.parts",
     "text.tools.use",
+    "wire.codec",
+    "wire.connection",
+    "wire.door",
+    "wire.handshake",
+    "wire.secret",
+    "wire.signed",
 )
 
 # What computes by kernels, or shares their types.
@@ -142,6 +129,7 @@ _OF_MODEL = (
     "narrow",
     "params",
     "sharding",
+    "specs",
 )
 OF_MODEL = tuple(f"mtp_jax.model.{name}" for name in _OF_MODEL)
 

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack, cast
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from mtp_jax.api.thread import EngineThread
 from mtp_jax.api.warm_up import WarmUp
 from mtp_jax.api.workers import Workers
 from mtp_jax.checkpoint.update import Source
+from mtp_jax.engine.request import Terms
 from mtp_jax.engine.sampling_params import SamplingParams, StructuredOutput
 from mtp_jax.engine.stats import EngineStats
 from mtp_jax.errors import EngineStopped, MtpJaxError
@@ -306,7 +307,7 @@ class AsyncLLM:
         lazy = isinstance(prompt, LazyPrompt)
         check("" if lazy else prompt, params)
         with self._submissions.enter(options.pop("request_id", None), params, estimate(prompt)) as stream:
-            make = partial(self._state, prompt, params, {**options, "arrived": arrived})
+            make = partial(self._state, prompt, params, cast(Terms, {**options, "arrived": arrived}))
             if params.structured is not None or lazy or len(prompt) * params.n > _SHORT_PROMPT:
                 state = await self._workers.run("tokenise" if params.structured is None else "grammar", make)
             else:
@@ -382,11 +383,9 @@ class AsyncLLM:
         finally:
             self.admission.release(reservation)
 
-    def _state(
-        self, prompt: Prompt | LazyPrompt, params: SamplingParams, options: dict[str, Any]
-    ) -> PromptState:
+    def _state(self, prompt: Prompt | LazyPrompt, params: SamplingParams, terms: Terms) -> PromptState:
         made = prompt.make() if isinstance(prompt, LazyPrompt) else prompt
-        return PromptState(self.llm.engine, self.about.tokenizer, made, params, **options)
+        return PromptState(self.llm.engine, self.about.tokenizer, made, params, **terms)
 
     def _check_running(self, even_draining: bool = False) -> None:
         if self._loop is not None and asyncio.get_running_loop() is not self._loop:

@@ -21,12 +21,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from mtp_jax.decode import prefill, verify
+from mtp_jax.decode.arrays import Chunk
 from mtp_jax.decode.drafter.nothing import Nothing
 from mtp_jax.decode.drafter.protocol import Committed, Drafter, Drafts, features_of
 from mtp_jax.decode.drafter.sampler import DraftSampler
 from mtp_jax.decode.expert_counts import counted
 from mtp_jax.decode.greedy import best_tokens
-from mtp_jax.decode.host import Chunk
 from mtp_jax.decode.keys import Finish, SamplingMode, Topology
 from mtp_jax.decode.result import Emitted, StepResult, emit, pack, stack
 from mtp_jax.decode.rows import Rows
@@ -197,7 +197,7 @@ def _conclude(
     s, width = rows.slots, rows.tokens.shape[1]
     if logits is None:
         with jax.named_scope("verify"):  # the head belongs to the trunk's pass
-            ids, healthy = best_tokens(hidden, trunk.head(params), on)
+            ids, healthy = best_tokens(hidden, params.table, on)
         with jax.named_scope("accept"):
             verdict = verify.greedy(ids, drafts.tokens, num_drafts(s, drafts))
     else:

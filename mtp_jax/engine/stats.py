@@ -176,7 +176,9 @@ class EngineStats(Counters):
         return cls(
             **{f.name: copy(getattr(counters, f.name)) for f in fields(counters)},
             slots=tuple(
-                (len(r.prompt), len(r.output), r.status.value, len(r.pages)) for r in scheduler.slots if r
+                (len(r.prompt), len(r.progress.output), r.status.value, len(r.residence.pages))
+                for r in scheduler.slots
+                if r
             ),
             waiting=len(scheduler.waiting),
             pages_total=total,

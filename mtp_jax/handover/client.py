@@ -1,4 +1,4 @@
-"""The side that decodes: it asks others for the pages of a prompt. A fault means fewer pages, no error."""
+"""The side that decodes: it asks peers for the pages of a prompt. A fault means fewer pages, no error."""
 
 import logging
 import socket
@@ -10,11 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mtp_jax.handover.wire import Connection, PeerError, field, greet
+from mtp_jax.handover.messages import KINDS, MOST_JSON, PURPOSE, End, Prefill, Sent, claim, expect
 from mtp_jax.store.page import Page, checksum, size
+from mtp_jax.wire.connection import Connection, WireError
+from mtp_jax.wire.handshake import greet
+from mtp_jax.wire.signed import Signed
 
 _LOG = logging.getLogger(__name__)
-_REST = 9  # times what it has cost: at most a tenth of the time is spent on peers that do not answer
+_REST = 9  # times the wait that it has cost: at most a tenth of the time goes to peers that do not answer
 
 Address = tuple[str, int]
 
@@ -24,12 +27,12 @@ class Wanted:
     """The pages that are asked for.
 
     Attributes:
-        ids: of a prompt.
-        salt: of its digests.
-        digests: of all its full pages.
-        first: the number of the first one that is missing.
+        ids: tokens of a prompt.
+        salt: salt of its digests.
+        digests: digests of all its full pages.
+        first: the number of the first missing page.
         like: a page, for its shapes and types.
-        identity: what pages depend on besides tokens.
+        identity: facts that pages depend on besides tokens.
         deadline: ``time.monotonic()`` after which nobody waits for them.
     """
 
@@ -55,7 +58,8 @@ class Peers:
         self._addresses, self._secret, self._rests = addresses, secret, Rests()
 
     def fetch(self, wanted: Wanted) -> list[tuple[Page, int]]:
-        """Pages from number ``wanted.first`` on and their checksums, as many as came whole in time.
+        """Pages from number ``wanted.first`` on and their checksums, up to the first that did not come whole
+        in time.
 
         Prompts that begin with the same page go to the same server, whose prefix cache has it then, or to the
         next one while that does not answer.
@@ -66,13 +70,13 @@ class Peers:
         order, address = [*self._addresses[start:], *self._addresses[:start]], None
         try:
             if wanted.deadline <= began:  # in the queue of threads: no peer has been asked
-                raise PeerError("late")
+                raise WireError("late")
             address = self._rests.choose(order, began, wanted.deadline)
             if address is None:
-                raise PeerError("skipped", "no peer has answered lately")
+                raise WireError("skipped", "no peer has answered lately")
             self._receive(address, wanted, pages)
             self._rests.answered(address, time.monotonic())
-        except PeerError as error:
+        except WireError as error:
             self.failures[error.reason] += 1
             lacking = len(wanted.digests) - wanted.first
             log = _LOG.debug if error.reason == "skipped" else _LOG.warning
@@ -87,48 +91,47 @@ class Peers:
         return pages
 
     def _receive(self, address: Address, wanted: Wanted, pages: list[tuple[Page, int]]) -> None:
-        """Add the pages that come. Raises PeerError."""
+        """Add the pages that come. Raises WireError."""
         try:
             left = max(wanted.deadline - time.monotonic(), 1e-3)
             connected = socket.create_connection(address, timeout=left)
         except TimeoutError as error:
-            raise PeerError("late", f"{address[0]}:{address[1]} does not answer") from error
+            raise WireError("late", f"{address[0]}:{address[1]} does not answer") from error
         except OSError as error:
-            raise PeerError("unreachable", f"{address[0]}:{address[1]}: {error}") from error
+            raise WireError("unreachable", f"{address[0]}:{address[1]}: {error}") from error
         with connected:
-            connection = greet(connected, self._secret, wanted.identity, wanted.deadline)
-            about = {"salt": wanted.salt, "first": wanted.first}
+            connection = Connection(connected, wanted.deadline)
+            seals = greet(connection, self._secret, PURPOSE, claim(wanted.identity))
+            signed = Signed(connection, seals, KINDS, MOST_JSON)
             seconds = max(wanted.deadline - time.monotonic(), 1e-3)
-            connection.send("prefill", about | {"seconds": seconds}, [np.asarray(wanted.ids, "<i4").data])
+            signed.send(Prefill(wanted.salt, wanted.first, seconds, np.asarray(wanted.ids, np.int32)))
             for digest in wanted.digests[wanted.first :]:
-                page = _page(connection, digest, wanted)
-                if page is None:
+                sent = expect(signed, Sent, End, most=size(wanted.like))
+                if isinstance(sent, End):
                     return
+                page = _page(sent, digest, wanted)
                 pages.append((page, checksum(page)))
-            connection.receive("end")  # so that the server does not take a closed connection for a lost one
+            expect(signed, End)  # so that the server does not take a closed connection for a lost one
 
 
-def _page(connection: Connection, digest: bytes, wanted: Wanted) -> Page | None:
-    """The next page; None at the end. Raises PeerError."""
-    kind, header, body = connection.receive("page", "end", most=size(wanted.like))
-    if kind == "end":
-        return None
-    if field(header, "identity", str) != wanted.identity:
-        raise PeerError("config", "the weights of the other side were replaced meanwhile")
-    if field(header, "digest", str) != digest.hex() or len(body) != size(wanted.like):
-        raise PeerError("protocol", "a page that was not asked for")
-    arrays, at = [], 0
-    for array in wanted.like:
-        arrays.append(np.frombuffer(body, array.dtype, array.size, at).reshape(array.shape))
-        at += array.nbytes
-    return tuple(arrays)
+def _page(sent: Sent, digest: bytes, wanted: Wanted) -> Page:
+    """The message, if it is the page of this digest. Raises WireError."""
+    if sent.identity != wanted.identity:
+        raise WireError("config", "the weights of the other side were replaced meanwhile")
+    if sent.digest != digest.hex() or _forms(sent.page) != _forms(wanted.like):
+        raise WireError("protocol", "a page that was not asked for")
+    return sent.page
+
+
+def _forms(page: tuple) -> list[object]:
+    return [(a.shape, a.dtype) if isinstance(a, np.ndarray) else None for a in page]
 
 
 class Rests:
     """Which peers are left alone, and until when. Times are seconds of one clock. Any thread may ask.
 
-    A peer that was silent rests for nine times what it has cost. Then one hand-over tries it, and the others
-    go on without until its outcome is known.
+    A peer that was silent rests for nine times the wait that it has cost. Then one hand-over tries it, and
+    the rest go on without until its outcome is known.
     """
 
     def __init__(self) -> None:
@@ -148,13 +151,13 @@ class Rests:
         return None
 
     def answered(self, peer: Address, now: float) -> None:
-        """It lives, whatever it says."""
+        """It lives, with any answer."""
         with self._lock:
             self._until.pop(peer, None)
             self._answered[peer] = now
 
     def silent(self, peer: Address, began: float, now: float) -> None:
-        """It was waited for in vain since ``began``. If it has answered others meanwhile, it is only slow."""
+        """It was waited for in vain since ``began``. If it has answered meanwhile, it is only slow."""
         with self._lock:
             if self._answered.get(peer, began) <= began:
                 self._until[peer] = now + _REST * (now - began)

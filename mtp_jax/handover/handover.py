@@ -10,56 +10,31 @@ import asyncio
 import hashlib
 import socket
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from mtp_jax.api.async_llm import AsyncLLM
 from mtp_jax.api.hooks import Counters
+from mtp_jax.checkpoint.digest import folder_digest
 from mtp_jax.decode.launches import ReadPages
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, MtpJaxError
 from mtp_jax.handover.client import Peers, Wanted
+from mtp_jax.handover.messages import Prefill
 from mtp_jax.handover.options import HandoverOptions, address
 from mtp_jax.handover.pages import copy_out, missing, take_in
-from mtp_jax.handover.server import Asked, PageServer
-from mtp_jax.handover.wire import PeerError
+from mtp_jax.handover.server import PageServer
 from mtp_jax.store.page import Page, split
+from mtp_jax.wire.connection import WireError
 
 # Pages that are read at a time; prompts that are fetched at a time.
 _PAGES, _FETCHES = 8, 16
 _LONGEST_SALT = 2**10  # it travels in a header, which is bounded
-# Of every file: enough to tell two sets of weights of the same shapes apart without reading them.
-_SAMPLES, _SAMPLE_BYTES = 64, 64
 _ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, num_speculative_tokens=0)
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class HandoverStats:
-    """A snapshot.
-
-    Attributes:
-        sent: pages.
-        received: pages.
-        failures: hand-overs that did not come to their end, by reason.
-    """
-
-    sent: int = 0
-    received: int = 0
-    failures: Mapping[str, int] = field(default_factory=dict)
-
-    def counters(self) -> Counters:
-        """The same as totals of ``/metrics``."""
-        pages = {"sent": self.sent, "received": self.received}
-        return {
-            ("mtp_jax:handover_pages", "Pages handed over.", "direction"): pages,
-            ("mtp_jax:handover_failures", "Hand-overs cut short.", "reason"): self.failures,
-        }
 
 
 class Handover:
@@ -72,7 +47,8 @@ class Handover:
             raise ConfigError("role = 'both' hands nothing over; give 'prefill' or 'decode'")
         if not self._engine.tier:
             raise ConfigError(f"role = {options.role!r} needs host_cache_gib above 0: pages pass through it")
-        self._files, self._like = fingerprint(allm.llm.folders), Page()
+        self._files = [folder_digest(folder, weights=True) for folder in allm.llm.folders]
+        self._like = Page()
         self._threads = ThreadPoolExecutor(_FETCHES, "fetch")
         self.peers: Peers | None = None
         self.server: PageServer | None = None
@@ -86,7 +62,7 @@ class Handover:
             self.server = PageServer(listener, secret, most, self.identity, self._pages)
         allm.hooks.at_start.append(self._start)
         allm.hooks.at_close.append(self._stop)
-        allm.hooks.counters.append(lambda: self.stats().counters())
+        allm.hooks.counters.append(self.counters)
 
     async def _start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -101,20 +77,23 @@ class Handover:
         self._threads.shutdown(wait=False)
 
     def describe(self) -> str:
-        """For people."""
+        """The role in a line of the log."""
         if self.server:
             return f"prefills for others, who ask at {self._options.peer_address}"
         return f"decodes; asks {', '.join(self._options.peers)} for the pages of prompts"
 
-    def stats(self) -> HandoverStats:
-        """What came of it so far."""
-        if self.server:
-            return HandoverStats(self.server.sent, 0, dict(self.server.failures))
-        assert self.peers
-        return HandoverStats(0, self.peers.received, dict(self.peers.failures))
+    def counters(self) -> Counters:
+        """Totals for ``/metrics``: pages sent and received, and hand-overs that did not come to their end."""
+        sent, received = self.server.sent if self.server else 0, self.peers.received if self.peers else 0
+        pages, side = {"sent": sent, "received": received}, self.server or self.peers
+        failures = dict(side.failures) if side else {}
+        return {
+            ("mtp_jax:handover_pages", "Pages handed over.", "direction"): pages,
+            ("mtp_jax:handover_failures", "Hand-overs cut short.", "reason"): failures,
+        }
 
     def identity(self) -> str:
-        """What pages depend on besides tokens: model, files and name of the weights, form of the cache."""
+        """Facts that pages depend on besides tokens: model, files and name of the weights, form of cache."""
         config, form = self._engine.config, [(a.shape, str(a.dtype)) for a in self._like]
         of_weights = self._files, self._engine.weight_version
         what = self._engine.cfg, of_weights, config.page_size, config.suffix_drafts, form
@@ -123,7 +102,7 @@ class Handover:
     # Decode
 
     async def fetch(self, peers: Peers, request: Request) -> None:
-        """Have the missing pages of a prompt come into the host tier, as far as others give them in time.
+        """Have the missing pages of a prompt come into the host tier, if peers give them in time.
 
         Time runs from here on, whether or not a thread is free.
         """
@@ -141,54 +120,40 @@ class Handover:
 
     # Prefill
 
-    def _pages(self, asked: Asked) -> Iterator[tuple[bytes, Page]]:
-        """On a connection's thread. Raises PeerError."""
-        digests = self._wait(asked, self._prefill(asked))
+    def _pages(self, asked: Prefill, deadline: float) -> Iterator[tuple[bytes, Page]]:
+        """On a connection's thread. Raises WireError."""
+        digests = self._wait(deadline, self._prefill(asked, deadline))
         for i in range(asked.first, len(digests), _PAGES):
             part = digests[i : i + _PAGES]
-            pages = self._wait(asked, self._allm.on_engine(partial(copy_out, self._engine, part)))()
+            pages = self._wait(deadline, self._allm.on_engine(partial(copy_out, self._engine, part)))()
             yield from zip(part, pages, strict=False)
             if len(pages) < len(part):
                 return
 
-    async def _prefill(self, asked: Asked) -> Sequence[bytes]:
-        request = self._engine.make_request(asked.ids, _ONE_TOKEN, cache_salt=asked.salt)
+    async def _prefill(self, asked: Prefill, deadline: float) -> Sequence[bytes]:
+        ids = asked.ids.tolist()
+        request = self._engine.make_request(ids, _ONE_TOKEN, cache_salt=asked.salt)
         lacked = await self._allm.on_engine(partial(missing, self._engine, request))
         if lacked.first < len(lacked.digests):
-            seconds = max(asked.deadline - time.monotonic(), 1e-3)
-            outputs = self._allm.generate(asked.ids, _ONE_TOKEN, cache_salt=asked.salt, timeout=seconds)
+            seconds = max(deadline - time.monotonic(), 1e-3)
+            outputs = self._allm.generate(ids, _ONE_TOKEN, cache_salt=asked.salt, timeout=seconds)
             async for _ in outputs:
                 pass
         return lacked.digests
 
-    def _wait(self, asked: Asked, coroutine: Coroutine[Any, Any, _T]) -> _T:
+    def _wait(self, deadline: float, coroutine: Coroutine[Any, Any, _T]) -> _T:
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         except RuntimeError as error:  # the loop has ended
             coroutine.close()
-            raise PeerError("refused", str(error)) from error
+            raise WireError("refused", str(error)) from error
         try:
-            return future.result(max(asked.deadline - time.monotonic(), 0))
+            return future.result(max(deadline - time.monotonic(), 0))
         except TimeoutError as error:
             future.cancel()
-            raise PeerError("late") from error
+            raise WireError("late") from error
         except MtpJaxError as error:
-            raise PeerError("refused", str(error)) from error
-
-
-def fingerprint(folders: Sequence[Path]) -> str:
-    """Of the weights in some folders: names and sizes of their files, and samples of what these hold."""
-    total = hashlib.sha256()
-    for folder in folders:
-        files = sorted(folder.glob("*.safetensors")) or sorted(p for p in folder.rglob("*") if p.is_file())
-        for path in files:
-            size = path.stat().st_size
-            total.update(repr((str(path.relative_to(folder)), size)).encode())
-            with path.open("rb") as file:
-                for i in range(_SAMPLES):
-                    file.seek(max(size - _SAMPLE_BYTES, 0) * i // (_SAMPLES - 1))
-                    total.update(file.read(_SAMPLE_BYTES))
-    return total.hexdigest()
+            raise WireError("refused", str(error)) from error
 
 
 def _listen(where: str) -> socket.socket:

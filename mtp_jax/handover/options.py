@@ -1,13 +1,13 @@
-"""What an operator decides about prefill apart from decode. No jax here."""
+"""Options of an operator for prefill apart from decode. No jax here."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 from mtp_jax.errors import ConfigError
-from mtp_jax.handshake import read_secret
 from mtp_jax.hosts.options import Hosts
 from mtp_jax.options import check, documented, narrowed, option
+from mtp_jax.wire.secret import read_secret
 
 Role = Literal["both", "prefill", "decode"]
 
@@ -48,7 +48,7 @@ class HandoverOptions:
         return self.role != "both"
 
     def secret(self) -> bytes:
-        """What both sides must know. Raises ConfigError."""
+        """The secret of both sides. Raises ConfigError."""
         return read_secret(self.secret_file, f"role = {self.role!r}")
 
     def __post_init__(self) -> None:

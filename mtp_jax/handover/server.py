@@ -1,4 +1,4 @@
-"""The side that prefills: it listens, and sends the pages of prompts that others ask for."""
+"""The side that prefills: it listens, and sends the pages of prompts that peers ask for."""
 
 import logging
 import socket
@@ -6,35 +6,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 
-import numpy as np
-
-from mtp_jax.door import Door, end
-from mtp_jax.handover.wire import Connection, PeerError, field, welcome
+from mtp_jax.handover.messages import KINDS, MOST_JSON, PURPOSE, End, Failed, Prefill, Sent, claim, expect
 from mtp_jax.store.page import Page
+from mtp_jax.wire.connection import Connection, WireError
+from mtp_jax.wire.door import Door, end
+from mtp_jax.wire.handshake import welcome
+from mtp_jax.wire.signed import Signed
 
 _LOG = logging.getLogger(__name__)
 _MOST_MEMBERS = 64
 _GREETING_SECONDS = 5.0
 _LONGEST_SECONDS = 600.0
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A prompt whose pages are asked for.
-
-    Attributes:
-        ids: of its tokens.
-        salt: of its digests.
-        first: how many pages the other side has.
-        deadline: ``time.monotonic()`` after which nobody waits for them.
-    """
-
-    ids: list[int]
-    salt: str
-    first: int
-    deadline: float
 
 
 class PageServer:
@@ -51,9 +34,12 @@ class PageServer:
         secret: bytes,
         most_tokens: int,
         identity: Callable[[], str],
-        pages: Callable[[Asked], Iterator[tuple[bytes, Page]]],
+        pages: Callable[[Prefill, float], Iterator[tuple[bytes, Page]]],
     ) -> None:
-        """listener: bound. identity: what the pages depend on now. pages: called on a connection's thread."""
+        """listener: bound. identity: facts that the pages depend on now.
+
+        pages: gives a prompt's pages, until a ``time.monotonic()``; called on a connection's thread.
+        """
         self.sent, self.failures = 0, Counter[str]()
         self._secret, self._most_bytes = secret, 4 * most_tokens
         self._identity, self._pages = identity, pages
@@ -81,39 +67,39 @@ class PageServer:
             self._members.discard(connected)
 
     def _answer(self, connected: socket.socket, peer: str) -> None:
+        connection = Connection(connected, time.monotonic() + _GREETING_SECONDS)
+        identity = self._identity()
+        mine = claim(identity)
+
+        def take(theirs: bytes) -> None:
+            if theirs != mine:
+                raise WireError("config", "the other model, weights or cache differ")
+
         try:
-            identity = self._identity()
-            connection = welcome(connected, self._secret, identity, time.monotonic() + _GREETING_SECONDS)
-        except PeerError as error:  # who has not proved itself is told nothing
+            _, seals = welcome(connection, self._secret, PURPOSE, len(mine), take)
+        except WireError as error:  # who has not proved itself is told nothing
             self.failures[error.reason] += 1
             _LOG.info("a connection from %s was refused: %s", peer, error)
             return
+        signed = Signed(connection, seals, KINDS, MOST_JSON)
         try:
             if not self._door.proved(connected):
-                raise PeerError("lost", "others came before it had proved itself")
+                raise WireError("lost", "others came before it had proved itself")
             self._members.add(connected)
             if len(self._members) > _MOST_MEMBERS:
-                raise PeerError("refused", f"{_MOST_MEMBERS} hand-overs are under way")
-            asked = self._read(connection)
-            connection.deadline = asked.deadline
-            for digest, page in self._pages(asked):
+                raise WireError("refused", f"{_MOST_MEMBERS} hand-overs are under way")
+            asked = expect(signed, Prefill, most=self._most_bytes)
+            if asked.first < 0 or not 0 < asked.seconds <= _LONGEST_SECONDS:
+                raise WireError("protocol", "first or seconds out of range")
+            connection.deadline = time.monotonic() + asked.seconds
+            for digest, page in self._pages(asked, connection.deadline):
                 if self._identity() != identity:
-                    raise PeerError("config", "the weights were replaced meanwhile")
-                about = {"digest": digest.hex(), "identity": identity}
-                parts = [np.ascontiguousarray(a).reshape(-1).view(np.uint8).data for a in page]
-                connection.send("page", about, parts)
+                    raise WireError("config", "the weights were replaced meanwhile")
+                signed.send(Sent(digest.hex(), identity, page))
                 self.sent += 1
-            connection.send("end", {})
-        except PeerError as error:
+            signed.send(End())
+        except WireError as error:
             self.failures[error.reason] += 1
             _LOG.info("a hand-over ended early: %s", error)
-            with suppress(PeerError):
-                connection.send("error", {"reason": error.reason})
-
-    def _read(self, connection: Connection) -> Asked:
-        _, header, body = connection.receive("prefill", most=self._most_bytes)
-        first, seconds = field(header, "first", int), field(header, "seconds", float)
-        if first < 0 or not 0 < seconds <= _LONGEST_SECONDS or len(body) % 4:
-            raise PeerError("protocol", "first, seconds or ids out of range")
-        ids = np.frombuffer(body, "<i4").tolist()
-        return Asked(ids, field(header, "salt", str), first, time.monotonic() + seconds)
+            with suppress(WireError):
+                signed.send(Failed(error.reason))

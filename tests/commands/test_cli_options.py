@@ -269,7 +269,7 @@ ERRORS = [
         "argument --rounds: '0' is not an integer of 1 or more; see `mtp-jax bench",
     ),
     (["bench", "acceptance", "--temperatures", "2,inf"], "--temperatures: '2,inf' is not a list of numbers"),
-    (["bench", "soak", "--minutes", "nan"], "argument --minutes: 'nan' is not a number above 0"),
+    (["bench", "serve", "URL", "--timeout", "nan"], "argument --timeout: 'nan' is not a number above 0"),
     (["profile", "--phase", "verify", "--steps", 0, "--out", "o"], "'0' is not an integer of 1 or more"),
 ]
 

@@ -13,8 +13,7 @@ import pytest
 from mtp_jax import LLM, AsyncLLM, ConfigError, Handover, HandoverOptions, RequestOutput, SamplingParams
 from mtp_jax.api.local import local_runner
 from mtp_jax.api.warm_up import WarmUp
-from mtp_jax.handover.handover import fingerprint
-from mtp_jax.handshake import VARIABLE
+from mtp_jax.wire.secret import VARIABLE
 from tests.golden import model_dir
 from tests.handover.proxy import Harm, Proxy, cut, flip, stall
 
@@ -118,9 +117,9 @@ async def apart(
     assert decoder.engine.stats().pages_used == prefiller.engine.stats().pages_used == 0
 
 
-def stats(server: Server) -> tuple[int, dict[str, int]]:
-    found = server.handover.stats()
-    return found.sent + found.received, dict(found.failures)
+def stats(server: Server) -> tuple[float, dict[str, float]]:
+    pages, failures = server.handover.counters().values()
+    return sum(pages.values()), dict(failures)
 
 
 def test_a_prompt_is_prefilled_elsewhere(prefiller, decoder, alone):
@@ -232,7 +231,7 @@ def test_pages_of_another_kind_are_refused(prefiller, decoder, alone, change, mo
                 config = replace(prefiller.engine.config, page_size=32)
                 monkeypatch.setattr(prefiller.engine, "config", config)
             else:
-                monkeypatch.setattr(p.handover, "_files", "others")
+                monkeypatch.setattr(p.handover, "_files", ["others"])
             as_alone(await ask(d), alone)
             assert (stats(p), stats(d)) == ((0, {"config": 1}), (0, {"config": 1}))
             monkeypatch.undo()
@@ -285,17 +284,6 @@ def test_an_abandoned_request_leaves_nothing(prefiller, decoder, alone):
             as_alone(await ask(d), alone)
 
     asyncio.run(run())
-
-
-def test_the_weights_are_known_by_their_files(tmp_path):
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(bytes(range(256)) * 100)
-    before = fingerprint([tmp_path])
-    (tmp_path / "README.md").write_text("x")
-    assert fingerprint([tmp_path]) == before
-    path.write_bytes(bytes(range(1, 256)) * 100 + bytes(100))
-    assert path.stat().st_size == 25_600
-    assert fingerprint([tmp_path]) != before
 
 
 OPTIONS = [

@@ -1,23 +1,24 @@
 """Pages between two processes' ends of a socket: proofs, limits, and every fault with its reason."""
 
-import hashlib
 import socket
-import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
 
-from mtp_jax import door, handshake
 from mtp_jax.handover import server as servers
 from mtp_jax.handover.client import Peers, Rests, Wanted
-from mtp_jax.handover.server import Asked, PageServer
-from mtp_jax.handover.wire import MOST_HEADER, PURPOSE, Connection, PeerError
-from mtp_jax.handshake import Seals, Tags
+from mtp_jax.handover.messages import KINDS, MOST_JSON, PURPOSE, End, Failed, Prefill, Sent, claim
+from mtp_jax.handover.server import PageServer
 from mtp_jax.store.page import Page, checksum
+from mtp_jax.wire import door
+from mtp_jax.wire.connection import Connection, WireError
+from mtp_jax.wire.handshake import greet
+from mtp_jax.wire.signed import HEAD, TAG, Seals, Signed, Tags, framed
 from tests.handover.proxy import Proxy, cut, flip, stall
 
 SECRET = b"sixteen characters"
@@ -29,8 +30,7 @@ class Source:
     """A server of ``PAGES``."""
 
     def __init__(self, **changes) -> None:
-        self.name, self.asked = "same", list[Asked]()
-        self.claim = hashlib.sha256(self.name.encode()).digest()
+        self.name, self.asked = "same", list[Prefill]()
         given = {"secret": SECRET, "most_tokens": 100, "identity": lambda: self.name, "pages": self.pages}
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
@@ -38,7 +38,7 @@ class Source:
         self.server = PageServer(listener, **given | changes)
         self.server.start()
 
-    def pages(self, asked: Asked) -> Iterator[tuple[bytes, Page]]:
+    def pages(self, asked: Prefill, deadline: float) -> Iterator[tuple[bytes, Page]]:
         self.asked.append(asked)
         yield from list(zip(DIGESTS, PAGES, strict=True))[asked.first :]
 
@@ -80,7 +80,9 @@ def test_pages_come_in_order():
     with source() as s:
         assert fetch(s.address) == (5, {})
         assert fetch(s.address, first=3) == (2, {})
-        assert [(a.ids, a.salt, a.first) for a in s.asked[:2]] == [([3, 1, 4], "salt", n) for n in (0, 3)]
+        assert [(a.ids.tolist(), a.salt, a.first) for a in s.asked[:2]] == [
+            ([3, 1, 4], "salt", n) for n in (0, 3)
+        ]
         for _ in range(50):
             assert fetch(s.address) == (5, {})
         until(lambda: s.server.sent == 257)
@@ -88,7 +90,7 @@ def test_pages_come_in_order():
 
 
 def test_fewer_pages_than_were_asked_for():
-    with source(pages=lambda asked: iter(list(zip(DIGESTS, PAGES, strict=True))[:2])) as s:
+    with source(pages=lambda *_: iter(list(zip(DIGESTS, PAGES, strict=True))[:2])) as s:
         assert fetch(s.address) == (2, {})
 
 
@@ -158,7 +160,7 @@ def test_a_server_without_the_secret_is_not_believed():
 
 
 def test_weights_that_are_replaced_in_the_midst():
-    def pages(asked: Asked) -> Iterator[tuple[bytes, Page]]:
+    def pages(asked: Prefill, deadline: float) -> Iterator[tuple[bytes, Page]]:
         yield DIGESTS[0], PAGES[0]
         s.name = "new"
         yield DIGESTS[1], PAGES[1]
@@ -173,12 +175,12 @@ def test_weights_that_are_replaced_in_the_midst():
     ids=["digest", "short", "long"],
 )
 def test_a_page_that_was_not_asked_for(page):
-    with source(pages=lambda asked: iter([page])) as s:
+    with source(pages=lambda *_: iter([page])) as s:
         assert fetch(s.address) == (0, {"protocol": 1})
 
 
 def test_a_server_that_fails_ends_the_hand_over():
-    def pages(asked: Asked) -> Iterator[tuple[bytes, Page]]:
+    def pages(asked: Prefill, deadline: float) -> Iterator[tuple[bytes, Page]]:
         yield DIGESTS[0], PAGES[0]
         raise KeyError("a fault of ours")
 
@@ -200,22 +202,33 @@ def test_prompts_that_are_too_long_are_refused():
 @pytest.mark.parametrize(
     "sent",
     [
-        struct.pack("!II", 2**31, 0),
-        struct.pack("!II", 2, 2**31) + b"{}",
-        struct.pack("!II", 2, 0) + b"[]",
-        struct.pack("!II", 4, 0) + b'{"a"',
-        struct.pack("!II", 60_000, 0) + b"[" * 60_000,
-        struct.pack("!II", len(b'{"kind":"prefill"}'), 0) + b'{"kind":"prefill"}',
-        struct.pack("!II", len(b'{"kind":"proof"}'), 0) + b'{"kind":"proof"}',
+        HEAD.pack(2**31, 0, 0),
+        HEAD.pack(2, 2**31, 0) + b"{}",
+        HEAD.pack(2, 400, 1) + b"{}" + zlib.compress(bytes(2**20))[:400].ljust(400, b"x"),
+        *(
+            HEAD.pack(len(text), 0, 0) + text
+            for text in (
+                *(b"[]", b'{"a"', b"[" * 60_000, b'{"Prefill": []}', b'{"Proof": []}'),
+                b'{"Prefill": ["", 0, NaN, {"int32": [0]}]}',
+                b'{"Prefill": ["", -1, 1.0, {"int32": [0]}]}',
+                b'{"Prefill": ["", 0, 1.0, {"float32": [0]}]}',
+                b'{"Prefill": ["", 0, 1.0, [3, 1, 4]]}',
+            )
+        ),
+        framed(End(), MOST_JSON),
     ],
-    ids=["large header", "large body", "no object", "no json", "nested", "no fields", "another kind"],
+    ids=[
+        *("large JSON", "large arrays", "packed beyond its size", "no object", "no JSON", "nested"),
+        *("no fields", "unknown kind", "no time", "out of range", "no ids", "no array", "another kind"),
+    ],
 )
 @pytest.mark.parametrize("proved", [False, True])
 def test_garbage_is_refused_and_the_next_one_is_served(sent, proved):
     with source() as s:
         with socket.create_connection(s.address) as stranger:
             if proved:
-                seals = handshake.greet(stranger, SECRET, PURPOSE, s.claim, time.monotonic() + 5)
+                connection = Connection(stranger, time.monotonic() + 5)
+                seals = greet(connection, SECRET, PURPOSE, claim(s.name))
                 sent += seals.sent.next(sent)
             stranger.sendall(sent)
             until(lambda: s.server.failures == {"protocol": 1})
@@ -225,9 +238,10 @@ def test_garbage_is_refused_and_the_next_one_is_served(sent, proved):
 
 def test_messages_are_bounded_on_the_way_out_too():
     with source() as s, socket.create_connection(s.address) as connected:
-        connection = Connection(connected, Seals(Tags(b"a"), Tags(b"b")), time.monotonic() + 1)
-        with pytest.raises(PeerError, match=f"at most {MOST_HEADER}"):
-            connection.send("prefill", {"salt": "x" * MOST_HEADER})
+        seals = Seals(Tags(b"a"), Tags(b"b"))
+        signed = Signed(Connection(connected, time.monotonic() + 1), seals, KINDS, MOST_JSON)
+        with pytest.raises(WireError, match=f"the most is {MOST_JSON:,}"):
+            signed.send(Failed("x" * MOST_JSON))
 
 
 def test_prompts_with_one_beginning_go_to_one_server():
@@ -265,7 +279,7 @@ def test_members_have_places_of_their_own(monkeypatch):
     monkeypatch.setattr(servers, "_MOST_MEMBERS", 1)
     go_on = threading.Event()
 
-    def pages(asked: Asked) -> Iterator[tuple[bytes, Page]]:
+    def pages(asked: Prefill, deadline: float) -> Iterator[tuple[bytes, Page]]:
         go_on.wait(10)
         yield from zip(DIGESTS, PAGES, strict=True)
 
@@ -295,9 +309,8 @@ def test_who_passes_the_proofs_on_cannot_answer_in_the_servers_place():
     def instead(at: int, data: bytes) -> bytes:
         if at + len(data) <= greeting:
             return data
-        header = f'{{"kind": "page", "digest": "{DIGESTS[0].hex()}", "identity": "same"}}'.encode()
-        size = PAGES[0][0].nbytes + PAGES[0][1].nbytes
-        forged.append(struct.pack("!II", len(header), size) + header + bytes(size + handshake.TAG))
+        zeros = tuple(np.zeros_like(array) for array in PAGES[0])
+        forged.append(framed(Sent(DIGESTS[0].hex(), "same", zeros), MOST_JSON) + bytes(TAG))
         return forged[-1] if len(forged) == 1 else b""
 
     greeting = len(PURPOSE) + 32 + 1 + 32

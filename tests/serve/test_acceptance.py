@@ -11,7 +11,7 @@ import pytest
 from serve.watch import stats_log
 from serve.watch.acceptance import AcceptanceAlarm
 from serve.watch.stats_log import log_stats
-from tests.serve.test_grafana import STATS, still_metrics
+from tests.serve.helpers import STATS, still_metrics
 
 
 class Drafts:

@@ -15,7 +15,7 @@ from mtp_jax.commands import cli
 from serve.base.settings import Settings
 from serve.http import app
 from serve.http.access import OPEN_PATHS
-from tests.serve.test_grafana import NAME
+from tests.serve.helpers import NAME
 
 ROOT = Path(serve.__file__).parent.parent
 DEPLOY = ROOT / "serve" / "deploy"

@@ -19,13 +19,13 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from mtp_jax.bench import soak
-from mtp_jax.bench.own_server import OwnServer, own_server
-from mtp_jax.bench.soak_answers import Got, faults
-from mtp_jax.bench.soak_requests import Asked, Kind, make, without_drafts
-from mtp_jax.commands import cli
 from mtp_jax.errors import MtpJaxError
 from tests import golden, tiny_tokenizer
+from tests.soak import run as soak
+from tests.soak.__main__ import main
+from tests.soak.answers import Got, faults
+from tests.soak.own_server import OwnServer, own_server
+from tests.soak.requests import Asked, Kind, make, without_drafts
 
 
 def asked(kind: Kind = "valid", **body) -> Asked:
@@ -112,7 +112,7 @@ def test_faults_are_counted_shown_and_the_status(monkeypatch, tmp_path, capsys):
         return soak._report("demo", found, *given[1:])
 
     monkeypatch.setattr(soak, "run", run)
-    assert cli.main(["bench", "soak", "--json", str(tmp_path / "out.json")]) == 1
+    assert main(["--json", str(tmp_path / "out.json")]) == 1
     assert "FAULT: tokens differ" in capsys.readouterr().out
     assert json.loads((tmp_path / "out.json").read_text())["figures"]["faults"] == ["tokens differ"]
 
@@ -214,8 +214,8 @@ def test_a_soak_without_faults(tmp_path):
     tiny_tokenizer.write(model, golden.raw_config("rigged")["vocab_size"])
     sizes = "--max-model-len 512 --page-size 16 --prefill-chunk 64 --max-num-seqs 4 --num-pages 40"
     out = tmp_path / "out.json"
-    command = ["bench", "soak", "--model", str(model), "--minutes", "0.5", "--rate", "5", "--json", str(out)]
-    assert cli.main([*command, "--serve-options", sizes]) == 0
+    command = ["--model", str(model), "--minutes", "0.5", "--rate", "5", "--json", str(out)]
+    assert main([*command, "--serve-options", sizes]) == 0
     figures = json.loads(out.read_text())["figures"]
     assert min(figures["requests"].values()) > 5
     assert figures["rechecked"] >= 5

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from mtp_jax.errors import ConfigError
-from mtp_jax.handshake import TAG, VARIABLE, Refused, Seals, greet, read_secret, welcome
+from mtp_jax.wire.connection import Connection, WireError
+from mtp_jax.wire.handshake import greet, welcome
+from mtp_jax.wire.secret import VARIABLE, read_secret
+from mtp_jax.wire.signed import TAG, Seals
 
 SECRET, PURPOSE, CLAIM = b"a secret of the tests", b"tests 1\n", b"four"
 
@@ -23,8 +26,8 @@ def meet(caller: Callable[[socket.socket, float], Any], **changes: Any) -> list[
 
     def listen() -> None:
         try:
-            found[0], seals[0] = welcome(near, SECRET, PURPOSE, len(CLAIM), end, **changes)
-        except Refused as refused:
+            found[0], seals[0] = welcome(Connection(near, end), SECRET, PURPOSE, len(CLAIM), **changes)
+        except WireError as refused:
             found[0] = refused.reason, refused.claim
         near.close()
 
@@ -32,7 +35,7 @@ def meet(caller: Callable[[socket.socket, float], Any], **changes: Any) -> list[
     thread.start()
     try:
         seals[1] = caller(far, end)
-    except Refused as refused:
+    except WireError as refused:
         found[1] = refused.reason
     thread.join(10)
     far.close()
@@ -55,7 +58,7 @@ def agree(one: Seals, other: Seals) -> None:
 
 
 def calls(secret: bytes = SECRET, purpose: bytes = PURPOSE) -> Callable[[socket.socket, float], Any]:
-    return lambda sock, end: greet(sock, secret, purpose, CLAIM, end)
+    return lambda sock, end: greet(Connection(sock, end), secret, purpose, CLAIM)
 
 
 def says(data: bytes) -> Callable[[socket.socket, float], None]:
@@ -72,7 +75,7 @@ def test_another_secret_is_told_to_both_sides():
 
 def test_a_claim_that_does_not_fit_is_told_to_both_sides():
     def take(claim: bytes) -> None:
-        raise Refused("config", "not this one", claim)
+        raise WireError("config", "not this one", claim)
 
     assert meet(calls(), take=take) == [("config", CLAIM), "config"]
 
@@ -94,13 +97,13 @@ def test_a_proof_is_of_one_meeting():
     """What another caller has said proves nothing when it is said again."""
     near, far = socket.socketpair()
     near.sendall(PURPOSE + bytes(32))
-    with near, far, pytest.raises(Refused, match="it says nothing"):
-        greet(far, SECRET, PURPOSE, CLAIM, time.monotonic() + 0.2)
+    with near, far, pytest.raises(WireError, match="nothing came for"):
+        greet(Connection(far, time.monotonic() + 0.2), SECRET, PURPOSE, CLAIM)
     near, far = socket.socketpair()
     near.sendall(PURPOSE + bytes(32) + b"\2")
     with near, far:
-        with pytest.raises(Refused, match="another secret"):
-            greet(far, SECRET, PURPOSE, CLAIM, time.monotonic() + 5)
+        with pytest.raises(WireError, match="another secret"):
+            greet(Connection(far, time.monotonic() + 5), SECRET, PURPOSE, CLAIM)
         said = near.recv(1 << 10)
     assert meet(says(said))[0] == ("secret", CLAIM)
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 import jsonschema
 
-from mtp_jax.bench.soak_requests import Asked
+from tests.soak.requests import Asked
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from typing import IO
 
 import httpx2
 
-from mtp_jax.bench.own_server import MODEL_NAME, OwnServer, metrics, own_server
 from mtp_jax.bench.report import Report
-from mtp_jax.bench.soak_answers import Got, ask, faults
-from mtp_jax.bench.soak_requests import Asked, make, probe, texts, without_drafts
 from mtp_jax.errors import MtpJaxError
+from tests.soak.answers import Got, ask, faults
+from tests.soak.own_server import MODEL_NAME, OwnServer, metrics, own_server
+from tests.soak.requests import Asked, make, probe, texts, without_drafts
 
 _IDLE_SECONDS = 60.0
 _SAMPLE_SECONDS = 2.0
