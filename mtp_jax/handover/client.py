@@ -1,4 +1,4 @@
-"""The side that decodes: it asks others for the pages of a prompt. A fault means fewer pages, no error."""
+"""The side that decodes: it asks peers for the pages of a prompt. A fault means fewer pages, no error."""
 
 import logging
 import socket
@@ -27,12 +27,12 @@ class Wanted:
     """The pages that are asked for.
 
     Attributes:
-        ids: of a prompt.
-        salt: of its digests.
-        digests: of all its full pages.
+        ids: the tokens of a prompt.
+        salt: goes into its digests.
+        digests: names of all its full pages.
         first: the number of the first one that is missing.
         like: a page, for its shapes and types.
-        identity: what pages depend on besides tokens.
+        identity: names all that pages depend on besides tokens.
         deadline: ``time.monotonic()`` after which nobody waits for them.
     """
 
@@ -58,7 +58,7 @@ class Peers:
         self._addresses, self._secret, self._rests = addresses, secret, Rests()
 
     def fetch(self, wanted: Wanted) -> list[tuple[Page, int]]:
-        """Pages from number ``wanted.first`` on and their checksums, as many as came whole in time.
+        """Pages from number ``wanted.first`` on and their checksums, those that came whole in time.
 
         Prompts that begin with the same page go to the same server, whose prefix cache has it then, or to the
         next one while that does not answer.
@@ -114,7 +114,7 @@ class Peers:
 
 
 def _page(sent: Sent, digest: bytes, wanted: Wanted) -> Page:
-    """What was sent, if it is the page of this digest. Raises WireError."""
+    """The page that was sent, if it is that of this digest. Raises WireError."""
     if sent.identity != wanted.identity:
         raise WireError("config", "the weights of the other side were replaced meanwhile")
     if sent.digest != digest.hex() or _forms(sent.page) != _forms(wanted.like):

@@ -1,4 +1,4 @@
-"""A follower's side of the launch log: what the leader says, in order."""
+"""A follower's side of the launch log: the leader's messages, in order."""
 
 import queue
 import socket

@@ -1,4 +1,4 @@
-"""What must be the same on every rank, and the words for what is not."""
+"""Facts that must be the same on every rank, and the words for a difference."""
 
 import json
 import platform
@@ -11,7 +11,7 @@ _PACKAGES = ("mtp-jax", "jax", "jaxlib", "ml_dtypes", "numpy")
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that decide what is compiled."""
+    """Versions of Python, and of the packages that programs depend on."""
     found = {"Python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -39,7 +39,7 @@ def difference(mine: Mapping[str, str], theirs: Mapping[str, Any], rank: int) ->
 
 
 def _apart(mine: Any, theirs: Any) -> tuple[Any, Any]:
-    """Of two JSON objects only what differs."""
+    """The fields in which two JSON objects differ."""
     try:
         a, b = json.loads(mine), json.loads(theirs)
         names = [n for n in dict.fromkeys((*a, *b)) if a.get(n) != b.get(n)]

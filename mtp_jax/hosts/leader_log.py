@@ -25,7 +25,7 @@ from mtp_jax.wire.secret import VARIABLE
 T = TypeVar("T", bound=Message)
 _LOG = logging.getLogger(__name__)
 PURPOSE, RANK = b"mtp-jax log 5\n", struct.Struct("<I")
-"""What the handshake is for, and how a follower's rank is written in it."""
+"""The purpose of the handshake, and the form of a rank in its claim."""
 _PROOF_SECONDS = 5.0  # in which a connection must have proved itself
 
 
@@ -39,7 +39,7 @@ class LeaderLog:
         self._taken: set[int] = set()
         self._refused: dict[int, str] = {}  # who came as which rank with another secret, the last of each
         self._finished = False
-        self._told: list[tuple[int, Message]] = []  # what followers said, to be waited for
+        self._told: list[tuple[int, Message]] = []  # by followers, and still to be waited for
         self._changed = threading.Condition()
         self._sending = threading.Lock()
         host, port = hosts.address
@@ -103,7 +103,7 @@ class LeaderLog:
                     self._gone(rank, str(error))
 
     def compiled(self, job: int) -> None:
-        """Wait until every follower has compiled what ``COMPILE`` of this number asked for."""
+        """Wait until every follower has compiled the program of this number."""
         for rank in sorted(self._channels):
             self._wait(rank, messages.Compiled, messages.Compiled(job))
 
@@ -117,7 +117,7 @@ class LeaderLog:
     def close(self, reason: str) -> None:
         """End the connections, and say why."""
         self._door.close()
-        if self._sending.acquire(timeout=0.2):  # whoever has it may be stuck
+        if self._sending.acquire(timeout=0.2):  # the thread that has it may be stuck
             for channel in self._channels.values():
                 with suppress(WireError):
                     channel.send(messages.Failed(reason))
@@ -153,7 +153,7 @@ class LeaderLog:
         if not self._finished:
             self._lost(f"rank {rank} is lost: {reason}")
 
-    # Those who come
+    # Newcomers
 
     def _prove(self, sock: socket.socket, peer: str) -> None:
         """Take a connection in if it is a follower that is missing; else drop it and go on waiting."""

@@ -1,4 +1,4 @@
-"""What goes over the launch log beside launches."""
+"""Messages of the launch log beside launches."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ class End(Message):
     """The work is done."""
 
 
-# Programs, and what belongs to a launch
+# Programs, and masks of a launch
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Publish(Message):
 
 @dataclass(frozen=True)
 class Masks(Message):
-    """What grammars allow in the structured step that is being launched."""
+    """The tokens that grammars allow in the structured step that is being launched."""
 
     allowed: UInt32[Any, "B W words"]
 
@@ -99,4 +99,4 @@ _PARTS = (SlotRow, SamplingState, Chunk, StepKey, DraftKey, PageKey, SamplingMod
 KINDS: Mapping[str, type] = {
     kind.__name__: kind for kind in (*Message.__subclasses__(), *Launch.__subclasses__(), *_PARTS)
 }
-"""What goes over the launch log, by name."""
+"""The classes of the launch log, by name."""

@@ -1,4 +1,4 @@
-"""A follower: repeats on its own devices what the leader launches. It decides nothing, and reads nothing.
+"""A follower: repeats the leader's launches on its own devices. It decides nothing, and reads nothing.
 
 No scheduler, tokenizer, grammar or clock: what the leader decided by text, time or measurement is in the log.
 What the runner defers, and when it flushes, follows from the launches alone, so it is the same on every rank.
@@ -64,6 +64,6 @@ class _Follower:
                 self._log.compiled(job)
 
     def _masks(self, drafts: np.ndarray | None) -> np.ndarray:
-        """What the leader has made, of the same drafts."""
+        """The leader's masks, made of the same drafts."""
         del drafts
         return self._log.expect(Masks).allowed
