@@ -1,7 +1,7 @@
 """Words of docs, docstrings and comments: a sentence names its subject with a noun. Counts may only fall.
 
 A noun stands where a reader looks for one: no "what" for a thing, no "those" for things named before, no "as
-many" for a number. A sentence begins with its subject or its verb, not with the preposition of a noun left out.
+many" for a number. A sentence begins with its subject or its verb, not with a bare preposition.
 """
 
 import ast

@@ -103,7 +103,7 @@ def _serve(args: argparse.Namespace, report: Reporter, group: "Group | None") ->
         of_role.pop(SECRET, None)  # it is the group's
     apart = HandoverOptions(**of_role)
     if apart.apart:
-        apart.secret()  # or say what is wrong before weights are read
+        apart.secret()  # raises its error before weights are read
     with report.phase("import server"):
         from serve.http.run import listen, serve
     with listen(settings) as listener:
@@ -126,7 +126,7 @@ def _serve(args: argparse.Namespace, report: Reporter, group: "Group | None") ->
 
 
 def summary(allm: "AsyncLLM", settings: Settings, address: str, handover: "Handover | None" = None) -> str:
-    """What is about to be served, a line per subject."""
+    """The model and its settings, a line per subject."""
     import jax
 
     engine, model = allm.llm.engine, allm.llm.config

@@ -240,8 +240,8 @@ class DeviceRunner(Runner):
 
     def __init__(self, shards: int, layout: ExpertLayout | None = None, any_depth: bool = True) -> None:
         super().__init__(shards, layout, any_depth)
-        self._deferred = 0  # steps whose work for the drafter is to be done
-        self._flush: Flush | None = None  # launched, and not yet part of a result
+        self._deferred = 0  # depth-0 steps whose NextN entries are not written
+        self._flush: Flush | None = None  # a flush whose time no result has reported yet
 
     @property
     @abstractmethod

@@ -71,7 +71,7 @@ class Scheduler:
         return [r for r in self.slots[first : first + self.slots_per_shard] if r]
 
     def _lowest_free(self) -> dict[int, int]:
-        """By shard the lowest free slot, of those that have one."""
+        """The lowest free slot of each shard that has one."""
         return {self.shard_of(i): i for i, r in reversed([*enumerate(self.slots)]) if r is None}
 
     def pool_of(self, request: Request) -> PagePool:

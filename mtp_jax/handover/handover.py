@@ -77,7 +77,7 @@ class Handover:
         self._threads.shutdown(wait=False)
 
     def describe(self) -> str:
-        """Name the role, for people."""
+        """The role in a line of the log."""
         if self.server:
             return f"prefills for others, who ask at {self._options.peer_address}"
         return f"decodes; asks {', '.join(self._options.peers)} for the pages of prompts"
@@ -93,7 +93,7 @@ class Handover:
         }
 
     def identity(self) -> str:
-        """Name all that pages depend on besides tokens: model, files and name of weights, form of the cache."""
+        """Facts that pages depend on besides tokens: model, files and name of the weights, form of cache."""
         config, form = self._engine.config, [(a.shape, str(a.dtype)) for a in self._like]
         of_weights = self._files, self._engine.weight_version
         what = self._engine.cfg, of_weights, config.page_size, config.suffix_drafts, form
@@ -102,7 +102,7 @@ class Handover:
     # Decode
 
     async def fetch(self, peers: Peers, request: Request) -> None:
-        """Have the missing pages of a prompt come into the host tier, as far as a peer gives them in time.
+        """Have the missing pages of a prompt come into the host tier, if peers give them in time.
 
         Time runs from here on, whether or not a thread is free.
         """

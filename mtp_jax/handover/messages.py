@@ -1,4 +1,4 @@
-"""Messages between two servers that have proved to each other that they know the secret.
+"""Messages of two servers once both have proved that they know the secret.
 
 client: Prefill
 server: Sent, once per page; then End, or, be it at once, Failed
@@ -24,9 +24,9 @@ class Prefill:
     """A prompt whose pages are asked for.
 
     Attributes:
-        salt: goes into its digests.
-        first: how many pages the client has.
-        seconds: the client waits for no longer.
+        salt: salt of its digests.
+        first: number of pages that the client has.
+        seconds: time after which nobody waits for them.
         ids: its tokens.
     """
 
@@ -41,14 +41,14 @@ class Sent:
     """A page.
 
     Attributes:
-        digest: its name in the prefix cache, in hexadecimal digits.
-        identity: names all that pages depend on besides tokens.
+        digest: digest of all tokens up to its end, in hexadecimal digits.
+        identity: facts that pages depend on besides tokens.
         page: its arrays.
     """
 
     digest: str
     identity: str
-    page: tuple  # of arrays, whose shapes and dtypes the client checks
+    page: tuple  # arrays, which are compared with the wanted shapes and types
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ KINDS: dict[str, type] = {kind.__name__: kind for kind in (Prefill, Sent, End, F
 
 
 def claim(identity: str) -> bytes:
-    """The client's claim in the proofs. identity: names all that its pages depend on besides tokens."""
+    """A client's claim in the proofs. identity: facts that its pages depend on besides tokens."""
     return sha256(identity.encode()).digest()
 
 

@@ -1,4 +1,4 @@
-"""Options of prefill apart from decode. No jax here."""
+"""Options of an operator for prefill apart from decode. No jax here."""
 
 from dataclasses import dataclass
 from pathlib import Path

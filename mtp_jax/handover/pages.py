@@ -17,9 +17,9 @@ class Missing:
     """The pages of a prompt that the prefix cache lacks.
 
     Attributes:
-        digests: names of all pages with which the prompt may begin.
-        first: the number of the first one that is missing; that of all pages if none is.
-        flushes: how often the cache was emptied so far.
+        digests: digests of all pages with which the prompt may begin.
+        first: the number of the first missing page; the number of all pages if none is missing.
+        flushes: flushes of the cache so far.
     """
 
     digests: Sequence[bytes]
@@ -28,7 +28,7 @@ class Missing:
 
 
 def missing(engine: Engine, request: Request) -> Missing:
-    """The pages of a prompt that the cache lacks, before its submission. The engine has a host tier."""
+    """Pages of a request's prompt, not yet submitted, that the cache lacks. The engine has a host tier."""
     assert engine.tier
     request.take_up()
     first = max(map(len, engine.scheduler.cached(request)))

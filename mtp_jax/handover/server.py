@@ -36,9 +36,9 @@ class PageServer:
         identity: Callable[[], str],
         pages: Callable[[Prefill, float], Iterator[tuple[bytes, Page]]],
     ) -> None:
-        """listener: bound. identity: names all that pages depend on now besides tokens.
+        """listener: bound. identity: facts that the pages depend on now.
 
-        pages: gives the pages of a prompt, until a ``time.monotonic()``; called on a connection's thread.
+        pages: gives a prompt's pages, until a ``time.monotonic()``; called on a connection's thread.
         """
         self.sent, self.failures = 0, Counter[str]()
         self._secret, self._most_bytes = secret, 4 * most_tokens

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class FollowerLog:
-    """The connection to the leader. ``lost`` is called, on a thread of its own, with what ends the group."""
+    """The connection to the leader. ``lost`` is called, on a thread of its own, with the cause of the end."""
 
     def __init__(self, hosts: Hosts, secret: bytes, lost: Callable[[str], None]) -> None:
         """Connects, once the leader is there. Raises ConfigError."""
@@ -34,7 +34,7 @@ class FollowerLog:
         self._channel.start()
 
     def compare(self, mine: Mapping[str, str]) -> None:
-        """Say what this process is about to do. Raises ConfigError if others do something else."""
+        """Say the options of this process. Raises ConfigError if other ranks have different ones."""
         self._channel.send(messages.Hello(tuple(mine.items())))
         answer = self.receive()
         if isinstance(answer, messages.Refused):

@@ -25,12 +25,12 @@ from mtp_jax.wire.secret import VARIABLE
 T = TypeVar("T", bound=Message)
 _LOG = logging.getLogger(__name__)
 PURPOSE, RANK = b"mtp-jax log 5\n", struct.Struct("<I")
-"""The purpose of the handshake, and the form of a rank in its claim."""
-_PROOF_SECONDS = 5.0  # in which a connection must have proved itself
+"""The purpose of the handshake, and the form of a follower's rank in it."""
+_PROOF_SECONDS = 5.0  # time for a connection to prove itself
 
 
 class LeaderLog:
-    """One connection per follower. ``lost`` is called, on a thread of its own, with what ends the group."""
+    """One connection per follower. ``lost`` is called, on a thread of its own, with the cause of the end."""
 
     def __init__(self, hosts: Hosts, secret: bytes, lost: Callable[[str], None]) -> None:
         """Listens. Raises ConfigError."""
@@ -39,7 +39,7 @@ class LeaderLog:
         self._taken: set[int] = set()
         self._refused: dict[int, str] = {}  # who came as which rank with another secret, the last of each
         self._finished = False
-        self._told: list[tuple[int, Message]] = []  # by followers, and still to be waited for
+        self._told: list[tuple[int, Message]] = []  # messages of followers, to be waited for
         self._changed = threading.Condition()
         self._sending = threading.Lock()
         host, port = hosts.address
@@ -56,7 +56,7 @@ class LeaderLog:
     def join(self) -> None:
         """Wait for every follower. Raises ConfigError if they do not all come in time.
 
-        Nothing that comes without the secret ends the wait: whoever it says it is, it may be a stranger.
+        Nothing that comes without the secret ends the wait: its sender may be a stranger under any name.
         """
         self._door.open()
         with self._changed:
@@ -103,7 +103,7 @@ class LeaderLog:
                     self._gone(rank, str(error))
 
     def compiled(self, job: int) -> None:
-        """Wait until every follower has compiled the program of this number."""
+        """Wait until every follower has compiled the programs of ``COMPILE`` with this number."""
         for rank in sorted(self._channels):
             self._wait(rank, messages.Compiled, messages.Compiled(job))
 
@@ -117,7 +117,7 @@ class LeaderLog:
     def close(self, reason: str) -> None:
         """End the connections, and say why."""
         self._door.close()
-        if self._sending.acquire(timeout=0.2):  # the thread that has it may be stuck
+        if self._sending.acquire(timeout=0.2):  # its holder may be stuck
             for channel in self._channels.values():
                 with suppress(WireError):
                     channel.send(messages.Failed(reason))

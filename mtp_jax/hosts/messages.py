@@ -1,4 +1,4 @@
-"""Messages of the launch log beside launches."""
+"""Messages over the launch log beside launches."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Alive(Message):
 
 @dataclass(frozen=True)
 class Hello(Message):
-    """What a follower is about to do: names and values (``hello.py``)."""
+    """The options of a follower: names and values (``hello.py``)."""
 
     description: tuple[tuple[str, str], ...]
 
@@ -90,7 +90,7 @@ class Publish(Message):
 
 @dataclass(frozen=True)
 class Masks(Message):
-    """The tokens that grammars allow in the structured step that is being launched."""
+    """The masks of grammars in the structured step that is being launched."""
 
     allowed: UInt32[Any, "B W words"]
 
@@ -99,4 +99,4 @@ _PARTS = (SlotRow, SamplingState, Chunk, StepKey, DraftKey, PageKey, SamplingMod
 KINDS: Mapping[str, type] = {
     kind.__name__: kind for kind in (*Message.__subclasses__(), *Launch.__subclasses__(), *_PARTS)
 }
-"""The classes of the launch log, by name."""
+"""Classes of messages over the launch log, by name."""

@@ -1,4 +1,4 @@
-"""What a program is traced for: a device, or one that is only compiled for."""
+"""The device that a program is traced for; it may be one that is only compiled for."""
 
 import re
 from typing import Any
@@ -9,7 +9,7 @@ from mtp_jax.machine import processor_features
 
 _HOPPER = re.compile(r"NVIDIA (H100|H200|H800|H20|GH200)\b")
 
-# These passes move what a loop computes from weights alone, their widening, in front of it: into memory, as
+# These passes move a loop's computations on weights alone, their widening, in front of it: into memory, as
 # float32 copies, which loops then read at twice the bytes or more.
 _HOISTING = "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion"
 
@@ -21,7 +21,7 @@ def platform() -> str:
 
 
 def compiler_options(micro_batches: int = 1) -> dict[str, Any] | None:
-    """What XLA is told for the programs that serve.
+    """Options of XLA for the programs that serve.
 
     On a CPU to use whole vector registers, not halves: loops that stream weights read each cache line once
     (docs/cpu.md). Where registers are narrower it changes nothing. On a GPU, with several

@@ -8,7 +8,7 @@ import numpy as np
 from mtp_jax.decode.arrays import PageData
 
 Page = tuple[np.ndarray, ...]
-"""What one page holds: the arrays of ``PageData`` without their first axis, each with memory of its own."""
+"""Contents of one page: the arrays of ``PageData`` without their first axis, each with memory of its own."""
 
 
 def split(data: PageData) -> list[Page]:

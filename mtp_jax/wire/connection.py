@@ -13,9 +13,9 @@ class WireError(Exception):
     """The other side does not belong here, breaks the protocol, or says nothing in time.
 
     Attributes:
-        reason: "lost", "late", "damaged", "protocol", "secret" or "config" (its claim does not fit), or another
-            word of a protocol.
-        claim: a caller's, once it speaks the protocol, whether or not it knows the secret.
+        reason: "lost", "late", "damaged", "protocol", "secret" or "config" (its options do not fit), or a
+            word of the two sides' own.
+        claim: claim of a caller that speaks the protocol, whether or not it knows the secret.
     """
 
     def __init__(self, reason: str, message: str = "", claim: bytes | None = None) -> None:
@@ -72,7 +72,7 @@ class Connection:
             self._sock.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """End the connection, and the operations of other threads on it; bytes on their way may be lost."""
+        """End the connection, also for another thread that uses it; bytes on their way may be lost."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()

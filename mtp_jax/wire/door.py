@@ -1,4 +1,4 @@
-"""A port that members and strangers come to; proofs tell them apart."""
+"""A port for members and strangers, whose messages tell them apart."""
 
 import socket
 import threading

@@ -1,13 +1,13 @@
-"""Proofs of two processes that both know one secret, from which they sign their messages.
+"""One secret: two processes prove to each other that they know it, and sign every message from then on.
 
     listener -> caller   purpose, nonce a
     caller -> listener   purpose, nonce b, claim, HMAC(secret, "caller", purpose, a, b, claim)
     listener -> caller   TAKEN, HMAC(secret, "listener", purpose, a, b, claim); or why not, one byte
 
-The purpose is a line that names the protocol and its version. The claim is the caller's word for itself, of a
-size that the protocol knows. So both sides read a fixed number of bytes before they know who is there. Both
-derive a key for each direction from the same values and the secret, and sign every message that follows
-(``Seals``): a process between the two can end the connection, but not change, repeat or leave out a message.
+The purpose is a line that names the protocol and its version, the claim the caller's description of itself,
+of a size that the protocol knows. So both sides read a fixed number of bytes before they know who is there.
+Both derive a key for each direction from the same values and the secret, and sign every message that follows
+(``Seals``): who stands between the two can end the connection, but not change, repeat or leave out a message.
 Nothing is encrypted.
 """
 

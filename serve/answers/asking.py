@@ -77,6 +77,6 @@ def _with_tools(server: Server, params: SamplingParams, use: ToolUse | None) -> 
         return params
     structured = use.structured(server.tokenizer, params.structured)
     if server.allm.llm.engine.grammars is None and not use.forced and params.structured is None:
-        structured = None  # this tokenizer has no grammars: calls are found where there are any
+        structured = None  # without grammars, calls are parsed but not enforced
     # The tags of calls are special tokens, which the parser has to see.
     return replace(params, structured=structured, skip_special_tokens=False)

@@ -37,7 +37,7 @@ class Kind(Protocol):
         ...
 
     def by_head(self, on: Products, a: Any, cfg: ModelConfig, /) -> tuple[Any, ...]:
-        """What attention needs beside queries and cached rows."""
+        """Per-head parameters: (k_up, v_up) of MLA, (kv_head,) of grouped-query attention."""
         ...
 
     def over_rows(

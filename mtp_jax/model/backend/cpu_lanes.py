@@ -1,6 +1,6 @@
 """Products as loop fusions of XLA on a CPU, which read weights where they lie and widen them in registers.
 
-For a matrix product XLA would widen weights, or copy them out of a stack of experts, in memory first. Here
+XLA would widen weights for a matrix product, or copy them out of a stack of experts, in memory first. Here
 slices of the input features are multiplied lane by lane and added up; a product with ones sums the lanes.
 """
 
@@ -25,11 +25,11 @@ from mtp_jax.model.narrow import (
     readable,
 )
 
-# A slice has as many float32 as a vector register, or more where that would give too many slices.
+# A slice has the float32 of a vector register, or more where that would give too many slices.
 _LANES, SLICES = 16, 64
-# So many sums grow side by side: an addition takes about four cycles, and the next one waits for it.
+# Number of sums that grow side by side: an addition takes about four cycles, and the next one waits for it.
 _SUMS = 4
-# A core's second cache has so many bytes on the smallest server processors with AVX-512 (Skylake-SP, Zen 4).
+# Bytes of a core's second cache on the smallest server processors with AVX-512 (Skylake-SP, Zen 4).
 CACHE_BYTES = 1 << 20
 # Rows of a weight that stay in the first cache while each row of x is multiplied with them.
 _TILE = 64
@@ -61,8 +61,8 @@ def product(x: Float[Array, "T i"], w: Narrow) -> Float[Array, "T O"]:
 def multiply(w: Weight, pick: Pick, x: Float[Array, "*b i"], slices: int = SLICES) -> Float[Array, "*c l"]:
     """Products of inputs, added up but for the last few lanes, which ``sum_lanes`` sums.
 
-    pick: of an array [*o, n] with a weight's leading dimensions those that are multiplied, in a shape that
-    fits x. slices: about as many slices as there are at most.
+    pick: from an array [*o, n] with a weight's leading dimensions, the multiplied part, in a shape that
+    fits x. slices: the most slices, about.
     """
     numbers, widen, scale_of = _read(w)
     inputs = w.shape[-1]
@@ -85,9 +85,9 @@ def sum_lanes(x: Float[Array, "*b l"]) -> Float[Array, "*b"]:
 
 
 def _read(w: Weight) -> tuple[Callable[[slice], jax.Array], Pick, Callable[[int], jax.Array] | None]:
-    """A weight's numbers for a slice of inputs, what makes them float32, and the scales [*o, 1] of a block.
+    """A weight's numbers for a slice of inputs, the function to float32, and the scales [*o, 1] of a block.
 
-    There are no scales but of FP8. Of a weight in a stack the slice is taken first and the weight then: XLA
+    Only FP8 has scales. The slice of a weight in a stack is taken first and the weight then: XLA
     would copy the weight otherwise.
     """
     own, at = (w.stack, (w.at,)) if isinstance(w, InStack) else (w, ())
@@ -108,7 +108,7 @@ def _read(w: Weight) -> tuple[Callable[[slice], jax.Array], Pick, Callable[[int]
 
 
 def _spread(scale: Float[Array, "*b"], shape: tuple[int, ...]) -> Float[Array, "*o one"]:
-    """The scale of each output, from those of blocks, of what ``e4m3_of_bits`` gives."""
+    """The scale of each output, from the scales of blocks, for results of ``e4m3_of_bits``."""
     stacked = math.prod(scale.shape[:-1])
     outputs = math.prod(shape[:-1]) // stacked
     spread = jnp.repeat(scale * E4M3_UNIT, FP8_BLOCK, axis=-1)[..., :outputs]
