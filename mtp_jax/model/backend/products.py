@@ -1,4 +1,4 @@
-"""What kinds of attention ask of a backend."""
+"""The operations that kinds of attention ask of a backend."""
 
 from typing import Any, Literal, Protocol, runtime_checkable
 
