@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from mtp_jax.api.async_llm import AsyncLLM
     from mtp_jax.api.demo import demo_model
     from mtp_jax.api.follow import follow
-    from mtp_jax.api.handover_options import HandoverOptions
     from mtp_jax.api.llm import LLM
     from mtp_jax.api.outputs import CompletionOutput, Draft, RequestOutput
     from mtp_jax.api.progress import Reporter
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
         PromptTooLong,
         RequestError,
     )
+    from mtp_jax.handover.handover import Handover
+    from mtp_jax.handover.options import HandoverOptions
     from mtp_jax.hosts.group import Group, join
     from mtp_jax.hosts.options import Hosts
     from mtp_jax.model.sharding import make_mesh
@@ -50,6 +51,7 @@ __all__ = [
     "EngineStats",
     "EngineStopped",
     "Group",
+    "Handover",
     "HandoverOptions",
     "Hosts",
     "LazyPrompt",
@@ -83,7 +85,8 @@ _HOMES = {
     "Draft": "api.outputs",
     "EngineStats": "engine.stats",
     "Group": "hosts.group",
-    "HandoverOptions": "api.handover_options",
+    "Handover": "handover.handover",
+    "HandoverOptions": "handover.options",
     "Hosts": "hosts.options",
     "LazyPrompt": "api.admission",
     "Logprob": "engine.speculation",

@@ -21,8 +21,7 @@ import numpy as np
 from mtp_jax.api.admission import Admission, LazyPrompt, QueueLimits, estimate
 from mtp_jax.api.completions import Prompt, PromptState, RequestOptions, check
 from mtp_jax.api.device_memory import Tag, WeightUpdate
-from mtp_jax.api.handover import Handover
-from mtp_jax.api.handover_options import HandoverOptions
+from mtp_jax.api.hooks import Hooks
 from mtp_jax.api.llm import LLM
 from mtp_jax.api.outputs import RequestOutput
 from mtp_jax.api.pools import Pools
@@ -50,7 +49,6 @@ class AsyncLLM:
         llm: LLM,
         max_queued_requests: int = QueueLimits.max_queued_requests,
         max_queued_tokens: int = QueueLimits.max_queued_tokens,
-        handover: HandoverOptions | None = None,
     ) -> None:
         """Take over an LLM: nothing else may use it from now on.
 
@@ -58,7 +56,6 @@ class AsyncLLM:
             llm: the model.
             max_queued_requests: most requests that may wait for a slot, each of a prompt's n counted.
             max_queued_tokens: most prompt tokens that may wait.
-            handover: its role where prefill is apart from decode; None: it serves alone.
         """
         self.llm = llm
         self.admission = Admission(max_queued_requests, max_queued_tokens)
@@ -84,7 +81,7 @@ class AsyncLLM:
         self._idle_for_threads.set()
         thread = self._thread
         self.warm_up = WarmUp(llm.engine, self._idle_for_threads, thread.warm_up, thread.forget_costs)
-        self.handover = Handover(self, handover) if handover and handover.apart else None
+        self.hooks = Hooks()
         self._pools = Pools()
 
     # Life
@@ -96,8 +93,8 @@ class AsyncLLM:
             # Not in the event loop's own threads: its end, after Ctrl-C for one, would wait for the compiler.
             await self.off_loop(lambda: self.warm_up.first(update))
         self._thread.start()
-        if self.handover:
-            await self.handover.start()
+        for begin in self.hooks.at_start:
+            await begin()
         self.warm_up.start()
 
     async def drain(self, timeout: float) -> bool:
@@ -120,8 +117,8 @@ class AsyncLLM:
         self._abort_all()
         self._closed = True
         self.warm_up.stop()
-        if self.handover:
-            self.handover.stop()
+        for end in self.hooks.at_close:
+            end()
         await asyncio.to_thread(self._thread.stop)
         self._fail_calls(EngineStopped("the engine has been closed"))
         self._pools.close()
@@ -308,8 +305,8 @@ class AsyncLLM:
                 state = await asyncio.get_running_loop().run_in_executor(pool, make)
             else:
                 state = make()
-            if self.handover:
-                await self.handover.fetch(state.completions[0].request)
+            for prepare in self.hooks.before_submit:
+                await prepare(state.completions[0].request)
             prompt_tokens = len(state.completions[0].request.prompt)
             self.admission.correct(reservation, params.n * prompt_tokens)
             self._check_running()

@@ -15,9 +15,10 @@ from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.progress import Reporter
 from mtp_jax.api.sampling_defaults import sampling_defaults
 from mtp_jax.api.simulated import check_simulated
+from mtp_jax.checkpoint.digest import folder_digest
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.errors import ConfigError
-from mtp_jax.hosts.hello import folder_digest, options_of, versions
+from mtp_jax.hosts.hello import options_of, versions
 from mtp_jax.model.backend import Backend, backend
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import multiplies_bf16, platform

@@ -20,10 +20,11 @@ from mtp_jax.bench.depth import Decode, decode_alternating, speedup
 from mtp_jax.bench.report import Report, Spread
 from mtp_jax.bench.subject import Subject, prompts_for
 from mtp_jax.bench.synthetic import complete
+from mtp_jax.decode.bookkeeping import abstract_state, empty_state
 from mtp_jax.decode.drafter.nothing import Nothing
 from mtp_jax.decode.keys import MAX_DRAFTS, SamplingMode, StepKey
 from mtp_jax.decode.sampling import argmax
-from mtp_jax.decode.state import StateShape, abstract_state, empty_state
+from mtp_jax.decode.state import StateShape
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import trunk
 from mtp_jax.model.backend import backend
@@ -192,7 +193,7 @@ def _routing(subject: Subject, text: Sequence[int]) -> tuple[Routing, ...]:
 
 
 def _by_window(
-    weights: cost.Weights,
+    weights: cost.Size,
     seconds: Mapping[int, list[float]],
     experts: Mapping[int, float],
     cached: float,

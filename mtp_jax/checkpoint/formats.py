@@ -13,7 +13,7 @@ from mtp_jax.errors import CheckpointError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.hf_quantization import FP8_BLOCK, INT4_PER_WORD
 from mtp_jax.model.narrow import Bf16, Fp8, Int4, Narrow
-from mtp_jax.model.params import Spec, columns_spec, scale_spec
+from mtp_jax.model.specs import Spec, columns_spec, scale_spec
 
 PLAIN = ("F32", "BF16", "F16")
 
@@ -47,7 +47,7 @@ class Kept:
     @property
     def nbytes(self) -> int:
         """Its size in bytes."""
-        return math.prod(self.spec.shape) * self.dtype.itemsize
+        return self.spec.size * self.dtype.itemsize
 
 
 class Stored(Protocol):
@@ -246,14 +246,6 @@ def staying(spec: Spec, tensors: Tensors, keep: Collection[str]) -> Stored | Non
     names = [str(name) for name in spec_names(spec).flat]
     found = (s for s in STORED if s.name in keep and s.can_stay(spec))
     return next((s for s in found if all(s.holds(tensors, n) for n in names)), None)
-
-
-def may_be_narrow(name: str) -> bool:
-    """Whether a tensor may be narrow: projections, but not tables, norms, routers or eh_proj."""
-    projects = name.endswith(
-        ("_proj.weight", "_proj_with_mqa.weight", ".indexer.wq_b.weight", ".indexer.wk.weight")
-    )
-    return projects and not name.endswith(("eh_proj.weight", ".indexer.weights_proj.weight"))
 
 
 def spec_names(spec: Spec) -> np.ndarray:

@@ -6,15 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from mtp_jax.checkpoint.draft import Draft, in_place, layer_of, nextn_layers, open_draft
 from mtp_jax.checkpoint.folder import Folder, open_folder, read_config, shortlist
-from mtp_jax.checkpoint.formats import FORMATS, PLAIN, SUFFIXES, Format, format_of, may_be_narrow, spec_names
+from mtp_jax.checkpoint.formats import FORMATS, PLAIN, SUFFIXES, Format, format_of, spec_names
 from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import CheckpointError
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.params import Params, param_specs
+from mtp_jax.model.specs import Params, leaves, may_be_narrow, param_specs
 
 _IGNORABLE = re.compile(r".*rotary_emb\.inv_freq")
 HEAD = "lm_head.weight"
@@ -108,7 +106,7 @@ def match(
     duplicates = {name: copied_from(cfg, name) for name in copies if name in found}
 
     check = _Accounting(cfg, found, dict.fromkeys(draft.tensors, draft.config))
-    for spec in jax.tree.leaves(param_specs(cfg)):
+    for spec in leaves(param_specs(cfg)):
         for name in spec_names(spec).flat:
             check.expect(name, spec.tensor_shape)
     for name in duplicates:

@@ -2,12 +2,10 @@
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-import jax
-import numpy as np
 from jax.sharding import AbstractMesh
 
 from mtp_jax.checkpoint.folder import INDEX, read_config
@@ -18,7 +16,6 @@ from mtp_jax.checkpoint.formats import (
     INT4,
     STORED,
     Kept,
-    may_be_narrow,
     names_of,
     spec_names,
     staying,
@@ -28,8 +25,9 @@ from mtp_jax.checkpoint.plan import make_plan
 from mtp_jax.checkpoint.safetensors_file import DTYPES, Tensor
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.params import Moe, Params, Spec, dtype_of, param_specs, type_of
-from mtp_jax.model.sharding import check_divisible, ways
+from mtp_jax.model.params import type_of
+from mtp_jax.model.sharding import check_divisible
+from mtp_jax.model.specs import Params, Spec, leaves, param_specs, parameter_counts
 
 _NARROW, _ON_CPU = (frozenset(s.name for s in kinds) for kinds in (FORMATS, STORED))
 
@@ -138,10 +136,9 @@ def summarise(
     if is_orbax(model_dir):
         check_no_draft(model_dir, draft_model)
         about = read_about(Path(model_dir)).keeping(Path(model_dir), num_nextn_layers)
-        for spec in jax.tree.leaves(about.specs):
-            kind = np.dtype(dtype_of(spec, about.dtype))
-            name = "F32" if kind == np.float32 else "BF16"
-            _add(stored, name, math.prod(spec.shape), math.prod(spec.shape) * kind.itemsize)
+        for spec in leaves(about.specs):
+            name = "F32" if spec.dtype(about.dtype) == "float32" else "BF16"
+            _add(stored, name, spec.size, spec.nbytes(about.dtype))
         return _summary("deepseek_v3", about.config, about.specs, "Orbax", 0, stored, devices)
     if draft_model is None and _has_no_weights(Path(model_dir)):
         return _declared(Path(model_dir), num_nextn_layers, devices)
@@ -162,7 +159,7 @@ def summarise(
 
 
 def _weights(specs: Params) -> Iterator[str]:
-    return (str(name) for spec in jax.tree.leaves(specs) for name in spec_names(spec).flat)
+    return (str(name) for spec in leaves(specs) for name in spec_names(spec).flat)
 
 
 def _by_part(tensors: dict[str, Tensor]) -> dict[str, Stored]:
@@ -194,8 +191,7 @@ def _declared(path: Path, num_nextn_layers: int | None, devices: int) -> Summary
     def kept(spec: Spec, among: Collection[str]) -> tuple[Kept, ...]:
         if cfg.int4_group is not None and spec.axes[0] == "experts":
             return INT4.declared(spec, cfg.int4_group, DTYPES["BF16"])
-        projects = may_be_narrow(str(spec_names(spec).flat[0]))
-        if cfg.fp8 and projects:
+        if cfg.fp8 and spec.projects:
             return FP8.arrays(spec, {}) if FP8.can_stay(spec) else ()
         stays = BF16.name in among and cfg.dtype == "bfloat16" and BF16.can_stay(spec)
         return BF16.arrays(spec, {}) if stays else ()
@@ -203,18 +199,6 @@ def _declared(path: Path, num_nextn_layers: int | None, devices: int) -> Summary
     formats = names_of(f for f in FORMATS if f.announced(cfg))
     architecture = raw.get("model_type", "deepseek_v3")
     return _summary(architecture, cfg, param_specs(cfg), "declared", 0, {}, devices, formats, kept)
-
-
-def parameter_counts(cfg: ModelConfig) -> tuple[int, int, int]:
-    """Parameters of (trunk, trunk active per token, NextN layers without copies of embedding and head)."""
-    specs = param_specs(cfg)
-    total = _count(replace(specs, nextn=()))
-    idle = 0
-    for layer in specs.layers:
-        if isinstance(layer.mlp, Moe):
-            routed = _count((layer.mlp.gate_up, layer.mlp.down))
-            idle += routed - routed // cfg.n_routed_experts * cfg.num_experts_per_tok
-    return total, total - idle, _count(specs.nextn)
 
 
 def _summary(
@@ -232,22 +216,16 @@ def _summary(
     """params: the tree of Spec in memory. formats: the narrow ones, for people. kept: of a parameter and the
     names of formats, the arrays of the parameter if it stays in one of these formats; else nothing.
     """
-    mesh = AbstractMesh((1, devices), ("data", "model"))
-    check_divisible(cfg, mesh)
-    specs: list[Spec] = jax.tree.leaves(params)
+    mesh = {"data": 1, "model": devices}
+    check_divisible(cfg, AbstractMesh(tuple(mesh.values()), tuple(mesh)))
+    specs = list(leaves(params))
     total, active, nextn = parameter_counts(cfg)
     layers = cfg.num_hidden_layers + cfg.num_nextn_predict_layers
 
-    def in_memory(spec: Spec, dtype: str) -> int:
-        return math.prod(spec.shape) * np.dtype(dtype_of(spec, dtype)).itemsize
-
     def narrow(spec: Spec, among: Collection[str] = _NARROW, others: str = "bfloat16") -> int:
-        return sum(a.nbytes for a in kept(spec, among)) or in_memory(spec, others)
+        return sum(a.nbytes for a in kept(spec, among)) or spec.nbytes(others)
 
-    def share(spec: Spec) -> int:
-        return math.prod(ways(axis, mesh) for axis in spec.axes)
-
-    sizes: dict[str, Callable[[Spec], int]] = {d: lambda s, d=d: in_memory(s, d) for d in type_of}
+    sizes: dict[str, Callable[[Spec], int]] = {d: lambda s, d=d: s.nbytes(d) for d in type_of}
     if formats:
         sizes[formats] = narrow
     return Summary(
@@ -261,7 +239,7 @@ def _summary(
         nextn_parameters=nextn,
         weight_bytes={name: sum(map(size, specs)) for name, size in sizes.items()},
         weight_bytes_per_device={
-            name: sum(size(s) // share(s) for s in specs) for name, size in sizes.items()
+            name: sum(size(s) // s.parts(mesh) for s in specs) for name, size in sizes.items()
         },
         weight_bytes_on_cpu=sum(narrow(s, _ON_CPU, "float32") for s in specs),
         cache_bytes_per_token={
@@ -282,8 +260,3 @@ def _size(nbytes: int) -> str:
     while value >= 1000 and len(units) > 1:
         value, units = value / 1000, units[1:]
     return f"{value:.4g} {units[0]}"
-
-
-def _count(specs: object) -> int:
-    leaves: Iterable[Spec] = jax.tree.leaves(specs)
-    return sum(math.prod(s.shape) for s in leaves)

@@ -12,9 +12,9 @@ from mtp_jax.commands.on_ray import ray_options
 from mtp_jax.commands.options import add_engine, add_options, given, model_dir, open_llm, reporter
 from mtp_jax.commands.parser import Subparsers, positive
 from mtp_jax.errors import EngineStopped, RequestError
+from serve.base.settings import Settings
 from serve.cluster.options import RayOptions
-from serve.in_process import Answer
-from serve.settings import Settings
+from serve.http.in_process import Answer
 
 if TYPE_CHECKING:
     from mtp_jax.api.async_llm import AsyncLLM
@@ -104,7 +104,7 @@ async def _answer(
 ) -> "tuple[Counts, float]":
     """Returns (counts, seconds)."""
     from mtp_jax.commands import batch_file
-    from serve.app import make_app
+    from serve.http.app import make_app
 
     app = make_app(allm, settings)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mtp_jax.errors import RequestError
-from serve.in_process import Answer
+from serve.http.in_process import Answer
 
 MAX_LINE_BYTES = 8 * 2**20
 # Written anew a character of two bytes is an escape of six.

@@ -18,10 +18,10 @@ from mtp_jax.commands.batch_file import Answer, Counts, Job, Line, open_job
 from mtp_jax.commands.on_ray import portable_options
 from mtp_jax.commands.options import model_dir
 from mtp_jax.errors import EngineStopped
+from serve.base.settings import Settings
 from serve.cluster.batches import BatchEngine
 from serve.cluster.options import RayOptions
 from serve.cluster.start import cluster, reservation
-from serve.settings import Settings
 
 _ROWS_PER_SLOT = 8  # of a batch: what is lost with an engine, against slots that idle at a batch's end
 

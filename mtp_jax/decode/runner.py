@@ -8,12 +8,13 @@ import jax
 import numpy as np
 
 from mtp_jax.decode import launches
+from mtp_jax.decode.bookkeeping import abstract_state, bytes_per_page, empty_state
 from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.host import Chunk, ExpertLayout, MaskMaker, PageData, Result
 from mtp_jax.decode.keys import Key, PageKey, StepKey
 from mtp_jax.decode.launches import DeviceRunner, Launch
 from mtp_jax.decode.programs import Programs
-from mtp_jax.decode.state import StateShape, abstract_state, bytes_per_page, empty_state
+from mtp_jax.decode.state import StateShape
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.config import ModelConfig

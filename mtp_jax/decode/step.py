@@ -197,7 +197,7 @@ def _conclude(
     s, width = rows.slots, rows.tokens.shape[1]
     if logits is None:
         with jax.named_scope("verify"):  # the head belongs to the trunk's pass
-            ids, healthy = best_tokens(hidden, trunk.head(params), on)
+            ids, healthy = best_tokens(hidden, params.table, on)
         with jax.named_scope("accept"):
             verdict = verify.greedy(ids, drafts.tokens, num_drafts(s, drafts))
     else:

@@ -181,7 +181,7 @@ def warm_up_keys(
     """The executables of a server: a few that can serve anything, and the rest, cheaper, likely ones first.
 
     any_depth: see ``Runner``; where it holds, ``_few_keys`` are enough. Elsewhere there is a program where it
-    computes much less than the next larger one, as every program costs memory (docs/architecture.md).
+    computes much less than the next larger one, as every program costs memory (docs/programs.md).
     Sampling programs serve greedy rows, too. Long histories, whose steps are dominated by attention, get the
     fewest and the most slots alone. Structured steps wait for the host in any case. Beside windows the
     shortest chunk has no program, as the windows cost as much, and the depth is none or the most, as the

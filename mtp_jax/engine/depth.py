@@ -2,7 +2,7 @@
 
 The controller measures what a step costs while it serves, and estimates from accepted drafts what a step
 yields. Depth 0 takes part, so speculation stops where it does not pay. Every depth gives the right tokens: a
-wrong choice costs time only. docs/architecture.md has the model and the exploration rule.
+wrong choice costs time only. docs/depth.md has the model and the exploration rule.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""How a request chooses its tokens, and what else a user may say of it."""
+"""How a request chooses its tokens, and when it ends."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -200,7 +200,7 @@ class SamplingParams:
             raise RequestError(f"bad_words holds {blank[0]!r}; expected words")
         if not isinstance(self.logit_bias, Mapping):
             raise RequestError(f"logit_bias = {self.logit_bias!r}; expected token ids and numbers")
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # whatever becomes of the caller's
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller may change theirs
         for token, bias in self.logit_bias.items():
             numbers = isinstance(token, int) and isinstance(bias, Real)
             if not numbers or isinstance(token, bool) or isinstance(bias, bool) or not abs(bias) <= 100:

@@ -1,4 +1,4 @@
-"""What constraints allow, for the rows of a launch."""
+"""Masks of the tokens that constraints allow, for the rows of a launch."""
 
 from collections.abc import Iterable
 

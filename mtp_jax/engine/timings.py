@@ -1,4 +1,4 @@
-"""The one book of measured seconds: what launches took, and what the work that they defer costs. No jax."""
+"""The one book of measured seconds: of launches, and of the work that they defer. No jax."""
 
 import time
 from collections import deque

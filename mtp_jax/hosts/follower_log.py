@@ -1,7 +1,6 @@
 """A follower's side of the launch log: what the leader says, in order."""
 
 import queue
-import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -9,12 +8,14 @@ from typing import Any, TypeVar
 
 from mtp_jax.decode.launches import Launch
 from mtp_jax.errors import ConfigError
-from mtp_jax.handshake import Refused, Seals, greet
 from mtp_jax.hosts import messages
 from mtp_jax.hosts.channel import Channel
 from mtp_jax.hosts.leader_log import PURPOSE, RANK, wait_for_address
 from mtp_jax.hosts.messages import LogError, Message
 from mtp_jax.hosts.options import Hosts
+from mtp_jax.wire.connection import Connection, WireError
+from mtp_jax.wire.handshake import greet
+from mtp_jax.wire.signed import Seals
 
 _PROOF_SECONDS = 10.0
 _AGAIN_SECONDS = 0.1
@@ -65,7 +66,7 @@ class FollowerLog:
         self._channel.close()
 
     def _say(self, message: Message) -> None:
-        with suppress(OSError):  # that it ended is seen by who reads
+        with suppress(WireError):  # that it ended is seen by who reads
             self._channel.send(message)
 
     def _got(self, message: Message | Launch[Any]) -> None:
@@ -81,7 +82,7 @@ class FollowerLog:
             self._lost(f"rank 0 is lost: {reason}")
 
 
-def _joined(hosts: Hosts, secret: bytes) -> tuple[socket.socket, Seals]:
+def _joined(hosts: Hosts, secret: bytes) -> tuple[Connection, Seals]:
     """A connection to the leader, which has taken this rank. Raises ConfigError.
 
     One that is lost, or at which nothing is said, is tried again while there is time: many strangers at the
@@ -89,12 +90,12 @@ def _joined(hosts: Hosts, secret: bytes) -> tuple[socket.socket, Seals]:
     """
     end = time.monotonic() + hosts.join_seconds
     while True:
-        sock = wait_for_address(hosts.address, end)
+        connection = Connection(wait_for_address(hosts.address, end))
+        connection.deadline = time.monotonic() + _PROOF_SECONDS
         try:
-            until = time.monotonic() + _PROOF_SECONDS
-            return sock, greet(sock, secret, PURPOSE, RANK.pack(hosts.rank), until)
-        except Refused as refused:
-            sock.close()
+            return connection, greet(connection, secret, PURPOSE, RANK.pack(hosts.rank))
+        except WireError as refused:
+            connection.close()
             if refused.reason not in ("lost", "late") or time.monotonic() >= end:
                 host, port = hosts.address
                 raise ConfigError(

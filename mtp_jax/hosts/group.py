@@ -19,12 +19,12 @@ import jax
 from mtp_jax.decode.launches import Runner
 from mtp_jax.decode.runner import LocalRunner
 from mtp_jax.errors import ConfigError, MtpJaxError
-from mtp_jax.handshake import read_secret
 from mtp_jax.hosts.ending import STATUS, Ending
 from mtp_jax.hosts.follower_log import FollowerLog
 from mtp_jax.hosts.leader import LeaderRunner
 from mtp_jax.hosts.leader_log import LeaderLog
 from mtp_jax.hosts.options import Hosts
+from mtp_jax.wire.secret import read_secret
 
 # JAX's own service is the second to notice a loss: the launch log does in hundredths of a second, or in 6 s.
 _HEARTBEAT_SECONDS = 10

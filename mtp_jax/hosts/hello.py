@@ -1,15 +1,12 @@
 """What must be the same on every rank, and the words for what is not."""
 
-import hashlib
 import json
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-_BEGINNING = 1 << 16  # of each file; it holds the whole header of most weights
 _PACKAGES = ("mtp-jax", "jax", "jaxlib", "ml_dtypes", "numpy")
 
 
@@ -22,22 +19,6 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[name] = "not installed"
     return found
-
-
-def folder_digest(folder: Path) -> str:
-    """A digest of the names and sizes of the files of a folder and of how each begins, hidden ones left out.
-
-    It tells another checkpoint, without reading all of it.
-    """
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder)
-        if any(part.startswith(".") for part in name.parts) or not path.is_file():
-            continue
-        digest.update(f"{name}\0{path.stat().st_size}\0".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_BEGINNING))
-    return digest.hexdigest()[:16]
 
 
 def options_of(config: Any, without: tuple[str, ...] = ("seed",)) -> str:

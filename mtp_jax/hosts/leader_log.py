@@ -11,18 +11,20 @@ from functools import partial
 from typing import Any, TypeVar
 
 from mtp_jax.decode.launches import Launch
-from mtp_jax.door import Door
 from mtp_jax.errors import ConfigError
-from mtp_jax.handshake import VARIABLE, Refused, welcome
 from mtp_jax.hosts import messages
 from mtp_jax.hosts.channel import Channel, prepared
 from mtp_jax.hosts.hello import difference
 from mtp_jax.hosts.messages import LogError, Message
 from mtp_jax.hosts.options import Hosts
+from mtp_jax.wire.connection import Connection, WireError
+from mtp_jax.wire.door import Door
+from mtp_jax.wire.handshake import welcome
+from mtp_jax.wire.secret import VARIABLE
 
 T = TypeVar("T", bound=Message)
 _LOG = logging.getLogger(__name__)
-PURPOSE, RANK = b"mtp-jax log 4\n", struct.Struct("<I")
+PURPOSE, RANK = b"mtp-jax log 5\n", struct.Struct("<I")
 """What the handshake is for, and how a follower's rank is written in it."""
 _PROOF_SECONDS = 5.0  # in which a connection must have proved itself
 
@@ -92,12 +94,12 @@ class LeaderLog:
 
     def send(self, message: Message | Launch[Any]) -> None:
         """Tell all followers. Ends the group if one cannot be told."""
-        body = prepared(message)
+        sent = prepared(message)
         with self._sending:
             for rank, channel in self._channels.items():
                 try:
-                    channel.send_body(*body)
-                except OSError as error:
+                    channel.signed.send_framed(sent)
+                except WireError as error:
                     self._gone(rank, str(error))
 
     def compiled(self, job: int) -> None:
@@ -117,7 +119,7 @@ class LeaderLog:
         self._door.close()
         if self._sending.acquire(timeout=0.2):  # whoever has it may be stuck
             for channel in self._channels.values():
-                with suppress(OSError):
+                with suppress(WireError):
                     channel.send(messages.Failed(reason))
         for channel in list(self._channels.values()):
             channel.close()
@@ -159,19 +161,19 @@ class LeaderLog:
 
         def take(claim: bytes) -> None:
             if not self._door.proved(sock):
-                raise Refused("lost", "others came")
+                raise WireError("lost", "others came")
             given.append(self._take(claim))
 
         try:
-            end = time.monotonic() + _PROOF_SECONDS
-            claim, seals = welcome(sock, self._secret, PURPOSE, RANK.size, end, take)
+            connection = Connection(sock, time.monotonic() + _PROOF_SECONDS)
+            claim, seals = welcome(connection, self._secret, PURPOSE, RANK.size, take)
             (rank,) = RANK.unpack(claim)
-            channel = Channel(sock, seals, partial(self._got, rank), partial(self._gone, rank))
+            channel = Channel(connection, seals, partial(self._got, rank), partial(self._gone, rank))
             with self._changed:
                 self._channels[rank] = channel
                 self._changed.notify_all()
             channel.start()
-        except Refused as refused:
+        except WireError as refused:
             sock.close()
             with self._changed:
                 self._taken.difference_update(given)  # it was lost meanwhile, and may come again
@@ -193,14 +195,14 @@ class LeaderLog:
             self._refused[rank] = peer
 
     def _take(self, claim: bytes) -> int:
-        """Give a rank to the one who knows the secret and asks first. Raises Refused."""
+        """Give a rank to the one who knows the secret and asks first. Raises WireError."""
         (rank,) = RANK.unpack(claim)
         with self._changed:
             if not 0 < rank < self._hosts.hosts:
                 said = f"rank {rank} is none of the followers', 1 to {self._hosts.hosts - 1}"
-                raise Refused("config", said, claim)
+                raise WireError("config", said, claim)
             if rank in self._taken:
-                raise Refused("config", f"rank {rank} is there already", claim)
+                raise WireError("config", f"rank {rank} is there already", claim)
             self._taken.add(rank)
         return rank
 

@@ -24,7 +24,7 @@ def compiler_options(micro_batches: int = 1) -> dict[str, Any] | None:
     """What XLA is told for the programs that serve.
 
     On a CPU to use whole vector registers, not halves: loops that stream weights read each cache line once
-    (docs/architecture.md). Where registers are narrower it changes nothing. On a GPU, with several
+    (docs/cpu.md). Where registers are narrower it changes nothing. On a GPU, with several
     micro-batches, that each may have two collectives under way, one between hosts and one within.
     """
     if platform() == "cpu":

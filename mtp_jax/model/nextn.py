@@ -189,5 +189,4 @@ def drafts_forced(
 def logits(params: Params, k: int, z: Float[Array, "*b D"], on: Backend = REFERENCE) -> Float[Array, "*b V"]:
     """Draft logits of layer ``k``, float32, from z after its norm."""
     p: NextN = params.nextn[k]
-    trunk_head = params.embed if params.head is None else params.head
-    return on.head(z, trunk_head if p.head is None else p.head)
+    return on.head(z, params.table if p.head is None else p.head)

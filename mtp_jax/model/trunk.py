@@ -202,9 +202,4 @@ def forward_traced(
 
 def logits(params: Params, hidden: Float[Array, "*b D"], on: Backend = REFERENCE) -> Float[Array, "*b V"]:
     """Next-token logits, float32."""
-    return on.head(hidden, head(params))
-
-
-def head(params: Params) -> Table:
-    """The table that logits are products with."""
-    return params.embed if params.head is None else params.head
+    return on.head(hidden, params.table)

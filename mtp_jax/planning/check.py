@@ -77,4 +77,4 @@ def _table(compared: Sequence[Compared]) -> str:
             f"{name:<55}{c.point.source:<8}{c.point.rate:>9,.0f}"
             f"{c.usual:>8,.0f}{c.lean:>8,.0f}{c.error:>+7.0%}"
         )
-    return "\n".join([*lines, "* with an assumption, see mtp_jax/planning/published.py"])
+    return "\n".join([*lines, "* with an assumption, see mtp_jax/planning/published.toml"])

@@ -1,6 +1,6 @@
 """What a GPU reaches of its peaks: the numbers that are fitted, not derived. All are here.
 
-Fitted by hand, as of November 2026, to the 17 points of ``published.FITTED``: speeds of SGLang, of DeepSeek's
+Fitted by hand, as of November 2026, to the 17 points of ``published.toml``: speeds of SGLang, of DeepSeek's
 own service and of TensorRT-LLM. Nothing of it was measured on a GPU with this engine. ``LEAN`` is software
 with fused kernels, graphs and tuned products; ``USUAL`` is LEAN times a second set of factors, for software
 with less of that. What is published is expected between the two, and that is the band of every estimate.

@@ -15,7 +15,8 @@ def prompt_tokens_per_second(d: Deployment) -> tuple[float, float]:
     experts, narrow, half = 0, 0, 0
     for number, b in enumerate(trunk(c)):
         experts += b.expert * c.num_experts_per_tok if b.experts else 0
-        narrow, half = narrow + b.once.narrow, half + b.once.half + b.once.single
+        narrow += sum(w.narrow for w in b.parts)
+        half += sum(w.half + w.single for w in b.parts)
         attending += _attention_flops(c, number, d.context)
     seconds = 2 * experts / peak(d.storage.experts.rate) + 2 * narrow / peak(d.storage.others.rate)
     seconds += (2 * half + attending) / peak("bf16")

@@ -19,7 +19,7 @@ from mtp_jax.planning.fit import (
     Fit,
 )
 from mtp_jax.planning.hardware import Rate
-from mtp_jax.planning.weights import BFLOAT16, Block, Format, Weights, merge, nextn, table, trunk
+from mtp_jax.planning.weights import BFLOAT16, Block, Format, Weights, declared, nextn, trunk
 from mtp_jax.planning.work import attention, expected_experts
 
 COMPUTING = ("attention", "projections", "mlp", "experts", "head")
@@ -110,12 +110,13 @@ def drafting(d: Deployment, fit: Fit) -> float:
         return 0.0
     layers, once = nextn(d.cfg), _Times(d, fit, d.busiest, d.requests, 1)
     window = _Times(d, fit, d.busiest, d.requests, d.depth + 1)
-    total = window.product(merge(d.cfg) + Weights(narrow=d.cfg.row.width * d.cfg.hidden_size))
+    specs = declared(d.cfg).nextn
+    total = window.product(Weights.of(specs[0].entries))
     for k in range(d.depth):
         number = k % len(layers)
         b = layers[number]
         total += sum(once.block(d.cfg.num_hidden_layers + number, b).values()) + once.exchange(b).seconds
-        total += once.product(merge(d.cfg)) + once.head() + OF_DRAFT * fit.launch
+        total += once.product(Weights.of(specs[number].merging)) + once.head() + OF_DRAFT * fit.launch
     return total
 
 
@@ -190,7 +191,7 @@ class _Times:
 
     def head(self) -> float:
         """Logits of all rows."""
-        return self.product(table(self.d.cfg), self.d.model)
+        return self.product(Weights.of(declared(self.d.cfg).table), self.d.model)
 
     def exchange(self, b: Block) -> Sent:
         """What one block sends."""

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from mtp_jax import LLM, AsyncLLM, EngineStopped
-from serve.app import make_app
+from serve.base.settings import Settings
 from serve.cluster.engine import llm_options
-from serve.in_process import Answer, post
-from serve.settings import Settings
+from serve.http.app import make_app
+from serve.http.in_process import Answer, post
 
 _COMPLETIONS = "/v1/completions"
 

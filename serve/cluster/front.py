@@ -3,12 +3,12 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.access import Access, Headers, bounded
-from serve.bodies import received
+from serve.base.errors import ApiError
+from serve.base.settings import Settings
+from serve.bodies.reading import received
 from serve.cluster.prefixes import digests
-from serve.errors import ApiError
-from serve.in_process import Call
-from serve.settings import Settings
+from serve.http.access import Access, Headers, bounded
+from serve.http.in_process import Call
 
 
 class Front:

@@ -1,6 +1,6 @@
 """The server as an application of Ray Serve.
 
-    client -> Serve's proxy -> Ingress -> PrefixRouter -> a replica: the whole application of serve/app.py
+    client -> Serve's proxy -> Ingress -> PrefixRouter -> a replica: the application of serve/http/app.py
 
 Until an answer's first bytes have come, nothing has been sent to the client: a request whose replica is lost
 is given to another. An answer that has begun ends as an error.
@@ -21,13 +21,13 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from mtp_jax import EngineStopped
+from serve.base.errors import ApiError
+from serve.base.settings import Settings
+from serve.base.sse import event
 from serve.cluster.front import Front
 from serve.cluster.options import RayOptions
 from serve.cluster.spec import EngineSpec
-from serve.errors import ApiError
-from serve.in_process import Call, Head, stream
-from serve.settings import Settings
-from serve.sse import event
+from serve.http.in_process import Call, Head, stream
 
 _LOG = logging.getLogger(__name__)
 _HEALTH_PERIOD_SECONDS = 2

@@ -12,7 +12,7 @@ from ray.serve.request_router import (  # pyright: ignore[reportMissingImports]
 )
 
 from serve.cluster.prefixes import Prefixes
-from serve.in_process import Call
+from serve.http.in_process import Call
 
 
 class PrefixRouter(RequestRouter):

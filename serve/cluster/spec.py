@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serve.settings import Settings
+from serve.base.settings import Settings
 
 
 @dataclass(frozen=True)

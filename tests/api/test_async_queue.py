@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mtp_jax import LLM, LazyPrompt, Overloaded, RequestError, SamplingParams, Stream
-from tests.api.test_async_llm import GREEDY, PROMPTS, last, serving, simulated
+from tests.api.helpers import GREEDY, PROMPTS, last, serving, simulated
 
 
 @pytest.fixture(scope="module")

@@ -166,7 +166,7 @@ def test_bytes_of_a_step():
         return cost.of_launch(key, CFG, params, 16, "float32", 1, experts.__getitem__).bytes
 
     assert step_bytes(0) == trunk.touched(2) + head.always
-    rows = cost.of_nextn_cache(params.nextn[0])
+    rows = cost.of_entries(params.nextn[0])
     assert rows.expert == 0
     assert 0 < rows.always < nextn.always
     drafting = 3 * head.always + 3 * nextn.touched(2) + rows.always

@@ -15,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
+from mtp_jax.decode.bookkeeping import abstract_state, empty_state
 from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.drafter.protocol import Drafter
 from mtp_jax.decode.host import Chunk
 from mtp_jax.decode.keys import ACCEPTED, DRAFTED, SOURCE, SamplingMode, Source
 from mtp_jax.decode.sampling import adjust, distribution, neutral_state
-from mtp_jax.decode.state import State, StateShape, abstract_state, empty_state
+from mtp_jax.decode.state import State, StateShape
 from mtp_jax.decode.step import draft_phase, step, verify_phase
 from mtp_jax.model import trunk
 from mtp_jax.model.backend import XlaCpu

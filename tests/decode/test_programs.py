@@ -13,6 +13,7 @@ from mtp_jax.decode.state import State
 from mtp_jax.decode.step import accept_drafts
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError
+from tests.decode.helpers import compilations as compilations
 from tests.models import GREEDY, finish, make_engine, prepare, prompts, serve
 
 SAMPLED = SamplingParams(temperature=0.8, top_k=5, seed=3, max_tokens=9, ignore_eos=True)
@@ -145,22 +146,6 @@ def test_an_uncovered_need_is_an_error_not_a_compilation():
         engine.runner.cover(chunk(1, 1))
     assert len(engine.runner.keys) == 0
     assert DraftKey(1, 1) not in local_runner(engine).programs
-
-
-@pytest.fixture
-def compilations():
-    """The names of compilation events since the fixture began."""
-    seen: list[str] = []
-    recording = True
-
-    def listen(event: str, duration_secs: float, **_: str | int) -> None:
-        del duration_secs
-        if recording and "/compile/" in event:
-            seen.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    recording = False
 
 
 def test_serving_compiles_nothing(compilations):

@@ -6,7 +6,7 @@ from mtp_jax.engine.depth import DepthController
 from mtp_jax.engine.plan import Admit, Planner, Read
 from mtp_jax.engine.scheduler import Scheduler
 from tests.engine.device import Device, on_device
-from tests.engine.test_scheduler import request, scheduler, submit
+from tests.engine.helpers import request, scheduler, submit
 from tests.models import GREEDY, prepare, prompts
 
 

@@ -23,7 +23,7 @@ from mtp_jax.model.sharding import make_mesh
 from mtp_jax.text.grammar import Grammars, StructuredOutput
 from mtp_jax.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
-from tests.decode.test_programs import compilations as compilations
+from tests.decode.helpers import compilations as compilations
 from tests.models import (
     TINY,
     accepted,

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from serve import stats_log
-from serve.acceptance import AcceptanceAlarm
-from serve.stats_log import log_stats
-from tests.serve.test_grafana import STATS, still_metrics
+from serve.watch import stats_log
+from serve.watch.acceptance import AcceptanceAlarm
+from serve.watch.stats_log import log_stats
+from tests.serve.helpers import STATS, still_metrics
 
 
 class Drafts:

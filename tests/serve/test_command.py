@@ -18,9 +18,9 @@ from mtp_jax import LLM, AsyncLLM, ConfigError, Reporter, SamplingParams, Struct
 from mtp_jax.commands import cli
 from mtp_jax.commands.serve import summary
 from mtp_jax.text import chat_template, child
-from serve.run import listen, start_helpers
-from serve.settings import Settings
-from serve.stats_log import describe
+from serve.base.settings import Settings
+from serve.http.run import listen, start_helpers
+from serve.watch.stats_log import describe
 from tests.serve.conftest import Running
 
 

@@ -4,37 +4,14 @@ import json
 from itertools import accumulate
 from typing import Any
 
-import httpx2
 import pytest
 
 from mtp_jax import LLM, AsyncLLM, SamplingParams
-from mtp_jax.bench import soak_requests
 from mtp_jax.decode.keys import MAX_DRAFTS
-from serve import calls
-from serve.schema import CompletionBody
-
-GREEDY = {"temperature": 0, "ignore_eos": True}
-
-
-def post(
-    client: httpx2.Client, status: int = 200, path: str = "/v1/completions", **body: Any
-) -> dict[str, Any]:
-    response = client.post(path, json={"prompt": "abc", "max_tokens": 24, **body})
-    assert response.status_code == status, response.text
-    return response.json()
-
-
-def events(client: httpx2.Client, path: str = "/v1/completions", **body: Any) -> list[dict[str, Any]]:
-    """The chunks of a streamed answer."""
-    body = {"prompt": "abc", "max_tokens": 24, "stream": True, **body}
-    if "messages" in body:
-        del body["prompt"]
-    response = client.post(path, json=body)
-    assert response.status_code == 200, response.text
-    assert response.headers["content-type"].startswith("text/event-stream")
-    *lines, done = response.text.strip().split("\n\n")
-    assert done == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
+from serve.answers import calls
+from serve.bodies.schema import CompletionBody
+from tests.serve.helpers import GREEDY, events, post
+from tests.soak import requests as soak_requests
 
 
 def texts(chunks: list[dict[str, Any]]) -> dict[int, str]:

@@ -15,8 +15,8 @@ import pytest
 from mtp_jax import LLM, Overloaded, Tokenizer
 from mtp_jax.api.admission import Admission
 from mtp_jax.api.local import local_runner
-from serve.bodies import MAX_OBJECTS
-from serve.fields import Body
+from serve.bodies.fields import Body
+from serve.bodies.reading import MAX_OBJECTS
 from tests.serve.conftest import Running, start, wait_until
 
 SHORT = {"prompt": "abc", "max_tokens": 4, "temperature": 0}

@@ -20,10 +20,10 @@ from mtp_jax.api.admission import Admission
 from mtp_jax.api.completions import CompletionState
 from mtp_jax.api.outputs import CompletionOutput, RequestOutput, Timing
 from mtp_jax.engine.speculation import Speculation
-from serve.errors import ApiError
-from serve.generation import check
-from serve.settings import Settings
-from serve.watchdog import STUCK_STATUS, Watchdog
+from serve.answers.generation import check
+from serve.base.errors import ApiError
+from serve.base.settings import Settings
+from serve.watch.watchdog import STUCK_STATUS, Watchdog
 from tests.serve.conftest import Running, start, wait_until
 
 GREEDY = {"prompt": "abc", "temperature": 0, "ignore_eos": True, "max_tokens": 24}
@@ -307,7 +307,7 @@ def test_the_watchdog_ends_a_stuck_process(server: Running, compiled, gated, cap
 
 def test_a_server_watches_its_steps(fresh, gated, monkeypatch):
     ended: list[int] = []
-    monkeypatch.setattr("serve.run.Watchdog", lambda allm, limit: Watchdog(allm, limit, ended.append))
+    monkeypatch.setattr("serve.http.run.Watchdog", lambda allm, limit: Watchdog(allm, limit, ended.append))
     running = start(fresh, step_seconds=3)
     try:
         with running.client() as client:

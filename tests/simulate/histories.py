@@ -18,6 +18,7 @@ from mtp_jax.text.grammar import Grammars, StructuredOutput
 from tests.models import TINY
 from tests.simulate.oracle import Told, prefix
 
+HISTORIES, LAUNCHES = 50, 420
 EOS, BROKEN, VOCAB = 1, 3, 112
 CFG = replace(TINY, vocab_size=VOCAB, eos_token_ids=(EOS,))
 REGEXES = ("[a-m ]{6,16}[x-z]", "(yes|no|perhaps not)", "[0-9]{3}-[0-9]{2,5}", r"a{20}b")

@@ -17,8 +17,7 @@ from mtp_jax.simulate.device import Simulated
 from mtp_jax.simulate.memory import Memory
 from mtp_jax.store.tier import HostTier
 from mtp_jax.text.grammar import Grammars, Matcher
-from tests.simulate.histories import History
-from tests.simulate.test_histories import HISTORIES, LAUNCHES
+from tests.simulate.histories import HISTORIES, LAUNCHES, History
 
 Plant = Callable[[pytest.MonkeyPatch], object]
 BUGS: dict[str, Plant] = {}

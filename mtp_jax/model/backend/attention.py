@@ -3,17 +3,15 @@
 ``attention_of`` gives a layer's: the module ``latent`` or ``grouped``, which have the functions of ``Kind``.
 """
 
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.model.backend import grouped, latent
+from mtp_jax.model.backend.products import Products
 from mtp_jax.model.cache import Entries, LayerCache, PagedView
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Attention, Grouped
-
-if TYPE_CHECKING:
-    from mtp_jax.model.backend.xla import Xla
 
 
 @runtime_checkable
@@ -26,23 +24,25 @@ class Kind(Protocol):
     all that is seen.
     """
 
-    def queries(self, on: "Xla", a: Any, cfg: ModelConfig, x: Any, angles: Float[Array, "B W 2 r"], /) -> Any:
+    def queries(
+        self, on: Products, a: Any, cfg: ModelConfig, x: Any, angles: Float[Array, "B W 2 r"], /
+    ) -> Any:
         """The queries of rows."""
         ...
 
     def entries(
-        self, on: "Xla", a: Any, cfg: ModelConfig, x: Any, angles: Float[Array, "B W 2 r"], /
+        self, on: Products, a: Any, cfg: ModelConfig, x: Any, angles: Float[Array, "B W 2 r"], /
     ) -> Entries:
         """What rows add to the cache."""
         ...
 
-    def by_head(self, on: "Xla", a: Any, cfg: ModelConfig, /) -> tuple[Any, ...]:
+    def by_head(self, on: Products, a: Any, cfg: ModelConfig, /) -> tuple[Any, ...]:
         """What attention needs beside queries and cached rows."""
         ...
 
     def over_rows(
         self,
-        on: "Xla",
+        on: Products,
         cfg: ModelConfig,
         q: Any,
         by_head: tuple[Any, ...],
@@ -55,7 +55,7 @@ class Kind(Protocol):
 
     def over_pages(
         self,
-        on: "Xla",
+        on: Products,
         cfg: ModelConfig,
         q: Any,
         by_head: tuple[Any, ...],

@@ -1,6 +1,6 @@
 """MLA as XLA on a CPU does it fast: products behind barriers, cached rows block by block.
 
-Left alone, XLA turns the cached rows or swaps the operands first (docs/architecture.md).
+Left alone, XLA turns the cached rows or swaps the operands first (docs/cpu.md).
 """
 
 from collections.abc import Callable

@@ -24,7 +24,7 @@ from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.model.backend import XlaCpu
 from mtp_jax.model.params import Params
 from mtp_jax.model.sharding import make_mesh
-from tests.decode.test_invariants import poison
+from tests.decode.helpers import poison
 from tests.models import (
     GREEDY,
     TINY,

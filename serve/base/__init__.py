@@ -1,0 +1,1 @@
+"""What all routes share: settings, errors, ids, server-sent events, the engine with what belongs to it."""
