@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests import compiling, shapes
 
@@ -20,6 +21,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("optimised"):
         compiling.compile_fast()
+    # How long an example takes depends on what else the computer does.
+    settings.register_profile("suite", deadline=None)
+    settings.load_profile("suite")
     import jax
 
     from mtp_jax.machine import program_folder

@@ -20,7 +20,7 @@ import pytest
 from jax.sharding import Mesh
 
 from mtp_jax.api.local import make_runner
-from mtp_jax.decode.host import MaskMaker
+from mtp_jax.decode.arrays import MaskMaker
 from mtp_jax.decode.launches import Launch, Pending, Runner, Step
 from mtp_jax.decode.programs import Programs
 from mtp_jax.engine.config import EngineConfig
@@ -318,10 +318,10 @@ def slowed(engine: Engine, seconds: float = 0.02) -> Iterator[None]:
 
 def accepted(request: Request) -> list[int]:
     """Accepted drafts of every step."""
-    return request.speculation.accepted_per_step
+    return request.progress.speculation.accepted_per_step
 
 
 def chosen_logprobs(request: Request) -> np.ndarray:
     """The log-probability of every emitted token."""
-    pairs = zip(request.logprobs, request.output, strict=True)
+    pairs = zip(request.progress.logprobs, request.progress.output, strict=True)
     return np.array([each[token].logprob for each, token in pairs])

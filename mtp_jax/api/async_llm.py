@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack, cast
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from mtp_jax.api.stream import Stream
 from mtp_jax.api.thread import EngineThread, Update
 from mtp_jax.api.warm_up import WarmUp
 from mtp_jax.checkpoint.update import Source
+from mtp_jax.engine.request import Terms
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import EngineStopped, RequestError
 
@@ -297,7 +298,8 @@ class AsyncLLM:
         self._submitting[request_id] = False
         self._idle_for_threads.clear()
         try:
-            make = partial(self._state, prompt, params, {**options, "arrived": arrived})
+            terms = cast(Terms, {**options, "arrived": arrived})
+            make = partial(self._state, prompt, params, terms)
             if params.structured is not None or lazy or len(prompt) * params.n > _SHORT_PROMPT:
                 pool = self._pools.tokenise if params.structured is None else self._pools.grammar
                 state = await asyncio.get_running_loop().run_in_executor(pool, make)
@@ -370,11 +372,9 @@ class AsyncLLM:
         finally:
             self.admission.release(reservation)
 
-    def _state(
-        self, prompt: Prompt | LazyPrompt, params: SamplingParams, options: dict[str, Any]
-    ) -> PromptState:
+    def _state(self, prompt: Prompt | LazyPrompt, params: SamplingParams, terms: Terms) -> PromptState:
         made = prompt.make() if isinstance(prompt, LazyPrompt) else prompt
-        return PromptState(self.llm.engine, self.llm.tokenizer, made, params, **options)
+        return PromptState(self.llm.engine, self.llm.tokenizer, made, params, **terms)
 
     def _check_running(self, even_draining: bool = False) -> None:
         if self._loop is not None and asyncio.get_running_loop() is not self._loop:

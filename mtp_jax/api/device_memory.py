@@ -74,7 +74,7 @@ class DeviceMemory:
 
     def release(self, engine: Engine, tags: Sequence[Tag], backup: bool) -> None:
         """Give these back. backup: keep weights in the host's memory."""
-        engine.asleep = True
+        engine.sleep()
         for tag in tags:
             if tag in self.released:
                 continue
@@ -100,7 +100,7 @@ class DeviceMemory:
                 self.released.remove(tag)
             else:
                 self._place(engine, tag, self._kept[tag])
-        engine.asleep = bool(self.released)
+        self._wake(engine)
 
     def replace(self, engine: Engine, new: Params, weight_version: str | None) -> None:
         """Put parameters that are on the host in the place of those there are, released or not.
@@ -110,10 +110,13 @@ class DeviceMemory:
         self._place(engine, "weights", replace(new, nextn=()))
         if new.nextn:
             self._place(engine, "draft", new.nextn)
-        engine.flush_prefix_cache()
         self._updates += 1
-        engine.weight_version = str(self._updates) if weight_version is None else weight_version
-        engine.asleep = bool(self.released)
+        engine.new_weights(str(self._updates) if weight_version is None else weight_version)
+        self._wake(engine)
+
+    def _wake(self, engine: Engine) -> None:
+        if not self.released:
+            engine.wake()
 
     def _place(self, engine: Engine, tag: Tag, new: Any) -> None:
         """Array by array: the old ones are gone, unless somebody else holds them."""

@@ -3,14 +3,12 @@
 generate -> Session.step -> Engine.step -> compiled step -> tokens -> CompletionState.advance -> text
 """
 
-import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
-from numbers import Integral
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import numpy as np
 
@@ -32,7 +30,9 @@ from mtp_jax.decode.keys import MAX_DRAFTS
 from mtp_jax.engine.buckets import chunk_sizes
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.request import Terms
 from mtp_jax.engine.sampling_params import SamplingParams
+from mtp_jax.engine.validate import checked_ids
 from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.hosts.group import Group, lead
 from mtp_jax.model.narrow import nbytes
@@ -224,19 +224,12 @@ class LLM:
         assert self._scorer, "a simulated model is refused before"
         return self._scorer.score(self._memory.params, ids)
 
-    def _scorable(self, token_ids: Sequence[int]) -> list[int]:
+    def _scorable(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         self._check_alone("scoring")
         self.check_memory()
-        ids = list(token_ids)
-        self.engine.make_request(ids[:1], SamplingParams())
-        limit = self.config.max_position_embeddings
-        vocab = self.config.vocab_size
-        wrong = next((t for t in ids if not isinstance(t, Integral) or not 0 <= t < vocab), None)
-        if wrong is not None or len(ids) > limit:
-            raise RequestError(
-                f"score takes up to {limit} tokens from 0 to {vocab - 1}; got {len(ids)} "
-                f"tokens{'' if wrong is None else f', {wrong} among them'}"
-            )
+        ids, limit = checked_ids(token_ids, self.config.vocab_size), self.config.max_position_embeddings
+        if len(ids) > limit:
+            raise RequestError(f"score takes up to {limit} tokens; got {len(ids)}")
         return ids
 
     def hidden_states(self, token_ids: Sequence[int], positions: Sequence[int] | None = None) -> np.ndarray:
@@ -367,12 +360,10 @@ class LLM:
         """Acceptance length over completions of some prompts; None if there is nothing to measure."""
         if prompts is None:
             prompts = probing.PROMPTS if self.tokenizer else ()
-        states = self._states(prompts, probing.PARAMS)
+        # Requests of others stay in the queue meanwhile.
+        states = self._states(prompts, probing.PARAMS, holdable=False)
         if not states or not self.engine.config.num_speculative_tokens or self.released:
             return None
-        for state in states:
-            for completion in state.completions:
-                completion.request.holdable = False  # requests of others stay in the queue meanwhile
         if prepare:
             self._prepare(states)
         self._complete(states)
@@ -390,6 +381,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        **terms: Unpack[Terms],
     ) -> list[PromptState]:
         many = as_prompts(prompts)
         params = self.default_sampling_params if sampling_params is None else sampling_params
@@ -403,7 +395,7 @@ class LLM:
         states = []
         for i, (prompt, p) in enumerate(zip(many, each, strict=True), start=1):
             try:
-                states.append(PromptState(self.engine, self.tokenizer, prompt, p))
+                states.append(PromptState(self.engine, self.tokenizer, prompt, p, **terms))
             except RequestError as e:
                 raise RequestError(f"prompt {i} of {len(many)}: {e}" if len(many) > 1 else str(e)) from e
         return states
@@ -437,8 +429,6 @@ class LLM:
         """Submits; whatever is unfinished at the end is aborted."""
         try:
             for state in states:
-                for completion in state.completions:
-                    completion.request.arrived = time.perf_counter()
                 self._session.submit(state)
             yield
         finally:

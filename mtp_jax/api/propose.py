@@ -31,7 +31,7 @@ def propose(engine: Engine, prompt: Iterable[int], depth: int) -> tuple[int, np.
     engine.runner.compile([key])
     for _ in Session(engine).run([request]):
         pass
-    if not request.output:
+    if not request.progress.output:
         raise RequestError("the model's numbers are not finite for this prompt: nothing to draft on")
-    tokens, logits = engine.runner.do(Draft(key, request.slot)).read()
-    return request.output[0], tokens, logits
+    tokens, logits = engine.runner.do(Draft(key, request.residence.slot)).read()
+    return request.progress.output[0], tokens, logits

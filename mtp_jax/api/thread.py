@@ -123,16 +123,15 @@ class EngineThread:
                 self._working_since = before  # no reason to step
 
     def _hold_for(self, function: Callable[[], object]) -> None:
-        self._engine.scheduler.held = True
+        self._engine.hold()
         self._quiet.append(function)
 
     def _run_quiet(self) -> None:
         while self._quiet:
             self._quiet.pop(0)()
-        if self._engine.scheduler.held:
-            self._engine.scheduler.held = False
-            if self._engine.busy:
-                self._working_since = time.monotonic()
+        self._engine.resume()
+        if self._engine.busy:
+            self._working_since = time.monotonic()
 
     def _enter(self, prompt: PromptState) -> None:
         self._session.submit(prompt)
@@ -155,4 +154,4 @@ class EngineThread:
 
 def _was_admitted(completion: CompletionState) -> bool:
     """Or ended before it was; one that is preempted waits again, but not in the queue."""
-    return completion.request.admitted_at is not None or completion.request.finished
+    return completion.request.progress.admitted_at is not None or completion.request.finished

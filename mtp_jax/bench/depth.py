@@ -57,14 +57,14 @@ def decode_alternating(
 def _decode(requests: list[Request]) -> Decode:
     seconds = []
     for r in requests:
-        assert r.first_token_at is not None
-        assert r.finished_at is not None
-        seconds.append(r.finished_at - r.first_token_at)
+        assert r.progress.first_token_at is not None
+        assert r.progress.finished_at is not None
+        seconds.append(r.progress.finished_at - r.progress.first_token_at)
     return Decode(
         seconds,
-        sum(len(r.output) - 1 for r in requests),
-        sum((r.speculation for r in requests), Speculation()),
-        [r.output for r in requests],
+        sum(len(r.progress.output) - 1 for r in requests),
+        sum((r.progress.speculation for r in requests), Speculation()),
+        [r.progress.output for r in requests],
     )
 
 

@@ -78,7 +78,7 @@ def closed_loop(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, co
 
     def submit() -> None:
         request = waiting.pop(0)
-        request.arrived = lines[request.id].sent = time.perf_counter()
+        lines[request.id].sent = time.perf_counter()
         engine.submit(request)
 
     began = time.perf_counter()
@@ -87,14 +87,14 @@ def closed_loop(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, co
     for advanced in Session(engine).run():
         now = time.perf_counter()
         for request in advanced:
-            lines[request.id].add(now, len(request.output) - seen[request.id])
-            seen[request.id] = len(request.output)
+            lines[request.id].add(now, len(request.progress.output) - seen[request.id])
+            seen[request.id] = len(request.progress.output)
             if request.finished and waiting:
                 submit()
     return Run(
         Summary.of(list(lines.values()), time.perf_counter() - began),
-        sum((r.speculation for r in requests), Speculation()),
-        [r.output for r in requests],
+        sum((r.progress.speculation for r in requests), Speculation()),
+        [r.progress.output for r in requests],
     )
 
 

@@ -238,7 +238,7 @@ def tune(
 
     def acceptance(noise: float) -> float:
         local_runner(engine).take(with_noise(params, noise, seed))
-        runs = [r.speculation for r in complete(engine, given, max_tokens)]
+        runs = [r.progress.speculation for r in complete(engine, given, max_tokens)]
         return sum(s.accepted for s in runs) / sum(s.steps for s in runs) + 1
 
     low, high = 0.0, math.sqrt(cfg.hidden_size)

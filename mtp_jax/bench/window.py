@@ -133,7 +133,7 @@ def run(
     given = prompts_for(subject, prompts, _PROMPT)
     engines = {d: subject.engine(d, 1, _ROWS) for d in (0, depth)}
     [request] = complete(engines[0], given.ids[:1], longest - 1)
-    text = [*request.prompt, *request.output]
+    text = [*request.prompt, *request.progress.output]
     experts = cost.experts_per_window(_routing(subject, text), sorted({*windows, depth + 1}))
     seconds = time_windows(subject, text, windows, rounds)
     weights, rows = cost.of_trunk(subject.params) + cost.of_head(subject.params), _row_bytes(subject)

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Int, Shaped
 
+from mtp_jax.decode.arrays import ExpertLayout, SlotRow
 from mtp_jax.decode.drafter.protocol import Drafter
 from mtp_jax.decode.expert_counts import no_counts, taken
-from mtp_jax.decode.host import ExpertLayout, SlotRow
 from mtp_jax.decode.sampling import neutral_state
 from mtp_jax.decode.state import Slots, State, StateShape
 from mtp_jax.errors import ConfigError

@@ -8,7 +8,7 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
-from mtp_jax.decode.host import ExpertLayout
+from mtp_jax.decode.arrays import ExpertLayout
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.sharding import data_size, partition, sharded
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 from jaxtyping import Bool, Int
 
-from mtp_jax.decode.host import Chunk, ExpertLayout, MaskMaker, PageData, Result, SlotRow
+from mtp_jax.decode.arrays import Chunk, ExpertLayout, MaskMaker, PageData, Result, SlotRow
 from mtp_jax.decode.keys import DraftKey, Key, StepKey
 from mtp_jax.errors import ConfigError
 

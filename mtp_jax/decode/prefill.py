@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from mtp_jax.decode.arrays import Chunk, TopLogprobs
 from mtp_jax.decode.drafter.protocol import Committed, Drafter, features_of
-from mtp_jax.decode.host import Chunk, TopLogprobs
 from mtp_jax.decode.keys import Finish, SamplingMode
 from mtp_jax.decode.result import Emitted, StepResult, pack
 from mtp_jax.decode.rows import Rows

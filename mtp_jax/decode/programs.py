@@ -17,10 +17,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
+from mtp_jax.decode.arrays import Chunk, SlotRow
 from mtp_jax.decode.bookkeeping import admit, flush, move, read_experts, read_pages, update, write_pages
 from mtp_jax.decode.drafter.protocol import Drafter, Drafts
 from mtp_jax.decode.drafter.sampler import DraftSampler
-from mtp_jax.decode.host import Chunk, SlotRow
 from mtp_jax.decode.keys import DraftKey, Key, PageKey, StepKey, cheapest, name_of
 from mtp_jax.decode.result import StepResult
 from mtp_jax.decode.state import State

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from mtp_jax.decode.host import TopLogprobs
+from mtp_jax.decode.arrays import TopLogprobs
 from mtp_jax.decode.keys import Finish
 from mtp_jax.decode.state import Slots
 from mtp_jax.decode.verify import Verdict

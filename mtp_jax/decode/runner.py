@@ -8,9 +8,9 @@ import jax
 import numpy as np
 
 from mtp_jax.decode import launches
+from mtp_jax.decode.arrays import Chunk, ExpertLayout, MaskMaker, PageData, Result
 from mtp_jax.decode.bookkeeping import abstract_state, bytes_per_page, empty_state
 from mtp_jax.decode.drafter.build import build
-from mtp_jax.decode.host import Chunk, ExpertLayout, MaskMaker, PageData, Result
 from mtp_jax.decode.keys import Key, PageKey, StepKey
 from mtp_jax.decode.launches import DeviceRunner, Launch
 from mtp_jax.decode.programs import Programs

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
-from mtp_jax.decode.host import SamplingState, TopLogprobs
+from mtp_jax.decode.arrays import SamplingState, TopLogprobs
 
 NO_TOKEN = -1
 """The token of a row that has no distribution: its logits hold NaN or +inf, or every token is masked."""

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
+from mtp_jax.decode.arrays import SamplingState, SlotRow
 from mtp_jax.decode.expert_counts import ExpertCounts
-from mtp_jax.decode.host import SamplingState, SlotRow
 from mtp_jax.model.cache import LayerCache
 from mtp_jax.model.stack import Stack
 

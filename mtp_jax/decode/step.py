@@ -21,12 +21,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from mtp_jax.decode import prefill, verify
+from mtp_jax.decode.arrays import Chunk
 from mtp_jax.decode.drafter.nothing import Nothing
 from mtp_jax.decode.drafter.protocol import Committed, Drafter, Drafts, features_of
 from mtp_jax.decode.drafter.sampler import DraftSampler
 from mtp_jax.decode.expert_counts import counted
 from mtp_jax.decode.greedy import best_tokens
-from mtp_jax.decode.host import Chunk
 from mtp_jax.decode.keys import Finish, SamplingMode, Topology
 from mtp_jax.decode.result import Emitted, StepResult, emit, pack, stack
 from mtp_jax.decode.rows import Rows

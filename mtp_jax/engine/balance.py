@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mtp_jax.decode.host import ExpertLayout
+from mtp_jax.decode.arrays import ExpertLayout
 from mtp_jax.decode.launches import MoveExpert, Pending, ReadExperts, Runner
 from mtp_jax.model.placement import aligned, copies_of, first_placement, imbalance, moves, place
 

@@ -84,10 +84,10 @@ def step_keys(
     config: EngineConfig, running: Sequence[Request], depths: Iterable[int], prompts: Prompts | None = None
 ) -> list[StepKey]:
     """What one step of each of these depths over these requests and prompts needs at least."""
-    slots, mode, pages = max((r.slot + 1 for r in running), default=0), mode_of(config, running), 0
-    rows, chunk = {(r.rows_bound, r.capacity) for r in running}, (0, 0, None)
+    slots, mode, pages = max((r.residence.slot + 1 for r in running), default=0), mode_of(config, running), 0
+    rows, chunk = {(r.progress.rows_bound, r.capacity) for r in running}, (0, 0, None)
     if prompts:
-        ends = [min(r.prefilled + prompts.tokens, len(r.tokens)) for r in prompts]
+        ends = [r.residence.prefilled_after(prompts.tokens) for r in prompts]
         pages = -(-max(ends) // config.page_size)
         logprobs, scores = _widths(prompts)
         mode = replace(mode, logprobs=max((mode.logprobs, logprobs), key=lambda w: -1 if w is None else w))
@@ -257,7 +257,7 @@ def chunks(config: EngineConfig, tokens: int) -> Iterator[int]:
 
 
 def _next_chunk(config: EngineConfig, request: Request) -> int:
-    return next(chunks(config, len(request.tokens) - request.prefilled))
+    return next(chunks(config, len(request.residence.tokens) - request.residence.prefilled))
 
 
 def _together(config: EngineConfig, tokens: int, shards: int, waiting: int | None = None) -> int:

@@ -94,7 +94,7 @@ class Planner:
         running = self._scheduler.running()
         prompts = next_prompts(self._config, self._scheduler.prefilling())
         if prompts is None:
-            ended = all(r.unread and r.rows_bound - len(r.prompt) >= r.max_tokens for r in running)
+            ended = all(r.progress.unread and r.most_output >= r.max_tokens for r in running)
             return [] if ended else running, None
         most = max(map(len, prompts.requests))
         while most > 1 and not self._runner.find(step_key(self._config, running, 0, prompts.first(most))):

@@ -1,13 +1,39 @@
-"""A request on its way through the engine."""
+"""A request on its way through the engine: what was asked, what became of it, and what it holds.
+
+Each of the three has one owner that writes it: nobody, the engine and the scheduler.
+"""
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypedDict
 
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.speculation import Speculation, TokenLogprobs
 from mtp_jax.text.rules import Constraints
+
+
+class Terms(TypedDict, total=False):
+    """What may be asked of a request besides its prompt and how to choose tokens.
+
+    Keys:
+        seed: what it samples with, in the place of ``SamplingParams.seed``; does not fix the depth.
+        priority: lower numbers are served first; 0 unless given.
+        timeout: seconds from its arrival after which it is ended with what it has; None: never.
+        cache_salt: only requests of the same salt share cached pages.
+        spare: further tokens its pages hold from the start.
+        arrived: ``time.perf_counter()`` then; None: when it is queued.
+        holdable: whether ``Engine.hold`` keeps it in the queue; True unless given.
+    """
+
+    seed: int | None
+    priority: int
+    timeout: float | None
+    cache_salt: str
+    spare: int
+    arrived: float | None
+    holdable: bool
 
 
 class Status(Enum):
@@ -20,53 +46,23 @@ class Status(Enum):
 
 
 @dataclass(eq=False)
-class Request:
-    """One completion on its way through the engine. Only the engine changes it.
+class Progress:
+    """What became of a request so far. The engine alone writes it.
 
     Attributes:
-        seed: None until it is queued, if it has none of its own.
-        capacity: tokens its pages may have to hold.
-        fixed_depth: whether every step must offer it ``depth`` drafts, or adaptive depth decides.
-        suffix_drafts: whether its drafts may come from suffix matches.
-        spare: further tokens its pages hold from the start.
-        stops: tokens that end the output.
-        constraints: a grammar, and other rules that depend on the output so far; None: there are none.
-        priority: lower numbers are served first.
-        deadline: ``time.perf_counter()`` at which it is ended, finished or not.
-        salt: only requests of the same salt share cached pages.
-        tokens: to prefill: the prompt, and once preempted all it had emitted but the newest token.
-        follows: that newest token; -1 before the first.
+        seed: what it samples with: its own, or one of the engine's.
+        output: tokens emitted.
         drafted: of each token of the output whether it was a draft.
-        prefilled: how many of ``tokens`` are in the cache or on their way into it.
-        restored: how many of them the host's memory gave back when it was last admitted.
-        registered: full pages the prefix cache knows of.
-        digests: of its full pages.
+        stop_reason: the stop string or stop token that ended it; None: the model itself, or no stop.
         inflight: launches that have not been read.
         unread: those among them that will hold at least one token.
         rows_bound: the most tokens that the sequence can have once all launches are read.
         cached_tokens: prompt tokens found in the prefix cache at its first admission.
-        weight_version: of the weights that it runs with; None before its first admission.
-        stop_reason: the stop string or stop token that ended it; None: the model itself, or no stop.
-        siblings: the completions of its prompt, which all run with the same weights.
-        holdable: whether the scheduler's ``held`` keeps it in the queue.
+        weight_version: names the weights that it runs with; None before its first admission.
+        arrived: ``time.perf_counter()`` when it came.
     """
 
-    id: int
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    seed: int | None
-    max_tokens: int
-    depth: int
-    capacity: int
-    suffix_drafts: bool = False
-    spare: int = 0
-    stops: Sequence[int] = ()
-    constraints: Constraints | None = None
-    fixed_depth: bool = True
-    priority: int = 0
-    deadline: float | None = None
-    salt: str = ""
-    status: Status = Status.WAITING
+    seed: int = 0
     output: list[int] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -74,48 +70,16 @@ class Request:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     speculation: Speculation = field(default_factory=Speculation)
-    slot: int = -1
-    pages: list[int] = field(default_factory=list)
-    tokens: Sequence[int] = ()
-    follows: int = -1
-    prefilled: int = 0
-    restored: int = 0
-    registered: int = 0
-    digests: list[bytes] = field(default_factory=list)
     inflight: int = 0
     unread: int = 0
     rows_bound: int = 0
     cached_tokens: int = 0
     weight_version: str | None = None
-    siblings: Sequence["Request"] = ()
-    holdable: bool = True
-    preemptions: int = 0
     arrived: float = field(default_factory=time.perf_counter)
     admitted_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
     finished_at: float | None = None
-
-    @property
-    def finished(self) -> bool:
-        """Whether no further token will come."""
-        return self.status is Status.FINISHED
-
-    @property
-    def begun(self) -> bool:
-        """Whether it has run, or a completion of the same prompt."""
-        return any(r.admitted_at is not None for r in (self, *self.siblings))
-
-    @property
-    def useful_depth(self) -> int:
-        """Drafts of its next step that it may have room for: its last token needs none."""
-        return min(self.depth, self.max_tokens - len(self.output) - self.unread - 1)
-
-    def take_up(self) -> None:
-        """Prepare for admission: everything known so far is to be prefilled."""
-        self.tokens, self.follows = self.prompt, -1
-        if self.output:
-            self.tokens, self.follows = (*self.prompt, *self.output[:-1]), self.output[-1]
 
     def emit(self, tokens: list[int], accepted: int = 0) -> float | None:
         """Take tokens that a launch produced, of which the first ``accepted`` were drafted.
@@ -139,4 +103,111 @@ class Request:
 
     def end(self, reason: str) -> None:
         """No more tokens: "stop", "length", "abort", "timeout" or "error"."""
-        self.status, self.finish_reason, self.finished_at = Status.FINISHED, reason, time.perf_counter()
+        self.finish_reason, self.finished_at = reason, time.perf_counter()
+
+
+@dataclass(eq=False)
+class Residence:
+    """What a request holds of the device, and what of it is there. The scheduler alone writes it.
+
+    Attributes:
+        slot: -1 while it waits for one; once it has ended, the slot that it had.
+        pages: the numbers of its pages.
+        tokens: to prefill: the prompt, and once preempted all it had emitted but the newest token.
+        follows: that newest token; -1 before the first.
+        prefilled: how many of ``tokens`` are in the cache or on their way into it.
+        restored: how many of them the host's memory gave back when it was last admitted.
+        registered: full pages the prefix cache knows of.
+        digests: of its full pages.
+        preemptions: how often it lost its pages to others.
+    """
+
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    tokens: Sequence[int] = ()
+    follows: int = -1
+    prefilled: int = 0
+    restored: int = 0
+    registered: int = 0
+    digests: list[bytes] = field(default_factory=list)
+    preemptions: int = 0
+
+    def take_up(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """Prepare for admission: everything known so far is to be prefilled."""
+        self.tokens, self.follows = prompt, -1
+        if output:
+            self.tokens, self.follows = (*prompt, *output[:-1]), output[-1]
+
+    def prefilled_after(self, chunk: int) -> int:
+        """``prefilled`` after a chunk of ``chunk`` tokens."""
+        return min(self.prefilled + chunk, len(self.tokens))
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One completion: what was asked, which nobody changes.
+
+    Attributes:
+        seed: None: the engine draws one.
+        capacity: tokens its pages may have to hold.
+        fixed_depth: whether every step must offer it ``depth`` drafts, or adaptive depth decides.
+        suffix_drafts: whether its drafts may come from suffix matches.
+        stops: tokens that end the output.
+        constraints: a grammar, and other rules that depend on the output so far; None: there are none.
+        deadline: ``time.perf_counter()`` at which it is ended, finished or not.
+        salt: see ``Terms.cache_salt``.
+        spare, priority, arrived, holdable: see ``Terms``.
+        siblings: the completions of its prompt, itself among them, which all run with the same weights.
+    """
+
+    id: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int | None
+    max_tokens: int
+    depth: int
+    capacity: int
+    suffix_drafts: bool = False
+    spare: int = 0
+    stops: Sequence[int] = ()
+    constraints: Constraints | None = None
+    fixed_depth: bool = True
+    priority: int = 0
+    deadline: float | None = None
+    salt: str = ""
+    arrived: float | None = None
+    holdable: bool = True
+    siblings: Sequence["Request"] = ()
+    progress: Progress = field(default_factory=Progress)
+    residence: Residence = field(default_factory=Residence)
+
+    @property
+    def status(self) -> Status:
+        """Where it is."""
+        if self.finished:
+            return Status.FINISHED
+        if self.residence.slot < 0:
+            return Status.WAITING
+        through = self.residence.prefilled == len(self.residence.tokens)
+        return Status.RUNNING if through else Status.PREFILL
+
+    @property
+    def finished(self) -> bool:
+        """Whether no further token will come."""
+        return self.progress.finish_reason is not None
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has run, or a completion of the same prompt."""
+        return any(r.progress.admitted_at is not None for r in (self, *self.siblings))
+
+    @property
+    def most_output(self) -> int:
+        """The most tokens that it can have emitted once all launches are read."""
+        return self.progress.rows_bound - len(self.prompt)
+
+    @property
+    def useful_depth(self) -> int:
+        """Drafts of its next step that it may have room for: its last token needs none."""
+        done = len(self.progress.output) + self.progress.unread
+        return min(self.depth, self.max_tokens - done - 1)

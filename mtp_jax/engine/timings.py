@@ -5,7 +5,7 @@ from collections import deque
 
 
 class Timings:
-    """Launches run one after the other: each takes from its launch, or the end of the one before, on.
+    """Launches run one after the other: each took from its launch, or from the later end of the one before.
 
     Attributes:
         last_read: ``time.perf_counter()`` when a launch was last seen to have ended.

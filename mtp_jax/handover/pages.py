@@ -30,9 +30,8 @@ class Missing:
 def missing(engine: Engine, request: Request) -> Missing:
     """Pages of a request's prompt, not yet submitted, that the cache lacks. The engine has a host tier."""
     assert engine.tier
-    request.take_up()
     first = max(map(len, engine.scheduler.cached(request)))
-    digests = request.digests[: (len(request.prompt) - 1) // engine.config.page_size]
+    digests = request.residence.digests[: (len(request.prompt) - 1) // engine.config.page_size]
     return Missing(digests, first, engine.tier.flushes)
 
 

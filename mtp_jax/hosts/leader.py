@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mtp_jax.decode.host import MaskMaker
+from mtp_jax.decode.arrays import MaskMaker
 from mtp_jax.decode.keys import Key, StepKey
 from mtp_jax.decode.launches import Launch, Pending, Runner
 from mtp_jax.decode.runner import LocalRunner

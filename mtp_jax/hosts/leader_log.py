@@ -205,18 +205,3 @@ class LeaderLog:
                 raise WireError("config", f"rank {rank} is there already", claim)
             self._taken.add(rank)
         return rank
-
-
-def wait_for_address(address: tuple[str, int], end: float) -> socket.socket:
-    """A connection to it, once somebody listens there. Raises ConfigError at ``time.monotonic() == end``."""
-    while True:
-        try:
-            return socket.create_connection(address, timeout=max(end - time.monotonic(), 0.1))
-        except OSError as error:
-            if time.monotonic() >= end:
-                host, port = address
-                raise ConfigError(
-                    f"rank 0 does not listen at {host}:{port}: {error}; start it, and see that all ranks "
-                    "have the same coordinator and log_port"
-                ) from error
-            time.sleep(0.05)

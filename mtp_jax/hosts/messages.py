@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxtyping import UInt32
 
-from mtp_jax.decode.host import Chunk, SamplingState, SlotRow
+from mtp_jax.decode.arrays import Chunk, SamplingState, SlotRow
 from mtp_jax.decode.keys import DraftKey, Key, PageKey, SamplingMode, StepKey, Topology
 from mtp_jax.decode.launches import Launch
 from mtp_jax.wire.connection import WireError

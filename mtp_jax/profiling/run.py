@@ -56,7 +56,7 @@ def profile(subject: Subject, options: Options, out: Path) -> Profile:
         peaks = machine.measure(subject.dtype)
         plain = _plain(subject, o)
         work = workload.start(subject, o.phase, o.batch, o.input_len, o.depth, 2 * o.steps, o.temperature)
-        before, begun = len(compiled), [r.speculation.steps for r in work.running]
+        before, begun = len(compiled), [r.progress.speculation.steps for r in work.running]
         seconds = _timed(work, o.steps)
         traced = _traced(work, o.steps, out)
         compiles.write(compiled, out / "compiles.jsonl")
@@ -82,7 +82,7 @@ def profile(subject: Subject, options: Options, out: Path) -> Profile:
         wall=(found.end - found.start) / o.steps / 1e9,
         plain=plain,
         speculation=sum(
-            (r.speculation.since(n) for r, n in zip(work.running, begun, strict=True)), Speculation()
+            (r.progress.speculation.since(n) for r, n in zip(work.running, begun, strict=True)), Speculation()
         ),
         scopes={s: t / o.steps / 1e9 for s, t in trace.by_scope(found, scopes).items()},
         programs=programs,

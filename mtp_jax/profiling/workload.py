@@ -87,7 +87,7 @@ def start(
 def _settle(engine: Engine, running: list[Request], step: Callable[[], None]) -> None:
     for request in running:
         engine.submit(request)
-    while not all(r.output for r in running):
+    while not all(r.progress.output for r in running):
         engine.step()
     for _ in range(_SETTLE):
         step()

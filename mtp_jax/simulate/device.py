@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mtp_jax.decode import launches
-from mtp_jax.decode.host import Chunk, MaskMaker, Result, SlotRow, TopLogprobs
+from mtp_jax.decode.arrays import Chunk, MaskMaker, Result, SlotRow, TopLogprobs
 from mtp_jax.decode.keys import EXTRA_COLUMNS, Finish, Key, Source, StepKey, cheapest
 from mtp_jax.decode.launches import DeviceRunner, Launch
 from mtp_jax.simulate.language import MASK, NAN, Language, mix

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mtp_jax.decode.host import SamplingState
+from mtp_jax.decode.arrays import SamplingState
 from mtp_jax.simulate.language import MASK, NAN, mix
 
 

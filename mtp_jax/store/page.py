@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mtp_jax.decode.host import PageData
+from mtp_jax.decode.arrays import PageData
 
 Page = tuple[np.ndarray, ...]
 """Contents of one page: the arrays of ``PageData`` without their first axis, each with memory of its own."""

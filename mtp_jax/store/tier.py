@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from mtp_jax.decode.host import PageData
+from mtp_jax.decode.arrays import PageData
 from mtp_jax.decode.launches import Pending, ReadPages, Runner, WritePages
 from mtp_jax.store.memory import PageStore
 from mtp_jax.store.page import Page, join, split

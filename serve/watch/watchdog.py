@@ -56,7 +56,9 @@ class Watchdog:
         """What it was doing: sizes and stacks, no text of requests."""
         engine = self._allm.llm.engine
         slots = [
-            (len(r.prompt), len(r.output), r.status.value, len(r.pages)) for r in engine.scheduler.slots if r
+            (len(r.prompt), len(r.progress.output), r.status.value, len(r.residence.pages))
+            for r in engine.scheduler.slots
+            if r
         ]
         _LOG.critical(
             "the engine is in one step for %.0f s; (prompt, output, status, pages) of its slots: %s; %s",

@@ -87,8 +87,8 @@ def test_tuned_noise_gives_the_acceptance_asked_for_and_greedy_text_is_the_chain
         local_runner(engine).take(with_noise(params, noise, seed=1))
         requests = complete(engine, other_prompts, 48)
         for r in requests:
-            assert r.output == following[[r.prompt[-1], *r.output[:-1]]].tolist()
-        runs = [r.speculation for r in requests]
+            assert r.progress.output == following[[r.prompt[-1], *r.progress.output[:-1]]].tolist()
+        runs = [r.progress.speculation for r in requests]
         return sum(s.accepted for s in runs) / sum(s.steps for s in runs) + 1
 
     assert acceptance(tuned.noise) == pytest.approx(2.5, abs=0.35)

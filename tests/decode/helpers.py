@@ -53,7 +53,7 @@ def poison(engine: Engine) -> None:
         return jnp.asarray(np.where(used[..., None], np.asarray(pages), np.nan).astype(pages.dtype))
 
     def waits(request: Request | None) -> bool:
-        return request is None or (request.status is Status.PREFILL and request.prefilled == 0)
+        return request is None or (request.status is Status.PREFILL and request.residence.prefilled == 0)
 
     idle = np.array([waits(r) for r in engine.scheduler.slots]) & ~slots.active
     used = rows_in_use(engine, slots)

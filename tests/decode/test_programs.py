@@ -171,8 +171,8 @@ def test_serving_compiles_nothing(compilations):
     finish(engine)
     assert compilations == []
     assert len(engine.runner.keys) == compiled
-    assert sum(r.speculation.accepted for r in requests) > 0
-    assert [r.finish_reason for r in requests] == ["length", "abort"] + ["length"] * 5 + ["abort"]
+    assert sum(r.progress.speculation.accepted for r in requests) > 0
+    assert [r.progress.finish_reason for r in requests] == ["length", "abort"] + ["length"] * 5 + ["abort"]
     # The listener does hear compilations.
     jax.jit(lambda x: x * 3 + 1).lower(1.0).compile()
     assert compilations

@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import Mesh
 
 from kernels_pallas.grouped_matmul.layout import group_rows
+from mtp_jax.decode.arrays import Chunk
 from mtp_jax.decode.bookkeeping import abstract_state, empty_state
 from mtp_jax.decode.drafter.build import build
-from mtp_jax.decode.host import Chunk
 from mtp_jax.decode.keys import ACCEPTED, COUNT, DRAFTED, EXTRA_COLUMNS, FINISH, Finish, SamplingMode
 from mtp_jax.decode.result import StepResult
 from mtp_jax.decode.state import State, StateShape

@@ -61,10 +61,10 @@ def jobs(count: int = len(PROMPTS), depth: int = 3):
 def as_told(cfg: ModelConfig, requests: list[Request], depth: int = 3) -> None:
     for i, request in enumerate(requests):
         want = told(cfg, i, depth)
-        assert request.output == want.ids
+        assert request.progress.output == want.ids
         if depth:
             assert accepted(request) == want.accepted
-    assert not depth or sum(r.speculation.accepted for r in requests) > len(requests)
+    assert not depth or sum(r.progress.speculation.accepted for r in requests) > len(requests)
 
 
 def test_sparse_attention_is_not_dense():
@@ -113,8 +113,8 @@ def test_a_cached_prefix_gives_the_same_text(cfg):
     engine, prompt, want = engine_of(cfg), PROMPTS[-1], told(cfg, 7, 3)
     serve(engine, [(prompt, GREEDY)])
     (again,) = serve(engine, [(prompt, GREEDY)])
-    assert again.cached_tokens == 16
-    assert (again.output, accepted(again)) == (want.ids, want.accepted)
+    assert again.progress.cached_tokens == 16
+    assert (again.progress.output, accepted(again)) == (want.ids, want.accepted)
 
 
 @each_kind
@@ -136,8 +136,8 @@ def test_eight_devices_compute_what_one_does(cfg, data):
 def test_drafts_that_share_a_choice_change_no_token():
     engine = engine_of(SHARING)
     requests, plain = serve(engine, jobs()), serve(engine, jobs(depth=0), compiled=True)
-    assert [r.output for r in requests] == [r.output for r in plain]
-    assert sum(r.speculation.accepted for r in requests) > len(requests)
+    assert [r.progress.output for r in requests] == [r.progress.output for r in plain]
+    assert sum(r.progress.speculation.accepted for r in requests) > len(requests)
 
 
 LATENT = TINY.row.fp8_bytes
@@ -159,8 +159,8 @@ def test_an_fp8_cache_holds_all_in_eight_bits(cfg, row_bytes):
     requests = serve(engine_of(cfg, kv_cache_dtype="fp8"), jobs())
     engine = engine_of(cfg, kv_cache_dtype="fp8")
     alone = [serve(engine, [job], compiled=True)[0] for job in jobs(depth=0)]
-    assert [r.output for r in requests] == [r.output for r in alone]
-    assert sum(r.speculation.accepted for r in requests) > len(requests)
+    assert [r.progress.output for r in requests] == [r.progress.output for r in alone]
+    assert sum(r.progress.speculation.accepted for r in requests) > len(requests)
     state = local_runner(engine).state
     rows = engine.config.page_size * (engine.pages + 1)
     caches = (*state.trunk, *state.drafter.pages.cache)
@@ -175,6 +175,6 @@ def test_sampled_text_depends_on_its_seed_alone(cfg, depth):
     params = replace(sampled, num_speculative_tokens=depth)
     (alone,) = serve(engine_of(cfg, verifier="coupled"), [(PROMPTS[5], sampled)])
     beside = serve(engine_of(cfg, verifier="coupled"), [*jobs(3), (PROMPTS[5], params)])[-1]
-    assert beside.output == alone.output
+    assert beside.progress.output == alone.progress.output
     np.testing.assert_allclose(chosen_logprobs(beside), chosen_logprobs(alone), atol=1e-4)
-    assert alone.speculation.accepted > 0
+    assert alone.progress.speculation.accepted > 0

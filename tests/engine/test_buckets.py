@@ -70,7 +70,7 @@ def test_mode_is_greedy_only_if_argmax_decides_for_all(wanted, drafting, logprob
 def waiting(*lengths: int) -> list[Request]:
     requests = [Request(i, (1,) * n, SamplingParams(), 0, 2, 3, 2) for i, n in enumerate(lengths)]
     for r in requests:
-        r.take_up()
+        r.residence.take_up(r.prompt, [])
     return requests
 
 
@@ -181,9 +181,7 @@ def test_chunks_that_requests_need(lengths, slots, shapes):
 
 def test_who_wants_one_token_needs_no_step():
     """It comes with the last chunk of the prompt."""
-    several = waiting(9, 60)
-    for request in several:
-        request.max_tokens = 1
+    several = [replace(r, max_tokens=1) for r in waiting(9, 60)]
     keys = keys_for(CONFIG, several, 1, slots=0, pages=300)
     assert not steps_of(keys)
     assert {(k.slots, k.tokens) for k in chunks_of(keys)} == {(0, 16), (0, 64)}
@@ -282,9 +280,11 @@ def test_prepared_executables_cover_everything(
             if engine.busy:
                 engine.step()
     finish(engine)
-    assert all(r.finish_reason in ("length", "stop") for r in requests)
-    assert all(len(r.output) == r.max_tokens for r in requests if r.finish_reason == "length")
-    assert crowded or not any(r.preemptions for r in requests)
+    assert all(r.progress.finish_reason in ("length", "stop") for r in requests)
+    assert all(
+        len(r.progress.output) == r.max_tokens for r in requests if r.progress.finish_reason == "length"
+    )
+    assert crowded or not any(r.residence.preemptions for r in requests)
     assert engine.stats().pages_used == 0
 
 
@@ -348,8 +348,9 @@ def test_a_server_serves_everything_with_what_it_has_compiled(
             engine.step()
         engine.runner.compile([key])
     finish(engine)
-    assert all(r.finish_reason in ("length", "stop") for r in requests)
-    assert all(len(r.output) == r.max_tokens for r in requests if r.finish_reason == "length")
+    assert all(r.progress.finish_reason in ("length", "stop") for r in requests)
+    whole = [r for r in requests if r.progress.finish_reason == "length"]
+    assert all(len(r.progress.output) == r.max_tokens for r in whole)
     assert engine.stats().pages_used == 0
 
 
@@ -371,12 +372,12 @@ def test_every_piece_of_a_default_engines_work_is_covered(rows, logprobs, struct
     for slot, (length, depth, heat) in enumerate(rows):
         params = SamplingParams(temperature=heat, logprobs=logprobs, prompt_logprobs=logprobs)
         (request,) = requests = [Request(slot, (1,) * length, params, 0, 4, depth, 2)]
-        request.take_up()
-        request.slot, request.rows_bound = slot, length + 1
+        request.residence.take_up(request.prompt, [])
+        request.residence.slot, request.progress.rows_bound = slot, length + 1
         request.matcher = object() if structured else None  # type: ignore[assignment]
         running += requests
     for request in running:
-        request.prefilled = min(prefilled * 64, (len(request.tokens) - 1) // 64 * 64)
+        request.residence.prefilled = min(prefilled * 64, (len(request.prompt) - 1) // 64 * 64)
     half = len(running) // 2
     prompts = next_prompts(DEFAULT, [running[half:]])
     assert prompts is not None

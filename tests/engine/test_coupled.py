@@ -22,7 +22,7 @@ def engine_with(verifier: str, depth: int = DEPTH) -> Engine:
 
 
 def outputs(requests: list[Request]) -> list[list[int]]:
-    return [r.output for r in requests]
+    return [r.progress.output for r in requests]
 
 
 def jobs(depth: int | None = None) -> list[tuple[list[int], SamplingParams]]:
@@ -47,7 +47,7 @@ def test_same_tokens_at_every_depth():
     assert len({tuple(t) for t in outputs(deepest)}) == 6
     for other in (*runs, mixed, serve(engine_with("coupled", depth=0), jobs())):
         assert outputs(other) == outputs(deepest)
-    lengths = [np.mean([r.speculation.acceptance_length for r in each]) for each in runs]
+    lengths = [np.mean([r.progress.speculation.acceptance_length for r in each]) for each in runs]
     assert lengths == sorted(lengths)
     assert lengths[DEPTH] > 1.5
 
@@ -66,9 +66,7 @@ def test_a_seeded_request_may_have_its_depth_chosen():
     assert not is_fixed("coupled")
     engine = engine_with("coupled")
     fixed = serve(engine, jobs())
-    requests = [engine.make_request(*job) for job in jobs()]
-    for r in requests:
-        r.fixed_depth = False
+    requests = [replace(engine.make_request(*job), fixed_depth=False) for job in jobs()]
     prepare(engine, requests)
     assert outputs(run(engine, requests)) == outputs(fixed)
     assert len(engine.stats().depth_steps) > 2

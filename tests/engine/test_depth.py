@@ -405,9 +405,9 @@ def test_adaptive_steps_give_the_tokens_of_depth_0(monkeypatch):
     requests = serve(engine, jobs)
     stats = engine.stats()
     assert set(stats.depth_steps) == {0, 1, 3}
-    assert [r.output for r in requests] == [reference.speculate(p, 60).ids for p, _ in jobs]
+    assert [r.progress.output for r in requests] == [reference.speculate(p, 60).ids for p, _ in jobs]
     assert sum(sum(accepted(r)) for r in requests) == stats.accepted_tokens > 0
-    assert stats.draft_tokens == sum(r.speculation.drafted for r in requests)
+    assert stats.draft_tokens == sum(r.progress.speculation.drafted for r in requests)
 
 
 @pytest.mark.parametrize(
@@ -425,7 +425,7 @@ def test_a_request_may_fix_its_depth(wanted, depths, drafted, monkeypatch):
     params = SamplingParams(max_tokens=40, ignore_eos=True, **wanted)
     (request,) = serve(engine, [(prompts(1)[0], params)])
     assert set(engine.stats().depth_steps) <= depths
-    assert max(request.speculation.drafted_per_step) == drafted
+    assert max(request.progress.speculation.drafted_per_step) == drafted
 
 
 @pytest.mark.parametrize("most", [2, 3])
@@ -434,7 +434,7 @@ def test_no_drafts_for_tokens_that_cannot_come(most, monkeypatch):
     engine, _ = on_device(adaptive_depth=True)
     monkeypatch.setattr(engine.depth, "choose", lambda keys, *_: max(keys, key=lambda k: k.depth))
     (request,) = serve(engine, [(prompts(1)[0], SamplingParams(temperature=0, max_tokens=most))])
-    assert len(request.output) == most
+    assert len(request.progress.output) == most
     assert max(engine.stats().depth_steps) == most - 2
 
 

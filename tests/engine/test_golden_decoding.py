@@ -58,10 +58,10 @@ def close(got: np.ndarray, want: np.ndarray) -> None:
 def test_tokens_and_acceptance(variant):
     want = expected(variant)
     for depth, request in enumerate(served(engine_of(variant), variant)):
-        assert request.output == want["greedy_ids"].tolist()
+        assert request.progress.output == want["greedy_ids"].tolist()
         if depth:
             assert accepted(request) == want[f"spec_accept.{depth}"].tolist()
-            assert variant not in RIGHT or request.speculation.accepted > 0
+            assert variant not in RIGHT or request.progress.speculation.accepted > 0
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -70,7 +70,7 @@ def test_tokens_and_acceptance_of_shallow_executables(depth):
     """The same in executables that are compiled for the depth, not deeper ones that stop early."""
     want = expected("rigged")
     (request,) = serve(engine_of("rigged"), [jobs("rigged")[depth]], exactly=True)
-    assert request.output == want["greedy_ids"].tolist()
+    assert request.progress.output == want["greedy_ids"].tolist()
     assert accepted(request) == want[f"spec_accept.{depth}"].tolist()
 
 
@@ -107,11 +107,11 @@ def test_drafts_by_a_chain_of_layers(variant):
 def test_tokens_and_acceptance_of_two_layers():
     found, want = loaded("rigged_mtp2", 2), expected("rigged_mtp2")
     requests = served(engine_of("rigged_mtp2", layers=2), "rigged_mtp2")
-    assert all(r.output == want["greedy_ids"].tolist() for r in requests)
+    assert all(r.progress.output == want["greedy_ids"].tolist() for r in requests)
     reference = Reference(found.params, found.config)
     for depth in (1, 2):
         told = reference.speculate(want["input_ids"].tolist(), len(want["greedy_ids"]), depth)
         assert accepted(requests[depth]) == told.accepted
         assert sum(told.accepted) > 0
     # The third draft reuses layer 0. It changes no earlier one.
-    assert requests[3].speculation.accepted_per_position[2] > 0
+    assert requests[3].progress.speculation.accepted_per_position[2] > 0

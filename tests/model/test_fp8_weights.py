@@ -113,7 +113,7 @@ def test_the_engine_decodes_the_same_tokens():
     jobs = [(p, replace(GREEDY, max_tokens=12)) for p in prompts(2, vocab=kept("fp8").config.vocab_size)]
     sizes: dict[str, Any] = {"num_speculative_tokens": 2, "max_num_seqs": 2, "max_model_len": 128}
     got, want = (
-        [r.output for r in serve(make_engine(found.params, found.config, **sizes), jobs)]
+        [r.progress.output for r in serve(make_engine(found.params, found.config, **sizes), jobs)]
         for found in (kept("fp8"), load(model_dir("fp8")))
     )
     assert got == want

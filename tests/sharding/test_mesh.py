@@ -54,12 +54,12 @@ def test_same_as_one_device(data, model):
     engine = engine_on(make_mesh(data, model))
     requests = serve(engine, JOBS)
     for got, want in zip(requests, on_one_device(), strict=True):
-        assert got.output == want.output
+        assert got.progress.output == want.progress.output
         assert accepted(got) == accepted(want)
-        assert got.finish_reason == want.finish_reason == "length"
+        assert got.progress.finish_reason == want.progress.finish_reason == "length"
         np.testing.assert_allclose(chosen_logprobs(got), chosen_logprobs(want), atol=1e-4)
-    assert sum(r.speculation.accepted for r in requests) > len(requests)
-    assert {engine.scheduler.shard_of(r.slot) for r in requests} == set(range(data))
+    assert sum(r.progress.speculation.accepted for r in requests) > len(requests)
+    assert {engine.scheduler.shard_of(r.residence.slot) for r in requests} == set(range(data))
     assert engine.stats().pages_used == 0
     # The state stays where it was: each data shard holds its own pages and slots.
     state = local_runner(engine).state
@@ -80,11 +80,11 @@ def test_what_a_server_compiles_keeps_rows_on_their_shard():
     serve(engine, [(prompt, greedy)])
     both = [([*prompt, t], greedy) for t in (3, 4)]
     requests, reference = serve(engine, both), serve(make_engine(), both)
-    assert [r.slot for r in requests] == [0, 1]
-    assert all(r.cached_tokens for r in requests)
-    assert [r.output for r in requests] == [r.output for r in reference]
+    assert [r.residence.slot for r in requests] == [0, 1]
+    assert all(r.progress.cached_tokens for r in requests)
+    assert [r.progress.output for r in requests] == [r.progress.output for r in reference]
     assert [accepted(r) for r in requests] == [accepted(r) for r in reference]
-    assert sum(r.speculation.accepted for r in requests) > 0
+    assert sum(r.progress.speculation.accepted for r in requests) > 0
 
 
 def test_a_prompt_goes_on_from_the_pages_of_its_shard(monkeypatch):
@@ -98,16 +98,16 @@ def test_a_prompt_goes_on_from_the_pages_of_its_shard(monkeypatch):
 
     jobs = [(p, replace(GREEDY, max_tokens=12)) for p in prompts(4, shortest=36)]
     first = serve(engine, jobs)
-    assert {engine.scheduler.shard_of(r.slot) for r in first} == {0, 1}
+    assert {engine.scheduler.shard_of(r.residence.slot) for r in first} == {0, 1}
     monkeypatch.setattr(local_runner(engine).programs, "admit", seen)
     later = [serve(engine, [job])[0] for job in jobs]
-    assert {engine.scheduler.shard_of(r.slot) for r in later} == {0, 1}
+    assert {engine.scheduler.shard_of(r.residence.slot) for r in later} == {0, 1}
     for r, end in zip(later, ends, strict=True):
         told = reference.speculate(r.prompt, 12, 3)
-        assert (r.output, accepted(r)) == (told.ids, told.accepted)
+        assert (r.progress.output, accepted(r)) == (told.ids, told.accepted)
         assert sum(told.accepted) > 0
-        assert r.cached_tokens >= 32
-        np.testing.assert_allclose(end, reference.hidden(r.prompt)[r.cached_tokens - 1], atol=1e-4)
+        assert r.progress.cached_tokens >= 32
+        np.testing.assert_allclose(end, reference.hidden(r.prompt)[r.progress.cached_tokens - 1], atol=1e-4)
 
 
 @pytest.mark.slow
@@ -119,9 +119,9 @@ def test_requests_preempted_on_every_shard_end_as_if_nothing_had_happened():
     ]
     requests, calm = serve(engine, jobs), serve(make_engine(max_num_seqs=8), jobs)
     assert engine.stats().preemptions > 1
-    assert [r.output for r in requests] == [r.output for r in calm]
+    assert [r.progress.output for r in requests] == [r.progress.output for r in calm]
     assert [accepted(r) for r in requests] == [accepted(r) for r in calm]
-    assert sum(r.speculation.accepted for r in requests) > len(requests)
+    assert sum(r.progress.speculation.accepted for r in requests) > len(requests)
 
 
 def test_prompts_of_every_shard_are_prefilled_together(monkeypatch):
@@ -136,7 +136,7 @@ def test_prompts_of_every_shard_are_prefilled_together(monkeypatch):
     reference = Reference(tiny_params())
     for r in requests:
         told = reference.speculate(r.prompt, 16, 3)
-        assert (r.output, accepted(r)) == (told.ids, told.accepted)
+        assert (r.progress.output, accepted(r)) == (told.ids, told.accepted)
         assert sum(told.accepted) > 0
 
 
@@ -144,7 +144,7 @@ def test_one_device_agrees_with_the_plain_loop():
     reference = Reference(tiny_params())
     for r in on_one_device()[1::2]:
         told = reference.speculate(r.prompt, 16, 3)
-        assert (r.output, accepted(r)) == (told.ids, told.accepted)
+        assert (r.progress.output, accepted(r)) == (told.ids, told.accepted)
 
 
 def test_parameters_lie_where_the_specs_say():
@@ -176,4 +176,4 @@ def test_a_request_cannot_have_more_than_its_shards_pages():
     request = engine.make_request([3] * 40, replace(GREEDY, max_tokens=24))
     engine.submit(request)
     assert engine.scheduler.admit() == [request]
-    assert len(request.pages) == engine.config.pages_for(40) < engine.config.columns
+    assert len(request.residence.pages) == engine.config.pages_for(40) < engine.config.columns

@@ -9,10 +9,10 @@ from statistics import mean
 import pytest
 
 from mtp_jax.engine.config import EngineConfig
-from mtp_jax.engine.placement import Shard, preferred
-from mtp_jax.engine.request import Request, Status
+from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.scheduler import Scheduler
+from mtp_jax.engine.shards import Shard, preferred
 
 EMPTY = Shard(0, 0, 100)
 
@@ -100,19 +100,20 @@ def simulate(kind: type[Scheduler], seed: int) -> Found:
             end = len(prompt) + most
             scheduler.enqueue(Request(next(numbers), prompt, SamplingParams(), 0, most, 3, end))
         for r in scheduler.admit():
-            asked, hit = asked + len(r.prompt), hit + r.prefilled
-            r.status, r.rows_bound = Status.RUNNING, len(r.prompt) + 1
+            asked, hit = asked + len(r.prompt), hit + r.residence.prefilled
+            scheduler.prefilled([r], len(r.prompt))
+            r.progress.rows_bound = len(r.prompt) + 1
         scheduler.grow(scheduler.running(), 3)
         for r in [r for r in scheduler.slots if r]:
             scheduler.committed(r, len(r.prompt))
-            r.output += [7] * min(3, r.max_tokens - len(r.output))
-            r.rows_bound = len(r.prompt) + len(r.output)
-            if len(r.output) == r.max_tokens:
-                scheduler.finish(r, "length")
+            r.progress.output += [7] * min(3, r.max_tokens - len(r.progress.output))
+            r.progress.rows_bound = len(r.prompt) + len(r.progress.output)
+            if len(r.progress.output) == r.max_tokens:
+                scheduler.release(r)
         by_shard = [scheduler._in_shard(i) for i in range(SHARDS)]
         if sum(map(len, by_shard)) >= 2 * SHARDS:
             rows.append([len(some) for some in by_shard])
-            pages.append([sum(len(r.pages) for r in some) for some in by_shard])
+            pages.append([sum(len(r.residence.pages) for r in some) for some in by_shard])
     return Found(_over_mean(rows), _over_mean(pages), hit / asked)
 
 
