@@ -72,7 +72,7 @@ class Engine:
     ) -> None:
         """Compiles nothing yet (``prepare``).
 
-        runner: with the slots and pages that ``config`` says. grammars: for structured output; None
+        runner: has the slots and pages of ``config``. grammars: compiler of structured output; None
         refuses it. weight_version: names the parameters that the runner has.
         """
         self.cfg, self.config, self.runner, self.grammars = cfg, config, runner, grammars
@@ -103,7 +103,7 @@ class Engine:
         return self._inputs.requests(params.n, prompt, params, terms)
 
     def make_request(self, prompt: Iterable[int], params: SamplingParams, **terms: Unpack[Terms]) -> Request:
-        """The same for one completion, whatever ``params.n`` is."""
+        """The same for one completion; ``params.n`` does not count."""
         return self._inputs.requests(1, prompt, params, terms)[0]
 
     def submit(self, request: Request) -> None:
@@ -134,7 +134,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is left to serve; those that ``hold`` keeps back are not."""
+        """Whether a request is left to serve; requests that ``hold`` keeps back are not."""
         return self.scheduler.busy
 
     def prepare(
@@ -143,7 +143,7 @@ class Engine:
         done: Callable[[int, int], None] | None = None,
         every_size: bool = False,
     ) -> None:
-        """Compile what is missing to serve these requests, beside those that are being served.
+        """Compile the missing programs for these requests, beside requests that are being served.
 
         every_size: smaller steps, too, for when few of them are left: more to compile, less to compute.
         """
@@ -188,7 +188,7 @@ class Engine:
         return adaptive_depths(key.depth)[1:] if key.depth and self.runner.any_depth else [key.depth]
 
     def warm_up_keys(self) -> tuple[list[Key], list[Key]]:
-        """Executables for serving: those that can serve anything, and cheaper ones for smaller work."""
+        """Executables for serving: programs that can serve anything, and cheaper ones for smaller work."""
         structured = self.grammars is not None
         return warm_up_keys(self.config, self.shards, structured, self.runner.any_depth)
 
@@ -200,7 +200,7 @@ class Engine:
             self.tier.forget()
 
     def new_weights(self, version: str) -> None:
-        """The runner has other parameters: pages of past requests, made with those before, are forgotten."""
+        """The runner has other parameters: pages of past requests, made with the old ones, are forgotten."""
         self.flush_prefix_cache()
         self.weight_version = version
 
@@ -221,7 +221,7 @@ class Engine:
         self.scheduler.held = False
 
     def stats(self) -> EngineStats:
-        """A snapshot of what the engine holds and has done."""
+        """A snapshot of the engine's contents and totals."""
         executables = len(self.runner.keys)
         experts = self.balancer.stats() if self.balancer else None
         of = self.counters, self.scheduler, self.tier
@@ -314,7 +314,7 @@ class Engine:
         self._track(launch)
 
     def _chunk(self, key: StepKey, prompts: Prompts | None = None) -> Chunk | None:
-        """What a program takes along: the next chunk of some prompts, or idle rows."""
+        """The chunk of a program: the next chunk of some prompts, or idle rows."""
         if not key.tokens:
             return None
         tokens, chosen = 0, [None] * key.prompts * self.shards

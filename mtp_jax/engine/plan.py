@@ -1,7 +1,7 @@
-"""What an engine does next: the one place where launches are decided. No jax here.
+"""The next action of an engine: the one place where launches are decided. No jax here.
 
 A turn of the engine is a few actions. Each is decided when the one before it has been done, because it
-depends on that: what a grammar allows depends on tokens that were just read.
+depends on that: the tokens that a grammar allows depend on tokens that were just read.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ class Admit:
 
 @dataclass(frozen=True)
 class Step:
-    """Draft and verify for some requests, prefill the next chunk of others, or both.
+    """Draft and verify for some requests, prefill the next chunk of prompts, or both.
 
     Attributes:
         key: the program.
@@ -39,7 +39,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Read:
-    """Read so many of the oldest launches."""
+    """Read the ``count`` oldest launches."""
 
     count: int
 
@@ -58,22 +58,22 @@ class Planner:
     def turn(self, inflight: Sequence[Launch]) -> Iterator[Action]:
         """The actions of one turn. inflight: launches that have not been read, the oldest first.
 
-        What was launched in the turn before is read after the launch of this one, so that the device never
+        The launch of the turn before is read after the launch of this one, so that the device never
         waits for the host.
         """
         yield Admit()
         before = len(inflight)
         if any(r.constraints for r in self._scheduler.running()):
-            # What constraints allow depends on the newest tokens: nothing may be in flight.
+            # The tokens that constraints allow depend on the newest tokens: nothing may be in flight.
             yield Read(before)
             before = 0
         if step := self._step():
             yield step
-        # If nothing was launched, what ends next may make room.
+        # If nothing was launched, the next end of a request may make room.
         yield Read(before if len(inflight) > before else min(before, 1))
 
     def _step(self) -> Step | None:
-        """The next step, once its requests have the pages for it; others may lose theirs."""
+        """The next step, once its requests have the pages for it; other requests may lose theirs."""
         running, prompts = self._work()
         if not running and not prompts:
             return None
@@ -89,7 +89,7 @@ class Planner:
         """Requests that draft and verify, and the chunk to take along.
 
         There are no such requests if every one may already have ended in an unread launch, as a useless step
-        costs more than waiting; a chunk makes it useful. As many prompts go along as a program takes.
+        costs more than waiting; a chunk makes it useful. The most prompts that a program takes go along.
         """
         running = self._scheduler.running()
         prompts = next_prompts(self._config, self._scheduler.prefilling())
@@ -103,7 +103,7 @@ class Planner:
         if not running or self._runner.find(step_key(self._config, running, 0, prompts)):
             return running, prompts
         # No program takes such windows beside a chunk: the prompts go first, by a program without windows:
-        # those would advance the other requests unasked.
+        # windows would advance other requests unasked.
         alone = self._runner.find(step_key(self._config, [], 0, prompts))
         return ([], prompts) if alone and not alone.slots else (running, None)
 
@@ -117,7 +117,7 @@ class Planner:
         keys = [self._cover(running, prompts, d) for d in depths]
         rows, price = [r.depth for r in running], None
         if prompts:
-            # The chunk takes its time at any depth; what a second is worth, steps without one say.
+            # The chunk takes its time at any depth; steps without one say the worth of a second.
             price = self._depth.rate([self._cover(running, None, d) for d in depths], rows)
         return self._depth.choose(keys, rows, price)
 
