@@ -88,8 +88,7 @@ def adjust(
     generated: Int[Array, "#B W"],
     allowed: UInt32[Array, "B W words"] | None = None,
 ) -> Float[Array, "B W V"]:
-    """A request's additions to its logits, in vLLM's order: bias, stop tokens, repetition, frequency,
-    presence.
+    """Logits as a request changes them, in vLLM's order: bias, stop tokens, repetition, frequency, presence.
 
     logits: float32. counts: see `window_counts`. generated: output tokens before the one predicted here;
     stop tokens are -inf where it is below min_tokens. Repetition divides positive logits and multiplies the

@@ -73,7 +73,7 @@ class Balancer:
             self._move(*move)
 
     def stats(self) -> ExpertStats:
-        """The figures of now."""
+        """The present figures."""
         of = self._imbalance
         return ExpertStats(self._readings, self._moves, float(of.mean()), float(of.max()), self._over)
 

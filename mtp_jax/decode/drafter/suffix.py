@@ -109,7 +109,7 @@ class Suffix:
         return other.replace(pages=SuffixPages(kept, other.pages))
 
     def flush(self, params: Params, own: DrafterState, s: Slots, on: Backend) -> DrafterState:
-        """The other drafter's deferred work."""
+        """Do the other drafter's deferred work."""
         return _with_others(own, self.other.flush(params, _others(own), s, on))
 
     def resume(self, own: DrafterState, slot: Int[Array, ""], page: Int[Array, ""]) -> DrafterState:
