@@ -26,7 +26,7 @@ class Buckets:
         rows: cached rows that the narrowest page table holds at least. On a CPU attention ends at the last
             row that a token sees, so a narrower table saves nothing there.
         moved: pages that one program reads or writes, where the host's memory keeps pages.
-        logprobs: widths of log-probabilities: the chosen token's alone, or with so many alternatives.
+        logprobs: widths of log-probabilities: the chosen token's alone, or with this number of alternatives.
     """
 
     slots: int = 2
@@ -57,12 +57,12 @@ class Prompts:
         return Prompts(self.tokens, [some[:most] for some in self.requests])
 
     def rows(self, prompts: int) -> list[Request | None]:
-        """By row of a chunk that takes so many prompts per shard."""
+        """Requests by row of a chunk that takes ``prompts`` prompts per shard; None: an idle row."""
         return [r for some in self.requests for r in (*some, *[None] * (prompts - len(some)))]
 
 
 def next_prompts(config: EngineConfig, waiting: Sequence[Sequence[Request]]) -> Prompts | None:
-    """Of each data shard's waiting requests those to prefill now: the first, and those alike.
+    """The waiting requests of each data shard to prefill now: the first, and requests like it.
 
     Chunks of other lengths wait: they would be padded, or cut. None if no request waits.
     """
@@ -76,14 +76,14 @@ def next_prompts(config: EngineConfig, waiting: Sequence[Sequence[Request]]) -> 
 def step_key(
     config: EngineConfig, running: Sequence[Request], depth: int, prompts: Prompts | None = None
 ) -> StepKey:
-    """What one step of ``depth`` drafts over these requests and prompts needs at least."""
+    """The least key of one step of ``depth`` drafts over these requests and prompts."""
     return step_keys(config, running, [depth], prompts)[0]
 
 
 def step_keys(
     config: EngineConfig, running: Sequence[Request], depths: Iterable[int], prompts: Prompts | None = None
 ) -> list[StepKey]:
-    """What one step of each of these depths over these requests and prompts needs at least."""
+    """The least keys of one step of each of these depths over these requests and prompts."""
     slots, mode, pages = max((r.residence.slot + 1 for r in running), default=0), mode_of(config, running), 0
     rows, chunk = {(r.progress.rows_bound, r.capacity) for r in running}, (0, 0, None)
     if prompts:
@@ -152,7 +152,7 @@ def keys_for(
 
 
 def _page_keys(config: EngineConfig) -> list[PageKey]:
-    """What moves pages to the host's memory and back."""
+    """Programs that move pages to the host's memory and back."""
     return [PageKey(n) for n in BUCKETS.moved] if config.host_cache_gib else []
 
 
@@ -161,7 +161,7 @@ def _shapes_for(
 ) -> list[tuple[int, int]]:
     """Tokens and prompts per shard of the chunks that these requests' prompts come in."""
     alike = Counter(size for r in requests for size in {*chunks(config, len(r.prompt))})
-    if sum(config.pages_for(r.capacity) for r in requests) > pages:  # preempted ones come back longer
+    if sum(config.pages_for(r.capacity) for r in requests) > pages:  # preempted requests come back longer
         alike[max(next(chunks(config, r.capacity)) for r in requests)] += 1
     shapes = []
     for size, count in alike.items():
@@ -178,13 +178,14 @@ def _depths(most: int, any_depth: bool) -> Sequence[int]:
 def warm_up_keys(
     config: EngineConfig, shards: int, structured: bool, any_depth: bool = False
 ) -> tuple[list[Key], list[Key]]:
-    """The executables of a server: a few that can serve anything, and the rest, cheaper, likely ones first.
+    """The executables of a server: a few that can serve anything, and the rest, cheaper and likely ones
+    first.
 
     any_depth: see ``Runner``; where it holds, ``_few_keys`` are enough. Elsewhere there is a program where it
     computes much less than the next larger one, as every program costs memory (docs/programs.md).
     Sampling programs serve greedy rows, too. Long histories, whose steps are dominated by attention, get the
     fewest and the most slots alone. Structured steps wait for the host in any case. Beside windows the
-    shortest chunk has no program, as the windows cost as much, and the depth is none or the most, as the
+    shortest chunk has no program, as the windows cost the same, and the depth is none or the most, as the
     chunk costs more than drafts.
     """
     if any_depth:
@@ -261,7 +262,7 @@ def _next_chunk(config: EngineConfig, request: Request) -> int:
 
 
 def _together(config: EngineConfig, tokens: int, shards: int, waiting: int | None = None) -> int:
-    """Most prompts per data shard that are prefilled at once, by so many tokens each.
+    """Most prompts per data shard that are prefilled at once, by ``tokens`` tokens each.
 
     waiting: prompts that there are; None: enough.
     """
@@ -281,7 +282,7 @@ def mode_of(config: EngineConfig, requests: Iterable[Request]) -> SamplingMode:
 
 
 def slot_bucket(config: EngineConfig, slots: int) -> int:
-    """Slots of the smallest step that reaches so many."""
+    """Slots of the smallest step that reaches ``slots``."""
     return next(b for b in _slot_buckets(config) if b >= slots)
 
 

@@ -134,7 +134,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is left to serve; those that ``hold`` keeps back are not."""
+        """Whether a request is left to serve; requests that ``hold`` keeps back are not."""
         return self.scheduler.busy
 
     def prepare(
@@ -188,7 +188,7 @@ class Engine:
         return adaptive_depths(key.depth)[1:] if key.depth and self.runner.any_depth else [key.depth]
 
     def warm_up_keys(self) -> tuple[list[Key], list[Key]]:
-        """Executables for serving: those that can serve anything, and cheaper ones for smaller work."""
+        """Executables for serving: programs that can serve anything, and cheaper ones for smaller work."""
         structured = self.grammars is not None
         return warm_up_keys(self.config, self.shards, structured, self.runner.any_depth)
 
@@ -200,7 +200,7 @@ class Engine:
             self.tier.forget()
 
     def new_weights(self, version: str) -> None:
-        """The runner has other parameters: pages of past requests, made with those before, are forgotten."""
+        """The runner has other parameters: pages of past requests, made with the old ones, are forgotten."""
         self.flush_prefix_cache()
         self.weight_version = version
 
