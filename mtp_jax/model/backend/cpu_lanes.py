@@ -34,8 +34,8 @@ CACHE_BYTES = 1 << 20
 # Rows of a weight that stay in the first cache while each row of x is multiplied with them.
 _TILE = 64
 
-# XLA computes what fuses with its readers up to 15 times over, and makes a kernel of its own of what it would have to
-# compute oftener: lanes that are read one by one, if there are at least so many. More than so many are too many to read.
+# XLA computes a fused operand up to 15 times over, once for each use. An operand with more uses gets a kernel
+# of its own: lanes that are read one by one, from _APART lanes on. Past _READ lanes, the reads are too many.
 _APART, _READ = 16, 32
 
 Weight = Float[Array, "*o i"] | Narrow
@@ -122,7 +122,7 @@ def multiply(
 def sum_lanes(x: Float[Array, "*b l"]) -> Float[Array, "*b"]:
     """The sum over lanes, which whatever reads it makes of them in its own kernel (see ``_APART``).
 
-    A reduction XLA would make a part of the loops, which then went number by number. Lanes that fill more than
+    XLA would make a reduction a part of the loops, which went number by number. Lanes that fill more than
     a core's cache are not left to several readers: a product with ones sums them, behind a barrier.
     """
     lanes = x.shape[-1]
@@ -138,7 +138,7 @@ def sum_lanes(x: Float[Array, "*b l"]) -> Float[Array, "*b"]:
 def _read(
     w: Weight, lead: tuple[int, ...]
 ) -> tuple[Callable[[slice], jax.Array], Pick, Callable[[int], jax.Array] | None]:
-    """A weight's numbers for a slice of inputs, what makes them float32, and the scales [*lead, 1] of a block.
+    """A weight's numbers for a slice of inputs, its function to float32, the scales [*lead, 1] of a block.
 
     There are no scales but of FP8.
     """
