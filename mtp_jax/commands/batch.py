@@ -185,7 +185,7 @@ def _rate(counts: "Counts", seconds: float) -> str:
 
 def _summary(counts: "Counts", allm: "AsyncLLM", seconds: float) -> str:
     """Counts of lines, speed, and the effect of speculation."""
-    s = allm.llm.engine.stats()
+    s = allm.stats()
     parts = [_done(counts), _rate(counts, seconds)]
     if s.drafts:
         positions = " ".join(f"{n / s.drafts:.0%}" for n in s.accepted_per_position)

@@ -24,7 +24,7 @@ LATE = 3
 
 @dataclass(frozen=True)
 class ExpertStats:
-    """Figures of the balancer.
+    """Counts and moves of a balancer.
 
     Attributes:
         readings: how often counts were read.
@@ -42,7 +42,7 @@ class ExpertStats:
 
 
 class Balancer:
-    """The balancer of one engine. Not thread-safe.
+    """The experts of one engine. Not thread-safe.
 
     Attributes:
         placed: the expert of each slot, int [layers, slots].
@@ -73,7 +73,7 @@ class Balancer:
             self._move(*move)
 
     def stats(self) -> ExpertStats:
-        """The present figures."""
+        """Counts and moves so far."""
         of = self._imbalance
         return ExpertStats(self._readings, self._moves, float(of.mean()), float(of.max()), self._over)
 

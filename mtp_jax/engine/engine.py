@@ -72,7 +72,7 @@ class Engine:
     ) -> None:
         """Compiles nothing yet (``prepare``).
 
-        runner: has the slots and pages of ``config``. grammars: compiler of structured output; None
+        runner: has the slots and pages that ``config`` says. grammars: serve structured output; None
         refuses it. weight_version: names the parameters that the runner has.
         """
         self.cfg, self.config, self.runner, self.grammars = cfg, config, runner, grammars
@@ -103,7 +103,7 @@ class Engine:
         return self._inputs.requests(params.n, prompt, params, terms)
 
     def make_request(self, prompt: Iterable[int], params: SamplingParams, **terms: Unpack[Terms]) -> Request:
-        """The same for one completion; ``params.n`` does not count."""
+        """A request for one completion, at any ``params.n``."""
         return self._inputs.requests(1, prompt, params, terms)[0]
 
     def submit(self, request: Request) -> None:
@@ -143,7 +143,7 @@ class Engine:
         done: Callable[[int, int], None] | None = None,
         every_size: bool = False,
     ) -> None:
-        """Compile the missing programs for these requests, beside requests that are being served.
+        """Compile the missing programs to serve these requests, beside those that are being served.
 
         every_size: smaller steps, too, for when few of them are left: more to compile, less to compute.
         """
@@ -221,7 +221,7 @@ class Engine:
         self.scheduler.held = False
 
     def stats(self) -> EngineStats:
-        """A snapshot of the engine's contents and totals."""
+        """A snapshot of the engine."""
         executables = len(self.runner.keys)
         experts = self.balancer.stats() if self.balancer else None
         of = self.counters, self.scheduler, self.tier
@@ -314,7 +314,7 @@ class Engine:
         self._track(launch)
 
     def _chunk(self, key: StepKey, prompts: Prompts | None = None) -> Chunk | None:
-        """The chunk of a program: the next chunk of some prompts, or idle rows."""
+        """The chunk that a program takes along: the next tokens of some prompts, or idle rows."""
         if not key.tokens:
             return None
         tokens, chosen = 0, [None] * key.prompts * self.shards

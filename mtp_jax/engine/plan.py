@@ -1,7 +1,7 @@
-"""The next action of an engine: the one place where launches are decided. No jax here.
+"""The next actions of an engine: the one place where launches are decided. No jax here.
 
 A turn of the engine is a few actions. Each is decided when the one before it has been done, because it
-depends on that: the tokens that a grammar allows depend on tokens that were just read.
+depends on that: masks of a grammar depend on tokens that were just read.
 """
 
 from collections.abc import Iterator, Sequence
@@ -58,18 +58,18 @@ class Planner:
     def turn(self, inflight: Sequence[Launch]) -> Iterator[Action]:
         """The actions of one turn. inflight: launches that have not been read, the oldest first.
 
-        The launch of the turn before is read after the launch of this one, so that the device never
+        A launch of the turn before is read after the launch of this one, so that the device never
         waits for the host.
         """
         yield Admit()
         before = len(inflight)
         if any(r.constraints for r in self._scheduler.running()):
-            # The tokens that constraints allow depend on the newest tokens: nothing may be in flight.
+            # Masks of constraints depend on the newest tokens: nothing may be in flight.
             yield Read(before)
             before = 0
         if step := self._step():
             yield step
-        # If nothing was launched, the next end of a request may make room.
+        # If nothing was launched, the next end may make room.
         yield Read(before if len(inflight) > before else min(before, 1))
 
     def _step(self) -> Step | None:
@@ -89,7 +89,7 @@ class Planner:
         """Requests that draft and verify, and the chunk to take along.
 
         There are no such requests if every one may already have ended in an unread launch, as a useless step
-        costs more than waiting; a chunk makes it useful. The most prompts that a program takes go along.
+        costs more than waiting; a chunk makes it useful. The most prompts go along that a program takes.
         """
         running = self._scheduler.running()
         prompts = next_prompts(self._config, self._scheduler.prefilling())
@@ -117,7 +117,7 @@ class Planner:
         keys = [self._cover(running, prompts, d) for d in depths]
         rows, price = [r.depth for r in running], None
         if prompts:
-            # The chunk takes its time at any depth; steps without one say the worth of a second.
+            # The chunk takes its time at any depth; steps without one say how much a second is worth.
             price = self._depth.rate([self._cover(running, None, d) for d in depths], rows)
         return self._depth.choose(keys, rows, price)
 

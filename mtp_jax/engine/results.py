@@ -18,7 +18,7 @@ class Launch:
         prompts: which row of the chunk belongs to which request.
         pending: the result.
         key: the program.
-        chunk: the chunk that it took along.
+        chunk: the tokens of prompts that it took along.
     """
 
     rows: list[tuple[int, Request]]

@@ -1,4 +1,4 @@
-"""Slots and pages of requests, and the requests that run next. No jax here.
+"""Slots and pages: which request has which, and which runs next. No jax here.
 
 Invariant *free pages return*: when no request lives, every page is free or kept by the prefix cache.
 """
@@ -16,8 +16,7 @@ from mtp_jax.store.tier import HostTier, Restored
 
 
 class Scheduler:
-    """Requests by priority, then first come, first served: each takes a slot and pages for its prompt, or
-    waits.
+    """A request takes a slot and pages for its prompt, or waits: by priority, then first come, first served.
 
     Pages for its output come as it grows. When they run out, the request that would be served last gives its
     own back and waits for them again: preemption.
@@ -145,8 +144,8 @@ class Scheduler:
         pool, shared = self.pools[shard], [page for page in cached if page is not None]
         pool.share(shared)
         fresh = self.config.pages_for(len(own.tokens) + request.spare) - len(shared)
-        # A page more for each request that may need one soon: one admitted too early would be preempted at
-        # once.
+        # A page more for each request that may need one soon: a request admitted too early would be preempted
+        # at once.
         growing = sum(
             len(r.residence.pages) < self.config.pages_for(r.capacity) for r in self._in_shard(shard)
         )
@@ -172,7 +171,7 @@ class Scheduler:
     def pack(self, bucket: Callable[[int], int]) -> list[tuple[int, int]]:
         """Move requests down into free slots if a smaller step does for the running requests.
 
-        bucket: slots of the smallest step that reaches a number. Returns (from, to). Not across data shards.
+        bucket: slots of the smallest step that reaches n slots. Returns (from, to). Not across data shards.
         """
         moves = []
         while self.shards == 1 and not self.waiting and any(self.slots):
@@ -186,10 +185,10 @@ class Scheduler:
             moves.append((top, free))
         return moves
 
-    # Running requests
+    # Running
 
     def prefilled(self, prompts: Iterable[Request], tokens: int) -> None:
-        """A launch has taken the next ``tokens`` of these prompts along, or the rest of them."""
+        """A launch has taken the next ``tokens`` of these prompts along, or their rest."""
         for own in (r.residence for r in prompts):
             own.prefilled = own.prefilled_after(tokens)
 
@@ -231,7 +230,7 @@ class Scheduler:
         self.preemptions += 1
         self.enqueue(request)
 
-    # Pages left behind
+    # Leaving
 
     def committed(self, request: Request, rows: int) -> None:
         """``rows`` of the request's cache are known to be complete, and their tokens are known."""
@@ -257,7 +256,7 @@ class Scheduler:
                 self.tier.forget(request.residence.digests)
 
     def release(self, request: Request, known: bool = True) -> None:
-        """Take back a request's slot and pages, in any state of it. Raises ValueError if it is nowhere.
+        """Take back a request's slot and pages, or its place in the queue. Raises ValueError if it has none.
 
         known: whether the device knows that it has ended.
         """

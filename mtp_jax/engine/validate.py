@@ -1,4 +1,4 @@
-"""Checks of an engine: its sizes fit the model, and prompts with options become requests."""
+"""Checks: sizes that fit the model; prompts with options, which become requests."""
 
 import itertools
 import operator
@@ -49,8 +49,7 @@ class InputProcessor:
     """Makes the requests of one engine.
 
     Attributes:
-        grammars: compiler of structured output, and rules that depend on the output so far; None refuses
-            them.
+        grammars: serve structured output, and rules that depend on the output so far; None refuses them.
     """
 
     def __init__(self, cfg: ModelConfig, config: EngineConfig, pages: int, grammars: Grammars | None) -> None:
@@ -116,7 +115,7 @@ class InputProcessor:
                 f"the prompt has {length} tokens and needs {least} cache pages, the engine has "
                 f"{self.pages}; shorten it or raise num_pages"
             )
-        if params.max_tokens is None:  # the rest of the cache
+        if params.max_tokens is None:  # the cache decides
             held = self.pages * config.page_size - config.num_speculative_tokens
             room = max(min(room, held - length - spare), 1)
         max_tokens = min(params.max_tokens or room, room)
