@@ -33,7 +33,7 @@ def config(layers: int, topk: int) -> ModelConfig:
 
 
 def window(cfg: ModelConfig, entries: int, on: Backend) -> tuple[Any, Callable[[], tuple[Any, ...]]]:
-    """The trunk over the last tokens of one slot with so many cached entries, and what makes its arguments."""
+    """The trunk over the last tokens of a slot with so many cached entries, and what makes its arguments."""
 
     def make() -> tuple[Any, ...]:
         keys = iter(jax.random.split(jax.random.key(0), 2 * cfg.num_hidden_layers + 1))
