@@ -90,7 +90,7 @@ def test_a_program_widens_no_weight_of_few_rows_in_memory():
 
 @pytest.mark.parametrize("inputs", [256, 2048])
 def test_lanes_are_summed_by_what_reads_the_product(inputs):
-    """One kernel multiplies, the reader sums; as one kernel they would go through the weight by numbers."""
+    """One kernel multiplies, the reader sums; one for both would go through the weight number by number."""
 
     def added(x, w, y):
         return y + XlaCpu().linear(x, w)
