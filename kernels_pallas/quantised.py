@@ -32,7 +32,7 @@ class Quantised:
 
     @property
     def dtype(self) -> Any:
-        """Shape of the values."""
+        """The dtype of the values."""
         return self.values.dtype
 
     def expand(self) -> Float[Array, "M K"]:

@@ -28,7 +28,7 @@ def compile_fast() -> None:
 
 
 def share_contexts() -> None:
-    """Lower 500 programs of a thread in one MLIR context: making one is a fifth of what an operation compiles.
+    """Lower 500 programs of a thread in one MLIR context, which costs a fifth of an operation's compilation.
 
     jax makes one for each, and has no option. What they have in common stays in a context, so it is renewed.
     """

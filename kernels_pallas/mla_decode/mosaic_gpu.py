@@ -144,7 +144,7 @@ def mla_decode(
                     plgpu.barrier_wait(rope_freed.at[buffer])
 
         def scales_of(page: jax.Array) -> tuple[jax.Array, ...]:
-            """Scores of the page's rows, block by block."""
+            """Scales of the page's rows, block by block."""
             here = pages_refs[1].at[table_ref[slot, jnp.minimum(page, num_pages - 1)]]
             return tuple(wg.gathered_row(here.at[:, block]) * E4M3_IN_F16 for block in range(SCALES))
 

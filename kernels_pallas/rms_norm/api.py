@@ -116,7 +116,7 @@ def check(width: int, dtype: Any) -> None:
 
 
 def check_blocks(count: int, width: int, dtype: Any) -> None:
-    """The same for rows of ``blocks`` blocks, which ``quantise`` takes."""
+    """The same for rows of ``count`` blocks, which ``quantise`` takes."""
     _refuse(
         ("dtype", str(dtype), ("bfloat16",)),
         ("width of a block", width, (BLOCK,)),

@@ -56,7 +56,7 @@ class Endpoint:
     counts: Counts = "chunks"
 
     def body(self, prompt: Prompt) -> dict[str, Any]:
-        """The outcome of a streamed request. Raises ConfigError for a prompt that the route does not take."""
+        """The body of a streamed request. Raises ConfigError for a prompt that the route does not take."""
         options: dict[str, Any] = {"include_usage": True}
         if self.counts == "chunks":
             options["continuous_usage_stats"] = True

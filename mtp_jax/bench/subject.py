@@ -51,7 +51,7 @@ class Subject:
 
 
 def directory_of(model: str) -> Path:
-    """The subject of "demo", or of a model directory."""
+    """The directory of "demo", or of a model."""
     return demo_model() if model == DEMO else Path(model)
 
 

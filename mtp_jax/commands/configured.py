@@ -64,7 +64,7 @@ def _may(action: argparse.Action) -> bool:
 
 
 def _warn(environment: Mapping[str, str], known: Sequence[str]) -> None:
-    """The environment's variables that are spelt nearly as an option's."""
+    """Warn of variables of the environment that are spelt nearly as an option's."""
     for name in environment:
         if name.startswith(_PREFIX) and name not in known and (close := nearest(name, known, _CLOSE)):
             print(f"warning: {name} is no option's variable; do you mean {close}?", file=sys.stderr)

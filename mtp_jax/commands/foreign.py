@@ -99,7 +99,7 @@ _INSTEAD: dict[tuple[str, ...], str] = {
 
 
 def advice(unknown: str, flags: Collection[str], elsewhere: Sequence[str] = ()) -> str:
-    """The option to write instead, among the flags of a command; "" where nothing is known.
+    """A phrase with the option to write instead, among the flags of a command; "" where nothing is known.
 
     elsewhere: commands that have it.
     """

@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         return known, others
 
     def _hint(self, unknown: str) -> str:
-        """The option to write instead; "" where nothing is known."""
+        """A phrase with the option to write instead; "" where nothing is known."""
         flag = unknown.partition("=")[0]
         has = [name for name, other in self.siblings.items() if flag in other._option_string_actions]
         return advice(flag, self._option_string_actions, has) if flag else ""

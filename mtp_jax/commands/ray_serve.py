@@ -54,7 +54,7 @@ def serve_on_ray(args: argparse.Namespace, report: Reporter, options: RayOptions
 
 
 def engine_spec(args: argparse.Namespace) -> EngineSpec:
-    """The application of each replica. Raises ConfigError for options that replicas cannot have."""
+    """The engine and server of each replica. Raises ConfigError for options that replicas cannot have."""
     for cls, allowed in ((Hosts, {"hosts"}), (HandoverOptions, set[str]())):
         others = [f"--{name.replace('_', '-')}" for name in given(args, cls) if name not in allowed]
         if others:

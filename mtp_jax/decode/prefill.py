@@ -1,4 +1,4 @@
-"""What a chunk of prompts adds to a step: rows in every cache, and the first token of each prompt that ends.
+"""The chunk of a step: rows in every cache, and the first token of each prompt that ends.
 
 The prompt of a request that was preempted is all that it had; its last token is known and only resumed from.
 """

@@ -1,4 +1,4 @@
-"""What a step emits, and the one array in which the host reads it."""
+"""The tokens that a step emits, and the one array in which the host reads them."""
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,14 @@ from mtp_jax.decode.verify import Verdict
 
 
 class StepResult(struct.PyTreeNode):
-    """What the host reads, one step late.
+    """Results that the host reads, one step late.
 
     Attributes:
         packed: int32 [B, W + 5], a row for each window, then for each prompt of the chunk: emitted tokens (-1
             past the end), their count, accepted drafts, verified drafts, ``Finish``, ``Source`` of drafts.
             One array, because one copy is cheaper than several.
-        logprobs: of the emitted tokens, if the step computes them.
-        prompt: of the tokens of a chunk, if the step computes them.
+        logprobs: log-probabilities of the emitted tokens, if the step computes them.
+        prompt: log-probabilities of the tokens of a chunk, if the step computes them.
     """
 
     packed: Int[Array, "B C"]
@@ -74,7 +74,8 @@ def emit(verdict: Verdict, drafts: Int[Array, "B K"], s: Slots, healthy: Bool[Ar
 
 def _first(flags: Bool[Array, "B W"]) -> Int[Array, " B"]:
     """Index of the first true flag of each row; past the end if there is none."""
-    return jnp.where(flags.any(axis=1), jnp.argmax(flags, axis=1), flags.shape[1] + 1)
+    past = flags.shape[1] + 1
+    return jnp.min(jnp.where(flags, jnp.arange(past - 1), past), axis=1)
 
 
 def pack(

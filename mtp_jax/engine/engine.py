@@ -30,7 +30,7 @@ from mtp_jax.decode.keys import (
 )
 from mtp_jax.decode.launches import Pending, Runner
 from mtp_jax.engine.balance import Balancer
-from mtp_jax.engine.buckets import Prompts, keys_for, slot_bucket, warm_up_keys
+from mtp_jax.engine.buckets import Buckets, Prompts
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.depth import DepthController, adaptive_depths
 from mtp_jax.engine.inputs import next_chunk, page_row, slot_row
@@ -72,7 +72,7 @@ class Engine:
     ) -> None:
         """Compiles nothing yet (``prepare``).
 
-        runner: with the slots and pages that ``config`` says. grammars: for structured output; None
+        runner: has the slots and pages that ``config`` says. grammars: serve structured output; None
         refuses it. weight_version: names the parameters that the runner has.
         """
         self.cfg, self.config, self.runner, self.grammars = cfg, config, runner, grammars
@@ -86,7 +86,8 @@ class Engine:
         self.scheduler = Scheduler(config, self.shards, self.tier)
         self.depth = DepthController(config.num_speculative_tokens)
         self.timings, self.counters = Timings(), Counters()
-        self.planner = Planner(config, self.scheduler, runner, self.depth)
+        self.buckets = Buckets(config, self.shards, runner.any_depth)
+        self.planner = Planner(self.buckets, self.scheduler, runner, self.depth)
         self._inputs = InputProcessor(cfg, config, self.pages, grammars)
         self.launches, self.weight_version, self.asleep = 0, weight_version, False
         self._warm: set[Key] = set()
@@ -103,7 +104,7 @@ class Engine:
         return self._inputs.requests(params.n, prompt, params, terms)
 
     def make_request(self, prompt: Iterable[int], params: SamplingParams, **terms: Unpack[Terms]) -> Request:
-        """The same for one completion, whatever ``params.n`` is."""
+        """A request for one completion, at any ``params.n``."""
         return self._inputs.requests(1, prompt, params, terms)[0]
 
     def submit(self, request: Request) -> None:
@@ -134,7 +135,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is left to serve; those that ``hold`` keeps back are not."""
+        """Whether a request is left to serve; requests that ``hold`` keeps back are not."""
         return self.scheduler.busy
 
     def prepare(
@@ -143,21 +144,11 @@ class Engine:
         done: Callable[[int, int], None] | None = None,
         every_size: bool = False,
     ) -> None:
-        """Compile what is missing to serve these requests, beside those that are being served.
+        """Compile the missing programs to serve these requests, beside those that are being served.
 
         every_size: smaller steps, too, for when few of them are left: more to compile, less to compute.
         """
-        together = [*self.scheduler.live(), *requests]
-        slots = max((r.residence.slot + 1 for r in together), default=0)
-        keys = keys_for(
-            self.config,
-            together,
-            self.shards,
-            slots=slots,
-            pages=self.pages,
-            any_depth=self.runner.any_depth,
-            every_size=every_size,
-        )
+        keys = self.buckets.prepare([*self.scheduler.live(), *requests], every_size)
         self.runner.compile(keys, done)
         self.warm_up(keys)
 
@@ -188,9 +179,8 @@ class Engine:
         return adaptive_depths(key.depth)[1:] if key.depth and self.runner.any_depth else [key.depth]
 
     def warm_up_keys(self) -> tuple[list[Key], list[Key]]:
-        """Executables for serving: those that can serve anything, and cheaper ones for smaller work."""
-        structured = self.grammars is not None
-        return warm_up_keys(self.config, self.shards, structured, self.runner.any_depth)
+        """Executables for serving: programs that can serve anything, and cheaper ones for smaller work."""
+        return self.buckets.server(structured=self.grammars is not None)
 
     def flush_prefix_cache(self) -> None:
         """Forget the pages of past requests."""
@@ -200,7 +190,7 @@ class Engine:
             self.tier.forget()
 
     def new_weights(self, version: str) -> None:
-        """The runner has other parameters: pages of past requests, made with those before, are forgotten."""
+        """The runner has other parameters: pages of past requests, made with the old ones, are forgotten."""
         self.flush_prefix_cache()
         self.weight_version = version
 
@@ -221,7 +211,7 @@ class Engine:
         self.scheduler.held = False
 
     def stats(self) -> EngineStats:
-        """A snapshot of what the engine holds and has done."""
+        """A snapshot of the engine."""
         executables = len(self.runner.keys)
         experts = self.balancer.stats() if self.balancer else None
         of = self.counters, self.scheduler, self.tier
@@ -262,7 +252,7 @@ class Engine:
         self._refresh()
         for request in self.scheduler.admit():
             self._admit(request)
-        for source, target in self.scheduler.pack(partial(slot_bucket, self.config)):
+        for source, target in self.scheduler.pack(self.buckets.slots):
             self.runner.do(launches.Move(source, target))
 
     def _refresh(self) -> None:
@@ -314,7 +304,7 @@ class Engine:
         self._track(launch)
 
     def _chunk(self, key: StepKey, prompts: Prompts | None = None) -> Chunk | None:
-        """What a program takes along: the next chunk of some prompts, or idle rows."""
+        """The chunk that a program takes along: the next tokens of some prompts, or idle rows."""
         if not key.tokens:
             return None
         tokens, chosen = 0, [None] * key.prompts * self.shards

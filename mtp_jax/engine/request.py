@@ -1,6 +1,6 @@
-"""A request on its way through the engine: what was asked, what became of it, and what it holds.
+"""A request on its way through the engine, in three parts, each with one owner that writes it.
 
-Each of the three has one owner that writes it: nobody, the engine and the scheduler.
+``Request`` is frozen. The engine writes its ``Progress``, the scheduler its ``Residence``.
 """
 
 import time
@@ -15,12 +15,12 @@ from mtp_jax.text.rules import Constraints
 
 
 class Terms(TypedDict, total=False):
-    """What may be asked of a request besides its prompt and how to choose tokens.
+    """Choices for a request besides its prompt and its sampling parameters.
 
     Keys:
-        seed: what it samples with, in the place of ``SamplingParams.seed``; does not fix the depth.
+        seed: takes the place of ``SamplingParams.seed``; does not fix the depth.
         priority: lower numbers are served first; 0 unless given.
-        timeout: seconds from its arrival after which it is ended with what it has; None: never.
+        timeout: seconds from its arrival after which it ends with the tokens it has; None: never.
         cache_salt: only requests of the same salt share cached pages.
         spare: further tokens its pages hold from the start.
         arrived: ``time.perf_counter()`` then; None: when it is queued.
@@ -47,15 +47,15 @@ class Status(Enum):
 
 @dataclass(eq=False)
 class Progress:
-    """What became of a request so far. The engine alone writes it.
+    """The output of a request so far, and its launches. The engine alone writes it.
 
     Attributes:
-        seed: what it samples with: its own, or one of the engine's.
+        seed: the request's own, or one that the engine has drawn.
         output: tokens emitted.
-        drafted: of each token of the output whether it was a draft.
+        drafted: whether each token of the output was a draft.
         stop_reason: the stop string or stop token that ended it; None: the model itself, or no stop.
         inflight: launches that have not been read.
-        unread: those among them that will hold at least one token.
+        unread: unread launches that will hold at least one token.
         rows_bound: the most tokens that the sequence can have once all launches are read.
         cached_tokens: prompt tokens found in the prefix cache at its first admission.
         weight_version: names the weights that it runs with; None before its first admission.
@@ -108,7 +108,7 @@ class Progress:
 
 @dataclass(eq=False)
 class Residence:
-    """What a request holds of the device, and what of it is there. The scheduler alone writes it.
+    """A request's slot and pages, and the tokens in them. The scheduler alone writes it.
 
     Attributes:
         slot: -1 while it waits for one; once it has ended, the slot that it had.
@@ -118,7 +118,7 @@ class Residence:
         prefilled: how many of ``tokens`` are in the cache or on their way into it.
         restored: how many of them the host's memory gave back when it was last admitted.
         registered: full pages the prefix cache knows of.
-        digests: of its full pages.
+        digests: one of each of its full pages.
         preemptions: how often it lost its pages to others.
     """
 
@@ -145,7 +145,7 @@ class Residence:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One completion: what was asked, which nobody changes.
+    """One completion, as it was asked for.
 
     Attributes:
         seed: None: the engine draws one.

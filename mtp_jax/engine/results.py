@@ -18,7 +18,7 @@ class Launch:
         prompts: which row of the chunk belongs to which request.
         pending: the result.
         key: the program.
-        chunk: what it took along.
+        chunk: the tokens of prompts that it took along.
     """
 
     rows: list[tuple[int, Request]]
@@ -51,7 +51,7 @@ class Launch:
 
 
 def read_logprobs(top: TopLogprobs, row: int, i: int, token: int, width: int) -> TokenLogprobs:
-    """The chosen token first, then the ``width`` most likely ones."""
+    """The chosen token first, then the ``width`` most likely tokens."""
     best = zip(top.ids[row, i, :width].tolist(), top.values[row, i, :width].tolist(), strict=True)
     chosen = Logprob(float(top.chosen[row, i]), int(top.rank[row, i]))
     others = {t: Logprob(v, rank) for rank, (t, v) in enumerate(best, start=1) if t != token}

@@ -1,4 +1,4 @@
-"""Which request has which slot and pages, and what runs next. No jax here.
+"""Slots and pages: which request has which, and which runs next. No jax here.
 
 Invariant *free pages return*: when no request lives, every page is free or kept by the prefix cache.
 """
@@ -16,7 +16,7 @@ from mtp_jax.store.tier import HostTier, Restored
 
 
 class Scheduler:
-    """By priority, then first come, first served: a request takes a slot and pages for its prompt, or waits.
+    """A request takes a slot and pages for its prompt, or waits: by priority, then first come, first served.
 
     Pages for its output come as it grows. When they run out, the request that would be served last gives its
     own back and waits for them again: preemption.
@@ -144,7 +144,7 @@ class Scheduler:
         pool, shared = self.pools[shard], [page for page in cached if page is not None]
         pool.share(shared)
         fresh = self.config.pages_for(len(own.tokens) + request.spare) - len(shared)
-        # A page more for whoever may need one soon: a request admitted too early would be preempted at once.
+        # A page more for each request that may need one soon: else one is preempted at once.
         growing = sum(
             len(r.residence.pages) < self.config.pages_for(r.capacity) for r in self._in_shard(shard)
         )
@@ -168,9 +168,9 @@ class Scheduler:
         return True
 
     def pack(self, bucket: Callable[[int], int]) -> list[tuple[int, int]]:
-        """Move requests down into free slots if a smaller step does for those that are left.
+        """Move requests down into free slots if a smaller step does for the running requests.
 
-        bucket: slots of the smallest step that reaches so many. Returns (from, to). Not across data shards.
+        bucket: slots of the smallest step that reaches n slots. Returns (from, to). Not across data shards.
         """
         moves = []
         while self.shards == 1 and not self.waiting and any(self.slots):
@@ -184,10 +184,10 @@ class Scheduler:
             moves.append((top, free))
         return moves
 
-    # What runs
+    # Running
 
     def prefilled(self, prompts: Iterable[Request], tokens: int) -> None:
-        """A launch has taken the next ``tokens`` of these prompts along, or what there was of them."""
+        """A launch has taken the next ``tokens`` of these prompts along, or their rest."""
         for own in (r.residence for r in prompts):
             own.prefilled = own.prefilled_after(tokens)
 
@@ -204,7 +204,7 @@ class Scheduler:
         return [r for r in live if len(r.progress.output) + r.progress.unread < r.max_tokens]
 
     def grow(self, running: Iterable[Request], depth: int) -> bool:
-        """Give each its pages for a step of ``depth`` drafts, preempting others for them.
+        """Give each its pages for a step of ``depth`` drafts, preempting other requests for them.
 
         Returns whether pages or slots changed hands.
         """
@@ -229,7 +229,7 @@ class Scheduler:
         self.preemptions += 1
         self.enqueue(request)
 
-    # What is left behind
+    # Leaving
 
     def committed(self, request: Request, rows: int) -> None:
         """``rows`` of the request's cache are known to be complete, and their tokens are known."""
@@ -255,7 +255,7 @@ class Scheduler:
                 self.tier.forget(request.residence.digests)
 
     def release(self, request: Request, known: bool = True) -> None:
-        """Take back what a request holds, wherever it is. Raises ValueError if it is nowhere.
+        """Take back a request's slot and pages, or its place in the queue. Raises ValueError if it has none.
 
         known: whether the device knows that it has ended.
         """

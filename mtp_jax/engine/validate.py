@@ -1,4 +1,4 @@
-"""What an engine can serve: sizes that fit the model, and prompts with options, which become requests."""
+"""Checks: sizes that fit the model; prompts with options, which become requests."""
 
 import itertools
 import operator
@@ -19,7 +19,7 @@ _LONGEST_TIMEOUT = 10**9
 
 
 def check_config(cfg: ModelConfig, config: EngineConfig, shards: int) -> None:
-    """Raises ConfigError if a model over so many data shards cannot be served this way."""
+    """Raises ConfigError if a model over ``shards`` data shards cannot be served this way."""
     if config.max_num_seqs % shards:
         raise ConfigError(
             f"max_num_seqs = {config.max_num_seqs} does not divide over a data axis of {shards}"
@@ -49,7 +49,7 @@ class InputProcessor:
     """Makes the requests of one engine.
 
     Attributes:
-        grammars: for structured output, and rules that depend on the output so far; None refuses them.
+        grammars: serve structured output, and rules that depend on the output so far; None refuses them.
     """
 
     def __init__(self, cfg: ModelConfig, config: EngineConfig, pages: int, grammars: Grammars | None) -> None:
@@ -115,7 +115,7 @@ class InputProcessor:
                 f"the prompt has {length} tokens and needs {least} cache pages, the engine has "
                 f"{self.pages}; shorten it or raise num_pages"
             )
-        if params.max_tokens is None:  # as much as the cache holds
+        if params.max_tokens is None:  # the cache decides
             held = self.pages * config.page_size - config.num_speculative_tokens
             room = max(min(room, held - length - spare), 1)
         max_tokens = min(params.max_tokens or room, room)

@@ -39,7 +39,7 @@ def difference(mine: Mapping[str, str], theirs: Mapping[str, Any], rank: int) ->
 
 
 def _apart(mine: Any, theirs: Any) -> tuple[Any, Any]:
-    """The differences of two JSON objects."""
+    """The parts of two JSON objects that differ."""
     try:
         a, b = json.loads(mine), json.loads(theirs)
         names = [n for n in dict.fromkeys((*a, *b)) if a.get(n) != b.get(n)]

@@ -153,7 +153,7 @@ class LeaderLog:
         if not self._finished:
             self._lost(f"rank {rank} is lost: {reason}")
 
-    # Those who come
+    # Newcomers
 
     def _prove(self, sock: socket.socket, peer: str) -> None:
         """Take a connection in if it is a follower that is missing; else drop it and go on waiting."""

@@ -62,7 +62,7 @@ class End(Message):
     """The work is done."""
 
 
-# Programs, and what belongs to a launch
+# Programs, and masks of a launch
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,10 @@ from mtp_jax.machine import processor_features
 
 _HOPPER = re.compile(r"NVIDIA (H100|H200|H800|H20|GH200)\b")
 
-# The first two passes move a loop's computations on weights alone, their widening, in front of it: into memory, as
-# float32 copies, which loops then read at twice the bytes or more. The third makes two kernels of a reduction that
-# could be one with its operand, which it then has written to memory.
-_OFF = (
-    "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion,tree_reduction_rewriter"
-)
+# The first two passes move a loop's computations on weights alone, their widening, in front of it: into
+# memory, as float32 copies, which loops then read at twice the bytes or more. The third makes two kernels of
+# a reduction that could be one with its operand, which it then has written to memory.
+_OFF = "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion,tree_reduction_rewriter"
 
 
 def platform() -> str:

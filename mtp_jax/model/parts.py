@@ -41,7 +41,7 @@ def split_tree(tree: Any, shapes: Sequence[tuple[int, ...]], mesh: Mesh | None) 
 def split(
     rows: Shaped[Array, "S R ..."], shapes: Sequence[tuple[int, ...]], mesh: Mesh | None
 ) -> list[Shaped[Array, "_B _W ..."]]:
-    """Parts of these shapes [B, W] that ``join`` made one."""
+    """Parts of these shapes [B, W], from the rows that ``join`` made of them."""
     if len(shapes) == 1:
         return [rows]
     shards, parts, at = data_size(mesh), [], 0

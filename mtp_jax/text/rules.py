@@ -77,7 +77,7 @@ class BadWords:
 
 
 class ThinkingBudget:
-    """A thought has ``limit`` tokens at most: the next one is then its end, as soon as a grammar allows that.
+    """A thought has ``most`` tokens at most: the next one is then its end, as soon as a grammar allows that.
 
     The tokens of the two tags do not count. A grammar does not allow it within a call of a tool, which some
     models write inside a thought.

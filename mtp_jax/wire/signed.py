@@ -58,7 +58,7 @@ class Signed:
     def __init__(
         self, connection: Connection, seals: Seals, kinds: Mapping[str, type], most_json: int
     ) -> None:
-        """kinds: of values, by name, that may come. most_json: bytes of JSON in a message."""
+        """kinds: classes of values that may come, by name. most_json: bytes of JSON in a message."""
         self.connection, self._seals, self._kinds, self._most_json = connection, seals, kinds, most_json
         self._sending = threading.Lock()
 

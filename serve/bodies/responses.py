@@ -46,7 +46,7 @@ class _CallItem(Body):
 
     @property
     def call(self) -> dict[str, Any]:
-        """The item as a message of the chat route."""
+        """The call as a message of the chat route has it."""
         return {"id": self.call_id, "function": {"name": self.name, "arguments": self.arguments}}
 
 
@@ -168,7 +168,7 @@ class _Tool(Body):
 
     @property
     def tool(self) -> dict[str, Any]:
-        """The tool choice as the chat route has it."""
+        """The tool as the chat route has it."""
         keys = ("name", "description", "parameters", "strict")
         return {
             "type": "function",

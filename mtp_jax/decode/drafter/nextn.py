@@ -282,7 +282,7 @@ def _pending(
 
 
 def _deferred(slots: NextNSlots, seen: Committed) -> NextNSlots:
-    """The deferred tokens with one more of each slot whose ``count`` is 1."""
+    """The slots with one more deferred token each where ``count`` is 1."""
     here = jnp.arange(slots.tokens.shape[1]) == slots.count[:, None]
     return slots.replace(
         tokens=jnp.where(here, seen.tokens, slots.tokens),

@@ -81,7 +81,7 @@ class Suffix:
         sampler: DraftSampler,
         on: Backend,
     ) -> tuple[Drafts, DrafterState]:
-        """The other's drafts, replaced as a whole where a match proposes others that grammars allow."""
+        """The other drafter's drafts, replaced as a whole where a match has drafts that grammars allow."""
         drafts, after = self.other.propose(params, _others(own), s, table, depth, wanted, sampler, on)
         with jax.named_scope("suffix"):
             tokens = _read(own.pages.tokens, table, on.mesh)
@@ -109,7 +109,7 @@ class Suffix:
         return other.replace(pages=SuffixPages(kept, other.pages))
 
     def flush(self, params: Params, own: DrafterState, s: Slots, on: Backend) -> DrafterState:
-        """The other drafter's deferred work."""
+        """Do the other drafter's deferred work."""
         return _with_others(own, self.other.flush(params, _others(own), s, on))
 
     def resume(self, own: DrafterState, slot: Int[Array, ""], page: Int[Array, ""]) -> DrafterState:

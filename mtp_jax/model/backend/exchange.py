@@ -179,8 +179,7 @@ def exchange_of(choice: ExchangeChoice, room: float, mesh: Mesh | None) -> Excha
 
 
 def shards_of_a_host(devices: np.ndarray) -> int:
-    """Number of neighbouring data shards of a mesh's devices [data, model] that share a host; 1 if hosts
-    differ.
+    """Number of neighbouring data shards on one host, of devices [data, model]; 1 if hosts differ.
 
     A host is a process: each has the devices that a fast network connects.
     """
