@@ -16,7 +16,7 @@ from mtp_jax.api.local import make_runner
 from mtp_jax.api.memory import resident_bytes, return_free_memory
 from mtp_jax.decode.keys import StepKey
 from mtp_jax.decode.runner import LocalRunner
-from mtp_jax.engine.buckets import all_keys
+from mtp_jax.engine.buckets import Buckets
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.errors import ConfigError
 from mtp_jax.machine import memory_size
@@ -92,7 +92,8 @@ def _programs(runner: LocalRunner, config: EngineConfig, structured: bool) -> fl
 
     On a CPU a program's code is the process memory that the compiled widest step holds, and goes on holding.
     """
-    keys = all_keys(config, runner.shards, structured, runner.any_depth)
+    first, rest = Buckets(config, runner.shards, runner.any_depth).server(structured)
+    keys = first + rest
     steps = (k for k in keys if isinstance(k, StepKey) and not k.mode.structured)
     before = resident_bytes()
     widest = max(steps, key=lambda key: key.cost)

@@ -27,7 +27,6 @@ from mtp_jax.api.session import Session
 from mtp_jax.api.simulated import simulated_engine
 from mtp_jax.checkpoint.update import Source, read_update
 from mtp_jax.decode.keys import MAX_DRAFTS
-from mtp_jax.engine.buckets import chunk_sizes
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Terms
@@ -198,9 +197,8 @@ class LLM:
         if prompts is not None:
             self._prepare(self._states(prompts, sampling_params))
             return
-        config = self.engine.config
-        longest = config.max_model_len - 1
-        for size in (*chunk_sizes(config), longest):
+        longest = self.engine.config.max_model_len - 1
+        for size in (*self.engine.buckets.chunk_sizes, longest):
             self._prepare(self._states([[0] * min(size, longest)], sampling_params))
 
     def stream(

@@ -30,7 +30,7 @@ from mtp_jax.decode.keys import (
 )
 from mtp_jax.decode.launches import Pending, Runner
 from mtp_jax.engine.balance import Balancer
-from mtp_jax.engine.buckets import Prompts, keys_for, slot_bucket, warm_up_keys
+from mtp_jax.engine.buckets import Buckets, Prompts
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.depth import DepthController, adaptive_depths
 from mtp_jax.engine.inputs import next_chunk, page_row, slot_row
@@ -86,7 +86,8 @@ class Engine:
         self.scheduler = Scheduler(config, self.shards, self.tier)
         self.depth = DepthController(config.num_speculative_tokens)
         self.timings, self.counters = Timings(), Counters()
-        self.planner = Planner(config, self.scheduler, runner, self.depth)
+        self.buckets = Buckets(config, self.shards, runner.any_depth)
+        self.planner = Planner(self.buckets, self.scheduler, runner, self.depth)
         self._inputs = InputProcessor(cfg, config, self.pages, grammars)
         self.launches, self.weight_version, self.asleep = 0, weight_version, False
         self._warm: set[Key] = set()
@@ -147,17 +148,7 @@ class Engine:
 
         every_size: smaller steps, too, for when few of them are left: more to compile, less to compute.
         """
-        together = [*self.scheduler.live(), *requests]
-        slots = max((r.residence.slot + 1 for r in together), default=0)
-        keys = keys_for(
-            self.config,
-            together,
-            self.shards,
-            slots=slots,
-            pages=self.pages,
-            any_depth=self.runner.any_depth,
-            every_size=every_size,
-        )
+        keys = self.buckets.prepare([*self.scheduler.live(), *requests], every_size)
         self.runner.compile(keys, done)
         self.warm_up(keys)
 
@@ -189,8 +180,7 @@ class Engine:
 
     def warm_up_keys(self) -> tuple[list[Key], list[Key]]:
         """Executables for serving: programs that can serve anything, and cheaper ones for smaller work."""
-        structured = self.grammars is not None
-        return warm_up_keys(self.config, self.shards, structured, self.runner.any_depth)
+        return self.buckets.server(structured=self.grammars is not None)
 
     def flush_prefix_cache(self) -> None:
         """Forget the pages of past requests."""
@@ -262,7 +252,7 @@ class Engine:
         self._refresh()
         for request in self.scheduler.admit():
             self._admit(request)
-        for source, target in self.scheduler.pack(partial(slot_bucket, self.config)):
+        for source, target in self.scheduler.pack(self.buckets.slots):
             self.runner.do(launches.Move(source, target))
 
     def _refresh(self) -> None:

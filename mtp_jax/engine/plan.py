@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from mtp_jax.decode.keys import StepKey
 from mtp_jax.decode.launches import Runner
-from mtp_jax.engine.buckets import Prompts, next_prompts, step_key
-from mtp_jax.engine.config import EngineConfig
+from mtp_jax.engine.buckets import Buckets, Prompts
 from mtp_jax.engine.depth import DepthController, adaptive_depths
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.results import Launch
@@ -51,9 +50,9 @@ class Planner:
     """Decides the launches of one engine."""
 
     def __init__(
-        self, config: EngineConfig, scheduler: Scheduler, runner: Runner, depth: DepthController
+        self, buckets: Buckets, scheduler: Scheduler, runner: Runner, depth: DepthController
     ) -> None:
-        self._config, self._scheduler, self._runner, self._depth = config, scheduler, runner, depth
+        self._buckets, self._scheduler, self._runner, self._depth = buckets, scheduler, runner, depth
 
     def turn(self, inflight: Sequence[Launch]) -> Iterator[Action]:
         """The actions of one turn. inflight: launches that have not been read, the oldest first.
@@ -92,19 +91,19 @@ class Planner:
         costs more than waiting; a chunk makes it useful. The most prompts go along that a program takes.
         """
         running = self._scheduler.running()
-        prompts = next_prompts(self._config, self._scheduler.prefilling())
+        prompts = self._buckets.next_prompts(self._scheduler.prefilling())
         if prompts is None:
             ended = all(r.progress.unread and r.most_output >= r.max_tokens for r in running)
             return [] if ended else running, None
         most = max(map(len, prompts.requests))
-        while most > 1 and not self._runner.find(step_key(self._config, running, 0, prompts.first(most))):
+        while most > 1 and not self._runner.find(self._buckets.step(running, 0, prompts.first(most))):
             most //= 2
         prompts = prompts.first(most)
-        if not running or self._runner.find(step_key(self._config, running, 0, prompts)):
+        if not running or self._runner.find(self._buckets.step(running, 0, prompts)):
             return running, prompts
         # No program takes such windows beside a chunk: the prompts go first, by a program without windows:
         # windows would advance other requests unasked.
-        alone = self._runner.find(step_key(self._config, [], 0, prompts))
+        alone = self._runner.find(self._buckets.step([], 0, prompts))
         return ([], prompts) if alone and not alone.slots else (running, None)
 
     def _choose(self, running: list[Request], prompts: Prompts | None) -> StepKey:
@@ -123,4 +122,4 @@ class Planner:
 
     def _cover(self, running: list[Request], prompts: Prompts | None, depth: int) -> StepKey:
         """The cheapest program for it."""
-        return self._runner.cover(step_key(self._config, running, depth, prompts))
+        return self._runner.cover(self._buckets.step(running, depth, prompts))

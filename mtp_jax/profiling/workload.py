@@ -6,7 +6,6 @@ from typing import Literal, get_args
 
 from mtp_jax.bench.subject import Subject, prompts_for
 from mtp_jax.decode.keys import StepKey
-from mtp_jax.engine.buckets import keys_for, slot_bucket
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
@@ -68,16 +67,9 @@ def start(
             engine.step()
 
     another = [engine.make_request(p, short) for p in prompts[decoding:][:1]]
-    keys = keys_for(
-        engine.config,
-        [*running, *another],
-        engine.shards,
-        slots=0,
-        pages=engine.pages,
-        any_depth=engine.runner.any_depth,
-    )
+    keys = engine.buckets.prepare([*running, *another])
     if engine.shards == 1 and decoding:  # prompts go through further slots
-        most = slot_bucket(engine.config, decoding)
+        most = engine.buckets.slots(decoding)
         keys = [replace(k, slots=min(k.slots, most)) for k in keys if isinstance(k, StepKey)]
     engine.runner.compile(keys)
     _settle(engine, running, step)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from mtp_jax.engine.buckets import Buckets
 from mtp_jax.engine.depth import DepthController
 from mtp_jax.engine.plan import Admit, Planner, Read
 from mtp_jax.engine.scheduler import Scheduler
@@ -11,7 +12,7 @@ from tests.models import GREEDY, prepare, prompts
 
 
 def planner(s: Scheduler) -> Planner:
-    return Planner(s.config, s, Device(s.config), DepthController(3))
+    return Planner(Buckets(s.config, s.shards), s, Device(s.config), DepthController(3))
 
 
 def test_no_step_is_planned_while_every_row_may_have_ended():

@@ -14,7 +14,6 @@ import pytest
 
 from mtp_jax.api.local import local_runner
 from mtp_jax.decode.keys import Source, StepKey
-from mtp_jax.engine.buckets import step_key
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
@@ -317,7 +316,7 @@ def test_a_server_is_ready_for_grammars_at_once(grammars):
     requests = [engine.make_request(*job) for job in jobs(SamplingParams(logprobs=20))]
     for slot, r in enumerate(requests[:4]):
         r.residence.slot = slot
-    need = step_key(engine.config, requests[:4], 3)
+    need = engine.buckets.step(requests[:4], 3)
     assert need.mode.structured
     assert any(isinstance(key, StepKey) and key.covers(need) for key in first)
     assert not [key for key in rest if isinstance(key, StepKey) and key.mode.structured]

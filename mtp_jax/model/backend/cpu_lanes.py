@@ -33,9 +33,9 @@ _SUMS = 4
 CACHE_BYTES = 1 << 20
 # Rows of a weight that stay in the first cache while each row of x is multiplied with them.
 _TILE = 64
-
-# XLA computes what fuses with its readers up to 15 times over, and makes a kernel of its own of what it would have to
-# compute oftener: lanes that are read one by one, if there are at least so many. More than so many are too many to read.
+# XLA computes again for every place that reads it what is one kernel with its readers, up to 15 times. What
+# is read oftener it makes a kernel of its own: lanes, if there are so many and each is read by itself. More
+# than so many are too many to write down.
 _APART, _READ = 16, 32
 
 Weight = Float[Array, "*o i"] | Narrow
@@ -68,7 +68,7 @@ def product(x: Float[Array, "T i"], w: Narrow) -> Float[Array, "T O"]:
         starts = (at, *(0 for _ in a.shape[1:]))
         return jax.lax.dynamic_slice(a, starts, (1, *a.shape[1:]), allow_negative_indices=False)
 
-    return sum_lanes(multiply(own, lead, pick, x, spread)).swapaxes(1, 2).reshape(rows, outputs)
+    return sum_lanes(multiply(own, lead, pick, x, spread), rows).swapaxes(1, 2).reshape(rows, outputs)
 
 
 class Spread(NamedTuple):
@@ -115,18 +115,19 @@ def multiply(
         return reduce(jnp.add, [added(own) for i in range(_SUMS) if (own := parts[i::_SUMS])])
     blocks = range(-(-inputs // FP8_BLOCK))
     groups = ([p for p in parts if p.start // FP8_BLOCK == b] for b in blocks)
-    scaled = (added(own) * over(pick(scale_of(b)), spread.w) for b, own in zip(blocks, groups, strict=True))
-    return reduce(jnp.add, scaled)
+    scales = (over(pick(scale_of(b)), spread.w) for b in blocks)
+    return reduce(jnp.add, [added(own) * scale for own, scale in zip(groups, scales, strict=True)])
 
 
-def sum_lanes(x: Float[Array, "*b l"]) -> Float[Array, "*b"]:
-    """The sum over lanes, which whatever reads it makes of them in its own kernel (see ``_APART``).
+def sum_lanes(x: Float[Array, "*b l"], rows: int) -> Float[Array, "*b"]:
+    """The sum over lanes of so many rows. Whatever reads it makes it of them in its own kernel (``_APART``).
 
-    A reduction XLA would make a part of the loops, which then went number by number. Lanes that fill more than
-    a core's cache are not left to several readers: a product with ones sums them, behind a barrier.
+    A reduction XLA would make a part of the loops, which then went number by number. Where a row's lanes fill
+    more than a quarter of a core's cache, as those of logits do, a product with ones sums them, once for all
+    readers, behind a barrier. How many rows there are makes no difference to any.
     """
-    lanes = x.shape[-1]
-    if lanes & (lanes - 1) or not _APART <= lanes <= _READ or x.size * x.dtype.itemsize > CACHE_BYTES:
+    lanes, own = x.shape[-1], x.size // rows * x.dtype.itemsize
+    if lanes & (lanes - 1) or not _APART <= lanes <= _READ or own > CACHE_BYTES // 4:
         return jax.lax.optimization_barrier(x) @ jnp.ones(lanes, x.dtype)
     terms = [x[..., i] for i in range(lanes)]
     while len(terms) > 1:
@@ -138,7 +139,7 @@ def sum_lanes(x: Float[Array, "*b l"]) -> Float[Array, "*b"]:
 def _read(
     w: Weight, lead: tuple[int, ...]
 ) -> tuple[Callable[[slice], jax.Array], Pick, Callable[[int], jax.Array] | None]:
-    """A weight's numbers for a slice of inputs, what makes them float32, and the scales [*lead, 1] of a block.
+    """A weight's numbers for a slice of inputs, what makes them float32, and a block's scales [*lead, 1].
 
     There are no scales but of FP8.
     """
