@@ -107,7 +107,8 @@ WITHOUT_JAX = (
 
 # What computes by kernels, or shares their types.
 _NAMES = (
-    *("backend.e4m3", "backend.mosaic_attention", "backend.mosaic_gpu", "backend.xla", "backend.xla_experts"),
+    *("backend.cpu_router", "backend.e4m3", "backend.mosaic_attention", "backend.mosaic_gpu", "backend.xla"),
+    *("backend.xla_cpu", "backend.xla_experts"),
     *("cache", "indexer", "visible"),
 )
 OF_KERNELS = tuple(f"mtp_jax.model.{name}" for name in _NAMES)

@@ -17,8 +17,7 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.mla import Form
 from mtp_jax.model.moe import Experts
 from mtp_jax.model.params import Params
-from tests.engine.test_golden_decoding import VARIANTS as DECODED
-from tests.golden import LOW_PRECISION, VARIANTS, expected, model_dir
+from tests.golden import DECODED, LOW_PRECISION, VARIANTS, expected, model_dir
 
 BACKENDS = (
     *(Xla(form=form, experts=experts) for form in get_args(Form) for experts in get_args(Experts)),
