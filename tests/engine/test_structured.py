@@ -239,7 +239,7 @@ def test_preempted_requests_go_on_in_their_grammar(grammars, plain):
     some = [(job, want) for job, want in zip(jobs(short), plain, strict=True) if want.constraints]
     requests = serve(engine, [job for job, _ in some])
     assert engine.stats().preemptions > 0
-    assert [r.progress.output for r in requests] == [want.output for _, want in some]
+    assert [r.progress.output for r in requests] == [want.progress.output for _, want in some]
     assert engine.stats().pages_used == 0
 
 
