@@ -61,7 +61,7 @@ class Prompts:
 
 
 class Buckets:
-    """The programs of an engine: those that a piece of work needs, and those that are compiled for it.
+    """The programs of an engine: the key that a piece of work needs, and the keys that are compiled.
 
     Attributes:
         chunk_sizes: lengths of the chunks that prompts are cut into, the shortest first.
@@ -80,7 +80,7 @@ class Buckets:
     # A piece of work
 
     def next_prompts(self, waiting: Sequence[Sequence[Request]]) -> Prompts | None:
-        """The waiting requests of each data shard to prefill now: the first, and those alike.
+        """The waiting requests of each data shard to prefill now: the first, and requests like it.
 
         Chunks of other lengths wait: they would be padded, or cut. None if no request waits.
         """

@@ -12,8 +12,7 @@ from mtp_jax.model.backend.cpu_lanes import CACHE_BYTES, SLICES, Pick, Spread, m
 from mtp_jax.model.moe import Routing, Weight
 from mtp_jax.model.narrow import flat, nbytes
 
-# Most pairs per expert for which ``by_pair`` wins: with experts that fit a core's cache, and with larger
-# ones.
+# Most pairs per expert for which ``by_pair`` wins: with experts that fit a core's cache, or not.
 _PAIRS_CACHED, _PAIRS = 16, 4
 
 
@@ -60,7 +59,7 @@ def _mixed_products(w: Weight, experts: Int[Array, "T k"], x: Float[Array, "T k 
 
 
 def _picked(expert: Int[Array, " p"], others: tuple[int, int]) -> Pick:
-    """Looks up experts in an array [E, o, n]. others: where o and n are in the result, beside p."""
+    """Looks up experts in an array [E, o, n]. others: axes of o and n in the result, beside p."""
     numbers = jax.lax.GatherDimensionNumbers(others, (0,), (0,))
 
     def pick(a: jax.Array) -> jax.Array:

@@ -35,6 +35,6 @@ def choose(
 
 
 def _ranks(x: Float[Array, "*b n"]) -> Int[Array, "*b n"]:
-    """How many numbers of its row come before each: larger ones, and equal ones with a lower index."""
+    """The rank of each number in its row: larger numbers come first, then the lower index among equals."""
     own, other, index = x[..., :, None], x[..., None, :], jnp.arange(x.shape[-1])
     return ((other > own) | (other == own) & (index < index[:, None])).sum(axis=-1, dtype=jnp.int32)

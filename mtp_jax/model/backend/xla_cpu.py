@@ -66,7 +66,7 @@ class XlaCpu(Xla):
         return True
 
     def by_head(self, w: ByHead) -> ByHead:
-        """As they lie in memory, if loops read them."""
+        """The parameters as they lie in memory, if loops read them."""
         return w if self.mesh is None and readable(w) else super().by_head(w)
 
     def prefill_form(self, cfg: ModelConfig, window: int) -> Form:
@@ -102,7 +102,8 @@ class XlaCpu(Xla):
     def write_rows(
         self, pages: Tree, rows: Any, page_table: Int[Array, "B n"], written: Int[Array, "B W"]
     ) -> Tree:
-        """By a loop: a scatter checks its bounds by a select, for which XLA copies the whole cache.
+        """Rows written by a loop: a scatter checks its bounds by a select, for which XLA copies the whole
+        cache.
 
         A row's place is found in the loop, by the kernel that writes it.
         """
@@ -136,7 +137,7 @@ class XlaCpu(Xla):
         rule: Rule,
         counted: Bool[Array, " T"] | None = None,
     ) -> Routing:
-        """By comparisons, for few rows."""
+        """The choice by comparisons, for few rows."""
         return Routing(*cpu_router.choose(logits, bias, rule, counted))
 
     def routed(
