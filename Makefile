@@ -14,7 +14,7 @@ INPUTS := pyproject.toml constraints.txt
 GPU_COMPILE := build/gpu-compile
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow test-nightly test-gpu lint format types gpu-compile bench clean
+.PHONY: demo test test-slow test-nightly test-gpu lint format types gpu-compile bench soak clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.runtime
@@ -71,6 +71,10 @@ bench: $(VENV)/.dev
 	  $(BENCH) depth --model build/bench/$$p --temperature 0 --prompts 8 --max-tokens 64 || exit 1; done
 	@$(BENCH) sweep && for p in dense moe; do \
 	  $(BENCH) sweep --model build/bench/$$p --prompt-tokens 16 --max-tokens 64 --rounds 2 || exit 1; done
+
+# Random traffic against a server of its own, for minutes: docs/benchmarks.md.
+soak: $(VENV)/.dev
+	@$(BIN)/python -m tests.soak $(SOAK_ARGS)
 
 clean:
 	@rm -rf $(VENV) build dist *.egg-info .hypothesis .pytest_cache .ruff_cache

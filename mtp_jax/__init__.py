@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from mtp_jax.api.async_llm import AsyncLLM
     from mtp_jax.api.demo import demo_model
     from mtp_jax.api.follow import follow
-    from mtp_jax.api.handover_options import HandoverOptions
     from mtp_jax.api.llm import LLM
     from mtp_jax.api.outputs import CompletionOutput, Draft, RequestOutput
     from mtp_jax.api.progress import Reporter
     from mtp_jax.api.stream import Stream
-    from mtp_jax.engine.request import Logprob, OutputKind, SamplingParams, Speculation
+    from mtp_jax.engine.sampling_params import OutputKind, SamplingParams
+    from mtp_jax.engine.speculation import Logprob, Speculation
     from mtp_jax.engine.stats import EngineStats
     from mtp_jax.errors import (
         CheckpointError,
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
         PromptTooLong,
         RequestError,
     )
+    from mtp_jax.handover.handover import Handover
+    from mtp_jax.handover.options import HandoverOptions
     from mtp_jax.hosts.group import Group, join
     from mtp_jax.hosts.options import Hosts
     from mtp_jax.model.sharding import make_mesh
@@ -49,6 +51,7 @@ __all__ = [
     "EngineStats",
     "EngineStopped",
     "Group",
+    "Handover",
     "HandoverOptions",
     "Hosts",
     "LazyPrompt",
@@ -82,15 +85,16 @@ _HOMES = {
     "Draft": "api.outputs",
     "EngineStats": "engine.stats",
     "Group": "hosts.group",
-    "HandoverOptions": "api.handover_options",
+    "Handover": "handover.handover",
+    "HandoverOptions": "handover.options",
     "Hosts": "hosts.options",
     "LazyPrompt": "api.admission",
-    "Logprob": "engine.request",
-    "OutputKind": "engine.request",
+    "Logprob": "engine.speculation",
+    "OutputKind": "engine.sampling_params",
     "Reporter": "api.progress",
     "RequestOutput": "api.outputs",
-    "SamplingParams": "engine.request",
-    "Speculation": "engine.request",
+    "SamplingParams": "engine.sampling_params",
+    "Speculation": "engine.speculation",
     "Stream": "api.stream",
     "StreamDecoder": "text.tokenizer",
     "StructuredOutput": "text.grammar",

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests import compiling, shapes
 
@@ -20,6 +21,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("optimised"):
         compiling.compile_fast()
+        compiling.share_contexts()
+    # How long an example takes depends on what else the computer does.
+    settings.register_profile("suite", deadline=None)
+    settings.load_profile("suite")
     import jax
 
     from mtp_jax.machine import program_folder
@@ -43,15 +48,21 @@ def _shapes(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_programs() -> Iterator[None]:
-    """Forget compiled programs before they are too many for one process."""
+    """Forget compiled programs before they are too many for one process.
+
+    Servers collect garbage after every program that they compile. What earlier modules have left, which is much
+    and lives, is not looked through each time.
+    """
     yield
     from mtp_jax.api.memory import room_for_programs
 
-    if not room_for_programs(0.3):
+    if not room_for_programs(0.5):
         import jax
 
         from tests import models
 
         models.forget_programs()
         jax.clear_caches()
-        gc.collect()
+        gc.unfreeze()
+    gc.collect()
+    gc.freeze()

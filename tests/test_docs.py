@@ -13,7 +13,7 @@ import pytest
 import mtp_jax
 from mtp_jax.commands import cli
 from tests import golden, tiny_tokenizer
-from tests.test_imports import LAYERS, ROOT
+from tests.layers import FLOORS, LAYERS, ROOT
 
 PACKAGE = Path(mtp_jax.__file__).parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -107,3 +107,9 @@ def test_the_table_of_layers_is_that_of_the_tree():
     assert [set(row) for row in named] == [set(row) for row in reversed(LAYERS)]
     parts = {p.stem for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").is_file()}
     assert {name for row in named for name in row} == parts
+
+
+def test_the_table_of_folders_is_that_of_the_server():
+    named = re.findall(r"^\| `(\w+)` \|", section("docs/architecture.md", "The server"), re.M)
+    assert named == [*reversed(FLOORS)]
+    assert {*FLOORS} == {path.parent.name for path in (ROOT / "serve").glob("*/__init__.py")}

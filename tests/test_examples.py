@@ -15,7 +15,7 @@ from mtp_jax.bench import machine
 from mtp_jax.checkpoint import load
 from mtp_jax.model import trunk
 from tests import golden
-from tests.test_imports import ROOT
+from tests.layers import ROOT
 
 EXAMPLES = ROOT / "examples"
 

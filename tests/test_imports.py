@@ -3,35 +3,23 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.layers import FLOORS, LAYERS, ROOT
 
-# Lowest first. A module may import from its own package and from the layers before its own.
-LAYERS = (
-    ("errors", "machine", "options"),
-    ("handshake", "door"),
-    ("model", "text"),
-    ("checkpoint", "decode", "planning"),
-    ("simulate", "store"),
-    ("engine", "hosts"),
-    ("api",),
-    ("__init__", "bench"),
-    ("profiling", "train"),
-    ("commands",),
-    ("__main__",),
-)
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+FLOOR = {name: floor for floor, name in enumerate(FLOORS)}
 
 # The engine is host code: it must be testable, and fast, without a device.
 WITHOUT_JAX = (
     "api.admission",
-    "api.handover_options",
+    "api.hooks",
     "api.options",
-    "decode.host",
+    "decode.arrays",
     "decode.keys",
     "decode.launches",
     "engine.balance",
@@ -39,36 +27,40 @@ WITHOUT_JAX = (
     "engine.config",
     "engine.depth",
     "engine.engine",
-    "engine.exchange",
     "engine.inputs",
     "engine.pages",
-    "engine.placement",
     "engine.plan",
     "engine.request",
     "engine.results",
+    "engine.sampling_params",
     "engine.scheduler",
+    "engine.shards",
+    "engine.speculation",
     "engine.stats",
     "engine.structured",
     "engine.timings",
     "engine.validate",
     "errors",
-    "door",
-    "handshake",
-    "machine",
+    "handover.client",
+    "handover.messages",
+    "handover.options",
+    "handover.pages",
+    "handover.server",
     "hosts.channel",
-    "hosts.codec",
     "hosts.ending",
     "hosts.follower_log",
     "hosts.hello",
     "hosts.leader_log",
     "hosts.messages",
     "hosts.options",
+    "machine",
     "model.config",
     "model.config_parts",
     "model.hf_config",
     "model.placement",
     "model.room",
     "model.hf_quantization",
+    "model.specs",
     "options",
     "planning.check",
     "planning.deployment",
@@ -86,12 +78,9 @@ WITHOUT_JAX = (
     "planning.work",
     "simulate.device",
     "simulate.language",
-    "store.client",
     "store.memory",
     "store.page",
-    "store.server",
     "store.tier",
-    "store.wire",
     "text.chat_template",
     "text.child",
     "text.compile_grammar",
@@ -108,11 +97,18 @@ WITHOUT_JAX = (
     "text.tools.parser",
     "text.tools.parts",
     "text.tools.use",
+    "wire.codec",
+    "wire.connection",
+    "wire.door",
+    "wire.handshake",
+    "wire.secret",
+    "wire.signed",
 )
 
 # What computes by kernels, or shares their types.
 _NAMES = (
-    *("backend.e4m3", "backend.mosaic_attention", "backend.mosaic_gpu", "backend.xla", "backend.xla_experts"),
+    *("backend.cpu_router", "backend.e4m3", "backend.mosaic_attention", "backend.mosaic_gpu", "backend.xla"),
+    *("backend.xla_cpu", "backend.xla_experts"),
     *("cache", "indexer", "visible"),
 )
 OF_KERNELS = tuple(f"mtp_jax.model.{name}" for name in _NAMES)
@@ -134,6 +130,7 @@ _OF_MODEL = (
     "narrow",
     "params",
     "sharding",
+    "specs",
 )
 OF_MODEL = tuple(f"mtp_jax.model.{name}" for name in _OF_MODEL)
 
@@ -196,12 +193,33 @@ def faults_in_kernels(module: str, source: str) -> Iterator[str]:
 
 
 def faults_in_serve(module: str, source: str) -> Iterator[str]:
+    here = module.split(".")[1]
+    if here not in (*FLOORS, "__init__"):
+        yield f"{module}: serve.{here} has no place in FLOORS of {Path(__file__).name}; give it one"
+        return
     for name in imports(module, source):
         top, *below = name.split(".")
+        if top == "serve" and FLOOR.get(below[0], len(FLOORS)) > FLOOR.get(here, -1):
+            yield f"{module} imports {name}, which is not below it"
         inside = top == "mtp_jax" and bool(below) and (len(below) > 1 or is_module(name))
         inside &= below[:1] != ["options"]  # how they are declared, for its own, too
         if top == "kernels_pallas" or inside:
             yield f"{module} imports {name}; the server uses only what `from mtp_jax import ...` offers"
+
+
+def imported_modules(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """The modules of ours that each imports: for type checkers alone and within functions, too."""
+    sources = {name.removesuffix(".__init__"): source for name, source in sources.items()}
+
+    def home(name: str) -> str:
+        while name and name not in sources:
+            name = name.rpartition(".")[0]
+        return name
+
+    return {
+        module: {home(name) for name in imports(module, source)} - {"", module}
+        for module, source in sources.items()
+    }
 
 
 FAULTS = {"mtp_jax": faults_in_mtp_jax, "kernels_pallas": faults_in_kernels, "serve": faults_in_serve}
@@ -213,12 +231,42 @@ def test_imports_point_downwards(package):
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("name", WITHOUT_JAX)
-def test_host_code_runs_without_jax(name):
+def test_modules_are_in_no_circle():
+    """One that imports what imports it, however far away, is read as one file with it."""
+    everything = {name: source for package in FAULTS for name, source in modules(package).items()}
+    tuple(TopologicalSorter(imported_modules(everything)).static_order())
+
+
+def test_circles_are_found():
+    package = {"p.__init__": "", "p.a": "if TYPE_CHECKING:\n    from p.b import x"}
+    with pytest.raises(CycleError) as caught:
+        TopologicalSorter(imported_modules({**package, "p.b": "def f():\n    from p import a"})).prepare()
+    assert set(caught.value.args[1]) == {"p.a", "p.b"}
+    TopologicalSorter(imported_modules({**package, "p.b": "from p import q\nimport os"})).prepare()
+
+
+# Imports each of the modules that are named, and prints a line for every one that fails.
+WITHOUT = """
+import importlib, sys
+
+sys.modules["jax"] = sys.modules["jaxlib"] = None
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        print(f"{name}: {error}")
+"""
+
+
+def test_host_code_runs_without_jax():
     """Transitively, in a process in which jax cannot be imported."""
-    code = f"import sys; sys.modules['jax'] = sys.modules['jaxlib'] = None; import mtp_jax.{name}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+
+    def failed(*names: str) -> str:
+        command = [sys.executable, "-c", WITHOUT, *(f"mtp_jax.{name}" for name in names)]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    assert not failed(*WITHOUT_JAX)
+    assert "mtp_jax.decode.step: " in failed("decode.step")
 
 
 @pytest.mark.parametrize("package", FAULTS)
@@ -244,10 +292,13 @@ def test_no_private_jax(package):
         ("mtp_jax", "mtp_jax.decode.step", "import kernels_pallas.mla_decode"),
         ("mtp_jax", "mtp_jax.decode.step", "from mtp_jax.model import nextn"),
         ("mtp_jax", "mtp_jax.engine.engine", "from mtp_jax.model.nextn import run"),
-        ("mtp_jax", "mtp_jax.api.llm", "from serve.app import main"),
+        ("mtp_jax", "mtp_jax.api.llm", "from serve.http.app import main"),
         ("kernels_pallas", "kernels_pallas.mla_decode.api", "from mtp_jax.errors import ConfigError"),
-        ("serve", "serve.app", "from mtp_jax.errors import RequestError"),
-        ("serve", "serve.app", "from mtp_jax import errors"),
+        ("serve", "serve.http.app", "from mtp_jax.errors import RequestError"),
+        ("serve", "serve.http.app", "from mtp_jax import errors"),
+        ("serve", "serve.answers.calls", "from serve.routes.chat import ask"),
+        ("serve", "serve.base.state", "def f():\n    from serve import cluster"),
+        ("serve", "serve.chat", "import json"),
     ],
 )
 def test_faults_are_found(package, module, source):
@@ -257,11 +308,16 @@ def test_faults_are_found(package, module, source):
 @pytest.mark.parametrize(
     ("package", "module", "source"),
     [
-        ("mtp_jax", "mtp_jax.commands.serve", "from mtp_jax.api.llm import LLM\nfrom serve.app import main"),
+        (
+            "mtp_jax",
+            "mtp_jax.commands.serve",
+            "from mtp_jax.api.llm import LLM\nfrom serve.http.app import main",
+        ),
         ("mtp_jax", "mtp_jax.model.trunk", "from . import layers\nfrom ..errors import ConfigError"),
         ("mtp_jax", "mtp_jax.checkpoint.hf", "from mtp_jax.model.params import Params"),
         ("mtp_jax", "mtp_jax.decode.drafter.nextn", "from mtp_jax.model import nextn"),
-        ("serve", "serve.app", "from mtp_jax import LLM, RequestError"),
+        ("serve", "serve.http.app", "from mtp_jax import LLM, RequestError"),
+        ("serve", "serve.http.app", "from serve.http.access import Access\nfrom serve.routes import chat"),
     ],
 )
 def test_allowed_imports_pass(package, module, source):

@@ -14,6 +14,7 @@ TEXT = {"", ".cfg", ".css", ".html", ".js", ".json", ".jinja", ".md", ".py", ".t
 PROSE = {"", ".html", ".js", ".md", ".py", ".toml", ".txt", ".yaml", ".yml"}
 UNSAFE = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
 MAX_LINES = 450
+MAX_LINES_OF_TESTS = 600
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +66,21 @@ def test_no_format_that_runs_code_on_load(files):
 
 def test_files_are_short(files):
     lengths = {show(path): len(path.read_bytes().splitlines()) for path in files if path.suffix == ".py"}
-    long = {name: length for name, length in lengths.items() if length > MAX_LINES}
-    assert not long, f"more than {MAX_LINES} lines: split by idea"
+    most = {name: MAX_LINES_OF_TESTS if name.startswith("tests/") else MAX_LINES for name in lengths}
+    long = {name: length for name, length in lengths.items() if length > most[name]}
+    assert not long, f"more than {MAX_LINES} lines, or {MAX_LINES_OF_TESTS} of tests: split by idea"
+
+
+def test_tests_share_helpers_and_no_other_tests(files):
+    found = []
+    for path in (path for path in files if path.suffix == ".py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            tests = [name for name in names if name.startswith("tests.") and ".test_" in name]
+            found += [f"{show(path)} imports {name}" for name in tests]
+    assert not found, "move what is shared to tests/<room>/helpers.py"
 
 
 def test_a_clone_is_small(files):

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, TypedDict, cast
+from typing import TypedDict, Unpack, cast
 
 import numpy as np
 
 from mtp_jax.api.outputs import CompletionOutput, RequestOutput, Timing
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request, Terms
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import RequestError
 from mtp_jax.text.stop_strings import StopStrings
 from mtp_jax.text.tokenizer import StreamDecoder, Tokenizer
@@ -17,7 +18,7 @@ Prompt = str | Sequence[int]
 
 
 class RequestOptions(TypedDict, total=False):
-    """What a request may say besides its prompt and how to choose tokens.
+    """Options of a request besides its prompt and its choice of tokens.
 
     Keys:
         request_id: names it to ``abort``.
@@ -37,8 +38,8 @@ class CompletionState:
 
     Attributes:
         request: on its way through the engine.
-        text: what may be shown.
-        token_texts: what each token added to it.
+        text: text that may be shown.
+        token_texts: text that each token added to it.
         seen: tokens of the request's output that are in the text.
         done: whether nothing more will come.
     """
@@ -52,11 +53,11 @@ class CompletionState:
         self._stops = StopStrings(p.stop_strings, p.include_stop_str_in_output)
 
     def advance(self, engine: Engine) -> None:
-        """Detokenise what is new; a stop string cuts the tokens that follow it."""
+        """Detokenise new tokens; a stop string cuts the tokens that follow it."""
         request = self.request
-        while self.seen < len(request.output):
+        while self.seen < len(request.progress.output):
             self.seen += 1
-            self._show(request.output[self.seen - 1])
+            self._show(request.progress.output[self.seen - 1])
             if self._stopped(engine):
                 return
         if request.finished:
@@ -78,37 +79,37 @@ class CompletionState:
         return True
 
     def output(self, index: int) -> CompletionOutput:
-        """All there is so far, or what has come since the last call."""
+        """Everything so far, or the part since the last call."""
         request, params = self.request, self.request.params
         text, start, step = self._emitted
         if params.output_kind == "delta":
-            self._emitted = len(self.text), self.seen, request.speculation.steps
+            self._emitted = len(self.text), self.seen, request.progress.speculation.steps
         return CompletionOutput(
             index=index,
             text=self.text[text:],
-            token_ids=request.output[start : self.seen],
+            token_ids=request.progress.output[start : self.seen],
             num_tokens=self.seen,
-            finish_reason=request.finish_reason if self.done else None,
-            logprobs=None if params.logprobs is None else request.logprobs[start : self.seen],
+            finish_reason=request.progress.finish_reason if self.done else None,
+            logprobs=None if params.logprobs is None else request.progress.logprobs[start : self.seen],
             token_texts=self.token_texts[start:],
-            drafted=request.drafted[start : self.seen],
-            speculation=request.speculation.since(step),
+            drafted=request.progress.drafted[start : self.seen],
+            speculation=request.progress.speculation.since(step),
             decode_seconds=self._decode_seconds() if self.done else None,
-            stop_reason=request.stop_reason if self.done else None,
+            stop_reason=request.progress.stop_reason if self.done else None,
         )
 
     def _decode_seconds(self) -> float | None:
-        first, last = self.request.first_token_at, self.request.finished_at
+        first, last = self.request.progress.first_token_at, self.request.progress.finished_at
         return None if first is None or last is None else last - first
 
     def _show(self, token: int) -> None:
         """Add a token's text.
 
-        As in vLLM no stop string is completed within the first ``min_tokens``, and a stop token has no text
-        unless what ends it is to be in it.
+        No stop string is completed within the first ``min_tokens``, as in vLLM, and a stop token has no text
+        unless the text is to include it.
         """
         request = self.request
-        ends = request.finished and self.seen == len(request.output) and token in request.stops
+        ends = request.finished and self.seen == len(request.progress.output) and token in request.stops
         if self._decoder is None or (ends and not request.params.include_stop_str_in_output):
             text = ""
         else:
@@ -119,9 +120,9 @@ class CompletionState:
 
 
 class PromptState:
-    """One prompt and its n completions. Raises RequestError for what cannot be served.
+    """One prompt and its n completions. Raises RequestError for a prompt that cannot be served.
 
-    ``options``: keyword arguments of ``Engine.make_request``.
+    ``terms``: the argument of ``Engine.make_requests``.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class PromptState:
         tokenizer: Tokenizer | None,
         prompt: Prompt,
         params: SamplingParams,
-        **options: Any,
+        **terms: Unpack[Terms],
     ) -> None:
         self.prompt = prompt if isinstance(prompt, str) else None
         check(prompt, params)
@@ -138,13 +139,8 @@ class PromptState:
             raise RequestError("the model directory has no tokenizer; give token ids and no stop strings")
         ids = _ids(prompt, tokenizer)
         self.params = params
-        seeds = [None if params.seed is None else (params.seed + i) % 2**32 for i in range(params.n)]
-        self.completions = [
-            CompletionState(engine.make_request(ids, params, seed, **options), tokenizer) for seed in seeds
-        ]
-        requests = [completion.request for completion in self.completions]
-        for request in requests:
-            request.siblings = requests
+        requests = engine.make_requests(ids, params, **terms)
+        self.completions = [CompletionState(request, tokenizer) for request in requests]
         self._ids = list(requests[0].prompt)
         self._scored = False  # whether an output has held the prompt's log-probabilities
 
@@ -158,18 +154,18 @@ class PromptState:
         return self.output() if self.done or self.params.output_kind != "final_only" else None
 
     def output(self) -> RequestOutput:
-        """The output so far, or what is new of it."""
+        """The output so far, or the new part of it."""
         first = self.completions[0].request
         outputs = [c.output(i) for i, c in enumerate(self.completions)]
-        finished = [c.request.finished_at or 0.0 for c in self.completions]
+        finished = [c.request.progress.finished_at or 0.0 for c in self.completions]
 
         scored = self.params.prompt_logprobs is not None and not self._scored
         # All completions find the same; the first one to prefill has them first.
-        scores = max((c.request.prompt_logprobs for c in self.completions), key=len)
+        scores = max((c.request.progress.prompt_logprobs for c in self.completions), key=len)
         self._scored |= scored and self.params.output_kind == "delta" and bool(scores)
 
         def since(at: float | None) -> float | None:
-            return None if at is None else at - first.arrived
+            return None if at is None else at - first.progress.arrived
 
         return RequestOutput(
             prompt=self.prompt,
@@ -177,17 +173,17 @@ class PromptState:
             outputs=outputs,
             prompt_logprobs=list(scores) if scored else None,
             timing=Timing(
-                since(first.admitted_at),
-                since(first.first_token_at),
+                since(first.progress.admitted_at),
+                since(first.progress.first_token_at),
                 since(max(finished) if self.done else None),
             ),
-            cached_tokens=first.cached_tokens,
-            weight_version=first.weight_version,
+            cached_tokens=first.progress.cached_tokens,
+            weight_version=first.progress.weight_version,
         )
 
 
 def check(prompt: Prompt, params: SamplingParams) -> None:
-    """Raises RequestError for what is neither a prompt nor sampling parameters at all."""
+    """Raises RequestError for an argument that is neither a prompt nor sampling parameters at all."""
     if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, str | Sequence | np.ndarray):
         raise RequestError(f"the prompt is {prompt!r:.80}; expected a string or a list of token ids")
     if not isinstance(params, SamplingParams):

@@ -3,14 +3,12 @@
 generate -> Session.step -> Engine.step -> compiled step -> tokens -> CompletionState.advance -> text
 """
 
-import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
-from numbers import Integral
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import numpy as np
 
@@ -28,10 +26,12 @@ from mtp_jax.api.score import Scorer, Scores
 from mtp_jax.api.session import Session
 from mtp_jax.api.simulated import simulated_engine
 from mtp_jax.checkpoint.update import Source, read_update
-from mtp_jax.engine.buckets import chunk_sizes
+from mtp_jax.decode.keys import MAX_DRAFTS
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import MAX_DRAFTS, SamplingParams
+from mtp_jax.engine.request import Terms
+from mtp_jax.engine.sampling_params import SamplingParams
+from mtp_jax.engine.validate import checked_ids
 from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.hosts.group import Group, lead
 from mtp_jax.model.narrow import nbytes
@@ -92,7 +92,7 @@ class LLM:
 
     @property
     def default_sampling_params(self) -> SamplingParams:
-        """Those of a prompt that comes without: the model's own, where ``sampling_defaults`` is "model"."""
+        """Parameters of a prompt that has none: the model's own, where ``sampling_defaults`` is "model"."""
         return SamplingParams(**self.sampling_defaults)
 
     @property
@@ -127,7 +127,7 @@ class LLM:
         self._check_alone("a second engine without speculation")
         other = copy(self)
         config = replace(self.engine.config, num_speculative_tokens=0, suffix_drafts=False)
-        if self.room:  # the first engine has taken what there was: pages for one request
+        if self.room:  # the first engine has taken all memory: pages for one request
             config = replace(config, num_pages=config.columns)
         other.engine = self._make_engine(config)
         other._session = Session(other.engine)
@@ -188,7 +188,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> None:
-        """Compile what ``generate`` with the same arguments will need. Raises RequestError likewise.
+        """Compile the programs that ``generate`` with the same arguments will need. Raises RequestError
+        likewise.
 
         prompts: None: any prompt, one at a time.
         """
@@ -196,9 +197,8 @@ class LLM:
         if prompts is not None:
             self._prepare(self._states(prompts, sampling_params))
             return
-        config = self.engine.config
-        longest = config.max_model_len - 1
-        for size in (*chunk_sizes(config), longest):
+        longest = self.engine.config.max_model_len - 1
+        for size in (*self.engine.buckets.chunk_sizes, longest):
             self._prepare(self._states([[0] * min(size, longest)], sampling_params))
 
     def stream(
@@ -206,7 +206,7 @@ class LLM:
     ) -> Generator[RequestOutput, None, None]:
         """Complete one prompt, yielding the output whenever it has grown. Closing the iterator aborts.
 
-        ``output_kind`` of the parameters says what each output holds: by default all there is so far.
+        ``output_kind`` of the parameters says the contents of each output: by default everything so far.
 
         Several streams may be open at once, and ``generate`` called meanwhile.
 
@@ -223,25 +223,18 @@ class LLM:
         assert self._scorer, "a simulated model is refused before"
         return self._scorer.score(self._memory.params, ids)
 
-    def _scorable(self, token_ids: Sequence[int]) -> list[int]:
+    def _scorable(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         self._check_alone("scoring")
         self.check_memory()
-        ids = list(token_ids)
-        self.engine.make_request(ids[:1], SamplingParams())
-        limit = self.config.max_position_embeddings
-        vocab = self.config.vocab_size
-        wrong = next((t for t in ids if not isinstance(t, Integral) or not 0 <= t < vocab), None)
-        if wrong is not None or len(ids) > limit:
-            raise RequestError(
-                f"score takes up to {limit} tokens from 0 to {vocab - 1}; got {len(ids)} "
-                f"tokens{'' if wrong is None else f', {wrong} among them'}"
-            )
+        ids, limit = checked_ids(token_ids, self.config.vocab_size), self.config.max_position_embeddings
+        if len(ids) > limit:
+            raise RequestError(f"score takes up to {limit} tokens; got {len(ids)}")
         return ids
 
     def hidden_states(self, token_ids: Sequence[int], positions: Sequence[int] | None = None) -> np.ndarray:
         """The trunk's hidden states after its final norm, float32 [n, D], to train heads with.
 
-        positions: of which tokens, from 0 on, or from the end where negative; None: of all.
+        positions: tokens to look at, from 0 on, or from the end where negative; None: all.
         Raises RequestError for bad ids and positions.
         """
         ids = self._scorable(token_ids)
@@ -275,7 +268,7 @@ class LLM:
 
     @property
     def released(self) -> tuple[Tag, ...]:
-        """What memory is given back; nothing can be served while anything is."""
+        """The memory that is given back; nothing can be served while any is."""
         return tuple(self._memory.released)
 
     def check_memory(self) -> None:
@@ -297,9 +290,9 @@ class LLM:
             source: a folder of safetensors files, or arrays by the names that such files use.
             draft_model: a folder with the NextN layers; None: they are in ``source``.
             keep_draft: the NextN layers stay; ``source`` need not have them.
-            weight_version: what outputs call these weights; None: the count of updates.
+            weight_version: name of these weights in outputs; None: the count of updates.
             probe: prompts to complete before and after, for the acceptance length with the old weights and
-                the new ones; None: a few of our own, if the model has a tokenizer.
+                the new weights; None: a few of our own, if the model has a tokenizer.
 
         Raises:
             CheckpointError, ConfigError: a tensor is missing, would not be read, or does not fit, or files
@@ -325,7 +318,7 @@ class LLM:
         probe: Sequence[Prompt] | None = None,
         prepare: bool = True,
     ) -> WeightUpdate:
-        """The second half: put them in their place. prepare: compile what the probe needs."""
+        """The second half: put them in their place. prepare: compile the probe's programs."""
         self._check_idle()
         before = self._probe(probe, prepare)
         self._memory.replace(self.engine, new, weight_version)
@@ -350,7 +343,7 @@ class LLM:
         self._memory.release(self.engine, wanted, backup)
 
     def resume_memory(self, tags: Sequence[Tag] | None = None) -> None:
-        """Take back what ``release_memory`` gave: the weights as they were, an empty cache.
+        """Take back the memory that ``release_memory`` gave: the weights as they were, an empty cache.
 
         Raises:
             ConfigError: a tag that this model does not have.
@@ -366,12 +359,10 @@ class LLM:
         """Acceptance length over completions of some prompts; None if there is nothing to measure."""
         if prompts is None:
             prompts = probing.PROMPTS if self.tokenizer else ()
-        states = self._states(prompts, probing.PARAMS)
+        # Other requests stay in the queue meanwhile.
+        states = self._states(prompts, probing.PARAMS, holdable=False)
         if not states or not self.engine.config.num_speculative_tokens or self.released:
             return None
-        for state in states:
-            for completion in state.completions:
-                completion.request.holdable = False  # requests of others stay in the queue meanwhile
         if prepare:
             self._prepare(states)
         self._complete(states)
@@ -389,6 +380,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        **terms: Unpack[Terms],
     ) -> list[PromptState]:
         many = as_prompts(prompts)
         params = self.default_sampling_params if sampling_params is None else sampling_params
@@ -402,13 +394,13 @@ class LLM:
         states = []
         for i, (prompt, p) in enumerate(zip(many, each, strict=True), start=1):
             try:
-                states.append(PromptState(self.engine, self.tokenizer, prompt, p))
+                states.append(PromptState(self.engine, self.tokenizer, prompt, p, **terms))
             except RequestError as e:
                 raise RequestError(f"prompt {i} of {len(many)}: {e}" if len(many) > 1 else str(e)) from e
         return states
 
     def _prepare(self, states: list[PromptState]) -> None:
-        """Compile what these prompts need together with those being served."""
+        """Compile the programs of these prompts together with the running ones."""
         requests = [c.request for state in states for c in state.completions]
         compiled = len(self.engine.runner.keys)
         with self._report.phase("compile", "executables") as update:
@@ -433,11 +425,9 @@ class LLM:
 
     @contextmanager
     def _serving(self, states: list[PromptState]) -> Iterator[None]:
-        """Submits; whatever is unfinished at the end is aborted."""
+        """Submits; requests that are unfinished at the end are aborted."""
         try:
             for state in states:
-                for completion in state.completions:
-                    completion.request.arrived = time.perf_counter()
                 self._session.submit(state)
             yield
         finally:

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from mtp_jax.api.completions import PromptState
-from mtp_jax.engine.request import SamplingParams, Speculation
+from mtp_jax.engine.sampling_params import SamplingParams
+from mtp_jax.engine.speculation import Speculation
 
 # Prose, code and a list, for a caller without prompts of its own: any text will do to compare with.
 PROMPTS = ("Once upon a time", "import os\n\n\ndef main(", "The capital of France is", "1, 2, 3, 4,")

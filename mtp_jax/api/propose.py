@@ -1,4 +1,4 @@
-"""What the NextN layers propose after a prompt, to look at: the engine's own draft program on one request."""
+"""Proposals of the NextN layers after a prompt, to look at: the engine's own draft program on one request."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from mtp_jax.api.session import Session
 from mtp_jax.decode.keys import DraftKey
 from mtp_jax.decode.launches import Draft
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import SamplingParams
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import RequestError
 
 
@@ -31,7 +31,7 @@ def propose(engine: Engine, prompt: Iterable[int], depth: int) -> tuple[int, np.
     engine.runner.compile([key])
     for _ in Session(engine).run([request]):
         pass
-    if not request.output:
+    if not request.progress.output:
         raise RequestError("the model's numbers are not finite for this prompt: nothing to draft on")
-    tokens, logits = engine.runner.do(Draft(key, request.slot)).read()
-    return request.output[0], tokens, logits
+    tokens, logits = engine.runner.do(Draft(key, request.residence.slot)).read()
+    return request.progress.output[0], tokens, logits

@@ -1,6 +1,6 @@
 """Teacher-forced scoring: every position's logits and hidden states, trunk and NextN, without a cache."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,11 +43,11 @@ class Scorer:
         self._rows = 1 if mesh is None else mesh.shape["data"]
         self._compiled: dict[tuple[str, int], Any] = {}
 
-    def score(self, params: Params, token_ids: list[int]) -> Scores:
+    def score(self, params: Params, token_ids: Sequence[int]) -> Scores:
         """Score one sequence of at least one token. params: each time of the same shapes."""
         length = len(token_ids)
         hidden, logits, mtp_hidden, mtp_logits = self._call(self._run, params, token_ids)
-        # Causal: what stands in the padding cannot be seen from the rows that are kept.
+        # Causal: the padding cannot be seen from the rows that are kept.
         shorter = [max(length - 1 - k, 0) for k in range(len(mtp_hidden))]
         return Scores(
             logits[:length],
@@ -56,12 +56,12 @@ class Scorer:
             tuple(x[:n] for x, n in zip(mtp_hidden, shorter, strict=True)),
         )
 
-    def hidden(self, params: Params, token_ids: list[int]) -> np.ndarray:
+    def hidden(self, params: Params, token_ids: Sequence[int]) -> np.ndarray:
         """Only the trunk's hidden states, [T, D]."""
         return self._call(self._run_trunk, params, token_ids)[: len(token_ids)]
 
-    def _call(self, run: Callable[[Params, jax.Array], Any], params: Params, token_ids: list[int]) -> Any:
-        """What a function gives for a sequence that is padded to a power of two."""
+    def _call(self, run: Callable[[Params, jax.Array], Any], params: Params, token_ids: Sequence[int]) -> Any:
+        """The result of a function for a sequence that is padded to a power of two."""
         length, padded = len(token_ids), _SMALLEST
         while padded < length:
             padded *= 2

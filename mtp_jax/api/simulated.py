@@ -14,7 +14,7 @@ MARK = "SIMULATED"
 """Names the weights of a simulated model, which has none."""
 
 _TOKENS = 64
-"""Tokens of a text on average: what leaves a client something to stream."""
+"""Mean number of tokens of a text: enough for a client to stream."""
 
 
 def check_simulated(options: LLMOptions) -> None:
@@ -45,9 +45,7 @@ def simulated_engine(
     language = Language(cfg.vocab_size, rates, 0, words or None, ends, 1 / _TOKENS if ends else 0.0)
     pages, size = config.pages_per_shard(1), config.page_size
     runner = Simulated(language, slots=config.max_num_seqs, pages=pages, page_size=size, seconds=seconds)
-    engine = Engine(cfg, config, runner, grammars)
-    engine.weight_version = MARK
-    return engine
+    return Engine(cfg, config, runner, grammars, MARK)
 
 
 def _printable(tokenizer: Tokenizer, vocab: int) -> tuple[int, ...]:

@@ -1,9 +1,10 @@
-"""What a launch must at least read and compute: what speculation costs where reading weights takes the time.
+"""Least bytes and operations of a launch: the cost of speculation where reading weights takes the time.
 
 Weights once per pass, the experts that its rows visit, the cached rows of the bucket, two operations per
 weight and row. Activations count as free.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,59 +17,65 @@ from mtp_jax.decode.keys import StepKey
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.narrow import is_narrow, nbytes
-from mtp_jax.model.params import Grouped, Layer, Moe, NextN, Params, type_of
+from mtp_jax.model.params import Layer, Moe, NextN, Params, type_of
 from mtp_jax.planning.work import attention, expected_experts
 
 
 @dataclass(frozen=True)
-class Weights:
-    """Bytes of a part of the model.
+class Size:
+    """Size of a part of the model, in bytes or in weights.
 
     Attributes:
-        always: bytes that every pass touches.
-        expert: bytes of one routed expert, summed over the part's MoE layers.
+        always: bytes or weights that every pass touches.
+        expert: one routed expert, summed over the part's MoE layers.
     """
 
     always: int
-    expert: int
+    expert: int = 0
 
     def touched(self, experts: float) -> float:
-        """Bytes of a pass that visits this many different experts per MoE layer."""
+        """Size of the weights that a pass over ``experts`` different experts per MoE layer touches."""
         return self.always + self.expert * experts
 
-    def __add__(self, other: "Weights") -> "Weights":
-        return Weights(self.always + other.always, self.expert + other.expert)
+    def __add__(self, other: "Size") -> "Size":
+        return Size(self.always + other.always, self.expert + other.expert)
 
 
-def of_layer(layer: Layer) -> Weights:
+Measure = Callable[[Any], int]
+"""The size of a tree of parameters: ``nbytes``, or ``count``."""
+
+
+def count(weights: Any) -> int:
+    """Number of weights in a tree of parameters, narrow weights included."""
+    return sum(math.prod(w.shape) for w in jax.tree.leaves(weights, is_leaf=is_narrow))
+
+
+def of_layer(layer: Layer, size: Measure = nbytes) -> Size:
     """One decoder block."""
     if not isinstance(layer.mlp, Moe):
-        return Weights(nbytes(layer), 0)
-    routed = nbytes((layer.mlp.gate_up, layer.mlp.down))
-    return Weights(nbytes(layer) - routed, routed // layer.mlp.down.shape[0])
+        return Size(size(layer))
+    routed = size(layer.mlp.routed)
+    return Size(size(layer) - routed, routed // layer.mlp.down.shape[0])
 
 
-def of_trunk(params: Params) -> Weights:
+def of_trunk(params: Params, size: Measure = nbytes) -> Size:
     """Decoder blocks and final norm, without tables: an embedding costs only its rows."""
-    return sum((of_layer(p) for p in params.layers), Weights(nbytes(params.norm), 0))
+    return sum((of_layer(p, size) for p in params.layers), Size(size(params.norm)))
 
 
-def of_head(params: Params) -> Weights:
+def of_head(params: Params, size: Measure = nbytes) -> Size:
     """The vocabulary table behind the logits."""
-    return Weights(nbytes(params.embed if params.head is None else params.head), 0)
+    return Size(size(params.table))
 
 
-def of_nextn(p: NextN) -> Weights:
+def of_nextn(p: NextN, size: Measure = nbytes) -> Size:
     """One NextN layer without its tables."""
-    return of_layer(p.layer) + Weights(nbytes((p.token_norm, p.hidden_norm, p.merge, p.norm)), 0)
+    return of_layer(p.layer, size) + Size(size(p.merging))
 
 
-def of_nextn_cache(p: NextN) -> Weights:
-    """What the cache rows of a NextN layer need: its merge, and what makes latents or keys and values."""
-    norms, a = (p.token_norm, p.hidden_norm, p.layer.attention_norm), p.layer.attention
-    if isinstance(a, Grouped):
-        return Weights(nbytes((*norms, p.merge, a.k, a.v, a.k_bias, a.v_bias, a.k_norm)), 0)
-    return Weights(nbytes((*norms, p.merge, a.kv_a, a.kv_norm)), 0)
+def of_entries(p: NextN, size: Measure = nbytes) -> Size:
+    """The parameters of a NextN layer that make its entries of the cache."""
+    return Size(size(p.entries))
 
 
 @dataclass(frozen=True)
@@ -86,13 +93,13 @@ class Work:
 class Part:
     """A part of the model: the bytes of its weights, and their number."""
 
-    bytes: Weights
-    count: Weights
+    bytes: Size
+    count: Size
 
-
-def _one_byte_each(weight: Any) -> np.ndarray:
-    """Stands for a weight where bytes are counted."""
-    return np.broadcast_to(np.int8(0), weight.shape)
+    @classmethod
+    def of(cls, part: Callable[[Any, Measure], Size], params: Any) -> "Part":
+        """A part of some parameters, measured both ways."""
+        return cls(part(params, nbytes), part(params, count))
 
 
 def of_launch(
@@ -111,21 +118,19 @@ def of_launch(
     windows and chunk, all of each layer but the last, of which only the rows. Layers but the first also write
     their row of the newest token. Without drafts the windows' NextN entries are deferred.
 
-    visited: how many different experts of a layer so many rows visit; None: ``expected_experts``.
+    visited: number of different experts of a layer that n rows visit; None: ``expected_experts``.
     """
     visited = visited or partial(expected_experts, cfg)
     itemsize = type_of[dtype].dtype.itemsize
-    both = (params, jax.tree.map(_one_byte_each, params, is_leaf=is_narrow))
-    layers = list(zip(*(each.nextn for each in both), strict=True))
-    nextn = [Part(*map(of_nextn, p)) for p in layers]
-    rows_only = [Part(*map(of_nextn_cache, p)) for p in layers]
-    head, trunk = Part(*map(of_head, both)), Part(*map(of_trunk, both))
+    nextn = [Part.of(of_nextn, p) for p in params.nextn]
+    rows_only = [Part.of(of_entries, p) for p in params.nextn]
+    head, trunk = Part.of(of_head, params), Part.of(of_trunk, params)
     cached = key.pages * page_size
     # Layers that attend: a NextN layer's own, or none, where only rows are written.
     own, none = range(cfg.num_hidden_layers, cfg.num_hidden_layers + 1), range(0)
 
     def run(part: Part, layers: range, *rows: tuple[int, int]) -> Work:
-        """One pass over rows of so many sequences, so many tokens in each."""
+        """One pass over rows: (sequences, tokens in each)."""
         count = sum(slots * width for slots, width in rows)
         experts = visited(count)
         active = part.count.touched(min(cfg.num_experts_per_tok or 0, experts))

@@ -9,7 +9,9 @@ from mtp_jax.bench.report import Report, Spread
 from mtp_jax.bench.subject import Prompts, Subject, prompts_for
 from mtp_jax.bench.synthetic import complete
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams, Speculation
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
+from mtp_jax.engine.speculation import Speculation
 from mtp_jax.errors import ConfigError
 
 
@@ -20,7 +22,7 @@ class Decode:
     Attributes:
         seconds: per prompt, from the first token to the last.
         tokens: decoded in that time, all prompts together.
-        speculation: of all prompts.
+        speculation: counts of all prompts.
         texts: output ids per prompt.
     """
 
@@ -55,14 +57,14 @@ def decode_alternating(
 def _decode(requests: list[Request]) -> Decode:
     seconds = []
     for r in requests:
-        assert r.first_token_at is not None
-        assert r.finished_at is not None
-        seconds.append(r.finished_at - r.first_token_at)
+        assert r.progress.first_token_at is not None
+        assert r.progress.finished_at is not None
+        seconds.append(r.progress.finished_at - r.progress.first_token_at)
     return Decode(
         seconds,
-        sum(len(r.output) - 1 for r in requests),
-        sum((r.speculation for r in requests), Speculation()),
-        [r.output for r in requests],
+        sum(len(r.progress.output) - 1 for r in requests),
+        sum((r.progress.speculation for r in requests), Speculation()),
+        [r.progress.output for r in requests],
     )
 
 
@@ -87,7 +89,7 @@ def run(
     if max_tokens < 2:
         raise ConfigError(f"max_tokens = {max_tokens}; expected at least 2: the first comes from the prefill")
     for temperature in temperatures:
-        SamplingParams(temperature=temperature)  # what is out of range is said before any is measured
+        SamplingParams(temperature=temperature)  # refuses a bad temperature before any is measured
     given = prompts_for(subject, prompts, prompt_tokens)
     engines = {d: subject.engine(d, 1, prompt_tokens + max_tokens) for d in depths}
     figures = []
@@ -117,7 +119,7 @@ _HEADERS = (
 
 
 def _figures(temperature: float, depth: int, decode: Decode, plain: Decode) -> dict[str, Any]:
-    """Of one depth; plain: depth 0 at the same temperature."""
+    """Results of one depth; plain: depth 0 at the same temperature."""
     spec = decode.speculation
     return {
         "temperature": temperature,

@@ -18,10 +18,11 @@ from mtp_jax.bench.report import Report, Spread
 from mtp_jax.bench.simulate import Simulated, simulate
 from mtp_jax.bench.subject import Subject, prompts_for
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import SamplingParams, Speculation
+from mtp_jax.engine.sampling_params import SamplingParams
+from mtp_jax.engine.speculation import Speculation
 from mtp_jax.errors import ConfigError
 
-# "control" is "off" once more: its speed-up is what the machine makes of two equal engines.
+# "control" is "off" once more: its speed-up is the difference that the machine makes between equal engines.
 Mode = Literal["off", "control", "fixed", "adaptive"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 _DRAFTING: tuple[Mode, ...] = "fixed", "adaptive"
@@ -29,13 +30,13 @@ _DRAFTING: tuple[Mode, ...] = "fixed", "adaptive"
 
 @dataclass(frozen=True)
 class Load:
-    """What every mode is given.
+    """The load of every mode.
 
     Attributes:
         concurrency: requests at a time; each level is measured.
         depth: drafts per step of "fixed", the most of "adaptive".
         requests: per run; None: four per concurrent one, at least 16.
-        prompt_tokens, max_tokens: of every request.
+        prompt_tokens, max_tokens: lengths of every request.
         temperature: 0 is greedy.
         rounds: runs of every mode at every level, after one that is not measured.
     """
@@ -55,7 +56,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of one mode: latencies, what was drafted, and the tokens."""
+    """One run of one mode: latencies, counts of drafts, and the tokens."""
 
     summary: Summary
     speculation: Speculation
@@ -77,7 +78,7 @@ def closed_loop(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, co
 
     def submit() -> None:
         request = waiting.pop(0)
-        request.arrived = lines[request.id].sent = time.perf_counter()
+        lines[request.id].sent = time.perf_counter()
         engine.submit(request)
 
     began = time.perf_counter()
@@ -86,14 +87,14 @@ def closed_loop(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, co
     for advanced in Session(engine).run():
         now = time.perf_counter()
         for request in advanced:
-            lines[request.id].add(now, len(request.output) - seen[request.id])
-            seen[request.id] = len(request.output)
+            lines[request.id].add(now, len(request.progress.output) - seen[request.id])
+            seen[request.id] = len(request.progress.output)
             if request.finished and waiting:
                 submit()
     return Run(
         Summary.of(list(lines.values()), time.perf_counter() - began),
-        sum((r.speculation for r in requests), Speculation()),
-        [r.output for r in requests],
+        sum((r.progress.speculation for r in requests), Speculation()),
+        [r.progress.output for r in requests],
     )
 
 
@@ -111,7 +112,7 @@ def run(
     if load.requests and load.requests < most:
         raise ConfigError(f"--requests {load.requests} is fewer than the {most} at a time of --concurrency")
     given = prompts_for(subject, max(map(load.requests_at, load.concurrency)), load.prompt_tokens)
-    length = load.prompt_tokens + load.max_tokens + load.depth  # as many pages in a step of every mode
+    length = load.prompt_tokens + load.max_tokens + load.depth  # a step has equally many pages in every mode
     engines = {m: subject.engine(load.depth * (m in _DRAFTING), most, length, m == "adaptive") for m in modes}
     for mode in _DRAFTING:
         if simulated and mode in modes:

@@ -1,4 +1,4 @@
-"""Checkpoints with rigged acceptance: any size, no real weights, drafts that come true as often as asked.
+"""Checkpoints with rigged acceptance: any size, no real weights, drafts accepted at a given rate.
 
     trunk   greedy next token of t = chain[t]: blocks are quiet, the head's row chain[t] points along embed[t]
     NextN   eh_proj = [identity | 0] + noise, so it foresees the chain, with mistakes set by the noise
@@ -23,7 +23,8 @@ from mtp_jax.api.session import Session
 from mtp_jax.checkpoint import save_checkpoint
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, MtpJaxError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params, Spec, dtype_of, param_specs
@@ -31,7 +32,7 @@ from mtp_jax.model.params import Params, Spec, dtype_of, param_specs
 # All blocks together add this much to the residual stream, relative to the embedding they start from.
 _LOUDNESS = 0.4
 
-# Beside the quiet ones: gates and queries loud enough that attention and experts are not uniform.
+# Beside the quiet tensors: gates and queries loud enough that attention and experts are not uniform.
 _GAINS = {
     "gate_proj": 1.25,
     "down_proj": 1.5,
@@ -47,7 +48,7 @@ _OUT_OF_REACH = 0.2
 
 @dataclass(frozen=True)
 class Preset:
-    """A config and the noise that ``tune`` found for it with seed 0; ``about`` says what it is for."""
+    """A config and the noise that ``tune`` found for it with seed 0; ``about`` states its purpose."""
 
     about: str
     config: ModelConfig
@@ -237,7 +238,7 @@ def tune(
 
     def acceptance(noise: float) -> float:
         local_runner(engine).take(with_noise(params, noise, seed))
-        runs = [r.speculation for r in complete(engine, given, max_tokens)]
+        runs = [r.progress.speculation for r in complete(engine, given, max_tokens)]
         return sum(s.accepted for s in runs) / sum(s.steps for s in runs) + 1
 
     low, high = 0.0, math.sqrt(cfg.hidden_size)

@@ -1,6 +1,6 @@
-"""What a wider window costs the trunk, in time and in bytes of weights, and how much of the promise is kept.
+"""Cost of a wider window to the trunk, in time and in bytes of weights, and how much of the promise is kept.
 
-Beside each time stands its memory floor: what reading the same bytes would take at the speed of a copy.
+Beside each time stands its memory floor: the time to read the same bytes at the speed of a copy.
 
 predicted speed-up = acceptance length * bytes(plain step) / bytes(speculative step), drafts included
 """
@@ -20,11 +20,11 @@ from mtp_jax.bench.depth import Decode, decode_alternating, speedup
 from mtp_jax.bench.report import Report, Spread
 from mtp_jax.bench.subject import Subject, prompts_for
 from mtp_jax.bench.synthetic import complete
+from mtp_jax.decode.bookkeeping import abstract_state, empty_state
 from mtp_jax.decode.drafter.nothing import Nothing
-from mtp_jax.decode.keys import SamplingMode, StepKey
+from mtp_jax.decode.keys import MAX_DRAFTS, SamplingMode, StepKey
 from mtp_jax.decode.sampling import argmax
-from mtp_jax.decode.state import StateShape, abstract_state, empty_state
-from mtp_jax.engine.request import MAX_DRAFTS
+from mtp_jax.decode.state import StateShape
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import trunk
 from mtp_jax.model.backend import backend
@@ -35,7 +35,7 @@ from mtp_jax.model.moe import Routing
 from mtp_jax.model.params import Params
 from mtp_jax.model.visible import chain
 
-# One slot of 256 rows, prompts of 16 tokens: short enough that weights, not the cache, are what is read.
+# One slot of 256 rows, prompts of 16 tokens: short enough that steps read weights, hardly any cache.
 _PAGE_SIZE, _ROWS, _PROMPT = 64, 256, 16
 
 
@@ -122,7 +122,7 @@ def _compile(cfg: ModelConfig, params: Params, cached: Cached, width: int) -> Ca
 def run(
     subject: Subject, windows: Sequence[int], rounds: int, depth: int, prompts: int, max_tokens: int
 ) -> Report:
-    """Time windows alone; then decode at depth 0 and ``depth`` and compare with what the bytes promise."""
+    """Time windows alone; then decode at depth 0 and ``depth`` and compare with the promise of the bytes."""
     windows = sorted({1, *windows})
     longest = _ROWS - _PROMPT
     if max(windows) > MAX_DRAFTS + 1 or max_tokens > longest or depth < 1:
@@ -133,7 +133,7 @@ def run(
     given = prompts_for(subject, prompts, _PROMPT)
     engines = {d: subject.engine(d, 1, _ROWS) for d in (0, depth)}
     [request] = complete(engines[0], given.ids[:1], longest - 1)
-    text = [*request.prompt, *request.output]
+    text = [*request.prompt, *request.progress.output]
     experts = cost.experts_per_window(_routing(subject, text), sorted({*windows, depth + 1}))
     seconds = time_windows(subject, text, windows, rounds)
     weights, rows = cost.of_trunk(subject.params) + cost.of_head(subject.params), _row_bytes(subject)
@@ -193,7 +193,7 @@ def _routing(subject: Subject, text: Sequence[int]) -> tuple[Routing, ...]:
 
 
 def _by_window(
-    weights: cost.Weights,
+    weights: cost.Size,
     seconds: Mapping[int, list[float]],
     experts: Mapping[int, float],
     cached: float,

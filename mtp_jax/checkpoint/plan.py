@@ -1,4 +1,4 @@
-"""What a load will read: every expected tensor found, every found tensor accounted for. Headers only."""
+"""Tensors that a load will read: every expected one found, every found one accounted for. Headers only."""
 
 import re
 from collections.abc import Collection
@@ -6,15 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from mtp_jax.checkpoint.draft import Draft, in_place, layer_of, nextn_layers, open_draft
 from mtp_jax.checkpoint.folder import Folder, open_folder, read_config, shortlist
-from mtp_jax.checkpoint.formats import FORMATS, PLAIN, SUFFIXES, Format, format_of, may_be_narrow, spec_names
+from mtp_jax.checkpoint.formats import FORMATS, PLAIN, SUFFIXES, Format, format_of, spec_names
 from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import CheckpointError
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.params import Params, param_specs
+from mtp_jax.model.specs import Params, leaves, may_be_narrow, param_specs
 
 _IGNORABLE = re.compile(r".*rotary_emb\.inv_freq")
 HEAD = "lm_head.weight"
@@ -26,7 +24,7 @@ class Plan:
 
     Attributes:
         config: the model, with the NextN layers that will be loaded.
-        tensors: what will be read, scales included, by name in the release.
+        tensors: tensors that will be read, scales included, by name in the release.
         duplicates: tensor that may be a copy of another: name -> name of the trunk's.
         architecture: model_type of config.json.
         layout: layout of the NextN layers, None without any.
@@ -68,7 +66,7 @@ def make_plan(
 
     Args:
         model_dir: folder in Hugging Face layout.
-        draft_model: folder with the NextN layers; None: those in ``model_dir``.
+        draft_model: folder with the NextN layers; None: the layers in ``model_dir``.
         num_nextn_layers: how many NextN layers to load; None: all.
     Raises:
         ConfigError: an unsupported model.
@@ -92,7 +90,7 @@ def match(
 
     Args:
         cfg: the model.
-        folder: the trunk's tensors; NextN layers among them are those of ``draft``, or are not looked at.
+        folder: the trunk's tensors; NextN layers among them are the layers of ``draft``, or are passed over.
         draft: the NextN layers.
         unread: names of NextN tensors that are there and need not be read.
         architecture: model_type of config.json.
@@ -108,7 +106,7 @@ def match(
     duplicates = {name: copied_from(cfg, name) for name in copies if name in found}
 
     check = _Accounting(cfg, found, dict.fromkeys(draft.tensors, draft.config))
-    for spec in jax.tree.leaves(param_specs(cfg)):
+    for spec in leaves(param_specs(cfg)):
         for name in spec_names(spec).flat:
             check.expect(name, spec.tensor_shape)
     for name in duplicates:
@@ -160,7 +158,7 @@ def unread_layers(cfg: ModelConfig, draft: Draft, wanted: int | None) -> set[str
 
 
 class _Accounting:
-    """Collects what is wrong, to say all of it at once."""
+    """Collects faults, to say all of them at once."""
 
     def __init__(self, cfg: ModelConfig, found: dict[str, Tensor], drafts: dict[str, ModelConfig]):
         """drafts: for tensors of NextN layers, the config beside them."""

@@ -1,13 +1,11 @@
-"""What a checkpoint holds and needs, from its config and headers alone, or from its config."""
+"""Contents and needs of a checkpoint, from its config and headers alone, or from its config."""
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-import jax
-import numpy as np
 from jax.sharding import AbstractMesh
 
 from mtp_jax.checkpoint.folder import INDEX, read_config
@@ -18,7 +16,6 @@ from mtp_jax.checkpoint.formats import (
     INT4,
     STORED,
     Kept,
-    may_be_narrow,
     names_of,
     spec_names,
     staying,
@@ -28,8 +25,9 @@ from mtp_jax.checkpoint.plan import make_plan
 from mtp_jax.checkpoint.safetensors_file import DTYPES, Tensor
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.params import Moe, Params, Spec, dtype_of, param_specs, type_of
-from mtp_jax.model.sharding import check_divisible, ways
+from mtp_jax.model.params import type_of
+from mtp_jax.model.sharding import check_divisible
+from mtp_jax.model.specs import Params, Spec, leaves, param_specs, parameter_counts
 
 _NARROW, _ON_CPU = (frozenset(s.name for s in kinds) for kinds in (FORMATS, STORED))
 
@@ -45,7 +43,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Summary:
-    """What ``mtp-jax info`` prints.
+    """The figures that ``mtp-jax info`` prints.
 
     Attributes:
         architecture: model_type of config.json.
@@ -53,17 +51,17 @@ class Summary:
         nextn_layout: where the NextN layers are: "in place", "lmsys NextN", "xLLM export", "Orbax", or
             "declared" where there is no tensor at all; None without any.
         files: how many safetensors files there are.
-        stored: what is on disk and will be read, by dtype ("BF16", "F8_E4M3", ...).
-        parameters: of the trunk, embedding and head included (a tied one once).
-        active_parameters: of the trunk, those that one token uses.
-        nextn_parameters: of the NextN layers, copies of the trunk's embedding and head left out.
+        stored: tensors on disk that will be read, by dtype ("BF16", "F8_E4M3", ...).
+        parameters: number in the trunk, embedding and head included (a tied one once).
+        active_parameters: number in the trunk that one token uses.
+        nextn_parameters: number in the NextN layers without copies of the trunk's embedding and head.
         weight_bytes: memory for all parameters, by engine dtype, and where weights are narrow by their format
-            ("fp8", "int4"): those kept, the rest bfloat16.
+            ("fp8", "int4"): weights in a narrow format stay in it, the rest is bfloat16.
         weight_bytes_per_device: the same, of each device of a 1 x N mesh.
         weight_bytes_on_cpu: memory for all parameters on a CPU. An engine there computes in float32, but
             projections, embedding and head stay in memory as they are stored.
         cache_bytes_per_token: cache of all layers, NextN included, by engine dtype and as FP8 rows.
-        unread: what a multimodal checkpoint holds beside its text model and is not read, by part.
+        unread: tensors of a multimodal checkpoint outside its text model, which are not read, by part.
     """
 
     architecture: str
@@ -127,7 +125,7 @@ def summarise(
     num_nextn_layers: int | None = None,
     devices: int = 1,
 ) -> Summary:
-    """Check a folder in Hugging Face layout, or one of Orbax, and count what it holds; no weights are read.
+    """Check a folder in Hugging Face layout, or an Orbax folder, and count its tensors; no weights are read.
 
     A folder without weights is described as its config.json declares it. num_nextn_layers: how many NextN
     layers to count; None for all. devices: of the mesh that weights are split over.
@@ -138,10 +136,9 @@ def summarise(
     if is_orbax(model_dir):
         check_no_draft(model_dir, draft_model)
         about = read_about(Path(model_dir)).keeping(Path(model_dir), num_nextn_layers)
-        for spec in jax.tree.leaves(about.specs):
-            kind = np.dtype(dtype_of(spec, about.dtype))
-            name = "F32" if kind == np.float32 else "BF16"
-            _add(stored, name, math.prod(spec.shape), math.prod(spec.shape) * kind.itemsize)
+        for spec in leaves(about.specs):
+            name = "F32" if spec.dtype(about.dtype) == "float32" else "BF16"
+            _add(stored, name, spec.size, spec.nbytes(about.dtype))
         return _summary("deepseek_v3", about.config, about.specs, "Orbax", 0, stored, devices)
     if draft_model is None and _has_no_weights(Path(model_dir)):
         return _declared(Path(model_dir), num_nextn_layers, devices)
@@ -162,11 +159,11 @@ def summarise(
 
 
 def _weights(specs: Params) -> Iterator[str]:
-    return (str(name) for spec in jax.tree.leaves(specs) for name in spec_names(spec).flat)
+    return (str(name) for spec in leaves(specs) for name in spec_names(spec).flat)
 
 
 def _by_part(tensors: dict[str, Tensor]) -> dict[str, Stored]:
-    """What there is of each module at the top."""
+    """Tensors of each module at the top."""
     found: dict[str, Stored] = {}
     for name, t in tensors.items():
         _add(found, name.split(".")[0], math.prod(t.shape), t.nbytes)
@@ -179,7 +176,7 @@ def _has_no_weights(path: Path) -> bool:
 
 
 def _declared(path: Path, num_nextn_layers: int | None, devices: int) -> Summary:
-    """What config.json promises.
+    """The model that config.json promises.
 
     If it announces FP8, every weight that may have it is taken to; if int4, the experts.
     """
@@ -194,8 +191,7 @@ def _declared(path: Path, num_nextn_layers: int | None, devices: int) -> Summary
     def kept(spec: Spec, among: Collection[str]) -> tuple[Kept, ...]:
         if cfg.int4_group is not None and spec.axes[0] == "experts":
             return INT4.declared(spec, cfg.int4_group, DTYPES["BF16"])
-        projects = may_be_narrow(str(spec_names(spec).flat[0]))
-        if cfg.fp8 and projects:
+        if cfg.fp8 and spec.projects:
             return FP8.arrays(spec, {}) if FP8.can_stay(spec) else ()
         stays = BF16.name in among and cfg.dtype == "bfloat16" and BF16.can_stay(spec)
         return BF16.arrays(spec, {}) if stays else ()
@@ -203,18 +199,6 @@ def _declared(path: Path, num_nextn_layers: int | None, devices: int) -> Summary
     formats = names_of(f for f in FORMATS if f.announced(cfg))
     architecture = raw.get("model_type", "deepseek_v3")
     return _summary(architecture, cfg, param_specs(cfg), "declared", 0, {}, devices, formats, kept)
-
-
-def parameter_counts(cfg: ModelConfig) -> tuple[int, int, int]:
-    """Parameters of (trunk, trunk active per token, NextN layers without copies of embedding and head)."""
-    specs = param_specs(cfg)
-    total = _count(replace(specs, nextn=()))
-    idle = 0
-    for layer in specs.layers:
-        if isinstance(layer.mlp, Moe):
-            routed = _count((layer.mlp.gate_up, layer.mlp.down))
-            idle += routed - routed // cfg.n_routed_experts * cfg.num_experts_per_tok
-    return total, total - idle, _count(specs.nextn)
 
 
 def _summary(
@@ -229,25 +213,19 @@ def _summary(
     kept: Callable[[Spec, Collection[str]], tuple[Kept, ...]] = lambda spec, among: (),
     unread: dict[str, Stored] | None = None,
 ) -> Summary:
-    """params: the tree of Spec in memory. formats: the narrow ones, for people. kept: of a parameter and the
+    """params: the tree of Spec in memory. formats: names of the narrow formats. kept: of a parameter and the
     names of formats, the arrays of the parameter if it stays in one of these formats; else nothing.
     """
-    mesh = AbstractMesh((1, devices), ("data", "model"))
-    check_divisible(cfg, mesh)
-    specs: list[Spec] = jax.tree.leaves(params)
+    mesh = {"data": 1, "model": devices}
+    check_divisible(cfg, AbstractMesh(tuple(mesh.values()), tuple(mesh)))
+    specs = list(leaves(params))
     total, active, nextn = parameter_counts(cfg)
     layers = cfg.num_hidden_layers + cfg.num_nextn_predict_layers
 
-    def in_memory(spec: Spec, dtype: str) -> int:
-        return math.prod(spec.shape) * np.dtype(dtype_of(spec, dtype)).itemsize
-
     def narrow(spec: Spec, among: Collection[str] = _NARROW, others: str = "bfloat16") -> int:
-        return sum(a.nbytes for a in kept(spec, among)) or in_memory(spec, others)
+        return sum(a.nbytes for a in kept(spec, among)) or spec.nbytes(others)
 
-    def share(spec: Spec) -> int:
-        return math.prod(ways(axis, mesh) for axis in spec.axes)
-
-    sizes: dict[str, Callable[[Spec], int]] = {d: lambda s, d=d: in_memory(s, d) for d in type_of}
+    sizes: dict[str, Callable[[Spec], int]] = {d: lambda s, d=d: s.nbytes(d) for d in type_of}
     if formats:
         sizes[formats] = narrow
     return Summary(
@@ -261,7 +239,7 @@ def _summary(
         nextn_parameters=nextn,
         weight_bytes={name: sum(map(size, specs)) for name, size in sizes.items()},
         weight_bytes_per_device={
-            name: sum(size(s) // share(s) for s in specs) for name, size in sizes.items()
+            name: sum(size(s) // s.parts(mesh) for s in specs) for name, size in sizes.items()
         },
         weight_bytes_on_cpu=sum(narrow(s, _ON_CPU, "float32") for s in specs),
         cache_bytes_per_token={
@@ -282,8 +260,3 @@ def _size(nbytes: int) -> str:
     while value >= 1000 and len(units) > 1:
         value, units = value / 1000, units[1:]
     return f"{value:.4g} {units[0]}"
-
-
-def _count(specs: object) -> int:
-    leaves: Iterable[Spec] = jax.tree.leaves(specs)
-    return sum(math.prod(s.shape) for s in leaves)

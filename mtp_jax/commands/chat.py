@@ -19,7 +19,7 @@ from mtp_jax.commands.options import (
     sampling_params,
 )
 from mtp_jax.commands.parser import Subparsers
-from mtp_jax.engine.request import SamplingParams
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import RequestError
 from mtp_jax.text.tokenizer import FILES as TOKENIZER_FILES
 from mtp_jax.text.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mtp_jax.api.progress import Reporter
 from mtp_jax.commands import show
 from mtp_jax.commands.options import depth, ready
-from mtp_jax.engine.request import SamplingParams
+from mtp_jax.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from mtp_jax.api.completions import Prompt

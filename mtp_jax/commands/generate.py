@@ -20,7 +20,7 @@ from mtp_jax.commands.options import (
     sampling_params,
 )
 from mtp_jax.commands.parser import Subparsers, integers, positive
-from mtp_jax.engine.request import SamplingParams
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.model.hf_config import missing_folder
 from mtp_jax.text.tokenizer import FILES as TOKENIZER_FILES

@@ -1,30 +1,24 @@
-"""`mtp-jax serve --ray`: the same server in several replicas, behind a router, by Ray Serve.
-
-In a cluster that others run, Ray Serve deploys ``application`` itself: configs/kubernetes/rayservice.yaml.
-"""
+"""`mtp-jax serve --ray`: the same server in several replicas, behind a router, by Ray Serve."""
 
 import argparse
 import logging
-import shlex
 import signal
 import threading
-from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
 
 from mtp_jax.api.admission import QueueLimits
-from mtp_jax.api.handover_options import HandoverOptions
 from mtp_jax.api.progress import Reporter, Terminal
 from mtp_jax.commands import show
-from mtp_jax.commands.on_ray import portable_options, ray_options
+from mtp_jax.commands.on_ray import portable_options
 from mtp_jax.commands.options import given, model_dir
-from mtp_jax.commands.serve import SLOTS, address_of, settings_of
+from mtp_jax.commands.server_options import SLOTS, address_of, settings_of
 from mtp_jax.errors import ConfigError, EngineStopped
+from mtp_jax.handover.options import HandoverOptions
 from mtp_jax.hosts.options import Hosts
 from serve.cluster.options import RayOptions
 from serve.cluster.spec import EngineSpec
 from serve.cluster.start import cluster, reservation
-from serve.run import listen
+from serve.http.run import listen
 
 _NAME = "mtp-jax"
 _LOGS = "Ray's logs say more, as a rule in /tmp/ray/session_latest/logs/serve"
@@ -55,31 +49,12 @@ def serve_on_ray(args: argparse.Namespace, report: Reporter, options: RayOptions
         if isinstance(report, Terminal):
             report.ready(f"{address_of(spec.settings, port)}/v1")
         _wait_for_signal()
-        ray_serve.delete(_NAME)  # lets what runs come to its end
+        ray_serve.delete(_NAME)  # lets running requests come to their end
     return 0
 
 
-def application(arguments: Mapping[str, str]) -> Any:
-    """What Ray Serve deploys by its import path, mtp_jax.commands.ray_serve:application.
-
-    arguments: ``command``, a command line from `serve` on, with --ray. Address and port are those of Serve's
-    `http_options`; --host must repeat the address, as it decides whether clients need a key.
-
-    Raises ConfigError.
-    """
-    from mtp_jax.commands.cli import make_parser
-    from serve.cluster.replicas import application as make
-
-    args = make_parser().parse_args(shlex.split(arguments["command"]))
-    options = ray_options(args)
-    if options is None:
-        raise ConfigError("the command must have --ray")
-    spec = engine_spec(args)
-    return make(spec, options, reservation(options, spec.devices, spec.hosts))
-
-
 def engine_spec(args: argparse.Namespace) -> EngineSpec:
-    """What each replica serves. Raises ConfigError for options that replicas cannot have."""
+    """The engine and server of each replica. Raises ConfigError for options that replicas cannot have."""
     for cls, allowed in ((Hosts, {"hosts"}), (HandoverOptions, set[str]())):
         others = [f"--{name.replace('_', '-')}" for name in given(args, cls) if name not in allowed]
         if others:

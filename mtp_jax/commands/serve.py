@@ -1,11 +1,9 @@
 """`mtp-jax serve`: the model behind an OpenAI-compatible HTTP API."""
 
 import argparse
-import os
 from typing import TYPE_CHECKING, Any
 
 from mtp_jax.api.admission import QueueLimits
-from mtp_jax.api.handover_options import HandoverOptions
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.progress import Reporter, Terminal
 from mtp_jax.api.sampling_defaults import described
@@ -18,22 +16,22 @@ from mtp_jax.commands.options import (
     add_options,
     depth,
     given,
-    model_dir,
     open_llm,
     reporter,
 )
 from mtp_jax.commands.parser import Subparsers, rates
+from mtp_jax.commands.server_options import KEY_VARIABLE, SLOTS, address_of, settings_of
+from mtp_jax.handover.options import HandoverOptions
 from mtp_jax.options import declared
-from serve.access_log import set_up
+from serve.base.settings import Settings
 from serve.cluster.options import RayOptions
-from serve.settings import Settings
+from serve.watch.access_log import set_up
 
 if TYPE_CHECKING:
     from mtp_jax.api.async_llm import AsyncLLM
+    from mtp_jax.handover.handover import Handover
     from mtp_jax.hosts.group import Group
 
-_KEY_VARIABLE, _ADMIN_KEY_VARIABLE = "MTP_JAX_API_KEY", "MTP_JAX_ADMIN_KEY"
-SLOTS = 8
 _SUBJECTS = {
     "access": (
         "host",
@@ -48,7 +46,7 @@ _SUBJECTS = {
 }
 _DESCRIPTION = f"""\
 Serve a model over HTTP with OpenAI's API. It listens on this computer alone unless --host says otherwise,
-which needs an API key: --api-key, or {_KEY_VARIABLE} in the environment, which other users cannot see."""
+which needs an API key: --api-key, or {KEY_VARIABLE} in the environment, which other users cannot see."""
 
 
 def register(subparsers: Subparsers) -> None:
@@ -97,34 +95,28 @@ def run(args: argparse.Namespace) -> int:
     return on_hosts(args, report, SLOTS, lambda group: _serve(args, report, group))
 
 
-def settings_of(args: argparse.Namespace) -> Settings:
-    """The server's settings. Raises ConfigError."""
-    found: dict[str, Any] = {"model_names": model_dir(args).resolve().name, **given(args, Settings)}
-    keys = (*found.pop("api_keys", ()), *filter(None, [os.environ.get(_KEY_VARIABLE)]))
-    found.setdefault("admin_key", os.environ.get(_ADMIN_KEY_VARIABLE))
-    return Settings(**found, api_keys=keys)
-
-
 def _serve(args: argparse.Namespace, report: Reporter, group: "Group | None") -> int:
     settings = settings_of(args)
     limits = QueueLimits(**given(args, QueueLimits))
-    apart = given(args, HandoverOptions)
-    if apart.get("role", "both") == "both":
-        apart.pop(SECRET, None)  # it is the group's
-    handover = HandoverOptions(**apart)
-    if handover.apart:
-        handover.secret()  # or say what is wrong before weights are read
+    of_role = given(args, HandoverOptions)
+    if of_role.get("role", "both") == "both":
+        of_role.pop(SECRET, None)  # it is the group's
+    apart = HandoverOptions(**of_role)
+    if apart.apart:
+        apart.secret()  # raises its error before weights are read
     with report.phase("import server"):
-        from serve.run import listen, serve
+        from serve.http.run import listen, serve
     with listen(settings) as listener:
         llm = open_llm(args, report, SLOTS, group)
         from mtp_jax.api.async_llm import AsyncLLM
+        from mtp_jax.handover.handover import Handover
 
-        allm = AsyncLLM(llm, limits.max_queued_requests, limits.max_queued_tokens, handover)
+        allm = AsyncLLM(llm, limits.max_queued_requests, limits.max_queued_tokens)
+        handover = Handover(allm, apart) if apart.apart else None
         address = address_of(settings, listener.getsockname()[1])
         set_up(args.quiet, settings.access_log)
         if not args.quiet:
-            show.note(summary(allm, settings, address))
+            show.note(summary(allm, settings, address, handover))
 
         def ready() -> None:
             if isinstance(report, Terminal):
@@ -133,16 +125,16 @@ def _serve(args: argparse.Namespace, report: Reporter, group: "Group | None") ->
         return serve(allm, settings, listener, report, ready)
 
 
-def summary(allm: "AsyncLLM", settings: "Settings", address: str) -> str:
-    """What is about to be served, a line per subject."""
+def summary(allm: "AsyncLLM", settings: Settings, address: str, handover: "Handover | None" = None) -> str:
+    """The model and its settings, a line per subject."""
     import jax
 
-    engine, model = allm.llm.engine, allm.llm.config
-    c, tokens = engine.config, engine.pages * engine.shards * engine.config.page_size
-    first, rest = engine.warm_up_keys()
-    size = allm.llm.weight_bytes // 10**6
+    llm, about = allm.llm, allm.about
+    c, model = about.engine, about.model
+    tokens, (first, rest) = allm.stats().pages_total * c.page_size, llm.engine.warm_up_keys()
+    size = llm.weight_bytes // 10**6
     layers = model.num_nextn_predict_layers
-    drafts = f"{layers} NextN layer{'s' * (layers != 1)}, {depth(allm.llm)}"
+    drafts = f"{layers} NextN layer{'s' * (layers != 1)}, {depth(llm)}"
     keys = f"{len(settings.api_keys)} API key{'s' * (len(settings.api_keys) != 1)}"
     who = keys if settings.api_keys else "no API key"
     only = ", this computer only" if settings.is_loopback else ""
@@ -154,23 +146,17 @@ def summary(allm: "AsyncLLM", settings: "Settings", address: str) -> str:
         kept_prefixes += f", and up to {c.host_cache_gib:g} GiB more in the host's memory"
     what = f"{model.num_hidden_layers} layers, {c.dtype}, {size:,} MB"
     rows = {
-        "model": f"{', '.join(settings.names)}: {'SIMULATED, no weights' if allm.llm.simulated else what}",
+        "model": f"{', '.join(settings.names)}: {'SIMULATED, no weights' if about.simulated else what}",
         "drafts": drafts,
-        "sampling": described(allm.llm.sampling_defaults),
+        "sampling": described(llm.sampling_defaults),
         "cache": f"{tokens:,} tokens, {tokens / c.max_model_len:.1f} requests of {c.max_model_len:,}; "
-        f"prefixes {kept_prefixes}" + (f" ({allm.llm.room})" if allm.llm.room else ""),
+        f"prefixes {kept_prefixes}" + (f" ({llm.room})" if llm.room else ""),
         "slots": f"{c.max_num_seqs}; up to {allm.admission.max_requests} requests wait",
         "programs": f"{len(first)} before serving, {len(rest)} smaller ones while it is idle; {kept}",
         "address": f"{address} once it is ready; {who}{only}",
     }
-    if allm.llm.simulated:
+    if about.simulated:
         del rows["programs"]  # there are none
-    if allm.handover:
-        rows["role"] = allm.handover.describe()
+    if handover:
+        rows["role"] = handover.describe()
     return "\n".join(f"{name:<10}{text}" for name, text in rows.items())
-
-
-def address_of(settings: Settings, port: int) -> str:
-    """The URL of the server."""
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    return f"http://{host}:{port}"

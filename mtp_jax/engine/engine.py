@@ -10,11 +10,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Unpack
 
 import numpy as np
 
 from mtp_jax.decode import launches
-from mtp_jax.decode.host import Chunk, MaskMaker, Result
+from mtp_jax.decode.arrays import Chunk, MaskMaker, Result
 from mtp_jax.decode.keys import (
     ACCEPTED,
     COUNT,
@@ -29,14 +30,16 @@ from mtp_jax.decode.keys import (
 )
 from mtp_jax.decode.launches import Pending, Runner
 from mtp_jax.engine.balance import Balancer
-from mtp_jax.engine.buckets import Prompts, keys_for, slot_bucket, warm_up_keys
+from mtp_jax.engine.buckets import Buckets, Prompts
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.depth import DepthController, adaptive_depths
 from mtp_jax.engine.inputs import next_chunk, page_row, slot_row
 from mtp_jax.engine.plan import Admit, Planner, Read, Step
-from mtp_jax.engine.request import Request, Speculation, Status
+from mtp_jax.engine.request import Request, Terms
 from mtp_jax.engine.results import Launch, read_logprobs, read_prompt_logprobs
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.scheduler import Scheduler
+from mtp_jax.engine.speculation import Speculation
 from mtp_jax.engine.stats import Counters, EngineStats
 from mtp_jax.engine.structured import allowed
 from mtp_jax.engine.timings import Timings
@@ -60,12 +63,17 @@ class Engine:
     """
 
     def __init__(
-        self, cfg: ModelConfig, config: EngineConfig, runner: Runner, grammars: Grammars | None = None
+        self,
+        cfg: ModelConfig,
+        config: EngineConfig,
+        runner: Runner,
+        grammars: Grammars | None = None,
+        weight_version: str = "0",
     ) -> None:
         """Compiles nothing yet (``prepare``).
 
-        runner: with the slots and pages that ``config`` says. grammars: for structured output; None
-        refuses it.
+        runner: has the slots and pages that ``config`` says. grammars: serve structured output; None
+        refuses it. weight_version: names the parameters that the runner has.
         """
         self.cfg, self.config, self.runner, self.grammars = cfg, config, runner, grammars
         self.shards, self.pages = runner.shards, config.pages_per_shard(runner.shards)
@@ -78,16 +86,32 @@ class Engine:
         self.scheduler = Scheduler(config, self.shards, self.tier)
         self.depth = DepthController(config.num_speculative_tokens)
         self.timings, self.counters = Timings(), Counters()
-        self.planner = Planner(config, self.scheduler, runner, self.depth)
-        self.make_request = InputProcessor(cfg, config, self.pages, grammars).make_request
-        self.launches, self.weight_version, self.asleep = 0, "0", False
+        self.buckets = Buckets(config, self.shards, runner.any_depth)
+        self.planner = Planner(self.buckets, self.scheduler, runner, self.depth)
+        self._inputs = InputProcessor(cfg, config, self.pages, grammars)
+        self.launches, self.weight_version, self.asleep = 0, weight_version, False
         self._warm: set[Key] = set()
         self._seeds = np.random.default_rng(config.seed)
         self._inflight: deque[Launch] = deque()
 
+    def make_requests(
+        self, prompt: Iterable[int], params: SamplingParams, **terms: Unpack[Terms]
+    ) -> list[Request]:
+        """Requests for the ``params.n`` completions of a prompt of token ids. Any thread may call it.
+
+        Raises RequestError, and Overloaded while too many grammars are being compiled.
+        """
+        return self._inputs.requests(params.n, prompt, params, terms)
+
+    def make_request(self, prompt: Iterable[int], params: SamplingParams, **terms: Unpack[Terms]) -> Request:
+        """A request for one completion, at any ``params.n``."""
+        return self._inputs.requests(1, prompt, params, terms)[0]
+
     def submit(self, request: Request) -> None:
         """Queue a request that ``make_request`` built. One without a seed gets one of the engine's."""
-        request.seed = int(self._seeds.integers(2**32)) if request.seed is None else request.seed
+        own = request.progress
+        own.seed = int(self._seeds.integers(2**32)) if request.seed is None else request.seed
+        own.arrived = time.perf_counter() if request.arrived is None else request.arrived
         if not self.busy:
             # Launched before the last request was aborted; the device has long been idle.
             self._inflight.clear()
@@ -97,21 +121,21 @@ class Engine:
     def abort(self, request: Request, reason: str = "abort") -> None:
         """End a request now, wherever it is; its slot and pages are free again."""
         if not request.finished:
-            self.scheduler.stale |= request.status is not Status.WAITING
-            self._finish(request, reason)
+            self._finish(request, reason, known=False)
 
     def stop(self, request: Request, tokens: int, string: str) -> None:
         """End a request at a stop string, which the text of its first ``tokens`` ends with."""
-        request.cut(tokens)
-        request.stop_reason = string
+        own = request.progress
+        own.cut(tokens)
+        own.stop_reason = string
         self.abort(request, "stop")
-        if request.finish_reason != "stop":  # its last token completed the string
-            self.counters.ended_anew(request.finish_reason, "stop")
-            request.finish_reason = "stop"
+        if own.finish_reason != "stop":  # its last token completed the string
+            self.counters.ended_anew(own.finish_reason, "stop")
+            own.finish_reason = "stop"
 
     @property
     def busy(self) -> bool:
-        """Whether a request is left to serve; those that ``hold`` keeps back are not."""
+        """Whether a request is left to serve; requests that ``hold`` keeps back are not."""
         return self.scheduler.busy
 
     def prepare(
@@ -120,21 +144,11 @@ class Engine:
         done: Callable[[int, int], None] | None = None,
         every_size: bool = False,
     ) -> None:
-        """Compile what is missing to serve these requests, beside those that are being served.
+        """Compile the missing programs to serve these requests, beside those that are being served.
 
         every_size: smaller steps, too, for when few of them are left: more to compile, less to compute.
         """
-        together = [*self.scheduler.live(), *requests]
-        slots = max((r.slot + 1 for r in together), default=0)
-        keys = keys_for(
-            self.config,
-            together,
-            self.shards,
-            slots=slots,
-            pages=self.pages,
-            any_depth=self.runner.any_depth,
-            every_size=every_size,
-        )
+        keys = self.buckets.prepare([*self.scheduler.live(), *requests], every_size)
         self.runner.compile(keys, done)
         self.warm_up(keys)
 
@@ -165,9 +179,8 @@ class Engine:
         return adaptive_depths(key.depth)[1:] if key.depth and self.runner.any_depth else [key.depth]
 
     def warm_up_keys(self) -> tuple[list[Key], list[Key]]:
-        """Executables for serving: those that can serve anything, and cheaper ones for smaller work."""
-        structured = self.grammars is not None
-        return warm_up_keys(self.config, self.shards, structured, self.runner.any_depth)
+        """Executables for serving: programs that can serve anything, and cheaper ones for smaller work."""
+        return self.buckets.server(structured=self.grammars is not None)
 
     def flush_prefix_cache(self) -> None:
         """Forget the pages of past requests."""
@@ -176,8 +189,29 @@ class Engine:
         if self.tier:
             self.tier.forget()
 
+    def new_weights(self, version: str) -> None:
+        """The runner has other parameters: pages of past requests, made with the old ones, are forgotten."""
+        self.flush_prefix_cache()
+        self.weight_version = version
+
+    def sleep(self) -> None:
+        """The runner is about to lack parameters or state."""
+        self.asleep = True
+
+    def wake(self) -> None:
+        """The runner has all of them again."""
+        self.asleep = False
+
+    def hold(self) -> None:
+        """Keep requests that have not begun in the queue, even past their deadlines."""
+        self.scheduler.held = True
+
+    def resume(self) -> None:
+        """Serve them again."""
+        self.scheduler.held = False
+
     def stats(self) -> EngineStats:
-        """A snapshot of what the engine holds and has done."""
+        """A snapshot of the engine."""
         executables = len(self.runner.keys)
         experts = self.balancer.stats() if self.balancer else None
         of = self.counters, self.scheduler, self.tier
@@ -208,46 +242,42 @@ class Engine:
             self.abort(request, "timeout")
         return late
 
-    def _finish(self, request: Request, reason: str) -> None:
-        self.scheduler.finish(request, reason)
+    def _finish(self, request: Request, reason: str, known: bool = True) -> None:
+        """End a request. known: whether the device knows."""
+        self.scheduler.release(request, known)
+        request.progress.end(reason)
         self.counters.finished[reason] += 1
 
     def _admit_waiting(self) -> None:
         self._refresh()
-        admitted = self.scheduler.admit()
-        if self.tier:
-            self.tier.write(self.scheduler.restoring)
-            self.scheduler.restoring.clear()
-        for request in admitted:
+        for request in self.scheduler.admit():
             self._admit(request)
-        for source, target in self.scheduler.pack(partial(slot_bucket, self.config)):
+        for source, target in self.scheduler.pack(self.buckets.slots):
             self.runner.do(launches.Move(source, target))
 
     def _refresh(self) -> None:
         """Tell the device which slots and pages changed hands."""
-        if self.scheduler.stale:
+        if self.scheduler.changed():
             slots = self.scheduler.slots
             keep = np.array([r is not None for r in slots])
             table = np.concatenate([self._page_row(r) for r in slots])
             self.runner.do(launches.Update(keep, table))
-            self.scheduler.stale = False
 
     def _page_row(self, request: Request | None) -> np.ndarray:
-        return page_row(request.pages if request else [], self.config.columns, self.pages)
+        return page_row(request.residence.pages if request else [], self.config.columns, self.pages)
 
     def _admit(self, request: Request) -> None:
-        if request.admitted_at is None:
-            request.admitted_at = time.perf_counter()
-            request.weight_version = self.weight_version
-            request.cached_tokens = request.prefilled
+        own, found = request.progress, request.residence
+        if own.admitted_at is None:
+            own.admitted_at = time.perf_counter()
+            own.weight_version = self.weight_version
+            own.cached_tokens = found.prefilled
             self.counters.prompt_tokens += len(request.prompt)
             if self.scheduler.looks_up(request):
-                self.counters.prefix_queries += len(request.prompt)
-                self.counters.prefix_hits += request.prefilled
-                self.counters.restored += request.restored
-        cached = request.prefilled // self.config.page_size
+                self.counters.looked_up(len(request.prompt), found.prefilled, found.restored)
+        cached = found.prefilled // self.config.page_size
         row = slot_row(request, self.cfg.vocab_size, self._page_row(request))
-        self.runner.do(launches.Admit(request.slot, row, request.pages[cached - 1] if cached else None))
+        self.runner.do(launches.Admit(found.slot, row, found.pages[cached - 1] if cached else None))
 
     # Launching
 
@@ -256,23 +286,25 @@ class Engine:
         key, prompts = action.key, action.prompts
         chunk = self._chunk(key, prompts)
         launch = Launch(
-            [(r.slot, r) for r in action.requests],
+            [(r.residence.slot, r) for r in action.requests],
             [(g, r) for g, r in enumerate(prompts.rows(key.prompts)) if r] if prompts else [],
             self._run(key, chunk, action.requests),
             key,
             chunk,
         )
-        for r in action.requests:
-            r.rows_bound += launch.width
-            r.unread += 1
+        for own in (r.progress for r in action.requests):
+            own.rows_bound += launch.width
+            own.unread += 1
         for g, r in launch.prompts:
             if chunk and chunk.final[g]:
-                r.status, r.rows_bound = Status.RUNNING, r.prefilled + 1
-                r.unread += r.follows < 0
+                r.progress.rows_bound = len(r.residence.tokens) + 1
+                r.progress.unread += r.residence.follows < 0
+        if prompts:
+            self.scheduler.prefilled(prompts, prompts.tokens)
         self._track(launch)
 
     def _chunk(self, key: StepKey, prompts: Prompts | None = None) -> Chunk | None:
-        """What a program takes along: the next chunk of some prompts, which move on, or idle rows."""
+        """The chunk that a program takes along: the next tokens of some prompts, or idle rows."""
         if not key.tokens:
             return None
         tokens, chosen = 0, [None] * key.prompts * self.shards
@@ -287,13 +319,13 @@ class Engine:
         return self.runner.do(launches.Step(key, chunk), masks)
 
     def _masks(self, key: StepKey, running: Sequence[Request]) -> MaskMaker:
-        rows, shape = [(r.slot, r) for r in running], (key.slots, key.room + 1)
+        rows, shape = [(r.residence.slot, r) for r in running], (key.slots, key.room + 1)
         return partial(allowed, self.grammars, rows, shape, self.cfg.vocab_size)
 
     def _track(self, launch: Launch) -> None:
         self.launches += 1
         for _, request in launch.everyone:
-            request.inflight += 1
+            request.progress.inflight += 1
         self._inflight.append(launch)
         if self.balancer:
             self.balancer.launched()
@@ -310,7 +342,8 @@ class Engine:
         self._measure(launch, seconds, packed)
         advanced = []
         for row, request in launch.everyone:
-            request.inflight -= 1
+            own = request.progress
+            own.inflight -= 1
             if request.finished:
                 continue
             if request.constraints and request.constraints.failed:
@@ -319,17 +352,15 @@ class Engine:
                 continue
             windows, scored = launch.key.slots, request.params.prompt_logprobs is not None
             if row >= windows and launch.chunk and prompt is not None and scored:
-                read_prompt_logprobs(request, prompt, row - windows, launch.chunk)
+                own.prompt_logprobs += read_prompt_logprobs(request, prompt, row - windows, launch.chunk)
             tokens, extra = (part.tolist() for part in np.split(packed[row], [launch.columns]))
             count, finish = extra[COUNT], Finish(extra[FINISH])
             if row < windows:
-                request.rows_bound -= launch.width - count
-                request.speculation += Speculation(
-                    [extra[ACCEPTED]], [extra[DRAFTED]], [Source(extra[SOURCE])]
-                )
+                own.rows_bound -= launch.width - count
+                own.speculation += Speculation([extra[ACCEPTED]], [extra[DRAFTED]], [Source(extra[SOURCE])])
             if count or finish is not Finish.RUNNING:
-                request.unread -= 1
-                seconds = request.emit(tokens[:count], extra[ACCEPTED])
+                own.unread -= 1
+                seconds = own.emit(tokens[:count], extra[ACCEPTED])
                 self.counters.generation_tokens += count
                 if seconds is not None:
                     self.counters.inter_token.add(seconds / count, count)
@@ -337,23 +368,21 @@ class Engine:
                 if request.constraints and finish is Finish.RUNNING:
                     request.constraints.advance(tokens[:count])
             if finish is Finish.NAN:
-                # A chunk behind this one may have been sound, and have set the slot going.
-                self.scheduler.stale = True
                 self.scheduler.broken(request)
             else:
                 self.scheduler.committed(request, launch.complete_rows(row, request))
             if top is not None and request.params.logprobs is not None:
                 width = request.params.logprobs
-                request.logprobs += [read_logprobs(top, row, i, tokens[i], width) for i in range(count)]
+                own.logprobs += [read_logprobs(top, row, i, tokens[i], width) for i in range(count)]
             if finish is not Finish.RUNNING:
-                request.stop_reason = self._stop_token(request) if finish is Finish.STOP else None
+                own.stop_reason = self._stop_token(request) if finish is Finish.STOP else None
                 self._finish(request, _REASONS[finish])
         return advanced
 
     def _stop_token(self, request: Request) -> int | None:
         """The token that stopped a request, unless it is the model's own end of a sequence."""
         own = () if request.params.ignore_eos else self.cfg.eos_token_ids
-        return None if request.output[-1] in own else request.output[-1]
+        return None if request.progress.output[-1] in own else request.progress.output[-1]
 
     def _arrive(self, pending: Pending[Result]) -> tuple[Result, float]:
         """The result of a launch, and the seconds it took. A flush before it is measured by itself."""

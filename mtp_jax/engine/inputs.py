@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mtp_jax.decode.host import Chunk, SamplingState, SlotRow
+from mtp_jax.decode.arrays import Chunk, SamplingState, SlotRow
 from mtp_jax.engine.request import Request
 
 
@@ -29,8 +29,8 @@ def slot_row(request: Request, vocab: int, page_table: np.ndarray) -> SlotRow:
         return np.full(1, value, dtype)
 
     return SlotRow(
-        remaining=one(request.max_tokens - len(request.output)),
-        generated=one(len(request.output)),
+        remaining=one(request.max_tokens - len(request.progress.output)),
+        generated=one(len(request.progress.output)),
         depth=one(request.depth),
         suffix=one(request.suffix_drafts, bool),
         page_table=page_table,
@@ -43,11 +43,11 @@ def slot_row(request: Request, vocab: int, page_table: np.ndarray) -> SlotRow:
             frequency=one(p.frequency_penalty, np.float32),
             repetition=one(p.repetition_penalty, np.float32),
             min_tokens=one(p.min_tokens),
-            seed=one(request.seed, np.uint32),
+            seed=one(request.progress.seed, np.uint32),
             logit_bias=bias,
             stop_mask=_mask(request.stops, vocab),
             prompt_mask=_mask(request.prompt, vocab),
-            counts=np.bincount(request.output, minlength=vocab)[None].astype(np.int32),
+            counts=np.bincount(request.progress.output, minlength=vocab)[None].astype(np.int32),
         ),
     )
 
@@ -62,7 +62,7 @@ def _mask(ids: Iterable[int], vocab: int) -> np.ndarray:
 def next_chunk(
     chosen: Sequence[Request | None], limit: int, width: int, idle_slot: int, allowed: np.ndarray
 ) -> Chunk:
-    """The next ``limit`` tokens of each prompt, padded to ``width``; the requests move on."""
+    """The next ``limit`` tokens of each prompt, padded to ``width``."""
     shape = (len(chosen), width)
     tokens, targets = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
     slot = np.full(len(chosen), idle_slot, np.int32)
@@ -71,12 +71,12 @@ def next_chunk(
     for g, r in enumerate(chosen):
         if r is None:
             continue
-        begin, end = r.prefilled, min(r.prefilled + limit, len(r.tokens))
-        slot[g], start[g], count[g], final[g] = r.slot, begin, end - begin, end == len(r.tokens)
-        tokens[g, : end - begin] = r.tokens[begin:end]
+        own = r.residence
+        begin, end = own.prefilled, own.prefilled_after(limit)
+        slot[g], start[g], count[g], final[g] = own.slot, begin, end - begin, end == len(own.tokens)
+        tokens[g, : end - begin] = own.tokens[begin:end]
         if r.params.prompt_logprobs is not None:
-            following = r.tokens[begin + 1 : end + 1]
+            following = own.tokens[begin + 1 : end + 1]
             targets[g, : len(following)] = following
-        follows[g] = r.follows
-        r.prefilled = end
+        follows[g] = own.follows
     return Chunk(slot, start, count, final, tokens, targets, follows, allowed)

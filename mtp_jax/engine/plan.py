@@ -1,7 +1,7 @@
-"""What an engine does next: the one place where launches are decided. No jax here.
+"""The next actions of an engine: the one place where launches are decided. No jax here.
 
 A turn of the engine is a few actions. Each is decided when the one before it has been done, because it
-depends on that: what a grammar allows depends on tokens that were just read.
+depends on that: masks of a grammar depend on tokens that were just read.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from mtp_jax.decode.keys import StepKey
 from mtp_jax.decode.launches import Runner
-from mtp_jax.engine.buckets import Prompts, next_prompts, step_key
-from mtp_jax.engine.config import EngineConfig
+from mtp_jax.engine.buckets import Buckets, Prompts
 from mtp_jax.engine.depth import DepthController, adaptive_depths
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.results import Launch
@@ -24,7 +23,7 @@ class Admit:
 
 @dataclass(frozen=True)
 class Step:
-    """Draft and verify for some requests, prefill the next chunk of others, or both.
+    """Draft and verify for some requests, prefill the next chunk of prompts, or both.
 
     Attributes:
         key: the program.
@@ -39,7 +38,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Read:
-    """Read so many of the oldest launches."""
+    """Read the ``count`` oldest launches."""
 
     count: int
 
@@ -51,29 +50,29 @@ class Planner:
     """Decides the launches of one engine."""
 
     def __init__(
-        self, config: EngineConfig, scheduler: Scheduler, runner: Runner, depth: DepthController
+        self, buckets: Buckets, scheduler: Scheduler, runner: Runner, depth: DepthController
     ) -> None:
-        self._config, self._scheduler, self._runner, self._depth = config, scheduler, runner, depth
+        self._buckets, self._scheduler, self._runner, self._depth = buckets, scheduler, runner, depth
 
     def turn(self, inflight: Sequence[Launch]) -> Iterator[Action]:
         """The actions of one turn. inflight: launches that have not been read, the oldest first.
 
-        What was launched in the turn before is read after the launch of this one, so that the device never
+        A launch of the turn before is read after the launch of this one, so that the device never
         waits for the host.
         """
         yield Admit()
         before = len(inflight)
         if any(r.constraints for r in self._scheduler.running()):
-            # What constraints allow depends on the newest tokens: nothing may be in flight.
+            # Masks of constraints depend on the newest tokens: nothing may be in flight.
             yield Read(before)
             before = 0
         if step := self._step():
             yield step
-        # If nothing was launched, what ends next may make room.
+        # If nothing was launched, the next end may make room.
         yield Read(before if len(inflight) > before else min(before, 1))
 
     def _step(self) -> Step | None:
-        """The next step, once its requests have the pages for it; others may lose theirs."""
+        """The next step, once its requests have the pages for it; other requests may lose theirs."""
         running, prompts = self._work()
         if not running and not prompts:
             return None
@@ -89,22 +88,22 @@ class Planner:
         """Requests that draft and verify, and the chunk to take along.
 
         There are no such requests if every one may already have ended in an unread launch, as a useless step
-        costs more than waiting; a chunk makes it useful. As many prompts go along as a program takes.
+        costs more than waiting; a chunk makes it useful. The most prompts go along that a program takes.
         """
         running = self._scheduler.running()
-        prompts = next_prompts(self._config, self._scheduler.prefilling())
+        prompts = self._buckets.next_prompts(self._scheduler.prefilling())
         if prompts is None:
-            ended = all(r.unread and r.rows_bound - len(r.prompt) >= r.max_tokens for r in running)
+            ended = all(r.progress.unread and r.most_output >= r.max_tokens for r in running)
             return [] if ended else running, None
         most = max(map(len, prompts.requests))
-        while most > 1 and not self._runner.find(step_key(self._config, running, 0, prompts.first(most))):
+        while most > 1 and not self._runner.find(self._buckets.step(running, 0, prompts.first(most))):
             most //= 2
         prompts = prompts.first(most)
-        if not running or self._runner.find(step_key(self._config, running, 0, prompts)):
+        if not running or self._runner.find(self._buckets.step(running, 0, prompts)):
             return running, prompts
         # No program takes such windows beside a chunk: the prompts go first, by a program without windows:
-        # those would advance the other requests unasked.
-        alone = self._runner.find(step_key(self._config, [], 0, prompts))
+        # windows would advance other requests unasked.
+        alone = self._runner.find(self._buckets.step([], 0, prompts))
         return ([], prompts) if alone and not alone.slots else (running, None)
 
     def _choose(self, running: list[Request], prompts: Prompts | None) -> StepKey:
@@ -117,10 +116,10 @@ class Planner:
         keys = [self._cover(running, prompts, d) for d in depths]
         rows, price = [r.depth for r in running], None
         if prompts:
-            # The chunk takes its time at any depth; what a second is worth, steps without one say.
+            # The chunk takes its time at any depth; steps without one say how much a second is worth.
             price = self._depth.rate([self._cover(running, None, d) for d in depths], rows)
         return self._depth.choose(keys, rows, price)
 
     def _cover(self, running: list[Request], prompts: Prompts | None, depth: int) -> StepKey:
         """The cheapest program for it."""
-        return self._runner.cover(step_key(self._config, running, depth, prompts))
+        return self._runner.cover(self._buckets.step(running, depth, prompts))

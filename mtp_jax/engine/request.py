@@ -1,310 +1,39 @@
-"""What a user asks for, SamplingParams, and a request on its way through the engine."""
+"""A request on its way through the engine, in three parts, each with one owner that writes it.
+
+``Request`` is frozen. The engine writes its ``Progress``, the scheduler its ``Residence``.
+"""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from typing import TypedDict
 
-from mtp_jax.decode.keys import MAX_DRAFTS, Source
-from mtp_jax.errors import RequestError
-from mtp_jax.options import check, documented, option
-from mtp_jax.text.grammar import StructuredOutput
+from mtp_jax.engine.sampling_params import SamplingParams
+from mtp_jax.engine.speculation import Speculation, TokenLogprobs
 from mtp_jax.text.rules import Constraints
 
-MAX_LOGPROBS = 20
-_MOST = 2**31 - 1
-OutputKind = Literal["cumulative", "delta", "final_only"]
 
+class Terms(TypedDict, total=False):
+    """Choices for a request besides its prompt and its sampling parameters.
 
-@documented
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to choose tokens. Names and defaults follow vLLM's. Raises RequestError."""
+    Keys:
+        seed: takes the place of ``SamplingParams.seed``; does not fix the depth.
+        priority: lower numbers are served first; 0 unless given.
+        timeout: seconds from its arrival after which it ends with the tokens it has; None: never.
+        cache_salt: only requests of the same salt share cached pages.
+        spare: further tokens its pages hold from the start.
+        arrived: ``time.perf_counter()`` then; None: when it is queued.
+        holdable: whether ``Engine.hold`` keeps it in the queue; True unless given.
+    """
 
-    n: int = option(1, "completions per prompt", low=1, high=1024, metavar="N")
-    temperature: float = option(1.0, "0 takes the most likely token", low=0, high=1e6, metavar="T")
-    top_p: float = option(
-        1.0,
-        "sample from the likeliest tokens of at least this total probability; 1 is off, 0 leaves one",
-        low=0,
-        high=1,
-        metavar="P",
-    )
-    top_k: int = option(
-        0, "sample from the K likeliest tokens; 0 or -1 is off", low=-1, high=_MOST, metavar="K"
-    )
-    min_p: float = option(
-        0.0, "leave out tokens below this fraction of the likeliest; 0 is off", low=0, high=1, metavar="P"
-    )
-    max_tokens: int | None = option(
-        16, "most tokens to generate", low=1, high=_MOST, unset="as many as fit", metavar="N"
-    )
-    min_tokens: int = option(
-        0,
-        "no stop token before this many, and no stop string that ends in their text",
-        low=0,
-        high=_MOST,
-        metavar="N",
-    )
-    stop: str | Sequence[str] = option(
-        (), "end before this text", kind=str, unset="none", repeated=True, metavar="TEXT"
-    )
-    stop_token_ids: Sequence[int] = option(
-        (),
-        "end after one of these tokens, beside the model's own; they have no text unless "
-        "include_stop_str_in_output",
-        kind=object,
-        unset="none",
-        metavar="ID,...",
-    )
-    ignore_eos: bool = option(False, "go on after the model's end-of-sequence tokens")
-    seed: int | None = option(
-        None,
-        "makes sampling reproducible, whatever shares the batch",
-        kind=int,
-        low=0,
-        high=2**32 - 1,
-        unset="drawn",
-        metavar="N",
-    )
-    presence_penalty: float = option(
-        0.0, "subtracted from every token already in the output", low=-2, high=2, metavar="X"
-    )
-    frequency_penalty: float = option(
-        0.0, "subtracted once per occurrence in the output", low=-2, high=2, metavar="X"
-    )
-    repetition_penalty: float = option(  # within bounds in which logits stay far from the largest float32
-        1.0,
-        "divides (positive) or multiplies logits of tokens in prompt or output; 1 is off",
-        low=0.01,
-        high=100,
-        metavar="X",
-    )
-    logit_bias: dict[int, float] = option(
-        {},
-        "added to the logits of these tokens",
-        kind=object,
-        unset="none",
-        metavar="ID:BIAS,...",
-    )
-    logprobs: int | None = option(
-        None,
-        "log-probabilities of the chosen token and of this many most likely ones",
-        kind=int,
-        low=0,
-        high=MAX_LOGPROBS,
-        unset="none",
-        metavar="N",
-    )
-    prompt_logprobs: int | None = option(
-        None,
-        "log-probabilities of the tokens of the prompt and of this many most likely ones",
-        kind=int,
-        low=0,
-        high=MAX_LOGPROBS,
-        unset="none",
-        metavar="N",
-    )
-    num_speculative_tokens: int | None = option(
-        None,
-        "most drafts per step for this request; 0: no speculation",
-        kind=int,
-        low=0,
-        high=MAX_DRAFTS,
-        unset="the engine's",
-        flag=None,
-    )
-    suffix_drafts: bool | None = option(
-        None,
-        "draft what followed an earlier occurrence of the last tokens; True needs an engine that does",
-        kind=bool,
-        unset="the engine's when greedy or without NextN layers, else False",
-        flag=None,
-    )
-    skip_special_tokens: bool = option(
-        True,
-        "leave special tokens out of the text",
-        off=("--no-skip-special-tokens", "show special tokens in the text"),
-    )
-    include_stop_str_in_output: bool = option(
-        False, "keep the stop string, or the text of the stop token, in the text"
-    )
-    output_kind: OutputKind = option(
-        "cumulative",
-        "what an iterator of outputs gives: all there is so far (cumulative), what is new (delta), or one "
-        "output at the end (final_only)",
-        choices=get_args(OutputKind),
-        flag=None,
-    )
-    structured: StructuredOutput | None = option(
-        None,
-        "what the output must be; it ends at an end-of-sequence token once it is complete, or, cut short, at "
-        "a stop string, a stop token or max_tokens",
-        kind=object,
-        unset="anything",
-        flag=None,
-    )
-    allowed_token_ids: Sequence[int] | None = option(
-        None,
-        "the output consists of these tokens alone",
-        kind=object,
-        unset="any",
-        metavar="ID,...",
-    )
-    bad_words: Sequence[str] = option(
-        (),
-        "the output never holds the tokens of this word, as it is spelt at the beginning of a text or after "
-        "a space",
-        kind=str,
-        unset="none",
-        repeated=True,
-        flag="--bad-word",
-        metavar="WORD",
-    )
-    max_thinking_tokens: int | None = option(
-        None,
-        "most tokens of a thought, whose end is then forced; for models whose tag </think> is a token",
-        kind=int,
-        low=0,
-        high=_MOST,
-        unset="no bound",
-        metavar="N",
-    )
-
-    def __post_init__(self) -> None:
-        none_as: dict[str, Any] = {"stop": (), "stop_token_ids": (), "logit_bias": {}, "bad_words": ()}
-        for name, none in none_as.items():
-            if getattr(self, name) is None:  # as vLLM writes it
-                object.__setattr__(self, name, none)
-        check(self, RequestError)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens = {self.min_tokens} is above max_tokens = {self.max_tokens}")
-        if not isinstance(self.stop, str) and isinstance(self.stop, Iterable):
-            object.__setattr__(self, "stop", tuple(self.stop))  # an iterator can be read once
-        many = isinstance(self.stop, Iterable)
-        if not many or any(not isinstance(s, str) or not s for s in self.stop_strings):
-            raise RequestError(f"stop = {self.stop!r}; expected non-empty strings")
-        if self.structured is not None:
-            if not isinstance(self.structured, StructuredOutput):
-                raise RequestError(f"structured = {self.structured!r}; expected a StructuredOutput or None")
-            if self.ignore_eos or self.min_tokens:
-                raise RequestError(
-                    "a structured output ends where its grammar does; leave out ignore_eos and min_tokens"
-                )
-        self._freeze("stop_token_ids", Integral, "integers")
-        if self.allowed_token_ids is not None:
-            self._freeze("allowed_token_ids", Integral, "integers")
-            if not self.allowed_token_ids:
-                raise RequestError("allowed_token_ids is empty; name at least one token, or leave it out")
-        self._freeze("bad_words", str, "strings")
-        if blank := [word for word in self.bad_words if not word.strip()]:
-            raise RequestError(f"bad_words holds {blank[0]!r}; expected words")
-        if not isinstance(self.logit_bias, Mapping):
-            raise RequestError(f"logit_bias = {self.logit_bias!r}; expected token ids and numbers")
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # whatever becomes of the caller's
-        for token, bias in self.logit_bias.items():
-            numbers = isinstance(token, int) and isinstance(bias, Real)
-            if not numbers or isinstance(token, bool) or isinstance(bias, bool) or not abs(bias) <= 100:
-                raise RequestError(
-                    f"logit_bias {token!r}: {bias!r}; expected token id: number from -100 to 100"
-                )
-
-    def _freeze(self, name: str, kind: type, expected: str) -> None:
-        """Make a field a tuple, of elements of one kind."""
-        value = getattr(self, name)
-        if isinstance(value, str) or not isinstance(value, Iterable):
-            raise RequestError(f"{name} = {value!r}; expected {expected}")
-        object.__setattr__(self, name, tuple(value))
-        for element in getattr(self, name):
-            if not isinstance(element, kind) or isinstance(element, bool):
-                raise RequestError(f"{name} holds {element!r}; expected {expected}")
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """``stop`` as a tuple."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    @property
-    def is_plain_greedy(self) -> bool:
-        """Whether argmax of the unadjusted logits decides."""
-        penalties = (
-            self.presence_penalty,
-            self.frequency_penalty,
-            self.repetition_penalty - 1,
-            self.min_tokens,
-        )
-        biases = self.logit_bias or self.allowed_token_ids is not None
-        return self.temperature == 0 and not any(penalties) and not biases
-
-
-@dataclass(frozen=True)
-class Logprob:
-    """Natural log of a token's probability under the model, before any transform; rank 1 is the best."""
-
-    logprob: float
-    rank: int
-
-
-@dataclass
-class Speculation:
-    """What drafting achieved for one request. Drafts verified after its last token are counted too."""
-
-    accepted_per_step: list[int] = field(default_factory=list)
-    drafted_per_step: list[int] = field(default_factory=list)
-    source_per_step: list[Source] = field(default_factory=list)
-
-    @property
-    def steps(self) -> int:
-        """Draft-and-verify steps."""
-        return len(self.accepted_per_step)
-
-    @property
-    def drafted(self) -> int:
-        """Drafts verified."""
-        return sum(self.drafted_per_step)
-
-    @property
-    def accepted(self) -> int:
-        """Drafts accepted."""
-        return sum(self.accepted_per_step)
-
-    def of(self, source: Source) -> "Speculation":
-        """Of the steps whose drafts came from there."""
-        rows = zip(self.accepted_per_step, self.drafted_per_step, self.source_per_step, strict=True)
-        chosen = [row for row in rows if row[2] == source]
-        return Speculation(*map(list, zip(*chosen, strict=True))) if chosen else Speculation()
-
-    @property
-    def accepted_per_position(self) -> tuple[int, ...]:
-        """How often the draft at each position was accepted."""
-        deepest = max(self.drafted_per_step, default=0)
-        return tuple(sum(a > i for a in self.accepted_per_step) for i in range(deepest))
-
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens per step: accepted drafts + 1, on average; 0.0 before the first step."""
-        return (self.accepted + self.steps) / self.steps if self.steps else 0.0
-
-    def since(self, step: int) -> "Speculation":
-        """Of all steps but the first ``step``."""
-        return Speculation(
-            self.accepted_per_step[step:], self.drafted_per_step[step:], self.source_per_step[step:]
-        )
-
-    def __add__(self, other: "Speculation") -> "Speculation":
-        return Speculation(
-            self.accepted_per_step + other.accepted_per_step,
-            self.drafted_per_step + other.drafted_per_step,
-            self.source_per_step + other.source_per_step,
-        )
-
-    def __iadd__(self, other: "Speculation") -> "Speculation":
-        self.accepted_per_step += other.accepted_per_step
-        self.drafted_per_step += other.drafted_per_step
-        self.source_per_step += other.source_per_step
-        return self
+    seed: int | None
+    priority: int
+    timeout: float | None
+    cache_salt: str
+    spare: int
+    arrived: float | None
+    holdable: bool
 
 
 class Status(Enum):
@@ -316,57 +45,24 @@ class Status(Enum):
     FINISHED = "finished"
 
 
-TokenLogprobs = dict[int, Logprob]
-
-
 @dataclass(eq=False)
-class Request:
-    """One completion on its way through the engine. Only the engine changes it.
+class Progress:
+    """The output of a request so far, and its launches. The engine alone writes it.
 
     Attributes:
-        seed: None until it is queued, if it has none of its own.
-        capacity: tokens its pages may have to hold.
-        fixed_depth: whether every step must offer it ``depth`` drafts, or adaptive depth decides.
-        suffix_drafts: whether its drafts may come from suffix matches.
-        spare: further tokens its pages hold from the start.
-        stops: tokens that end the output.
-        constraints: a grammar, and other rules that depend on the output so far; None: there are none.
-        priority: lower numbers are served first.
-        deadline: ``time.perf_counter()`` at which it is ended, finished or not.
-        salt: only requests of the same salt share cached pages.
-        tokens: to prefill: the prompt, and once preempted all it had emitted but the newest token.
-        follows: that newest token; -1 before the first.
-        drafted: of each token of the output whether it was a draft.
-        prefilled: how many of ``tokens`` are in the cache or on their way into it.
-        restored: how many of them the host's memory gave back when it was last admitted.
-        registered: full pages the prefix cache knows of.
-        digests: of its full pages.
+        seed: the request's own, or one that the engine has drawn.
+        output: tokens emitted.
+        drafted: whether each token of the output was a draft.
+        stop_reason: the stop string or stop token that ended it; None: the model itself, or no stop.
         inflight: launches that have not been read.
-        unread: those among them that will hold at least one token.
+        unread: unread launches that will hold at least one token.
         rows_bound: the most tokens that the sequence can have once all launches are read.
         cached_tokens: prompt tokens found in the prefix cache at its first admission.
-        weight_version: of the weights that it runs with; None before its first admission.
-        stop_reason: the stop string or stop token that ended it; None: the model itself, or no stop.
-        siblings: the completions of its prompt, which all run with the same weights.
-        holdable: whether the scheduler's ``held`` keeps it in the queue.
+        weight_version: names the weights that it runs with; None before its first admission.
+        arrived: ``time.perf_counter()`` when it came.
     """
 
-    id: int
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    seed: int | None
-    max_tokens: int
-    depth: int
-    capacity: int
-    suffix_drafts: bool = False
-    spare: int = 0
-    stops: Sequence[int] = ()
-    constraints: Constraints | None = None
-    fixed_depth: bool = True
-    priority: int = 0
-    deadline: float | None = None
-    salt: str = ""
-    status: Status = Status.WAITING
+    seed: int = 0
     output: list[int] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -374,48 +70,16 @@ class Request:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     speculation: Speculation = field(default_factory=Speculation)
-    slot: int = -1
-    pages: list[int] = field(default_factory=list)
-    tokens: Sequence[int] = ()
-    follows: int = -1
-    prefilled: int = 0
-    restored: int = 0
-    registered: int = 0
-    digests: list[bytes] = field(default_factory=list)
     inflight: int = 0
     unread: int = 0
     rows_bound: int = 0
     cached_tokens: int = 0
     weight_version: str | None = None
-    siblings: Sequence["Request"] = ()
-    holdable: bool = True
-    preemptions: int = 0
     arrived: float = field(default_factory=time.perf_counter)
     admitted_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
     finished_at: float | None = None
-
-    @property
-    def finished(self) -> bool:
-        """Whether no further token will come."""
-        return self.status is Status.FINISHED
-
-    @property
-    def begun(self) -> bool:
-        """Whether it has run, or a completion of the same prompt."""
-        return any(r.admitted_at is not None for r in (self, *self.siblings))
-
-    @property
-    def useful_depth(self) -> int:
-        """Drafts of its next step that it may have room for: its last token needs none."""
-        return min(self.depth, self.max_tokens - len(self.output) - self.unread - 1)
-
-    def take_up(self) -> None:
-        """Prepare for admission: everything known so far is to be prefilled."""
-        self.tokens, self.follows = self.prompt, -1
-        if self.output:
-            self.tokens, self.follows = (*self.prompt, *self.output[:-1]), self.output[-1]
 
     def emit(self, tokens: list[int], accepted: int = 0) -> float | None:
         """Take tokens that a launch produced, of which the first ``accepted`` were drafted.
@@ -439,4 +103,111 @@ class Request:
 
     def end(self, reason: str) -> None:
         """No more tokens: "stop", "length", "abort", "timeout" or "error"."""
-        self.status, self.finish_reason, self.finished_at = Status.FINISHED, reason, time.perf_counter()
+        self.finish_reason, self.finished_at = reason, time.perf_counter()
+
+
+@dataclass(eq=False)
+class Residence:
+    """A request's slot and pages, and the tokens in them. The scheduler alone writes it.
+
+    Attributes:
+        slot: -1 while it waits for one; once it has ended, the slot that it had.
+        pages: the numbers of its pages.
+        tokens: to prefill: the prompt, and once preempted all it had emitted but the newest token.
+        follows: that newest token; -1 before the first.
+        prefilled: how many of ``tokens`` are in the cache or on their way into it.
+        restored: how many of them the host's memory gave back when it was last admitted.
+        registered: full pages the prefix cache knows of.
+        digests: one of each of its full pages.
+        preemptions: how often it lost its pages to others.
+    """
+
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    tokens: Sequence[int] = ()
+    follows: int = -1
+    prefilled: int = 0
+    restored: int = 0
+    registered: int = 0
+    digests: list[bytes] = field(default_factory=list)
+    preemptions: int = 0
+
+    def take_up(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """Prepare for admission: everything known so far is to be prefilled."""
+        self.tokens, self.follows = prompt, -1
+        if output:
+            self.tokens, self.follows = (*prompt, *output[:-1]), output[-1]
+
+    def prefilled_after(self, chunk: int) -> int:
+        """``prefilled`` after a chunk of ``chunk`` tokens."""
+        return min(self.prefilled + chunk, len(self.tokens))
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One completion, as it was asked for.
+
+    Attributes:
+        seed: None: the engine draws one.
+        capacity: tokens its pages may have to hold.
+        fixed_depth: whether every step must offer it ``depth`` drafts, or adaptive depth decides.
+        suffix_drafts: whether its drafts may come from suffix matches.
+        stops: tokens that end the output.
+        constraints: a grammar, and other rules that depend on the output so far; None: there are none.
+        deadline: ``time.perf_counter()`` at which it is ended, finished or not.
+        salt: see ``Terms.cache_salt``.
+        spare, priority, arrived, holdable: see ``Terms``.
+        siblings: the completions of its prompt, itself among them, which all run with the same weights.
+    """
+
+    id: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int | None
+    max_tokens: int
+    depth: int
+    capacity: int
+    suffix_drafts: bool = False
+    spare: int = 0
+    stops: Sequence[int] = ()
+    constraints: Constraints | None = None
+    fixed_depth: bool = True
+    priority: int = 0
+    deadline: float | None = None
+    salt: str = ""
+    arrived: float | None = None
+    holdable: bool = True
+    siblings: Sequence["Request"] = ()
+    progress: Progress = field(default_factory=Progress)
+    residence: Residence = field(default_factory=Residence)
+
+    @property
+    def status(self) -> Status:
+        """Where it is."""
+        if self.finished:
+            return Status.FINISHED
+        if self.residence.slot < 0:
+            return Status.WAITING
+        through = self.residence.prefilled == len(self.residence.tokens)
+        return Status.RUNNING if through else Status.PREFILL
+
+    @property
+    def finished(self) -> bool:
+        """Whether no further token will come."""
+        return self.progress.finish_reason is not None
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has run, or a completion of the same prompt."""
+        return any(r.progress.admitted_at is not None for r in (self, *self.siblings))
+
+    @property
+    def most_output(self) -> int:
+        """The most tokens that it can have emitted once all launches are read."""
+        return self.progress.rows_bound - len(self.prompt)
+
+    @property
+    def useful_depth(self) -> int:
+        """Drafts of its next step that it may have room for: its last token needs none."""
+        done = len(self.progress.output) + self.progress.unread
+        return min(self.depth, self.max_tokens - done - 1)

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
-from mtp_jax.decode.host import Chunk, Result, TopLogprobs
+from mtp_jax.decode.arrays import Chunk, Result, TopLogprobs
 from mtp_jax.decode.keys import StepKey
 from mtp_jax.decode.launches import Pending
-from mtp_jax.engine.request import Logprob, Request, TokenLogprobs
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.speculation import Logprob, TokenLogprobs
 
 
 @dataclass
@@ -17,7 +18,7 @@ class Launch:
         prompts: which row of the chunk belongs to which request.
         pending: the result.
         key: the program.
-        chunk: what it took along.
+        chunk: the tokens of prompts that it took along.
     """
 
     rows: list[tuple[int, Request]]
@@ -44,26 +45,28 @@ class Launch:
     def complete_rows(self, row: int, request: Request) -> int:
         """Cache rows that are complete once this is read: after a step all but the newest token's."""
         if self.chunk is None or row < self.key.slots:
-            return len(request.prompt) + len(request.output) - 1
+            return len(request.prompt) + len(request.progress.output) - 1
         g = row - self.key.slots
         return int(self.chunk.start[g] + self.chunk.count[g])
 
 
 def read_logprobs(top: TopLogprobs, row: int, i: int, token: int, width: int) -> TokenLogprobs:
-    """The chosen token first, then the ``width`` most likely ones."""
+    """The chosen token first, then the ``width`` most likely tokens."""
     best = zip(top.ids[row, i, :width].tolist(), top.values[row, i, :width].tolist(), strict=True)
     chosen = Logprob(float(top.chosen[row, i]), int(top.rank[row, i]))
     others = {t: Logprob(v, rank) for rank, (t, v) in enumerate(best, start=1) if t != token}
     return {token: chosen} | others
 
 
-def read_prompt_logprobs(request: Request, top: TopLogprobs, row: int, chunk: Chunk) -> None:
-    """Position i of a chunk scores the prompt's next token; the first token of a prompt has no score."""
-    if not request.prompt_logprobs:
-        request.prompt_logprobs.append(None)
+def read_prompt_logprobs(
+    request: Request, top: TopLogprobs, row: int, chunk: Chunk
+) -> list[TokenLogprobs | None]:
+    """The scores of a prompt's next tokens that a row of a chunk adds; its first token has none."""
+    known, width = len(request.progress.prompt_logprobs), request.params.prompt_logprobs or 0
+    new: list[TokenLogprobs | None] = [] if known else [None]
     for i in range(int(chunk.count[row])):
         position = int(chunk.start[row]) + i + 1
         # A preempted request is scored from the start again.
-        if position == len(request.prompt_logprobs) and position < len(request.prompt):
-            width = request.params.prompt_logprobs or 0
-            request.prompt_logprobs.append(read_logprobs(top, row, i, request.prompt[position], width))
+        if position == known + len(new) and position < len(request.prompt):
+            new.append(read_logprobs(top, row, i, request.prompt[position], width))
+    return new

@@ -1,4 +1,4 @@
-"""Which request has which slot and pages, and what runs next. No jax here.
+"""Slots and pages: which request has which, and which runs next. No jax here.
 
 Invariant *free pages return*: when no request lives, every page is free or kept by the prefix cache.
 """
@@ -9,23 +9,20 @@ from functools import partial
 
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.pages import PagePool, extend_digests
-from mtp_jax.engine.placement import Shard, preferred
 from mtp_jax.engine.request import Request, Status
+from mtp_jax.engine.shards import Shard, preferred
 from mtp_jax.store.page import Page
 from mtp_jax.store.tier import HostTier, Restored
 
 
 class Scheduler:
-    """By priority, then first come, first served: a request takes a slot and pages for its prompt, or waits.
+    """A request takes a slot and pages for its prompt, or waits: by priority, then first come, first served.
 
     Pages for its output come as it grows. When they run out, the request that would be served last gives its
     own back and waits for them again: preemption.
 
     Attributes:
-        stale: whether slots or pages changed hands since the device was told, but for admissions.
         held: whether requests that have not begun stay in the queue, even past their deadlines.
-        restoring: pages that the tier gave back. They are to be written before their requests are told to the
-            device.
     """
 
     def __init__(self, config: EngineConfig, shards: int, tier: HostTier | None = None) -> None:
@@ -35,11 +32,11 @@ class Scheduler:
         pages = config.pages_per_shard(shards)
         told = [partial(tier.evict, shard) if tier else None for shard in range(shards)]
         self.pools = [PagePool(pages, evicted) for evicted in told]
-        self.restoring: list[Restored] = []
+        self._restoring: list[Restored] = []
         self.waiting: list[Request] = []
         self.slots: list[Request | None] = [None] * config.max_num_seqs
         self.preemptions = 0
-        self.stale = self.held = False
+        self._stale = self.held = False
 
     @property
     def busy(self) -> bool:
@@ -71,24 +68,29 @@ class Scheduler:
         return [r for r in self.slots[first : first + self.slots_per_shard] if r]
 
     def _lowest_free(self) -> dict[int, int]:
-        """By shard the lowest free slot, of those that have one."""
+        """The lowest free slot of each shard that has one."""
         return {self.shard_of(i): i for i, r in reversed([*enumerate(self.slots)]) if r is None}
 
     def pool_of(self, request: Request) -> PagePool:
         """Where the pages of a request that has a slot come from."""
-        return self.pools[self.shard_of(request.slot)]
+        return self.pools[self.shard_of(request.residence.slot)]
 
     # Admission
 
     def admit(self) -> list[Request]:
-        """Give slots and pages to waiting requests, in order, as far as they go."""
+        """Give slots and pages to waiting requests, in order, as far as they go; have restored pages written.
+
+        The device is to be told of the requests behind that.
+        """
         admitted = []
         # A preempted request is resumed from its newest token, so all its launches must have been read.
-        while (request := self._next()) and not request.inflight and self._place(request):
+        while (request := self._next()) and not request.progress.inflight and self._place(request):
             self.waiting.remove(request)
-            request.status = Status.PREFILL
-            self.slots[request.slot] = request
+            self.slots[request.residence.slot] = request
             admitted.append(request)
+        if self.tier:
+            self.tier.write(self._restoring)
+            self._restoring.clear()
         return admitted
 
     def _place(self, request: Request) -> bool:
@@ -99,7 +101,6 @@ class Scheduler:
         free = self._lowest_free()
         if not free:
             return False
-        request.take_up()
         cached = self.cached(request)
         shards = [shard for shard in self.order(request, cached) if shard in free]
         return any(self._place_in(request, free[shard], cached[shard]) for shard in shards)
@@ -109,9 +110,9 @@ class Scheduler:
         shards = []
         for i, (pool, found) in enumerate(zip(self.pools, cached, strict=True)):
             held = self._in_shard(i)
-            pages = sum(len(r.pages) for r in held)
+            pages = sum(len(r.residence.pages) for r in held)
             shards.append(Shard(len(held), pages, pool.available, len(found), found.count(None)))
-        return preferred(shards, self.config.pages_for(len(request.tokens) + request.spare))
+        return preferred(shards, self.config.pages_for(len(request.residence.tokens) + request.spare))
 
     def looks_up(self, request: Request) -> bool:
         """Whether it may begin with cached pages: log-probabilities of the prompt need all of it computed."""
@@ -120,12 +121,15 @@ class Scheduler:
     def cached(self, request: Request) -> list[list[int | None]]:
         """Per shard, the cached pages of the request's first tokens; None: the host's memory has the page.
 
-        At least one token is left to compute: its hidden state gives the first logits.
+        The request must not have a slot. At least one token is left to compute, whose hidden state gives the
+        first logits.
         """
+        own = request.residence
+        own.take_up(request.prompt, request.progress.output)
         if not self.looks_up(request):
             return [[] for _ in self.pools]
-        extend_digests(request.digests, request.salt, request.tokens, self.config.page_size)
-        known = request.digests[: (len(request.tokens) - 1) // self.config.page_size]
+        extend_digests(own.digests, request.salt, own.tokens, self.config.page_size)
+        known = own.digests[: (len(own.tokens) - 1) // self.config.page_size]
         return [list(self._found(pool, known)) for pool in self.pools]
 
     def _found(self, pool: PagePool, digests: Sequence[bytes]) -> Iterator[int | None]:
@@ -136,13 +140,15 @@ class Scheduler:
             yield page
 
     def _place_in(self, request: Request, slot: int, cached: list[int | None]) -> bool:
-        shard = self.shard_of(slot)
+        shard, own = self.shard_of(slot), request.residence
         pool, shared = self.pools[shard], [page for page in cached if page is not None]
         pool.share(shared)
-        fresh = self.config.pages_for(len(request.tokens) + request.spare) - len(shared)
-        # A page more for whoever may need one soon: a request admitted too early would be preempted at once.
-        growing = sum(len(r.pages) < self.config.pages_for(r.capacity) for r in self._in_shard(shard))
-        absent = [digest for digest, page in zip(request.digests, cached, strict=False) if page is None]
+        fresh = self.config.pages_for(len(own.tokens) + request.spare) - len(shared)
+        # A page more for each request that may need one soon: else one is preempted at once.
+        growing = sum(
+            len(r.residence.pages) < self.config.pages_for(r.capacity) for r in self._in_shard(shard)
+        )
+        absent = [digest for digest, page in zip(own.digests, cached, strict=False) if page is None]
         fits, contents = fresh + growing <= pool.available, list[Page]()
         if fits and absent and self.tier:
             contents = self.tier.get(absent)
@@ -153,18 +159,18 @@ class Scheduler:
             return False
         for page, digest, content in zip(pages, absent, contents, strict=False):
             pool.register(page, digest)
-            self.restoring.append((shard, page, content))
+            self._restoring.append((shard, page, content))
         new = iter(pages)
-        request.slot, request.pages = slot, [*(next(new) if p is None else p for p in cached), *new]
-        request.prefilled = len(cached) * self.config.page_size
-        request.restored = len(absent) * self.config.page_size
-        request.registered = len(cached)
+        own.slot, own.pages = slot, [*(next(new) if p is None else p for p in cached), *new]
+        own.prefilled = len(cached) * self.config.page_size
+        own.restored = len(absent) * self.config.page_size
+        own.registered = len(cached)
         return True
 
     def pack(self, bucket: Callable[[int], int]) -> list[tuple[int, int]]:
-        """Move requests down into free slots if a smaller step does for those that are left.
+        """Move requests down into free slots if a smaller step does for the running requests.
 
-        bucket: slots of the smallest step that reaches so many. Returns (from, to). Not across data shards.
+        bucket: slots of the smallest step that reaches n slots. Returns (from, to). Not across data shards.
         """
         moves = []
         while self.shards == 1 and not self.waiting and any(self.slots):
@@ -174,11 +180,16 @@ class Scheduler:
                 break
             free, request = self.slots.index(None), self.slots[top]
             assert request is not None
-            self.slots[free], self.slots[top], request.slot = request, None, free
+            self.slots[free], self.slots[top], request.residence.slot = request, None, free
             moves.append((top, free))
         return moves
 
-    # What runs
+    # Running
+
+    def prefilled(self, prompts: Iterable[Request], tokens: int) -> None:
+        """A launch has taken the next ``tokens`` of these prompts along, or their rest."""
+        for own in (r.residence for r in prompts):
+            own.prefilled = own.prefilled_after(tokens)
 
     def prefilling(self) -> list[list[Request]]:
         """Per data shard the requests to prefill, the next one first."""
@@ -190,69 +201,81 @@ class Scheduler:
     def running(self) -> list[Request]:
         """Requests that a step can advance: each unread step emits at least one token."""
         live = [r for r in self.slots if r and r.status is Status.RUNNING]
-        return [r for r in live if len(r.output) + r.unread < r.max_tokens]
+        return [r for r in live if len(r.progress.output) + r.progress.unread < r.max_tokens]
 
     def grow(self, running: Iterable[Request], depth: int) -> bool:
-        """Give each its pages for a step of ``depth`` drafts, preempting others for them.
+        """Give each its pages for a step of ``depth`` drafts, preempting other requests for them.
 
-        Returns whether pages or slots changed hands, which makes the device ``stale``.
+        Returns whether pages or slots changed hands.
         """
         changed = False
         for request in sorted(running, key=_turn):
             drafts = min(depth, request.depth)
-            needed = self.config.pages_for_step(request.rows_bound, drafts, request.capacity)
-            while request.slot >= 0 and len(request.pages) < needed:
+            needed = self.config.pages_for_step(request.progress.rows_bound, drafts, request.capacity)
+            while request.residence.slot >= 0 and len(request.residence.pages) < needed:
                 changed = True
-                pages = self.pool_of(request).allocate(needed - len(request.pages))
+                pages = self.pool_of(request).allocate(needed - len(request.residence.pages))
                 if pages is not None:
-                    request.pages += pages
+                    request.residence.pages += pages
                 else:
-                    self._preempt(max(self._in_shard(self.shard_of(request.slot)), key=_turn))
-        self.stale |= changed
+                    self._preempt(max(self._in_shard(self.shard_of(request.residence.slot)), key=_turn))
+        self._stale |= changed
         return changed
 
     def _preempt(self, request: Request) -> None:
         self._vacate(request)
-        request.slot, request.status = -1, Status.WAITING
-        request.preemptions += 1
+        request.residence.slot = -1
+        request.residence.preemptions += 1
         self.preemptions += 1
         self.enqueue(request)
 
-    # What is left behind
+    # Leaving
 
     def committed(self, request: Request, rows: int) -> None:
         """``rows`` of the request's cache are known to be complete, and their tokens are known."""
-        if not self.config.prefix_cache or request.slot < 0:
+        if not self.config.prefix_cache or request.residence.slot < 0:
             return
-        full = rows // self.config.page_size
-        if full > request.registered:
-            tokens = [*request.prompt, *request.output]
-            extend_digests(request.digests, request.salt, tokens, self.config.page_size)
-            for i in range(request.registered, full):
-                self.pool_of(request).register(request.pages[i], request.digests[i])
-            request.registered = full
+        own, full = request.residence, rows // self.config.page_size
+        if full > own.registered:
+            tokens = [*request.prompt, *request.progress.output]
+            extend_digests(own.digests, request.salt, tokens, self.config.page_size)
+            for i in range(own.registered, full):
+                self.pool_of(request).register(own.pages[i], own.digests[i])
+            own.registered = full
 
     def broken(self, request: Request) -> None:
-        """NaN came out of the request's cache: nobody else may begin with its pages."""
-        if request.slot >= 0:
-            self.pool_of(request).forget(request.pages)
-            if self.tier:
-                self.tier.forget(request.digests)
+        """NaN came out of the request's cache: nobody else may begin with its pages.
 
-    def finish(self, request: Request, reason: str) -> None:
-        """End a request, wherever it is, and take back what it holds. Raises ValueError for none of these."""
-        if request.status is Status.WAITING:
+        A chunk behind this one may have been sound, and have set the slot going.
+        """
+        self._stale = True
+        if request.residence.slot >= 0:
+            self.pool_of(request).forget(request.residence.pages)
+            if self.tier:
+                self.tier.forget(request.residence.digests)
+
+    def release(self, request: Request, known: bool = True) -> None:
+        """Take back a request's slot and pages, or its place in the queue. Raises ValueError if it has none.
+
+        known: whether the device knows that it has ended.
+        """
+        if request.residence.slot < 0:
             self.waiting.remove(request)
         else:
             self._vacate(request)
-        request.end(reason)
+            self._stale |= not known
+
+    def changed(self) -> bool:
+        """Whether slots or pages changed hands since the last call, but for admissions."""
+        changed, self._stale = self._stale, False
+        return changed
 
     def _vacate(self, request: Request) -> None:
-        if request.slot < 0 or self.slots[request.slot] is not request:
+        if request.residence.slot < 0 or self.slots[request.residence.slot] is not request:
             raise ValueError(f"request {request.id} is not in a slot")
-        self.pool_of(request).release(request.pages)
-        self.slots[request.slot] = None
-        request.pages = []
+        self.pool_of(request).release(request.residence.pages)
+        self.slots[request.residence.slot] = None
+        request.residence.pages = []
 
 
 def _turn(request: Request) -> tuple[int, int]:

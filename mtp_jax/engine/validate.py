@@ -1,4 +1,4 @@
-"""What an engine can serve: sizes that fit the model, and prompts with options, which become requests."""
+"""Checks: sizes that fit the model; prompts with options, which become requests."""
 
 import itertools
 import operator
@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from numbers import Real
 
 from mtp_jax.engine.config import EngineConfig
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request, Terms
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, PromptTooLong, RequestError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.text.grammar import Grammars
@@ -18,7 +19,7 @@ _LONGEST_TIMEOUT = 10**9
 
 
 def check_config(cfg: ModelConfig, config: EngineConfig, shards: int) -> None:
-    """Raises ConfigError if a model over so many data shards cannot be served this way."""
+    """Raises ConfigError if a model over ``shards`` data shards cannot be served this way."""
     if config.max_num_seqs % shards:
         raise ConfigError(
             f"max_num_seqs = {config.max_num_seqs} does not divide over a data axis of {shards}"
@@ -48,7 +49,7 @@ class InputProcessor:
     """Makes the requests of one engine.
 
     Attributes:
-        grammars: for structured output, and rules that depend on the output so far; None refuses them.
+        grammars: serve structured output, and rules that depend on the output so far; None refuses them.
     """
 
     def __init__(self, cfg: ModelConfig, config: EngineConfig, pages: int, grammars: Grammars | None) -> None:
@@ -56,108 +57,96 @@ class InputProcessor:
         self.cfg, self.config, self.pages, self.grammars = cfg, config, pages, grammars
         self._ids = itertools.count()
 
-    def make_request(
-        self,
-        prompt: Iterable[int],
-        params: SamplingParams,
-        seed: int | None = None,
-        *,
-        priority: int = 0,
-        timeout: float | None = None,
-        cache_salt: str = "",
-        spare: int = 0,
-        arrived: float | None = None,
-    ) -> Request:
-        """A request for a prompt of token ids. Any thread may call it.
+    def requests(self, n: int, prompt: Iterable[int], params: SamplingParams, terms: Terms) -> list[Request]:
+        """Requests for n completions of a prompt of token ids. Any thread may call it.
 
         Raises RequestError, and Overloaded while too many grammars are being compiled.
-
-        seed: overrides ``params.seed``. priority: lower numbers are served first. timeout: seconds from its
-        arrival after which it is ended with what it has. cache_salt: only requests of the same salt share
-        cached pages. spare: further tokens its pages hold from the start. arrived: ``time.perf_counter()``
-        then; None: now.
         """
-        arrived = time.perf_counter() if arrived is None else arrived
-        try:
-            ids, config = tuple(operator.index(t) for t in prompt), self.config
-        except TypeError as e:
-            raise RequestError(f"a prompt is a list of integers: {e}") from e
-        _check_ids("the prompt", ids, self.cfg.vocab_size)
+        ids, config = checked_ids(prompt, self.cfg.vocab_size), self.config
         _check_ids("logit_bias", params.logit_bias, self.cfg.vocab_size)
         _check_ids("stop_token_ids", params.stop_token_ids, self.cfg.vocab_size)
         _check_ids("allowed_token_ids", params.allowed_token_ids or (), self.cfg.vocab_size)
-        if not ids:
-            raise RequestError("the prompt is empty; give at least one token")
-        room = config.max_model_len - len(ids)
+        _check_terms(terms)
+        spare = terms.get("spare", 0)
+        max_tokens = self._max_tokens(len(ids), params, spare)
+        # Which random numbers a sampled token meets depends on where steps begin, so a seed fixes the depth,
+        # unless the verifier is made for that.
+        seeded = params.seed is not None and params.temperature > 0 and config.verifier != "coupled"
+        asked = params.num_speculative_tokens is not None
+        seed, arrived, timeout = terms.get("seed", params.seed), terms.get("arrived"), terms.get("timeout")
+        now = time.perf_counter() if arrived is None else arrived
+        siblings: list[Request] = []
+        for i in range(n):
+            request = Request(
+                next(self._ids),
+                ids,
+                params,
+                None if seed is None else (seed + i) % 2**32,
+                max_tokens,
+                self._depth(params),
+                len(ids) + max_tokens + spare,
+                suffix_drafts=self._suffix_drafts(params),
+                spare=spare,
+                stops=self._stops(params),
+                constraints=self._constraints(params, ids),
+                fixed_depth=not config.adaptive_depth or seeded or asked,
+                priority=terms.get("priority", 0),
+                deadline=None if timeout is None else now + timeout,
+                salt=terms.get("cache_salt", ""),
+                arrived=arrived,
+                holdable=terms.get("holdable", True),
+                siblings=siblings,
+            )
+            siblings.append(request)
+        return siblings
+
+    def _max_tokens(self, length: int, params: SamplingParams, spare: int) -> int:
+        """Most tokens of the output behind a prompt of ``length``. Raises RequestError if they do not fit."""
+        config = self.config
+        room = config.max_model_len - length
         if room < 1:
             raise PromptTooLong(
-                f"the prompt has {len(ids)} tokens; max_model_len = {config.max_model_len} leaves no room "
+                f"the prompt has {length} tokens; max_model_len = {config.max_model_len} leaves no room "
                 "for an answer"
             )
-        if timeout is not None and not (isinstance(timeout, Real) and 0 < timeout <= _LONGEST_TIMEOUT):
-            raise RequestError(f"timeout = {timeout!r}; expected seconds above 0, at most {_LONGEST_TIMEOUT}")
-        if not isinstance(priority, int):
-            raise RequestError(f"priority = {priority!r}; expected an integer, lower ones first")
-        try:
-            cache_salt.encode()
-        except (AttributeError, UnicodeEncodeError) as e:
-            raise RequestError(f"cache_salt = {cache_salt!r}; expected a string that UTF-8 can hold") from e
-        least = config.pages_for(len(ids) + 1 + spare)
+        least = config.pages_for(length + 1 + spare)
         if least > self.pages:
             raise PromptTooLong(
-                f"the prompt has {len(ids)} tokens and needs {least} cache pages, the engine has "
+                f"the prompt has {length} tokens and needs {least} cache pages, the engine has "
                 f"{self.pages}; shorten it or raise num_pages"
             )
-        depth = config.num_speculative_tokens
-        if params.num_speculative_tokens is not None:
-            if params.num_speculative_tokens > depth:
-                raise RequestError(
-                    f"num_speculative_tokens = {params.num_speculative_tokens}; the engine's is {depth}"
-                )
-            depth = params.num_speculative_tokens
-        suffix = params.suffix_drafts
-        if suffix is None:
-            # A match is one continuation: sampling keeps it as often as it would have drawn it. A NextN layer
-            # draws its drafts from a distribution, which is kept as far as it overlaps with the model's own.
-            drawn = params.temperature > 0 and self.cfg.num_nextn_predict_layers > 0
-            suffix = config.suffix_drafts and not drawn
-        elif suffix and not config.suffix_drafts:
-            raise RequestError(
-                "suffix_drafts = True, but the engine was built without them; leave it out, or build the "
-                "engine with suffix_drafts=True (--suffix-drafts)"
-            )
-        if params.max_tokens is None:  # as much as the cache holds
+        if params.max_tokens is None:  # the cache decides
             held = self.pages * config.page_size - config.num_speculative_tokens
-            room = max(min(room, held - len(ids) - spare), 1)
+            room = max(min(room, held - length - spare), 1)
         max_tokens = min(params.max_tokens or room, room)
-        capacity = len(ids) + max_tokens + spare
-        needed = config.pages_for(capacity)
+        needed = config.pages_for(length + max_tokens + spare)
         if needed > self.pages:
             raise RequestError(
                 f"the request needs {needed} cache pages, the engine has {self.pages}; lower max_tokens or "
                 "raise num_pages"
             )
-        # Which random numbers a sampled token meets depends on where steps begin, so a seed fixes the depth,
-        # unless the verifier is made for that.
-        seeded = params.seed is not None and params.temperature > 0 and config.verifier != "coupled"
-        return Request(
-            next(self._ids),
-            ids,
-            params,
-            params.seed if seed is None else seed,
-            max_tokens,
-            depth,
-            capacity,
-            suffix_drafts=suffix,
-            spare=spare,
-            stops=self._stops(params),
-            constraints=self._constraints(params, ids),
-            fixed_depth=not config.adaptive_depth or seeded or params.num_speculative_tokens is not None,
-            priority=priority,
-            deadline=None if timeout is None else arrived + timeout,
-            salt=cache_salt,
-            arrived=arrived,
-        )
+        return max_tokens
+
+    def _depth(self, params: SamplingParams) -> int:
+        """Most drafts per step. Raises RequestError if it is above the engine's."""
+        depth, asked = self.config.num_speculative_tokens, params.num_speculative_tokens
+        if asked is not None and asked > depth:
+            raise RequestError(f"num_speculative_tokens = {asked}; the engine's is {depth}")
+        return depth if asked is None else asked
+
+    def _suffix_drafts(self, params: SamplingParams) -> bool:
+        """Whether drafts may come from suffix matches. Raises RequestError if the engine has none."""
+        if params.suffix_drafts is None:
+            # A match is one continuation: sampling keeps it as often as it would have drawn it. A NextN layer
+            # draws its drafts from a distribution, which is kept as far as it overlaps with the model's own.
+            drawn = params.temperature > 0 and self.cfg.num_nextn_predict_layers > 0
+            return self.config.suffix_drafts and not drawn
+        if params.suffix_drafts and not self.config.suffix_drafts:
+            raise RequestError(
+                "suffix_drafts = True, but the engine was built without them; leave it out, or build the "
+                "engine with suffix_drafts=True (--suffix-drafts)"
+            )
+        return params.suffix_drafts
 
     def _stops(self, p: SamplingParams) -> tuple[int, ...]:
         """The tokens that end an output."""
@@ -191,6 +180,32 @@ class InputProcessor:
                 "leave it out"
             )
         return ThinkingBudget(most, opens, closes, grammars.thinks(prompt))
+
+
+def checked_ids(prompt: Iterable[int], vocab: int) -> tuple[int, ...]:
+    """The token ids of a prompt. Raises RequestError if it has none, or one that is not in the vocabulary."""
+    try:
+        ids = tuple(operator.index(t) for t in prompt)
+    except TypeError as e:
+        raise RequestError(f"the prompt is a list of integers: {e}") from e
+    _check_ids("the prompt", ids, vocab)
+    if not ids:
+        raise RequestError("the prompt is empty; give at least one token")
+    return ids
+
+
+def _check_terms(terms: Terms) -> None:
+    """Raises RequestError."""
+    timeout, priority = terms.get("timeout"), terms.get("priority", 0)
+    if timeout is not None and not (isinstance(timeout, Real) and 0 < timeout <= _LONGEST_TIMEOUT):
+        raise RequestError(f"timeout = {timeout!r}; expected seconds above 0, at most {_LONGEST_TIMEOUT}")
+    if not isinstance(priority, int):
+        raise RequestError(f"priority = {priority!r}; expected an integer, lower ones first")
+    salt = terms.get("cache_salt", "")
+    try:
+        salt.encode()
+    except (AttributeError, UnicodeEncodeError) as e:
+        raise RequestError(f"cache_salt = {salt!r}; expected a string that UTF-8 can hold") from e
 
 
 def _check_ids(what: str, ids: Iterable[int], vocab: int) -> None:

@@ -1,20 +1,17 @@
-"""What must be the same on every rank, and the words for what is not."""
+"""Facts that must be the same on every rank, and the words for a difference."""
 
-import hashlib
 import json
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-_BEGINNING = 1 << 16  # of each file; it holds the whole header of most weights
 _PACKAGES = ("mtp-jax", "jax", "jaxlib", "ml_dtypes", "numpy")
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that decide what is compiled."""
+    """Versions of Python and of the packages that decide the compiled programs."""
     found = {"Python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -24,24 +21,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-def folder_digest(folder: Path) -> str:
-    """A digest of the names and sizes of the files of a folder and of how each begins, hidden ones left out.
-
-    It tells another checkpoint, without reading all of it.
-    """
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder)
-        if any(part.startswith(".") for part in name.parts) or not path.is_file():
-            continue
-        digest.update(f"{name}\0{path.stat().st_size}\0".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_BEGINNING))
-    return digest.hexdigest()[:16]
-
-
 def options_of(config: Any, without: tuple[str, ...] = ("seed",)) -> str:
-    """The options of a dataclass as JSON, without those of one rank alone."""
+    """The options of a dataclass as JSON, without options of one rank alone."""
     return json.dumps({k: v for k, v in asdict(config).items() if k not in without}, sort_keys=True)
 
 
@@ -58,7 +39,7 @@ def difference(mine: Mapping[str, str], theirs: Mapping[str, Any], rank: int) ->
 
 
 def _apart(mine: Any, theirs: Any) -> tuple[Any, Any]:
-    """Of two JSON objects only what differs."""
+    """The parts of two JSON objects that differ."""
     try:
         a, b = json.loads(mine), json.loads(theirs)
         names = [n for n in dict.fromkeys((*a, *b)) if a.get(n) != b.get(n)]

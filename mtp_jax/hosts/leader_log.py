@@ -11,24 +11,26 @@ from functools import partial
 from typing import Any, TypeVar
 
 from mtp_jax.decode.launches import Launch
-from mtp_jax.door import Door
 from mtp_jax.errors import ConfigError
-from mtp_jax.handshake import VARIABLE, Refused, welcome
 from mtp_jax.hosts import messages
 from mtp_jax.hosts.channel import Channel, prepared
 from mtp_jax.hosts.hello import difference
 from mtp_jax.hosts.messages import LogError, Message
 from mtp_jax.hosts.options import Hosts
+from mtp_jax.wire.connection import Connection, WireError
+from mtp_jax.wire.door import Door
+from mtp_jax.wire.handshake import welcome
+from mtp_jax.wire.secret import VARIABLE
 
 T = TypeVar("T", bound=Message)
 _LOG = logging.getLogger(__name__)
-PURPOSE, RANK = b"mtp-jax log 4\n", struct.Struct("<I")
-"""What the handshake is for, and how a follower's rank is written in it."""
-_PROOF_SECONDS = 5.0  # in which a connection must have proved itself
+PURPOSE, RANK = b"mtp-jax log 5\n", struct.Struct("<I")
+"""The purpose of the handshake, and the form of a follower's rank in it."""
+_PROOF_SECONDS = 5.0  # time for a connection to prove itself
 
 
 class LeaderLog:
-    """One connection per follower. ``lost`` is called, on a thread of its own, with what ends the group."""
+    """One connection per follower. ``lost`` is called, on a thread of its own, with the cause of the end."""
 
     def __init__(self, hosts: Hosts, secret: bytes, lost: Callable[[str], None]) -> None:
         """Listens. Raises ConfigError."""
@@ -37,7 +39,7 @@ class LeaderLog:
         self._taken: set[int] = set()
         self._refused: dict[int, str] = {}  # who came as which rank with another secret, the last of each
         self._finished = False
-        self._told: list[tuple[int, Message]] = []  # what followers said, to be waited for
+        self._told: list[tuple[int, Message]] = []  # messages of followers, to be waited for
         self._changed = threading.Condition()
         self._sending = threading.Lock()
         host, port = hosts.address
@@ -54,7 +56,7 @@ class LeaderLog:
     def join(self) -> None:
         """Wait for every follower. Raises ConfigError if they do not all come in time.
 
-        Nothing that comes without the secret ends the wait: whoever it says it is, it may be a stranger.
+        Nothing that comes without the secret ends the wait: its sender may be a stranger under any name.
         """
         self._door.open()
         with self._changed:
@@ -92,16 +94,16 @@ class LeaderLog:
 
     def send(self, message: Message | Launch[Any]) -> None:
         """Tell all followers. Ends the group if one cannot be told."""
-        body = prepared(message)
+        sent = prepared(message)
         with self._sending:
             for rank, channel in self._channels.items():
                 try:
-                    channel.send_body(*body)
-                except OSError as error:
+                    channel.signed.send_framed(sent)
+                except WireError as error:
                     self._gone(rank, str(error))
 
     def compiled(self, job: int) -> None:
-        """Wait until every follower has compiled what ``COMPILE`` of this number asked for."""
+        """Wait until every follower has compiled the programs of ``COMPILE`` with this number."""
         for rank in sorted(self._channels):
             self._wait(rank, messages.Compiled, messages.Compiled(job))
 
@@ -115,9 +117,9 @@ class LeaderLog:
     def close(self, reason: str) -> None:
         """End the connections, and say why."""
         self._door.close()
-        if self._sending.acquire(timeout=0.2):  # whoever has it may be stuck
+        if self._sending.acquire(timeout=0.2):  # its holder may be stuck
             for channel in self._channels.values():
-                with suppress(OSError):
+                with suppress(WireError):
                     channel.send(messages.Failed(reason))
         for channel in list(self._channels.values()):
             channel.close()
@@ -151,7 +153,7 @@ class LeaderLog:
         if not self._finished:
             self._lost(f"rank {rank} is lost: {reason}")
 
-    # Those who come
+    # Newcomers
 
     def _prove(self, sock: socket.socket, peer: str) -> None:
         """Take a connection in if it is a follower that is missing; else drop it and go on waiting."""
@@ -159,19 +161,19 @@ class LeaderLog:
 
         def take(claim: bytes) -> None:
             if not self._door.proved(sock):
-                raise Refused("lost", "others came")
+                raise WireError("lost", "others came")
             given.append(self._take(claim))
 
         try:
-            end = time.monotonic() + _PROOF_SECONDS
-            claim, seals = welcome(sock, self._secret, PURPOSE, RANK.size, end, take)
+            connection = Connection(sock, time.monotonic() + _PROOF_SECONDS)
+            claim, seals = welcome(connection, self._secret, PURPOSE, RANK.size, take)
             (rank,) = RANK.unpack(claim)
-            channel = Channel(sock, seals, partial(self._got, rank), partial(self._gone, rank))
+            channel = Channel(connection, seals, partial(self._got, rank), partial(self._gone, rank))
             with self._changed:
                 self._channels[rank] = channel
                 self._changed.notify_all()
             channel.start()
-        except Refused as refused:
+        except WireError as refused:
             sock.close()
             with self._changed:
                 self._taken.difference_update(given)  # it was lost meanwhile, and may come again
@@ -193,28 +195,13 @@ class LeaderLog:
             self._refused[rank] = peer
 
     def _take(self, claim: bytes) -> int:
-        """Give a rank to the one who knows the secret and asks first. Raises Refused."""
+        """Give a rank to the one who knows the secret and asks first. Raises WireError."""
         (rank,) = RANK.unpack(claim)
         with self._changed:
             if not 0 < rank < self._hosts.hosts:
                 said = f"rank {rank} is none of the followers', 1 to {self._hosts.hosts - 1}"
-                raise Refused("config", said, claim)
+                raise WireError("config", said, claim)
             if rank in self._taken:
-                raise Refused("config", f"rank {rank} is there already", claim)
+                raise WireError("config", f"rank {rank} is there already", claim)
             self._taken.add(rank)
         return rank
-
-
-def wait_for_address(address: tuple[str, int], end: float) -> socket.socket:
-    """A connection to it, once somebody listens there. Raises ConfigError at ``time.monotonic() == end``."""
-    while True:
-        try:
-            return socket.create_connection(address, timeout=max(end - time.monotonic(), 0.1))
-        except OSError as error:
-            if time.monotonic() >= end:
-                host, port = address
-                raise ConfigError(
-                    f"rank 0 does not listen at {host}:{port}: {error}; start it, and see that all ranks "
-                    "have the same coordinator and log_port"
-                ) from error
-            time.sleep(0.05)

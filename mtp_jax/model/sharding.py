@@ -1,10 +1,9 @@
-"""Mesh axes ``data`` and ``model``, and the rules from logical axes to them.
+"""Mesh axes ``data`` and ``model``, and arrays split over them by ``specs.RULES``.
 
 Slots and pages are split over ``data``; heads, MLP width and vocabulary over ``model``; experts over both.
 Without a mesh every function here is the identity, so that one code path serves one device and many.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,18 +11,9 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mtp_jax.errors import ConfigError
+from mtp_jax.model import specs
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.params import Spec, param_specs
-
-RULES: dict[str | None, Any] = {
-    None: None,
-    "slots": "data",
-    "pages": "data",
-    "heads": "model",
-    "mlp": "model",
-    "vocab": "model",
-    "experts": ("data", "model"),
-}
+from mtp_jax.model.specs import Spec, leaves, param_specs
 
 
 def make_mesh(data: int, model: int) -> Mesh:
@@ -36,7 +26,7 @@ def make_mesh(data: int, model: int) -> Mesh:
 
 
 def with_auto_axes(mesh: Mesh | None) -> Mesh | None:
-    """The same devices and axes, of the type that XLA partitions over: ``jax.make_mesh`` makes Explicit ones.
+    """The same devices and axes, of the type that XLA partitions over: ``jax.make_mesh`` makes Explicit axes.
 
     Raises ConfigError for other axes than data and model.
     """
@@ -53,7 +43,7 @@ def _check_axes(mesh: Mesh | AbstractMesh) -> None:
 
 def partition(*axes: str | None) -> PartitionSpec:
     """The PartitionSpec of an array with these logical axes."""
-    return PartitionSpec(*(RULES[a] for a in axes))
+    return PartitionSpec(*(specs.RULES[a] for a in axes))
 
 
 def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
@@ -74,9 +64,7 @@ def sharded(
 
 def ways(axis: str | None, mesh: Mesh | AbstractMesh | None) -> int:
     """Number of parts that a dimension with this logical axis is split into."""
-    over = RULES[axis]
-    names = (over,) if isinstance(over, str) else over or ()
-    return 1 if mesh is None else math.prod(mesh.shape[name] for name in names)
+    return 1 if mesh is None else specs.ways(axis, mesh.shape)
 
 
 def data_size(mesh: Mesh | None) -> int:
@@ -94,7 +82,7 @@ def check_divisible(cfg: ModelConfig, mesh: Mesh | AbstractMesh | None) -> None:
     if mesh is None:
         return
     _check_axes(mesh)
-    for spec in jax.tree.leaves(param_specs(cfg), is_leaf=lambda x: isinstance(x, Spec)):
+    for spec in leaves(param_specs(cfg)):
         for size, axis in zip(spec.shape, spec.axes, strict=True):
             devices = ways(axis, mesh)
             if size % devices:

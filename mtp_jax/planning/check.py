@@ -1,4 +1,4 @@
-"""The estimate beside what was published."""
+"""The estimate beside published speeds."""
 
 import math
 import statistics
@@ -24,7 +24,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Of the middle: 0.1 where it is a tenth too high."""
+        """Error of the middle: 0.1 where it is a tenth too high."""
         return self.middle / self.point.rate - 1
 
     @property
@@ -54,7 +54,7 @@ def orderings() -> list[tuple[str, str, bool]]:
 
 
 def text() -> str:
-    """Tables for people: the fitted points, the held-out ones, medians and orderings."""
+    """Printed tables: the fitted points, the held-out points, medians and orderings."""
     parts = []
     for title, points in (("Fitted", FITTED), ("Held out: looked up after the fit", HELD_OUT)):
         compared = [compare(p) for p in points]
@@ -77,4 +77,4 @@ def _table(compared: Sequence[Compared]) -> str:
             f"{name:<55}{c.point.source:<8}{c.point.rate:>9,.0f}"
             f"{c.usual:>8,.0f}{c.lean:>8,.0f}{c.error:>+7.0%}"
         )
-    return "\n".join([*lines, "* with an assumption, see mtp_jax/planning/published.py"])
+    return "\n".join([*lines, "* with an assumption, see mtp_jax/planning/published.toml"])

@@ -1,11 +1,12 @@
-"""What the weights leave of a GPU's memory, and how many tokens can be cached in it."""
+"""Room that the weights leave in a GPU's memory, and the number of tokens that can be cached there."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mtp_jax.model.room import Room
+from mtp_jax.model.specs import leaves
 from mtp_jax.planning.deployment import Deployment
 from mtp_jax.planning.fit import OVERHEAD
-from mtp_jax.planning.weights import Block, merge, nextn, table, tables, trunk
+from mtp_jax.planning.weights import declared
 
 _GIB = 2**30
 
@@ -15,8 +16,9 @@ class Memory:
     """Bytes of one GPU.
 
     Attributes:
-        of: all of it: the weights, the NextN layers' if anything is drafted, and what programs take.
-        experts: of the weights, routed experts.
+        of: the whole memory, the weights (NextN layers included if anything is drafted) and the programs'
+            part.
+        experts: bytes of routed experts among the weights.
         per_token: cache of a token, in all layers.
         groups: groups of GPUs, each with a cache for requests of its own.
         context: cached tokens of a request.
@@ -30,7 +32,7 @@ class Memory:
 
     @property
     def overhead(self) -> float:
-        """What programs take, and what is left free."""
+        """Bytes that programs take or that stay free."""
         return (1 - self.of.fraction) * self.of.total + self.of.programs
 
     @property
@@ -50,20 +52,15 @@ class Memory:
 
 
 def memory(d: Deployment) -> Memory:
-    """Memory of each GPU of a deployment, whatever its requests."""
-    c, drafts = d.cfg, bool(d.depth)
-
-    def of(blocks: tuple[Block, ...]) -> float:
-        return sum(b.nbytes(d.storage, d.model, d.gpus, d.redundant) for b in blocks)
-
-    layers = trunk(c) + (nextn(c) if drafts else ())
-    experts = sum(b.expert * (b.experts + d.redundant) for b in layers if b.experts) / d.gpus
-    merges = len(c.nextn_moe) * merge(c).nbytes(d.storage.others) if drafts else 0
-    vocabulary = tables(c) * table(c).nbytes(d.storage.others) / d.model
-    weights = of(layers) + merges + vocabulary + c.hidden_size * 4
+    """Memory of each GPU of a deployment; the number of requests does not change it."""
+    specs, mesh = declared(d.cfg), {"data": d.data, "model": d.model}
+    routed, others = [], []
+    for spec in leaves(specs if d.depth else replace(specs, nextn=())):
+        (routed if spec.axes[0] == "experts" else others).append(d.storage.nbytes(spec) / spec.parts(mesh))
+    experts = sum(routed) * (1 + d.redundant / max(d.cfg.n_routed_experts, 1))
     return Memory(
-        of=Room(d.gpu.memory, d.memory_fraction, weights, OVERHEAD),
-        experts=experts * d.storage.experts.bytes,
+        of=Room(d.gpu.memory, d.memory_fraction, experts + sum(others), OVERHEAD),
+        experts=experts,
         per_token=d.cache_bytes,
         groups=d.data,
         context=d.context,
@@ -71,7 +68,7 @@ def memory(d: Deployment) -> Memory:
 
 
 def misfit(d: Deployment) -> str | None:
-    """Why a deployment does not fit, with what it needs; None if at least one request does."""
+    """The reason why a deployment does not fit, with its needs; None if at least one request does."""
     m = memory(d)
     if m.needed <= m.of.total:
         return None

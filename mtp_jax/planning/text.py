@@ -1,8 +1,8 @@
 """A plan as text."""
 
+from mtp_jax.model.specs import parameter_counts
 from mtp_jax.planning.memory import Memory
 from mtp_jax.planning.table import Plan, Range, Row
-from mtp_jax.planning.weights import count
 
 _GIB = 2**30
 _SHOWN = 3
@@ -17,7 +17,8 @@ def text(plan: Plan, name: str) -> str:
 
 def _header(plan: Plan, name: str) -> list[str]:
     d = plan.base
-    trunk, nextn = (f"{n / 1e9:.1f} B" if n >= 1e9 else f"{n / 1e6:.1f} M" for n in count(d.cfg))
+    sizes = parameter_counts(d.cfg)
+    trunk, _, nextn = (f"{n / 1e9:.1f} B" if n >= 1e9 else f"{n / 1e6:.1f} M" for n in sizes)
     hosts = f"{d.hosts} host{'s' * (d.hosts > 1)}"
     way = f"experts over all GPUs, {d.exchange}" if d.data > 1 else "experts over all GPUs"
     drafting = f", {nextn} in NextN layers" if d.cfg.nextn_moe else ", no NextN layers"

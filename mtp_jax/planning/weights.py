@@ -1,13 +1,13 @@
-"""How many weights each part of a model has, and in how many bytes a GPU keeps them.
+"""Weights of each part of a model, as ``param_specs`` declares them, and their bytes in a GPU's memory."""
 
-`model/params.py` declares the same parameters, array by array; the tests hold the sums against it.
-"""
-
-from collections.abc import Iterable
+from collections import Counter
 from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
 
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.hf_quantization import FP8_BLOCK
+from mtp_jax.model.specs import Layer, Moe, Params, Spec, count, leaves, param_specs
 from mtp_jax.planning.hardware import Rate
 
 
@@ -16,10 +16,10 @@ class Format:
     """How weights are kept.
 
     Attributes:
-        name: for people.
-        bytes: of a weight, scales included.
-        rate: what multiplies it.
-        row: bytes of a value of the rows that it multiplies, as other GPUs are sent them.
+        name: the name in printed tables.
+        bytes: bytes of a weight, scales included.
+        rate: the format that tensor cores multiply.
+        row: bytes of a value in the multiplied rows, as they travel between GPUs.
     """
 
     name: str
@@ -49,15 +49,27 @@ class Storage:
 
     @classmethod
     def of(cls, cfg: ModelConfig) -> "Storage":
-        """What config.json announces; what it does not is bfloat16."""
+        """The formats that config.json announces, bfloat16 by default."""
         others = FP8 if cfg.fp8 else BFLOAT16
         return cls(others if cfg.int4_group is None else int4(cfg.int4_group), others)
 
     @property
     def name(self) -> str:
-        """For people: "fp8", or "bfloat16, experts in int4"."""
+        """The name in printed tables: "fp8", or "bfloat16, experts in int4"."""
         same = self.experts == self.others
         return self.others.name if same else f"{self.others.name}, experts in {self.experts.name}"
+
+    def nbytes(self, spec: Spec) -> float:
+        """Bytes of a parameter."""
+        kept = self.experts if spec.axes[0] == "experts" else self.others
+        return spec.size * {"narrow": kept.bytes, "half": 2, "single": 4}[_kind(spec)]
+
+
+def _kind(spec: Spec) -> Literal["narrow", "half", "single"]:
+    """The field of ``Weights`` that counts a parameter. The parts of kv_b are absorbed, in 16 bits."""
+    if spec.float32:
+        return "single"
+    return "narrow" if spec.projects and spec.rows is None else "half"
 
 
 @dataclass(frozen=True)
@@ -65,35 +77,32 @@ class Weights:
     """Weights by the way in which they are kept.
 
     Attributes:
-        narrow: in the checkpoint's format where it has one: projections.
-        half: always in 16 bits: tables, biases, what queries and outputs absorb, the merge of NextN.
-        single: always in float32: norms, routers.
+        narrow: projections, in the checkpoint's format if it has one.
+        half: tables, biases, matrices absorbed by queries and outputs, the merge of NextN: always in 16 bits.
+        single: norms and routers: always in float32.
     """
 
     narrow: int = 0
     half: int = 0
     single: int = 0
 
-    def __add__(self, other: "Weights") -> "Weights":
-        return Weights(self.narrow + other.narrow, self.half + other.half, self.single + other.single)
-
-    @property
-    def count(self) -> int:
-        """How many they are."""
-        return self.narrow + self.half + self.single
-
-    def nbytes(self, kept: Format) -> float:
-        """Their bytes."""
-        return self.narrow * kept.bytes + self.half * 2 + self.single * 4
+    @classmethod
+    def of(cls, specs: Any) -> "Weights":
+        """The weights of a tree of specs."""
+        sizes: Counter[str] = Counter()
+        for spec in leaves(specs):
+            sizes[_kind(spec)] += spec.size
+        return cls(**sizes)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A decoder block, by what the GPUs of one data shard divide among them.
+    """A decoder block, divided as the GPUs of one data shard divide it among them.
 
     Attributes:
-        whole: of attention, what each of them has whole: low ranks, grouped keys and values, the indexer.
-        heads: of attention, what they divide by heads.
+        whole: parts of attention that each of them has whole: norms, low ranks, the indexer, keys and
+            values of grouped-query attention.
+        heads: parts of attention that they divide by heads.
         mlp: the dense MLP or the shared experts, which they divide by width.
         router: the router, whole on each; nothing in a dense block.
         expert: weights of one routed expert. Experts are divided over all GPUs.
@@ -107,79 +116,38 @@ class Block:
     expert: int = 0
     experts: int = 0
 
+    @classmethod
+    def of(cls, layer: Layer) -> "Block":
+        """The block of a layer's specs."""
+        attention = tuple(leaves((layer.attention_norm, layer.attention, layer.mlp_norm)))
+        whole = Weights.of(tuple(s for s in attention if "heads" not in s.axes))
+        heads = Weights.of(tuple(s for s in attention if "heads" in s.axes))
+        mlp = layer.mlp
+        if not isinstance(mlp, Moe):
+            return cls(whole, heads, Weights.of(mlp))
+        experts = mlp.down.shape[0]
+        router = Weights.of((mlp.router, mlp.bias))
+        return cls(whole, heads, Weights.of(mlp.shared), router, count(mlp.routed) // experts, experts)
+
     @property
-    def once(self) -> Weights:
+    def parts(self) -> tuple[Weights, ...]:
         """Everything but routed experts."""
-        return self.whole + self.heads + self.mlp + self.router
-
-    def nbytes(self, storage: Storage, model: int = 1, gpus: int = 1, redundant: int = 0) -> float:
-        """Bytes on each of ``gpus`` GPUs, ``model`` of which divide a data shard's work among them."""
-        split = (self.heads + self.mlp).nbytes(storage.others) / model
-        physical = (self.experts + redundant) / gpus if self.experts else 0
-        routed = self.expert * physical * storage.experts.bytes
-        return (self.whole + self.router).nbytes(storage.others) + split + routed
+        return self.whole, self.heads, self.mlp, self.router
 
 
-def block(cfg: ModelConfig, layer: int, moe: bool) -> Block:
-    """A decoder block; NextN layers count on from the trunk's."""
-    d = cfg.hidden_size
-    whole, heads = _grouped(cfg) if cfg.grouped else _latent(cfg, layer)
-    whole += Weights(single=2 * d)  # the norms before attention and MLP
-    if not moe:
-        return Block(whole, heads, Weights(3 * d * cfg.intermediate_size))
-    expert, e = 3 * d * cfg.moe_intermediate_size, cfg.n_routed_experts
-    return Block(whole, heads, Weights(expert * cfg.n_shared_experts), Weights(single=e * d + e), expert, e)
+@cache
+def declared(cfg: ModelConfig) -> Params:
+    """The specs of a model's parameters."""
+    return param_specs(cfg)
 
 
-def _latent(cfg: ModelConfig, layer: int) -> tuple[Weights, Weights]:
-    """(whole, by heads) of MLA."""
-    n, d, c, q = cfg.num_attention_heads, cfg.hidden_size, cfg.kv_lora_rank, cfg.q_lora_rank or 0
-    whole = Weights(narrow=d * q + d * cfg.latent_dim, single=q + c)
-    if cfg.indexer and cfg.indexes(layer):
-        h, i = cfg.indexer.heads, cfg.indexer.dim
-        whole += Weights(narrow=h * i * q + i * d, single=h * d + 2 * i)
-    heads = n * cfg.qk_head_dim * (q or d) + d * n * cfg.v_head_dim
-    return whole, Weights(heads, half=n * (cfg.qk_nope_head_dim + cfg.v_head_dim) * c)
-
-
-def _grouped(cfg: ModelConfig) -> tuple[Weights, Weights]:
-    """(whole, by heads) of grouped-query attention."""
-    g, n, d = cfg.grouped, cfg.num_attention_heads, cfg.hidden_size
-    assert g is not None, "a model without grouped-query attention has MLA"
-    whole = Weights(2 * g.width * d, half=2 * g.width * g.bias, single=2 * g.head_dim * g.qk_norm)
-    return whole, Weights(2 * n * g.head_dim * d, half=n * g.head_dim * g.bias)
-
-
-def merge(cfg: ModelConfig) -> Weights:
-    """What a NextN layer has beside its block: the merge of token and hidden state, three norms."""
-    return Weights(half=2 * cfg.hidden_size**2, single=3 * cfg.hidden_size)
-
-
-def table(cfg: ModelConfig) -> Weights:
-    """A vocabulary table: the embedding, or the head."""
-    return Weights(half=cfg.vocab_size * cfg.hidden_size)
-
-
+@cache
 def trunk(cfg: ModelConfig) -> tuple[Block, ...]:
     """The blocks of the trunk."""
-    return tuple(block(cfg, i, cfg.is_moe(i)) for i in range(cfg.num_hidden_layers))
+    return tuple(map(Block.of, declared(cfg).layers))
 
 
+@cache
 def nextn(cfg: ModelConfig) -> tuple[Block, ...]:
     """The blocks of the NextN layers."""
-    return tuple(block(cfg, cfg.num_hidden_layers + k, moe) for k, moe in enumerate(cfg.nextn_moe))
-
-
-def tables(cfg: ModelConfig) -> int:
-    """How many vocabulary tables the trunk has."""
-    return 1 if cfg.tie_word_embeddings else 2
-
-
-def count(cfg: ModelConfig) -> tuple[int, int]:
-    """Parameters of (trunk, NextN layers)."""
-
-    def of(blocks: Iterable[Block]) -> int:
-        return sum(b.once.count + b.expert * b.experts for b in blocks)
-
-    whole = of(trunk(cfg)) + tables(cfg) * table(cfg).count + cfg.hidden_size  # the last norm
-    return whole, of(nextn(cfg)) + len(cfg.nextn_moe) * merge(cfg).count
+    return tuple(Block.of(p.layer) for p in declared(cfg).nextn)

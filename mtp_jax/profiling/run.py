@@ -18,7 +18,7 @@ from mtp_jax.bench.report import Spread, environment
 from mtp_jax.bench.subject import Subject
 from mtp_jax.decode.keys import StepKey, name_of
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Speculation
+from mtp_jax.engine.speculation import Speculation
 from mtp_jax.errors import MtpJaxError
 from mtp_jax.model.narrow import nbytes
 from mtp_jax.profiling import compiles, cost, trace, workload
@@ -32,7 +32,7 @@ _WINDOW = "mtp-jax measured steps"
 
 @dataclass(frozen=True)
 class Options:
-    """What to profile. ``depth`` is 0 for "decode"; ``temperature`` 0 is greedy."""
+    """The phase to profile. ``depth`` is 0 for "decode"; ``temperature`` 0 is greedy."""
 
     phase: Phase
     batch: int
@@ -43,7 +43,7 @@ class Options:
 
 
 def profile(subject: Subject, options: Options, out: Path) -> Profile:
-    """Write everything to ``out`` and return what the report says.
+    """Write everything to ``out`` and return the report.
 
     The steps are measured twice: without the profiler, which makes small instructions slow, and with it, for
     the shares of the scopes. Raises ConfigError for options that do not go together, MtpJaxError if a
@@ -56,7 +56,7 @@ def profile(subject: Subject, options: Options, out: Path) -> Profile:
         peaks = machine.measure(subject.dtype)
         plain = _plain(subject, o)
         work = workload.start(subject, o.phase, o.batch, o.input_len, o.depth, 2 * o.steps, o.temperature)
-        before, begun = len(compiled), [r.speculation.steps for r in work.running]
+        before, begun = len(compiled), [r.progress.speculation.steps for r in work.running]
         seconds = _timed(work, o.steps)
         traced = _traced(work, o.steps, out)
         compiles.write(compiled, out / "compiles.jsonl")
@@ -82,7 +82,7 @@ def profile(subject: Subject, options: Options, out: Path) -> Profile:
         wall=(found.end - found.start) / o.steps / 1e9,
         plain=plain,
         speculation=sum(
-            (r.speculation.since(n) for r, n in zip(work.running, begun, strict=True)), Speculation()
+            (r.progress.speculation.since(n) for r, n in zip(work.running, begun, strict=True)), Speculation()
         ),
         scopes={s: t / o.steps / 1e9 for s, t in trace.by_scope(found, scopes).items()},
         programs=programs,
@@ -105,7 +105,7 @@ def profile(subject: Subject, options: Options, out: Path) -> Profile:
 
 
 def _plain(subject: Subject, o: Options) -> Spread | None:
-    """Seconds of a step without drafts, of as many slots: what steps that verify are compared with.
+    """Seconds of a step without drafts over equally many slots: the baseline of steps that verify.
 
     None for other phases. Its engine is gone before the profiled one is made.
     """

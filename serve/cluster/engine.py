@@ -8,12 +8,12 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from mtp_jax import LLM, AsyncLLM, Group, make_mesh
-from serve.acceptance import AcceptanceAlarm
-from serve.access_log import set_up
-from serve.app import make_app
 from serve.cluster.spec import EngineSpec
-from serve.stats_log import log_stats
-from serve.watchdog import Watchdog
+from serve.http.app import make_app
+from serve.watch.acceptance import AcceptanceAlarm
+from serve.watch.access_log import set_up
+from serve.watch.stats_log import log_stats
+from serve.watch.watchdog import Watchdog
 
 _LOST_STATUS = 70
 _LAST_ANSWERS_SECONDS = 0.5
@@ -53,7 +53,7 @@ class Served:
         return served
 
     async def _end(self) -> None:
-        """Whoever supervises this process makes a new one."""
+        """The supervisor of this process makes a new one."""
         await self.allm.failed()
         await asyncio.sleep(_LAST_ANSWERS_SECONDS)
         os._exit(_LOST_STATUS)

@@ -3,9 +3,6 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
@@ -20,42 +17,13 @@ from mtp_jax import (
     Stream,
 )
 from mtp_jax.engine.request import Request
-from tests.golden import model_dir
-from tests.models import RATES, slowed
-
-RIGGED = model_dir("rigged")
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-PROMPTS = [[5, 9, 11], [7, 3, 2, 8, 6], [40, 41, 42, 43]]
-
-
-def simulated() -> LLM:
-    return LLM(RIGGED, max_num_seqs=2, max_model_len=128, page_size=16, prefill_chunk=16, simulate=RATES)
+from tests.api.helpers import GREEDY, PROMPTS, last, serving, simulated, until
+from tests.models import slowed
 
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     return simulated()
-
-
-@asynccontextmanager
-async def serving(llm: LLM, **limits: Any) -> AsyncIterator[AsyncLLM]:
-    """A served LLM that must be idle, with every page free, at the end."""
-    async with AsyncLLM(llm, **limits) as allm:
-        yield allm
-        await until(lambda: not llm.engine.busy)
-    if allm.error is None:
-        assert llm.engine.stats().pages_used == 0
-        assert (allm.live, allm.admission.requests, allm.admission.tokens) == (0, 0, 0)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
-async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
-    return [output async for output in outputs][-1]
 
 
 def ids(output: RequestOutput) -> list[list[int]]:
@@ -259,7 +227,7 @@ def test_a_failure_of_one_text_fails_that_request_alone(llm, monkeypatch):
     async def run() -> None:
         async with serving(llm) as allm:
             bad = await allm.submit(PROMPTS[0], GREEDY)
-            (state,) = allm._by_prompt
+            (state,) = allm._submissions._by_prompt
             monkeypatch.setattr(state.completions[0], "advance", lambda engine: 1 / 0)
             good = await last(allm.generate(PROMPTS[1], GREEDY))
             assert (await last(bad)).outputs[0].finish_reason == "error"

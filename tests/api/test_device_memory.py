@@ -31,7 +31,7 @@ def llm() -> LLM:
 def as_it_was(llm: LLM):
     """Every test begins with the weights of RIGGED and a cache."""
     yield
-    llm.engine.scheduler.held = False
+    llm.engine.resume()
     llm.update_weights(RIGGED)
     llm.resume_memory()
 

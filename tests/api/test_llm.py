@@ -19,22 +19,10 @@ from mtp_jax import LLM, CheckpointError, ConfigError, RequestError, SamplingPar
 from mtp_jax.api import load
 from mtp_jax.decode.keys import StepKey
 from mtp_jax.text.chat_template import ChatTemplate
-from tests import golden, tiny_tokenizer
+from tests import golden
+from tests.api.helpers import GREEDY, PROMPT, SCORED, SIZES, tokens
 from tests.checkpoint.files import drop_nextn, edit_tensors
 from tests.models import RATES
-
-SIZES = {"max_num_seqs": 2, "max_model_len": 96, "page_size": 16, "prefill_chunk": 16, "compile_cache": None}
-PROMPT = golden.expected("rigged")["input_ids"].tolist()
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-SCORED = replace(GREEDY, logprobs=2, prompt_logprobs=1)
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    """A golden checkpoint with a tokenizer."""
-    path = tmp_path_factory.mktemp("llm") / "model"
-    shutil.copytree(golden.model_dir("rigged"), path)
-    return tiny_tokenizer.write(path, golden.raw_config("rigged")["vocab_size"])
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +59,6 @@ def test_chat_renders_the_template_and_generates(llm, monkeypatch):
     monkeypatch.setattr(llm, "tokenizer", None)
     with pytest.raises(RequestError, match="token ids"):
         llm.chat([turn])
-
-
-def tokens(output, index=0):
-    return output.outputs[index].token_ids
 
 
 def test_order_is_kept_for_mixed_prompts_with_params_of_their_own(llm):

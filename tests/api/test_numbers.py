@@ -8,8 +8,7 @@ import pytest
 from mtp_jax import LLM, ConfigError, RequestError
 from mtp_jax.api.local import local_runner
 from tests import golden
-from tests.api.test_llm import GREEDY, PROMPT, SCORED, SIZES, tokens
-from tests.api.test_llm import directory as directory
+from tests.api.helpers import GREEDY, PROMPT, SCORED, SIZES, tokens
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 
 from mtp_jax.api.completions import PromptState
 from mtp_jax.api.session import Session
-from mtp_jax.engine.request import SamplingParams
+from mtp_jax.engine.sampling_params import SamplingParams
 from tests.engine.device import on_device
 
 PARAMS = SamplingParams(temperature=0, max_tokens=9)
@@ -76,9 +76,9 @@ def test_requests_without_text_run_to_their_end_and_others_may_follow():
     first, second = (s.engine.make_request([3, 4, 5], PARAMS) for _ in range(2))
     s.engine.prepare([first, second])
     for advanced in s.run([first]):
-        if first in advanced and first.finished and not second.output:
+        if first in advanced and first.finished and not second.progress.output:
             s.engine.submit(second)
-    assert [len(r.output) for r in (first, second)] == [9, 9]
+    assert [len(r.progress.output) for r in (first, second)] == [9, 9]
 
 
 def test_a_run_that_is_left_aborts_its_requests():
@@ -88,7 +88,7 @@ def test_a_run_that_is_left_aborts_its_requests():
     run = s.run(requests)
     next(run)
     run.close()
-    assert [r.finish_reason for r in requests] == ["abort"] * 6
+    assert [r.progress.finish_reason for r in requests] == ["abort"] * 6
     assert not s.engine.busy
     with pytest.raises(StopIteration):
         next(run)

@@ -8,7 +8,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from mtp_jax import LLM, CallArguments, CallBegin, CallEnd, SamplingParams, ToolUse
-from tests.text.tools.test_grammar import random_tool
+from tests.text.tools.helpers import random_tool
 
 TOOLS = 200
 

@@ -12,7 +12,7 @@ import pytest
 from mtp_jax import LLM, checkpoint
 from mtp_jax.bench import acceptance, bits
 from mtp_jax.commands import cli
-from mtp_jax.engine.request import Speculation
+from mtp_jax.engine.speculation import Speculation
 from mtp_jax.errors import ConfigError
 from tests import golden, tiny_tokenizer
 

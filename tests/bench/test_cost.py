@@ -7,7 +7,7 @@ import pytest
 
 from mtp_jax import checkpoint
 from mtp_jax.bench import cost
-from mtp_jax.bench.cost import of_head, of_nextn, of_nextn_cache, of_trunk
+from mtp_jax.bench.cost import of_entries, of_head, of_nextn, of_trunk
 from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.model.narrow import Fp8
 from mtp_jax.planning.work import expected_experts
@@ -43,7 +43,7 @@ def test_with_two_nextn_layers_they_take_turns_and_the_second_catches_up():
     trunk, head, (one, two) = of_trunk(model.params), of_head(model.params), map(of_nextn, model.params.nextn)
     narrow, wide = (expected_experts(model.config, w) for w in (1, 4))
     drafts = 3 * head.always + 2 * one.touched(narrow) + two.touched(narrow)
-    rows = 2 * of_nextn_cache(model.params.nextn[1]).always  # of the newest token, and of the window
+    rows = 2 * of_entries(model.params.nextn[1]).always  # of the newest token, and of the window
     known = one.touched(wide) + rows
     more = trunk.touched(wide) - trunk.touched(narrow)
     assert work.bytes - plain.bytes == pytest.approx(more + drafts + known)
@@ -58,5 +58,5 @@ def test_nextn_rows_of_a_prompt_cost_their_merge_and_latents(variant):
         cost.of_launch(key, model.config, p, 16, "float32", 1) for p in (model.params, plain)
     )
     (layer,) = model.params.nextn
-    assert with_rows.bytes - without.bytes == of_nextn_cache(layer).always
-    assert with_rows.flops - without.flops == 2 * 16 * of_nextn_cache(layer).always / 4
+    assert with_rows.bytes - without.bytes == of_entries(layer).always
+    assert with_rows.flops - without.flops == 2 * 16 * of_entries(layer).always / 4

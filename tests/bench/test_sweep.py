@@ -56,7 +56,7 @@ def test_without_matplotlib_there_are_figures_in_numbers_alone(monkeypatch, caps
 
 
 def test_an_option_that_would_do_nothing_is_not_offered(capsys):
-    assert cli.main(["bench", "soak", "--compile-cache", "none"]) == 2
+    assert cli.main(["bench", "serve", "http://127.0.0.1:9", "--compile-cache", "none"]) == 2
     assert "--compile-cache" in capsys.readouterr().err
 
 
@@ -143,10 +143,10 @@ def test_figures_of_another_command_are_kept(tmp_path, monkeypatch, capsys):
 
 def test_a_package_that_is_missing_is_named(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "httpx2", None)
-    monkeypatch.delitem(sys.modules, "mtp_jax.bench.own_server", raising=False)
-    monkeypatch.delitem(sys.modules, "mtp_jax.bench.soak", raising=False)
-    monkeypatch.delattr("mtp_jax.bench.soak", raising=False)
-    assert cli.main(["bench", "soak", "--json", str(tmp_path / "out.json")]) == 2
+    for name in ("endpoint", "served"):
+        monkeypatch.delitem(sys.modules, f"mtp_jax.bench.{name}", raising=False)
+        monkeypatch.delattr(f"mtp_jax.bench.{name}", raising=False)
+    assert cli.main(["bench", "serve", "http://127.0.0.1:9", "--json", str(tmp_path / "out.json")]) == 2
     assert "needs httpx2; install it with: pip install httpx2" in capsys.readouterr().err
 
 

@@ -87,8 +87,8 @@ def test_tuned_noise_gives_the_acceptance_asked_for_and_greedy_text_is_the_chain
         local_runner(engine).take(with_noise(params, noise, seed=1))
         requests = complete(engine, other_prompts, 48)
         for r in requests:
-            assert r.output == following[[r.prompt[-1], *r.output[:-1]]].tolist()
-        runs = [r.speculation for r in requests]
+            assert r.progress.output == following[[r.prompt[-1], *r.progress.output[:-1]]].tolist()
+        runs = [r.progress.speculation for r in requests]
         return sum(s.accepted for s in runs) / sum(s.steps for s in runs) + 1
 
     assert acceptance(tuned.noise) == pytest.approx(2.5, abs=0.35)
@@ -166,7 +166,7 @@ def test_bytes_of_a_step():
         return cost.of_launch(key, CFG, params, 16, "float32", 1, experts.__getitem__).bytes
 
     assert step_bytes(0) == trunk.touched(2) + head.always
-    rows = cost.of_nextn_cache(params.nextn[0])
+    rows = cost.of_entries(params.nextn[0])
     assert rows.expert == 0
     assert 0 < rows.always < nextn.always
     drafting = 3 * head.always + 3 * nextn.touched(2) + rows.always

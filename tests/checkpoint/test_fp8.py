@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from mtp_jax.checkpoint import load
 from mtp_jax.checkpoint.folder import INDEX
-from mtp_jax.checkpoint.formats import may_be_narrow
 from mtp_jax.checkpoint.fp8 import blocks, dequantise, scale_shape
 from mtp_jax.checkpoint.update import read_update
 from mtp_jax.model.narrow import is_narrow, without_bits
 from mtp_jax.model.params import shapes
+from mtp_jax.model.specs import may_be_narrow
 from tests.checkpoint.files import (
     Raw,
     Tensors,

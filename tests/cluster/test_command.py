@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mtp_jax.commands import cli, ray_serve
+from mtp_jax.commands import cli, ray_app, ray_serve
 from mtp_jax.commands.on_ray import ray_options
 from mtp_jax.errors import ConfigError
 from serve.cluster import start
@@ -132,4 +132,4 @@ def test_who_wants_no_token_has_none(environment):
 def test_the_builder_needs_a_command_for_ray():
     pytest.importorskip("ray")
     with pytest.raises(ConfigError, match="the command must have --ray"):
-        ray_serve.application({"command": f"serve {V3}"})
+        ray_app.application({"command": f"serve {V3}"})

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
+from serve.base.errors import ApiError
+from serve.base.settings import Settings
 from serve.cluster.front import Front
-from serve.errors import ApiError
-from serve.in_process import Call
-from serve.settings import Settings
+from serve.http.in_process import Call
 
 SETTINGS = Settings(
     "m",

@@ -5,7 +5,7 @@ from contextlib import aclosing
 
 import pytest
 
-from serve.in_process import Call, Head, stream
+from serve.http.in_process import Call, Head, stream
 
 CALL = Call("POST", "/a", [(b"x-a", b"1")], b"body", b"q=1", ("h", 1))
 

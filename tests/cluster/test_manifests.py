@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
-from mtp_jax.commands import cli, ray_serve
+from mtp_jax.commands import cli, ray_app, ray_serve
 from mtp_jax.commands.on_ray import ray_options
 from mtp_jax.hosts.options import Hosts
-from serve import app
-from serve.access import OPEN_PATHS
 from serve.cluster import start
 from serve.cluster.options import RayOptions
+from serve.http import app
+from serve.http.access import OPEN_PATHS
 from tests import golden
 
 ROOT = Path(ray_serve.__file__).parents[2]
@@ -53,8 +53,8 @@ def test_the_application_of_ray_serve(service):
     serving = yaml.safe_load(service["serveConfigV2"])
     (application,) = serving["applications"]
     module, _, name = application["import_path"].partition(":")
-    assert module == ray_serve.__name__
-    assert callable(getattr(ray_serve, name))
+    assert module == ray_app.__name__
+    assert callable(getattr(ray_app, name))
     assert application["args"].keys() == {"command"}
     args = parse(application["args"]["command"].replace("/model", V3, 1))
     options = ray_options(args)

@@ -12,8 +12,8 @@ import pytest
 from starlette.requests import Request
 
 from mtp_jax import EngineStopped
-from serve.in_process import Call, Head
-from serve.settings import Settings
+from serve.base.settings import Settings
+from serve.http.in_process import Call, Head
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own

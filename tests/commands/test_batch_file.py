@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from mtp_jax.commands import batch_file as batch
 from mtp_jax.errors import RequestError
-from serve.in_process import Answer, post
+from serve.http.in_process import Answer, post
 
 USAGE = {"usage": {"completion_tokens": 2}}
 

@@ -10,15 +10,15 @@ import pytest
 import mtp_jax.api.llm
 from mtp_jax import SamplingParams
 from mtp_jax.api.admission import QueueLimits
-from mtp_jax.api.handover_options import HandoverOptions
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.commands import cli, options
 from mtp_jax.errors import RequestError
+from mtp_jax.handover.options import HandoverOptions
 from mtp_jax.hosts.options import Hosts
 from mtp_jax.options import declared
 from mtp_jax.text.grammar import StructuredOutput
+from serve.base.settings import Settings
 from serve.cluster.options import RayOptions
-from serve.settings import Settings
 from tests import golden
 
 V3 = golden.model_dir("v3")
@@ -269,7 +269,7 @@ ERRORS = [
         "argument --rounds: '0' is not an integer of 1 or more; see `mtp-jax bench",
     ),
     (["bench", "acceptance", "--temperatures", "2,inf"], "--temperatures: '2,inf' is not a list of numbers"),
-    (["bench", "soak", "--minutes", "nan"], "argument --minutes: 'nan' is not a number above 0"),
+    (["bench", "serve", "URL", "--timeout", "nan"], "argument --timeout: 'nan' is not a number above 0"),
     (["profile", "--phase", "verify", "--steps", 0, "--out", "o"], "'0' is not an integer of 1 or more"),
 ]
 

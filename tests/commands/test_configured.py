@@ -11,9 +11,9 @@ from mtp_jax.api.options import LLMOptions
 from mtp_jax.commands import cli, foreign
 from mtp_jax.commands.configured import variable
 from mtp_jax.commands.options import flag_of, given
-from mtp_jax.engine.request import SamplingParams
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.options import declared
-from serve.settings import Settings
+from serve.base.settings import Settings
 
 PARSERS = cli.make_parser().parse_args(["completion", "bash"]).root._subparsers._group_actions[0].choices
 

@@ -25,17 +25,19 @@ import jax.numpy as jnp
 
 from mtp_jax.api.demo import demo_model
 from mtp_jax.bench.synthetic import preset
+from mtp_jax.decode.bookkeeping import abstract_state
 from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.decode.programs import Programs
-from mtp_jax.decode.state import StateShape, abstract_state
-from mtp_jax.engine.buckets import all_keys
+from mtp_jax.decode.state import StateShape
+from mtp_jax.engine.buckets import Buckets
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.model.backend import XlaCpu
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import compiler_options
 from mtp_jax.model.narrow import Bf16, Fp8
-from mtp_jax.model.params import Params, Spec, dtype_of, param_specs, scale_spec
+from mtp_jax.model.params import Params, Spec, dtype_of, param_specs
+from mtp_jax.model.specs import scale_spec
 from mtp_jax.model.stack import Stack, stacked
 from tests.models import TINY
 
@@ -184,7 +186,8 @@ def faults(name: str, cost: Cost, most: dict[str, int]) -> list[str]:
 
 def executables() -> int:
     """Programs of a default server with grammars; a structured step is two."""
-    keys = all_keys(EngineConfig(adaptive_depth=True), any_depth=XlaCpu().loops)
+    first, rest = Buckets(EngineConfig(adaptive_depth=True), 1, XlaCpu().loops).server(structured=True)
+    keys = first + rest
     return len(keys) + sum(isinstance(k, StepKey) and k.mode.structured for k in keys)
 
 

@@ -11,12 +11,13 @@ import pytest
 from mtp_jax.api.local import local_runner
 from mtp_jax.decode.drafter.nextn import NextN
 from mtp_jax.decode.drafter.sampler import DraftSampler
-from mtp_jax.decode.drafter.suffix import SuffixPages
-from mtp_jax.decode.state import DrafterState, Slots, State
+from mtp_jax.decode.state import State
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams, Status
+from mtp_jax.engine.request import Request, Status
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.model.backend import XlaCpu
 from mtp_jax.model.params import Params
+from tests.decode.helpers import poison
 from tests.models import (
     GREEDY,
     TINY,
@@ -42,49 +43,11 @@ def reference() -> Reference:
     return Reference(tiny_params())
 
 
-def rows_in_use(engine: Engine, slots: Slots) -> np.ndarray:
-    """Bool [P, S]: cache rows that hold committed tokens."""
-    pages, size, _ = jax.tree.leaves(local_runner(engine).state.trunk)[0].shape
-    used = np.zeros((pages, size), bool)
-    for i, request in enumerate(engine.scheduler.slots):
-        prefilling = request is not None and request.status is Status.PREFILL
-        if prefilling or slots.active[i]:
-            rows = np.arange(int(slots.length[i]))
-            used[np.asarray(slots.page_table)[i, rows // size], rows % size] = True
-    return used
-
-
-def poison(engine: Engine) -> None:
-    """NaN into every cache row that is not committed, every free page, every unused pending state.
-
-    What a suffix drafter keeps there becomes token 2**30.
-    """
-    runner = local_runner(engine)
-    state = runner.state
-    slots: Slots = jax.tree.map(np.asarray, state.slots)
-
-    def spoil(pages: jax.Array, used: np.ndarray) -> jax.Array:
-        return jnp.asarray(np.where(used[..., None], np.asarray(pages), np.nan).astype(pages.dtype))
-
-    def waits(request: Request | None) -> bool:
-        return request is None or (request.status is Status.PREFILL and request.prefilled == 0)
-
-    idle = np.array([waits(r) for r in engine.scheduler.slots]) & ~slots.active
-    used = rows_in_use(engine, slots)
-    own, kept = state.drafter.slots, state.drafter.pages
-    pages = kept.other if isinstance(kept, SuffixPages) else kept
-    pending = jnp.where(jnp.asarray(idle)[:, None, None], jnp.nan, own.pending)
-    cache = jax.tree.map(lambda p: spoil(p, used), pages.cache)
-    pages = pages.replace(cache=cache, boundary=jnp.full_like(pages.boundary, jnp.nan))
-    if isinstance(kept, SuffixPages):
-        pages = SuffixPages(jnp.where(jnp.asarray(used)[..., None], kept.tokens, 2**30), pages)
-    drafter = DrafterState(own.replace(pending=pending), pages)
-    trunk = jax.tree.map(lambda p: spoil(p, used), state.trunk)
-    runner.state = State(trunk, state.slots, drafter)
-
-
 def outcome(requests: list[Request]) -> list[tuple]:
-    return [(r.output, accepted(r), r.finish_reason, chosen_logprobs(r).tolist()) for r in requests]
+    return [
+        (r.progress.output, accepted(r), r.progress.finish_reason, chosen_logprobs(r).tolist())
+        for r in requests
+    ]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +69,7 @@ def test_committed_length(cfg, params):
         engine.step()
         poison(engine)
     assert outcome(requests) == outcome(clean)
-    assert sum(r.speculation.accepted for r in requests) > 0
+    assert sum(r.progress.speculation.accepted for r in requests) > 0
 
 
 # Warm draft cache
@@ -171,14 +134,14 @@ def test_speculation_switched_on_later(steps):
     runner = local_runner(engine)
     while int(runner.state.slots.generated[0]) < 1 + steps:
         engine.step()
-    request.depth = 3
+    object.__setattr__(request, "depth", 3)  # nobody may: no request goes deeper in its midst
     slots = runner.state.slots
     launched = int(slots.generated[0]) - 1
     runner.state = replace(runner.state, slots=replace(slots, depth=jnp.full_like(slots.depth, 3)))
     finish(engine)
     ids = reference().speculate(PROMPTS[5], 24).ids
     later = reference().speculate([*PROMPTS[5], *ids[:launched]], 24 - launched, 3)
-    assert request.output == ids
+    assert request.progress.output == ids
     assert accepted(request) == [0] * launched + later.accepted
     assert sum(later.accepted) > 0
 
@@ -209,14 +172,14 @@ def test_nan_in_one_row_ends_that_request_only(params):
     requests = [engine.make_request(*job) for job in jobs]
     for r in requests:
         engine.submit(r)
-    while len(requests[3].output) < 4:
+    while len(requests[3].progress.output) < 4:
         engine.step()
     spoil_slot(engine, 1, "trunk")
     finish(engine)
-    assert requests[1].finish_reason == "error"
-    cut = len(requests[1].output)
+    assert requests[1].progress.finish_reason == "error"
+    cut = len(requests[1].progress.output)
     assert 0 < cut < 24
-    assert requests[1].output == clean[1].output[:cut]
+    assert requests[1].progress.output == clean[1].progress.output[:cut]
     others = [0, 2, 3]
     assert outcome([requests[i] for i in others]) == outcome([clean[i] for i in others])
     assert engine.stats().pages_used == 0
@@ -234,21 +197,25 @@ def test_nan_while_prefilling_ends_the_request_without_tokens():
         while r.status is Status.WAITING:
             engine.step()
     assert requests[0].status is Status.PREFILL
-    spoil_slot(engine, requests[0].slot, "trunk")
+    spoil_slot(engine, requests[0].residence.slot, "trunk")
     finish(engine)
-    assert (requests[0].finish_reason, requests[0].output) == ("error", [])
-    assert requests[1].output == reference().speculate(PROMPTS[0], 24).ids
+    assert (requests[0].progress.finish_reason, requests[0].progress.output) == ("error", [])
+    assert requests[1].progress.output == reference().speculate(PROMPTS[0], 24).ids
     assert engine.stats().pages_used == 0
     # Nobody finds its pages in the prefix cache.
     (again,) = serve(engine, [(PROMPTS[5], GREEDY)])
     told = reference().speculate(PROMPTS[5], 24, 3)
-    assert (again.cached_tokens, again.output, accepted(again)) == (0, told.ids, told.accepted)
+    assert (again.progress.cached_tokens, again.progress.output, accepted(again)) == (
+        0,
+        told.ids,
+        told.accepted,
+    )
     assert sum(told.accepted) > 0
 
 
 def by_chance(request: Request) -> int:
     """How often argmax over NaN, which is the last id, may be right."""
-    return request.output.count(TINY.vocab_size - 1)
+    return request.progress.output.count(TINY.vocab_size - 1)
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -260,26 +227,26 @@ def test_a_broken_drafter_costs_speed_never_the_request(params):
     prepare(engine, requests)
     for r in requests:
         engine.submit(r)
-    while len(requests[3].output) < 4:
+    while len(requests[3].progress.output) < 4:
         engine.step()
     spoil_slot(engine, 1, "nextn")
-    before = requests[1].speculation.steps + 1
+    before = requests[1].progress.speculation.steps + 1
     finish(engine)
-    assert [r.finish_reason for r in requests] == ["length"] * 4
+    assert [r.progress.finish_reason for r in requests] == ["length"] * 4
     assert sum(accepted(requests[1])[before + 1 :]) <= by_chance(requests[1])
     assert sum(accepted(requests[0])[before + 1 :]) > 0
     if params is GREEDY:
         told = [reference().speculate(p, 24).ids for p in PROMPTS[:4]]
-        assert [r.output for r in requests] == told
+        assert [r.progress.output for r in requests] == told
 
 
 def test_broken_nextn_weights_cost_speed_only():
     params = tiny_params()
     broken = replace(params, nextn=tuple(replace(n, merge=n.merge * jnp.nan) for n in params.nextn))
     for r in serve(make_engine(broken), [(p, GREEDY) for p in PROMPTS[:4]]):
-        assert r.output == reference().speculate(r.prompt, 24).ids
-        assert r.speculation.accepted <= by_chance(r)
-        assert r.speculation.drafted > 0
+        assert r.progress.output == reference().speculate(r.prompt, 24).ids
+        assert r.progress.speculation.accepted <= by_chance(r)
+        assert r.progress.speculation.drafted > 0
 
 
 # Broken tokens
@@ -297,9 +264,12 @@ def test_a_draft_that_is_not_finite_harms_nobody_who_does_not_keep_it(value):
     rng = np.random.default_rng(3)
     given = [[int(t) for t in rng.integers(8, TINY.vocab_size, 6)] for _ in range(16)]
     for depth in (0, 3):
-        params = replace(GREEDY, num_speculative_tokens=depth, logprobs=None)
+        params = replace(GREEDY, num_speculative_tokens=depth)
         drafted.append(
-            [(r.finish_reason, r.output) for r in serve(make_engine(broken), [(p, params) for p in given])]
+            [
+                (r.progress.finish_reason, r.progress.output)
+                for r in serve(make_engine(broken), [(p, params) for p in given])
+            ]
         )
     assert drafted[0] == drafted[1]
     assert sum(reason == "length" for reason, _ in drafted[0]) >= 12
@@ -313,7 +283,7 @@ def test_a_token_that_is_not_finite_harms_no_row_beside_it():
     healthy, other, late = (rng.integers(8, TINY.vocab_size, size - 3).tolist() for _ in range(3))
     # The broken one is read in full before it breaks, so that it is in a window with the others.
     plain = replace(GREEDY, num_speculative_tokens=0)
-    alone = [r.output for r in serve(engine, [(healthy, plain), (other, plain)])]
+    alone = [r.progress.output for r in serve(engine, [(healthy, plain), (other, plain)])]
     requests = [engine.make_request(p, plain) for p in (healthy, other)]
     requests.append(engine.make_request(late, replace(plain, logit_bias={victim: 100.0})))
     requests.append(engine.make_request(rng.integers(8, TINY.vocab_size, 6).tolist(), GREEDY))
@@ -321,5 +291,5 @@ def test_a_token_that_is_not_finite_harms_no_row_beside_it():
     for r in requests:
         engine.submit(r)
     finish(engine)
-    assert requests[2].finish_reason == "error"
-    assert [r.output for r in requests[:2]] == alone
+    assert requests[2].progress.finish_reason == "error"
+    assert [r.progress.output for r in requests[:2]] == alone

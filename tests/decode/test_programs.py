@@ -11,8 +11,9 @@ from mtp_jax.api.local import local_runner
 from mtp_jax.decode.keys import DraftKey, SamplingMode, StepKey, buckets, cheapest, name_of
 from mtp_jax.decode.state import State
 from mtp_jax.decode.step import accept_drafts
-from mtp_jax.engine.request import SamplingParams
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError
+from tests.decode.helpers import compilations as compilations
 from tests.models import GREEDY, finish, make_engine, prepare, prompts, serve
 
 SAMPLED = SamplingParams(temperature=0.8, top_k=5, seed=3, max_tokens=9, ignore_eos=True)
@@ -147,22 +148,6 @@ def test_an_uncovered_need_is_an_error_not_a_compilation():
     assert DraftKey(1, 1) not in local_runner(engine).programs
 
 
-@pytest.fixture
-def compilations():
-    """The names of compilation events since the fixture began."""
-    seen: list[str] = []
-    recording = True
-
-    def listen(event: str, duration_secs: float, **_: str | int) -> None:
-        del duration_secs
-        if recording and "/compile/" in event:
-            seen.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    recording = False
-
-
 def test_serving_compiles_nothing(compilations):
     """Mixed lengths, depths, modes, aborts and a full queue: all of it runs on what ``prepare`` compiled."""
     engine = make_engine()
@@ -186,8 +171,8 @@ def test_serving_compiles_nothing(compilations):
     finish(engine)
     assert compilations == []
     assert len(engine.runner.keys) == compiled
-    assert sum(r.speculation.accepted for r in requests) > 0
-    assert [r.finish_reason for r in requests] == ["length", "abort"] + ["length"] * 5 + ["abort"]
+    assert sum(r.progress.speculation.accepted for r in requests) > 0
+    assert [r.progress.finish_reason for r in requests] == ["length", "abort"] + ["length"] * 5 + ["abort"]
     # The listener does hear compilations.
     jax.jit(lambda x: x * 3 + 1).lower(1.0).compile()
     assert compilations

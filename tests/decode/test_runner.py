@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from mtp_jax.api.local import local_runner
+from mtp_jax.decode.arrays import Chunk, SlotRow
 from mtp_jax.decode.drafter.nextn import DEFERRED
-from mtp_jax.decode.host import Chunk, SlotRow
 from mtp_jax.decode.keys import DraftKey, PageKey, SamplingMode, StepKey
 from mtp_jax.decode.launches import (
     Admit,
@@ -248,7 +248,7 @@ PROMPT = prompts(1, shortest=44)[0]
 
 def cached(engine: Engine, request: Request) -> tuple[int, list[int]]:
     """The data shard and the numbers of the full pages that the prefix cache keeps of a prompt."""
-    digests = request.digests[: len(request.prompt) // engine.config.page_size]
+    digests = request.residence.digests[: len(request.prompt) // engine.config.page_size]
     found = [pool.match(digests) for pool in engine.scheduler.pools]
     shard = max(range(len(found)), key=lambda i: len(found[i]))
     return shard, found[shard]
@@ -277,15 +277,15 @@ def check_handed_over(source: Engine, target: Engine, shard: int) -> None:
         engine.runner.compile([PageKey(1), PageKey(4)])
     data = source.runner.do(ReadPages(origin, tuple(pages))).read()
     assert all(isinstance(a, np.ndarray) and len(a) == 2 for a in data)
-    numbers = adopt(target, first.digests[:2], shard, data)
+    numbers = adopt(target, first.residence.digests[:2], shard, data)
     assert numbers != pages
     for a, b in zip(target.runner.do(ReadPages(shard, tuple(numbers))).read(), data, strict=True):
         np.testing.assert_array_equal(a, b)
     (second,) = serve(target, [(PROMPT, params)])
-    assert second.cached_tokens == 32
-    assert target.scheduler.shard_of(second.slot) == shard
+    assert second.progress.cached_tokens == 32
+    assert target.scheduler.shard_of(second.residence.slot) == shard
     told = Reference(tiny_params()).speculate(PROMPT, 12, 3)
-    assert (second.output, accepted(second)) == (told.ids, told.accepted)
+    assert (second.progress.output, accepted(second)) == (told.ids, told.accepted)
     assert sum(told.accepted) > 0
 
 
@@ -297,16 +297,16 @@ def test_pages_go_to_another_engine(sizes):
         return
     # What FP8 rounds away is not in the reference: the engine itself is.
     params = replace(GREEDY, max_tokens=12)
-    serve(source, [(PROMPT, params)])
-    (want,) = serve(source, [(PROMPT, params)])
-    assert want.cached_tokens == 32
+    serve(source, [(PROMPT, params)], exactly=True)
+    (want,) = serve(source, [(PROMPT, params)], exactly=True)
+    assert want.progress.cached_tokens == 32
     shard, pages = cached(source, want)
     for engine in (source, target):
         engine.runner.compile([PageKey(2)])
-    adopt(target, want.digests[:2], shard, source.runner.do(ReadPages(shard, tuple(pages))).read())
-    (got,) = serve(target, [(PROMPT, params)])
-    assert got.cached_tokens == 32
-    assert (got.output, accepted(got)) == (want.output, accepted(want))
+    adopt(target, want.residence.digests[:2], shard, source.runner.do(ReadPages(shard, tuple(pages))).read())
+    (got,) = serve(target, [(PROMPT, params)], exactly=True)
+    assert got.progress.cached_tokens == 32
+    assert (got.progress.output, accepted(got)) == (want.progress.output, accepted(want))
     assert sum(accepted(want)) > 0
 
 

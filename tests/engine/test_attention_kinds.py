@@ -12,7 +12,8 @@ import pytest
 
 from mtp_jax.api.local import local_runner
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.model.config import IndexerConfig, ModelConfig
 from mtp_jax.model.sharding import make_mesh
 from tests.models import (
@@ -60,10 +61,10 @@ def jobs(count: int = len(PROMPTS), depth: int = 3):
 def as_told(cfg: ModelConfig, requests: list[Request], depth: int = 3) -> None:
     for i, request in enumerate(requests):
         want = told(cfg, i, depth)
-        assert request.output == want.ids
+        assert request.progress.output == want.ids
         if depth:
             assert accepted(request) == want.accepted
-    assert not depth or sum(r.speculation.accepted for r in requests) > len(requests)
+    assert not depth or sum(r.progress.speculation.accepted for r in requests) > len(requests)
 
 
 def test_sparse_attention_is_not_dense():
@@ -94,13 +95,9 @@ def test_five_drafts(cfg):
 
 
 @one_kind
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        {"page_size": 4, "prefill_chunk": 5},
-        pytest.param({"page_size": 32, "prefill_chunk": 3}, marks=pytest.mark.slow),
-    ],
-    ids=str,
+    "sizes", [{"page_size": 4, "prefill_chunk": 5}, {"page_size": 32, "prefill_chunk": 3}], ids=str
 )
 def test_pages_and_chunks(cfg, sizes):
     as_told(cfg, serve(engine_of(cfg, **sizes), jobs()))
@@ -112,8 +109,8 @@ def test_a_cached_prefix_gives_the_same_text(cfg):
     engine, prompt, want = engine_of(cfg), PROMPTS[-1], told(cfg, 7, 3)
     serve(engine, [(prompt, GREEDY)])
     (again,) = serve(engine, [(prompt, GREEDY)])
-    assert again.cached_tokens == 16
-    assert (again.output, accepted(again)) == (want.ids, want.accepted)
+    assert again.progress.cached_tokens == 16
+    assert (again.progress.output, accepted(again)) == (want.ids, want.accepted)
 
 
 @each_kind
@@ -135,8 +132,8 @@ def test_eight_devices_compute_what_one_does(cfg, data):
 def test_drafts_that_share_a_choice_change_no_token():
     engine = engine_of(SHARING)
     requests, plain = serve(engine, jobs()), serve(engine, jobs(depth=0), compiled=True)
-    assert [r.output for r in requests] == [r.output for r in plain]
-    assert sum(r.speculation.accepted for r in requests) > len(requests)
+    assert [r.progress.output for r in requests] == [r.progress.output for r in plain]
+    assert sum(r.progress.speculation.accepted for r in requests) > len(requests)
 
 
 LATENT = TINY.row.fp8_bytes
@@ -158,8 +155,8 @@ def test_an_fp8_cache_holds_all_in_eight_bits(cfg, row_bytes):
     requests = serve(engine_of(cfg, kv_cache_dtype="fp8"), jobs())
     engine = engine_of(cfg, kv_cache_dtype="fp8")
     alone = [serve(engine, [job], compiled=True)[0] for job in jobs(depth=0)]
-    assert [r.output for r in requests] == [r.output for r in alone]
-    assert sum(r.speculation.accepted for r in requests) > len(requests)
+    assert [r.progress.output for r in requests] == [r.progress.output for r in alone]
+    assert sum(r.progress.speculation.accepted for r in requests) > len(requests)
     state = local_runner(engine).state
     rows = engine.config.page_size * (engine.pages + 1)
     caches = (*state.trunk, *state.drafter.pages.cache)
@@ -168,12 +165,13 @@ def test_an_fp8_cache_holds_all_in_eight_bits(cfg, row_bytes):
 
 
 @one_kind
-@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [0, 3])
 def test_sampled_text_depends_on_its_seed_alone(cfg, depth):
     sampled = SamplingParams(temperature=0.9, seed=5, max_tokens=24, ignore_eos=True, logprobs=0)
     params = replace(sampled, num_speculative_tokens=depth)
     (alone,) = serve(engine_of(cfg, verifier="coupled"), [(PROMPTS[5], sampled)])
     beside = serve(engine_of(cfg, verifier="coupled"), [*jobs(3), (PROMPTS[5], params)])[-1]
-    assert beside.output == alone.output
+    assert beside.progress.output == alone.progress.output
     np.testing.assert_allclose(chosen_logprobs(beside), chosen_logprobs(alone), atol=1e-4)
-    assert alone.speculation.accepted > 0
+    assert alone.progress.speculation.accepted > 0

@@ -50,13 +50,15 @@ def check(requests: Iterable[Request]) -> None:
     total = 0
     for r in requests:
         expected = told(r.prompt, r.depth)
-        assert r.output == expected.ids[: len(r.output)]
-        assert r.finish_reason == "length"
-        assert len(r.output) == r.max_tokens
-        assert accepted(r) == expected.accepted[: r.speculation.steps]
-        rows = reference().logprobs([*r.prompt, *r.output])[len(r.prompt) - 1 : -1]
-        np.testing.assert_allclose(chosen_logprobs(r), rows[range(len(r.output)), r.output], atol=1e-4)
-        total += r.speculation.accepted
+        assert r.progress.output == expected.ids[: len(r.progress.output)]
+        assert r.progress.finish_reason == "length"
+        assert len(r.progress.output) == r.max_tokens
+        assert accepted(r) == expected.accepted[: r.progress.speculation.steps]
+        rows = reference().logprobs([*r.prompt, *r.progress.output])[len(r.prompt) - 1 : -1]
+        np.testing.assert_allclose(
+            chosen_logprobs(r), rows[range(len(r.progress.output)), r.progress.output], atol=1e-4
+        )
+        total += r.progress.speculation.accepted
     assert total > 0 or all(r.depth == 0 for r in requests)
 
 
@@ -74,10 +76,10 @@ def test_an_executable_with_room_for_more_makes_as_many_drafts_as_a_launch_asks_
     requests = serve(engine, [(p, GREEDY) for p in PROMPTS[:4]])
     for r in requests:
         expected = told(r.prompt, depth)
-        assert r.output == expected.ids
+        assert r.progress.output == expected.ids
         # The last steps draft no more than a request has tokens left.
-        assert accepted(r)[:-2] == expected.accepted[: r.speculation.steps - 2]
-    assert sum(r.speculation.accepted for r in requests) > 20
+        assert accepted(r)[:-2] == expected.accepted[: r.progress.speculation.steps - 2]
+    assert sum(r.progress.speculation.accepted for r in requests) > 20
     assert (depth, 5) in {(k.depth, k.room) for k in launched}
 
 
@@ -91,7 +93,7 @@ def test_every_depth(depth):
     prepare(engine, [engine.make_request(PROMPTS[0], GREEDY)])
     requests = serve(engine, [(p, at(depth)) for p in PROMPTS[:4]], compiled=True)
     check(requests)
-    assert all(set(r.speculation.drafted_per_step) == {depth} for r in requests)
+    assert all(set(r.progress.speculation.drafted_per_step) == {depth} for r in requests)
 
 
 @pytest.mark.slow
@@ -104,7 +106,7 @@ def test_rows_of_one_batch_have_their_own_depth():
     engine = make_engine(num_speculative_tokens=5)
     requests = serve(engine, [(p, at(d)) for p, d in zip(PROMPTS[:4], (5, 0, 3, 1), strict=True)])
     check(requests)
-    assert [r.speculation.drafted_per_step[0] for r in requests] == [5, 0, 3, 1]
+    assert [r.progress.speculation.drafted_per_step[0] for r in requests] == [5, 0, 3, 1]
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=slow), 3])
@@ -120,7 +122,7 @@ def test_every_slot(shift):
     for r in requests:
         engine.submit(r)
     engine.step()
-    assert [r.slot for r in requests] == list(range(4))
+    assert [r.residence.slot for r in requests] == list(range(4))
     finish(engine)
     check(requests)
 
@@ -129,7 +131,7 @@ def test_a_row_moves_down_when_others_have_ended():
     engine = make_engine()
     jobs = [(p, replace(GREEDY, max_tokens=n)) for p, n in zip(PROMPTS, (2, 24, 4, 24), strict=False)]
     requests = serve(engine, jobs)
-    assert requests[-1].slot < 3
+    assert requests[-1].residence.slot < 3
     check(requests)
 
 
@@ -143,7 +145,7 @@ def test_more_requests_than_slots():
     jobs = [(p, replace(GREEDY, max_tokens=n)) for p, n in zip(PROMPTS, lengths, strict=True)]
     requests = serve(engine, [*jobs, *reversed(jobs)])
     check(requests)
-    assert {r.slot for r in requests} == {0, 1, 2, 3}
+    assert {r.residence.slot for r in requests} == {0, 1, 2, 3}
 
 
 def test_requests_join_and_leave_a_running_batch():
@@ -198,7 +200,7 @@ def test_short_prompts_are_prefilled_together(monkeypatch):
     assert sorted((k.prompts, k.tokens) for k in launched if k.tokens) == [(1, 64), (4, 16), (4, 16)]
     for r in requests:
         rows = reference().logprobs(r.prompt)[:-1]
-        first, *scored = r.prompt_logprobs
+        first, *scored = r.progress.prompt_logprobs
         assert first is None
         scores = [p[t].logprob for p, t in zip(scored, r.prompt[1:], strict=True) if p]
         np.testing.assert_allclose(scores, rows[range(len(scores)), r.prompt[1:]], atol=1e-4)
@@ -215,8 +217,8 @@ def test_a_deeper_executable_than_needed_stays_inside_its_page_table():
     long = prompts(1, shortest=254, seed=5)[0]
     requests = serve(engine, [(long, at(0)), (PROMPTS[0], replace(GREEDY, max_tokens=4))])
     plain = Reference(tiny_params(), longest=300)
-    rows = plain.logprobs([*long, *requests[0].output])[len(long) - 1 : -1]
+    rows = plain.logprobs([*long, *requests[0].progress.output])[len(long) - 1 : -1]
     np.testing.assert_allclose(
-        chosen_logprobs(requests[0]), rows[range(TOKENS), requests[0].output], atol=1e-4
+        chosen_logprobs(requests[0]), rows[range(TOKENS), requests[0].progress.output], atol=1e-4
     )
-    assert requests[0].output == rows.argmax(-1).tolist()
+    assert requests[0].progress.output == rows.argmax(-1).tolist()

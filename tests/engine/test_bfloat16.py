@@ -36,14 +36,16 @@ def reference() -> Reference:
 def check(requests: list[Request]) -> None:
     """Greedy by float32's reckoning of the same text, up to rounding; and drafts come true."""
     for r in requests:
-        rows = reference().logprobs([*r.prompt, *r.output])[len(r.prompt) - 1 : -1]
-        own = rows[np.arange(len(r.output)), r.output]
+        rows = reference().logprobs([*r.prompt, *r.progress.output])[len(r.prompt) - 1 : -1]
+        own = rows[np.arange(len(r.progress.output)), r.progress.output]
         np.testing.assert_allclose(chosen_logprobs(r), own, atol=0.15)
         assert (own > rows.max(axis=1) - 0.15).all()
-    exact = serve(make_engine(), [(r.prompt, replace(GREEDY, max_tokens=len(r.output))) for r in requests])
-    most, steps = (sum(getattr(r.speculation, n) for r in exact) for n in ("accepted", "steps"))
+    exact = serve(
+        make_engine(), [(r.prompt, replace(GREEDY, max_tokens=len(r.progress.output))) for r in requests]
+    )
+    most, steps = (sum(getattr(r.progress.speculation, n) for r in exact) for n in ("accepted", "steps"))
     assert most > steps
-    assert sum(r.speculation.accepted for r in requests) > 0.85 * most
+    assert sum(r.progress.speculation.accepted for r in requests) > 0.85 * most
 
 
 @pytest.mark.slow
@@ -58,7 +60,7 @@ def test_a_batch():
 def test_a_prompt_goes_on_from_cached_pages():
     found, prompt = engine(), prompts(1, shortest=40)[0]
     first, again = (serve(found, [(prompt, GREEDY)])[0] for _ in range(2))
-    assert (first.cached_tokens, again.cached_tokens) == (0, 32)
+    assert (first.progress.cached_tokens, again.progress.cached_tokens) == (0, 32)
     check([first])
     check([again])
 

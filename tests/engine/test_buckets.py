@@ -8,18 +8,11 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from mtp_jax.decode.keys import SamplingMode, StepKey
-from mtp_jax.engine.buckets import (
-    all_keys,
-    chunks,
-    keys_for,
-    mode_of,
-    next_prompts,
-    step_key,
-    step_keys,
-    warm_up_keys,
-)
+from mtp_jax.engine.buckets import Buckets
 from mtp_jax.engine.config import EngineConfig
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
+from mtp_jax.text.rules import Constraints
 from tests.engine.device import on_device
 from tests.models import finish
 
@@ -41,7 +34,7 @@ CONFIG = EngineConfig(num_speculative_tokens=3, max_num_seqs=8, max_model_len=51
     ],
 )
 def test_chunks(chunk, tokens, sizes):
-    assert list(chunks(replace(CONFIG, prefill_chunk=chunk), tokens)) == sizes
+    assert list(Buckets(replace(CONFIG, prefill_chunk=chunk)).chunks(tokens)) == sizes
 
 
 @pytest.mark.parametrize(
@@ -62,14 +55,20 @@ def test_chunks(chunk, tokens, sizes):
 )
 def test_mode_is_greedy_only_if_argmax_decides_for_all(wanted, drafting, logprobs):
     requests = [Request(i, (1,), SamplingParams(**w), 0, 1, 3, 2) for i, w in enumerate(wanted)]
-    mode = mode_of(CONFIG, requests)
+    mode = Buckets(CONFIG).mode(requests)
     assert (mode.drafting, mode.logprobs) == (drafting, logprobs)
+
+
+def all_keys(programs: Buckets) -> list[Any]:
+    """Everything that a server compiles."""
+    first, rest = programs.server(structured=True)
+    return first + rest
 
 
 def waiting(*lengths: int) -> list[Request]:
     requests = [Request(i, (1,) * n, SamplingParams(), 0, 2, 3, 2) for i, n in enumerate(lengths)]
     for r in requests:
-        r.take_up()
+        r.residence.take_up(r.prompt, [])
     return requests
 
 
@@ -87,7 +86,7 @@ def waiting(*lengths: int) -> list[Request]:
     ],
 )
 def test_short_prompts_are_prefilled_together(lengths, together):
-    found = next_prompts(CONFIG, [waiting(*n) for n in lengths])
+    found = Buckets(CONFIG, len(lengths)).next_prompts([waiting(*n) for n in lengths])
     assert found is not None
     assert [[len(r.prompt) for r in w] for w in found.requests] == together
     assert found.tokens >= max(map(max, filter(None, together)))
@@ -98,7 +97,7 @@ def test_short_prompts_are_prefilled_together(lengths, together):
 
 
 def test_nobody_waits():
-    assert next_prompts(CONFIG, [[], []]) is None
+    assert Buckets(CONFIG, 2).next_prompts([[], []]) is None
 
 
 DEFAULT = EngineConfig(adaptive_depth=True)  # what the server makes of the demo model, which has a tokenizer
@@ -117,10 +116,10 @@ def chunks_of(keys) -> list[StepKey]:
 @pytest.mark.parametrize(("any_depth", "most"), [(False, 30), (True, 8)])
 def test_a_default_server_compiles_few_programs(any_depth, most):
     """A structured step is two programs."""
-    keys: list[Any] = all_keys(DEFAULT, any_depth=any_depth)
+    keys: list[Any] = all_keys(Buckets(DEFAULT, 1, any_depth))
     assert len(set(keys)) == len(keys)
     assert len(keys) + sum(k.mode.structured for k in keys) <= most
-    first, rest = warm_up_keys(DEFAULT, 1, structured=True, any_depth=any_depth)
+    first, rest = Buckets(DEFAULT, 1, any_depth).server(structured=True)
     assert keys == first + rest
     assert len(first) < len(rest)
 
@@ -128,7 +127,7 @@ def test_a_default_server_compiles_few_programs(any_depth, most):
 @pytest.mark.parametrize("any_depth", [False, True])
 @pytest.mark.parametrize("sizes", [{}, {"max_model_len": 8192}, {"max_num_seqs": 3}, {"max_num_seqs": 1}])
 def test_every_program_of_a_server_is_the_cheapest_for_something(sizes, any_depth):
-    keys: list[Any] = all_keys(replace(DEFAULT, **sizes), any_depth=any_depth)
+    keys: list[Any] = all_keys(Buckets(replace(DEFAULT, **sizes), 1, any_depth))
     for key in keys:
         able = [k for k in keys if k.covers(key)]
         assert [k for k in able if k.cost <= key.cost] == [key]
@@ -147,7 +146,7 @@ def test_every_program_of_a_server_is_the_cheapest_for_something(sizes, any_dept
 )
 def test_a_server_compiles_steps_and_chunks_of_all_their_widths(page_size, longest, widths):
     config = replace(DEFAULT, max_model_len=longest, page_size=page_size)
-    keys = all_keys(config)
+    keys = all_keys(Buckets(config))
     sampled = SamplingMode(config.drafting, config.verifier)
     found = {(k.slots, k.pages, k.depth) for k in steps_of(keys) if k.mode == sampled}
     ends = {(b, p, d) for b in (1, 8) for p in widths for d in (0, 1, 3)}
@@ -173,17 +172,15 @@ def test_a_server_compiles_steps_and_chunks_of_all_their_widths(page_size, longe
     ],
 )
 def test_chunks_that_requests_need(lengths, slots, shapes):
-    keys = chunks_of(keys_for(CONFIG, waiting(*lengths), 1, slots=0, pages=300))
+    keys = chunks_of(Buckets(CONFIG).prepare(waiting(*lengths)))
     assert {(k.tokens, k.prompts) for k in keys} == shapes
     assert {k.slots for k in keys} == {slots}
 
 
 def test_who_wants_one_token_needs_no_step():
     """It comes with the last chunk of the prompt."""
-    several = waiting(9, 60)
-    for request in several:
-        request.max_tokens = 1
-    keys = keys_for(CONFIG, several, 1, slots=0, pages=300)
+    several = [replace(r, max_tokens=1) for r in waiting(9, 60)]
+    keys = Buckets(CONFIG).prepare(several)
     assert not steps_of(keys)
     assert {(k.slots, k.tokens) for k in chunks_of(keys)} == {(0, 16), (0, 64)}
 
@@ -192,14 +189,14 @@ def test_who_wants_one_token_needs_no_step():
 def test_steps_over_data_shards_have_all_slots(every_size):
     """The first few slots are those of one shard; a step of them would be split over all."""
     config = EngineConfig(max_num_seqs=8, max_model_len=4093, adaptive_depth=True)
-    keys = all_keys(config, 2)
-    keys += keys_for(config, waiting(9, 60), 2, slots=1, pages=64, every_size=every_size)
+    keys = all_keys(Buckets(config, 2))
+    keys += Buckets(config, 2).prepare(waiting(9, 60), every_size)
     steps: list[Any] = keys
     assert {k.slots for k in steps if k.slots} == {8}
 
 
 def test_nothing_is_compiled_for_nobody():
-    assert keys_for(CONFIG, [], 1, slots=0, pages=9) == []
+    assert Buckets(CONFIG).prepare([]) == []
 
 
 JOB = st.tuples(
@@ -281,9 +278,11 @@ def test_prepared_executables_cover_everything(
             if engine.busy:
                 engine.step()
     finish(engine)
-    assert all(r.finish_reason in ("length", "stop") for r in requests)
-    assert all(len(r.output) == r.max_tokens for r in requests if r.finish_reason == "length")
-    assert crowded or not any(r.preemptions for r in requests)
+    assert all(r.progress.finish_reason in ("length", "stop") for r in requests)
+    assert all(
+        len(r.progress.output) == r.max_tokens for r in requests if r.progress.finish_reason == "length"
+    )
+    assert crowded or not any(r.residence.preemptions for r in requests)
     assert engine.stats().pages_used == 0
 
 
@@ -347,8 +346,9 @@ def test_a_server_serves_everything_with_what_it_has_compiled(
             engine.step()
         engine.runner.compile([key])
     finish(engine)
-    assert all(r.finish_reason in ("length", "stop") for r in requests)
-    assert all(len(r.output) == r.max_tokens for r in requests if r.finish_reason == "length")
+    assert all(r.progress.finish_reason in ("length", "stop") for r in requests)
+    whole = [r for r in requests if r.progress.finish_reason == "length"]
+    assert all(len(r.progress.output) == r.max_tokens for r in whole)
     assert engine.stats().pages_used == 0
 
 
@@ -365,28 +365,29 @@ SHAPE = st.tuples(st.integers(1, 2044), st.sampled_from([0, 1, 2, 3]), st.sample
 )
 def test_every_piece_of_a_default_engines_work_is_covered(rows, logprobs, structured, prefilled, any_depth):
     """By the first programs already: at any history, depth, number of rows and way to choose tokens."""
-    first, _ = warm_up_keys(DEFAULT, 1, structured=True, any_depth=any_depth)
+    work = Buckets(DEFAULT, 1, any_depth)
+    first, _ = work.server(structured=True)
     running = []
     for slot, (length, depth, heat) in enumerate(rows):
         params = SamplingParams(temperature=heat, logprobs=logprobs, prompt_logprobs=logprobs)
-        (request,) = requests = [Request(slot, (1,) * length, params, 0, 4, depth, 2)]
-        request.take_up()
-        request.slot, request.rows_bound = slot, length + 1
-        request.matcher = object() if structured else None  # type: ignore[assignment]
-        running += requests
+        constraints = Constraints(None, []) if structured else None
+        request = Request(slot, (1,) * length, params, 0, 4, depth, 2, constraints=constraints)
+        request.residence.take_up(request.prompt, [])
+        request.residence.slot, request.progress.rows_bound = slot, length + 1
+        running.append(request)
     for request in running:
-        request.prefilled = min(prefilled * 64, (len(request.tokens) - 1) // 64 * 64)
+        request.residence.prefilled = min(prefilled * 64, (len(request.prompt) - 1) // 64 * 64)
     half = len(running) // 2
-    prompts = next_prompts(DEFAULT, [running[half:]])
+    prompts = work.next_prompts([running[half:]])
     assert prompts is not None
     programs = [k for k in first if isinstance(k, StepKey)]
 
     def covered(need: StepKey) -> bool:
         return any(k.covers(need) for k in programs)
 
-    for need in step_keys(DEFAULT, running, (0, 1, 3)):
+    for need in (work.step(running, depth) for depth in (0, 1, 3)):
         assert covered(need), need
-    alone = step_key(DEFAULT, [], 0, prompts.first(1))
+    alone = work.step([], 0, prompts.first(1))
     assert any(k.covers(alone) and not k.slots for k in programs), alone
-    for need in step_keys(DEFAULT, running[:half], (0, 1, 3) if half else (0,), prompts.first(1)):
+    for need in (work.step(running[:half], d, prompts.first(1)) for d in ((0, 1, 3) if half else (0,))):
         assert covered(need) or any_depth, need  # else the prompts go first, alone

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mtp_jax.api.local import local_runner
-from mtp_jax.engine.request import SamplingParams
+from mtp_jax.engine.sampling_params import SamplingParams
 from tests.models import (
     GREEDY,
     TINY,
@@ -65,11 +65,11 @@ def test_a_stop_token_cuts_inside_the_window():
     requests = serve(make_engine(), jobs)
     inside = 0
     for token, r in zip(stops, requests, strict=True):
-        assert r.output == whole[: whole.index(token) + 1]
-        assert r.finish_reason == "stop"
-        assert len(r.logprobs) == len(r.output)
+        assert r.progress.output == whole[: whole.index(token) + 1]
+        assert r.progress.finish_reason == "stop"
+        assert len(r.progress.logprobs) == len(r.progress.output)
         # Tokens that a step would have emitted without the cut: it fell inside an accepted window.
-        inside += 1 + sum(a + 1 for a in accepted(r)) > len(r.output)
+        inside += 1 + sum(a + 1 for a in accepted(r)) > len(r.progress.output)
     assert inside >= 3
 
 
@@ -78,7 +78,7 @@ def test_max_tokens_cuts_inside_the_window():
     requests = serve(make_engine(), [(VARIED, replace(GREEDY, max_tokens=n)) for n in range(1, 13)])
     inside = 0
     for n, r in enumerate(requests, start=1):
-        assert (r.output, r.finish_reason) == (whole[:n], "length")
+        assert (r.progress.output, r.progress.finish_reason) == (whole[:n], "length")
         inside += 1 + sum(a + 1 for a in accepted(r)) > n
     assert inside >= 3
 
@@ -87,7 +87,7 @@ def test_a_stop_token_at_max_tokens_counts_as_a_stop():
     whole = text(tuple(VARIED))
     n = next(i for i, t in enumerate(whole) if i > 3 and t not in whole[:i]) + 1
     (r,) = serve(make_engine(), [(VARIED, replace(GREEDY, max_tokens=n, stop_token_ids=whole[n - 1 : n]))])
-    assert (r.output, r.finish_reason) == (whole[:n], "stop")
+    assert (r.progress.output, r.progress.finish_reason) == (whole[:n], "stop")
 
 
 def test_end_of_sequence_and_ignore_eos():
@@ -96,8 +96,11 @@ def test_end_of_sequence_and_ignore_eos():
     whole = text(tuple(found[0]))
     jobs = [(found[0], GREEDY), (found[0], replace(GREEDY, ignore_eos=False))]
     ignoring, stopping = serve(make_engine(), jobs)
-    assert (ignoring.output, ignoring.finish_reason) == (whole, "length")
-    assert (stopping.output, stopping.finish_reason) == (whole[: whole.index(EOS) + 1], "stop")
+    assert (ignoring.progress.output, ignoring.progress.finish_reason) == (whole, "length")
+    assert (stopping.progress.output, stopping.progress.finish_reason) == (
+        whole[: whole.index(EOS) + 1],
+        "stop",
+    )
 
 
 def test_the_first_token_may_be_the_last():
@@ -105,8 +108,8 @@ def test_the_first_token_may_be_the_last():
     jobs = [(VARIED, replace(GREEDY, stop_token_ids=whole[:1])), (VARIED, replace(GREEDY, max_tokens=1))]
     engine = make_engine()
     stopped, short = serve(engine, jobs)
-    assert (stopped.output, stopped.finish_reason) == (whole[:1], "stop")
-    assert (short.output, short.finish_reason) == (whole[:1], "length")
+    assert (stopped.progress.output, stopped.progress.finish_reason) == (whole[:1], "stop")
+    assert (short.progress.output, short.progress.finish_reason) == (whole[:1], "length")
     assert not np.asarray(local_runner(engine).state.slots.active).any()
 
 
@@ -136,14 +139,14 @@ def test_penalties_evolve_inside_the_window(drafting):
     ]
     requests = serve(make_engine(drafting=drafting), jobs)
     for r in requests:
-        assert r.output == adjusted_greedy(r.prompt, r.params)
-        rows = reference().logprobs([*r.prompt, *r.output])[len(r.prompt) - 1 : -1]
-        want = rows[range(len(r.output)), r.output]  # of the model itself, before penalties
+        assert r.progress.output == adjusted_greedy(r.prompt, r.params)
+        rows = reference().logprobs([*r.prompt, *r.progress.output])[len(r.prompt) - 1 : -1]
+        want = rows[range(len(r.progress.output)), r.progress.output]  # of the model itself, before penalties
         np.testing.assert_allclose(chosen_logprobs(r), want, atol=1e-3)
-    changed = [r for r in requests if r.output != text(r.prompt)]
+    changed = [r for r in requests if r.progress.output != text(r.prompt)]
     assert len(changed) > len(requests) / 2
     deep = [r for r in requests if r.depth]
-    assert sum(r.speculation.accepted for r in deep) > len(deep)
+    assert sum(r.progress.speculation.accepted for r in deep) > len(deep)
 
 
 def test_min_tokens():
@@ -157,16 +160,16 @@ def test_min_tokens():
     ]
     requests = serve(make_engine(), jobs)
     for r in requests:
-        assert r.output == adjusted_greedy(r.prompt, r.params, stops)
-        assert len(r.output) >= r.params.min_tokens
-        assert r.finish_reason == ("stop" if r.output[-1] in stops else "length")
-    assert len({len(r.output) for r in requests}) > 3
-    assert sum(r.speculation.accepted for r in requests) > 0
+        assert r.progress.output == adjusted_greedy(r.prompt, r.params, stops)
+        assert len(r.progress.output) >= r.params.min_tokens
+        assert r.progress.finish_reason == ("stop" if r.progress.output[-1] in stops else "length")
+    assert len({len(r.progress.output) for r in requests}) > 3
+    assert sum(r.progress.speculation.accepted for r in requests) > 0
 
 
 def test_min_tokens_holds_back_end_of_sequence():
     prompt = next(p for p in PROMPTS if EOS in text(tuple(p))[:12])
     params = replace(GREEDY, ignore_eos=False, min_tokens=20)
     (r,) = serve(make_engine(), [(prompt, params)])
-    assert r.output == adjusted_greedy(prompt, params, [EOS])
-    assert len(r.output) >= 20
+    assert r.progress.output == adjusted_greedy(prompt, params, [EOS])
+    assert len(r.progress.output) >= 20

@@ -47,10 +47,10 @@ def plain() -> list[Request]:
 def test_speculation_and_batching_change_no_token():
     engine = fp8()
     together = serve(engine, JOBS)
-    assert [r.output for r in together] == [r.output for r in plain()]
+    assert [r.progress.output for r in together] == [r.progress.output for r in plain()]
     alone = [serve(fp8(), [job])[0] for job in JOBS]
     assert [accepted(r) for r in together] == [accepted(r) for r in alone]
-    assert sum(r.speculation.accepted for r in together) > 5 * len(JOBS)
+    assert sum(r.progress.speculation.accepted for r in together) > 5 * len(JOBS)
     state = local_runner(engine).state
     caches = [*state.trunk, *state.drafter.pages.cache]
     rows = engine.config.page_size * (engine.pages + 1)
@@ -63,8 +63,8 @@ def test_drafts_are_nearly_those_of_a_float32_cache():
         distance = np.linalg.norm(got[2] - want[2]) / np.linalg.norm(want[2])
         assert 0 < distance < 0.05, distance
     exact = serve(make_engine(), JOBS)
-    most = sum(r.speculation.accepted for r in exact)
-    assert sum(r.speculation.accepted for r in serve(fp8(), JOBS)) > 0.85 * most
+    most = sum(r.progress.speculation.accepted for r in exact)
+    assert sum(r.progress.speculation.accepted for r in serve(fp8(), JOBS)) > 0.85 * most
 
 
 def test_a_prompt_goes_on_from_cached_pages():
@@ -72,8 +72,8 @@ def test_a_prompt_goes_on_from_cached_pages():
     (want,) = serve(fp8(), at_depth(0, [(prompt, GREEDY)]))
     engine = fp8()
     first, again = (serve(engine, [(prompt, GREEDY)])[0] for _ in range(2))
-    assert (first.cached_tokens, again.cached_tokens) == (0, 32)
-    assert first.output == again.output == want.output
+    assert (first.progress.cached_tokens, again.progress.cached_tokens) == (0, 32)
+    assert first.progress.output == again.progress.output == want.progress.output
     assert accepted(first) == accepted(again)
     assert sum(accepted(again)) > 0
 
@@ -83,8 +83,8 @@ def test_preempted_requests_end_as_if_nothing_had_happened():
     engine = fp8(num_pages=6)
     requests, calm = serve(engine, jobs), serve(fp8(), at_depth(0, jobs))
     assert engine.stats().preemptions > 0
-    assert [r.output for r in requests] == [r.output for r in calm]
-    assert sum(r.speculation.accepted for r in requests) > 0
+    assert [r.progress.output for r in requests] == [r.progress.output for r in calm]
+    assert sum(r.progress.speculation.accepted for r in requests) > 0
 
 
 @pytest.mark.slow
@@ -93,8 +93,8 @@ def test_two_nextn_layers():
     jobs = JOBS[:3]
     drafted = serve(fp8(TWO_LAYERS, weights), jobs)
     plain = serve(fp8(TWO_LAYERS, weights), at_depth(0, jobs))
-    assert [r.output for r in drafted] == [r.output for r in plain]
-    assert all(r.speculation.accepted > 0 for r in drafted)
+    assert [r.progress.output for r in drafted] == [r.progress.output for r in plain]
+    assert all(r.progress.speculation.accepted > 0 for r in drafted)
 
 
 @pytest.mark.slow
@@ -102,8 +102,8 @@ def test_eight_devices_compute_what_one_does():
     mesh = make_mesh(4, 2)
     params = on_mesh(tiny_params(), mesh)
     requests = serve(fp8(params=params, mesh=mesh, max_num_seqs=8), JOBS)
-    assert [r.output for r in requests] == [r.output for r in plain()]
-    assert sum(r.speculation.accepted for r in requests) > len(JOBS)
+    assert [r.progress.output for r in requests] == [r.progress.output for r in plain()]
+    assert sum(r.progress.speculation.accepted for r in requests) > len(JOBS)
 
 
 def test_an_odd_rank_is_refused():

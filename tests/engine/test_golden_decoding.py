@@ -13,14 +13,11 @@ import pytest
 from mtp_jax.api.propose import propose
 from mtp_jax.checkpoint import Loaded, load
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams
-from tests.golden import expected, model_dir
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
+from tests.golden import DECODED, expected, model_dir
 from tests.models import Reference, accepted, make_engine, serve
 
-VARIANTS = (
-    "rigged", "rigged_mtp2", "v3", "mtp2", "no_q_lora", "tied", "glm47_flash",
-    "dsa_v32", "dsa_v32_rigged", "dsa_glm5", "dsa_glm52", "glm45", "glm46", "glm46_bf16",
-)  # fmt: skip
 # Drafts of the others are never accepted.
 RIGHT = ("rigged", "rigged_mtp2", "glm47_flash", "dsa_v32_rigged", "dsa_glm52", "glm46", "glm46_bf16")
 TWO_LAYERS = ("rigged_mtp2", "mtp2")
@@ -53,14 +50,14 @@ def close(got: np.ndarray, want: np.ndarray) -> None:
     np.testing.assert_allclose(got, want, rtol=0, atol=max(2e-4, 1e-5 * np.abs(want).max()))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", DECODED)
 def test_tokens_and_acceptance(variant):
     want = expected(variant)
     for depth, request in enumerate(served(engine_of(variant), variant)):
-        assert request.output == want["greedy_ids"].tolist()
+        assert request.progress.output == want["greedy_ids"].tolist()
         if depth:
             assert accepted(request) == want[f"spec_accept.{depth}"].tolist()
-            assert variant not in RIGHT or request.speculation.accepted > 0
+            assert variant not in RIGHT or request.progress.speculation.accepted > 0
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -69,7 +66,7 @@ def test_tokens_and_acceptance_of_shallow_executables(depth):
     """The same in executables that are compiled for the depth, not deeper ones that stop early."""
     want = expected("rigged")
     (request,) = serve(engine_of("rigged"), [jobs("rigged")[depth]], exactly=True)
-    assert request.output == want["greedy_ids"].tolist()
+    assert request.progress.output == want["greedy_ids"].tolist()
     assert accepted(request) == want[f"spec_accept.{depth}"].tolist()
 
 
@@ -78,7 +75,7 @@ KINDS = ("rigged", "glm47_flash", "dsa_v32", "dsa_glm52", "glm46")
 
 
 @pytest.mark.parametrize(
-    "variant", [pytest.param(v, marks=() if v in KINDS else pytest.mark.slow) for v in VARIANTS]
+    "variant", [pytest.param(v, marks=() if v in KINDS else pytest.mark.slow) for v in DECODED]
 )
 def test_drafts_by_recursion(variant):
     want = expected(variant)
@@ -92,7 +89,7 @@ def test_drafts_by_recursion(variant):
 
 def test_the_state_before_the_norm_gives_other_drafts():
     """Recycling the wrong hidden state would be noticed: somewhere the oracle's two answers differ."""
-    assert any((expected(v)["draft_rec_prenorm_ids"] != expected(v)["draft_rec_ids"]).any() for v in VARIANTS)
+    assert any((expected(v)["draft_rec_prenorm_ids"] != expected(v)["draft_rec_ids"]).any() for v in DECODED)
 
 
 @pytest.mark.parametrize("variant", TWO_LAYERS)
@@ -106,11 +103,11 @@ def test_drafts_by_a_chain_of_layers(variant):
 def test_tokens_and_acceptance_of_two_layers():
     found, want = loaded("rigged_mtp2", 2), expected("rigged_mtp2")
     requests = served(engine_of("rigged_mtp2", layers=2), "rigged_mtp2")
-    assert all(r.output == want["greedy_ids"].tolist() for r in requests)
+    assert all(r.progress.output == want["greedy_ids"].tolist() for r in requests)
     reference = Reference(found.params, found.config)
     for depth in (1, 2):
         told = reference.speculate(want["input_ids"].tolist(), len(want["greedy_ids"]), depth)
         assert accepted(requests[depth]) == told.accepted
         assert sum(told.accepted) > 0
     # The third draft reuses layer 0. It changes no earlier one.
-    assert requests[3].speculation.accepted_per_position[2] > 0
+    assert requests[3].progress.speculation.accepted_per_position[2] > 0

@@ -16,7 +16,8 @@ import pytest
 
 from mtp_jax.api.local import local_runner
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import IndexerConfig, ModelConfig
 from mtp_jax.model.sharding import make_mesh
@@ -76,15 +77,15 @@ def told(i: int, cfg: ModelConfig = TINY) -> Told:
 def as_told(requests: Sequence[Request], order: Sequence[int], cfg: ModelConfig = TINY) -> None:
     for request, i in zip(requests, order, strict=True):
         want = told(i, cfg)
-        assert (request.output, accepted(request)) == (want.ids, want.accepted)
-    assert sum(r.speculation.accepted for r in requests) > len(requests)
+        assert (request.progress.output, accepted(request)) == (want.ids, want.accepted)
+    assert sum(r.progress.speculation.accepted for r in requests) > len(requests)
 
 
 def test_a_prompt_that_was_driven_out_comes_back():
     engine, order = small(), [0, 1, 2, 0, 1, 2]
     requests = each(engine, order)
     as_told(requests, order)
-    assert [r.cached_tokens for r in requests] == [0, 0, 0, 32, 32, 32]
+    assert [r.progress.cached_tokens for r in requests] == [0, 0, 0, 32, 32, 32]
     stats = engine.stats()
     assert stats.hits_by_tier["host"] > 0
     assert sum(stats.hits_by_tier.values()) == stats.prefix_hits == 96
@@ -96,7 +97,7 @@ def test_a_prompt_that_was_driven_out_comes_back():
 
 def test_without_it_nothing_comes_back():
     requests = each(make_engine(num_pages=6), [0, 1, 2, 0])
-    assert [r.cached_tokens for r in requests] == [0, 0, 0, 0]
+    assert [r.progress.cached_tokens for r in requests] == [0, 0, 0, 0]
     assert make_engine().stats().tier.pages == 0
 
 
@@ -107,7 +108,7 @@ def test_part_on_the_device_and_part_in_the_host():
     serve(engine, [(LONG[2][:20], replace(SHORT, max_tokens=8))])
     requests = each(engine, [0])
     as_told(requests, [0])
-    assert requests[-1].cached_tokens == 32
+    assert requests[-1].progress.cached_tokens == 32
     assert engine.stats().hits_by_tier == {"device": 16, "host": 16}
 
 
@@ -143,10 +144,12 @@ def test_as_if_computed_anew(cfg, config, params):
     got = each(engine, order, params, exactly=True)
     bare = make_engine(config.get("params") or tiny_params(cfg), cfg, **_bare(config))
     want = each(bare, order, params, exactly=True)
-    assert [(r.output, accepted(r)) for r in got] == [(r.output, accepted(r)) for r in want]
-    assert [r.cached_tokens for r in got] == [0, 0, 0, 32]
+    assert [(r.progress.output, accepted(r)) for r in got] == [(r.progress.output, accepted(r)) for r in want]
+    assert [r.progress.cached_tokens for r in got] == [0, 0, 0, 32]
     assert engine.stats().hits_by_tier["host"] > 0
-    assert config.get("num_speculative_tokens") == 0 or sum(r.speculation.accepted for r in got) > len(got)
+    assert config.get("num_speculative_tokens") == 0 or sum(
+        r.progress.speculation.accepted for r in got
+    ) > len(got)
 
 
 def _bare(config: dict) -> dict:
@@ -163,7 +166,7 @@ def test_pages_come_back_to_any_data_shard(data, model):
     as_told(requests, order)
     stats = engine.stats()
     assert stats.hits_by_tier["host"] > 0
-    assert {engine.scheduler.shard_of(r.slot) for r in requests} == {0, 1}
+    assert {engine.scheduler.shard_of(r.residence.slot) for r in requests} == {0, 1}
     assert stats.prefix_hits == 8 * 32
 
 
@@ -180,9 +183,9 @@ def test_preempted_requests_find_their_pages_again():
     finish(engine)
     alone = [serve(make_engine(), [(r.prompt, r.params)])[0] for r in requests]
     stats = engine.stats()
-    assert [r.output for r in requests] == [r.output for r in alone]
+    assert [r.progress.output for r in requests] == [r.progress.output for r in alone]
     assert [accepted(r) for r in requests] == [accepted(r) for r in alone]
-    assert sum(r.speculation.accepted for r in requests) > len(requests)
+    assert sum(r.progress.speculation.accepted for r in requests) > len(requests)
     assert requests[0].preemptions > 0
     assert stats.tier.restored > 0
     assert stats.prefix_hits == 0  # of their prompts, when they came
@@ -195,7 +198,7 @@ def test_salts_do_not_share():
         prepare(engine, [request])
         engine.submit(request)
         finish(engine)
-        seen.append(request.cached_tokens)
+        seen.append(request.progress.cached_tokens)
         as_told([request], [i])
     assert seen == [0, 0, 0, 32, 32]
     assert engine.stats().hits_by_tier["host"] > 32
@@ -208,7 +211,7 @@ def test_flushing_forgets_what_is_on_its_way_too():
     engine.flush_prefix_cache()
     assert (len(store(engine)), store(engine).held) == (0, 0)
     requests = each(engine, [0, 1])
-    assert [r.cached_tokens for r in requests] == [0, 0]
+    assert [r.progress.cached_tokens for r in requests] == [0, 0]
     as_told(requests, [0, 1])
 
 
@@ -218,16 +221,16 @@ def test_a_damaged_page_is_computed_anew_and_counted(hurt):
     engine = small()
     (first, _, _) = each(engine, [0, 1, 2])
     kept = store(engine)
-    page, _ = kept._kept[first.digests[hurt]]
+    page, _ = kept._kept[first.residence.digests[hurt]]
     page[-1].flags.writeable = True
     page[-1].reshape(-1).view(np.uint8)[7] ^= 1
     (again,) = each(engine, [0])
     as_told([again], [0])
-    assert again.cached_tokens == 16 * hurt
+    assert again.progress.cached_tokens == 16 * hurt
     assert engine.stats().tier.dropped == {"damaged": 1}
     requests = each(engine, [1, 2, 0])  # it was filed again
     as_told(requests, [1, 2, 0])
-    assert requests[-1].cached_tokens == 32
+    assert requests[-1].progress.cached_tokens == 32
     assert engine.stats().tier.dropped == {"damaged": 1}
 
 
@@ -235,14 +238,14 @@ def test_a_page_with_numbers_that_are_not_finite_is_given_to_nobody():
     engine = small()
     (first, _, _) = each(engine, [0, 1, 2])
     kept = store(engine)
-    digest = first.digests[0]
+    digest = first.residence.digests[0]
     page, _ = kept._kept[digest]
     kept.forget([digest])
     kept.put(digest, tuple(np.full_like(a, np.nan) for a in page))
     (broken,) = each(engine, [0])
-    assert broken.finish_reason == "error"
+    assert broken.progress.finish_reason == "error"
     (again,) = each(engine, [0])
-    assert again.cached_tokens == 0
+    assert again.progress.cached_tokens == 0
     as_told([again], [0])
 
 
@@ -298,9 +301,9 @@ def soak(seed: int, rounds: int) -> None:
             key = request.prompt, request.max_tokens
             if key not in answers:
                 (want,) = serve(alone, [(request.prompt, request.params)])
-                answers[key] = want.output, accepted(want)
+                answers[key] = want.progress.output, accepted(want)
             if request is not aborted:
-                assert (request.output, accepted(request)) == answers[key]
+                assert (request.progress.output, accepted(request)) == answers[key]
         assert engine.stats().pages_used == 0
         kept = store(engine)
         assert kept.held <= kept.budget

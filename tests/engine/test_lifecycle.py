@@ -41,10 +41,10 @@ def is_free(engine: Engine) -> bool:
 
 MOMENTS: dict[str, Callable[[Request], bool]] = {
     "waiting": lambda r: r.status is Status.WAITING,
-    "prefilling": lambda r: r.status is Status.PREFILL and 0 < r.prefilled < len(r.prompt),
-    "first token on its way": lambda r: r.status is Status.RUNNING and not r.output,
-    "running": lambda r: len(r.output) > 5,
-    "nearly done": lambda r: len(r.output) >= 9,
+    "prefilling": lambda r: r.status is Status.PREFILL and 0 < r.residence.prefilled < len(r.prompt),
+    "first token on its way": lambda r: r.status is Status.RUNNING and not r.progress.output,
+    "running": lambda r: len(r.progress.output) > 5,
+    "nearly done": lambda r: len(r.progress.output) >= 9,
     "finished": lambda r: r.finished,
 }
 
@@ -61,17 +61,17 @@ def test_abort_at_every_moment(moment):
         engine.step()
     engine.abort(target)
     engine.abort(target)  # twice is no mistake
-    held = len(target.output)
-    assert target.finish_reason == ("length" if moment == "finished" else "abort")
-    assert target.pages == []
+    held = len(target.progress.output)
+    assert target.progress.finish_reason == ("length" if moment == "finished" else "abort")
+    assert target.residence.pages == []
     late = engine.make_request(LONG, GREEDY)  # takes the free slot, and pages with somebody else's rows
     engine.submit(late)
     finish(engine)
-    assert len(target.output) == held
-    assert target.output == text(target.prompt)[:held]
+    assert len(target.progress.output) == held
+    assert target.progress.output == text(target.prompt)[:held]
     for r in (*others, late):
-        assert r.output == text(r.prompt)
-        assert r.speculation.accepted > 0
+        assert r.progress.output == text(r.prompt)
+        assert r.progress.speculation.accepted > 0
     assert is_free(engine)
     assert not np.asarray(local_runner(engine).state.slots.active).any()
 
@@ -88,7 +88,7 @@ def test_abort_all_then_serve():
         engine.abort(r)
     finish(engine)
     assert is_free(engine)
-    assert [r.output for r in serve(engine, [(p, GREEDY) for p in PROMPTS])] == [
+    assert [r.progress.output for r in serve(engine, [(p, GREEDY) for p in PROMPTS])] == [
         text(tuple(p)) for p in PROMPTS
     ]
 
@@ -104,7 +104,7 @@ def test_free_pages_return_after_every_end():
     ]
     for _ in range(3):
         requests = serve(engine, jobs)
-        assert [r.finish_reason for r in requests] == ["length", "length", "stop", "length"]
+        assert [r.progress.finish_reason for r in requests] == ["length", "length", "stop", "length"]
         assert is_free(engine)
 
 
@@ -112,8 +112,8 @@ def test_too_few_pages_for_all_at_once():
     """Requests wait for pages, in order, and everybody is served."""
     engine = make_engine(num_pages=7)  # room for two requests at a time, or three while they are short
     requests = serve(engine, [(p, GREEDY) for p in PROMPTS])
-    assert [r.output for r in requests] == [text(r.prompt) for r in requests]
-    assert 3 not in {r.slot for r in requests}
+    assert [r.progress.output for r in requests] == [text(r.prompt) for r in requests]
+    assert 3 not in {r.residence.slot for r in requests}
     assert is_free(engine)
 
 
@@ -126,9 +126,9 @@ def test_an_error_ends_only_its_request_and_frees_its_pages():
     broken = replace(params, embed=params.embed.at[victim].set(np.nan))
     engine = make_engine(broken, drafting="sampled")
     requests = serve(engine, [*[(p, GREEDY) for p in PROMPTS[:3]], ([5, victim, 6], GREEDY)])
-    assert [r.finish_reason for r in requests] == ["length", "length", "length", "error"]
-    assert [r.output for r in requests[:3]] == [text(r.prompt) for r in requests[:3]]
-    assert requests[3].output == []
+    assert [r.progress.finish_reason for r in requests] == ["length", "length", "length", "error"]
+    assert [r.progress.output for r in requests[:3]] == [text(r.prompt) for r in requests[:3]]
+    assert requests[3].progress.output == []
     assert is_free(engine)
 
 
@@ -151,14 +151,14 @@ def test_a_prompt_that_fails_in_its_first_chunk_does_not_run_after_a_sound_one(m
         engine.submit(r)
     while not victims[0].finished:
         engine.step()
-    assert (victims[0].finish_reason, victims[0].output, len(launched)) == ("error", [], 2)
+    assert (victims[0].progress.finish_reason, victims[0].progress.output, len(launched)) == ("error", [], 2)
     before = engine.launches
     while engine.launches == before:
         engine.step()
     active = np.flatnonzero(np.asarray(local_runner(engine).state.slots.active))
     assert {*active} <= {i for i, r in enumerate(engine.scheduler.slots) if r in victims[1:]}
     finish(engine)
-    assert [r.output for r in victims[1:]] == [text(r.prompt) for r in victims[1:]]
+    assert [r.progress.output for r in victims[1:]] == [text(r.prompt) for r in victims[1:]]
     assert is_free(engine)
 
 
@@ -171,8 +171,8 @@ def test_engines_do_not_share_state():
     while first.busy or second.busy:
         first.step()
         second.step()
-    assert both[0].output == text(tuple(LONG))
-    assert both[1].output == Reference(rigged(seed=7)).speculate(LONG, 24).ids
+    assert both[0].progress.output == text(tuple(LONG))
+    assert both[1].progress.output == Reference(rigged(seed=7)).speculate(LONG, 24).ids
 
 
 def test_draft_needs_an_idle_engine():
@@ -192,7 +192,7 @@ def test_draft_leaves_nothing_behind():
     assert (first, ids.tolist()) == (text(tuple(LONG))[0], want)
     np.testing.assert_allclose(logits, rows, atol=2e-4)
     assert is_free(engine)
-    assert serve(engine, [(LONG, GREEDY)])[0].output == text(tuple(LONG))
+    assert serve(engine, [(LONG, GREEDY)])[0].progress.output == text(tuple(LONG))
 
 
 def test_preparing_nothing_compiles_nothing_for_nobody():
@@ -231,7 +231,7 @@ def test_without_nextn_layers_the_engine_decodes_plainly():
     cfg = TINY.with_nextn(())
     engine = make_engine(replace(tiny_params(), nextn=()), cfg, num_speculative_tokens=0)
     for r in serve(engine, [(p, GREEDY) for p in PROMPTS[:3]]):
-        assert r.output == text(r.prompt)
+        assert r.progress.output == text(r.prompt)
 
 
 def test_kernels_that_cannot_run_here_are_an_error_when_insisted_on(monkeypatch):
@@ -241,4 +241,4 @@ def test_kernels_that_cannot_run_here_are_an_error_when_insisted_on(monkeypatch)
     engine = make_engine(kernels="mosaic_gpu")
     with pytest.raises(ConfigError, match=r"mla_.*float32.*'xla': --kernels auto or xla"):
         engine.prepare([engine.make_request(LONG, GREEDY)])
-    assert serve(make_engine(kernels="xla"), [(LONG, GREEDY)])[0].output == text(tuple(LONG))
+    assert serve(make_engine(kernels="xla"), [(LONG, GREEDY)])[0].progress.output == text(tuple(LONG))

@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mtp_jax.engine.request import SamplingParams, TokenLogprobs
+from mtp_jax.engine.sampling_params import SamplingParams
+from mtp_jax.engine.speculation import TokenLogprobs
 from tests.models import GREEDY, Reference, make_engine, prompts, serve, tiny_params
 
 PROMPTS = prompts(8)
@@ -42,16 +43,16 @@ def check(got: TokenLogprobs, row: np.ndarray, token: int, width: int) -> None:
 def test_every_token(params):
     """The model's own: before temperature and penalties. Some prompts take several chunks."""
     requests = serve(make_engine(), [(p, params) for p in PROMPTS])
-    assert sum(r.speculation.accepted for r in requests) > 0
+    assert sum(r.progress.speculation.accepted for r in requests) > 0
     for r in requests:
-        rows = reference().logprobs([*r.prompt, *r.output])
-        assert len(r.logprobs) == len(r.output) == 24
-        for i, token in enumerate(r.output):
-            check(r.logprobs[i], rows[len(r.prompt) + i - 1], token, params.logprobs)
-        assert len(r.prompt_logprobs) == len(r.prompt)
-        assert r.prompt_logprobs[0] is None
+        rows = reference().logprobs([*r.prompt, *r.progress.output])
+        assert len(r.progress.logprobs) == len(r.progress.output) == 24
+        for i, token in enumerate(r.progress.output):
+            check(r.progress.logprobs[i], rows[len(r.prompt) + i - 1], token, params.logprobs)
+        assert len(r.progress.prompt_logprobs) == len(r.prompt)
+        assert r.progress.prompt_logprobs[0] is None
         for i, token in enumerate(r.prompt[1:]):
-            entry = r.prompt_logprobs[i + 1]
+            entry = r.progress.prompt_logprobs[i + 1]
             assert entry is not None
             check(entry, rows[i], token, params.prompt_logprobs)
 
@@ -60,7 +61,7 @@ def test_only_those_who_ask_get_them():
     asks, silent = WIDE, replace(GREEDY, logprobs=None)
     zero = replace(GREEDY, logprobs=0, prompt_logprobs=None)
     requests = serve(make_engine(), [(p, o) for p, o in zip(PROMPTS, (asks, silent, zero), strict=False)])
-    assert [len(r.logprobs) for r in requests] == [24, 0, 24]
-    assert [len(r.prompt_logprobs) for r in requests] == [len(PROMPTS[0]), 0, 0]
-    assert all(len(entry) == 1 for entry in requests[2].logprobs)
-    assert [r.output for r in requests] == [reference().speculate(p, 24).ids for p in PROMPTS[:3]]
+    assert [len(r.progress.logprobs) for r in requests] == [24, 0, 24]
+    assert [len(r.progress.prompt_logprobs) for r in requests] == [len(PROMPTS[0]), 0, 0]
+    assert all(len(entry) == 1 for entry in requests[2].progress.logprobs)
+    assert [r.progress.output for r in requests] == [reference().speculate(p, 24).ids for p in PROMPTS[:3]]

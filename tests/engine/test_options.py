@@ -6,8 +6,10 @@ import pytest
 
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.engine.config import EngineConfig
-from mtp_jax.engine.request import Request, SamplingParams, Speculation, Status
+from mtp_jax.engine.request import Request, Status
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.scheduler import Scheduler
+from mtp_jax.engine.speculation import Speculation
 from mtp_jax.errors import ConfigError, MtpJaxError, RequestError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.options import declared
@@ -149,18 +151,18 @@ def test_speculation_adds_up():
 
 def test_a_request_knows_its_times():
     r = Request(0, (1,), SamplingParams(), 0, 4, 3, 5)
-    r.emit([])
-    assert r.first_token_at is None
-    r.emit([4])
-    first = r.first_token_at
+    r.progress.emit([])
+    assert r.progress.first_token_at is None
+    r.progress.emit([4])
+    first = r.progress.first_token_at
     assert first is not None
     assert first >= r.arrived
-    r.emit([5])
-    assert r.first_token_at == first
-    r.end("stop")
-    assert (r.status, r.finish_reason, r.output) == (Status.FINISHED, "stop", [4, 5])
-    assert r.finished_at is not None
-    assert r.finished_at >= first
+    r.progress.emit([5])
+    assert r.progress.first_token_at == first
+    r.progress.end("stop")
+    assert (r.status, r.progress.finish_reason, r.progress.output) == (Status.FINISHED, "stop", [4, 5])
+    assert r.progress.finished_at is not None
+    assert r.progress.finished_at >= first
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
 from tests.engine.device import Device, on_device
 from tests.models import finish, prompts
 
@@ -30,7 +31,7 @@ def start(count: int = 1, max_tokens: int = 20, **device: Any) -> tuple[Engine, 
 def test_every_result_is_read_a_launch_later():
     engine, device, (request,) = start()
     finish(engine)
-    assert request.finish_reason == "length"
+    assert request.progress.finish_reason == "length"
     steps = [entry.removeprefix("launch ") for entry in device.log if entry.startswith("launch step")]
     assert len(steps) > 3
     for this, following in itertools.pairwise(steps[:-4]):  # the last ones may be the end, and are read first
@@ -52,7 +53,7 @@ def test_no_step_is_launched_that_cannot_emit(tokens):
     """Every step emits a token at least, so a row that accepts nothing takes exactly max_tokens - 1 steps."""
     engine, device, (request,) = start(max_tokens=tokens, keep=0.0)
     finish(engine)
-    assert len(request.output) == tokens
+    assert len(request.progress.output) == tokens
     assert sum(e.startswith("launch step") for e in device.log) == tokens - 1
 
 
@@ -65,14 +66,14 @@ def test_a_first_token_is_read_while_the_step_behind_it_runs():
     assert engine.step() == []
     assert engine.step() == [request]
     assert seen() == ["launch prefill", "launch step", "read prefill"]
-    assert len(request.output) == 1
+    assert len(request.progress.output) == 1
 
 
 def test_a_stop_costs_a_step_in_vain_at_most():
     """The step after the first token goes out before that is read."""
     engine, device, (request,) = start(stop=1.0)
     finish(engine)
-    assert (len(request.output), request.finish_reason) == (1, "stop")
+    assert (len(request.progress.output), request.progress.finish_reason) == (1, "stop")
     assert sum(e.startswith("launch step") for e in device.log) <= 1
 
 
@@ -80,7 +81,7 @@ def test_no_step_is_launched_while_the_end_may_be_on_its_way():
     """All drafts hold: three steps give the twelve tokens after the first, and no fourth goes out in vain."""
     engine, device, (request,) = start(max_tokens=13, keep=1.0)
     finish(engine)
-    assert len(request.output) == 13
+    assert len(request.progress.output) == 13
     assert sum(e.startswith("launch step") for e in device.log) == 3
 
 
@@ -97,12 +98,12 @@ def test_a_long_prompt_goes_along_with_the_steps_of_a_running_request():
     engine.prepare([long])
     device.log.clear()
     engine.submit(long)
-    tokens = len(short.output)
-    while not long.output:
+    tokens = len(short.progress.output)
+    while not long.progress.output:
         engine.step()
     assert kinds(device) == "mmm" + "s"
     # The launch before them, and the three that have been read.
-    assert len(short.output) == tokens + 4
+    assert len(short.progress.output) == tokens + 4
 
 
 def test_prompts_fill_the_slots_while_the_first_ones_run():
@@ -110,13 +111,13 @@ def test_prompts_fill_the_slots_while_the_first_ones_run():
     engine, device, requests = start(4, keep=0.0)
     finish(engine)
     assert kinds(device).startswith("pmmm" + "s")
-    assert [len(r.output) for r in requests] == [20] * 4
+    assert [len(r.progress.output) for r in requests] == [20] * 4
 
 
 def test_what_an_aborted_request_left_on_its_way_is_not_measured():
     """It was done long ago when the next request comes: the time between is nobody's."""
     engine, _, (request,) = start(keep=1.0)
-    while not request.output:
+    while not request.progress.output:
         engine.step()
     engine.abort(request)
     assert not engine.busy
@@ -127,4 +128,4 @@ def test_what_an_aborted_request_left_on_its_way_is_not_measured():
     engine.step()
     assert engine.stats().depth_steps == before
     finish(engine)
-    assert len(other.output) == 4
+    assert len(other.progress.output) == 4

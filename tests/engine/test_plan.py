@@ -2,24 +2,25 @@
 
 from dataclasses import replace
 
+from mtp_jax.engine.buckets import Buckets
 from mtp_jax.engine.depth import DepthController
 from mtp_jax.engine.plan import Admit, Planner, Read
-from mtp_jax.engine.request import Status
 from mtp_jax.engine.scheduler import Scheduler
 from tests.engine.device import Device, on_device
-from tests.engine.test_scheduler import request, scheduler, submit
+from tests.engine.helpers import request, scheduler, submit
 from tests.models import GREEDY, prepare, prompts
 
 
 def planner(s: Scheduler) -> Planner:
-    return Planner(s.config, s, Device(s.config), DepthController(3))
+    return Planner(Buckets(s.config, s.shards), s, Device(s.config), DepthController(3))
 
 
 def test_no_step_is_planned_while_every_row_may_have_ended():
     """A step in vain costs more than waiting for what is on its way."""
     s = scheduler()
     (r,) = submit(s, request(max_tokens=4))
-    r.status, r.output, r.unread, r.rows_bound = Status.RUNNING, [0], 1, 5 + 4
+    s.prefilled([r], 5)
+    r.progress.output, r.progress.unread, r.progress.rows_bound = [0], 1, 5 + 4
     assert s.running() == [r]
     assert list(planner(s).turn([])) == [Admit(), Read(0)]
 
@@ -30,7 +31,7 @@ def test_one_depth_is_chosen_over_the_rows_of_all_shards(monkeypatch):
     jobs = [
         (p, replace(GREEDY, num_speculative_tokens=n)) for p, n in zip(prompts(4), (1, 3) * 2, strict=True)
     ]
-    requests = [engine.make_request(*job) for job in jobs]
+    requests = [replace(engine.make_request(*job), fixed_depth=False) for job in jobs]
     prepare(engine, requests)
     asked, keys = [], []
     choose = engine.depth.choose
@@ -42,11 +43,12 @@ def test_one_depth_is_chosen_over_the_rows_of_all_shards(monkeypatch):
 
     monkeypatch.setattr(engine.depth, "choose", seen)
     for r in requests:
-        r.fixed_depth = False
         engine.submit(r)
     while engine.busy:
         engine.step()
-    by_shard = [{r.depth for r in requests if engine.scheduler.shard_of(r.slot) == i} for i in range(2)]
+    by_shard = [
+        {r.depth for r in requests if engine.scheduler.shard_of(r.residence.slot) == i} for i in range(2)
+    ]
     assert by_shard == [{1}, {3}]
     assert [1, 1, 3, 3] in asked
     assert {k.slots for k in keys} == {4}

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.model.params import Params
 from tests.models import (
     GREEDY,
@@ -21,6 +22,7 @@ from tests.models import (
     chosen_logprobs,
     finish,
     make_engine,
+    prepare,
     prompts,
     rigged,
     serve,
@@ -48,8 +50,8 @@ def test_tokens_and_acceptance_after_a_hit(tokens):
     prompt = LONG[:tokens]
     again = one(engine, prompt)
     told = reference().speculate(prompt, 24, 3)
-    assert again.cached_tokens == (tokens - 1) // 16 * 16
-    assert again.output == told.ids
+    assert again.progress.cached_tokens == (tokens - 1) // 16 * 16
+    assert again.progress.output == told.ids
     assert accepted(again) == told.accepted
     assert sum(told.accepted) > 0
 
@@ -63,8 +65,8 @@ def test_two_nextn_layers_go_on_from_cached_pages(params):
     warm = make_engine(weights, TWO_LAYERS)
     one(warm, LONG, params, exactly=True)
     want, got = (one(engine, LONG, params, exactly=True) for engine in (cold, warm))
-    assert (got.cached_tokens, want.cached_tokens) == (32, 0)
-    assert (got.output, accepted(got)) == (want.output, accepted(want))
+    assert (got.progress.cached_tokens, want.progress.cached_tokens) == (32, 0)
+    assert (got.progress.output, accepted(got)) == (want.progress.output, accepted(want))
     assert sum(accepted(got)) > 0
     np.testing.assert_allclose(chosen_logprobs(got), chosen_logprobs(want), atol=1e-5)
 
@@ -74,11 +76,11 @@ def test_pages_of_generated_tokens_are_found_too(depth):
     """A conversation: the next prompt begins with this prompt and its answer, drafted or not."""
     engine = make_engine()
     first = one(engine, LONG[:20], replace(GREEDY, num_speculative_tokens=depth))
-    prompt = [*LONG[:20], *first.output, 5, 9]
+    prompt = [*LONG[:20], *first.progress.output, 5, 9]
     second = one(engine, prompt, replace(GREEDY, max_tokens=8))
     told = reference().speculate(prompt, 8, 3)
-    assert second.cached_tokens == 32  # 20 + 24 - 1 rows are complete
-    assert second.output == told.ids
+    assert second.progress.cached_tokens == 32  # 20 + 24 - 1 rows are complete
+    assert second.progress.output == told.ids
     assert accepted(second)[: len(told.accepted)] == told.accepted
     assert sum(told.accepted) > 0
 
@@ -87,12 +89,14 @@ def test_hits_are_the_same_with_and_without_speculation():
     jobs = [([*LONG[:n], 3, n], replace(GREEDY, max_tokens=9)) for n in (5, 16, 33, 40, 33, 16, 40)]
     hits = []
     for depth in (0, 1, 3):
-        engine = make_engine(num_speculative_tokens=depth)
-        requests = [one(engine, *job, exactly=True) for job in jobs]
-        hits.append([r.cached_tokens for r in requests])
+        engine = make_engine()
+        prepare(engine, [engine.make_request(*jobs[0])])
+        asked = [(prompt, replace(params, num_speculative_tokens=depth)) for prompt, params in jobs]
+        requests = [serve(engine, [job], compiled=True)[0] for job in asked]
+        hits.append([r.progress.cached_tokens for r in requests])
         assert engine.stats().prefix_hits == sum(hits[-1])
         assert engine.stats().prefix_queries == sum(len(p) for p, _ in jobs)
-        assert not depth or sum(r.speculation.accepted for r in requests) > 0
+        assert not depth or sum(r.progress.speculation.accepted for r in requests) > 0
     assert hits[0] == hits[1] == hits[2]
     assert sum(hits[0]) > 100
 
@@ -105,7 +109,7 @@ def test_salts_do_not_share():
         engine.prepare([request])
         engine.submit(request)
         finish(engine)
-        seen.append(request.cached_tokens)
+        seen.append(request.progress.cached_tokens)
     assert seen == [0, 0, 32, 32]
 
 
@@ -114,16 +118,16 @@ def test_flushing_forgets():
     one(engine, LONG)
     engine.flush_prefix_cache()
     assert engine.stats().pages_cached == 0
-    assert one(engine, LONG).cached_tokens == 0
+    assert one(engine, LONG).progress.cached_tokens == 0
 
 
 def test_prompt_logprobs_after_a_hit_are_those_of_the_whole_prompt():
     engine = make_engine()
     one(engine, LONG)
     request = one(engine, LONG, replace(GREEDY, prompt_logprobs=0))
-    assert request.cached_tokens == 0
+    assert request.progress.cached_tokens == 0
     want = reference().logprobs(LONG)
-    got = [next(iter(p.values())).logprob for p in request.prompt_logprobs[1:] if p]
+    got = [next(iter(p.values())).logprob for p in request.progress.prompt_logprobs[1:] if p]
     np.testing.assert_allclose(got, [want[i, t] for i, t in enumerate(LONG[1:])], atol=1e-4)
 
 
@@ -133,19 +137,20 @@ def test_prompt_logprobs_after_a_hit_are_those_of_the_whole_prompt():
 def crowd(params: SamplingParams, **config) -> tuple[Engine, list[Request]]:
     """Four requests that need four pages each when they end, and six pages."""
     engine = make_engine(num_pages=6, **config)
-    return engine, serve(engine, [(p, params) for p in prompts(4, shortest=14)])
+    prepare(engine, [engine.make_request([5], replace(params, num_speculative_tokens=None))])
+    return engine, serve(engine, [(p, params) for p in prompts(4, shortest=14)], compiled=True)
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("depth", [0, 3])
 def test_preempted_requests_end_as_if_nothing_had_happened(prefix_cache, depth):
-    params = replace(GREEDY, max_tokens=30)
-    engine, requests = crowd(params, prefix_cache=prefix_cache, num_speculative_tokens=depth)
-    assert engine.stats().preemptions == sum(r.preemptions for r in requests) > 0
+    params = replace(GREEDY, max_tokens=30, num_speculative_tokens=depth)
+    engine, requests = crowd(params, prefix_cache=prefix_cache)
+    assert engine.stats().preemptions == sum(r.residence.preemptions for r in requests) > 0
     for r in requests:
-        assert r.output == reference().speculate(r.prompt, 30).ids
-        want = reference().logprobs([*r.prompt, *r.output])[len(r.prompt) - 1 : -1]
-        np.testing.assert_allclose(chosen_logprobs(r), want[np.arange(30), r.output], atol=1e-4)
+        assert r.progress.output == reference().speculate(r.prompt, 30).ids
+        want = reference().logprobs([*r.prompt, *r.progress.output])[len(r.prompt) - 1 : -1]
+        np.testing.assert_allclose(chosen_logprobs(r), want[np.arange(30), r.progress.output], atol=1e-4)
     assert engine.stats().pages_used == 0
     if depth:
         alone = [one(make_engine(), list(r.prompt), params) for r in requests]
@@ -156,10 +161,10 @@ def test_preempted_requests_end_as_if_nothing_had_happened(prefix_cache, depth):
 def test_preempted_prompts_are_scored_once():
     engine, requests = crowd(replace(GREEDY, max_tokens=30, prompt_logprobs=0))
     assert engine.stats().preemptions > 0
-    assert sum(r.speculation.accepted for r in requests) > len(requests)
+    assert sum(r.progress.speculation.accepted for r in requests) > len(requests)
     for r in requests:
         want = reference().logprobs(r.prompt)
-        got = [next(iter(p.values())).logprob for p in r.prompt_logprobs[1:] if p]
+        got = [next(iter(p.values())).logprob for p in r.progress.prompt_logprobs[1:] if p]
         np.testing.assert_allclose(got, [want[i, t] for i, t in enumerate(r.prompt[1:])], atol=1e-4)
 
 
@@ -169,7 +174,7 @@ def test_preemption_changes_no_sampled_token():
     engine, requests = crowd(params)
     calm = serve(make_engine(), [(r.prompt, params) for r in requests])
     assert engine.stats().preemptions > 0
-    assert [r.output for r in requests] == [r.output for r in calm]
+    assert [r.progress.output for r in requests] == [r.progress.output for r in calm]
     assert [accepted(r) for r in requests] == [accepted(r) for r in calm]
 
 
@@ -181,8 +186,8 @@ def test_the_more_important_request_keeps_its_pages():
     for r in requests:
         engine.submit(r)
     finish(engine)
-    assert requests[3].preemptions == 0 < requests[2].preemptions
-    assert all(r.output == reference().speculate(r.prompt, 30).ids for r in requests)
+    assert requests[3].residence.preemptions == 0 < requests[2].residence.preemptions
+    assert all(r.progress.output == reference().speculate(r.prompt, 30).ids for r in requests)
 
 
 def test_aborting_a_preempted_request():
@@ -192,12 +197,12 @@ def test_aborting_a_preempted_request():
     engine.prepare(requests)
     for r in requests:
         engine.submit(r)
-    while not (victims := [r for r in requests if r.preemptions and not r.finished]):
+    while not (victims := [r for r in requests if r.residence.preemptions and not r.finished]):
         engine.step()
     victim = victims[0]
     engine.abort(victim)
     finish(engine)
-    assert victim.finish_reason == "abort"
+    assert victim.progress.finish_reason == "abort"
     others = [r for r in requests if r is not victim]
-    assert all(r.output == reference().speculate(r.prompt, 30).ids for r in others)
+    assert all(r.progress.output == reference().speculate(r.prompt, 30).ids for r in others)
     assert engine.stats().pages_used == 0

@@ -11,7 +11,8 @@ import pytest
 import tokenizers
 from scipy import stats
 
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.structured import allowed
 from mtp_jax.errors import RequestError
 from mtp_jax.text.grammar import Grammars, StructuredOutput
@@ -59,26 +60,26 @@ def same_at_depth_0(grammars: Grammars, options: SamplingParams, ids: Any = PROM
         engine.submit(r)
     finish(engine)
     assert not any(map(sum, map(accepted, flat)))
-    assert [r.output for r in deep] == [r.output for r in flat]
-    assert sum(map(sum, map(accepted, deep))) > 0.3 * sum(len(r.output) for r in deep)
+    assert [r.progress.output for r in deep] == [r.progress.output for r in flat]
+    assert sum(map(sum, map(accepted, deep))) > 0.3 * sum(len(r.progress.output) for r in deep)
     return deep
 
 
 def test_only_allowed_tokens_are_written(grammars, free):
-    allowed = sorted({t for r in free for t in r.output})[::2]
+    allowed = sorted({t for r in free for t in r.progress.output})[::2]
     deep = same_at_depth_0(grammars, replace(GREEDY, allowed_token_ids=allowed))
-    assert {t for r in deep for t in r.output} <= {*allowed}
-    assert any(t not in allowed for r in free for t in r.output)
+    assert {t for r in deep for t in r.progress.output} <= {*allowed}
+    assert any(t not in allowed for r in free for t in r.progress.output)
 
 
 def test_a_bias_adds_to_what_is_allowed(grammars):
     options = replace(GREEDY, allowed_token_ids=[7, 9], logit_bias={9: 100, 11: 100})
-    assert {t for r in run(grammars, options) for t in r.output} == {9}
+    assert {t for r in run(grammars, options) for t in r.progress.output} == {9}
 
 
 def test_bad_words_are_not_written(grammars, free):
     """Pairs of tokens that the free outputs hold, and single ones."""
-    pairs = [pair for r in free for pair in zip(r.output[5:7], r.output[6:8], strict=True)]
+    pairs = [pair for r in free for pair in zip(r.progress.output[5:7], r.progress.output[6:8], strict=True)]
     words = ["~", *(w for pair in pairs if (w := grammars.backend.decode(pair)).strip() == w != "")]
     spelt = [tuple(grammars.encode(w)) for w in words]
     assert sum(len(s) > 1 for s in spelt) > 2
@@ -86,7 +87,9 @@ def test_bad_words_are_not_written(grammars, free):
 
     def holds(r: Request) -> bool:
         return any(
-            tuple(r.output[i : i + len(s)]) == s for s in spelt for i in range(len(r.output) - len(s) + 1)
+            tuple(r.progress.output[i : i + len(s)]) == s
+            for s in spelt
+            for i in range(len(r.progress.output) - len(s) + 1)
         )
 
     assert any(map(holds, free))
@@ -97,17 +100,17 @@ def test_bad_words_are_not_written(grammars, free):
 def test_a_thought_is_ended_at_its_budget(grammars, budget):
     thinking = [[*p, OPENS] for p in PROMPTS]
     for r in same_at_depth_0(grammars, replace(GREEDY, max_thinking_tokens=budget), thinking):
-        assert r.output.index(CLOSES) <= budget
+        assert r.progress.output.index(CLOSES) <= budget
 
 
 def test_a_grammar_goes_on_behind_a_bounded_thought(grammars):
     wanted = StructuredOutput(regex="[a-m ]{6,16}[x-z]")
     options = replace(GREEDY, ignore_eos=False, structured=wanted, max_thinking_tokens=4)
     for r in same_at_depth_0(grammars, options, [[*p, OPENS] for p in PROMPTS]):
-        closed = r.output.index(CLOSES)
+        closed = r.progress.output.index(CLOSES)
         assert closed <= 4
-        assert re.fullmatch(str(wanted.regex), grammars.backend.decode(r.output[closed + 1 :]))
-        assert (r.output[-1], r.finish_reason) == (EOS, "stop")
+        assert re.fullmatch(str(wanted.regex), grammars.backend.decode(r.progress.output[closed + 1 :]))
+        assert (r.progress.output[-1], r.progress.finish_reason) == (EOS, "stop")
 
 
 def test_sampled_tokens_have_the_distribution_of_depth_0(grammars, free):
@@ -132,7 +135,7 @@ def test_sampled_tokens_have_the_distribution_of_depth_0(grammars, free):
                 two = np.exp(np.sort(scores)[-2:] - scores.max())
                 longer[(*text, int(token))] = p * np.exp(scores[token] - scores.max()) / two.sum()
         law = longer
-    seen = Counter(tuple(r.output) for r in requests)
+    seen = Counter(tuple(r.progress.output) for r in requests)
     assert seen.keys() <= law.keys()
     kept = [text for text in law if law[text] * len(requests) > 5]
     want = np.array([law[text] for text in kept])

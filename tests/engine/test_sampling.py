@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
 from tests.models import (
     GREEDY,
     Reference,
@@ -40,9 +41,9 @@ def alone(i: int, drafting: str, verifier: str) -> Request:
 
 
 def same(one: Request, other: Request) -> None:
-    assert one.output == other.output
+    assert one.progress.output == other.progress.output
     assert accepted(one) == accepted(other)
-    assert one.finish_reason == other.finish_reason
+    assert one.progress.finish_reason == other.progress.finish_reason
     np.testing.assert_allclose(chosen_logprobs(one), chosen_logprobs(other), atol=1e-5)
 
 
@@ -56,8 +57,8 @@ def test_same_seed_same_output_in_any_company(drafting, verifier):
         requests = serve(make_engine(drafting=drafting, verifier=verifier), [JOBS[i] for i in order])
         for i, r in zip(order, requests, strict=True):
             same(r, alone(i, drafting, verifier))
-        assert len({r.slot for r in requests}) == 4
-        assert sum(r.speculation.accepted for r in requests) > len(requests)
+        assert len({r.residence.slot for r in requests}) == 4
+        assert sum(r.progress.speculation.accepted for r in requests) > len(requests)
 
 
 def test_same_seed_same_output_in_a_smaller_executable():
@@ -68,9 +69,9 @@ def test_same_seed_same_output_in_a_smaller_executable():
 def test_other_seeds_other_outputs():
     jobs = [(PROMPTS[0], replace(HOT, temperature=1.5, seed=seed)) for seed in range(8)]
     requests = serve(make_engine(), jobs)
-    assert len({tuple(r.output) for r in requests}) == 8
+    assert len({tuple(r.progress.output) for r in requests}) == 8
     # The very first token, from prefill, is drawn too.
-    assert len({r.output[0] for r in requests}) > 1
+    assert len({r.progress.output[0] for r in requests}) > 1
 
 
 def test_greedy_rows_of_a_sampling_step_are_greedy():
@@ -79,14 +80,14 @@ def test_greedy_rows_of_a_sampling_step_are_greedy():
     reference = Reference(tiny_params())
     for r in requests[1::2]:
         told = reference.speculate(r.prompt, 24, 3)
-        assert (r.output, accepted(r)) == (told.ids, told.accepted)
-    assert any(r.output != reference.speculate(r.prompt, 24).ids for r in requests[::2])
+        assert (r.progress.output, accepted(r)) == (told.ids, told.accepted)
+    assert any(r.progress.output != reference.speculate(r.prompt, 24).ids for r in requests[::2])
 
 
 def test_requests_without_a_seed_follow_the_engines():
     def outputs(seed: int) -> list[list[int]]:
         jobs = [(PROMPTS[0], replace(HOT, seed=None, temperature=2.0))] * 4
-        return [r.output for r in serve(make_engine(seed=seed), jobs)]
+        return [r.progress.output for r in serve(make_engine(seed=seed), jobs)]
 
     first = outputs(0)
     assert outputs(0) == first
@@ -100,4 +101,4 @@ def test_requests_that_are_never_queued_take_no_seed():
     other = make_engine()
     other.make_request(PROMPTS[0], unseeded)
     (second,) = serve(other, [(PROMPTS[0], unseeded)])
-    assert first.output == second.output
+    assert first.progress.output == second.progress.output

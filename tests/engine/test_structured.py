@@ -14,15 +14,15 @@ import pytest
 
 from mtp_jax.api.local import local_runner
 from mtp_jax.decode.keys import Source, StepKey
-from mtp_jax.engine.buckets import step_key
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import RequestError
 from mtp_jax.model.sharding import make_mesh
 from mtp_jax.text.grammar import Grammars, StructuredOutput
 from mtp_jax.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
-from tests.decode.test_programs import compilations as compilations
+from tests.decode.helpers import compilations as compilations
 from tests.models import (
     TINY,
     accepted,
@@ -80,7 +80,7 @@ def engine_with(grammars: Grammars, **config: Any) -> Engine:
 
 
 def text(tokenizer: Tokenizer, request: Request) -> str:
-    return tokenizer.decode(request.output)
+    return tokenizer.decode(request.progress.output)
 
 
 def check(wanted: StructuredOutput, written: str) -> None:
@@ -103,7 +103,7 @@ def jobs(options: SamplingParams = GREEDY) -> list[tuple[Sequence[int], Sampling
 def plain(grammars) -> list[Request]:
     """Depth 0, one request at a time."""
     engine = engine_with(grammars, num_speculative_tokens=0)
-    return [serve(engine, [job])[0] for job in jobs()]
+    return [serve(engine, [job], exactly=True)[0] for job in jobs()]
 
 
 @pytest.fixture(scope="module")
@@ -124,14 +124,14 @@ def test_greedy_tokens_are_those_of_depth_0(plain, mixed, tokenizer):
 
 def test_drafts_are_accepted(mixed):
     structured = [r for r in mixed if r.constraints]
-    assert sum(map(sum, map(accepted, structured))) > 0.5 * sum(len(r.output) for r in structured)
+    assert sum(map(sum, map(accepted, structured))) > 0.5 * sum(len(r.progress.output) for r in structured)
 
 
 def test_what_a_grammar_forces_is_drafted(grammars):
     """Text without a choice costs no step of its own, however little the model thinks of it."""
     wanted = StructuredOutput(choice=["zq9!zq9!zq9!zq9!zq9!"])
     (request,) = serve(engine_with(grammars), [(PROMPTS[0], replace(GREEDY, structured=wanted))])
-    assert len(request.output) == 21
+    assert len(request.progress.output) == 21
     assert accepted(request) == [3] * 5
 
 
@@ -139,8 +139,8 @@ def test_what_a_grammar_forces_is_drafted(grammars):
 def test_suffix_drafts_change_nothing(grammars, plain, depth):
     engine = engine_with(grammars, suffix_drafts=True, num_speculative_tokens=depth)
     requests = serve(engine, jobs())
-    assert [r.output for r in requests] == [r.output for r in plain]
-    suffix = [r.speculation.of(Source.SUFFIX) for r in requests if r.constraints]
+    assert [r.progress.output for r in requests] == [r.progress.output for r in plain]
+    suffix = [r.progress.speculation.of(Source.SUFFIX) for r in requests if r.constraints]
     assert sum(s.accepted for s in suffix) > 0
 
 
@@ -150,7 +150,7 @@ def test_what_a_grammar_forces_is_drafted_whatever_was_before(grammars):
     engine = engine_with(grammars, suffix_drafts=True)
     (request,) = serve(engine, [(PROMPTS[0], replace(GREEDY, structured=wanted))])
     assert accepted(request) == [3] * 5
-    assert request.speculation.of(Source.SUFFIX).accepted > 0
+    assert request.progress.speculation.of(Source.SUFFIX).accepted > 0
 
 
 def test_depths_of_requests_and_engine_change_nothing(grammars, plain):
@@ -158,15 +158,14 @@ def test_depths_of_requests_and_engine_change_nothing(grammars, plain):
     engine = engine_with(grammars)
     depths = [0, 1, 2, 3, 3, 2, 1, 0]
     limited = [(p, replace(o, num_speculative_tokens=d)) for (p, o), d in zip(jobs(), depths, strict=True)]
-    assert [r.output for r in serve(engine, limited)] == [r.output for r in plain]
-    requests = [engine.make_request(*job) for job in jobs() if job[1].structured]
-    for r in requests:
-        r.fixed_depth = False
+    assert [r.progress.output for r in serve(engine, limited)] == [r.progress.output for r in plain]
+    asked = [engine.make_request(*job) for job in jobs() if job[1].structured]
+    requests = [replace(r, fixed_depth=False) for r in asked]
     prepare(engine, requests)
     for r in requests:
         engine.submit(r)
     finish(engine)
-    assert [r.output for r in requests] == [r.output for r in plain if r.constraints]
+    assert [r.progress.output for r in requests] == [r.progress.output for r in plain if r.constraints]
     assert len(engine.stats().depth_steps) > 2
 
 
@@ -190,7 +189,7 @@ def test_outputs_whose_grammar_was_spoilt_by_another_go_on_alone(grammars, plain
     for r in requests:
         engine.submit(r)
     finish(engine)
-    assert [r.output for r in requests] == [r.output for r in plain]
+    assert [r.progress.output for r in requests] == [r.progress.output for r in plain]
     alone = [r for r in requests if r.constraints and r.constraints.matcher and r.constraints.matcher.alone]
     assert len(alone) > 1
     after = [n for r in alone for n in accepted(r)[steps_before[r.id] + 1 :]]
@@ -204,11 +203,11 @@ def test_sampled_output_is_valid(grammars, tokenizer):
     requests = serve(engine_with(grammars), jobs(options) * 2)
     for r in requests:
         if r.params.structured:
-            assert r.finish_reason == "stop"
+            assert r.progress.finish_reason == "stop"
             check(r.params.structured, text(tokenizer, r))
     structured = [r for r in requests if r.constraints]
-    assert len({tuple(r.output) for r in structured}) > len(structured) / 2
-    assert sum(r.speculation.accepted for r in structured) > len(structured)
+    assert len({tuple(r.progress.output) for r in structured}) > len(structured) / 2
+    assert sum(r.progress.speculation.accepted for r in structured) > len(structured)
 
 
 def test_a_seed_fixes_the_output_whatever_shares_the_batch(grammars):
@@ -216,7 +215,7 @@ def test_a_seed_fixes_the_output_whatever_shares_the_batch(grammars):
     together = serve(engine_with(grammars), jobs(options))
     for (prompt, p), want in list(zip(jobs(options), together, strict=True))[:3]:
         (alone,) = serve(engine_with(grammars), [(prompt, p)])
-        assert alone.output == want.output
+        assert alone.progress.output == want.progress.output
 
 
 @pytest.mark.slow
@@ -230,8 +229,8 @@ def test_coupled_verification_gives_a_seed_one_output_at_every_depth(grammars):
         for r in requests:
             engine.submit(r)
         finish(engine)
-        assert [r.output for r in requests] == [r.output for r in deepest]
-    assert sum(r.speculation.accepted for r in deepest if r.constraints) > 20
+        assert [r.progress.output for r in requests] == [r.progress.output for r in deepest]
+    assert sum(r.progress.speculation.accepted for r in deepest if r.constraints) > 20
 
 
 def test_preempted_requests_go_on_in_their_grammar(grammars, plain):
@@ -240,7 +239,7 @@ def test_preempted_requests_go_on_in_their_grammar(grammars, plain):
     some = [(job, want) for job, want in zip(jobs(short), plain, strict=True) if want.constraints]
     requests = serve(engine, [job for job, _ in some])
     assert engine.stats().preemptions > 0
-    assert [r.output for r in requests] == [want.output for _, want in some]
+    assert [r.progress.output for r in requests] == [want.output for _, want in some]
     assert engine.stats().pages_used == 0
 
 
@@ -250,21 +249,21 @@ def test_an_abort_disturbs_nobody(grammars, plain):
     prepare(engine, requests)
     for r in requests:
         engine.submit(r)
-    while len(requests[0].output) < 10:
+    while len(requests[0].progress.output) < 10:
         engine.step()
     engine.abort(requests[0])
     finish(engine)
-    assert requests[0].finish_reason == "abort"
-    assert requests[0].output == plain[0].output[: len(requests[0].output)]
-    assert [r.output for r in requests[1:]] == [r.output for r in plain[1:]]
+    assert requests[0].progress.finish_reason == "abort"
+    assert requests[0].progress.output == plain[0].output[: len(requests[0].progress.output)]
+    assert [r.progress.output for r in requests[1:]] == [r.progress.output for r in plain[1:]]
 
 
 def test_max_tokens_cuts_the_output_short(grammars, plain):
     """As in vLLM: the end comes where it comes, and the reason says so."""
     prompt, options = jobs()[0]
     (request,) = serve(engine_with(grammars), [(prompt, replace(options, max_tokens=12))])
-    assert request.finish_reason == "length"
-    assert request.output == plain[0].output[:12]
+    assert request.progress.finish_reason == "length"
+    assert request.progress.output == plain[0].output[:12]
 
 
 def test_a_stop_token_of_the_request_may_end_it(grammars, tokenizer):
@@ -272,12 +271,12 @@ def test_a_stop_token_of_the_request_may_end_it(grammars, tokenizer):
     inside, elsewhere = (tokenizer.encode(c, add_special_tokens=False)[0] for c in (",", "~"))
     prompt, options = jobs()[0]
     (request,) = serve(engine_with(grammars), [(prompt, replace(options, stop_token_ids=[inside]))])
-    assert request.finish_reason == "stop"
-    assert request.output.index(inside) == len(request.output) - 1
+    assert request.progress.finish_reason == "stop"
+    assert request.progress.output.index(inside) == len(request.progress.output) - 1
     favoured = replace(jobs()[2][1], stop_token_ids=[elsewhere], logit_bias={elsewhere: 100})
     (request,) = serve(engine_with(grammars), [(prompt, favoured)])
-    assert request.output[-1] == elsewhere
-    check(WANTED["choice"], tokenizer.decode(request.output[:-1]))
+    assert request.progress.output[-1] == elsewhere
+    check(WANTED["choice"], tokenizer.decode(request.progress.output[:-1]))
 
 
 def test_a_grammar_that_fails_ends_its_request_alone(grammars, plain):
@@ -286,14 +285,14 @@ def test_a_grammar_that_fails_ends_its_request_alone(grammars, plain):
     prepare(engine, requests)
     for r in requests:
         engine.submit(r)
-    while len(requests[0].output) < 10:
+    while len(requests[0].progress.output) < 10:
         engine.step()
     assert requests[0].constraints is not None
     requests[0].constraints.advance([0])  # not allowed: llguidance refuses all that follows
     finish(engine)
-    assert requests[0].finish_reason == "error"
-    assert requests[0].output == plain[0].output[: len(requests[0].output)]
-    assert [r.output for r in requests[1:]] == [r.output for r in plain[1:]]
+    assert requests[0].progress.finish_reason == "error"
+    assert requests[0].progress.output == plain[0].output[: len(requests[0].progress.output)]
+    assert [r.progress.output for r in requests[1:]] == [r.progress.output for r in plain[1:]]
     assert engine.stats().pages_used == 0
 
 
@@ -316,8 +315,8 @@ def test_a_server_is_ready_for_grammars_at_once(grammars):
     first, rest = engine.warm_up_keys()
     requests = [engine.make_request(*job) for job in jobs(SamplingParams(logprobs=20))]
     for slot, r in enumerate(requests[:4]):
-        r.slot = slot
-    need = step_key(engine.config, requests[:4], 3)
+        r.residence.slot = slot
+    need = engine.buckets.step(requests[:4], 3)
     assert need.mode.structured
     assert any(isinstance(key, StepKey) and key.covers(need) for key in first)
     assert not [key for key in rest if isinstance(key, StepKey) and key.mode.structured]
@@ -346,8 +345,8 @@ def test_on_eight_devices(grammars, plain):
     placed = on_mesh(params(), mesh, CFG)
     engine = make_engine(placed, CFG, mesh, grammars, max_num_seqs=8, max_model_len=248)
     requests = serve(engine, jobs())
-    assert [r.output for r in requests] == [r.output for r in plain]
-    assert sum(r.speculation.accepted for r in requests if r.constraints) > 10
+    assert [r.progress.output for r in requests] == [r.progress.output for r in plain]
+    assert sum(r.progress.speculation.accepted for r in requests if r.constraints) > 10
 
 
 def test_a_structured_step_is_timed_with_its_drafting(grammars, tokenizer, monkeypatch):

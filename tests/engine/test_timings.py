@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from mtp_jax.decode.host import Result
-from mtp_jax.engine.request import SamplingParams
+from mtp_jax.decode.arrays import Result
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.timings import Timings
 from tests.engine.device import Device, on_device
 from tests.models import finish, prompts

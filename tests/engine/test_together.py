@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
 from tests.engine.device import on_device
 from tests.models import GREEDY, accepted, make_engine, prompts, serve
 
@@ -24,21 +25,21 @@ def along(engine: Engine, params: SamplingParams, long: list[int]) -> tuple[list
     engine.prepare([*others, late])
     for r in others:
         engine.submit(r)
-    while not all(r.output for r in others):
+    while not all(r.progress.output for r in others):
         engine.step()
     engine.submit(late)
     launches, run = 0, engine._collect
 
     def counted(launch):
         nonlocal launches
-        before = [len(r.output) for r in others]
+        before = [len(r.progress.output) for r in others]
         advanced = run(launch)
         if any(r is late for _, r in launch.prompts):
             launches += 1
             assert not any(r.finished for r in others), "they end too early to show anything"
             assert [r for _, r in launch.rows] == others
             assert launch.key.depth == 3, "drafts included"
-            assert all(len(r.output) > n for r, n in zip(others, before, strict=True))
+            assert all(len(r.progress.output) > n for r, n in zip(others, before, strict=True))
         return advanced
 
     engine._collect = counted  # type: ignore[method-assign]
@@ -64,8 +65,8 @@ def test_every_request_emits_in_every_launch_while_a_long_prompt_is_read(params)
     alone = make_engine(**sizes)
     for r in (*others, late):
         (same,) = serve(alone, [(r.prompt, replace(params, max_tokens=r.max_tokens))])
-        assert (r.output, accepted(r)) == (same.output, accepted(same))
-    assert sum(r.speculation.accepted for r in others) > launches * OTHERS / 2
+        assert (r.progress.output, accepted(r)) == (same.progress.output, accepted(same))
+    assert sum(r.progress.speculation.accepted for r in others) > launches * OTHERS / 2
 
 
 def test_rows_whose_prompt_ends_in_a_launch_say_nothing_of_drafts():

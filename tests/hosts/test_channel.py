@@ -2,7 +2,6 @@
 
 import queue
 import socket
-import struct
 import time
 import zlib
 from collections.abc import Iterator
@@ -14,11 +13,13 @@ import pytest
 
 from mtp_jax.decode.keys import DraftKey, PageKey, SamplingMode, StepKey, Topology
 from mtp_jax.decode.launches import Move, WritePages
-from mtp_jax.handshake import TAG, Seals, Tags
 from mtp_jax.hosts import channel as channels
-from mtp_jax.hosts.channel import Channel
-from mtp_jax.hosts.codec import decode, encode
-from mtp_jax.hosts.messages import Alive, LogError, Masks, Publish
+from mtp_jax.hosts.channel import Channel, prepared
+from mtp_jax.hosts.messages import KINDS, Alive, Masks, Publish
+from mtp_jax.wire import signed
+from mtp_jax.wire.codec import decode, encode
+from mtp_jax.wire.connection import Connection, WireError
+from mtp_jax.wire.signed import HEAD, TAG, Seals, Tags, framed
 
 KEYS = [
     StepKey(4, 3, 2, SamplingMode("sampled", "block", 5, structured=True), None, 16, 2, 0),
@@ -27,15 +28,21 @@ KEYS = [
     PageKey(8),
 ]
 MASKS = Masks(np.zeros((1, 1, 4), np.uint32))
-MOVED = encode(Move(1, 0))
+MOVED = prepared(Move(1, 0))
 
 
-# Bodies
+# Values
+
+
+def read(value: Any, cut: int | None = None, more: bytes = b"") -> Any:
+    """The value as the other side reads it, without the end of its arrays, or with more behind them."""
+    text, arrays = encode(value)
+    return decode(text, b"".join(arrays)[:cut] + more, KINDS)
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_keys_come_back(key):
-    assert decode(encode(Publish(3, key))) == Publish(3, key)
+    assert read(Publish(3, key)) == Publish(3, key)
 
 
 def test_arrays_come_back():
@@ -46,49 +53,49 @@ def test_arrays_come_back():
         np.array([[0.5]], ml_dtypes.float8_e4m3fn),
     )
     for array in arrays:
-        found = decode(encode(WritePages(1, tuple(range(len(array))), (array, array))))
+        found = read(WritePages(1, tuple(range(len(array))), (array, array)))
         assert (found.shard, found.pages) == (1, tuple(range(len(array))))
         for got in found.data:
             assert (got.dtype, got.shape, got.tobytes()) == (array.dtype, array.shape, array.tobytes())
 
 
 @pytest.mark.parametrize(
-    "body",
+    "text",
     [
         b"",
-        b"\xff\xff\xff\xff{}",
-        struct.pack("<I", 2) + b"{}",
-        struct.pack("<I", 4) + b"\x80abc",
-        encode(MASKS)[:-1],
-        encode(MASKS) + b"x",
-        *(
-            struct.pack("<I", len(head)) + head
-            for head in (
-                b'{"object": [1]}',
-                b'{"int32": [-1]}',
-                b'{"int32": [4611686018427387904, 4]}',
-                b'{"int32": [1, 1, 1, 1, 1, 1, 1, 1, 1, 0]}',
-                b'{"int32": [true]}',
-                b'{"Move": [1]}',
-                b'{"Move": [1, 0, 2]}',
-                b'{"Move": ["1", 0]}',
-                b'{"Move": [1, 0], "End": []}',
-                b'{"Publish": [1, {"PageKey": ["x"]}]}',
-                b'{"WritePages": [0, [1, 2], [{"int32": [1, 0]}]]}',
-                b'{"Masks": [{"uint32": [0]}]}',
-                b'{"Ending": [1]}',
-                b"[" * 100_000,
-            )
-        ),
+        b"{}",
+        b"\x80abc",
+        b'{"object": [1]}',
+        b'{"int32": [-1]}',
+        b'{"int32": [1]}',
+        b'{"int32": [4611686018427387904, 4]}',
+        b'{"int32": [1, 1, 1, 1, 1, 1, 1, 1, 1, 0]}',
+        b'{"int32": [true]}',
+        b'{"Move": [1]}',
+        b'{"Move": [1, 0, 2]}',
+        b'{"Move": ["1", 0]}',
+        b'{"Move": [1, 0], "End": []}',
+        b'{"Publish": [1, {"PageKey": ["x"]}]}',
+        b'{"WritePages": [0, [1, 2], [{"int32": [1, 0]}]]}',
+        b'{"Masks": [{"uint32": [0]}]}',
+        b'{"Ending": [1]}',
+        b"[" * 100_000,
     ],
 )
-def test_damaged_bodies_are_refused(body):
-    with pytest.raises(LogError):
-        decode(body)
+def test_damaged_values_are_refused(text):
+    with pytest.raises(WireError, match="cannot be read"):
+        decode(text, b"", KINDS)
+
+
+def test_arrays_are_as_long_as_is_said():
+    for cut, more in ((-1, b""), (None, b"x")):
+        with pytest.raises(WireError, match="cannot be read"):
+            read(MASKS, cut, more)
+    assert not read(MASKS).allowed.flags.writeable
 
 
 def test_objects_are_not_sent():
-    with pytest.raises(LogError, match="object"):
+    with pytest.raises(WireError, match="object"):
         encode(Masks(np.array([object()])))
 
 
@@ -96,11 +103,14 @@ def test_objects_are_not_sent():
 
 
 def nested(begin: bytes, end: bytes, times: int = 20_000) -> bytes:
-    head = begin * times + end * times
-    return struct.pack("<I", len(head)) + head
+    text = begin * times + end * times
+    return HEAD.pack(len(text), 0, 0) + text
 
 
-FRAME = struct.Struct("<IBQ")
+def packed(arrays: bytes) -> bytes:
+    return HEAD.pack(2, len(arrays), 1) + b"{}" + arrays
+
+
 KEY = b"of one direction"
 
 
@@ -113,13 +123,13 @@ class Ends:
             near, _ = server.accept()
         self.got: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.near = Channel(near, Seals(Tags(KEY), Tags(KEY)), self.got.put, self.lost.put)
+        seals = Seals(Tags(KEY), Tags(KEY))
+        self.near = Channel(Connection(near), seals, self.got.put, self.lost.put)
         self.near.start()
         self.tags = Tags(KEY)
 
-    def write(self, number: int, body: bytes = MOVED, packed: int = 0, tags: Tags | None = None) -> None:
-        head = FRAME.pack(len(body), packed, number)
-        self.far.sendall(head + body + (tags or self.tags).next(head, body))
+    def write(self, message: bytes = MOVED, tag: bytes | None = None) -> None:
+        self.far.sendall(message + (tag or self.tags.next(message)))
 
 
 @pytest.fixture
@@ -136,7 +146,7 @@ def test_messages_arrive_in_order_packed_or_not(ends):
     ends.near.send(Move(1, 0))
     ends.near.send(Masks(masks))
     sent = bytearray()
-    while len(sent) < 2 * (FRAME.size + TAG) + 60:
+    while len(sent) < 2 * (HEAD.size + TAG) + 60:
         sent += ends.far.recv(1 << 20)
     assert len(sent) < 2000  # rows that allow everything take next to nothing
     other.far.sendall(sent)
@@ -150,15 +160,16 @@ def test_messages_arrive_in_order_packed_or_not(ends):
 @pytest.mark.parametrize(
     ("write", "reason"),
     [
-        (lambda e: e.write(1), "message 1 came where 0 was due"),
-        (lambda e: [e.write(0), e.write(0)], "message 0 came where 1 was due"),
-        (lambda e: e.write(0, encode(PageKey(1))), "a PageKey is no message"),
-        (lambda e: e.write(0, b"{}"), "cannot be read"),
-        (lambda e: e.write(0, b"not packed", packed=1), "damaged"),
-        (lambda e: e.write(0, zlib.compress(b"x" * 99)[:-6], packed=1), "cut off"),
-        (lambda e: e.write(0, tags=Tags(b"of another")), "did not send in this form"),
-        (lambda e: e.write(0, nested(b"[", b"]")), "cannot be read"),
-        (lambda e: e.write(0, nested(b'{"Move": [', b"]}")), "cannot be read"),
+        (lambda e: [e.tags.next(), e.write()], "did not send in this form"),  # one is left out
+        (lambda e: [e.write(), e.write(tag=Tags(KEY).next(MOVED))], "did not send in this form"),  # repeated
+        (lambda e: e.write(tag=Tags(b"of another").next(MOVED)), "did not send in this form"),
+        (lambda e: e.write(framed(PageKey(1), 1000)), "a PageKey is no message"),
+        (lambda e: e.write(HEAD.pack(2, 0, 0) + b"{}"), "cannot be read"),
+        (lambda e: e.write(HEAD.pack((1 << 20) + 1, 0, 0)), "the most is 1,048,576"),
+        (lambda e: e.write(packed(b"not packed")), "damaged"),
+        (lambda e: e.write(packed(zlib.compress(b"x" * 99)[:-6])), "cut off"),
+        (lambda e: e.write(nested(b"[", b"]")), "cannot be read"),
+        (lambda e: e.write(nested(b'{"Move": [', b"]}")), "cannot be read"),
         (lambda e: e.far.close(), "ended"),
     ],
 )
@@ -171,14 +182,14 @@ def test_silence_ends_a_channel_and_signs_of_life_do_not(monkeypatch):
     monkeypatch.setattr(channels, "ALIVE_SECONDS", 0.05)
     monkeypatch.setattr(channels, "SILENT_SECONDS", 0.5)
     ends = Ends()
-    for number in range(8):
-        ends.write(number, encode(Alive()))
+    for _ in range(8):
+        ends.write(prepared(Alive()))
         time.sleep(0.1)
     assert ends.lost.empty()
     assert ends.got.empty()
     assert "nothing came for 0.5 s" in ends.lost.get(timeout=5)
     ends.far.setblocking(False)
-    assert len(ends.far.recv(1 << 16)) > 5 * FRAME.size  # and it has shown that it lives
+    assert len(ends.far.recv(1 << 16)) > 5 * HEAD.size  # and it has shown that it lives
     ends.near.close()
     ends.far.close()
 
@@ -187,9 +198,9 @@ def test_silence_ends_a_channel_and_signs_of_life_do_not(monkeypatch):
 def test_whatever_goes_wrong_while_reading_is_a_loss(ends, monkeypatch, error):
     """Not the silent end of a thread, at which the group would wait for ever."""
 
-    def fails(body: object) -> None:
+    def fails(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(channels, "decode", fails)
-    ends.write(0)
+    monkeypatch.setattr(signed, "decode", fails)
+    ends.write()
     assert ends.lost.get(timeout=5).startswith(type(error).__name__)

@@ -1,13 +1,11 @@
 """The launch log by itself: who comes together, and who is refused."""
 
 import os
-import queue
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,43 +14,14 @@ from mtp_jax.decode.launches import Move
 from mtp_jax.errors import ConfigError
 from mtp_jax.hosts import leader_log
 from mtp_jax.hosts.follower_log import FollowerLog
-from mtp_jax.hosts.hello import difference, folder_digest, versions
+from mtp_jax.hosts.hello import difference, versions
 from mtp_jax.hosts.leader_log import LeaderLog
 from mtp_jax.hosts.messages import End
 from mtp_jax.hosts.options import Hosts
+from tests.hosts.helpers import SECRET, Meeting
 from tests.hosts.ranks import two_free_ports
 
-SECRET = b"a secret of the tests"
-
-
 # Joining
-
-
-class Meeting:
-    """A leader and what it is told, on a port of its own."""
-
-    def __init__(self, hosts: int = 2, seconds: float = 20) -> None:
-        self.hosts = Hosts(hosts, 0, f"127.0.0.1:{two_free_ports()}", join_seconds=seconds)
-        self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.leader = LeaderLog(self.hosts, SECRET, self.lost.put)
-        self.failed: Exception | None = None
-
-        def join() -> None:
-            try:
-                self.leader.join()
-            except ConfigError as error:
-                self.failed = error
-
-        self.thread = threading.Thread(target=join)
-        self.thread.start()
-
-    def follower(self, rank: int = 1, secret: bytes = SECRET) -> FollowerLog:
-        return FollowerLog(replace(self.hosts, rank=rank), secret, self.lost.put)
-
-    def joined(self) -> None:
-        self.thread.join(60)
-        assert not self.thread.is_alive()
-        assert self.failed is None
 
 
 @pytest.fixture
@@ -155,17 +124,17 @@ def test_a_rank_that_is_dropped_before_it_has_proved_itself_comes_again(meeting,
     """As one is that strangers push out: before it is given its rank, then between that and the answer."""
     group, calls, welcome = meeting(seconds=60), [], leader_log.welcome
 
-    def dropping(sock, secret, purpose, size, end, take):
-        calls.append(sock)
+    def dropping(connection, secret, purpose, size, take):
+        calls.append(connection)
         while group.leader._taken:  # the one before it is still being dropped
             time.sleep(0.01)
 
         def dropped(claim: bytes) -> None:
             if len(calls) == 2:
                 take(claim)
-            sock.shutdown(socket.SHUT_RDWR)
+            connection.close()
 
-        return welcome(sock, secret, purpose, size, end, take if len(calls) == 3 else dropped)
+        return welcome(connection, secret, purpose, size, take if len(calls) == 3 else dropped)
 
     monkeypatch.setattr(leader_log, "welcome", dropping)
     follower = group.follower()
@@ -256,18 +225,11 @@ def test_a_lost_follower_and_a_lost_leader_are_named(meeting):
 # What is compared, and the options
 
 
-def test_what_is_compared(tmp_path):
+def test_what_is_compared():
     assert difference(versions(), versions(), 1) is None
     assert "in jax: None there" in str(difference(versions(), {}, 3)) or "Python" in str(
         difference(versions(), {}, 3)
     )
-    (tmp_path / "config.json").write_text("{}")
-    before = folder_digest(tmp_path)
-    (tmp_path / ".cache").mkdir()
-    (tmp_path / ".cache" / "x").write_text("of this host alone")
-    assert folder_digest(tmp_path) == before
-    (tmp_path / "config.json").write_text("[]")
-    assert folder_digest(tmp_path) != before
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from mtp_jax.decode.host import Chunk, MaskMaker, SamplingState, SlotRow
+from mtp_jax.decode.arrays import Chunk, MaskMaker, SamplingState, SlotRow
 from mtp_jax.decode.keys import DraftKey, Key, PageKey, SamplingMode, StepKey
 from mtp_jax.decode.launches import (
     Admit,
@@ -35,7 +35,7 @@ from mtp_jax.hosts.ending import Ending
 from mtp_jax.hosts.leader import LeaderRunner
 from mtp_jax.hosts.messages import Compile, End, Masks, Publish, Welcome
 from mtp_jax.hosts.replay import replay
-from tests.hosts.test_log import Meeting
+from tests.hosts.helpers import Meeting
 
 # Of what would have ended a process: here the thread goes on, and may do so after its test.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

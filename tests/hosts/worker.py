@@ -8,7 +8,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -61,7 +60,7 @@ def _breakable() -> None:
 
     def cut() -> None:
         for channel in [c for c in gc.get_objects() if isinstance(c, Channel)]:
-            channel._sock.shutdown(socket.SHUT_RDWR)
+            channel.signed.connection.close()
 
     signal.signal(signal.SIGUSR1, lambda *_: setattr(LocalRunner, "_do", broken))
     signal.signal(signal.SIGUSR2, lambda *_: cut())

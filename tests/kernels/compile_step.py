@@ -26,11 +26,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from kernels_pallas.deviceless import report, target
-from mtp_jax.checkpoint.formats import may_be_narrow
 from mtp_jax.checkpoint.fp8 import SCALE_SUFFIX
+from mtp_jax.decode.bookkeeping import abstract_state
 from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.keys import SamplingMode
-from mtp_jax.decode.state import StateShape, abstract_state
+from mtp_jax.decode.state import StateShape
 from mtp_jax.decode.step import step
 from mtp_jax.model.backend import Backend, MosaicGpu
 from mtp_jax.model.cache import LayerCache, PagedView
@@ -38,8 +38,9 @@ from mtp_jax.model.config import IndexerConfig, ModelConfig
 from mtp_jax.model.layers import rope_angles
 from mtp_jax.model.mla import Form
 from mtp_jax.model.narrow import Fp8
-from mtp_jax.model.params import Layer, Params, Spec, dtype_of, param_specs, scale_spec
+from mtp_jax.model.params import Layer, Params, Spec, dtype_of, param_specs
 from mtp_jax.model.sharding import partition
+from mtp_jax.model.specs import may_be_narrow, scale_spec
 from mtp_jax.model.trunk import block
 from mtp_jax.model.visible import chain
 

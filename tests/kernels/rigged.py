@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from mtp_jax.bench.synthetic import preset, rigged_params
-from mtp_jax.checkpoint.formats import may_be_narrow
 from mtp_jax.checkpoint.fp8 import SCALE_SUFFIX
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.narrow import FP8_BLOCK, Fp8
-from mtp_jax.model.params import Params, Spec, param_specs, scale_spec
+from mtp_jax.model.params import Params, Spec, param_specs
+from mtp_jax.model.specs import may_be_narrow, scale_spec
 
 E4M3_MAX = 448.0
 

@@ -55,9 +55,9 @@ def test_a_model_of_the_kernels_dimensions_speculates(weights, kernels):
             text = [prompt[-1]]
             for _ in range(48):
                 text.append(int(following[text[-1]]))
-            assert request.output == text[1:]
+            assert request.progress.output == text[1:]
         if depth:
-            runs = [r.speculation for r in requests]
+            runs = [r.progress.speculation for r in requests]
             assert sum(s.accepted for s in runs) > sum(s.steps for s in runs)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kernels_pallas.mla_prefill import api as mla_prefill
 from kernels_pallas.visible import MAX_AHEAD, Window, chain
-from mtp_jax.engine.request import MAX_DRAFTS
+from mtp_jax.decode.keys import MAX_DRAFTS
 from mtp_jax.model import nextn
 
 ROWS = 80

@@ -20,7 +20,6 @@ from kernels_pallas.rms_norm import reference as norm_reference
 from kernels_pallas.router import reference as router_reference
 from mtp_jax.api.propose import propose
 from mtp_jax.checkpoint import load, save
-from mtp_jax.checkpoint.formats import may_be_narrow
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model import trunk
 from mtp_jax.model.backend import (
@@ -37,8 +36,9 @@ from mtp_jax.model.device import is_hopper, platform
 from mtp_jax.model.layers import rope_angles
 from mtp_jax.model.mla import Queries
 from mtp_jax.model.narrow import Bf16, Fp8, expand, is_narrow, without_bits
-from mtp_jax.model.params import Attention, Params, Spec, param_specs, scale_spec
+from mtp_jax.model.params import Attention, Params, Spec, param_specs
 from mtp_jax.model.sharding import make_mesh
+from mtp_jax.model.specs import may_be_narrow, scale_spec
 from mtp_jax.model.visible import chain
 from tests.golden import expected, model_dir
 from tests.models import GREEDY, TINY, Reference, make_engine, prompts, rigged, serve
@@ -113,7 +113,7 @@ def test_the_engine_decodes_the_same_tokens():
     jobs = [(p, replace(GREEDY, max_tokens=12)) for p in prompts(2, vocab=kept("fp8").config.vocab_size)]
     sizes: dict[str, Any] = {"num_speculative_tokens": 2, "max_num_seqs": 2, "max_model_len": 128}
     got, want = (
-        [r.output for r in serve(make_engine(found.params, found.config, **sizes), jobs)]
+        [r.progress.output for r in serve(make_engine(found.params, found.config, **sizes), jobs)]
         for found in (kept("fp8"), load(model_dir("fp8")))
     )
     assert got == want

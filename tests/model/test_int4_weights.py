@@ -112,13 +112,16 @@ def told(plain: Loaded) -> list[Told]:
 
 
 def as_told(requests: list[Request], want: list[Told]) -> None:
-    assert [(r.output, accepted(r)) for r in requests] == [(t.ids, t.accepted) for t in want]
-    assert sum(r.speculation.accepted for r in requests) > sum(r.speculation.steps for r in requests) / 2
+    assert [(r.progress.output, accepted(r)) for r in requests] == [(t.ids, t.accepted) for t in want]
+    assert (
+        sum(r.progress.speculation.accepted for r in requests)
+        > sum(r.progress.speculation.steps for r in requests) / 2
+    )
 
 
 def without_drafts(engine: Engine) -> list[list[int]]:
     jobs = [(prompt, replace(params, num_speculative_tokens=0)) for prompt, params in JOBS]
-    return [r.output for r in serve(engine, jobs, compiled=True)]
+    return [r.progress.output for r in serve(engine, jobs, compiled=True)]
 
 
 def test_same_tokens_at_any_depth(packed, plain):
@@ -132,9 +135,11 @@ def test_same_tokens_at_any_depth_in_bfloat16(models):
     packed, plain = (load(path, dtype="bfloat16").params for path in (models.packed, models.plain))
     own, other = (make_engine(params, CONFIG, dtype="bfloat16") for params in (packed, plain))
     got, want = serve(own, JOBS), serve(other, JOBS)
-    assert [(r.output, accepted(r)) for r in got] == [(r.output, accepted(r)) for r in want]
-    assert without_drafts(own) == [r.output for r in want]
-    assert sum(r.speculation.accepted for r in got) > sum(r.speculation.steps for r in got) / 2
+    assert [(r.progress.output, accepted(r)) for r in got] == [(r.progress.output, accepted(r)) for r in want]
+    assert without_drafts(own) == [r.progress.output for r in want]
+    assert (
+        sum(r.progress.speculation.accepted for r in got) > sum(r.progress.speculation.steps for r in got) / 2
+    )
 
 
 def test_experts_are_split_over_eight_devices(models, packed, plain):

@@ -61,7 +61,7 @@ def run(monkeypatch: pytest.MonkeyPatch, apart: bool) -> tuple[Engine, Any, Any]
         runner.compile([PageKey(2)])
         pages = runner.do(ReadPages(0, (1, 3))).read()
     forget_programs()
-    return engine, [(r.output, accepted(r)) for r in requests], pages
+    return engine, [(r.progress.output, accepted(r)) for r in requests], pages
 
 
 def test_a_stack_computes_what_its_layers_compute(monkeypatch):

@@ -4,19 +4,23 @@ import pytest
 
 from mtp_jax.checkpoint import summarise
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.specs import count, param_specs, parameter_counts
 from mtp_jax.planning.deployment import Deployment
 from mtp_jax.planning.hardware import GPUS
 from mtp_jax.planning.memory import memory
 from mtp_jax.planning.published import DEEPSEEK_V3
-from mtp_jax.planning.weights import Storage, count
+from mtp_jax.planning.weights import Block, Storage
 from tests import golden
 from tests.planning.releases import RELEASES, write
 
 
 @pytest.mark.parametrize("variant", golden.VARIANTS)
-def test_every_parameter_is_counted(variant):
-    summary = summarise(golden.model_dir(variant))
-    assert count(summary.config) == (summary.parameters, summary.nextn_parameters)
+def test_blocks_have_every_parameter_of_their_layer(variant):
+    specs = param_specs(summarise(golden.model_dir(variant)).config)
+    for layer in (*specs.layers, *(p.layer for p in specs.nextn)):
+        block = Block.of(layer)
+        parts = sum(w.narrow + w.half + w.single for w in block.parts)
+        assert parts + block.expert * block.experts == count(layer)
 
 
 @pytest.mark.parametrize("name", RELEASES)
@@ -36,7 +40,7 @@ def test_bytes_are_those_of_the_checkpoint_in_memory(tmp_path, name, gpus):
 
 
 def test_deepseek_v3_is_as_large_as_published():
-    trunk, nextn = count(DEEPSEEK_V3)
+    trunk, _, nextn = parameter_counts(DEEPSEEK_V3)
     assert round(trunk / 1e9) == 671
     assert (
         round((nextn + 2 * DEEPSEEK_V3.vocab_size * DEEPSEEK_V3.hidden_size) / 1e9) == 13

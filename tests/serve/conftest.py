@@ -16,9 +16,9 @@ import pytest
 from mtp_jax import LLM, AsyncLLM
 from mtp_jax.api.local import local_runner
 from mtp_jax.simulate.device import Simulated
-from serve.app import make_app
-from serve.run import Server, listen
-from serve.settings import Settings
+from serve.base.settings import Settings
+from serve.http.app import make_app
+from serve.http.run import Server, listen
 from tests import tiny_tokenizer
 from tests.golden import model_dir
 from tests.models import slowed

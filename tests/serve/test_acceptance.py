@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from serve import stats_log
-from serve.acceptance import AcceptanceAlarm
-from serve.stats_log import log_stats
-from tests.serve.test_grafana import STATS, still_metrics
+from serve.watch import stats_log
+from serve.watch.acceptance import AcceptanceAlarm
+from serve.watch.stats_log import log_stats
+from tests.serve.helpers import STATS, still_metrics
 
 
 class Drafts:
@@ -93,9 +93,7 @@ def test_limits_that_never_warn():
 def test_the_server_looks_while_it_serves(alarm, caplog, monkeypatch):
     monkeypatch.setattr(stats_log, "_EVERY_SECONDS", 0.001)
     drafts = Drafts()
-    allm: Any = SimpleNamespace(
-        llm=SimpleNamespace(engine=SimpleNamespace(stats=lambda: drafts.go_on(10, 0)))
-    )
+    allm: Any = SimpleNamespace(stats=lambda: drafts.go_on(10, 0))
 
     async def until_it_warns() -> None:
         task = asyncio.create_task(log_stats(allm, alarm))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from serve.access_log import LOGGER, JsonLines, Record, log_connection, log_request, record_of, set_up
+from serve.watch.access_log import LOGGER, JsonLines, Record, log_connection, log_request, record_of, set_up
 from tests.serve.conftest import Running, wait_until
 
 SHORT = {"prompt": "abc", "temperature": 0, "ignore_eos": True, "max_tokens": 4}

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mtp_jax import ConfigError
-from serve.admin import PATHS
-from serve.settings import Settings
+from serve.base.settings import Settings
+from serve.routes.admin import PATHS
 from tests.checkpoint.files import edit_tensors
 from tests.serve.conftest import Running, Variant
 

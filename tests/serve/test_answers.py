@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from mtp_jax import Logprob, Tokenizer
 from mtp_jax.api.demo import demo_model
-from serve.answers import TextOffsets, completion_logprobs
+from serve.answers.shapes import TextOffsets, completion_logprobs
 
 
 def demo_tokenizer() -> Tokenizer:

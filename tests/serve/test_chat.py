@@ -8,8 +8,8 @@ import pytest
 
 from mtp_jax import LLM, SamplingParams
 from mtp_jax.text.grammar import Grammars
-from serve.reasoning import Splitter
-from tests.serve.test_completions import events
+from serve.answers.reasoning import Splitter
+from tests.serve.helpers import events
 
 HI = [{"role": "user", "content": "hi"}]
 PATH = "/v1/chat/completions"

@@ -1,40 +1,18 @@
 """/v1/completions: what comes back is what LLM.generate gives, in OpenAI's shapes."""
 
 import json
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-import httpx2
 import pytest
 
 from mtp_jax import LLM, AsyncLLM, SamplingParams
-from mtp_jax.bench import soak_requests
-from mtp_jax.engine.request import MAX_DRAFTS
-from serve import calls
-from serve.schema import CompletionBody
-
-GREEDY = {"temperature": 0, "ignore_eos": True}
-
-
-def post(
-    client: httpx2.Client, status: int = 200, path: str = "/v1/completions", **body: Any
-) -> dict[str, Any]:
-    response = client.post(path, json={"prompt": "abc", "max_tokens": 24, **body})
-    assert response.status_code == status, response.text
-    return response.json()
-
-
-def events(client: httpx2.Client, path: str = "/v1/completions", **body: Any) -> list[dict[str, Any]]:
-    """The chunks of a streamed answer."""
-    body = {"prompt": "abc", "max_tokens": 24, "stream": True, **body}
-    if "messages" in body:
-        del body["prompt"]
-    response = client.post(path, json=body)
-    assert response.status_code == 200, response.text
-    assert response.headers["content-type"].startswith("text/event-stream")
-    *lines, done = response.text.strip().split("\n\n")
-    assert done == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
+from mtp_jax.decode.keys import MAX_DRAFTS
+from serve.answers import calls
+from serve.bodies.schema import CompletionBody
+from tests.serve.helpers import GREEDY, events, post
+from tests.soak import requests as soak_requests
 
 
 def texts(chunks: list[dict[str, Any]]) -> dict[int, str]:
@@ -170,7 +148,7 @@ def test_logprobs_with_echo_cover_the_whole_text(client, stream):
 def test_ids_are_scored_without_a_tokenizer(client, server, monkeypatch):
     body = {"prompt": [5, 6, 7], "echo": True, "logprobs": 0, "max_tokens": 0}
     (known,) = post(client, **body)["choices"]
-    monkeypatch.setattr(server.allm.llm, "tokenizer", None)
+    monkeypatch.setattr(server.allm, "about", replace(server.allm.about, tokenizer=None))
     (choice,) = post(client, **body)["choices"]
     assert choice["text"] == ""
     assert len(choice["logprobs"]["token_logprobs"]) == 3

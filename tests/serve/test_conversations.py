@@ -7,9 +7,8 @@ import httpx2
 import pytest
 
 from mtp_jax import CallArguments, CallBegin
-from serve.assistant import AssistantCall
-from serve.calls import Call
-from serve.custom_tools import Inputs
+from serve.answers.calls import Call
+from serve.answers.inputs import Inputs
 from tests.serve.conftest import Running, wait_until
 
 ASK: dict[str, Any] = {"role": "user", "content": "q"}
@@ -152,9 +151,9 @@ def test_thinking_is_switched_by_each_name(client, fields, thinks):
 def test_a_budget_of_thoughts_by_each_name(client, monkeypatch, fields):
     """It reaches the engine of a model with the tag; without it there is nothing to bound."""
     seen: list[Any] = []
-    monkeypatch.setattr("serve.generation.may_think", lambda tokenizer: True)
+    monkeypatch.setattr("serve.answers.generation.may_think", lambda tokenizer: True)
     monkeypatch.setattr(
-        "serve.chat._with_tools", lambda server, params, use: (seen.append(params), params)[1]
+        "serve.answers.asking._with_tools", lambda server, params, use: (seen.append(params), params)[1]
     )
     refused = client.post(CHAT, json={"messages": [ASK], **fields, **SHORT})
     assert "max_thinking_tokens = 3, but </think> is no token" in refused.json()["error"]["message"]
@@ -417,10 +416,7 @@ def test_what_raises_before_the_answer_is_read_aborts_the_request(
     def wrong(*args: Any, **options: Any) -> Any:
         raise ValueError("a mistake of ours")
 
-    for owner in (Call, AssistantCall):
-        monkeypatch.setattr(owner, "respond", wrong)
-    monkeypatch.setattr("serve.native.finals", wrong)
-    monkeypatch.setattr("serve.native.EventStream", wrong)
+    monkeypatch.setattr(Call, "respond", wrong)
     kept = server.allm.submit
     streams: list[Any] = []
 

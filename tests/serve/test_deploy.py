@@ -12,10 +12,10 @@ import yaml
 
 import serve
 from mtp_jax.commands import cli
-from serve import app
-from serve.access import OPEN_PATHS
-from serve.settings import Settings
-from tests.serve.test_grafana import NAME
+from serve.base.settings import Settings
+from serve.http import app
+from serve.http.access import OPEN_PATHS
+from tests.serve.helpers import NAME
 
 ROOT = Path(serve.__file__).parent.parent
 DEPLOY = ROOT / "serve" / "deploy"
@@ -103,7 +103,7 @@ def test_the_page_names_flags_and_metrics_that_exist(capsys):
         cli.make_parser().parse_args(["serve", "--help"])
     known = capsys.readouterr().out
     assert not [flag for flag in {*re.findall(r"`(--[a-z-]+)", DOCS)} if flag not in known]
-    code = (ROOT / "serve" / "metrics.py").read_text(encoding="utf-8")
+    code = (ROOT / "serve" / "watch" / "metrics.py").read_text(encoding="utf-8")
     assert NAME.findall(DOCS)
     assert not [name for name in NAME.findall(DOCS) if name.removesuffix("_total") not in code]
     assert Settings("m").drain_seconds + 6 == DRAIN

@@ -46,7 +46,7 @@ def test_python_examples(server: Running, model: Path, fresh_model: LLM, monkeyp
 
 
 def test_every_route_is_in_the_table(server: Running):
-    from serve import app
+    from serve.http import app
 
     documented = set(re.findall(r"`(?:GET |POST )?(/[a-z0-9_./]*)", TEXT))
     assert {p for p in (*app._GET, *app._POST) if "{" not in p and not p.startswith("/web/")} <= documented

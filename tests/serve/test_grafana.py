@@ -4,63 +4,14 @@ import json
 import re
 from collections import defaultdict
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import serve
-from mtp_jax.engine.balance import ExpertStats
-from mtp_jax.engine.stats import EngineStats, Histogram
-from mtp_jax.store.tier import TierStats
-from serve.acceptance import AcceptanceAlarm
-from serve.metrics import Metrics
+from tests.serve.helpers import NAME, still_metrics
 
 DASHBOARD = Path(serve.__file__).parent / "grafana" / "mtp-jax.json"
-NAME = re.compile(r"\b(?:vllm|mtp_jax):[a-zA-Z0-9_:]+")
-STATS = EngineStats(
-    running=1,
-    waiting=1,
-    pages_total=8,
-    pages_used=2,
-    pages_cached=1,
-    prompt_tokens=9,
-    generation_tokens=9,
-    prefix_queries=9,
-    prefix_hits=4,
-    hits_by_tier={"device": 3, "host": 1},
-    tier=TierStats(2, 64, 3, 1, {"damaged": 1}),
-    preemptions=1,
-    drafts=3,
-    draft_tokens=6,
-    accepted_tokens=4,
-    drafted_by_source={"nextn": 4, "suffix": 2},
-    accepted_by_source={"nextn": 3, "suffix": 1},
-    first_drafts={"nextn": 2, "suffix": 1},
-    accepted_first_drafts={"nextn": 1, "suffix": 1},
-    inter_token=Histogram.empty((0.1, 1.0)),
-    accepted_per_position=(3, 1),
-    depth_steps={0: 1, 2: 3},
-    step_seconds={0: 0.1, 2: 0.4},
-    prefill_seconds=0.1,
-    finished={"stop": 1},
-    executables=4,
-    realised_speedup=1.4,
-    experts=ExpertStats(1, 2, 1.5, 2.0, 3),
-)
-
-
-def still_metrics(alarm: AcceptanceAlarm | None = None, handover: Any = None) -> Metrics:
-    """Those of an engine that does nothing more."""
-    allm: Any = SimpleNamespace(
-        llm=SimpleNamespace(engine=SimpleNamespace(stats=lambda: STATS), simulated=False),
-        admission=SimpleNamespace(requests=1, tokens=3),
-        step_age=0.1,
-        handover=handover,
-        warming=False,
-    )
-    return Metrics(allm, "tiny", alarm or AcceptanceAlarm(0, 1))
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 from anthropic import Anthropic, beta_tool
 from pydantic import BaseModel
 
-from serve import messages
+from serve.routes import messages
 from tests.serve.conftest import Running
 
 ASK: Any = [{"role": "user", "content": "q"}]

@@ -3,7 +3,7 @@
 import pytest
 
 from mtp_jax import ConfigError
-from serve.settings import Settings
+from serve.base.settings import Settings
 from tests.serve.conftest import Running
 
 SHORT = {"prompt": "ab", "max_tokens": 2}

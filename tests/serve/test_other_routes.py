@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mtp_jax import SamplingParams
-from serve.openapi import BODIES
+from serve.routes.openapi import BODIES
 from tests.tiny_tokenizer import EOS
 
 

@@ -10,8 +10,8 @@ from llguidance import LLMatcher
 
 from mtp_jax import OutputText, Tool, ToolUse
 from mtp_jax.text.tools.grammar import Asked, call_grammar
-from serve.turn import Thought, Turn, called
-from tests.serve.test_thinking_tools import completion
+from serve.answers.turn import Thought, Turn, called
+from tests.serve.helpers import completion
 from tests.text.tools import families
 from tests.text.tools.families import backend, compiled, vocabulary
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.serve.test_completions import GREEDY, events, post
+from tests.serve.helpers import GREEDY, events, post
 
 
 def test_prompt_logprobs_are_the_echoed_ones(client):

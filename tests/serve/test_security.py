@@ -22,9 +22,10 @@ from pydantic import ValidationError
 import mtp_jax
 from mtp_jax import ConfigError, RequestError, StructuredOutput
 from mtp_jax.text import grammar, json_schema
-from serve import app, page
-from serve.schema import ChatBody, CompletionBody
-from serve.settings import Settings
+from serve.base.settings import Settings
+from serve.bodies.schema import ChatBody, CompletionBody
+from serve.http import app
+from serve.routes import page
 from tests.serve.conftest import STARTED, Running, start
 
 ROOT = Path(__file__).parent.parent.parent

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.test_completions import events, post
+from tests.serve.helpers import events, post
 
 TEXT: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 24}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "q"}], **TEXT}

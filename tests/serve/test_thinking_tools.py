@@ -9,17 +9,18 @@ import pytest
 from pydantic_core import to_json
 from tokenizers import AddedToken, Tokenizer
 
-from mtp_jax import LLM, CompletionOutput, OutputText, Speculation, Tool, ToolUse
+from mtp_jax import LLM, OutputText, Tool, ToolUse
 from mtp_jax import Tokenizer as TextTokenizer
 from mtp_jax.simulate.device import Simulated
 from mtp_jax.text.tools.conversation import written
 from mtp_jax.text.tools.formats import FORMATS as FORMATS_OF
-from serve.messages import _input
-from serve.reasoning import ThoughtTokens
-from serve.turn import Thought, Turn, called
+from serve.answers.reasoning import ThoughtTokens
+from serve.answers.turn import Thought, Turn, called
+from serve.routes.messages import _input
 from tests import tiny_tokenizer
 from tests.golden import model_dir
 from tests.serve.conftest import SIZES, TEMPLATE, Running, Variant, start
+from tests.serve.helpers import completion
 from tests.text.tools.families import backend
 
 FORMATS = ("glm45", "glm47", "kimi_k2", "gigachat3", "json")  # those in ASCII, which the tokenizer has
@@ -209,10 +210,6 @@ def messages_say(content: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 # Turns, without a server
-
-
-def completion(text: str, end: str | None = None) -> CompletionOutput:
-    return CompletionOutput(0, text, [], 0, end, None, [], [], Speculation(), None)
 
 
 def pieces_of(form: str, thinking: bool, texts: list[str]) -> tuple[str, str, list[Any]]:

@@ -5,7 +5,7 @@ from typing import cast
 import pytest
 
 from mtp_jax import AsyncLLM
-from serve.watchdog import STUCK_STATUS, Watchdog
+from serve.watch.watchdog import STUCK_STATUS, Watchdog
 
 
 class Paused:
@@ -33,7 +33,7 @@ def test_a_pause_of_the_whole_process_is_no_age_of_a_step(jump, monkeypatch):
     watchdog = Watchdog(cast(AsyncLLM, paused), 3.0, lambda status: ended.append((status, paused.now)))
     monkeypatch.setattr(watchdog, "_report", lambda: None)
     monkeypatch.setattr(watchdog, "_stop", paused)
-    monkeypatch.setattr("serve.watchdog.time", paused)
+    monkeypatch.setattr("serve.watch.watchdog.time", paused)
     watchdog._watch()
     ((status, at),) = ended
     assert status == STUCK_STATUS

@@ -132,10 +132,10 @@ def test_an_engine_serves_the_same_tokens(room, batches, monkeypatch):
     reference = Reference(params, cfg)
     for got in serve(engine, jobs):
         told = reference.speculate(got.prompt, 12, 3)
-        assert (got.output, accepted(got)) == (told.ids, told.accepted)
+        assert (got.progress.output, accepted(got)) == (told.ids, told.accepted)
         assert sum(told.accepted) > 0
-        rows = reference.logprobs([*got.prompt, *got.output])[len(got.prompt) - 1 : -1]
-        np.testing.assert_allclose(chosen_logprobs(got), rows[range(12), got.output], atol=1e-4)
+        rows = reference.logprobs([*got.prompt, *got.progress.output])[len(got.prompt) - 1 : -1]
+        np.testing.assert_allclose(chosen_logprobs(got), rows[range(12), got.progress.output], atol=1e-4)
 
 
 def test_room_follows_what_even_choices_need():

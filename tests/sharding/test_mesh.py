@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,7 +13,8 @@ from mtp_jax.api.local import local_runner
 from mtp_jax.api.propose import propose
 from mtp_jax.decode.keys import StepKey
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.model.params import Attention, param_specs
 from mtp_jax.model.sharding import make_mesh, param_sharding
 from tests.models import (
@@ -42,9 +44,9 @@ def on_one_device() -> list[Request]:
     return serve(make_engine(), JOBS)
 
 
-def engine_on(mesh: Mesh) -> Engine:
+def engine_on(mesh: Mesh, **config: Any) -> Engine:
     params = on_mesh(tiny_params(), mesh)
-    return make_engine(params, mesh=mesh, max_num_seqs=8)
+    return make_engine(params, mesh=mesh, max_num_seqs=8, **config)
 
 
 @pytest.mark.parametrize(("data", "model"), MESHES)
@@ -53,12 +55,12 @@ def test_same_as_one_device(data, model):
     engine = engine_on(make_mesh(data, model))
     requests = serve(engine, JOBS)
     for got, want in zip(requests, on_one_device(), strict=True):
-        assert got.output == want.output
+        assert got.progress.output == want.progress.output
         assert accepted(got) == accepted(want)
-        assert got.finish_reason == want.finish_reason == "length"
+        assert got.progress.finish_reason == want.progress.finish_reason == "length"
         np.testing.assert_allclose(chosen_logprobs(got), chosen_logprobs(want), atol=1e-4)
-    assert sum(r.speculation.accepted for r in requests) > len(requests)
-    assert {engine.scheduler.shard_of(r.slot) for r in requests} == set(range(data))
+    assert sum(r.progress.speculation.accepted for r in requests) > len(requests)
+    assert {engine.scheduler.shard_of(r.residence.slot) for r in requests} == set(range(data))
     assert engine.stats().pages_used == 0
     # The state stays where it was: each data shard holds its own pages and slots.
     state = local_runner(engine).state
@@ -79,16 +81,16 @@ def test_what_a_server_compiles_keeps_rows_on_their_shard():
     serve(engine, [(prompt, greedy)])
     both = [([*prompt, t], greedy) for t in (3, 4)]
     requests, reference = serve(engine, both), serve(make_engine(), both)
-    assert [r.slot for r in requests] == [0, 1]
-    assert all(r.cached_tokens for r in requests)
-    assert [r.output for r in requests] == [r.output for r in reference]
+    assert [r.residence.slot for r in requests] == [0, 1]
+    assert all(r.progress.cached_tokens for r in requests)
+    assert [r.progress.output for r in requests] == [r.progress.output for r in reference]
     assert [accepted(r) for r in requests] == [accepted(r) for r in reference]
-    assert sum(r.speculation.accepted for r in requests) > 0
+    assert sum(r.progress.speculation.accepted for r in requests) > 0
 
 
 def test_a_prompt_goes_on_from_the_pages_of_its_shard(monkeypatch):
     """From the hidden state at their end, too, which only drafts need."""
-    engine, reference, ends = engine_on(make_mesh(2, 1)), Reference(tiny_params()), []
+    engine, reference, ends = engine_on(make_mesh(2, 1), prefill_chunk=64), Reference(tiny_params()), []
     admit = local_runner(engine).programs.admit
 
     def seen(state, slot, arrays, page):
@@ -97,16 +99,16 @@ def test_a_prompt_goes_on_from_the_pages_of_its_shard(monkeypatch):
 
     jobs = [(p, replace(GREEDY, max_tokens=12)) for p in prompts(4, shortest=36)]
     first = serve(engine, jobs)
-    assert {engine.scheduler.shard_of(r.slot) for r in first} == {0, 1}
+    assert {engine.scheduler.shard_of(r.residence.slot) for r in first} == {0, 1}
     monkeypatch.setattr(local_runner(engine).programs, "admit", seen)
     later = [serve(engine, [job])[0] for job in jobs]
-    assert {engine.scheduler.shard_of(r.slot) for r in later} == {0, 1}
+    assert {engine.scheduler.shard_of(r.residence.slot) for r in later} == {0, 1}
     for r, end in zip(later, ends, strict=True):
         told = reference.speculate(r.prompt, 12, 3)
-        assert (r.output, accepted(r)) == (told.ids, told.accepted)
+        assert (r.progress.output, accepted(r)) == (told.ids, told.accepted)
         assert sum(told.accepted) > 0
-        assert r.cached_tokens >= 32
-        np.testing.assert_allclose(end, reference.hidden(r.prompt)[r.cached_tokens - 1], atol=1e-4)
+        assert r.progress.cached_tokens >= 32
+        np.testing.assert_allclose(end, reference.hidden(r.prompt)[r.progress.cached_tokens - 1], atol=1e-4)
 
 
 @pytest.mark.slow
@@ -118,15 +120,13 @@ def test_requests_preempted_on_every_shard_end_as_if_nothing_had_happened():
     ]
     requests, calm = serve(engine, jobs), serve(make_engine(max_num_seqs=8), jobs)
     assert engine.stats().preemptions > 1
-    assert [r.output for r in requests] == [r.output for r in calm]
+    assert [r.progress.output for r in requests] == [r.progress.output for r in calm]
     assert [accepted(r) for r in requests] == [accepted(r) for r in calm]
-    assert sum(r.speculation.accepted for r in requests) > len(requests)
+    assert sum(r.progress.speculation.accepted for r in requests) > len(requests)
 
 
 def test_prompts_of_every_shard_are_prefilled_together(monkeypatch):
-    mesh = make_mesh(2, 1)
-    params = on_mesh(tiny_params(), mesh)
-    engine = make_engine(params, mesh=mesh, max_num_seqs=8, prefill_chunk=64)
+    engine = engine_on(make_mesh(2, 1), prefill_chunk=64)
     launched: list[int] = []
     watch(monkeypatch, engine.runner, lambda step: launched.append(step.key.prompts))
     requests = serve(engine, [(p[:15], replace(GREEDY, max_tokens=16)) for p, _ in JOBS[:8]])
@@ -135,7 +135,7 @@ def test_prompts_of_every_shard_are_prefilled_together(monkeypatch):
     reference = Reference(tiny_params())
     for r in requests:
         told = reference.speculate(r.prompt, 16, 3)
-        assert (r.output, accepted(r)) == (told.ids, told.accepted)
+        assert (r.progress.output, accepted(r)) == (told.ids, told.accepted)
         assert sum(told.accepted) > 0
 
 
@@ -143,7 +143,7 @@ def test_one_device_agrees_with_the_plain_loop():
     reference = Reference(tiny_params())
     for r in on_one_device()[1::2]:
         told = reference.speculate(r.prompt, 16, 3)
-        assert (r.output, accepted(r)) == (told.ids, told.accepted)
+        assert (r.progress.output, accepted(r)) == (told.ids, told.accepted)
 
 
 def test_parameters_lie_where_the_specs_say():
@@ -175,4 +175,4 @@ def test_a_request_cannot_have_more_than_its_shards_pages():
     request = engine.make_request([3] * 40, replace(GREEDY, max_tokens=24))
     engine.submit(request)
     assert engine.scheduler.admit() == [request]
-    assert len(request.pages) == engine.config.pages_for(40) < engine.config.columns
+    assert len(request.residence.pages) == engine.config.pages_for(40) < engine.config.columns

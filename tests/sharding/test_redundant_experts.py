@@ -72,7 +72,7 @@ def check(requests: list[Request]) -> None:
     told = Reference(skewed(), CFG)
     for r in requests:
         want = told.speculate(r.prompt, TOKENS, 2)
-        assert (r.output, accepted(r)) == (want.ids, want.accepted)
+        assert (r.progress.output, accepted(r)) == (want.ids, want.accepted)
         assert sum(want.accepted) > 0
 
 

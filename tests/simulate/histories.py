@@ -6,17 +6,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from mtp_jax.decode.host import MaskMaker
+from mtp_jax.decode.arrays import MaskMaker
 from mtp_jax.decode.launches import Launch, Move
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.simulate.device import Simulated
 from mtp_jax.simulate.language import Language
 from mtp_jax.text.grammar import Grammars, StructuredOutput
 from tests.models import TINY
 from tests.simulate.oracle import Told, prefix
 
+HISTORIES, LAUNCHES = 50, 420
 EOS, BROKEN, VOCAB = 1, 3, 112
 CFG = replace(TINY, vocab_size=VOCAB, eos_token_ids=(EOS,))
 REGEXES = ("[a-m ]{6,16}[x-z]", "(yes|no|perhaps not)", "[0-9]{3}-[0-9]{2,5}", r"a{20}b")
@@ -101,21 +103,20 @@ class History:
             self.engine.abort(r.choice(live))
             self.seen["aborted"] += 1
         if live and r.random() < 0.01:
-            r.choice(live).deadline = 0.0
+            object.__setattr__(r.choice(live), "deadline", 0.0)  # a clock would be no part of a seed
             self.seen["late"] += 1
         if r.random() < 0.002:
             self._other_weights()
 
     def _other_weights(self) -> None:
         """As ``AsyncLLM`` changes them: requests that have not begun wait, the others end."""
-        self.engine.scheduler.held = True
+        self.engine.hold()
         while self.engine.busy:
             self.step()
         self.language = self.device.language = replace(self.language, seed=self.random.randrange(2**32))
-        self.engine.flush_prefix_cache()
-        self.engine.weight_version = str(len(self.languages))
+        self.engine.new_weights(str(len(self.languages)))
         self.languages[self.engine.weight_version] = self.language
-        self.engine.scheduler.held = False
+        self.engine.resume()
         self.seen["weights"] += 1
 
     def _submit(self) -> None:
@@ -127,7 +128,7 @@ class History:
             prompt.insert(r.randrange(len(prompt)), BROKEN)
         if r.random() < 0.3 and self.all:  # the next turn of a conversation
             before = r.choice(self.all)
-            prompt = [*before.prompt, *before.output, *prompt][:80]
+            prompt = [*before.prompt, *before.progress.output, *prompt][:80]
         request = self.engine.make_request(prompt, self._params(), priority=r.choice([0, 0, 0, 1]))
         self.engine.submit(request)
         self.all.append(request)
@@ -163,7 +164,7 @@ class History:
         """Every page is free, kept by the prefix cache, or held by as many requests as the pool counts."""
         scheduler = self.engine.scheduler
         for shard, pool in enumerate(scheduler.pools):
-            held = Counter(p for r in scheduler._in_shard(shard) for p in r.pages)
+            held = Counter(p for r in scheduler._in_shard(shard) for p in r.residence.pages)
             assert [held[p] for p in range(pool.pages)] == pool._users
             known = {*pool._digest_of}
             unused = {p for p in range(pool.pages) if not held[p]}
@@ -171,28 +172,35 @@ class History:
             assert {*pool._idle} == unused & known
             assert {p for p, n in held.items() if n > 1} <= known | self._private(shard), "who shares"
         for slot, request in enumerate(scheduler.slots):
-            assert request is None or (request.slot == slot and len({*request.pages}) == len(request.pages))
+            assert request is None or (
+                request.residence.slot == slot
+                and len({*request.residence.pages}) == len(request.residence.pages)
+            )
 
     def _private(self, shard: int) -> set[int]:
         """Pages that were shared before somebody had them forgotten."""
-        return {p for r in self.engine.scheduler._in_shard(shard) for p in r.pages[: r.registered]}
+        return {
+            p
+            for r in self.engine.scheduler._in_shard(shard)
+            for p in r.residence.pages[: r.residence.registered]
+        }
 
     def check_text(self, request: Request) -> None:
         """A request ended with the language's own text, and with as many drafts as were right."""
         assert request.finished
-        where = f"request {request.id}: {request.params}"
-        if request.weight_version is None:
-            assert not request.output, where
+        where, own = f"request {request.id}: {request.params}", request.progress
+        if own.weight_version is None:
+            assert not own.output, where
             return
-        told = Told(self.languages[request.weight_version], request)
-        reason = request.finish_reason
+        told = Told(self.languages[own.weight_version], request)
+        reason = own.finish_reason
         if reason in ("abort", "timeout"):
-            assert prefix(request.output, told.output), where
+            assert prefix(own.output, told.output), where
         else:
-            assert (request.output, reason) == (told.output, told.reason), where
+            assert (own.output, reason) == (told.output, told.reason), where
         self.seen[str(reason)] += 1
-        speculation, kept = request.speculation, told.accepted()
-        assert len(speculation.accepted_per_step) >= bool(len(request.output) > 1), where
+        speculation, kept = own.speculation, told.accepted()
+        assert len(speculation.accepted_per_step) >= bool(len(own.output) > 1), where
         if request.params.structured:
             self.seen["structured drafts kept"] += speculation.accepted
             return
@@ -207,16 +215,16 @@ class History:
         self._check_scores(request, told)
 
     def _check_scores(self, request: Request, told: Told) -> None:
-        p = request.params
+        p, own = request.params, request.progress
         if p.logprobs is None:
             return
-        assert len(request.logprobs) == len(request.output)
-        for token, hidden, scores in zip(request.output, told.hidden, request.logprobs, strict=False):
+        assert len(own.logprobs) == len(own.output)
+        for token, hidden, scores in zip(own.output, told.hidden, own.logprobs, strict=False):
             rank = told.language.rank(hidden, token)
             assert scores[token].rank == rank + 1
             assert abs(scores[token].logprob - told.language.logprob(rank)) < 1e-5
-        if p.prompt_logprobs is not None and request.output:
-            assert len(request.prompt_logprobs) == len(request.prompt)
+        if p.prompt_logprobs is not None and own.output:
+            assert len(own.prompt_logprobs) == len(request.prompt)
 
 
 class Watched(Simulated):

@@ -19,7 +19,7 @@ class Told:
 
     def __init__(self, language: Language, request: Request) -> None:
         self.language, self.request, p = language, request, request.params
-        self.heat = (request.seed or 0) + 1 if p.temperature > 0 else 0
+        self.heat = (request.progress.seed or 0) + 1 if p.temperature > 0 else 0
         self.output, self.hidden, self.reason = list[int](), list[int](), "length"
         total, broken = language.total(request.prompt), bool({*request.prompt} & language.broken)
         matcher = None
@@ -75,7 +75,7 @@ class Told:
     def accepted(self) -> list[int]:
         """Of each step of the request, the drafts that must be kept of those that there were."""
         found, at = [], 1
-        for drafted in self.request.speculation.drafted_per_step:
+        for drafted in self.request.progress.speculation.drafted_per_step:
             kept = 0
             while kept < drafted and self.language.right(self._after(at), kept):
                 kept += 1

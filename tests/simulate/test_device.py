@@ -9,7 +9,7 @@ import pytest
 
 from mtp_jax.decode.keys import PageKey, SamplingMode, StepKey
 from mtp_jax.decode.launches import Launch, MoveExpert, ReadExperts, ReadPages, ReleaseCache, Step
-from mtp_jax.engine.request import SamplingParams
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError
 from mtp_jax.simulate.device import Simulated
 from mtp_jax.simulate.language import Language, mix
@@ -78,7 +78,7 @@ def test_what_is_wrong_on_any_device_is_a_violation():
     request = engine.make_request([5, 6, 7], SamplingParams(temperature=0, max_tokens=20))
     engine.prepare([request])
     engine.submit(request)
-    while len(request.output) < 3:
+    while len(request.progress.output) < 3:
         engine.step()
     with pytest.raises(Violation, match="slots were in use"):
         device.do(ReleaseCache())
@@ -106,6 +106,6 @@ def test_the_same_text_at_every_depth():
         engine.prepare([request])
         engine.submit(request)
         finish(engine)
-        texts.append(request.output)
-        assert (request.speculation.accepted > 3) == (depth > 0)
+        texts.append(request.progress.output)
+        assert (request.progress.speculation.accepted > 3) == (depth > 0)
     assert texts[0] == texts[1] == texts[2]

@@ -4,9 +4,8 @@ import math
 from collections import Counter
 
 from mtp_jax.text.grammar import Grammars
-from tests.simulate.histories import History
+from tests.simulate.histories import HISTORIES, LAUNCHES, History
 
-HISTORIES, LAUNCHES = 50, 420
 EVERYTHING = (
     *("preempted", "hits", "restored", "moved", "aborted", "late", "weights", "structured"),
     *("stop", "length", "error"),

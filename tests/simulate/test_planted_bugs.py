@@ -9,16 +9,15 @@ import pytest
 from mtp_jax.decode.launches import Admit, DeviceRunner, Move, Runner, Step, Update, WritePages
 from mtp_jax.engine import scheduler as scheduling
 from mtp_jax.engine.config import EngineConfig
-from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.pages import PagePool
-from mtp_jax.engine.request import Request
+from mtp_jax.engine.request import Residence
 from mtp_jax.engine.results import Launch
+from mtp_jax.engine.scheduler import Scheduler
 from mtp_jax.simulate.device import Simulated
 from mtp_jax.simulate.memory import Memory
 from mtp_jax.store.tier import HostTier
 from mtp_jax.text.grammar import Grammars, Matcher
-from tests.simulate.histories import History
-from tests.simulate.test_histories import HISTORIES, LAUNCHES
+from tests.simulate.histories import HISTORIES, LAUNCHES, History
 
 Plant = Callable[[pytest.MonkeyPatch], object]
 BUGS: dict[str, Plant] = {}
@@ -152,10 +151,10 @@ def tokens_after_the_end_reach_the_output(patch):
 
 @bug
 def a_resumed_request_has_its_newest_token_twice(patch):
-    def twice(self: Request) -> None:
-        self.tokens, self.follows = (*self.prompt, *self.output), self.output[-1] if self.output else -1
+    def twice(self: Residence, prompt: Any, output: Any) -> None:
+        self.tokens, self.follows = (*prompt, *output), output[-1] if output else -1
 
-    patch.setattr(Request, "take_up", twice)
+    patch.setattr(Residence, "take_up", twice)
 
 
 @bug
@@ -186,14 +185,8 @@ def a_step_gets_a_page_too_few(patch):
 
 @bug
 def an_aborted_request_goes_on(patch):
-    abort = Engine.abort
-
-    def unseen(self: Engine, request: Request, reason: str = "abort") -> None:
-        stale = self.scheduler.stale
-        abort(self, request, reason)
-        self.scheduler.stale = stale
-
-    patch.setattr(Engine, "abort", unseen)
+    release = Scheduler.release
+    patch.setattr(Scheduler, "release", lambda self, request, known=True: release(self, request))
 
 
 @bug

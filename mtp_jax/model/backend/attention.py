@@ -3,46 +3,46 @@
 ``attention_of`` gives a layer's: the module ``latent`` or ``grouped``, which have the functions of ``Kind``.
 """
 
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.model.backend import grouped, latent
+from mtp_jax.model.backend.products import Products
 from mtp_jax.model.cache import Entries, LayerCache, PagedView
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Attention, Grouped
 
-if TYPE_CHECKING:
-    from mtp_jax.model.backend.xla import Xla
-
 
 @runtime_checkable
 class Kind(Protocol):
-    """What differs between kinds. ``on`` carries it out; x are normed rows, as ``on`` keeps them.
+    """A kind of attention. ``on`` carries it out; x are normed rows, as ``on`` keeps them.
 
-    Queries are a dataclass of arrays [B, W, N, ...], split by heads on a mesh; ``index`` is what they ask of
+    Queries are a dataclass of arrays [B, W, N, ...], split by heads on a mesh; ``index`` has the queries of
     index keys, None without sparse attention. ``by_head`` is a tuple of arrays, or of narrow weights, with
-    one row for each query head, split in the same way. ``chosen`` is what sparse attention looks at, None:
-    all that is seen.
+    one row for each query head, split in the same way. ``chosen`` are the rows of sparse attention, None:
+    all visible rows.
     """
 
-    def queries(self, on: "Xla", a: Any, cfg: ModelConfig, x: Any, angles: Float[Array, "B W 2 r"], /) -> Any:
+    def queries(
+        self, on: Products, a: Any, cfg: ModelConfig, x: Any, angles: Float[Array, "B W 2 r"], /
+    ) -> Any:
         """The queries of rows."""
         ...
 
     def entries(
-        self, on: "Xla", a: Any, cfg: ModelConfig, x: Any, angles: Float[Array, "B W 2 r"], /
+        self, on: Products, a: Any, cfg: ModelConfig, x: Any, angles: Float[Array, "B W 2 r"], /
     ) -> Entries:
-        """What rows add to the cache."""
+        """Entries that rows add to the cache."""
         ...
 
-    def by_head(self, on: "Xla", a: Any, cfg: ModelConfig, /) -> tuple[Any, ...]:
-        """What attention needs beside queries and cached rows."""
+    def by_head(self, on: Products, a: Any, cfg: ModelConfig, /) -> tuple[Any, ...]:
+        """Per-head parameters: (k_up, v_up) of MLA, (kv_head,) of grouped-query attention."""
         ...
 
     def over_rows(
         self,
-        on: "Xla",
+        on: Products,
         cfg: ModelConfig,
         q: Any,
         by_head: tuple[Any, ...],
@@ -55,7 +55,7 @@ class Kind(Protocol):
 
     def over_pages(
         self,
-        on: "Xla",
+        on: Products,
         cfg: ModelConfig,
         q: Any,
         by_head: tuple[Any, ...],

@@ -12,7 +12,8 @@ from mtp_jax.model.backend.cpu_lanes import CACHE_BYTES, SLICES, Pick, Spread, m
 from mtp_jax.model.moe import Routing, Weight
 from mtp_jax.model.narrow import flat, nbytes
 
-# ``by_pair`` wins up to so many pairs per expert: of experts that fit a core's cache, or of larger.
+# Most pairs per expert for which ``by_pair`` wins: with experts that fit a core's cache, and with larger
+# ones.
 _PAIRS_CACHED, _PAIRS = 16, 4
 
 
@@ -48,7 +49,7 @@ def _pair_products(w: Weight, expert: Int[Array, " p"], x: Float[Array, "p i"]) 
 def _mixed_products(w: Weight, experts: Int[Array, "T k"], x: Float[Array, "T k i"]) -> Float[Array, "T o"]:
     """The sum over k of ``w[experts[t, k]] @ x[t, k]``, by such a loop; lanes are summed once for all k.
 
-    Output features are outermost: what the rows read for one of them stays in the nearest cache.
+    Output features are outermost: the weights that the rows read for one of them stay in the nearest cache.
     """
     (rows, k), outputs = experts.shape, w.shape[1]
     spread, total = Spread((outputs, rows), (0, 1), (1,)), jnp.zeros((), jnp.float32)
@@ -70,7 +71,7 @@ def _picked(expert: Int[Array, " p"], others: tuple[int, int]) -> Pick:
 
 
 def takes(gate_up: Any, down: Any, pairs: int) -> bool:
-    """Whether ``by_pair`` is the faster way for so many pairs of a row and an expert."""
+    """Whether ``by_pair`` is the faster way for this number of pairs of a row and an expert."""
     if not (cpu_lanes.takes(gate_up) and cpu_lanes.takes(down)):
         return False
     experts = down.shape[0]

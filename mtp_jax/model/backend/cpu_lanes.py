@@ -1,6 +1,6 @@
 """Products as loop fusions of XLA on a CPU, which read weights where they lie and widen them in registers.
 
-For a matrix product XLA would widen weights, or copy them out of a stack of experts, in memory first. Here
+XLA would widen weights for a matrix product, or copy them out of a stack of experts, in memory first. Here
 slices of the input features are multiplied lane by lane and added up; a product with ones sums the lanes.
 """
 
@@ -25,11 +25,11 @@ from mtp_jax.model.narrow import (
     readable,
 )
 
-# A slice has as many float32 as a vector register, or more where that would give too many slices.
+# A slice has the float32 of a vector register, or more where that would give too many slices.
 _LANES, SLICES = 16, 64
-# So many sums grow side by side: an addition takes about four cycles, and the next one waits for it.
+# Number of sums that grow side by side: an addition takes about four cycles, and the next one waits for it.
 _SUMS = 4
-# A core's second cache has so many bytes on the smallest server processors with AVX-512 (Skylake-SP, Zen 4).
+# Bytes of a core's second cache on the smallest server processors with AVX-512 (Skylake-SP, Zen 4).
 CACHE_BYTES = 1 << 20
 # Rows of a weight that stay in the first cache while each row of x is multiplied with them.
 _TILE = 64

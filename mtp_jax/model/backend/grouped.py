@@ -5,20 +5,17 @@ they are cached. On a mesh every device holds whole rows, and attends with its o
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from mtp_jax.model.backend.products import Products
 from mtp_jax.model.backend.xla_experts import Rows
 from mtp_jax.model.cache import Entries, LayerCache, PagedView, read_rows
 from mtp_jax.model.config import GroupedConfig, ModelConfig
 from mtp_jax.model.layers import masked_softmax, rms_norm, rotate_first
 from mtp_jax.model.params import Grouped
-
-if TYPE_CHECKING:
-    from mtp_jax.model.backend.xla import Xla
 
 
 @jax.tree_util.register_dataclass
@@ -30,26 +27,26 @@ class Queries:
     index: None = None
 
 
-def queries(on: "Xla", a: Grouped, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]) -> Queries:
+def queries(on: Products, a: Grouped, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]) -> Queries:
     """Projected, with bias and norm where the model has them, their first channels rotated."""
     return Queries(_turned(_plus(on.linear(x, a.q, split="out"), a.q_bias), a.q_norm, cfg, angles))
 
 
-def entries(on: "Xla", a: Grouped, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]) -> Entries:
+def entries(on: Products, a: Grouped, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]) -> Entries:
     """Keys, as queries are made, and values as they are projected."""
     keys = _turned(_plus(on.linear(x, a.k), a.k_bias), a.k_norm, cfg, angles)
     values = _plus(on.linear(x, a.v), a.v_bias)
     return Entries(jnp.concatenate([a.reshape(*a.shape[:2], -1) for a in (keys, values)], axis=-1))
 
 
-def by_head(on: "Xla", a: Grouped, cfg: ModelConfig) -> tuple[Array, ...]:
+def by_head(on: Products, a: Grouped, cfg: ModelConfig) -> tuple[Array, ...]:
     """The kv head of each query head."""
     heads = len(a.q)
     return (jnp.arange(heads) // (heads // _grouped(cfg).kv_heads),)
 
 
 def over_rows(
-    on: "Xla",
+    on: Products,
     cfg: ModelConfig,
     q: Queries,
     by_head: tuple[Array, ...],
@@ -63,7 +60,7 @@ def over_rows(
 
 
 def over_pages(
-    on: "Xla",
+    on: Products,
     cfg: ModelConfig,
     q: Queries,
     by_head: tuple[Array, ...],
@@ -90,8 +87,8 @@ def attend(
 ) -> Float[Array, "B W N h"]:
     """Attention over rows [keys | values], softmax in float32. A token that sees nothing gets zeros.
 
-    q: of all heads, or of one device's, which are whole groups or within one.
-    kv_head: of each of them; the first is asked where those of a device begin.
+    q: queries of all heads, or of one device's, which are whole groups or within one.
+    kv_head: kv head of each query head; the first one's tells where a device's begin.
     group: query heads that share a kv head.
     """
     slots, width, heads, dim = q.shape

@@ -1,12 +1,13 @@
 """Multi-head Latent Attention (arXiv 2405.04434, section 2.1), sparse or not: see ``attention``."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.model import indexer, mla
+from mtp_jax.model.backend.products import Products
 from mtp_jax.model.backend.xla_experts import Rows
 from mtp_jax.model.cache import Entries, LayerCache, PagedView
 from mtp_jax.model.config import ModelConfig
@@ -14,12 +15,11 @@ from mtp_jax.model.layers import rms_norm
 from mtp_jax.model.mla import LOW_RANK_EPS, Queries
 from mtp_jax.model.params import Attention
 
-if TYPE_CHECKING:
-    from mtp_jax.model.backend.xla import Xla
 
-
-def queries(on: "Xla", a: Attention, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]) -> Queries:
-    """Eqs. 12-14, and what is asked of the index keys."""
+def queries(
+    on: Products, a: Attention, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]
+) -> Queries:
+    """Eqs. 12-14, and the queries of the index keys."""
     low = x if a.q_a is None else rms_norm(on.linear(x, a.q_a), a.q_norm, LOW_RANK_EPS)
     q = mla.queries(on.linear(low, a.q_b, split="out"), cfg, angles)
     if a.indexer is None or cfg.indexer is None:
@@ -29,7 +29,9 @@ def queries(on: "Xla", a: Attention, cfg: ModelConfig, x: Rows, angles: Float[Ar
         return replace(q, index=indexer.queries(on.linear(low, a.indexer.q), weights, cfg.indexer, angles))
 
 
-def entries(on: "Xla", a: Attention, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]) -> Entries:
+def entries(
+    on: Products, a: Attention, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]
+) -> Entries:
     """The normed latent and the rotated shared key (eqs. 9, 11, 15), and the index key."""
     rows, p = mla.rows_of(on.linear(x, a.kv_a), a, cfg, angles), a.indexer
     if p is None or cfg.indexer is None:
@@ -38,13 +40,13 @@ def entries(on: "Xla", a: Attention, cfg: ModelConfig, x: Rows, angles: Float[Ar
         return Entries(rows, indexer.keys(on.linear(x, p.k), p.k_norm, p.k_bias, cfg.indexer, angles))
 
 
-def by_head(on: "Xla", a: Attention, cfg: ModelConfig) -> tuple[Any, ...]:
+def by_head(on: Products, a: Attention, cfg: ModelConfig) -> tuple[Any, ...]:
     """Each head's way from the latent to keys and values."""
     return on.by_head(a.k_up), on.by_head(a.v_up)
 
 
 def over_rows(
-    on: "Xla",
+    on: Products,
     cfg: ModelConfig,
     q: Queries,
     by_head: tuple[Any, ...],
@@ -57,7 +59,7 @@ def over_rows(
 
 
 def over_pages(
-    on: "Xla",
+    on: Products,
     cfg: ModelConfig,
     q: Queries,
     by_head: tuple[Any, ...],

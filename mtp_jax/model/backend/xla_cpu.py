@@ -1,4 +1,4 @@
-"""What XLA on a CPU does slowly as the papers write it, in forms that it does fast (docs/architecture.md)."""
+"""What XLA on a CPU does slowly as the papers write it, in forms that it does fast (docs/cpu.md)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from mtp_jax.decode.bookkeeping import abstract_state, move
 from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.drafter.nextn import NextN
 from mtp_jax.decode.drafter.nothing import Nothing
 from mtp_jax.decode.drafter.protocol import Drafter
 from mtp_jax.decode.keys import EXTRA_COLUMNS, SamplingMode, StepKey, Topology
-from mtp_jax.decode.state import StateShape, abstract_state, first_slots, move, put_first_slots, put_slots
+from mtp_jax.decode.state import StateShape, first_slots, put_first_slots, put_slots
 from mtp_jax.decode.step import step
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.backend import XlaCpu

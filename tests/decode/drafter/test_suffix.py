@@ -17,12 +17,14 @@ from mtp_jax.decode.drafter.sampler import DraftSampler
 from mtp_jax.decode.drafter.suffix import REACH, SHORTEST, Suffix, continuation, longest_match
 from mtp_jax.decode.keys import Source
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.request import Request, SamplingParams, Speculation
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
+from mtp_jax.engine.speculation import Speculation
 from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.model.backend import XlaCpu
 from mtp_jax.model.params import Params
 from mtp_jax.model.sharding import make_mesh
-from tests.decode.test_invariants import poison
+from tests.decode.helpers import poison
 from tests.models import (
     GREEDY,
     TINY,
@@ -124,23 +126,21 @@ def engine_with(params: Params | None = None, **options: Any) -> Engine:
 
 
 @functools.cache
-def without() -> Engine:
-    sizes: Any = {"num_speculative_tokens": 0, "max_model_len": 128}
-    return make_engine(replace(copier(), nextn=()), NO_NEXTN, **sizes)
+def reference() -> Reference:
+    return Reference(copier(), longest=128)
 
 
 @functools.cache
 def copying() -> list[tuple[list[int], SamplingParams]]:
     """Prompts of the model's own text, which goes on by repeating itself: in cycles of 3, 27 and 7 tokens."""
-    begun = serve(without(), [(p, replace(GREEDY, max_tokens=28)) for p in prompts(3, shortest=8, seed=8)])
-    return [([*r.prompt, *r.output], replace(GREEDY, max_tokens=32)) for r in begun]
+    begun = [(p, reference().speculate(p, 28).ids) for p in prompts(3, shortest=8, seed=8)]
+    return [([*prompt, *output], replace(GREEDY, max_tokens=32)) for prompt, output in begun]
 
 
 @functools.cache
 def told() -> list[list[int]]:
     """What follows the prompts, further than they are asked to go on."""
-    jobs = [(prompt, replace(params, max_tokens=TOLD)) for prompt, params in copying()]
-    return [r.output for r in serve(without(), jobs)]
+    return [reference().speculate(prompt, TOLD).ids for prompt, _ in copying()]
 
 
 def plain() -> list[list[int]]:
@@ -148,7 +148,7 @@ def plain() -> list[list[int]]:
 
 
 def whole(requests: list[Request]) -> Speculation:
-    return sum((r.speculation for r in requests), Speculation())
+    return sum((r.progress.speculation for r in requests), Speculation())
 
 
 def agreement(a: list[int], b: list[int]) -> int:
@@ -160,7 +160,7 @@ def check_steps(request: Request, output: list[int]) -> None:
     """Every step of a greedy request drafted a match if and only if a string search finds one, and kept of it
     what the text, which goes on as ``output`` says, has in common with it."""
     text, known = [*request.prompt, *output], len(request.prompt) + 1
-    spec = request.speculation
+    spec = request.progress.speculation
     for accepted, drafted, source in zip(
         spec.accepted_per_step, spec.drafted_per_step, spec.source_per_step, strict=True
     ):
@@ -178,10 +178,10 @@ def check(requests: list[Request]) -> None:
     Each text ends in a cycle that was there before, so each request verifies matches that are right to
     the end of the window.
     """
-    assert [r.output for r in requests] == plain()
+    assert [r.progress.output for r in requests] == plain()
     for request, output in zip(requests, told(), strict=True):
         check_steps(request, output)
-        suffix = request.speculation.of(Source.SUFFIX)
+        suffix = request.progress.speculation.of(Source.SUFFIX)
         assert suffix.drafted_per_step[-1] in suffix.accepted_per_step
 
 
@@ -205,10 +205,10 @@ def test_the_text_is_that_without_drafts(options):
 def test_more_is_accepted_than_of_nextn_alone():
     """In each request; and of matches more than twice the share: a cycle is wrong only where it is left."""
     alone, requests = serve(engine_with(suffix_drafts=False), copying()), serve(engine_with(), copying())
-    assert [r.output for r in alone] == [r.output for r in requests] == plain()
+    assert [r.progress.output for r in alone] == [r.progress.output for r in requests] == plain()
     for a, r in zip(alone, requests, strict=True):
-        assert set(a.speculation.source_per_step) == {Source.NEXTN}
-        assert rate(r.speculation) > rate(a.speculation) > 0
+        assert set(a.progress.speculation.source_per_step) == {Source.NEXTN}
+        assert rate(r.progress.speculation) > rate(a.progress.speculation) > 0
     assert rate(whole(requests).of(Source.SUFFIX)) > 2 * rate(whole(alone))
 
 
@@ -219,16 +219,15 @@ def rate(spec: Speculation) -> float:
 def test_a_copying_task():
     """A prompt whose continuation repeats it, and NextN layers that hardly ever know the next token."""
     params = rigged(noise=6.0, loud=0.3)
-    undrafted = make_engine(params, num_speculative_tokens=0, max_model_len=128)
-    (first,) = serve(undrafted, [(prompts(1)[0], GREEDY)])
-    job = ([*first.prompt, *first.output], replace(GREEDY, max_tokens=64))
-    (other,) = serve(undrafted, [job])
+    undrafted, prompt = Reference(params, longest=128), prompts(1)[0]
+    job = ([*prompt, *undrafted.speculate(prompt, 24).ids], replace(GREEDY, max_tokens=64))
+    other = undrafted.speculate(job[0], 64).ids
     (alone,) = serve(engine_with(params, suffix_drafts=False), [job])
     (request,) = serve(engine_with(params), [job])
-    assert request.output == other.output == alone.output
-    assert len(set(other.output)) >= 3
-    assert alone.speculation.acceptance_length < 2
-    assert request.speculation.acceptance_length >= 4
+    assert request.progress.output == other == alone.progress.output
+    assert len(set(other)) >= 3
+    assert alone.progress.speculation.acceptance_length < 2
+    assert request.progress.speculation.acceptance_length >= 4
 
 
 def test_each_request_has_its_own_depth_and_may_refuse():
@@ -236,10 +235,10 @@ def test_each_request_has_its_own_depth_and_may_refuse():
     (a, _), (b, _), (c, deep) = copying()
     jobs = [(a, replace(deep, num_speculative_tokens=2)), (b, replace(deep, suffix_drafts=False)), (c, deep)]
     requests = serve(engine_with(), jobs)
-    assert [r.output for r in requests] == plain()
+    assert [r.progress.output for r in requests] == plain()
     for request, output in zip(requests, told(), strict=True):
         check_steps(request, output)
-    two, refused, free = (r.speculation for r in requests)
+    two, refused, free = (r.progress.speculation for r in requests)
     assert set(two.drafted_per_step) == {2}
     assert two.of(Source.SUFFIX).accepted > 0
     assert set(refused.source_per_step) == {Source.NEXTN}
@@ -260,7 +259,7 @@ def test_without_nextn_layers_only_matches_are_drafts(depth):
 
 def test_the_nextn_cache_is_right_whatever_was_drafted():
     """After steps that verified a match, NextN drafts as a cache-free pass over the whole text does."""
-    engine, reference = engine_with(), Reference(copier(), longest=128)
+    engine = engine_with()
     prompt, params = copying()[2]
     # 64 tokens take 8 steps at least, and a match is there before half of them are through.
     request = engine.make_request(prompt, replace(params, max_tokens=64))
@@ -272,11 +271,11 @@ def test_the_nextn_cache_is_right_whatever_was_drafted():
         runner = local_runner(engine)
         runner.flushed()
         state = runner.state
-        if not state.slots.active[0] or Source.SUFFIX not in request.speculation.source_per_step:
+        if not state.slots.active[0] or Source.SUFFIX not in request.progress.speculation.source_per_step:
             continue
         known = int(state.slots.length[0]) + 1
         got = next_drafts(engine, state)
-        np.testing.assert_allclose(got, reference.drafts(text[:known], 3)[1], atol=2e-4)
+        np.testing.assert_allclose(got, reference().drafts(text[:known], 3)[1], atol=2e-4)
         checked += 1
     assert checked >= 3
 
@@ -296,7 +295,7 @@ def _propose(params: Params, own: Any, slots: Any) -> jax.Array:
 
 
 def drafting(request: Request) -> list[tuple[int, Source]]:
-    spec = request.speculation
+    spec = request.progress.speculation
     return [*zip(spec.accepted_per_step, spec.source_per_step, strict=True)]
 
 
@@ -305,7 +304,7 @@ def test_cached_pages_hold_their_tokens():
     engine = engine_with()
     first = [serve(engine, [job])[0] for job in copying()]
     again = [serve(engine, [job])[0] for job in copying()]
-    assert all(r.cached_tokens >= 32 for r in again)
+    assert all(r.progress.cached_tokens >= 32 for r in again)
     assert [drafting(r) for r in again] == [drafting(r) for r in first]
     check(again)
 
@@ -342,12 +341,12 @@ def test_a_request_that_moves_takes_its_text_along():
     engine.prepare(requests, every_size=True)
     for r in requests:
         engine.submit(r)
-    assert requests[2].slot in (-1, 2)
+    assert requests[2].residence.slot in (-1, 2)
     finish(engine)
-    assert requests[2].slot < 2
-    assert requests[2].output == plain()[2]
+    assert requests[2].residence.slot < 2
+    assert requests[2].progress.output == plain()[2]
     check_steps(requests[2], told()[2])
-    assert requests[2].speculation.of(Source.SUFFIX).accepted > 0
+    assert requests[2].progress.speculation.of(Source.SUFFIX).accepted > 0
 
 
 @pytest.mark.slow
@@ -364,11 +363,13 @@ def test_sampled_text_depends_on_its_seed_alone(verifier):
     engine = engine_with(verifier=verifier, num_speculative_tokens=3)
     together = serve(engine, jobs)
     apart = [serve(engine, [job])[0] for job in jobs]
-    assert [r.output for r in together] == [r.output for r in apart]
+    assert [r.progress.output for r in together] == [r.progress.output for r in apart]
     assert whole(together).of(Source.SUFFIX).accepted > 0
     if verifier == "coupled":
         none = [(p, replace(s, num_speculative_tokens=0)) for p, s in jobs]
-        assert [r.output for r in serve(engine, none)] == [r.output for r in together]
+        assert [r.progress.output for r in serve(engine, none, compiled=True)] == [
+            r.progress.output for r in together
+        ]
 
 
 def test_requests_that_sample_ask_for_it():

@@ -1,0 +1,26 @@
+"""Options of servers, in one process or on Ray."""
+
+import argparse
+import os
+from typing import Any
+
+from mtp_jax.commands.options import given, model_dir
+from serve.base.settings import Settings
+
+KEY_VARIABLE, _ADMIN_KEY_VARIABLE = "MTP_JAX_API_KEY", "MTP_JAX_ADMIN_KEY"
+SLOTS = 8
+"""``max_num_seqs`` of a server, unless its operator gives another."""
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """The server's settings. Raises ConfigError."""
+    found: dict[str, Any] = {"model_names": model_dir(args).resolve().name, **given(args, Settings)}
+    keys = (*found.pop("api_keys", ()), *filter(None, [os.environ.get(KEY_VARIABLE)]))
+    found.setdefault("admin_key", os.environ.get(_ADMIN_KEY_VARIABLE))
+    return Settings(**found, api_keys=keys)
+
+
+def address_of(settings: Settings, port: int) -> str:
+    """The URL of the server."""
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"http://{host}:{port}"

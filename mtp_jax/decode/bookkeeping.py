@@ -1,0 +1,167 @@
+"""Bookkeeping of the state: made empty, requests put in and moved, pages read and written."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Bool, Int, Shaped
+
+from mtp_jax.decode.arrays import ExpertLayout, SlotRow
+from mtp_jax.decode.drafter.protocol import Drafter
+from mtp_jax.decode.expert_counts import no_counts, taken
+from mtp_jax.decode.sampling import neutral_state
+from mtp_jax.decode.state import Slots, State, StateShape
+from mtp_jax.errors import ConfigError
+from mtp_jax.machine import memory_size
+from mtp_jax.model.backend import Backend
+from mtp_jax.model.cache import LayerCache, empty_cache
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.params import Params, type_of
+from mtp_jax.model.sharding import data_size, partition
+from mtp_jax.model.stack import Stack, each
+
+
+def abstract_state(
+    cfg: ModelConfig,
+    drafter: Drafter,
+    shape: StateShape,
+    dtype: str,
+    mesh: Mesh | None,
+    fp8_cache: bool = False,
+    layout: ExpertLayout | None = None,
+    groups: Sequence[int | None] | None = None,
+) -> State:
+    """The state's shapes, dtypes and shardings, without allocating it.
+
+    layout: experts to be counted. groups: layers of each stack of ``Params.layers``, None for a layer
+    alone; None: all are alone.
+    """
+    pages, groups = (shape.pages + 1) * data_size(mesh), groups or [None] * cfg.num_hidden_layers
+    firsts = itertools.accumulate((n or 1 for n in groups), initial=0)
+
+    def part(first: int, n: int | None) -> LayerCache | Stack[LayerCache]:
+        cache = empty_cache(pages, shape.page_size, cfg, first, type_of[dtype], fp8=fp8_cache)
+        return cache if n is None else Stack(jax.tree.map(lambda a: jnp.zeros((n, *a.shape), a.dtype), cache))
+
+    def zeros() -> State:
+        number = jnp.zeros(shape.slots, jnp.int32)
+        slots = Slots(
+            length=number,
+            newest=number,
+            active=jnp.zeros(shape.slots, bool),
+            remaining=number,
+            generated=number,
+            depth=number,
+            suffix=jnp.zeros(shape.slots, bool),
+            page_table=jnp.zeros((shape.slots, shape.columns), jnp.int32),
+            sampling=neutral_state(shape.slots, cfg.vocab_size),
+        )
+        cache = tuple(part(first, n) for first, n in zip(firsts, groups, strict=False))
+        own = drafter.empty(shape, pages, dtype, fp8_cache)
+        return State(cache, slots, own, layout and no_counts(layout, mesh))
+
+    state = jax.eval_shape(zeros)
+    if mesh is None:
+        return state
+    over_data = NamedSharding(mesh, partition("slots"))
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=over_data), state)
+
+
+def empty_state(abstract: State) -> State:
+    """A zeroed state of these shapes: no slot is active. Raises ConfigError.
+
+    A GPU refuses a cache that it has no room for; a computer ends the process, later, once the memory is
+    written.
+    """
+    size = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(abstract))
+    if jax.default_backend() == "cpu" and size > (memory := memory_size()):
+        raise ConfigError(
+            f"the cache takes {size / 2**30:,.1f} GiB, this computer has {memory / 2**30:,.1f}; lower "
+            "num_pages, max_num_seqs or max_model_len"
+        )
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), abstract)
+
+
+def bytes_per_page(state: State) -> int:
+    """Bytes of a page, the trunk's and the drafter's part."""
+    parts = each((*state.trunk, state.drafter.pages))
+    arrays = ((a, a.shape[len(at) + 1 :]) for tree, at in parts for a in jax.tree.leaves(tree))
+    return sum(math.prod(shape) * a.dtype.itemsize for a, shape in arrays)
+
+
+def admit(
+    state: State, slot: Int[Array, ""], request: SlotRow, page: Int[Array, ""], *, drafter: Drafter
+) -> State:
+    """Put one request's row (first axis 1) into ``slot``; it goes on from the end of ``page``."""
+    nothing = jnp.zeros(1, jnp.int32)
+    row = Slots(
+        length=nothing,
+        newest=nothing,
+        active=jnp.zeros(1, bool),
+        remaining=request.remaining,
+        generated=request.generated,
+        depth=request.depth,
+        suffix=request.suffix,
+        page_table=request.page_table,
+        sampling=request.sampling,
+    )
+
+    def put(a: Array, b: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(a, b.astype(a.dtype), slot, axis=0)
+
+    slots, own = jax.tree.map(put, state.slots, row), drafter.resume(state.drafter, slot, page)
+    return state.replace(slots=slots, drafter=own)
+
+
+def move(state: State, source: Int[Array, ""], target: Int[Array, ""]) -> State:
+    """Let the request in slot ``source`` go on in slot ``target``."""
+
+    def put(a: Array) -> Array:
+        row = jax.lax.dynamic_slice_in_dim(a, source, 1)
+        return jax.lax.dynamic_update_slice_in_dim(a, row, target, axis=0)
+
+    slots, own = jax.tree.map(put, (state.slots, state.drafter.slots))
+    slots = slots.replace(active=slots.active.at[source].set(False))
+    return state.replace(slots=slots, drafter=state.drafter.replace(slots=own))
+
+
+def update(state: State, keep: Bool[Array, " B"], page_table: Int[Array, "B n"]) -> State:
+    """Switch off the slots whose requests the host ended or preempted, and give other slots further pages."""
+    slots = state.slots
+    return state.replace(slots=slots.replace(active=slots.active & keep, page_table=page_table))
+
+
+def flush(params: Params, state: State, *, drafter: Drafter, on: Backend) -> State:
+    """Let the drafter do its deferred work."""
+    return state.replace(drafter=drafter.flush(params, state.drafter, state.slots, on))
+
+
+def read_experts(state: State) -> tuple[State, tuple[Int[Array, "L E"], Int[Array, " L"]]]:
+    """The counts of experts, which begin anew."""
+    assert state.experts is not None, "nothing is counted"
+    zeros, read = taken(state.experts)
+    return state.replace(experts=zeros), read
+
+
+def read_pages(state: State, pages: Int[Array, " n"]) -> list[Shaped[Array, "n ..."]]:
+    """Contents of these pages, counted over all shards: the trunk's and the drafter's part, leaf by leaf."""
+    parts = each((*state.trunk, state.drafter.pages))
+    return [a[(*at, pages)] for tree, at in parts for a in jax.tree.leaves(tree)]
+
+
+def write_pages(state: State, pages: Int[Array, " n"], data: list[Shaped[Array, "n ..."]]) -> State:
+    """The state with ``data``, which ``read_pages`` gave, in these pages. Twice the same page: either."""
+    rest = iter(data)
+
+    def written(group: Any) -> Any:
+        leaves, tree = jax.tree.flatten(group)
+        for _, at in each([group]):
+            leaves = [a.at[(*at, pages)].set(next(rest)) for a in leaves]
+        return tree.unflatten(leaves)
+
+    trunk = tuple(map(written, state.trunk))
+    return state.replace(trunk=trunk, drafter=state.drafter.replace(pages=written(state.drafter.pages)))

@@ -1,0 +1,82 @@
+"""Messages of two servers once both have proved that they know the secret.
+
+client: Prefill
+server: Sent, once per page; then End, or, be it at once, Failed
+"""
+
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any, TypeVar
+
+import numpy as np
+from jaxtyping import Int32
+
+from mtp_jax.wire.connection import WireError
+from mtp_jax.wire.signed import Signed
+
+PURPOSE = b"mtp-jax pages 4\n"
+MOST_JSON = 2**16  # bytes of a message
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A prompt whose pages are asked for.
+
+    Attributes:
+        salt: salt of its digests.
+        first: number of pages that the client has.
+        seconds: time after which nobody waits for them.
+        ids: its tokens.
+    """
+
+    salt: str
+    first: int
+    seconds: float
+    ids: Int32[np.ndarray, " T"]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A page.
+
+    Attributes:
+        digest: digest of all tokens up to its end, in hexadecimal digits.
+        identity: facts that pages depend on besides tokens.
+        page: its arrays.
+    """
+
+    digest: str
+    identity: str
+    page: tuple  # arrays, which are compared with the wanted shapes and types
+
+
+@dataclass(frozen=True)
+class End:
+    """There are no further pages."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The hand-over ends early. reason: as of a ``WireError``."""
+
+    reason: str
+
+
+KINDS: dict[str, type] = {kind.__name__: kind for kind in (Prefill, Sent, End, Failed)}
+
+
+def claim(identity: str) -> bytes:
+    """A client's claim in the proofs. identity: facts that its pages depend on besides tokens."""
+    return sha256(identity.encode()).digest()
+
+
+def expect(signed: Signed, *kinds: type[_T], most: int = 0) -> _T:
+    """A message of one of these kinds, with ``most`` bytes of arrays at most. Raises WireError."""
+    message: Any = signed.receive(most)
+    if isinstance(message, Failed):
+        raise WireError(message.reason[:20])
+    if not isinstance(message, kinds):
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise WireError("protocol", f"{type(message).__name__} where {names} was expected")
+    return message

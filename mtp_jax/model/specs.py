@@ -1,0 +1,403 @@
+"""Parameters as they are declared, without jax: one ``Spec`` per array, in trees of dataclasses.
+
+A ``Spec`` gives shape, dtype, logical axes, initialiser and checkpoint tensors. Random initialisation,
+shardings, the tensors that a checkpoint must hold and every count of bytes derive from ``param_specs``.
+``params`` registers the same trees with jax, where arrays stand in place of specs.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from mtp_jax.model.config import GroupedConfig, IndexerConfig, ModelConfig
+from mtp_jax.model.hf_quantization import FP8_BLOCK
+
+RULES: dict[str | None, tuple[str, ...] | str | None] = {
+    None: None,
+    "slots": "data",
+    "pages": "data",
+    "heads": "model",
+    "mlp": "model",
+    "vocab": "model",
+    "experts": ("data", "model"),
+}
+"""The axes of a mesh that a logical axis is split over."""
+
+_ITEMSIZE = {"float32": 4, "bfloat16": 2}
+
+
+def ways(axis: str | None, mesh: Mapping[str, int]) -> int:
+    """Number of parts that a dimension with this logical axis is split into; mesh: sizes of its axes."""
+    over = RULES[axis]
+    names = (over,) if isinstance(over, str) else over or ()
+    return math.prod(mesh[name] for name in names)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One parameter array.
+
+    Attributes:
+        shape: shape of the array.
+        axes: logical axis of each dimension (``RULES`` maps them to mesh axes).
+        names: checkpoint tensors, nested like the leading dimensions that stack them; a plain string if one
+            tensor is the whole array.
+        tensor_shape: shape of each such tensor in the checkpoint.
+        init: "normal" (1/sqrt(fan_in)), "embedding", "ones" or "zeros".
+        float32: kept in float32 under any dtype of the model.
+        rows: part ``[start, stop)`` of every head's rows, of a tensor that holds ``heads`` groups of rows.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    names: Any
+    tensor_shape: tuple[int, ...]
+    init: str = "normal"
+    float32: bool = False
+    rows: tuple[int, int] | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of its elements."""
+        return math.prod(self.shape)
+
+    @property
+    def projects(self) -> bool:
+        """Whether its tensors may be narrow."""
+        name = self.names
+        while not isinstance(name, str):
+            name = name[0]
+        return may_be_narrow(name)
+
+    def dtype(self, dtype: str) -> str:
+        """The dtype of the array in a model of ``dtype``."""
+        return "float32" if self.float32 else dtype
+
+    def nbytes(self, dtype: str) -> int:
+        """Bytes of the array in a model of ``dtype``: "float32" or "bfloat16"."""
+        return self.size * _ITEMSIZE[self.dtype(dtype)]
+
+    def parts(self, mesh: Mapping[str, int]) -> int:
+        """Number of parts that a mesh splits the array into; mesh: sizes of its axes."""
+        return math.prod(ways(axis, mesh) for axis in self.axes)
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """Parameters that choose the entries of sparse attention (arXiv 2512.02556, section 2.1)."""
+
+    q: Any  # [H, i, Q], of the queries' low rank
+    k: Any  # [i, D]
+    k_norm: Any  # [i]
+    k_bias: Any  # [i]
+    weights: Any  # [H, D] float32
+
+
+@dataclass(frozen=True)
+class Attention:
+    """MLA (arXiv 2405.04434, section 2.1). ``q_a`` and ``q_norm`` are None when queries have no low rank.
+
+    ``indexer`` is None without sparse attention, and where a layer attends to another layer's choice.
+    """
+
+    q_a: Any  # [Q, D]
+    q_norm: Any  # [Q]
+    q_b: Any  # [N, nope + R, Q or D]
+    kv_a: Any  # [C + R, D]
+    kv_norm: Any  # [C]
+    k_up: Any  # [N, nope, C]
+    v_up: Any  # [N, v, C]
+    o: Any  # [D, N, v]
+    indexer: Indexer | None = None
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Grouped-query attention (arXiv 2305.13245): G heads of keys and values, each for N / G query heads.
+
+    Biases and norms are None where the model has none. Keys and values are small, and whole on every device.
+    """
+
+    q: Any  # [N, h, D]
+    k: Any  # [G, h, D]
+    v: Any  # [G, h, D]
+    o: Any  # [D, N, h]
+    q_bias: Any  # [N * h]
+    k_bias: Any  # [G * h]
+    v_bias: Any  # [G * h]
+    q_norm: Any  # [h]
+    k_norm: Any  # [h]
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """SwiGLU: gate and up stacked."""
+
+    gate_up: Any  # [2, I, D]
+    down: Any  # [D, I]
+
+
+@dataclass(frozen=True)
+class Moe:
+    """Routed experts and the shared expert (None when the model has none).
+
+    With ``copies`` the first axis of gate_up and down is slots, more than E, each of which holds some expert:
+    ``copies[e]`` are the slots of expert e, then -1 (see ``expert_slots``).
+    """
+
+    router: Any  # [E, D] float32
+    bias: Any  # [E] float32, selection only
+    gate_up: Any  # [E, 2, I, D]
+    down: Any  # [E, D, I]
+    shared: Mlp | None
+    copies: Any = None  # [E, c] int32
+
+    @property
+    def routed(self) -> tuple[Any, Any]:
+        """The matrices of all routed experts."""
+        return self.gate_up, self.down
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A pre-norm decoder block."""
+
+    attention_norm: Any  # [D]
+    attention: Attention | Grouped
+    mlp_norm: Any  # [D]
+    mlp: Mlp | Moe
+
+
+@dataclass(frozen=True)
+class NextN:
+    """A Multi-Token-Prediction module. ``embed`` and ``head`` are None when they are the trunk's own."""
+
+    token_norm: Any  # [D], enorm
+    hidden_norm: Any  # [D], hnorm
+    merge: Any  # [D, 2D], eh_proj
+    layer: Layer
+    norm: Any  # [D], shared_head.norm
+    embed: Any
+    head: Any
+
+    @property
+    def merging(self) -> tuple[Any, ...]:
+        """The matrix and the norms beside the layer."""
+        return self.token_norm, self.hidden_norm, self.merge, self.norm
+
+    @property
+    def entries(self) -> tuple[Any, ...]:
+        """Parameters that make NextN entries of tokens: the merge, and latents or keys and values."""
+        a = self.layer.attention
+        kv = (a.k, a.v, a.k_bias, a.v_bias, a.k_norm) if isinstance(a, Grouped) else (a.kv_a, a.kv_norm)
+        return self.token_norm, self.hidden_norm, self.merge, self.layer.attention_norm, *kv
+
+
+@dataclass(frozen=True)
+class Params:
+    """A whole model. ``head`` is None when the embedding is tied to it."""
+
+    embed: Any  # [V, D]
+    layers: tuple[Any, ...]  # Layer, or in a runner Stack[Layer]
+    norm: Any  # [D]
+    head: Any  # [V, D]
+    nextn: tuple[NextN, ...]
+
+    @property
+    def table(self) -> Any:
+        """The vocabulary table behind the logits."""
+        return self.embed if self.head is None else self.head
+
+
+def _norm(name: str, size: int) -> Spec:
+    return Spec((size,), (None,), name, (size,), "ones", float32=True)
+
+
+def _indexer(cfg: ModelConfig, index: IndexerConfig, p: str) -> Indexer:
+    h, i, d, q = index.heads, index.dim, cfg.hidden_size, cfg.q_lora_rank or 0
+    return Indexer(
+        q=Spec((h, i, q), (None, None, None), f"{p}.wq_b.weight", (h * i, q)),
+        k=Spec((i, d), (None, None), f"{p}.wk.weight", (i, d)),
+        k_norm=_norm(f"{p}.k_norm.weight", i),
+        k_bias=Spec((i,), (None,), f"{p}.k_norm.bias", (i,), "zeros", float32=True),
+        weights=Spec((h, d), (None, None), f"{p}.weights_proj.weight", (h, d), float32=True),
+    )
+
+
+def _attention(cfg: ModelConfig, p: str, indexes: bool) -> Attention:
+    n, d, c, q = cfg.num_attention_heads, cfg.hidden_size, cfg.kv_lora_rank, cfg.q_lora_rank
+    qk, nope, v = cfg.qk_head_dim, cfg.qk_nope_head_dim, cfg.v_head_dim
+    kv_b, kv_shape = f"{p}.kv_b_proj.weight", (n * (nope + v), c)
+    q_name = f"{p}.q_proj.weight" if q is None else f"{p}.q_b_proj.weight"
+    return Attention(
+        q_a=None if q is None else Spec((q, d), (None, None), f"{p}.q_a_proj.weight", (q, d)),
+        q_norm=None if q is None else _norm(f"{p}.q_a_layernorm.weight", q),
+        q_b=Spec((n, qk, q or d), ("heads", None, None), q_name, (n * qk, q or d)),
+        kv_a=Spec((cfg.latent_dim, d), (None, None), f"{p}.kv_a_proj_with_mqa.weight", (cfg.latent_dim, d)),
+        kv_norm=_norm(f"{p}.kv_a_layernorm.weight", c),
+        k_up=Spec((n, nope, c), ("heads", None, None), kv_b, kv_shape, rows=(0, nope)),
+        v_up=Spec((n, v, c), ("heads", None, None), kv_b, kv_shape, rows=(nope, nope + v)),
+        o=Spec((d, n, v), (None, "heads", None), f"{p}.o_proj.weight", (d, n * v)),
+        indexer=_indexer(cfg, cfg.indexer, f"{p}.indexer") if cfg.indexer and indexes else None,
+    )
+
+
+def _grouped(cfg: ModelConfig, g: GroupedConfig, p: str) -> Grouped:
+    n, d, h = cfg.num_attention_heads, cfg.hidden_size, g.head_dim
+
+    def heads(name: str, count: int, axis: str | None) -> Spec:
+        return Spec((count, h, d), (axis, None, None), f"{p}.{name}_proj.weight", (count * h, d))
+
+    def bias(name: str, count: int, axis: str | None) -> Spec | None:
+        shape = (count * h,)
+        return Spec(shape, (axis,), f"{p}.{name}_proj.bias", shape, "zeros") if g.bias else None
+
+    return Grouped(
+        q=heads("q", n, "heads"),
+        k=heads("k", g.kv_heads, None),
+        v=heads("v", g.kv_heads, None),
+        o=Spec((d, n, h), (None, "heads", None), f"{p}.o_proj.weight", (d, n * h)),
+        q_bias=bias("q", n, "heads"),
+        k_bias=bias("k", g.kv_heads, None),
+        v_bias=bias("v", g.kv_heads, None),
+        q_norm=_norm(f"{p}.q_norm.weight", h) if g.qk_norm else None,
+        k_norm=_norm(f"{p}.k_norm.weight", h) if g.qk_norm else None,
+    )
+
+
+def _mlp(p: str, width: int, d: int) -> Mlp:
+    gate_up = (f"{p}.gate_proj.weight", f"{p}.up_proj.weight")
+    return Mlp(
+        gate_up=Spec((2, width, d), (None, "mlp", None), gate_up, (width, d)),
+        down=Spec((d, width), (None, "mlp"), f"{p}.down_proj.weight", (d, width)),
+    )
+
+
+def _moe(cfg: ModelConfig, p: str) -> Moe:
+    e, i, d = cfg.n_routed_experts, cfg.moe_intermediate_size, cfg.hidden_size
+    experts = [f"{p}.experts.{k}" for k in range(e)]
+    pairs = tuple((f"{x}.gate_proj.weight", f"{x}.up_proj.weight") for x in experts)
+    downs = tuple(f"{x}.down_proj.weight" for x in experts)
+    return Moe(
+        router=Spec((e, d), (None, None), f"{p}.gate.weight", (e, d), float32=True),
+        bias=Spec((e,), (None,), f"{p}.gate.e_score_correction_bias", (e,), "zeros", float32=True),
+        gate_up=Spec((e, 2, i, d), ("experts", None, None, None), pairs, (i, d)),
+        down=Spec((e, d, i), ("experts", None, None), downs, (d, i)),
+        shared=_mlp(f"{p}.shared_experts", i * cfg.n_shared_experts, d) if cfg.n_shared_experts else None,
+    )
+
+
+def _layer(cfg: ModelConfig, number: int, moe: bool) -> Layer:
+    d, p = cfg.hidden_size, f"model.layers.{number}"
+    own = f"{p}.self_attn"
+    grouped = _grouped(cfg, cfg.grouped, own) if cfg.grouped else None
+    return Layer(
+        attention_norm=_norm(f"{p}.input_layernorm.weight", d),
+        attention=grouped or _attention(cfg, own, cfg.indexes(number)),
+        mlp_norm=_norm(f"{p}.post_attention_layernorm.weight", d),
+        mlp=_moe(cfg, f"{p}.mlp") if moe else _mlp(f"{p}.mlp", cfg.intermediate_size, d),
+    )
+
+
+def _table(name: str, cfg: ModelConfig) -> Spec:
+    shape = (cfg.vocab_size, cfg.hidden_size)
+    return Spec(shape, ("vocab", None), name, shape, "embedding")
+
+
+def _nextn(cfg: ModelConfig, k: int, own_embed: bool, own_head: bool) -> NextN:
+    number, d = cfg.num_hidden_layers + k, cfg.hidden_size
+    p = f"model.layers.{number}"
+    return NextN(
+        token_norm=_norm(f"{p}.enorm.weight", d),
+        hidden_norm=_norm(f"{p}.hnorm.weight", d),
+        merge=Spec((d, 2 * d), (None, None), f"{p}.eh_proj.weight", (d, 2 * d)),
+        layer=_layer(cfg, number, cfg.nextn_moe[k]),
+        norm=_norm(f"{p}.shared_head.norm.weight", d),
+        embed=_table(f"{p}.embed_tokens.weight", cfg) if own_embed else None,
+        head=_table(f"{p}.shared_head.head.weight", cfg) if own_head else None,
+    )
+
+
+def param_specs(cfg: ModelConfig, own: Iterable[tuple[bool, bool]] = ()) -> Params:
+    """The tree of ``Spec`` of a model.
+
+    own: for the first NextN layers, whether embedding and head differ from the trunk's and are kept; the
+    tables of the rest are the trunk's.
+    """
+    layers, nextn = range(cfg.num_hidden_layers), range(cfg.num_nextn_predict_layers)
+    tables = itertools.chain(own, itertools.repeat((False, False)))
+    return Params(
+        embed=_table("model.embed_tokens.weight", cfg),
+        layers=tuple(_layer(cfg, i, cfg.is_moe(i)) for i in layers),
+        norm=_norm("model.norm.weight", cfg.hidden_size),
+        head=None if cfg.tie_word_embeddings else _table("lm_head.weight", cfg),
+        nextn=tuple(_nextn(cfg, k, *t) for k, t in zip(nextn, tables, strict=False)),
+    )
+
+
+def leaves(tree: Any) -> Iterator[Spec]:
+    """Every spec of a tree of specs, or of several in a tuple, in the order of ``jax.tree.leaves``."""
+    if isinstance(tree, Spec):
+        yield tree
+    elif tree is not None:
+        parts = tree if isinstance(tree, tuple) else [getattr(tree, f.name) for f in fields(tree)]
+        for part in parts:
+            yield from leaves(part)
+
+
+def count(tree: Any) -> int:
+    """Number of parameters in a tree of specs."""
+    return sum(spec.size for spec in leaves(tree))
+
+
+def parameter_counts(cfg: ModelConfig) -> tuple[int, int, int]:
+    """Parameters of (trunk, trunk active per token, NextN layers without copies of embedding and head)."""
+    specs = param_specs(cfg)
+    total = count(replace(specs, nextn=()))
+    routed = sum(count(p.mlp.routed) for p in specs.layers if isinstance(p.mlp, Moe))
+    idle = routed - routed // max(cfg.n_routed_experts, 1) * cfg.num_experts_per_tok
+    return total, total - idle, count(specs.nextn)
+
+
+def may_be_narrow(name: str) -> bool:
+    """Whether a tensor may be narrow: projections, but not tables, norms, routers or eh_proj."""
+    projects = name.endswith(
+        ("_proj.weight", "_proj_with_mqa.weight", ".indexer.wq_b.weight", ".indexer.wk.weight")
+    )
+    return projects and not name.endswith(("eh_proj.weight", ".indexer.weights_proj.weight"))
+
+
+def scale_spec(spec: Spec, suffix: str) -> Spec:
+    """The spec of the scales of an FP8 weight, whose tensors are called like the weight's with ``suffix``.
+
+    ``spec`` must be a whole weight: one without ``rows``.
+    """
+    stacked = _stacked(spec.names)
+    blocks = tuple(-(-n // FP8_BLOCK) for n in spec.tensor_shape)
+    inner = spec.axes[stacked:]
+    if len(inner) == 3:  # rows or columns are split into groups; blocks follow the groups
+        inner = (inner[0], inner[2]) if spec.shape[-1] == spec.tensor_shape[1] else (inner[0], inner[1])
+
+    shape, axes = (*spec.shape[:stacked], *blocks), (*spec.axes[:stacked], *inner)
+    return Spec(shape, axes, _renamed(spec.names, suffix), blocks, float32=True)
+
+
+def columns_spec(spec: Spec, suffix: str, columns: int) -> Spec:
+    """The spec of an array with the rows of a weight and ``columns`` columns, split as the weight is.
+
+    Its tensors are called like the weight's with ``suffix``. The last two axes of ``spec`` must belong to
+    its tensors.
+    """
+    shape, tensor_shape = (*spec.shape[:-1], columns), (spec.tensor_shape[0], columns)
+    return Spec(shape, spec.axes, _renamed(spec.names, suffix), tensor_shape)
+
+
+def _renamed(names: Any, suffix: str) -> Any:
+    return names + suffix if isinstance(names, str) else tuple(_renamed(n, suffix) for n in names)
+
+
+def _stacked(names: Any) -> int:
+    """Leading dimensions that stack tensors."""
+    return 0 if isinstance(names, str) else 1 + _stacked(names[0])

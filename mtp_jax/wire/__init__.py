@@ -1,0 +1,1 @@
+"""Connections between processes of one secret: proofs, signed messages. No jax here."""

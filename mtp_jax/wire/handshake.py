@@ -1,0 +1,85 @@
+"""One secret: two processes prove to each other that they know it, and sign every message from then on.
+
+    listener -> caller   purpose, nonce a
+    caller -> listener   purpose, nonce b, claim, HMAC(secret, "caller", purpose, a, b, claim)
+    listener -> caller   TAKEN, HMAC(secret, "listener", purpose, a, b, claim); or why not, one byte
+
+The purpose is a line that names the protocol and its version, the claim the caller's description of itself,
+of a size that the protocol knows. So both sides read a fixed number of bytes before they know who is there.
+Both derive a key for each direction from the same values and the secret, and sign every message that follows
+(``Seals``): who stands between the two can end the connection, but not change, repeat or leave out a message.
+Nothing is encrypted.
+"""
+
+import hmac
+import secrets
+from collections.abc import Callable
+
+from mtp_jax.wire.connection import Connection, WireError
+from mtp_jax.wire.signed import Seals, Tags
+
+_NONCE = _PROOF = 32  # bytes
+_TAKEN, _OTHER_SECRET, _NOT_TAKEN = b"\1", b"\2", b"\3"
+
+
+def welcome(
+    connection: Connection,
+    secret: bytes,
+    purpose: bytes,
+    size: int,
+    take: Callable[[bytes], None] = lambda claim: None,
+) -> tuple[bytes, Seals]:
+    """The listener's side: the claim, of ``size`` bytes, of a caller that knows the secret. Raises WireError.
+
+    take: is called with the claim before this side proves itself; raises WireError if it does not fit.
+    """
+    mine = secrets.token_bytes(_NONCE)
+    connection.write(purpose + mine)
+    _expect(connection, purpose)
+    answer = bytes(connection.read(_NONCE + size + _PROOF))
+    theirs, claim, proof = answer[:_NONCE], answer[_NONCE:-_PROOF], answer[-_PROOF:]
+    about = purpose, mine, theirs, claim
+    if not hmac.compare_digest(proof, _proof(secret, b"caller", *about)):
+        connection.write(_OTHER_SECRET)
+        raise WireError("secret", "it does not know the secret", claim)
+    try:
+        take(claim)
+    except WireError:
+        connection.write(_NOT_TAKEN)
+        raise
+    connection.write(_TAKEN + _proof(secret, b"listener", *about))
+    caller, listener = _directions(secret, *about)
+    return claim, Seals(listener, caller)
+
+
+def greet(connection: Connection, secret: bytes, purpose: bytes, claim: bytes) -> Seals:
+    """The caller's side. Raises WireError."""
+    _expect(connection, purpose)
+    theirs, mine = bytes(connection.read(_NONCE)), secrets.token_bytes(_NONCE)
+    about = purpose, theirs, mine, claim
+    connection.write(purpose + mine + claim + _proof(secret, b"caller", *about))
+    verdict = bytes(connection.read(len(_TAKEN)))
+    if verdict == _OTHER_SECRET:
+        raise WireError("secret", "the other side has another secret")
+    if verdict == _NOT_TAKEN:
+        raise WireError("config", "the other side knows the secret, but does not take what this side is")
+    if not hmac.compare_digest(bytes(connection.read(_PROOF)), _proof(secret, b"listener", *about)):
+        raise WireError("secret", "the other side does not know the secret")
+    return Seals(*_directions(secret, *about))
+
+
+def _directions(secret: bytes, *about: bytes) -> tuple[Tags, Tags]:
+    """The tags of the caller's messages, and of the listener's."""
+    caller, listener = (_proof(secret, b"from " + who, *about) for who in (b"caller", b"listener"))
+    return Tags(caller), Tags(listener)
+
+
+def _expect(connection: Connection, purpose: bytes) -> None:
+    """Read the purpose. Raises WireError at the first byte that is another."""
+    for byte in purpose:
+        if connection.read(1)[0] != byte:
+            raise WireError("protocol", f"it does not speak {purpose.decode().strip()!r}")
+
+
+def _proof(secret: bytes, who: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(secret, b"\0".join([who, *parts]), "sha256")

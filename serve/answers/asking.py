@@ -1,0 +1,84 @@
+"""From a conversation to its outputs: the prompt, the tools that may be called, the queue."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from starlette.requests import Request
+
+from mtp_jax import LazyPrompt, SamplingParams, Stream, ToolUse
+from serve.answers.generation import submit
+from serve.base.state import Server
+from serve.bodies.schema import ChatBody, Conversation
+from serve.bodies.tools import use_of
+
+
+class ChatPrompt:
+    """Renders a conversation when called, off the event loop.
+
+    Attributes:
+        thinking: whether the prompt ends inside a think block.
+    """
+
+    def __init__(self, server: Server, conversation: Conversation) -> None:
+        self._tokenizer, self._conversation = server.tokenizer, conversation
+        self._form = server.tool_format
+        self.thinking = False
+
+    def __call__(self) -> list[int]:
+        """Token ids. Raises RequestError."""
+        told = self._conversation
+        messages = [message.for_template() for message in told.messages]
+        # A model that may call none is not told of them.
+        tools = [tool.for_template() for tool in told.functions] if told.tool_choice != "none" else None
+        prompt = self._tokenizer.apply_chat_template(
+            messages,
+            tools or None,
+            tool_format=self._form,
+            add_generation_prompt=told.add_generation_prompt is not False,
+            continue_final_message=told.continues,
+            **told.template_options(),
+        )
+        self.thinking = self._tokenizer.opens_thought(prompt)
+        ids = self._tokenizer.encode(prompt, add_special_tokens=False)
+        return told.cut(ids) if isinstance(told, ChatBody) else ids
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A conversation on its way through the engine.
+
+    Attributes:
+        use: of tools; None where none may be called.
+        thinking: whether its prompt has opened a thought.
+        custom: names of the tools that take a text instead of arguments.
+    """
+
+    streams: Sequence[Stream]
+    use: ToolUse | None
+    thinking: bool
+    custom: frozenset[str]
+
+
+async def ask(server: Server, request: Request, body: ChatBody) -> Asked:
+    """Queue a conversation. Raises RequestError, Overloaded, EngineStopped."""
+    use = use_of(server.tool_format, body.callable, body.choice, body.parallel_tool_calls)
+    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    params = body.params(
+        most, body.stream, top, body.prompt_logprobs, defaults=server.allm.about.sampling_defaults
+    )
+    params = replace(params, max_thinking_tokens=body.thinking_budget)
+    prompt = ChatPrompt(server, body)
+    lazy = LazyPrompt(prompt, body.characters)
+    streams = await submit(server, request, body, [lazy], _with_tools(server, params, use))
+    return Asked(streams, use, prompt.thinking, body.custom)
+
+
+def _with_tools(server: Server, params: SamplingParams, use: ToolUse | None) -> SamplingParams:
+    if use is None:
+        return params
+    structured = use.structured(server.tokenizer, params.structured)
+    if not server.allm.about.structured and not use.forced and params.structured is None:
+        structured = None  # without grammars, calls are parsed but not enforced
+    # The tags of calls are special tokens, which the parser has to see.
+    return replace(params, structured=structured, skip_special_tokens=False)

@@ -1,0 +1,113 @@
+"""One call of a generating route: its outputs as one answer, or as events while they grow."""
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mtp_jax import RequestOutput, Stream
+from serve.answers.generation import check, outputs
+from serve.base.errors import ApiError
+from serve.base.sse import DONE, EventStream, event
+from serve.base.state import Server
+from serve.bodies.reading import warning
+
+# Tokens and scores of an answer from which on it is written beside the event loop: some milliseconds' worth.
+_MANY = 1024
+
+
+def _is_long(outputs: Collection[RequestOutput]) -> bool:
+    """Whether writing the answer would hold up the event loop."""
+    completions = [c for o in outputs for c in o.outputs]
+    scored = [*(c.logprobs for c in completions), *(o.prompt_logprobs for o in outputs)]
+    scores = sum(len(row or ()) for rows in scored for row in rows or ())
+    return scores + sum(len(c.token_ids) for c in completions) > _MANY
+
+
+class Call(ABC):
+    """Reads the outputs of a request's prompts; a route renders them.
+
+    Attributes:
+        streams: one per prompt.
+        last: the newest output of every prompt that has one.
+        write: renders an event as bytes; ``done`` ends a stream of events.
+    """
+
+    write: Callable[[dict[str, Any]], bytes] = staticmethod(event)
+    done = DONE
+
+    def __init__(
+        self, server: Server, request: Request, streams: Sequence[Stream], stream: bool | None
+    ) -> None:
+        """stream: whether the client asks for events."""
+        self.server, self.request, self.streams, self.stream = server, request, streams, stream is True
+        self.last: dict[int, RequestOutput] = {}
+
+    @abstractmethod
+    def answer(self) -> Any:
+        """The JSON value of one answer, once every prompt has ended."""
+
+    @abstractmethod
+    def grown(self, prompt: int, output: RequestOutput) -> Iterable[dict[str, Any]]:
+        """The events of an output of a prompt; a long output is iterated beside the event loop."""
+
+    def begin(self) -> Iterable[dict[str, Any]]:
+        """The events before the first output."""
+        return ()
+
+    def end(self) -> Iterable[dict[str, Any]]:
+        """The events after the last output."""
+        return ()
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        """The event of a failure."""
+        return error.body
+
+    def take(self, output: RequestOutput) -> RequestOutput:
+        """Note an output as it comes; return it without parts that the client did not ask for."""
+        return output
+
+    async def respond(self) -> Response:
+        """The response."""
+        if self.stream:
+            return EventStream(
+                self._events(),
+                warning(self.request),
+                error=lambda error: self.write(self.error(error)),
+                done=self.done,
+            )
+        async with aclosing(self._outputs()) as growing:
+            async for _ in growing:
+                pass
+        answer = await self._rendered(self.last.values(), lambda: to_json(self.answer()))
+        return Response(answer, headers=warning(self.request), media_type="application/json")
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        yield self._written(self.begin())
+        async with aclosing(self._outputs()) as growing:
+            async for prompt, output in growing:
+                yield await self._rendered([output], partial(self._written, self.grown(prompt, output)))
+        yield self._written(self.end())
+
+    async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        came: dict[int, RequestOutput] = {}
+        async with aclosing(outputs(self.server, self.request, self.streams)) as growing:
+            async for prompt, output in growing:
+                came[prompt] = output
+                if getattr(self.request.state, "disconnected", False) and not self.stream:
+                    raise ApiError(499, "the client disconnected before its answer was complete")
+                check(came.values(), len(self.streams))
+                self.last[prompt] = self.take(output)
+                yield prompt, self.last[prompt]
+
+    def _written(self, events: Iterable[dict[str, Any]]) -> bytes:
+        return b"".join(map(self.write, events))
+
+    async def _rendered(self, outputs: Collection[RequestOutput], render: Callable[[], bytes]) -> bytes:
+        """The result of a function over these outputs, beside the event loop if they are long."""
+        return await self.server.allm.off_loop(render) if _is_long(outputs) else render()

@@ -1,0 +1,100 @@
+"""A call of a route whose answers consist of choices: OpenAI's Completions and Chat."""
+
+import time
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from starlette.requests import Request
+
+from mtp_jax import CompletionOutput, RequestOutput, Speculation, Stream
+from serve.answers.calls import Call
+from serve.answers.shapes import speculation_metrics, usage
+from serve.base.ids import new_id
+from serve.base.state import Server
+from serve.bodies.schema import CallBody
+
+
+class ChoicesCall(Call):
+    """Outputs to choices; a route says what a choice looks like.
+
+    Attributes:
+        kind: of the answer's object; that of a chunk is ``chunk_kind``.
+    """
+
+    kind: str
+    chunk_kind: str
+    prefix: str
+
+    def __init__(self, server: Server, request: Request, body: CallBody, streams: Sequence[Stream]) -> None:
+        super().__init__(server, request, streams, body.stream)
+        self._speculative, self._options = body.speculative, body.stream_options
+        self._tells_tokens = bool(body.return_token_ids or body.return_token_origins)
+        self._ended: dict[int, bool] = {}  # of choices that the client knows of
+        self._speculation = Speculation()
+        self._head: dict[str, Any] = {"id": self.prefix + new_id(), "created": int(time.time())}
+        if server.allm.about.simulated:
+            self._head["system_fingerprint"] = "SIMULATED"
+
+    @abstractmethod
+    def choice(self, index: int, output: RequestOutput, c: CompletionOutput, begun: bool) -> dict[str, Any]:
+        """A completion, or what is new of it; ``begun``: the client has its beginning."""
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts."""
+        return usage(self.last.values())
+
+    def take(self, output: RequestOutput) -> RequestOutput:
+        """Adds what drafting achieved."""
+        self._speculation += output.speculation
+        return output
+
+    def answer(self) -> dict[str, Any]:
+        """All choices."""
+        choices = [
+            self._choice(prompt * len(o.outputs) + c.index, o, c, False)
+            for prompt, o in sorted(self.last.items())
+            for c in o.outputs
+        ]
+        return self._object(self.kind, choices) | self._totals()
+
+    def grown(self, prompt: int, output: RequestOutput) -> Iterable[dict[str, Any]]:
+        """A chunk for each completion of which something is new."""
+        counts = {"usage": self.usage() if self._asks("continuous_usage_stats") else None}
+        counts = counts if self._asks("include_usage") else {}
+        for c in output.outputs:
+            index = prompt * len(output.outputs) + c.index
+            if not self._ended.get(index) and self._is_news(c):
+                choice = self._choice(index, output, c, index in self._ended)
+                self._ended[index] = c.finish_reason is not None
+                yield self._object(self.chunk_kind, [choice]) | counts
+
+    def end(self) -> Iterable[dict[str, Any]]:
+        """The totals, if they are asked for."""
+        if self._asks("include_usage"):
+            yield self._object(self.chunk_kind, []) | self._totals()
+
+    def _asks(self, option: str) -> bool:
+        return getattr(self._options, option, None) is True
+
+    def _choice(self, index: int, output: RequestOutput, c: CompletionOutput, begun: bool) -> dict[str, Any]:
+        """A choice; its last part says what stopped it, and which weights made it."""
+        last = {"stop_reason": c.stop_reason, "weight_version": output.weight_version}
+        return self.choice(index, output, c, begun) | ({} if c.finish_reason is None else last)
+
+    def _is_news(self, c: CompletionOutput) -> bool:
+        """Whether there is something to tell of a completion."""
+        return c.finish_reason is not None or bool(c.text) or (self._tells_tokens and bool(c.token_ids))
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._head | {"object": kind, "model": self.request.state.model, "choices": choices}
+
+    def _totals(self) -> dict[str, Any]:
+        """Token counts; what drafting achieved: of one completion, null for several, none at level "none"."""
+        level = (self._speculative and self._speculative.metrics) or self.server.settings.spec_metrics
+        if level == "none":
+            return {"usage": self.usage()}
+        depth = self.server.allm.about.engine.num_speculative_tokens
+        one = sum(len(o.outputs) for o in self.last.values()) == 1 and depth > 0
+        found = speculation_metrics(self._speculation, level, depth) if one else None
+        return {"usage": self.usage(), "metrics": {"speculative_decoding": found}}

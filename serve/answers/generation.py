@@ -1,0 +1,114 @@
+"""From checked requests to growing outputs."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Collection, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
+
+from starlette.requests import Request
+
+from mtp_jax import LazyPrompt, RequestError, RequestOutput, SamplingParams, Stream
+from serve.answers.reasoning import CLOSE, may_think
+from serve.base.errors import ApiError
+from serve.base.sse import aborted_with_client, streams_of
+from serve.base.state import Server
+from serve.bodies.reading import ignore
+from serve.bodies.schema import Sampling
+from serve.watch.access_log import record_of
+
+_FAILED = (
+    "this request failed: the model's numbers were not finite, or its structured output grew too complex"
+)
+
+# OpenAI's clients try these statuses again by themselves.
+_NOT_AGAIN = {"x-should-retry": "false"}
+
+
+async def submit(
+    server: Server,
+    request: Request,
+    body: Sampling,
+    prompts: Sequence[str | Sequence[int] | LazyPrompt],
+    params: SamplingParams,
+) -> list[Stream]:
+    """Queue every prompt, or none; at the end of the request what is left of them is aborted.
+
+    Raises RequestError, Overloaded, EngineStopped.
+    """
+    tokenizer = server.allm.about.tokenizer
+    if params.max_thinking_tokens is not None and tokenizer is not None and not may_think(tokenizer):
+        ignore(request, f"max_thinking_tokens (the model has no token {CLOSE})")
+        params = replace(params, max_thinking_tokens=None)
+    limits = [t for t in (body.timeout, server.settings.request_seconds) if t is not None]
+    depth, deepest = params.num_speculative_tokens, server.allm.about.engine.num_speculative_tokens
+    if depth is not None and depth > deepest:
+        message = f"speculative.max_tokens = {depth}; this server drafts at most {deepest}; give that or less"
+        raise ApiError(400, message, "speculative")
+    wanted, most = len(prompts) * params.n, server.allm.admission.max_requests
+    if wanted > most:
+        raise RequestError(
+            f"{len(prompts)} prompts of n = {params.n} are {wanted} requests; the queue takes {most}"
+        )
+    streams: list[Stream] = []
+    for prompt in prompts:
+        stream = await server.allm.submit(
+            prompt,
+            params,
+            priority=body.priority or 0,
+            timeout=min(limits, default=None),
+            cache_salt=body.cache_salt or "",
+        )
+        streams_of(request.scope).append(stream)
+        streams.append(stream)
+    return streams
+
+
+async def outputs(
+    server: Server, request: Request, streams: Sequence[Stream]
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """(which prompt, its output so far) as they come. A client that disconnects aborts them all."""
+    record = record_of(request.scope)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(aborted_with_client(request))
+        sources = [await stack.enter_async_context(aclosing(server.metrics.follow(s))) for s in streams]
+        if len(sources) == 1:
+            async for output in sources[0]:
+                record.saw(0, output)
+                yield 0, output
+            return
+        waiting = {asyncio.ensure_future(anext(source)): i for i, source in enumerate(sources)}
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    i = waiting.pop(task)
+                    try:
+                        output = task.result()
+                    except StopAsyncIteration:
+                        continue
+                    record.saw(i, output)
+                    yield i, output
+                    waiting[asyncio.ensure_future(anext(sources[i]))] = i
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+
+def check(outputs: Collection[RequestOutput], prompts: int) -> None:
+    """Raises ApiError for a completion that failed, or where all have ended, some too early, without a token.
+
+    outputs: the newest of every prompt that has one, of so many prompts.
+    """
+    completions = [c for output in outputs for c in output.outputs]
+    reasons = {c.finish_reason for c in completions}
+    if "error" in reasons:
+        raise ApiError(500, _FAILED, code="generation_failed", headers=_NOT_AGAIN)
+    ended = len(outputs) == prompts and all(output.finished for output in outputs)
+    if not ended or any(c.num_tokens for c in completions):
+        return
+    if "timeout" in reasons:
+        message = "the request's time was over before its first token"
+        raise ApiError(408, message, code="timeout", headers=_NOT_AGAIN)
+    if "abort" in reasons:
+        raise ApiError(503, "the server shut down before the first token", code="unavailable")

@@ -1,0 +1,101 @@
+"""Parts of an assistant's turn, found in its text as it grows: thoughts, text, calls of tools."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from mtp_jax import CallArguments, CallBegin, CallEnd, CompletionOutput, OutputText, ToolUse
+from serve.answers.reasoning import Splitter
+from serve.base.ids import new_id
+
+
+@dataclass(frozen=True)
+class Thought:
+    """Text of a thought."""
+
+    text: str
+
+
+Part = OutputText | CallBegin | CallArguments | CallEnd
+Piece = Thought | Part
+
+
+class Turn:
+    """One completion.
+
+    Attributes:
+        calls: how many calls of tools have begun.
+    """
+
+    def __init__(self, thinking: bool, may_think: bool, use: ToolUse | None) -> None:
+        """thinking: the prompt has opened a thought. may_think: the output may open one. use: of tools."""
+        self._splitter = Splitter(thinking, may_think)
+        self._parser = use.parser() if use else None
+        self._most = None if use is None or use.several else 1
+        self._space = ""
+        self.calls = 0
+
+    def push(self, c: CompletionOutput) -> list[Piece]:
+        """Take a completion, or the new part of it; return the parts known now."""
+        ended = c.finish_reason is not None
+        if self._parser:
+            parts = self._parser.push(c.text) + (self._parser.flush() if ended else [])
+        else:
+            parts = [OutputText(c.text)]
+        pieces: list[Piece] = []
+        for part in parts:
+            if isinstance(part, OutputText):
+                pieces += self._said(*self._splitter.push(part.text))
+            elif self._most is None or part.index < self._most:
+                if isinstance(part, CallBegin):
+                    pieces += self._said(*self._splitter.call())
+                    self._space = ""
+                pieces.append(self._named(part))
+        if not ended:
+            return pieces
+        pieces += self._said(*self._splitter.flush())
+        return [*pieces, OutputText(self._space)] if self._space and not self.calls else pieces
+
+    def _said(self, thought: str, text: str) -> list[Piece]:
+        """Pieces of these. White space waits for its sequel: in front of a call it is the format's."""
+        if self._parser:
+            whole = self._space + text
+            text = whole.rstrip()
+            self._space = whole[len(text) :]
+        return [*([Thought(thought)] if thought else []), *([OutputText(text)] if text else [])]
+
+    def finish_reason(self, c: CompletionOutput) -> str | None:
+        """OpenAI's: an output that ended with calls waits for their results."""
+        return "tool_calls" if c.finish_reason == "stop" and self.calls else c.finish_reason
+
+    def _named(self, part: Part) -> Part:
+        if not isinstance(part, CallBegin):
+            return part
+        self.calls += 1
+        return part if part.id else CallBegin(part.index, part.name, f"call_{new_id()}")
+
+
+@dataclass
+class Called:
+    """A call of a tool, as far as it has come."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """In OpenAI's shape."""
+        function = {"name": self.name, "arguments": self.arguments.strip()}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+def called(pieces: Iterable[Piece]) -> list[Called]:
+    """The calls among the pieces of one completion."""
+    calls: list[Called] = []
+    for piece in pieces:
+        if isinstance(piece, CallBegin):
+            calls.append(Called(piece.id or "", piece.name))
+        elif isinstance(piece, CallArguments):
+            calls[piece.index].arguments += piece.text
+    return calls

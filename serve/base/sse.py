@@ -1,0 +1,90 @@
+"""Server-sent events, and clients that disconnect before the end."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, MutableMapping
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from mtp_jax import Stream
+from serve.base.errors import ApiError, as_api_error
+from serve.watch.access_log import record_of
+
+DONE = b"data: [DONE]\n\n"
+_KEY = "streams"
+
+
+# Line ends to many clients, httpx among them; JSON has them in strings only, where they may be escaped.
+_LINE_ENDS = {"\x85": b"\\u0085", "\u2028": b"\\u2028", "\u2029": b"\\u2029"}
+
+
+def event(data: Mapping[str, Any]) -> bytes:
+    """One event of a JSON object."""
+    line = to_json(data)
+    for character, escaped in _LINE_ENDS.items():
+        line = line.replace(character.encode(), escaped)
+    return b"data: " + line + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends events as they come; an exception becomes an error event, as the status has been sent by then."""
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        headers: Mapping[str, str],
+        error: Callable[[ApiError], bytes],
+        done: bytes,
+    ) -> None:
+        """error: an event that says it. done: the text that ends the stream."""
+        self._events, self._error, self._done = events, error, done
+        no_buffers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers={**no_buffers, **headers}, media_type="text/event-stream")
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async with aclosing(self._events):
+                async for chunk in self._events:
+                    if chunk:
+                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        except Exception as error:
+            told = as_api_error(error)
+            record_of(scope).error = told.message
+            body = self._error(told)
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": self._done, "more_body": False})
+
+
+def streams_of(scope: MutableMapping[str, Any]) -> list[Stream]:
+    """Streams that the request of this ASGI scope has queued."""
+    return scope.setdefault("state", {}).setdefault(_KEY, [])
+
+
+def abort_streams(scope: MutableMapping[str, Any]) -> None:
+    """End streams that a request has queued, where nothing reads them any more."""
+    for stream in streams_of(scope):
+        stream.abort()
+
+
+@asynccontextmanager
+async def aborted_with_client(request: Request) -> AsyncIterator[None]:
+    """Aborts the streams that the request has queued once the client disconnects."""
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        request.state.disconnected = True
+        abort_streams(request.scope)
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watching.cancel()

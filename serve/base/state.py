@@ -1,0 +1,52 @@
+"""What the routes share."""
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from mtp_jax import RequestError
+from serve.base.settings import Settings
+
+if TYPE_CHECKING:  # with jax, for which the ingress of a cluster has no use
+    from mtp_jax import AsyncLLM, Tokenizer
+    from serve.watch.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class Server:
+    """The engine, the settings, the metrics.
+
+    Attributes:
+        created: seconds since the epoch, when the server began.
+    """
+
+    allm: "AsyncLLM"
+    settings: Settings
+    metrics: "Metrics"
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def tokenizer(self) -> "Tokenizer":
+        """The model's. Raises RequestError if it has none."""
+        tokenizer = self.allm.about.tokenizer
+        if tokenizer is None:
+            raise RequestError("the model directory has no tokenizer; use /v1/completions with token ids")
+        return tokenizer
+
+    @property
+    def tool_format(self) -> str:
+        """What the model writes calls of tools in. Raises RequestError: it has no chat template."""
+        name = self.settings.tool_parser
+        return self.tokenizer.tool_format if name == "auto" else name
+
+    def unready(self) -> str | None:
+        """Why requests should go elsewhere now; None if they need not."""
+        if self.allm.error is not None:
+            return "the engine has failed"
+        if self.allm.draining:
+            return "shutting down"
+        if released := self.allm.released:
+            return f"the memory of {', '.join(released)} is released"
+        if self.allm.step_age > self.settings.ready_seconds:
+            return f"the engine has been in one step for {self.allm.step_age:.0f} s"
+        return None

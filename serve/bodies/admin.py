@@ -1,0 +1,51 @@
+"""Bodies of the routes that an admin key opens."""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from serve.bodies.fields import Body, Name, Text, TokenIds
+
+Tag = Annotated[
+    Literal["weights", "draft", "cache"],
+    BeforeValidator(lambda tag: "cache" if tag == "kv_cache" else tag),  # SGLang's name
+]
+
+
+class UpdateBody(Body):
+    """/update_weights_from_disk. Fields are arguments of ``AsyncLLM.update_weights``."""
+
+    model: Name | None = None
+    model_path: Text
+    draft_model_path: Text | None = None
+    keep_draft: bool | None = None
+    weight_version: Name | None = None
+    probe: Annotated[list[Text | TokenIds], Field(max_length=64)] | None = None
+    abort_all_requests: bool | None = None
+    # The one way in which weights are read, and the work that an update always does.
+    load_format: Literal["auto", "safetensors"] | None = None
+    flush_cache: Literal[True] | None = None
+
+
+class ReleaseBody(Body):
+    """/release_memory_occupation. Fields are arguments of ``AsyncLLM.release_memory``."""
+
+    model: Name | None = None
+    tags: list[Tag] | None = None
+    backup: bool | None = None
+    abort_all_requests: bool | None = None
+
+
+class ResumeBody(Body):
+    """/resume_memory_occupation."""
+
+    model: Name | None = None
+    tags: list[Tag] | None = None
+
+
+class HiddenStatesBody(Body):
+    """/hidden_states. positions: of tokens, from 0 on, or from the end where negative; none: all."""
+
+    model: Name | None = None
+    input_ids: TokenIds
+    positions: Annotated[list[int], Field(fail_fast=True, min_length=1, max_length=2**20)] | None = None

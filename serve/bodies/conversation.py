@@ -1,0 +1,305 @@
+"""A conversation as a client sends it, and the parts of it that a chat template takes."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+
+from serve.bodies.custom_tools import (
+    AllowedChoice,
+    CalledCustom,
+    CustomChoice,
+    CustomTool,
+    OtherTool,
+    ToolItem,
+    ToolPick,
+    tool_kind,
+)
+from serve.bodies.fields import NOT_TEXT, Body, Name, Text, bounds, form, one_of
+from serve.bodies.tools import MOST_TOOLS, CalledTool, ToolBody, ToolChoice
+
+MAX_MESSAGES = 4096
+
+
+class TextPart(Body):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class RefusalPart(Body):
+    """A piece of an answer in which a model of OpenAI declines."""
+
+    type: Literal["refusal"]
+    refusal: Text
+
+    @property
+    def text(self) -> str:
+        """Its text."""
+        return self.refusal
+
+
+_Part = Annotated[
+    Annotated[TextPart, Tag("a text")] | Annotated[RefusalPart, Tag("a refusal")],
+    one_of({"text": "a text", "refusal": "a refusal"}, NOT_TEXT),
+]
+_Content = Annotated[
+    Annotated[Text, Tag("a string")] | Annotated[list[_Part], Field(fail_fast=True), Tag("a list")],
+    Discriminator(form),
+]
+_Call = Annotated[
+    Annotated[CalledTool, Tag("a function")] | Annotated[CalledCustom, Tag("a custom tool")],
+    Discriminator(lambda value: "a custom tool" if tool_kind(value) == "custom" else "a function"),
+]
+
+
+class Message(Body):
+    """A turn of a conversation.
+
+    Attributes:
+        prefix, partial: whether the model goes on with this message, the last one, as DeepSeek and Moonshot
+            say it.
+    """
+
+    without_effect: ClassVar = frozenset({"annotations", "refusal"})
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: _Content | None = None
+    tool_calls: Annotated[list[_Call], Field(fail_fast=True, max_length=1024)] | None = None
+    tool_call_id: Name | None = None
+    name: Name | None = None
+    reasoning: Text | None = None
+    reasoning_content: Text | None = None
+    prefix: bool | None = None
+    partial: bool | None = None
+
+    def unknown(self, prefix: str = "") -> Iterator[str]:
+        """Fields without effect, of the parts, too."""
+        yield from super().unknown(prefix)
+        for i, part in enumerate(self.content if isinstance(self.content, list) else ()):
+            yield from part.unknown(f"{prefix}content.{i}.")
+
+    @model_validator(mode="after")
+    def _has_content(self) -> "Message":
+        if self.content is None and self.role != "assistant":
+            raise ValueError("content: a message needs text")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(
+                f"tool_calls: only an assistant's message has calls, not one of the role {self.role}"
+            )
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("tool_call_id: the result of a tool says which call it belongs to")
+        if self.continues and self.role != "assistant":
+            raise ValueError(f"prefix: the model goes on with its own messages alone, not with {self.role}'s")
+        return self
+
+    @property
+    def continues(self) -> bool:
+        """Whether the model is to go on with it."""
+        return self.prefix is True or self.partial is True
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it: text as one string, "system" for "developer"."""
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        reasoning = self.reasoning_content or self.reasoning
+        extra = {} if reasoning is None else {"reasoning_content": reasoning}
+        extra |= {} if self.name is None else {"name": self.name}
+        extra |= {} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id}
+        if self.tool_calls:  # some templates tell a message of calls by its missing text
+            calls = [
+                c.for_template() if isinstance(c, CalledCustom) else c.model_dump() for c in self.tool_calls
+            ]
+            return {"role": self.role, "content": content or None, "tool_calls": calls, **extra}
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": content or "", **extra}
+
+
+def paired(messages: Sequence[Message]) -> list[Message]:
+    """The messages, the results of tools right behind their calls and in the order of the calls.
+
+    Templates that print results without ids leave it to their places which call they belong to. Raises
+    ValueError for results and calls that do not go together.
+    """
+    turns: list[tuple[Message, dict[str, Message | None]]] = []
+    waiting: dict[str, dict[str, Message | None]] = {}  # by the newest call of an id, the results of its turn
+    answered: set[str] = set()
+    for message in messages:
+        of = message.tool_call_id
+        if message.role != "tool" or of is None:
+            ids = [call.id for call in message.tool_calls or ()]
+            results = dict[str, Message | None].fromkeys(ids)
+            if len(results) < len(ids):
+                raise ValueError(f"two calls of a message have the id {_double(ids)!r}; give each its own")
+            waiting |= dict.fromkeys(ids, results)
+            turns.append((message, results))
+        elif of in waiting:
+            waiting.pop(of)[of] = message
+            answered.add(of)
+        elif of in answered:
+            raise ValueError(f"the call {of!r} has two results; send one")
+        else:
+            raise ValueError(
+                f"there is a result of the call {of!r}, and no message before it has that call; send the "
+                "assistant's message, too"
+            )
+    ordered: list[Message] = []
+    for message, results in turns:
+        given = [result for result in results.values() if result is not None]
+        if given and len(given) < len(results):
+            without = next(id for id, result in results.items() if result is None)
+            raise ValueError(
+                f"the call {without!r} has no result, and others of its message have; send one for each call"
+            )
+        ordered += [message, *given]
+    return ordered
+
+
+def _double(ids: Iterable[str]) -> str:
+    seen: set[str] = set()
+    return next(id for id in ids if id in seen or seen.add(id))
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class Thinking(Body):
+    """Whether to think, and how much, as Anthropic's, DeepSeek's and GLM's APIs say it."""
+
+    without_effect: ClassVar = frozenset({"clear_thinking", "display"})
+
+    type: Literal["enabled", "disabled", "adaptive", "auto", "between_tools"]
+    budget_tokens: Annotated[int, bounds("max_thinking_tokens")] | None = None
+
+
+class TemplateOptions(Body):
+    """The variables of a chat template that a client may set."""
+
+    thinking: bool | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: Effort | None = None
+
+
+class Reasoning(Body):
+    """How much to think, as OpenAI's Responses API and OpenRouter say it."""
+
+    without_effect: ClassVar = frozenset({"context", "generate_summary", "summary"})
+
+    enabled: bool | None = None
+    effort: Effort | None = None
+    max_tokens: Annotated[int, bounds("max_thinking_tokens")] | None = None
+
+
+class Switches(Body):
+    """Fields that say whether to think."""
+
+    chat_template_kwargs: TemplateOptions | None = None
+    reasoning_effort: Effort | None = None
+    reasoning: Reasoning | None = None
+    thinking: Thinking | None = None
+    enable_thinking: bool | None = None
+
+    def template_options(self) -> dict[str, Any]:
+        """Variables for the chat template: an effort switches thinking, too, where nothing else does."""
+        told = self.reasoning or Reasoning()
+        effort = self.reasoning_effort or told.effort
+        wanted = [
+            None if effort is None else effort != "none",
+            told.enabled,
+            self.enable_thinking,
+            self.thinking and self.thinking.type != "disabled",
+        ]
+        given: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+        for thinks in wanted:
+            if thinks is not None:
+                given |= {"thinking": thinks, "enable_thinking": thinks}
+        own, known = self.chat_template_kwargs, set(TemplateOptions.model_fields)
+        return given | (own.model_dump(exclude_none=True, include=known) if own else {})
+
+
+class Conversation(Switches):
+    """Fields that a chat template needs."""
+
+    messages: Annotated[
+        list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), AfterValidator(paired)
+    ]
+    tools: Annotated[list[ToolItem], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tool_choice: ToolPick | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_end(self) -> "Conversation":
+        *before, last = self.messages
+        if any(message.continues for message in before):
+            raise ValueError("prefix: only the last message can be gone on with; leave it out of the others")
+        if self.continues:
+            if self.add_generation_prompt:
+                raise ValueError("continue_final_message: not with add_generation_prompt = true")
+            if last.role != "assistant":
+                raise ValueError("continue_final_message: the last message must be the assistant's")
+            if last.tool_calls:
+                raise ValueError(
+                    "messages: the last one, the assistant's, has calls of tools; send their results"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _allows_what_there_is(self) -> "Conversation":
+        if isinstance(self.tool_choice, AllowedChoice):
+            known = sorted(tool.function.name for tool in self.functions)
+            if unknown := next((name for name in self.tool_choice.names if name not in known), None):
+                raise ValueError(f"tool_choice: {unknown!r} is not among the tools {', '.join(known)}")
+        return self
+
+    @property
+    def continues(self) -> bool:
+        """Whether the model goes on with the last message, instead of beginning another."""
+        return self.continue_final_message is True or self.messages[-1].continues
+
+    @property
+    def characters(self) -> int:
+        """The length of the rendered conversation, about: a template renders this as JSON."""
+        told = self.model_dump_json(include={"messages", "tools"}, exclude_none=True)
+        return len(told)
+
+    @property
+    def functions(self) -> list[ToolBody]:
+        """The tools that the model may be told of, as functions."""
+        told = [tool.as_function if isinstance(tool, CustomTool) else tool for tool in self.tools or ()]
+        return [tool for tool in told if isinstance(tool, ToolBody)]
+
+    @property
+    def custom(self) -> frozenset[str]:
+        """Names of the tools that take a text instead of arguments."""
+        return frozenset(tool.custom.name for tool in self.tools or () if isinstance(tool, CustomTool))
+
+    @property
+    def callable(self) -> list[ToolBody]:
+        """Names of the functions that may be called."""
+        if not isinstance(self.tool_choice, AllowedChoice):
+            return self.functions
+        names = self.tool_choice.names
+        return [tool for tool in self.functions if tool.function.name in names]
+
+    @property
+    def choice(self) -> ToolChoice | None:
+        """Which function to call."""
+        match self.tool_choice:
+            case AllowedChoice() as some:
+                return some.allowed_tools.mode
+            case CustomChoice() as one:
+                return one.as_function
+            case other:
+                return other
+
+    def unknown(self, prefix: str = "") -> Iterator[str]:
+        """Fields without effect, of the messages, too, and the tools that are left out."""
+        yield from super().unknown(prefix)
+        for i, message in enumerate(self.messages):
+            yield from message.unknown(f"{prefix}messages.{i}.")
+        for i, tool in enumerate(self.tools or ()):
+            yield from tool.left_out(f"{prefix}tools.{i}") if isinstance(tool, CustomTool | OtherTool) else ()

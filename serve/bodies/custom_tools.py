@@ -1,0 +1,160 @@
+"""Tools of other types than functions: a custom tool, which takes a text, is one of one string here."""
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from serve.bodies.fields import Body, Name, Text, one_of
+from serve.bodies.tools import MOST_TOOLS, FunctionName, Named, NamedChoice, ToolBody
+
+_INPUT = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+
+
+class _Grammar(Body):
+    syntax: Literal["lark", "regex"]
+    definition: Text
+
+
+class _Format(Body):
+    type: Literal["text", "grammar"]
+    grammar: _Grammar | None = None
+
+
+class _Custom(Body):
+    name: FunctionName
+    description: Text | None = None
+    format: _Format | None = None
+
+
+class CustomTool(Body):
+    """A tool that takes a text. The model is told of the grammar that it may have; nothing enforces it."""
+
+    type: Literal["custom"]
+    custom: _Custom
+
+    @property
+    def as_function(self) -> ToolBody:
+        """The function that the model is told of."""
+        texts, form = [self.custom.description or ""], self.custom.format
+        if form and form.grammar:
+            texts.append(f"The input fits this grammar ({form.grammar.syntax}):\n{form.grammar.definition}")
+        function = {
+            "name": self.custom.name,
+            "description": "\n\n".join(filter(None, texts)) or None,
+            "parameters": _INPUT,
+            "strict": True,
+        }
+        return ToolBody.model_validate({"type": "function", "function": function})
+
+    def left_out(self, path: str) -> Iterator[str]:
+        """What of it has no effect: the grammar."""
+        if self.custom.format and self.custom.format.grammar:
+            yield f"{path}.format.grammar"
+
+
+class OtherTool(Body):
+    """A tool that a server would have to run, such as ``web_search``: the model is not told of it."""
+
+    type: Name
+
+    def left_out(self, path: str) -> Iterator[str]:
+        """What of it has no effect: all."""
+        yield f"{path}.{self.type}"
+
+
+def tool_kind(value: Any) -> str | None:
+    """The type of a tool or a call, as the client names it."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return kind if isinstance(kind, str) else None
+
+
+def tool_form(value: Any) -> str:
+    """Which class a tool of a request is of."""
+    forms = {None: "a function", "function": "a function", "custom": "a custom tool"}
+    return forms.get(tool_kind(value), "another tool")
+
+
+ToolItem = Annotated[
+    Annotated[ToolBody, Tag("a function")]
+    | Annotated[CustomTool, Tag("a custom tool")]
+    | Annotated[OtherTool, Tag("another tool")],
+    Discriminator(tool_form),
+]
+
+
+class CustomChoice(Body):
+    """A custom tool that must be called."""
+
+    type: Literal["custom"]
+    custom: Named
+
+    @property
+    def as_function(self) -> NamedChoice:
+        """The choice of its function."""
+        return NamedChoice.model_validate({"type": "function", "function": {"name": self.custom.name}})
+
+
+class _Allowed(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[
+        list[
+            Annotated[
+                Annotated[NamedChoice, Tag("a function")] | Annotated[CustomChoice, Tag("a custom tool")],
+                one_of({"function": "a function", "custom": "a custom tool"}, "expected function or custom"),
+            ]
+        ],
+        Field(fail_fast=True, min_length=1, max_length=MOST_TOOLS),
+    ]
+
+
+class AllowedChoice(Body):
+    """Some of the tools, which alone may or must be called; the model is told of all."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: _Allowed
+
+    @property
+    def names(self) -> list[str]:
+        """Names of these tools."""
+        chosen = self.allowed_tools.tools
+        return [one.custom.name if isinstance(one, CustomChoice) else one.function.name for one in chosen]
+
+
+CHOICES = (
+    "expected none, auto, required, allowed_tools, or a tool of the type function or custom, as this server "
+    "runs none itself"
+)
+PICKS = {"function": "a function", "custom": "a custom tool", "allowed_tools": "some tools"}
+ToolPick = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("a string")]
+    | Annotated[NamedChoice, Tag("a function")]
+    | Annotated[CustomChoice, Tag("a custom tool")]
+    | Annotated[AllowedChoice, Tag("some tools")],
+    one_of(PICKS, CHOICES, "a string"),
+]
+
+
+class _CalledText(Body):
+    name: FunctionName
+    input: Text
+
+
+class CalledCustom(Body):
+    """A call of a custom tool in an assistant's message."""
+
+    id: Annotated[str, Field(max_length=256)]
+    type: Literal["custom"]
+    custom: _CalledText
+
+    def for_template(self) -> dict[str, Any]:
+        """The call of its function."""
+        arguments = json.dumps({"input": self.custom.input}, ensure_ascii=False)
+        function = {"name": self.custom.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}

@@ -1,0 +1,185 @@
+"""Kinds of fields of request bodies, and the objects inside them."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from mtp_jax import SamplingParams
+from mtp_jax.options import declared
+from serve.base.settings import MAX_NAME, SpecMetrics
+
+MAX_N = 128
+MAX_PROMPTS = 1024
+_MOST_STOPS = 32
+_MOST_IDS = 1024
+_SHOWN_CHARACTERS = 60
+MOST_SCORES = 2**22
+Text = Annotated[str, Field(max_length=4 * 2**20)]
+Name = Annotated[str, Field(max_length=MAX_NAME)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+# Lists fail fast: a body of wrong items would make millions of errors, of which one is reported.
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=2**20)]
+Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+# Python's int() takes more: " 1", "1_0", "01".
+_TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
+Ids = Annotated[list[TokenId], Field(fail_fast=True, max_length=_MOST_IDS)]
+
+
+def bounds(name: str) -> Any:
+    """The range of a field that is as ``SamplingParams`` has it."""
+    about = declared(SamplingParams)[name]
+    return Field(ge=about.low, le=about.high)
+
+
+def form(value: Any) -> str:
+    """The form of a field that has several, so that errors are about the form that was meant."""
+    return "a list" if isinstance(value, list) else "a string"
+
+
+def _schema_form(value: Any) -> str | None:
+    return "a string" if isinstance(value, str) else "an object" if isinstance(value, dict) else None
+
+
+def _stop_form(value: Any) -> str | None:
+    return form(value) if isinstance(value, (str, list)) else None
+
+
+def _prompt_form(value: Any) -> str | None:
+    inner = {str: "a list of strings", list: "a list of lists"}
+    if not isinstance(value, list):
+        return "a string" if isinstance(value, str) else None
+    return inner.get(type(value[0]), "a list of ids") if value else "a list of ids"
+
+
+def _forms(tell: Callable[[Any], str | None], expected: str) -> Discriminator:
+    """The form that ``tell`` names; the error where it names none."""
+    return Discriminator(tell, custom_error_type="form", custom_error_message=f"Input should be {expected}")
+
+
+NOT_TEXT = "is not text; this server takes no images, audio or files"
+
+
+def one_of(tags: Mapping[str, str], expected: str, of_text: str | None = None) -> Discriminator:
+    """Which class an object is of, by its ``type``: a tag of each, and the words of the error for any other.
+
+    of_text: the tag of a string.
+    """
+
+    def tell(value: Any) -> str | None:
+        if isinstance(value, str):
+            return of_text
+        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        return tags.get(kind) if isinstance(kind, str) else None
+
+    return Discriminator(tell, custom_error_type="form", custom_error_message=expected)
+
+
+def _few(value: Any) -> Any:
+    """Objects cannot fail fast: their size is looked at first."""
+    if isinstance(value, dict) and len(value) > _MOST_IDS:
+        raise ValueError(f"at most {_MOST_IDS} tokens are allowed, got {len(value)}")
+    return value
+
+
+Biases = Annotated[dict[_TokenKey, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few)]
+Stops = Annotated[
+    Annotated[Stop, Tag("a string")]
+    | Annotated[list[Stop], Field(fail_fast=True, max_length=_MOST_STOPS), Tag("a list")],
+    _forms(_stop_form, "a string or a list of strings"),
+]
+Words = Annotated[list[Stop], Field(fail_fast=True, max_length=_MOST_STOPS)]
+Schema = Annotated[
+    Annotated[Text, Tag("a string")] | Annotated[dict[str, Any], Tag("an object")],
+    _forms(_schema_form, "a JSON Schema: an object, or its text"),
+]
+Prompts = Annotated[
+    Annotated[Text, Tag("a string")]
+    | Annotated[TokenIds, Tag("a list of ids")]
+    | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag("a list of strings")]
+    | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag("a list of lists")],
+    _forms(_prompt_form, "a string, a list of strings, a list of token ids or a list of such lists"),
+]
+
+
+class Body(BaseModel):
+    """A JSON object; unknown fields are kept, to be warned of.
+
+    Attributes:
+        without_effect: fields that clients send, and that change nothing of an answer here; no warning.
+    """
+
+    without_effect: ClassVar[frozenset[str]] = frozenset()
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
+
+    def unknown(self, prefix: str = "") -> Iterator[str]:
+        """Paths of the fields that mean nothing here and are not null."""
+        known = {"cache_control", *self.without_effect}  # every prefix is cached
+        extra = (self.model_extra or {}).items()
+        yield from (prefix + name for name, value in extra if value is not None and name not in known)
+        for name in self.__class__.model_fields:
+            value = getattr(self, name)
+            if isinstance(value, Body):
+                yield from value.unknown(f"{prefix}{name}.")
+
+
+class StreamOptions(Body):
+    """include_usage: a last chunk with the usage. continuous_usage_stats: the usage so far in every chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Speculative(Body):
+    """enabled: whether to draft. max_tokens: most drafts per step.
+
+    suffix: whether drafts may come from a suffix match; None: unless the request samples.
+    metrics: counts to report of it at the end.
+    """
+
+    enabled: bool | None = None
+    max_tokens: Annotated[int, bounds("num_speculative_tokens")] | None = None
+    suffix: bool | None = None
+    metrics: SpecMetrics | None = None
+
+
+class JsonSchema(Body):
+    """The schema of a response format. ``strict`` is how this server always follows it."""
+
+    name: Name | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """OpenAI's ``response_format``."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _matches(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes with the type json_schema, and only with it")
+        return self
+
+
+class Structured(Body):
+    """vLLM's ``structured_outputs``: exactly one of these."""
+
+    json_: Annotated[Schema | None, Field(alias="json")] = None
+    regex: Text | None = None
+    choice: Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=4096)] | None = None
+    json_object: bool | None = None
+
+    @model_validator(mode="after")
+    def _names_one(self) -> "Structured":
+        given = [name for name in ("json_", "regex", "choice") if getattr(self, name) is not None]
+        given += ["json_object"] if self.json_object else []
+        if len(given) != 1:
+            names = [name.strip("_") for name in given] or sorted(self.model_extra or {}) or ["nothing"]
+            shown = ", ".join(names)[:_SHOWN_CHARACTERS]
+            raise ValueError(f"got {shown}; give exactly one of json, regex, choice and json_object")
+        return self

@@ -1,0 +1,269 @@
+"""Bodies of /v1/messages and /v1/messages/count_tokens, in Anthropic's shapes."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from serve.bodies.conversation import MAX_MESSAGES, Effort, Thinking
+from serve.bodies.custom_tools import OtherTool, tool_kind
+from serve.bodies.fields import NOT_TEXT, Body, Name, Stops, Text, bounds, form
+from serve.bodies.schema import ChatBody
+from serve.bodies.tools import FunctionName
+
+# Claude Code begins its system message with a line for Anthropic's accounts, another one in each request: no
+# request would begin as the one before it.
+_BILLING = "x-anthropic-billing-header:"
+
+
+class _TextBlock(Body):
+    type: Literal["text"]
+    text: Text
+
+
+class _SearchResultBlock(Body):
+    type: Literal["search_result"]
+    content: Annotated[list[_TextBlock], Field(fail_fast=True)]
+
+    @property
+    def text(self) -> str:
+        """Its text."""
+        return "".join(block.text for block in self.content)
+
+
+class _TextSource(Body):
+    type: Literal["text"]
+    data: Text
+
+
+class _DocumentBlock(Body):
+    type: Literal["document"]
+    source: _TextSource
+
+    @property
+    def text(self) -> str:
+        """Its text."""
+        return self.source.data
+
+
+class _LeftOut(Body):
+    """A block that only the server that made it can read, or a tool's work that it ran itself."""
+
+    type: Name
+
+
+def _written(value: Any) -> str | None:
+    """Which class a block is of that may stand anywhere; None: of none."""
+    kind = tool_kind(value)
+    if kind == "document":  # other sources are files
+        source = value.get("source") if isinstance(value, dict) else None
+        return "a document" if source is None or tool_kind(source) == "text" else None
+    return {"text": "a text", "search_result": "a result", "tool_reference": "another block"}.get(kind or "")
+
+
+def _any_block(value: Any) -> str | None:
+    kind = tool_kind(value) or ""
+    own = {"thinking": "a thought", "tool_use": "a call", "tool_result": "a result of a call"}
+    if kind in own:
+        return own[kind]
+    ran = kind.startswith(("server_", "mcp_")) or kind.endswith("_tool_result")
+    return "another block" if ran or kind == "redacted_thinking" else _written(value)
+
+
+def _kinds(tell: Callable[[Any], str | None]) -> Discriminator:
+    return Discriminator(tell, custom_error_type="form", custom_error_message=NOT_TEXT)
+
+
+_Written = (
+    Annotated[_TextBlock, Tag("a text")]
+    | Annotated[_SearchResultBlock, Tag("a result")]
+    | Annotated[_DocumentBlock, Tag("a document")]
+    | Annotated[_LeftOut, Tag("another block")]
+)
+_Texts = Annotated[
+    Annotated[Text, Tag("a string")]
+    | Annotated[list[Annotated[_Written, _kinds(_written)]], Field(fail_fast=True), Tag("a list")],
+    Discriminator(form),
+]
+
+
+class _ThinkingBlock(Body):
+    type: Literal["thinking"]
+    thinking: Text
+
+
+class _ToolUseBlock(Body):
+    type: Literal["tool_use"]
+    id: Name
+    name: FunctionName
+    input: dict[str, Any]
+
+
+class _ToolResultBlock(Body):
+    type: Literal["tool_result"]
+    tool_use_id: Name
+    content: _Texts | None = None
+    is_error: bool | None = None
+
+
+_Block = Annotated[
+    _Written
+    | Annotated[_ThinkingBlock, Tag("a thought")]
+    | Annotated[_ToolUseBlock, Tag("a call")]
+    | Annotated[_ToolResultBlock, Tag("a result of a call")],
+    _kinds(_any_block),
+]
+
+
+class _Message(Body):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[
+        Annotated[Text, Tag("a string")] | Annotated[list[_Block], Field(fail_fast=True), Tag("a list")],
+        Discriminator(form),
+    ]
+
+    def turns(self) -> Iterator[dict[str, Any]]:
+        """The chat route's messages for it: results of tools are messages of their own, before other text."""
+        if isinstance(self.content, str):
+            yield {"role": self.role, "content": self.content}
+            return
+        blocks = self.content
+        for block in blocks:
+            if isinstance(block, _ToolResultBlock):
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
+        calls = [
+            {"id": b.id, "function": {"name": b.name, "arguments": json.dumps(b.input, ensure_ascii=False)}}
+            for b in blocks
+            if isinstance(b, _ToolUseBlock)
+        ]
+        text = _text(blocks)
+        thought = "".join(b.thinking for b in blocks if isinstance(b, _ThinkingBlock))
+        if text or calls or not any(isinstance(b, _ToolResultBlock) for b in blocks):
+            more: dict[str, Any] = {"reasoning_content": thought} if thought else {}
+            more |= {"tool_calls": calls} if calls else {}
+            yield {"role": self.role, "content": text, **more}
+
+    def left_out(self) -> Iterator[str]:
+        """Parts of it that the model is not told."""
+        for i, block in enumerate(self.content if isinstance(self.content, list) else ()):
+            if isinstance(block, _LeftOut):
+                yield f"content.{i}.{block.type}"
+
+
+class _Tool(Body):
+    type: Literal["custom"] | None = None
+    name: FunctionName
+    description: Text | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+
+_ToolItem = Annotated[
+    Annotated[_Tool, Tag("a tool")] | Annotated[OtherTool, Tag("another tool")],
+    Discriminator(lambda value: "a tool" if tool_kind(value) in (None, "custom") else "another tool"),
+]
+
+
+class _ToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: FunctionName | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _named(self) -> "_ToolChoice":
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("name: goes with the type tool, and only with it")
+        return self
+
+
+class _Format(Body):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class _OutputConfig(Body):
+    effort: Effort | None = None
+    format: _Format | None = None
+
+
+class CountBody(Body):
+    """/v1/messages/count_tokens."""
+
+    without_effect: ClassVar = frozenset({"betas", "inference_geo", "service_tier", "speed"})
+
+    model: Name | None = None
+    messages: Annotated[list[_Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    system: _Texts | None = None
+    tools: Annotated[list[_ToolItem], Field(fail_fast=True)] | None = None
+    tool_choice: _ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: _OutputConfig | None = None
+    output_format: _Format | None = None
+
+    def unknown(self, prefix: str = "") -> Iterator[str]:
+        """Tools and blocks that are left out, too."""
+        yield from super().unknown(prefix)
+        for i, tool in enumerate(self.tools or ()):
+            yield from tool.left_out(f"{prefix}tools.{i}") if isinstance(tool, OtherTool) else ()
+        for i, message in enumerate(self.messages):
+            yield from (f"{prefix}messages.{i}.{path}" for path in message.left_out())
+
+    def _system(self) -> str:
+        if not isinstance(self.system, list):
+            return self.system or ""
+        return _text([block for block in self.system if not getattr(block, "text", "").startswith(_BILLING)])
+
+    def chat(self, **more: Any) -> ChatBody:
+        """The chat route's body for it. Raises ValidationError."""
+        turns = [turn for message in self.messages for turn in message.turns()]
+        if system := self._system():
+            turns.insert(0, {"role": "system", "content": system})
+        value: dict[str, Any] = {"messages": turns, **more}
+        # Anthropic's API does the same: the answer goes on with an assistant's message at the end.
+        value["continue_final_message"] = self.messages[-1].role == "assistant"
+        if self.tools:
+            value["tools"] = [_function(tool) for tool in self.tools if isinstance(tool, _Tool)]
+        if choice := self.tool_choice:
+            named = {"type": "function", "function": {"name": choice.name}}
+            kinds = {"any": "required", "tool": named}
+            value["tool_choice"] = kinds.get(choice.type, choice.type)
+            value["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        config = self.output_config or _OutputConfig()
+        value["thinking"] = self.thinking
+        # Here an effort does not switch thinking on.
+        value["chat_template_kwargs"] = config.effort and {"reasoning_effort": config.effort}
+        if found := config.format or self.output_format:
+            value["response_format"] = {"type": "json_schema", "json_schema": {"schema": found.schema_}}
+        return ChatBody.model_validate(value)
+
+
+def _function(tool: _Tool) -> dict[str, Any]:
+    about = {"description": tool.description, "strict": tool.strict or None, "parameters": tool.input_schema}
+    given = {key: value for key, value in about.items() if value}
+    return {"type": "function", "function": {"name": tool.name, "parameters": {}, **given}}
+
+
+class MessagesBody(CountBody):
+    """/v1/messages."""
+
+    max_tokens: Annotated[int, bounds("max_tokens")]
+    stop_sequences: Stops | None = None
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, bounds("top_p")] | None = None
+    top_k: Annotated[int, bounds("top_k")] | None = None
+    stream: bool | None = None
+    metadata: dict[str, Any] | None = None
+    thread: dict[str, Any] | None = None
+
+    def conversation(self) -> ChatBody:
+        """The chat route's body for it. Raises ValidationError."""
+        same = ("max_tokens", "temperature", "top_p", "top_k", "stream")
+        return self.chat(stop=self.stop_sequences, **{name: getattr(self, name) for name in same})
+
+
+def _text(content: str | Sequence[Any] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = (_TextBlock, _SearchResultBlock, _DocumentBlock)
+    return "".join(block.text for block in content if isinstance(block, texts))

@@ -1,0 +1,291 @@
+"""Bodies of completions. Types are strict, numbers finite and bounded; null means "not given"."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AliasChoices, Field, model_validator
+
+from mtp_jax import RequestError, SamplingParams, StructuredOutput
+from serve.bodies.conversation import Conversation
+from serve.bodies.fields import (
+    MAX_N,
+    MOST_SCORES,
+    Biases,
+    Body,
+    Ids,
+    Name,
+    Prompts,
+    ResponseFormat,
+    Speculative,
+    Stops,
+    StreamOptions,
+    Structured,
+    Text,
+    TokenId,
+    Words,
+    bounds,
+)
+
+# Fields of OpenAI's API that name the client, or ask for services that a server of one model need not give.
+_OFFICIAL = frozenset(
+    {
+        "metadata",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+        "verbosity",
+    }
+)
+
+
+def _also(name: str, *others: str) -> Any:
+    """The names that a field has, with other servers, too; errors and /openapi.json say the first."""
+    return Field(validation_alias=AliasChoices(name, *others))
+
+
+class Sampling(Body):
+    """Fields of sampling, on every route. Names, ranges and defaults are OpenAI's; further fields are vLLM's.
+
+    Bounds are equal to ``SamplingParams``' but where OpenAI's are narrower.
+    """
+
+    without_effect: ClassVar = _OFFICIAL
+
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, bounds("top_p")] | None = None
+    top_k: Annotated[int, bounds("top_k")] | None = None
+    min_p: Annotated[float, bounds("min_p")] | None = None
+    min_tokens: Annotated[int, bounds("min_tokens")] | None = None
+    stop: Stops | None = None
+    stop_token_ids: Ids | None = None
+    allowed_token_ids: Ids | None = None
+    bad_words: Words | None = None
+    max_thinking_tokens: Annotated[
+        Annotated[int, bounds("max_thinking_tokens")] | None,
+        _also("max_thinking_tokens", "thinking_token_budget", "thinking_budget"),
+    ] = None
+    ignore_eos: bool | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    presence_penalty: Annotated[float, bounds("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, bounds("frequency_penalty")] | None = None
+    repetition_penalty: Annotated[
+        Annotated[float, bounds("repetition_penalty")] | None, _also("repetition_penalty", "repeat_penalty")
+    ] = None
+    logit_bias: Biases | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    speculative: Speculative | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: Structured | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    timeout: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    cache_salt: Name | None = None
+
+    def params(
+        self,
+        max_tokens: int | None,
+        stream: bool | None,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        *,
+        defaults: Mapping[str, Any],
+    ) -> SamplingParams:
+        """The engine's parameters; ``defaults``: the model's, for fields not named. Raises RequestError."""
+        same = (
+            "n", "temperature", "top_p", "top_k", "min_p", "min_tokens", "stop", "stop_token_ids",
+            "allowed_token_ids", "bad_words", "max_thinking_tokens",
+            "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty",
+            "skip_special_tokens", "include_stop_str_in_output",
+        )  # fmt: skip
+        given: dict[str, Any] = {name: v for name in same if (v := getattr(self, name)) is not None}
+        return SamplingParams(
+            **{**defaults, **given},
+            max_tokens=max_tokens,
+            seed=None if self.seed is None else self.seed % 2**32,
+            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            num_speculative_tokens=self._depth(),
+            suffix_drafts=self.speculative and self.speculative.suffix,
+            structured=self._structured(),
+            output_kind="delta" if stream else "final_only",
+        )
+
+    def _depth(self) -> int | None:
+        s = self.speculative
+        if s is None:
+            return None
+        return 0 if s.enabled is False else s.max_tokens
+
+    def _structured(self) -> StructuredOutput | None:
+        kind, own = self.response_format, self.structured_outputs
+        if kind is not None and kind.type == "text":
+            kind = None
+        if kind is not None and own is not None:
+            raise RequestError("give either response_format or structured_outputs, not both")
+        if kind is not None:
+            if kind.json_schema is not None:
+                return StructuredOutput(json_schema=kind.json_schema.schema_)
+            return StructuredOutput(json_object=True)
+        if own is None:
+            return None
+        return StructuredOutput(own.json_, own.json_object or False, own.regex, own.choice)
+
+
+# Fields of other servers that would change the answer, and the field to use here instead.
+_GRAMMARS = (
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "json_schema", "regex", "ebnf", "grammar",
+)  # fmt: skip
+_FOREIGN = {
+    **dict.fromkeys(_GRAMMARS, "use response_format or structured_outputs"),
+    "use_beam_search": "leave it out: tokens are sampled, or the likeliest with temperature = 0",
+    "length_penalty": "leave it out: there is no beam search",
+    "early_stopping": "leave it out: there is no beam search",
+    "documents": "put them into the messages",
+    "chat_template": "leave it out: the checkpoint's own is used",
+    "logits_processors": "use logit_bias, allowed_token_ids, bad_words or structured_outputs",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "web_search_options": "leave it out: the server searches nothing",
+    "modalities": "leave it out: answers are text",
+    "audio": "leave it out: answers are text",
+}
+# Their values that change nothing; other fields have null, false and nothing at all.
+_NEUTRAL = {"length_penalty": 1, "modalities": ["text"]}
+
+
+def _changes(name: str, value: Any) -> bool:
+    if value is None:
+        return False
+    return value != _NEUTRAL[name] if name in _NEUTRAL else value is not False and value not in ([], {})
+
+
+class CallBody(Sampling):
+    """Fields of both completion routes."""
+
+    without_effect: ClassVar = _OFFICIAL | _FOREIGN.keys()
+
+    model: Name | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_token_origins: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    prompt_logprobs: Annotated[int, bounds("prompt_logprobs")] | None = None
+
+    def cut(self, prompt: list[int]) -> list[int]:
+        """The last ``truncate_prompt_tokens`` tokens of a prompt."""
+        return prompt[-(self.truncate_prompt_tokens or len(prompt)) :]
+
+    @model_validator(mode="after")
+    def _options_apply(self) -> "CallBody":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only allowed with stream = true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs: not in a stream; leave one of them out")
+        # An answer that does without them is another one, and few clients show the warning of unknown fields.
+        for name, value in (self.model_extra or {}).items():
+            if name in _FOREIGN and _changes(name, value):
+                raise ValueError(f"{name}: not supported here; {_FOREIGN[name]}")
+        return self
+
+
+class CompletionBody(CallBody):
+    """/v1/completions."""
+
+    prompt: Prompts
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    logprobs: Annotated[int, bounds("logprobs")] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    suffix: str | None = None
+
+    @model_validator(mode="after")
+    def _combines(self) -> "CompletionBody":
+        if self.suffix:
+            raise ValueError("suffix: not supported; leave it out")
+        if self.best_of not in (None, self.n or 1):
+            raise ValueError("best_of: only allowed with the value of n; all completions are returned")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: 0 is only allowed with echo = true; give 1 or more")
+        if self.prompt_logprobs is not None and (self.echo or self.max_tokens == 0):
+            raise ValueError(
+                "prompt_logprobs: not with echo, which has logprobs of its own; leave one of them out"
+            )
+        if self.echo and self.return_token_origins:
+            raise ValueError("return_token_origins: not allowed with echo; leave one of them out")
+        most = self.logprobs if self.echo else self.prompt_logprobs
+        if most is not None:
+            # A character is a token at most, or nearly.
+            scores = sum(map(len, self.prompts)) * (self.n or 1) * (most + 1)
+            if scores > MOST_SCORES:
+                field = "logprobs: with echo" if self.echo else "prompt_logprobs:"
+                raise ValueError(
+                    f"{field} the characters or ids of all prompts times n times {most} + 1 are {scores}; "
+                    f"at most {MOST_SCORES} are allowed: send fewer prompts at once"
+                )
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One or more."""
+        p = self.prompt
+        if isinstance(p, str):
+            return [p]
+        one = [token for token in p if isinstance(token, int)]
+        return [one] if one else [prompt for prompt in p if not isinstance(prompt, int)]
+
+
+class ChatBody(CallBody, Conversation):
+    """/v1/chat/completions."""
+
+    max_tokens: Annotated[int, bounds("max_tokens")] | None = None
+    max_completion_tokens: Annotated[int, bounds("max_tokens")] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, bounds("logprobs")] | None = None
+
+    @model_validator(mode="after")
+    def _combines(self) -> "ChatBody":
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: only allowed with logprobs = true")
+        return self
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """Most tokens of a thought, under any of its names."""
+        given = (
+            self.max_thinking_tokens,
+            self.thinking and self.thinking.budget_tokens,
+            self.reasoning and self.reasoning.max_tokens,
+        )
+        return next((most for most in given if most is not None), None)
+
+
+class TokenizeBody(Body):
+    """/tokenize of a text."""
+
+    model: Name | None = None
+    prompt: Text
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatBody(Conversation):
+    """/tokenize of a conversation."""
+
+    model: Name | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """/detokenize."""
+
+    model: Name | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=2**20)]

@@ -1,0 +1,95 @@
+"""Tools of a conversation, as requests say them."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from mtp_jax import Tool, ToolUse
+from serve.bodies.fields import Body, Text
+
+MOST_TOOLS = 256
+# Names of OpenAI's API, and the dots of namespaces.
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+
+
+class Function(Body):
+    """What a tool is called, and its arguments."""
+
+    name: FunctionName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def tool(self) -> Tool:
+        """For the grammar and the parser."""
+        return Tool(self.name, self.parameters or {}, self.strict is True)
+
+
+class ToolBody(Body):
+    """OpenAI's tool: a function."""
+
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        """As the client gave it."""
+        return self.model_dump(exclude_none=True)
+
+
+class Named(Body):
+    """The name of a tool."""
+
+    name: FunctionName
+
+
+class NamedChoice(Body):
+    """A function that must be called."""
+
+    type: Literal["function"]
+    function: Named
+
+
+def _choice_form(value: Any) -> str:
+    return "a string" if isinstance(value, str) else "an object"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("a string")]
+    | Annotated[NamedChoice, Tag("an object")],
+    Discriminator(_choice_form),
+]
+
+
+class CalledFunction(Body):
+    """A function and its arguments, as JSON text."""
+
+    name: FunctionName
+    arguments: Text
+
+
+class CalledTool(Body):
+    """A call in an assistant's message."""
+
+    id: Annotated[str, Field(max_length=256)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+def use_of(
+    form: str, tools: Sequence[ToolBody] | None, choice: ToolChoice | None, parallel: bool | None
+) -> ToolUse | None:
+    """What these fields of a request ask of its output; None where no tool may be called.
+
+    Raises RequestError for tools and choices that do not go together.
+    """
+    named = choice.function.name if isinstance(choice, NamedChoice) else None
+    kind = "named" if isinstance(choice, NamedChoice) else choice or "auto"
+    return ToolUse.of(
+        form,
+        [body.function.tool for body in tools or ()],
+        kind,
+        name=named,
+        several=parallel is not False,
+    )

@@ -1,0 +1,1 @@
+"""The application: its routes, access control, the socket, signals; requests without a socket."""

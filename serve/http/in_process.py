@@ -1,0 +1,109 @@
+"""Requests to the ASGI application in this process: of batches, and of replicas behind a router."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+
+Headers = list[tuple[bytes, bytes]]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request as it travels between processes.
+
+    Attributes:
+        query: text behind the question mark.
+        client: address and port of the client.
+        prefixes: digests of the prompt's beginnings, for routers (``serve/cluster/prefixes.py``).
+    """
+
+    method: str
+    path: str
+    headers: Headers
+    body: bytes
+    query: bytes = b""
+    client: tuple[str, int] | None = None
+    prefixes: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True)
+class Head:
+    """How an answer begins."""
+
+    status: int
+    headers: Headers
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A server's answer: status, its id for the request, the JSON body, the warning if there is one."""
+
+    status: int
+    request_id: str
+    body: Any
+    warning: str = ""
+
+
+async def stream(app: ASGIApp, call: Call) -> AsyncGenerator[Head | bytes, None]:
+    """The answer's head, then pieces of its body as they come. To end the iteration is to disconnect."""
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": call.method,
+        "scheme": "http",
+        "path": call.path,
+        "raw_path": call.path.encode(),
+        "query_string": call.query,
+        "root_path": "",
+        "headers": call.headers,
+        "client": call.client,
+        "server": None,
+        "state": {},
+    }
+    unread, gone, sent = [call.body], asyncio.Event(), asyncio.Queue[Message | None]()
+
+    async def receive() -> Message:
+        if unread:
+            return {"type": "http.request", "body": unread.pop(), "more_body": False}
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    answering = asyncio.ensure_future(app(scope, receive, sent.put))
+    answering.add_done_callback(lambda _: sent.put_nowait(None))
+    complete = False
+    try:
+        while (message := await sent.get()) is not None:
+            if message["type"] == "http.response.start":
+                yield Head(message["status"], list(message["headers"]))
+                continue
+            complete = not message.get("more_body", False)
+            if body := message.get("body"):
+                yield body
+        if (
+            not complete
+        ):  # else it is the error that Starlette raises again, for servers to log, after it has answered 500
+            answering.result()
+    finally:
+        gone.set()
+        answering.exception() if answering.done() and not answering.cancelled() else None
+
+
+async def post(app: ASGIApp, url: str, body: bytes) -> Answer:
+    """The whole answer to a JSON body, as a client over HTTP would get it."""
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    head, parts = Head(500, []), []
+    async with aclosing(stream(app, Call("POST", url, headers, body))) as answer:
+        async for part in answer:
+            if isinstance(part, Head):
+                head = part
+            else:
+                parts.append(part)
+    given = dict(head.headers)
+    name, warning = (given.get(key, b"").decode() for key in (b"x-request-id", b"warning"))
+    return Answer(head.status, name, json.loads(b"".join(parts)), warning)

@@ -1,0 +1,255 @@
+"""From settings to a listening process: the socket, signals, the engine's end."""
+
+import asyncio
+import errno
+import gc
+import logging
+import os
+import resource
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from mtp_jax import AsyncLLM, ConfigError, Reporter
+from serve.base.settings import Settings
+from serve.http.app import make_app
+from serve.watch.acceptance import AcceptanceAlarm
+from serve.watch.access_log import log_connection
+from serve.watch.stats_log import log_stats
+from serve.watch.watchdog import Watchdog
+
+_LOG = logging.getLogger(__name__)
+_MOST_HEADER_BYTES = 32 * 1024
+_MOST_FILES = 65536
+_LAST_ANSWERS_SECONDS = 0.5
+_LEAVING_SECONDS = 5  # for what is still being sent or read then
+# Longer than clients and proxies keep a connection, which is 60 s at most by default: one that the server
+# closes while a request is on its way to it loses the request.
+_KEEP_ALIVE_SECONDS = 75
+_LOOK_SECONDS = 1.0
+_TLS_HANDSHAKE = b"\x16\x03"  # a record of that type, and the major version of every TLS
+
+
+def listen(settings: Settings) -> socket.socket:
+    """Take the port before anything slow happens. Raises ConfigError if it cannot be had.
+
+    Nobody can connect yet.
+    """
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        try:  # two sockets that may share the port could both have it until one of them listens
+            listener.bind((settings.host, settings.port))
+        except OSError:  # but connections of a server that has just ended hold it for a minute
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((settings.host, settings.port))
+    except OSError as error:
+        listener.close()
+        raise _no_port(settings, error) from error
+    return listener
+
+
+def _no_port(settings: Settings, error: OSError) -> ConfigError:
+    flag = "--host" if error.errno in (errno.EADDRNOTAVAIL, None) else "--port"
+    return ConfigError(
+        f"cannot bind to {settings.host} port {settings.port}: {error.strerror}; choose another {flag}"
+    )
+
+
+def serve(
+    allm: AsyncLLM,
+    settings: Settings,
+    listener: socket.socket,
+    reporter: Reporter | None = None,
+    ready: Callable[[], None] = lambda: None,
+) -> int:
+    """Serve until a signal or the engine's failure; ``ready`` is called when requests can come.
+
+    Returns the exit status.
+    """
+    _raise_file_limit()
+    tasks: list[asyncio.Future[None]] = []
+
+    def begin() -> None:
+        tasks.append(asyncio.ensure_future(allm.start_helpers()))
+        ready()
+
+    server = Server(allm, settings, begin, reporter)
+    server.run([listener])
+    status = 0 if allm.error is None and server.started else 1
+    if allm.warming:
+        os._exit(status)  # rather than wait for programs that will not run
+    return status
+
+
+def _config(allm: AsyncLLM, settings: Settings, alarm: AcceptanceAlarm) -> uvicorn.Config:
+    class Protocol(_Protocol):
+        seconds = settings.body_seconds
+
+    return uvicorn.Config(
+        make_app(allm, settings, alarm),
+        http=Protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=_LEAVING_SECONDS,
+    )
+
+
+class Server(uvicorn.Server):
+    """Drains on the first SIGTERM or SIGINT, leaves at once on the second, and ends when the engine fails."""
+
+    def __init__(
+        self,
+        allm: AsyncLLM,
+        settings: Settings,
+        ready: Callable[[], None],
+        reporter: Reporter | None = None,
+    ) -> None:
+        self._alarm = AcceptanceAlarm(settings.acceptance_floor, settings.acceptance_ceiling)
+        super().__init__(_config(allm, settings, self._alarm))
+        self._allm, self._settings, self._ready = allm, settings, ready
+        self._reporter = reporter
+        self._asked = asyncio.Event()
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Until the end."""
+        self._loop = asyncio.get_running_loop()
+        jobs = (self._end(), self._keep_programs(), log_stats(self._allm, self._alarm))
+        beside = [asyncio.create_task(job) for job in jobs]
+        with Watchdog(self._allm, self._settings.step_seconds):
+            try:
+                await super().serve(sockets)
+            finally:
+                for task in beside:
+                    task.cancel()
+                await self._allm.close()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Until the engine is warm and the port open. Raises what keeps the engine from it."""
+        await self._allm.start(self._reporter)
+        for listener in sockets or ():
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.listen(self.config.backlog)
+            except OSError as error:  # of which uvicorn would say nothing
+                raise _no_port(self._settings, error) from error
+        await super().startup(sockets)
+        if self.started:
+            _freeze()
+            self._ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The signal handler."""
+        if self._asked.is_set() or not self.started:
+            os._exit(128 + sig)  # compiling, or an answer that goes on, would hold up any other way
+        self._loop.call_soon_threadsafe(self._asked.set)
+
+    async def _keep_programs(self) -> None:
+        """Once the last program is compiled."""
+        while self._allm.warming or not self.started:
+            await asyncio.sleep(_LOOK_SECONDS)
+        _freeze()
+
+    async def _end(self) -> None:
+        """Wait for a reason to end, and let the last answers out."""
+        failed = asyncio.create_task(self._allm.failed())
+        asked = asyncio.create_task(self._asked.wait())
+        await asyncio.wait((failed, asked), return_when=asyncio.FIRST_COMPLETED)
+        if self._asked.is_set():
+            _LOG.warning(
+                "shutting down: up to %g s for %d requests; another signal ends it at once",
+                self._settings.drain_seconds,
+                self._allm.live,
+            )
+            if not await self._allm.drain(self._settings.drain_seconds):
+                _LOG.warning("requests were aborted")
+        await asyncio.sleep(_LAST_ANSWERS_SECONDS)
+        self.should_exit = True
+
+
+class _Protocol(H11Protocol):
+    """Closes connections that do not get to the end of their headers, or do not read their answers."""
+
+    seconds: float
+    _begun = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._patience: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+        self._check()
+
+    def data_received(self, data: bytes) -> None:
+        begun, self._begun = self._begun, True
+        if not begun and data.startswith(_TLS_HANDSHAKE):
+            log_connection(
+                "a client speaks TLS to this port, which has none: use http://, or a proxy with TLS"
+            )
+            self.transport.close()
+            return
+        super().data_received(data)
+        self._check()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for timer in (self._patience, self._unread):
+            if timer is not None:
+                timer.cancel()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+
+    def _await_reader(self) -> None:
+        """The connection ends if its client reads nothing of what waits for it."""
+        before = self.transport.get_write_buffer_size()
+
+        def look() -> None:
+            if self.transport.get_write_buffer_size() < before:
+                self._await_reader()
+            else:
+                self.transport.abort()
+
+        self._unread = self.loop.call_later(self.seconds, look)
+
+    def _check(self) -> None:
+        """The clock runs while a request has begun but its headers are not complete.
+
+        It also does while the rest of a body is awaited whose request has been answered: refused, that is.
+        """
+        answered = self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
+        waits = self.conn.their_state is h11.IDLE or answered
+        if waits and self._patience is None:
+            self._patience = self.loop.call_later(self.seconds, self.transport.close)
+        elif not waits and self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+
+def _freeze() -> None:
+    """Keep what stays, programs above all, from the garbage collector, whose scans pause the event loop."""
+    gc.collect()
+    gc.freeze()
+
+
+def _raise_file_limit() -> None:
+    """A connection is a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(_MOST_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

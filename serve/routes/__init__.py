@@ -1,0 +1,1 @@
+"""A module per API: its requests, and how it writes answers."""

@@ -1,0 +1,91 @@
+"""The routes that an admin key opens: weights and memory, in SGLang's shapes, and hidden states."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mtp_jax import CheckpointError, ConfigError
+from serve.base.errors import ApiError
+from serve.base.state import Server
+from serve.bodies.admin import HiddenStatesBody, ReleaseBody, ResumeBody, UpdateBody
+from serve.bodies.reading import read, warning
+
+PATHS = (
+    "/update_weights_from_disk",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
+    "/hidden_states",
+)
+
+
+async def update_weights(server: Server, request: Request) -> Response:
+    """The route: all of the weights or none."""
+    body = await read(server.settings, request, UpdateBody)
+    try:
+        found = await server.allm.update_weights(
+            body.model_path,
+            body.draft_model_path,
+            keep_draft=body.keep_draft is True,
+            weight_version=body.weight_version,
+            probe=body.probe,
+            abort=body.abort_all_requests is True,
+        )
+    except (CheckpointError, ConfigError) as error:
+        raise ApiError(400, str(error), "model_path") from error
+    except OSError as error:  # a name that is too long, a file that may not be read or has gone
+        message = f"the files of model_path cannot be read: {error.strerror}; nothing has changed"
+        raise ApiError(400, message, "model_path") from error
+    answer = {
+        "success": True,
+        "message": f"the weights are those of {body.model_path}",
+        "weight_version": found.weight_version,
+        "acceptance_length": {"before": found.acceptance_before, "after": found.acceptance_after},
+    }
+    return _json(request, answer)
+
+
+async def release_memory(server: Server, request: Request) -> Response:
+    """The route: once every request has ended."""
+    body = await read(server.settings, request, ReleaseBody)
+    with _tags_refused():
+        await server.allm.release_memory(
+            body.tags, backup=body.backup is not False, abort=body.abort_all_requests is True
+        )
+    return _json(request, {"success": True, "released": server.allm.released})
+
+
+async def resume_memory(server: Server, request: Request) -> Response:
+    """The route."""
+    body = await read(server.settings, request, ResumeBody)
+    with _tags_refused():
+        await server.allm.resume_memory(body.tags)
+    return _json(request, {"success": True, "released": server.allm.released})
+
+
+async def hidden_states(server: Server, request: Request) -> Response:
+    """The route: rows of the last hidden states, after the final norm, and what made them."""
+    body = await read(server.settings, request, HiddenStatesBody)
+    version, states = await server.allm.hidden_states(body.input_ids, body.positions)
+    return _json(request, {"hidden_states": states.tolist(), "weight_version": version})
+
+
+async def weight_version(server: Server, request: Request) -> Response:
+    """The route: the name of the weights. It needs no admin key."""
+    return _json(request, {"weight_version": server.allm.weight_version})
+
+
+@contextmanager
+def _tags_refused() -> Iterator[None]:
+    """A tag that this model does not have is the client's error."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ApiError(400, str(error), "tags") from error
+
+
+def _json(request: Request, answer: dict[str, Any]) -> Response:
+    return Response(to_json(answer), headers=warning(request), media_type="application/json")

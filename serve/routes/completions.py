@@ -1,0 +1,102 @@
+"""/v1/completions."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mtp_jax import CompletionOutput, LazyPrompt, Logprob, RequestOutput, Stream
+from serve.answers.choices import ChoicesCall
+from serve.answers.generation import submit
+from serve.answers.shapes import TextOffsets, completion_logprobs, prompt_scores, token_extras
+from serve.base.state import Server
+from serve.bodies.reading import read
+from serve.bodies.schema import CompletionBody
+
+_DEFAULT_MAX_TOKENS = 16
+
+
+async def completions(server: Server, request: Request) -> Response:
+    """The route."""
+    body = await read(server.settings, request, CompletionBody)
+    # To score a prompt the engine has to go on for one token, which the answer leaves out.
+    most = _DEFAULT_MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
+    scored = body.logprobs if body.echo else body.prompt_logprobs
+    defaults = server.allm.about.sampling_defaults
+    params = body.params(most, body.stream, body.logprobs, scored, defaults=defaults)
+    streams = await submit(server, request, body, [_prompt(server, body, p) for p in body.prompts], params)
+    return await _Completions(server, request, body, streams).respond()
+
+
+def _prompt(server: Server, body: CompletionBody, prompt: str | list[int]) -> str | list[int] | LazyPrompt:
+    """As the engine takes it. Raises RequestError."""
+    if body.truncate_prompt_tokens is None:
+        return prompt
+    if isinstance(prompt, list):
+        return body.cut(prompt)
+    tokenizer = server.tokenizer
+    return LazyPrompt(lambda: body.cut(tokenizer.encode(prompt)), len(prompt))
+
+
+class _Completions(ChoicesCall):
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl-"
+
+    def __init__(
+        self, server: Server, request: Request, body: CompletionBody, streams: Sequence[Stream]
+    ) -> None:
+        super().__init__(server, request, body, streams)
+        self.body = body
+        self._tells_tokens |= body.logprobs is not None
+        self._prompt_scores: dict[int, Sequence[dict[int, Logprob] | None]] = {}
+        self._tokenizer, self._offsets = server.allm.about.tokenizer, dict[int, TextOffsets]()
+        self._skips_special = body.skip_special_tokens is not False
+
+    def choice(self, index: int, output: RequestOutput, c: CompletionOutput, begun: bool) -> dict[str, Any]:
+        """Text, and log-probabilities as parallel lists."""
+        if output.prompt_logprobs:  # in a stream once for all completions
+            self._prompt_scores[index // len(output.outputs)] = output.prompt_logprobs
+        echoed = self._prompt(output) if self.body.echo and not begun else None
+        text = (echoed or "") + c.text
+        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": c.finish_reason}
+        if self.body.logprobs is not None:
+            choice["logprobs"] = self._logprobs(index, output, c, echoed)
+        if self.body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_scores(self._tokenizer, output.prompt_logprobs or [])
+        extras = token_extras(c, self.body.return_token_ids, self.body.return_token_origins)
+        return choice | extras
+
+    def _logprobs(self, index: int, output: RequestOutput, c: CompletionOutput, echoed: str | None) -> object:
+        offsets = self._offsets.setdefault(index, TextOffsets(self._tokenizer, self._skips_special))
+        ids, scores, places = c.token_ids, c.logprobs or [], []
+        if echoed is not None:
+            prompt = output.prompt_token_ids
+            # A prompt that ended during its prefill has fewer.
+            known = self._prompt_scores.get(index // len(output.outputs), ())
+            ids, scores = prompt + ids, [*known, *[None] * (len(prompt) - len(known)), *scores]
+            places = offsets.of_prompt(prompt, echoed)
+        places += offsets.push(c.token_ids)
+        return completion_logprobs(self._tokenizer, ids, scores, places)
+
+    def take(self, output: RequestOutput) -> RequestOutput:
+        """Without the token that max_tokens = 0 did not ask for."""
+        output = super().take(output)
+        if self.body.max_tokens != 0:
+            return output
+        none: dict[str, Any] = {"text": "", "num_tokens": 0, "stop_reason": None}
+        none |= {"token_ids": [], "token_texts": [], "drafted": [], "logprobs": []}
+        ends = {"stop": "length"}
+        trimmed = [
+            replace(c, **none, finish_reason=ends.get(c.finish_reason or "", c.finish_reason))
+            for c in output.outputs
+        ]
+        return replace(output, outputs=trimmed)
+
+    def _prompt(self, output: RequestOutput) -> str:
+        if output.prompt is not None:
+            return output.prompt
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(output.prompt_token_ids, self._skips_special)

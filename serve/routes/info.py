@@ -1,0 +1,140 @@
+"""The routes that generate nothing."""
+
+from functools import partial
+from importlib import metadata
+
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mtp_jax import LazyPrompt
+from serve.answers.asking import ChatPrompt
+from serve.answers.shapes import token_name
+from serve.base.errors import ApiError
+from serve.base.state import Server
+from serve.bodies.reading import read, warning
+from serve.bodies.schema import DetokenizeBody, TokenizeBody, TokenizeChatBody
+
+
+def _json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(to_json(value), status, headers, "application/json")
+
+
+async def health(server: Server, request: Request) -> Response:
+    """The process is there. Says nothing else, as it needs no key."""
+    del server, request
+    return _json({"status": "ok"})
+
+
+async def ready(server: Server, request: Request) -> Response:
+    """Whether requests should come here now: 200, or 503 with the reason; how far compiling has come."""
+    del request
+    reason, state = server.unready(), server.allm.warm_up.state
+    if reason is None:
+        return _json({"status": "ready", "state": state})
+    return _json({"status": "unready", "reason": reason, "state": state}, 503)
+
+
+async def models(server: Server, request: Request) -> Response:
+    """OpenAI's list of models: there is one, under each of its names."""
+    del request
+    return _json({"object": "list", "data": [_model(server, name) for name in server.settings.names]})
+
+
+async def model(server: Server, request: Request) -> Response:
+    """One model of that list."""
+    name = request.path_params["name"]
+    if name in server.settings.names:
+        return _json(_model(server, name))
+    if not name:
+        raise ApiError(404, "there is no /v1/models/ here; use /v1/models, or /v1/models/ and a model's name")
+    raise ApiError(404, f"the model {name!r} does not exist", "model", "model_not_found")
+
+
+def _model(server: Server, name: str) -> dict[str, object]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": server.created,
+        "owned_by": "SIMULATED" if server.allm.about.simulated else "mtp-jax",
+        "max_model_len": server.allm.about.engine.longest,
+    }
+
+
+async def version(server: Server, request: Request) -> Response:
+    """Of this package."""
+    del server, request
+    return _json({"version": metadata.version("mtp-jax")})
+
+
+async def metrics(server: Server, request: Request) -> Response:
+    """For Prometheus."""
+    del request
+    return Response(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def tokenize(server: Server, request: Request) -> Response:
+    """Text, or a conversation as the chat template renders it, to token ids."""
+    body = await read(server.settings, request, TokenizeChatBody, TokenizeBody)
+    tokenizer = server.tokenizer
+    limit = server.allm.about.engine.longest
+
+    if isinstance(body, TokenizeChatBody):
+        encode, characters = ChatPrompt(server, body), body.characters
+    else:
+        encode = partial(tokenizer.encode, body.prompt, body.add_special_tokens is not False)
+        characters = len(body.prompt)
+
+    def answer() -> bytes:
+        tokens = encode()
+        found: dict[str, object] = {"count": len(tokens), "max_model_len": limit, "tokens": tokens}
+        if body.return_token_strs:
+            found["token_strs"] = [token_name(tokenizer, t) for t in tokens]
+        return to_json(found)
+
+    answered = await server.allm.in_queue(LazyPrompt(encode, characters), answer)
+    return Response(answered, headers=warning(request), media_type="application/json")
+
+
+async def detokenize(server: Server, request: Request) -> Response:
+    """Token ids to text."""
+    body = await read(server.settings, request, DetokenizeBody)
+    tokenizer, vocab = server.tokenizer, server.allm.about.model.vocab_size
+    wrong = next((t for t in body.tokens if t >= vocab), None)
+    if wrong is not None:
+        raise ApiError(400, f"tokens has token {wrong}; expected ids from 0 to {vocab - 1}", "tokens")
+    decode = partial(tokenizer.decode, body.tokens, skip_special_tokens=False)
+    text = await server.allm.in_queue(body.tokens, decode)
+    return _json({"prompt": text}, headers=warning(request))
+
+
+async def load(server: Server, request: Request) -> Response:
+    """How many requests are in progress or wait, in vLLM's shape."""
+    del request
+    return _json({"server_load": server.allm.live})
+
+
+async def tokenizer_info(server: Server, request: Request) -> Response:
+    """The tokenizer's class and special tokens, in vLLM's shape: what remote evaluation asks for."""
+    del request
+    tokenizer = server.tokenizer
+
+    def name(token: int | None) -> str | None:
+        return None if token is None else token_name(tokenizer, token)
+
+    found = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": server.allm.about.engine.longest,
+        "vocab_size": tokenizer.vocab_size,
+        "bos_token": name(tokenizer.bos_id),
+        "eos_token": name(next(iter(tokenizer.eos_ids), None)),
+        "chat_template": tokenizer.chat_template,
+    }
+    return _json(found)
+
+
+async def flush_cache(server: Server, request: Request) -> Response:
+    """Forget the pages that only the prefix cache keeps."""
+    del request
+    await server.allm.flush_prefix_cache()
+    return _json({"success": True})

@@ -1,0 +1,137 @@
+"""/v1/messages and /v1/messages/count_tokens, in Anthropic's shapes."""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mtp_jax import LazyPrompt
+from serve.answers.asking import Asked, ChatPrompt, ask
+from serve.answers.assistant import AssistantCall
+from serve.answers.blocks import Block, Change
+from serve.base.errors import ApiError
+from serve.base.ids import new_id
+from serve.base.state import Server
+from serve.bodies.messages import CountBody, MessagesBody
+from serve.bodies.reading import read, warning
+
+_NO_THREADS = "thread: this server stores no conversation; leave it out, and send all messages"
+# Fields of the error that make Anthropic's package send all messages again, and from then on.
+_SEND_ALL = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+_ENDS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+async def messages(server: Server, request: Request) -> Response:
+    """The route."""
+    body = await read(server.settings, request, MessagesBody)
+    if body.thread is not None:
+        raise ApiError(400, _NO_THREADS, "thread", details=_SEND_ALL)
+    asked = await ask(server, request, body.conversation())
+    return await _Messages(server, request, asked, body.stream).respond()
+
+
+async def count_tokens(server: Server, request: Request) -> Response:
+    """How long the prompt of a conversation is."""
+    body = await read(server.settings, request, CountBody)
+    chat = body.chat()
+    prompt = LazyPrompt(ChatPrompt(server, chat), chat.characters)
+    count = len(await server.allm.in_queue(prompt, prompt.make))
+    return Response(to_json({"input_tokens": count}), headers=warning(request), media_type="application/json")
+
+
+class _Messages(AssistantCall):
+    def __init__(self, server: Server, request: Request, asked: Asked, stream: bool | None) -> None:
+        super().__init__(server, request, asked, stream)
+        self._id = f"msg_{new_id()}"
+
+    def answer(self) -> dict[str, Any]:
+        """A message."""
+        content = [_block(block, block.text) for block in self.blocks.all]
+        return self._message(content, self._end())
+
+    def begin(self) -> Iterable[dict[str, Any]]:
+        """An empty message."""
+        yield {
+            "type": "message_start",
+            "message": self._message([], {"stop_reason": None, "stop_sequence": None}),
+        }
+
+    def change(self, change: Change) -> Iterable[dict[str, Any]]:
+        """Events of a content block."""
+        index = change.block.index
+        if change.what == "begin":
+            block = _block(change.block, "")
+            yield {"type": "content_block_start", "index": index, "content_block": block}
+        elif change.what == "grow":
+            kind, key = {
+                "text": ("text_delta", "text"),
+                "thought": ("thinking_delta", "thinking"),
+                "call": ("input_json_delta", "partial_json"),
+            }[change.block.kind]
+            delta = {"type": kind, key: change.text}
+            yield {"type": "content_block_delta", "index": index, "delta": delta}
+        else:
+            yield {"type": "content_block_stop", "index": index}
+
+    def end(self) -> Iterable[dict[str, Any]]:
+        """How it ended."""
+        yield from super().end()
+        made_by = {"weight_version": self.weight_version}
+        yield {"type": "message_delta", "delta": self._end(), "usage": self._usage(), **made_by}
+        yield {"type": "message_stop"}
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        """Anthropic's."""
+        return error.anthropic
+
+    def _end(self) -> dict[str, str | None]:
+        """The reason of the end; the route takes no stop tokens, so a stop can only be a string."""
+        stop = self.completion.stop_reason if self.completion else None
+        if isinstance(stop, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+        return {"stop_reason": _ENDS.get(self.finish_reason or "", "end_turn"), "stop_sequence": None}
+
+    def _usage(self) -> dict[str, int]:
+        counts = self.counts  # before the first output, none is known to have been cached
+        return {
+            "input_tokens": counts["prompt"] - counts["cached"],
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": counts["cached"],
+            "output_tokens": counts["output"],
+        }
+
+    def _message(self, content: list[dict[str, Any]], end: dict[str, str | None]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.request.state.model,
+            "content": content,
+            **end,
+            "usage": self._usage(),
+            "weight_version": self.weight_version,
+        }
+
+
+def _block(block: Block, text: str) -> dict[str, Any]:
+    """A content block with its text so far."""
+    match block.kind:
+        case "text":
+            return {"type": "text", "text": text}
+        case "thought":
+            return {"type": "thinking", "thinking": text, "signature": ""}
+        case "call" | "custom":  # of which this route has none
+            return {"type": "tool_use", "id": block.id, "name": block.name, "input": _input(text)}
+
+
+def _input(text: str) -> dict[str, Any]:
+    """Arguments as an object; of a call that was cut, or whose arguments are no object, none."""
+    try:
+        found = json.loads(text)
+        to_json(found)  # which nests less deep
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

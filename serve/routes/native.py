@@ -1,0 +1,135 @@
+"""/generate and /server_info in the shapes of SGLang, whose benchmark client reads them."""
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mtp_jax import CompletionOutput, Logprob, RequestOutput, Stream
+from serve.answers.calls import Call
+from serve.answers.generation import submit
+from serve.answers.shapes import finite, token_name
+from serve.base.ids import new_id
+from serve.base.state import Server
+from serve.bodies.native import GenerateBody
+from serve.bodies.reading import read
+from serve.bodies.schema import Sampling
+
+
+async def generate(server: Server, request: Request) -> Response:
+    """The route."""
+    body = await read(server.settings, request, GenerateBody)
+    prompt = body.text if body.text is not None else body.input_ids or []
+    params = body.params(server.allm.about.sampling_defaults)
+    streams = await submit(server, request, body.sampling_params or Sampling(), [prompt], params)
+    return await _Generate(server, request, body, streams).respond()
+
+
+class _Generate(Call):
+    """Completions so far: texts and ids are cumulative; scores are [log-probability, id, text] per token."""
+
+    def __init__(
+        self, server: Server, request: Request, body: GenerateBody, streams: Sequence[Stream]
+    ) -> None:
+        super().__init__(server, request, streams, body.stream)
+        self._body, self._name, self._tokenizer = body, new_id(), server.allm.about.tokenizer
+        self._prompt: Sequence[dict[int, Logprob] | None] = ()
+
+    def answer(self) -> Any:
+        """The completion, or a list of several."""
+        found = [*self.grown(0, self.last[0])]
+        return found[0] if len(found) == 1 else found
+
+    def grown(self, prompt: int, output: RequestOutput) -> Iterable[dict[str, Any]]:
+        """An object per completion."""
+        del prompt
+        for c in output.outputs:
+            meta = self._meta(output, c)
+            yield {"text": c.text, "output_ids": c.token_ids, "meta_info": meta, "index": c.index}
+
+    def _meta(self, output: RequestOutput, c: CompletionOutput) -> dict[str, Any]:
+        s, seconds = c.speculation, output.timing.finished
+        reason: dict[str, Any] | None = {"type": c.finish_reason} if c.finish_reason else None
+        if reason and c.finish_reason == "length":
+            reason["length"] = c.num_tokens
+        meta: dict[str, Any] = {
+            "id": self._name,
+            "finish_reason": reason,
+            "prompt_tokens": len(output.prompt_token_ids),
+            "completion_tokens": c.num_tokens,
+            "cached_tokens": output.cached_tokens,
+            "weight_version": output.weight_version,
+            **self._scores(output, c),
+        }
+        if s.drafted:
+            meta |= {
+                "spec_accept_length": s.acceptance_length,
+                "spec_accept_rate": s.accepted / s.drafted,
+                "spec_verify_ct": s.steps,
+            }
+        return meta if seconds is None else meta | {"e2e_latency": seconds}
+
+    def _scores(self, output: RequestOutput, c: CompletionOutput) -> dict[str, Any]:
+        """Scores of a completion and, from the token asked for on, of its prompt."""
+        if not self._body.return_logprob:
+            return {}
+        found = self._lists("output", c.token_ids, c.logprobs or [])
+        if self._body.scores_prompt:
+            start = self._body.logprob_start_len or 0
+            self._prompt = output.prompt_logprobs or self._prompt
+            found |= self._lists("input", output.prompt_token_ids[start:], self._prompt[start:])
+        return found
+
+    def _lists(
+        self, of: str, ids: Sequence[int], scores: Sequence[dict[int, Logprob] | None]
+    ) -> dict[str, Any]:
+        pairs = list(zip(ids, scores, strict=False))  # a prompt that ended during its prefill has fewer
+        found: dict[str, Any] = {
+            f"{of}_token_logprobs": [self._entry(t, s[t] if s else None) for t, s in pairs]
+        }
+        if self._body.top_logprobs_num:
+            found[f"{of}_top_logprobs"] = [self._best(s) if s else None for _, s in pairs]
+        return found
+
+    def _best(self, scores: dict[int, Logprob]) -> list[list[Any]]:
+        best = sorted(scores.items(), key=lambda item: item[1].rank)[: self._body.top_logprobs_num]
+        return [self._entry(token, score) for token, score in best]
+
+    def _entry(self, token: int, score: Logprob | None) -> list[Any]:
+        text = token_name(self._tokenizer, token) if self._body.return_text_in_logprobs else None
+        return [score and finite(score), token, text]
+
+
+async def server_info(server: Server, request: Request) -> Response:
+    """The route: the engine's sizes, and what speculation achieved over all requests."""
+    del request
+    about, s = server.allm.about, server.allm.stats()
+    config, tokenizer = about.engine, about.tokenizer
+    state: dict[str, Any] = {
+        "uptime_seconds": time.time() - server.created,
+        "num_running_reqs": s.running,
+        "num_waiting_reqs": s.waiting,
+        "avg_spec_accept_length": (s.accepted_tokens + s.drafts) / s.drafts if s.drafts else None,
+        "realised_speedup": s.realised_speedup,
+        "cache_pages": {"total": s.pages_total, "used": s.pages_used, "reusable": s.pages_cached},
+    }
+    info = {
+        "model_path": server.settings.model_name,
+        "served_model_name": server.settings.model_name,
+        "max_model_len": config.longest,
+        "max_num_seqs": config.max_num_seqs,
+        "num_speculative_tokens": config.num_speculative_tokens,
+        "adaptive_depth": config.adaptive_depth,
+        "prefix_cache": config.prefix_cache,
+        "dtype": config.dtype,
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "weight_version": server.allm.weight_version,
+        "released_memory": server.allm.released,
+        "state": server.allm.warm_up.state,
+        "has_chat_template": tokenizer is not None and tokenizer.has_chat_template,
+        "internal_states": [state],
+    }
+    return Response(to_json(info), media_type="application/json")

@@ -1,0 +1,150 @@
+"""/v1/responses: OpenAI's Responses API. Nothing is stored: a client sends the whole conversation."""
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serve.answers.asking import Asked, ask
+from serve.answers.assistant import AssistantCall
+from serve.answers.blocks import Block, Change
+from serve.base.errors import ApiError
+from serve.base.ids import new_id
+from serve.base.state import Server
+from serve.bodies.reading import read
+from serve.bodies.responses import ResponsesBody
+
+_IDS = {"text": "msg_", "thought": "rs_", "call": "fc_", "custom": "ctc_"}
+_PARTS = {"text": "output_text", "thought": "reasoning_text"}
+# For a block: the name of its events, and the key of its text in the last of them and, for calls, in the
+# item.
+_EVENTS = {
+    "text": ("output_text", "text"),
+    "thought": ("reasoning_text", "text"),
+    "call": ("function_call_arguments", "arguments"),
+    "custom": ("custom_tool_call_input", "input"),
+}
+
+
+async def responses(server: Server, request: Request) -> Response:
+    """The route."""
+    body = await read(server.settings, request, ResponsesBody)
+    asked = await ask(server, request, body.conversation())
+    return await _Responses(server, request, asked, body).respond()
+
+
+class _Responses(AssistantCall):
+    def __init__(self, server: Server, request: Request, asked: Asked, body: ResponsesBody) -> None:
+        super().__init__(server, request, asked, body.stream)
+        self._body, self._id, self._created = body, f"resp_{new_id()}", int(time.time())
+        self._ids: dict[int, str] = {}
+        self._number = -1
+
+    def answer(self) -> dict[str, Any]:
+        """A response."""
+        reason = {"reason": "max_output_tokens"} if self._cut else None
+        return self._response("incomplete" if self._cut else "completed") | {"incomplete_details": reason}
+
+    @property
+    def _cut(self) -> bool:
+        """Whether it has ended before its end."""
+        return self.finish_reason not in (None, "stop", "tool_calls")
+
+    def begin(self) -> Iterable[dict[str, Any]]:
+        """That it has begun."""
+        for name in ("created", "in_progress"):
+            yield self._event(f"response.{name}", response=self._response("in_progress"))
+
+    def change(self, change: Change) -> Iterable[dict[str, Any]]:
+        """Events of an item and of the one part that it has; a call has none."""
+        block = change.block
+        item, of = self._item(block, "in_progress"), {"output_index": block.index}
+        called = block.kind in ("call", "custom")
+        of |= {"item_id": item["id"]} | ({} if called else {"content_index": 0})
+        name, key = _EVENTS[block.kind]
+        logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+        if change.what == "begin":
+            empty = item | ({key: ""} if called else {"content": []})
+            yield self._event("response.output_item.added", output_index=block.index, item=empty)
+            if not called:
+                yield self._event("response.content_part.added", part=_part(block, ""), **of)
+        elif change.what == "grow":
+            yield self._event(f"response.{name}.delta", delta=change.text, **logprobs, **of)
+        else:
+            done = {key: block.text} | ({"name": block.name} if block.kind == "call" else {})
+            yield self._event(f"response.{name}.done", **done, **logprobs, **of)
+            if not called:
+                yield self._event("response.content_part.done", part=_part(block, block.text), **of)
+            whole = self._item(block)
+            yield self._event("response.output_item.done", output_index=block.index, item=whole)
+
+    def end(self) -> Iterable[dict[str, Any]]:
+        """The whole response."""
+        yield from super().end()
+        answer = self.answer()
+        yield self._event(f"response.{answer['status']}", response=answer)
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        """OpenAI's event."""
+        return self._event("error", code=error.code, message=error.message, param=error.param)
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number, **fields}
+
+    def _item(self, block: Block, status: str | None = None) -> dict[str, Any]:
+        if status is None:  # the last block is the one that a limit cuts
+            status = "incomplete" if self._cut and block is self.blocks.all[-1] else "completed"
+        item = {"id": self._ids.setdefault(block.index, _IDS[block.kind] + new_id()), "status": status}
+        match block.kind:
+            case "text":
+                content = [_part(block, block.text)]
+                return {**item, "type": "message", "role": "assistant", "content": content}
+            case "thought":
+                return {**item, "type": "reasoning", "summary": [], "content": [_part(block, block.text)]}
+            case "call" | "custom":
+                kind = "function_call" if block.kind == "call" else "custom_tool_call"
+                call = {"call_id": block.id, "name": block.name, _EVENTS[block.kind][1]: block.text}
+                return {**item, "type": kind, **call}
+
+    def _response(self, status: str) -> dict[str, Any]:
+        body, counts = self._body, self.counts
+        same = ("instructions", "max_output_tokens", "temperature", "top_p")
+        told = body.model_dump(by_alias=True, include={*same, "reasoning", "text", "tool_choice", "tools"})
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "model": self.request.state.model,
+            "output": [self._item(block) for block in self.blocks.all],
+            **{name: told[name] for name in same},
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None} | (told["reasoning"] or {}),
+            "store": False,
+            "text": told["text"] or {"format": {"type": "text"}},
+            "tool_choice": told["tool_choice"] or "auto",
+            "tools": told["tools"] or [],
+            "truncation": "disabled",
+            "weight_version": self.weight_version,
+            "usage": None
+            if status == "in_progress"
+            else {
+                "input_tokens": counts["prompt"],
+                "input_tokens_details": {"cached_tokens": counts["cached"]},
+                "output_tokens": counts["output"],
+                "output_tokens_details": {"reasoning_tokens": counts["thought"]},
+                "total_tokens": counts["prompt"] + counts["output"],
+            },
+        }
+
+
+def _part(block: Block, text: str) -> dict[str, Any]:
+    part: dict[str, Any] = {"type": _PARTS[block.kind], "text": text}
+    return part | ({"annotations": [], "logprobs": []} if block.kind == "text" else {})

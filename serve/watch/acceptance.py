@@ -1,0 +1,86 @@
+"""An alarm when the first draft of a step is accepted too seldom, or nearly always.
+
+Too seldom: the NextN layer does not belong to the model, or was not loaded right. Drafts then cost, and gain
+nothing.
+Nearly always: the text repeats itself, which is easy to predict.
+"""
+
+import logging
+from math import exp, sqrt
+from statistics import NormalDist
+from typing import Literal
+
+from mtp_jax import EngineStats
+
+_LOG = logging.getLogger(__name__)
+Kind = Literal["low", "high"]
+KINDS: tuple[Kind, ...] = ("low", "high")
+
+# A draft counts 1/e once this number more have followed. From this number, an acceptance of 100 % can be told
+# from one of 98 % with the confidence below.
+_MEMORY = 1000
+_DEVIATIONS = NormalDist().inv_cdf(0.999)
+
+
+class AcceptanceAlarm:
+    """Follows the NextN layer's first drafts; suffix matches say nothing of the layer.
+
+    An alarm begins when acceptance is beyond its limit with a confidence of 99.9 %, and ends when it is
+    within with the same confidence.
+    """
+
+    def __init__(self, floor: float, ceiling: float) -> None:
+        """Shares of first drafts accepted. floor 0 and ceiling 1 never raise an alarm."""
+        self._limits = {"low": floor, "high": ceiling}
+        self._seen = (0, 0)  # drafts and accepted drafts at the last look
+        self._tried = self._held = 0.0
+        self.kind: Kind | None = None
+
+    def look(self, stats: EngineStats) -> None:
+        """Take the drafts since the last look, and log an alarm that begins or ends."""
+        before, self._seen = self._seen, (stats.first_drafts["nextn"], stats.accepted_first_drafts["nextn"])
+        tried, held = (now - then for now, then in zip(self._seen, before, strict=True))
+        if not tried:
+            return
+        fade = exp(-tried / _MEMORY)
+        self._tried, self._held = self._tried * fade + tried, self._held * fade + held
+        low, high = _interval(self._held, self._tried)
+        kind = self._judge(low, high)
+        if kind != self.kind:
+            self.kind = kind
+            self._log()
+
+    def _judge(self, low: float, high: float) -> Kind | None:
+        floor, ceiling = self._limits["low"], self._limits["high"]
+        if high < floor:
+            return "low"
+        if low > ceiling:
+            return "high"
+        still = {"low": low <= floor, "high": high >= ceiling}
+        return self.kind if self.kind and still[self.kind] else None
+
+    def _log(self) -> None:
+        found = f"{self._held / self._tried:.1%} of the NextN layer's first drafts are accepted"
+        if self.kind == "low":
+            _LOG.warning(
+                "%s, below %g: the layer may not belong to this model, or was damaged when it was converted; "
+                "--num-speculative-tokens 0 serves without it",
+                found,
+                self._limits["low"],
+            )
+        elif self.kind == "high":
+            _LOG.warning(
+                "%s, above %g: the answers may repeat themselves; look at some of them",
+                found,
+                self._limits["high"],
+            )
+        else:
+            _LOG.warning("%s: the acceptance alarm is over", found)
+
+
+def _interval(held: float, tried: float) -> tuple[float, float]:
+    """Where the true share lies (Wilson's score interval)."""
+    z = _DEVIATIONS**2
+    middle = held + z / 2
+    half = _DEVIATIONS * sqrt(held * (tried - held) / tried + z / 4)
+    return (middle - half) / (tried + z), (middle + half) / (tried + z)

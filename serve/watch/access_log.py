@@ -1,0 +1,119 @@
+"""The access log: a line per request, as text or as JSON, without anything of prompts and answers."""
+
+import json
+import logging
+import sys
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from mtp_jax import RequestOutput
+
+AccessLog = Literal["text", "json", "off"]
+LOGGER = logging.getLogger("serve.access")
+_KEY = "access_record"
+# Most characters of a client's own text, and of an error's message, which may quote the refused value.
+_MOST_CHARACTERS = 256
+
+
+@dataclass
+class Record:
+    """The facts that are logged of one request.
+
+    Attributes:
+        error: the message of the error that it was answered with.
+        numbers: by prompt, counts of its newest output: prompt tokens, completion tokens, finish reasons.
+    """
+
+    error: str | None = None
+    numbers: dict[int, tuple[int, int, list[str]]] = field(default_factory=dict)
+
+    def saw(self, prompt: int, output: "RequestOutput") -> None:
+        """An output of a prompt, which includes the output before."""
+        tokens = sum(c.num_tokens for c in output.outputs)
+        reasons = [c.finish_reason for c in output.outputs if c.finish_reason is not None]
+        self.numbers[prompt] = len(output.prompt_token_ids), tokens, reasons
+
+    def fields(self) -> dict[str, Any]:
+        """The facts as words: token counts and finish reasons of the outputs, the error."""
+        found: dict[str, Any] = {}
+        if self.numbers:
+            prompt, completion, reasons = zip(*self.numbers.values(), strict=True)
+            found = {
+                "prompt_tokens": sum(prompt),
+                "completion_tokens": sum(completion),
+                "finish_reasons": sorted({reason for each in reasons for reason in each}),
+            }
+        return found | ({"error": _printable(self.error)} if self.error else {})
+
+
+def set_up(quiet: bool, access_log: AccessLog | None) -> None:
+    """The logs of a server, this one among them. quiet: warnings and errors alone."""
+    level = logging.WARNING if quiet else logging.INFO
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for noisy in ("uvicorn", "jax"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    if access_log == "off":
+        LOGGER.setLevel(logging.CRITICAL)
+    elif access_log is not None:
+        LOGGER.setLevel(logging.INFO)
+    if access_log == "json":
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(JsonLines())
+        LOGGER.addHandler(handler)
+        LOGGER.propagate = False
+
+
+def record_of(scope: MutableMapping[str, Any]) -> Record:
+    """The record of the request that has this ASGI scope."""
+    return scope.setdefault("state", {}).setdefault(_KEY, Record())
+
+
+def log_request(
+    scope: MutableMapping[str, Any], name: bytes, status: int, seconds: float, quiet: bool = False
+) -> None:
+    """The line of a request, by its name; text of the client is escaped. quiet: at the level DEBUG."""
+    about = {
+        "id": _printable(name.decode("latin-1")),
+        "method": scope["method"],
+        "path": _printable(scope["path"].encode().decode("latin-1")),
+        "status": status,
+        "seconds": round(seconds, 3),
+    }
+    _write(about | record_of(scope).fields(), logging.DEBUG if quiet else logging.INFO)
+
+
+def log_connection(error: str) -> None:
+    """The line of bytes that are no request of HTTP."""
+    _write({"error": error})
+
+
+def _write(about: dict[str, Any], level: int = logging.INFO) -> None:
+    LOGGER.log(level, "%s", _text(about), extra={"about": about})
+
+
+def _text(about: dict[str, Any]) -> str:
+    line = ""
+    if "id" in about:
+        line = "{id} {method} {path} {status} {seconds:.3f} s".format_map(about)
+    if "prompt_tokens" in about:
+        reasons = ", ".join(about["finish_reasons"]) or "unfinished"
+        line += ", {prompt_tokens} prompt tokens, {completion_tokens} completion tokens, ".format_map(about)
+        line += reasons
+    return ": ".join(filter(None, (line, about.get("error"))))
+
+
+class JsonLines(logging.Formatter):
+    """A JSON object per line: the time in UTC, and the facts."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line."""
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        return json.dumps({"time": time, **getattr(record, "about", {"error": record.getMessage()})})
+
+
+def _printable(text: str) -> str:
+    """ASCII: line ends, terminal escapes and zeros become \\x.. codes; quotes stay as they are."""
+    return "".join(c if c in "'\"" else ascii(c)[1:-1] for c in text[:_MOST_CHARACTERS])

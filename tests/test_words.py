@@ -1,0 +1,138 @@
+"""Words of docs, docstrings and comments: a sentence names its subject with a noun. Counts may only fall.
+
+A noun stands where a reader looks for one: no "what" for a thing, no "those" for things named before, no "as
+many" for a number. A sentence begins with its subject or its verb, not with a bare preposition.
+"""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("mtp_jax", "serve", "kernels_pallas", "examples")
+
+# The most occurrences of each pattern. Lower a number when the count is lower; never raise one.
+MOST = {
+    "what for a noun": (r"(?i)\b(what|whatever|whoever|whichever)\b", 69),
+    "a pronoun for a noun": (r"(?i)\b(ones|those|others)\b", 53),
+    "a quantity without a number": (r"(?i)\b(so|as) (many|much|few)\b", 19),
+    "a sentence that begins with a preposition": (r"^(Of|By|For|As|With)\b", 48),
+}
+# The same of docstrings, and of entries below Attributes and Args, that begin with a preposition.
+OPENED = re.compile(r"(?i)(of|by|for|as|with)\b")
+MOST_DOCSTRINGS, MOST_ENTRIES = 9, 35
+
+ENTRY = re.compile(r"[*`\w, ]{1,60}: ")
+ITEM = re.compile(r"([-*]|\d+\.) ")
+
+
+def sources() -> list[Path]:
+    return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def docstrings(source: str) -> Iterator[str]:
+    """Strings that stand alone: of modules, classes, functions, and below assignments."""
+    for node in ast.walk(ast.parse(source)):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
+            yield node.value.value
+
+
+def comments(source: str) -> Iterator[str]:
+    """Comments; lines of comment below each other are one."""
+    block, last = "", -1
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            text, line = token.string.lstrip("# "), token.start[0]
+            if line == last + 1 and not token.line[: token.start[1]].strip():
+                block += f"\n{text}"
+            else:
+                yield block
+                block = text
+            last = line
+    yield block
+
+
+def prose(page: str) -> str:
+    """A page without blocks of code; a cell of a table is a paragraph."""
+    page = re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
+    lines = (line for line in page.splitlines() if not line.startswith("    "))
+    return "\n".join(line.replace("|", "\n\n") if line.lstrip().startswith("|") else line for line in lines)
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Sentences, without code and quotations."""
+    paragraphs: list[str] = [""]
+    for line in map(str.strip, text.splitlines()):
+        if not line or ENTRY.match(line) or ITEM.match(line) or line.startswith("#"):
+            paragraphs.append("")
+        paragraphs[-1] += f" {ITEM.sub('', line, count=1)}"
+    for paragraph in paragraphs:
+        plain = re.sub(r"``.*?``|`.*?`|\"[^\"]*\"", "X", paragraph.strip())
+        yield from filter(None, re.split(r"(?<=[.!?;:]) +(?=[A-Z])", plain))
+
+
+def entries(text: str) -> Iterator[str]:
+    """Descriptions of names in a docstring."""
+    for line in map(str.strip, text.splitlines()):
+        if found := ENTRY.match(line):
+            yield line[found.end() :]
+
+
+@pytest.fixture(scope="module")
+def all_docstrings() -> list[str]:
+    return [d for path in sources() for d in docstrings(path.read_text(encoding="utf-8"))]
+
+
+@pytest.fixture(scope="module")
+def all_sentences(all_docstrings) -> list[str]:
+    texts = [prose(path.read_text(encoding="utf-8")) for path in pages()]
+    texts += [comment for path in sources() for comment in comments(path.read_text(encoding="utf-8"))]
+    return [sentence for text in (*all_docstrings, *texts) for sentence in sentences(text)]
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_counts_of_a_pattern_only_fall(all_sentences, name):
+    pattern, most = MOST[name]
+    count = sum(len(re.findall(pattern, sentence)) for sentence in all_sentences)
+    assert count <= most, f"{name}: {count} times in docs, docstrings and comments; name the noun"
+
+
+def test_docstrings_and_entries_begin_with_a_noun_or_a_verb(all_docstrings):
+    assert sum(bool(OPENED.match(d.strip())) for d in all_docstrings) <= MOST_DOCSTRINGS
+    assert sum(bool(OPENED.match(e)) for d in all_docstrings for e in entries(d)) <= MOST_ENTRIES
+
+
+def test_sentences_are_found():
+    code = '''
+"""First one. ``what`` is code.
+
+Attributes:
+    size: of the page.
+"""
+x = 1  # By hand:
+# What others do
+y = 2
+"""Stands below."""
+'''
+    texts = [*docstrings(code), *comments(code)]
+    found = [s for text in texts for s in sentences(text)]
+    assert found == [
+        *("First one.", "X is code.", "Attributes:", "size: of the page."),
+        *("Stands below.", "By hand:", "What others do"),
+    ]
+    assert list(entries(texts[0])) == ["of the page."]
+    page = "# A title\n\nText of\na line.\n\n```\nwhat\n```\n\n| a | of it |\n"
+    assert list(sentences(prose(page))) == ["# A title", "Text of a line.", "a", "of it"]
