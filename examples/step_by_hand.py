@@ -19,9 +19,9 @@ DEPTH = 3
 
 @partial(jax.jit, static_argnums=1)
 def step(params: Params, cfg: ModelConfig, tokens: jax.Array, hidden: jax.Array, length: jax.Array):
-    """Emit 1 to ``DEPTH`` + 1 tokens. What lies at ``length`` and behind it is garbage that nothing sees.
+    """Emit 1 to ``DEPTH`` + 1 tokens. Entries at ``length`` and behind it are garbage that nothing sees.
 
-    tokens: int32 [T]; the newest is at ``length`` - 1. hidden: the trunk's, [T, D], of those before it.
+    tokens: int32 [T]; the newest is at ``length`` - 1. hidden: the trunk's, [T, D], for the tokens before it.
     Returns (tokens, hidden, drafts accepted).
     """
     # Draft. Row i of the NextN layer merges hidden[i] with token i + 1. Where there is no hidden state of the

@@ -6,7 +6,7 @@ from mtp_jax import LLM, SamplingParams
 def main(llm: LLM, max_tokens: int = 64) -> tuple[str, int]:
     """The text, and how many of its tokens were drafted."""
     text, drafted = "", 0
-    # Deltas: each output has what is new since the one before, the tokens of a step together.
+    # Deltas: each output has the text that is new since the one before, the tokens of a step together.
     params = SamplingParams(temperature=0.5, seed=1, max_tokens=max_tokens, output_kind="delta")
     for output in llm.stream("class Parser:", params):
         (new,) = output.outputs

@@ -102,16 +102,16 @@ def dry_run(chosen: tuple[Case, ...]) -> int:
 
 
 def check(case: Case, peak: Rates, options: argparse.Namespace) -> dict[str, Any]:
-    """Compare one case, time it, and print its line. What was found, to be written as JSON.
+    """Compare one case, time it, and print its line. Returns the findings, to be written as JSON.
 
-    Its items: "case", "faults" and, of what came so far, "distance", "us", "tflops", "gbs", "floor_us" and
+    Its items: "case", "faults" and, if they were reached, "distance", "us", "tflops", "gbs", "floor_us" and
     "baselines", texts by name.
     """
     key, found = jax.random.key(options.seed), {"case": case.name, "faults": []}
     print(f"{case.name:48}", end="", flush=True)
     try:
         verdict = verify(case, key)
-    except Exception as e:  # one kernel that does not compile or run must not hide the others
+    except Exception as e:  # one kernel that does not compile or run must not hide the rest
         print(f" FAILED: {type(e).__name__}", flush=True)
         return found | {"faults": [f"{type(e).__name__}: {e}"]}
     faults = verdict.faults(case.tolerance)

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-Ref = Any  # Pallas names no public type for what a kernel reads and writes.
+Ref = Any  # Pallas names no public type for the references that a kernel reads and writes.
 
 WGMMA = plgpu.Layout.WGMMA
 WGMMA_ROW = WGMMA.reduce(1)
@@ -41,7 +41,7 @@ def operand_tiles(dtype: Any) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTrans
 
 @dataclass(frozen=True)
 class Warpgroup:
-    """What one warpgroup does with its registers."""
+    """The work of one warpgroup in its registers."""
 
     interpreted: bool
 

@@ -32,7 +32,7 @@ class Quantised:
 
     @property
     def dtype(self) -> Any:
-        """Of the values."""
+        """The dtype of the values."""
         return self.values.dtype
 
     def expand(self) -> Float[Array, "M K"]:
@@ -40,7 +40,7 @@ class Quantised:
         return self.values.astype(jnp.float32) * jnp.repeat(self.scale.T, BLOCK, axis=-1)
 
     def padded(self, rows: int) -> "Quantised":
-        """With zeros up to a multiple of ``rows`` rows."""
+        """The same rows, with zeros up to a multiple of ``rows`` rows."""
         more = -self.shape[0] % rows
         if not more:
             return self
@@ -48,7 +48,7 @@ class Quantised:
 
 
 def whole_tiles(rows: int) -> int:
-    """Rows of the tiles that a product of so many is cut into."""
+    """Rows of the tiles that a product of ``rows`` rows is cut into."""
     tile = 64 if rows <= 64 else 128
     return -(-rows // tile) * tile
 

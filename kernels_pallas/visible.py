@@ -12,15 +12,15 @@ MAX_AHEAD = 31
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Window:
-    """Rows of each slot that its window tokens see: a range that all see, and what each sees behind it.
+    """Rows of each slot that its window tokens see: a range that all see, and each token's rows behind it.
 
     A slot's rows are numbered in order. Tokens from ``count`` on see nothing: they are padding, or their slot
-    is idle. What a kernel returns for them is finite and means nothing.
+    is idle. The kernel's results for them are finite and mean nothing.
 
     Attributes:
         first: first row that exists, int32 [B].
-        length: all tokens see the rows from ``first`` up to, not including, this one, int32 [B]. That of the
-            window's first token is one of them, because all others follow it.
+        length: all tokens see the rows from ``first`` up to, not including, this one, int32 [B]. The row of
+            the window's first token is among them, because the other tokens follow it.
         count: tokens that see anything, int32 [B].
         ancestors: int32 [B, W]; bit i is set if the token also sees row ``length + i``, i < 31. None: a
             chain, of any length, in which token t sees the next t rows.

@@ -1,4 +1,4 @@
-"""Errors a user can cause. Messages say what was wrong, what was got, what is allowed, what to change."""
+"""Errors a user can cause. Messages say the fault, the value got, the allowed values, and the change."""
 
 
 class MtpJaxError(Exception):

@@ -1,4 +1,4 @@
-"""The computer that this process runs on, without jax: cores, memory, and what its processor can do."""
+"""The computer that this process runs on, without jax: cores, memory, and the processor's instructions."""
 
 import contextlib
 import functools
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def usable_cores() -> int:
-    """The cores that this process may run on: those of its affinity mask, where the system has one."""
+    """The cores that this process may run on: the cores of its affinity mask, where the system has one."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,6 +1,6 @@
 """An option is declared once: a dataclass field that says its help, default, range or choices.
 
-The check of its values, the command line (``commands/options.py``), the signature and help of what takes the
+The check of its values, the command line (``commands/options.py``), the signature and help of functions with
 options, the bounds of HTTP fields, and the tables of docs/options.md derive from the field.
 """
 
@@ -20,7 +20,7 @@ _C = TypeVar("_C", bound=type)
 
 @dataclass(frozen=True)
 class Option:
-    """What a field says of itself.
+    """Facts about an option, declared with its field.
 
     Attributes:
         help: a phrase.
@@ -29,9 +29,10 @@ class Option:
         low, high: the least and the greatest number; None: no bound.
         above: whether ``low`` itself is excluded.
         choices: the allowed strings; empty: any.
-        unset: what None means; empty where None is not allowed.
-        metavar: of the value on the command line.
-        flag: of the command line, such as "--api-key"; empty: "--" and the field's name; None: it has none.
+        unset: the meaning of None; empty where None is not allowed.
+        metavar: name of the value on the command line.
+        flag: flag of the command line, such as "--api-key"; empty: "--" and the field's name; None: it has
+            none.
         off: a second flag of the command line that sets False or None, and its help.
         repeated: the flag may be repeated; the field is a tuple.
     """
@@ -82,7 +83,7 @@ class Option:
 
     @property
     def shown_default(self) -> str:
-        """For people."""
+        """The default as help and tables show it."""
         if self.default is MISSING:
             return "required"
         if self.default is None:

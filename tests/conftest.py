@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests import compiling, shapes
 
@@ -20,6 +21,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("optimised"):
         compiling.compile_fast()
+        compiling.share_contexts()
+    # How long an example takes depends on what else the computer does.
+    settings.register_profile("suite", deadline=None)
+    settings.load_profile("suite")
     import jax
 
     from mtp_jax.machine import program_folder
@@ -47,7 +52,7 @@ def _few_programs() -> Iterator[None]:
     yield
     from mtp_jax.api.memory import room_for_programs
 
-    if not room_for_programs(0.3):
+    if not room_for_programs(0.5):
         import jax
 
         from tests import models

@@ -20,7 +20,7 @@ import pytest
 from jax.sharding import Mesh
 
 from mtp_jax.api.local import make_runner
-from mtp_jax.decode.host import MaskMaker
+from mtp_jax.decode.arrays import MaskMaker
 from mtp_jax.decode.launches import Launch, Pending, Runner, Step
 from mtp_jax.decode.programs import Programs
 from mtp_jax.engine.config import EngineConfig
@@ -132,21 +132,28 @@ class Told:
     margin: float
 
 
+@functools.partial(jax.jit, static_argnames="cfg")
+def _run_trunk(params: Params, cfg: ModelConfig, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    hidden = trunk.forward(params, cfg, tokens)
+    return hidden[0], trunk.logits(params, hidden[0])
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "k"))
+def _run_nextn(
+    params: Params, cfg: ModelConfig, k: int, tokens: jax.Array, hidden: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    z = nextn.teacher_forced(params, cfg, k, tokens, hidden[None])[0]
+    return z, nextn.logits(params, k, z)
+
+
 class Reference:
     """Greedy decoding and speculation in the plainest way: no cache, all recomputed for every token."""
 
     def __init__(self, params: Params, cfg: ModelConfig = TINY, longest: int = 96) -> None:
         self.params, self.cfg, self.longest = params, cfg, longest
-        self._trunk = jax.jit(self._run_trunk)
-        self._nextn = [jax.jit(functools.partial(self._run_nextn, k)) for k in range(len(params.nextn))]
 
-    def _run_trunk(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        hidden = trunk.forward(self.params, self.cfg, tokens)
-        return hidden[0], trunk.logits(self.params, hidden[0])
-
-    def _run_nextn(self, k: int, tokens: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
-        z = nextn.teacher_forced(self.params, self.cfg, k, tokens, hidden[None])[0]
-        return z, nextn.logits(self.params, k, z)
+    def _trunk(self, ids: Sequence[int]) -> tuple[jax.Array, jax.Array]:
+        return _run_trunk(self.params, self.cfg, self._padded(ids))
 
     def _padded(self, ids: Sequence[int]) -> np.ndarray:
         row = np.zeros((1, self.longest), np.int32)
@@ -155,11 +162,11 @@ class Reference:
 
     def hidden(self, ids: Sequence[int]) -> np.ndarray:
         """The trunk's hidden states [T, D]."""
-        return np.asarray(self._trunk(self._padded(ids))[0])[: len(ids)]
+        return np.asarray(self._trunk(ids)[0])[: len(ids)]
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         """[T, V]; row i predicts token i + 1."""
-        return np.asarray(self._trunk(self._padded(ids))[1])[: len(ids)]
+        return np.asarray(self._trunk(ids)[1])[: len(ids)]
 
     def logprobs(self, ids: Sequence[int]) -> np.ndarray:
         """Log-probability [T, V] after each token."""
@@ -172,22 +179,22 @@ class Reference:
 
         One layer is reused; several run one after the other, each over every row of the one before.
         """
-        rows = np.array(self._trunk(self._padded(ids))[0])
+        rows = np.array(self._trunk(ids)[0])
         drafts: list[int] = []
-        logits = []
+        logits, layers = [], len(self.params.nextn)
         for k in range(depth):
-            layer = k % len(self._nextn)
-            assert len(self._nextn) == 1 or k < len(self._nextn), "the reference reuses only a single layer"
+            layer = k % layers
+            assert layers == 1 or k < layers, "the reference reuses only a single layer"
             last = len(ids) - 2
-            if len(self._nextn) == 1:
+            if layers == 1:
                 tokens = [*ids[1:], *drafts]
                 last += k
             else:
                 tokens = [*ids, *drafts][k + 1 :]
-            z, out = self._nextn[layer](self._padded(tokens), rows)
+            z, out = _run_nextn(self.params, self.cfg, layer, self._padded(tokens), rows)
             logits.append(np.asarray(out[last]))
             drafts.append(int(logits[-1].argmax()))
-            if len(self._nextn) == 1:
+            if layers == 1:
                 rows[last + 1] = z[last]
             else:
                 rows = np.array(z)

@@ -1,1 +1,1 @@
-"""What the kernels are held against: cases, the tools that lower, compile, verify and time them."""
+"""Cases of the kernels, and the tools that lower, compile, verify and time them."""

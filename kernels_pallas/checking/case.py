@@ -1,4 +1,4 @@
-"""What a kernel declares of each shape, so that every check can find it, run it and judge it."""
+"""A kernel's declaration of each shape, so that every check can find it, run it and judge it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ Inputs = tuple[Any, ...]
 
 
 class UnavailableError(Exception):
-    """A baseline needs what this machine does not have; the message says what."""
+    """A baseline needs a package or device that is missing; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Work:
     Attributes:
         flops: floating-point operations, a multiply-add counted as two.
         bytes: bytes that have to cross the device's memory bus once.
-        format: what the tensor cores multiply; decides their peak rate.
+        format: the format that the tensor cores multiply; decides their peak rate.
     """
 
     flops: float
@@ -51,11 +51,11 @@ class Case:
         kernel: the Mosaic GPU kernel with every static option bound; takes the inputs, and by keyword
             ``interpret``, the parameters of Pallas' interpreter or None.
         reference: the same result in jnp, from the same inputs, in float32 or better.
-        work: what the floor of its time is computed from.
+        work: the bytes and operations from which the floor of its time is computed.
         tolerance: largest accepted norm(kernel - reference) / norm(reference), per output.
         small: few enough thread blocks for Pallas' interpreter (30 at most); too small to be worth timing.
-        baselines: other ways to compute it, by name: functions of the same inputs, which raise
-            `UnavailableError`, or `External` ones.
+        baselines: alternatives by name: functions of the same inputs, which raise
+            `UnavailableError`, or `External` objects.
     """
 
     name: str

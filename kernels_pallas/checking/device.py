@@ -1,4 +1,4 @@
-"""What a Hopper GPU can do at most."""
+"""Peaks of Hopper GPUs."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ class Rates:
     """Peaks of one GPU.
 
     Attributes:
-        bandwidth: of its memory, bytes/s, from the data sheet.
-        flops: of its tensor cores, by format, per second, as a large matrix product reaches them.
+        bandwidth: bytes/s of its memory, from the data sheet.
+        flops: operations per second of its tensor cores, by format, as a large matrix product reaches them.
     """
 
     bandwidth: float
@@ -26,7 +26,7 @@ class Rates:
 _SXM = {"bf16": 790e12, "fp8": 1580e12}
 _NVL = {"bf16": 668e12, "fp8": 1336e12}
 _PCIE = {"bf16": 605e12, "fp8": 1210e12}
-# By words of the device's name; the first that has all of its words holds.
+# Words of the device's name; the first entry that has all of its words holds.
 RATES = {
     "H100 PCIe": Rates(2.0e12, _PCIE),
     "H800 PCIe": Rates(2.0e12, _PCIE),
@@ -42,6 +42,6 @@ RATES = {
 
 
 def rates(kind: str) -> Rates | None:
-    """Of the GPU that calls itself ``kind``, "NVIDIA H200" for example; None if it is not known."""
+    """The GPU that calls itself ``kind``, "NVIDIA H200" for example; None if it is not known."""
     words = set(kind.split())
     return next((rates for name, rates in RATES.items() if words.issuperset(name.split())), None)

@@ -1,11 +1,11 @@
-"""Lowers cases for a Hopper GPU on any machine: most of what Pallas refuses, it refuses here."""
+"""Lowers cases for a Hopper GPU on any machine; Pallas refuses most unsupported code here already."""
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from kernels_pallas.checking.case import Case
 
-# What Pallas asks the device that it compiles for.
+# The attributes that Pallas asks of the device that it compiles for.
 _H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 
 

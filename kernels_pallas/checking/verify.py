@@ -1,4 +1,4 @@
-"""Whether a kernel computes what its reference does, on the device at hand."""
+"""Whether a kernel computes the result of its reference, on the device at hand."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ class Verdict:
     worst: str
 
     def faults(self, tolerance: float) -> list[str]:
-        """What is wrong."""
+        """Sentences about its faults."""
         if self.not_finite:
             what = f"{self.not_finite} elements are NaN or infinite where the reference's are not"
         elif not self.distance <= tolerance:
@@ -50,7 +50,7 @@ def verify(case: Case, key: jax.Array) -> Verdict:
     pairs = list(zip(jax.tree.leaves(out), jax.tree.leaves(reference), strict=True))
     compared = [_compare(a, b) for a, b in pairs]
     distances, not_finite = ([float(x) for x in column] for column in list(zip(*compared, strict=True))[:2])
-    # The first NaN if there is one, as numpy's argmax has it: the worst, whichever output has it.
+    # The first NaN if there is one, as numpy's argmax has it: the worst element of all outputs.
     which = int(np.argmax([np.nan if n else d for d, n in zip(distances, not_finite, strict=True)]))
     got, expected = pairs[which]
     place = np.unravel_index(int(compared[which][2]), got.shape)

@@ -1,1 +1,1 @@
-"""Compiles the kernels for an H200 where there is none, and reads what the compiler decided."""
+"""Compiles the kernels for an H200 where there is none, and reads the compiler's decisions."""

@@ -1,4 +1,4 @@
-"""Compile every case for an H200, print what the compiler decided, and hold it against the budget.
+"""Compile every case for an H200, print the compiler's decisions, and hold them against the budget.
 
     python -m kernels_pallas.deviceless [PATTERN]
 
@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def check(case: Case, budget: Budget, mesh: jax.sharding.Mesh, dump: Path) -> list[str]:
-    """Compile one case, print its line, and list what exceeds its budget."""
+    """Compile one case, print its line, and list the limits that it exceeds."""
     started = time.perf_counter()
     shapes = target.replicated(jax.eval_shape(case.inputs, jax.random.key(0)), mesh)
     compiled = target.compile_for(mesh, case.kernel, *shapes, dump=dump / case.name)

@@ -1,4 +1,4 @@
-"""What each kernel may cost, by the GPU-less compile; budget.toml holds it."""
+"""Limits of each kernel in the GPU-less compile; budget.toml holds them."""
 
 import tomllib
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ class Budget:
         spills: bytes per thread.
         instructions: tensor-core instructions that must be there.
         temp_mib: device memory beside arguments and results.
-        launches: of the whole operation.
+        launches: number of launches of the whole operation.
         cases: limits of single cases that differ.
     """
 
@@ -35,7 +35,7 @@ class Budget:
         return Budget(**{**vars(self), **self.cases.get(shape, {}), "cases": {}})
 
     def faults(self, kernels: tuple[Kernel, ...], temp_mib: float, launches: int) -> Iterator[str]:
-        """What exceeds the budget."""
+        """Sentences about the limits that a compile exceeds."""
         if not kernels:
             yield "no Mosaic GPU kernel was compiled"
         for k in kernels:
@@ -55,6 +55,6 @@ class Budget:
 
 
 def budgets() -> dict[str, Budget]:
-    """By kernel."""
+    """Budgets by kernel."""
     with FILE.open("rb") as file:
         return {kernel: Budget(**limits) for kernel, limits in tomllib.load(file).items()}

@@ -1,4 +1,4 @@
-"""What the compiler decided: registers, spills, tensor-core instructions, memory, launches."""
+"""The compiler's decisions: registers, spills, tensor-core instructions, memory, launches."""
 
 import re
 from collections import Counter
@@ -74,7 +74,7 @@ def temp_bytes(compiled: jax.stages.Compiled) -> int:
 
 
 def purposes(launches: tuple[str, ...], hlo: str) -> tuple[str, ...]:
-    """Of each launch, the name scopes of what it computes, by the compiled module; "" where XLA kept none."""
+    """The name scopes of each launch's computation, by the compiled module; "" where XLA kept none."""
     names: dict[str, str] = {}
     calls: list[str] = []
     for name, operation, rest in _INSTRUCTION.findall(hlo[hlo.index("\nENTRY") :]):
@@ -96,7 +96,7 @@ def _launched(name: str) -> str:
 
 
 def launches(xla_dump: Path) -> tuple[str, ...]:
-    """What the module compiled last puts on the GPU, in order."""
+    """The launches that the module compiled last puts on the GPU, in order."""
     lists = sorted(xla_dump.glob("*thunk_sequence.txt"), key=lambda path: path.stat().st_mtime_ns)
     lines = lists[-1].read_text(encoding="utf-8").splitlines()
     return tuple(line for line in lines if _LAUNCH.match(line))

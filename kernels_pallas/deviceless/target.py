@@ -15,7 +15,7 @@ H200 = Path(__file__).with_name("h200.txtpb")
 
 
 def prepare(dump: Path) -> None:
-    """Set up this process; call it before jax compiles anything. ``dump`` receives what `report` reads."""
+    """Set up this process; call it before jax compiles anything. `report` reads the files in ``dump``."""
     # From the nvidia-cuda-nvcc wheel: newer than most toolkits, and it spills less.
     tools = Path(sysconfig.get_path("purelib"), "nvidia", "cu13", "bin")
     os.environ["PATH"] = f"{tools}{os.pathsep}{os.environ['PATH']}"
@@ -54,6 +54,6 @@ def compile_for(mesh: Mesh, function: Callable[..., Any], *inputs: Any, dump: Pa
     dump.mkdir(parents=True)
     os.environ["MOSAIC_GPU_DUMP_TO"] = str(dump)
     jitted = function if isinstance(function, jax.stages.Wrapped) else jax.jit(function)
-    # Pallas asks the mesh what it compiles for; otherwise it would ask the local device.
+    # Pallas asks the mesh for the device that it compiles for; otherwise it would ask the local device.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return jitted.lower(*inputs).compile()

@@ -25,16 +25,16 @@ def arrange(
     """Slots, and tiles of ``rows`` of them, for the rows of experts ``first, first + 1, ...``.
 
     Args:
-        ids: int32, the experts that each token chose, different ones.
+        ids: int32, different experts for each token.
         counts: int32; how often each block of 64 tokens chose each expert (``router.reference.count``).
         first: int32.
-        experts: how many experts; rows of the others get no slot.
-        rows: of a tile.
+        experts: number of experts; a row of another expert gets no slot.
+        rows: rows of a tile.
         implementation: who does it: "mosaic_gpu" needs a Hopper GPU; "xla" is plain jnp.
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Raises:
-        ValueError: for what the kernel cannot do.
+        ValueError: inputs that the kernel cannot take.
     """
     if implementation == "xla":
         return reference.arrange(ids, counts, first, experts=experts, rows=rows)

@@ -1,4 +1,4 @@
-"""What else lays out rows on a GPU."""
+"""Baselines that lay out rows on a GPU."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -9,7 +9,7 @@ from kernels_pallas.expert_layout import reference
 
 
 def baselines(experts: int, rows: int) -> Mapping[str, Callable[..., Any]]:
-    """By name: functions of the kernel's inputs."""
+    """Baselines by name: functions of the kernel's inputs."""
     return MappingProxyType({"xla": partial(_transposed, experts=experts, rows=rows)})
 
 

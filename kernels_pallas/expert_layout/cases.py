@@ -16,10 +16,10 @@ from kernels_pallas.router.reference import ROWS, count
 
 @dataclass(frozen=True)
 class Shape:
-    """Tokens choose some of ``total`` experts; ``here`` of those, from ``first`` on, are laid out.
+    """Tokens choose some of ``total`` experts; ``here`` experts, from ``first`` on, are laid out.
 
     Attributes:
-        idle: every so many tokens one chooses none, id ``total``; 0: all choose.
+        idle: one in ``idle`` tokens chooses none, id ``total``; 0: all choose.
     """
 
     tokens: int
@@ -32,7 +32,7 @@ class Shape:
 
 
 def shapes() -> dict[str, Shape]:
-    """The shapes by name. "small" ones have few thread blocks."""
+    """The shapes by name. "small" shapes have few thread blocks."""
     return {
         "small-all": Shape(70, 4, 16, 0, 16, 64),
         "small-some": Shape(64, 3, 96, 32, 32, 64),
@@ -51,7 +51,7 @@ def cases() -> tuple[Case, ...]:
 
 
 def case(name: str, shape: Shape) -> Case:
-    """What is checked of one shape: every number is an integer, and has to be right."""
+    """The case of one shape: every number is an integer, and has to be right."""
     return Case(
         name=f"expert_layout/{name}",
         inputs=partial(inputs, shape),
@@ -65,7 +65,7 @@ def case(name: str, shape: Shape) -> Case:
 
 
 def inputs(shape: Shape, key: jax.Array) -> Inputs:
-    """Random choices, some experts far more often than others."""
+    """Random choices, some experts far more often than the rest."""
     noise = jax.random.gumbel(key, (shape.tokens, shape.total)) + 3 * jnp.sin(jnp.arange(shape.total))
     ids = jax.lax.top_k(noise, shape.chosen)[1]
     if shape.idle:

@@ -1,8 +1,8 @@
 """The layout of rows by expert for Hopper, in one launch.
 
 A thread block places 64 tokens' choices of one rank: their slots are the sizes of the experts before, the
-choices of the blocks before, and those of the tokens before. Every thread block adds up the sizes for itself
-from the blocks' counts, so that none waits for another.
+choices of the blocks before, and the choices of the tokens before. Every thread block adds up the sizes for
+itself from the blocks' counts, so that none waits for another.
 """
 
 from collections.abc import Callable
@@ -33,12 +33,12 @@ def arrange(
     """``grouped_matmul.layout.group_rows`` of ``ids - first``.
 
     Args:
-        ids: int32, transposed, different ones for each token; T is a multiple of 64.
+        ids: int32, transposed, different experts for each token; T is a multiple of 64.
         counts: int32; how often each block of 64 tokens chose each expert.
         first: int32; the first of the experts whose rows are laid out.
-        experts: how many those are, a multiple of 8.
-        rows: of a tile.
-        tokens: how many of the T there are.
+        experts: number of experts that are laid out, a multiple of 8.
+        rows: rows of a tile.
+        tokens: number of the T tokens that there are.
         interpret: parameters of Pallas' interpreter; None compiles.
     """
     blocks, chosen = counts.shape[0], ids.shape[0]

@@ -1,4 +1,4 @@
-"""The layout in plain jnp: the oracle, and what runs where there is no Hopper GPU."""
+"""The layout in plain jnp: the oracle, and the implementation without a Hopper GPU."""
 
 from jaxtyping import Array, Int
 
@@ -13,6 +13,6 @@ def arrange(
     experts: int,
     rows: int,
 ) -> Groups:
-    """What ``mosaic_gpu.arrange`` computes, but for what tiles and slots that hold nothing say."""
-    del counts  # those of ids
+    """The result of ``mosaic_gpu.arrange``; entries of empty tiles and slots may differ."""
+    del counts  # the counts of ids
     return group_rows(ids - first, experts, rows)

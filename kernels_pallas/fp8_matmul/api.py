@@ -13,7 +13,7 @@ from kernels_pallas.quantised import BLOCK, Quantised, quantise
 Implementation = Literal["xla", "mosaic_gpu"]
 
 _PROCESSORS = 132
-# Of a tile, in rows of 128 bytes: what filling its ring costs, beside the rows it loads.
+# Bytes of a tile's ring, in rows of 128 bytes: the cost of filling it, beside the rows that the tile loads.
 _START = 512
 
 
@@ -31,7 +31,7 @@ def fp8_matmul(
     Args:
         x: bfloat16, or quantised already.
         w: e4m3, output features first; N a multiple of 64, K of 128.
-        w_scale: float32 scales of 128x128 blocks, the last ones perhaps partial.
+        w_scale: float32 scales of 128x128 blocks, the last blocks perhaps partial.
         implementation: who multiplies: "mosaic_gpu" needs a Hopper GPU; "xla" is the oracle in plain jnp.
         summed: False leaves the parts of K that the kernel sums apart to the reader, who spares a launch.
         interpret: parameters of Pallas' interpreter; None compiles.
@@ -40,7 +40,7 @@ def fp8_matmul(
         bfloat16; float32 parts [s, T, N] if they are not summed and there are more than one (see ``parts``).
 
     Raises:
-        ValueError: for what the kernel cannot do.
+        ValueError: inputs that the kernel cannot take.
     """
     check(x, w, 64)
     count = x.shape[0]
@@ -113,7 +113,7 @@ def _product(implementation: Implementation, tile: Tile, interpret: Any, summed:
 
 
 def check(x: Any, w: Any, columns: int) -> None:
-    """Refuse what the kernel cannot do, with a ValueError that says so; looks at shapes and dtypes."""
+    """Refuse inputs that the kernel cannot take, with a ValueError; looks at shapes and dtypes."""
     needs = (
         ("dtype of activations", str(x.dtype), "float8_e4m3fn" if isinstance(x, Quantised) else "bfloat16"),
         ("dtype of weights", str(w.dtype), "float8_e4m3fn"),

@@ -1,4 +1,4 @@
-"""What else multiplies with block-scaled FP8 weights on a GPU."""
+"""Baselines that multiply with block-scaled FP8 weights on a GPU."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -13,7 +13,7 @@ from kernels_pallas.quantised import Quantised
 
 
 def baselines() -> Mapping[str, Callable[..., Any]]:
-    """By name: functions of the kernel's inputs."""
+    """Baselines by name: functions of the kernel's inputs."""
     return MappingProxyType({"xla": xla})
 
 

@@ -25,7 +25,7 @@ class Shape:
 
 
 def shapes() -> dict[str, Shape]:
-    """The shapes by name. "small" ones have few thread blocks."""
+    """The shapes by name. "small" shapes have few thread blocks."""
     shapes = {
         "small-split": Shape(64, 192, 512, Tile(64, 64, 2, splits=2, thread_blocks=3)),
         "small-split-many": Shape(128, 128, 512, Tile(128, 128, 2, splits=4, thread_blocks=2)),
@@ -56,7 +56,7 @@ def cases() -> tuple[Case, ...]:
 
 
 def case(name: str, shape: Shape) -> Case:
-    """What is checked of one shape."""
+    """The case of one shape."""
     return Case(
         name=f"fp8_matmul/{name}",
         inputs=partial(inputs, shape),

@@ -1,4 +1,4 @@
-"""Products with FP8 weights in plain jnp: the oracle, and what runs where there is no Hopper GPU."""
+"""Products with FP8 weights in plain jnp: the oracle, and the implementation without a Hopper GPU."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -13,7 +13,7 @@ def fp8_matmul(
     x_scale: Float[Array, "k M"],
     w_scale: Float[Array, "b n k"],
 ) -> tuple[Array, ...]:
-    """What ``mosaic_gpu.fp8_matmul`` computes: float32 [M, N], or e4m3 and its scales when gated."""
+    """The result of ``mosaic_gpu.fp8_matmul``: float32 [M, N], or e4m3 and its scales when gated."""
     rows = x.shape[0]
     tiles = Tiles(jnp.array([[0], [0], [rows]], jnp.int32), jnp.ones(1, jnp.int32))
     return grouped.grouped_matmul(x, w[None], x_scale, w_scale[None], tiles, rows=rows)

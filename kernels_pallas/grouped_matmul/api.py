@@ -34,8 +34,8 @@ def expert_mlp(
     FP8 weights multiply activations quantised to e4m3 in 1x128 blocks, once before each product.
 
     Args:
-        x: bfloat16, or quantised already; rows past those of ``ids`` are not looked at.
-        ids: different experts chosen by each row, int32; those outside ``[first, first + E)`` contribute
+        x: bfloat16, or quantised already; only as many rows as ``ids`` has are read.
+        ids: different experts chosen by each row, int32; an expert outside ``[first, first + E)`` contributes
             nothing.
         weights: float32.
         gate_up: e4m3 with ``gate_up_scale``, or bfloat16 without; output features first.
@@ -43,7 +43,7 @@ def expert_mlp(
         gate_up_scale: float32 scales of 128x128 blocks.
         down_scale: likewise.
         counts: int32; how often each 64 tokens chose each of all A experts; with them a kernel lays out rows.
-        first: which of those the E experts begin with.
+        first: the expert of all A with which the E experts begin.
         rows_per_expert: rows that an expert has on average; decides how the work is cut.
         implementation: who multiplies: "mosaic_gpu" needs a Hopper GPU; "xla" is the oracle in plain jnp.
         interpret: parameters of Pallas' interpreter; None compiles.
@@ -52,7 +52,7 @@ def expert_mlp(
         bfloat16, summed in float32.
 
     Raises:
-        ValueError: for what the kernel cannot do.
+        ValueError: inputs that the kernel cannot take.
     """
     check(x, gate_up, gate_up_scale)
     check(x, down, down_scale)
@@ -133,7 +133,7 @@ def choose_tile(rows_per_group: int, columns: int, *, gated: bool) -> Tile:
 
 
 def check(x: Any, w: Any, w_scale: Any) -> None:
-    """Refuse what the kernel cannot do, with a ValueError that says so; looks at shapes and dtypes."""
+    """Refuse inputs that the kernel cannot take, with a ValueError; looks at shapes and dtypes."""
     columns, terms = w.shape[-2:]
     quantised = isinstance(x, Quantised) and w_scale is not None
     needs = (

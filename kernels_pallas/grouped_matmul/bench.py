@@ -1,4 +1,4 @@
-"""What else computes a grouped product on a GPU."""
+"""Baselines that compute a grouped product on a GPU."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,7 +15,7 @@ from kernels_pallas.quantised import Quantised
 
 
 def baselines(rows: int) -> Mapping[str, Callable[..., Any]]:
-    """By name: functions of the kernel's inputs, whose tiles have so many rows."""
+    """Baselines by name: functions of the kernel's inputs, whose tiles have ``rows`` rows."""
     return MappingProxyType({"xla": partial(xla, rows=rows)})
 
 

@@ -21,7 +21,7 @@ class Shape:
     """One product of experts with ``rows`` rows each.
 
     Attributes:
-        rows: of each group, in order.
+        rows: rows of each group, in order.
         columns, terms: N and K.
         gated: gate and up, SwiGLU of them.
         fp8: e4m3 with block scales, or bfloat16.
@@ -53,7 +53,7 @@ class Shape:
 
 
 def shapes() -> dict[str, Shape]:
-    """The shapes by name. "small" ones have few thread blocks."""
+    """The shapes by name. "small" shapes have few thread blocks."""
     few, many = Tile(64, 128, 2, thread_blocks=2), Tile(128, 128, 3, thread_blocks=2)
     wide, narrow = Tile(64, 256, 2, thread_blocks=3), Tile(128, 64, 2, thread_blocks=2)
     shapes = {
@@ -83,7 +83,7 @@ def cases() -> tuple[Case, ...]:
 
 
 def case(name: str, shape: Shape) -> Case:
-    """What is checked of one shape."""
+    """The case of one shape."""
     return Case(
         name=f"grouped_matmul/{name}",
         inputs=partial(inputs, shape),
@@ -115,7 +115,7 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
 
 
 def run(shape: Shape, *inputs: Any, interpret: Any = None) -> tuple[Array, ...]:
-    """The kernel, and what the reference has where it writes nothing."""
+    """The kernel, and the reference's values where it writes nothing."""
     out = mosaic_gpu.grouped_matmul(*inputs, tile=shape.tile, interpret=interpret)
     height, row = inputs[-1].table[2], jnp.arange(shape.tile.rows)
     held = (row < height[:, None]).reshape(-1)

@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-# Groups begin at multiples of this: a tile's results are copied in pieces of as many rows.
+# Groups begin at multiples of this: a tile's results are copied in pieces of this many rows.
 ALIGNMENT = 8
-# Above this many pairs counting the equal ones before each costs more than sorting.
+# Above this many pairs counting the equal pairs before each costs more than sorting.
 _MANY_PAIRS = 8192
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Tiles:
-    """Which rows each tile multiplies, and with what.
+    """The rows that each tile multiplies, and their group.
 
     Attributes:
         table: int32; of each tile its group, its first row and how many rows it has, a multiple of 8.
@@ -34,7 +34,7 @@ class Groups:
     Attributes:
         token: token in each slot; anything where there is none.
         place: slot of each choice and token; M where it is not a group.
-        tiles: of the slots.
+        tiles: the tiles of the slots.
     """
 
     token: Int[Array, " M"]

@@ -22,7 +22,8 @@ from kernels_pallas.mosaic import WGMMA, WGMMA_ROW, WGMMA_ROWS, Ref, load, per_r
 from kernels_pallas.quantised import BLOCK, FP8_MAX, TINY
 
 _LOADER = COMPUTE
-# Of 504 for three warpgroups. With more for the computing ones ptxas 13.5 hoists more, and spills.
+# Registers of 504 for three warpgroups. With more for the computing warpgroups ptxas 13.5 hoists more, and
+# spills.
 _LOADER_REGISTERS, _COMPUTE_REGISTERS = 56, 224
 
 Place = tuple[Any, Any, Any]  # row tile, column tile, part of K
@@ -40,14 +41,14 @@ def grouped_matmul(
 ) -> tuple[Array, ...]:
     """``x @ w[group].T`` for tiles of rows that belong to one group each; SwiGLU of two products if b is 2.
 
-    Scales of rows lie by tile, ``tile.rows`` for each of the t tiles (R in all), whichever rows of x those
-    are: copies of scales have to begin at multiples of 32, rows of a group need not.
+    Scales of rows lie by tile, ``tile.rows`` for each of the t tiles (R in all), wherever its rows of x lie:
+    copies of scales have to begin at multiples of 32, rows of a group need not.
 
     Args:
         x: e4m3 or bfloat16; ``tile.rows`` rows from each tile's first on are read, and must be there.
-        w: of x's dtype, output features before input features; b is 1, or 2 for gate and up.
+        w: weights of x's dtype, output features before input features; b is 1, or 2 for gate and up.
         x_scale: float32 scales of 1x128 blocks of the tiles' rows, transposed; None for bfloat16.
-        w_scale: float32 scales of 128x128 blocks of w, the last ones perhaps partial; None for bfloat16.
+        w_scale: float32 scales of 128x128 blocks of w, the last blocks perhaps partial; None for bfloat16.
         tiles: the rows of each tile, and its group in w. Other rows are not written.
         tile: how the work is cut.
         interpret: parameters of Pallas' interpreter; None compiles.
@@ -57,7 +58,7 @@ def grouped_matmul(
         b = 2: silu(gate) * up: bfloat16 [M, N]; of e4m3, e4m3 [M, N] and its scales [N/128, R].
 
     Raises:
-        ValueError: for dtypes and sizes that the tile does not fit.
+        ValueError: dtypes and sizes that the tile does not fit.
     """
     plan = Plan(tile, x.dtype, w.shape[1] == 2, x.shape[0], w.shape[2], x.shape[1], tiles.table.shape[1])
     operands = (x, w, x_scale, w_scale) if plan.fp8 else (x, w)
@@ -97,7 +98,7 @@ def grouped_matmul(
 
 @dataclass(frozen=True)
 class _Walk:
-    """A thread block's walk over its tiles: what the loader and the computing warpgroups do."""
+    """A thread block's walk over its tiles: the work of the loader and of the computing warpgroups."""
 
     plan: Plan
     operands: tuple[Ref, ...]
@@ -106,7 +107,7 @@ class _Walk:
     scratch: dict[str, Ref]
 
     def place(self, i: Any) -> Place:
-        """Where the i-th tile of all thread blocks is; those of one group follow each other."""
+        """The place of the i-th tile of all thread blocks; tiles of one group follow each other."""
         splits, columns = self.plan.tile.splits, self.plan.column_tiles
         return lax.div(i, columns * splits), lax.rem(lax.div(i, splits), columns), lax.rem(i, splits)
 
@@ -140,7 +141,7 @@ class _Walk:
             plgpu.barrier_wait(s["free"].at[lax.rem(filled, tile.stages)])
 
         lax.fori_loop(0, mine, one_tile, None)
-        # Nobody may leave while others still arrive at a barrier.
+        # No warpgroup may leave while another still arrives at a barrier.
         lax.fori_loop(jnp.maximum(mine * plan.steps - tile.stages, 0), mine * plan.steps, drain, None)
 
     def compute(self, wg: Any, block: Any, mine: Any) -> None:
@@ -193,8 +194,8 @@ class _Walk:
         return lax.fori_loop(0, plan.steps, step, ((zero,) * plan.blocks, scales(0)))[0]
 
     def plain_sums(self, wg: Any, i: Any, place: Place) -> tuple[jax.Array, ...]:
-        """bfloat16: sums over K, kept by the tensor cores."""
-        del place  # its scales are what differs
+        """The bfloat16 product: sums over K, kept by the tensor cores."""
+        del place  # only scales need it
         plan, s = self.plan, self.scratch
 
         def over_k(*accs: Ref) -> tuple[jax.Array, ...]:

@@ -1,4 +1,4 @@
-"""Grouped matrix product in plain jnp: the oracle, and what runs where there is no Hopper GPU."""
+"""Grouped matrix product in plain jnp: the oracle, and the implementation without a Hopper GPU."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def grouped_matmul(
     *,
     rows: int,
 ) -> tuple[Array, ...]:
-    """What ``mosaic_gpu.grouped_matmul`` computes with tiles of ``rows`` rows, float32 throughout.
+    """The result of ``mosaic_gpu.grouped_matmul`` with tiles of ``rows`` rows, float32 throughout.
 
     Rows of no tile are zero. Returns float32 [M, N]; e4m3 values and their scales when gated and FP8.
     """

@@ -1,4 +1,4 @@
-"""How a grouped matrix product is cut into tiles, and what a tile keeps in shared memory."""
+"""Cuts of a grouped matrix product into tiles, and the arrays that a tile keeps in shared memory."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +39,7 @@ class Plan:
 
     Attributes:
         tile: how the work is cut.
-        dtype: of x and w.
+        dtype: dtype of x and w.
         gated: whether there are two products, gate and up.
         rows, columns, terms: M, N and K.
         tiles: tiles of rows.
@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def stage_terms(self) -> int:
-        """Terms of K in one stage: as many bytes as the widest swizzle."""
+        """Terms of K in one stage: their bytes fill the widest swizzle."""
         return SWIZZLE // jnp.dtype(self.dtype).itemsize
 
     @property
@@ -103,13 +103,13 @@ class Plan:
 
     @property
     def out_dtype(self) -> Any:
-        """Of the values written."""
+        """The dtype of the values written."""
         if self.gated and self.fp8:
             return jnp.float8_e4m3fn
         return jnp.float32 if self.tile.splits > 1 else jnp.bfloat16
 
     def out_type(self) -> tuple[Any, ...]:
-        """What the kernel returns."""
+        """Shapes and dtypes of the kernel's results."""
         splits = (self.tile.splits,) if self.tile.splits > 1 else ()
         values = jax.ShapeDtypeStruct((*splits, self.rows, self.columns), self.out_dtype)
         if self.out_dtype != jnp.float8_e4m3fn:

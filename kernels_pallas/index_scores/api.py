@@ -15,7 +15,7 @@ Implementation = Literal["xla", "mosaic_gpu"]
 
 # Streaming multiprocessors of an H100 or H200: a thread block of the kernel fills one.
 _PROCESSORS = 132
-# What a split costs beside its rows - loading queries - in tiles.
+# The cost of a split beside its rows - loading queries - in tiles.
 _SPLIT_COST = 4
 # Rows that a TMA copy of FP8 keys' scales has at least, by the alignment of its target.
 _LEAST_FP8 = 32
@@ -32,17 +32,17 @@ def index_scores(
     splits: int | None = None,
     interpret: Any = None,
 ) -> Float[Array, "B W L"]:
-    """For every token and cached row the sum over heads of weight x relu(q . k), arXiv 2512.02556, eq. 1.
+    """Sums over heads of weight x relu(q . k), for every token and cached row (arXiv 2512.02556, eq. 1).
 
     Args:
         q: index queries.
         weights: float32.
-        keys: index keys; or FP8 ones, the two arrays that `index_rows.pack` makes. Those of rows that no
+        keys: index keys; or the two arrays of FP8 keys that `index_rows.pack` makes. Keys of rows that no
             token sees may hold anything.
         page_table: pages of each slot in order, int32; every entry must be a page.
         visible: rows that tokens see, of the L = n * S of their slot.
         implementation: "mosaic_gpu" needs a Hopper GPU, bfloat16, i = 128, heads in multiples of 8 up to 256,
-            and pages of 8, 16, 32 or a multiple of 64 rows, FP8 ones of at least 32.
+            and pages of 8, 16, 32 or a multiple of 64 rows, at least 32 in FP8.
         splits: parts of a slot's rows that run at the same time; None chooses.
         interpret: parameters of Pallas' interpreter; None compiles.
 
@@ -50,7 +50,7 @@ def index_scores(
         float32; -inf where a token does not see the row, and inf where a score that it sees is NaN.
 
     Raises:
-        ValueError: for what an implementation cannot do.
+        ValueError: inputs that the implementation cannot take.
     """
     if implementation == "xla":
         return reference.index_scores(q, weights, keys, page_table, visible)
@@ -79,7 +79,7 @@ def index_scores(
 
 
 def _seen(visible: Window, width: int, rows: int) -> Int[Array, "4 B W"]:
-    """What the kernel asks of each of ``width`` tokens; those past the window's see nothing."""
+    """The kernel's view of each of ``width`` tokens; tokens past the window's see nothing."""
     token = jnp.arange(width, dtype=jnp.int32)
     end, bits = visible.length[:, None], jnp.zeros((1, width), jnp.int32)
     if visible.ancestors is None:
@@ -105,7 +105,7 @@ def choose_splits(blocks: int, tiles: int) -> int:
 
 
 def check(q: Any, keys: Any) -> None:
-    """Refuse what the kernel cannot do, with a ValueError that says so; looks at shapes and dtypes."""
+    """Refuse inputs that the kernel cannot take, with a ValueError; looks at shapes and dtypes."""
     fp8, rows = isinstance(keys, tuple), jax.tree.leaves(keys)[0]
     heads, size = q.shape[2], rows.shape[1]
     sizes = tuple(n for n in (8, 16, 32) if not fp8 or n >= _LEAST_FP8)

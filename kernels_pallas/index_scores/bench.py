@@ -1,4 +1,4 @@
-"""What else scores index keys on a GPU."""
+"""Baselines that score index keys on a GPU."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -8,5 +8,5 @@ from kernels_pallas.index_scores import reference
 
 
 def baselines() -> Mapping[str, Callable[..., Any]]:
-    """By name: functions of the kernel's inputs. XLA's own way is the reference, compiled."""
+    """Baselines by name: functions of the kernel's inputs. XLA's own way is the reference, compiled."""
     return MappingProxyType({"xla": reference.index_scores})

@@ -21,11 +21,11 @@ class Shape:
     """Slots with ``lengths`` rows before their windows of ``window`` tokens; one of negative length is idle.
 
     Attributes:
-        window, lengths: of the tokens.
+        window, lengths: shape of the tokens.
         heads: index heads.
         page: rows per page.
         spare: pages of each slot beyond those it needs.
-        splits: as for the kernel.
+        splits: the kernel's argument.
         nextn: tokens see every other draft, and not the first two rows.
         fp8: keys in FP8.
     """
@@ -46,7 +46,7 @@ class Shape:
 
 
 def shapes() -> dict[str, Shape]:
-    """The shapes by name. "small" ones have few thread blocks."""
+    """The shapes by name. "small" shapes have few thread blocks."""
     return {
         "small-window": Shape(4, (60, 130, -1), 16, splits=2),
         "small-ring": Shape(1, (900,), 8, splits=1, spare=3),
@@ -73,7 +73,7 @@ def cases() -> tuple[Case, ...]:
 
 
 def case(name: str, shape: Shape) -> Case:
-    """What is checked of one shape."""
+    """The case of one shape."""
     by_kernel: dict[str, Any] = {"implementation": "mosaic_gpu", "splits": shape.splits}
     return Case(
         name=f"index_scores/{name}",

@@ -29,6 +29,6 @@ def pack(keys: jax.Array) -> Rows:
 
 
 def unpack(packed: Rows) -> jax.Array:
-    """What `pack` packed, up to its rounding, float32 [..., i]."""
+    """The rows that `pack` packed, up to its rounding, float32 [..., i]."""
     values, scales = packed
     return lax.bitcast_convert_type(values, _E4M3).astype(jnp.float32) * scales

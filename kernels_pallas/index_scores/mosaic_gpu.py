@@ -33,13 +33,14 @@ TILE = WGMMA_ROWS
 DIM = 128
 COMPUTE = 2
 _STAGES = 6
-# Columns of queries: their copy has at most so many rows, and their weights fill a quarter of the registers.
+# Columns of queries: the most rows that their copy may have, and their weights fill a quarter of the
+# registers.
 MOST_COLUMNS = 256
-# The bits of an e4m3 number in those of a float16 are 2^-8 of it, subnormal ones too.
+# The bits of an e4m3 number in the place of a float16's are 2^-8 of it, also of a subnormal number.
 _E4M3_IN_F16 = 256.0
 
-# Lines of the integer array that says what a token sees: the first row; the end of those that it sees all;
-# bits, which of the next 31 it sees; and the end of what any token of its slot sees.
+# Lines of the integer array with the rows that a token sees: the first row; the end of the rows of which it
+# sees all; bits, which of the next 31 it sees; and the end of the rows that any token of its slot sees.
 FIRST, END, AHEAD, LAST = range(4)
 
 
@@ -101,7 +102,7 @@ def index_scores(
                 plgpu.barrier_wait(freed.at[lax.rem(i, _STAGES)])
 
             lax.fori_loop(0, scored.count, tile, None)
-            # Nobody may leave while others still arrive at a barrier.
+            # No warpgroup may leave while another still arrives at a barrier.
             lax.fori_loop(jnp.maximum(scored.count - _STAGES, 0), scored.count, drain, None)
 
         def expand(stage: Any, mine: int) -> jax.Array:

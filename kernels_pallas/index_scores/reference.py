@@ -15,7 +15,7 @@ def index_scores(
     page_table: Int[Array, "B n"],
     visible: Window,
 ) -> Float[Array, "B W L"]:
-    """As `kernels_pallas.index_scores.api.index_scores`, computed in float32."""
+    """`kernels_pallas.index_scores.api.index_scores`, computed in float32."""
     rows = jax.tree.map(lambda part: part[page_table], keys)
     # FP8 keys are expanded to the type that is multiplied.
     rows = unpack(rows).astype(q.dtype) if isinstance(rows, tuple) else rows

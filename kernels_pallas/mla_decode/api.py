@@ -17,7 +17,7 @@ PAGE = mosaic_gpu.PAGE
 
 # Streaming multiprocessors of an H100 or H200: a thread block of the kernel fills one.
 _PROCESSORS = 132
-# What a split costs beside its rows - loading queries, an output to merge - in steps of two pages.
+# The cost of a split beside its rows - loading queries, an output to merge - in steps of two pages.
 _SPLIT_COST = 3
 # Parts that XLA merges in one launch, because `merge` writes them out one by one.
 _WRITTEN_OUT = 32
@@ -54,11 +54,11 @@ def mla_decode(
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Returns:
-        What each head mixes from the latents, [B, W, N, C], of q's dtype; zero in idle slots. Tokens that see
-        nothing cost no page, unless they share a thread block with others.
+        The mixed latents of each head, [B, W, N, C], of q's dtype; zero in idle slots. Tokens that see
+        nothing cost no page, unless they share a thread block with a token that sees some.
 
     Raises:
-        ValueError: for what an implementation cannot do.
+        ValueError: inputs that the implementation cannot take.
     """
     if implementation == "xla":
         return reference.mla_decode(q, q_rope, pages, page_table, visible, scale=scale).astype(q.dtype)
@@ -69,7 +69,7 @@ def mla_decode(
     blocks = height // block
     splits = splits or choose_splits(slots * blocks, page_table.shape[1])
     seen: Any = visible.bits(window, page_table.shape[1] * mosaic_gpu.PAGE)
-    # A block whose tokens see nothing reads no page, though others of its slot do.
+    # A block whose tokens see nothing reads no page, though other blocks of its slot do.
     reads = jnp.arange(blocks) * block < (seen.count * heads)[:, None]
     end = jnp.where(reads, seen.end()[:, None], 0)
     of_slot = (seen.first, seen.length, end, seen.seen_ahead())
@@ -111,7 +111,7 @@ def merge(out: jax.Array, lse: jax.Array) -> jax.Array:
 def choose_splits(blocks: int, columns: int) -> int:
     """Splits that finish soonest if slots fill ``columns`` pages; unsplit, ``blocks`` thread blocks run.
 
-    The launches that merge many parts are taken to cost as much as a split does.
+    The launches that merge many parts are taken to cost the same as a split.
     """
     steps = -(-columns // mosaic_gpu.COMPUTE)
 
@@ -124,7 +124,7 @@ def choose_splits(blocks: int, columns: int) -> int:
 
 
 def check(q: Any, q_rope: Any, pages: jax.Array | Rows) -> None:
-    """Refuse what the Mosaic GPU kernel cannot do, with a ValueError that says so."""
+    """Refuse inputs that the Mosaic GPU kernel cannot take, with a ValueError that says so."""
     (window, heads, rank), rows = q.shape[-3:], jax.tree.leaves(pages)[0]
     dtypes = {str(q.dtype), str(q_rope.dtype)} | (set() if isinstance(pages, tuple) else {str(rows.dtype)})
     needs = (

@@ -1,4 +1,4 @@
-"""What else computes absorbed MLA on a GPU: XLA, and the kernels of installed packages."""
+"""Baselines that compute absorbed MLA on a GPU: XLA, and the kernels of installed packages."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -13,12 +13,12 @@ from kernels_pallas.checking.case import External, UnavailableError
 from kernels_pallas.mla_decode.fp8_rows import Rows, unpack
 from kernels_pallas.visible import Window
 
-# As vLLM calls its kernel (v1/attention/backends/mla/triton_mla.py).
+# The arguments with which vLLM calls its kernel (v1/attention/backends/mla/triton_mla.py).
 _TRITON_SPLITS = 4
 
 
 def baselines(scale: float) -> Mapping[str, Callable[..., Any] | External]:
-    """By name: functions of the kernel's inputs."""
+    """Baselines by name: functions of the kernel's inputs."""
     options = {"scale": scale}
     return {
         "xla": partial(xla, **options),
@@ -57,7 +57,7 @@ def triton(
     *,
     scale: float,
 ) -> Callable[[], Any]:
-    """vLLM's Triton kernel. It decodes single tokens: those of a window become slots of their own."""
+    """vLLM's Triton kernel. It decodes single tokens: a window's tokens become slots of their own."""
     torch = _package("torch")
     kernel = _package("vllm.v1.attention.ops.triton_decode_attention").decode_attention_fwd
     rows, lengths = _bfloat16(pages), _causal_lengths(visible, q.shape[1])

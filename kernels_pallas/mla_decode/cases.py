@@ -22,8 +22,8 @@ class Shape:
     """Slots with ``lengths`` rows before their windows of ``window`` tokens, on a device with some heads.
 
     Attributes:
-        counts: tokens of each slot's window that see anything; None: all. The others get zeros where none of
-            their thread block does.
+        counts: tokens of each slot's window that see anything; None: all. The rest get zeros where all of
+            their thread block see nothing.
     """
 
     heads: int
@@ -37,12 +37,12 @@ class Shape:
 
     @property
     def pages_per_slot(self) -> int:
-        """Columns of the page table: as many as the longest slot needs."""
+        """Columns of the page table: the pages of the longest slot."""
         return -(-(max(self.lengths) + self.window) // PAGE)
 
 
 def shapes() -> dict[str, Shape]:
-    """The shapes by name. "small" ones have few thread blocks."""
+    """The shapes by name. "small" shapes have few thread blocks."""
     edges = (0, 1, 63, 64, 127, 128, 129)
     ragged = tuple(1 + i * 8191 // 31 for i in range(32))
     small = {
@@ -85,7 +85,7 @@ def cases() -> tuple[Case, ...]:
 
 
 def case(name: str, shape: Shape) -> Case:
-    """What is checked of one shape."""
+    """The case of one shape."""
     return Case(
         name=f"mla_decode/{name}",
         inputs=partial(inputs, shape),

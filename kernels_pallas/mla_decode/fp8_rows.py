@@ -3,7 +3,7 @@
     words, uint16    [C / 2: e4m3 latents c and c + C / 2 | R: bfloat16 rope dimensions]
     scales, float32  [one for each 128 latents]
 
-The contents are those of FlashMLA's and vLLM's "fp8_ds_mla", the order is our own: a word's two latents go
+The contents are FlashMLA's and vLLM's "fp8_ds_mla", the order is our own: a word's two latents go
 to the same place in the two halves of a bfloat16 row, so that the kernel expands a page where it lies. Scales
 are apart because a swizzled copy wants rows of whole 128 bytes.
 
@@ -40,7 +40,7 @@ def pack(rows: jax.Array, rank: int, block: int = BLOCK) -> Rows:
 
 
 def unpack(packed: Rows, rank: int, block: int = BLOCK) -> jax.Array:
-    """What `pack` packed, up to its rounding, float32 [..., C + R]."""
+    """The rows that `pack` packed, up to its rounding, float32 [..., C + R]."""
     words, scales = packed
     pairs, key = jnp.split(words, [rank // 2], axis=-1)
     values = jnp.concatenate([pairs & 0xFF, pairs >> 8], axis=-1).astype(jnp.uint8)

@@ -28,11 +28,11 @@ from kernels_pallas.mosaic import WGMMA_ROWS, Ref, Warpgroup, operand_tiles, per
 RANK, ROPE, PAGE = 512, 64, 64
 ROWS = WGMMA_ROWS
 HALF = RANK // 2
-COMPUTE = 2  # warpgroups; as many pages per step and halves of the latents
+COMPUTE = 2  # warpgroups; pages per step, and parts of the latents
 PARTS = HALF // ROPE
 SCALES = RANK // BLOCK
 LOG2E = 1.4426950408889634
-# The bits of an e4m3 number in those of a float16 are 2^-8 of it, subnormal ones too.
+# The bits of an e4m3 number in the place of a float16's are 2^-8 of it, also of a subnormal number.
 E4M3_IN_F16 = 256.0
 
 # A kernel of jax 0.10 cannot write to its inputs.
@@ -41,7 +41,7 @@ CAN_REUSE = jax.__version_info__ >= (0, 11)
 # A maximum of nothing; finite, so that differences of it are not NaN.
 NOTHING = -1e30
 
-# Scores' peak, sum of exponentials over the own pages, output: what a warpgroup keeps per row.
+# Scores' peak, sum of exponentials over the own pages, output: a warpgroup's values per row.
 Carry = tuple[jax.Array, jax.Array, jax.Array]
 
 # Lines of the integer array that describes the rows of a slot that a thread block reads.
@@ -68,9 +68,9 @@ def mla_decode(
         q_rope: [B, M, 64] bf16.
         pages: [P, 64, 576] bf16, or FP8 rows: [P, 64, 320] uint16 and [P, 64, 4] float32.
         page_table: [B, n] int32.
-        rows: [4, B, M / m] int32: the first row, the end of those all tokens see, the end of those any token
-            sees, and bits: which rows between the two ends some token sees. A block whose last end is 0 reads
-            no page, and gives zeros.
+        rows: [4, B, M / m] int32: the first row, the end of the rows that all tokens see, the end of the rows
+            that any sees, and bits: which rows between the two ends some token sees. A block whose last end
+            is 0 reads no page, and gives zeros.
         ahead: [B, M / m, 64] int32, m of `rows_per_block`; the first m of a block: bit i is set if the query
             row sees cached row ``length + i``.
         scale: factor of the scores.
@@ -107,7 +107,8 @@ def mla_decode(
         share = lax.div(all_steps + (splits - 1), splits)
         start = split * share
         steps = jnp.maximum(jnp.minimum(start + share, all_steps) - start, 0)
-        # Of fewer than 64 rows, the rest is computed from what shared memory holds, and never stored.
+        # A page of fewer than 64 rows: the rest is computed from the contents of shared memory, and never
+        # stored.
         mine, local = pl.ds(block * count, count), pl.ds(0, count)
 
         def copy() -> None:
@@ -143,12 +144,12 @@ def mla_decode(
                     plgpu.barrier_wait(rope_freed.at[buffer])
 
         def scales_of(page: jax.Array) -> tuple[jax.Array, ...]:
-            """Of the page's rows, block by block."""
+            """Scales of the page's rows, block by block."""
             here = pages_refs[1].at[table_ref[slot, jnp.minimum(page, num_pages - 1)]]
             return tuple(wg.gathered_row(here.at[:, block]) * E4M3_IN_F16 for block in range(SCALES))
 
         def expand(buffer: int, scales: tuple[jax.Array, ...]) -> None:
-            """Words to the latents they hold: each thread replaces what it read."""
+            """Words to the latents they hold: each thread replaces the words that it read."""
 
             def value(byte: jax.Array, scale: jax.Array) -> jax.Array:
                 bits = (byte & 0x7F) << 7 | (byte & 0x80) << 8

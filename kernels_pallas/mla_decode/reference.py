@@ -19,7 +19,7 @@ def mla_decode(
     *,
     scale: float,
 ) -> jax.Array:
-    """As `kernels_pallas.mla_decode.api.mla_decode`, computed in float32; returns float32 [B, W, N, C]."""
+    """`kernels_pallas.mla_decode.api.mla_decode`, computed in float32; returns float32 [B, W, N, C]."""
     rank, whole = q.shape[-1], jnp.concatenate([q, q_rope], axis=-1)
     rows = jax.tree.map(lambda part: part[page_table], pages)
     # FP8 rows are expanded to the type that is multiplied.

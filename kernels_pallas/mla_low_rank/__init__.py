@@ -1,1 +1,1 @@
-"""What stands between MLA's low-rank projections and their readers: norms, a rotation, the cache write."""
+"""Everything between MLA's low-rank projections and their readers: norms, a rotation, the cache write."""

@@ -35,7 +35,7 @@ def mla_low_rank(
         q: queries' low rank as its projection leaves it, or the float32 parts of it to be summed.
         kv: likewise the rows [latent | key], C + R with R = 2r.
         q_norm: weight of q's norm.
-        kv_norm: of the latents'.
+        kv_norm: weight of the latents' norm.
         angles: cosines and sines of every token, float32; apart, as XLA has them before it stacks them.
         pages: the cache, which must not be read again. None: the rows are wanted, not written.
         page_table: pages of each slot in order, int32.
@@ -52,7 +52,7 @@ def mla_low_rank(
         of pairs come first.
 
     Raises:
-        ValueError: for what the kernel cannot do.
+        ValueError: inputs that the kernel cannot take.
     """
     slots, window = positions.shape
     tokens = slots * window
@@ -73,7 +73,7 @@ def mla_low_rank(
 
 
 def check(q: Any, kv: Any, kv_norm: Any, pages: Any | None) -> None:
-    """Refuse what the kernel cannot do, with a ValueError that says so; looks at shapes and dtypes."""
+    """Refuse inputs that the kernel cannot take, with a ValueError; looks at shapes and dtypes."""
     norms.check(q.shape[-1], q.dtype)
     rope = kv.shape[-1] - kv_norm.shape[0]
     needs = (

@@ -1,4 +1,4 @@
-"""What else rotates and writes rows on a GPU."""
+"""Baselines that rotate and write rows on a GPU."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -6,5 +6,5 @@ from typing import Any
 
 
 def baselines(reference: Callable[..., Any]) -> Mapping[str, Callable[..., Any]]:
-    """By name: functions of the kernel's inputs. XLA's own way is the reference, compiled."""
+    """Baselines by name: functions of the kernel's inputs. XLA's own way is the reference, compiled."""
     return MappingProxyType({"xla": reference})

@@ -21,8 +21,8 @@ class Shape:
     """A window of tokens after each slot's ``lengths`` rows; a slot of negative length is idle.
 
     Attributes:
-        window, lengths: of the tokens.
-        q_parts, kv_parts: of float32, to be summed; 0: the projection's result is bfloat16.
+        window, lengths: shape of the tokens.
+        q_parts, kv_parts: number of float32 parts to be summed; 0: the projection's result is bfloat16.
         q_rank: width of the queries' low rank.
         page: rows per page.
         columns: pages per slot.
@@ -42,7 +42,7 @@ class Shape:
 
 
 def shapes() -> dict[str, Shape]:
-    """The shapes by name. "small" ones have few thread blocks."""
+    """The shapes by name. "small" shapes have few thread blocks."""
     return {
         "small-page-edges": Shape(3, (0, 6, -1, 15), 2, 3, q_rank=512, page=8, columns=2),
         "small-halves": Shape(1, (3, -1, 5), q_rank=1024, page=4, columns=2, interleaved=False),
@@ -62,7 +62,7 @@ def cases() -> tuple[Case, ...]:
 
 
 def case(name: str, shape: Shape) -> Case:
-    """What is checked of one shape."""
+    """The case of one shape."""
     run = partial(_run, shape)
     oracle = partial(run, implementation="xla")
     return Case(
@@ -84,7 +84,7 @@ def _run(shape: Shape, *inputs: Any, **options: Any) -> tuple[Array, ...]:
 
 
 def inputs(shape: Shape, key: jax.Array) -> Inputs:
-    """Random, the pages scattered; what a cache holds is so small that written rows decide the distance."""
+    """Random inputs, scattered pages; a cache's own contents are too small to hide a row written wrongly."""
     slots, keys = len(shape.lengths), jax.random.split(key, 7)
     tokens = (slots, shape.window)
 

@@ -49,12 +49,12 @@ def mla_low_rank(
         q: bfloat16 or float32 parts to be summed; K is a multiple of 512.
         kv: likewise, latents first.
         q_norm: weight of q's norm, any float type.
-        kv_norm: of the latents'.
+        kv_norm: weight of the latents' norm.
         angles: cosines and sines, float32.
         pages: bfloat16, written in place. None: the rows are returned instead, for the caller to write.
         page_table: int32, pages of each slot.
         positions: int32, row of its slot that each token is written to, if it is within the slot's pages.
-        eps: of both norms.
+        eps: added to the mean square of both norms.
         interleaved: pairs are neighbours, not from the two halves of the dimensions.
         interpret: parameters of Pallas' interpreter; None compiles.
 
@@ -71,7 +71,7 @@ def mla_low_rank(
     ) -> None:  # fmt: skip
         if pages is None:
             values_ref, scales_ref, rows_ref = out_refs
-        else:  # an input that is written to, and so before what is only written
+        else:  # an input that is written to, and so before arrays that are only written
             rows_ref, values_ref, scales_ref = out_refs
         low_rank, token = lax.axis_index("low_rank"), lax.axis_index("token")
 

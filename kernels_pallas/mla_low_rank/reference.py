@@ -20,7 +20,7 @@ def mla_low_rank(
     eps: float,
     interleaved: bool,
 ) -> tuple[Array, Array, Array]:
-    """As `mosaic_gpu.mla_low_rank`, for any rank and key; float32 but for sums of parts, and pages."""
+    """`mosaic_gpu.mla_low_rank` for any rank and key; float32 but for sums of parts, and pages."""
     low = quantise(_norm(_sum(q), q_norm, eps))
     latent, key = jnp.split(_sum(kv), [kv_norm.shape[0]], axis=-1)
     rows = jnp.concatenate([_norm(latent, kv_norm, eps), _rotate(key, angles, interleaved)], axis=-1)
@@ -34,7 +34,7 @@ def write(
     page_table: Int[Array, "B n"],
     positions: Int[Array, " T"],
 ) -> Float[Array, "P S c"]:
-    """The pages with those rows written whose positions are within their slot's pages."""
+    """The pages with the rows written whose positions are within their slot's pages."""
     count, size, _ = pages.shape
     slots, columns = page_table.shape
     slot = jnp.arange(len(positions)) // (len(positions) // slots)

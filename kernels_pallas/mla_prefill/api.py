@@ -48,7 +48,7 @@ def mla_prefill(
         [B, T, N, v] of q's dtype; zero where a query that counts sees no row.
 
     Raises:
-        ValueError: for what an implementation cannot do.
+        ValueError: inputs that the implementation cannot take.
     """
     length, rank = rows.shape[1], k_up.shape[-1]
     rows = jnp.where(visible.seen(length)[..., None], rows, 0)
@@ -83,7 +83,7 @@ def attend(
     implementation: Implementation,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of every query over one block of rows, with what it takes to merge blocks.
+    """Attention of every query over one block of rows, with the sums that merging blocks needs.
 
     Args:
         q: [B, T, N, h + R].
@@ -97,10 +97,10 @@ def attend(
 
     Returns:
         The output [B, T, N, v] of q's dtype, and log2 of the sum of exponentials of each query's scores,
-        float32 [B, N, T], -1e30 if it sees nothing. Of queries past the count both are anything finite.
+        float32 [B, N, T], -1e30 if it sees nothing. Results of queries past the count are anything finite.
 
     Raises:
-        ValueError: for what an implementation cannot do.
+        ValueError: inputs that the implementation cannot take.
     """
     if implementation == "xla":
         out, lse = reference.attend(q, k, k_rope, v, visible, scale=scale)
@@ -124,7 +124,7 @@ def attend(
 
 
 def bounds(visible: Window, rows: int) -> jax.Array:
-    """A chain over so many rows as the kernel takes it, int32 [4, B]: count, first row, diagonal, end."""
+    """A chain over ``rows`` rows as the kernel takes it, int32 [4, B]: count, first row, diagonal, end."""
     if visible.ancestors is not None:
         raise ValueError("mla_prefill on mosaic_gpu: tokens are a tree, must be a chain; use 'xla'")
     first, end = jnp.clip(visible.first, 0, rows), jnp.minimum(visible.end(), rows)
@@ -143,7 +143,7 @@ def merge(
 
 
 def check(q: jax.Array, k: jax.Array, k_rope: jax.Array, v: jax.Array) -> None:
-    """Refuse what the Mosaic GPU kernel cannot do, with a ValueError that says so."""
+    """Refuse inputs that the Mosaic GPU kernel cannot take, with a ValueError that says so."""
     needs = (
         ("dtypes are", {str(x.dtype) for x in (q, k, k_rope, v)}, {"bfloat16"}),
         ("dimensions of a query are", q.shape[-1], mosaic_gpu.NOPE + mosaic_gpu.ROPE),

@@ -1,4 +1,4 @@
-"""What else computes attention at head dimensions 192 and 128 on a GPU."""
+"""Baselines that compute attention at head dimensions 192 and 128 on a GPU."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,7 +12,7 @@ from kernels_pallas.visible import Window
 
 
 def baselines(scale: float) -> Mapping[str, Callable[..., Any]]:
-    """By name: functions of the kernel's inputs."""
+    """Baselines by name: functions of the kernel's inputs."""
     return {"xla": partial(xla, scale=scale), "cudnn": partial(cudnn, scale=scale)}
 
 

@@ -21,7 +21,7 @@ SCALE = (NOPE + ROPE) ** -0.5
 class Shape:
     """A chunk of ``queries`` tokens per slot, of which ``counts`` count, after ``history`` rows.
 
-    ``block``: expand the rows from latents, so many at a time; None: one block of given keys and values.
+    ``block``: expand the rows from latents, ``block`` at a time; None: one block of given keys and values.
     """
 
     heads: int
@@ -38,7 +38,7 @@ class Shape:
 
 
 def shapes() -> dict[str, Shape]:
-    """The shapes by name. "small" ones have few thread blocks."""
+    """The shapes by name. "small" shapes have few thread blocks."""
     small = {
         "small-causal": Shape(1, 200, (200,), (0,)),
         "small-ragged": Shape(2, 130, (129, 1, 0), (0, 127, 5)),
@@ -61,7 +61,7 @@ def cases() -> tuple[Case, ...]:
 
 
 def case(name: str, shape: Shape) -> Case:
-    """What is checked of one shape: of a single block the sums of exponentials too."""
+    """The case of one shape; a single block has sums of exponentials, too."""
     if shape.block is None:
         kernel = partial(attend, scale=SCALE, implementation="mosaic_gpu")
         oracle = partial(reference.attend, scale=SCALE)

@@ -31,7 +31,7 @@ NOTHING = -1e30
 # Lines of the integer array that describes a slot.
 COUNT, BEGIN, DIAGONAL, END = range(4)
 
-# Scores' peak, sum of exponentials, output: what a warpgroup keeps per query.
+# Scores' peak, sum of exponentials, output: a warpgroup's values per query.
 Carry = tuple[jax.Array, jax.Array, jax.Array]
 
 

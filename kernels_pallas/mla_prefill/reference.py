@@ -12,7 +12,7 @@ EXACT = lax.Precision.HIGHEST
 def attend(
     q: jax.Array, k: jax.Array, k_rope: jax.Array, v: jax.Array, visible: Window, *, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """As `kernels_pallas.mla_prefill.api.attend`, in float32; queries past the count see nothing."""
+    """`kernels_pallas.mla_prefill.api.attend` in float32; queries past the count see nothing."""
     nope, rope = jnp.split(q.astype(jnp.float32), [k.shape[-1]], axis=-1)
     scores = jnp.einsum("btnh,blnh->bntl", nope, k.astype(jnp.float32), precision=EXACT)
     scores += jnp.einsum("btnr,blr->bntl", rope, k_rope.astype(jnp.float32), precision=EXACT)

@@ -1,1 +1,1 @@
-"""What stands between two products: a residual's sum, RMS normalisation, quantisation to e4m3."""
+"""Everything between two products: a residual's sum, RMS normalisation, quantisation to e4m3."""

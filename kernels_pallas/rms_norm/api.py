@@ -21,10 +21,10 @@ class Normed:
     """Normalised rows.
 
     Attributes:
-        total: what was normalised, in bfloat16; None if it is not wanted.
+        total: the normalised sum, in bfloat16; None if it is not wanted.
         plain: the result in bfloat16; None if it is not wanted.
-        quantised: the result in e4m3, its rows rounded up to whole tiles of products; those past the given
-            ones hold anything. None if it is not wanted.
+        quantised: the result in e4m3, its rows rounded up to whole tiles of products; padded rows hold
+            anything. None if it is not wanted.
     """
 
     total: Float[Array, "T D"] | None
@@ -46,8 +46,8 @@ def rms_norm(
     """Root-mean-square normalisation of a sum in float32 (arXiv 1910.07467), in one launch.
 
     Args:
-        addends: of bfloat16; or the float32 parts that a product leaves to be summed.
-        weight: of any float type.
+        addends: bfloat16 arrays; or the float32 parts that a product leaves to be summed.
+        weight: any float type.
         eps: added to the mean square.
         total: whether the sum is wanted in bfloat16.
         plain: whether the result is wanted in bfloat16.
@@ -56,7 +56,7 @@ def rms_norm(
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Raises:
-        ValueError: for what the kernel cannot do.
+        ValueError: inputs that the kernel cannot take.
     """
     rows, width = addends[0].shape[-2:]
     for x in addends:
@@ -86,14 +86,14 @@ def quantise(
     Args:
         x: bfloat16, b = 128; k is a multiple of 4.
         blocks_first: the t-th row's blocks are ``x[:, t]``, as products of heads leave them, not ``x[t]``.
-        implementation: as in ``rms_norm``.
+        implementation: see ``rms_norm``.
         interpret: likewise.
 
     Returns:
         Values and scales of [M, k * 128], rows rounded up as ``Normed`` says.
 
     Raises:
-        ValueError: for what the kernel cannot do.
+        ValueError: inputs that the kernel cannot take.
     """
     check_blocks(x.shape[0 if blocks_first else 1], x.shape[2], x.dtype)
     if implementation == "mosaic_gpu":
@@ -116,7 +116,7 @@ def check(width: int, dtype: Any) -> None:
 
 
 def check_blocks(count: int, width: int, dtype: Any) -> None:
-    """Likewise for rows of so many blocks, which ``quantise`` takes."""
+    """The same for rows of ``count`` blocks, which ``quantise`` takes."""
     _refuse(
         ("dtype", str(dtype), ("bfloat16",)),
         ("width of a block", width, (BLOCK,)),

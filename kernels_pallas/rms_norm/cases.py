@@ -19,9 +19,9 @@ class Shape:
 
     Attributes:
         rows, width: T and D.
-        added: how many of bfloat16 are added to them; the sum is then wanted, too.
-        plain, quantised: what is written.
-        parts: of float32, to be summed; 0: the rows are bfloat16.
+        added: number of bfloat16 arrays added to them; the sum is then wanted, too.
+        plain, quantised: the results that are written.
+        parts: number of float32 parts to be summed; 0: the rows are bfloat16.
     """
 
     rows: int
@@ -33,7 +33,7 @@ class Shape:
 
 
 def shapes() -> dict[str, Shape]:
-    """The shapes by name. "small" ones have few thread blocks."""
+    """The shapes by name. "small" shapes have few thread blocks."""
     shapes = {
         "small": Shape(3, 512),
         "small-added": Shape(2, 1024, added=2, plain=True),
@@ -80,7 +80,7 @@ def cases() -> tuple[Case, ...]:
 
 
 def case(name: str, shape: Shape) -> Case:
-    """What is checked of one shape of ``rms_norm``."""
+    """The case of one shape of ``rms_norm``."""
     flags = {"total": shape.added > 0, "plain": shape.plain, "quantised": shape.quantised}
     wanted: dict[str, Any] = {"eps": 1e-6, **flags}
     read = shape.rows * shape.width * ((4 * shape.parts or 2) + 2 * shape.added)
@@ -98,7 +98,7 @@ def case(name: str, shape: Shape) -> Case:
 
 
 def inputs(shape: Shape, key: jax.Array) -> Inputs:
-    """Random rows, some much larger than others."""
+    """Random rows, some much larger than the rest."""
     keys = jax.random.split(key, 3)
     blocked = (shape.rows, shape.width // BLOCK, BLOCK)
     x = jax.random.normal(keys[0], (shape.parts or 1, *blocked), jnp.float32 if shape.parts else jnp.bfloat16)
@@ -109,7 +109,7 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
 
 
 def quantise_case(name: str, shape: Heads) -> Case:
-    """What is checked of one shape of ``quantise``."""
+    """The case of one shape of ``quantise``."""
     sizes = (shape.heads, shape.rows) if shape.blocks_first else (shape.rows, shape.heads)
     order: dict[str, Any] = {"blocks_first": shape.blocks_first}
 

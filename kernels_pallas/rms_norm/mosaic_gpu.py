@@ -21,7 +21,7 @@ from kernels_pallas.quantised import BLOCK, FP8_MAX, TINY, whole_tiles
 # Blocks of a row, one per warp at a time; the 32 lanes of a warp hold four numbers each.
 WARPS = 4
 ROW = plgpu.Layout.TILED(Tiling(((WARPS, BLOCK), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-# Of a row that need not be in registers at once, because nothing is summed over it.
+# Registers of a row that need not hold all of it at once, because nothing is summed over it.
 _CHUNK = 32
 
 
@@ -38,9 +38,9 @@ def rms_norm(
     """Sums of rows over their root mean square, times the weight.
 
     Args:
-        addends: bfloat16 or float32, blocks of 128; their number k is a multiple of 4. Each array's s rows
-            are summed, and those of all arrays.
-        weight: of any float type.
+        addends: bfloat16 or float32, blocks of 128; their number k is a multiple of 4. The s rows of each
+            array are summed, and the sums of all arrays.
+        weight: any float type.
         eps: added to the mean square.
         total: whether the sum is wanted in bfloat16.
         plain: whether the result is wanted in bfloat16.
@@ -107,7 +107,7 @@ def write(x: jax.Array, values: Ref, scales: Ref) -> None:
 
 
 def quantised_type(rows: int, blocks: int) -> list[jax.ShapeDtypeStruct]:
-    """Of e4m3 values and scales of so many rows, rounded up to the tiles of products."""
+    """Shapes of e4m3 values and of scales for ``rows`` rows, padded to whole tiles of products."""
     rows = whole_tiles(rows)
     return [
         jax.ShapeDtypeStruct((rows, blocks, BLOCK), jnp.float8_e4m3fn),

@@ -18,7 +18,7 @@ def rms_norm(
     plain: bool,
     quantised: bool,
 ) -> tuple[Array, ...]:
-    """As `mosaic_gpu.rms_norm`; float32 but for the sum, which is rounded before it is normalised."""
+    """`mosaic_gpu.rms_norm` in float32 but for the sum, which is rounded before it is normalised."""
     x = sum(
         (a.astype(jnp.float32).sum(axis=0) for a in addends[1:]), addends[0].astype(jnp.float32).sum(axis=0)
     )
@@ -35,7 +35,7 @@ def rms_norm(
 def quantise(
     x: Float[Array, "k T 128"] | Float[Array, "T k 128"], *, blocks_first: bool
 ) -> tuple[Array, ...]:
-    """As `mosaic_gpu.quantise`."""
+    """`mosaic_gpu.quantise` in plain jnp."""
     return _quantised(x.swapaxes(0, 1) if blocks_first else x)
 
 

@@ -52,7 +52,7 @@ def choose(
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Raises:
-        ValueError: for what the kernel cannot do.
+        ValueError: inputs that the kernel cannot take.
     """
     tokens, experts = logits.shape
     if implementation == "xla":
@@ -76,7 +76,7 @@ def can_choose(experts: int, rule: Rule) -> bool:
 
 
 def check(experts: int, rule: Rule) -> None:
-    """Refuse what the kernel cannot do, with a ValueError that says so."""
+    """Refuse inputs that the kernel cannot take, with a ValueError that says so."""
     if experts > _MAX_EXPERTS:
         raise ValueError(f"router on mosaic_gpu: {experts} experts, at most {_MAX_EXPERTS}; use 'xla'")
     if experts // rule.groups % 8:

@@ -1,4 +1,4 @@
-"""What else chooses experts on a GPU."""
+"""Baselines that choose experts on a GPU."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -10,7 +10,7 @@ from kernels_pallas.router.rule import Rule
 
 
 def baselines(rule: Rule) -> Mapping[str, Callable[..., Any]]:
-    """By name: functions of the kernel's inputs."""
+    """Baselines by name: functions of the kernel's inputs."""
     return MappingProxyType({"xla": partial(_by_xla, rule)})
 
 

@@ -20,7 +20,7 @@ class Shape:
     """``tokens`` that choose among ``experts``; the kernel is given whole blocks of 64.
 
     Attributes:
-        idle: every so many tokens one does not count; 0: all do.
+        idle: one in ``idle`` tokens does not count; 0: all do.
     """
 
     tokens: int
@@ -30,7 +30,7 @@ class Shape:
 
 
 def shapes() -> dict[str, Shape]:
-    """The shapes by name. "small" ones have few thread blocks."""
+    """The shapes by name. "small" shapes have few thread blocks."""
     return {
         "small-groups": Shape(70, 64, Rule(chosen=4, groups=4, kept=2, scaling=2.5)),
         "small-one-group": Shape(64, 32, Rule(chosen=3, normalise=False)),
@@ -49,7 +49,7 @@ def cases() -> tuple[Case, ...]:
 
 
 def case(name: str, shape: Shape) -> Case:
-    """What is checked of one shape."""
+    """The case of one shape."""
     return Case(
         name=f"router/{name}",
         inputs=partial(inputs, shape),

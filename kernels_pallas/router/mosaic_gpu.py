@@ -44,11 +44,11 @@ def choose(
         column = wg.iota((ROWS, size), 1)
 
         def scores(g: Any) -> jax.Array:
-            """Of a group of experts; read again rather than kept: with the choice they would spill."""
+            """Scores of a group of experts; read again rather than kept: with the choice they would spill."""
             return 1 / (1 + jnp.exp(-load(logits, (rows, pl.ds(g * size, size)), WGMMA)))
 
         def at(index: jax.Array, g: Any) -> jax.Array:
-            """Where the experts of a group are those of an index per row."""
+            """[rows, size]: whether the expert of group g is the expert ``index`` of its row."""
             return column == per_row(index - g * size, size)
 
         def choose_one(j: Any, choice: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -104,7 +104,7 @@ def choose(
 
 
 def _keep_groups(choice: list[jax.Array], column: jax.Array, kept: int) -> list[jax.Array]:
-    """The groups with -inf in all but those whose best two add up to most; the first among equals."""
+    """The groups with -inf except in the groups whose best two add up to most; the first among equals."""
     size = column.shape[1]
     scores = []
     for c in choice:

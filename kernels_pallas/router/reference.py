@@ -1,4 +1,4 @@
-"""The choice of experts in plain jnp: the oracle, and what runs where there is no Hopper GPU."""
+"""The choice of experts in plain jnp: the oracle, and the implementation without a Hopper GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,13 @@ def choose(
     Sigmoid scores; groups, then experts, chosen by bias-corrected score (arXiv 2412.19437, eqs. 12-16). The
     bias only selects: weights come from the scores alone.
 
-    counted: tokens that choose; the others' ids are E, which is no expert. None: all choose.
+    counted: tokens that choose; ids of other tokens are E, which is no expert. None: all choose.
     """
     scores = jax.nn.sigmoid(logits)
     choice = scores + bias
     rows, experts = choice.shape
     if rule.groups > 1:
-        # Two dimensions throughout: for others XLA on a CPU sorts instead of taking the top k.
+        # Two dimensions throughout: with more, XLA on a CPU sorts instead of taking the top k.
         groups = choice.reshape(rows * rule.groups, -1)
         group_score = jax.lax.top_k(groups, 2)[0].sum(axis=-1).reshape(rows, rule.groups)
         best = jax.lax.top_k(group_score, rule.kept)[1]

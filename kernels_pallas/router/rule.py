@@ -10,9 +10,9 @@ class Rule:
     Attributes:
         chosen: experts per token.
         groups: equal parts that the experts are divided into.
-        kept: groups that a token may choose from, those whose best two experts add up to most.
+        kept: groups that a token may choose from: their best two experts add up to most.
         normalise: divide a token's weights by their sum.
-        scaling: what weights are multiplied with.
+        scaling: factor of the weights.
     """
 
     chosen: int

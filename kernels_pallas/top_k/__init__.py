@@ -1,1 +1,1 @@
-"""The best scores of many, as sparse attention chooses what a token attends to."""
+"""The best scores of many, as sparse attention chooses the rows that a token attends to."""

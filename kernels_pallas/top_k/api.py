@@ -15,10 +15,10 @@ Implementation = Literal["xla", "mosaic_gpu"]
 def top_k(
     scores: Float[Array, "T L"], count: int, *, implementation: Implementation, interpret: Any = None
 ) -> Int[Array, "T k"]:
-    """Each token's ``count`` entries with the best scores, in ascending order; of equal ones the first.
+    """Each token's ``count`` entries with the best scores, in ascending order; the first among equal scores.
 
-    Exactly what ``jax.lax.top_k`` chooses, which takes 0.0 for more than -0.0. An entry of -inf is never
-    chosen: where there are fewer others, -1 comes first.
+    Chooses exactly as ``jax.lax.top_k``, which takes 0.0 for more than -0.0. An entry of -inf is never
+    chosen: -1 comes first where fewer entries are left.
 
     Args:
         scores: float32, none of them NaN.
@@ -27,7 +27,7 @@ def top_k(
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Raises:
-        ValueError: for what the kernel cannot do.
+        ValueError: inputs that the kernel cannot take.
     """
     if implementation == "xla":
         return reference.top_k(scores, count)
@@ -43,10 +43,10 @@ def entries(
     """The numbers of the bits that are set, ascending, in the last of each row's ``count`` places.
 
     words: int32, 32 bits each, at most ``count`` set in a row. before: bits set in the words before each.
-    nothing: what stands in the other places.
+    nothing: content of the other places.
 
-    A scatter, in place and in one launch. No two entries have the same place: those that are not chosen have
-    places behind the row's end.
+    A scatter, in place and in one launch. No two entries have the same place: entries that are not chosen
+    have places behind the row's end.
     """
     tokens, size = words.shape
     found = before[:, -1:] + jax.lax.population_count(words[:, -1:])
@@ -62,6 +62,6 @@ def entries(
 
 
 def check(scores: Any) -> None:
-    """Refuse what the Mosaic GPU kernel cannot do, with a ValueError that says so."""
+    """Refuse inputs that the Mosaic GPU kernel cannot take, with a ValueError that says so."""
     if str(scores.dtype) != "float32":
         raise ValueError(f"top_k on mosaic_gpu: scores in {scores.dtype}, must be float32; use 'xla'")

@@ -1,4 +1,4 @@
-"""What else chooses the best scores on a GPU."""
+"""Baselines that choose the best scores on a GPU."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -9,5 +9,5 @@ from kernels_pallas.top_k import reference
 
 
 def baselines(count: int) -> Mapping[str, Callable[..., Any]]:
-    """By name: functions of the kernel's inputs."""
+    """Baselines by name: functions of the kernel's inputs."""
     return MappingProxyType({"xla": partial(reference.top_k, count=count)})

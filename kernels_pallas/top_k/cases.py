@@ -25,7 +25,7 @@ class Shape:
 
 
 def shapes() -> dict[str, Shape]:
-    """The shapes by name. "small" ones have few thread blocks."""
+    """The shapes by name. "small" shapes have few thread blocks."""
     return {
         "small-different": Shape(2, 2048, 300),
         "small-ties": Shape(3, 4200, 700, values=5),
@@ -44,7 +44,7 @@ def cases() -> tuple[Case, ...]:
 
 
 def case(name: str, shape: Shape) -> Case:
-    """What is checked of one shape."""
+    """The case of one shape."""
     return Case(
         name=f"top_k/{name}",
         inputs=partial(inputs, shape),

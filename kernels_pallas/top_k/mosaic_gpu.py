@@ -1,7 +1,7 @@
 """The best scores without a sort, for Hopper: a thread block finds a token's least chosen score by its bits.
 
-Floats in total order are integers (``_ordered``). Of the chosen ones the least is the largest number that
-``count`` of them reach: two of its bits per pass over all scores, which first-level cache or L2 keeps. Then
+Floats in total order are integers (``_ordered``). The least chosen score is the largest number that ``count``
+scores reach. Each pass over all scores, which stay in first-level cache or L2, fixes two of its bits. Then
 each score says by itself whether it is chosen: if it is larger, or equal and among the first of its equals.
 Every choice is a bit, 32 to a word, with the number of bits before the word.
 
@@ -27,7 +27,7 @@ CHUNK = LINES * LINE
 
 _BITS = 2  # of the least score, per pass
 _CANDIDATES = (1 << _BITS) - 1
-# Lines whose counts warpgroups exchange, so that those of all are as many as a warp has lanes.
+# Lines whose counts warpgroups exchange, so that the counts of all warpgroups fill a warp's lanes.
 _FOLDED = LINE // READERS
 _LOWEST = -(2**31)
 # The number after that of -inf.
@@ -64,7 +64,7 @@ def choose(
             return _ordered(load(scores, (token, pl.ds(chunk * LINES, LINES)), LINES_OF))
 
         def exchange(parity: Any, found: tuple[jax.Array, ...]) -> list[jax.Array]:
-            """Of each candidate what all warpgroups have counted, 8 numbers of each."""
+            """The counts of all warpgroups for each candidate, 8 numbers of each."""
             for i, x in enumerate(found):
                 parts = [x[j : j + _FOLDED] for j in range(0, LINES, _FOLDED)]
                 counts[parity, i, pl.ds(reader * _FOLDED, _FOLDED)] = jnp.sum(
@@ -84,7 +84,7 @@ def choose(
                 return tuple(x + jnp.where(number >= c, 1, 0) for x, c in zip(found, candidates, strict=True))
 
             found = lax.fori_loop(first, last, reach, (none,) * _CANDIDATES)
-            # What was exchanged before may still be read.
+            # A warpgroup may still read the counts exchanged before.
             for of_all in exchange(lax.rem(i, 2), found):
                 least += jnp.where(jnp.sum(of_all) >= count, unit, 0)
             return least
@@ -99,7 +99,7 @@ def choose(
         found = lax.fori_loop(first, last, compare, (none, none))
         larger, equal = exchange(0, found)
         at = wg.iota_of((LINE,), 0, LINE_OF)
-        wanted = count - jnp.sum(larger)  # of the equal ones
+        wanted = count - jnp.sum(larger)  # of the equal scores
         here = [jnp.sum(jnp.where(at < reader * _FOLDED, x, 0)) for x in (larger, equal)]
 
         def write(chunk: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -153,7 +153,7 @@ def choose(
 
 
 def _ordered(x: jax.Array) -> jax.Array:
-    """Integers in the order of floats: those of negative ones count down as their bits count up."""
+    """Integers in the order of floats: a negative float's count down as its bits count up."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return bits ^ (lax.shift_right_arithmetic(bits, 31) & 0x7FFFFFFF)
 

@@ -1,4 +1,4 @@
-"""The choice in plain jnp, by XLA's sort: the oracle, and what runs where there is no Hopper GPU."""
+"""The choice in plain jnp, by XLA's sort: the oracle, and the implementation without a Hopper GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,6 @@ NOTHING = -1
 
 
 def top_k(scores: Float[Array, "*T L"], count: int) -> Int[Array, "*T k"]:
-    """As `kernels_pallas.top_k.api.top_k`, of any number of axes."""
+    """`kernels_pallas.top_k.api.top_k` with any number of axes."""
     best, entries = jax.lax.top_k(scores, count)
     return jnp.sort(jnp.where(best > -jnp.inf, entries, NOTHING), axis=-1)

@@ -1,1 +1,1 @@
-"""What a program calls: ``LLM``, ``AsyncLLM``, and what becomes of a prompt on its way to text."""
+"""The Python API: ``LLM``, ``AsyncLLM``, and the way of a prompt to text."""

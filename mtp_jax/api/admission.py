@@ -29,7 +29,7 @@ class QueueLimits:
 
 @dataclass(eq=False)
 class Reservation:
-    """Room in the queue: so many requests (the n of one prompt) and prompt tokens."""
+    """Room in the queue: ``requests`` requests (the n of one prompt) and ``tokens`` prompt tokens."""
 
     requests: int
     tokens: int
@@ -58,7 +58,7 @@ class Admission:
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens that wait; those of a prompt not yet tokenised are an estimate."""
+        """Prompt tokens that wait; tokens of a prompt not yet tokenised are an estimate."""
         return self._tokens
 
     def take(self, requests: int, tokens: int) -> Reservation:
@@ -104,7 +104,7 @@ class Admission:
                 self._reservations.remove(reservation)
 
     def finished(self) -> None:
-        """A prompt has been answered: what ``retry_after`` is estimated from."""
+        """A prompt has been answered: ``retry_after`` is estimated from its time."""
         self._finishes.append(time.monotonic())
 
     def _full(self, requests: int) -> Overloaded | None:
@@ -120,7 +120,7 @@ class Admission:
             )
 
     def _overloaded(self, why: str) -> Overloaded:
-        """With the seconds until the queue has passed, at the rate of the last answers."""
+        """The error with the seconds until the queue has passed, at the rate of the last answers."""
         retry = 1.0
         if len(self._finishes) > 1:
             rate = (len(self._finishes) - 1) / max(self._finishes[-1] - self._finishes[0], 1e-3)

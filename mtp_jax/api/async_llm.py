@@ -7,32 +7,34 @@ immutable.
 """
 
 import asyncio
-import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, Unpack, cast
 
 import numpy as np
 
+from mtp_jax.api.about import About
 from mtp_jax.api.admission import Admission, LazyPrompt, QueueLimits, estimate
 from mtp_jax.api.completions import Prompt, PromptState, RequestOptions, check
 from mtp_jax.api.device_memory import Tag, WeightUpdate
 from mtp_jax.api.hooks import Hooks
 from mtp_jax.api.llm import LLM
 from mtp_jax.api.outputs import RequestOutput
-from mtp_jax.api.pools import Pools
 from mtp_jax.api.progress import Reporter, Silent
 from mtp_jax.api.stream import Stream
-from mtp_jax.api.thread import EngineThread, Update
+from mtp_jax.api.submissions import Submissions
+from mtp_jax.api.thread import EngineThread
 from mtp_jax.api.warm_up import WarmUp
+from mtp_jax.api.workers import Workers
 from mtp_jax.checkpoint.update import Source
 from mtp_jax.engine.request import Terms
-from mtp_jax.engine.sampling_params import SamplingParams
-from mtp_jax.errors import EngineStopped, RequestError
+from mtp_jax.engine.sampling_params import SamplingParams, StructuredOutput
+from mtp_jax.engine.stats import EngineStats
+from mtp_jax.errors import EngineStopped, MtpJaxError
 
 _SHORT_PROMPT = 1000
 _T = TypeVar("_T")
@@ -58,31 +60,27 @@ class AsyncLLM:
             max_queued_tokens: most prompt tokens that may wait.
         """
         self.llm = llm
-        self.admission = Admission(max_queued_requests, max_queued_tokens)
-        self._streams: dict[str, Stream] = {}
-        self._submitting: dict[str, bool] = {}  # names on their way to a stream, and whether to abort it
-        self._by_prompt: dict[PromptState, Stream] = {}
+        self._submissions = Submissions(Admission(max_queued_requests, max_queued_tokens))
+        self._workers = Workers()
         self._calls: set[Future[Any]] = set()
-        self._ids, self._draining, self._closed = 0, False, False
+        self._draining = self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._failed = asyncio.Event()
         self._changing, self._falling_asleep = asyncio.Lock(), False  # weights or memory
         self._thread = EngineThread(
             llm.engine,
-            admitted=lambda state, n: self.admission.release(self._by_prompt[state].reservation, n),
-            updated=lambda updates: self._call(self._deliver, updates),
+            admitted=self._submissions.admitted,
+            updated=lambda updates: self._call(self._submissions.deliver, updates),
             failed=lambda error: self._call(self._fail_all, error),
         )
         if llm.group:
             llm.group.ending.told.append(self.fail)
-        self._idle_for_threads = threading.Event()
-        self._idle_for_threads.set()
-        thread = self._thread
-        self.warm_up = WarmUp(llm.engine, self._idle_for_threads, thread.warm_up, thread.forget_costs)
+        thread, quiet = self._thread, self._submissions.quiet
+        self.warm_up = WarmUp(llm.engine, quiet, thread.warm_up, thread.forget_costs)
         self.hooks = Hooks()
-        self._pools = Pools()
+        structured = llm.engine.grammars is not None
+        facts = llm.tokenizer, llm.sampling_defaults, llm.simulated, structured
+        self.about = About(llm.config, llm.engine.config, *facts)
 
     # Life
 
@@ -105,23 +103,23 @@ class AsyncLLM:
         self._draining = True
         try:
             async with asyncio.timeout(timeout):
-                await self._idle.wait()
+                await self._submissions.idle.wait()
             return True
         except TimeoutError:
-            self._abort_all()
+            self._submissions.abort()
             return False
 
     async def close(self) -> None:
         """Abort what runs and end the engine thread. What is being compiled is not waited for."""
         self._draining = True
-        self._abort_all()
+        self._submissions.abort()
         self._closed = True
         self.warm_up.stop()
         for end in self.hooks.at_close:
             end()
         await asyncio.to_thread(self._thread.stop)
         self._fail_calls(EngineStopped("the engine has been closed"))
-        self._pools.close()
+        self._workers.close()
         if self.llm.group:
             await asyncio.to_thread(self.llm.group.leave)
 
@@ -160,14 +158,33 @@ class AsyncLLM:
         return self.warm_up.running
 
     @property
+    def admission(self) -> Admission:
+        """How much waits, and may."""
+        return self._submissions.admission
+
+    @property
     def live(self) -> int:
         """Prompts on their way."""
-        return len(self._streams)
+        return len(self._submissions)
 
     @property
     def step_age(self) -> float:
         """Seconds since the engine thread began the step it is in; 0.0 while nothing is to be done."""
         return self._thread.step_age
+
+    @property
+    def weight_version(self) -> str:
+        """The name of the weights."""
+        return self.llm.weight_version
+
+    @property
+    def released(self) -> tuple[Tag, ...]:
+        """What of the device memory is given back now."""
+        return self.llm.released
+
+    def stats(self) -> EngineStats:
+        """A snapshot of what the engine holds and has done, from any thread."""
+        return self.llm.engine.stats()
 
     # Weights and memory
 
@@ -199,7 +216,7 @@ class AsyncLLM:
         async with self._changing:
             new = await self.off_loop(partial(llm.read_weights, source, draft_model, keep_draft=keep_draft))
             if abort:
-                self._abort_all()
+                self._submissions.abort()
             replace = partial(llm.replace_weights, new, weight_version, probe, prepare=False)
             return await self.on_engine(replace, between_prompts=True)
 
@@ -223,8 +240,8 @@ class AsyncLLM:
             self._falling_asleep = True
             try:
                 if abort:
-                    self._abort_all()
-                await self._idle.wait()
+                    self._submissions.abort()
+                await self._submissions.idle.wait()
                 await self.on_engine(partial(self.llm.release_memory, tags, backup=backup))
             finally:
                 self._falling_asleep = False
@@ -246,10 +263,6 @@ class AsyncLLM:
         async with self._changing:  # they are all of the same weights
             states = await self.off_loop(partial(self.llm.hidden_states, token_ids, positions))
             return self.llm.weight_version, states
-
-    def _abort_all(self) -> None:
-        for stream in list(self._streams.values()):
-            stream.abort()
 
     # Requests
 
@@ -293,44 +306,42 @@ class AsyncLLM:
         params = self.llm.default_sampling_params if sampling_params is None else sampling_params
         lazy = isinstance(prompt, LazyPrompt)
         check("" if lazy else prompt, params)
-        request_id = self._name(options.pop("request_id", None))
-        reservation = self.admission.take(params.n, params.n * estimate(prompt))
-        self._submitting[request_id] = False
-        self._idle_for_threads.clear()
-        try:
-            terms = cast(Terms, {**options, "arrived": arrived})
-            make = partial(self._state, prompt, params, terms)
+        with self._submissions.enter(options.pop("request_id", None), params, estimate(prompt)) as stream:
+            make = partial(self._state, prompt, params, cast(Terms, {**options, "arrived": arrived}))
             if params.structured is not None or lazy or len(prompt) * params.n > _SHORT_PROMPT:
-                pool = self._pools.tokenise if params.structured is None else self._pools.grammar
-                state = await asyncio.get_running_loop().run_in_executor(pool, make)
+                state = await self._workers.run("tokenise" if params.structured is None else "grammar", make)
             else:
                 state = make()
             for prepare in self.hooks.before_submit:
                 await prepare(state.completions[0].request)
-            prompt_tokens = len(state.completions[0].request.prompt)
-            self.admission.correct(reservation, params.n * prompt_tokens)
             self._check_running()
             self._check_awake()
-        except BaseException:
-            self.admission.release(reservation)
-            del self._submitting[request_id]
-            self._look_idle()
-            raise
-        aborted, deltas = self._submitting.pop(request_id), params.output_kind == "delta"
-        stream = Stream(request_id, reservation, prompt_tokens, deltas, partial(self._thread.abort, state))
-        self._streams[request_id] = self._by_prompt[state] = stream
-        self._idle.clear()
-        self._thread.submit(state)
-        if aborted:
-            stream.abort()
+            self._submissions.made(stream, state)
+            self._thread.submit(state)
+            stream.begin(partial(self._thread.abort, state))
         return stream
+
+    async def flush_prefix_cache(self) -> None:
+        """Forget the pages of past requests. Raises EngineStopped."""
+        await self.on_engine(self.llm.engine.flush_prefix_cache)
+
+    async def start_helpers(self) -> None:
+        """Start the processes that try grammars and render chat templates, before a request waits."""
+        grammars, tokenizer = self.llm.engine.grammars, self.about.tokenizer
+
+        def start() -> None:
+            if grammars is not None:
+                with suppress(MtpJaxError):
+                    grammars.matcher(StructuredOutput(choice=["a"]), ())
+            if tokenizer is not None and tokenizer.has_chat_template:
+                with suppress(MtpJaxError):  # a template may refuse so short a conversation
+                    tokenizer.apply_chat_template([{"role": "user", "content": "a"}])
+
+        await self.off_loop(start)
 
     def abort(self, request_id: str) -> None:
         """End a request, if there is one of this name: its stream gets a last output."""
-        if stream := self._streams.get(request_id):
-            stream.abort()
-        elif request_id in self._submitting:
-            self._submitting[request_id] = True
+        self._submissions.abort(request_id)
 
     async def on_engine(self, function: Callable[[], _T], between_prompts: bool = False) -> _T:
         """Run a function between two steps, on the engine's thread: for example ``flush_prefix_cache``.
@@ -359,7 +370,7 @@ class AsyncLLM:
 
     async def off_loop(self, function: Callable[[], _T]) -> _T:
         """Run what takes long, and is no request to the engine, on a thread beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._pools.beside, function)
+        return await self._workers.run("beside", function)
 
     async def in_queue(self, prompt: Prompt | LazyPrompt, function: Callable[[], _T]) -> _T:
         """Run what takes about as long as to tokenise a prompt, in the line and in the queue of the prompts.
@@ -368,13 +379,13 @@ class AsyncLLM:
         """
         reservation = self.admission.take(1, estimate(prompt))
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pools.tokenise, function)
+            return await self._workers.run("tokenise", function)
         finally:
             self.admission.release(reservation)
 
     def _state(self, prompt: Prompt | LazyPrompt, params: SamplingParams, terms: Terms) -> PromptState:
         made = prompt.make() if isinstance(prompt, LazyPrompt) else prompt
-        return PromptState(self.llm.engine, self.llm.tokenizer, made, params, **terms)
+        return PromptState(self.llm.engine, self.about.tokenizer, made, params, **terms)
 
     def _check_running(self, even_draining: bool = False) -> None:
         if self._loop is not None and asyncio.get_running_loop() is not self._loop:
@@ -395,52 +406,18 @@ class AsyncLLM:
         if self._falling_asleep:
             raise EngineStopped("memory is about to be released; send this to another engine")
 
-    def _name(self, given: str | None) -> str:
-        """The one given, or one that is not in use. Raises RequestError."""
-        taken = self._streams.keys() | self._submitting.keys()
-        if given is not None and not isinstance(given, str):
-            raise RequestError(f"request_id = {given!r:.80}; expected a string, or None")
-        if given in taken:
-            raise RequestError(f"request_id {given!r} is in use; give another, or none")
-        while given is None:
-            made, self._ids = f"request-{self._ids}", self._ids + 1
-            given = None if made in taken else made
-        return given
-
-    def _deliver(self, updates: Sequence[Update]) -> None:
-        """On the event loop, once per step."""
-        for state, output in updates:
-            self._by_prompt[state].deliver(output)
-            if output.finished:
-                self._forget(state)
-
     def _fail_all(self, error: BaseException) -> None:
         if self.llm.group:  # the other processes must end, too
             self.llm.group.end_soon(f"the engine failed: {type(error).__name__}: {error}")
         self._failed.set()
         failure = EngineStopped(f"the engine failed: {type(error).__name__}")
-        for state, stream in list(self._by_prompt.items()):
-            stream.deliver(None, failure)
-            self._forget(state)
+        self._submissions.fail(failure)
         self._fail_calls(failure)
 
     def _fail_calls(self, failure: EngineStopped) -> None:
         for call in self._calls:
             if not call.done():
                 call.set_exception(failure)
-
-    def _forget(self, state: PromptState) -> None:
-        stream = self._by_prompt.pop(state)
-        del self._streams[stream.request_id]
-        self.admission.release(stream.reservation)
-        self.admission.finished()
-        self._look_idle()
-
-    def _look_idle(self) -> None:
-        if not self._streams:
-            self._idle.set()
-            if not self._submitting:
-                self._idle_for_threads.set()
 
     def _call(self, function: Callable[..., None], *args: Any) -> None:
         assert self._loop is not None

@@ -1,6 +1,6 @@
-"""The size of the cache where a share of the device's memory is given: what weights and programs leave of it.
+"""The size of the cache as a share of the device's memory: the part that weights and programs leave of it.
 
-The widest step is compiled for a small cache, which changes nothing in what it needs besides. A later start
+The widest step is compiled for a small cache, which changes nothing in its other needs. A later start
 with the same options finds it among the compiled programs that are kept.
 """
 
@@ -29,7 +29,7 @@ POOL = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 """JAX takes this share of a GPU's memory when it first uses it, and no more later."""
 
 _POOL_DEFAULT = 0.75
-_MOST_PAGES = 2**22  # as many as num_pages may say
+_MOST_PAGES = 2**22  # the most that num_pages may say
 
 
 def sized(
@@ -38,7 +38,7 @@ def sized(
     """The config with the pages that ``memory_fraction`` has room for, per data shard, and the sum.
 
     params: on their devices. structured: whether programs for structured output will be compiled.
-    Raises ConfigError where not a single page fits, or the device does not say what it has.
+    Raises ConfigError where not a single page fits, or the device does not tell its memory.
     """
     assert config.memory_fraction is not None
     return_free_memory()
@@ -58,7 +58,7 @@ def sized(
 
 
 def _memory(mesh: Mesh | None, fraction: float) -> tuple[int, int]:
-    """Bytes of a device, and of these in use: of the one that has least left."""
+    """Bytes of a device, and of these in use, for the device that has least left."""
     if platform() == "cpu":
         return memory_size(), resident_bytes()
     devices = jax.local_devices()[:1] if mesh is None else [*mesh.local_devices]
@@ -82,7 +82,7 @@ def _memory(mesh: Mesh | None, fraction: float) -> tuple[int, int]:
 
 
 def _state_bytes(runner: LocalRunner) -> int:
-    """What the state takes on a device."""
+    """Bytes of the state on a device."""
     leaves = jax.tree.leaves(runner.state)
     return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in leaves)
 
@@ -90,7 +90,7 @@ def _state_bytes(runner: LocalRunner) -> int:
 def _programs(runner: LocalRunner, config: EngineConfig, structured: bool) -> float:
     """The most that programs need: temporary memory of the widest step, and the code of all.
 
-    On a CPU, where a program holds memory of the process for as long as it lives, as much as this one.
+    On a CPU a program's code is the process memory that the compiled widest step holds, and goes on holding.
     """
     first, rest = Buckets(config, runner.shards, runner.any_depth).server(structured)
     keys = first + rest

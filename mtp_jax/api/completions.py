@@ -18,7 +18,7 @@ Prompt = str | Sequence[int]
 
 
 class RequestOptions(TypedDict, total=False):
-    """What a request may say besides its prompt and how to choose tokens.
+    """Options of a request besides its prompt and its choice of tokens.
 
     Keys:
         request_id: names it to ``abort``.
@@ -38,8 +38,8 @@ class CompletionState:
 
     Attributes:
         request: on its way through the engine.
-        text: what may be shown.
-        token_texts: what each token added to it.
+        text: text that may be shown.
+        token_texts: text that each token added to it.
         seen: tokens of the request's output that are in the text.
         done: whether nothing more will come.
     """
@@ -53,7 +53,7 @@ class CompletionState:
         self._stops = StopStrings(p.stop_strings, p.include_stop_str_in_output)
 
     def advance(self, engine: Engine) -> None:
-        """Detokenise what is new; a stop string cuts the tokens that follow it."""
+        """Detokenise new tokens; a stop string cuts the tokens that follow it."""
         request = self.request
         while self.seen < len(request.progress.output):
             self.seen += 1
@@ -79,7 +79,7 @@ class CompletionState:
         return True
 
     def output(self, index: int) -> CompletionOutput:
-        """All there is so far, or what has come since the last call."""
+        """Everything so far, or the part since the last call."""
         request, params = self.request, self.request.params
         text, start, step = self._emitted
         if params.output_kind == "delta":
@@ -105,8 +105,8 @@ class CompletionState:
     def _show(self, token: int) -> None:
         """Add a token's text.
 
-        As in vLLM no stop string is completed within the first ``min_tokens``, and a stop token has no text
-        unless what ends it is to be in it.
+        No stop string is completed within the first ``min_tokens``, as in vLLM, and a stop token has no text
+        unless the text is to include it.
         """
         request = self.request
         ends = request.finished and self.seen == len(request.progress.output) and token in request.stops
@@ -120,9 +120,9 @@ class CompletionState:
 
 
 class PromptState:
-    """One prompt and its n completions. Raises RequestError for what cannot be served.
+    """One prompt and its n completions. Raises RequestError for a prompt that cannot be served.
 
-    ``terms``: as ``Engine.make_requests`` takes them.
+    ``terms``: the argument of ``Engine.make_requests``.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class PromptState:
         return self.output() if self.done or self.params.output_kind != "final_only" else None
 
     def output(self) -> RequestOutput:
-        """The output so far, or what is new of it."""
+        """The output so far, or the new part of it."""
         first = self.completions[0].request
         outputs = [c.output(i) for i, c in enumerate(self.completions)]
         finished = [c.request.progress.finished_at or 0.0 for c in self.completions]
@@ -183,7 +183,7 @@ class PromptState:
 
 
 def check(prompt: Prompt, params: SamplingParams) -> None:
-    """Raises RequestError for what is neither a prompt nor sampling parameters at all."""
+    """Raises RequestError for an argument that is neither a prompt nor sampling parameters at all."""
     if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, str | Sequence | np.ndarray):
         raise RequestError(f"the prompt is {prompt!r:.80}; expected a string or a list of token ids")
     if not isinstance(params, SamplingParams):

@@ -1,4 +1,4 @@
-"""What an LLM holds of its devices' memory: weights and a cache, which can be given back and replaced.
+"""An LLM's memory on its devices: weights and a cache, which can be given back and replaced.
 
 update: files or arrays -> the host, all checked -> in the place of the old ones, array by array
 """
@@ -18,21 +18,21 @@ from mtp_jax.model.narrow import is_narrow, with_bits, without_bits
 from mtp_jax.model.params import Params, shapes
 
 Tag = Literal["weights", "draft", "cache"]
-"""What memory can be released by: the trunk's weights, the NextN layers', the cache."""
+"""Parts of memory that can be released: the trunk's weights, the NextN layers', the cache."""
 
 _TAGS: tuple[Tag, ...] = get_args(Tag)
 
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """What came of an update of the weights.
+    """The result of an update of the weights.
 
     Attributes:
         weight_version: the new one.
         acceptance_before: acceptance length of the probe's prompts with the weights of before; None: the
             model does not draft, there was no prompt, or memory was released. 0.0: a completion failed, as
             the model's numbers were not finite.
-        acceptance_after: with the new ones.
+        acceptance_after: the acceptance length with the new weights.
     """
 
     weight_version: str
@@ -44,8 +44,8 @@ class DeviceMemory:
     """The parameters of one model, and the cache of its engine.
 
     Attributes:
-        params: on the devices; of a part that is released only the shapes.
-        released: what is not on the devices.
+        params: parameters on the devices; of a part that is released only the shapes.
+        released: parts that are not on the devices.
     """
 
     def __init__(self, params: Params) -> None:
@@ -57,7 +57,7 @@ class DeviceMemory:
         self._updates = 0
 
     def tags(self, asked: Sequence[Tag] | None = None) -> list[Tag]:
-        """What can be released, or what was asked of it. Raises ConfigError."""
+        """The parts ``asked`` for; None: all that can be released. Raises ConfigError."""
         known = self._known
         if asked is None:
             return list(known)
@@ -103,7 +103,7 @@ class DeviceMemory:
         self._wake(engine)
 
     def replace(self, engine: Engine, new: Params, weight_version: str | None) -> None:
-        """Put parameters that are on the host in the place of those there are, released or not.
+        """Put parameters that are on the host in the place of the old ones, released or not.
 
         new: without NextN layers if these stay. weight_version: None: the count of updates.
         """
@@ -119,7 +119,7 @@ class DeviceMemory:
             engine.wake()
 
     def _place(self, engine: Engine, tag: Tag, new: Any) -> None:
-        """Array by array: the old ones are gone, unless somebody else holds them."""
+        """Array by array: the old arrays are gone, unless somebody else holds them."""
         if tag not in self.released:
             self.released.append(tag)
         self._set(engine, tag, _part(self._shapes, tag))
@@ -153,7 +153,7 @@ def _placed(w: Any, where: Any) -> Any:
 
 
 def drafting(params: Params, num_speculative_tokens: int) -> Params:
-    """What an engine runs with: NextN layers cost nothing without speculation, as they are left out."""
+    """Parameters of an engine: NextN layers cost nothing without speculation, as they are left out."""
     return params if num_speculative_tokens else replace(params, nextn=())
 
 

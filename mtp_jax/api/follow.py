@@ -1,4 +1,4 @@
-"""What the ranks after the first run in the place of an ``LLM``."""
+"""The work of the ranks after the first, in the place of an ``LLM``."""
 
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ from mtp_jax.hosts.replay import replay
 
 
 def follow(model: str | Path | None = None, **rest: Any) -> int:
-    """Load the model and repeat what rank 0 launches, until it ends. Returns how many operations there were.
+    """Load the model and repeat the launches of rank 0, until it ends. Returns the number of operations.
 
-    Takes the options of ``LLM``: those that rank 0 gives it, with this rank's own ``group`` and ``mesh``.
+    Takes the options of ``LLM`` as rank 0 gives them, with this rank's own ``group`` and ``mesh``.
 
-    Raises ConfigError, CheckpointError at the start. What goes wrong later ends the process with status 70.
+    Raises ConfigError, CheckpointError at the start. A later error ends the process with status 70.
     """
     options = LLMOptions(model, **rest)
     group, report = options.group, options.reporter or Silent()

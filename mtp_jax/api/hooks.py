@@ -1,4 +1,4 @@
-"""Hooks of an ``AsyncLLM``, for what is done beside the engine: hand-overs between servers, for one."""
+"""Hooks of an ``AsyncLLM``, for work beside the engine: hand-overs between servers, for example."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field

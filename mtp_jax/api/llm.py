@@ -92,7 +92,7 @@ class LLM:
 
     @property
     def default_sampling_params(self) -> SamplingParams:
-        """Those of a prompt that comes without: the model's own, where ``sampling_defaults`` is "model"."""
+        """Parameters of a prompt that has none: the model's own, where ``sampling_defaults`` is "model"."""
         return SamplingParams(**self.sampling_defaults)
 
     @property
@@ -127,7 +127,7 @@ class LLM:
         self._check_alone("a second engine without speculation")
         other = copy(self)
         config = replace(self.engine.config, num_speculative_tokens=0, suffix_drafts=False)
-        if self.room:  # the first engine has taken what there was: pages for one request
+        if self.room:  # the first engine has taken all memory: pages for one request
             config = replace(config, num_pages=config.columns)
         other.engine = self._make_engine(config)
         other._session = Session(other.engine)
@@ -188,7 +188,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> None:
-        """Compile what ``generate`` with the same arguments will need. Raises RequestError likewise.
+        """Compile the programs that ``generate`` with the same arguments will need. Raises RequestError
+        likewise.
 
         prompts: None: any prompt, one at a time.
         """
@@ -205,7 +206,7 @@ class LLM:
     ) -> Generator[RequestOutput, None, None]:
         """Complete one prompt, yielding the output whenever it has grown. Closing the iterator aborts.
 
-        ``output_kind`` of the parameters says what each output holds: by default all there is so far.
+        ``output_kind`` of the parameters says the contents of each output: by default everything so far.
 
         Several streams may be open at once, and ``generate`` called meanwhile.
 
@@ -233,7 +234,7 @@ class LLM:
     def hidden_states(self, token_ids: Sequence[int], positions: Sequence[int] | None = None) -> np.ndarray:
         """The trunk's hidden states after its final norm, float32 [n, D], to train heads with.
 
-        positions: of which tokens, from 0 on, or from the end where negative; None: of all.
+        positions: tokens to look at, from 0 on, or from the end where negative; None: all.
         Raises RequestError for bad ids and positions.
         """
         ids = self._scorable(token_ids)
@@ -267,7 +268,7 @@ class LLM:
 
     @property
     def released(self) -> tuple[Tag, ...]:
-        """What memory is given back; nothing can be served while anything is."""
+        """The memory that is given back; nothing can be served while any is."""
         return tuple(self._memory.released)
 
     def check_memory(self) -> None:
@@ -289,9 +290,9 @@ class LLM:
             source: a folder of safetensors files, or arrays by the names that such files use.
             draft_model: a folder with the NextN layers; None: they are in ``source``.
             keep_draft: the NextN layers stay; ``source`` need not have them.
-            weight_version: what outputs call these weights; None: the count of updates.
+            weight_version: name of these weights in outputs; None: the count of updates.
             probe: prompts to complete before and after, for the acceptance length with the old weights and
-                the new ones; None: a few of our own, if the model has a tokenizer.
+                the new weights; None: a few of our own, if the model has a tokenizer.
 
         Raises:
             CheckpointError, ConfigError: a tensor is missing, would not be read, or does not fit, or files
@@ -317,7 +318,7 @@ class LLM:
         probe: Sequence[Prompt] | None = None,
         prepare: bool = True,
     ) -> WeightUpdate:
-        """The second half: put them in their place. prepare: compile what the probe needs."""
+        """The second half: put them in their place. prepare: compile the probe's programs."""
         self._check_idle()
         before = self._probe(probe, prepare)
         self._memory.replace(self.engine, new, weight_version)
@@ -342,7 +343,7 @@ class LLM:
         self._memory.release(self.engine, wanted, backup)
 
     def resume_memory(self, tags: Sequence[Tag] | None = None) -> None:
-        """Take back what ``release_memory`` gave: the weights as they were, an empty cache.
+        """Take back the memory that ``release_memory`` gave: the weights as they were, an empty cache.
 
         Raises:
             ConfigError: a tag that this model does not have.
@@ -358,7 +359,7 @@ class LLM:
         """Acceptance length over completions of some prompts; None if there is nothing to measure."""
         if prompts is None:
             prompts = probing.PROMPTS if self.tokenizer else ()
-        # Requests of others stay in the queue meanwhile.
+        # Other requests stay in the queue meanwhile.
         states = self._states(prompts, probing.PARAMS, holdable=False)
         if not states or not self.engine.config.num_speculative_tokens or self.released:
             return None
@@ -399,7 +400,7 @@ class LLM:
         return states
 
     def _prepare(self, states: list[PromptState]) -> None:
-        """Compile what these prompts need together with those being served."""
+        """Compile the programs of these prompts together with the running ones."""
         requests = [c.request for state in states for c in state.completions]
         compiled = len(self.engine.runner.keys)
         with self._report.phase("compile", "executables") as update:
@@ -424,7 +425,7 @@ class LLM:
 
     @contextmanager
     def _serving(self, states: list[PromptState]) -> Iterator[None]:
-        """Submits; whatever is unfinished at the end is aborted."""
+        """Submits; requests that are unfinished at the end are aborted."""
         try:
             for state in states:
                 self._session.submit(state)

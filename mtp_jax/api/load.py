@@ -1,4 +1,4 @@
-"""A model in memory and the runner of its programs: what ``LLM`` serves with, and a follower replays on."""
+"""A model in memory and the runner of its programs: ``LLM`` serves with them, a follower replays on them."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,8 +34,8 @@ class Described:
     """A model without its weights, and the folders that it is from.
 
     Attributes:
-        sampling: what it says of its own sampling.
-        room: what the size of the cache follows from, where ``memory_fraction`` says it.
+        sampling: the model's own options of sampling.
+        room: the memory from which the size of the cache follows, where ``memory_fraction`` says it.
     """
 
     config: ModelConfig
@@ -76,7 +76,7 @@ def _with_eos(config: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:
 
 
 def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
-    """Load what the options say. Raises ConfigError, CheckpointError."""
+    """Load the model of the options. Raises ConfigError, CheckpointError."""
     use_compile_cache(options.compile_cache)
     options = replace(options, mesh=with_auto_axes(options.mesh))
     directory = _directory(options)
@@ -86,7 +86,7 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     _check_dtype(engine)
     num_nextn_layers = options.num_nextn_layers
     if not options.num_speculative_tokens and options.draft_model is None and num_nextn_layers is None:
-        num_nextn_layers = 0  # the folder need not have what its config.json declares
+        num_nextn_layers = 0  # the folder need not have the layers that its config.json declares
     on = backend(
         options.kernels,
         options.mesh,

@@ -26,7 +26,7 @@ def local_engine(
 ) -> Engine:
     """An engine with a ``LocalRunner``. Allocates the cache; compiles nothing yet. Raises ConfigError.
 
-    grammars: for structured output; None refuses it.
+    grammars: compiler of structured output; None refuses it.
     """
     return Engine(cfg, config, make_runner(cfg, params, config, mesh), grammars)
 

@@ -1,7 +1,7 @@
-"""What this process holds of the system's memory: resident bytes and mappings.
+"""System memory of this process: resident bytes and mappings.
 
 A program that XLA compiles for a CPU takes hundreds of mappings: three per kernel, for code, constants and
-data. Linux allows a process only so many, and aborts one that asks for more while it compiles.
+data. Linux limits the mappings of a process, and aborts one that asks for more while it compiles.
 """
 
 import ctypes
@@ -43,10 +43,10 @@ def resident_bytes() -> int:
 
 
 def return_free_memory() -> None:
-    """Give what the C library's allocator keeps back to the system, where it can.
+    """Give memory that the C library's allocator keeps back to the system, where it can.
 
-    The compiler needs several times the memory that a finished program holds, and what a program was lowered
-    from is garbage in cycles.
+    The compiler needs several times the memory that a finished program holds, and the program's sources are
+    garbage in cycles.
     """
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's

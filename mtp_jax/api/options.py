@@ -1,4 +1,4 @@
-"""The options of ``LLM``: what to load, and those of its engine. No jax here: the command line reads them."""
+"""The options of ``LLM``: the model to load, and the engine's. No jax here: the command line reads them."""
 
 import secrets
 from dataclasses import KW_ONLY, dataclass, fields
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 SamplingDefaults = Literal["model", "none"]
 _DEFAULT_MAX_MODEL_LEN = 8192
-_SEED_BITS = 63  # as many as the option takes
+_SEED_BITS = 63  # the most that the option takes
 
 
 @dataclass(frozen=True)
 class LLMOptions(EngineOptions):
-    """Raises ConfigError for what is out of range."""
+    """Raises ConfigError for a value out of range."""
 
     model: str | Path | None = option(
         None,

@@ -1,4 +1,4 @@
-"""What ``LLM.generate`` returns."""
+"""Results of ``LLM.generate``."""
 
 from dataclasses import dataclass, field, replace
 
@@ -15,13 +15,13 @@ class CompletionOutput:
         index: which of the prompt's n completions.
         text: detokenised; empty without a tokenizer.
         token_ids: emitted tokens, a final stop token included.
-        num_tokens: how many there are, in deltas those of earlier ones included.
+        num_tokens: number of tokens, in deltas with those of earlier ones.
         finish_reason: "stop", "length", "abort", "timeout", "error" (the model produced NaN, or a structured
             output grew too complex to go on); None: it runs.
         logprobs: per token, if asked for: the chosen token first, then the most likely ones.
-        token_texts: what each token added to ``text``: nothing while it is held back, more once it is not.
-            In deltas, what is still held back when a request ends without another token is in ``text`` alone.
-        drafted: per token whether it was; the others are a prefill's first and each step's last.
+        token_texts: text that each token added to ``text``; text held back comes with a later token.
+            With deltas, text still held back at the end appears in ``text`` only, not in ``token_texts``.
+        drafted: per token whether it was; a prefill's first and each step's last token are not.
         speculation: drafts verified and accepted.
         decode_seconds: from its first token to its end; None while it runs, and without a token.
         stop_reason: the stop string, or the token of ``stop_token_ids``, that ended it; None after the
@@ -64,19 +64,19 @@ class Timing:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """All completions of one prompt, and what speculation did for them together.
+    """All completions of one prompt, and the effect of speculation on them together.
 
-    With ``output_kind = "delta"`` it is what is new since the output before; the prompt's log-probabilities
-    come with the first.
+    With ``output_kind = "delta"`` it is the part that is new since the output before; the prompt's
+    log-probabilities come with the first.
 
     Attributes:
         prompt: the prompt as a string, None if token ids were given.
         prompt_token_ids: the prompt as tokens.
         outputs: completions, in order.
         prompt_logprobs: per prompt token, if asked for; the first is None.
-        timing: of the first completion to its first token; to the end of the last.
+        timing: time of the first completion to its first token, and to the end of the last completion.
         cached_tokens: tokens of the prompt whose cache was there already.
-        weight_version: of the weights that all of it was made with (``LLM.update_weights``); None: it waits.
+        weight_version: name of the weights that made all of it (``LLM.update_weights``); None: it waits.
     """
 
     prompt: str | None
@@ -105,7 +105,7 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class Draft:
-    """What the NextN layers propose after a prompt.
+    """Tokens that the NextN layers propose after a prompt.
 
     Attributes:
         next_token: the trunk's own greedy next token, which the drafts follow.

@@ -78,7 +78,7 @@ class Terminal:
             _say(f"{name}{' ' + _amount(done, done, unit) if done else ''}: {seconds:.2f} s")
 
     def ready(self, summary: str) -> None:
-        """The last line of start-up: what is ready, and the seconds since this object was made."""
+        """The last line of start-up: a name, and the seconds since this object was made."""
         _say(f"ready in {time.perf_counter() - self.started:.2f} s: {summary}")
 
 

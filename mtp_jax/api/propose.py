@@ -1,4 +1,4 @@
-"""What the NextN layers propose after a prompt, to look at: the engine's own draft program on one request."""
+"""Proposals of the NextN layers after a prompt, to look at: the engine's own draft program on one request."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""What a model says of its own sampling: generation_config.json beside its weights."""
+"""A model's own sampling options: generation_config.json beside its weights."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ NAMES = ("temperature", "top_p", "top_k", "repetition_penalty")
 
 
 def sampling_defaults(folder: Path, source: str) -> dict[str, Any]:
-    """Options of ``SamplingParams`` where nobody chooses others; none if ``source`` is "none".
+    """Options of ``SamplingParams`` that a request does not set; none if ``source`` is "none".
 
     Raises ConfigError for values out of range.
     """
@@ -30,7 +30,7 @@ def sampling_defaults(folder: Path, source: str) -> dict[str, Any]:
 
 
 def described(defaults: dict[str, Any]) -> str:
-    """For the start: "temperature 0.6, top_p 0.95 unless given (generation_config.json; ...)"."""
+    """A line at the start: "temperature 0.6, top_p 0.95 unless given (generation_config.json; ...)"."""
     if not defaults:
         return f"temperature 1 where a request names none; nothing from {FILE}"
     named = ", ".join(f"{name} {value:g}" for name, value in defaults.items())

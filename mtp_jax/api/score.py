@@ -47,7 +47,7 @@ class Scorer:
         """Score one sequence of at least one token. params: each time of the same shapes."""
         length = len(token_ids)
         hidden, logits, mtp_hidden, mtp_logits = self._call(self._run, params, token_ids)
-        # Causal: what stands in the padding cannot be seen from the rows that are kept.
+        # Causal: the padding cannot be seen from the rows that are kept.
         shorter = [max(length - 1 - k, 0) for k in range(len(mtp_hidden))]
         return Scores(
             logits[:length],
@@ -61,7 +61,7 @@ class Scorer:
         return self._call(self._run_trunk, params, token_ids)[: len(token_ids)]
 
     def _call(self, run: Callable[[Params, jax.Array], Any], params: Params, token_ids: Sequence[int]) -> Any:
-        """What a function gives for a sequence that is padded to a power of two."""
+        """The result of a function for a sequence that is padded to a power of two."""
         length, padded = len(token_ids), _SMALLEST
         while padded < length:
             padded *= 2

@@ -1,4 +1,4 @@
-"""The step loop: requests go in, the engine steps, tokens become text, what is done is dropped."""
+"""The step loop: requests go in, the engine steps, tokens become text, finished requests are dropped."""
 
 import logging
 from collections.abc import Generator, Iterable, Sequence
@@ -25,7 +25,7 @@ class Session:
             self.engine.submit(completion.request)
 
     def abort(self, prompt: PromptState) -> list[PromptState]:
-        """End what is left of a prompt. Returns it if anything was."""
+        """End the rest of a prompt. Returns it if anything was left."""
         left = [c.request for c in prompt.completions if c.request.id in self._serving]
         for request in left:
             self.engine.abort(request)
@@ -36,9 +36,11 @@ class Session:
         return self._step()[1]
 
     def run(self, requests: Iterable[Request] = ()) -> Generator[list[Request], None, None]:
-        """Serve requests that need no text until the engine is idle; yields what each step advanced.
+        """Serve requests that need no text until the engine is idle; yields the requests that each step
+        advanced.
 
-        More may be submitted to the engine meanwhile. Those given here are aborted if the iterator is closed.
+        More may be submitted to the engine meanwhile. The given requests are aborted if the iterator is
+        closed.
         """
         requests = list(requests)
         try:
@@ -68,7 +70,7 @@ class Session:
             prompt, completion = self._serving[request.id]
             try:
                 completion.advance(self.engine)
-            except Exception:  # in this request's text: no reason to fail the others
+            except Exception:  # in this request's text: no reason to fail the rest
                 _LOG.exception("a request failed")
                 self.engine.abort(request, "error")
                 completion.done = True

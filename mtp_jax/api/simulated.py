@@ -14,7 +14,7 @@ MARK = "SIMULATED"
 """Names the weights of a simulated model, which has none."""
 
 _TOKENS = 64
-"""Tokens of a text on average: what leaves a client something to stream."""
+"""Mean number of tokens of a text: enough for a client to stream."""
 
 
 def check_simulated(options: LLMOptions) -> None:

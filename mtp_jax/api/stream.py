@@ -15,20 +15,14 @@ class Stream:
     Attributes:
         request_id: as given, or made up.
         reservation: in the queue.
-        prompt_tokens: how long the prompt is.
+        prompt_tokens: how long the prompt is, once it is made.
     """
 
-    def __init__(
-        self,
-        request_id: str,
-        reservation: Reservation,
-        prompt_tokens: int,
-        deltas: bool,
-        abort: Callable[[], None],
-    ) -> None:
+    def __init__(self, request_id: str, reservation: Reservation, deltas: bool) -> None:
         self.request_id, self.reservation, self._deltas = request_id, reservation, deltas
-        self.prompt_tokens = prompt_tokens
-        self._abort = abort
+        self.prompt_tokens = 0
+        self._abort: Callable[[], None] | None = None
+        self._aborted = False
         self._latest: RequestOutput | None = None
         self._error: Exception | None = None
         self._ended = False
@@ -49,13 +43,20 @@ class Stream:
         self._ended = output.finished
         return output
 
+    def begin(self, abort: Callable[[], None]) -> None:
+        """The engine has the prompt; ``abort`` ends it, now if that was asked for before."""
+        self._abort = abort
+        if self._aborted:
+            abort()
+
     async def aclose(self) -> None:
         """Abort what is left of it."""
         self.abort()
 
     def abort(self) -> None:
         """End it now: the last output has the finish reason "abort"."""
-        if not self._ended:
+        self._aborted = True
+        if self._abort and not self._ended:
             self._abort()
 
     def deliver(self, output: RequestOutput | None, error: Exception | None = None) -> None:

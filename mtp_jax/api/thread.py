@@ -1,4 +1,4 @@
-"""The one thread that steps an engine. Others put prompts into its inbox and hear what became of them."""
+"""The one thread that steps an engine. Other threads put prompts into its inbox and hear their results."""
 
 import logging
 import queue
@@ -22,7 +22,7 @@ class EngineThread:
     """Sleeps while nothing is to be done. It alone touches the engine and every prompt's state.
 
     Attributes:
-        error: what made the engine fail; None while it works.
+        error: the error that made the engine fail; None while it works.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class EngineThread:
         self.error: BaseException | None = None
         self._engine, self._session = engine, Session(engine)
         self._admitted, self._updated, self._failed = admitted, updated, failed
-        # What to do, and whether it is a reason to step; None: end.
+        # A function to run, and whether it is a reason to step; None: end.
         self._inbox: queue.SimpleQueue[tuple[Callable[[], object], bool] | None] = queue.SimpleQueue()
-        # Of prompts with completions in the queue: how many others got a slot, or ended there.
+        # For prompts with completions in the queue: the number of them that got a slot, or ended there.
         self._queued: dict[PromptState, int] = {}
         self._quiet: list[Callable[[], object]] = []  # to be called once nothing runs
         self._working_since: float | None = None
@@ -74,7 +74,7 @@ class EngineThread:
         self._inbox.put((function, True))
 
     def call_between(self, function: Callable[[], object]) -> None:
-        """Run a function once every prompt that has begun is complete; the others wait in the queue."""
+        """Run a function once every prompt that has begun is complete; later prompts wait in the queue."""
         self.call(lambda: self._hold_for(function))
 
     def warm_up(self, key: Key) -> None:
@@ -138,7 +138,7 @@ class EngineThread:
         self._queued[prompt] = 0
 
     def _hand_over(self, advanced: Sequence[PromptState]) -> None:
-        """Say what is new."""
+        """Hand over the new outputs."""
         for prompt, before in list(self._queued.items()):
             # The completions of a prompt get their slots in order.
             through = sum(1 for _ in takewhile(_was_admitted, prompt.completions[before:]))

@@ -16,7 +16,7 @@ class WarmUp:
     """Compiles a server's programs, most of them on a thread of its own, while ``idle`` is set.
 
     A server that is never idle must not keep to the few large programs for ever: each time that it has been
-    busy for as long as those took to compile, one more is compiled beside its work.
+    busy for as long as the first programs took to compile, one more is compiled beside its work.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class WarmUp:
         self._thread = threading.Thread(target=self._run, name="warm-up", daemon=True)
 
     def first(self, update: Callable[[int, int], None]) -> None:
-        """Compile what serves anything, and run it once. ``update(i, n)``: i of n are compiled."""
+        """Compile programs that serve anything, and run them once. ``update(i, n)``: i of n are compiled."""
         self._compile(self._first, update)
         self._patience = self._seconds
         self._engine.warm_up(self._first)
@@ -90,7 +90,7 @@ class WarmUp:
             try:
                 self._compile([key])
                 self._warm_up(key)
-            except Exception:  # what is compiled already serves everything
+            except Exception:  # the compiled programs serve everything
                 if not self._closing.is_set():
                     _LOG.exception("an executable did not compile")
         _LOG.info(

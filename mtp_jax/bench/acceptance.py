@@ -1,7 +1,7 @@
 """How many drafts are accepted on held-out text, greedy and sampled, and how good the model's text is.
 
 Greedy text of a small model runs into loops, and loops are easy to predict: the share of repeated text stands
-beside every acceptance length, and sampled text shows what is left without them. Bits per byte measure how
+beside every acceptance length, and sampled text shows the acceptance without loops. Bits per byte measure how
 well the model predicts text that it did not write.
 """
 
@@ -40,7 +40,7 @@ def run(
 ) -> Report:
     """Complete every prompt at every temperature, eight at a time, up to end-of-text; quote the first.
 
-    pieces: of held-out text, to score.
+    pieces: number of held-out texts to score.
     """
     if depth < 1:
         raise ConfigError(f"depth = {depth}; expected at least 1: without drafts there is nothing to accept")
@@ -111,7 +111,7 @@ def _about(text: bits.Bits | None) -> str:
 
 
 def figures_of(outputs: Sequence[RequestOutput], depth: int) -> dict[str, Any]:
-    """What is measured at one temperature: acceptance and repetition of completions of this depth."""
+    """Figures at one temperature: acceptance and repetition of completions of this depth."""
     spec = sum((o.speculation for o in outputs), Speculation())
     accepted = [*spec.accepted_per_position, *[0] * depth][:depth]
     tokens = [o.outputs[0].token_ids for o in outputs]

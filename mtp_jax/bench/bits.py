@@ -10,12 +10,12 @@ from mtp_jax.bench import corpus
 from mtp_jax.errors import ConfigError
 from mtp_jax.text.tokenizer import Tokenizer
 
-CONTEXT = 512  # most tokens of a piece; a token is predicted from those before it in its piece
+CONTEXT = 512  # most tokens of a piece; earlier tokens of its piece predict a token
 
 
 @dataclass(frozen=True)
 class Bits:
-    """What pieces of text cost the model, in bits: the sum of -log2 p of every token but a piece's first.
+    """Cost of pieces of text to the model, in bits: the sum of -log2 p of every token but a piece's first.
 
     Attributes:
         context: tokens of a piece, the first, which is given, included.
@@ -31,7 +31,7 @@ class Bits:
 
     @property
     def per_byte(self) -> float:
-        """Of all pieces together."""
+        """Bits per byte of all pieces together."""
         return sum(self.bits) / sum(self.bytes)
 
 

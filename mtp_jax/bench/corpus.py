@@ -97,7 +97,7 @@ def fingerprint(files: Sequence[SourceFile]) -> str:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """A tokenizer.json, without what it may say of truncation and padding: texts are taken whole.
+    """A tokenizer.json without its truncation and padding: texts are taken whole.
 
     Raises:
         ConfigError: there is no such file, or it is damaged.

@@ -1,4 +1,4 @@
-"""What a launch must at least read and compute: what speculation costs where reading weights takes the time.
+"""Least bytes and operations of a launch: the cost of speculation where reading weights takes the time.
 
 Weights once per pass, the experts that its rows visit, the cached rows of the bucket, two operations per
 weight and row. Activations count as free.
@@ -26,7 +26,7 @@ class Size:
     """Size of a part of the model, in bytes or in weights.
 
     Attributes:
-        always: what every pass touches.
+        always: bytes or weights that every pass touches.
         expert: one routed expert, summed over the part's MoE layers.
     """
 
@@ -34,7 +34,7 @@ class Size:
     expert: int = 0
 
     def touched(self, experts: float) -> float:
-        """Size of what a pass touches that visits this many different experts per MoE layer."""
+        """Size of the weights that a pass over ``experts`` different experts per MoE layer touches."""
         return self.always + self.expert * experts
 
     def __add__(self, other: "Size") -> "Size":
@@ -46,7 +46,7 @@ Measure = Callable[[Any], int]
 
 
 def count(weights: Any) -> int:
-    """Number of weights in a tree of parameters, narrow ones included."""
+    """Number of weights in a tree of parameters, narrow weights included."""
     return sum(math.prod(w.shape) for w in jax.tree.leaves(weights, is_leaf=is_narrow))
 
 
@@ -118,7 +118,7 @@ def of_launch(
     windows and chunk, all of each layer but the last, of which only the rows. Layers but the first also write
     their row of the newest token. Without drafts the windows' NextN entries are deferred.
 
-    visited: how many different experts of a layer so many rows visit; None: ``expected_experts``.
+    visited: number of different experts of a layer that n rows visit; None: ``expected_experts``.
     """
     visited = visited or partial(expected_experts, cfg)
     itemsize = type_of[dtype].dtype.itemsize
@@ -130,7 +130,7 @@ def of_launch(
     own, none = range(cfg.num_hidden_layers, cfg.num_hidden_layers + 1), range(0)
 
     def run(part: Part, layers: range, *rows: tuple[int, int]) -> Work:
-        """One pass over rows of so many sequences, so many tokens in each."""
+        """One pass over rows: (sequences, tokens in each)."""
         count = sum(slots * width for slots, width in rows)
         experts = visited(count)
         active = part.count.touched(min(cfg.num_experts_per_tok or 0, experts))

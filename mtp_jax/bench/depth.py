@@ -22,7 +22,7 @@ class Decode:
     Attributes:
         seconds: per prompt, from the first token to the last.
         tokens: decoded in that time, all prompts together.
-        speculation: of all prompts.
+        speculation: counts of all prompts.
         texts: output ids per prompt.
     """
 
@@ -89,7 +89,7 @@ def run(
     if max_tokens < 2:
         raise ConfigError(f"max_tokens = {max_tokens}; expected at least 2: the first comes from the prefill")
     for temperature in temperatures:
-        SamplingParams(temperature=temperature)  # what is out of range is said before any is measured
+        SamplingParams(temperature=temperature)  # refuses a bad temperature before any is measured
     given = prompts_for(subject, prompts, prompt_tokens)
     engines = {d: subject.engine(d, 1, prompt_tokens + max_tokens) for d in depths}
     figures = []
@@ -119,7 +119,7 @@ _HEADERS = (
 
 
 def _figures(temperature: float, depth: int, decode: Decode, plain: Decode) -> dict[str, Any]:
-    """Of one depth; plain: depth 0 at the same temperature."""
+    """Results of one depth; plain: depth 0 at the same temperature."""
     spec = decode.speculation
     return {
         "temperature": temperature,

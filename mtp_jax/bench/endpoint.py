@@ -24,11 +24,11 @@ _REFUSAL_CHARACTERS = 200  # of a refusal are shown: a page of HTML may come ins
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a request.
+    """The outcome of a request.
 
     Attributes:
         timeline: when its tokens came.
-        prompt_tokens: as the server counted them; 0 where it did not.
+        prompt_tokens: the server's count; 0 without one.
         counts: where the server counted its tokens.
         failure: why it is no whole answer; empty for a whole one.
     """
@@ -46,8 +46,8 @@ class Endpoint:
     Attributes:
         http: a client at the server's address, without /v1.
         api: the route.
-        fields: of every request, the model among them.
-        counts: what the server is asked for; it need not do it.
+        fields: fields of every request, the model among them.
+        counts: fields that ask for counts; a server may ignore them.
     """
 
     http: httpx2.AsyncClient
@@ -56,7 +56,7 @@ class Endpoint:
     counts: Counts = "chunks"
 
     def body(self, prompt: Prompt) -> dict[str, Any]:
-        """Of a streamed request. Raises ConfigError for a prompt that the route does not take."""
+        """The body of a streamed request. Raises ConfigError for a prompt that the route does not take."""
         options: dict[str, Any] = {"include_usage": True}
         if self.counts == "chunks":
             options["continuous_usage_stats"] = True
@@ -123,7 +123,7 @@ class _Reader:
             tokens = self.counted or chunks
             for i, at in enumerate(self.texts):
                 self.timeline.add(at, (i + 1) * tokens // chunks - i * tokens // chunks)
-        # A single chunk has all tokens, whoever counted them.
+        # A single chunk has all tokens, by any count.
         counts = "none" if not self.counted else "chunks" if self.by_chunk or chunks < 2 else "answers"
         failure = self.failure or ("" if self.ended else "the stream ended before the answer did")
         return Answer(self.timeline, self.prompt_tokens, counts, failure)
@@ -157,7 +157,7 @@ def _refusal(text: str) -> str:
 
 
 def address(url: str) -> str:
-    """The server's address without a closing /v1. Raises ConfigError for what is no http(s) URL."""
+    """The server's address without a closing /v1. Raises ConfigError unless it is an http(s) URL."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise ConfigError(f"{url!r} is no address of a server; write http://127.0.0.1:8000")
@@ -172,7 +172,7 @@ async def connect(
     Raises MtpJaxError if there is no server, or it refuses such requests.
     """
     named = {"model": model or await _model(http), **fields}
-    # A short one: that one of those to come is too long for the server is a failure among others.
+    # A short prompt: a later one that is too long for the server is a failure of its own.
     ids = [token for token in prompt if isinstance(token, int)][:1]
     short: Prompt = ids or "Hello"
     for counts in get_args(Counts):  # each asks for less

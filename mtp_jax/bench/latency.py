@@ -41,13 +41,13 @@ class Timeline:
         return (self.end - self.first) / (self.tokens - 1) if self.tokens > 1 else None
 
     def gaps(self) -> list[float]:
-        """Seconds between tokens: tokens that come together share the time since those before them."""
+        """Seconds between tokens: tokens that come together share the time since the token before them."""
         return [(b - a) / n for (a, _), (b, n) in pairwise(self.arrivals) for _ in range(n)]
 
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Of at least one value, in seconds."""
+    """Median and percentiles of at least one value, in seconds."""
 
     mean: float
     p50: float
@@ -74,7 +74,7 @@ class Summary:
         seconds: from the first request to the last token.
         ttft: time to first token.
         tpot: time per output token after the first, one value per request.
-        itl: time between tokens, one value per token; those of one step share its time.
+        itl: time between tokens, one value per token; tokens of one step share its time.
         e2e: time to the last token.
     """
 

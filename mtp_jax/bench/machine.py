@@ -1,4 +1,4 @@
-"""What this machine can do at best: the two lines of the roofline, measured rather than looked up."""
+"""Peaks of this machine: the two lines of the roofline, measured rather than looked up."""
 
 import time
 from collections.abc import Callable
@@ -36,12 +36,13 @@ def measure(dtype: str) -> Peaks:
 
 
 def copy_bandwidth(nbytes: float) -> float:
-    """Bytes per second, read and written, by which so many bytes are copied; the best of several copies.
+    """Bytes per second, read and written, at which ``nbytes`` bytes are copied; the best of several copies.
 
-    As many bytes as a step reads, so that they lie in the memory, or the cache, that the step's lie in.
+    ``nbytes`` is the size that a step reads, so that the copy lies in the same memory, or cache, as its
+    weights.
     """
     source = jnp.ones(max(int(nbytes) // 4, 1), jnp.float32)
-    # With its sign changed: a plain copy would take one core.
+    # The copy changes the sign: a plain copy would take one core.
     copy = jax.jit(jnp.negative).lower(source).compile()
     return 2 * source.nbytes / _best(copy, source)
 

@@ -19,7 +19,7 @@ def can_draw() -> bool:
 def draw(report: Report, path: Path, made_by: Mapping[str, Any]) -> None:
     """Write a PNG of ``report``, whose figures have "levels" (by concurrency) or "depths".
 
-    made_by: as ``report.write`` takes it; stands below the figure.
+    made_by: the argument of ``report.write``; stands below the figure.
     """
     import matplotlib  # imported here: slow
 

@@ -1,4 +1,4 @@
-"""What every measurement prints and writes: a Markdown table and a JSON file that says how it was made."""
+"""Output of every measurement: a Markdown table and a JSON file that says how it was made."""
 
 import importlib.metadata
 import json
@@ -28,7 +28,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """Of at least one value."""
+        """Median and quartiles of at least one value."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0], 1)
         low, _, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -45,9 +45,9 @@ class Report:
     """One measurement: a table for people, figures for programs.
 
     Attributes:
-        title: what was measured, with the model.
-        headers: of the table.
-        rows: of the table.
+        title: the measurement and the model.
+        headers: column titles of the table.
+        rows: rows of the table.
         notes: lines below it.
         figures: everything measured, ready for JSON.
         pending: levels that are still to be measured; the report grows with each.

@@ -1,4 +1,4 @@
-"""An open loop against a server that runs: requests come at their time, whatever became of those before."""
+"""An open loop against a running server: a request comes at its time, even if earlier requests still wait."""
 
 import asyncio
 import math
@@ -33,13 +33,13 @@ _SHOWN_FAILURES = 5
 
 @dataclass(frozen=True)
 class Load:
-    """What a server is given.
+    """Load on a server.
 
     Attributes:
         rates: requests per second; each is a level, one after the other. inf: all at once.
         requests: per level.
         arrivals: how they are spaced.
-        seed: of arrivals and the order of prompts.
+        seed: seed of arrivals and of the order of prompts.
         seconds: after which a request without new data has failed.
     """
 
@@ -55,13 +55,13 @@ def run(
 ) -> Iterator[Report]:
     """Measure level by level; yields the report so far after each.
 
-    fields: of every request. The environment's OPENAI_API_KEY is the server's key. Raises ConfigError for an
-    address that is none, MtpJaxError if no server answers, or no request of a level is answered.
+    fields: fields of every request. The environment's OPENAI_API_KEY is the server's key. Raises ConfigError
+    for an address that is none, MtpJaxError if no server answers, or no request of a level is answered.
     """
     given = prompts.take(load.requests * len(load.rates), load.seed)
     headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get(KEY)) else {}
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-    # No proxy, whatever the environment names: it would be measured, too.
+    # No proxy of the environment: it would be measured, too.
     http = httpx2.AsyncClient(
         base_url=address(url), headers=headers, timeout=load.seconds, limits=limits, trust_env=False
     )
@@ -79,7 +79,7 @@ def run(
 
 @dataclass(frozen=True)
 class Level:
-    """What came of one rate."""
+    """Results of one rate."""
 
     rate: float
     summary: Summary

@@ -1,9 +1,9 @@
-"""Simulated acceptance: what speculation would bring if drafts came true at a given rate. NOT real output.
+"""Simulated acceptance: the gain of speculation if drafts were accepted at a given rate. NOT real output.
 
-A model without a trained drafter, or with random weights, accepts nothing; this answers what a step costs
-and what it would yield. The drafting and the verification run as always, then their verdict is thrown away:
-the text is garbage. It exists only here: no option of the engine, of ``LLM`` or of the server reaches it, and
-every report made with it says so in its title, its notes and its JSON.
+A model without a trained drafter, or with random weights, accepts nothing; this measures the cost of a step
+and its tokens at that rate. The drafting and the verification run as always, then their verdict is thrown
+away: the text is garbage. It exists only here: no option of the engine, of ``LLM`` or of the server reaches
+it, and every report made with it says so in its title, its notes and its JSON.
 """
 
 from dataclasses import dataclass, replace

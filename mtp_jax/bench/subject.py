@@ -1,4 +1,4 @@
-"""What is measured: a model in memory, engines over it, and prompts."""
+"""The subject of a measurement: a model in memory, engines over it, and prompts."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,7 +51,7 @@ class Subject:
 
 
 def directory_of(model: str) -> Path:
-    """Of "demo", or of a model directory."""
+    """The directory of "demo", or of a model."""
     return demo_model() if model == DEMO else Path(model)
 
 

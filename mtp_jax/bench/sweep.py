@@ -22,7 +22,7 @@ from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.speculation import Speculation
 from mtp_jax.errors import ConfigError
 
-# "control" is "off" once more: its speed-up is what the machine makes of two equal engines.
+# "control" is "off" once more: its speed-up is the difference that the machine makes between equal engines.
 Mode = Literal["off", "control", "fixed", "adaptive"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 _DRAFTING: tuple[Mode, ...] = "fixed", "adaptive"
@@ -30,13 +30,13 @@ _DRAFTING: tuple[Mode, ...] = "fixed", "adaptive"
 
 @dataclass(frozen=True)
 class Load:
-    """What every mode is given.
+    """The load of every mode.
 
     Attributes:
         concurrency: requests at a time; each level is measured.
         depth: drafts per step of "fixed", the most of "adaptive".
         requests: per run; None: four per concurrent one, at least 16.
-        prompt_tokens, max_tokens: of every request.
+        prompt_tokens, max_tokens: lengths of every request.
         temperature: 0 is greedy.
         rounds: runs of every mode at every level, after one that is not measured.
     """
@@ -56,7 +56,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of one mode: latencies, what was drafted, and the tokens."""
+    """One run of one mode: latencies, counts of drafts, and the tokens."""
 
     summary: Summary
     speculation: Speculation
@@ -112,7 +112,7 @@ def run(
     if load.requests and load.requests < most:
         raise ConfigError(f"--requests {load.requests} is fewer than the {most} at a time of --concurrency")
     given = prompts_for(subject, max(map(load.requests_at, load.concurrency)), load.prompt_tokens)
-    length = load.prompt_tokens + load.max_tokens + load.depth  # as many pages in a step of every mode
+    length = load.prompt_tokens + load.max_tokens + load.depth  # a step has equally many pages in every mode
     engines = {m: subject.engine(load.depth * (m in _DRAFTING), most, length, m == "adaptive") for m in modes}
     for mode in _DRAFTING:
         if simulated and mode in modes:

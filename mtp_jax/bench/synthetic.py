@@ -1,4 +1,4 @@
-"""Checkpoints with rigged acceptance: any size, no real weights, drafts that come true as often as asked.
+"""Checkpoints with rigged acceptance: any size, no real weights, drafts accepted at a given rate.
 
     trunk   greedy next token of t = chain[t]: blocks are quiet, the head's row chain[t] points along embed[t]
     NextN   eh_proj = [identity | 0] + noise, so it foresees the chain, with mistakes set by the noise
@@ -32,7 +32,7 @@ from mtp_jax.model.params import Params, Spec, dtype_of, param_specs
 # All blocks together add this much to the residual stream, relative to the embedding they start from.
 _LOUDNESS = 0.4
 
-# Beside the quiet ones: gates and queries loud enough that attention and experts are not uniform.
+# Beside the quiet tensors: gates and queries loud enough that attention and experts are not uniform.
 _GAINS = {
     "gate_proj": 1.25,
     "down_proj": 1.5,
@@ -48,7 +48,7 @@ _OUT_OF_REACH = 0.2
 
 @dataclass(frozen=True)
 class Preset:
-    """A config and the noise that ``tune`` found for it with seed 0; ``about`` says what it is for."""
+    """A config and the noise that ``tune`` found for it with seed 0; ``about`` states its purpose."""
 
     about: str
     config: ModelConfig

@@ -1,4 +1,4 @@
-"""What a server is asked, and when: prompts from files or at random, and arrivals that wait for no answer."""
+"""Requests and their times: prompts from files or at random, and arrivals that wait for no answer."""
 
 import json
 import math
@@ -24,7 +24,7 @@ class Prompts:
 
     Attributes:
         all: text, token ids, or messages.
-        source: of the prompts.
+        source: the origin of the prompts.
     """
 
     all: Sequence[Prompt]
@@ -41,7 +41,7 @@ class Prompts:
 def schedule(count: int, rate: float, arrivals: Arrivals, seed: int) -> list[float]:
     """Seconds after the first request at which each is due, ``rate`` per second on average; inf: all at once.
 
-    "poisson" has independent, exponentially distributed gaps, "fixed" equal ones.
+    "poisson" has independent, exponentially distributed gaps, "fixed" equal gaps.
     """
     if math.isinf(rate):
         return [0.0] * count

@@ -1,6 +1,6 @@
-"""What a wider window costs the trunk, in time and in bytes of weights, and how much of the promise is kept.
+"""Cost of a wider window to the trunk, in time and in bytes of weights, and how much of the promise is kept.
 
-Beside each time stands its memory floor: what reading the same bytes would take at the speed of a copy.
+Beside each time stands its memory floor: the time to read the same bytes at the speed of a copy.
 
 predicted speed-up = acceptance length * bytes(plain step) / bytes(speculative step), drafts included
 """
@@ -35,7 +35,7 @@ from mtp_jax.model.moe import Routing
 from mtp_jax.model.params import Params
 from mtp_jax.model.visible import chain
 
-# One slot of 256 rows, prompts of 16 tokens: short enough that weights, not the cache, are what is read.
+# One slot of 256 rows, prompts of 16 tokens: short enough that steps read weights, hardly any cache.
 _PAGE_SIZE, _ROWS, _PROMPT = 64, 256, 16
 
 
@@ -122,7 +122,7 @@ def _compile(cfg: ModelConfig, params: Params, cached: Cached, width: int) -> Ca
 def run(
     subject: Subject, windows: Sequence[int], rounds: int, depth: int, prompts: int, max_tokens: int
 ) -> Report:
-    """Time windows alone; then decode at depth 0 and ``depth`` and compare with what the bytes promise."""
+    """Time windows alone; then decode at depth 0 and ``depth`` and compare with the promise of the bytes."""
     windows = sorted({1, *windows})
     longest = _ROWS - _PROMPT
     if max(windows) > MAX_DRAFTS + 1 or max_tokens > longest or depth < 1:

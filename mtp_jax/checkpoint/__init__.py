@@ -45,15 +45,15 @@ def load(
     """Load a model.
 
     Args:
-        model_dir: a folder in Hugging Face layout, or one written by ``mtp-jax convert``.
-        draft_model: a folder with the NextN layers: in place, lmsys NextN or xLLM export. None: those of
+        model_dir: a folder in Hugging Face layout, or a folder written by ``mtp-jax convert``.
+        draft_model: a folder with the NextN layers: in place, lmsys NextN or xLLM export. None: the layers of
             ``model_dir``.
         dtype: "float32" or "bfloat16", of everything but norms and routers, which are float32.
-        narrow: "keep": weights in FP8 or int4, and for float32 those in bfloat16, stay so in memory
-            (``model.narrow``); "dequantise": they become ``dtype``; "multiplied": those stay that the device
-            multiplies best as they are, FP8 for bfloat16 on a Hopper GPU, FP8 and bfloat16 for float32 on
-            a CPU without a mesh, and int4, which is a quarter of bfloat16's bytes, everywhere; None: so, but
-            on a CPU only int4, as arrays are easier to work with. An Orbax folder holds none.
+        narrow: "keep": weights in FP8 or int4, and for float32 weights in bfloat16, stay so in memory
+            (``model.narrow``); "dequantise": they become ``dtype``; "multiplied": weights stay that the
+            device multiplies best as they are, FP8 for bfloat16 on a Hopper GPU, FP8 and bfloat16 for float32
+            on a CPU without a mesh, and int4, which is a quarter of bfloat16's bytes, everywhere; None: so,
+            but on a CPU only int4, as arrays are easier to work with. An Orbax folder holds none.
         mesh: devices to place the parameters on; each device reads only its part. None: one device.
         num_nextn_layers: how many NextN layers to load; 0 for none, None for all.
         progress: called with (bytes read, bytes to read) after every array.

@@ -9,9 +9,9 @@ _SAMPLES, _SAMPLE_BYTES = 64, 64
 
 
 def folder_digest(folder: Path, weights: bool = False) -> str:
-    """Names and sizes of all but hidden files and parts of what they hold, as 64 hexadecimal digits.
+    """Digest names and sizes of all but hidden files, and parts of their bytes: 64 hexadecimal digits.
 
-    weights: of safetensors files alone, where there are any.
+    weights: only safetensors files, where there are any.
     """
     found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     seen = sorted(name for name in found if not any(part.startswith(".") for part in name.parts))

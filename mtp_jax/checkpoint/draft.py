@@ -1,4 +1,4 @@
-"""NextN layers: where they lie in the three layouts in use, and what they are called in the release.
+"""NextN layers: their place in the three layouts in use, and their names in the release.
 
 * in place: ``model.layers.{L + k}.*``, beside the trunk's layers or alone;
 * lmsys NextN (SGLang's export): ``model.layers.{k}.*``;
@@ -37,7 +37,7 @@ class Draft:
         folder: where they were found.
         layout: IN_PLACE, LMSYS or XLLM.
         tensors: their tensors under the names of the release.
-        config: of config.json beside them, which says how their weights are stored.
+        config: config.json beside them, which says how their weights are stored.
         unknown: tensors in the folder that do not belong to the layout.
     """
 
@@ -55,7 +55,7 @@ def layer_of(name: str) -> int | None:
 
 
 def nextn_layers(names: Iterable[str]) -> list[int]:
-    """Numbers of the layers that have what only a NextN layer has; -1 for such tensors outside the layers."""
+    """Numbers of the layers with tensors of a NextN layer alone; -1 for such tensors outside the layers."""
     matches = (_ONLY_NEXTN.fullmatch(n) for n in names)
     return sorted({int(m[1] or -1) for m in matches if m})
 

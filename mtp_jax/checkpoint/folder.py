@@ -19,7 +19,7 @@ _LONGEST_NAME = 255  # bytes: NAME_MAX of Linux (limits.h)
 
 @dataclass(frozen=True)
 class Folder:
-    """Tensors by name, in file order; those beside a text model's, which nothing here reads, apart."""
+    """Tensors by name, in file order; tensors outside the text model, which nothing here reads, apart."""
 
     path: Path
     tensors: dict[str, Tensor]
@@ -32,7 +32,7 @@ _OTHER = ("vision_tower.", "mm_projector.", "multi_modal_projector.")
 
 
 def as_folder(path: Path, tensors: dict[str, Tensor]) -> Folder:
-    """Tensors as a folder; those of a multimodal model's text part get the names they have in a text model.
+    """Tensors as a folder; tensors of a multimodal model's text part get their names in a text model.
 
     Raises CheckpointError for two tensors of one name.
     """
@@ -57,9 +57,9 @@ def shortlist(names: Iterable[str]) -> str:
 def open_folder(path: str | Path) -> Folder:
     """Check every header of a checkpoint folder; no tensor is read.
 
-    With an index its files are read and no others. Files may be links to elsewhere (the Hugging Face cache is
-    made of them), but the index may only name files of its own folder.
-    Raises CheckpointError naming file and tensor.
+    Only the files of an index are read if there is one. Files may be links to elsewhere (the Hugging Face
+    cache is made of them), but the index may only name files of its own folder. Raises CheckpointError naming
+    file and tensor.
     """
     path = Path(path)
     if not os.path.isdir(path):  # False, too, for a name that no folder can have

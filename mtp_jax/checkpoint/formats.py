@@ -25,10 +25,10 @@ class Part:
     """One of the tensors that are a weight together.
 
     Attributes:
-        suffix: of its name, after the weight's.
-        dtypes: those it may have, in safetensors' words.
+        suffix: the end of its name, after the weight's.
+        dtypes: its allowed dtypes, in safetensors' words.
         shape: its shape.
-        why: what says so, for errors.
+        why: the source of its shape, for errors.
     """
 
     suffix: str
@@ -55,12 +55,12 @@ class Stored(Protocol):
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """Its name in errors and tables."""
         ...
 
     @property
     def kept(self) -> type[Narrow]:
-        """What such a weight is in memory; made of what ``arrays`` lists, in its order."""
+        """The class of such a weight in memory; made of the arrays that ``arrays`` lists, in its order."""
         ...
 
     def holds(self, tensors: Tensors, name: str) -> bool:
@@ -76,7 +76,7 @@ class Stored(Protocol):
         ...
 
     def arrays(self, spec: Spec, tensors: Tensors) -> tuple[Kept, ...]:
-        """What such a parameter consists of."""
+        """The arrays that make up such a parameter."""
         ...
 
     def block(self, tensors: Tensors, name: str) -> tuple[int, int]:
@@ -89,7 +89,7 @@ class Format(Stored, Protocol):
 
     @property
     def mark(self) -> str:
-        """What tells its tensors, for errors: what one of its tensors does."""
+        """The mark of its tensors, for errors: a clause about one of its tensors."""
         ...
 
     def announced(self, cfg: ModelConfig) -> bool:
@@ -232,7 +232,7 @@ class _InInt4:
 FP8, INT4, BF16 = _InFp8(), _InInt4(), _InBf16()
 FORMATS: tuple[Format, ...] = (FP8, INT4)
 STORED: tuple[Stored, ...] = (*FORMATS, BF16)
-# Of all tensors that may belong to a weight.
+# Suffixes of all tensors that may belong to a weight.
 SUFFIXES = ("", fp8.SCALE_SUFFIX, int4.PACKED, int4.SCALE, int4.SHAPE)
 
 

@@ -14,7 +14,7 @@ SCALES = ("F32", "BF16")  # its dtypes, in safetensors' words
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the scale of a weight: one entry for every block, partial ones included."""
+    """Shape of the scale of a weight: one entry for every block, partial blocks included."""
     return tuple(-(-n // FP8_BLOCK) for n in shape)
 
 

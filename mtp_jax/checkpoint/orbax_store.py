@@ -34,14 +34,14 @@ def is_orbax(path: str | Path) -> bool:
 
 @dataclass(frozen=True)
 class About:
-    """What a folder of Orbax holds: its model, the tree of Spec and the dtype it was saved in."""
+    """Contents of an Orbax folder: its model, the tree of Spec and the dtype it was saved in."""
 
     config: ModelConfig
     specs: Params
     dtype: str
 
     def keeping(self, path: Path, num_nextn_layers: int | None) -> "About":
-        """The same folder, ``path``, with so many of its NextN layers. Raises CheckpointError."""
+        """The same folder, ``path``, with ``number`` of its NextN layers. Raises CheckpointError."""
         present = self.config.num_nextn_predict_layers
         kept = present if num_nextn_layers is None else num_nextn_layers
         if not 0 <= kept <= present:
@@ -108,7 +108,7 @@ def restore(
     dtype: str | None = None,
     num_nextn_layers: int | None = None,
 ) -> Loaded:
-    """Read what ``save`` wrote, every array straight to its devices.
+    """Read a folder that ``save`` wrote, every array straight to its devices.
 
     Args:
         path: the folder.

@@ -1,4 +1,4 @@
-"""What a load will read: every expected tensor found, every found tensor accounted for. Headers only."""
+"""Tensors that a load will read: every expected one found, every found one accounted for. Headers only."""
 
 import re
 from collections.abc import Collection
@@ -24,7 +24,7 @@ class Plan:
 
     Attributes:
         config: the model, with the NextN layers that will be loaded.
-        tensors: what will be read, scales included, by name in the release.
+        tensors: tensors that will be read, scales included, by name in the release.
         duplicates: tensor that may be a copy of another: name -> name of the trunk's.
         architecture: model_type of config.json.
         layout: layout of the NextN layers, None without any.
@@ -66,7 +66,7 @@ def make_plan(
 
     Args:
         model_dir: folder in Hugging Face layout.
-        draft_model: folder with the NextN layers; None: those in ``model_dir``.
+        draft_model: folder with the NextN layers; None: the layers in ``model_dir``.
         num_nextn_layers: how many NextN layers to load; None: all.
     Raises:
         ConfigError: an unsupported model.
@@ -90,7 +90,7 @@ def match(
 
     Args:
         cfg: the model.
-        folder: the trunk's tensors; NextN layers among them are those of ``draft``, or are not looked at.
+        folder: the trunk's tensors; NextN layers among them are the layers of ``draft``, or are passed over.
         draft: the NextN layers.
         unread: names of NextN tensors that are there and need not be read.
         architecture: model_type of config.json.
@@ -158,7 +158,7 @@ def unread_layers(cfg: ModelConfig, draft: Draft, wanted: int | None) -> set[str
 
 
 class _Accounting:
-    """Collects what is wrong, to say all of it at once."""
+    """Collects faults, to say all of them at once."""
 
     def __init__(self, cfg: ModelConfig, found: dict[str, Tensor], drafts: dict[str, ModelConfig]):
         """drafts: for tensors of NextN layers, the config beside them."""

@@ -23,7 +23,7 @@ from mtp_jax.model.narrow import Fp8, Narrow, with_bits
 from mtp_jax.model.params import Params, Spec, dtype_of, type_of
 from mtp_jax.model.sharding import check_divisible, param_sharding, ways
 
-# Read at a time: as much as fits the caches next to a core, so that the copy into its place costs little.
+# Bytes read at a time: they fit the caches next to a core, so that the copy into its place costs little.
 _PIECE_BYTES = 1 << 20
 _MANY = 4
 
@@ -32,7 +32,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in memory. ``config`` counts the NextN layers loaded, ``bytes_read`` what was read from
+    """A model in memory. ``config`` counts the NextN layers loaded, ``bytes_read`` the bytes read from
     files."""
 
     config: ModelConfig
@@ -75,7 +75,7 @@ def load_plan(
     mesh: Mesh | None = None,
     progress: Progress | None = None,
 ) -> Loaded:
-    """Read what a plan says. own: its duplicates to keep beside the trunk's tensors, as they differ.
+    """Read the tensors of a plan. own: its duplicates to keep beside the trunk's tensors, as they differ.
 
     Raises CheckpointError, ConfigError.
     """
@@ -132,7 +132,7 @@ def is_copy(plan: Plan, name: str) -> bool:
 
 
 def _pieces(rows: range, row_bytes: int) -> Iterator[range]:
-    """Rows, as many at a time as are to be read at once."""
+    """Ranges of rows, each read at once."""
     count = max(1, _PIECE_BYTES // max(row_bytes, 1))
     return (rows[i : i + count] for i in range(0, len(rows), count))
 

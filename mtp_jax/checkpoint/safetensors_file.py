@@ -1,9 +1,9 @@
 """Safetensors files: checked by the ``safetensors`` library, read here, a few rows of a tensor at a time.
 
 No checkpoint is mapped: a process that touches a mapped page of a file which another has truncated is ended
-by SIGBUS. The library maps what it opens, and knows no float8 in numpy. So it is given a file in memory that
-has the header and the length of the checkpoint's, and says what is in it. It refuses gaps and overlaps, so a
-tensor's place follows from the sizes of the tensors before it.
+by SIGBUS. The library maps the files that it opens, and knows no float8 in numpy. So it is given a file in
+memory that has the header and the length of the checkpoint's, and returns its entries. It refuses gaps and
+overlaps, so a tensor's place follows from the sizes of the tensors before it.
 """
 
 import math
@@ -32,7 +32,7 @@ DTYPES: Mapping[str, np.dtype] = {
     "BOOL": np.dtype("?"),
 }  # fmt: skip
 _LENGTH = 8  # bytes before the header, which say how many it has
-_MOST_HEADER = 100_000_000  # bytes: the library refuses longer ones by their length
+_MOST_HEADER = 100_000_000  # bytes: the library refuses a longer header by its length
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class SafetensorsFile:
                 at += got
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
-        self._check()  # what was read is of the file that was opened, and none of it is missing
+        self._check()  # the bytes are of the file that was opened, and none is missing
         found.flags.writeable = False
         return found
 
@@ -126,7 +126,7 @@ class Held:
 
 
 def hold(name: str, array: ArrayLike) -> Tensor:
-    """An array of the caller as a tensor. Raises CheckpointError for what no file could hold."""
+    """An array of the caller as a tensor. Raises CheckpointError for a dtype that no file could hold."""
     array = np.asarray(array)
     dtype = next((known for known, kind in DTYPES.items() if kind == array.dtype), None)
     if dtype is None:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds and needs, from its config and headers alone, or from its config."""
+"""Contents and needs of a checkpoint, from its config and headers alone, or from its config."""
 
 import math
 import os
@@ -43,7 +43,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Summary:
-    """What ``mtp-jax info`` prints.
+    """The figures that ``mtp-jax info`` prints.
 
     Attributes:
         architecture: model_type of config.json.
@@ -51,17 +51,17 @@ class Summary:
         nextn_layout: where the NextN layers are: "in place", "lmsys NextN", "xLLM export", "Orbax", or
             "declared" where there is no tensor at all; None without any.
         files: how many safetensors files there are.
-        stored: what is on disk and will be read, by dtype ("BF16", "F8_E4M3", ...).
-        parameters: of the trunk, embedding and head included (a tied one once).
-        active_parameters: of the trunk, those that one token uses.
-        nextn_parameters: of the NextN layers, copies of the trunk's embedding and head left out.
+        stored: tensors on disk that will be read, by dtype ("BF16", "F8_E4M3", ...).
+        parameters: number in the trunk, embedding and head included (a tied one once).
+        active_parameters: number in the trunk that one token uses.
+        nextn_parameters: number in the NextN layers without copies of the trunk's embedding and head.
         weight_bytes: memory for all parameters, by engine dtype, and where weights are narrow by their format
-            ("fp8", "int4"): those kept, the rest bfloat16.
+            ("fp8", "int4"): weights in a narrow format stay in it, the rest is bfloat16.
         weight_bytes_per_device: the same, of each device of a 1 x N mesh.
         weight_bytes_on_cpu: memory for all parameters on a CPU. An engine there computes in float32, but
             projections, embedding and head stay in memory as they are stored.
         cache_bytes_per_token: cache of all layers, NextN included, by engine dtype and as FP8 rows.
-        unread: what a multimodal checkpoint holds beside its text model and is not read, by part.
+        unread: tensors of a multimodal checkpoint outside its text model, which are not read, by part.
     """
 
     architecture: str
@@ -125,7 +125,7 @@ def summarise(
     num_nextn_layers: int | None = None,
     devices: int = 1,
 ) -> Summary:
-    """Check a folder in Hugging Face layout, or one of Orbax, and count what it holds; no weights are read.
+    """Check a folder in Hugging Face layout, or an Orbax folder, and count its tensors; no weights are read.
 
     A folder without weights is described as its config.json declares it. num_nextn_layers: how many NextN
     layers to count; None for all. devices: of the mesh that weights are split over.
@@ -163,7 +163,7 @@ def _weights(specs: Params) -> Iterator[str]:
 
 
 def _by_part(tensors: dict[str, Tensor]) -> dict[str, Stored]:
-    """What there is of each module at the top."""
+    """Tensors of each module at the top."""
     found: dict[str, Stored] = {}
     for name, t in tensors.items():
         _add(found, name.split(".")[0], math.prod(t.shape), t.nbytes)
@@ -176,7 +176,7 @@ def _has_no_weights(path: Path) -> bool:
 
 
 def _declared(path: Path, num_nextn_layers: int | None, devices: int) -> Summary:
-    """What config.json promises.
+    """The model that config.json promises.
 
     If it announces FP8, every weight that may have it is taken to; if int4, the experts.
     """
@@ -213,7 +213,7 @@ def _summary(
     kept: Callable[[Spec, Collection[str]], tuple[Kept, ...]] = lambda spec, among: (),
     unread: dict[str, Stored] | None = None,
 ) -> Summary:
-    """params: the tree of Spec in memory. formats: the narrow ones, for people. kept: of a parameter and the
+    """params: the tree of Spec in memory. formats: names of the narrow formats. kept: of a parameter and the
     names of formats, the arrays of the parameter if it stays in one of these formats; else nothing.
     """
     mesh = {"data": 1, "model": devices}

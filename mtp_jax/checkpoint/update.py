@@ -40,9 +40,9 @@ def read_update(
     Args:
         cfg: the model in memory, with the NextN layers that it has there.
         now: its parameters, or a tree of their shapes.
-        source: the trunk's tensors, and those of the NextN layers unless they come from elsewhere.
+        source: the tensors of the trunk, and of the NextN layers unless they come from elsewhere.
         draft_model: a folder with the NextN layers, in any layout that ``load`` takes.
-        dtype: what they become, as at the load.
+        dtype: their dtype in memory, as at the load.
         keep_draft: leave the NextN layers as they are; ``source`` need not have them.
 
     Returns:
@@ -92,7 +92,7 @@ def _open(source: Source, cfg: ModelConfig) -> tuple[Folder, ModelConfig]:
     return folder, replace(cfg, fp8=fp8, int4_group=group if packed else None)
 
 
-# Of what a draft's config.json may say in its own way, a model's may not change the trunk.
+# A draft's config.json may differ in these keys; a model's may not change the trunk.
 _FREE = FREE - {"num_hidden_layers", "first_k_dense_replace", "moe_layer_freq", "tie_word_embeddings"}
 
 
@@ -120,7 +120,7 @@ def _share(plan: Plan, own: frozenset[str]) -> None:
 
 
 def _check_same(now: Params, new: Params) -> None:
-    """Raises CheckpointError unless new parameters can take the place of those in memory."""
+    """Raises CheckpointError unless new parameters can replace the parameters in memory."""
 
     def kinds(tree: Params) -> dict[str, tuple[Any, ...]]:
         found = jax.tree_util.tree_flatten_with_path(tree)[0]

@@ -55,7 +55,7 @@ def save_checkpoint(
 
     Norms, the router and its bias stay float32; everything else becomes ``dtype``. NextN layers are written
     in place (layer L + k), their copies of embedding and head only where they are not the trunk's. Files of
-    an earlier checkpoint in the folder are replaced; others, such as a tokenizer, are left alone.
+    an earlier checkpoint in the folder are replaced; other files, such as a tokenizer, are left alone.
     Raises ConfigError for an unknown dtype, CheckpointError for params of another model or kept narrow.
     """
     if dtype not in type_of:
@@ -83,7 +83,7 @@ def save_checkpoint(
 
 
 def check_no_narrow(params: Params) -> None:
-    """Raises CheckpointError for weights that were kept narrow: what is written is of one dtype."""
+    """Raises CheckpointError for weights that were kept narrow: a written folder has one dtype."""
     kinds = {type(x).__name__.lower() for x in jax.tree.leaves(params, is_leaf=is_narrow) if is_narrow(x)}
     if kinds:
         raise CheckpointError(
@@ -121,7 +121,7 @@ def export_nextn(model_dir: str | Path, out_dir: str | Path) -> None:
     write_json(out / "config.json", {k: v for k, v in raw.items() if k not in _OF_TRUNK_LAYERS} | changes)
 
 
-# What config.json says of each layer of the trunk's indexers.
+# Keys of config.json about each layer of the trunk's indexers.
 _OF_TRUNK_LAYERS = ("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
 
 

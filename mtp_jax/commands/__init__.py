@@ -1,4 +1,4 @@
 """The subcommands of `mtp-jax`, a file each: ``register`` declares the options, ``run`` does the work.
 
-Only ``run`` imports what needs jax, so that help and wrong options are answered at once.
+Only ``run`` imports modules that need jax, so that help and wrong options are answered at once.
 """

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
             )
     if args.target.exists() and args.target.samefile(args.source):
         raise RequestError(f"{args.target} is the input; name another file for the answers")
-    # What is wrong with the files is said before the model is loaded, and so is that nothing is left to do.
+    # Faults of the files are said before the model is loaded, and so is that nothing is left to do.
     lines, before = batch_file.already(args.source, args.target)
     found: dict[str, Any] = {"model_names": model_dir(args).resolve().name, **given(args, Settings)}
     settings = Settings(**found, max_body_bytes=batch_file.MAX_BODY_BYTES)
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     llm = open_llm(args, report, _SLOTS)
     from mtp_jax.api.async_llm import AsyncLLM
 
-    # What is in memory is bounded by --in-flight, so the queue need not be.
+    # --in-flight bounds the requests in memory, so the queue need not be bounded.
     allm = AsyncLLM(llm, max_queued_requests=2**31, max_queued_tokens=2**40)
     in_flight = args.in_flight or 2 * llm.engine.config.max_num_seqs
     counts, seconds = asyncio.run(_answer(args, allm, settings, in_flight, lines, report))
@@ -130,7 +130,7 @@ async def _answer(
 
 
 async def call(app: Any, url: str, body: bytes) -> "Answer":
-    """One request to an ASGI application in this process: what a client over HTTP would get."""
+    """The answer to one request by an ASGI application in this process, as a client over HTTP gets it."""
     from mtp_jax.commands.batch_file import Answer
 
     scope = {
@@ -165,7 +165,7 @@ async def call(app: Any, url: str, body: bytes) -> "Answer":
     try:
         await app(scope, receive, send)
     except Exception:
-        if not parts:  # Starlette answers 500, and raises what went wrong again, for servers to log
+        if not parts:  # Starlette answers 500, and raises the error again, for servers to log
             raise
     name, warning = (headers.get(key, b"").decode() for key in (b"x-request-id", b"warning"))
     return Answer(status, name, json.loads(b"".join(parts)), warning)
@@ -184,8 +184,8 @@ def _rate(counts: "Counts", seconds: float) -> str:
 
 
 def _summary(counts: "Counts", allm: "AsyncLLM", seconds: float) -> str:
-    """What was done, how fast, and what speculation did."""
-    s = allm.llm.engine.stats()
+    """Counts of lines, speed, and the effect of speculation."""
+    s = allm.stats()
     parts = [_done(counts), _rate(counts, seconds)]
     if s.drafts:
         positions = " ".join(f"{n / s.drafts:.0%}" for n in s.accepted_per_position)

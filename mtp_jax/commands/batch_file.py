@@ -1,12 +1,12 @@
-"""Offline batches in OpenAI's format: a file of requests in, a file of answers out, whatever their size.
+"""Offline batches in OpenAI's format: a file of requests in, a file of answers out, of any size.
 
     in   {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {...}}
     out  {"id": ..., "custom_id": "a", "response": {"status_code", "request_id", "body"}, "error": null}
 
-Answers are written as they come, one line each, so their order is not that of the requests. A line that is no
-request becomes one error line. An interrupted run goes on where it stopped: what has a line in the output is
-done, a request by its custom_id, an error by the number of its line. Memory does not grow with the file, but
-for a digest per line (some 80 bytes), by which double and finished ones are known.
+Answers are written as they come, one line each, so they are not in the requests' order. A line that is no
+request becomes one error line. An interrupted run goes on where it stopped: a line of the output says that
+its request is done, by its custom_id, or that its error is known, by the number of the line. Memory does not
+grow with the file, but for a digest per line (some 80 bytes), which tells double and finished requests.
 """
 
 import asyncio
@@ -38,14 +38,14 @@ Send = Callable[[str, bytes], Awaitable[Answer]]
 
 @dataclass
 class Counts:
-    """Lines of the input, blank ones left out.
+    """Lines of the input without blank lines.
 
     Attributes:
         skipped: that an earlier run has done.
-        failed_before: those of them that failed then.
+        failed_before: number of finished lines that failed then.
         succeeded: answered with status 200.
         failed: answered with another status, or no requests.
-        tokens: of the answers.
+        tokens: tokens of the answers.
         warned: answered with a warning; the first of them is kept.
     """
 
@@ -88,7 +88,7 @@ def _key(name: str | int | None) -> bytes:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the input: what to ask, or what is wrong with it."""
+    """A line of the input: its request, or its fault."""
 
     number: int
     custom_id: str | None
@@ -98,15 +98,15 @@ class Line:
 
     @property
     def key(self) -> bytes:
-        """By which a later run knows its line in the output."""
+        """A key that tells a later run its line in the output."""
         return _key(self.custom_id if self.error is None else self.number)
 
 
 class Job:
-    """What is left of a batch, and the output that it is written to.
+    """The rest of a batch, and the output that it is written to.
 
     Attributes:
-        counts: of the lines so far.
+        counts: counts of the lines so far.
     """
 
     def __init__(self, source: Path, out: BinaryIO, done: set[bytes], failed: set[bytes]) -> None:
@@ -129,7 +129,7 @@ class Job:
 
 @contextmanager
 def open_job(source: Path, target: Path) -> Iterator[Job]:
-    """Go on with what is left of ``source``. Raises RequestError for files that cannot be used."""
+    """Go on with the rest of ``source``. Raises RequestError for files that cannot be used."""
     with _claimed(target) as out:
         yield Job(source, out, *_finished(target, out))
 
@@ -139,8 +139,8 @@ async def run(
 ) -> Counts:
     """Answer every line of ``source`` that has no line in ``target`` yet, ``in_flight`` at a time.
 
-    Raises RequestError for files that cannot be used. Whatever ``send`` raises ends the run; requests without
-    an answer have no line in the output, so the next run asks again.
+    Raises RequestError for files that cannot be used. An error that ``send`` raises ends the run; requests
+    without an answer have no line in the output, so the next run asks again.
     """
     tasks: set[asyncio.Task[None]] = set()
     with open_job(source, target) as job:
@@ -164,7 +164,7 @@ async def run(
 
 
 async def _some(tasks: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
-    """Wait until one has ended; returns the others. Raises what the ended ones raised."""
+    """Wait until one has ended; return the rest. Raises the errors of the ended tasks."""
     ended, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in ended:
         task.result()
@@ -172,7 +172,7 @@ async def _some(tasks: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
 
 
 def already(source: Path, target: Path) -> tuple[int, Counts]:
-    """How many lines there are to answer in all, and what earlier runs have done of them.
+    """The number of lines to answer in all, and the part that earlier runs have done.
 
     The output is made if there is none; a torn off last line is cut away. Raises RequestError for a file that
     is not such an output: it is left as it is, for one that another run writes to, and for an input that
@@ -201,7 +201,7 @@ def _claimed(target: Path) -> Iterator[BinaryIO]:
 
 
 def _finished(target: Path, file: BinaryIO) -> tuple[set[bytes], set[bytes]]:
-    """What has a line in the output, and those of them that failed; a torn off last line is cut away."""
+    """Keys of lines with an answer in the output, and of failed lines; cuts a torn off last line away."""
     done, failed = set[bytes](), set[bytes]()
     file.seek(0)
     whole = 0

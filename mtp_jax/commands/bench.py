@@ -37,7 +37,7 @@ _CONCURRENCY = [1, 2, 4, 8, 16, 32, 64]
 
 
 def register(subparsers: Subparsers) -> None:
-    """Declare the subcommand and its own ones."""
+    """Declare the subcommand and its own subcommands."""
     parser = subparsers.add_parser("bench", help="measure speed and acceptance", description=_DESCRIPTION)
     names: Subparsers = parser.add_subparsers(metavar="NAME", required=True)
 
@@ -50,7 +50,7 @@ def register(subparsers: Subparsers) -> None:
         )
         if plotted:
             sub.add_argument("--png", type=Path, metavar="FILE", help="default: the JSON file's name")
-        if name != "serve":  # which measures a server, whatever it serves
+        if name != "serve":  # which measures a server with any model
             add_model(sub, "directory (default: the demo model)", str, DEMO)
         sub.set_defaults(run=_run, measure=measure, name=name, plotted=plotted)
         return sub
@@ -106,7 +106,7 @@ def register(subparsers: Subparsers) -> None:
 
 
 def _register_serve(sub: Parser) -> None:
-    """The key of the server comes from the environment, as the command stands in what is written."""
+    """The server's key comes from the environment, as the command stands in the written file."""
     sub.add_argument("url", metavar="URL", help="of the server; its key: OPENAI_API_KEY of the environment")
     sub.add_argument("--model", metavar="NAME", help="as the server names it (default: its first)")
     api = "route to ask (default: chat for prompts of a file, completions for random ones)"

@@ -40,13 +40,13 @@ _OUT_OF_MEMORY = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status.
 
-    argv: arguments without the program's name; None: those of the process.
+    argv: arguments without the program's name; None: the arguments of the process.
     """
     _fill_in_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model's text need not fit the terminal's encoding
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # what is not text is refused as such
+        sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text are refused as such
     try:
         status = _run(argv)
         sys.stdout.flush()
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # What is left in the buffer must not fail again when Python closes the stream.
+        # The rest of the buffer must not fail again when Python closes the stream.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (MtpJaxError, OSError) as error:

@@ -1,8 +1,8 @@
 """Options from a file and from the environment, in the place of their defaults.
 
-Those that may stand there are the declared ones (``mtp_jax/options.py``), which have no default of the
-command line's own, and --model and --quiet. What the command line has goes before the environment, and that
-before the file.
+The declared options (``mtp_jax/options.py``) that have no default of the command line's own may stand there,
+and --model and --quiet. A value of the command line goes before the environment's, and that before the
+file's.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from mtp_jax.commands.foreign import advice, nearest
 
 FLAG = "--config"
 _PREFIX = "MTP_JAX_"
-# Of a meaning of their own in the environment: keys add to those of the command line, a secret has no flag.
+# Variables with a meaning of their own: keys add to the keys of the command line, a secret has no flag.
 _OTHERS = ("--api-key", "--admin-key", "--secret")
 _CLOSE = 0.9
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
@@ -48,7 +48,7 @@ def configure(
         value = environment.get(variable(flag))
         # Kubernetes sets MTP_JAX_PORT for a service of the name mtp-jax.
         if value is not None and flag not in _OTHERS and not value.startswith("tcp://"):
-            # What the file says of it by another flag counts no more.
+            # A value that the file gives by another flag counts no more.
             told = {f: v for f, v in told.items() if options[f].dest != action.dest}
             told[flag] = f"{variable(flag)} of the environment", value
     words = {word.partition("=")[0] for word in arguments}
@@ -64,7 +64,7 @@ def _may(action: argparse.Action) -> bool:
 
 
 def _warn(environment: Mapping[str, str], known: Sequence[str]) -> None:
-    """Of variables that are spelt nearly as one of an option."""
+    """Warn of variables of the environment that are spelt nearly as an option's."""
     for name in environment:
         if name.startswith(_PREFIX) and name not in known and (close := nearest(name, known, _CLOSE)):
             print(f"warning: {name} is no option's variable; do you mean {close}?", file=sys.stderr)
@@ -81,7 +81,7 @@ def _file(arguments: Sequence[str]) -> str | None:
 
 
 def _read(path: str, command: str, options: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
-    """Values by flag: what stands before all tables, and what stands in the table of the command."""
+    """Values by flag: keys before all tables, and keys in the table of the command."""
     try:
         whole = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
@@ -102,7 +102,7 @@ def _read(path: str, command: str, options: Mapping[str, Any], refuse: Refuse) -
 
 
 def _value(action: argparse.Action, value: Any, where: str, refuse: Refuse) -> Any:
-    """As the command line would have it; the default for a switch that is off."""
+    """The value as the command line would have it; the default for a switch that is off."""
     if action.nargs == 0:  # a switch
         text = str(value).lower()
         if text not in _YES + _NO:

@@ -49,7 +49,7 @@ def _raises() -> bool:
 
 
 class _Outermost:
-    """Finds modules that are not imported by another one; the finders after it find all others."""
+    """Finds modules that are not imported by another module; the finders after it find the rest."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,4 +1,4 @@
-"""What a user means by an option that there is not: one of ours that is spelt alike, or another engine's."""
+"""The meaning of an unknown option: an option of ours that is spelt alike, or another engine's."""
 
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
@@ -8,8 +8,8 @@ _CLOSE, _MISSPELT = 0.7, 0.87
 _MODEL = "name the model's folder: MODEL, or --model DIR"
 _NOTHING = "leave it out"
 _COMPILED = f"{_NOTHING}: every step is a compiled program"
-# By names of vLLM, SGLang, llama.cpp and TensorRT-LLM: flags, of which the first that the command has is
-# meant, with what there is to say of their values.
+# Options of vLLM, SGLang, llama.cpp and TensorRT-LLM by name: flags, of which the first that the command has
+# is meant, and a remark about their values.
 _OPTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("tp", "tp-size", "tensor-parallel-size", "tensor-split", "split-mode"): (
         "--mesh 1xN, which divides heads and experts over N devices",
@@ -99,7 +99,7 @@ _INSTEAD: dict[tuple[str, ...], str] = {
 
 
 def advice(unknown: str, flags: Collection[str], elsewhere: Sequence[str] = ()) -> str:
-    """What to write instead of an option, among the flags of a command; "" where nothing is known.
+    """A phrase with the option to write instead, among the flags of a command; "" where nothing is known.
 
     elsewhere: commands that have it.
     """

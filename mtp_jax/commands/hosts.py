@@ -1,4 +1,4 @@
-"""A command over several hosts: rank 0 does it, the others follow until it has ended."""
+"""A command over several hosts: rank 0 runs it, the other ranks follow until it has ended."""
 
 import argparse
 import os
@@ -53,7 +53,7 @@ def on_hosts(
             return lead(group)
         _follow(args.model, {**llm_options(args, report, completions), "group": group})
     sys.stderr.flush()
-    os._exit(0)  # what still compiles in the background will not be needed
+    os._exit(0)  # programs that still compile in the background will not be needed
 
 
 def _follow(model: Any, options: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`mtp-jax info`: what a checkpoint is and what it needs, from its headers, or from a config.json, alone."""
+"""`mtp-jax info`: contents and needs of a checkpoint, from its headers, or from a config.json, alone."""
 
 import argparse
 import json
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _room(args: argparse.Namespace, s: "Summary") -> Room | None:
-    """What each GPU has room for, if one is named; as ``plan`` and ``--memory-fraction`` have it."""
+    """Room for the cache on each GPU, if a GPU is named, with the same sum as ``plan``."""
     if args.gpu is None:
         if args.memory_fraction is not None:
             raise ConfigError(f"--memory-fraction {args.memory_fraction:g} is of a GPU; name one with --gpu")

@@ -1,4 +1,4 @@
-"""What `serve --ray` and `batch --ray` share."""
+"""Code that `serve --ray` and `batch --ray` share."""
 
 import argparse
 from pathlib import Path

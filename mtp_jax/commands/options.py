@@ -1,7 +1,7 @@
-"""The options that commands share: those of ``LLM`` and ``SamplingParams``, as these declare them.
+"""The options that commands share: options of ``LLM`` and ``SamplingParams``, as these declare them.
 
-What is not given is no attribute of the parsed arguments, so that the Python API alone decides what an option
-left out means.
+An option that is not given is no attribute of the parsed arguments, so that the Python API alone decides its
+meaning.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def add_options(
 ) -> None:
     """Declare the flags of the options of a dataclass.
 
-    names: some of them; None: all. defaults: shown for those whose default is the command's own.
+    names: the options to add; None: all. defaults: shown for options whose default is the command's own.
     """
     for name, about in declared(cls).items():
         if about.flag is not None and (names is None or name in names):
@@ -86,7 +86,7 @@ def add_groups(
     rest: str,
     defaults: Mapping[str, str] | None = None,
 ) -> None:
-    """The options of a dataclass in groups of the help: by subject, and those of no subject in ``rest``."""
+    """The options of a dataclass in groups of the help, by subject; options of no subject are in ``rest``."""
     others = [name for name in declared(cls) if not any(name in names for names in subjects.values())]
     for title, names in {**subjects, rest: others}.items():
         add_options(parser.add_argument_group(title), cls, names, defaults)
@@ -125,7 +125,7 @@ def flag_of(name: str, about: Option) -> str:
 def with_flags(message: str, flags: Mapping[str, str]) -> str:
     """A message as the command line would say it: ``num_nextn_layers=0`` and ``page_size = 0`` with flags.
 
-    flags: of the options that have values, by name.
+    flags: flags of the options that have values, by name.
     """
 
     def flag(match: re.Match[str]) -> str:
@@ -145,7 +145,7 @@ def given(args: argparse.Namespace, cls: type) -> dict[str, Any]:
 
 
 def add_sampling(parser: Parser, max_tokens: int, several: bool) -> None:
-    """Options of SamplingParams; ``several``: those for many completions and for scores, too."""
+    """Options of SamplingParams; ``several``: options for many completions and for scores, too."""
     parser.set_defaults(default_max_tokens=max_tokens)
     names = [name for name in declared(SamplingParams) if several or name not in _OF_MANY]
     own = {"max_tokens": f"{max_tokens}", "temperature": "0"}
@@ -159,7 +159,7 @@ def add_sampling(parser: Parser, max_tokens: int, several: bool) -> None:
 
 
 def add_engine(parser: Parser, quiet: str = "print nothing but the result") -> None:
-    """The model and the options of LLM; ``quiet``: what --quiet does."""
+    """The model and the options of LLM; ``quiet``: the help of --quiet."""
     add_model(parser, "directory with config.json and weights (default: the demo model)")
     parser.add_config()
     own = {"max_num_seqs": f"as many as asked for, up to {_MOST_SLOTS}"}
@@ -168,7 +168,7 @@ def add_engine(parser: Parser, quiet: str = "print nothing but the result") -> N
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """What the options ask for. Raises RequestError for bad values and for options without effect."""
+    """Sampling parameters from the options. Raises RequestError for bad values and options without effect."""
     own = {"temperature": 0.0, "max_tokens": args.default_max_tokens, "structured": _structured(args)}
     source = getattr(args, "sampling_defaults", LLMOptions.sampling_defaults)
     of_model = sampling_defaults(args.model or demo_model(), source)
@@ -190,7 +190,7 @@ def open_llm(
 ) -> "LLM":
     """Load the model with slots for this many completions. Raises ConfigError or CheckpointError.
 
-    group: of the processes that run it together.
+    group: the processes that run it together.
     """
     options = llm_options(args, report, completions)
     from mtp_jax.api.llm import LLM
@@ -221,10 +221,10 @@ def engine_options(args: argparse.Namespace, completions: int) -> dict[str, Any]
     """
     found = given(args, LLMOptions)
     if found.get("num_speculative_tokens") == 0:
-        # What a seed gives depends on whether the verifier is coupled even where it has no drafts.
+        # A seed's tokens depend on whether the verifier is coupled even where it has no drafts.
         names = _NEED_DRAFTS if found.get("verifier") == "coupled" else (*_NEED_DRAFTS, "verifier")
         _without_effect(args, names, "with --num-speculative-tokens 0; raise that")
-    LLMOptions(**found)  # what is out of range is said before jax is imported
+    LLMOptions(**found)  # refuses values out of range before jax is imported
     data, _ = found.get("mesh", (1, 1))
     found.setdefault("max_num_seqs", -(-min(completions, _MOST_SLOTS) // data) * data)
     found.setdefault("adaptive_depth", True)
@@ -239,7 +239,7 @@ def forget_compile_cache() -> None:
 
 
 def ready(report: Reporter, llm: "LLM") -> None:
-    """Say that start-up is over, and what came of it."""
+    """Say that start-up is over, with its figures."""
     if not isinstance(report, Terminal):
         return
     engine, c = llm.engine.config, llm.config
@@ -261,7 +261,7 @@ def depth(llm: "LLM") -> str:
 
 
 def _structured(args: argparse.Namespace) -> StructuredOutput | None:
-    """What the output must be. Raises RequestError."""
+    """The structure that the output must have. Raises RequestError."""
     schema = args.json_schema
     if schema is not None and schema.startswith("@"):
         try:

@@ -18,12 +18,12 @@ _CHOICE = re.compile(r"invalid choice: '?(.*?)'? \(choose from (.*)\)")
 
 
 class Parser(argparse.ArgumentParser):
-    """Options are written out in full, and an error is one line that says what may be meant.
+    """Options are written out in full, and an error is one line that names the likely meaning.
 
     Attributes:
         configurable: whether options may come from a file and from the environment, too.
         model_first: whether --model DIR stands for the first argument.
-        siblings: the parsers of all commands by name, which may have what this one has not.
+        siblings: the parsers of all commands by name, which may have options that this command has not.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
         self.siblings: Mapping[str, Parser] = {}
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, Any]:
-        """A subcommand refuses what it does not know itself: its own help says what there is."""
+        """A subcommand refuses an option unknown to it: its own help lists its options."""
         arguments = list(sys.argv[1:] if args is None else args)
         if self.configurable:
             configure(self.prog.split()[-1], self._actions, arguments, os.environ, self.error)
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         return known, others
 
     def _hint(self, unknown: str) -> str:
-        """What to write instead of an option; "" where nothing is known."""
+        """A phrase with the option to write instead; "" where nothing is known."""
         flag = unknown.partition("=")[0]
         has = [name for name, other in self.siblings.items() if flag in other._option_string_actions]
         return advice(flag, self._option_string_actions, has) if flag else ""
@@ -84,7 +84,7 @@ def folder(text: str) -> Path:
 
 
 class Subparsers(Protocol):
-    """What declares a subcommand."""
+    """A function that declares a subcommand."""
 
     @property
     def choices(self) -> Mapping[str, Any]:
@@ -101,7 +101,8 @@ def add_model(
 ) -> None:
     """The model of a command: MODEL, or --model DIR."""
     either = parser.add_mutually_exclusive_group()
-    # A default of the first would overwrite what the second was given. Defaults that are text are converted.
+    # A default of the first would overwrite a value given to the second. Defaults that are text are
+    # converted.
     left_out = argparse.SUPPRESS
     either.add_argument(
         "model",
@@ -142,7 +143,7 @@ def integers(text: str) -> list[int]:
 
 
 def words(text: str) -> list[str]:
-    """What stands between commas."""
+    """Parts between commas."""
     return text.split(",")
 
 

@@ -1,4 +1,4 @@
-"""`mtp-jax plan`: what a deployment would need and do, from a config.json alone."""
+"""`mtp-jax plan`: needs and speed of a deployment, from a config.json alone."""
 
 import argparse
 import json
@@ -30,13 +30,13 @@ _DESCRIPTION = """\
 Estimate memory, step time, tokens per second and cost of a model on GPUs, before renting any. Of the model
 only config.json is read. Times are bands, from usual to lean software. They follow from shapes and from what
 others published; none was measured with this engine (docs/planning.md)."""
-# Drafts accepted by position, if those before were: DeepSeek's report has 0.85 to 0.9 for the first
-# (arXiv 2412.19437, section 5.4.3); with the others a depth of 3 emits the 2.8 tokens per step that NVIDIA
-# publishes for DeepSeek-R1.
+# Share of drafts accepted by position, if earlier drafts were: DeepSeek's report has 0.85 to 0.9 for the
+# first (arXiv 2412.19437, section 5.4.3); with the later shares a depth of 3 emits the 2.8 tokens per step
+# that NVIDIA publishes for DeepSeek-R1.
 _RATES = (0.86, 0.7, 0.55)
 _DEPTHS = [0, 1, 3]
-# GPUs up to which a gather sends little more than an all-to-all: with DeepSeek-V3's routing 2.2 times as much
-# for 8, and 9 times for 64.
+# GPUs up to which a gather sends little more than an all-to-all: with DeepSeek-V3's routing 2.2 times the
+# bytes for 8, and 9 times for 64.
 _GATHERING = 8
 
 
@@ -168,7 +168,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _deployment(args: argparse.Namespace, cfg: ModelConfig) -> "Deployment":
-    """What the options describe. Raises ConfigError."""
+    """The deployment that the options describe. Raises ConfigError."""
     from mtp_jax.planning.deployment import Deployment, hosts_for
     from mtp_jax.planning.hardware import gpu_named
     from mtp_jax.planning.weights import Storage

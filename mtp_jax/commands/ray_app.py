@@ -1,4 +1,4 @@
-"""The application that Ray Serve deploys in a cluster of others: configs/kubernetes/rayservice.yaml."""
+"""The application that Ray Serve deploys in a running cluster: configs/kubernetes/rayservice.yaml."""
 
 import shlex
 from collections.abc import Mapping
@@ -12,9 +12,9 @@ from serve.cluster.start import reservation
 
 
 def application(arguments: Mapping[str, str]) -> Any:
-    """What Ray Serve deploys by its import path, mtp_jax.commands.ray_app:application.
+    """The object that Ray Serve deploys by its import path, mtp_jax.commands.ray_app:application.
 
-    arguments: ``command``, a command line from `serve` on, with --ray. Address and port are those of Serve's
+    arguments: ``command``, a command line from `serve` on, with --ray. Address and port are in Serve's
     `http_options`; --host must repeat the address, as it decides whether clients need a key.
 
     Raises ConfigError.

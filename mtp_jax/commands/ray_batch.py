@@ -1,8 +1,8 @@
 """`mtp-jax batch --ray`: the lines of a batch over several engines, by Ray Data.
 
 The lines travel to the engines through the cluster's object store, and their answers back: no folder is
-shared but the model's. This process writes, each line once. What an engine had of the lines when it was lost
-is computed again by another.
+shared but the model's. This process writes, each line once. Another engine computes the lines of a lost
+engine again.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from serve.cluster.batches import BatchEngine
 from serve.cluster.options import RayOptions
 from serve.cluster.start import cluster, reservation
 
-_ROWS_PER_SLOT = 8  # of a batch: what is lost with an engine, against slots that idle at a batch's end
+_ROWS_PER_SLOT = 8  # rows of a batch: work that is lost with an engine, against slots idle at a batch's end
 
 
 def answer_on_ray(
@@ -36,7 +36,7 @@ def answer_on_ray(
 ) -> tuple[Counts, float]:
     """Returns (counts, seconds). Raises ConfigError, RequestError, EngineStopped.
 
-    lines: of the input. slots: of an engine, unless the command line says otherwise.
+    lines: lines of the input. slots: slots of an engine, unless the command line says otherwise.
     """
     engine = portable_options(args, slots)
     size = args.in_flight or _ROWS_PER_SLOT * engine["max_num_seqs"]
@@ -93,7 +93,7 @@ def _answer(
 
 
 def _blocks(job: Job, size: int) -> list[Any]:
-    """The requests that are left, in the object store, so many in each block; lines in error are written."""
+    """Blocks of the requests that are left, in the object store; lines in error are written."""
     import pyarrow  # pyright: ignore[reportMissingImports]
     import ray  # pyright: ignore[reportMissingImports]
 

@@ -49,12 +49,12 @@ def serve_on_ray(args: argparse.Namespace, report: Reporter, options: RayOptions
         if isinstance(report, Terminal):
             report.ready(f"{address_of(spec.settings, port)}/v1")
         _wait_for_signal()
-        ray_serve.delete(_NAME)  # lets what runs come to its end
+        ray_serve.delete(_NAME)  # lets running requests come to their end
     return 0
 
 
 def engine_spec(args: argparse.Namespace) -> EngineSpec:
-    """What each replica serves. Raises ConfigError for options that replicas cannot have."""
+    """The engine and server of each replica. Raises ConfigError for options that replicas cannot have."""
     for cls, allowed in ((Hosts, {"hosts"}), (HandoverOptions, set[str]())):
         others = [f"--{name.replace('_', '-')}" for name in given(args, cls) if name not in allowed]
         if others:

@@ -103,7 +103,7 @@ def _serve(args: argparse.Namespace, report: Reporter, group: "Group | None") ->
         of_role.pop(SECRET, None)  # it is the group's
     apart = HandoverOptions(**of_role)
     if apart.apart:
-        apart.secret()  # or say what is wrong before weights are read
+        apart.secret()  # raises its error before weights are read
     with report.phase("import server"):
         from serve.http.run import listen, serve
     with listen(settings) as listener:
@@ -126,15 +126,15 @@ def _serve(args: argparse.Namespace, report: Reporter, group: "Group | None") ->
 
 
 def summary(allm: "AsyncLLM", settings: Settings, address: str, handover: "Handover | None" = None) -> str:
-    """What is about to be served, a line per subject."""
+    """The model and its settings, a line per subject."""
     import jax
 
-    engine, model = allm.llm.engine, allm.llm.config
-    c, tokens = engine.config, engine.pages * engine.shards * engine.config.page_size
-    first, rest = engine.warm_up_keys()
-    size = allm.llm.weight_bytes // 10**6
+    llm, about = allm.llm, allm.about
+    c, model = about.engine, about.model
+    tokens, (first, rest) = allm.stats().pages_total * c.page_size, llm.engine.warm_up_keys()
+    size = llm.weight_bytes // 10**6
     layers = model.num_nextn_predict_layers
-    drafts = f"{layers} NextN layer{'s' * (layers != 1)}, {depth(allm.llm)}"
+    drafts = f"{layers} NextN layer{'s' * (layers != 1)}, {depth(llm)}"
     keys = f"{len(settings.api_keys)} API key{'s' * (len(settings.api_keys) != 1)}"
     who = keys if settings.api_keys else "no API key"
     only = ", this computer only" if settings.is_loopback else ""
@@ -146,16 +146,16 @@ def summary(allm: "AsyncLLM", settings: Settings, address: str, handover: "Hando
         kept_prefixes += f", and up to {c.host_cache_gib:g} GiB more in the host's memory"
     what = f"{model.num_hidden_layers} layers, {c.dtype}, {size:,} MB"
     rows = {
-        "model": f"{', '.join(settings.names)}: {'SIMULATED, no weights' if allm.llm.simulated else what}",
+        "model": f"{', '.join(settings.names)}: {'SIMULATED, no weights' if about.simulated else what}",
         "drafts": drafts,
-        "sampling": described(allm.llm.sampling_defaults),
+        "sampling": described(llm.sampling_defaults),
         "cache": f"{tokens:,} tokens, {tokens / c.max_model_len:.1f} requests of {c.max_model_len:,}; "
-        f"prefixes {kept_prefixes}" + (f" ({allm.llm.room})" if allm.llm.room else ""),
+        f"prefixes {kept_prefixes}" + (f" ({llm.room})" if llm.room else ""),
         "slots": f"{c.max_num_seqs}; up to {allm.admission.max_requests} requests wait",
         "programs": f"{len(first)} before serving, {len(rest)} smaller ones while it is idle; {kept}",
         "address": f"{address} once it is ready; {who}{only}",
     }
-    if allm.llm.simulated:
+    if about.simulated:
         del rows["programs"]  # there are none
     if handover:
         rows["role"] = handover.describe()

@@ -46,7 +46,7 @@ class _Refused:
         self._name, self._other = name, other
 
     def register(self, subparsers: Subparsers) -> None:
-        # No argument begins with its prefix: all are taken as they are.
+        # prefix_chars="\0": nothing parses as an option, so every command line reaches ``_refuse``.
         parser = subparsers.add_parser(
             self._name, help=f"not here: hidden by {self._other}", prefix_chars="\0", add_help=False
         )

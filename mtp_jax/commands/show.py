@@ -1,4 +1,4 @@
-"""What the user sees: text, log-probabilities, JSON, and the line of numbers after it."""
+"""Output on the terminal: text, log-probabilities, JSON, and the line of numbers after it."""
 
 import os
 import statistics
@@ -57,7 +57,7 @@ def stream(
         if stopped():
             break
     updates.close()
-    if output is not None:  # what was held back until the end belongs to no token
+    if output is not None:  # text held back until the end belongs to no token
         rest = visible(llm, output.outputs[0])[len(shown) :]
         write(rest)
         shown += rest
@@ -90,7 +90,7 @@ def logprob_table(llm: "LLM", rows: "list[TokenLogprobs | None]") -> str:
 
 
 def stats(output: "RequestOutput") -> str:
-    """Tokens, time to the first one, tokens per second after it, and what speculation did."""
+    """Tokens, time to the first one, tokens per second after it, and the effect of speculation."""
     (completion,) = output.outputs
     count, first = len(completion.token_ids), output.timing.first_token
     parts = [f"{count} tokens ({completion.finish_reason or 'stopped'})"]

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Int, Shaped
 
+from mtp_jax.decode.arrays import ExpertLayout, SlotRow
 from mtp_jax.decode.drafter.protocol import Drafter
 from mtp_jax.decode.expert_counts import no_counts, taken
-from mtp_jax.decode.host import ExpertLayout, SlotRow
 from mtp_jax.decode.sampling import neutral_state
 from mtp_jax.decode.state import Slots, State, StateShape
 from mtp_jax.errors import ConfigError
@@ -37,7 +37,7 @@ def abstract_state(
 ) -> State:
     """The state's shapes, dtypes and shardings, without allocating it.
 
-    layout: of experts to be counted. groups: layers of each stack of ``Params.layers``, None for a layer
+    layout: experts to be counted. groups: layers of each stack of ``Params.layers``, None for a layer
     alone; None: all are alone.
     """
     pages, groups = (shape.pages + 1) * data_size(mesh), groups or [None] * cfg.num_hidden_layers
@@ -74,7 +74,8 @@ def abstract_state(
 def empty_state(abstract: State) -> State:
     """A zeroed state of these shapes: no slot is active. Raises ConfigError.
 
-    A GPU refuses what it has no room for; a computer ends the process, later, once the memory is written.
+    A GPU refuses a cache that it has no room for; a computer ends the process, later, once the memory is
+    written.
     """
     size = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(abstract))
     if jax.default_backend() == "cpu" and size > (memory := memory_size()):
@@ -129,13 +130,13 @@ def move(state: State, source: Int[Array, ""], target: Int[Array, ""]) -> State:
 
 
 def update(state: State, keep: Bool[Array, " B"], page_table: Int[Array, "B n"]) -> State:
-    """Switch off the slots whose requests the host ended or preempted, and give the others further pages."""
+    """Switch off the slots whose requests the host ended or preempted, and give other slots further pages."""
     slots = state.slots
     return state.replace(slots=slots.replace(active=slots.active & keep, page_table=page_table))
 
 
 def flush(params: Params, state: State, *, drafter: Drafter, on: Backend) -> State:
-    """Let the drafter do what it has deferred."""
+    """Let the drafter do its deferred work."""
     return state.replace(drafter=drafter.flush(params, state.drafter, state.slots, on))
 
 
@@ -147,7 +148,7 @@ def read_experts(state: State) -> tuple[State, tuple[Int[Array, "L E"], Int[Arra
 
 
 def read_pages(state: State, pages: Int[Array, " n"]) -> list[Shaped[Array, "n ..."]]:
-    """What these pages, counted over all shards, hold: the trunk's and the drafter's part, leaf by leaf."""
+    """Contents of these pages, counted over all shards: the trunk's and the drafter's part, leaf by leaf."""
     parts = each((*state.trunk, state.drafter.pages))
     return [a[(*at, pages)] for tree, at in parts for a in jax.tree.leaves(tree)]
 

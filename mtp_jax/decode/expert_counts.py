@@ -1,4 +1,4 @@
-"""How often each expert was chosen, counted on the device: what experts are placed by."""
+"""Counts of chosen experts, made on the device: experts are placed by them."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
-from mtp_jax.decode.host import ExpertLayout
+from mtp_jax.decode.arrays import ExpertLayout
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.sharding import data_size, partition, sharded
 
@@ -33,7 +33,7 @@ def no_counts(layout: ExpertLayout, mesh: Mesh | None) -> ExpertCounts:
 
 @jax.named_scope("count_experts")
 def counted(counts: ExpertCounts, routing: Sequence[Routing], mesh: Mesh | None) -> ExpertCounts:
-    """With the choices of one more pass. Each shard counts its own rows, so that nothing is sent."""
+    """The counts with the choices of one more pass. Each shard counts its own rows; nothing is sent."""
     ids = jnp.stack([r.ids.reshape(len(r.ids), -1) for r in routing], axis=1)
     zero = jnp.zeros((), jnp.int32)
     over = jnp.stack([zero if r.over is None else r.over for r in routing])

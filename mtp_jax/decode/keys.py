@@ -1,4 +1,4 @@
-"""What the host knows of the device: the keys of programs, and how a packed result reads. No jax here."""
+"""The host's view of the device: the keys of programs, and the layout of a packed result. No jax here."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from typing import Literal
 Drafting = Literal["greedy", "sampled"]
 Verifier = Literal["rejection", "block", "coupled"]
 
-# A window of 32 tokens: of longer ones a bit per draft (kernels_pallas.mla_decode.visible) has no room.
+# A window of 32 tokens: a bit per draft (kernels_pallas.mla_decode.visible) has no room for more.
 MAX_DRAFTS = 31
 
 
@@ -16,7 +16,7 @@ MAX_DRAFTS = 31
 class SamplingMode:
     """Static choices of a step. ``drafting`` None: every row is greedy and unadjusted, so argmax decides.
 
-    ``structured``: the step is two programs and takes what grammars allow.
+    ``structured``: the step is two programs and takes the masks of grammars.
     """
 
     drafting: Drafting | None = None
@@ -27,10 +27,10 @@ class SamplingMode:
 
 @dataclass(frozen=True)
 class Topology:
-    """How the nodes of a window hang together: node 0 is the newest token, the others are drafts.
+    """The tree of a window's nodes: node 0 is the newest token, the other nodes are drafts.
 
     Attributes:
-        parents: of each draft the node that it follows, an earlier one.
+        parents: for each draft the node that it follows, an earlier one.
     """
 
     parents: tuple[int, ...]
@@ -71,9 +71,9 @@ class StepKey:
         depth: drafts of each slot.
         pages: page-table columns.
         mode: static sampling choices.
-        topology: of the windows; None: the drafter's own for this depth.
-        tokens: of each prompt; 0: no chunk.
-        prompts: per data shard.
+        topology: the windows' tree; None: the drafter's own for this depth.
+        tokens: number of tokens of each prompt; 0: no chunk.
+        prompts: number of prompts per data shard.
         prompt_logprobs: how many log-probabilities of the prompts' tokens it gives.
         window: drafts that the executable's windows have room for; None: ``depth``.
     """
@@ -113,11 +113,11 @@ class StepKey:
         return replace(self, tokens=0, prompts=0, prompt_logprobs=None)
 
     def covers(self, need: "StepKey") -> bool:
-        """Whether this executable can do what ``need`` asks.
+        """Whether this executable can do the work of ``need``.
 
         A sampling step also serves greedy rows, and a structured one rows that every token is allowed to.
 
-        One with a chunk is no substitute for one without: it computes many times as much.
+        One with a chunk is no substitute for one without: it computes many times the operations.
         """
         own, wanted = self.mode, need.mode
         greedy = wanted.drafting is None
@@ -166,7 +166,7 @@ class DraftKey:
 
 @dataclass(frozen=True)
 class PageKey:
-    """Two executables that read and write what lies in so many pages (see ``Runner.read_pages``)."""
+    """Two executables that read and write the contents of ``pages`` pages (see ``Runner.read_pages``)."""
 
     pages: int
 

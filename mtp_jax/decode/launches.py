@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 from jaxtyping import Bool, Int
 
-from mtp_jax.decode.host import Chunk, ExpertLayout, MaskMaker, PageData, Result, SlotRow
+from mtp_jax.decode.arrays import Chunk, ExpertLayout, MaskMaker, PageData, Result, SlotRow
 from mtp_jax.decode.keys import DraftKey, Key, StepKey
 from mtp_jax.errors import ConfigError
 
@@ -26,7 +26,8 @@ class Launch(Generic[T]):
 
     Attributes:
         writes: whether it writes to pages.
-        flushes: whether it may read or move what the drafter deferred, which is therefore done before it.
+        flushes: whether it may read or move the drafter's deferred entries, which are therefore written
+            before it.
         dense: whether its arrays are numbers that no compression makes smaller.
     """
 
@@ -87,7 +88,7 @@ class Draft(Launch[tuple[np.ndarray, np.ndarray]]):
 
 @dataclass(frozen=True)
 class ReadPages(Launch[PageData]):
-    """Read what these pages of a data shard hold now, whatever is launched next.
+    """Read the contents of these pages of a data shard; later launches do not change the result.
 
     They must be full and committed to mean anything. Any thread may wait for the result.
     """
@@ -98,7 +99,7 @@ class ReadPages(Launch[PageData]):
 
 @dataclass(frozen=True)
 class WritePages(Launch[None]):
-    """Fill pages of a data shard, in order, with what was read of such pages.
+    """Fill pages of a data shard, in order, with the contents that were read of such pages.
 
     Raises ValueError for data of another number of pages.
     """
@@ -118,7 +119,7 @@ class WritePages(Launch[None]):
 
 @dataclass(frozen=True)
 class ReadExperts(Launch[tuple[np.ndarray, np.ndarray]]):
-    """Read what was counted since the last such launch.
+    """Read the counts since the last such launch.
 
     The result: how often each expert was chosen, int32 [layers, experts], and launches in which a layer's
     all-to-all had no room for all rows, int32 [layers].
@@ -152,7 +153,7 @@ class AllocateCache(Launch[None]):
 
 @dataclass(frozen=True)
 class Flush:
-    """A launch that does what the drafter deferred.
+    """A launch that does the drafter's deferred work.
 
     Attributes:
         at: ``time.perf_counter()`` when it began.
@@ -181,18 +182,18 @@ class Pending(Generic[T]):
 
 
 class Runner(ABC):
-    """What an engine runs on: the only owner of parameters, device state and compiled programs.
+    """The device of an engine: the only owner of parameters, device state and compiled programs.
 
-    ``compile`` may run in a thread of its own beside the others.
+    ``compile`` may run in a thread of its own beside the other methods.
 
-    Invariant *a page leaves before it is written again*: what ``before_writing`` holds is called before any
-    launch that may write to a page which the host has taken back.
+    Invariant *a page leaves before it is written again*: the functions in ``before_writing`` are called
+    before any launch that may write to a page which the host has taken back.
 
     Attributes:
         shards: data shards. Slots and pages are split over them; page numbers are local to a shard.
-        layout: of the experts whose choices are counted; None: nothing is counted or moved.
+        layout: experts whose choices are counted; None: nothing is counted or moved.
         any_depth: whether an executable that makes fewer drafts than it has room for takes less time.
-        before_writing: launches what must be read before that.
+        before_writing: functions that launch the reads which must come first.
     """
 
     def __init__(self, shards: int, layout: ExpertLayout | None = None, any_depth: bool = True) -> None:
@@ -206,7 +207,7 @@ class Runner(ABC):
 
     @abstractmethod
     def compile(self, keys: Iterable[Key], done: Callable[[int, int], None] | None = None) -> None:
-        """Compile what is missing; ``done(i, n)`` is called as programs are finished. Raises ConfigError."""
+        """Compile the missing programs; ``done(i, n)`` is called as they are finished. Raises ConfigError."""
 
     @abstractmethod
     def find(self, need: StepKey) -> StepKey | None:
@@ -234,14 +235,14 @@ class Runner(ABC):
 class DeviceRunner(Runner):
     """A runner with a device of its own.
 
-    Invariant *flushed*: what the drafter deferred in steps without drafts is done before any other program
-    runs, as that may read or move it.
+    Invariant *flushed*: work that the drafter deferred in steps without drafts is done before any other
+    program runs, as that may read or move its entries.
     """
 
     def __init__(self, shards: int, layout: ExpertLayout | None = None, any_depth: bool = True) -> None:
         super().__init__(shards, layout, any_depth)
-        self._deferred = 0  # steps whose work for the drafter is to be done
-        self._flush: Flush | None = None  # launched, and not yet part of a result
+        self._deferred = 0  # depth-0 steps whose NextN entries are not written
+        self._flush: Flush | None = None  # a flush whose time no result has reported yet
 
     @property
     @abstractmethod
@@ -249,7 +250,7 @@ class DeviceRunner(Runner):
         """Steps without drafts and without a chunk whose work the drafter can defer."""
 
     def flushed(self) -> None:
-        """Do what the drafter deferred."""
+        """Do the drafter's deferred work."""
         if self._deferred:
             at, steps = time.perf_counter(), self._deferred
             self._deferred, self._flush = 0, Flush(at, steps, self._launch_flush())

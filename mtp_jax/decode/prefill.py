@@ -1,4 +1,4 @@
-"""What a chunk of prompts adds to a step: rows in every cache, and the first token of each prompt that ends.
+"""The chunk of a step: rows in every cache, and the first token of each prompt that ends.
 
 The prompt of a request that was preempted is all that it had; its last token is known and only resumed from.
 """
@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from mtp_jax.decode.arrays import Chunk, TopLogprobs
 from mtp_jax.decode.drafter.protocol import Committed, Drafter, features_of
-from mtp_jax.decode.host import Chunk, TopLogprobs
 from mtp_jax.decode.keys import Finish, SamplingMode
 from mtp_jax.decode.result import Emitted, StepResult, pack
 from mtp_jax.decode.rows import Rows

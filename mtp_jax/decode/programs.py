@@ -17,10 +17,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
+from mtp_jax.decode.arrays import Chunk, SlotRow
 from mtp_jax.decode.bookkeeping import admit, flush, move, read_experts, read_pages, update, write_pages
 from mtp_jax.decode.drafter.protocol import Drafter, Drafts
 from mtp_jax.decode.drafter.sampler import DraftSampler
-from mtp_jax.decode.host import Chunk, SlotRow
 from mtp_jax.decode.keys import DraftKey, Key, PageKey, StepKey, cheapest, name_of
 from mtp_jax.decode.result import StepResult
 from mtp_jax.decode.state import State
@@ -65,7 +65,7 @@ class Programs:
     ) -> None:
         """``params`` and ``state`` may be ``ShapeDtypeStruct`` trees: nothing runs.
 
-        on: what steps run on. accept: see ``step``.
+        on: the backend of steps. accept: see ``step``.
         """
         self._cfg, self._params, self._state, self.drafter = cfg, params, state, drafter
         self._on, self._accept = on, accept
@@ -102,9 +102,9 @@ class Programs:
     def compile(
         self, keys: Iterable[Key], done: Callable[[int, int], None] | None = None, workers: int | None = None
     ) -> None:
-        """Compile what is missing, ``workers`` at a time; ``done(i, n)`` is called as they finish.
+        """Compile the missing programs, ``workers`` at a time; ``done(i, n)`` is called as they finish.
 
-        It may run in a thread of its own while others use what is compiled already.
+        It may run in a thread of its own while other threads use the compiled programs.
         """
         self._prepare_bookkeeping()
         missing = [k for k in dict.fromkeys(map(_program, keys)) if k not in self._compiled]
@@ -197,7 +197,7 @@ class Programs:
         return self._bookkeeping["update"](state, keep, page_table)
 
     def flush(self, params: Params, state: State) -> tuple[State, Int[Array, ""]]:
-        """Do what the drafter has deferred. The number means nothing; it is there when that is done."""
+        """Do the drafter's deferred work. The number means nothing; it is there when that is done."""
         return self._bookkeeping["flush"](params, state)
 
     def read_experts(self, state: State) -> tuple[State, tuple[jax.Array, jax.Array]]:

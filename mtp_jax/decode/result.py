@@ -1,25 +1,25 @@
-"""What a step emits, and the one array in which the host reads it."""
+"""The tokens that a step emits, and the one array in which the host reads them."""
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from mtp_jax.decode.host import TopLogprobs
+from mtp_jax.decode.arrays import TopLogprobs
 from mtp_jax.decode.keys import Finish
 from mtp_jax.decode.state import Slots
 from mtp_jax.decode.verify import Verdict
 
 
 class StepResult(struct.PyTreeNode):
-    """What the host reads, one step late.
+    """Results that the host reads, one step late.
 
     Attributes:
         packed: int32 [B, W + 5], a row for each window, then for each prompt of the chunk: emitted tokens (-1
             past the end), their count, accepted drafts, verified drafts, ``Finish``, ``Source`` of drafts.
             One array, because one copy is cheaper than several.
-        logprobs: of the emitted tokens, if the step computes them.
-        prompt: of the tokens of a chunk, if the step computes them.
+        logprobs: log-probabilities of the emitted tokens, if the step computes them.
+        prompt: log-probabilities of the tokens of a chunk, if the step computes them.
     """
 
     packed: Int[Array, "B C"]

@@ -12,10 +12,10 @@ class Rows(NamedTuple):
     """One part.
 
     Attributes:
-        slots: of each sequence, from before the step.
-        tokens: padded to W.
-        positions: of the tokens, whether they count or not.
-        view: where they are written, and what they see.
+        slots: slot of each sequence, from before the step.
+        tokens: tokens padded to W.
+        positions: positions of the tokens, whether they count or not.
+        view: the place where they are written, and the rows that they see.
     """
 
     slots: Slots

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 
 from mtp_jax.decode import launches
+from mtp_jax.decode.arrays import Chunk, ExpertLayout, MaskMaker, PageData, Result
 from mtp_jax.decode.bookkeeping import abstract_state, bytes_per_page, empty_state
 from mtp_jax.decode.drafter.build import build
-from mtp_jax.decode.host import Chunk, ExpertLayout, MaskMaker, PageData, Result
 from mtp_jax.decode.keys import Key, PageKey, StepKey
 from mtp_jax.decode.launches import DeviceRunner, Launch
 from mtp_jax.decode.programs import Programs
@@ -37,7 +37,7 @@ class LocalRunner(DeviceRunner):
         params: the model's parameters, layers alike in stacks if the backend reads them there (``take``).
         on: the backend that steps run on.
         programs: compiled for these shapes.
-        state: what the device keeps; launches replace it.
+        state: the device's state; launches replace it.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class LocalRunner(DeviceRunner):
     ) -> None:
         """Allocates the cache; compiles nothing yet. Raises ConfigError.
 
-        on: what steps run on. dtype: of the cache. fp8_cache: latents in e4m3 instead.
+        on: the backend of steps. dtype: the cache's. fp8_cache: latents in e4m3 instead.
         suffix_drafts: have ``drafter.suffix.Suffix`` before the model's own drafter.
         """
         drafter = build(cfg, suffix_drafts)
@@ -68,7 +68,7 @@ class LocalRunner(DeviceRunner):
         self._shape = shape
 
     def take(self, params: Params) -> None:
-        """Run with these parameters from now on, of the same shapes as those before.
+        """Run with these parameters from now on, of the same shapes as the old ones.
 
         Shapes alone may take their place: nothing can be launched then.
         """
@@ -85,7 +85,7 @@ class LocalRunner(DeviceRunner):
         return self.programs.keys
 
     def compile(self, keys: Iterable[Key], done: Callable[[int, int], None] | None = None) -> None:
-        """Compile what is missing. Raises ConfigError."""
+        """Compile the missing programs. Raises ConfigError."""
         self.programs.compile(keys, done)
 
     def find(self, need: StepKey) -> StepKey | None:
@@ -94,7 +94,7 @@ class LocalRunner(DeviceRunner):
 
     @property
     def page_bytes(self) -> int:
-        """What a page takes, the trunk's and the drafter's part."""
+        """Bytes of a page, the trunk's and the drafter's part."""
         return bytes_per_page(self._abstract)
 
     # Launches
@@ -119,7 +119,7 @@ class LocalRunner(DeviceRunner):
                 _arriving(*counts)
                 return lambda: tuple(map(np.asarray, counts))
             case launches.Admit(slot, row, page):
-                # Without cached pages it is the spare page: nothing reads what a drafter takes from there.
+                # Without cached pages it is the spare page: nothing reads the drafter's state from there.
                 page = self._shape.pages if page is None else page
                 number = self._page(slot // (self._shape.slots // self.shards), page)
                 self.state = self.programs.admit(self.state, slot, row, number)
@@ -179,7 +179,7 @@ class LocalRunner(DeviceRunner):
         for key, some in self._groups(pages):
             rest = key.pages - len(some)
             part = [a[first : first + len(some)] for a in data]
-            # The spare page takes what is past the end.
+            # The spare page takes contents past the end.
             padded = [np.concatenate([a, np.zeros((rest, *a.shape[1:]), a.dtype)]) for a in part]
             numbers = self._numbers(key, shard, some)
             self.state = self.programs.write_pages(key, self.state, numbers, padded)
@@ -203,7 +203,7 @@ class LocalRunner(DeviceRunner):
 
 
 def layout_of(cfg: ModelConfig, params: Params, on: Backend) -> ExpertLayout | None:
-    """Of the experts whose choices are counted: where they can be moved, or rows take an all-to-all."""
+    """The experts whose choices are counted: they can be moved, or rows take an all-to-all."""
     moes, mesh = moe_layers(params), on.mesh
     if mesh is None or not moes or (moes[0].copies is None and on.exchange is None):
         return None

@@ -3,7 +3,7 @@
     logits --adjust--> logits --distribution--> probabilities --sample--> tokens
 
 Every parameter is an array with one entry per slot, so requests with different settings share one executable.
-Nothing here sorts the vocabulary, leaves the device or depends on what the other slots hold.
+Nothing here sorts the vocabulary, leaves the device or depends on the contents of other slots.
 """
 
 import functools
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
-from mtp_jax.decode.host import SamplingState, TopLogprobs
+from mtp_jax.decode.arrays import SamplingState, TopLogprobs
 
 NO_TOKEN = -1
 """The token of a row that has no distribution: its logits hold NaN or +inf, or every token is masked."""
@@ -26,9 +26,9 @@ jax.tree_util.register_dataclass(TopLogprobs)
 
 
 class Purpose(IntEnum):
-    """What a random number is for; see `row_keys`. DRAFT is last: draft i of a step uses DRAFT + i.
+    """Purposes of random numbers; see `row_keys`. DRAFT is last: draft i of a step uses DRAFT + i.
 
-    SAMPLE: the token after a position, whoever draws it.
+    SAMPLE: the token after a position, drawn by the target or by a drafter.
     """
 
     SAMPLE = 0
@@ -57,7 +57,7 @@ def neutral_state(slots: int, vocab: int) -> SamplingState:
 
 
 def count_tokens(s: SamplingState, tokens: Int[Array, "B W"]) -> SamplingState:
-    """With the emitted tokens (-1: none) added to the output counts."""
+    """The state with the emitted tokens (-1: none) added to the output counts."""
     vocab = s.counts.shape[1]
     row = jnp.arange(tokens.shape[0])[:, None]
     counts = s.counts.at[row, jnp.where(tokens < 0, vocab, tokens)].add(1, mode="drop")
@@ -75,7 +75,7 @@ def window_counts(
     position = (jnp.arange(tokens.shape[1]) if position is None else position)[:, None]
     ids = jnp.arange(counts.shape[1], dtype=tokens.dtype)
     seen = counts[:, None] + jnp.zeros_like(position)
-    for i in range(1, tokens.shape[1]):  # elementwise, so that it fuses with what reads it
+    for i in range(1, tokens.shape[1]):  # elementwise, so that it fuses with its reader
         seen += (tokens[:, i, None, None] == ids) & (position >= i)
     return seen
 
@@ -88,11 +88,11 @@ def adjust(
     generated: Int[Array, "#B W"],
     allowed: UInt32[Array, "B W words"] | None = None,
 ) -> Float[Array, "B W V"]:
-    """What a request adds to its logits, in vLLM's order: bias, stop tokens, repetition, frequency, presence.
+    """Logits as a request changes them, in vLLM's order: bias, stop tokens, repetition, frequency, presence.
 
     logits: float32. counts: see `window_counts`. generated: output tokens before the one predicted here;
     stop tokens are -inf where it is below min_tokens. Repetition divides positive logits and multiplies the
-    others, as in Hugging Face and vLLM. allowed: see `restrict`. Neutral parameters change no logit, and NaN
+    rest, as in Hugging Face and vLLM. allowed: see `restrict`. Neutral parameters change no logit, and NaN
     stays NaN.
     """
     # All of it is elementwise and fuses into one pass, so a lax.cond around it would cost more than it saves.
@@ -138,7 +138,7 @@ def argmax(logits: Float[Array, "*b V"]) -> Int[Array, "*b"]:
 
 
 def all_finite(logits: Float[Array, "*b V"]) -> Bool[Array, "*b"]:
-    """Whether rows hold neither NaN nor an infinity: by one sum, as only those less themselves are not 0.
+    """Whether rows hold neither NaN nor an infinity: by one sum, as such a number less itself is not 0.
 
     A maximum would not do: on a CPU it may pass over NaN.
     """
@@ -160,7 +160,7 @@ def draws(s: SamplingState) -> Bool[Array, ""]:
 
 @jax.named_scope("sample")
 def point_mass(logits: Float[Array, "B W V"]) -> Float[Array, "B W V"]:
-    """``distribution`` at temperature 0, whatever the rows ask for."""
+    """``distribution`` at temperature 0, under any options of the rows."""
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     token = likeliest(logits)[..., None]
     return jnp.where(token == NO_TOKEN, jnp.nan, (ids == token).astype(logits.dtype))
@@ -172,7 +172,7 @@ def distribution(logits: Float[Array, "B W V"], s: SamplingState) -> Float[Array
 
     logits: float32, adjusted; -inf masks a token. Temperature 0 gives a one-hot at the largest logit, the
     lowest id among equals. A token survives top_k while fewer than top_k tokens lie strictly above it, and
-    top_p while those hold less than top_p of the mass; so ties at the boundary are all kept, whatever their
+    top_p while such tokens hold less than top_p of the mass; so ties at the boundary are all kept, under any
     ids. A row that holds NaN or +inf, or nothing but -inf, comes back as NaN throughout.
     """
     top = jnp.max(logits, -1, keepdims=True)
@@ -190,7 +190,7 @@ def distribution(logits: Float[Array, "B W V"], s: SamplingState) -> Float[Array
 def _least(scaled: Float[Array, "B W V"], s: SamplingState) -> Float[Array, "B W one"]:
     """The least logit that survives min_p, top_k and top_p; the largest logit is 0.
 
-    One number per row: what is computed only if some row asks for it returns no copy of the vocabulary. One
+    One number per row: a branch that runs only if some row asks for it returns no copy of the vocabulary. One
     loop, so that there are kernels for one search: round 0 truncates by top_k, round 1 by top_p.
     """
     sampled = s.temperature > 0
@@ -232,7 +232,7 @@ def _boundary(
 
 
 def _sortable(x: Float[Array, "..."]) -> UInt32[Array, "..."]:
-    """Integers in the order of the float32 values: all bits of negatives flipped, of others the sign bit."""
+    """Integers in the order of the float32 values: all bits of negatives flipped, else only the sign bit."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)  # -0.0 and 0.0 are one value
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 

@@ -1,10 +1,10 @@
 """Everything that lives on the device between steps: one donated pytree.
 
-Invariant *committed length*: whatever lies in a cache past a slot's ``length`` is garbage and harmless, so
+Invariant *committed length*: entries of a cache past a slot's ``length`` are garbage and harmless, so
 the rollback of rejected drafts is only a length.
 
-Invariant *whole pages*: what a full page holds, the trunk's latents and the drafter's part, depends on the
-tokens up to its end alone, and is all that a sequence needs to go on from it.
+Invariant *whole pages*: the contents of a full page, the trunk's latents and the drafter's part, depend on
+the tokens up to its end alone, and are all that a sequence needs to go on from it.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
+from mtp_jax.decode.arrays import SamplingState, SlotRow
 from mtp_jax.decode.expert_counts import ExpertCounts
-from mtp_jax.decode.host import SamplingState, SlotRow
 from mtp_jax.model.cache import LayerCache
 from mtp_jax.model.stack import Stack
 
@@ -37,7 +37,7 @@ class Slots(struct.PyTreeNode):
         depth: most drafts the slot's request wants verified per step.
         suffix: whether its drafts may come from a suffix match, where the drafter has them.
         page_table: pages in order, local to the slot's data shard; the spare last page where unallocated.
-        sampling: what the request asks of the sampler.
+        sampling: the request's options of sampling.
     """
 
     length: Int[Array, " B"]
@@ -55,8 +55,8 @@ class DrafterState(struct.PyTreeNode):
     """A drafter's own subtree of the state.
 
     Attributes:
-        slots: what it keeps of each slot; first axis of every leaf: slots.
-        pages: what it keeps in each page; first axis of every leaf: the pages of all data shards.
+        slots: state of each slot; first axis of every leaf: slots.
+        pages: state in each page; first axis of every leaf: the pages of all data shards.
     """
 
     slots: Any
@@ -94,7 +94,7 @@ def first_slots(slots: Tree, count: int) -> Tree:
 
 
 def put_first_slots(slots: Tree, part: Tree, before: Tree | None = None) -> Tree:
-    """``slots`` with the first ones replaced by ``part``.
+    """``slots`` with the first slots replaced by ``part``.
 
     before: the part as it was taken: an array that is still the same one is not written.
     """

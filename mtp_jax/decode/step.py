@@ -6,12 +6,12 @@
     accept   the same transforms as plain sampling; the accepted drafts and one corrected or bonus token
     commit   lengths grow, finished slots switch themselves off, the drafter observes the kept tokens
 
-Drafting first lets every step have its own depth: nothing that depends on the depth crosses steps. What a
-chunk adds is in ``decode/prefill.py``.
+Drafting first lets every step have its own depth: nothing that depends on the depth crosses steps. The part
+of a chunk is in ``decode/prefill.py``.
 
-What a grammar allows after a draft is known on the host alone, once it has read the draft. A step with such a
-row is therefore launched as two programs, ``draft_phase`` and ``verify_phase``, of which the second takes the
-chunk; every other step is the two of them in one.
+The tokens that a grammar allows after a draft are known on the host alone, once it has read the draft. A step
+with such a row is therefore launched as two programs, ``draft_phase`` and ``verify_phase``, of which the
+second takes the chunk; every other step is the two of them in one.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from mtp_jax.decode import prefill, verify
+from mtp_jax.decode.arrays import Chunk
 from mtp_jax.decode.drafter.nothing import Nothing
 from mtp_jax.decode.drafter.protocol import Committed, Drafter, Drafts, features_of
 from mtp_jax.decode.drafter.sampler import DraftSampler
 from mtp_jax.decode.expert_counts import counted
 from mtp_jax.decode.greedy import best_tokens
-from mtp_jax.decode.host import Chunk
 from mtp_jax.decode.keys import Finish, SamplingMode, Topology
 from mtp_jax.decode.result import Emitted, StepResult, emit, pack, stack
 from mtp_jax.decode.rows import Rows
@@ -77,8 +77,8 @@ def step(
     Beside them ``chunk`` goes into the cache; a prompt that ends in it emits its first token. One of both may
     be missing: no slots, or no chunk.
 
-    wanted: ``depth`` at most, which windows have room for; None: as many. pages: columns of the page table to
-    look at; must cover every active slot's length + wanted + 1 rows, and the chunk's. topology: of the
+    wanted: ``depth`` at most, which windows have room for; None: ``depth``. pages: columns of the page table
+    to look at; must cover every active slot's length + wanted + 1 rows, and the chunk's. topology: of the
     window; None: the drafter's. accept: stands in for ``accept_drafts`` in measurements. Raises ConfigError.
     """
     both = {"cfg": cfg, "drafter": drafter, "pages": pages, "mode": mode, "on": on}
@@ -105,7 +105,7 @@ def draft_phase(
     on: Backend,
     topology: Topology | None = None,
 ) -> tuple[State, Drafts]:
-    """The first half of ``step``. allowed: what grammars allow at each draft, as far as it is known yet."""
+    """The first half of ``step``. allowed: tokens that grammars allow at each draft, as far as known yet."""
     topology, wanted = topology or drafter.topology(depth), depth if wanted is None else wanted
     if topology != Topology.chain(depth):
         raise ConfigError(
@@ -134,7 +134,7 @@ def verify_phase(
     prompt_logprobs: int | None = None,
     accept: "Accept | None" = None,
 ) -> tuple[State, StepResult]:
-    """The second half. allowed: what grammars allow at every position of the window (see ``restrict``)."""
+    """The second half. allowed: tokens that grammars allow at each position of the window (``restrict``)."""
     windows = None if drafts is None else _windows(state, drafts, pages)
     prompts = None if chunk is None else prefill.rows(state, chunk, pages, cfg, on)
     parts = [p for p in (windows, prompts) if p]
@@ -161,7 +161,7 @@ def verify_phase(
 
 
 def _windows(state: State, drafts: Drafts, pages: int) -> Rows:
-    """Every slot's newest token and drafts. Those past its own depth are padding, as are idle slots."""
+    """Every slot's newest token and drafts. Drafts past its own depth are padding, as are idle slots."""
     s = first_slots(state.slots, len(drafts.tokens))
     tokens = jnp.maximum(jnp.concatenate([s.newest[:, None], drafts.tokens], axis=1), 0)
     index = jnp.arange(tokens.shape[1])
@@ -174,7 +174,7 @@ def _windows(state: State, drafts: Drafts, pages: int) -> Rows:
 def _logits(
     params: Params, hidden: list[Float[Array, "_B _W D"]], on: Backend
 ) -> list[Float[Array, "_B _W V"]]:
-    """Of every part, by one product."""
+    """Logits of every part, by one product."""
     return split(trunk.logits(params, join(hidden, on.mesh), on), [h.shape[:2] for h in hidden], on.mesh)
 
 

@@ -2,8 +2,8 @@
 
 Row b's window holds its newest token and K drafts. `target[b, i]` is the target model's distribution after i
 drafts, `draft[b, i]` the full distribution that drafts[b, i] was drawn from (a one-hot for a greedy draft). A
-verdict keeps the first `accepted` drafts and adds one token. However good or bad the drafts, what is emitted
-has exactly the target's distribution.
+verdict keeps the first `accepted` drafts and adds one token. The emitted tokens have exactly the target's
+distribution, however good or bad the drafts.
 
 A row verifies num_drafts[b] <= K drafts. At that depth the draft distribution counts as zero, so the residual
 is the target itself and the added token the usual bonus. A broken row ends earlier: before the first draft
@@ -28,7 +28,7 @@ class Verdict(struct.PyTreeNode):
 
 
 def greedy(target_ids: Int[Array, "B W"], drafts: Int[Array, "B K"], num_drafts: Int[Array, " B"]) -> Verdict:
-    """Keep drafts while they are what the target takes at their position: target_ids."""
+    """Keep drafts while they are the target's tokens at their position: target_ids."""
     index = jnp.arange(drafts.shape[1])
     # A draft that is NO_TOKEN never matches, not even a target that is NO_TOKEN too.
     hit = (drafts == target_ids[:, :-1]) & (drafts >= 0) & (index < num_drafts[:, None])
@@ -42,10 +42,10 @@ def coupled(
     drafts: Int[Array, "B K"],
     num_drafts: Int[Array, " B"],
 ) -> Verdict:
-    """Keep drafts while they are what the target draws at their position (Gumbel coupling, arXiv 2408.07978).
+    """Keep drafts while they are the target's draws at their position (Gumbel coupling, arXiv 2408.07978).
 
-    keys: of the position that each token follows. What is emitted is what the target draws with them,
-    whatever the drafts, their number and their law: a seed gives one text at every depth, 0 included. Drafts
+    keys: keys of the position that each token follows. The emitted tokens are the target's draws with them,
+    under any drafts, their number and their law: a seed gives one text at every depth, 0 included. Drafts
     drawn with the same keys (``gumbel_sample``) equal it with probability (1 - d) / (1 + d) or more, d the
     total variation distance of the two distributions; rejection sampling keeps 1 - d of them.
     """
@@ -67,7 +67,7 @@ def rejection(
     """
     depth = _depth(target, draft, drafts, num_drafts)
     p, q = _at(target[:, :-1], drafts), _at(draft, drafts)
-    # u q < p rather than u < p / q: no division by zero, and p = 0 is refused whatever u.
+    # u q < p rather than u < p / q: no division by zero, and p = 0 is refused for any u.
     hit = (_uniforms(keys_accept, drafts.shape[1]) * q < p) & _before(drafts, depth)
     accepted = _leading(hit)
     one = jnp.ones(accepted.shape, target.dtype)
@@ -107,7 +107,7 @@ def block(
     excess = jnp.maximum(here[:, :-1, None] * target[:, 1:-1] - draft[:, 1:], 0)
     residual = jnp.pad(jnp.sum(excess, -1), ((0, 0), (0, min(count, 1))))  # unused at i = K
     room = residual + 1 - here
-    # room = 0 means p_i = 1 and equal distributions: whatever comes next, its p is 1 too and it passes.
+    # room = 0 means p_i = 1 and equal distributions: the next draft's p is 1 too, and it passes.
     inner = jnp.where(room > 0, residual / jnp.where(room > 0, room, 1), 1)
     length = jnp.arange(1, count + 1)
     threshold = jnp.where(length < depth[:, None], inner, here)

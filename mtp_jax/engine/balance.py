@@ -1,7 +1,7 @@
 """Places experts anew while serving, by how often they were chosen.
 
-Every so many launches the engine asks for the counts, and reads them a few launches later. Layer by layer it
-makes a placement; where that is better than the one there is, experts move towards it, a few per launch.
+At intervals of launches the engine asks for the counts, and reads them a few launches later. Layer by layer
+it makes a placement; where that is better than the present one, experts move towards it, a few per launch.
 After each move the map of the experts fits the weights, so that every launch between two moves is right.
 """
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mtp_jax.decode.host import ExpertLayout
+from mtp_jax.decode.arrays import ExpertLayout
 from mtp_jax.decode.launches import MoveExpert, Pending, ReadExperts, Runner
 from mtp_jax.model.placement import aligned, copies_of, first_placement, imbalance, moves, place
 
 # Beside one launch. A move takes a fraction of a millisecond within a host, some milliseconds between hosts.
 MOVES = 2
-# What a better placement must take off the imbalance before anything moves for it.
+# The part of the imbalance that a better placement must take off before anything moves for it.
 GAIN = 0.05
 # Launches between asking for the counts and reading them: by then they have arrived.
 LATE = 3
@@ -29,7 +29,7 @@ class ExpertStats:
     Attributes:
         readings: how often counts were read.
         moves: experts copied from slot to slot.
-        imbalance: by the counts read last: load of the busiest device over the mean, the mean of all layers.
+        imbalance: load of the busiest device over the mean, by the counts read last, the mean of all layers.
         worst: the same of the layer where it is largest.
         over: passes through a layer whose all-to-all had no room for all rows, so that they were gathered.
     """

@@ -56,12 +56,12 @@ class Prompts:
         return Prompts(self.tokens, [some[:most] for some in self.requests])
 
     def rows(self, prompts: int) -> list[Request | None]:
-        """The request of each row of a chunk that takes ``prompts`` per shard."""
+        """Requests by row of a chunk that takes ``prompts`` prompts per shard; None: an idle row."""
         return [r for some in self.requests for r in (*some, *[None] * (prompts - len(some)))]
 
 
 class Buckets:
-    """The programs of an engine: those that a piece of work needs, and those that are compiled for it.
+    """The programs of an engine: the least one that a piece of work needs, and a list to compile.
 
     Attributes:
         chunk_sizes: lengths of the chunks that prompts are cut into, the shortest first.
@@ -80,7 +80,7 @@ class Buckets:
     # A piece of work
 
     def next_prompts(self, waiting: Sequence[Sequence[Request]]) -> Prompts | None:
-        """The waiting requests of each data shard to prefill now: the first, and those alike.
+        """The waiting requests of each data shard to prefill now: the first, and requests like it.
 
         Chunks of other lengths wait: they would be padded, or cut. None if no request waits.
         """
@@ -91,7 +91,7 @@ class Buckets:
         return Prompts(tokens, alike).first(self._together(tokens))
 
     def step(self, running: Sequence[Request], depth: int, prompts: Prompts | None = None) -> StepKey:
-        """The least that a step of ``depth`` drafts over these requests and prompts needs."""
+        """The least key of a step of ``depth`` drafts over these requests and prompts."""
         config, mode, pages = self._config, self.mode(running), 0
         slots = max((r.residence.slot + 1 for r in running), default=0)
         rows, chunk = {(r.progress.rows_bound, r.capacity) for r in running}, (0, 0, None)

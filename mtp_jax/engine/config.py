@@ -18,7 +18,7 @@ Dtype = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What a user may say of an engine. Raises ConfigError."""
+    """Options of an engine. Raises ConfigError."""
 
     num_speculative_tokens: int = option(
         3, "most drafts per step; 0 turns speculation off", low=0, high=MAX_DRAFTS, metavar="K"
@@ -201,7 +201,7 @@ class EngineConfig(EngineOptions):
 
     @property
     def longest(self) -> int:
-        """Most tokens of prompt and output together: max_model_len, or what the pages hold."""
+        """Most tokens of prompt and output together: max_model_len, or the tokens that the pages hold."""
         if self.num_pages is None:
             return self.max_model_len
         held = self.num_pages * self.page_size - self.num_speculative_tokens

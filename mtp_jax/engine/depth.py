@@ -1,7 +1,7 @@
 """Adaptive depth: each step runs the executable that promises the most tokens per second.
 
-The controller measures what a step costs while it serves, and estimates from accepted drafts what a step
-yields. Depth 0 takes part, so speculation stops where it does not pay. Every depth gives the right tokens: a
+The controller measures the cost of steps while it serves, and estimates the tokens of a step from accepted
+drafts. Depth 0 takes part, so speculation stops where it does not pay. Every depth gives the right tokens: a
 wrong choice costs time only. docs/depth.md has the model and the exploration rule.
 """
 
@@ -24,7 +24,7 @@ class DepthPolicy:
         kept: newest measurements whose median counts, of a depth's cost and of the machine's pace.
         block: steps of a probe: its first half settles the caches, its second half is measured.
         margin: share of a step's time that another depth must save before it replaces the incumbent; a probe
-            is taken to lose as much at least.
+            is taken to lose this share at least.
         prior: acceptance of a draft before any was observed.
         weight: drafts that the prior counts for.
     """
@@ -53,7 +53,7 @@ Row = tuple[int, int, int]
 
 
 def adaptive_depths(most: int) -> tuple[int, ...]:
-    """The depths that adaptive steps choose from: 0, the odd ones and the deepest."""
+    """The depths that adaptive steps choose from: 0, odd depths and the deepest."""
     return tuple(sorted({0, *range(1, most + 1, 2), most}))
 
 
@@ -62,7 +62,7 @@ class Yield:
 
     def __init__(self, most: int, policy: DepthPolicy) -> None:
         self._policy = policy
-        # By position: drafts verified, and accepted, given that those before them were.
+        # By position: drafts verified, and accepted, given that all earlier drafts were.
         self._tried, self._held = [0.0] * most, [0.0] * most
         # By depth: tokens accepted, and emitted. Fewer, because rows end within a step, and because a step
         # may be on its way when the one before it turns out to be the last.
@@ -70,7 +70,7 @@ class Yield:
         self._tokens = self._expected()
 
     def add(self, depth: int, depths: Sequence[int], rows: Sequence[Row]) -> None:
-        """Take a step's rows. What was seen of drafts fades with every step, so that the prior is left."""
+        """Take a step's rows. Earlier drafts count less with every step, so that the prior is left."""
         fade = 1 - 1 / self._policy.memory
         for i in range(len(self._tried)):
             self._tried[i] *= fade
@@ -81,7 +81,7 @@ class Yield:
             for i in range(min(accepted + 1, drafted)):
                 self._tried[i] += n
                 self._held[i] += n * (i < accepted)
-            # A row that had ended emits nothing, and what it would have emitted is not known.
+            # A row that had ended emits nothing, and its tokens are not known.
             self._due[depth] += n * (accepted + 1 if emitted else self._tokens[min(depth, most)])
             self._emitted[depth] += n * emitted
         self._tokens = self._expected()
@@ -95,7 +95,7 @@ class Yield:
         return expected
 
     def tokens(self, depth: int, asked: Mapping[int, int]) -> float:
-        """Expected tokens of a step. asked: how many rows verify so many drafts at most."""
+        """Expected tokens of a step. asked: number of rows by the most drafts that they verify."""
         due = sum(n * self._tokens[min(depth, most)] for most, n in asked.items())
         return due * min(self._emitted[depth] / self._due[depth], 1)
 
@@ -103,7 +103,7 @@ class Yield:
 class Costs:
     """Seconds of one bucket's steps, by depth, relative to the machine's pace.
 
-    The pace is what the incumbent's newest steps took, relative to its cost. A slow spell of the machine
+    The pace is the time of the incumbent's newest steps, relative to its cost. A slow spell of the machine
     moves the pace alone. The first steps of a new incumbent are read against the pace of the one before, and
     renew its cost: where two depths take turns as the incumbent, neither is ever probed.
     """
@@ -131,13 +131,13 @@ class Costs:
     def fresh(self, depth: int) -> bool:
         """Whether it has been measured with settled caches, while serving or in warm-up, and not long ago.
 
-        That is within as many steps as ``kept`` measurements span if there is one in every ``memory`` steps.
+        Not long ago: within the steps that ``kept`` measurements span at one in every ``memory`` steps.
         """
         since = self._steps - self._settled.get(depth, -math.inf)
         return since < self._policy.kept * self._policy.memory
 
     def seconds(self, depth: int) -> float:
-        """What a step takes at the present pace."""
+        """Seconds of a step at the present pace."""
         return exp(self._cost[depth] + self._pace)
 
     def waited(self, depth: int) -> float:
@@ -145,7 +145,7 @@ class Costs:
         return self._waited.get(depth, 0.0)
 
     def add(self, depth: int, seconds: float, settled: bool) -> None:
-        """Take a step. settled: others of its depth ran right before it."""
+        """Take a step. settled: other steps of its depth ran right before it."""
         for d in self._waited:
             self._waited[d] += seconds
         self._waited[depth] = 0.0
@@ -163,8 +163,8 @@ class Costs:
     def _renews(self, incumbent: int) -> bool:
         """Whether a settled step of the incumbent is one of the first since another depth was that.
 
-        As many as a probe measures: their median over several turns is right, though the pace may change with
-        one of them.
+        The number of a probe's measurements: their median over several turns is right, though the pace may
+        change with one of them.
         """
         if incumbent != self._pacer:
             self._renewals = 0 if self._pacer is None else self._policy.block // 2
@@ -189,7 +189,7 @@ class DepthController:
         self._probe, self._left = 0, 0
         # The depth of the last step that was read, and how many of it were read in a row.
         self._depth, self._row = 0, 0
-        # Recent seconds: all, those with a known cost at depth 0, and what their tokens take at depth 0.
+        # Recent seconds: all, seconds with a known cost at depth 0, and the time of their tokens at depth 0.
         self._took = self._covered = self._plain = 0.0
 
     def forget(self) -> None:
@@ -205,7 +205,7 @@ class DepthController:
         """Take a step that was read, or one over empty slots in warm-up: then there are no rows.
 
         seconds: without the writing of NextN entries that earlier steps deferred, but with the step's share
-        of writing those that it defers itself. depths: the most drafts each row verifies.
+        of writing its own deferred entries. depths: the most drafts each row verifies.
         """
         self._row = self._row + 1 if key.depth == self._depth else 1
         self._depth = key.depth
@@ -223,7 +223,7 @@ class DepthController:
         self._plain *= fade
         if costs.fresh(0) and costs.known(depth):
             self._covered += seconds
-            # At depth 0 a step counts as itself, whatever became of its tokens. No deeper step takes less.
+            # At depth 0 a step counts as itself, with any number of tokens. No deeper step takes less.
             gain = tokens * min(costs.seconds(0) / costs.seconds(depth), 1) if depth else 1
             self._plain += seconds * gain
 
@@ -231,7 +231,7 @@ class DepthController:
     def speedup(self) -> float | None:
         """Seconds that recent tokens would have taken at depth 0, over the seconds they took.
 
-        Steps all of whose rows forbid drafts do not count. At most the tokens per step of the others. None
+        Steps all of whose rows forbid drafts do not count. At most the tokens per step of the rest. None
         while depth 0 has not been measured lately for half of the time. Any thread may ask.
         """
         took, covered, plain = self._took, self._covered, self._plain
@@ -246,8 +246,8 @@ class DepthController:
     def choose(self, keys: Sequence[K], depths: Sequence[int], price: float | None = None) -> K:
         """The best of these keys, or one to be measured.
 
-        depths: the most drafts each row verifies. price: tokens that a second is worth; None: as many as the
-        best key makes. A step that takes prompt tokens along needs it: they take their time at any depth, so
+        depths: the most drafts each row verifies. price: tokens that a second is worth; None: the best
+        key's rate. A step that takes prompt tokens along needs it: they take their time at any depth, so
         tokens per second would favour deep steps. There it is the ``rate`` of steps without prompt tokens.
         """
         by_depth, p = {k.depth: k for k in keys}, self.policy

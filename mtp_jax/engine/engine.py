@@ -15,7 +15,7 @@ from typing import Unpack
 import numpy as np
 
 from mtp_jax.decode import launches
-from mtp_jax.decode.host import Chunk, MaskMaker, Result
+from mtp_jax.decode.arrays import Chunk, MaskMaker, Result
 from mtp_jax.decode.keys import (
     ACCEPTED,
     COUNT,
@@ -135,7 +135,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is left to serve; those that ``hold`` keeps back are not."""
+        """Whether a request is left to serve; requests that ``hold`` keeps back are not."""
         return self.scheduler.busy
 
     def prepare(
@@ -179,7 +179,7 @@ class Engine:
         return adaptive_depths(key.depth)[1:] if key.depth and self.runner.any_depth else [key.depth]
 
     def warm_up_keys(self) -> tuple[list[Key], list[Key]]:
-        """Executables for serving: those that can serve anything, and cheaper ones for smaller work."""
+        """Executables for serving: programs that can serve anything, and cheaper ones for smaller work."""
         return self.buckets.server(structured=self.grammars is not None)
 
     def flush_prefix_cache(self) -> None:
@@ -190,7 +190,7 @@ class Engine:
             self.tier.forget()
 
     def new_weights(self, version: str) -> None:
-        """The runner has other parameters: pages of past requests, made with those before, are forgotten."""
+        """The runner has other parameters: pages of past requests, made with the old ones, are forgotten."""
         self.flush_prefix_cache()
         self.weight_version = version
 

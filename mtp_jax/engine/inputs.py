@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mtp_jax.decode.host import Chunk, SamplingState, SlotRow
+from mtp_jax.decode.arrays import Chunk, SamplingState, SlotRow
 from mtp_jax.engine.request import Request
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from mtp_jax.errors import ConfigError
 
-_MOST = 2**22  # what the host keeps about each fits in a few hundred MB
+_MOST = 2**22  # the host's facts about each fit in a few hundred MB
 
 
 class PagePool:
@@ -32,7 +32,7 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Pages that ``allocate`` can hand out, cached ones that nobody uses included."""
+        """Pages that ``allocate`` can hand out, cached pages that nobody uses included."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -96,7 +96,7 @@ class PagePool:
             self._page_of[digest], self._digest_of[page] = page, digest
 
     def forget(self, pages: Iterable[int] | None = None) -> None:
-        """Let nobody find these pages any more, or any page; whoever uses them keeps them."""
+        """Let nobody find these pages any more, or any page; their users keep them."""
         for page in list(self._digest_of) if pages is None else pages:
             if page in self._digest_of:
                 self._forget(page)

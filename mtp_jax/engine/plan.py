@@ -23,7 +23,7 @@ class Admit:
 
 @dataclass(frozen=True)
 class Step:
-    """Draft and verify for some requests, prefill the next chunk of others, or both.
+    """Draft and verify for some requests, prefill the next chunk of prompts, or both.
 
     Attributes:
         key: the program.
@@ -72,7 +72,7 @@ class Planner:
         yield Read(before if len(inflight) > before else min(before, 1))
 
     def _step(self) -> Step | None:
-        """The next step, once its requests have the pages for it; others may lose theirs."""
+        """The next step, once its requests have the pages for it; other requests may lose theirs."""
         running, prompts = self._work()
         if not running and not prompts:
             return None
@@ -102,7 +102,7 @@ class Planner:
         if not running or self._runner.find(self._buckets.step(running, 0, prompts)):
             return running, prompts
         # No program takes such windows beside a chunk: the prompts go first, by a program without windows:
-        # those would advance the other requests unasked.
+        # windows would advance other requests unasked.
         alone = self._runner.find(self._buckets.step([], 0, prompts))
         return ([], prompts) if alone and not alone.slots else (running, None)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mtp_jax.decode.host import Chunk, Result, TopLogprobs
+from mtp_jax.decode.arrays import Chunk, Result, TopLogprobs
 from mtp_jax.decode.keys import StepKey
 from mtp_jax.decode.launches import Pending
 from mtp_jax.engine.request import Request
@@ -51,7 +51,7 @@ class Launch:
 
 
 def read_logprobs(top: TopLogprobs, row: int, i: int, token: int, width: int) -> TokenLogprobs:
-    """The chosen token first, then the ``width`` most likely ones."""
+    """The chosen token first, then the ``width`` most likely tokens."""
     best = zip(top.ids[row, i, :width].tolist(), top.values[row, i, :width].tolist(), strict=True)
     chosen = Logprob(float(top.chosen[row, i]), int(top.rank[row, i]))
     others = {t: Logprob(v, rank) for rank, (t, v) in enumerate(best, start=1) if t != token}

@@ -1,4 +1,4 @@
-"""How a request chooses its tokens, and when it ends."""
+"""Options of a request: its choice of tokens, its end, its output."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -200,7 +200,7 @@ class SamplingParams:
             raise RequestError(f"bad_words holds {blank[0]!r}; expected words")
         if not isinstance(self.logit_bias, Mapping):
             raise RequestError(f"logit_bias = {self.logit_bias!r}; expected token ids and numbers")
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller may change theirs
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller may change its own
         for token, bias in self.logit_bias.items():
             numbers = isinstance(token, int) and isinstance(bias, Real)
             if not numbers or isinstance(token, bool) or isinstance(bias, bool) or not abs(bias) <= 100:

@@ -9,8 +9,8 @@ from functools import partial
 
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.pages import PagePool, extend_digests
-from mtp_jax.engine.placement import Shard, preferred
 from mtp_jax.engine.request import Request, Status
+from mtp_jax.engine.shards import Shard, preferred
 from mtp_jax.store.page import Page
 from mtp_jax.store.tier import HostTier, Restored
 
@@ -144,7 +144,8 @@ class Scheduler:
         pool, shared = self.pools[shard], [page for page in cached if page is not None]
         pool.share(shared)
         fresh = self.config.pages_for(len(own.tokens) + request.spare) - len(shared)
-        # A page more for each request that may need one soon: else one is preempted at once.
+        # A page more for each request that may need one soon: a request admitted too early would be preempted
+        # at once.
         growing = sum(
             len(r.residence.pages) < self.config.pages_for(r.capacity) for r in self._in_shard(shard)
         )
@@ -168,7 +169,7 @@ class Scheduler:
         return True
 
     def pack(self, bucket: Callable[[int], int]) -> list[tuple[int, int]]:
-        """Move requests down into free slots if a smaller step does for those that are left.
+        """Move requests down into free slots if a smaller step does for the running requests.
 
         bucket: slots of the smallest step that reaches n slots. Returns (from, to). Not across data shards.
         """
@@ -204,7 +205,7 @@ class Scheduler:
         return [r for r in live if len(r.progress.output) + r.progress.unread < r.max_tokens]
 
     def grow(self, running: Iterable[Request], depth: int) -> bool:
-        """Give each its pages for a step of ``depth`` drafts, preempting others for them.
+        """Give each its pages for a step of ``depth`` drafts, preempting other requests for them.
 
         Returns whether pages or slots changed hands.
         """

@@ -1,4 +1,4 @@
-"""Numbers about emitted tokens: accepted drafts, and log-probabilities."""
+"""Numbers about emitted tokens: results of drafting, and log-probabilities."""
 
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ TokenLogprobs = dict[int, Logprob]
 
 @dataclass
 class Speculation:
-    """Drafts of one request, by step. Drafts verified after its last token are counted, too."""
+    """Results of drafting for one request. Drafts verified after its last token are counted too."""
 
     accepted_per_step: list[int] = field(default_factory=list)
     drafted_per_step: list[int] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Speculation:
         return sum(self.accepted_per_step)
 
     def of(self, source: Source) -> "Speculation":
-        """The steps whose drafts came from there."""
+        """Counts of the steps whose drafts came from there."""
         rows = zip(self.accepted_per_step, self.drafted_per_step, self.source_per_step, strict=True)
         chosen = [row for row in rows if row[2] == source]
         return Speculation(*map(list, zip(*chosen, strict=True))) if chosen else Speculation()
@@ -57,7 +57,7 @@ class Speculation:
         return (self.accepted + self.steps) / self.steps if self.steps else 0.0
 
     def since(self, step: int) -> "Speculation":
-        """All steps but the first ``step``."""
+        """Counts of all steps but the first ``step``."""
         return Speculation(
             self.accepted_per_step[step:], self.drafted_per_step[step:], self.source_per_step[step:]
         )

@@ -140,7 +140,7 @@ class EngineStats(Counters):
     """A snapshot of an engine: a copy of its totals, and what it holds now.
 
     Attributes:
-        running: requests that have a slot.
+        slots: lengths of prompt and output, status and number of pages of each request that has a slot.
         waiting: requests that have none.
         pages_used: pages held by requests.
         pages_cached: pages that only the prefix cache keeps.
@@ -149,7 +149,7 @@ class EngineStats(Counters):
         experts: how evenly they are chosen; None where nothing is counted.
     """
 
-    running: int
+    slots: tuple[tuple[int, int, str, int], ...]
     waiting: int
     pages_total: int
     pages_used: int
@@ -175,7 +175,11 @@ class EngineStats(Counters):
         total, available = sum(p.pages for p in pools), sum(p.available for p in pools)
         return cls(
             **{f.name: copy(getattr(counters, f.name)) for f in fields(counters)},
-            running=sum(r is not None for r in scheduler.slots),
+            slots=tuple(
+                (len(r.prompt), len(r.progress.output), r.status.value, len(r.residence.pages))
+                for r in scheduler.slots
+                if r
+            ),
             waiting=len(scheduler.waiting),
             pages_total=total,
             pages_used=total - available,
@@ -186,3 +190,8 @@ class EngineStats(Counters):
             realised_speedup=realised_speedup,
             experts=experts,
         )
+
+    @property
+    def running(self) -> int:
+        """Requests that have a slot."""
+        return len(self.slots)

@@ -1,4 +1,4 @@
-"""Masks of the tokens that constraints allow, for the rows of a launch."""
+"""Masks of constraints for the rows of a launch."""
 
 from collections.abc import Iterable
 
@@ -17,9 +17,9 @@ def allowed(
 ) -> np.ndarray:
     """Packed masks uint32 [rows, width, ceil(V / 32)]; all ones for requests without constraints.
 
-    requests: with their rows. shape: (rows, width). drafts: [rows, width - 1], which the masks follow. Before
-    there are any, the masks follow the tokens that a grammar leaves no choice about; outputs that go on alone
-    get none, as one that nobody keeps could end them.
+    requests: requests and their rows. shape: (rows, width). drafts: [rows, width - 1], which the masks
+    follow. Before there are any, the masks follow the tokens that a grammar leaves no choice about; outputs
+    that go on alone get none, as one that nobody keeps could end them.
     """
     rows, width = shape
     windows, others = [], []

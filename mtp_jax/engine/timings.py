@@ -1,12 +1,11 @@
-"""The one book of measured seconds: of launches, and of the work that they defer. No jax."""
+"""The one book of measured seconds: times of launches, and of the work that they defer. No jax."""
 
 import time
 from collections import deque
 
 
 class Timings:
-    """Launches run one after the other: the time of each began when it was launched or when the one before it
-    ended, whichever came later.
+    """Launches run one after the other: each took from its launch, or from the later end of the one before.
 
     Attributes:
         last_read: ``time.perf_counter()`` when a launch was last seen to have ended.
@@ -28,7 +27,7 @@ class Timings:
         return seconds
 
     def flushed(self, seconds: float, steps: int) -> None:
-        """Book what the work that ``steps`` steps deferred took: those steps caused it.
+        """Book the time of the work that ``steps`` steps deferred: these steps caused it.
 
         The first flush is not charged: the first run of a program may take many times longer.
         """

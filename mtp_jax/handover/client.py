@@ -1,4 +1,4 @@
-"""The side that decodes: it asks others for the pages of a prompt. A fault means fewer pages, no error."""
+"""The side that decodes: it asks peers for the pages of a prompt. A fault means fewer pages, no error."""
 
 import logging
 import socket
@@ -17,7 +17,7 @@ from mtp_jax.wire.handshake import greet
 from mtp_jax.wire.signed import Signed
 
 _LOG = logging.getLogger(__name__)
-_REST = 9  # times what it has cost: at most a tenth of the time is spent on peers that do not answer
+_REST = 9  # times the wait that it has cost: at most a tenth of the time goes to peers that do not answer
 
 Address = tuple[str, int]
 
@@ -27,12 +27,12 @@ class Wanted:
     """The pages that are asked for.
 
     Attributes:
-        ids: of a prompt.
-        salt: of its digests.
-        digests: of all its full pages.
-        first: the number of the first one that is missing.
+        ids: tokens of a prompt.
+        salt: salt of its digests.
+        digests: digests of all its full pages.
+        first: the number of the first missing page.
         like: a page, for its shapes and types.
-        identity: what pages depend on besides tokens.
+        identity: facts that pages depend on besides tokens.
         deadline: ``time.monotonic()`` after which nobody waits for them.
     """
 
@@ -58,7 +58,8 @@ class Peers:
         self._addresses, self._secret, self._rests = addresses, secret, Rests()
 
     def fetch(self, wanted: Wanted) -> list[tuple[Page, int]]:
-        """Pages from number ``wanted.first`` on and their checksums, as many as came whole in time.
+        """Pages from number ``wanted.first`` on and their checksums, up to the first that did not come whole
+        in time.
 
         Prompts that begin with the same page go to the same server, whose prefix cache has it then, or to the
         next one while that does not answer.
@@ -114,7 +115,7 @@ class Peers:
 
 
 def _page(sent: Sent, digest: bytes, wanted: Wanted) -> Page:
-    """What was sent, if it is the page of this digest. Raises WireError."""
+    """The message, if it is the page of this digest. Raises WireError."""
     if sent.identity != wanted.identity:
         raise WireError("config", "the weights of the other side were replaced meanwhile")
     if sent.digest != digest.hex() or _forms(sent.page) != _forms(wanted.like):
@@ -129,8 +130,8 @@ def _forms(page: tuple) -> list[object]:
 class Rests:
     """Which peers are left alone, and until when. Times are seconds of one clock. Any thread may ask.
 
-    A peer that was silent rests for nine times what it has cost. Then one hand-over tries it, and the others
-    go on without until its outcome is known.
+    A peer that was silent rests for nine times the wait that it has cost. Then one hand-over tries it, and
+    the rest go on without until its outcome is known.
     """
 
     def __init__(self) -> None:
@@ -150,13 +151,13 @@ class Rests:
         return None
 
     def answered(self, peer: Address, now: float) -> None:
-        """It lives, whatever it says."""
+        """It lives, with any answer."""
         with self._lock:
             self._until.pop(peer, None)
             self._answered[peer] = now
 
     def silent(self, peer: Address, began: float, now: float) -> None:
-        """It was waited for in vain since ``began``. If it has answered others meanwhile, it is only slow."""
+        """It was waited for in vain since ``began``. If it has answered meanwhile, it is only slow."""
         with self._lock:
             if self._answered.get(peer, began) <= began:
                 self._until[peer] = now + _REST * (now - began)

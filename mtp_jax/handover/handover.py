@@ -10,9 +10,8 @@ import asyncio
 import hashlib
 import socket
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -36,29 +35,6 @@ _PAGES, _FETCHES = 8, 16
 _LONGEST_SALT = 2**10  # it travels in a header, which is bounded
 _ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, num_speculative_tokens=0)
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class HandoverStats:
-    """A snapshot.
-
-    Attributes:
-        sent: pages.
-        received: pages.
-        failures: hand-overs that did not come to their end, by reason.
-    """
-
-    sent: int = 0
-    received: int = 0
-    failures: Mapping[str, int] = field(default_factory=dict)
-
-    def counters(self) -> Counters:
-        """The same as totals of ``/metrics``."""
-        pages = {"sent": self.sent, "received": self.received}
-        return {
-            ("mtp_jax:handover_pages", "Pages handed over.", "direction"): pages,
-            ("mtp_jax:handover_failures", "Hand-overs cut short.", "reason"): self.failures,
-        }
 
 
 class Handover:
@@ -86,7 +62,7 @@ class Handover:
             self.server = PageServer(listener, secret, most, self.identity, self._pages)
         allm.hooks.at_start.append(self._start)
         allm.hooks.at_close.append(self._stop)
-        allm.hooks.counters.append(lambda: self.stats().counters())
+        allm.hooks.counters.append(self.counters)
 
     async def _start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -101,20 +77,23 @@ class Handover:
         self._threads.shutdown(wait=False)
 
     def describe(self) -> str:
-        """For people."""
+        """The role in a line of the log."""
         if self.server:
             return f"prefills for others, who ask at {self._options.peer_address}"
         return f"decodes; asks {', '.join(self._options.peers)} for the pages of prompts"
 
-    def stats(self) -> HandoverStats:
-        """What came of it so far."""
-        if self.server:
-            return HandoverStats(self.server.sent, 0, dict(self.server.failures))
-        assert self.peers
-        return HandoverStats(0, self.peers.received, dict(self.peers.failures))
+    def counters(self) -> Counters:
+        """Totals for ``/metrics``: pages sent and received, and hand-overs that did not come to their end."""
+        sent, received = self.server.sent if self.server else 0, self.peers.received if self.peers else 0
+        pages, side = {"sent": sent, "received": received}, self.server or self.peers
+        failures = dict(side.failures) if side else {}
+        return {
+            ("mtp_jax:handover_pages", "Pages handed over.", "direction"): pages,
+            ("mtp_jax:handover_failures", "Hand-overs cut short.", "reason"): failures,
+        }
 
     def identity(self) -> str:
-        """What pages depend on besides tokens: model, files and name of the weights, form of the cache."""
+        """Facts that pages depend on besides tokens: model, files and name of the weights, form of cache."""
         config, form = self._engine.config, [(a.shape, str(a.dtype)) for a in self._like]
         of_weights = self._files, self._engine.weight_version
         what = self._engine.cfg, of_weights, config.page_size, config.suffix_drafts, form
@@ -123,7 +102,7 @@ class Handover:
     # Decode
 
     async def fetch(self, peers: Peers, request: Request) -> None:
-        """Have the missing pages of a prompt come into the host tier, as far as others give them in time.
+        """Have the missing pages of a prompt come into the host tier, if peers give them in time.
 
         Time runs from here on, whether or not a thread is free.
         """

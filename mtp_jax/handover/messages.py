@@ -1,4 +1,4 @@
-"""What two servers say to each other once both have proved that they know the secret.
+"""Messages of two servers once both have proved that they know the secret.
 
 client: Prefill
 server: Sent, once per page; then End, or, be it at once, Failed
@@ -24,10 +24,10 @@ class Prefill:
     """A prompt whose pages are asked for.
 
     Attributes:
-        salt: of its digests.
-        first: how many pages the client has.
-        seconds: after which nobody waits for them.
-        ids: of its tokens.
+        salt: salt of its digests.
+        first: number of pages that the client has.
+        seconds: time after which nobody waits for them.
+        ids: its tokens.
     """
 
     salt: str
@@ -41,14 +41,14 @@ class Sent:
     """A page.
 
     Attributes:
-        digest: of all tokens up to its end, in hexadecimal digits.
-        identity: what pages depend on besides tokens.
+        digest: digest of all tokens up to its end, in hexadecimal digits.
+        identity: facts that pages depend on besides tokens.
         page: its arrays.
     """
 
     digest: str
     identity: str
-    page: tuple  # of arrays, which are compared with those that are wanted
+    page: tuple  # arrays, which are compared with the wanted shapes and types
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ KINDS: dict[str, type] = {kind.__name__: kind for kind in (Prefill, Sent, End, F
 
 
 def claim(identity: str) -> bytes:
-    """What a client says of itself in the proofs. identity: what its pages depend on besides tokens."""
+    """A client's claim in the proofs. identity: facts that its pages depend on besides tokens."""
     return sha256(identity.encode()).digest()
 
 

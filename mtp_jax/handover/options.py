@@ -1,4 +1,4 @@
-"""What an operator decides about prefill apart from decode. No jax here."""
+"""Options of an operator for prefill apart from decode. No jax here."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +48,7 @@ class HandoverOptions:
         return self.role != "both"
 
     def secret(self) -> bytes:
-        """What both sides must know. Raises ConfigError."""
+        """The secret of both sides. Raises ConfigError."""
         return read_secret(self.secret_file, f"role = {self.role!r}")
 
     def __post_init__(self) -> None:

@@ -14,12 +14,12 @@ from mtp_jax.store.page import Page, split
 
 @dataclass(frozen=True)
 class Missing:
-    """What the prefix cache lacks of a prompt.
+    """The pages of a prompt that the prefix cache lacks.
 
     Attributes:
-        digests: of all pages with which the prompt may begin.
-        first: the number of the first one that is missing; that of all pages if none is.
-        flushes: of the cache so far.
+        digests: digests of all pages with which the prompt may begin.
+        first: the number of the first missing page; the number of all pages if none is missing.
+        flushes: flushes of the cache so far.
     """
 
     digests: Sequence[bytes]
@@ -28,7 +28,7 @@ class Missing:
 
 
 def missing(engine: Engine, request: Request) -> Missing:
-    """What the cache lacks of a request's prompt, which is not submitted yet. The engine has a host tier."""
+    """Pages of a request's prompt, not yet submitted, that the cache lacks. The engine has a host tier."""
     assert engine.tier
     first = max(map(len, engine.scheduler.cached(request)))
     digests = request.residence.digests[: (len(request.prompt) - 1) // engine.config.page_size]
@@ -51,7 +51,7 @@ def copy_out(engine: Engine, digests: Sequence[bytes]) -> Callable[[], list[Page
 def take_in(engine: Engine, lacked: Missing, pages: Sequence[tuple[Page, int]]) -> None:
     """Let the host tier have pages of another engine, with their checksums, from ``lacked.first`` on.
 
-    Nothing is taken if the cache was flushed meanwhile: the pages may be those of other weights.
+    Nothing is taken if the cache was flushed meanwhile: the pages may belong to other weights.
     """
     assert engine.tier
     if engine.tier.flushes == lacked.flushes:

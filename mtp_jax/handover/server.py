@@ -1,4 +1,4 @@
-"""The side that prefills: it listens, and sends the pages of prompts that others ask for."""
+"""The side that prefills: it listens, and sends the pages of prompts that peers ask for."""
 
 import logging
 import socket
@@ -36,9 +36,9 @@ class PageServer:
         identity: Callable[[], str],
         pages: Callable[[Prefill, float], Iterator[tuple[bytes, Page]]],
     ) -> None:
-        """listener: bound. identity: what the pages depend on now.
+        """listener: bound. identity: facts that the pages depend on now.
 
-        pages: gives those of a prompt, until a ``time.monotonic()``; called on a connection's thread.
+        pages: gives a prompt's pages, until a ``time.monotonic()``; called on a connection's thread.
         """
         self.sent, self.failures = 0, Counter[str]()
         self._secret, self._most_bytes = secret, 4 * most_tokens

@@ -1,1 +1,1 @@
-"""One engine over several processes: rank 0 runs it, the others repeat what it launches."""
+"""One engine over several processes: rank 0 runs it, the other ranks repeat its launches."""

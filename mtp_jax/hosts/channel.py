@@ -23,7 +23,7 @@ class Channel:
     got: a message. lost: why nothing more will come; once, and not after ``close``.
 
     Attributes:
-        signed: what messages travel over.
+        signed: the signed connection that messages travel over.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Channel:
         self._connection.close()
 
     def close(self) -> None:
-        """End the connection now: what has not arrived may be lost."""
+        """End the connection now: messages that have not arrived may be lost."""
         self._closed.set()
         self._connection.close()
 
@@ -66,7 +66,7 @@ class Channel:
             try:
                 self.send(Alive())
             except WireError:
-                return  # whoever reads sees it, too
+                return  # the reader sees it, too
 
     def _read(self) -> None:
         try:
@@ -76,7 +76,7 @@ class Channel:
                     raise LogError(f"a {type(message).__name__} is no message")
                 if not isinstance(message, Alive):
                     self._got(message)
-        except Exception as error:  # whatever it is, nothing more is read
+        except Exception as error:  # after any error nothing more is read
             if not self._closed.is_set():
                 known = isinstance(error, WireError)
                 self._lost(str(error) if known else f"{type(error).__name__}: {error}")

@@ -1,7 +1,7 @@
-"""How a process of a group ends when the group cannot go on: one line, what must be told, and the exit.
+"""The end of a process whose group cannot go on: one log line, messages to the rest, and the exit.
 
-Part of a group is no engine. What its devices do cannot be taken back, and JAX's own shutdown would wait for
-those that are gone: the process ends at once, and whoever started the ranks starts all of them again.
+Part of a group is no engine. The work of its devices cannot be taken back, and JAX's own shutdown would wait
+for lost ranks: the process ends at once, and the supervisor of the ranks starts all of them again.
 """
 
 import logging
@@ -30,7 +30,7 @@ class Ending:
     """
 
     def __init__(self, name: str, end: Callable[[int], object] = os._exit) -> None:
-        """name: of this process in the line."""
+        """name: the name of this process in its last log line, such as "rank 1 of 4"."""
         self.told: list[Callable[[EngineStopped], None]] = []
         self._name, self._end = name, end
         self._lock, self._begun = threading.Lock(), False
@@ -41,7 +41,7 @@ class Ending:
             threading.Event().wait()
 
     def __call__(self, reason: str, status: int = STATUS) -> None:
-        """End the process; whoever else asks meanwhile waits for that."""
+        """End the process; a second caller waits for that meanwhile."""
         with self._lock:
             first, self._begun = not self._begun, True
         if not first:
@@ -58,7 +58,7 @@ class Ending:
         self._end(status)
 
     def on_error(self, doing: str) -> "_OnError":
-        """A context that ends the process if its block raises: this rank is not where the others are."""
+        """A context that ends the process if its block raises: this rank has fallen behind the rest."""
         return _OnError(self, doing)
 
 

@@ -1,6 +1,7 @@
-"""A follower's side of the launch log: what the leader says, in order."""
+"""A follower's side of the launch log: the leader's messages, in order."""
 
 import queue
+import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -10,7 +11,7 @@ from mtp_jax.decode.launches import Launch
 from mtp_jax.errors import ConfigError
 from mtp_jax.hosts import messages
 from mtp_jax.hosts.channel import Channel
-from mtp_jax.hosts.leader_log import PURPOSE, RANK, wait_for_address
+from mtp_jax.hosts.leader_log import PURPOSE, RANK
 from mtp_jax.hosts.messages import LogError, Message
 from mtp_jax.hosts.options import Hosts
 from mtp_jax.wire.connection import Connection, WireError
@@ -23,7 +24,7 @@ T = TypeVar("T")
 
 
 class FollowerLog:
-    """The connection to the leader. ``lost`` is called, on a thread of its own, with what ends the group."""
+    """The connection to the leader. ``lost`` is called, on a thread of its own, with the cause of the end."""
 
     def __init__(self, hosts: Hosts, secret: bytes, lost: Callable[[str], None]) -> None:
         """Connects, once the leader is there. Raises ConfigError."""
@@ -33,7 +34,7 @@ class FollowerLog:
         self._channel.start()
 
     def compare(self, mine: Mapping[str, str]) -> None:
-        """Say what this process is about to do. Raises ConfigError if others do something else."""
+        """Say the options of this process. Raises ConfigError if other ranks have different ones."""
         self._channel.send(messages.Hello(tuple(mine.items())))
         answer = self.receive()
         if isinstance(answer, messages.Refused):
@@ -85,19 +86,29 @@ class FollowerLog:
 def _joined(hosts: Hosts, secret: bytes) -> tuple[Connection, Seals]:
     """A connection to the leader, which has taken this rank. Raises ConfigError.
 
-    One that is lost, or at which nothing is said, is tried again while there is time: many strangers at the
-    port may push it out before it has proved itself.
+    Where nobody listens yet, where the connection is lost and where nothing is said, another is tried while
+    there is time: many strangers at the port may push this one out before it has proved itself.
     """
+    host, port = hosts.address
     end = time.monotonic() + hosts.join_seconds
     while True:
-        connection = Connection(wait_for_address(hosts.address, end))
-        connection.deadline = time.monotonic() + _PROOF_SECONDS
+        left = end - time.monotonic()
+        try:
+            sock = socket.create_connection((host, port), timeout=max(left, _AGAIN_SECONDS))
+        except OSError as error:
+            if left <= 0:
+                raise ConfigError(
+                    f"rank 0 does not listen at {host}:{port}: {error}; start it, and see that all ranks "
+                    "have the same coordinator and log_port"
+                ) from error
+            time.sleep(_AGAIN_SECONDS)
+            continue
+        connection = Connection(sock, time.monotonic() + _PROOF_SECONDS)
         try:
             return connection, greet(connection, secret, PURPOSE, RANK.pack(hosts.rank))
         except WireError as refused:
             connection.close()
-            if refused.reason not in ("lost", "late") or time.monotonic() >= end:
-                host, port = hosts.address
+            if left <= 0 or refused.reason not in ("lost", "late"):
                 raise ConfigError(
                     f"rank 0 does not take rank {hosts.rank} at {host}:{port}: {refused}; give all ranks the "
                     "same secret, and each a rank of its own"

@@ -2,7 +2,7 @@
 
     with join(Hosts(2, rank, "10.0.0.1:9000")) as group: ...      log connected -> JAX's processes connected
 
-Rank 0 then makes an ``LLM`` with ``group=group``; the others call ``follow`` with the same options.
+Rank 0 then makes an ``LLM`` with ``group=group``; the other ranks call ``follow`` with the same options.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class Group:
     """
 
     def __init__(self, hosts: Hosts, end: Callable[[int], object] = os._exit) -> None:
-        """Connects to the others. Raises ConfigError. end: ends the process."""
+        """Connects to the other ranks. Raises ConfigError. end: ends the process."""
         self.hosts, self._end, self._left = hosts, end, False
         secret = read_secret(hosts.secret_file, f"hosts = {hosts.hosts}")
         self.ending = Ending(f"rank {hosts.rank} of {hosts.hosts}", self._end_all)
@@ -63,7 +63,7 @@ class Group:
         self.log.compare(description)
 
     def leave(self) -> None:
-        """The work is done: rank 0 tells the others; then JAX's processes part."""
+        """The work is done: rank 0 tells the followers; then JAX's processes part."""
         self.ending.wait_if_begun()
         if self._left:
             return
@@ -72,11 +72,11 @@ class Group:
         jax.distributed.shutdown()
 
     def end_soon(self, reason: str) -> None:
-        """End the process, but return first: for those who have errors to pass on."""
+        """End the process, but return first: for callers with errors to pass on."""
         threading.Thread(target=self.ending, args=(reason[:500],), daemon=True).start()
 
     def _end_all(self, status: int) -> None:
-        """The others are told, as far as they hear it."""
+        """The other ranks are told, if they still hear it."""
         with contextlib.suppress(Exception):
             self.log.close("it could not go on; its own log says more")
         self._end(status)
@@ -87,7 +87,7 @@ class Group:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave; after an error end the process, as JAX would wait for the others first."""
+        """Leave; after an error end the process, as JAX would wait for the other ranks first."""
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.leave()
             return

@@ -1,4 +1,4 @@
-"""What must be the same on every rank, and the words for what is not."""
+"""Facts that must be the same on every rank, and the words for a difference."""
 
 import json
 import platform
@@ -11,7 +11,7 @@ _PACKAGES = ("mtp-jax", "jax", "jaxlib", "ml_dtypes", "numpy")
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that decide what is compiled."""
+    """Versions of Python and of the packages that decide the compiled programs."""
     found = {"Python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -22,7 +22,7 @@ def versions() -> dict[str, str]:
 
 
 def options_of(config: Any, without: tuple[str, ...] = ("seed",)) -> str:
-    """The options of a dataclass as JSON, without those of one rank alone."""
+    """The options of a dataclass as JSON, without options of one rank alone."""
     return json.dumps({k: v for k, v in asdict(config).items() if k not in without}, sort_keys=True)
 
 
@@ -39,7 +39,7 @@ def difference(mine: Mapping[str, str], theirs: Mapping[str, Any], rank: int) ->
 
 
 def _apart(mine: Any, theirs: Any) -> tuple[Any, Any]:
-    """Of two JSON objects only what differs."""
+    """The parts of two JSON objects that differ."""
     try:
         a, b = json.loads(mine), json.loads(theirs)
         names = [n for n in dict.fromkeys((*a, *b)) if a.get(n) != b.get(n)]

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mtp_jax.decode.host import MaskMaker
+from mtp_jax.decode.arrays import MaskMaker
 from mtp_jax.decode.keys import Key, StepKey
 from mtp_jax.decode.launches import Launch, Pending, Runner
 from mtp_jax.decode.runner import LocalRunner
@@ -19,7 +19,8 @@ T = TypeVar("T")
 
 
 class LeaderRunner(Runner):
-    """See ``launches.Runner``. What cannot be sent, or fails here, ends the group: no rank goes on alone.
+    """See ``launches.Runner``. A launch that cannot be sent, or fails here, ends the group: no rank goes on
+    alone.
 
     Attributes:
         local: the runner of this process's devices. Nothing may be launched on it but through this one.
@@ -28,7 +29,7 @@ class LeaderRunner(Runner):
     def __init__(self, local: LocalRunner, log: LeaderLog, ending: Ending) -> None:
         super().__init__(local.shards, local.layout, local.any_depth)
         self.local, self._log, self._ending = local, log, ending
-        # What is launched, here and in the log, is in one order, whatever thread it comes from.
+        # Launches, here and in the log, are in one order, from all threads.
         self._order = threading.RLock()
         # XLA's autotuning exchanges results between processes: all compile one program after the other.
         self._compiling, self._jobs = threading.Lock(), 0
@@ -39,7 +40,7 @@ class LeaderRunner(Runner):
         return self.local.keys
 
     def compile(self, keys: Iterable[Key], done: Callable[[int, int], None] | None = None) -> None:
-        """Compile what is missing, on every rank. Raises ConfigError."""
+        """Compile the missing programs, on every rank. Raises ConfigError."""
         with self._compiling:
             missing = [k for k in dict.fromkeys(keys) if k not in self.local.programs]
             for i, key in enumerate(missing, start=1):

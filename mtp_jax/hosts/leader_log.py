@@ -25,12 +25,12 @@ from mtp_jax.wire.secret import VARIABLE
 T = TypeVar("T", bound=Message)
 _LOG = logging.getLogger(__name__)
 PURPOSE, RANK = b"mtp-jax log 5\n", struct.Struct("<I")
-"""What the handshake is for, and how a follower's rank is written in it."""
-_PROOF_SECONDS = 5.0  # in which a connection must have proved itself
+"""The purpose of the handshake, and the form of a follower's rank in it."""
+_PROOF_SECONDS = 5.0  # time for a connection to prove itself
 
 
 class LeaderLog:
-    """One connection per follower. ``lost`` is called, on a thread of its own, with what ends the group."""
+    """One connection per follower. ``lost`` is called, on a thread of its own, with the cause of the end."""
 
     def __init__(self, hosts: Hosts, secret: bytes, lost: Callable[[str], None]) -> None:
         """Listens. Raises ConfigError."""
@@ -39,7 +39,7 @@ class LeaderLog:
         self._taken: set[int] = set()
         self._refused: dict[int, str] = {}  # who came as which rank with another secret, the last of each
         self._finished = False
-        self._told: list[tuple[int, Message]] = []  # what followers said, to be waited for
+        self._told: list[tuple[int, Message]] = []  # messages of followers, to be waited for
         self._changed = threading.Condition()
         self._sending = threading.Lock()
         host, port = hosts.address
@@ -56,7 +56,7 @@ class LeaderLog:
     def join(self) -> None:
         """Wait for every follower. Raises ConfigError if they do not all come in time.
 
-        Nothing that comes without the secret ends the wait: whoever it says it is, it may be a stranger.
+        Nothing that comes without the secret ends the wait: its sender may be a stranger under any name.
         """
         self._door.open()
         with self._changed:
@@ -103,7 +103,7 @@ class LeaderLog:
                     self._gone(rank, str(error))
 
     def compiled(self, job: int) -> None:
-        """Wait until every follower has compiled what ``COMPILE`` of this number asked for."""
+        """Wait until every follower has compiled the programs of ``COMPILE`` with this number."""
         for rank in sorted(self._channels):
             self._wait(rank, messages.Compiled, messages.Compiled(job))
 
@@ -117,7 +117,7 @@ class LeaderLog:
     def close(self, reason: str) -> None:
         """End the connections, and say why."""
         self._door.close()
-        if self._sending.acquire(timeout=0.2):  # whoever has it may be stuck
+        if self._sending.acquire(timeout=0.2):  # its holder may be stuck
             for channel in self._channels.values():
                 with suppress(WireError):
                     channel.send(messages.Failed(reason))
@@ -153,7 +153,7 @@ class LeaderLog:
         if not self._finished:
             self._lost(f"rank {rank} is lost: {reason}")
 
-    # Those who come
+    # Newcomers
 
     def _prove(self, sock: socket.socket, peer: str) -> None:
         """Take a connection in if it is a follower that is missing; else drop it and go on waiting."""
@@ -205,18 +205,3 @@ class LeaderLog:
                 raise WireError("config", f"rank {rank} is there already", claim)
             self._taken.add(rank)
         return rank
-
-
-def wait_for_address(address: tuple[str, int], end: float) -> socket.socket:
-    """A connection to it, once somebody listens there. Raises ConfigError at ``time.monotonic() == end``."""
-    while True:
-        try:
-            return socket.create_connection(address, timeout=max(end - time.monotonic(), 0.1))
-        except OSError as error:
-            if time.monotonic() >= end:
-                host, port = address
-                raise ConfigError(
-                    f"rank 0 does not listen at {host}:{port}: {error}; start it, and see that all ranks "
-                    "have the same coordinator and log_port"
-                ) from error
-            time.sleep(0.05)

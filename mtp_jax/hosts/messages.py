@@ -1,4 +1,4 @@
-"""What goes over the launch log beside launches."""
+"""Messages over the launch log beside launches."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxtyping import UInt32
 
-from mtp_jax.decode.host import Chunk, SamplingState, SlotRow
+from mtp_jax.decode.arrays import Chunk, SamplingState, SlotRow
 from mtp_jax.decode.keys import DraftKey, Key, PageKey, SamplingMode, StepKey, Topology
 from mtp_jax.decode.launches import Launch
 from mtp_jax.wire.connection import WireError
@@ -33,7 +33,7 @@ class Alive(Message):
 
 @dataclass(frozen=True)
 class Hello(Message):
-    """What a follower is about to do: names and values (``hello.py``)."""
+    """The options of a follower: names and values (``hello.py``)."""
 
     description: tuple[tuple[str, str], ...]
 
@@ -62,7 +62,7 @@ class End(Message):
     """The work is done."""
 
 
-# Programs, and what belongs to a launch
+# Programs, and masks of a launch
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Publish(Message):
 
 @dataclass(frozen=True)
 class Masks(Message):
-    """What grammars allow in the structured step that is being launched."""
+    """The masks of grammars in the structured step that is being launched."""
 
     allowed: UInt32[Any, "B W words"]
 
@@ -99,4 +99,4 @@ _PARTS = (SlotRow, SamplingState, Chunk, StepKey, DraftKey, PageKey, SamplingMod
 KINDS: Mapping[str, type] = {
     kind.__name__: kind for kind in (*Message.__subclasses__(), *Launch.__subclasses__(), *_PARTS)
 }
-"""What goes over the launch log, by name."""
+"""Classes of messages over the launch log, by name."""

@@ -1,7 +1,8 @@
-"""A follower: repeats on its own devices what the leader launches. It decides nothing, and reads nothing.
+"""A follower: repeats the leader's launches on its own devices. It decides nothing, and reads nothing.
 
-No scheduler, tokenizer, grammar or clock: what the leader decided by text, time or measurement is in the log.
-What the runner defers, and when it flushes, follows from the launches alone, so it is the same on every rank.
+No scheduler, tokenizer, grammar or clock: the leader's decisions by text, time or measurement are in the log.
+The runner's deferred work, and its flushes, follow from the launches alone, so they are the same on every
+rank.
 """
 
 import queue
@@ -39,7 +40,7 @@ class _Follower:
         threading.Thread(target=self._build, name="log-compile", daemon=True).start()
 
     def do(self, message: Message | Launch[Any]) -> None:
-        """One operation. Raises LogError for what must not come, and what the operation raises."""
+        """One operation. Raises LogError if it must not come, and the operation's own errors."""
         match message:
             case Launch():
                 key = getattr(message, "key", None)
@@ -64,6 +65,6 @@ class _Follower:
                 self._log.compiled(job)
 
     def _masks(self, drafts: np.ndarray | None) -> np.ndarray:
-        """What the leader has made, of the same drafts."""
+        """The leader's masks, made of the same drafts."""
         del drafts
         return self._log.expect(Masks).allowed

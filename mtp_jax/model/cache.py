@@ -1,4 +1,4 @@
-"""A layer's cache, paged or whole: what it holds, where a pass reads and writes in it."""
+"""A layer's cache, paged or whole: its contents, and the places where a pass reads and writes."""
 
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ Tree = TypeVar("Tree")
 
 @struct.dataclass
 class Entries:
-    """What tokens add to a layer's cache, before it is stored.
+    """Rows that tokens add to a layer's cache, before they are stored.
 
     Attributes:
         rows: [latent | rope key], [B, W, C + R]; or [keys | values], see ``ModelConfig.row``.
@@ -78,7 +78,7 @@ def contained(rows: Float[Array, "*b c"], keys: tuple[int, int]) -> Float[Array,
 def empty_cache(
     pages: int, page_size: int, cfg: ModelConfig, layer: int, dtype: Any, *, fp8: bool = False
 ) -> LayerCache:
-    """Zeroed pages of a layer; NextN layers count on from the trunk's. Of FP8 ones ``dtype`` says nothing."""
+    """Zeroed pages of a layer; NextN layers count on from the trunk's. ``fp8`` ignores ``dtype``."""
     row = cfg.row
     rows = jnp.zeros((pages, page_size, row.width), dtype)
     keys = (
@@ -111,7 +111,7 @@ class PagedView:
 
 
 Views = tuple[PagedView, ...]
-"""Of a pass over several parts (see ``parts``), one view each."""
+"""The views of a pass, one for each of its parts (see ``parts``)."""
 
 
 @struct.dataclass
@@ -119,8 +119,8 @@ class WholeCache:
     """One layer's rows of whole sequences, to which every pass appends its window's: for training.
 
     Attributes:
-        rows: as ``Entries`` has them, [B, L, c].
-        mask: what the tokens of the next pass see of these rows and of their own window's, [W, L + W].
+        rows: rows with the fields of ``Entries``, [B, L, c].
+        mask: the rows, and their own window's, that the tokens of the next pass see, [W, L + W].
     """
 
     rows: Float[Array, "B L c"]
@@ -156,9 +156,9 @@ def read_rows(
     rank: int,
     block: int = BLOCK,
 ) -> Float[Array, "B L c"]:
-    """The rows of these pages, FP8 ones in ``dtype``; zero where no token sees them (``Visible.seen``).
+    """The rows of these pages, FP8 rows in ``dtype``; zero where no token sees them (``Visible.seen``).
 
-    rank, block: of FP8 rows, ``e4m3`` and ``block`` of their format.
+    rank, block: ``e4m3`` and ``block`` of the format of FP8 rows.
 
     Rows past the committed length hold garbage, NaN perhaps: a zero probability would not silence it.
     """
@@ -174,7 +174,7 @@ def read_rows(
 def read_chosen(
     cache: LayerCache, page_table: Int[Array, "B n"], chosen: Int[Array, "B W K"], dtype: Any, rank: int
 ) -> Float[Array, "B W K c"]:
-    """The rows that each token chose, FP8 ones in ``dtype``; zero where it chose none."""
+    """The rows that each token chose, FP8 rows in ``dtype``; zero where it chose none."""
     there, size = chosen != NOTHING, cache.page_size
     row = jnp.where(there, chosen, 0)
     page = jnp.take_along_axis(page_table[:, None], row // size, axis=2)
@@ -187,7 +187,7 @@ def read_chosen(
 
 
 def read_index(cache: LayerCache, page_table: Int[Array, "B n"], dtype: Any) -> Float[Array, "B L i"]:
-    """The index keys of these pages, e4m3 ones in ``dtype``; those past the committed length are garbage."""
+    """The index keys of these pages, e4m3 keys in ``dtype``; keys past the committed length are garbage."""
     assert cache.index is not None, "a layer without an indexer has no index keys"
 
     def read(pages: Array) -> Array:

@@ -17,8 +17,8 @@ __all__ = ["GroupedConfig", "IndexerConfig", "ModelConfig", "RowFormat", "YarnCo
 class ModelConfig:
     """A DeepSeek-V3-family model; fields keep their Hugging Face names.
 
-    The dimensions of MLA, ``kv_lora_rank`` to ``q_lora_rank``, are 0 and None where ``grouped`` says what
-    attention there is instead.
+    The dimensions of MLA, ``kv_lora_rank`` to ``q_lora_rank``, are 0 and None where ``grouped`` describes
+    attention instead.
 
     ``nextn_moe[k]`` says whether NextN layer ``k`` has an MoE block; a checkpoint reader decides it from the
     tensors present, since some models ship a dense one. ``fp8`` and ``int4_group``, the inputs that share a
@@ -129,7 +129,7 @@ class ModelConfig:
         return "deepseek_v32", "DeepseekV32ForCausalLM"
 
     def _attention_keys(self) -> dict[str, Any]:
-        """What ``config.json`` says of attention beside the dimensions of MLA."""
+        """Keys of ``config.json`` for attention beside the dimensions of MLA."""
         g = self.grouped
         if g is None:
             return {"attention_bias": False, "num_key_value_heads": self.num_attention_heads}
@@ -142,7 +142,7 @@ class ModelConfig:
         }
 
     def _index_keys(self) -> dict[str, Any]:
-        """What ``config.json`` says of the indexer."""
+        """Keys of ``config.json`` for the indexer."""
         i = self.indexer
         if i is None:
             return {}
@@ -173,7 +173,7 @@ class ModelConfig:
 
     @property
     def latent_dim(self) -> int:
-        """What MLA caches per token and layer: the latent and the shared rope key."""
+        """Values that MLA caches per token and layer: the latent and the shared rope key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
@@ -259,7 +259,7 @@ _NATURAL = (
 
 # Each of them has tensors of its own.
 _COUNTS, _MOST = ("num_hidden_layers", "num_nextn_predict_layers", "n_routed_experts"), 2**16
-# Of all layers together: about five times those of Kimi-K2, 61 layers of 384.
+# Most tensors of all layers together: about five times Kimi-K2's, 61 layers of 384.
 _MOST_EXPERTS = 2**17
 
 

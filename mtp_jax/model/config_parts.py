@@ -1,4 +1,4 @@
-"""What a ``ModelConfig`` has parts for: YaRN, the indexer, grouped-query attention; rows of a cache."""
+"""Parts of a ``ModelConfig``: YaRN, the indexer, grouped-query attention; rows of a cache."""
 
 import math
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class YarnConfig:
 
     @property
     def rope_factor(self) -> float:
-        """What cos and sin are multiplied by."""
+        """The factor of cos and sin."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -30,7 +30,7 @@ class YarnConfig:
 
     @property
     def softmax_factor(self) -> float:
-        """What the softmax scale is multiplied by."""
+        """The factor of the softmax scale."""
         return self._mscale(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
 
@@ -61,7 +61,7 @@ class GroupedConfig:
     """Grouped-query attention (arXiv 2305.13245) in place of MLA, as GLM-4.5 to 4.7 have it.
 
     Attributes:
-        kv_heads: num_key_value_heads. Consecutive query heads share one; each is shared by as many.
+        kv_heads: num_key_value_heads. Consecutive query heads share one, in groups of equal size.
         head_dim: width of every query, key and value head.
         rotary: partial_rotary_factor, the share of a head that is rotated: its first channels, half-split.
         qk_norm: use_qk_norm: whether queries and keys are normed head by head, before they are rotated.
@@ -82,7 +82,7 @@ class GroupedConfig:
 
 @dataclass(frozen=True)
 class RowFormat:
-    """What a layer's cache holds of a token, and how an FP8 cache stores it.
+    """A token's row in a layer's cache, and the way in which an FP8 cache stores it.
 
     Attributes:
         width: values of a row.

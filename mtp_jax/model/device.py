@@ -1,4 +1,4 @@
-"""What a program is traced for: a device, or one that is only compiled for."""
+"""The device that a program is traced for; it may be one that is only compiled for."""
 
 import re
 from typing import Any
@@ -9,9 +9,10 @@ from mtp_jax.machine import processor_features
 
 _HOPPER = re.compile(r"NVIDIA (H100|H200|H800|H20|GH200)\b")
 
-# These passes move what a loop computes from weights alone, their widening, in front of it: into memory, as
-# float32 copies, which loops then read at twice the bytes or more.
-_HOISTING = "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion"
+# The first two passes move a loop's computations on weights alone, their widening, in front of it: into
+# memory, as float32 copies, which loops then read at twice the bytes or more. The third makes two kernels of
+# a reduction that could be one with its operand, which it then has written to memory.
+_OFF = "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion,tree_reduction_rewriter"
 
 
 def platform() -> str:
@@ -21,14 +22,14 @@ def platform() -> str:
 
 
 def compiler_options(micro_batches: int = 1) -> dict[str, Any] | None:
-    """What XLA is told for the programs that serve.
+    """Options of XLA for the programs that serve.
 
     On a CPU to use whole vector registers, not halves: loops that stream weights read each cache line once
     (docs/cpu.md). Where registers are narrower it changes nothing. On a GPU, with several
     micro-batches, that each may have two collectives under way, one between hosts and one within.
     """
     if platform() == "cpu":
-        return {"xla_cpu_prefer_vector_width": 512, "xla_disable_hlo_passes": _HOISTING}
+        return {"xla_cpu_prefer_vector_width": 512, "xla_disable_hlo_passes": _OFF}
     if platform() == "gpu" and micro_batches > 1:
         return {"xla_gpu_experimental_parallel_collective_overlap_limit": 2 * micro_batches}
     return None

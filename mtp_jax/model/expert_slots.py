@@ -1,4 +1,4 @@
-"""Slots for experts: more than there are experts, so that what is chosen often lies on several devices.
+"""Slots for experts: more than there are experts, so that often chosen experts lie on several devices.
 
 Which slots hold an expert is an array beside the weights (``Moe.copies``), an input of the step. A new
 placement is therefore other values of the same shapes, and nothing is compiled for it.
@@ -50,7 +50,7 @@ def with_moe_layer(params: Params, number: int, moe: Moe) -> Params:
 
 
 def with_slots(params: Params, redundant: int, mesh: Mesh | None, *, consume: bool = False) -> Params:
-    """The parameters with so many slots more than experts in every MoE layer of the trunk.
+    """The parameters with ``redundant`` slots more than experts in every MoE layer of the trunk.
 
     The NextN layers stay as they are: their experts are few rows' work. Parameters that have slots are given
     back. consume: delete the old experts layer by layer, so that one layer more is all the memory it takes.
@@ -107,7 +107,8 @@ def move(
     *,
     mesh: Mesh,
 ) -> tuple[Weights, Int[Array, "E c"]]:
-    """An MoE layer's weights with what slot ``source`` holds in slot ``target``, too, and ``copies`` given.
+    """An MoE layer's weights with the expert of slot ``source`` in slot ``target``, too, and ``copies``
+    given.
 
     The slots may lie on any two devices. One expert travels, bit by bit: a sum of integers of which all but
     one are zero.

@@ -1,7 +1,8 @@
 """A Hugging Face ``config.json`` in either dialect, read strictly.
 
 Released DeepSeek checkpoints write ``rope_theta`` + ``rope_scaling`` + ``torch_dtype``; transformers 5 writes
-``rope_parameters`` + ``dtype``. Both are read. What the engine cannot run is refused here, with the reason.
+``rope_parameters`` + ``dtype``. Both are read. A model that the engine cannot run is refused here, with the
+reason.
 """
 
 import json
@@ -17,7 +18,7 @@ from mtp_jax.model.hf_quantization import quantisation
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
-# Those with sparse attention, and whether the indexer's rope pairs neighbours if the config does not say.
+# Models with sparse attention, and whether the indexer's rope pairs neighbours if the config does not say.
 _SPARSE = {"deepseek_v32": False, "glm_moe_dsa": True}
 _GROUPED = "glm4_moe"
 _MODEL_TYPES = {"deepseek_v3", "kimi_k2", "glm4_moe_lite", "joyai_llm_flash", _GROUPED, *_SPARSE}
@@ -32,9 +33,9 @@ _REFUSED = {
 }
 
 
-# Multimodal models, and what the text model that each of them nests may be called.
+# Multimodal models, and the names of the text model that each of them nests.
 _NESTING = {"kimi_k25": ("deepseek_v3", "kimi_k2")}
-# What the outer config may say for the text model, each under the first name that is there.
+# Keys that the outer config may have for the text model, each under the first name that is there.
 _FROM_OUTSIDE = (
     ("quantization_config",),
     ("torch_dtype", "dtype"),
@@ -53,7 +54,7 @@ def missing_folder(path: Path) -> str:
 
 
 def _gguf_hint(files: Iterable[Path]) -> str:
-    """What to say of a model in the format of llama.cpp."""
+    """An error sentence about a model in the format of llama.cpp."""
     found = sorted(file.name for file in files if file.suffix == ".gguf")
     return f". {found[0]} is GGUF, which is not read: take the safetensors of the release" if found else ""
 
@@ -101,7 +102,7 @@ def text_part(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def translate(raw: dict[str, Any]) -> dict[str, Any]:
-    """What the dialects write in their own ways, as values of the fields of ``ModelConfig``.
+    """Values that the dialects write in their own ways, as fields of ``ModelConfig``.
 
     ``rope_scaling``, ``indexer`` and ``grouped`` hold the arguments of their classes, None without. Raises
     ConfigError for a model that the engine cannot run.
@@ -204,12 +205,12 @@ def _listed(names: dict[str, str]) -> str:
 
 
 def _shared(raw: dict[str, Any]) -> tuple[bool, ...]:
-    """For each layer, whether it attends to the entries that the layer before it chose.
+    """For each layer, whether it attends to the choice of the layer before it.
 
     As a list, as letters, or by a frequency and an offset, of which the first that is there counts (SGLang).
     """
     layers = raw.get("num_hidden_layers")
-    count = layers if type(layers) is int and 0 < layers <= 2**16 else 0  # ``_check`` says what is wrong
+    count = layers if type(layers) is int and 0 < layers <= 2**16 else 0  # ``_check`` says the fault
     for name, full, shared in (("indexer_types", "full", "shared"), ("index_topk_pattern", "F", "S")):
         given = raw.get(name)
         if given is None:
@@ -282,7 +283,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is a finite number that a float can hold; JSON has longer ones, and NaN."""
+    """Whether ``value`` is a finite number that a float can hold; JSON has longer numbers, and NaN."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 

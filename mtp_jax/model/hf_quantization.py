@@ -11,7 +11,7 @@ _EXPECTED = "expected fp8 with 128x128 blocks, int4 as compressed-tensors packs 
 
 
 def quantisation(raw: dict[str, Any]) -> dict[str, Any]:
-    """``fp8`` and ``int4_group`` of ``ModelConfig``. Raises ConfigError for what cannot be read."""
+    """``fp8`` and ``int4_group`` of ``ModelConfig``. Raises ConfigError for a format that cannot be read."""
     quant, mlx = raw.get("quantization_config"), raw.get("quantization")
     if isinstance(mlx, dict) and "group_size" in mlx:  # which mlx repeats under the other name
         raise ConfigError(f"quantization of {mlx.get('bits')} bits by mlx is not supported; {_EXPECTED}")
@@ -39,7 +39,7 @@ def _check_fp8(quant: dict[str, Any]) -> None:
         )
 
 
-# What compressed-tensors may say of weights beside their group size; what it need not say comes last.
+# Values that compressed-tensors may give for weights beside their group size; optional keys come last.
 _WEIGHTS = {
     "num_bits": (4,),
     "type": ("int", None),

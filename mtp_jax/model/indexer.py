@@ -1,7 +1,7 @@
 """The lightning indexer of DeepSeek's sparse attention: which cached entries a token attends to.
 
 arXiv 2512.02556, section 2.1, eq. 1: every entry gets a score, the sum over the index heads of w relu(q . k),
-and the ``topk`` best are attended to. Scores are float32. Of equal ones the entry that came first wins.
+and the ``topk`` best are attended to. Scores are float32. The first entry wins among equal scores.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from kernels_pallas.top_k.reference import NOTHING, top_k
 from mtp_jax.model.config import IndexerConfig
 from mtp_jax.model.layers import rotate_first
 
-# Of the norm on index keys: the reference implementation fixes it, as it does those of the low ranks.
+# Epsilon of the norm on index keys: the reference implementation fixes it, as it does for the low ranks.
 NORM_EPS = 1e-6
 
 Choice = tuple[Int[Array, "_B _W _K"] | None, ...]
-"""For each part of a pass the rows that its tokens attend to, or NOTHING (-1); None: all that they see.
+"""For each part of a pass the rows that its tokens attend to, or NOTHING (-1); None: all rows that they see.
 
 Empty where nothing has been chosen: a model without an indexer, or a layer that chooses by itself.
 """
@@ -28,7 +28,7 @@ Empty where nothing has been chosen: a model without an indexer, or a layer that
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class IndexQueries:
-    """What a token asks of the index keys: a query for every index head, and how much each head counts.
+    """A token's question to the index keys: a query for every index head, and the weight of each head.
 
     Attributes:
         q: rotated, [B, W, H, i].
@@ -45,7 +45,7 @@ def queries(
     index: IndexerConfig,
     angles: Float[Array, "B W 2 r"],
 ) -> IndexQueries:
-    """From what the projections of queries and weights give."""
+    """Queries and weights from the results of their projections."""
     rotated = rotate_first(q, angles, index.interleaved)
     return IndexQueries(rotated, weights * (index.dim * index.heads) ** -0.5)
 
@@ -57,7 +57,7 @@ def keys(
     index: IndexerConfig,
     angles: Float[Array, "B W 2 r"],
 ) -> Float[Array, "B W i"]:
-    """Index keys to cache, from what their projection gives: layer norm (arXiv 1607.06450), rope."""
+    """Index keys to cache, from the result of their projection: layer norm (arXiv 1607.06450), rope."""
     k32 = k.astype(jnp.float32)
     centred = k32 - k32.mean(axis=-1, keepdims=True)
     scale = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + NORM_EPS)
@@ -65,15 +65,15 @@ def keys(
 
 
 def scores(q: IndexQueries, k: Float[Array, "B L i"]) -> Float[Array, "B W L"]:
-    """Of every entry for every token, float32."""
+    """Scores of every entry for every token, float32."""
     found = jnp.einsum("bwhi,bli->bwhl", q.q, k, preferred_element_type=jnp.float32)
-    # Not `relu`: behind a product XLA on a CPU makes 0 of max(NaN, 0), and what is broken must show.
+    # Not `relu`: behind a product XLA on a CPU makes 0 of max(NaN, 0), and a broken score must show.
     positive = jnp.where(found < 0, 0.0, found)
     return jnp.einsum("bwhl,bwh->bwl", positive, q.weights, precision="highest")
 
 
 def block_size(entries: int, heads: int, least: int) -> int:
-    """Entries to score at a time, so that what the heads find is no larger than all scores are."""
+    """Entries to score at a time, so that the heads' scores take no more memory than all scores do."""
     return min(max(-(-entries // heads), least), entries)
 
 
@@ -100,7 +100,7 @@ def choose(found: Float[Array, "B W L"], visible: Bool[Array, "B W L"], topk: in
 
 
 def masked(found: Float[Array, "B W L"], visible: Bool[Array, "B W L"]) -> Float[Array, "B W L"]:
-    """-inf for what is not visible. A score that is not a number beats all: what is broken must show."""
+    """Scores, -inf where not visible. A score that is not a number beats all: a broken score must show."""
     return jnp.where(visible, jnp.where(jnp.isnan(found), jnp.inf, found), -jnp.inf)
 
 

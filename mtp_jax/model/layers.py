@@ -65,7 +65,7 @@ def rotate(
 def rotate_first(
     x: Float[Array, "B W ... h"], angles: Float[Array, "#B W 2 r"], interleaved: bool
 ) -> Float[Array, "B W ... h"]:
-    """The first channels rotated, as many as there are angles for, the others as they are."""
+    """The first channels rotated, two for each angle, the rest unchanged."""
     rope, rest = jnp.split(x, [2 * angles.shape[-1]], axis=-1)
     return jnp.concatenate([rotate(rope, angles, interleaved), rest], axis=-1)
 
@@ -73,7 +73,7 @@ def rotate_first(
 def masked_softmax(
     scores: Float[Array, "B N W L"], mask: Bool[Array, "B W L"], scale: float
 ) -> Float[Array, "B N W L"]:
-    """Softmax over what each token sees, float32; zeros where it sees nothing."""
+    """Softmax over the rows that each token sees, float32; zeros where it sees none."""
     scores = jnp.where(mask[:, None], scores * scale, -jnp.inf)
     # An idle slot's peak of -inf would give NaN.
     peak = jnp.maximum(scores.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)

@@ -19,13 +19,13 @@ Batch = Any
 
 
 def count(slots: int, parts: int, on: Backend) -> int:
-    """How many batches a pass over so many slots, in ``parts`` parts, is cut into."""
+    """Number of batches that a pass over ``slots`` slots, in ``parts`` parts, is cut into."""
     even = slots % (on.micro_batches * data_size(on.mesh)) == 0
     return on.micro_batches if parts == 1 and even else 1
 
 
 def cut(batch: Batch, batches: int, on: Backend) -> list[Batch]:
-    """As many batches; each has a share of every data shard's slots."""
+    """The batch in ``batches`` parts; each has a share of every data shard's slots."""
     if batches == 1:
         return [batch]
 
@@ -48,5 +48,5 @@ def joined(batches: list[Batch], on: Backend) -> Batch:
 
 
 def after(x: Any, earlier: Any) -> Any:
-    """``x``, once what lies ``earlier`` is there; None: at once."""
+    """``x``, once ``earlier`` is there; None: at once."""
     return x if earlier is None else jax.lax.optimization_barrier((x, earlier))[0]

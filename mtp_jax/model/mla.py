@@ -1,4 +1,4 @@
-"""Multi-head Latent Attention: queries and rows from what projections give, attention in its two forms."""
+"""Multi-head Latent Attention: queries and rows from results of projections, attention in its two forms."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -23,7 +23,7 @@ class Queries:
     Attributes:
         nope: the part matched with the up-projected latent.
         rope: the rope part.
-        index: what is asked of the index keys, in a layer with an indexer.
+        index: queries of the index keys, in a layer with an indexer.
     """
 
     nope: Float[Array, "B W N h"]
@@ -36,7 +36,7 @@ def alone(x: Shaped[Array, "B W ..."]) -> Shaped[Array, "T one ..."]:
     return x.reshape(-1, 1, *x.shape[2:])
 
 
-# Of the two norms on low-rank projections, whatever rms_norm_eps says: the reference implementation fixes it.
+# Epsilon of the two norms on low-rank projections, not rms_norm_eps: the reference implementation fixes it.
 LOW_RANK_EPS = 1e-6
 
 
@@ -49,7 +49,7 @@ def queries(q: Float[Array, "B W N k"], cfg: ModelConfig, angles: Float[Array, "
 def rows_of(
     kv: Float[Array, "B W C"], a: Attention, cfg: ModelConfig, angles: Float[Array, "B W 2 r"]
 ) -> Float[Array, "B W C"]:
-    """Rows to cache, from what the latents' projection gives."""
+    """Rows to cache, from the result of the latents' projection."""
     latent, key_rope = jnp.split(kv, [cfg.kv_lora_rank], axis=-1)
     latent = rms_norm(latent, a.kv_norm, LOW_RANK_EPS)
     return jnp.concatenate([latent, rotate(key_rope, angles, cfg.rope_interleave)], axis=-1)

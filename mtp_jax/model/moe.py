@@ -1,4 +1,4 @@
-"""Routed experts: what a router's choice is, and two ways to run the experts of rows by XLA.
+"""Routed experts: the type of a router's choice, and two ways to run the experts of rows by XLA.
 
 ``dense`` is the obviously right one; ``grouped`` visits only the experts that some row chose.
 """
@@ -18,7 +18,7 @@ Weight = Float[Array, "E ..."] | Narrow
 Product = Callable[[jax.Array, Any, Any], jax.Array]
 """``x @ w.T`` in a dtype (see ``Xla.product``)."""
 
-# Rows that one visit to an expert handles: at least, if there are so many, and at most.
+# Rows that one visit to an expert handles: at least, if there are enough, and at most.
 _TILES = 8, 64
 
 
@@ -54,7 +54,7 @@ def dense(
 def grouped(
     gate_up: Weight, down: Weight, x: Float[Array, "T D"], r: Routing, product: Product
 ) -> Float[Array, "T D"]:
-    """Visit each chosen expert with its own rows only, a tile of about as many as an expert has at a time.
+    """Visit each chosen expert with its own rows only, in tiles of about the mean number of an expert's rows.
 
     Ids outside ``[0, E)`` contribute nothing. A row's experts are summed in float32 in router order.
     """

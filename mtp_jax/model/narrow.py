@@ -20,7 +20,7 @@ E4M3_UNIT = 2.0**8
 
 
 class Narrow(ABC):
-    """What every such weight has."""
+    """Operations of every such weight."""
 
     @property
     @abstractmethod
@@ -162,7 +162,7 @@ class InStack(Narrow):
 
 
 def with_bits(w: Any) -> Any:
-    """A weight on a CPU with its ``bits``; others as they are.
+    """A weight on a CPU with its ``bits``; other weights unchanged.
 
     XLA on a CPU widens a whole stack of bfloat16 or e4m3 before it takes a slice of it, not so of integers.
     Both arrays lie in the same memory.

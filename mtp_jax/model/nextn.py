@@ -37,8 +37,8 @@ def run(
 ) -> tuple[Float[Array, "B W D"], Any, Choice]:
     """Layer ``k`` over rows (token, hidden of the token before it).
 
-    ``positions`` are the tokens' own. choice: what sparse attention looks at, if an earlier run chose it.
-    Returns (z after the norm, cache, what was looked at).
+    ``positions`` are the tokens' own. choice: rows for sparse attention, if an earlier run chose them.
+    Returns (z after the norm, cache, choice).
     """
     z, cache, _, choice = _run(params, cfg, k, tokens, hidden, positions, cache, views, on, choice)
     return z, cache, choice
@@ -96,7 +96,7 @@ def existing(k: int, positions: Int[Array, "B W"]) -> Int[Array, "B W"]:
 
 
 def seen(k: int, positions: Int[Array, "B W"]) -> Visible:
-    """What known tokens see of layer ``k``; ``positions`` run on from the first to -1 where none counts."""
+    """Rows of layer ``k`` that known tokens see; ``positions`` run on, then -1 after the last."""
     start, count = positions[:, 0], (positions >= 0).sum(axis=1)
     return chain(start, count, k + 1)
 
@@ -104,7 +104,7 @@ def seen(k: int, positions: Int[Array, "B W"]) -> Visible:
 def seen_by_draft(
     step: Int[Array, ""] | int, layers: int, length: Int[Array, " B"], active: Bool[Array, " B"]
 ) -> Visible:
-    """What the draft of ``step`` sees of its layer, ``step`` modulo ``layers``, in slots of that length.
+    """Rows of its layer that the draft of ``step`` sees, ``step`` modulo ``layers``, in slots of that length.
 
     Rows past the newest token's exist where the layer has drafted before, every ``layers`` positions, and of
     the drafts before its first own, as the layers ran on each other's rows. step: an array with one layer
@@ -162,7 +162,7 @@ def drafts_forced(
 
     Row i of depth k merges ``tokens[:, i + k]``, so there are at least T + depth of them. A single layer is
     run as it drafts ("training-time test", arXiv 2503.01840): a row of depth k sees the rows of depth 1 up to
-    its own and its own chain, not other rows of depth k. Of several layers each sees its own rows, as in the
+    its own and its own chain, not other rows of depth k. Each of several layers sees its own rows, as in the
     report; layer (k - 1) modulo their number serves depth k. Raises ConfigError for sparse attention.
     """
     if cfg.indexer:

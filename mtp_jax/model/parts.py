@@ -1,7 +1,7 @@
 """Windows and chunks of different lengths side by side: one pass reads every weight once for all of them.
 
 A part has rows [B, W]: B sequences, shard by shard of the ``data`` axis, of W tokens each. A pass over one
-part has its shape. A pass over several has rows [S, R]: those of each of S data shards, one part after the
+part has its shape. A pass over several has rows [S, R]: the rows of each of S data shards, one part after the
 other. Attention alone looks at the parts again, as each has a page table of its own.
 """
 
@@ -41,7 +41,7 @@ def split_tree(tree: Any, shapes: Sequence[tuple[int, ...]], mesh: Mesh | None) 
 def split(
     rows: Shaped[Array, "S R ..."], shapes: Sequence[tuple[int, ...]], mesh: Mesh | None
 ) -> list[Shaped[Array, "_B _W ..."]]:
-    """What ``join`` made one, of parts of these shapes [B, W]."""
+    """Parts of these shapes [B, W], from the rows that ``join`` made of them."""
     if len(shapes) == 1:
         return [rows]
     shards, parts, at = data_size(mesh), [], 0

@@ -1,4 +1,4 @@
-"""Which expert lies in which slot, so that no device has much more to do than the others. No jax here.
+"""Experts in slots, so that no device has much more to do than the rest. No jax here.
 
 The published heuristic (github.com/deepseek-ai/EPLB; arXiv 2412.19437, section 3.4): the next copy goes to
 the expert with the largest load per copy, then slots are packed, heaviest first, into the device with the
@@ -61,7 +61,7 @@ def place(
 
 
 def _packed(load: np.ndarray, bins: int) -> np.ndarray:
-    """The bin of each item, as many items in each."""
+    """The bin of each item; all bins have equally many."""
     room = len(load) // bins
     total, count, found = np.zeros(bins), np.zeros(bins, int), np.zeros(len(load), int)
     for item in np.argsort(-load, kind="stable"):
@@ -103,7 +103,7 @@ def aligned(goal: Placement, now: Placement, devices: int, nodes: int = 1) -> Pl
 
 
 def _kept(wanted: np.ndarray, have: np.ndarray) -> np.ndarray:
-    """The experts of a device in an order that leaves those in place that it has."""
+    """The experts of a device in an order that leaves experts in place where it has them."""
     rest, out = wanted.tolist(), np.full(len(have), -1)
     for slot, expert in enumerate(have.tolist()):
         if expert in rest:
@@ -124,7 +124,7 @@ def moves(now: Placement, goal: Placement) -> Iterator[tuple[int, int]]:
         count = np.bincount(placed)
         free = left[count[placed[left]] > 1]
         target = int(free[0] if free.size else left[0])
-        if not free.size:  # what is left are cycles of experts with one copy each
+        if not free.size:  # the rest are cycles of experts with one copy each
             spare = np.flatnonzero(count[placed] > 1)
             if not spare.size:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""What a device has room for beside weights and programs: the one sum of engines, `info` and `plan`."""
+"""Room of a device beside weights and programs: the one sum of engines, `info` and `plan`."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ class Room:
     Attributes:
         total: its memory.
         fraction: the share of it that may be taken.
-        taken: by weights, and by whatever else is there before the cache.
+        taken: bytes of weights, and of everything else that is there before the cache.
         programs: the most that programs need besides: activations, buffers, code.
     """
 
@@ -23,11 +23,11 @@ class Room:
 
     @property
     def bytes(self) -> float:
-        """What is left for the cache; negative if not even the rest fits."""
+        """Bytes left for the cache; negative if not even the rest fits."""
         return self.fraction * self.total - self.taken - self.programs
 
     def holds(self, size: int) -> int:
-        """How many tokens, or pages, of so many bytes each."""
+        """The number of tokens, or pages, of ``size`` bytes each."""
         return max(int(self.bytes // size), 0)
 
     def __str__(self) -> str:

@@ -26,7 +26,7 @@ def make_mesh(data: int, model: int) -> Mesh:
 
 
 def with_auto_axes(mesh: Mesh | None) -> Mesh | None:
-    """The same devices and axes, of the type that XLA partitions over: ``jax.make_mesh`` makes Explicit ones.
+    """The same devices and axes, of the type that XLA partitions over: ``jax.make_mesh`` makes Explicit axes.
 
     Raises ConfigError for other axes than data and model.
     """

@@ -46,7 +46,7 @@ class Spec:
             tensor is the whole array.
         tensor_shape: shape of each such tensor in the checkpoint.
         init: "normal" (1/sqrt(fan_in)), "embedding", "ones" or "zeros".
-        float32: kept in float32 whatever the model's dtype.
+        float32: kept in float32 under any dtype of the model.
         rows: part ``[start, stop)`` of every head's rows, of a tensor that holds ``heads`` groups of rows.
     """
 
@@ -86,7 +86,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Indexer:
-    """What chooses the entries that sparse attention looks at (arXiv 2512.02556, section 2.1)."""
+    """Parameters that choose the entries of sparse attention (arXiv 2512.02556, section 2.1)."""
 
     q: Any  # [H, i, Q], of the queries' low rank
     k: Any  # [i, D]
@@ -99,7 +99,7 @@ class Indexer:
 class Attention:
     """MLA (arXiv 2405.04434, section 2.1). ``q_a`` and ``q_norm`` are None when queries have no low rank.
 
-    ``indexer`` is None without sparse attention, and where a layer attends to what another one's chose.
+    ``indexer`` is None without sparse attention, and where a layer attends to another layer's choice.
     """
 
     q_a: Any  # [Q, D]
@@ -323,8 +323,8 @@ def _nextn(cfg: ModelConfig, k: int, own_embed: bool, own_head: bool) -> NextN:
 def param_specs(cfg: ModelConfig, own: Iterable[tuple[bool, bool]] = ()) -> Params:
     """The tree of ``Spec`` of a model.
 
-    own: for the first NextN layers, whether embedding and head differ from the trunk's and are kept; those of
-    the others are the trunk's.
+    own: for the first NextN layers, whether embedding and head differ from the trunk's and are kept; the
+    tables of the rest are the trunk's.
     """
     layers, nextn = range(cfg.num_hidden_layers), range(cfg.num_nextn_predict_layers)
     tables = itertools.chain(own, itertools.repeat((False, False)))
@@ -387,7 +387,7 @@ def scale_spec(spec: Spec, suffix: str) -> Spec:
 def columns_spec(spec: Spec, suffix: str, columns: int) -> Spec:
     """The spec of an array with the rows of a weight and ``columns`` columns, split as the weight is.
 
-    Its tensors are called like the weight's with ``suffix``. The last two axes of ``spec`` must be those of
+    Its tensors are called like the weight's with ``suffix``. The last two axes of ``spec`` must belong to
     its tensors.
     """
     shape, tensor_shape = (*spec.shape[:-1], columns), (spec.tensor_shape[0], columns)

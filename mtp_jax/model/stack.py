@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 from mtp_jax.model.narrow import InStack, index, is_narrow, readable, with_bits, without_bits
 
 Tree = TypeVar("Tree")
-# XLA on a CPU takes an array of the host for its own where it begins at a multiple of so many bytes.
+# XLA on a CPU takes an array of the host for its own where it begins at a multiple of this number of bytes.
 _ALIGNMENT = 64
 
 
@@ -34,7 +34,7 @@ class Stack(Generic[Tree]):
 
 
 def each(groups: Iterable[Any]) -> list[tuple[Any, tuple[int, ...]]]:
-    """Trees and stacks, tree by tree: (the group's own tree, what to index its arrays with first)."""
+    """Trees and stacks, tree by tree: (the group's own tree, the first index of its arrays)."""
     found = []
     for group in groups:
         stack = isinstance(group, Stack)

@@ -30,18 +30,18 @@ from mtp_jax.model.sharding import constrain
 from mtp_jax.model.stack import Stack, one_of
 
 REFERENCE = Xla()
-"""Carries out what nobody has chosen a backend for."""
+"""The backend of calls that choose none."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A forward pass with what tests and training look at.
+    """A forward pass with the values that tests and training look at.
 
     Attributes:
-        hidden: after the final norm [B, T, D].
-        routing: of every MoE layer, in order.
-        caches: those of the groups of layers after the pass; none without a cache.
-        choices: what each layer looked at, of sparse attention.
+        hidden: hidden states after the final norm [B, T, D].
+        routing: routing of every MoE layer, in order.
+        caches: caches of the groups of layers after the pass; none without a cache.
+        choices: choice of each layer, of sparse attention.
     """
 
     hidden: Float[Array, "B T D"]
@@ -60,9 +60,9 @@ def block(
     on: Backend,
     choice: Choice = (),
 ) -> tuple[Stream, Any, Routing | None, Choice]:
-    """A pre-norm decoder block. Returns (x, cache, routing of an MoE block, what sparse attention looked at).
+    """A pre-norm decoder block. Returns (x, cache, routing of an MoE block, choice of sparse attention).
 
-    choice: what to look at, if another layer has chosen it.
+    choice: rows to attend to, if another layer has chosen them.
     """
     x, cache, choice = attended(p, cfg, x, angles, cache, views, on, choice)
     x, routing = fed(p, cfg, x, views, on)
@@ -80,7 +80,7 @@ def attended(
     on: Backend,
     choice: Choice,
 ) -> tuple[Stream, Any, Choice]:
-    """The first half of a block. Returns (x, cache, what sparse attention looked at)."""
+    """The first half of a block. Returns (x, cache, choice of sparse attention)."""
     with jax.named_scope("attention_project"):
         x, q, entries, cache = on.before_attention(p, cfg, x, angles, cache, views)
     context, cache, choice = on.attend(p.attention, cfg, q, entries, cache, views, choice)
@@ -113,8 +113,9 @@ def run(
 ) -> Traced:
     """The trunk over rows of tokens, reading and extending the cache.
 
-    caches: one for each group of ``params.layers``, a stack for a stack. views: of each part (see ``parts``)
-    that the rows consist of. Without a cache there are none, and every token sees those before it.
+    caches: one for each group of ``params.layers``, a stack for a stack. views: one for each part (see
+    ``parts``) that the rows consist of. Without a cache there are none, and every token sees the tokens
+    before it.
     """
     x, angles = embed(params.embed, tokens, on.mesh), rope_angles(cfg, positions)
     batches = micro_batches.count(len(tokens), len(views), on)
@@ -131,7 +132,8 @@ def run(
             continue
         with jax.named_scope(f"layer_{first}"):
             for b, (angles, views) in enumerate(rest):
-                # What a layer with an indexer chooses, those behind it without one look at as well.
+                # Layers behind a layer with an indexer, without one of their own, attend to its choice as
+                # well.
                 given = () if cfg.indexes(first) else choices[-1][b]
                 x = micro_batches.after(xs[b], before)
                 xs[b], mine, choice = attended(layers, cfg, x, angles, mine, views, on, given)

@@ -1,6 +1,6 @@
-"""What a token sees of its slot's cache: compact, never a mask of every row for every token.
+"""Rows of its slot's cache that a token sees: compact, never a mask of every row for every token.
 
-The kernels take it as it is; XLA asks it for the mask of the rows at hand. What sparse attention chooses is
+The kernels take it as it is; XLA asks it for the mask of the rows at hand. The choice of sparse attention is
 apart (``model.indexer.Choice``).
 """
 

@@ -1,4 +1,4 @@
-"""What a deployment would need and do, from a config.json alone: memory, step time, tokens per second, cost.
+"""Memory, step time, tokens per second and cost of a deployment, estimated from a config.json alone.
 
     config -> weights, work -> memory, step_time (a band) -> table -> text, JSON, picture
 

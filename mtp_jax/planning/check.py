@@ -1,4 +1,4 @@
-"""The estimate beside what was published."""
+"""The estimate beside published speeds."""
 
 import math
 import statistics
@@ -24,7 +24,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Of the middle: 0.1 where it is a tenth too high."""
+        """Error of the middle: 0.1 where it is a tenth too high."""
         return self.middle / self.point.rate - 1
 
     @property
@@ -54,7 +54,7 @@ def orderings() -> list[tuple[str, str, bool]]:
 
 
 def text() -> str:
-    """Tables for people: the fitted points, the held-out ones, medians and orderings."""
+    """Printed tables: the fitted points, the held-out points, medians and orderings."""
     parts = []
     for title, points in (("Fitted", FITTED), ("Held out: looked up after the fit", HELD_OUT)):
         compared = [compare(p) for p in points]

@@ -1,4 +1,4 @@
-"""A model on some GPUs, with its load: what an estimate is made for, and what cannot be."""
+"""A model on some GPUs, with its load; deployments that cannot be estimated are refused."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -34,7 +34,7 @@ class Deployment:
         depth: drafts per step.
         tokens_per_step: tokens that a request gains per step.
         cache: "bfloat16" or "fp8".
-        attention: what attention multiplies. An FP8 cache is expanded to bfloat16 first, by this engine.
+        attention: the format that attention multiplies. This engine first expands an FP8 cache to bfloat16.
         redundant: second copies of experts.
         imbalance: rows of experts of the busiest GPU over the mean.
         exchange: how rows reach their experts.
@@ -80,7 +80,7 @@ class Deployment:
 
     @property
     def layers(self) -> range:
-        """Layers with a cache: the trunk's, and those of NextN if anything is drafted."""
+        """Layers with a cache: the trunk's, and the NextN layers if anything is drafted."""
         return range(self.cfg.num_hidden_layers + (self.cfg.num_nextn_predict_layers if self.depth else 0))
 
     @property
@@ -90,15 +90,15 @@ class Deployment:
 
 
 def hosts_for(gpu: Gpu, gpus: int) -> int:
-    """The fewest NVLink domains that hold so many GPUs."""
+    """The fewest NVLink domains that hold ``gpus`` GPUs."""
     return -(-gpus // gpu.domain)
 
 
 def tokens_per_step(rates: tuple[float, ...], depth: int) -> float:
     """Tokens that a step of ``depth`` drafts emits on average.
 
-    rates: how often the draft of a position is accepted once those before it are; the last one is that of all
-    further positions, too.
+    rates: the share of drafts accepted at a position once all earlier drafts are; the last rate holds for
+    all further positions.
     """
     kept, total = 1.0, 1.0
     for position in range(depth):

@@ -1,4 +1,4 @@
-"""What GPUs send each other in a step: rows to experts and back, sums of a group that divides heads."""
+"""Bytes that GPUs send each other in a step: rows to experts and back, sums of a group that divides heads."""
 
 from dataclasses import dataclass
 

@@ -1,9 +1,9 @@
-"""What a GPU reaches of its peaks: the numbers that are fitted, not derived. All are here.
+"""Shares of a GPU's peaks that software reaches: the numbers that are fitted, not derived. All are here.
 
 Fitted by hand, as of November 2026, to the 17 points of ``published.toml``: speeds of SGLang, of DeepSeek's
 own service and of TensorRT-LLM. Nothing of it was measured on a GPU with this engine. ``LEAN`` is software
 with fused kernels, graphs and tuned products; ``USUAL`` is LEAN times a second set of factors, for software
-with less of that. What is published is expected between the two, and that is the band of every estimate.
+that has fewer of them. A published speed is expected between the two; they are the band of every estimate.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from mtp_jax.planning.hardware import Gpu
 
 @dataclass(frozen=True)
 class Fit:
-    """What software reaches.
+    """Shares of the peaks that software reaches.
 
     Attributes:
         memory: share of the memory bandwidth.
@@ -46,7 +46,7 @@ _OF_LEAN = Fit(memory=0.85, products=0.7, attention=0.7, launch=1.6, collective=
 USUAL = Fit(**{name: value * getattr(_OF_LEAN, name) for name, value in vars(LEAN).items()})
 BAND = (USUAL, LEAN)
 
-# What products and attention reach on Blackwell of what they reach on Hopper, in the points of 2025.
+# Products and attention reach this share on Blackwell of their share on Hopper, in the points of 2025.
 YOUNG = 0.7
 
 # Kernels of a well fused program: per layer, per draft and per step. `make gpu-compile` counts 25 per MoE
@@ -56,9 +56,9 @@ OF_ATTENTION, OF_MOE, OF_DENSE, OF_INDEXER, OF_DRAFT, OF_STEP = 11, 9, 5, 43, 24
 # The busiest GPU's rows of experts over the mean, where experts are not rebalanced. Assumed.
 IMBALANCE = 1.3
 
-# Of the peak in products of prompts. SGLang reads 52,300 tokens/s of 2k prompts on 8 H100 (``published``).
+# The share of the peak in products of prompts. SGLang reads 52,300 tokens/s of 2k prompts on 8 H100.
 PREFILL = 0.28
 
-# Of a GPU's memory: the share that is used, and what activations, buffers of collectives, CUDA and code take
-# of it. An allowance; a step of this engine has less than 0.3 GiB of activations (docs/kernels.md).
+# The share of a GPU's memory that is used, and the bytes that activations, buffers of collectives, CUDA and
+# code take of it. An allowance; a step of this engine has less than 0.3 GiB of activations (docs/kernels.md).
 MEMORY_FRACTION, OVERHEAD = 0.94, 4e9

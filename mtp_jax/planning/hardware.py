@@ -2,8 +2,8 @@
 
 Peaks are dense, without sparsity. Sources: NVIDIA's data sheets of H100, H200, HGX B200 and GB200 NVL72, the
 dense peaks of the last two as glennklockwood.com/garden/processors/B200 has them; for H800 (an H100 with less
-NVLink) and H20 what engines published with their measurements (``published``). Memory is what ``nvidia-smi``
-reports. The network is one adapter of 400 Gbit/s per GPU, of 200 Gbit/s for H20.
+NVLink) and H20 the figures that engines published with their measurements (``published``). ``nvidia-smi``
+reports the memory. The network is one adapter of 400 Gbit/s per GPU, of 200 Gbit/s for H20.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from typing import Literal
 from mtp_jax.errors import ConfigError
 
 Rate = Literal["bf16", "fp8", "fp4"]
-"""What the tensor cores multiply."""
+"""Formats that the tensor cores multiply."""
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,14 @@ class Gpu:
     """One kind of GPU.
 
     Attributes:
-        name: as options and tables have it.
+        name: its name in options and tables.
         memory_mib: memory in MiB.
         bandwidth: bytes per second from memory.
         bf16, fp8, fp4: peak operations per second; where there is no FP4, that of FP8.
         nvlink: bytes per second and direction to GPUs of the same NVLink domain.
-        network: bytes per second and direction to others, by the network adapter of each GPU.
+        network: bytes per second and direction to other domains, by the network adapter of each GPU.
         domain: GPUs of an NVLink domain.
-        young: whether kernels do not yet reach of its peaks what they reach on Hopper.
+        young: whether kernels reach a smaller share of its peaks than on Hopper.
     """
 
     name: str

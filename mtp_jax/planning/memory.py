@@ -1,4 +1,4 @@
-"""What the weights leave of a GPU's memory, and how many tokens can be cached in it."""
+"""Room that the weights leave in a GPU's memory, and the number of tokens that can be cached there."""
 
 from dataclasses import dataclass, replace
 
@@ -16,8 +16,9 @@ class Memory:
     """Bytes of one GPU.
 
     Attributes:
-        of: all of it: the weights, the NextN layers' if anything is drafted, and what programs take.
-        experts: of the weights, routed experts.
+        of: the whole memory, the weights (NextN layers included if anything is drafted) and the programs'
+            part.
+        experts: bytes of routed experts among the weights.
         per_token: cache of a token, in all layers.
         groups: groups of GPUs, each with a cache for requests of its own.
         context: cached tokens of a request.
@@ -31,7 +32,7 @@ class Memory:
 
     @property
     def overhead(self) -> float:
-        """What programs take, and what is left free."""
+        """Bytes that programs take or that stay free."""
         return (1 - self.of.fraction) * self.of.total + self.of.programs
 
     @property
@@ -51,7 +52,7 @@ class Memory:
 
 
 def memory(d: Deployment) -> Memory:
-    """Memory of each GPU of a deployment, whatever its requests."""
+    """Memory of each GPU of a deployment; the number of requests does not change it."""
     specs, mesh = declared(d.cfg), {"data": d.data, "model": d.model}
     routed, others = [], []
     for spec in leaves(specs if d.depth else replace(specs, nextn=())):
@@ -67,7 +68,7 @@ def memory(d: Deployment) -> Memory:
 
 
 def misfit(d: Deployment) -> str | None:
-    """Why a deployment does not fit, with what it needs; None if at least one request does."""
+    """The reason why a deployment does not fit, with its needs; None if at least one request does."""
     m = memory(d)
     if m.needed <= m.of.total:
         return None

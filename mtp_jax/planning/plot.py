@@ -1,4 +1,4 @@
-"""The picture of a plan: tokens per second of a GPU against those of a user."""
+"""The picture of a plan: tokens per second of a GPU against the tokens per second of a user."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""How many prompt tokens a GPU reads per second while it does nothing else."""
+"""Prompt tokens per second that a GPU reads while it does nothing else."""
 
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.planning.deployment import Deployment
@@ -7,7 +7,7 @@ from mtp_jax.planning.weights import trunk
 
 
 def prompt_tokens_per_second(d: Deployment) -> tuple[float, float]:
-    """Of one GPU, with usual and with lean software, for prompts of ``context`` tokens.
+    """Rates of one GPU with usual and with lean software, for prompts of ``context`` tokens.
 
     Products with the weights that a token uses, and causal attention with expanded keys and values.
     """
@@ -24,7 +24,7 @@ def prompt_tokens_per_second(d: Deployment) -> tuple[float, float]:
 
 
 def _attention_flops(c: ModelConfig, number: int, context: int) -> float:
-    """Of one token in the middle of the prompt, in one layer; with sparse attention the indexer's, too."""
+    """Operations of one token in the middle of the prompt, in one layer, those of an indexer included."""
     seen = context / 2
     value = c.grouped.head_dim if c.grouped else c.v_head_dim
     scoring, index = 0.0, c.indexer

@@ -26,9 +26,9 @@ class Point:
     """A published figure.
 
     Attributes:
-        name: what was measured.
+        name: the name of the measurement.
         source: a key of ``SOURCES``.
-        deployment: on what.
+        deployment: the model, the GPUs and the load.
         rate: tokens per second, of one user or of one GPU.
         per_user: which of them.
         open: assumptions about facts that the source leaves out.

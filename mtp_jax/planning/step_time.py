@@ -1,6 +1,6 @@
 """Seconds of one step on the busiest GPU: a roofline for each piece, a price for launches and collectives.
 
-A piece takes as long as reading its bytes or computing its operations, whichever is longer, at the shares of
+A piece takes the longer of two times, reading its bytes and computing its operations, at the shares of
 the peaks that a ``Fit`` names. Pieces add up. Only exchange and computing overlap, with two micro-batches.
 """
 
@@ -30,8 +30,8 @@ class Step:
     """One step.
 
     Attributes:
-        seconds: by piece: those of COMPUTING, launches, exchange, hidden (negative: what two micro-batches
-            save), drafting.
+        seconds: time of each piece: the pieces of COMPUTING, launches, exchange, hidden (negative: the time
+            that two micro-batches save), drafting.
         launches: kernels of the trunk and head.
         sent: bytes that one GPU sends for the trunk.
     """
@@ -52,7 +52,7 @@ class Band:
 
     Attributes:
         usual, lean: the two ends.
-        micro_batches: of this step.
+        micro_batches: 1 or 2, in this step.
     """
 
     usual: Step
@@ -72,7 +72,7 @@ def band(d: Deployment) -> Band:
 
 
 def fastest(d: Deployment) -> Band:
-    """The band of one micro-batch or of two, whichever takes less in the middle."""
+    """The band of one micro-batch or of two: the band with the smaller middle."""
     one = band(replace(d, micro_batches=1))
     if d.data == 1 or d.busiest < 2:
         return one
@@ -130,10 +130,10 @@ class _Times:
     """Seconds of pieces for one load.
 
     Attributes:
-        d, fit: what computes, and how well.
+        d, fit: the deployment, and the shares of peaks that it reaches.
         busiest: requests of the group that has most.
-        requests: of all groups.
-        width: tokens of each in this pass.
+        requests: requests of all groups.
+        width: tokens of each request in this pass.
     """
 
     d: Deployment
@@ -143,7 +143,7 @@ class _Times:
     width: int
 
     def roofline(self, nbytes: float, flops: float, rate: Rate, share: float) -> float:
-        """Reading or computing, whichever takes longer."""
+        """The longer time: reading or computing."""
         gpu = self.d.gpu
         return max(nbytes / (gpu.bandwidth * self.fit.memory), flops / (gpu.peak(rate) * share))
 
@@ -177,13 +177,14 @@ class _Times:
         return self.roofline(self.busiest * nbytes, self.busiest * flops, d.attention, self.fit.attention)
 
     def experts(self, b: Block) -> float:
-        """Routed experts of the busiest GPU: those that some row of any GPU chose."""
+        """Routed experts of the busiest GPU that some row of any GPU chose."""
         d, rows = self.d, self.requests * self.width
         held = (b.experts + d.redundant) / d.gpus
         seen = expected_experts(d.cfg, rows) / b.experts * held
         mean, spread = rows * d.cfg.num_experts_per_tok / d.gpus, d.imbalance if d.gpus > 1 else 1.0
         if d.gpus > 1:
-            # Of few that are chosen, one GPU has more than its share: by a deviation of the square root.
+            # Few experts are chosen, and unevenly: one GPU has more than its share, by a deviation of the
+            # root.
             seen = min(seen + seen**0.5, held)
         kept = d.storage.experts
         flops = 2 * mean * spread * b.expert
@@ -194,7 +195,7 @@ class _Times:
         return self.product(Weights.of(declared(self.d.cfg).table), self.d.model)
 
     def exchange(self, b: Block) -> Sent:
-        """What one block sends."""
+        """Bytes and seconds of the exchange of one block."""
         rows = self.busiest * self.width
         sums = sums_of_group(self.d, rows, self.fit)
         return sums + to_experts(self.d, rows, self.fit) if b.experts else sums

@@ -1,4 +1,4 @@
-"""A plan: memory, and for numbers of requests and depths what a deployment does."""
+"""A plan: memory, and speeds and cost for numbers of requests and depths."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from mtp_jax.planning.prefill import prompt_tokens_per_second
 from mtp_jax.planning.step_time import Band, band, fastest
 
 Range = tuple[float, float]
-"""With usual software, with lean software."""
+"""Two figures: with usual software, with lean software."""
 
 _GROWTH = 4
 """Between the numbers of requests that are shown unless some are asked for."""
@@ -22,7 +22,7 @@ class Row:
     """A number of requests at a depth.
 
     Attributes:
-        deployment: on what.
+        deployment: the GPUs and the load.
         band: the step.
     """
 
@@ -42,7 +42,7 @@ class Row:
         return self.user[0] * share, self.user[1] * share
 
     def cost(self, price: float) -> Range:
-        """What a million tokens cost where a GPU costs ``price`` per hour."""
+        """Cost of a million tokens where a GPU costs ``price`` per hour."""
         usual, lean = (price / 3600 / rate * 1e6 for rate in self.gpu)
         return usual, lean
 
@@ -57,14 +57,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a deployment needs and does.
+    """Needs and speeds of a deployment.
 
     Attributes:
-        base: model, GPUs and options; its load is that of no row.
-        memory: by whether anything is drafted; what does not fit is left out.
-        rows: what fits, by requests and depth.
-        notes: what does not.
-        price: of a GPU per hour; None: not given.
+        base: model, GPUs and options; no row has its load.
+        memory: memory with and without drafts; a side that does not fit is left out.
+        rows: the loads that fit, by requests and depth.
+        notes: sentences about loads that do not fit.
+        price: cost of a GPU per hour; None: not given.
     """
 
     base: Deployment
@@ -79,7 +79,7 @@ class Plan:
         return prompt_tokens_per_second(self.base)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON. Pairs are [usual, lean]."""
+        """The plan as a JSON object. Pairs are [usual, lean]."""
         d = self.base
         return {
             "gpu": d.gpu.name,
@@ -138,8 +138,9 @@ def make(
 ) -> Plan:
     """The plan of a deployment.
 
-    requests: None: 1, 4, 16 ... and as many as fit. rates: see ``tokens_per_step``. micro_batches: None: one
-    or two, whichever is faster. Raises ConfigError if nothing fits, with what would do.
+    requests: None: 1, 4, 16 ... up to the largest number that fits. rates: see ``tokens_per_step``.
+    micro_batches: None: the faster of 1 and 2. Raises ConfigError, with a deployment that fits, if nothing
+    fits.
     """
     kinds = [
         replace(base, requests=1, depth=depth, tokens_per_step=tokens_per_step(rates, depth))
@@ -179,7 +180,7 @@ def _numbers(most: int) -> Iterator[int]:
 
 
 def _would_do(d: Deployment) -> str:
-    """What fits instead, for people: groups as large as a host, or the least doubling of the GPUs."""
+    """A deployment that fits, in a sentence: groups as large as a host, or the least doubling of the GPUs."""
     found = []
     if d.model < d.domain and _fits(d, data=d.hosts, model=d.domain):
         found.append(f"a mesh of {d.hosts}x{d.domain}")

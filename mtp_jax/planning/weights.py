@@ -16,10 +16,10 @@ class Format:
     """How weights are kept.
 
     Attributes:
-        name: for people.
-        bytes: of a weight, scales included.
-        rate: what multiplies it.
-        row: bytes of a value of the rows that it multiplies, as other GPUs are sent them.
+        name: the name in printed tables.
+        bytes: bytes of a weight, scales included.
+        rate: the format that tensor cores multiply.
+        row: bytes of a value in the multiplied rows, as they travel between GPUs.
     """
 
     name: str
@@ -49,13 +49,13 @@ class Storage:
 
     @classmethod
     def of(cls, cfg: ModelConfig) -> "Storage":
-        """What config.json announces; what it does not is bfloat16."""
+        """The formats that config.json announces, bfloat16 by default."""
         others = FP8 if cfg.fp8 else BFLOAT16
         return cls(others if cfg.int4_group is None else int4(cfg.int4_group), others)
 
     @property
     def name(self) -> str:
-        """For people: "fp8", or "bfloat16, experts in int4"."""
+        """The name in printed tables: "fp8", or "bfloat16, experts in int4"."""
         same = self.experts == self.others
         return self.others.name if same else f"{self.others.name}, experts in {self.experts.name}"
 
@@ -77,9 +77,9 @@ class Weights:
     """Weights by the way in which they are kept.
 
     Attributes:
-        narrow: in the checkpoint's format where it has one: projections.
-        half: always in 16 bits: tables, biases, what queries and outputs absorb, the merge of NextN.
-        single: always in float32: norms, routers.
+        narrow: projections, in the checkpoint's format if it has one.
+        half: tables, biases, matrices absorbed by queries and outputs, the merge of NextN: always in 16 bits.
+        single: norms and routers: always in float32.
     """
 
     narrow: int = 0
@@ -97,7 +97,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Block:
-    """A decoder block, by what the GPUs of one data shard divide among them.
+    """A decoder block, divided as the GPUs of one data shard divide it among them.
 
     Attributes:
         whole: parts of attention that each of them has whole: norms, low ranks, the indexer, keys and

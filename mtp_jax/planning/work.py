@@ -1,4 +1,4 @@
-"""What attention and experts of one layer read and compute: of one sequence, and of a number of rows."""
+"""Bytes that attention and experts of one layer read, and their operations, per sequence and per row."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Every compilation, with its time: none may fall into what is measured."""
+"""Every compilation, with its time: none may fall into the measured time."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""What XLA says a program costs.
+"""Costs of a program as XLA counts them.
 
 It counts the body of a loop once, however often it runs, so its figures leave most of the experts out; and it
 counts an operand again for everything that reads it. ``bench.cost`` counts from the model.

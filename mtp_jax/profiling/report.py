@@ -1,4 +1,4 @@
-"""What a profile says: time by scope, programs against their roofline, compilations."""
+"""The report of a profile: time by scope, programs against their roofline, compilations."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +23,9 @@ class Program:
 
     Attributes:
         name: in HLO and in the trace.
-        launches: in the traced steps; 0 where the backend does not tell launches apart.
-        seconds: of a traced launch, on average, from its first instruction to its last.
-        work: that a launch cannot do without.
+        launches: their number in the traced steps; 0 where the backend does not tell launches apart.
+        seconds: mean time of a traced launch, from its first instruction to its last.
+        work: the least bytes and operations of a launch.
         xla: FLOPs and bytes as XLA counts them.
         memory: bytes by kind.
     """
@@ -38,7 +38,7 @@ class Program:
     memory: Mapping[str, int]
 
     def costs(self, peaks: Peaks) -> dict[str, Any]:
-        """For cost.json."""
+        """The object written to cost.json."""
         least = peaks.seconds(self.work.flops, self.work.bytes)
         return {
             "program": self.name,
@@ -58,18 +58,18 @@ class Profile:
     """Everything report.md says.
 
     Attributes:
-        model: its name.
-        options: of the profile.
+        model: the model's name.
+        options: options of the profile.
         environment: versions and machine.
         seconds: per step, without the profiler.
         traced: per step, with it.
         wall: seconds of the traced time over its steps; the scopes add up to it.
-        plain: seconds per step of as many slots without drafts, without the profiler; None: not measured.
-        speculation: of the slots that decoded in all measured steps.
+        plain: seconds per step of equally many slots without drafts and profiler; None: not measured.
+        speculation: counts of the slots that decoded in all measured steps.
         scopes: seconds per traced step.
-        programs: that ran.
-        peaks: of the machine.
-        compiles: all, before the measured steps.
+        programs: programs that ran.
+        peaks: peaks of the machine.
+        compiles: all compilations before the measured steps.
     """
 
     model: str
@@ -124,7 +124,7 @@ class Profile:
         return "\n\n".join(blocks) + "\n"
 
     def _gain(self) -> str:
-        """What speculation did to these steps, as far as it was measured."""
+        """The effect of speculation on these steps, if it was measured."""
         if self.options["depth"] == 0 or not self.speculation.steps:
             return "Speculation: none of these steps has drafts, so this profile does not say what they gain."
         tokens = self.speculation.acceptance_length

@@ -32,7 +32,7 @@ _WINDOW = "mtp-jax measured steps"
 
 @dataclass(frozen=True)
 class Options:
-    """What to profile. ``depth`` is 0 for "decode"; ``temperature`` 0 is greedy."""
+    """The phase to profile. ``depth`` is 0 for "decode"; ``temperature`` 0 is greedy."""
 
     phase: Phase
     batch: int
@@ -43,7 +43,7 @@ class Options:
 
 
 def profile(subject: Subject, options: Options, out: Path) -> Profile:
-    """Write everything to ``out`` and return what the report says.
+    """Write everything to ``out`` and return the report.
 
     The steps are measured twice: without the profiler, which makes small instructions slow, and with it, for
     the shares of the scopes. Raises ConfigError for options that do not go together, MtpJaxError if a
@@ -105,7 +105,7 @@ def profile(subject: Subject, options: Options, out: Path) -> Profile:
 
 
 def _plain(subject: Subject, o: Options) -> Spread | None:
-    """Seconds of a step without drafts, of as many slots: what steps that verify are compared with.
+    """Seconds of a step without drafts over equally many slots: the baseline of steps that verify.
 
     None for other phases. Its engine is gone before the profiled one is made.
     """

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# What a step does, in order; what a chunk adds to it; and the trunk's pass over a chunk alone.
+# Stages of a step, in order; the stages that a chunk adds; and the trunk's pass over a chunk alone.
 STEP_PHASES = ("draft", "verify", "accept", "commit")
 CHUNK_PHASES = ("prefill_drafter", "first_token")
 PHASES = (*STEP_PHASES, *CHUNK_PHASES, "prefill_trunk", "prompt_logprobs")
@@ -44,7 +44,7 @@ class Scope:
 
 NOWHERE = Scope(OTHER, OTHER)
 
-# Programs of their own that run between steps, by their name in HLO, and what they do.
+# Programs of their own that run between steps: names in HLO, and their work.
 BOOKKEEPING = "bookkeeping"
 _BETWEEN_STEPS = {
     "jit_admit": "a request's row enters a slot",
@@ -63,7 +63,7 @@ def scope_of(op_name: str) -> Scope:
     """The scope of a path such as ``jit(step_b1_k3_p4)/verify/layer_0/attend/dot_general``."""
     names = op_name.split("/")
     phase = next((n for n in names if n in PHASES), OTHER)
-    # Outermost names first: what lies deepest says it best.
+    # Outermost names first: the innermost is the most exact.
     part = next((PARTS[n] for n in reversed(names) if n in PARTS), OTHER)
     return Scope(phase, part)
 
@@ -80,9 +80,9 @@ _ROUNDS = 4
 def scopes_of(hlo: str) -> dict[str, Scope]:
     """Instruction name -> scope, from a compiled program's HLO text.
 
-    The compiler drops the path of some instructions that it rewrites. Such a one has the scope of what it
-    calls (fusions, loops), else of what uses it, else of what it uses. A fusion has the path of its last
-    operation; where it holds a matrix product, its time is that product's, hence its scope.
+    The compiler drops the path of some instructions that it rewrites. Such an instruction has the scope of
+    its callees (fusions, loops), else the scope of its users. A fusion has the path of its last operation;
+    where it holds a matrix product, its time is that product's, hence its scope.
     """
     inside: dict[str, list[str]] = defaultdict(list)
     scopes: dict[str, Scope] = {}

@@ -1,7 +1,7 @@
 """From a profiler trace to time by scope.
 
-Each moment of the measured time goes to what runs then: to the innermost instruction of every thread or
-stream, in equal shares where several run at once. What is left is either *dispatch*, time inside a launched
+Each moment of the measured time goes to the instruction that runs then: to the innermost one of every thread
+or stream, in equal shares where several run at once. The rest is either *dispatch*, time inside a launched
 program in which none of its instructions runs, or *host gap*, time in which the device has no program. So the
 times of all scopes add up to the wall time.
 """
@@ -25,7 +25,7 @@ HOST_GAP = Scope("host gap", "no program runs")
 class Op:
     """An instruction that ran: nanoseconds, its program's name in HLO, and which launch it belongs to.
 
-    kernel: what the device calls it; on a GPU several kernels may belong to one instruction.
+    kernel: the device's name for it; on a GPU several kernels may belong to one instruction.
     """
 
     start: float
@@ -38,10 +38,10 @@ class Op:
 
 @dataclass(frozen=True)
 class Trace:
-    """What ran in the measured time.
+    """Instructions that ran in the measured time.
 
     Attributes:
-        start, end: of the measured time, in nanoseconds.
+        start, end: bounds of the measured time, in nanoseconds.
         lines: instructions by thread or stream.
     """
 
@@ -88,7 +88,7 @@ def by_scope(trace: Trace, scopes: Mapping[str, Mapping[str, Scope]]) -> dict[Sc
             known = scopes.get(op.module)
             scope = scope_of_program(op.module) if known is None else known.get(op.name, NOWHERE)
             changes += [(max(start, trace.start), 1, scope), (min(end, trace.end), -1, scope)]
-    # Dispatch and host gap are what shows where nothing else runs.
+    # Dispatch and host gap fill the time in which nothing else runs.
     for start, end in launches(trace).values():
         changes += [(max(start, trace.start), 1, DISPATCH), (min(end, trace.end), -1, DISPATCH)]
     changes += [(trace.start, 1, HOST_GAP), (trace.end, -1, HOST_GAP)]

@@ -1,4 +1,4 @@
-"""What is profiled: an engine kept busy with one kind of step for as long as it is stepped."""
+"""The profiled work: an engine kept busy with one kind of step for as long as it is stepped."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from mtp_jax.errors import ConfigError
 Phase = Literal["prefill", "decode", "verify", "mixed"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
-# Steps before the measured ones: the first ones find caches cold.
+# Steps before the measured steps: the first steps find caches cold.
 _SETTLE = 4
 # A prompt's slot is free again two steps later: with three there is a prompt for every step.
 _PROMPT_SLOTS = 3
@@ -22,7 +22,7 @@ _PROMPT_SLOTS = 3
 
 @dataclass(frozen=True)
 class Workload:
-    """An engine in the midst of a phase, what steps it there, and the requests that decode all the while."""
+    """An engine in the midst of a phase, the function that steps it there, and the requests that decode."""
 
     engine: Engine
     step: Callable[[], None]
@@ -39,7 +39,7 @@ def start(
     verify   every slot drafts and verifies
     mixed    every slot drafts and verifies, and prompts go through further slots
 
-    Raises ConfigError for what a phase or the model cannot do.
+    Raises ConfigError if the phase or the model cannot be profiled.
     """
     if phase in ("verify", "mixed") and depth < 1:
         raise ConfigError(f"--phase {phase} verifies drafts: --depth 1 or more")
@@ -50,7 +50,7 @@ def start(
         raise ConfigError(f"--input-len {input_len}: the model's positions end at {limit}")
     decoding = 0 if phase == "prefill" else batch
     fed = steps + _SETTLE + 1 if phase in ("prefill", "mixed") else 0
-    # Slots decode already while the prompts of the others are read, 16 tokens at a time at worst.
+    # Slots decode already while other prompts are read, 16 tokens at a time at worst.
     longest = (depth + 1) * (steps + _SETTLE + decoding * -(-input_len // 16))
     engine = subject.engine(depth, decoding + (_PROMPT_SLOTS if fed else 0), input_len + max(longest, 1))
     prompts = prompts_for(subject, decoding + fed, input_len).ids

@@ -2,7 +2,7 @@
 
 Steps read rows from pages through page tables, and write the rows of their windows there, so that a wrong
 table, a stale page or a length off by one shows in the text, or as a ``Violation``. The drafter has entries
-and boundary states of its own, as ``drafter/nextn.py`` has: where they are not those of the text, no draft is
+and boundary states of its own, as ``drafter/nextn.py`` has: where they differ from the text's, no draft is
 right.
 """
 
@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from mtp_jax.decode import launches
-from mtp_jax.decode.host import Chunk, MaskMaker, Result, SlotRow, TopLogprobs
+from mtp_jax.decode.arrays import Chunk, MaskMaker, Result, SlotRow, TopLogprobs
 from mtp_jax.decode.keys import EXTRA_COLUMNS, Finish, Key, Source, StepKey, cheapest
 from mtp_jax.decode.launches import DeviceRunner, Launch
 from mtp_jax.simulate.language import MASK, NAN, Language, mix
 from mtp_jax.simulate.memory import Memory, Slot, Violation
 
 DEFERRED = 16
-"""Steps whose work one flush does: as many as of the NextN drafter."""
+"""Steps whose work one flush does; the NextN drafter has the same number."""
 
 _WORD = 32  # tokens of a word of a mask
 _FREE = 2**_WORD - 1  # one that allows all of them
@@ -43,7 +43,8 @@ class Simulated(DeviceRunner):
     """See ``launches.Runner``.
 
     Attributes:
-        language: what is said. Another one of as many tokens may take its place, as other weights may.
+        language: says the next token. Another language of the same size may take its place, as other weights
+            may.
         launched: steps so far.
     """
 
@@ -68,7 +69,7 @@ class Simulated(DeviceRunner):
 
     @property
     def page_bytes(self) -> int:
-        """What a page takes."""
+        """Bytes of a page."""
         return sum(a[0].nbytes for a in self._memory.arrays)
 
     @property
@@ -83,7 +84,7 @@ class Simulated(DeviceRunner):
         return list(self._compiled)
 
     def compile(self, keys: Iterable[Key], done: Callable[[int, int], None] | None = None) -> None:
-        """Take note of what is missing."""
+        """Take note of a violation."""
         missing = [key for key in dict.fromkeys(keys) if key not in self._compiled]
         for i, key in enumerate(missing, start=1):
             self._compiled = {**self._compiled, key: None}
@@ -155,7 +156,7 @@ class Simulated(DeviceRunner):
             plain=not any(a.any() for a in changed),
         )
         slot.pending = self._memory.boundary(number, page)
-        # What was deferred for the slot's last request is lost, or goes wrong, unless it was flushed.
+        # Work deferred for the slot's last request is lost, or goes wrong, unless it was flushed.
         slot.deferred = self._slots[number].deferred if number in self._slots else []
         self._slots[number] = slot
 
@@ -200,7 +201,7 @@ class Simulated(DeviceRunner):
     def _propose(
         self, key: StepKey, active: Sequence[int], masks: MaskMaker | None
     ) -> tuple[dict[int, list[int]], np.ndarray | None]:
-        """Drafts of the active slots; and, where there are masks, what grammars allow behind them."""
+        """Drafts of the active slots; and, if there are masks, the tokens that grammars allow behind them."""
         along = masks(None) if masks else None
         depths = {i: min(key.depth, self._slots[i].depth) for i in active}
         drafts = {i: self._drafts_of(i, n, None if along is None else along[i]) for i, n in depths.items()}
@@ -381,7 +382,7 @@ class Simulated(DeviceRunner):
         return Result(packed, top, prompt)
 
     def _scores(self, rows: Sequence[Sequence[_Scored]], width: int, count: int) -> TopLogprobs:
-        """Log-probabilities of tokens, and of the ``count`` likeliest ones in their places."""
+        """Log-probabilities of tokens, and of the ``count`` likeliest tokens in their places."""
         say, shape = self.language, (len(rows), width)
         chosen, rank = np.zeros(shape, np.float32), np.ones(shape, np.int32)
         ids, values = np.zeros((*shape, count), np.int32), np.zeros((*shape, count), np.float32)

@@ -35,15 +35,15 @@ def mix(x: Hash) -> Hash:
 
 @dataclass(frozen=True)
 class Language:
-    """What is said, and how well it is drafted.
+    """The text of a simulated model, and the quality of its drafts.
 
     A token's logit is minus its rank, and never below -50. First comes a word that the hidden state chooses,
     then the other words in their order, then all other tokens. A row that samples draws a rank by its seed.
 
     Attributes:
         vocab: tokens.
-        rates: of each draft the probability that it is the next token, given that those before it were. The
-            last one holds for all further drafts; none: nothing is drafted.
+        rates: of each draft the probability that it is the next token, given that all earlier drafts were.
+            The last rate holds for all further drafts; none: nothing is drafted.
         seed: names the language, as weights name a model.
         words: tokens that occur; None: all but ``ends`` and ``broken``.
         ends: tokens that end a text; the first one is said with probability ``end_rate``.
@@ -85,7 +85,7 @@ class Language:
         return math.log(sum(math.exp(-min(rank, _FLOOR)) for rank in range(self.vocab)))
 
     def row(self, token: int, position: int) -> int:
-        """What a token at this position leaves in the cache."""
+        """The content of the cache for a token at this position."""
         return NAN if token in self.broken else mix(mix(self.seed ^ token << 20) + position)
 
     def total(self, tokens: Sequence[int]) -> int:
@@ -95,7 +95,7 @@ class Language:
     def _first(self, hidden: int, heat: int = 0) -> tuple[int, bool]:
         """The word that comes first, and whether an end comes before it.
 
-        heat: what a row draws by; 0: the likeliest token is taken.
+        heat: a number that a row samples by; 0: the likeliest token is taken.
         """
         key = mix(hidden)
         ends = bool(self.ends) and mix(key + 1) < self.end_rate * MASK

@@ -1,16 +1,16 @@
-"""What a simulated device keeps: slots, pages of rows, and a drafter's entries. No jax here."""
+"""Memory of a simulated device: slots, pages of rows, and a drafter's entries. No jax here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from mtp_jax.decode.host import SamplingState
+from mtp_jax.decode.arrays import SamplingState
 from mtp_jax.simulate.language import MASK, NAN, mix
 
 
 class Violation(AssertionError):
-    """The host asked for what would be wrong on any device."""
+    """The host asked for a launch that would be wrong on any device."""
 
 
 @dataclass
@@ -19,7 +19,7 @@ class Slot:
 
     Attributes:
         table: a row of the page table.
-        heat: what a request that samples draws by; 0: it takes the likeliest token.
+        heat: a number that a request samples by; 0: it takes the likeliest token.
         plain: whether nothing adjusts the logits.
         begun: whether a chunk has been read.
         pending: the hidden state that the next entry of the drafter merges.
@@ -46,8 +46,8 @@ class Memory:
     """Slots, and pages of all data shards: each shard has ``pages`` and one more, for rows that nobody wants.
 
     Attributes:
-        slots: by number, as far as a request was ever put there.
-        arrays: what pages hold: rows and the drafter's entries, uint64 [pages, page_size], and beside each
+        slots: slots by number, once a request was put there.
+        arrays: contents of pages: rows and the drafter's entries, uint64 [pages, page_size], and beside each
             page the hidden state at its end.
     """
 
@@ -108,13 +108,13 @@ class Memory:
         for number, slot in self.slots.items():
             if slot.deferred:
                 rows, hidden = zip(*slot.deferred, strict=True)
-                # What is deferred for a slot that has begun anew belongs to nobody.
+                # Work deferred for a slot that has begun anew belongs to nobody.
                 if slot.length >= len(rows):
                     self._extend(number, rows, hidden, slot.length)
                 slot.deferred = []
 
     def drafts_well(self, number: int) -> bool:
-        """Whether the drafter's entries and its pending state are those of the slot's text."""
+        """Whether the drafter's entries and its pending state belong to the slot's text."""
         slot = self.slots[number]
         at = self._at(number, range(slot.length))
         rows = self._rows[at]
@@ -132,7 +132,7 @@ class Memory:
         self._rows[self._at(number, range(begin, begin + len(rows)))] = np.array(rows, np.uint64)
 
     def commit(self, number: int, rows: Sequence[int], hidden: Sequence[int], defer: bool) -> None:
-        """Let the drafter observe the last tokens of a slot, or keep what ``flush`` needs of one."""
+        """Let the drafter observe the last tokens of a slot, or keep one for ``flush``."""
         slot = self.slots[number]
         if defer:
             slot.deferred.append((rows[0], hidden[0]))

@@ -1,4 +1,4 @@
-"""Where pages are kept by digest: what a store is, and one in the host's memory."""
+"""Pages by digest: the protocol of a store, and a store in the host's memory."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
@@ -43,10 +43,10 @@ class PageStore(Protocol):
 
 
 class MemoryStore:
-    """See ``PageStore``. Keeps the pages that were used last, as many as ``budget`` bytes hold.
+    """See ``PageStore``. Keeps the pages that were used last, up to ``budget`` bytes.
 
     ``get`` counts the ends of a prefix as used before its beginning, so that the ends are the first to go.
-    Pages are ``dropped`` as "room" was needed for others, or as they were "damaged".
+    Pages are ``dropped`` as "room" was needed for other pages, or as they were "damaged".
     """
 
     def __init__(self, budget: int) -> None:

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mtp_jax.decode.host import PageData
+from mtp_jax.decode.arrays import PageData
 
 Page = tuple[np.ndarray, ...]
-"""What one page holds: the arrays of ``PageData`` without their first axis, each with memory of its own."""
+"""Contents of one page: the arrays of ``PageData`` without their first axis, each with memory of its own."""
 
 
 def split(data: PageData) -> list[Page]:

@@ -14,26 +14,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from mtp_jax.decode.host import PageData
+from mtp_jax.decode.arrays import PageData
 from mtp_jax.decode.launches import Pending, ReadPages, Runner, WritePages
 from mtp_jax.store.memory import PageStore
 from mtp_jax.store.page import Page, join, split
 
 _LOG = logging.getLogger(__name__)
 
-# Pages that one launch reads, and launches that are on their way at a time: what they read has memory of its
-# own on the device.
+# Pages that one launch reads, and launches that are on their way at a time: their results have memory of
+# their own on the device.
 _PAGES, _FLIGHTS = 8, 4
 
 
 @dataclass(frozen=True)
 class TierStats:
-    """A snapshot of a tier: what it holds, and its totals.
+    """A snapshot of a tier: its contents, and its totals.
 
     Attributes:
-        pages: that it holds.
-        bytes: of them.
-        stored: pages that it took.
+        pages: number of pages that it holds.
+        bytes: bytes of these pages.
+        stored: number of pages that it took.
         restored: pages that it gave back.
         dropped: pages that it lost, by reason: "room", "damaged", or "memory" where the host had none.
     """
@@ -46,7 +46,7 @@ class TierStats:
 
 
 Restored = tuple[int, int, Page]
-"""A data shard, one of its pages, and what is to be written there."""
+"""A data shard, one of its pages, and the content to be written there."""
 
 
 class HostTier:
@@ -61,14 +61,14 @@ class HostTier:
     def __init__(self, store: PageStore, runner: Runner) -> None:
         self.store, self._runner = store, runner
         self.restored = self.lost = self.flushes = 0
-        self._evicted: dict[bytes, tuple[int, int]] = {}  # shard and page of what is still to be read
+        self._evicted: dict[bytes, tuple[int, int]] = {}  # shard and page of content that is still to be read
         self._arriving: dict[bytes, Future[None]] = {}
         self._flights: deque[tuple[Future[None], Sequence[bytes]]] = deque()
         self._thread = ThreadPoolExecutor(1, "pages")  # one, so that they are filed in order
         runner.before_writing.append(self.launch)
 
     def stats(self) -> TierStats:
-        """What it holds now, and its totals. Any thread may ask."""
+        """Its contents now, and its totals. Any thread may ask."""
         dropped = dict(self.store.dropped)
         if self.lost:
             dropped["memory"] = self.lost
@@ -84,7 +84,7 @@ class HostTier:
             self._evicted[digest] = shard, page
 
     def launch(self) -> None:
-        """Begin to copy what was evicted."""
+        """Begin to copy the evicted pages."""
         self._landed()
         evicted, self._evicted = self._evicted, {}
         by_shard: dict[int, list[tuple[int, bytes]]] = {}
@@ -112,7 +112,7 @@ class HostTier:
             _LOG.warning("no memory for pages of the prefix cache; lower host_cache_gib")
 
     def _landed(self) -> None:
-        """Take note of the copies that have ended. Raises what made one fail."""
+        """Take note of the copies that have ended. Raises the error of one that failed."""
         while self._flights and self._flights[0][0].done():
             future, digests = self._flights.popleft()
             for digest in digests:
@@ -128,7 +128,7 @@ class HostTier:
     def get(self, digests: Sequence[bytes]) -> list[Page]:
         """The pages of the first digests, up to the first that is damaged or has gone meanwhile.
 
-        Waits for those that are on their way.
+        Waits for copies that are on their way.
         """
         if any(digest in self._evicted for digest in digests):
             self.launch()
@@ -139,7 +139,7 @@ class HostTier:
         return self.store.get(digests)
 
     def write(self, restored: Iterable[Restored]) -> None:
-        """Write what ``get`` gave into pages."""
+        """Write pages from ``get`` into pages of the device."""
         by_shard: dict[int, list[tuple[int, Page]]] = {}
         for shard, page, content in restored:
             by_shard.setdefault(shard, []).append((page, content))

@@ -17,7 +17,7 @@ SPECIAL_TOKENS = (BOS, EOS, USER, ASSISTANT)  # in the order of their ids
 
 MAX_TOKEN_CHARS = 32  # longer merges are rulers of dashes, which a small vocabulary has no room for
 
-# What BPE may never merge across. The order matters: the first alternative that matches wins.
+# Boundaries that BPE may never merge across. The order matters: the first alternative that matches wins.
 PRE_TOKENS = "|".join(
     (
         r"\s*\n\s*",  # line ends with the indentation that follows: "\n        " can be one token

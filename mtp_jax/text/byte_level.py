@@ -8,7 +8,7 @@ _TO_LATIN = {0x100 + n: byte for n, byte in enumerate(_OTHERS)} | dict.fromkeys(
 
 
 def written(content: bytes) -> str:
-    """Bytes as a tokenizer writes them: printable Latin-1 as itself, others from U+0100 on."""
+    """Bytes as a tokenizer writes them: printable Latin-1 as itself, other bytes from U+0100 on."""
     return "".join(map(_OF_BYTE.__getitem__, content))
 
 

@@ -18,15 +18,15 @@ from mtp_jax.text import child
 MAX_TEMPLATE_CHARS = 1_000_000
 
 SECONDS = 1.0
-"""Of processor time for one prompt: a hundred times what a long one takes."""
+"""Processor time for one prompt: a hundred times the time of a long one."""
 
 MEMORY = 2**30
 """Bytes that the process may take beyond what it begins with."""
 
-# For the process to start and to answer, on a busy machine.
+# Seconds for the process to start and to answer, on a busy machine.
 _PATIENCE_SECONDS = 60.0
 _RENDERER = "mtp_jax.text.render"
-_idle: list[tuple[subprocess.Popen[bytes], socket.socket]] = []  # as many as have rendered at a time
+_idle: list[tuple[subprocess.Popen[bytes], socket.socket]] = []  # one for each prompt rendered at a time
 
 
 class ChatTemplate:
@@ -43,7 +43,7 @@ class ChatTemplate:
         self.sources = _sources(value)
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """Render with `variables`, values as JSON has them; "tool_use" serves `tools`, "default" all others.
+        """Render with `variables`, values as JSON has them; "tool_use" serves `tools`, "default" the rest.
 
         Raises:
             RequestError: no template, a broken one, one above the limits, or one that refuses the messages.
@@ -86,7 +86,7 @@ def first_line(error: Exception) -> str:
 
 
 def _rendered(job: dict[str, Any]) -> dict[str, str]:
-    """What the process says of a job."""
+    """The process's answer to a job."""
     for _ in range(2):  # the system may have ended an idle process; then a new one is asked
         try:
             process, control = _idle.pop()

@@ -39,7 +39,7 @@ def end(process: subprocess.Popen[bytes], control: socket.socket) -> int:
 
 
 def send(to: socket.socket, message: dict[str, Any]) -> None:
-    """Raises ConnectionError if the other side has ended; TypeError, ValueError for what JSON has not."""
+    """Raises ConnectionError if the other side has ended; TypeError, ValueError: values unknown to JSON."""
     text = json.dumps(message).encode()
     to.sendall(len(text).to_bytes(_LENGTH, "big") + text)
 

@@ -1,4 +1,4 @@
-"""One grammar, compiled by llguidance for a vocabulary: what a trial and the engine both do."""
+"""One grammar, compiled by llguidance for a vocabulary: the common part of a trial and the engine."""
 
 import functools
 import json
@@ -11,7 +11,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 # Expressions that llguidance may derive, at first and for a token: a fifth and a tenth of its defaults.
-# Repeats of tens of thousands need more, and as much again for each mask.
+# Repeats of tens of thousands need more, and the same again for each mask.
 _FUEL = 200_000
 _STEP_FUEL = 20_000
 
@@ -19,9 +19,10 @@ _STEP_FUEL = 20_000
 def without_tags(tokenizer: str) -> str:
     """A tokenizer's text, changed so that it finds no special token in any text.
 
-    llguidance has the tokenizer encode what a grammar leaves no choice about. Where that spells a special
-    token, or an added one in angle brackets, which llguidance takes for special, it would allow this token
-    alone, and then refuse it. Such tokens get names here that no text holds; grammars give them by their ids.
+    llguidance has the tokenizer encode text that a grammar leaves no choice about. Where that spells a
+    special token, or an added one in angle brackets, which llguidance takes for special, it would allow this
+    token alone, and then refuse it. Such tokens get names here that no text holds; grammars give them by
+    their ids.
     """
     whole = json.loads(tokenizer)
     mark, model = secrets.token_hex(8), whole["model"]
@@ -39,7 +40,7 @@ def without_tags(tokenizer: str) -> str:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What grammars are compiled for: the tokenizer's text, the model's ids, those that end an output."""
+    """Texts and ids that grammars are compiled for: tokenizer, ids of the model, ids that end an output."""
 
     tokenizer: str
     size: int
@@ -71,7 +72,7 @@ class Compiled:
     """A grammar in llguidance's form and a matcher at its beginning.
 
     Attributes:
-        seconds: of processor time that it took to build.
+        seconds: processor time of the compilation.
         held: bytes that it holds, about.
     """
 

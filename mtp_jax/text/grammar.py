@@ -1,12 +1,12 @@
-"""Structured output: what may come next under a JSON schema, an expression or a choice, as token masks.
+"""Structured output: tokens that may come next under a JSON schema, an expression or a choice, as masks.
 
 llguidance parses the output so far on the host and says which tokens can go on. It bounds the work of most
-grammars and of every mask, more tightly here than by default; what exceeds the bounds is refused, or ends its
-own request. What it does not bound is bounded before: multiples (``text/json_schema.py``), and the time and
-memory that a grammar takes to compile (``text/trial.py``).
+grammars and of every mask, more tightly here than by default; a grammar that exceeds the bounds is refused,
+or ends its own request. Further bounds are checked before: multiples (``text/json_schema.py``), and the time
+and memory that a grammar takes to compile (``text/trial.py``).
 
-After a prompt that ends inside a think block the output begins with a thought, of any text: what the grammar
-says begins behind it.
+After a prompt that ends inside a think block the output begins with a thought, of any text: the grammar
+begins behind it.
 """
 
 import functools
@@ -42,12 +42,12 @@ WORD = 32
 _CACHED_GRAMMARS = 64
 _CACHED_BYTES = 2 * MEMORY  # so that the largest grammar a trial allows does not empty the cache
 _TAIL = 16  # tokens that hold the end of a prompt: a tag and white space
-_NO_GRAMMAR = (TypeError, ValueError, OverflowError, RecursionError)  # what odd schemas raise
+_NO_GRAMMAR = (TypeError, ValueError, OverflowError, RecursionError)  # errors that odd schemas raise
 _ALONE_SECONDS = 0.1  # skip the second build of a grammar whose first one took longer
 # A space, or a line break and its indent, is how models write JSON; without a limit, a weak one goes on with
 # white space for ever. A schema may say otherwise in its key "x-guidance", but not that keywords which
 # llguidance does not implement be ignored; nor that a character be written in two ways, as \u0061 for a: a
-# key so written would escape what the schema says of it.
+# key so written would escape the schema's rules for it.
 _JSON_OPTIONS: Any = {
     "defaults": {"whitespace_pattern": r" |\r?\n[ \t]{0,20}"},
     "overrides": {"lenient": False, "json_allowed_escapes": 'nrbtf\\"'},
@@ -56,15 +56,15 @@ _JSON_OPTIONS: Any = {
 
 @dataclass(frozen=True)
 class StructuredOutput:
-    """What the output must be. Exactly one field is given.
+    """The form that the output must have. Exactly one field is given.
 
     Attributes:
         json_schema: JSON that fits this JSON Schema, an object or its text.
         json_object: any JSON object.
         regex: text that the expression matches from beginning to end (Rust's syntax: no look-around).
         choice: one of these strings.
-        lark: a grammar in llguidance's Lark syntax, with a rule "start"; what it embeds with %json is not
-            checked here. It gives tokens by their ids (<[7]>), and these must be added ones, such as special
+        lark: a grammar in llguidance's Lark syntax, with a rule "start"; schemas embedded with %json are not
+            checked here. It gives tokens by their ids (<[7]>), which must be added tokens, such as special
             tokens. Or a function that writes one: the thread that compiles it calls it with whether the
             output begins inside a thought, which the grammar then has to allow.
     """
@@ -124,7 +124,7 @@ class StructuredOutput:
 
 
 def embedded(schema: Mapping[str, Any]) -> str:
-    """A schema as text for %json inside a grammar, held to what ``json_schema`` is held to.
+    """A schema as text for %json inside a grammar, with the checks of ``json_schema``.
 
     Raises RequestError.
     """
@@ -186,7 +186,7 @@ class Matcher:
     Attributes:
         inner: llguidance's.
         stops: packed mask of the tokens that may end the output once it is complete.
-        compiled: what it began with.
+        compiled: the grammar that it began with.
         taken: tokens of the output so far.
         alone: whether nothing of it is shared with other outputs any more (see ``Grammars.masks``).
     """
@@ -232,7 +232,7 @@ class Grammars:
         self._eos, self.backend = eos_ids[0], tokenizer
         self._vocabulary = Vocabulary(without_tags(tokenizer.to_str()), vocab_size, list(eos_ids))
         self._executor, self._trials = LLExecutor(), Trials(self._vocabulary)
-        # Every request starts from a copy of the compiled grammar; those used last come last.
+        # Every request starts from a copy of the compiled grammar; the most recently used is at the end.
         self._cached: OrderedDict[str, Compiled] = OrderedDict()
         self._caching = threading.Lock()
 
@@ -246,7 +246,7 @@ class Grammars:
     def matcher(
         self, wanted: StructuredOutput, stop_ids: Iterable[int], prompt: Sequence[int] = ()
     ) -> Matcher:
-        """The beginning of an output that follows ``prompt``. stop_ids: what may end it.
+        """The beginning of an output that follows ``prompt``. stop_ids: tokens that may end it.
 
         Raises RequestError, and Overloaded while too many other grammars are being compiled.
         """
@@ -287,9 +287,9 @@ class Grammars:
     def masks(self, windows: Sequence[Window], rows: int, width: int) -> np.ndarray:
         """Allowed tokens at every position of every window, uint32 [rows, width, words].
 
-        Position i is what may follow i drafts. Rows that are not named, and positions after a draft that is
-        not allowed, which is never kept, are all ones. Outputs of one grammar share a lexer, which is of no
-        use to any of them once the text, or a draft, of one exceeds its bounds: the others go on alone.
+        Position i is for the tokens after i drafts. Rows that are not named, and positions after a draft that
+        is not allowed, which is never kept, have every bit set. Outputs of one grammar share a lexer, which
+        none of them can use once the text, or a draft, of one exceeds its bounds: the rest go on alone.
         """
         masks = np.full((rows * width, self.words), -1, np.int32)
         work = [(w.matcher.inner, w.row * width, list(w.drafts)) for w in windows]

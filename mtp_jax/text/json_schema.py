@@ -1,7 +1,7 @@
-"""What llguidance would not honour in a JSON Schema, or not in bounded time, found before it is asked.
+"""Keywords of a JSON Schema that llguidance would not honour, or not in bounded time, found beforehand.
 
 Schemas that describe the same value can be combined, by ``allOf``, a reference or keywords side by side;
-llguidance compiles the combination. What is wrong with one is therefore looked for in all that may meet.
+llguidance compiles the combination. A fault of one is therefore looked for in all that may meet.
 """
 
 import math
@@ -16,7 +16,7 @@ from mtp_jax.text.string_formats import EXPRESSIONS
 
 # The lexer has a state for every remainder.
 _LARGEST_MULTIPLE = 50_000
-_SMALLEST_UNIT = 10**18  # parts of one: doubles near 1 have no finer ones
+_SMALLEST_UNIT = 10**18  # parts of one: doubles near 1 have no finer parts
 _BRANCHES = ("allOf", "anyOf", "oneOf")
 _NO_STRINGS = ["null", "boolean", "number", "array", "object"]
 
@@ -128,7 +128,7 @@ def _numbers(objects: Iterable[Mapping[str, Any]], key: str) -> list[int | float
 
 
 def _of_one_value(schema: Mapping[str, Any]) -> Iterable[list[Mapping[str, Any]]]:
-    """The objects of a schema, those together that may describe the same value, and perhaps some more."""
+    """The objects of a schema, objects that may describe the same value together, and perhaps some more."""
     above: dict[int, int] = {}
 
     def top(of: Any) -> int:
@@ -143,7 +143,7 @@ def _of_one_value(schema: Mapping[str, Any]) -> Iterable[list[Mapping[str, Any]]
         beside = [b for key in _BRANCHES if isinstance(s.get(key), list | tuple) for b in s[key]]
         if isinstance(s.get("$ref"), str):
             target = _referred(schema, s["$ref"])
-            if target is None:  # what it means is llguidance's to say
+            if target is None:  # llguidance decides its meaning
                 return [objects]
             beside.append(target)
         for other in beside:
@@ -156,7 +156,7 @@ def _of_one_value(schema: Mapping[str, Any]) -> Iterable[list[Mapping[str, Any]]
 
 
 def _referred(schema: Any, reference: str) -> Any:
-    """What a JSON pointer names; None if it names nothing here."""
+    """The part that a JSON pointer names; None if it names nothing here."""
     path, found = unquote(reference).split("/"), schema
     if path[0] != "#":
         return None
@@ -174,7 +174,7 @@ def _referred(schema: Any, reference: str) -> Any:
 
 
 def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
-    """Every object, whatever it is for."""
+    """Every object in a schema, at any place."""
     if isinstance(value, Mapping):
         yield value
         value = list(value.values())

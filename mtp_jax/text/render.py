@@ -24,11 +24,11 @@ MAX_PROMPT_CHARS = 16_000_000
 """Beyond any context window: a rendering above this is a template that runs away."""
 
 MAX_TEMPLATES = 4
-"""Compiled ones that are kept."""
+"""Compiled templates that are kept."""
 
 
 def main() -> None:
-    """Render what comes, until the other end is closed. SIGPROF ends the process, whatever it does."""
+    """Render jobs until the other end is closed. SIGPROF ends the process at any point."""
     control = child.parent()
     child.limit_memory(MEMORY)
     compiled = functools.lru_cache(MAX_TEMPLATES)(_environment().from_string)
@@ -60,7 +60,7 @@ def _answer(compiled: Callable[[str], Template], source: str, variables: dict[st
         }
     except TemplateError as error:
         return {"error": f"the chat template refused the messages: {first_line(error)}"}
-    except Exception as error:  # whatever template code can raise over unexpected messages
+    except Exception as error:  # template code can raise anything over unexpected messages
         return {
             "error": f"the chat template failed on the messages: {type(error).__name__}: {first_line(error)}"
         }

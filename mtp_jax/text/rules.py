@@ -1,7 +1,7 @@
-"""What may come next beside a grammar: words that must not appear, and thoughts that must end.
+"""Rules beside a grammar for the next token: words that must not appear, and thoughts that must end.
 
-A rule says so by masks, as a grammar does, so that it holds at every position of a draft window: the verified
-tokens are those of one token at a time, whatever was drafted.
+A rule makes masks, as a grammar does, so that it holds at every position of a draft window: the verified
+tokens are the same as one token at a time, under any drafts.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,10 +13,10 @@ from mtp_jax.text.grammar import WORD, Matcher
 
 
 class TokenRule(Protocol):
-    """What one output may go on with. It follows the tokens of the output so far."""
+    """Tokens with which one output may go on. It follows the tokens of the output so far."""
 
     def narrow(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
-        """Take tokens out of what is allowed, uint32 [width, ceil(V / 32)], in place.
+        """Take tokens out of the allowed ones, uint32 [width, ceil(V / 32)], in place.
 
         Position i is behind i drafts. Behind more tokens than ``drafts`` has, the masks are only hints for
         drafting.
@@ -31,9 +31,9 @@ class TokenRule(Protocol):
 class BadWords:
     """The output never holds one of these sequences of tokens.
 
-    An automaton (Aho and Corasick, CACM 18 (1975), 333) knows how much of which sequences the output ends in,
-    so that a step takes as long whatever their number and length. Its states are the sequences without their
-    last tokens, and the beginnings of these.
+    An automaton (Aho and Corasick, CACM 18 (1975), 333) knows which parts of which sequences the output ends
+    in, so that a step takes the same time for any number and length of them. Its states are the sequences
+    without their last tokens, and the beginnings of these.
     """
 
     def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
@@ -52,7 +52,7 @@ class BadWords:
         for (state, token), after in sorted(self._next.items(), key=lambda item: depths[item[1]]):
             shorter = self._after(self._else[state], token) if state else 0
             self._else[after] = shorter
-            if shorter and shorter in self._last:  # those of state 0 follow all states
+            if shorter and shorter in self._last:  # tokens of state 0 follow all states
                 self._last[after] = self._last.get(after, set()) | self._last[shorter]
         self._state = 0
 
@@ -62,7 +62,7 @@ class BadWords:
         return after or 0
 
     def narrow(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
-        """See ``TokenRule``. Behind what is known nothing is left out."""
+        """See ``TokenRule``. Nothing is left out behind the known tokens."""
         state = self._state
         for i in range(min(len(drafts) + 1, len(masks))):
             for last in {*self._last.get(0, ()), *self._last.get(state, ())}:
@@ -77,7 +77,7 @@ class BadWords:
 
 
 class ThinkingBudget:
-    """A thought has so many tokens at most: the next one is then its end, as soon as a grammar allows that.
+    """A thought has ``most`` tokens at most: the next one is then its end, as soon as a grammar allows that.
 
     The tokens of the two tags do not count. A grammar does not allow it within a call of a tool, which some
     models write inside a thought.
@@ -97,7 +97,7 @@ class ThinkingBudget:
         return max(left - 1, 0)
 
     def narrow(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
-        """See ``TokenRule``. A thought is taken to go on behind what is known, up to its end."""
+        """See ``TokenRule``. A thought is taken to go on behind the known tokens, up to its end."""
         left, (word, bit) = self._left, divmod(self._closes, WORD)
         for i in range(len(masks)):
             if left == 0 and masks[i, word] >> np.uint32(bit) & 1:
@@ -150,5 +150,5 @@ class Constraints:
 
     @property
     def failed(self) -> bool:
-        """Whether its grammar cannot say what may follow (see ``Matcher.failed``)."""
+        """Whether its grammar cannot say which tokens may follow (see ``Matcher.failed``)."""
         return self.matcher is not None and self.matcher.failed

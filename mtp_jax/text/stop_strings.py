@@ -33,7 +33,8 @@ class StopStrings:
         old, text = len(self._held), self._held + text
         if may_stop:
             found = [(text.find(s, max(old + 1 - len(s), 0)), s) for s in self.stops]
-            # The earliest end, of those the earliest start: however the text was cut.
+            # The earliest end, and among equals the earliest start: it does not matter where the text was
+            # cut.
             first = min(((at + len(s), at, s) for at, s in found if at >= 0), default=None)
             if first is not None:
                 end, start, self.matched = first

@@ -108,7 +108,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`. With `add_special_tokens` it begins with exactly one bos, if the model wants one.
 
-        Special tokens written out in `text` become their ids. For a rendered chat prompt pass False: the
+        Special tokens written out in `text` become their ids. Pass False for a rendered chat prompt: the
         template prints bos itself.
 
         Raises:
@@ -117,7 +117,7 @@ class Tokenizer:
         try:
             if not isinstance(text, str):
                 raise TypeError
-            # As a batch: that of one text alone would keep every other thread from running meanwhile.
+            # A batch: encoding one text alone would keep every other thread from running meanwhile.
             (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             ids = encoded.ids
         except (TypeError, UnicodeEncodeError):
@@ -168,8 +168,8 @@ class Tokenizer:
         The checkpoint's own template runs in Jinja's immutable sandbox, in a process of its own. `kwargs`
         reach it as variables, for example `thinking=True`; they, messages and tools are values that JSON has.
 
-        messages, tools: as in OpenAI's API. tool_format: what calls are written in where the template does
-        not do it; by default what the template shows. continue_final_message: the prompt ends with the text
+        messages, tools: see OpenAI's API. tool_format: the format of calls where the template does
+        not write them; by default the template's own. continue_final_message: the prompt ends with the text
         of the last message, which the model is to go on with, instead of opening a new answer.
 
         Raises:
@@ -195,7 +195,7 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Incremental `Tokenizer.decode`: what all pushes and the flush return, joined, equals the full decode.
+    """Incremental `Tokenizer.decode`: the results of all pushes and the flush, joined, equal the full decode.
 
     Works on bytes, so a character whose bytes span tokens appears when its last byte does, and invalid bytes
     are replaced as soon as they are known to be invalid, never held for ever. One object per request.
@@ -235,7 +235,7 @@ def _with_end_marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str,
 
 
 def _up_to_the_mark(prompt: str) -> str:
-    """A prompt without what the template adds after the last message. Raises RequestError."""
+    """A prompt without the template's text after the last message. Raises RequestError."""
     found, mark, _ = prompt.rpartition(_END)
     if not mark:
         raise RequestError(

@@ -2,7 +2,7 @@
 
 llguidance can be neither interrupted nor held to an amount of memory, and a compiled grammar cannot be handed
 from one process to another. So each new grammar is compiled twice: first on trial, in a process forked for it
-that the system ends at a limit of time or memory, then in this one, which takes what the trial took.
+that the system ends at a limit of time or memory, then in this one, which takes the same time and memory.
 
 A helper process holds the vocabulary and forks: it has one thread and no jax, so that takes milliseconds. It
 starts with the first grammar, and ends when this process closes the socket between them, however it ends.
@@ -24,7 +24,7 @@ from mtp_jax.text import child
 from mtp_jax.text.compile_grammar import Vocabulary
 
 SECONDS = 5.0
-"""Of a trial: half of what a client that asks for a bad grammar should wait for its refusal, 10 s."""
+"""Seconds of a trial: half of the 10 s that a client with a bad grammar should wait for its refusal."""
 
 MEMORY = 256 * 2**20
 """Bytes that a trial may take beyond what the helper holds."""
@@ -61,7 +61,7 @@ class Trials:
         raise Overloaded("the process that compiles structured outputs has ended; try again", SECONDS)
 
     def _tried(self, grammar: str) -> dict[str, Any] | None:
-        """What the trial says; None if there was none. Raises RequestError above the limits."""
+        """The trial's result; None if there was none. Raises RequestError above the limits."""
         job, theirs = socket.socketpair()
         with job:
             job.settimeout(SECONDS + _START_SECONDS)
@@ -100,7 +100,7 @@ class Trials:
 
 def _start(vocabulary: Vocabulary) -> tuple[subprocess.Popen[bytes], socket.socket]:
     process, ours = child.start(__name__)
-    with contextlib.suppress(OSError):  # it has ended: whoever hands it a job finds out
+    with contextlib.suppress(OSError):  # it has ended: the next job to it fails
         child.send(ours, asdict(vocabulary))
     return process, ours
 
@@ -111,7 +111,7 @@ def _start(vocabulary: Vocabulary) -> tuple[subprocess.Popen[bytes], socket.sock
 def main() -> None:
     """Fork a process for each job that comes, until the other end is closed."""
     control = child.parent()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forked ones
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for forked processes
     try:
         vocabulary = Vocabulary(**child.receive(control))
         _ = vocabulary.tokens
@@ -126,12 +126,12 @@ def main() -> None:
 
 
 def _answer(vocabulary: Vocabulary, job: socket.socket) -> None:
-    """Compile one grammar within its limits, say what that took, and end."""
+    """Compile one grammar within its limits, report its time and memory, and end."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust says there that memory has run out
         job.sendall(_BEGUN)
         wanted = child.receive(job)
-        signal.setitimer(signal.ITIMER_REAL, wanted["seconds"])  # SIGALRM ends a process, whatever it does
+        signal.setitimer(signal.ITIMER_REAL, wanted["seconds"])  # SIGALRM ends a process at any point
         before = child.held()
         child.limit_memory(wanted["memory"])
         matcher = vocabulary.build(wanted["grammar"])

@@ -1,4 +1,4 @@
-"""What is wrong with an expression, before there is a tokenizer."""
+"""Faults of an expression, found before there is a tokenizer."""
 
 import re
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from mtp_jax.bench.corpus import SourceFile
 from mtp_jax.text.bpe import ASSISTANT, USER
 
-SUMMARY_CHARS = range(16, 121)  # shorter ones ("See above.") ask nothing; longer ones are no short question
+SUMMARY_CHARS = range(16, 121)  # a shorter summary ("See above.") asks nothing; a longer one is no question
 ANSWER_CHARS = 1200  # about 350 tokens: question and answer fit in one training window of 512
 
 
@@ -17,8 +17,8 @@ def dialogues(files: Iterable[SourceFile]) -> list[SourceFile]:
     """One document for every function with a docstring that fits the limits above, each question once.
 
     A document is "<User>question<Assistant>```python ... ```", as `mtp_jax.text.bpe.CHAT_TEMPLATE` writes it
-    between bos and eos. The question has one of a few forms, which a hash of the function picks. Of the
-    docstring the answer keeps the first sentence.
+    between bos and eos. The question has one of a few forms, which a hash of the function picks. The answer
+    keeps the first sentence of the docstring.
     """
     found: list[SourceFile] = []
     asked: set[str] = set()

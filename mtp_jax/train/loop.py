@@ -42,7 +42,7 @@ def train(
     """Run the recipe and return the directory of the finished model (release layout, bfloat16).
 
     Args:
-        recipe: what to do.
+        recipe: the stages of the training.
         out_dir: receives `state/` (Orbax), `metrics.jsonl`, `loss.png`, `run.json` and, at the end, `model/`.
         resume: go on from the newest checkpoint below `out_dir`, at the same place in the token stream.
         files: in place of the standard library of the running Python.
@@ -145,7 +145,7 @@ def export(cfg: ModelConfig, params: Params, recipe: Recipe, directory: Path) ->
     save_checkpoint(directory, dataclasses.replace(cfg, dtype="bfloat16"), params, dtype="bfloat16")
     for source in text_files(recipe.tokenizer.parent):
         shutil.copyfile(source, directory / source.name)
-    shutil.copyfile(recipe.tokenizer, directory / "tokenizer.json")  # whatever its own name is
+    shutil.copyfile(recipe.tokenizer, directory / "tokenizer.json")  # a recipe may give it another name
     return directory
 
 

@@ -14,7 +14,7 @@ from mtp_jax.train.mixed import Differentiable, Products
 
 
 class Aux(NamedTuple):
-    """What a loss evaluation reports.
+    """Figures of a loss evaluation.
 
     Attributes:
         losses: cross entropy in nats per token of the trunk and of each MTP depth, [1 + depth].
@@ -42,8 +42,8 @@ def loss(
     tokens[:, 1 : T + 1], depth k predicts tokens[:, k + 1 : T + k + 1]. Gradients of the MTP terms flow into
     the trunk, the embedding and the head, as in the report. Float32, a scalar.
 
-    mtp_targets: "data", or "trunk": the drafts learn the trunk's own distribution of the same token, which is
-    what verification compares them with, instead of the text.
+    mtp_targets: "data", or "trunk": the drafts learn the trunk's own distribution of the same token, which
+    verification compares them with, instead of the text.
     """
     length = tokens.shape[1] - 1 - mtp_depth
     on = Differentiable(products=products)

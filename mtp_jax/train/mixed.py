@@ -22,7 +22,7 @@ Products = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True)
 class Differentiable(Xla):
-    """Of the ways to run the model one that has derivatives: every expert computes every row."""
+    """The way to run the model that has derivatives: every expert computes every row."""
 
     experts: Experts = "dense"
     products: Products = "float32"
@@ -65,7 +65,7 @@ class Differentiable(Xla):
 
 @jax.custom_vjp
 def _narrow(x: Float[Array, "T i"], w: Float[Array, "o i"]) -> Float[Array, "T o"]:
-    """``x @ w.T`` of factors rounded to bfloat16, and so are those of its two derivatives."""
+    """``x @ w.T`` of factors rounded to bfloat16; both derivatives round their factors, too."""
     return _forward(x, w)[0]
 
 

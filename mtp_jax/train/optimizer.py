@@ -62,7 +62,7 @@ def _decays(params: Any) -> Any:
 
 
 def _matrices(params: Any) -> Any:
-    """Which axes are a weight's inputs and outputs; the remaining ones (experts, gate/up) count matrices."""
+    """The axes of a weight's inputs and outputs; the remaining axes (experts, gate/up) count matrices."""
 
     def numbers(path: tuple[Any, ...], leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
         if not _is_matrix(path, leaf):

@@ -42,7 +42,7 @@ def read_packages(pins: Sequence[str], folder: Path) -> list[SourceFile]:
 
 
 def without_copies(files: Iterable[SourceFile], held_out: Iterable[SourceFile]) -> list[SourceFile]:
-    """`files` less those that share at least `COPY_SHARE` of their distinct long lines with held-out text."""
+    """`files` without copies, which share `COPY_SHARE` of their distinct long lines with held-out text."""
     known = {mark for file in held_out for mark in _marks(file.text)}
     kept: list[SourceFile] = []
     for file in files:

@@ -29,8 +29,8 @@ class Stage:
     """Optimiser steps of one shape: `micro_batches` times `batch` sequences of `seq_len` predicted tokens.
 
     Gradients are summed over the micro-batches, so that one micro-batch's activations fit in a CPU's cache.
-    ``mtp_targets``: what the drafts learn, the text ("data") or the trunk's own predictions ("trunk").
-    ``text``: which documents the stage reads (`mtp_jax.train.text`).
+    ``mtp_targets``: the drafts learn the text ("data") or the trunk's own predictions ("trunk").
+    ``text``: the documents that the stage reads (`mtp_jax.train.text`).
     """
 
     steps: Count
@@ -158,7 +158,7 @@ class Recipe:
 
 
 def _flat(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a recipe, whatever tables they stand in."""
+    """The fields of a recipe, gathered from all its tables."""
     flat: dict[str, Any] = {}
     for key, value in data.items():
         flat |= value if isinstance(value, Mapping) else {"stages" if key == "stage" else key: value}

@@ -1,4 +1,4 @@
-"""What a training run tells: a progress bar or a line now and then, metrics.jsonl, a plot of the losses."""
+"""Output of a training run: a progress bar or a line now and then, metrics.jsonl, a plot of the losses."""
 
 import json
 import sys

@@ -15,14 +15,14 @@ from mtp_jax.train.recipe import Recipe, Stage
 
 
 class TrainState(NamedTuple):
-    """What a step changes; `opt_state` is optax's."""
+    """The training state that a step changes; `opt_state` is optax's."""
 
     params: Params
     opt_state: Any
 
 
 class StepResult(NamedTuple):
-    """The new state and what to report: mean losses and accuracies [1 + depth], loads, gradient norm."""
+    """The new state and the metrics: mean losses and accuracies [1 + depth], loads, gradient norm."""
 
     state: TrainState
     aux: Aux

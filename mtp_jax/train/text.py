@@ -1,4 +1,4 @@
-"""What a recipe's stages read: the standard library, packages, and dialogues made of both."""
+"""Texts of a recipe's stages: the standard library, packages, and dialogues made of both."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Text:
 def read_text(
     recipe: Recipe, packages_dir: str | Path | None = None, library: Sequence[SourceFile] | None = None
 ) -> Text:
-    """Read what the recipe's stages name.
+    """Read the texts that the recipe's stages name.
 
     Args:
         recipe: names the sources by stage, and the packages by version.

@@ -1,7 +1,7 @@
 """Values of messages: JSON, and the arrays that it describes.
 
     {"Move": [1, 0]}        a dataclass: its name and its fields
-    {"int32": [2, 3]}       an array: its dtype and its shape; what it holds comes after the JSON
+    {"int32": [2, 3]}       an array: its dtype and its shape; its elements come after the JSON
 
 Nothing in a message is executed, and only classes are made that the receiver names.
 """
@@ -18,7 +18,7 @@ import numpy as np
 
 from mtp_jax.wire.connection import Buffer, WireError
 
-_MOST_AXES = 8  # no array has as many
+_MOST_AXES = 8  # no array has more
 _PLAIN = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _NARROW = (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu)
 _ALL = [np.dtype(kind) for kind in (*_PLAIN, "float16", "float32", "float64", *_NARROW)]
@@ -64,7 +64,7 @@ def decode(text: Buffer, arrays: Buffer, kinds: Mapping[str, type]) -> Any:
 
 
 class _Reader:
-    """Makes values of what ``_described`` gave. at: where the next array begins."""
+    """Makes values of the objects of ``_described``. at: the place where the next array begins."""
 
     def __init__(self, arrays: Buffer, kinds: Mapping[str, type]) -> None:
         self.at, self._arrays, self._kinds = 0, memoryview(arrays).toreadonly(), kinds
@@ -90,7 +90,7 @@ class _Reader:
 
 
 def _made(kind: type, values: Iterable[Any]) -> Any:
-    """A value of this class, whose fields are what it declares, as far as that can be asked."""
+    """A value of this class, whose fields have their declared types, as far as that can be asked."""
     given = tuple(values)
     for field, value in zip(fields(kind), given, strict=True):
         kind_of: Any = field.type

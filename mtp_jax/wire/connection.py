@@ -10,12 +10,12 @@ Buffer = bytes | bytearray | memoryview
 
 
 class WireError(Exception):
-    """The other side does not belong here, says what it must not, or says nothing in time.
+    """The other side does not belong here, breaks the protocol, or says nothing in time.
 
     Attributes:
-        reason: "lost", "late", "damaged", "protocol", "secret" or "config" (what it is does not fit), or a
-            word of those who talk.
-        claim: of a caller that speaks the protocol, whether or not it knows the secret.
+        reason: "lost", "late", "damaged", "protocol", "secret" or "config" (its options do not fit), or a
+            word of the two sides' own.
+        claim: claim of a caller that speaks the protocol, whether or not it knows the secret.
     """
 
     def __init__(self, reason: str, message: str = "", claim: bytes | None = None) -> None:
@@ -72,7 +72,7 @@ class Connection:
             self._sock.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """End the connection, and whatever another thread does with it; bytes on their way may be lost."""
+        """End the connection, also for another thread that uses it; bytes on their way may be lost."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()

@@ -1,4 +1,4 @@
-"""A port that members and strangers come to, who are told apart by what they say."""
+"""A port for members and strangers, whose messages tell them apart."""
 
 import socket
 import threading

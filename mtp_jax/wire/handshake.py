@@ -1,12 +1,12 @@
-"""One secret: how two processes prove to each other that they know it, and sign what they say from then on.
+"""One secret: two processes prove to each other that they know it, and sign every message from then on.
 
     listener -> caller   purpose, nonce a
     caller -> listener   purpose, nonce b, claim, HMAC(secret, "caller", purpose, a, b, claim)
     listener -> caller   TAKEN, HMAC(secret, "listener", purpose, a, b, claim); or why not, one byte
 
-The purpose is a line that names the protocol and its version, the claim what the caller says of itself, of a
-size that the protocol knows. So both sides read a fixed number of bytes before they know who is there. Of the
-same values and the secret both derive a key for each direction, and sign every message that follows
+The purpose is a line that names the protocol and its version, the claim the caller's description of itself,
+of a size that the protocol knows. So both sides read a fixed number of bytes before they know who is there.
+Both derive a key for each direction from the same values and the secret, and sign every message that follows
 (``Seals``): who stands between the two can end the connection, but not change, repeat or leave out a message.
 Nothing is encrypted.
 """
@@ -69,7 +69,7 @@ def greet(connection: Connection, secret: bytes, purpose: bytes, claim: bytes) -
 
 
 def _directions(secret: bytes, *about: bytes) -> tuple[Tags, Tags]:
-    """The tags of what the caller, and of what the listener sends."""
+    """The tags of the caller's messages, and of the listener's."""
     caller, listener = (_proof(secret, b"from " + who, *about) for who in (b"caller", b"listener"))
     return Tags(caller), Tags(listener)
 

@@ -16,8 +16,8 @@ from mtp_jax.wire.connection import Buffer, Connection, WireError
 
 TAG = 32  # bytes
 HEAD = struct.Struct("<IIB")
-MOST_BYTES = 2**32 - 1  # of arrays: what the head has room for
-# Smaller arrays fit in a few packets. Of larger ones most are rows of the vocabulary and masks, which are
+MOST_BYTES = 2**32 - 1  # of arrays: the head has room for no greater number
+# Smaller arrays fit in a few packets. Larger arrays are mostly rows of the vocabulary and masks, which are
 # mostly one value: 1.3 MB become 12 kB, in about a millisecond.
 _PACKED_FROM = 4096
 
@@ -42,7 +42,7 @@ class Tags:
 
 
 class Seals(NamedTuple):
-    """The tags of what this side sends, and of what it receives."""
+    """The tags of this side's messages, and of the other side's."""
 
     sent: Tags
     received: Tags
@@ -52,13 +52,13 @@ class Signed:
     """Messages over a connection whose other side has proved itself. Any thread may send; one receives.
 
     Attributes:
-        connection: what they travel over.
+        connection: the connection that they travel over.
     """
 
     def __init__(
         self, connection: Connection, seals: Seals, kinds: Mapping[str, type], most_json: int
     ) -> None:
-        """kinds: of values, by name, that may come. most_json: bytes of JSON in a message."""
+        """kinds: classes of values that may come, by name. most_json: bytes of JSON in a message."""
         self.connection, self._seals, self._kinds, self._most_json = connection, seals, kinds, most_json
         self._sending = threading.Lock()
 
@@ -67,7 +67,7 @@ class Signed:
         self.send_framed(framed(value, self._most_json, pack=pack))
 
     def send_framed(self, message: bytes) -> None:
-        """Send what ``framed`` made, be it for several connections. Raises WireError."""
+        """Send a message of ``framed``, which may go to several connections. Raises WireError."""
         with self._sending:
             self.connection.write(message + self._seals.sent.next(message))
 

@@ -64,7 +64,9 @@ async def ask(server: Server, request: Request, body: ChatBody) -> Asked:
     use = use_of(server.tool_format, body.callable, body.choice, body.parallel_tool_calls)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     top = (body.top_logprobs or 0) if body.logprobs else None
-    params = body.params(most, body.stream, top, body.prompt_logprobs, defaults=server.sampling_defaults)
+    params = body.params(
+        most, body.stream, top, body.prompt_logprobs, defaults=server.allm.about.sampling_defaults
+    )
     params = replace(params, max_thinking_tokens=body.thinking_budget)
     prompt = ChatPrompt(server, body)
     lazy = LazyPrompt(prompt, body.characters)
@@ -76,7 +78,7 @@ def _with_tools(server: Server, params: SamplingParams, use: ToolUse | None) -> 
     if use is None:
         return params
     structured = use.structured(server.tokenizer, params.structured)
-    if server.allm.llm.engine.grammars is None and not use.forced and params.structured is None:
-        structured = None  # this tokenizer has no grammars: calls are found where there are any
+    if not server.allm.about.structured and not use.forced and params.structured is None:
+        structured = None  # without grammars, calls are parsed but not enforced
     # The tags of calls are special tokens, which the parser has to see.
     return replace(params, structured=structured, skip_special_tokens=False)

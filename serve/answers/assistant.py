@@ -22,7 +22,7 @@ def _named(data: dict[str, Any]) -> bytes:
 
 
 class AssistantCall(Call):
-    """A conversation's answer. A route says what blocks look like; an event's ``type`` is its name."""
+    """A conversation's answer. A route defines the form of blocks; an event's ``type`` is its name."""
 
     write = staticmethod(_named)
     done = b""
@@ -38,7 +38,7 @@ class AssistantCall(Call):
         """The events of a change of a block."""
 
     def take(self, output: RequestOutput) -> RequestOutput:
-        """Sorts what is new into blocks."""
+        """Sorts new text into blocks."""
         (c,) = output.outputs
         self._thought.push(c.token_ids)
         self._changes = self.blocks.push(self._inputs.push(self._turn.push(c)))
@@ -65,12 +65,12 @@ class AssistantCall(Call):
 
     @property
     def weight_version(self) -> str | None:
-        """Of the weights that made the answer; None before the first output."""
+        """Name of the weights that made the answer; None before the first output."""
         return self.last[0].weight_version if self.last else None
 
     @property
     def counts(self) -> dict[str, int]:
-        """Tokens: of the ``prompt``, ``cached`` ones of it, of the ``output``, of the ``thought`` in it."""
+        """Numbers of tokens: ``prompt``, the ``cached`` part of it, ``output``, the ``thought`` in it."""
         thinks = any(block.kind == "thought" for block in self.blocks.all)
         return {
             "prompt": self.streams[0].prompt_tokens,

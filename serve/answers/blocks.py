@@ -16,8 +16,8 @@ class Block:
 
     Attributes:
         index: among all blocks.
-        text: what it says; of a call its arguments, as JSON text; of a custom tool's call its input.
-        id, name: of a call of either kind.
+        text: its text; a call's arguments, as JSON text; a custom tool's input.
+        id, name: id and name of a call of either kind.
     """
 
     kind: Kind
@@ -29,7 +29,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Change:
-    """What happens to a block: it begins, grows by ``text``, or ends."""
+    """A change of a block: it begins, grows by ``text``, or ends."""
 
     what: Literal["begin", "grow", "end"]
     block: Block
@@ -40,7 +40,7 @@ class Blocks:
     """Sorts pieces into blocks. White space before a block's text, or between calls, is in none.
 
     Attributes:
-        all: those that have begun.
+        all: blocks that have begun.
     """
 
     def __init__(self, custom: frozenset[str] = frozenset()) -> None:
@@ -51,7 +51,7 @@ class Blocks:
         self._space = ""
 
     def push(self, pieces: Iterable[Piece]) -> list[Change]:
-        """Take pieces; return what changes."""
+        """Take pieces; return the changes."""
         changes: list[Change] = []
         for piece in pieces:
             if isinstance(piece, CallBegin):

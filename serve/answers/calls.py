@@ -54,7 +54,7 @@ class Call(ABC):
 
     @abstractmethod
     def grown(self, prompt: int, output: RequestOutput) -> Iterable[dict[str, Any]]:
-        """The events of an output of a prompt; long ones are iterated beside the event loop."""
+        """The events of an output of a prompt; a long output is iterated beside the event loop."""
 
     def begin(self) -> Iterable[dict[str, Any]]:
         """The events before the first output."""
@@ -69,7 +69,7 @@ class Call(ABC):
         return error.body
 
     def take(self, output: RequestOutput) -> RequestOutput:
-        """Note an output as it comes; return it without what the client did not ask for."""
+        """Note an output as it comes; return it without parts that the client did not ask for."""
         return output
 
     async def respond(self) -> Response:
@@ -109,5 +109,5 @@ class Call(ABC):
         return b"".join(map(self.write, events))
 
     async def _rendered(self, outputs: Collection[RequestOutput], render: Callable[[], bytes]) -> bytes:
-        """What a function makes of these outputs, beside the event loop if they are long."""
+        """The result of a function over these outputs, beside the event loop if they are long."""
         return await self.server.allm.off_loop(render) if _is_long(outputs) else render()

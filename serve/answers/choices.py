@@ -33,7 +33,7 @@ class ChoicesCall(Call):
         self._ended: dict[int, bool] = {}  # of choices that the client knows of
         self._speculation = Speculation()
         self._head: dict[str, Any] = {"id": self.prefix + new_id(), "created": int(time.time())}
-        if server.allm.llm.simulated:
+        if server.allm.about.simulated:
             self._head["system_fingerprint"] = "SIMULATED"
 
     @abstractmethod
@@ -94,7 +94,7 @@ class ChoicesCall(Call):
         level = (self._speculative and self._speculative.metrics) or self.server.settings.spec_metrics
         if level == "none":
             return {"usage": self.usage()}
-        depth = self.server.allm.llm.engine.config.num_speculative_tokens
+        depth = self.server.allm.about.engine.num_speculative_tokens
         one = sum(len(o.outputs) for o in self.last.values()) == 1 and depth > 0
         found = speculation_metrics(self._speculation, level, depth) if one else None
         return {"usage": self.usage(), "metrics": {"speculative_decoding": found}}

@@ -35,12 +35,12 @@ async def submit(
 
     Raises RequestError, Overloaded, EngineStopped.
     """
-    tokenizer = server.allm.llm.tokenizer
+    tokenizer = server.allm.about.tokenizer
     if params.max_thinking_tokens is not None and tokenizer is not None and not may_think(tokenizer):
         ignore(request, f"max_thinking_tokens (the model has no token {CLOSE})")
         params = replace(params, max_thinking_tokens=None)
     limits = [t for t in (body.timeout, server.settings.request_seconds) if t is not None]
-    depth, deepest = params.num_speculative_tokens, server.allm.llm.engine.config.num_speculative_tokens
+    depth, deepest = params.num_speculative_tokens, server.allm.about.engine.num_speculative_tokens
     if depth is not None and depth > deepest:
         message = f"speculative.max_tokens = {depth}; this server drafts at most {deepest}; give that or less"
         raise ApiError(400, message, "speculative")

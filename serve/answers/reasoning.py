@@ -1,4 +1,4 @@
-"""Splits what a model thinks from what it answers: ``<think>...</think>`` before the text."""
+"""Splits a model's thoughts from its answer: ``<think>...</think>`` before the text."""
 
 from collections.abc import Iterable
 
@@ -29,7 +29,7 @@ class Splitter:
         return self._before(text) if self._tag == OPEN else self._up_to_end(text)
 
     def flush(self) -> tuple[str, str]:
-        """What was held back, at the end."""
+        """Text that was held back, at the end."""
         rest, self._held = self._held, ""
         return self._sides(rest)
 

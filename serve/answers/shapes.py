@@ -7,7 +7,7 @@ from typing import Any
 from mtp_jax import CompletionOutput, Logprob, RequestOutput, Speculation, StreamDecoder, Tokenizer
 from serve.base.settings import SpecMetrics
 
-_LEAST = -9999.0  # what OpenAI writes for minus infinity, which JSON has not
+_LEAST = -9999.0  # OpenAI's number for minus infinity, which JSON has not
 
 
 def usage(outputs: Collection[RequestOutput], reasoning_tokens: int | None = None) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def usage(outputs: Collection[RequestOutput], reasoning_tokens: int | None = Non
 
 
 def speculation_metrics(s: Speculation, level: SpecMetrics, depth: int) -> dict[str, Any]:
-    """vLLM's ``metrics.speculative_decoding``: what drafting achieved, over the steps that drafted."""
+    """vLLM's ``metrics.speculative_decoding``: the results of drafting, over the steps that drafted."""
     steps = [(d, a) for d, a in zip(s.drafted_per_step, s.accepted_per_step, strict=True) if d]
     by_length = {d: [0] * (d + 1) for d, _ in steps}
     histogram = [0] * (depth + 1)
@@ -70,7 +70,7 @@ class TextOffsets:
         self._decoder = StreamDecoder(tokenizer, skip_special_tokens) if tokenizer else None
 
     def push(self, token_ids: Sequence[int]) -> list[int]:
-        """Of the tokens that come next."""
+        """Offsets of the tokens that come next."""
         offsets = []
         for token in token_ids:
             offsets.append(self._next)
@@ -78,7 +78,7 @@ class TextOffsets:
         return offsets
 
     def of_prompt(self, token_ids: Sequence[int], prompt: str) -> list[int]:
-        """Of an echoed prompt, after which the completion begins, whatever the prompt's tokens say.
+        """Offsets of an echoed prompt's tokens; the completion begins at the prompt's end, in any case.
 
         A special token has its name's length where the prompt spells it; a tokenizer's own bos has none.
         """

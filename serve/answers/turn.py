@@ -1,4 +1,4 @@
-"""What an assistant's turn consists of, found in its text as it grows: thoughts, text, calls of tools."""
+"""Parts of an assistant's turn, found in its text as it grows: thoughts, text, calls of tools."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Turn:
         self.calls = 0
 
     def push(self, c: CompletionOutput) -> list[Piece]:
-        """Take a completion, or what is new of it; return what is known now."""
+        """Take a completion, or the new part of it; return the parts known now."""
         ended = c.finish_reason is not None
         if self._parser:
             parts = self._parser.push(c.text) + (self._parser.flush() if ended else [])
@@ -57,7 +57,7 @@ class Turn:
         return [*pieces, OutputText(self._space)] if self._space and not self.calls else pieces
 
     def _said(self, thought: str, text: str) -> list[Piece]:
-        """Pieces of these. White space waits for what follows: in front of a call it is the format's."""
+        """Pieces of these. White space waits for its sequel: in front of a call it is the format's."""
         if self._parser:
             whole = self._space + text
             text = whole.rstrip()

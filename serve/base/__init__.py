@@ -1,1 +1,1 @@
-"""What all routes share: settings, errors, ids, server-sent events, the engine with what belongs to it."""
+"""Objects that all routes share: settings, errors, ids, server-sent events, the engine and its state."""

@@ -39,12 +39,12 @@ class ApiError(Exception):
     """An answer that is an error.
 
     Attributes:
-        status: of HTTP.
-        message: for the client: no internals.
+        status: the status of HTTP.
+        message: text for the client: no internals.
         param: the field it is about.
-        code: for programs.
-        headers: to add to the response.
-        details: for programs, of Anthropic's shape alone.
+        code: a word for programs.
+        headers: headers to add to the response.
+        details: data for programs, in Anthropic's shape alone.
     """
 
     status: int
@@ -83,7 +83,7 @@ def as_api_error(error: Exception) -> ApiError:
         case Overloaded():
             return ApiError(503, str(error), code="overloaded", headers=_retry(error.retry_after))
         case EngineStopped():
-            # A retry on this connection would reach this server again, whatever else serves the model.
+            # A retry on this connection would reach this server again, although other servers have the model.
             return ApiError(503, str(error), code="unavailable", headers=_retry(1) | {"Connection": "close"})
         case PromptTooLong():
             return ApiError(400, str(error), code="context_length_exceeded")
@@ -110,7 +110,7 @@ def _retry(seconds: float) -> dict[str, str]:
 
 
 def _of_routing(request: Request, error: HTTPException) -> ApiError:
-    """The path that is unknown, or what may be done with it."""
+    """The path that is unknown, or the methods that it allows."""
     path = request.url.path[:_SHOWN_CHARACTERS]
     if error.status_code == 404:
         close = get_close_matches(path, [route.path for route in request.app.routes], 1)
@@ -122,7 +122,7 @@ def _of_routing(request: Request, error: HTTPException) -> ApiError:
 
 
 def _of_validation(error: ValidationError) -> ApiError:
-    """The first thing that is wrong: where, what is expected, what was got."""
+    """The first fault: its place, the expected value, the value got."""
     first = error.errors(include_url=False, include_context=False)[0]
     path = [str(part) for part in first["loc"] if " " not in str(part)]
     got = ""

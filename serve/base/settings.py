@@ -1,4 +1,4 @@
-"""What an operator decides about a server."""
+"""Options of an operator for a server."""
 
 import ipaddress
 import re
@@ -28,7 +28,7 @@ _ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/?#]+")
 @documented
 @dataclass(frozen=True)
 class Settings:
-    """Options of a server. Raises ConfigError for what is wrong or unsafe."""
+    """Options of a server. Raises ConfigError for a wrong or unsafe value."""
 
     model_names: str | tuple[str, ...] = option(
         MISSING,
@@ -150,7 +150,7 @@ class Settings:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What clients may call the model."""
+        """Names that clients may call the model."""
         return (self.model_names,) if isinstance(self.model_names, str) else self.model_names
 
     @property

@@ -40,7 +40,7 @@ class EventStream(Response):
         error: Callable[[ApiError], bytes],
         done: bytes,
     ) -> None:
-        """error: an event that says it. done: what ends the stream."""
+        """error: an event that says it. done: the text that ends the stream."""
         self._events, self._error, self._done = events, error, done
         no_buffers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(headers={**no_buffers, **headers}, media_type="text/event-stream")
@@ -63,19 +63,19 @@ class EventStream(Response):
 
 
 def streams_of(scope: MutableMapping[str, Any]) -> list[Stream]:
-    """What the request of this ASGI scope has queued."""
+    """Streams that the request of this ASGI scope has queued."""
     return scope.setdefault("state", {}).setdefault(_KEY, [])
 
 
 def abort_streams(scope: MutableMapping[str, Any]) -> None:
-    """End what a request has queued, where nothing reads it any more."""
+    """End streams that a request has queued, where nothing reads them any more."""
     for stream in streams_of(scope):
         stream.abort()
 
 
 @asynccontextmanager
 async def aborted_with_client(request: Request) -> AsyncIterator[None]:
-    """Aborts what the request has queued once the client disconnects."""
+    """Aborts the streams that the request has queued once the client disconnects."""
 
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -1,9 +1,8 @@
 """What the routes share."""
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mtp_jax import RequestError
 from serve.base.settings import Settings
@@ -29,15 +28,10 @@ class Server:
     @property
     def tokenizer(self) -> "Tokenizer":
         """The model's. Raises RequestError if it has none."""
-        tokenizer = self.allm.llm.tokenizer
+        tokenizer = self.allm.about.tokenizer
         if tokenizer is None:
             raise RequestError("the model directory has no tokenizer; use /v1/completions with token ids")
         return tokenizer
-
-    @property
-    def sampling_defaults(self) -> Mapping[str, Any]:
-        """What the model says of its own sampling."""
-        return self.allm.llm.sampling_defaults
 
     @property
     def tool_format(self) -> str:
@@ -51,7 +45,7 @@ class Server:
             return "the engine has failed"
         if self.allm.draining:
             return "shutting down"
-        if released := self.allm.llm.released:
+        if released := self.allm.released:
             return f"the memory of {', '.join(released)} is released"
         if self.allm.step_age > self.settings.ready_seconds:
             return f"the engine has been in one step for {self.allm.step_age:.0f} s"

@@ -1,4 +1,4 @@
-"""What the routes that an admin key opens take."""
+"""Bodies of the routes that an admin key opens."""
 
 from typing import Annotated, Literal
 
@@ -13,7 +13,7 @@ Tag = Annotated[
 
 
 class UpdateBody(Body):
-    """/update_weights_from_disk. Fields are those of ``AsyncLLM.update_weights``."""
+    """/update_weights_from_disk. Fields are arguments of ``AsyncLLM.update_weights``."""
 
     model: Name | None = None
     model_path: Text
@@ -22,13 +22,13 @@ class UpdateBody(Body):
     weight_version: Name | None = None
     probe: Annotated[list[Text | TokenIds], Field(max_length=64)] | None = None
     abort_all_requests: bool | None = None
-    # The one way in which weights are read, and what an update always does.
+    # The one way in which weights are read, and the work that an update always does.
     load_format: Literal["auto", "safetensors"] | None = None
     flush_cache: Literal[True] | None = None
 
 
 class ReleaseBody(Body):
-    """/release_memory_occupation. Fields are those of ``AsyncLLM.release_memory``."""
+    """/release_memory_occupation. Fields are arguments of ``AsyncLLM.release_memory``."""
 
     model: Name | None = None
     tags: list[Tag] | None = None

@@ -1,4 +1,4 @@
-"""A conversation as a client sends it, and what a chat template takes of it."""
+"""A conversation as a client sends it, and the parts of it that a chat template takes."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -36,7 +36,7 @@ class RefusalPart(Body):
 
     @property
     def text(self) -> str:
-        """What it says."""
+        """Its text."""
         return self.refusal
 
 
@@ -75,7 +75,7 @@ class Message(Body):
     partial: bool | None = None
 
     def unknown(self, prefix: str = "") -> Iterator[str]:
-        """Those of the parts, too."""
+        """Fields without effect, of the parts, too."""
         yield from super().unknown(prefix)
         for i, part in enumerate(self.content if isinstance(self.content, list) else ()):
             yield from part.unknown(f"{prefix}content.{i}.")
@@ -100,7 +100,7 @@ class Message(Body):
         return self.prefix is True or self.partial is True
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: text as one string, "system" for "developer"."""
+        """The message as chat templates expect it: text as one string, "system" for "developer"."""
         content = self.content
         if isinstance(content, list):
             content = "".join(part.text for part in content)
@@ -193,7 +193,7 @@ class Reasoning(Body):
 
 
 class Switches(Body):
-    """What says whether to think."""
+    """Fields that say whether to think."""
 
     chat_template_kwargs: TemplateOptions | None = None
     reasoning_effort: Effort | None = None
@@ -220,7 +220,7 @@ class Switches(Body):
 
 
 class Conversation(Switches):
-    """What a chat template needs."""
+    """Fields that a chat template needs."""
 
     messages: Annotated[
         list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), AfterValidator(paired)
@@ -262,7 +262,7 @@ class Conversation(Switches):
 
     @property
     def characters(self) -> int:
-        """How long the rendered conversation will be, about: what a template renders is this as JSON."""
+        """The length of the rendered conversation, about: a template renders this as JSON."""
         told = self.model_dump_json(include={"messages", "tools"}, exclude_none=True)
         return len(told)
 
@@ -279,7 +279,7 @@ class Conversation(Switches):
 
     @property
     def callable(self) -> list[ToolBody]:
-        """Those of the functions that may be called."""
+        """Names of the functions that may be called."""
         if not isinstance(self.tool_choice, AllowedChoice):
             return self.functions
         names = self.tool_choice.names
@@ -297,7 +297,7 @@ class Conversation(Switches):
                 return other
 
     def unknown(self, prefix: str = "") -> Iterator[str]:
-        """Those of the messages, too, and the tools that are left out."""
+        """Fields without effect, of the messages, too, and the tools that are left out."""
         yield from super().unknown(prefix)
         for i, message in enumerate(self.messages):
             yield from message.unknown(f"{prefix}messages.{i}.")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from serve.bodies.fields import Body, Name, Text, one_of
-from serve.bodies.tools import MOST_TOOLS, FunctionName, NamedChoice, ToolBody
+from serve.bodies.tools import MOST_TOOLS, FunctionName, Named, NamedChoice, ToolBody
 
 _INPUT = {
     "type": "object",
@@ -89,15 +89,11 @@ ToolItem = Annotated[
 ]
 
 
-class _Named(Body):
-    name: FunctionName
-
-
 class CustomChoice(Body):
     """A custom tool that must be called."""
 
     type: Literal["custom"]
-    custom: _Named
+    custom: Named
 
     @property
     def as_function(self) -> NamedChoice:

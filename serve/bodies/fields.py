@@ -33,7 +33,7 @@ def bounds(name: str) -> Any:
 
 
 def form(value: Any) -> str:
-    """Which form of a field that has several, so that errors are about what was meant."""
+    """The form of a field that has several, so that errors are about the form that was meant."""
     return "a list" if isinstance(value, list) else "a string"
 
 
@@ -134,8 +134,8 @@ class StreamOptions(Body):
 class Speculative(Body):
     """enabled: whether to draft. max_tokens: most drafts per step.
 
-    suffix: whether drafts may come from a suffix match; of a request that samples only if True.
-    metrics: what to tell of it at the end.
+    suffix: whether drafts may come from a suffix match; None: unless the request samples.
+    metrics: counts to report of it at the end.
     """
 
     enabled: bool | None = None

@@ -1,4 +1,4 @@
-"""What /v1/messages and /v1/messages/count_tokens take, in Anthropic's shapes."""
+"""Bodies of /v1/messages and /v1/messages/count_tokens, in Anthropic's shapes."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ class _SearchResultBlock(Body):
 
     @property
     def text(self) -> str:
-        """What it says."""
+        """Its text."""
         return "".join(block.text for block in self.content)
 
 
@@ -43,12 +43,12 @@ class _DocumentBlock(Body):
 
     @property
     def text(self) -> str:
-        """What it says."""
+        """Its text."""
         return self.source.data
 
 
 class _LeftOut(Body):
-    """What only the server that made it can read, or that it ran itself."""
+    """A block that only the server that made it can read, or a tool's work that it ran itself."""
 
     type: Name
 
@@ -56,7 +56,7 @@ class _LeftOut(Body):
 def _written(value: Any) -> str | None:
     """Which class a block is of that may stand anywhere; None: of none."""
     kind = tool_kind(value)
-    if kind == "document":  # those of other sources are files
+    if kind == "document":  # other sources are files
         source = value.get("source") if isinstance(value, dict) else None
         return "a document" if source is None or tool_kind(source) == "text" else None
     return {"text": "a text", "search_result": "a result", "tool_reference": "another block"}.get(kind or "")
@@ -124,7 +124,7 @@ class _Message(Body):
     ]
 
     def turns(self) -> Iterator[dict[str, Any]]:
-        """As the chat route has them: results of tools are messages of their own, before other text."""
+        """The chat route's messages for it: results of tools are messages of their own, before other text."""
         if isinstance(self.content, str):
             yield {"role": self.role, "content": self.content}
             return
@@ -145,7 +145,7 @@ class _Message(Body):
             yield {"role": self.role, "content": text, **more}
 
     def left_out(self) -> Iterator[str]:
-        """What of it the model is not told."""
+        """Parts of it that the model is not told."""
         for i, block in enumerate(self.content if isinstance(self.content, list) else ()):
             if isinstance(block, _LeftOut):
                 yield f"content.{i}.{block.type}"
@@ -215,12 +215,12 @@ class CountBody(Body):
         return _text([block for block in self.system if not getattr(block, "text", "").startswith(_BILLING)])
 
     def chat(self, **more: Any) -> ChatBody:
-        """What the chat route takes for it. Raises ValidationError."""
+        """The chat route's body for it. Raises ValidationError."""
         turns = [turn for message in self.messages for turn in message.turns()]
         if system := self._system():
             turns.insert(0, {"role": "system", "content": system})
         value: dict[str, Any] = {"messages": turns, **more}
-        # As Anthropic's API does: the answer goes on with an assistant's message at the end.
+        # Anthropic's API does the same: the answer goes on with an assistant's message at the end.
         value["continue_final_message"] = self.messages[-1].role == "assistant"
         if self.tools:
             value["tools"] = [_function(tool) for tool in self.tools if isinstance(tool, _Tool)]
@@ -257,7 +257,7 @@ class MessagesBody(CountBody):
     thread: dict[str, Any] | None = None
 
     def conversation(self) -> ChatBody:
-        """What the chat route takes for it. Raises ValidationError."""
+        """The chat route's body for it. Raises ValidationError."""
         same = ("max_tokens", "temperature", "top_p", "top_k", "stream")
         return self.chat(stop=self.stop_sequences, **{name: getattr(self, name) for name in same})
 

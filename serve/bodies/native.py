@@ -1,4 +1,4 @@
-"""What /generate takes, in SGLang's shapes."""
+"""The body of /generate, in SGLang's shapes."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -64,7 +64,7 @@ class GenerateBody(Body):
         return self.return_logprob is True and self.logprob_start_len not in (None, -1)
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """For the engine; ``defaults``: the model's own, for what is not named. Raises RequestError."""
+        """The engine's parameters; ``defaults``: the model's, for fields not named. Raises RequestError."""
         p = self.sampling_params or NativeSampling()
         structured = None
         if p.json_schema is not None or p.regex is not None:

@@ -85,7 +85,7 @@ def ignore(request: Request, name: str) -> None:
 
 
 def _objects(value: dict[str, Any]) -> int:
-    """How many objects there are in lists, in lists of those and so on, up to ``MAX_OBJECTS`` and some.
+    """The number of objects in lists, in lists of lists and so on, up to ``MAX_OBJECTS`` and some.
 
     A list of anything else, or one that is mixed, is refused at its first wrong item.
     """

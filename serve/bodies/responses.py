@@ -1,4 +1,4 @@
-"""What /v1/responses takes: the items of OpenAI's Responses API, as messages of the chat route."""
+"""The body of /v1/responses: the items of OpenAI's Responses API, as messages of the chat route."""
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -46,7 +46,7 @@ class _CallItem(Body):
 
     @property
     def call(self) -> dict[str, Any]:
-        """As a message of the chat route has it."""
+        """The call as a message of the chat route has it."""
         return {"id": self.call_id, "function": {"name": self.name, "arguments": self.arguments}}
 
 
@@ -95,7 +95,7 @@ class _ReasoningItem(Body):
 
 
 class _LeftOutItem(Body):
-    """What only OpenAI's servers can read, or what they ran."""
+    """An item that only OpenAI's servers can read, or a tool's work that they ran."""
 
     type: str
 
@@ -168,7 +168,7 @@ class _Tool(Body):
 
     @property
     def tool(self) -> dict[str, Any]:
-        """As the chat route has it."""
+        """The tool as the chat route has it."""
         keys = ("name", "description", "parameters", "strict")
         return {
             "type": "function",
@@ -198,7 +198,7 @@ class _CustomTool(Body):
         return {"type": "custom", "custom": about}
 
     def left_out(self, path: str) -> Iterator[str]:
-        """What of it has no effect: the grammar."""
+        """Parts of it without effect: the grammar."""
         if self.format and self.format.type == "grammar":
             yield f"{path}.format"
 
@@ -246,7 +246,7 @@ class _TextOptions(Body):
 
 
 class ResponsesBody(CallBody, Switches):
-    """What the route takes."""
+    """The body of the route."""
 
     without_effect: ClassVar = CallBody.without_effect | {"client_metadata", "max_tool_calls"}
 
@@ -283,7 +283,7 @@ class ResponsesBody(CallBody, Switches):
         for i, item in enumerate(self.input):
             if isinstance(item, _LeftOutItem):
                 yield f"{prefix}input.{i}.{item.type}"
-        # Others are of tools that nothing runs here, or have no effect on the answer.
+        # Other values are of tools that nothing runs here, or have no effect on the answer.
         yield from (f"{prefix}include.{name}" for name in self.include or () if name.endswith(".logprobs"))
 
     @model_validator(mode="after")
@@ -301,7 +301,7 @@ class ResponsesBody(CallBody, Switches):
         return self
 
     def conversation(self) -> ChatBody:
-        """What the chat route takes for it. Raises ValidationError."""
+        """The chat route's body for it. Raises ValidationError."""
         value = self.model_dump(exclude_none=True, by_alias=True, include=set(ChatBody.model_fields))
         value["messages"] = self._messages()
         value["max_tokens"] = self.max_output_tokens

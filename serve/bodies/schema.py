@@ -1,4 +1,4 @@
-"""What a request may say. Types are strict, numbers finite and bounded; null means "not given"."""
+"""Bodies of completions. Types are strict, numbers finite and bounded; null means "not given"."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
@@ -26,7 +26,7 @@ from serve.bodies.fields import (
     bounds,
 )
 
-# Fields of OpenAI's API that name the client, or ask for what a server of one model need not do.
+# Fields of OpenAI's API that name the client, or ask for services that a server of one model need not give.
 _OFFICIAL = frozenset(
     {
         "metadata",
@@ -49,9 +49,9 @@ def _also(name: str, *others: str) -> Any:
 
 
 class Sampling(Body):
-    """How to sample, on every route. Names, ranges and defaults are OpenAI's; further ones are vLLM's.
+    """Fields of sampling, on every route. Names, ranges and defaults are OpenAI's; further fields are vLLM's.
 
-    Bounds are those of ``SamplingParams`` but where OpenAI's are narrower.
+    Bounds are equal to ``SamplingParams``' but where OpenAI's are narrower.
     """
 
     without_effect: ClassVar = _OFFICIAL
@@ -96,7 +96,7 @@ class Sampling(Body):
         *,
         defaults: Mapping[str, Any],
     ) -> SamplingParams:
-        """For the engine; ``defaults``: the model's own, for what is not named. Raises RequestError."""
+        """The engine's parameters; ``defaults``: the model's, for fields not named. Raises RequestError."""
         same = (
             "n", "temperature", "top_p", "top_k", "min_p", "min_tokens", "stop", "stop_token_ids",
             "allowed_token_ids", "bad_words", "max_thinking_tokens",
@@ -138,7 +138,7 @@ class Sampling(Body):
         return StructuredOutput(own.json_, own.json_object or False, own.regex, own.choice)
 
 
-# Fields of other servers that would change the answer, and what to do here instead.
+# Fields of other servers that would change the answer, and the field to use here instead.
 _GRAMMARS = (
     "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     "json_schema", "regex", "ebnf", "grammar",
@@ -157,7 +157,7 @@ _FOREIGN = {
     "modalities": "leave it out: answers are text",
     "audio": "leave it out: answers are text",
 }
-# Their values that change nothing; those of the others are null, false and nothing at all.
+# Their values that change nothing; other fields have null, false and nothing at all.
 _NEUTRAL = {"length_penalty": 1, "modalities": ["text"]}
 
 
@@ -168,7 +168,7 @@ def _changes(name: str, value: Any) -> bool:
 
 
 class CallBody(Sampling):
-    """What both completion routes take."""
+    """Fields of both completion routes."""
 
     without_effect: ClassVar = _OFFICIAL | _FOREIGN.keys()
 
@@ -181,7 +181,7 @@ class CallBody(Sampling):
     prompt_logprobs: Annotated[int, bounds("prompt_logprobs")] | None = None
 
     def cut(self, prompt: list[int]) -> list[int]:
-        """The last tokens of a prompt, as many as are wanted."""
+        """The last ``truncate_prompt_tokens`` tokens of a prompt."""
         return prompt[-(self.truncate_prompt_tokens or len(prompt)) :]
 
     @model_validator(mode="after")
@@ -259,7 +259,7 @@ class ChatBody(CallBody, Conversation):
 
     @property
     def thinking_budget(self) -> int | None:
-        """Most tokens of a thought, under whichever name."""
+        """Most tokens of a thought, under any of its names."""
         given = (
             self.max_thinking_tokens,
             self.thinking and self.thinking.budget_tokens,

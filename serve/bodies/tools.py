@@ -38,7 +38,9 @@ class ToolBody(Body):
         return self.model_dump(exclude_none=True)
 
 
-class _Named(Body):
+class Named(Body):
+    """The name of a tool."""
+
     name: FunctionName
 
 
@@ -46,7 +48,7 @@ class NamedChoice(Body):
     """A function that must be called."""
 
     type: Literal["function"]
-    function: _Named
+    function: Named
 
 
 def _choice_form(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The engine as an actor of Ray Data, for `mtp-jax batch --ray` and for pipelines of others. No Ray here."""
+"""The engine as an actor of Ray Data, for `mtp-jax batch --ray` and for users' pipelines. No Ray here."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ class BatchEngine:
     """One engine per actor, made once, for ``ray.data.Dataset.map_batches``.
 
     Takes columns ``body``, the JSON text of a request to the server, and, if there is one, ``url``, else
-    /v1/completions. Gives them back, and all others, with these beside them:
+    /v1/completions. Gives them back, and all other columns, with these beside them:
 
     ``status``       of HTTP: 200, or another for a request that is refused; nothing in a row ends the job.
     ``answer``       the JSON text of the server's answer, or of its error object.
@@ -46,11 +46,11 @@ class BatchEngine:
         """Load and compile.
 
         Args:
-            model: its folder.
-            model_name: by which requests may call it, or several names; None: the folder's name.
+            model: the model's folder.
+            model_name: the name by which requests may call it, or several; None: the folder's name.
             strict: refuse unknown fields instead of warning of them.
             max_body_bytes: most bytes of a request.
-            options: of ``LLM``; ``mesh`` is its shape, (data, model).
+            options: options of ``LLM``; ``mesh`` is its shape, (data, model).
 
         Raises:
             ConfigError, CheckpointError: it cannot be served.
@@ -59,7 +59,7 @@ class BatchEngine:
             model_name or Path(model).resolve().name, strict=strict, max_body_bytes=max_body_bytes
         )
         llm = LLM(model, **{"adaptive_depth": True, **llm_options(options)})
-        # What is in memory is bounded by the batch, so the queue need not be.
+        # The batch bounds the requests in memory, so the queue need not be bounded.
         self._allm = AsyncLLM(llm, max_queued_requests=2**31, max_queued_tokens=2**40)
         self._app = make_app(self._allm, settings)
         self._loop = asyncio.new_event_loop()

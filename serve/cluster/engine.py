@@ -53,7 +53,7 @@ class Served:
         return served
 
     async def _end(self) -> None:
-        """Whoever supervises this process makes a new one."""
+        """The supervisor of this process makes a new one."""
         await self.allm.failed()
         await asyncio.sleep(_LAST_ANSWERS_SECONDS)
         os._exit(_LOST_STATUS)

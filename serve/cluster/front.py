@@ -1,4 +1,4 @@
-"""What the ingress asks of a request before a replica gets it: who it is of, how large, and how it begins."""
+"""Checks of the ingress before a replica gets a request: its sender, its size, its beginning."""
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,7 +12,7 @@ from serve.http.in_process import Call
 
 
 class Front:
-    """The rules of the server, kept where requests arrive. A replica asks again, as others may reach it."""
+    """Rules of the server, kept where requests arrive. A replica checks again, too."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings, self._access = settings, Access(settings)
@@ -41,7 +41,7 @@ class Front:
         return response
 
     def _asks_leave(self, method: str, headers: Headers) -> bool:
-        """Whether a browser asks, without key and body, what a page of another origin may do."""
+        """Whether a browser asks, without key and body, for the rights of a page of another origin."""
         asks = (
             method == "OPTIONS" and headers.get(b"origin") and headers.get(b"access-control-request-method")
         )

@@ -1,7 +1,7 @@
 """One engine over several hosts of a cluster: a placement group with a bundle and a process per host.
 
-The process of rank 0 is the replica of Ray Serve, in the group's first bundle; it makes an actor for each of
-the others, in a bundle of its own, and watches them. Whatever ends one of them ends all (docs/scaling.md,
+The process of rank 0 is the replica of Ray Serve, in the group's first bundle; it makes an actor for each
+other rank, in a bundle of its own, and watches them. The end of one of them ends all (docs/scaling.md,
 "When something fails"), and Serve makes a new replica with a new gang.
 """
 
@@ -28,7 +28,7 @@ class Follower:
     """A rank after the first."""
 
     def follow(self, spec: EngineSpec, hosts: Hosts, secret: str) -> None:
-        """Repeat what rank 0 launches, until it ends."""
+        """Repeat the launches of rank 0, until it ends."""
         os.environ[_SECRET] = secret
         with join(hosts) as group:
             follow(spec.model, group=group, **llm_options(spec.options))
@@ -42,7 +42,7 @@ class Gang:
     """
 
     def __init__(self, spec: EngineSpec, reserves: Mapping[str, float]) -> None:
-        """Start the others and meet them. Raises ConfigError. reserves: what each of them does, for Ray."""
+        """Start the other ranks and meet them. Raises ConfigError. reserves: a rank's resources, for Ray."""
         host = get_node_ip_address()
         port, log_port = _free_ports(host)
         secret = secrets.token_hex(32)

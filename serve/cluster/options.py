@@ -1,4 +1,4 @@
-"""What an operator decides about engines on Ray."""
+"""Options of an operator for engines on Ray."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args

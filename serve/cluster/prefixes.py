@@ -1,7 +1,7 @@
 """Which replica a prompt goes to: the one that got its longest known beginning, unless that one is too busy.
 
-A replica keeps the cache pages of past prompts; another that begins the same is read from there on. What a
-replica still holds is not asked for: what it got last is a good guess, and a wrong one costs time alone.
+A replica keeps the cache pages of past prompts; a prompt with the same beginning is read from there on. The
+replica's pages are not asked for: its last prompts are a good guess, and a wrong guess costs time alone.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic_core import from_json
 
-# Of requests, in the order in which their texts stand in a prompt.
+# Fields of requests, in the order in which their texts stand in a prompt.
 _FIELDS = (
     "cache_salt",
     "tools",
@@ -36,8 +36,8 @@ _Replica = TypeVar("_Replica")
 def digests(body: bytes) -> tuple[bytes, ...]:
     """A digest per beginning of the prompt in a request's body, each 256 characters longer than the last.
 
-    Empty for what has no prompt, or a short one. Of a long body only the beginning is looked at: the thread
-    that does so hands on all requests.
+    Empty for a body without a prompt, or with a short one. Only the beginning of a long body is looked at:
+    the thread that does so hands on all requests.
     """
     try:
         fields = from_json(body[:_MOST_READ], allow_partial="trailing-strings") if body else {}
@@ -59,7 +59,7 @@ def _text(value: Any) -> str:
 
 
 class Prefixes(Generic[_Replica]):
-    """Where beginnings of prompts went, and what is under way. One thread's."""
+    """Places that beginnings of prompts went to, and requests under way. One thread's."""
 
     def __init__(self, slack: int, remembered: int = _REMEMBERED) -> None:
         """slack: by how many requests the replica that knows a prompt may be ahead of the least busy one.
@@ -75,8 +75,8 @@ class Prefixes(Generic[_Replica]):
     def rank(self, name: str, prefixes: Sequence[bytes], replicas: Iterable[_Replica]) -> list[_Replica]:
         """The replicas of a request, best first; the first is taken to get it until ``sent`` says otherwise.
 
-        name: of the request, until ``ended``. Of equally busy replicas the one comes first whose last request
-        is the longest ago.
+        name: the request's, until ``ended``. Among equally busy replicas the first is the one whose last
+        request is the longest ago.
         """
         self.ended(name)
         order = sorted(replicas, key=lambda r: (self._load[r], self._turns.get(r, -1)))

@@ -44,8 +44,8 @@ class Replica:
     """One engine behind the server's application."""
 
     async def __init__(self, spec: EngineSpec, reserves: Mapping[str, float]) -> None:
-        """reserves: what each host of the engine does."""
-        from serve.cluster.engine import Served  # with jax, for which the ingress has no use
+        """reserves: resources of each host of the engine."""
+        from serve.cluster.engine import Served  # needs jax, for which the ingress has no use
 
         self._gang = None
         if spec.hosts > 1:
@@ -62,7 +62,7 @@ class Replica:
             self._gang.check()
 
     async def answer(self, call: Call) -> AsyncGenerator[Head | bytes, None]:
-        """The head of the answer with its first bytes behind it, then the others as they come.
+        """The head of the answer with its first bytes behind it, then the rest as it comes.
 
         Raises EngineStopped where the engine was lost before the first.
         """
@@ -103,7 +103,7 @@ class Ingress:
         return response
 
     async def _begin(self, call: Call) -> tuple[Head, bytes, Any]:
-        """(head, first bytes, the others) of the answer of the first replica that lives to begin one.
+        """(head, first bytes, the rest) of the answer of the first replica that lives to begin one.
 
         Raises ApiError.
         """
@@ -137,9 +137,9 @@ async def _joined(head: Head, first: bytes, rest: Any) -> AsyncGenerator[bytes, 
 
 
 def application(spec: EngineSpec, options: RayOptions, reserves: Mapping[str, float]) -> Any:
-    """The application, to be run by `serve.run`, with as many replicas as the options say.
+    """The application, to be run by `serve.run`, with the number of replicas from the options.
 
-    reserves: what each host of an engine does, as ``start.reservation`` has it.
+    reserves: resources of each host of an engine, from ``start.reservation``.
     """
     slots = spec.options["max_num_seqs"]
     size: dict[str, Any] = {"num_replicas": options.min_replicas}
@@ -161,7 +161,7 @@ def application(spec: EngineSpec, options: RayOptions, reserves: Mapping[str, fl
         name="engine",
         ray_actor_options=dict(reserves),
         placement_group_bundles=[{k: v for k, v in bundle.items() if v}] * spec.hosts,
-        # What is more waits before the router, for whichever replica has room first.
+        # Further requests wait before the router, for the replica that has room first.
         max_ongoing_requests=slots + spec.max_queued_requests,
         max_constructor_retry_count=_MOST_STARTS,
         health_check_period_s=_HEALTH_PERIOD_SECONDS,

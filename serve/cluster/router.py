@@ -1,7 +1,7 @@
 """``Prefixes`` as a request router of Ray Serve, through its public interface (`ray.serve.request_router`).
 
 Serve's own routers by prefix need vLLM or SGLang installed. Each process with a handle of the deployment has
-a router of its own, which knows what that process has sent.
+a router of its own, which knows the requests that its process has sent.
 """
 
 from ray.serve.request_router import (  # pyright: ignore[reportMissingImports]
@@ -19,7 +19,7 @@ class PrefixRouter(RequestRouter):
     """Sends each ``Call`` where ``Prefixes`` says; if that replica takes nothing more, to the next best."""
 
     def initialize_state(self, slack: int, by_prefix: bool) -> None:
-        """Of `request_router_kwargs`: as ``Prefixes`` takes it, and whether prompts matter at all."""
+        """Arguments of `request_router_kwargs`: those of ``Prefixes``, and whether prompts matter at all."""
         self._prefixes, self._by_prefix = Prefixes[ReplicaID](slack), by_prefix
 
     async def choose_replicas(
@@ -42,7 +42,7 @@ class PrefixRouter(RequestRouter):
         self._prefixes.sent(_name(pending_request), self._of(pending_request), replica_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """A request has ended, in whatever way."""
+        """A request has ended, by success or failure."""
         self._prefixes.ended(internal_request_id)
 
     def _of(self, request: PendingRequest) -> tuple[bytes, ...]:

@@ -1,4 +1,4 @@
-"""What the processes of a cluster serve, as it travels to them. No jax here."""
+"""The engine and server of a cluster's processes, as data that travels to them. No jax here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ class EngineSpec:
     """An engine and its server.
 
     Attributes:
-        model: its folder, the same on every host.
-        options: of ``LLM``, with ``mesh`` as its shape, (data, model).
-        settings: of the server.
-        max_queued_requests, max_queued_tokens: as for ``AsyncLLM``.
-        hosts: processes of one engine.
+        model: the model's folder, the same on every host.
+        options: options of ``LLM``, with ``mesh`` as its shape, (data, model).
+        settings: settings of the server.
+        max_queued_requests, max_queued_tokens: limits of ``AsyncLLM``.
+        hosts: number of processes of one engine.
     """
 
     model: Path
@@ -29,6 +29,6 @@ class EngineSpec:
 
     @property
     def devices(self) -> int:
-        """Of the mesh."""
+        """Number of devices of the mesh."""
         data, model = self.options.get("mesh", (1, 1))
         return data * model

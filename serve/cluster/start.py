@@ -1,7 +1,7 @@
 """The Ray cluster: one that is there, or one that this process starts, which asks for a token.
 
-Whoever reaches a port of a cluster without a token runs code on it, and a cluster listens on the host's own
-address. A cluster that others have started is used as they, and the environment, say.
+A client that reaches a port of a cluster without a token runs code on it, and a cluster listens on the host's
+own address. A running cluster is used with its own settings and the environment's.
 """
 
 import os
@@ -28,7 +28,7 @@ def require_ray() -> None:
 def protect() -> None:
     """Have clusters that are started from here ask for a token, and send no statistics of usage.
 
-    By the environment, where what the user has set stays. Before Ray is imported, which reads it once.
+    Sets variables of the environment that the user has not set. Before Ray is imported, which reads it once.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault(_MODE, "token")
@@ -41,14 +41,14 @@ def protect() -> None:
 def cluster(address: str | None) -> Iterator[bool]:
     """Join a cluster, or start one here that ends with the context. Yields whether it was started.
 
-    address: of a cluster; None: RAY_ADDRESS, or a new one. Raises ConfigError.
+    address: the cluster's; None: RAY_ADDRESS, or a new one. Raises ConfigError.
     """
     require_ray()
     address = address or os.environ.get(_ADDRESS)
     more: dict[str, Any] = {}
     if address is None:
         protect()
-        more = {"include_dashboard": False}  # it would take code to run from whoever has the token
+        more = {"include_dashboard": False}  # it would take code to run from any holder of the token
     import ray  # pyright: ignore[reportMissingImports]
 
     try:
@@ -63,9 +63,10 @@ def cluster(address: str | None) -> Iterator[bool]:
 
 
 def reservation(options: RayOptions, devices: int, hosts: int = 1, own: bool = False) -> dict[str, float]:
-    """What each host of an engine reserves, as Ray names it; within ``cluster``.
+    """The resources that each host of an engine reserves, by Ray's names; within ``cluster``.
 
-    devices: of the engine's mesh. own: whether the cluster is this computer alone. Raises ConfigError.
+    devices: devices of the engine's mesh. own: whether the cluster is this computer alone. Raises
+    ConfigError.
     """
     import ray  # pyright: ignore[reportMissingImports]
 

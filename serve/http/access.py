@@ -1,4 +1,4 @@
-"""Who may ask for what, by the head of a request alone: keys, hosts, origins, sizes."""
+"""Rules of access by the head of a request alone: keys, hosts, origins, sizes."""
 
 import hmac
 import re
@@ -12,7 +12,7 @@ from serve.base.settings import Settings
 from serve.routes.admin import PATHS as ADMIN_PATHS
 from serve.routes.page import PATHS as PAGE_PATHS
 
-# For probes, which have no key.
+# Paths of probes, which have no key.
 OPEN_PATHS = ("/health", "/ping", "/ready")
 _PLAIN_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _MOST_HEADER_BYTES = 16 * 1024
@@ -30,7 +30,7 @@ class Headers:
         return self._values.get(name, b"")
 
     def name(self) -> str | None:
-        """What the client calls the request, if that is safe to return and to log."""
+        """The client's id of the request, if that is safe to return and to log."""
         given = self.get(b"x-request-id")
         return given.decode() if _PLAIN_ID.fullmatch(given) else None
 

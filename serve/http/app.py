@@ -75,7 +75,7 @@ def make_app(allm: AsyncLLM, settings: Settings, alarm: AcceptanceAlarm | None =
     app = Starlette(routes=routes, exception_handlers=errors)
     app.router.redirect_slashes = False
     controlled: ASGIApp = AccessControl(app, server, frozenset((*_GET, *_POST)))
-    if allm.llm.simulated:
+    if allm.about.simulated:
         controlled = _marked(controlled)
     if not settings.allowed_origins:
         return controlled

@@ -17,8 +17,8 @@ class Call:
     """A request as it travels between processes.
 
     Attributes:
-        query: what follows the question mark.
-        client: address and port of who asked.
+        query: text behind the question mark.
+        client: address and port of the client.
         prefixes: digests of the prompt's beginnings, for routers (``serve/cluster/prefixes.py``).
     """
 
@@ -41,7 +41,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server said: status, its id for the request, the JSON body, the warning if there is one."""
+    """A server's answer: status, its id for the request, the JSON body, the warning if there is one."""
 
     status: int
     request_id: str
@@ -87,7 +87,7 @@ async def stream(app: ASGIApp, call: Call) -> AsyncGenerator[Head | bytes, None]
                 yield body
         if (
             not complete
-        ):  # else it is what Starlette raises again, for servers to log, after it has answered 500
+        ):  # else it is the error that Starlette raises again, for servers to log, after it has answered 500
             answering.result()
     finally:
         gone.set()
@@ -95,7 +95,7 @@ async def stream(app: ASGIApp, call: Call) -> AsyncGenerator[Head | bytes, None]
 
 
 async def post(app: ASGIApp, url: str, body: bytes) -> Answer:
-    """The whole answer to a JSON body: what a client over HTTP would get."""
+    """The whole answer to a JSON body, as a client over HTTP would get it."""
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
     head, parts = Head(500, []), []
     async with aclosing(stream(app, Call("POST", url, headers, body))) as answer:

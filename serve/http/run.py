@@ -8,14 +8,13 @@ import os
 import resource
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 from types import FrameType
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mtp_jax import LLM, AsyncLLM, ConfigError, MtpJaxError, Reporter, StructuredOutput
+from mtp_jax import AsyncLLM, ConfigError, Reporter
 from serve.base.settings import Settings
 from serve.http.app import make_app
 from serve.watch.acceptance import AcceptanceAlarm
@@ -76,7 +75,7 @@ def serve(
     tasks: list[asyncio.Future[None]] = []
 
     def begin() -> None:
-        tasks.append(asyncio.ensure_future(allm.off_loop(lambda: start_helpers(allm.llm))))
+        tasks.append(asyncio.ensure_future(allm.start_helpers()))
         ready()
 
     server = Server(allm, settings, begin, reporter)
@@ -85,16 +84,6 @@ def serve(
     if allm.warming:
         os._exit(status)  # rather than wait for programs that will not run
     return status
-
-
-def start_helpers(llm: LLM) -> None:
-    """Start the processes that try grammars and render chat templates, before a request waits for them."""
-    if llm.engine.grammars is not None:
-        with suppress(MtpJaxError):
-            llm.engine.grammars.matcher(StructuredOutput(choice=["a"]), ())
-    if llm.tokenizer is not None and llm.tokenizer.has_chat_template:
-        with suppress(MtpJaxError):  # a template may refuse so short a conversation
-            llm.tokenizer.apply_chat_template([{"role": "user", "content": "a"}])
 
 
 def _config(allm: AsyncLLM, settings: Settings, alarm: AcceptanceAlarm) -> uvicorn.Config:

@@ -1,4 +1,4 @@
-"""Access control before every route: who may ask, how much at a time, and what is logged of it."""
+"""Access control before every route: rights, limits, and the log line of each request."""
 
 import time
 
@@ -12,10 +12,10 @@ from serve.http.access import OPEN_PATHS, Access, Headers, bounded
 from serve.routes.page import PATHS as PAGE_PATHS
 from serve.watch.access_log import log_request, record_of
 
-# By monitors every few seconds, and a dozen at a time for the page.
+# Monitors ask for these every few seconds, and the page for a dozen at a time.
 _ASKED_OFTEN = (*OPEN_PATHS, "/metrics", *PAGE_PATHS)
 _FIRST_ERROR = 400  # status of HTTP
-# What a full queue refuses unread.
+# Paths that a full queue refuses unread.
 _QUEUED = (
     "/v1/completions",
     "/v1/chat/completions",
@@ -30,7 +30,7 @@ _SHOWN_BYTES = 128  # of a request's name that is not safe to use
 
 
 class AccessControl:
-    """ASGI middleware. What it refuses reaches no route."""
+    """ASGI middleware. A request that it refuses reaches no route."""
 
     def __init__(self, app: ASGIApp, server: Server, routes: frozenset[str]) -> None:
         self._app, self._server, self._routes = app, server, routes
@@ -63,7 +63,7 @@ class AccessControl:
             else:
                 await self._app(scope, bounded(receive, self._settings), answer)
         finally:
-            abort_streams(scope)  # whatever was raised before they were read
+            abort_streams(scope)  # also after an error before they were read
             self._connections -= 1
             self._server.metrics.responded(self._route(scope["path"]), status)
             shown = name if given in (b"", name) else given[:_SHOWN_BYTES]

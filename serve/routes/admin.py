@@ -55,7 +55,7 @@ async def release_memory(server: Server, request: Request) -> Response:
         await server.allm.release_memory(
             body.tags, backup=body.backup is not False, abort=body.abort_all_requests is True
         )
-    return _json(request, {"success": True, "released": server.allm.llm.released})
+    return _json(request, {"success": True, "released": server.allm.released})
 
 
 async def resume_memory(server: Server, request: Request) -> Response:
@@ -63,7 +63,7 @@ async def resume_memory(server: Server, request: Request) -> Response:
     body = await read(server.settings, request, ResumeBody)
     with _tags_refused():
         await server.allm.resume_memory(body.tags)
-    return _json(request, {"success": True, "released": server.allm.llm.released})
+    return _json(request, {"success": True, "released": server.allm.released})
 
 
 async def hidden_states(server: Server, request: Request) -> Response:
@@ -75,7 +75,7 @@ async def hidden_states(server: Server, request: Request) -> Response:
 
 async def weight_version(server: Server, request: Request) -> Response:
     """The route: the name of the weights. It needs no admin key."""
-    return _json(request, {"weight_version": server.allm.llm.weight_version})
+    return _json(request, {"weight_version": server.allm.weight_version})
 
 
 @contextmanager

@@ -54,7 +54,7 @@ class _Chat(ChoicesCall):
         return super().take(output)
 
     def choice(self, index: int, output: RequestOutput, c: CompletionOutput, begun: bool) -> dict[str, Any]:
-        """A message, or what is new of it."""
+        """A message, or the new part of it."""
         del output
         asked = self._asked
         if index not in self._turns:
@@ -79,14 +79,14 @@ class _Chat(ChoicesCall):
         return choice | extras
 
     def answer(self) -> dict[str, Any]:
-        """With the prompt's scores, if they are asked for."""
+        """The answer with the prompt's scores, if they are asked for."""
         if self.body.prompt_logprobs is None:
             return super().answer()
         scores = self.last[0].prompt_logprobs or []
         return super().answer() | {"prompt_logprobs": prompt_scores(self.server.tokenizer, scores)}
 
     def usage(self) -> dict[str, Any]:
-        """With the tokens that went into thoughts, if there were any."""
+        """Usage with the tokens that went into thoughts, if there were any."""
         thoughts = [t.count for i, t in self._thoughts.items() if self._thinking or i in self._thought]
         return usage(self.last.values(), sum(thoughts) if thoughts else None)
 
@@ -99,7 +99,7 @@ def _texts(pieces: Sequence[Piece]) -> dict[str, Any]:
 
 
 def _message(pieces: Sequence[Piece], inputs: Inputs) -> dict[str, Any]:
-    """Of a whole completion."""
+    """The message of a whole completion."""
     message = {"content": ""} | _texts(pieces)
     calls = called(pieces)
     if not calls:
@@ -113,7 +113,7 @@ def _message(pieces: Sequence[Piece], inputs: Inputs) -> dict[str, Any]:
 
 
 def _delta(pieces: Sequence[Piece], inputs: Inputs) -> dict[str, Any]:
-    """Of what is new."""
+    """The delta of new pieces."""
     calls: list[dict[str, Any]] = []
     for piece in pieces:
         if not isinstance(piece, CallBegin | CallArguments):

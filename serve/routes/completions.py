@@ -24,7 +24,7 @@ async def completions(server: Server, request: Request) -> Response:
     # To score a prompt the engine has to go on for one token, which the answer leaves out.
     most = _DEFAULT_MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
     scored = body.logprobs if body.echo else body.prompt_logprobs
-    defaults = server.sampling_defaults
+    defaults = server.allm.about.sampling_defaults
     params = body.params(most, body.stream, body.logprobs, scored, defaults=defaults)
     streams = await submit(server, request, body, [_prompt(server, body, p) for p in body.prompts], params)
     return await _Completions(server, request, body, streams).respond()
@@ -51,7 +51,7 @@ class _Completions(ChoicesCall):
         self.body = body
         self._tells_tokens |= body.logprobs is not None
         self._prompt_scores: dict[int, Sequence[dict[int, Logprob] | None]] = {}
-        self._tokenizer, self._offsets = server.allm.llm.tokenizer, dict[int, TextOffsets]()
+        self._tokenizer, self._offsets = server.allm.about.tokenizer, dict[int, TextOffsets]()
         self._skips_special = body.skip_special_tokens is not False
 
     def choice(self, index: int, output: RequestOutput, c: CompletionOutput, begun: bool) -> dict[str, Any]:

@@ -56,8 +56,8 @@ def _model(server: Server, name: str) -> dict[str, object]:
         "id": name,
         "object": "model",
         "created": server.created,
-        "owned_by": "SIMULATED" if server.allm.llm.simulated else "mtp-jax",
-        "max_model_len": server.allm.llm.engine.config.longest,
+        "owned_by": "SIMULATED" if server.allm.about.simulated else "mtp-jax",
+        "max_model_len": server.allm.about.engine.longest,
     }
 
 
@@ -77,7 +77,7 @@ async def tokenize(server: Server, request: Request) -> Response:
     """Text, or a conversation as the chat template renders it, to token ids."""
     body = await read(server.settings, request, TokenizeChatBody, TokenizeBody)
     tokenizer = server.tokenizer
-    limit = server.allm.llm.engine.config.longest
+    limit = server.allm.about.engine.longest
 
     if isinstance(body, TokenizeChatBody):
         encode, characters = ChatPrompt(server, body), body.characters
@@ -99,7 +99,7 @@ async def tokenize(server: Server, request: Request) -> Response:
 async def detokenize(server: Server, request: Request) -> Response:
     """Token ids to text."""
     body = await read(server.settings, request, DetokenizeBody)
-    tokenizer, vocab = server.tokenizer, server.allm.llm.config.vocab_size
+    tokenizer, vocab = server.tokenizer, server.allm.about.model.vocab_size
     wrong = next((t for t in body.tokens if t >= vocab), None)
     if wrong is not None:
         raise ApiError(400, f"tokens has token {wrong}; expected ids from 0 to {vocab - 1}", "tokens")
@@ -124,7 +124,7 @@ async def tokenizer_info(server: Server, request: Request) -> Response:
 
     found = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": server.allm.llm.engine.config.longest,
+        "model_max_length": server.allm.about.engine.longest,
         "vocab_size": tokenizer.vocab_size,
         "bos_token": name(tokenizer.bos_id),
         "eos_token": name(next(iter(tokenizer.eos_ids), None)),
@@ -136,5 +136,5 @@ async def tokenizer_info(server: Server, request: Request) -> Response:
 async def flush_cache(server: Server, request: Request) -> Response:
     """Forget the pages that only the prefix cache keeps."""
     del request
-    await server.allm.on_engine(server.allm.llm.engine.flush_prefix_cache)
+    await server.allm.flush_prefix_cache()
     return _json({"success": True})

@@ -19,7 +19,7 @@ from serve.bodies.messages import CountBody, MessagesBody
 from serve.bodies.reading import read, warning
 
 _NO_THREADS = "thread: this server stores no conversation; leave it out, and send all messages"
-# By which Anthropic's package sends all of them again, and from then on.
+# Fields of the error that make Anthropic's package send all messages again, and from then on.
 _SEND_ALL = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 _ENDS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -88,7 +88,7 @@ class _Messages(AssistantCall):
         return error.anthropic
 
     def _end(self) -> dict[str, str | None]:
-        """Why the message ended; the route takes no stop tokens, so what stopped it can only be a string."""
+        """The reason of the end; the route takes no stop tokens, so a stop can only be a string."""
         stop = self.completion.stop_reason if self.completion else None
         if isinstance(stop, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
@@ -117,7 +117,7 @@ class _Messages(AssistantCall):
 
 
 def _block(block: Block, text: str) -> dict[str, Any]:
-    """A content block with so much of its text."""
+    """A content block with its text so far."""
     match block.kind:
         case "text":
             return {"type": "text", "text": text}

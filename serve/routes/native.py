@@ -23,7 +23,7 @@ async def generate(server: Server, request: Request) -> Response:
     """The route."""
     body = await read(server.settings, request, GenerateBody)
     prompt = body.text if body.text is not None else body.input_ids or []
-    params = body.params(server.sampling_defaults)
+    params = body.params(server.allm.about.sampling_defaults)
     streams = await submit(server, request, body.sampling_params or Sampling(), [prompt], params)
     return await _Generate(server, request, body, streams).respond()
 
@@ -35,7 +35,7 @@ class _Generate(Call):
         self, server: Server, request: Request, body: GenerateBody, streams: Sequence[Stream]
     ) -> None:
         super().__init__(server, request, streams, body.stream)
-        self._body, self._name, self._tokenizer = body, new_id(), server.allm.llm.tokenizer
+        self._body, self._name, self._tokenizer = body, new_id(), server.allm.about.tokenizer
         self._prompt: Sequence[dict[int, Logprob] | None] = ()
 
     def answer(self) -> Any:
@@ -106,8 +106,8 @@ class _Generate(Call):
 async def server_info(server: Server, request: Request) -> Response:
     """The route: the engine's sizes, and what speculation achieved over all requests."""
     del request
-    config, s = server.allm.llm.engine.config, server.allm.llm.engine.stats()
-    tokenizer = server.allm.llm.tokenizer
+    about, s = server.allm.about, server.allm.stats()
+    config, tokenizer = about.engine, about.tokenizer
     state: dict[str, Any] = {
         "uptime_seconds": time.time() - server.created,
         "num_running_reqs": s.running,
@@ -126,8 +126,8 @@ async def server_info(server: Server, request: Request) -> Response:
         "prefix_cache": config.prefix_cache,
         "dtype": config.dtype,
         "kv_cache_dtype": config.kv_cache_dtype,
-        "weight_version": server.allm.llm.weight_version,
-        "released_memory": server.allm.llm.released,
+        "weight_version": server.allm.weight_version,
+        "released_memory": server.allm.released,
         "state": server.allm.warm_up.state,
         "has_chat_template": tokenizer is not None and tokenizer.has_chat_template,
         "internal_states": [state],

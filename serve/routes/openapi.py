@@ -1,4 +1,4 @@
-"""/openapi.json: what the routes take, from the classes that check it."""
+"""/openapi.json: bodies of the routes, from the classes that check them."""
 
 from importlib import metadata
 from typing import Any

@@ -18,7 +18,8 @@ from serve.bodies.responses import ResponsesBody
 
 _IDS = {"text": "msg_", "thought": "rs_", "call": "fc_", "custom": "ctc_"}
 _PARTS = {"text": "output_text", "thought": "reasoning_text"}
-# Of a block: the name of its events, and the key of its text in the last of them and, of calls, in the item.
+# For a block: the name of its events, and the key of its text in the last of them and, for calls, in the
+# item.
 _EVENTS = {
     "text": ("output_text", "text"),
     "thought": ("reasoning_text", "text"),
@@ -94,7 +95,7 @@ class _Responses(AssistantCall):
         return {"type": kind, "sequence_number": self._number, **fields}
 
     def _item(self, block: Block, status: str | None = None) -> dict[str, Any]:
-        if status is None:  # the last one is what a limit cuts
+        if status is None:  # the last block is the one that a limit cuts
             status = "incomplete" if self._cut and block is self.blocks.all[-1] else "completed"
         item = {"id": self._ids.setdefault(block.index, _IDS[block.kind] + new_id()), "status": status}
         match block.kind:

@@ -1,1 +1,1 @@
-"""What a server says of itself: metrics, lines in the log, the acceptance alarm, the watchdog."""
+"""Reports of a server about itself: metrics, lines in the log, the acceptance alarm, the watchdog."""

@@ -14,30 +14,30 @@ if TYPE_CHECKING:
 AccessLog = Literal["text", "json", "off"]
 LOGGER = logging.getLogger("serve.access")
 _KEY = "access_record"
-# Of what a client chose, and of an error's message, which may quote the start of the refused value.
+# Most characters of a client's own text, and of an error's message, which may quote the refused value.
 _MOST_CHARACTERS = 256
 
 
 @dataclass
 class Record:
-    """What is told of one request.
+    """The facts that are logged of one request.
 
     Attributes:
         error: the message of the error that it was answered with.
-        numbers: by prompt, of its newest output: prompt tokens, completion tokens, finish reasons.
+        numbers: by prompt, counts of its newest output: prompt tokens, completion tokens, finish reasons.
     """
 
     error: str | None = None
     numbers: dict[int, tuple[int, int, list[str]]] = field(default_factory=dict)
 
     def saw(self, prompt: int, output: "RequestOutput") -> None:
-        """An output of a prompt, which holds what the ones before it held."""
+        """An output of a prompt, which includes the output before."""
         tokens = sum(c.num_tokens for c in output.outputs)
         reasons = [c.finish_reason for c in output.outputs if c.finish_reason is not None]
         self.numbers[prompt] = len(output.prompt_token_ids), tokens, reasons
 
     def fields(self) -> dict[str, Any]:
-        """What there is to tell: token counts and finish reasons of what was generated, the error."""
+        """The facts as words: token counts and finish reasons of the outputs, the error."""
         found: dict[str, Any] = {}
         if self.numbers:
             prompt, completion, reasons = zip(*self.numbers.values(), strict=True)
@@ -74,7 +74,7 @@ def record_of(scope: MutableMapping[str, Any]) -> Record:
 def log_request(
     scope: MutableMapping[str, Any], name: bytes, status: int, seconds: float, quiet: bool = False
 ) -> None:
-    """The line of a request, by its name; what the client chose is escaped. quiet: at the level DEBUG."""
+    """The line of a request, by its name; text of the client is escaped. quiet: at the level DEBUG."""
     about = {
         "id": _printable(name.decode("latin-1")),
         "method": scope["method"],
@@ -106,7 +106,7 @@ def _text(about: dict[str, Any]) -> str:
 
 
 class JsonLines(logging.Formatter):
-    """A JSON object per line: the time in UTC, and what there is to tell."""
+    """A JSON object per line: the time in UTC, and the facts."""
 
     def format(self, record: logging.LogRecord) -> str:
         """One line."""

@@ -129,7 +129,7 @@ class _Engine:
 
     def collect(self) -> Iterator[Metric]:
         """Families of metrics."""
-        s, allm = self._allm.llm.engine.stats(), self._allm
+        s, allm = self._allm.stats(), self._allm
         gauges = {
             "vllm:num_requests_running": ("Requests that have a slot.", s.running),
             "vllm:num_requests_waiting": ("Requests without a slot.", s.waiting),
@@ -148,7 +148,7 @@ class _Engine:
             "mtp_jax:queued_tokens": ("Tokens counted against --max-queued-tokens.", allm.admission.tokens),
             "mtp_jax:step_age_seconds": ("Age of the step in progress; 0 while idle.", allm.step_age),
             "mtp_jax:executables": ("Compiled programs.", s.executables),
-            "mtp_jax:simulated": ("1: no model answers, all tokens are SIMULATED.", allm.llm.simulated),
+            "mtp_jax:simulated": ("1: no model answers, all tokens are SIMULATED.", allm.about.simulated),
             "mtp_jax:warming": ("Whether smaller programs are still being compiled.", allm.warming),
         }
         if s.realised_speedup is not None:

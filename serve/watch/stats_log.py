@@ -13,10 +13,10 @@ _EVERY_SECONDS = 10.0
 
 async def log_stats(allm: AsyncLLM, alarm: AcceptanceAlarm) -> None:
     """Until cancelled."""
-    before, at = allm.llm.engine.stats(), time.perf_counter()
+    before, at = allm.stats(), time.perf_counter()
     while True:
         await asyncio.sleep(_EVERY_SECONDS)
-        after, now = allm.llm.engine.stats(), time.perf_counter()
+        after, now = allm.stats(), time.perf_counter()
         if after.generation_tokens > before.generation_tokens:
             _LOG.info("%s", describe(before, after, now - at))
         alarm.look(after)

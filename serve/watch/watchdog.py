@@ -54,16 +54,5 @@ class Watchdog:
 
     def _report(self) -> None:
         """What it was doing: sizes and stacks, no text of requests."""
-        engine = self._allm.llm.engine
-        slots = [
-            (len(r.prompt), len(r.progress.output), r.status.value, len(r.residence.pages))
-            for r in engine.scheduler.slots
-            if r
-        ]
-        _LOG.critical(
-            "the engine is in one step for %.0f s; (prompt, output, status, pages) of its slots: %s; %s",
-            self._allm.step_age,
-            slots,
-            engine.stats(),
-        )
+        _LOG.critical("the engine is in one step for %.0f s: %s", self._allm.step_age, self._allm.stats())
         faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)

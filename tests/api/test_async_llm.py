@@ -227,7 +227,7 @@ def test_a_failure_of_one_text_fails_that_request_alone(llm, monkeypatch):
     async def run() -> None:
         async with serving(llm) as allm:
             bad = await allm.submit(PROMPTS[0], GREEDY)
-            (state,) = allm._by_prompt
+            (state,) = allm._submissions._by_prompt
             monkeypatch.setattr(state.completions[0], "advance", lambda engine: 1 / 0)
             good = await last(allm.generate(PROMPTS[1], GREEDY))
             assert (await last(bad)).outputs[0].finish_reason == "error"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mtp_jax import LLM, LazyPrompt, Overloaded, RequestError, SamplingParams, Stream
+from mtp_jax import LLM, EngineStopped, LazyPrompt, Overloaded, RequestError, SamplingParams, Stream
 from tests.api.helpers import GREEDY, PROMPTS, last, serving, simulated
 
 
@@ -140,6 +140,28 @@ def test_a_request_can_be_aborted_while_it_is_submitted(llm):
             assert output.outputs[0].finish_reason == "abort"
             again = await last(await allm.submit(PROMPTS[0], GREEDY, request_id="mine"))
             assert again.outputs[0].finish_reason == "length"
+
+    asyncio.run(run())
+
+
+def test_a_drain_waits_for_prompts_that_are_being_made(llm):
+    async def run() -> None:
+        async with serving(llm) as allm:
+            begun, go = threading.Event(), threading.Event()
+
+            def prompt() -> list[int]:
+                begun.set()
+                go.wait(60)
+                return PROMPTS[0]
+
+            submitting = asyncio.create_task(allm.submit(LazyPrompt(prompt, 8), GREEDY))
+            await asyncio.to_thread(begun.wait, 60)
+            assert (allm.live, await allm.drain(0)) == (1, False)
+            go.set()
+            with pytest.raises(EngineStopped, match="shutting down"):
+                await submitting
+            assert (allm.live, await allm.drain(60)) == (0, True)
+            assert (allm.admission.requests, allm.admission.tokens) == (0, 0)
 
     asyncio.run(run())
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from mtp_jax.decode import step as module
+from mtp_jax.decode.arrays import Chunk
 from mtp_jax.decode.bookkeeping import abstract_state, empty_state
 from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.greedy import best_tokens
-from mtp_jax.decode.host import Chunk
 from mtp_jax.decode.keys import ACCEPTED, SamplingMode
 from mtp_jax.decode.sampling import argmax
 from mtp_jax.decode.state import StateShape

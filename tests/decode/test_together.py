@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import Mesh
 
 from kernels_pallas.grouped_matmul.layout import group_rows
+from mtp_jax.decode.arrays import Chunk
 from mtp_jax.decode.bookkeeping import abstract_state, empty_state
 from mtp_jax.decode.drafter.build import build
-from mtp_jax.decode.host import Chunk
 from mtp_jax.decode.keys import ACCEPTED, COUNT, DRAFTED, EXTRA_COLUMNS, FINISH, Finish, SamplingMode
 from mtp_jax.decode.result import StepResult
 from mtp_jax.decode.state import State, StateShape
@@ -189,17 +189,17 @@ def test_every_weight_is_read_once():
 
 @dataclass(frozen=True)
 class Counting(XlaCpu):
-    """Notes, outside of jit, the experts that rows visit, and how many tokens of each slot see anything."""
+    """Notes, in order, the experts that rows visit, and how many tokens of each slot see anything."""
 
     visits: list[np.ndarray] = field(default_factory=list, compare=False)
     seeing: list[np.ndarray] = field(default_factory=list, compare=False)
 
     def routed(self, gate_up, down, x, r, shards=1, first=0):
-        self.visits.append(np.asarray(r.ids))
+        jax.debug.callback(self.visits.append, r.ids, ordered=True)
         return super().routed(gate_up, down, x, r, shards, first)
 
     def attend_pages(self, q, k_up, v_up, cache, view, scale, only=None):
-        self.seeing.append(np.asarray(view.visible.count))
+        jax.debug.callback(self.seeing.append, view.visible.count, ordered=True)
         return super().attend_pages(q, k_up, v_up, cache, view, scale, only)
 
 
@@ -209,25 +209,29 @@ def test_rows_past_their_slots_depth_cost_nothing():
     params, drafter = tiny_params(cfg), build(cfg)
     fixed = {"cfg": cfg, "drafter": drafter, "pages": PAGES, "mode": SamplingMode()}
     first = jax.jit(partial(step, on=XlaCpu(), slots=0, depth=0, **fixed))
+    on = Counting()
+    counted = jax.jit(partial(step, on=on, slots=SLOTS, depth=DEPTH, **fixed))
     texts = prompts(SLOTS, shortest=4, seed=2)
 
-    def run(depths: tuple[int, ...]) -> tuple[Counting, list[list[int]]]:
+    def run(depths: tuple[int, ...]) -> tuple[list[np.ndarray], list[np.ndarray], list[list[int]]]:
         state, _ = first(params, begun(None, depths, cfg), chunk_of(tuple(range(SLOTS)), texts, 0))
-        on = Counting()
-        with jax.disable_jit():  # what it counts are numbers
-            _, result = step(params, state, on=on, slots=SLOTS, depth=DEPTH, **fixed)
-        return on, tokens_of(result, slice(SLOTS))
+        on.visits.clear()
+        on.seeing.clear()
+        _, result = counted(params, state)
+        jax.effects_barrier()
+        return [*map(np.asarray, on.visits)], [*map(np.asarray, on.seeing)], tokens_of(result, slice(SLOTS))
 
     def experts(ids: np.ndarray) -> set[int]:
         return {*ids[ids < cfg.n_routed_experts].tolist()}
 
-    (every, deep), (some, mixed) = run((3, 3, 3, 3)), run((0, 1, 3, 3))
+    every, _, deep = run((3, 3, 3, 3))
+    some, seen, mixed = run((0, 1, 3, 3))
     # Three drafting passes, one row of a slot each, and the layers of the trunk, of which one has experts.
     expected = [[0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 1, 1], *[[1, 2, 4, 4]] * cfg.num_hidden_layers]
-    assert [seen.tolist() for seen in some.seeing] == expected
+    assert [counts.tolist() for counts in seen] == expected
     pairs = [cfg.num_experts_per_tok * sum(rows) for rows in expected[: DEPTH + 1]]
-    assert [int((ids < cfg.n_routed_experts).sum()) for ids in some.visits] == pairs
-    for few, all_of_them in zip(some.visits, every.visits, strict=True):
+    assert [int((ids < cfg.n_routed_experts).sum()) for ids in some] == pairs
+    for few, all_of_them in zip(some, every, strict=True):
         assert experts(few) < experts(all_of_them)
         tiles = [int(group_rows(jnp.asarray(ids), 32, 64).tiles.count[0]) for ids in (few, all_of_them)]
         assert tiles == [len(experts(few)), len(experts(all_of_them))]

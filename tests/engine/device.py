@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from mtp_jax.decode.host import MaskMaker, Result
+from mtp_jax.decode.arrays import MaskMaker, Result
 from mtp_jax.decode.keys import COUNT
 from mtp_jax.decode.launches import Launch, Step
 from mtp_jax.engine.config import EngineConfig

@@ -16,6 +16,7 @@ from mtp_jax.engine.sampling_params import SamplingParams
 from tests.engine.device import on_device
 from tests.engine.worlds import (
     MOST,
+    SEEDS,
     WORLDS,
     Fixed,
     Key,
@@ -37,17 +38,23 @@ from tests.models import (
 )
 
 WORST, MEAN = 0.95, 1.0
+FEW = SEEDS[4:6]  # the latter misleads a controller that never probes
 adaptive = partial(DepthController, MOST)
+some_and_all = pytest.mark.parametrize(
+    "seeds", [FEW, pytest.param(SEEDS, marks=pytest.mark.slow)], ids=lambda seeds: f"{len(seeds)} seeds"
+)
 
 
+@some_and_all
 @pytest.mark.parametrize("world", WORLDS)
-def test_near_the_best_fixed_depth(world):
-    assert min(scores(adaptive, world)) >= WORST
+def test_near_the_best_fixed_depth(world, seeds):
+    assert min(scores(adaptive, world, seeds)) >= WORST
 
 
-def test_as_fast_as_the_best_fixed_depths_on_average():
+@some_and_all
+def test_as_fast_as_the_best_fixed_depths_on_average(seeds):
     """Each world's best depth is known in hindsight only; worlds that change pay for the probes."""
-    assert mean_of(scores(adaptive, world) for world in WORLDS) >= MEAN
+    assert mean_of(scores(adaptive, world, seeds) for world in WORLDS) >= MEAN
 
 
 class Anyhow(Fixed):
@@ -81,7 +88,7 @@ class PerSecond(DepthController):
     ],
 )
 def test_the_bounds_notice_a_broken_controller(broken, world):
-    assert min(scores(broken, world)) < WORST
+    assert min(scores(broken, world, FEW)) < WORST
 
 
 def test_seven_numbers():

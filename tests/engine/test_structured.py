@@ -103,7 +103,7 @@ def jobs(options: SamplingParams = GREEDY) -> list[tuple[Sequence[int], Sampling
 def plain(grammars) -> list[Request]:
     """Depth 0, one request at a time."""
     engine = engine_with(grammars, num_speculative_tokens=0)
-    return [serve(engine, [job])[0] for job in jobs()]
+    return [serve(engine, [job], exactly=True)[0] for job in jobs()]
 
 
 @pytest.fixture(scope="module")

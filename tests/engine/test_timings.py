@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mtp_jax.decode.host import Result
+from mtp_jax.decode.arrays import Result
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.timings import Timings
 from tests.engine.device import Device, on_device

@@ -325,9 +325,9 @@ def over_best_fixed(make: Callable[[], Controller], name: str, seed: int) -> flo
 
 
 @cache
-def scores(make: Callable[[], Controller], name: str) -> list[float]:
+def scores(make: Callable[[], Controller], name: str, seeds: range = SEEDS) -> list[float]:
     """``over_best_fixed`` by seed."""
-    return [over_best_fixed(make, name, seed) for seed in SEEDS]
+    return [over_best_fixed(make, name, seed) for seed in seeds]
 
 
 def mean_of(found: Iterable[Sequence[float]]) -> float:

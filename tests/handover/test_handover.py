@@ -117,9 +117,9 @@ async def apart(
     assert decoder.engine.stats().pages_used == prefiller.engine.stats().pages_used == 0
 
 
-def stats(server: Server) -> tuple[int, dict[str, int]]:
-    found = server.handover.stats()
-    return found.sent + found.received, dict(found.failures)
+def stats(server: Server) -> tuple[float, dict[str, float]]:
+    pages, failures = server.handover.counters().values()
+    return sum(pages.values()), dict(failures)
 
 
 def test_a_prompt_is_prefilled_elsewhere(prefiller, decoder, alone):

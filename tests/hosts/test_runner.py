@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from mtp_jax.decode.host import Chunk, MaskMaker, SamplingState, SlotRow
+from mtp_jax.decode.arrays import Chunk, MaskMaker, SamplingState, SlotRow
 from mtp_jax.decode.keys import DraftKey, Key, PageKey, SamplingMode, StepKey
 from mtp_jax.decode.launches import (
     Admit,

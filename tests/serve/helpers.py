@@ -41,7 +41,7 @@ def events(client: httpx2.Client, path: str = "/v1/completions", **body: Any) ->
 
 NAME = re.compile(r"\b(?:vllm|mtp_jax):[a-zA-Z0-9_:]+")
 STATS = EngineStats(
-    running=1,
+    slots=((9, 3, "running", 1),),
     waiting=1,
     pages_total=8,
     pages_used=2,
@@ -71,7 +71,8 @@ STATS = EngineStats(
 def still_metrics(alarm: AcceptanceAlarm | None = None, counters: Any = ()) -> Metrics:
     """Those of an engine that does nothing more."""
     allm: Any = SimpleNamespace(
-        llm=SimpleNamespace(engine=SimpleNamespace(stats=lambda: STATS), simulated=False),
+        stats=lambda: STATS,
+        about=SimpleNamespace(simulated=False),
         admission=SimpleNamespace(requests=1, tokens=3),
         step_age=0.1,
         hooks=SimpleNamespace(counters=counters),

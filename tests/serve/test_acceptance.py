@@ -93,9 +93,7 @@ def test_limits_that_never_warn():
 def test_the_server_looks_while_it_serves(alarm, caplog, monkeypatch):
     monkeypatch.setattr(stats_log, "_EVERY_SECONDS", 0.001)
     drafts = Drafts()
-    allm: Any = SimpleNamespace(
-        llm=SimpleNamespace(engine=SimpleNamespace(stats=lambda: drafts.go_on(10, 0)))
-    )
+    allm: Any = SimpleNamespace(stats=lambda: drafts.go_on(10, 0))
 
     async def until_it_warns() -> None:
         task = asyncio.create_task(log_stats(allm, alarm))

@@ -1,5 +1,6 @@
 """`mtp-jax serve`: options, what it says at the start, and (slow) a process of its own with its signals."""
 
+import asyncio
 import os
 import re
 import signal
@@ -19,7 +20,7 @@ from mtp_jax.commands import cli
 from mtp_jax.commands.serve import summary
 from mtp_jax.text import chat_template, child
 from serve.base.settings import Settings
-from serve.http.run import listen, start_helpers
+from serve.http.run import listen
 from serve.watch.stats_log import describe
 from tests.serve.conftest import Running
 
@@ -111,7 +112,7 @@ def test_the_helpers_start_with_the_server(fresh: LLM, monkeypatch):
     assert fresh.engine.grammars
     trials = fresh.engine.grammars._trials
     assert trials._helper is None
-    start_helpers(fresh)
+    asyncio.run(AsyncLLM(fresh).start_helpers())
     assert trials._helper is not None
     assert len(chat_template._idle) == 1
     monkeypatch.setattr(child, "start", lambda *args: pytest.fail("started another"))

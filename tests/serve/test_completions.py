@@ -1,6 +1,7 @@
 """/v1/completions: what comes back is what LLM.generate gives, in OpenAI's shapes."""
 
 import json
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -147,7 +148,7 @@ def test_logprobs_with_echo_cover_the_whole_text(client, stream):
 def test_ids_are_scored_without_a_tokenizer(client, server, monkeypatch):
     body = {"prompt": [5, 6, 7], "echo": True, "logprobs": 0, "max_tokens": 0}
     (known,) = post(client, **body)["choices"]
-    monkeypatch.setattr(server.allm.llm, "tokenizer", None)
+    monkeypatch.setattr(server.allm, "about", replace(server.allm.about, tokenizer=None))
     (choice,) = post(client, **body)["choices"]
     assert choice["text"] == ""
     assert len(choice["logprobs"]["token_logprobs"]) == 3

@@ -2,13 +2,15 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mtp_jax.api.outputs import CompletionOutput, RequestOutput, Timing
 from mtp_jax.engine.speculation import Speculation
-from mtp_jax.handover.handover import HandoverStats
+from mtp_jax.handover.handover import Handover
 from serve.watch.metrics import Metrics
 from tests.serve.helpers import still_metrics
 
@@ -128,8 +130,8 @@ def test_pages_in_the_hosts_memory_are_told():
 
 def test_hand_overs_are_told_where_there_are_any():
     assert b"handover" not in still_metrics().text()
-    told = HandoverStats(sent=0, received=5, failures={"late": 2})
-    text = still_metrics(counters=[told.counters]).text().decode()
+    told: Any = SimpleNamespace(server=None, peers=SimpleNamespace(received=5, failures={"late": 2}))
+    text = still_metrics(counters=[lambda: Handover.counters(told)]).text().decode()
     assert 'mtp_jax:handover_pages_total{direction="received",model_name="tiny"} 5.0' in text
     assert 'mtp_jax:handover_failures_total{model_name="tiny",reason="late"} 2.0' in text
 

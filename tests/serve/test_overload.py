@@ -40,7 +40,7 @@ def full(server: Running, monkeypatch: pytest.MonkeyPatch):
     """(admission, the reservation that fills it)."""
     admission = Admission(1, 10**6)
     reservation = admission.take(1, 1)
-    monkeypatch.setattr(server.allm, "admission", admission)
+    monkeypatch.setattr(server.allm._submissions, "admission", admission)
     yield admission, reservation
     admission.release(reservation)
 
@@ -96,7 +96,7 @@ _TOOL = {"type": "function", "function": {"name": "a", "description": _LONG, "pa
 )
 def test_long_prompts_are_refused_before_they_are_tokenised(server: Running, monkeypatch, route, body):
     admission = Admission(8, 1000)
-    monkeypatch.setattr(server.allm, "admission", admission)
+    monkeypatch.setattr(server.allm._submissions, "admission", admission)
     monkeypatch.setattr(type(server.allm), "_state", lambda *args: pytest.fail("was tokenised"))
     monkeypatch.setattr(Tokenizer, "encode", lambda *args: pytest.fail("was tokenised"))
     reservation = admission.take(1, 1)
@@ -181,7 +181,7 @@ def test_a_refused_connection_may_wait_with_its_next_request(fresh: LLM, monkeyp
     try:
         admission = Admission(1, 10**6)
         admission.take(1, 1)
-        monkeypatch.setattr(running.allm, "admission", admission)
+        monkeypatch.setattr(running.allm._submissions, "admission", admission)
         request = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
         host, port = running.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=60) as connection:
@@ -254,7 +254,7 @@ def test_a_refusal_has_the_name_that_the_client_gave(full, server: Running):
 
 def test_a_burst_over_sockets_is_answered_or_refused_in_full(server: Running, client, monkeypatch):
     """Every connection gets a complete answer: the text, or OpenAI's error object with Retry-After."""
-    monkeypatch.setattr(server.allm, "admission", Admission(4, 10**6))
+    monkeypatch.setattr(server.allm._submissions, "admission", Admission(4, 10**6))
     expected = client.post("/v1/completions", json=SHORT).json()["choices"]
 
     async def ask() -> list[httpx2.Response]:

@@ -43,7 +43,7 @@ def many(server: Running, bodies: list[dict[str, Any]]) -> list[httpx2.Response]
 
 
 def test_a_burst_is_refused_or_answered(server, client, monkeypatch):
-    monkeypatch.setattr(server.allm, "admission", Admission(4, 10**6))
+    monkeypatch.setattr(server.allm._submissions, "admission", Admission(4, 10**6))
     expected = client.post("/v1/completions", json=GREEDY).json()["choices"][0]["text"]
     answers = many(server, [GREEDY] * 200)
     refused = [a for a in answers if a.status_code == 503]
@@ -58,20 +58,20 @@ def test_a_burst_is_refused_or_answered(server, client, monkeypatch):
 
 
 def test_prompt_tokens_are_bounded(server, monkeypatch):
-    monkeypatch.setattr(server.allm, "admission", Admission(100, 300))
+    monkeypatch.setattr(server.allm._submissions, "admission", Admission(100, 300))
     answers = many(server, [{**GREEDY, "prompt": [5 + i] * 200} for i in range(8)])
     assert {a.status_code for a in answers} == {200, 503}
 
 
 def test_the_n_of_a_prompt_counts(server, client, monkeypatch):
-    monkeypatch.setattr(server.allm, "admission", Admission(4, 10**6))
+    monkeypatch.setattr(server.allm._submissions, "admission", Admission(4, 10**6))
     assert client.post("/v1/completions", json={**GREEDY, "n": 4}).status_code == 200
     assert client.post("/v1/completions", json={**GREEDY, "n": 5}).status_code == 400
 
 
 def test_more_prompts_than_ever_fit_are_a_client_error(server, client, monkeypatch):
     """503 would have clients try again for ever."""
-    monkeypatch.setattr(server.allm, "admission", Admission(4, 10**6))
+    monkeypatch.setattr(server.allm._submissions, "admission", Admission(4, 10**6))
     answer = client.post("/v1/completions", json={**GREEDY, "prompt": ["a", "b", "c"], "n": 2})
     assert answer.status_code == 400
     assert "3 prompts of n = 2 are 6 requests; the queue takes 4" in answer.json()["error"]["message"]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from mtp_jax.decode.host import MaskMaker
+from mtp_jax.decode.arrays import MaskMaker
 from mtp_jax.decode.launches import Launch, Move
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine

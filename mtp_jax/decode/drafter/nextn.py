@@ -10,7 +10,7 @@ entries merge, so a sequence that begins with cached pages goes on, drafting too
 They are written with the page's last entry.
 
 Only drafts read NextN entries. Steps without drafts defer theirs, ``DEFERRED`` at most, and ``flush`` writes
-them in one pass: step by step they were most of what a NextN layer costs where nothing is drafted.
+them in one pass: step by step they were most of the cost of a NextN layer where nothing is drafted.
 """
 
 from dataclasses import dataclass
@@ -32,19 +32,19 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.indexer import Choice
 from mtp_jax.model.params import Params, type_of
 
-# Steps without drafts whose NextN entries one pass writes: a launch is paid for once in so many steps.
+# Steps without drafts whose NextN entries one pass writes: one launch is paid for all of them.
 DEFERRED = 16
 
 
 class NextNSlots(struct.PyTreeNode):
-    """What NextN keeps of each slot.
+    """NextN's state of each slot.
 
     Attributes:
         pending: the hidden states that the entry after the written ones merges, by layer: the trunk's of the
             last token that has an entry for layer 0, z_{k-1} of it for layer k.
-        tokens: committed tokens whose entries are deferred: the last ones of each slot, in order.
-        hidden: the trunk's hidden states of those tokens.
-        count: how many there are; what lies past them is garbage.
+        tokens: committed tokens whose entries are deferred: the last of each slot, in order.
+        hidden: the trunk's hidden states of these tokens.
+        count: number of these tokens; elements past it are garbage.
     """
 
     pending: Float[Array, "B k D"]
@@ -54,7 +54,7 @@ class NextNSlots(struct.PyTreeNode):
 
 
 class NextNPages(struct.PyTreeNode):
-    """What NextN keeps in each page: every layer's entries, and the boundary hidden states."""
+    """NextN's state in each page: every layer's entries, and the boundary hidden states."""
 
     cache: tuple[LayerCache, ...]
     boundary: Float[Array, "P one kD"]
@@ -96,12 +96,13 @@ class NextN:
     ) -> tuple[Drafts, DrafterState]:
         """``wanted`` drafts of every slot; layers are reused, step modulo layers.
 
-        A layer merges what the one before it made of the same rows. So of several layers each but the last
-        runs on the rows of the newest token and of all drafts so far: it sees what a text would show it.
+        A layer merges the result of the layer before for the same rows. So each of several layers but the
+        last runs on the rows of the newest token and of all drafts so far: it sees the rows that a text would
+        show it.
 
         The entries of the newest token and of the drafts that it leaves in the cache are past the committed
         length, garbage once the step is over. A slot that verifies fewer drafts is idle in the later passes:
-        what they draft for it means nothing.
+        its drafts there mean nothing.
         """
         layers = len(own.pages.cache)
         passes = _Passes(self.cfg, params, s, table, sampler, on, own.slots.pending, depth)
@@ -127,7 +128,7 @@ class NextN:
         *,
         defer: bool,
     ) -> DrafterState:
-        """Write the entries of these tokens, or keep what ``flush`` writes them from."""
+        """Write the entries of these tokens, or keep the state from which ``flush`` writes them."""
         if defer:
             return own.replace(slots=_deferred(own.slots, seen))
         return self._extend(params, own, table, seen, on)
@@ -184,14 +185,14 @@ class NextN:
 
 
 class _Made(struct.PyTreeNode):
-    """What passes have made.
+    """Results of drafting passes.
 
     Attributes:
-        tokens: the newest token and the drafts; what no pass has drafted is 0.
+        tokens: the newest token and the drafts; 0 where no pass has drafted.
         z: outputs of the last layer that ran, of the rows that the next one merges.
         cache: every layer's entries.
-        probs, logits: of the drafts; None unless the sampler hands them on.
-        choice: what sparse attention looks at.
+        probs, logits: distributions of the drafts; None unless the sampler hands them on.
+        choice: rows for sparse attention.
     """
 
     tokens: Int[Array, "B W"]
@@ -217,7 +218,7 @@ class _Passes:
 
     @property
     def share(self) -> bool:
-        """Whether drafts look at what the first one chose. They do not see each other then."""
+        """Whether drafts attend to the choice of the first one. They do not see each other then."""
         return self.cfg.indexer is not None and self.cfg.indexer.share_drafts
 
     def start(self, cache: tuple[LayerCache, ...]) -> _Made:
@@ -240,7 +241,7 @@ class _Passes:
         drafting = s.active & (k < s.depth)
         written = jnp.where(drafting[:, None], positions, -1)
         if width > 1 and layer == min(layers, self.depth) - 1:
-            # No layer behind it needs what becomes of the first rows.
+            # No layer behind it needs the results of the first rows.
             before = ids[:, :-1], z[:, :-1], written[:, :-1], cache[layer], self.table, self.on
             cache[layer] = nextn.write_cache(self.params, self.cfg, layer, *before)
             z, ids, positions, written = (t[:, -1:] for t in (z, ids, positions, written))
@@ -271,9 +272,9 @@ class _Passes:
 def _pending(
     merged: Float[Array, "B W k D"], count: Int[Array, " B"], before: Float[Array, "B k D"]
 ) -> Float[Array, "B k D"]:
-    """What the entry after the first ``count`` tokens merges: ``before`` if there are none.
+    """The state that the entry after the first ``count`` tokens merges: ``before`` if there are none.
 
-    merged: for layer 0 the trunk's hidden state of each token, z_{k-1} for the others.
+    merged: the trunk's hidden state of each token for layer 0, z_{k-1} for later layers.
     """
     last = jnp.maximum(count - 1, 0)[:, None, None, None]
     after = jnp.take_along_axis(merged, last, axis=1)[:, 0]
@@ -281,7 +282,7 @@ def _pending(
 
 
 def _deferred(slots: NextNSlots, seen: Committed) -> NextNSlots:
-    """With one more token of each slot whose ``count`` is 1."""
+    """The slots with one more deferred token each where ``count`` is 1."""
     here = jnp.arange(slots.tokens.shape[1]) == slots.count[:, None]
     return slots.replace(
         tokens=jnp.where(here, seen.tokens, slots.tokens),

@@ -1,4 +1,4 @@
-"""What the step asks of a drafter, whatever it drafts with."""
+"""The step's questions to a drafter of any kind."""
 
 from typing import Protocol, runtime_checkable
 
@@ -15,14 +15,14 @@ from mtp_jax.model.params import Params
 
 
 class Drafts(struct.PyTreeNode):
-    """The drafts of every slot, and what each was drawn from.
+    """The drafts of every slot, and the distributions that they were drawn from.
 
     Attributes:
-        tokens: K drafts; what lies past ``count`` is padding.
+        tokens: K drafts; tokens past ``count`` are padding.
         count: drafts that there are. It depends on nothing that this step draws.
         source: ``Source`` of each row's drafts.
         logits: behind the drafts; None if the drafter has none, or only the drafts are handed on.
-        probs: the distribution of each draft, given those before it; None in greedy steps.
+        probs: the distribution of each draft, given the drafts before it; None in greedy steps.
     """
 
     tokens: Int[Array, "B K"]
@@ -37,7 +37,7 @@ class Committed(struct.PyTreeNode):
 
     Attributes:
         tokens: a window or a chunk of each row.
-        positions: of the tokens; -1 for those that do not count.
+        positions: positions of the tokens; -1 for tokens that do not count.
         features: the hidden states that ``Drafter.features`` names, in that order.
         count: tokens that count.
         form: MLA form in which layers attend to them.
@@ -108,7 +108,7 @@ class Drafter(Protocol):
         ...
 
     def flush(self, params: Params, own: DrafterState, s: Slots, on: Backend) -> DrafterState:
-        """Do what was deferred, for all slots: before a draft, a prefill, or a change of slots or pages."""
+        """Do the deferred work, for all slots: before a draft, a prefill, or a change of slots or pages."""
         ...
 
     def resume(self, own: DrafterState, slot: Int[Array, ""], page: Int[Array, ""]) -> DrafterState:

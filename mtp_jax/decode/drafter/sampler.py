@@ -27,7 +27,7 @@ class DraftSampler(struct.PyTreeNode):
     """The rules of one step's drafts.
 
     Attributes:
-        allowed: what grammars allow at each position, as far as that is known before there are drafts (see
+        allowed: tokens that grammars allow at each position, as far as known before there are drafts (see
             ``restrict``).
         drafting: None for steps in which every row is greedy.
         coupled: draw with the numbers that ``verify.coupled`` draws the target's tokens with.
@@ -43,7 +43,8 @@ class DraftSampler(struct.PyTreeNode):
     def draw(
         self, logits: Float[Array, "B V"], s: Slots, window: Int[Array, "B W"], k: Int[Array, ""] | int
     ) -> tuple[Int[Array, " B"], Float[Array, "B V"] | None]:
-        """Draft k of every slot, from 0. window: the newest token and the drafts; those from k on count not.
+        """Draft k of every slot, from 0. window: the newest token and the drafts; drafts from k on do not
+        count.
 
         Returns (tokens, the distribution they come from). That is None in greedy steps, a point mass where
         drafting is greedy, and means nothing where no row samples (``draws``).

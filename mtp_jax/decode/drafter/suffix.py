@@ -1,7 +1,7 @@
-"""Drafts from the sequence itself: what followed the longest earlier occurrence of its last tokens.
+"""Drafts from the sequence itself: the tokens after the longest earlier occurrence of its last tokens.
 
-This drafter stands before another one. In rows with a match its drafts replace the other's, as those of the
-suffix automaton of TensorRT-LLM's MTP do. The match is the one that such an automaton finds: the longest
+This drafter stands before another one. In rows with a match its drafts replace the other's, as the drafts of
+the suffix automaton of TensorRT-LLM's MTP do. The match is the one that such an automaton finds: the longest
 suffix that occurs earlier, up to ``REACH`` tokens, and the most recent of its occurrences. It is found by
 comparison, in 3 L REACH integer operations per row on the L tokens of its page table: 0.4 million for 4,096
 tokens, where one token through one layer of DeepSeek-V3 takes 1,200 million.
@@ -29,12 +29,12 @@ from mtp_jax.model.sharding import partition, sharded
 
 # A shorter match is left to the other drafter: TensorRT-LLM's threshold.
 SHORTEST = 4
-# As many tokens as the longest window: occurrences that agree for longer are told apart by age alone.
+# Tokens of the longest window: occurrences that agree for longer are told apart by age alone.
 REACH = MAX_DRAFTS + 1
 
 
 class SuffixPages(struct.PyTreeNode):
-    """What is kept in each page: its committed tokens, and the other drafter's part.
+    """State in each page: its committed tokens, and the other drafter's part.
 
     Tokens kept by page are found again after a prefix hit, a preemption or a move.
     """
@@ -81,7 +81,7 @@ class Suffix:
         sampler: DraftSampler,
         on: Backend,
     ) -> tuple[Drafts, DrafterState]:
-        """The other's drafts, replaced as a whole where a match proposes others that grammars allow."""
+        """The other drafter's drafts, replaced as a whole where a match has drafts that grammars allow."""
         drafts, after = self.other.propose(params, _others(own), s, table, depth, wanted, sampler, on)
         with jax.named_scope("suffix"):
             tokens = _read(own.pages.tokens, table, on.mesh)
@@ -109,7 +109,7 @@ class Suffix:
         return other.replace(pages=SuffixPages(kept, other.pages))
 
     def flush(self, params: Params, own: DrafterState, s: Slots, on: Backend) -> DrafterState:
-        """What the other drafter deferred."""
+        """Do the other drafter's deferred work."""
         return _with_others(own, self.other.flush(params, _others(own), s, on))
 
     def resume(self, own: DrafterState, slot: Int[Array, ""], page: Int[Array, ""]) -> DrafterState:
@@ -160,7 +160,8 @@ def continuation(
 ) -> Int[Array, "B K"]:
     """``count`` tokens that follow if tokens[: last + 1] goes on as it did after ``end`` < ``last``.
 
-    Where the known tokens end they are followed by the continuation itself: what repeats goes on repeating.
+    Where the known tokens end they are followed by the continuation itself: a repeated text goes on
+    repeating.
     """
     period = jnp.maximum(last - end, 1)[:, None]
     index = end[:, None] + 1 + jnp.arange(count) % period

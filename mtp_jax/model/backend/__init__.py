@@ -1,4 +1,4 @@
-"""Who carries out a forward pass, stage by stage; never what it computes.
+"""Backends carry out a forward pass, stage by stage; the mathematics does not depend on them.
 
     before_attention  norm, projections, rope, index queries      -> queries, entries to cache
     attend            write them, choose, attend over the cache   -> context, choice
@@ -6,12 +6,13 @@
     feed_forward      norm; router, routed and shared experts, or a dense MLP, added to the stream
     finish            the norm at the end
 
-What a stage computes depends on a layer's kind of attention (``attention``): MLA, with sparse attention or
+A stage's computation depends on a layer's kind of attention (``attention``): MLA, with sparse attention or
 without, or grouped-query attention.
 
-``Xla`` has every stage as the papers write it, and is the oracle of the others, which replace stages or parts
-of them: ``XlaCpu`` what XLA on a CPU does slowly, ``MosaicGpu`` what kernels do on a Hopper GPU. What passes
-between the stages of one backend, the residual stream and the rows of a product, is its own business.
+``Xla`` has every stage as the papers write it, and is the oracle of the other backends, which replace stages
+or parts of them: ``XlaCpu`` parts that XLA on a CPU does slowly, ``MosaicGpu`` parts with kernels on a Hopper
+GPU. The values between the stages of one backend, the residual stream and the rows of a product, are its own
+business.
 """
 
 from typing import Literal
@@ -42,8 +43,9 @@ def backend(
     """The fastest backend for the device, or the one that was asked for.
 
     kernels: "auto": kernels on a Hopper GPU where there are any for the shapes; "xla": none; "mosaic_gpu":
-    kernels, and a ConfigError for what they cannot do. exchange, room: how rows reach the experts of other
-    devices (see ``exchange.exchange_of``). micro_batches: see its module. Raises ConfigError.
+    kernels, and a ConfigError for shapes that they cannot take. exchange, room: the way of rows to the
+    experts of other devices (see ``exchange.exchange_of``). micro_batches: see its module. Raises
+    ConfigError.
     """
     mesh = with_auto_axes(mesh)
     by = exchange_of(exchange, room, mesh)

@@ -16,12 +16,12 @@ from mtp_jax.model.params import Attention, Grouped
 
 @runtime_checkable
 class Kind(Protocol):
-    """What differs between kinds. ``on`` carries it out; x are normed rows, as ``on`` keeps them.
+    """A kind of attention. ``on`` carries it out; x are normed rows, as ``on`` keeps them.
 
-    Queries are a dataclass of arrays [B, W, N, ...], split by heads on a mesh; ``index`` is what they ask of
+    Queries are a dataclass of arrays [B, W, N, ...], split by heads on a mesh; ``index`` has the queries of
     index keys, None without sparse attention. ``by_head`` is a tuple of arrays, or of narrow weights, with
-    one row for each query head, split in the same way. ``chosen`` is what sparse attention looks at, None:
-    all that is seen.
+    one row for each query head, split in the same way. ``chosen`` are the rows of sparse attention, None:
+    all visible rows.
     """
 
     def queries(
@@ -33,11 +33,11 @@ class Kind(Protocol):
     def entries(
         self, on: Products, a: Any, cfg: ModelConfig, x: Any, angles: Float[Array, "B W 2 r"], /
     ) -> Entries:
-        """What rows add to the cache."""
+        """Entries that rows add to the cache."""
         ...
 
     def by_head(self, on: Products, a: Any, cfg: ModelConfig, /) -> tuple[Any, ...]:
-        """What attention needs beside queries and cached rows."""
+        """Per-head parameters: (k_up, v_up) of MLA, (kv_head,) of grouped-query attention."""
         ...
 
     def over_rows(

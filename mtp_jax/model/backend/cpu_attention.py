@@ -45,7 +45,7 @@ def attend_in_blocks(
     """``mla.attend`` over the rows and the mask of each of ``blocks`` blocks, by ``read``.
 
     The softmax is summed on the way (arXiv 1805.02867, algorithm 3). A block that a token does not see
-    leaves what it has to the bit, so a result does not depend on how many blocks others need.
+    leaves the sums to the bit, so a result does not depend on the number of blocks that other tokens need.
     """
     rank, (slots, width, heads, _) = k_up.shape[-1], q.nope.shape
     by_head, wide = (slots, heads, width), []
@@ -137,10 +137,10 @@ def attend_seen(
     scale: float,
     only: Bool[Array, "B W L"] | None = None,
 ) -> Float[Array, "B W N v"]:
-    """``mla.attend`` over no more blocks of the cached rows than hold what any token sees."""
+    """``mla.attend`` over the fewest blocks that hold every cached row which some token sees."""
     columns, page, width = view.page_table.shape[1], cache.page_size, q.rope.shape[1]
     length = columns * page
-    # Naive attention expands a block for as many tokens as the block has rows.
+    # Naive attention expands a block for each group of tokens as long as the block.
     rows = int(np.clip(length // 4, *_BLOCK)) if view.form == "absorbed" else width
     each = min(max(rows // page, 1), columns)
     table = jnp.pad(view.page_table, ((0, 0), (0, -columns % each)))
@@ -148,7 +148,8 @@ def attend_seen(
 
     def read(i: Int[Array, ""] | int) -> tuple[Float[Array, "B l c"], Bool[Array, "B W l"]]:
         pages, start = jax.lax.dynamic_slice_in_dim(table, i * each, each, axis=1), i * each * page
-        # A window deeper than its slot asks for goes past the table, never into what fills the last block.
+        # A window deeper than its slot asks for goes past the table, never into the padding of the last
+        # block.
         inside = start + jnp.arange(each * page) < length
         seen, mask = view.visible.seen(each * page, start), view.visible.mask(width, each * page, start)
         if chosen is not None:

@@ -1,5 +1,6 @@
 """Experts of few rows as XLA on a CPU does them fast: all pairs of a row and an expert at once."""
 
+import math
 from typing import Any
 
 import jax
@@ -7,11 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mtp_jax.model.backend import cpu_lanes
-from mtp_jax.model.backend.cpu_lanes import CACHE_BYTES, SLICES, multiply, sum_lanes
+from mtp_jax.model.backend.cpu_lanes import CACHE_BYTES, SLICES, Pick, Spread, multiply, sum_lanes
 from mtp_jax.model.moe import Routing, Weight
 from mtp_jax.model.narrow import flat, nbytes
 
-# ``by_pair`` wins up to so many pairs per expert: of experts that fit a core's cache, or of larger.
+# Most pairs per expert for which ``by_pair`` wins: with experts that fit a core's cache, and with larger
+# ones.
 _PAIRS_CACHED, _PAIRS = 16, 4
 
 
@@ -27,41 +29,49 @@ def by_pair(gate_up: Weight, down: Weight, x: Float[Array, "T D"], r: Routing) -
     ids = first + jnp.where(inside, r.ids, 0)
     chosen, row = ids.reshape(rows * k), jnp.arange(rows * k) // k
     # Pairs of one expert follow each other: after the first its weights come from a cache.
-    order = jnp.argsort(chosen, stable=True) if rows > 1 else jnp.arange(k)
+    order = jnp.argsort(chosen, stable=True) if rows > 1 else slice(None)
     gate, up = jnp.moveaxis(_pair_products(gate_up, chosen[order], x[row[order]]), 1, 0)
     act = (jax.nn.silu(gate) * up).astype(x.dtype)
-    act = jnp.zeros_like(act).at[order].set(act, unique_indices=True).reshape(rows, k, -1)
-    act = act * jnp.where(inside, r.weights, 0)[..., None]
+    if rows > 1:
+        act = jnp.zeros_like(act).at[order].set(act, unique_indices=True)
+    act = act.reshape(rows, k, -1) * jnp.where(inside, r.weights, 0)[..., None]
     return _mixed_products(down, ids, act).astype(x.dtype)
 
 
 def _pair_products(w: Weight, expert: Int[Array, " p"], x: Float[Array, "p i"]) -> Float[Array, "p *o"]:
     """``w[expert[p]] @ x[p]`` in float32."""
-
-    def pick(a: jax.Array) -> jax.Array:
-        return a.reshape(len(a), -1, a.shape[-1]).at[expert].get(mode="promise_in_bounds")
-
-    products = sum_lanes(multiply(w, pick, x.astype(jnp.float32)[:, None]))
-    return products.reshape(len(x), *w.shape[1:-1])
+    (pairs, _), outputs = x.shape, math.prod(w.shape[1:-1])
+    spread = Spread((pairs, outputs), (0, 1), (0,))
+    products = multiply(w, (-1, outputs), _picked(expert, (1, 2)), x.astype(jnp.float32), spread)
+    return sum_lanes(products).reshape(pairs, *w.shape[1:-1])
 
 
 def _mixed_products(w: Weight, experts: Int[Array, "T k"], x: Float[Array, "T k i"]) -> Float[Array, "T o"]:
     """The sum over k of ``w[experts[t, k]] @ x[t, k]``, by such a loop; lanes are summed once for all k.
 
-    Output features are outermost: what the rows read for one of them stays in the nearest cache.
+    Output features are outermost: the weights that the rows read for one of them stay in the nearest cache.
     """
-    total, k = jnp.zeros((), jnp.float32), experts.shape[1]
+    (rows, k), outputs = experts.shape, w.shape[1]
+    spread, total = Spread((outputs, rows), (0, 1), (1,)), jnp.zeros((), jnp.float32)
     for j in range(k):
-
-        def pick(a: jax.Array, j: int = j) -> jax.Array:
-            return a.at[experts[:, j]].get(mode="promise_in_bounds").swapaxes(0, 1)
-
-        total += multiply(w, pick, x[None, :, j], SLICES // k)
+        pick = _picked(experts[:, j], (0, 2))
+        total += multiply(w, (-1, outputs), pick, x[:, j], spread, SLICES // k)
     return sum_lanes(total).T
 
 
+def _picked(expert: Int[Array, " p"], others: tuple[int, int]) -> Pick:
+    """Looks up experts in an array [E, o, n]. others: where o and n are in the result, beside p."""
+    numbers = jax.lax.GatherDimensionNumbers(others, (0,), (0,))
+
+    def pick(a: jax.Array) -> jax.Array:
+        size, mode = (1, *a.shape[1:]), jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
+        return jax.lax.gather(a, expert[:, None], numbers, size, mode=mode)
+
+    return pick
+
+
 def takes(gate_up: Any, down: Any, pairs: int) -> bool:
-    """Whether ``by_pair`` is the faster way for so many pairs of a row and an expert."""
+    """Whether ``by_pair`` is the faster way for this number of pairs of a row and an expert."""
     if not (cpu_lanes.takes(gate_up) and cpu_lanes.takes(down)):
         return False
     experts = down.shape[0]

@@ -1,13 +1,13 @@
 """Products as loop fusions of XLA on a CPU, which read weights where they lie and widen them in registers.
 
-For a matrix product XLA would widen weights, or copy them out of a stack of experts, in memory first. Here
+XLA would widen weights for a matrix product, or copy them out of a stack of experts, in memory first. Here
 slices of the input features are multiplied lane by lane and added up; a product with ones sums the lanes.
 """
 
 import math
 from collections.abc import Callable
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +25,18 @@ from mtp_jax.model.narrow import (
     readable,
 )
 
-# A slice has as many float32 as a vector register, or more where that would give too many slices.
+# A slice has the float32 of a vector register, or more where that would give too many slices.
 _LANES, SLICES = 16, 64
-# So many sums grow side by side: an addition takes about four cycles, and the next one waits for it.
+# Number of sums that grow side by side: an addition takes about four cycles, and the next one waits for it.
 _SUMS = 4
-# A core's second cache has so many bytes on the smallest server processors with AVX-512 (Skylake-SP, Zen 4).
+# Bytes of a core's second cache on the smallest server processors with AVX-512 (Skylake-SP, Zen 4).
 CACHE_BYTES = 1 << 20
 # Rows of a weight that stay in the first cache while each row of x is multiplied with them.
 _TILE = 64
+
+# XLA computes what fuses with its readers up to 15 times over, and makes a kernel of its own of what it would have to
+# compute oftener: lanes that are read one by one, if there are at least so many. More than so many are too many to read.
+_APART, _READ = 16, 32
 
 Weight = Float[Array, "*o i"] | Narrow
 Pick = Callable[[jax.Array], jax.Array]
@@ -50,69 +54,109 @@ def product(x: Float[Array, "T i"], w: Narrow) -> Float[Array, "T O"]:
     """
     rows, outputs = len(x), math.prod(w.shape[:-1])
     tile = math.gcd(outputs, _TILE)
+    tiles, x = outputs // tile, x.astype(jnp.float32)
+    if rows == 1:
+        # Its dimension is in the weight from the beginning, or every slice would get it anew.
+        lead, spread, x = (-1, tiles, 1, tile), Spread((1, tiles, 1, tile), (0, 1, 2, 3), ()), x[0]
+    else:
+        lead, spread = (-1, tiles, tile), Spread((1, tiles, rows, tile), (0, 1, 3), (2,))
+    own, at = (w.stack, w.at) if isinstance(w, InStack) else (w, None)
 
     def pick(a: jax.Array) -> jax.Array:
-        return a.reshape(-1, 1, tile, a.shape[-1])
+        if at is None:
+            return a
+        starts = (at, *(0 for _ in a.shape[1:]))
+        return jax.lax.dynamic_slice(a, starts, (1, *a.shape[1:]), allow_negative_indices=False)
 
-    y = sum_lanes(multiply(w, pick, x.astype(jnp.float32)[None, :, None]))
-    return y.swapaxes(0, 1).reshape(rows, outputs)
+    return sum_lanes(multiply(own, lead, pick, x, spread)).swapaxes(1, 2).reshape(rows, outputs)
 
 
-def multiply(w: Weight, pick: Pick, x: Float[Array, "*b i"], slices: int = SLICES) -> Float[Array, "*c l"]:
+class Spread(NamedTuple):
+    """Where the leading dimensions of two factors are in those of their product.
+
+    Attributes:
+        shape: of the product, but for the lanes.
+        w: its axes that the picked weights have.
+        x: its axes that the inputs have.
+    """
+
+    shape: tuple[int, ...]
+    w: tuple[int, ...]
+    x: tuple[int, ...]
+
+
+def multiply(
+    w: Weight,
+    lead: tuple[int, ...],
+    pick: Pick,
+    x: Float[Array, "*b i"],
+    spread: Spread,
+    slices: int = SLICES,
+) -> Float[Array, "*c l"]:
     """Products of inputs, added up but for the last few lanes, which ``sum_lanes`` sums.
 
-    pick: of an array [*o, n] with a weight's leading dimensions those that are multiplied, in a shape that
-    fits x. slices: about as many slices as there are at most.
+    lead: shape that the outputs of w are seen in. pick: of an array [*lead, n] those that are multiplied. The
+    slice is taken first and the weight then: XLA would copy the weight otherwise. slices: about as many as
+    there are at most.
     """
-    numbers, widen, scale_of = _read(w)
+    numbers, widen, scale_of = _read(w, lead)
     inputs = w.shape[-1]
     parts = _slices(inputs, math.gcd(inputs, FP8_BLOCK) if scale_of else inputs, slices)
 
+    def over(a: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+        shape = (*spread.shape, a.shape[-1])
+        return jax.lax.broadcast_in_dim(a, shape, (*axes, len(spread.shape)))
+
     def added(parts: list[slice]) -> jax.Array:
-        terms = (widen(pick(numbers(part))) * x[..., part] for part in parts)
+        terms = (over(widen(pick(numbers(p))), spread.w) * over(x[..., p], spread.x) for p in parts)
         return reduce(jnp.add, terms)
 
     if scale_of is None:
         return reduce(jnp.add, [added(own) for i in range(_SUMS) if (own := parts[i::_SUMS])])
     blocks = range(-(-inputs // FP8_BLOCK))
     groups = ([p for p in parts if p.start // FP8_BLOCK == b] for b in blocks)
-    return reduce(jnp.add, [added(own) * pick(scale_of(b)) for b, own in zip(blocks, groups, strict=True)])
+    scaled = (added(own) * over(pick(scale_of(b)), spread.w) for b, own in zip(blocks, groups, strict=True))
+    return reduce(jnp.add, scaled)
 
 
 def sum_lanes(x: Float[Array, "*b l"]) -> Float[Array, "*b"]:
-    """The sum over lanes, by a product. Without the barrier XLA would make it a part of the loops."""
-    return jax.lax.optimization_barrier(x) @ jnp.ones(x.shape[-1], x.dtype)
+    """The sum over lanes, which whatever reads it makes of them in its own kernel (see ``_APART``).
 
-
-def _read(w: Weight) -> tuple[Callable[[slice], jax.Array], Pick, Callable[[int], jax.Array] | None]:
-    """A weight's numbers for a slice of inputs, what makes them float32, and the scales [*o, 1] of a block.
-
-    There are no scales but of FP8. Of a weight in a stack the slice is taken first and the weight then: XLA
-    would copy the weight otherwise.
+    A reduction XLA would make a part of the loops, which then went number by number. Lanes that fill more than
+    a core's cache are not left to several readers: a product with ones sums them, behind a barrier.
     """
-    own, at = (w.stack, (w.at,)) if isinstance(w, InStack) else (w, ())
-
-    def pick(a: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_index_in_dim(a, at[0], keepdims=False) if at else a
-
-    if isinstance(own, Bf16):
-        return lambda part: pick(own.bits[..., part]), bf16_of_bits, None
-    if isinstance(own, Fp8):
-        return (
-            lambda part: pick(own.bits[..., part]),
-            e4m3_of_bits,
-            lambda block: _spread(pick(own.scale[..., block]), w.shape),
-        )
-    assert not isinstance(own, Narrow), f"no loop reads {type(own).__name__}"
-    return lambda part: own[..., part], lambda values: values.astype(jnp.float32), None
+    lanes = x.shape[-1]
+    if lanes & (lanes - 1) or not _APART <= lanes <= _READ or x.size * x.dtype.itemsize > CACHE_BYTES:
+        return jax.lax.optimization_barrier(x) @ jnp.ones(lanes, x.dtype)
+    terms = [x[..., i] for i in range(lanes)]
+    while len(terms) > 1:
+        half = len(terms) // 2
+        terms = [a + b for a, b in zip(terms[:half], terms[half:], strict=True)]
+    return terms[0]
 
 
-def _spread(scale: Float[Array, "*b"], shape: tuple[int, ...]) -> Float[Array, "*o one"]:
-    """The scale of each output, from those of blocks, of what ``e4m3_of_bits`` gives."""
-    stacked = math.prod(scale.shape[:-1])
-    outputs = math.prod(shape[:-1]) // stacked
-    spread = jnp.repeat(scale * E4M3_UNIT, FP8_BLOCK, axis=-1)[..., :outputs]
-    return spread.reshape(*shape[:-1], 1)
+def _read(
+    w: Weight, lead: tuple[int, ...]
+) -> tuple[Callable[[slice], jax.Array], Pick, Callable[[int], jax.Array] | None]:
+    """A weight's numbers for a slice of inputs, what makes them float32, and the scales [*lead, 1] of a block.
+
+    There are no scales but of FP8.
+    """
+    if isinstance(w, Bf16 | Fp8):
+        bits = w.bits.reshape(*lead, w.shape[-1])
+        if isinstance(w, Bf16):
+            return lambda part: bits[..., part], bf16_of_bits, None
+        return lambda part: bits[..., part], e4m3_of_bits, lambda block: _scale(w, block).reshape(*lead, 1)
+    assert not isinstance(w, Narrow), f"no loop reads {type(w).__name__}"
+    values = w.reshape(*lead, w.shape[-1])
+    return lambda part: values[..., part], lambda some: some.astype(jnp.float32), None
+
+
+def _scale(w: Fp8, block: int) -> Float[Array, "*s o"]:
+    """The scale of each output for a block of inputs, of what ``e4m3_of_bits`` gives."""
+    scale = w.scale[..., block]
+    outputs = math.prod(w.shape[:-1]) // math.prod(scale.shape[:-1])
+    return jnp.repeat(scale * E4M3_UNIT, FP8_BLOCK, axis=-1)[..., :outputs]
 
 
 def _slices(inputs: int, unit: int, most: int) -> list[slice]:

@@ -12,19 +12,19 @@ from mtp_jax.model.backend.cpu_lanes import CACHE_BYTES
 from mtp_jax.model.hf_quantization import FP8_BLOCK
 from mtp_jax.model.narrow import Bf16, Fp8, InStack, expand, index, nbytes
 
-# Above this many rows ``x @ w.T`` is the faster way in float32; bfloat16 takes so many at least.
+# Above this number of rows ``x @ w.T`` is the faster way in float32; bfloat16 takes at least this number.
 _FEW_ROWS, _LEAST_ROWS = 64, 8
-# Loops widen a weight again for each row. Up to so many rows that costs no more than widening it in memory.
-# This is not measured at start-up: the order of sums, and so tokens, must be the same at every start.
+# Loops widen a weight again for each row. Up to this number of rows that costs no more than widening in
+# memory. This is not measured at start-up: the order of sums, and so tokens, must be the same at every start.
 _LANED = 8
-# Up to so many rows their parts are multiplied together: weights are read once, but across rows.
+# Up to this number of rows their parts are multiplied together: weights are read once, but across rows.
 _TOGETHER = 32
-# A widened block of a weight has at most so many values: the cache holds them as float32.
+# Most values of a widened block of a weight: the cache holds them as float32.
 BLOCK = CACHE_BYTES // 4
 
 
 def of_arrays(x: Float[Array, "T i"], w: Float[Array, "o i"]) -> Float[Array, "T o"]:
-    """For few rows or in bfloat16 written ``w @ x.T`` behind a barrier.
+    """``w @ x.T`` behind a barrier for few rows or in bfloat16.
 
     XLA would rewrite it into ``x @ w.T``, which is slower. bfloat16 is only fast if the product leaves
     float32, which the barrier keeps XLA from narrowing, and with more than one row.
@@ -50,7 +50,7 @@ def of_narrow(x: Float[Array, "T i"], w: Bf16 | Fp8 | InStack, matrices: bool) -
 
 
 def _in_parts(x: Float[Array, "T i"], w: Bf16) -> Float[Array, "T O"]:
-    """By matrix instructions for bfloat16: a float32 is the sum of three bfloat16, exactly.
+    """A product by matrix instructions for bfloat16: a float32 is the sum of three bfloat16, exactly.
 
     So are the products of each with a bfloat16 weight, and they are summed in float32. One loop makes all
     parts, an activation before them included; cutting mantissas instead of rounding them keeps it cheap.

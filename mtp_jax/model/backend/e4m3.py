@@ -22,8 +22,8 @@ class Rows:
     Attributes:
         shape: (B, W, D).
         plain: None if no product takes them so.
-        quantised: of each device's own B * W rows, which more follow to fill tiles; None if no product takes
-            them.
+        quantised: rows of each device, its own B * W first, then more that fill tiles; None if no product
+            takes them.
     """
 
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ def plain(x: Any) -> Float[Array, "B W D"]:
 
 
 def dtype_of(x: Any) -> Any:
-    """What the rows are, or were before they were quantised."""
+    """The dtype of the rows, from before they were quantised."""
     return jnp.bfloat16 if isinstance(x, Rows) and x.plain is None else plain(x).dtype
 
 
@@ -77,13 +77,13 @@ def axes_of(w: Fp8, split: Split | None) -> tuple[str | None, ...]:
 
 
 def part(x: Any, mesh: Mesh | None, *axes: str | None) -> jax.ShapeDtypeStruct:
-    """Shape of one device's part of an array with these logical axes; the others are not split."""
+    """Shape of one device's part of an array with these logical axes; other axes are not split."""
     parts = [ways(axis, mesh) for axis in axes] + [1] * (len(x.shape) - len(axes))
     return jax.ShapeDtypeStruct(tuple(n // p for n, p in zip(x.shape, parts, strict=True)), x.dtype)
 
 
 def check_experts(x: Any, gate_up: Any, down: Any) -> None:
-    """Raise ValueError for what the kernel of routed experts cannot do."""
+    """Raise ValueError for weights that the kernel of routed experts cannot take."""
     if isinstance(gate_up, Fp8) != isinstance(down, Fp8):
         raise ValueError(
             "grouped_matmul on mosaic_gpu: experts' gate, up and down are FP8 together or not at all"

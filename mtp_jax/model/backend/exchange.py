@@ -26,7 +26,7 @@ ExchangeChoice = Literal["auto", "gather", "all_to_all"]
 Rows = Any
 """A tree of arrays whose first axis is rows."""
 RunExperts = Callable[[Rows, Int[Array, "R k"], Float[Array, "R k"]], Float[Array, "R D"]]
-"""The weighted sum of a device's own experts for each row; ids of others' contribute nothing."""
+"""The weighted sum of a device's own experts for each row; ids of other experts contribute nothing."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Exchange:
         capacity: int,
         run: RunExperts,
     ) -> Float[Array, "T D"]:
-        """The sum over the experts of each own row; those past the capacity are left out.
+        """The sum over the experts of each own row; rows past the capacity are left out.
 
         Sums over devices of one data shard are the caller's.
         """
@@ -179,7 +179,7 @@ def exchange_of(choice: ExchangeChoice, room: float, mesh: Mesh | None) -> Excha
 
 
 def shards_of_a_host(devices: np.ndarray) -> int:
-    """Of a mesh's devices [data, model], neighbouring data shards that share a host; 1 if hosts differ.
+    """Number of neighbouring data shards on one host, of devices [data, model]; 1 if hosts differ.
 
     A host is a process: each has the devices that a fast network connects.
     """

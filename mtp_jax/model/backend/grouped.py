@@ -87,8 +87,8 @@ def attend(
 ) -> Float[Array, "B W N h"]:
     """Attention over rows [keys | values], softmax in float32. A token that sees nothing gets zeros.
 
-    q: of all heads, or of one device's, which are whole groups or within one.
-    kv_head: of each of them; the first is asked where those of a device begin.
+    q: queries of all heads, or of one device's, which are whole groups or within one.
+    kv_head: kv head of each query head; the first one's tells where a device's begin.
     group: query heads that share a kv head.
     """
     slots, width, heads, dim = q.shape

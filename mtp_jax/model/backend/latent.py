@@ -19,7 +19,7 @@ from mtp_jax.model.params import Attention
 def queries(
     on: Products, a: Attention, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]
 ) -> Queries:
-    """Eqs. 12-14, and what is asked of the index keys."""
+    """Eqs. 12-14, and the queries of the index keys."""
     low = x if a.q_a is None else rms_norm(on.linear(x, a.q_a), a.q_norm, LOW_RANK_EPS)
     q = mla.queries(on.linear(low, a.q_b, split="out"), cfg, angles)
     if a.indexer is None or cfg.indexer is None:

@@ -47,7 +47,7 @@ class MosaicAttention(Xla):
             raise ConfigError(f"{what} has no kernel: --kernels auto, in Python kernels='auto'")
 
     def index_scores(self, q: IndexQueries, cache: LayerCache, view: PagedView) -> Float[Array, "B W L"]:
-        """By a kernel that reads the pages where they are."""
+        """Scores by a kernel that reads the pages where they are."""
         keys = cache.index
         if keys is None or "attention" not in self.kernels or not can(index_scores.check, q.q, keys):
             return super().index_scores(q, cache, view)
@@ -55,7 +55,7 @@ class MosaicAttention(Xla):
         return index_scores.index_scores(q.q, q.weights, keys, *where, implementation="mosaic_gpu")
 
     def best(self, found: Float[Array, "B W L"], count: int) -> Int[Array, "B W K"]:
-        """By a kernel that sorts nothing."""
+        """The choice by a kernel that sorts nothing."""
         flat = found.reshape(-1, found.shape[-1])
         if "attention" not in self.kernels or not can(top_k.check, flat):
             return super().best(found, count)
@@ -71,7 +71,7 @@ class MosaicAttention(Xla):
         there: Bool[Array, "T K"],
         scale: float,
     ) -> Float[Array, "T one N v"]:
-        """By the kernel that decodes, from pages that the gathered rows fill token by token."""
+        """Attention by the kernel that decodes, from pages that the gathered rows fill token by token."""
         tokens, count, _ = rows.shape
         size = math.gcd(count, mla_decode.PAGE)
         pages = rows.reshape(-1, size, rows.shape[-1])

@@ -1,8 +1,8 @@
 """Stages whose products, experts and attention kernels compute on a Hopper GPU (docs/kernels.md).
 
-Products with FP8 weights take their rows in e4m3. A norm, or what joins the heads' results, quantises rows
-once for all products that read them. A product may leave float32 parts that the next norm sums. Both are
-private to this backend.
+Products with FP8 weights take their rows in e4m3. A norm, or the kernel that joins the heads' results,
+quantises rows once for all products that read them. A product may leave float32 parts that the next norm
+sums. Both are private to this backend.
 """
 
 import math
@@ -41,10 +41,10 @@ class MosaicGpu(MosaicAttention):
     """See the package.
 
     Attributes:
-        kernels: what kernels compute, where they can. "linear": products with FP8 weights; "experts": routed
-            ones; "attention": over the paged cache, ``mla_decode`` in the absorbed form, ``mla_prefill`` in
-            the naive, ``mla_low_rank``, which writes the cache, where the queries' product takes e4m3, and
-            ``index_scores`` and ``top_k``, which choose rows for sparse attention.
+        kernels: parts that kernels compute, where they can. "linear": products with FP8 weights; "experts":
+            routed experts; "attention": attention over the paged cache, ``mla_decode`` in the absorbed form,
+            ``mla_prefill`` in the naive, ``mla_low_rank``, which writes the cache, where the queries' product
+            takes e4m3, and ``index_scores`` and ``top_k``, which choose rows for sparse attention.
         strict: whether it is a ConfigError if they cannot.
     """
 
@@ -117,7 +117,7 @@ class MosaicGpu(MosaicAttention):
         return Stream(constrain(x, self.mesh, "slots", None, None), added), routing
 
     def finish(self, x: Any, weight: Float[Array, " D"], eps: float) -> Float[Array, "B W D"]:
-        """What was left to be added is."""
+        """The norm at the end, of the stream with everything left to be added."""
         return rms_norm(plus(*stream(x)), weight, eps)
 
     # Rows
@@ -130,7 +130,7 @@ class MosaicGpu(MosaicAttention):
         readers: Sequence[bool],
         added: Sequence[Float[Array, "*t B W D"]] = (),
     ) -> tuple[Float[Array, "*u B W D"], Rows]:
-        """x and what is added to it, and that normalised; if nothing is added, x as it came.
+        """The sum of x and its addends, and the sum normalised; if nothing is added, x as it came.
 
         readers: for each product that reads the result, whether it takes it quantised.
         """
@@ -192,7 +192,7 @@ class MosaicGpu(MosaicAttention):
         return self._runs("linear", fp8_matmul.check, jax.ShapeDtypeStruct((1, 1), dtype), matrix, 64)
 
     def linear(self, x: Any, w: Any, *, split: Split | None = None) -> Float[Array, "..."]:
-        """With an FP8 weight by a kernel, rows quantised to e4m3 in 1x128 blocks unless they are already."""
+        """A product with an FP8 weight by a kernel; rows are in e4m3 with 1x128 blocks, or become so."""
         return self._linear(x, w, split=split)
 
     def _linear(self, x: Any, w: Any, *, split: Split | None = None, summed: bool = True) -> Any:
@@ -227,7 +227,7 @@ class MosaicGpu(MosaicAttention):
         return all(self._runs("linear", fp8_matmul.check, x, part, fp8_matmul.BLOCK) for part in parts)
 
     def mlp(self, x: Any, p: Mlp) -> Float[Array, "B W D"]:
-        """By two kernels."""
+        """A dense MLP by two kernels."""
         if not self._takes_mlp(p, e4m3.dtype_of(x)):
             return super().mlp(e4m3.plain(x), p)
         given, of_x = e4m3.operand(x)
@@ -266,7 +266,7 @@ class MosaicGpu(MosaicAttention):
         rule: Rule,
         counted: Bool[Array, " T"] | None = None,
     ) -> Routing:
-        """By a kernel that also counts how often each expert was chosen."""
+        """The choice by a kernel that also counts the choices of each expert."""
         if "experts" not in self.kernels or not router.can_choose(logits.shape[1], rule):
             return super().choose_experts(logits, bias, rule, counted)
         choice = router.choose(logits, bias, rule, counted, implementation="mosaic_gpu")
@@ -281,7 +281,7 @@ class MosaicGpu(MosaicAttention):
         shards: int = 1,
         first: Int[Array, ""] | int = 0,
     ) -> Float[Array, "T D"]:
-        """By kernels. Of quantised rows there may be more than of the routing."""
+        """Routed experts by kernels. There may be more quantised rows than the routing has."""
         if not isinstance(x, Quantised) and not self.runs_experts(x, gate_up, down):
             return super().routed(gate_up, down, x, r, shards, first)
         (first_layer, first_scale), (second_layer, second_scale) = e4m3.arrays(gate_up), e4m3.arrays(down)

@@ -1,4 +1,4 @@
-"""What kinds of attention ask of a backend."""
+"""Operations of a backend that kinds of attention use."""
 
 from typing import Any, Literal, Protocol, runtime_checkable
 

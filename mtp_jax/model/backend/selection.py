@@ -1,4 +1,4 @@
-"""Sparse attention over paged caches, on one device: what each token chooses, and how its rows are read."""
+"""Sparse attention over paged caches, on one device: each token's choice, and the reading of its rows."""
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,9 @@ def of_whole(
 
 
 def scores(q: IndexQueries, cache: LayerCache, view: PagedView) -> Float[Array, "B W L"]:
-    """Of every cached row for every window token, float32; -inf where a token does not see it.
+    """Scores of every cached row for every window token, float32; -inf where a token does not see it.
 
-    No more blocks of index keys are scored than hold what any token sees.
+    Only blocks of index keys up to the last row that some token sees are scored.
     """
     columns, page = view.page_table.shape[1], cache.page_size
     entries, (width, heads) = columns * page, q.weights.shape[1:]

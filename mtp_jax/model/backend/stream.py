@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 
 class Stream(NamedTuple):
-    """The residual stream, and what the last block adds to it: a norm adds for nothing.
+    """The residual stream, and the last block's output, still to be added: a norm adds for nothing.
 
     Attributes:
         x: [B, W, D].
@@ -31,5 +31,5 @@ def summed(x: Float[Array, "*s B W D"]) -> Float[Array, "B W D"]:
 
 
 def plus(x: Float[Array, "B W D"], added: Sequence[Float[Array, "..."]]) -> Float[Array, "B W D"]:
-    """x and what is added to it."""
+    """The sum of x and its addend."""
     return x + functools.reduce(jnp.add, map(summed, added)) if added else x

@@ -58,7 +58,7 @@ class Xla(XlaExperts):
         cache: Cache | None,
         views: Views,
     ) -> tuple[Stream, Any, Entries | None, Cache | None]:
-        """Norm, queries, entries to cache: what a kind of ``attention`` makes of them.
+        """Norm, queries, entries to cache, by a kind of ``attention``.
 
         Returns (x, queries, entries, cache). There are no entries where they have been written already.
         """
@@ -76,14 +76,14 @@ class Xla(XlaExperts):
         views: Views,
         choice: Choice = (),
     ) -> tuple[Float[Array, "B W N v"], Cache | None, Choice]:
-        """Write the entries, attend over what is visible. Without a cache every token sees those before it.
+        """Write the entries, attend over visible rows. Without a cache every token sees the tokens before it.
 
-        choice: what sparse attention looks at of that, if another layer has chosen it; else this one's
-        indexer chooses. Returns (context, cache, what was looked at).
+        choice: rows for sparse attention, if another layer has chosen them; else this one's
+        indexer chooses. Returns (context, cache, choice).
 
-        What a token sees of its own window comes from the cache as well, so that an FP8 cache gives the same
-        result whatever was computed together. With a mesh each device handles its own slots (``data``) and
-        heads (``model``); the cache is replicated over ``model``, because all heads share it.
+        A token's view of its own window comes from the cache as well, so that an FP8 cache gives the same
+        result for any set of tokens computed together. With a mesh each device handles its own slots
+        (``data``) and heads (``model``); the cache is replicated over ``model``, because all heads share it.
         """
         if not isinstance(cache, LayerCache):
             assert entries is not None, "entries have nowhere to be but here"
@@ -168,15 +168,15 @@ class Xla(XlaExperts):
     def head_parts(self) -> int:
         """Parts of the vocabulary that greedy decoding looks at one after the other.
 
-        All logits would be a step's largest array, unless devices share them; those of a quarter are smaller
-        than what a layer's experts need.
+        All logits would be a step's largest array, unless devices share them; a quarter of them takes less
+        memory than a layer's experts need.
         """
         return 4 if ways("vocab", self.mesh) == 1 else 1
 
     def entries(
         self, a: Attention | Grouped, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]
     ) -> Entries:
-        """What rows add to the cache."""
+        """Entries that rows add to the cache."""
         return attention_of(a).entries(self, a, cfg, x, angles)
 
     def by_head(self, w: ByHead) -> ByHead:
@@ -205,7 +205,7 @@ class Xla(XlaExperts):
     ) -> Tree:
         """A tree of ``pages`` [P, S, c] with the rows [B, W, c] written; in place when donated.
 
-        Rows that are not to be written (negative ones) go to the last page, which no sequence owns; so do
+        Rows that are not to be written (negative numbers) go to the last page, which no sequence owns; so do
         rows past the table, which an executable deeper than its slots ask for has.
         """
         paged, per_slot = partition("pages"), partition("slots")
@@ -272,7 +272,7 @@ class Xla(XlaExperts):
             return self.best(self.index_scores(q, cache, view), topk)
 
     def index_scores(self, q: IndexQueries, cache: LayerCache, view: PagedView) -> Float[Array, "B W L"]:
-        """Scores of cached rows, -inf of those that a token does not see; none is NaN."""
+        """Scores of cached rows, -inf for rows that a token does not see; none is NaN."""
         return selection.scores(q, cache, view)
 
     def best(self, found: Float[Array, "B W L"], count: int) -> Int[Array, "B W K"]:

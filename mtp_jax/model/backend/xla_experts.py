@@ -26,7 +26,7 @@ Split = Literal["out", "in"]
 Stream = Any
 """The residual stream [B, W, D] between two stages: an array at first, then as the backend keeps it."""
 Rows = Any
-"""What a norm hands to the products that read it: [B, W, D], as the backend keeps it."""
+"""The rows that a norm hands to products: [B, W, D], as the backend keeps them."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class XlaExperts:
     """See the package.
 
     Attributes:
-        mesh: of devices; None for one device.
+        mesh: the mesh of devices; None for one device.
         experts: "dense", which is the reference, or "sparse"; on a mesh they always run in parallel.
         exchange: between data shards; None: each gathers the rows of all.
         micro_batches: that a pass is cut into where its slots allow it, 1 or 2.
@@ -61,7 +61,7 @@ class XlaExperts:
     def linear(
         self, x: Rows, w: Float[Array, "*o i"] | Narrow, *, split: Split | None = None
     ) -> Float[Array, "..."]:
-        """``x @ w.T``: weights have output features first, as in the checkpoint; narrow ones are expanded.
+        """``x @ w.T``: weights have output features first, as in the checkpoint; narrow weights are expanded.
 
         split: whether ``model`` splits the first output axis or the input features of w.
         """
@@ -151,7 +151,7 @@ class XlaExperts:
         rule: Rule,
         counted: Bool[Array, " T"] | None = None,
     ) -> Routing:
-        """The experts of each row; those of rows that do not count have id E, which is none."""
+        """The experts of each row; a row that does not count has id E, which is no expert."""
         return Routing(*router.choose(logits, bias, rule, counted))
 
     def routed(
@@ -165,8 +165,8 @@ class XlaExperts:
     ) -> Float[Array, "T D"]:
         """Only the experts that rows chose.
 
-        x: rows as ``flat_rows`` gives them. shards: number of devices that the experts are split over.
-        Weights are those of one device, from expert ``first`` on; rows and routing are those of all devices.
+        x: rows of ``flat_rows``. shards: number of devices that the experts are split over.
+        Weights are one device's, from expert ``first`` on; rows and routing are all devices'.
         """
         return moe.grouped(gate_up, down, x, Routing(r.ids - first, r.weights), self.product)
 
@@ -253,7 +253,7 @@ class XlaExperts:
         chosen = _in_slots(p, r, jax.lax.axis_index("data") * count)
 
         def run(rows: Any, ids: Array, weights: Array) -> Array:
-            # As many of the rows are others' as if this many devices shared the experts.
+            # The share of other devices' rows is as if this many devices shared the experts.
             shards = max(1, len(ids) * mesh.size // (exchange.shards * count))
             return self._own_experts(p, self.from_rows_first(rows), Routing(ids, weights), shards)
 
@@ -267,7 +267,7 @@ class XlaExperts:
 
         part = there(*given)
         if capacity < count:
-            # Not one or the other: what a condition holds runs beside nothing of another micro-batch.
+            # Not one or the other: the contents of a condition run beside nothing of another micro-batch.
             part = jax.lax.cond(
                 most > capacity, lambda _, *given: by_gather(run, *given), lambda part, *_: part, part, *given
             )

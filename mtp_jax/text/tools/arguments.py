@@ -1,4 +1,4 @@
-"""Arguments of calls as rules of a grammar: any object, or what a tool's schema allows."""
+"""Arguments of calls as rules of a grammar: any object, or the objects that a tool's schema allows."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -30,9 +30,9 @@ def free(form: Format, rules: Rules) -> str:
 
 
 def held(form: Format, rules: Rules, tool: Tool, name: str) -> str:
-    """What a tool's schema allows; if it is strict, also nothing that the schema does not name.
+    """Objects that a tool's schema allows; if it is strict, without keys that the schema does not name.
 
-    name: of a rule that does not exist yet. Raises RequestError for what the format cannot keep to.
+    name: a rule that does not exist yet. Raises RequestError for a schema that the format cannot keep to.
     """
     schema = tool.parameters
     together = sorted(_TOGETHER & schema.keys())
@@ -58,7 +58,7 @@ class _Held:
         self._values: dict[str, str | None] = {}
 
     def write(self, name: str) -> str:
-        """Write a rule whose parameter has a bit for each argument, set once it is there; what uses it."""
+        """Write a rule whose parameter has a bit for each argument, set once it is there; its users."""
         others = False if self._tool.strict else self._whole.get("additionalProperties", True)
         required = list(dict.fromkeys(self._whole.get("required", ())))
         if len(required) > _BITS:
@@ -74,7 +74,7 @@ class _Held:
             first.append(f"{one} {name}::{bits:#x}")
             more.append(f"{self._pair.between} {one} {name}::{after}{unless}")
 
-        for bit, (key, schema) in enumerate(known.items()):  # those that are required come first
+        for bit, (key, schema) in enumerate(known.items()):  # required keys come first
             value = self._value(key, schema)
             if value is None and key in required:
                 raise RequestError(
@@ -113,7 +113,7 @@ class _Held:
         return self._rules.json({**own, **self._definitions(schema)})
 
     def _definitions(self, schema: Any) -> dict[str, dict[str, Any]]:
-        """What a schema refers to, and what that refers to, counted."""
+        """Parts that a schema refers to, directly or through other parts, counted."""
         found: dict[str, dict[str, Any]] = {}
         waiting = [schema]
         while waiting:

@@ -10,7 +10,7 @@ _Message = Mapping[str, Any]
 
 
 class _Object(dict[str, Any]):
-    """Arguments of a call, for templates that take them as an object and for those that take JSON text."""
+    """Arguments of a call, for templates that take an object and for templates that take JSON text."""
 
     def __init__(self, text: str) -> None:
         value = _parsed(text)

@@ -42,8 +42,8 @@ class Format:
     """One family's syntax.
 
     Attributes:
-        call: opens one call, as far as its text is the same for all.
-        head: what follows, up to the arguments, with ``NAME`` and perhaps ``INDEX``.
+        call: opens one call, up to the part that differs between calls.
+        head: text behind it, up to the arguments, with ``NAME`` and perhaps ``INDEX``.
         end: ends a call.
         prefix: stands before the name, unless a model leaves it out.
         between: stands between two calls.
@@ -72,7 +72,7 @@ class Format:
 
     @property
     def head_is_name(self) -> bool:
-        """Whether nothing tells the end of a head but what follows it."""
+        """Whether only the text behind a head tells its end."""
         return literals(self.head) == []
 
     @property
@@ -168,7 +168,7 @@ FORMATS = {
         blocks=("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>"),
         block_ends=("<|tool_calls_section_end|>", "<|tool_call_section_end|>"),
     ),
-    # For models without a format of their own.
+    # The formats below serve models without a format of their own.
     "json": Format(
         "<tool_call>",
         f'\n{{{GAP}"name": {GAP}"{NAME}",{GAP} {GAP}"arguments": {GAP}',
@@ -188,7 +188,7 @@ def format_of(template: str) -> str:
 def _shown(form: Format, template: str) -> int:
     """How many characters of the texts of a format a template holds."""
     must = form.parameter.before_key if form.parameter else ""
-    if form is FORMATS["deepseek_v3"]:  # whose tags are those of V3.1
+    if form is FORMATS["deepseek_v3"]:  # its tags are V3.1's
         must = "```json"
     if must not in template:
         return 0

@@ -1,4 +1,4 @@
-"""What an output with calls of tools may be, as a grammar in llguidance's Lark syntax."""
+"""Outputs with calls of tools, as a grammar in llguidance's Lark syntax."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from mtp_jax.text.tools.tool import Tool
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked of an output.
+    """The form of an output that a user asks for.
 
     Attributes:
         forced: it is a call, whose arguments fit the tool's schema, or ``several``; otherwise it is any text,
@@ -45,7 +45,7 @@ class _Output:
 
     def grammar(self, tools: Sequence[Tool]) -> str:
         thoughts = [self._rules.token(t) for t in (Tokenizer.OPEN_THOUGHT, Tokenizer.CLOSE_THOUGHT)]
-        tags = [tag for tag in thoughts if tag]  # others are text
+        tags = [tag for tag in thoughts if tag]  # an empty tag is text
         before = f"(TEXT {one_of(tags)})*" if tags else ""
         self._rules.name("call", self._call(tools))
         any_text = f"{self._begun(before)}{'*' if self._asked.several else '?'} {before} TEXT"
@@ -53,11 +53,11 @@ class _Output:
         return self._rules.text
 
     def _begun(self, before: str = "") -> str:
-        """Any text that ends in calls. before: what may stand before it."""
+        """Any text that ends in calls. before: rules for the text before it."""
         return one_of(f"{before} {self._rules.up_to(t)} {self._behind(t)}" for t in self._form.opens)
 
     def _behind(self, tag: str) -> str:
-        """What follows a tag that opens calls."""
+        """Rules for the text behind a tag that opens calls."""
         form, declared = self._form, self._rules.declared
         several = self._asked.several and bool(form.blocks or self._at_once)
         more = f"({declared(form.between + form.call)} call)*" if several else ""

@@ -1,4 +1,4 @@
-"""One argument among others, as a part of a grammar: in tags of its own, or a member of an object of JSON."""
+"""One of several arguments, as a part of a grammar: in tags of its own, or a member of an object of JSON."""
 
 import json
 import re
@@ -40,7 +40,7 @@ class Pair(Protocol):
         ...
 
     def value(self, schema: Any, whole: Any, as_json: AsJson) -> str | None:
-        """A value that fits a schema, with its end; None where there is none. whole: what it refers to."""
+        """A value that fits a schema, with its end; None where there is none. whole: for references."""
         ...
 
 
@@ -100,7 +100,7 @@ class Tags:
         """See ``Pair``."""
         allowed, others = texts(schema, whole), kinds(schema, whole) - {"string"}
         ways = {"true": self._text(allowed, others)} if allowed else {}
-        if others and (self._says_what or () not in allowed):  # any text is what JSON is, too
+        if others and (self._says_what or () not in allowed):  # any text includes JSON, too
             json_rule = as_json(schema, others if allowed else None)
             ways["false"] = f"{json_rule} {self._rules.literal(self._stop)}"
         return one_of(f"{self._says(is_text)} {way}" for is_text, way in ways.items()) if ways else None
@@ -110,11 +110,11 @@ class Tags:
         return self.value({}, {}, lambda schema, kinds: "json_value") or ""
 
     def _says(self, is_text: str) -> str:
-        """What stands between a key and a value."""
+        """The text between a key and a value."""
         return " ".join(self._rules.declared(part.replace(STRING, is_text)) for part in self._before_value)
 
     def _text(self, allowed: Texts, others: frozenset[str]) -> str:
-        """Text that fits what is allowed, beside values of other types, with its end."""
+        """Text that an allowed string fits, beside values of other types, with its end."""
         if () in allowed:
             return self._rules.up_to(self._stop)
         wrong = [t for each in allowed for t in each if t.startswith('"') and self._stop in json.loads(t)]
@@ -125,7 +125,7 @@ class Tags:
         but = []
         if self._rules.token(self._stop) is None:
             but.append(terminal(f"(?s:.*){re.escape(self._stop)}(?s:.*)"))
-        if not self._says_what and others & {"array", "object"}:  # what begins so is JSON
+        if not self._says_what and others & {"array", "object"}:  # a value that begins so is JSON
             but.append(terminal(r"[\[{](?s:.*)"))
         ways = (" & ".join([*each, *(f"~{no}" for no in but)]) for each in allowed)
         return self._rules.up_to(self._stop, self._rules.add("T", " | ".join(ways)))

@@ -8,15 +8,15 @@ from mtp_jax.text.tools.parts import CallArguments, CallBegin, CallEnd, OutputTe
 from mtp_jax.text.tools.scanner import Json, begun, first, is_markup, match
 from mtp_jax.text.tools.values import Value, as_string
 
-_LONGEST_KEY = 4096  # characters; what is longer is no key
+_LONGEST_KEY = 4096  # characters; a longer text is no key
 _PIECE = 4096  # characters of a long text that are read at a time
 
 
 class ToolParser:
     """Takes text with its special tokens. One object per completion.
 
-    A head that breaks is text. So is what follows a call that breaks after its head, which has no end. What
-    the end of the text cuts, be it a head, a key or a tag, is shown to nobody.
+    A head that breaks is text. So is the text behind a call that breaks after its head, which has no end. A
+    head, a key or a tag that the end of the text cuts is shown to nobody.
     """
 
     def __init__(self, form: Format, tools: Mapping[str, Mapping[str, Any]] | None = None) -> None:
@@ -30,15 +30,15 @@ class ToolParser:
         self._parts: list[Part] = []
 
     def push(self, text: str) -> list[Part]:
-        """Take text; return what is known now."""
+        """Take text; return the parts known now."""
         parts: list[Part] = []
-        for i in range(0, len(text), _PIECE):  # what is taken leaves a rest, which is copied
+        for i in range(0, len(text), _PIECE):  # each piece leaves a rest, which is copied
             self._held += text[i : i + _PIECE]
             parts += self._run(final=False)
         return parts
 
     def flush(self) -> list[Part]:
-        """The end of the text: what was held back."""
+        """Parts that were held back, at the end of the text."""
         parts = self._run(final=True)
         if self._step == self._in_value and (text := self._value.cut()):
             parts.append(CallArguments(self._index, text))
@@ -63,7 +63,7 @@ class ToolParser:
             self._parts.append(CallArguments(self._index, text))
 
     def _text_again(self) -> bool:
-        """What comes is no part of a call."""
+        """The text from here on is no part of a call."""
         self._step, self._in_block = self._outside, False
         return True
 
@@ -85,7 +85,7 @@ class ToolParser:
             if self._held.startswith(block):
                 start = len(block) + match(GAP, self._held, len(block)).length
         found = match(form.call + form.head, self._held, start)
-        # White space behind a head belongs to what comes, so that it does not matter where the text was cut.
+        # White space behind a head belongs to the text behind it, so that the place of a cut does not matter.
         length = len(self._held[: start + found.length].rstrip())
         if found and form.parameter and form.head_is_name:
             tags = (form.parameter.before_key, form.end, "{")

@@ -1,4 +1,4 @@
-"""What an output with calls of tools is made of."""
+"""Parts of an output with calls of tools."""
 
 from dataclasses import dataclass
 

@@ -10,10 +10,10 @@ from mtp_jax.errors import RequestError
 from mtp_jax.text.tools.formats import INDEX, as_written, is_gap, parts
 
 _TAG = re.compile(r"(<[^<>\s]+>)")
-# White space in a row has a limit, as a model at a loss writes it for ever: in front of calls that must
-# come at once what templates write there (LINES), between tags two line breaks and a short indent (GAP), in
-# JSON of any form a line break and the indent of 15 levels (SPACE), between arguments that fit a schema what
-# JSON of a schema has (INDENT). So has the number of a call.
+# White space in a row has a limit, as a model at a loss writes it for ever: templates' own white space in
+# front of calls that must come at once (LINES), between tags two line breaks and a short indent (GAP), in
+# JSON of any form a line break and the indent of 15 levels (SPACE), between arguments that fit a schema the
+# white space of JSON of a schema (INDENT). So has the number of a call.
 _ALWAYS = r"""TEXT: /(.|\n)*/
 GAP: /[ \t\r\n]{1,8}/
 LINES: /\n{1,2}/
@@ -30,7 +30,7 @@ JSON_NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/"""
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a grammar may be made of.
+    """Parts of which a grammar is made.
 
     Attributes:
         token: the id of a tag that was added to the vocabulary as a token of its own. No other token may be
@@ -48,7 +48,7 @@ class Rules:
     """Rules and terminals. There always are TEXT, GAP (white space), json_object and json_value."""
 
     def __init__(self, vocabulary: Vocabulary, exact: bool) -> None:
-        """exact: white space in the texts of a format is what it is when they are written."""
+        """exact: white space in the texts of a format must be as they are written."""
         self._vocabulary, self._left, self._exact = vocabulary, vocabulary.most, exact
         self._lines, self._names = [_ALWAYS], dict[str, str]()
 
@@ -58,7 +58,7 @@ class Rules:
         return "\n".join(self._lines)
 
     def name(self, name: str, body: str) -> None:
-        """Add a rule that others refer to by this name."""
+        """Add a rule that other rules refer to by this name."""
         self._lines.append(f"{name}: {body}")
 
     def add(self, prefix: str, body: str, options: str = "") -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from mtp_jax.text.tools.formats import INDEX, NAME, NAMES, STRING, is_gap, parts
 
-_LONGEST = 256  # characters of a name, a number or a gap; what is longer is none
+_LONGEST = 256  # characters of a name, a number or a gap; a longer text is none
 _GAP = re.compile(r"\s*")
 _IN_STRING = re.compile(r'["\\]')
 _PLACES = {
@@ -18,11 +18,11 @@ _PLACES = {
 
 @dataclass
 class Found:
-    """What stands at the beginning of a text.
+    """The match at the beginning of a text.
 
     Attributes:
-        length: characters of it; 0: the text ends before that is known; -1: something else stands there.
-        groups: what stood in the places.
+        length: characters of it; 0: the text ends before that is known; -1: another text stands there.
+        groups: texts in the places.
     """
 
     length: int
@@ -79,7 +79,7 @@ class Json:
     """
 
     def __init__(self, tags: Sequence[str]) -> None:
-        """tags: outside of strings they end the value, whatever it is."""
+        """tags: texts that end the value outside of strings."""
         self._tags = tags
         self._signs = re.compile(f'[{re.escape("".join(tag[0] for tag in tags))}"{{}}\\[\\]]')
         self._depth, self._in_string = 0, False
@@ -88,7 +88,7 @@ class Json:
     def scan(self, text: str) -> tuple[int, bool]:
         """Take text: how much of it belongs to the value, and whether it ends there.
 
-        What may be the beginning of a tag, or of an escape, is left until more is known.
+        A text that may be the beginning of a tag, or of an escape, is left until more is known.
         """
         at = 0
         while (found := (_IN_STRING if self._in_string else self._signs).search(text, at)) is not None:
@@ -103,7 +103,7 @@ class Json:
                 self._depth += 1
             elif sign in "]}":
                 self._depth -= 1
-                if self._depth <= 0:  # below 0: it belongs to what is around the value
+                if self._depth <= 0:  # below 0: it belongs to the text around the value
                     return self._taken(at + 1 + min(self._depth, 0), True)
             at += 2 if sign == "\\" else 1
         return self._taken(len(text), False)

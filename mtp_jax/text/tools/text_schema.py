@@ -17,7 +17,7 @@ _UNKNOWN = ("not", "if", "then", "else", "contentEncoding", "contentMediaType")
 
 
 def texts(schema: Any, whole: Any, steps: Steps | None = None, depth: int = 0) -> Texts:
-    """Alternatives; none where the schema allows no string. whole: what its references refer to.
+    """Alternatives; none where the schema allows no string. whole: the schema for references.
 
     Raises RequestError for a schema that cannot be kept to.
     """

@@ -17,7 +17,7 @@ class Tool:
         name: letters, digits, "_", "-" and ".".
         parameters: the JSON Schema of its arguments, an object.
         strict: whether arguments must fit the schema; if not, they must be an object.
-        description: for the model.
+        description: text for the model.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Which tools an output may call: from what a user asks for to a grammar and a parser."""
+"""Tools that an output may call: from a user's request to a grammar and a parser."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -64,11 +64,11 @@ class ToolUse:
         return cls(format_named(form), tuple(tools), forced, several)
 
     def parser(self) -> ToolParser:
-        """For one completion."""
+        """The parser of one completion."""
         return ToolParser(self.form, {tool.name: tool.parameters for tool in self.tools})
 
     def structured(self, tokenizer: Tokenizer, answer: StructuredOutput | None) -> StructuredOutput:
-        """What the output must be; ``answer`` is what it must be if it is no call.
+        """The form that the output must have; ``answer`` is its form if it is no call.
 
         The grammar is written where it is compiled. Raises RequestError, there, too.
         """
@@ -91,5 +91,5 @@ class ToolUse:
             return call_grammar(self.form, self.tools, vocabulary, asked)
         except RequestError:
             raise
-        except (TypeError, ValueError, OverflowError, RecursionError) as e:  # of what is no schema
+        except (TypeError, ValueError, OverflowError, RecursionError) as e:  # of a schema that is none
             raise RequestError(f"the schemas of the tools are not valid: {e}") from e

@@ -13,7 +13,7 @@ _NUMBER = frozenset("-+.0123456789eE")
 
 
 class Steps:
-    """How much of a schema may be followed: what lies behind that is taken to allow anything."""
+    """Limits of the part of a schema that is followed: parts beyond are taken to allow anything."""
 
     def __init__(self) -> None:
         self._left, self._depth = 1000, 32
@@ -34,7 +34,7 @@ def kind(value: Any) -> str:
 
 
 def kinds(schema: Any, whole: Any, steps: Steps | None = None, depth: int = 0) -> frozenset[str]:
-    """Types that a schema may allow. whole: what its references refer to."""
+    """Types that a schema may allow. whole: the schema for references."""
     steps = steps or Steps()
     if schema is False:
         return frozenset()
@@ -68,7 +68,7 @@ def fits(value: Any, schema: Any, whole: Any, steps: Steps | None = None, depth:
 
 
 def _named(schema: Mapping[str, Any]) -> frozenset[str]:
-    """What ``type`` says."""
+    """Types that ``type`` names."""
     types = schema.get("type")
     if not isinstance(types, str | list | tuple):
         return KINDS
@@ -94,7 +94,7 @@ def branches_of(schema: Mapping[str, Any], whole: Any) -> Iterator[tuple[Sequenc
 
 
 def _referred(reference: str, whole: Any) -> Any:
-    """What a JSON pointer such as "#/$defs/a" names; {}, which allows anything, if it names nothing here."""
+    """The part that a JSON pointer such as "#/$defs/a" names; {}, which allows anything, if there is none."""
     start, *path = reference.split("/")
     found = whole if start == "#" else {}
     for step in path:
@@ -104,7 +104,7 @@ def _referred(reference: str, whole: Any) -> Any:
 
 
 def as_json(text: str) -> str | None:
-    """JSON in Python's spelling; None for what is none."""
+    """JSON in Python's spelling; None for a text that is not JSON."""
     try:
         return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
@@ -120,13 +120,13 @@ class Value:
     """A value that grows, made JSON. Text is sent while it grows, all else at its end."""
 
     def __init__(self, schema: Any, whole: Any, says: str | None = None) -> None:
-        """says: what the model says of it: "true", it is text; "false", it is JSON; or nothing."""
+        """says: the model's own mark: "true", it is text; "false", it is JSON; or nothing."""
         self._schema, self._whole, self._says = schema, whole, says
         self._kinds = frozenset({"string"}) if says == "true" else kinds(schema, whole)
         self._held, self._is_text = "", False
 
     def grow(self, text: str) -> str:
-        """Take text; return what may be sent."""
+        """Take text; return the text that may be sent."""
         if self._is_text:
             return as_string(text)[1:-1]
         self._held += text
@@ -143,7 +143,7 @@ class Value:
         return self._read(self._held + text)
 
     def cut(self) -> str:
-        """What is left where the output ends within it: nothing, if the value may be text as well as JSON."""
+        """The rest where the output ends within it: nothing, if the value may be text as well as JSON."""
         return "" if self._is_text or "string" in self._kinds else self._held
 
     def _read(self, text: str) -> str:

@@ -1,28 +1,28 @@
 """Which data shard a request goes to. No jax here.
 
-A step lasts as long as its fullest shard takes, so rows and what they read are to lie evenly. A shard whose
-cache has the beginning of a prompt saves computing it. Both hold as in consistent hashing with bounded loads
-(arXiv 1608.01350): the longest hit decides, but only among the shards that are not much fuller than the mean.
-A prefix that many requests share is then computed on every shard once, and found there from then on.
+A step lasts as long as its fullest shard takes, so rows and the pages they read are to lie evenly. A shard
+whose cache has the beginning of a prompt saves computing it. Both hold as in consistent hashing with bounded
+loads (arXiv 1608.01350): the longest hit decides, but only among the shards that are not much fuller than the
+mean. A prefix that many requests share is then computed on every shard once, and found there from then on.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 _MOST = 1.1
-"""A shard with more than so many times the mean load gets no request for the sake of a hit."""
+"""A shard with more than this multiple of the mean load gets no request for the sake of a hit."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What a data shard has, and what it has of one request.
+    """Facts about a data shard, and about one request there.
 
     Attributes:
         rows: requests that have a slot.
         pages: that these read; a page that several share counts for each.
         free: pages that can be handed out.
         found: the prompt's first pages that are cached, on the device or in the host's memory.
-        restored: of those the ones in the host's memory.
+        restored: number of them that are in the host's memory.
     """
 
     rows: int
@@ -36,7 +36,7 @@ def preferred(shards: Sequence[Shard], pages: int) -> list[int]:
     """The shards in the order in which a request that will read ``pages`` should try them.
 
     A shard's load is its share of all rows, or of all pages read, the larger of both, the request's own
-    counted among all; 1 is the mean. The best is the shard with the longest hit among those of at most 1.1,
+    counted among all; 1 is the mean. The best is the shard with the longest hit among shards of at most 1.1,
     then the one that brings fewest pages back from the host, then the least loaded, then the one with most
     free pages. Shards of a higher load come last, the least loaded first.
     """

@@ -9,10 +9,10 @@ from statistics import mean
 import pytest
 
 from mtp_jax.engine.config import EngineConfig
-from mtp_jax.engine.placement import Shard, preferred
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.scheduler import Scheduler
+from mtp_jax.engine.shards import Shard, preferred
 
 EMPTY = Shard(0, 0, 100)
 

@@ -1,4 +1,4 @@
-"""What crosses between the host and the device, in numpy arrays; ``launches.py`` says when. No jax here.
+"""Arrays that cross between the host and the device, in numpy; ``launches.py`` says when. No jax here.
 
 ``decode/sampling.py``, ``state.py`` and ``prefill.py`` register these classes as pytrees, so that programs
 take and return them with jax arrays in their fields.
@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int, UInt32
 
 @dataclass(frozen=True)
 class SamplingState:
-    """What each slot asks of the sampler, and what it has seen. First axis of every field: slots."""
+    """Each slot's options of sampling, and counts of its tokens. First axis of every field: slots."""
 
     temperature: Float[Any, " B"]  # 0: greedy
     top_k: Int[Any, " B"]  # 0: off
@@ -41,7 +41,7 @@ class SlotRow:
         depth: most drafts it wants verified per step.
         suffix: whether its drafts may come from a suffix match, where the drafter has them.
         page_table: its pages in order, local to the slot's data shard; the spare last page where unallocated.
-        sampling: what it asks of the sampler.
+        sampling: its options of sampling.
     """
 
     remaining: Int[Any, " B"]
@@ -58,11 +58,11 @@ class ExpertLayout:
 
     Attributes:
         layers: MoE layers.
-        experts: of each layer.
-        slots: of each layer, that hold experts; split evenly over devices.
-        devices: that they lie on.
-        domains: of devices, between which rows take an all-to-all; 1: all rows are gathered.
-        groups: of experts, neighbours of which a row chooses few groups.
+        experts: number of experts of each layer.
+        slots: number of slots of each layer, which hold experts; split evenly over devices.
+        devices: number of devices that they lie on.
+        domains: number of groups of devices, between which rows take an all-to-all; 1: all rows are gathered.
+        groups: number of groups of neighbouring experts, few of which a row chooses.
         width: most copies of an expert.
     """
 
@@ -82,7 +82,7 @@ class ExpertLayout:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of each of G prompts, as many per data shard, shard by shard. Idle rows have count 0.
+    """A piece of each of G prompts, the same number per data shard, shard by shard. Idle rows have count 0.
 
     Attributes:
         slot: whose prompt it is, each another's, in its row's data shard. Past the last slot for an idle row.
@@ -92,7 +92,7 @@ class Chunk:
         tokens: padded to T.
         targets: the token after each, for prompt log-probabilities; -1 where none is asked for.
         follows: the token after a final chunk where it is known already; -1: sample and emit it.
-        allowed: what grammars allow as the first token (see ``restrict``).
+        allowed: tokens that grammars allow as the first (see ``restrict``).
     """
 
     slot: Int[Any, " G"]
@@ -107,7 +107,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TopLogprobs:
-    """Log-probabilities of the chosen token and of the n most likely ones, at every window position."""
+    """Log-probabilities of the chosen token and of the n most likely tokens, at every window position."""
 
     chosen: Float[Any, "B W"]
     rank: Int[Any, "B W"]  # tokens at least as likely as the chosen one, itself included: 1 is best
@@ -117,13 +117,13 @@ class TopLogprobs:
 
 @dataclass(frozen=True)
 class Result:
-    """What a launch gave, on the host.
+    """Results of a launch, on the host.
 
     Attributes:
         packed: int32 [B + G, W + 5] (see ``keys``): a row for each window, then for each prompt of the
             chunk, which has one token. W = 1 without windows.
-        logprobs: of the emitted tokens, if the program computes them.
-        prompt: of the tokens of a chunk's prompts, if it computes them.
+        logprobs: log-probabilities of the emitted tokens, if the program computes them.
+        prompt: log-probabilities of the tokens of a chunk's prompts, if it computes them.
     """
 
     packed: np.ndarray
@@ -132,7 +132,7 @@ class Result:
 
 
 MaskMaker = Callable[[np.ndarray | None], np.ndarray]
-"""Drafts [B, K], or None before there are any, to what grammars allow: uint32 [B, W, ceil(V / 32)]."""
+"""From drafts [B, K], or None before there are any, to the allowed tokens: uint32 [B, W, ceil(V / 32)]."""
 
 PageData = tuple[np.ndarray, ...]
 """All that chosen pages hold and a sequence goes on from: the trunk's and the drafter's part, in the order of

@@ -1,0 +1,28 @@
+"""What a model and its engine are, which does not change while they serve."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mtp_jax.engine.config import EngineConfig
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class About:
+    """Facts of an ``AsyncLLM``.
+
+    Attributes:
+        tokenizer: None where the folder has none.
+        sampling_defaults: what the model says of its own sampling.
+        simulated: whether no model computes.
+        structured: whether an output can be held to a grammar.
+    """
+
+    model: ModelConfig
+    engine: EngineConfig
+    tokenizer: Tokenizer | None
+    sampling_defaults: Mapping[str, Any]
+    simulated: bool
+    structured: bool

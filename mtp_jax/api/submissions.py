@@ -1,0 +1,103 @@
+"""Prompts from their submission to their last output: names, places in the queue, streams."""
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from mtp_jax.api.admission import Admission
+from mtp_jax.api.completions import PromptState
+from mtp_jax.api.stream import Stream
+from mtp_jax.api.thread import Update
+from mtp_jax.engine.sampling_params import SamplingParams
+from mtp_jax.errors import RequestError
+
+
+class Submissions:
+    """Belongs to the event loop, but for ``admitted`` and ``quiet``.
+
+    Attributes:
+        admission: the queue.
+        idle: set while there is no prompt; ``quiet`` is the same for threads.
+    """
+
+    def __init__(self, admission: Admission) -> None:
+        self.admission = admission
+        self._streams: dict[str, Stream] = {}
+        self._by_prompt: dict[PromptState, Stream] = {}
+        self._numbers = itertools.count()
+        self.idle, self.quiet = asyncio.Event(), threading.Event()
+        self._look_idle()
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    @contextmanager
+    def enter(self, name: str | None, params: SamplingParams, tokens: int) -> Iterator[Stream]:
+        """Take a name, or make one, and a place in the queue. A block that raises gives both back.
+
+        tokens: about as many as the prompt will have. Raises RequestError, Overloaded.
+        """
+        name = self._free(name)
+        reservation = self.admission.take(params.n, params.n * tokens)
+        stream = self._streams[name] = Stream(name, reservation, params.output_kind == "delta")
+        self.idle.clear()
+        self.quiet.clear()
+        try:
+            yield stream
+        except BaseException:
+            self._leave(stream)
+            raise
+
+    def made(self, stream: Stream, state: PromptState) -> None:
+        """The prompt of a stream is made. Raises Overloaded where it is too long for the queue."""
+        stream.prompt_tokens = len(state.completions[0].request.prompt)
+        self.admission.correct(stream.reservation, len(state.completions) * stream.prompt_tokens)
+        self._by_prompt[state] = stream
+
+    def admitted(self, state: PromptState, requests: int) -> None:
+        """So many more requests of a prompt have left the queue."""
+        self.admission.release(self._by_prompt[state].reservation, requests)
+
+    def deliver(self, updates: Sequence[Update]) -> None:
+        """Hand what a step made to the streams."""
+        for state, output in updates:
+            self._by_prompt[state].deliver(output)
+            if output.finished:
+                self._end(state)
+
+    def fail(self, failure: Exception) -> None:
+        """End every stream with an error."""
+        for state, stream in list(self._by_prompt.items()):
+            stream.deliver(None, failure)
+            self._end(state)
+
+    def abort(self, name: str | None = None) -> None:
+        """End the prompt of this name, if there is one; None: all."""
+        names = list(self._streams) if name is None else [name]
+        for stream in filter(None, map(self._streams.get, names)):
+            stream.abort()
+
+    def _free(self, name: str | None) -> str:
+        if name is None:
+            return next(n for i in self._numbers if (n := f"request-{i}") not in self._streams)
+        if not isinstance(name, str):
+            raise RequestError(f"request_id = {name!r:.80}; expected a string, or None")
+        if name in self._streams:
+            raise RequestError(f"request_id {name!r} is in use; give another, or none")
+        return name
+
+    def _end(self, state: PromptState) -> None:
+        self.admission.finished()
+        self._leave(self._by_prompt.pop(state))
+
+    def _leave(self, stream: Stream) -> None:
+        del self._streams[stream.request_id]
+        self.admission.release(stream.reservation)
+        self._look_idle()
+
+    def _look_idle(self) -> None:
+        if not self._streams:
+            self.idle.set()
+            self.quiet.set()
