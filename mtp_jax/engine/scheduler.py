@@ -30,8 +30,8 @@ class Scheduler:
         self.config, self.shards, self.tier = config, shards, tier
         self.slots_per_shard = config.max_num_seqs // shards
         pages = config.pages_per_shard(shards)
-        told = [partial(tier.evict, shard) if tier else None for shard in range(shards)]
-        self.pools = [PagePool(pages, evicted) for evicted in told]
+        evictions = [partial(tier.evict, shard) if tier else None for shard in range(shards)]
+        self.pools = [PagePool(pages, evicted) for evicted in evictions]
         self._restoring: list[Restored] = []
         self.waiting: list[Request] = []
         self.slots: list[Request | None] = [None] * config.max_num_seqs
