@@ -29,7 +29,7 @@ WITHOUT_JAX = (
     "engine.engine",
     "engine.inputs",
     "engine.pages",
-    "engine.plan",
+    "engine.turns",
     "engine.request",
     "engine.results",
     "engine.sampling_params",

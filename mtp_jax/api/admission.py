@@ -61,7 +61,7 @@ class Admission:
         """Prompt tokens that wait; tokens of a prompt not yet tokenised are an estimate."""
         return self._tokens
 
-    def take(self, requests: int, tokens: int) -> Reservation:
+    def reserve(self, requests: int, tokens: int) -> Reservation:
         """Reserve room in the queue. Raises Overloaded when it is full, RequestError when it is too small."""
         if requests > self.max_requests:
             raise RequestError(f"n = {requests}; the queue takes {self.max_requests} requests at most")

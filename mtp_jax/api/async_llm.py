@@ -377,7 +377,7 @@ class AsyncLLM:
 
         Raises Overloaded.
         """
-        reservation = self.admission.take(1, estimate(prompt))
+        reservation = self.admission.reserve(1, estimate(prompt))
         try:
             return await self._workers.run("tokenise", function)
         finally:

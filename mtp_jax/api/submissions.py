@@ -40,7 +40,7 @@ class Submissions:
         tokens: about as many as the prompt will have. Raises RequestError, Overloaded.
         """
         name = self._free(name)
-        reservation = self.admission.take(params.n, params.n * tokens)
+        reservation = self.admission.reserve(params.n, params.n * tokens)
         stream = self._streams[name] = Stream(name, reservation, params.output_kind == "delta")
         self.idle.clear()
         self.quiet.clear()

@@ -63,7 +63,7 @@ class Balancer:
         """Call it after each launch."""
         self._age += 1
         if self._pending is not None and self._age >= LATE:
-            self._take(*self._pending.read())
+            self._count(*self._pending.read())
             self._pending = None
         elif self._period and self._age >= self._period and not (self._pending or self._plan):
             self._pending, self._age = self._runner.do(ReadExperts()), 0
@@ -77,7 +77,7 @@ class Balancer:
         of = self._imbalance
         return ExpertStats(self._readings, self._moves, float(of.mean()), float(of.max()), self._over)
 
-    def _take(self, load: np.ndarray, over: np.ndarray) -> None:
+    def _count(self, load: np.ndarray, over: np.ndarray) -> None:
         self._readings += 1
         self._over += int(over.sum())
         devices, now = self._layout.devices, load.astype(float)

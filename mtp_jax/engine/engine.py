@@ -34,15 +34,15 @@ from mtp_jax.engine.buckets import Buckets, Prompts
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.depth import DepthController, adaptive_depths
 from mtp_jax.engine.inputs import next_chunk, page_row, slot_row
-from mtp_jax.engine.plan import Admit, Planner, Read, Step
 from mtp_jax.engine.request import Request, Terms
-from mtp_jax.engine.results import Launch, read_logprobs, read_prompt_logprobs
+from mtp_jax.engine.results import Launched, read_logprobs, read_prompt_logprobs
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.scheduler import Scheduler
 from mtp_jax.engine.speculation import Speculation
 from mtp_jax.engine.stats import Counters, EngineStats
 from mtp_jax.engine.structured import allowed
 from mtp_jax.engine.timings import Timings
+from mtp_jax.engine.turns import AdmitWaiting, LaunchStep, ReadOldest, Turns
 from mtp_jax.engine.validate import InputProcessor
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.store.memory import MemoryStore
@@ -87,12 +87,12 @@ class Engine:
         self.depth = DepthController(config.num_speculative_tokens)
         self.timings, self.counters = Timings(), Counters()
         self.buckets = Buckets(config, self.shards, runner.any_depth)
-        self.planner = Planner(self.buckets, self.scheduler, runner, self.depth)
+        self.turns = Turns(self.buckets, self.scheduler, runner, self.depth)
         self._inputs = InputProcessor(cfg, config, self.pages, grammars)
         self.launches, self.weight_version, self.asleep = 0, weight_version, False
         self._warm: set[Key] = set()
         self._seeds = np.random.default_rng(config.seed)
-        self._inflight: deque[Launch] = deque()
+        self._inflight: deque[Launched] = deque()
 
     def make_requests(
         self, prompt: Iterable[int], params: SamplingParams, **terms: Unpack[Terms]
@@ -218,12 +218,12 @@ class Engine:
         return EngineStats.of(*of, executables, self.depth.speedup, experts)
 
     def step(self) -> list[Request]:
-        """One turn, as ``Planner.turn`` decides: launches, then reads. Returns requests that advanced."""
+        """One turn, as ``Turns.next`` decides: launches, then reads. Returns requests that advanced."""
         advanced = self._end_late()
-        for action in self.planner.turn(self._inflight):
-            if isinstance(action, Read):
+        for action in self.turns.next(self._inflight):
+            if isinstance(action, ReadOldest):
                 advanced += self._read(action.count)
-            elif isinstance(action, Admit):
+            elif isinstance(action, AdmitWaiting):
                 self._admit_waiting()
             else:
                 self._launch(action)
@@ -281,11 +281,11 @@ class Engine:
 
     # Launching
 
-    def _launch(self, action: Step) -> None:
+    def _launch(self, action: LaunchStep) -> None:
         self._refresh()
         key, prompts = action.key, action.prompts
         chunk = self._chunk(key, prompts)
-        launch = Launch(
+        launch = Launched(
             [(r.residence.slot, r) for r in action.requests],
             [(g, r) for g, r in enumerate(prompts.rows(key.prompts)) if r] if prompts else [],
             self._run(key, chunk, action.requests),
@@ -322,7 +322,7 @@ class Engine:
         rows, shape = [(r.residence.slot, r) for r in running], (key.slots, key.room + 1)
         return partial(allowed, self.grammars, rows, shape, self.cfg.vocab_size)
 
-    def _track(self, launch: Launch) -> None:
+    def _track(self, launch: Launched) -> None:
         self.launches += 1
         for _, request in launch.everyone:
             request.progress.inflight += 1
@@ -336,7 +336,7 @@ class Engine:
         """Read the oldest launches; returns the requests that they advanced."""
         return [r for _ in range(count) for r in self._collect(self._inflight.popleft())]
 
-    def _collect(self, launch: Launch) -> list[Request]:
+    def _collect(self, launch: Launched) -> list[Request]:
         result, seconds = self._arrive(launch.pending)
         packed, top, prompt = result.packed, result.logprobs, result.prompt
         self._measure(launch, seconds, packed)
@@ -395,7 +395,7 @@ class Engine:
         """Seconds that a step adds to a later flush."""
         return 0.0 if key.room or key.tokens else self.timings.deferring
 
-    def _measure(self, launch: Launch, seconds: float, packed: np.ndarray) -> None:
+    def _measure(self, launch: Launched, seconds: float, packed: np.ndarray) -> None:
         """Count a launch that has just been read."""
         c, key = self.counters, launch.key
         if not launch.rows:

@@ -10,7 +10,7 @@ from mtp_jax.engine.speculation import Logprob, TokenLogprobs
 
 
 @dataclass
-class Launch:
+class Launched:
     """A launched step whose result is still on its way.
 
     Attributes:

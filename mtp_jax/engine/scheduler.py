@@ -30,8 +30,8 @@ class Scheduler:
         self.config, self.shards, self.tier = config, shards, tier
         self.slots_per_shard = config.max_num_seqs // shards
         pages = config.pages_per_shard(shards)
-        told = [partial(tier.evict, shard) if tier else None for shard in range(shards)]
-        self.pools = [PagePool(pages, evicted) for evicted in told]
+        evictions = [partial(tier.evict, shard) if tier else None for shard in range(shards)]
+        self.pools = [PagePool(pages, evicted) for evicted in evictions]
         self._restoring: list[Restored] = []
         self.waiting: list[Request] = []
         self.slots: list[Request | None] = [None] * config.max_num_seqs
@@ -144,7 +144,8 @@ class Scheduler:
         pool, shared = self.pools[shard], [page for page in cached if page is not None]
         pool.share(shared)
         fresh = self.config.pages_for(len(own.tokens) + request.spare) - len(shared)
-        # A page more for each request that may need one soon: else one is preempted at once.
+        # A page more for each request that may need one soon: a request admitted too early would be preempted
+        # at once.
         growing = sum(
             len(r.residence.pages) < self.config.pages_for(r.capacity) for r in self._in_shard(shard)
         )

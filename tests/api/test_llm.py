@@ -179,7 +179,7 @@ def test_time_is_counted_from_submission_not_from_compilation(llm, monkeypatch):
     prepared, arrived = [], []
     prepare, submit = llm.engine.prepare, llm.engine.submit
     monkeypatch.setattr(llm.engine, "prepare", lambda *a: (prepare(*a), prepared.append(time.perf_counter())))
-    monkeypatch.setattr(llm.engine, "submit", lambda r: (arrived.append(r.arrived), submit(r)))
+    monkeypatch.setattr(llm.engine, "submit", lambda r: (submit(r), arrived.append(r.progress.arrived)))
     timing = llm.generate(PROMPT, GREEDY)[0].timing
     assert arrived[0] >= prepared[0]
     assert 0 < timing.first_token < timing.finished

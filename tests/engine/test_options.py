@@ -156,7 +156,7 @@ def test_a_request_knows_its_times():
     r.progress.emit([4])
     first = r.progress.first_token_at
     assert first is not None
-    assert first >= r.arrived
+    assert first >= r.progress.arrived
     r.progress.emit([5])
     assert r.progress.first_token_at == first
     r.progress.end("stop")

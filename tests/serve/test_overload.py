@@ -39,7 +39,7 @@ def status_of(connection: socket.socket) -> bytes:
 def full(server: Running, monkeypatch: pytest.MonkeyPatch):
     """(admission, the reservation that fills it)."""
     admission = Admission(1, 10**6)
-    reservation = admission.take(1, 1)
+    reservation = admission.reserve(1, 1)
     monkeypatch.setattr(server.allm._submissions, "admission", admission)
     yield admission, reservation
     admission.release(reservation)
@@ -47,11 +47,11 @@ def full(server: Running, monkeypatch: pytest.MonkeyPatch):
 
 def test_a_full_queue_says_what_did_not_fit():
     admission = Admission(4, 100)
-    reservation = admission.take(3, 80)
+    reservation = admission.reserve(3, 80)
     with pytest.raises(Overloaded, match="3 requests wait and 2 more came at once; at most 4 may"):
-        admission.take(2, 1)
+        admission.reserve(2, 1)
     with pytest.raises(Overloaded, match="80 prompt tokens wait and 30 more came; at most 100 may"):
-        admission.take(1, 30)
+        admission.reserve(1, 30)
     admission.release(reservation)
 
 
@@ -99,7 +99,7 @@ def test_long_prompts_are_refused_before_they_are_tokenised(server: Running, mon
     monkeypatch.setattr(server.allm._submissions, "admission", admission)
     monkeypatch.setattr(type(server.allm), "_state", lambda *args: pytest.fail("was tokenised"))
     monkeypatch.setattr(Tokenizer, "encode", lambda *args: pytest.fail("was tokenised"))
-    reservation = admission.take(1, 1)
+    reservation = admission.reserve(1, 1)
     answer = server.variant().request("POST", route, json=body)
     assert answer.status_code == 503
     found = re.search(r"1 prompt tokens wait and (\d+) more came; at most 1000 may", answer.text)
@@ -180,7 +180,7 @@ def test_a_refused_connection_may_wait_with_its_next_request(fresh: LLM, monkeyp
     running = start(fresh, body_seconds=1.5)
     try:
         admission = Admission(1, 10**6)
-        admission.take(1, 1)
+        admission.reserve(1, 1)
         monkeypatch.setattr(running.allm._submissions, "admission", admission)
         request = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
         host, port = running.url.removeprefix("http://").split(":")

@@ -11,7 +11,7 @@ from mtp_jax.engine import scheduler as scheduling
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.pages import PagePool
 from mtp_jax.engine.request import Residence
-from mtp_jax.engine.results import Launch
+from mtp_jax.engine.results import Launched
 from mtp_jax.engine.scheduler import Scheduler
 from mtp_jax.simulate.device import Simulated
 from mtp_jax.simulate.memory import Memory
@@ -70,8 +70,8 @@ def the_page_table_is_not_renewed(patch):
 
 @bug
 def a_page_is_registered_a_row_too_early(patch):
-    rows = Launch.complete_rows
-    patch.setattr(Launch, "complete_rows", lambda self, row, request: rows(self, row, request) + 1)
+    rows = Launched.complete_rows
+    patch.setattr(Launched, "complete_rows", lambda self, row, request: rows(self, row, request) + 1)
 
 
 @bug

@@ -12,17 +12,17 @@ from mtp_jax.decode.launches import Runner
 from mtp_jax.engine.buckets import Buckets, Prompts
 from mtp_jax.engine.depth import DepthController, adaptive_depths
 from mtp_jax.engine.request import Request
-from mtp_jax.engine.results import Launch
+from mtp_jax.engine.results import Launched
 from mtp_jax.engine.scheduler import Scheduler
 
 
 @dataclass(frozen=True)
-class Admit:
+class AdmitWaiting:
     """Tell the device which slots and pages changed hands, and give waiting requests theirs."""
 
 
 @dataclass(frozen=True)
-class Step:
+class LaunchStep:
     """Draft and verify for some requests, prefill the next chunk of prompts, or both.
 
     Attributes:
@@ -37,16 +37,16 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Read:
+class ReadOldest:
     """Read the ``count`` oldest launches."""
 
     count: int
 
 
-Action = Admit | Step | Read
+Action = AdmitWaiting | LaunchStep | ReadOldest
 
 
-class Planner:
+class Turns:
     """Decides the launches of one engine."""
 
     def __init__(
@@ -54,24 +54,24 @@ class Planner:
     ) -> None:
         self._buckets, self._scheduler, self._runner, self._depth = buckets, scheduler, runner, depth
 
-    def turn(self, inflight: Sequence[Launch]) -> Iterator[Action]:
+    def next(self, inflight: Sequence[Launched]) -> Iterator[Action]:
         """The actions of one turn. inflight: launches that have not been read, the oldest first.
 
         A launch of the turn before is read after the launch of this one, so that the device never
         waits for the host.
         """
-        yield Admit()
+        yield AdmitWaiting()
         before = len(inflight)
         if any(r.constraints for r in self._scheduler.running()):
             # Masks of constraints depend on the newest tokens: nothing may be in flight.
-            yield Read(before)
+            yield ReadOldest(before)
             before = 0
         if step := self._step():
             yield step
         # If nothing was launched, the next end may make room.
-        yield Read(before if len(inflight) > before else min(before, 1))
+        yield ReadOldest(before if len(inflight) > before else min(before, 1))
 
-    def _step(self) -> Step | None:
+    def _step(self) -> LaunchStep | None:
         """The next step, once its requests have the pages for it; other requests may lose theirs."""
         running, prompts = self._work()
         if not running and not prompts:
@@ -82,7 +82,7 @@ class Planner:
             if not running and not prompts:
                 return None
             key = self._cover(running, prompts, key.depth if running else 0)
-        return Step(key, running, prompts)
+        return LaunchStep(key, running, prompts)
 
     def _work(self) -> tuple[list[Request], Prompts | None]:
         """Requests that draft and verify, and the chunk to take along.

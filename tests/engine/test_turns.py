@@ -4,15 +4,15 @@ from dataclasses import replace
 
 from mtp_jax.engine.buckets import Buckets
 from mtp_jax.engine.depth import DepthController
-from mtp_jax.engine.plan import Admit, Planner, Read
 from mtp_jax.engine.scheduler import Scheduler
+from mtp_jax.engine.turns import AdmitWaiting, ReadOldest, Turns
 from tests.engine.device import Device, on_device
 from tests.engine.helpers import request, scheduler, submit
 from tests.models import GREEDY, prepare, prompts
 
 
-def planner(s: Scheduler) -> Planner:
-    return Planner(Buckets(s.config, s.shards), s, Device(s.config), DepthController(3))
+def turns(s: Scheduler) -> Turns:
+    return Turns(Buckets(s.config, s.shards), s, Device(s.config), DepthController(3))
 
 
 def test_no_step_is_planned_while_every_row_may_have_ended():
@@ -22,7 +22,7 @@ def test_no_step_is_planned_while_every_row_may_have_ended():
     s.prefilled([r], 5)
     r.progress.output, r.progress.unread, r.progress.rows_bound = [0], 1, 5 + 4
     assert s.running() == [r]
-    assert list(planner(s).turn([])) == [Admit(), Read(0)]
+    assert list(turns(s).next([])) == [AdmitWaiting(), ReadOldest(0)]
 
 
 def test_one_depth_is_chosen_over_the_rows_of_all_shards(monkeypatch):
