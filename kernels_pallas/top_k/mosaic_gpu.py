@@ -159,12 +159,12 @@ def _ordered(x: jax.Array) -> jax.Array:
 
 
 def _spread(wg: Warpgroup, x: jax.Array) -> jax.Array:
-    """A number of each line for all of it."""
+    """Spread the one number of each line over all elements of the line."""
     return wg.laid_out(per_row(x, LINE), LINES_OF)
 
 
 def _set_bits(x: jax.Array) -> jax.Array:
-    """How many, of each number; Mosaic GPU has no operation for it."""
+    """Number of set bits of each integer; Mosaic GPU has no operation for it."""
     x = x - (lax.shift_right_logical(x, 1) & 0x55555555)
     x = (x & 0x33333333) + (lax.shift_right_logical(x, 2) & 0x33333333)
     x = (x + lax.shift_right_logical(x, 4)) & 0x0F0F0F0F

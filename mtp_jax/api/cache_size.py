@@ -82,7 +82,7 @@ def _memory(mesh: Mesh | None, fraction: float) -> tuple[int, int]:
 
 
 def _state_bytes(runner: LocalRunner) -> int:
-    """Bytes of the state on a device."""
+    """Bytes that the state takes on each device."""
     leaves = jax.tree.leaves(runner.state)
     return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in leaves)
 

@@ -204,7 +204,7 @@ def _ids(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many as a list."""
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
-        return [prompts]  # one, or none at all, as is found out where it is read
+        return [prompts]  # one prompt, or no prompt at all, which ``check`` refuses
     items = list(prompts)
     if items and isinstance(items[0], Integral):
         return [cast(list[int], items)]

@@ -359,7 +359,7 @@ class LLM:
         """Acceptance length over completions of some prompts; None if there is nothing to measure."""
         if prompts is None:
             prompts = probing.PROMPTS if self.tokenizer else ()
-        # Other requests stay in the queue meanwhile.
+        # ``Engine.hold`` does not hold these prompts; all other requests stay in the queue while they run.
         states = self._states(prompts, probing.PARAMS, holdable=False)
         if not states or not self.engine.config.num_speculative_tokens or self.released:
             return None

@@ -50,7 +50,7 @@ class Stream:
             abort()
 
     async def aclose(self) -> None:
-        """Abort what is left of it."""
+        """Abort the rest of the stream."""
         self.abort()
 
     def abort(self) -> None:

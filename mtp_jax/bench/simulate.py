@@ -72,7 +72,7 @@ def _accept(
     mode: SamplingMode,
     allowed: None,
 ) -> Verdict:
-    """In place of ``accept_drafts``: drafts are kept at their rates; then comes the trunk's greedy choice."""
+    """Replace ``accept_drafts``: keep drafts at their rates, then emit the trunk's greedy choice."""
     depth = drafts.tokens.shape[1]
     real = accept_drafts(logits, window, drafts, s, mode, allowed)
     chance = jnp.asarray([*rates, *rates[-1:] * depth][:depth], jnp.float32)

@@ -34,10 +34,10 @@ class Draft:
     """The NextN layers of a model.
 
     Attributes:
-        folder: where they were found.
+        folder: the folder with the NextN layers.
         layout: IN_PLACE, LMSYS or XLLM.
-        tensors: their tensors under the names of the release.
-        config: the model of config.json beside them, which says how their weights are stored.
+        tensors: tensors of the NextN layers under the names of the release.
+        config: the configuration in this folder's config.json, which says how these weights are stored.
         unknown: tensors in the folder that do not belong to the layout.
     """
 

@@ -11,7 +11,7 @@ from mtp_jax.model.hf_quantization import INT4_PER_WORD
 
 PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
 
-# The two values of a byte, the lower one first: words are little-endian in files.
+# The two int4 values of each byte, that of the low bits first: words are little-endian in files.
 _PAIRS = np.array([[(byte & 15) - 8, (byte >> 4) - 8] for byte in range(256)], np.float32)
 
 

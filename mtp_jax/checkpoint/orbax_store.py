@@ -29,19 +29,19 @@ _FORMAT = 1
 
 def is_orbax(path: str | Path) -> bool:
     """Whether a folder was written by ``save``."""
-    return os.path.isfile(Path(path) / MARKER)  # False, too, for a name that no file can have
+    return os.path.isfile(Path(path) / MARKER)  # isfile is False, too, for a name that no file can have
 
 
 @dataclass(frozen=True)
 class About:
-    """Contents of an Orbax folder: its model, the tree of Spec and the dtype it was saved in."""
+    """Contents of an Orbax folder: its model, the tree of Spec, and the dtype of the parameters there."""
 
     config: ModelConfig
     specs: Params
     dtype: str
 
     def keeping(self, path: Path, num_nextn_layers: int | None) -> "About":
-        """The same folder, ``path``, with ``number`` of its NextN layers. Raises CheckpointError."""
+        """The contents of ``path``, with ``num_nextn_layers`` NextN layers. Raises CheckpointError."""
         present = self.config.num_nextn_predict_layers
         kept = present if num_nextn_layers is None else num_nextn_layers
         if not 0 <= kept <= present:

@@ -20,15 +20,15 @@ _MOMENT = 0.05
 
 
 def end_at_ctrl_c() -> None:
-    """From now on Ctrl-C has its default action while a module, with all that it imports, is executed.
+    """Give Ctrl-C its default action, from now on, while a module with all that it imports is executed.
 
-    Not where the program has a handler of its own, or ignores Ctrl-C.
+    A program that has a handler of its own, or ignores Ctrl-C, keeps its way.
     """
     sys.meta_path.insert(0, _Outermost())
 
 
 def repeat_lost_ctrl_c() -> None:
-    """From now on a Ctrl-C whose exception Python had to drop comes once more, a moment later."""
+    """Repeat, a moment later, every Ctrl-C from now on whose exception Python had to drop."""
     others = sys.unraisablehook
 
     def hook(dropped: "sys.UnraisableHookArgs") -> None:

@@ -20,7 +20,7 @@ _CONTROL = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "�")
 
 
 def write(text: str, marked: bool = False) -> None:
-    """To stdout, at once. marked: in green, where stdout shows colours."""
+    """Write text to stdout, at once. marked: in green, where stdout shows colours."""
     text = text.translate(_CONTROL) if sys.stdout.isatty() else text
     sys.stdout.write(f"{_GREEN}{text}{_PLAIN}" if marked and text and colours() else text)
     sys.stdout.flush()

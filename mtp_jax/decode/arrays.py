@@ -132,7 +132,7 @@ class Result:
 
 
 MaskMaker = Callable[[np.ndarray | None], np.ndarray]
-"""From drafts [B, K], or None before there are any, to the allowed tokens: uint32 [B, W, ceil(V / 32)]."""
+"""Maps drafts [B, K], or None before there are any, to the allowed tokens: uint32 [B, W, ceil(V / 32)]."""
 
 PageData = tuple[np.ndarray, ...]
 """All that chosen pages hold and a sequence goes on from: the trunk's and the drafter's part, in the order of

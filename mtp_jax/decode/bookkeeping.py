@@ -37,8 +37,8 @@ def abstract_state(
 ) -> State:
     """The state's shapes, dtypes and shardings, without allocating it.
 
-    layout: experts to be counted. groups: layers of each stack of ``Params.layers``, None for a layer
-    alone; None: all are alone.
+    layout: the experts whose choices are counted; None: nothing is counted. groups: for each element of
+    ``Params.layers`` the number of layers in the stack, or None for a layer alone; None: no layer is stacked.
     """
     pages, groups = (shape.pages + 1) * data_size(mesh), groups or [None] * cfg.num_hidden_layers
     firsts = itertools.accumulate((n or 1 for n in groups), initial=0)

@@ -74,7 +74,7 @@ class StepKey:
         topology: the windows' tree; None: the drafter's own for this depth.
         tokens: number of tokens of each prompt; 0: no chunk.
         prompts: number of prompts per data shard.
-        prompt_logprobs: how many log-probabilities of the prompts' tokens it gives.
+        prompt_logprobs: number of log-probabilities per token of a prompt, besides its own; None: none.
         window: drafts that the executable's windows have room for; None: ``depth``.
     """
 

@@ -60,7 +60,7 @@ class PagePool:
         return self._page_of.get(digest)
 
     def match(self, digests: Iterable[bytes]) -> list[int]:
-        """The cached pages of the longest known prefix."""
+        """The cached pages of the first digests, up to the first digest without a cached page."""
         pages = []
         for digest in digests:
             page = self.find(digest)

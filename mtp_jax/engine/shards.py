@@ -18,11 +18,11 @@ class Shard:
     """Facts about a data shard, and about one request there.
 
     Attributes:
-        rows: requests that have a slot.
-        pages: that these read; a page that several share counts for each.
-        free: pages that can be handed out.
-        found: the prompt's first pages that are cached, on the device or in the host's memory.
-        restored: number of them that are in the host's memory.
+        rows: number of requests that have a slot.
+        pages: number of pages that these requests read; a page that n of them share counts n times.
+        free: number of pages that can be handed out.
+        found: number of the prompt's first pages that are cached, on the device or in the host's memory.
+        restored: number of the found pages that are in the host's memory.
     """
 
     rows: int

@@ -86,8 +86,9 @@ class FollowerLog:
 def _joined(hosts: Hosts, secret: bytes) -> tuple[Connection, Seals]:
     """A connection to the leader, which has taken this rank. Raises ConfigError.
 
-    Where nobody listens yet, where the connection is lost and where nothing is said, another is tried while
-    there is time: many strangers at the port may push this one out before it has proved itself.
+    While there is time, another connection is tried if nobody listens yet, if the connection is lost, or if
+    the leader says nothing: many strangers at its port may push this rank's connection out before it has
+    proved itself.
     """
     host, port = hosts.address
     end = time.monotonic() + hosts.join_seconds

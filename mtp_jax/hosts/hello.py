@@ -27,7 +27,7 @@ def options_of(config: Any, without: tuple[str, ...] = ("seed",)) -> str:
 
 
 def difference(mine: Mapping[str, str], theirs: Mapping[str, Any], rank: int) -> str | None:
-    """In words, the first thing in which a follower is not as the leader; None: there is none."""
+    """The first difference between a follower and the leader, in words; None if there is none."""
     for name in dict.fromkeys((*mine, *theirs)):
         if mine.get(name) != theirs.get(name):
             here, there = _apart(mine.get(name), theirs.get(name))

@@ -75,14 +75,14 @@ class Compile(Message):
 
 @dataclass(frozen=True)
 class Compiled(Message):
-    """A follower has compiled it."""
+    """A follower has compiled the program with this number."""
 
     job: int
 
 
 @dataclass(frozen=True)
 class Publish(Message):
-    """From here on the program may be launched."""
+    """The program with this number may be launched from here on."""
 
     job: int
     key: Key

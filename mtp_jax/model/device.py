@@ -9,9 +9,10 @@ from mtp_jax.machine import processor_features
 
 _HOPPER = re.compile(r"NVIDIA (H100|H200|H800|H20|GH200)\b")
 
-# The first two passes move a loop's computations on weights alone, their widening, in front of it: into
-# memory, as float32 copies, which loops then read at twice the bytes or more. The third makes two kernels of
-# a reduction that could be one with its operand, which it then has written to memory.
+# The first two passes move computations of a loop that need weights alone, namely their widening, in front of
+# the loop: float32 copies then lie in memory, and the loop reads at least twice the bytes. The third pass
+# splits a reduction into two kernels, so that its operand is written to memory; whole, it could be one kernel
+# with its operand.
 _OFF = "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion,tree_reduction_rewriter"
 
 

@@ -205,9 +205,9 @@ def _listed(names: dict[str, str]) -> str:
 
 
 def _shared(raw: dict[str, Any]) -> tuple[bool, ...]:
-    """For each layer, whether it attends to the choice of the layer before it.
+    """Whether each layer attends to the choice of the layer before it.
 
-    As a list, as letters, or by a frequency and an offset, of which the first that is there counts (SGLang).
+    config.json gives a list, letters, or a frequency and an offset: the first that is there counts (SGLang).
     """
     layers = raw.get("num_hidden_layers")
     count = layers if type(layers) is int and 0 < layers <= 2**16 else 0  # ``_check`` says the fault

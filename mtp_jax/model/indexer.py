@@ -19,7 +19,7 @@ from mtp_jax.model.layers import rotate_first
 NORM_EPS = 1e-6
 
 Choice = tuple[Int[Array, "_B _W _K"] | None, ...]
-"""For each part of a pass the rows that its tokens attend to, or NOTHING (-1); None: all rows that they see.
+"""Rows that the tokens of each part of a pass attend to, or NOTHING (-1); None: all rows that they see.
 
 Empty where nothing has been chosen: a model without an indexer, or a layer that chooses by itself.
 """

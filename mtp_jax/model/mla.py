@@ -23,7 +23,7 @@ class Queries:
     Attributes:
         nope: the part matched with the up-projected latent.
         rope: the rope part.
-        index: queries of the index keys, in a layer with an indexer.
+        index: the indexer's queries, which meet index keys; None in a layer without an indexer.
     """
 
     nope: Float[Array, "B W N h"]

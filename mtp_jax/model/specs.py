@@ -399,5 +399,5 @@ def _renamed(names: Any, suffix: str) -> Any:
 
 
 def _stacked(names: Any) -> int:
-    """Leading dimensions that stack tensors."""
+    """Number of leading dimensions of a parameter along which tensors of the checkpoint are stacked."""
     return 0 if isinstance(names, str) else 1 + _stacked(names[0])

@@ -1,4 +1,4 @@
-"""Trees alike, as one tree whose arrays have one axis more: a loop over layers reads them where they lie.
+"""Trees of the same shapes as one tree whose arrays have one axis more: a loop over layers reads it in place.
 
 Which layers are stacked, a backend decides (``Xla.arranged``); everything else sees layers one by one.
 """
@@ -21,7 +21,7 @@ _ALIGNMENT = 64
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Stack(Generic[Tree]):
-    """n trees alike.
+    """n trees of the same structure, shapes and dtypes.
 
     Attributes:
         tree: every array with a first axis of n.
@@ -69,7 +69,7 @@ def alike(trees: Sequence[Any]) -> list[list[Any]]:
 def stacked(trees: list[Tree], consume: bool = False) -> Stack[Tree]:
     """A stack of trees on a CPU: the memory of the trees if they are ``parts`` of a stack, else a copy.
 
-    Trees of shapes give shapes.
+    Trees of ``jax.ShapeDtypeStruct`` give a stack of ``jax.ShapeDtypeStruct``: no memory is taken.
 
     consume: empty the list; if nothing else holds the trees, only one weight is in memory twice at a time.
     """

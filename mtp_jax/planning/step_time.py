@@ -183,8 +183,8 @@ class _Times:
         seen = expected_experts(d.cfg, rows) / b.experts * held
         mean, spread = rows * d.cfg.num_experts_per_tok / d.gpus, d.imbalance if d.gpus > 1 else 1.0
         if d.gpus > 1:
-            # Few experts are chosen, and unevenly: one GPU has more than its share, by a deviation of the
-            # root.
+            # Few experts are chosen, and unevenly: the busiest GPU has more than the mean, by one standard
+            # deviation, the root of the mean.
             seen = min(seen + seen**0.5, held)
         kept = d.storage.experts
         flops = 2 * mean * spread * b.expert

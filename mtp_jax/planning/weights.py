@@ -42,7 +42,7 @@ def int4(group: int) -> Format:
 
 @dataclass(frozen=True)
 class Storage:
-    """In which format a checkpoint has its experts, and its other projections."""
+    """The formats in which a checkpoint has its experts and its other projections."""
 
     experts: Format
     others: Format

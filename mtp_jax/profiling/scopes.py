@@ -9,7 +9,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# Stages of a step, in order; the stages that a chunk adds; and the trunk's pass over a chunk alone.
+# Stages of a step, in order; the stages that a chunk adds; and all stages, with the trunk's pass over a chunk
+# alone and the scores of prompts.
 STEP_PHASES = ("draft", "verify", "accept", "commit")
 CHUNK_PHASES = ("prefill_drafter", "first_token")
 PHASES = (*STEP_PHASES, *CHUNK_PHASES, "prefill_trunk", "prompt_logprobs")

@@ -1,4 +1,4 @@
-"""From a profiler trace to time by scope.
+"""Time by scope, from a trace of the profiler.
 
 Each moment of the measured time goes to the instruction that runs then: to the innermost one of every thread
 or stream, in equal shares where several run at once. The rest is either *dispatch*, time inside a launched

@@ -22,7 +22,13 @@ _PROMPT_SLOTS = 3
 
 @dataclass(frozen=True)
 class Workload:
-    """An engine in the midst of a phase, the function that steps it there, and the requests that decode."""
+    """An engine in the midst of a phase.
+
+    Attributes:
+        engine: the engine, compiled and settled.
+        step: does one launch of the phase, and submits the next prompt where the phase reads prompts.
+        running: requests that decode throughout the phase.
+    """
 
     engine: Engine
     step: Callable[[], None]

@@ -114,7 +114,7 @@ class Memory:
                 slot.deferred = []
 
     def drafts_well(self, number: int) -> bool:
-        """Whether the drafter's entries and its pending state belong to the slot's text."""
+        """Whether the drafter's entries and its pending hidden state follow from the slot's tokens."""
         slot = self.slots[number]
         at = self._at(number, range(slot.length))
         rows = self._rows[at]

@@ -31,11 +31,11 @@ class TierStats:
     """A snapshot of a tier: its contents, and its totals.
 
     Attributes:
-        pages: number of pages that it holds.
+        pages: number of pages that the store holds.
         bytes: bytes of these pages.
-        stored: number of pages that it took.
-        restored: pages that it gave back.
-        dropped: pages that it lost, by reason: "room", "damaged", or "memory" where the host had none.
+        stored: number of pages that the store has taken so far.
+        restored: number of pages that were written back to the device so far.
+        dropped: number of pages lost, by reason: "room", "damaged", or "memory" where the host had none.
     """
 
     pages: int = 0
@@ -53,22 +53,22 @@ class HostTier:
     """Moves pages between an engine's pools and a store. One thread, the engine's, owns it.
 
     Attributes:
-        restored: pages that were written back so far.
-        flushes: how often everything was forgotten.
-        lost: pages that could not be filed, as the host had no memory for them.
+        restored: number of pages that were written back to the device so far.
+        flushes: number of times that all pages were forgotten.
+        lost: number of pages that could not be filed, as the host had no memory for them.
     """
 
     def __init__(self, store: PageStore, runner: Runner) -> None:
         self.store, self._runner = store, runner
         self.restored = self.lost = self.flushes = 0
-        self._evicted: dict[bytes, tuple[int, int]] = {}  # shard and page of content that is still to be read
+        self._evicted: dict[bytes, tuple[int, int]] = {}  # digests of pages to be read: data shard, page
         self._arriving: dict[bytes, Future[None]] = {}
         self._flights: deque[tuple[Future[None], Sequence[bytes]]] = deque()
-        self._thread = ThreadPoolExecutor(1, "pages")  # one, so that they are filed in order
+        self._thread = ThreadPoolExecutor(1, "pages")  # one thread, so that pages are filed in order
         runner.before_writing.append(self.launch)
 
     def stats(self) -> TierStats:
-        """Its contents now, and its totals. Any thread may ask."""
+        """The contents of the tier now, and its totals. Any thread may ask."""
         dropped = dict(self.store.dropped)
         if self.lost:
             dropped["memory"] = self.lost
@@ -84,7 +84,7 @@ class HostTier:
             self._evicted[digest] = shard, page
 
     def launch(self) -> None:
-        """Begin to copy the evicted pages."""
+        """Launch the reads of all evicted pages."""
         self._landed()
         evicted, self._evicted = self._evicted, {}
         by_shard: dict[int, list[tuple[int, bytes]]] = {}

@@ -48,7 +48,7 @@ class Vocabulary:
 
     @functools.cached_property
     def tokens(self) -> LLTokenizer:
-        """In llguidance's form."""
+        """The vocabulary in llguidance's form."""
         return LLTokenizer(self.tokenizer, n_vocab=self.size, eos_token=list(self.eos))
 
     def build(self, grammar: str) -> LLMatcher:

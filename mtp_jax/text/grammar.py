@@ -103,7 +103,7 @@ class StructuredOutput:
 
     @functools.cached_property
     def grammar(self) -> str:
-        """In llguidance's form. Raises RequestError where the text alone shows that it is none."""
+        """The grammar in llguidance's form. Raises RequestError where the text alone shows a fault."""
         try:
             if self.json_object:
                 return LLMatcher.grammar_from_json_schema({"type": "object"}, **_JSON_OPTIONS)

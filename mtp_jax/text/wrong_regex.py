@@ -8,7 +8,7 @@ _REASON = re.compile(r"^error: (.*)$", re.MULTILINE)
 
 
 def wrong_regex(text: str) -> str | None:
-    """In a few words; None where nothing is."""
+    """The fault of a regular expression in a few words; None if it has no fault."""
     error = LLMatcher.validate_grammar(LLMatcher.grammar_from_regex(text))
     if not error:
         return None

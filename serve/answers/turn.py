@@ -85,7 +85,7 @@ class Called:
 
     @property
     def body(self) -> dict[str, Any]:
-        """In OpenAI's shape."""
+        """The call in OpenAI's shape."""
         function = {"name": self.name, "arguments": self.arguments.strip()}
         return {"id": self.id, "type": "function", "function": function}
 

@@ -56,13 +56,13 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON object."""
+        """The JSON object of the error, in OpenAI's shape."""
         kind = _KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     @property
     def anthropic(self) -> dict[str, Any]:
-        """The JSON object in Anthropic's shape."""
+        """The JSON object of the error, in Anthropic's shape."""
         kind = _ANTHROPIC_KINDS.get(self.status, self.body["error"]["type"])
         details = {"details": self.details} if self.details else {}
         return {"type": "error", "error": {"type": kind, "message": self.message, **details}}

@@ -61,9 +61,9 @@ NOT_TEXT = "is not text; this server takes no images, audio or files"
 
 
 def one_of(tags: Mapping[str, str], expected: str, of_text: str | None = None) -> Discriminator:
-    """Which class an object is of, by its ``type``: a tag of each, and the words of the error for any other.
+    """Tells the class of an object by its ``type``.
 
-    of_text: the tag of a string.
+    tags: the tag of each type. expected: the error for any other type. of_text: the tag of a string.
     """
 
     def tell(value: Any) -> str | None:

@@ -215,7 +215,7 @@ class CountBody(Body):
         return _text([block for block in self.system if not getattr(block, "text", "").startswith(_BILLING)])
 
     def chat(self, **more: Any) -> ChatBody:
-        """The chat route's body for it. Raises ValidationError."""
+        """Convert the request to a body of the chat route. more: further fields. Raises ValidationError."""
         turns = [turn for message in self.messages for turn in message.turns()]
         if system := self._system():
             turns.insert(0, {"role": "system", "content": system})
@@ -257,7 +257,7 @@ class MessagesBody(CountBody):
     thread: dict[str, Any] | None = None
 
     def conversation(self) -> ChatBody:
-        """The chat route's body for it. Raises ValidationError."""
+        """Convert the request to a body of the chat route. Raises ValidationError."""
         same = ("max_tokens", "temperature", "top_p", "top_k", "stream")
         return self.chat(stop=self.stop_sequences, **{name: getattr(self, name) for name in same})
 

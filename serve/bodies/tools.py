@@ -45,7 +45,7 @@ class Named(Body):
 
 
 class NamedChoice(Body):
-    """A function that must be called."""
+    """A choice of one function, which the model must call."""
 
     type: Literal["function"]
     function: Named

@@ -43,17 +43,17 @@ class BatchEngine:
         max_body_bytes: int = Settings.max_body_bytes,
         **options: Any,
     ) -> None:
-        """Load and compile.
+        """Load the model and compile its programs.
 
         Args:
             model: the model's folder.
-            model_name: the name by which requests may call it, or several; None: the folder's name.
+            model_name: one name or several that requests may give as ``model``; None: the folder's.
             strict: refuse unknown fields instead of warning of them.
             max_body_bytes: most bytes of a request.
             options: options of ``LLM``; ``mesh`` is its shape, (data, model).
 
         Raises:
-            ConfigError, CheckpointError: it cannot be served.
+            ConfigError, CheckpointError: the model cannot be served.
         """
         settings = Settings(
             model_name or Path(model).resolve().name, strict=strict, max_body_bytes=max_body_bytes

@@ -12,7 +12,7 @@ from serve.http.in_process import Call
 
 
 class Front:
-    """Rules of the server, kept where requests arrive. A replica checks again, too."""
+    """Checks a request by the server's rules where it arrives. A replica checks it again."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings, self._access = settings, Access(settings)
@@ -20,7 +20,7 @@ class Front:
     async def call(self, request: Request) -> Call:
         """The request as it travels to a replica. Raises ApiError.
 
-        No byte of a body is read for who may not ask.
+        A client without the right to ask is refused before a byte of its body is read.
         """
         scope, headers = request.scope, Headers(request.scope["headers"])
         body = b""
@@ -33,7 +33,7 @@ class Front:
         return Call(scope["method"], scope["path"], list(scope["headers"]), body, *about)
 
     def refused(self, request: Request, error: ApiError) -> Response:
-        """The answer to a request that no replica gets, which pages of allowed origins may read."""
+        """The response to a request that no replica answers. Web pages of allowed origins may read it."""
         response = error.response(request.scope["path"])
         origin = request.headers.get("origin")
         if origin is not None and self._settings.allows_origin(origin.lower()):

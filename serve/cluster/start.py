@@ -63,10 +63,10 @@ def cluster(address: str | None) -> Iterator[bool]:
 
 
 def reservation(options: RayOptions, devices: int, hosts: int = 1, own: bool = False) -> dict[str, float]:
-    """The resources that each host of an engine reserves, by Ray's names; within ``cluster``.
+    """The resources that each host of an engine reserves, by Ray's names. Call it within ``cluster``.
 
-    devices: devices of the engine's mesh. own: whether the cluster is this computer alone. Raises
-    ConfigError.
+    devices: number of devices of the engine's mesh. hosts: number of hosts of one engine. own: whether the
+    cluster is this computer alone. Raises ConfigError if it then has too few CPUs or GPUs.
     """
     import ray  # pyright: ignore[reportMissingImports]
 

@@ -100,7 +100,7 @@ def _too_large(settings: Settings) -> ApiError:
 
 
 def _knows(headers: Headers, keys: Sequence[bytes]) -> bool:
-    """In constant time for every key: no stopping at the first that fits."""
+    """Whether a request has one of the keys. It compares all keys, each in constant time."""
     scheme, _, key = headers.get(b"authorization").partition(b" ")
     if scheme.lower() != b"bearer":
         key = headers.get(b"x-api-key")  # where Anthropic's clients send it

@@ -76,7 +76,7 @@ class Metrics:
         self.registry.register(_Engine(allm, model_name, alarm))
 
     def text(self) -> bytes:
-        """In Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def responded(self, route: str, status: int) -> None:

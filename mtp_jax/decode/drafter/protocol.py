@@ -52,7 +52,7 @@ class Committed(struct.PyTreeNode):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Drafts from a state of its own. Hashable, as programs are compiled for one.
+    """Proposes drafts from a state of its own. It is hashable, as programs are compiled for one drafter.
 
     A method takes and returns the rows of ``DrafterState.slots`` that belong to the slots it is given, and
     all pages. ``table`` is the part of the page table that a program looks at.

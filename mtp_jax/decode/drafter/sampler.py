@@ -43,11 +43,11 @@ class DraftSampler(struct.PyTreeNode):
     def draw(
         self, logits: Float[Array, "B V"], s: Slots, window: Int[Array, "B W"], k: Int[Array, ""] | int
     ) -> tuple[Int[Array, " B"], Float[Array, "B V"] | None]:
-        """Draft k of every slot, from 0. window: the newest token and the drafts; drafts from k on do not
-        count.
+        """Draw draft k of every slot, the first being draft 0.
 
-        Returns (tokens, the distribution they come from). That is None in greedy steps, a point mass where
-        drafting is greedy, and means nothing where no row samples (``draws``).
+        window: the newest token and the drafts before draft k; tokens behind them are ignored. Returns (the
+        drafts, the distribution that each was drawn from). The distribution is None in greedy steps, a point
+        mass where drafting is greedy, and means nothing where no row samples (``draws``).
         """
         here = None if self.allowed is None else jax.lax.dynamic_slice_in_dim(self.allowed, k, 1, axis=1)
         if self.drafting is None:

@@ -1,6 +1,6 @@
 """MLA as XLA on a CPU does it fast: products behind barriers, cached rows block by block.
 
-Left alone, XLA turns the cached rows or swaps the operands first (docs/cpu.md).
+Without barriers, XLA first transposes the cached rows or swaps the operands (docs/cpu.md).
 """
 
 from collections.abc import Callable
@@ -96,7 +96,7 @@ def attend_in_blocks(
 
 
 def _fixed(x: jax.Array) -> jax.Array:
-    """Keeps XLA from swapping a product's operands, or turning them: up to four times slower."""
+    """Keep XLA from swapping or transposing operands of a product, which makes it up to four times slower."""
     return jax.lax.optimization_barrier(x)
 
 

@@ -45,14 +45,14 @@ class Exchange:
 
     @property
     def domains(self) -> int:
-        """How many there are."""
+        """Number of domains."""
         return self.shards // self.domain
 
     def capacity(self, rows: int, cfg: ModelConfig, grouped: bool) -> int:
-        """Rows that a shard can send to a domain, of ``rows`` that it has.
+        """Number of rows that a data shard can send to one domain, out of the ``rows`` that it has.
 
-        Beside ``room`` times the mean three standard deviations: few rows are spread less evenly. grouped:
-        whether experts of a group are neighbours.
+        It is ``room`` times the mean and three standard deviations, because a small number of rows is spread
+        less evenly. grouped: whether experts of a group are neighbours.
         """
         mean = rows * reached(cfg, self.domains, grouped) / self.domains
         return min(rows, math.ceil(self.room * mean + 3 * math.sqrt(mean)))

@@ -19,7 +19,7 @@ from mtp_jax.model.params import Attention
 def queries(
     on: Products, a: Attention, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]
 ) -> Queries:
-    """Eqs. 12-14, and the queries of the index keys."""
+    """Queries of every head (eqs. 12-14), and of the indexer where the layer has one."""
     low = x if a.q_a is None else rms_norm(on.linear(x, a.q_a), a.q_norm, LOW_RANK_EPS)
     q = mla.queries(on.linear(low, a.q_b, split="out"), cfg, angles)
     if a.indexer is None or cfg.indexer is None:
@@ -41,7 +41,7 @@ def entries(
 
 
 def by_head(on: Products, a: Attention, cfg: ModelConfig) -> tuple[Any, ...]:
-    """Each head's way from the latent to keys and values."""
+    """The up-projections of every head, from the latent to keys and to values."""
     return on.by_head(a.k_up), on.by_head(a.v_up)
 
 
@@ -53,7 +53,7 @@ def over_rows(
     rows: Float[Array, "B L c"],
     mask: Bool[Array, "B W L"],
 ) -> Float[Array, "B W N v"]:
-    """In the backend's form."""
+    """Attend to rows that were read from the cache, in the backend's form (naive or absorbed)."""
     k_up, v_up = by_head
     return on.attend_rows(q, k_up, v_up, rows, mask, cfg.softmax_scale, on.form)
 
@@ -67,6 +67,6 @@ def over_pages(
     view: PagedView,
     chosen: Int[Array, "B W K"] | None,
 ) -> Float[Array, "B W N v"]:
-    """In the view's form."""
+    """Attend to the pages of the cache, in the view's form (naive or absorbed)."""
     k_up, v_up = by_head
     return on.attend_chosen(q, k_up, v_up, cache, view, cfg.softmax_scale, chosen)

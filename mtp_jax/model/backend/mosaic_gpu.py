@@ -309,7 +309,7 @@ class MosaicGpu(MosaicAttention):
         return e4m3.flat(given)
 
     def gathered(self, given: Any, count: int) -> Any:
-        """Scales come device by device and are read so: a collective of columns needs them turned."""
+        """Gather rows. Scales are gathered device by device: a tiled gather needs them transposed."""
         x = e4m3.flat(given)
         if not isinstance(x, Quantised):
             return super().gathered(given, count)
@@ -321,13 +321,13 @@ class MosaicGpu(MosaicAttention):
         return Quantised(values, scale.reshape(scale.shape[0], -1))
 
     def rows_first(self, rows: Any, count: int) -> Any:
-        """Scales are turned."""
+        """Values, and scales transposed."""
         if not isinstance(rows, Quantised):
             return super().rows_first(rows, count)
         return rows.values[:count], rows.scale[:, :count].T
 
     def from_rows_first(self, tree: Any) -> Any:
-        """And turned back."""
+        """Rows with scales transposed back."""
         return Quantised(tree[0], tree[1].T) if isinstance(tree, tuple) else tree
 
     # Attention

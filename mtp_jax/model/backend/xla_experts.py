@@ -222,7 +222,7 @@ class XlaExperts:
         logits: Float[Array, "B W E"],
         counts: Bool[Array, "B W"] | None,
     ) -> tuple[Float[Array, "B W D"], Routing]:
-        """On one device. It chooses for all rows: that takes less than gathering the choices."""
+        """Run one device's experts over all rows. Choosing for all rows takes less than gathering choices."""
         mine, own = jax.lax.axis_index("data") * logits.shape[0], logits.shape[0]
         x, logits = self.gathered(x, math.prod(logits.shape[:2])), _gathered(logits)
         r = self._choose(cfg, p.bias, logits, None if counts is None else _gathered(counts))
@@ -242,7 +242,7 @@ class XlaExperts:
         logits: Float[Array, "B W E"],
         counts: Bool[Array, "B W"] | None,
     ) -> tuple[Float[Array, "B W D"], Routing]:
-        """On one device: an all-to-all, and where it has too little room a gather, on all devices alike."""
+        """Run one device's experts over rows of an all-to-all, or of a gather where its room is too small."""
         exchange, mesh = self.exchange, self.mesh
         assert exchange is not None
         assert mesh is not None, "one device has nothing to exchange"

@@ -72,7 +72,7 @@ def _search(pattern: str) -> str:
 
 
 def terminal(expression: str) -> str:
-    """An expression as a terminal of a Lark grammar."""
+    """A regular expression as a terminal of a Lark grammar."""
     found, escaped = "", False
     for character in expression:
         found += {"/": "/" if escaped else "\\/", "\n": "n" if escaped else "\\n"}.get(character, character)
