@@ -48,7 +48,11 @@ def _shapes(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_programs() -> Iterator[None]:
-    """Forget compiled programs before they are too many for one process."""
+    """Forget compiled programs before they are too many for one process.
+
+    Servers collect garbage after every program that they compile. What earlier modules have left, which is much
+    and lives, is not looked through each time.
+    """
     yield
     from mtp_jax.api.memory import room_for_programs
 
@@ -59,4 +63,6 @@ def _few_programs() -> Iterator[None]:
 
         models.forget_programs()
         jax.clear_caches()
-        gc.collect()
+        gc.unfreeze()
+    gc.collect()
+    gc.freeze()

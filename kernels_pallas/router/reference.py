@@ -34,7 +34,17 @@ def choose(
         kept = (best[..., None] == jnp.arange(rule.groups)).any(axis=1)
         choice = jnp.where(jnp.repeat(kept, experts // rule.groups, axis=1), choice, -jnp.inf)
     ids = jax.lax.top_k(choice, rule.chosen)[1]
-    weights = jnp.take_along_axis(scores, ids, axis=-1)
+    return weighed(ids, jnp.take_along_axis(scores, ids, axis=-1), experts, rule, counted)
+
+
+def weighed(
+    ids: Int[Array, "T k"],
+    weights: Float[Array, "T k"],
+    experts: int,
+    rule: Rule,
+    counted: Bool[Array, " T"] | None,
+) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
+    """What ``choose`` makes of the chosen experts and their scores."""
     if rule.normalise:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
     ids = ids if counted is None else jnp.where(counted[:, None], ids, experts)

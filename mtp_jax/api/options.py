@@ -37,7 +37,7 @@ class LLMOptions(EngineOptions):
         None,
         "directory of NextN layers that were exported by themselves",
         kind=Path,
-        unset="those of the model",
+        unset="the model's own",
         metavar="DIR",
     )
     num_nextn_layers: int | None = option(
@@ -57,7 +57,7 @@ class LLMOptions(EngineOptions):
     )
     compile_cache: str | Path | None = option(
         "~/.cache/mtp-jax/xla",
-        "folder of compiled programs, whatever JAX_COMPILATION_CACHE_DIR says; they are trusted, so only you "
+        "folder of compiled programs, in place of JAX_COMPILATION_CACHE_DIR; they are trusted, so only you "
         "may write to it",
         kind=Path,
         unset="no cache",
@@ -73,13 +73,13 @@ class LLMOptions(EngineOptions):
     )
     sampling_defaults: SamplingDefaults = option(
         "model",
-        "temperature, top_p, top_k and repetition_penalty where nobody names them: those of the model's "
+        "temperature, top_p, top_k and repetition_penalty where nobody names them: the model's "
         "generation_config.json, or none of it",
         choices=get_args(SamplingDefaults),
     )
     group: "Group | None" = option(
         None,
-        "the processes that run the engine together: what join(Hosts(...)) made",
+        "the processes that run the engine together: the result of join(Hosts(...))",
         kind=object,
         unset="this process alone",
         flag=None,
@@ -87,8 +87,8 @@ class LLMOptions(EngineOptions):
     simulate: tuple[float, ...] | None = option(
         None,
         "say words of a hash instead of the model's, with its tokenizer and without its weights: of each "
-        "draft the probability that it is kept, given that those before it were; the last one holds for all "
-        "further drafts",
+        "draft the probability that it is kept, given that all earlier drafts were; the last one holds for "
+        "all further drafts",
         kind=object,
         unset="the model",
         flag=None,

@@ -37,7 +37,7 @@ class Draft:
         folder: where they were found.
         layout: IN_PLACE, LMSYS or XLLM.
         tensors: their tensors under the names of the release.
-        config: config.json beside them, which says how their weights are stored.
+        config: the model of config.json beside them, which says how their weights are stored.
         unknown: tensors in the folder that do not belong to the layout.
     """
 

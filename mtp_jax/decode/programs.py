@@ -92,7 +92,7 @@ class Programs:
     def program(self, key: Key) -> Any:
         """The ``jax.stages.Compiled`` behind a key, for its HLO text and its cost and memory analysis.
 
-        Of a structured step it is the second, larger one; of pages, the one that writes.
+        The second, larger program of a structured step; for pages, the program that writes.
         """
         found = self._compiled[_program(key)]
         if isinstance(found, _Pages):

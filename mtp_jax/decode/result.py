@@ -74,7 +74,8 @@ def emit(verdict: Verdict, drafts: Int[Array, "B K"], s: Slots, healthy: Bool[Ar
 
 def _first(flags: Bool[Array, "B W"]) -> Int[Array, " B"]:
     """Index of the first true flag of each row; past the end if there is none."""
-    return jnp.where(flags.any(axis=1), jnp.argmax(flags, axis=1), flags.shape[1] + 1)
+    past = flags.shape[1] + 1
+    return jnp.min(jnp.where(flags, jnp.arange(past - 1), past), axis=1)
 
 
 def pack(

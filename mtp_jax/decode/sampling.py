@@ -304,7 +304,8 @@ def _invert(u: Float[Array, " B"], weights: Float[Array, "B n"]) -> Int[Array, "
     cumulative = jnp.cumsum(weights, -1)
     # A parallel prefix sum may rise by a rounding error where the weight is 0, hence the second condition.
     hit = (cumulative > u[:, None] * cumulative[:, -1:]) & (weights > 0)
-    return jnp.where(jnp.any(hit, -1), jnp.argmax(hit, -1), jnp.argmax(weights, -1))
+    first = jnp.min(jnp.where(hit, lax.broadcasted_iota(jnp.int32, hit.shape, 1), hit.shape[1]), -1)
+    return jnp.where(first < hit.shape[1], first, argmax(weights))
 
 
 @jax.named_scope("logprobs")

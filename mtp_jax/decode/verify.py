@@ -164,7 +164,8 @@ def _before(drafts: Int[Array, "B K"], depth: Int[Array, " B"]) -> Array:
 
 def _leading(flags: Array) -> Int[Array, " B"]:
     """How many flags are true before the first false one."""
-    return jnp.sum(jnp.cumprod(flags, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+    count = flags.shape[1]
+    return jnp.min(jnp.where(flags, count, jnp.arange(count)), axis=1, initial=count)
 
 
 def _at(probs: Float[Array, "B K V"], ids: Int[Array, "B K"]) -> Float[Array, "B K"]:

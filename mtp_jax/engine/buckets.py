@@ -56,12 +56,12 @@ class Prompts:
         return Prompts(self.tokens, [some[:most] for some in self.requests])
 
     def rows(self, prompts: int) -> list[Request | None]:
-        """Requests by row of a chunk that takes ``prompts`` prompts per shard; None: an idle row."""
+        """The request of each row of a chunk that takes ``prompts`` per shard."""
         return [r for some in self.requests for r in (*some, *[None] * (prompts - len(some)))]
 
 
 class Buckets:
-    """The programs of an engine: the least one that a piece of work needs, and a list to compile.
+    """The programs of an engine: the key that a piece of work needs, and the keys that are compiled.
 
     Attributes:
         chunk_sizes: lengths of the chunks that prompts are cut into, the shortest first.
@@ -91,7 +91,7 @@ class Buckets:
         return Prompts(tokens, alike).first(self._together(tokens))
 
     def step(self, running: Sequence[Request], depth: int, prompts: Prompts | None = None) -> StepKey:
-        """The least key of a step of ``depth`` drafts over these requests and prompts."""
+        """The least that a step of ``depth`` drafts over these requests and prompts needs."""
         config, mode, pages = self._config, self.mode(running), 0
         slots = max((r.residence.slot + 1 for r in running), default=0)
         rows, chunk = {(r.progress.rows_bound, r.capacity) for r in running}, (0, 0, None)

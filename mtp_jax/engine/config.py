@@ -45,7 +45,8 @@ class EngineOptions:
     )
     memory_fraction: float | None = option(
         None,
-        "share of the device's memory that may be taken: the cache gets what weights and programs leave",
+        "share of the device's memory that may be taken: the cache gets the part that weights and programs "
+        "leave",
         kind=float,
         low=0,
         above=True,
@@ -84,9 +85,9 @@ class EngineOptions:
     )
     suffix_drafts: bool = option(
         False,
-        "where the last 4 tokens of a request, or more, occurred earlier in its prompt or output, draft what "
-        "followed them then, in place of the NextN layers' drafts; for requests that sample, only where they "
-        "ask for it or there are no NextN layers",
+        "where the last 4 tokens of a request, or more, occurred earlier in its prompt or output, draft the"
+        " tokens that followed then, in place of the NextN layers' drafts; for requests that sample, only "
+        "where they ask for it or there are no NextN layers",
     )
     verifier: VerifierChoice = option(
         "block",
@@ -125,8 +126,7 @@ class EngineOptions:
     )
     redundant_experts: int = option(
         0,
-        "copies of experts in each MoE layer, of those that are chosen most often, to spread their rows over "
-        "devices",
+        "copies of the most chosen experts in each MoE layer, to spread their rows over devices",
         low=0,
         high=2**16,
         metavar="N",

@@ -144,7 +144,7 @@ class Engine:
         done: Callable[[int, int], None] | None = None,
         every_size: bool = False,
     ) -> None:
-        """Compile the missing programs to serve these requests, beside those that are being served.
+        """Compile the missing programs for these requests, beside requests that are being served.
 
         every_size: smaller steps, too, for when few of them are left: more to compile, less to compute.
         """

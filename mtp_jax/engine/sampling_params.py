@@ -59,7 +59,7 @@ class SamplingParams:
     ignore_eos: bool = option(False, "go on after the model's end-of-sequence tokens")
     seed: int | None = option(
         None,
-        "makes sampling reproducible, whatever shares the batch",
+        "makes sampling reproducible, independent of the rest of the batch",
         kind=int,
         low=0,
         high=2**32 - 1,
@@ -88,7 +88,7 @@ class SamplingParams:
     )
     logprobs: int | None = option(
         None,
-        "log-probabilities of the chosen token and of this many most likely ones",
+        "log-probabilities of the chosen token and of this many most likely tokens",
         kind=int,
         low=0,
         high=MAX_LOGPROBS,
@@ -97,7 +97,7 @@ class SamplingParams:
     )
     prompt_logprobs: int | None = option(
         None,
-        "log-probabilities of the tokens of the prompt and of this many most likely ones",
+        "log-probabilities of the tokens of the prompt and of this many most likely tokens",
         kind=int,
         low=0,
         high=MAX_LOGPROBS,
@@ -115,7 +115,7 @@ class SamplingParams:
     )
     suffix_drafts: bool | None = option(
         None,
-        "draft what followed an earlier occurrence of the last tokens; True needs an engine that does",
+        "draft the tokens after an earlier occurrence of the last tokens; True needs an engine that does",
         kind=bool,
         unset="the engine's when greedy or without NextN layers, else False",
         flag=None,
@@ -130,15 +130,15 @@ class SamplingParams:
     )
     output_kind: OutputKind = option(
         "cumulative",
-        "what an iterator of outputs gives: all there is so far (cumulative), what is new (delta), or one "
+        "outputs of an iterator: everything so far (cumulative), the new part (delta), or one "
         "output at the end (final_only)",
         choices=get_args(OutputKind),
         flag=None,
     )
     structured: StructuredOutput | None = option(
         None,
-        "what the output must be; it ends at an end-of-sequence token once it is complete, or, cut short, at "
-        "a stop string, a stop token or max_tokens",
+        "the form that the output must have; it ends at an end-of-sequence token once it is complete, or, "
+        "cut short, at a stop string, a stop token or max_tokens",
         kind=object,
         unset="anything",
         flag=None,

@@ -19,8 +19,8 @@ class HandoverOptions:
 
     role: Role = option(
         "both",
-        "prefill: send the pages of prompts to others that ask; decode: ask others for them; both: neither, "
-        "serve alone",
+        "prefill: send the pages of prompts to servers that ask; decode: ask servers for them; both: "
+        "neither, serve alone",
         choices=get_args(Role),
     )
     peers: tuple[str, ...] = option(
@@ -30,12 +30,12 @@ class HandoverOptions:
         metavar="HOST:PORT,...",
     )
     peer_address: str = option(
-        "127.0.0.1:8100", "where a server that prefills listens for others", metavar="HOST:PORT"
+        "127.0.0.1:8100", "where a server that prefills listens for peers", metavar="HOST:PORT"
     )
     secret_file: str | Path | None = narrowed(Hosts, "secret_file", None)
     peer_seconds: float = option(
         10.0,
-        "most that one prompt is waited for; what has not come by then is computed",
+        "most that one prompt is waited for; pages that have not come by then are computed",
         low=0,
         high=600,
         above=True,

@@ -22,7 +22,7 @@ class Hosts:
         1, "processes of one engine, each with devices of its own", low=1, high=1024, metavar="N"
     )
     rank: int = option(
-        0, "which of them this is; 0 leads and serves, the others follow", low=0, high=1023, metavar="I"
+        0, "which of them this is; 0 leads and serves, the rest follow", low=0, high=1023, metavar="I"
     )
     coordinator: str | None = option(
         None,

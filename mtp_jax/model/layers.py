@@ -56,10 +56,17 @@ def rotate(
         a, b = pairs[..., 0], pairs[..., 1]
     else:
         a, b = jnp.split(x32, 2, axis=-1)
-    cos, sin = angles[..., 0, :], angles[..., 1, :]
     if x.ndim == 4:
-        cos, sin = cos[:, :, None], sin[:, :, None]
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
+        angles = angles[:, :, None]
+    # (cos, sin) and (-sin, cos): both halves at once, as a concatenation is a kernel of its own on a CPU.
+    turned = angles[..., ::-1, :] * jnp.array([[-1.0], [1.0]])
+    return (a[..., None, :] * angles + b[..., None, :] * turned).reshape(x.shape).astype(x.dtype)
+
+
+def beside(a: Float[Array, "*b m"], b: Float[Array, "*b n"]) -> Float[Array, "*b mn"]:
+    """[a | b]. XLA on a CPU makes a kernel of its own of a concatenation, not of sums."""
+    ahead, behind = ([(0, 0)] * (a.ndim - 1) + [width] for width in ((0, b.shape[-1]), (a.shape[-1], 0)))
+    return jnp.pad(a, ahead) + jnp.pad(b, behind)
 
 
 def rotate_first(

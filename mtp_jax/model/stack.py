@@ -69,7 +69,7 @@ def alike(trees: Sequence[Any]) -> list[list[Any]]:
 def stacked(trees: list[Tree], consume: bool = False) -> Stack[Tree]:
     """A stack of trees on a CPU: the memory of the trees if they are ``parts`` of a stack, else a copy.
 
-    Of trees of shapes the shapes.
+    Trees of shapes give shapes.
 
     consume: empty the list; if nothing else holds the trees, only one weight is in memory twice at a time.
     """

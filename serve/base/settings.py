@@ -32,8 +32,8 @@ class Settings:
 
     model_names: str | tuple[str, ...] = option(
         MISSING,
-        "what clients may call the model; the first stands in the metrics, and in answers to requests that "
-        "name none",
+        "the name of the model for clients, or several; the first stands in the metrics, and in answers to "
+        "requests that name none",
         kind=str,
         metavar="NAME",
         flag="--served-model-name",
@@ -51,9 +51,9 @@ class Settings:
     )
     admin_key: str | None = option(
         None,
-        "the key that opens the routes which change weights and memory, and all others",
+        "the key that opens the routes which change weights and memory, and all other routes",
         kind=str,
-        unset="those routes stay closed",
+        unset="these routes stay closed",
         metavar="KEY",
     )
     insecure_no_auth: bool = option(False, "let other computers connect without a key")

@@ -23,7 +23,7 @@ class Function(Body):
 
     @property
     def tool(self) -> Tool:
-        """For the grammar and the parser."""
+        """The tool for the grammar and the parser."""
         return Tool(self.name, self.parameters or {}, self.strict is True)
 
 
@@ -34,7 +34,7 @@ class ToolBody(Body):
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        """As the client gave it."""
+        """The tool as the client gave it."""
         return self.model_dump(exclude_none=True)
 
 

@@ -31,7 +31,7 @@ async def completions(server: Server, request: Request) -> Response:
 
 
 def _prompt(server: Server, body: CompletionBody, prompt: str | list[int]) -> str | list[int] | LazyPrompt:
-    """As the engine takes it. Raises RequestError."""
+    """The prompt as the engine takes it. Raises RequestError."""
     if body.truncate_prompt_tokens is None:
         return prompt
     if isinstance(prompt, list):

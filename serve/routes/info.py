@@ -62,13 +62,13 @@ def _model(server: Server, name: str) -> dict[str, object]:
 
 
 async def version(server: Server, request: Request) -> Response:
-    """Of this package."""
+    """The version of this package."""
     del server, request
     return _json({"version": metadata.version("mtp-jax")})
 
 
 async def metrics(server: Server, request: Request) -> Response:
-    """For Prometheus."""
+    """Metrics for Prometheus."""
     del request
     return Response(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

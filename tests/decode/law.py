@@ -117,6 +117,13 @@ def allowed(last: jax.Array) -> jax.Array:
 
 
 @functools.cache
+def prefill(mode: SamplingMode, case: Case) -> Any:
+    """The program that reads the prompts: the same before rejection and block verification."""
+    fixed: dict[str, Any] = {"cfg": case.cfg, "drafter": case.drafter, "pages": 1, "on": ON}
+    return jax.jit(functools.partial(step, slots=0, depth=0, mode=mode, **fixed), donate_argnums=1)
+
+
+@functools.cache
 def emitted(drafting: Any, verifier: Any, grammar: bool = False, case: Case = PLAIN) -> Emitted:
     slots = case.rows * len(OPTIONS)
 
@@ -139,11 +146,11 @@ def emitted(drafting: Any, verifier: Any, grammar: bool = False, case: Case = PL
     mode = SamplingMode(drafting, verifier)
     fixed: dict[str, Any] = {"cfg": case.cfg, "drafter": case.drafter, "pages": 1, "mode": mode, "on": ON}
     weights = params(case.cfg)
-    begin = functools.partial(step, slots=0, depth=0, **fixed)
+    begin = prefill(replace(mode, verifier="block") if verifier == "rejection" else mode, case)
     propose = functools.partial(draft_phase, slots=slots, depth=DEPTH, **fixed)
     # Depths 1, 2, 3 and sometimes 0.
     state = start(np.where(np.arange(slots) % 7 == 0, 0, 1 + np.arange(slots) % DEPTH), case)
-    state, first = jax.jit(begin, donate_argnums=1)(weights, state, chunk)
+    state, first = begin(weights, state, chunk)
     columns, counts = [np.asarray(first.packed)[:, :1]], []
     whole = jax.jit(functools.partial(step, slots=slots, depth=DEPTH, **fixed), donate_argnums=1)
     halves = (

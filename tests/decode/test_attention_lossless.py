@@ -31,7 +31,7 @@ def check(cfg, verifier):
     ("cfg", "verifier"),
     [
         pytest.param(SPARSE, "block", id="sparse-block"),
-        pytest.param(GROUPED, "coupled", id="grouped-coupled"),
+        pytest.param(GROUPED, "coupled", id="grouped-coupled", marks=pytest.mark.slow),
         pytest.param(SPARSE, "coupled", id="sparse-coupled", marks=pytest.mark.slow),
         pytest.param(GROUPED, "block", id="grouped-block", marks=pytest.mark.slow),
     ],

@@ -264,7 +264,7 @@ def test_a_draft_that_is_not_finite_harms_nobody_who_does_not_keep_it(value):
     rng = np.random.default_rng(3)
     given = [[int(t) for t in rng.integers(8, TINY.vocab_size, 6)] for _ in range(16)]
     for depth in (0, 3):
-        params = replace(GREEDY, num_speculative_tokens=depth, logprobs=None)
+        params = replace(GREEDY, num_speculative_tokens=depth)
         drafted.append(
             [
                 (r.progress.finish_reason, r.progress.output)

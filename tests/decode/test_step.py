@@ -25,7 +25,10 @@ def test_lossless(drafting, verifier):
         )
 
 
-@pytest.mark.parametrize(("drafting", "verifier"), [("sampled", "block"), ("greedy", "rejection")])
+@pytest.mark.parametrize(
+    ("drafting", "verifier"),
+    [("sampled", "block"), pytest.param("greedy", "rejection", marks=pytest.mark.slow)],
+)
 def test_lossless_under_a_grammar(drafting, verifier):
     got = emitted(drafting, verifier, grammar=True)
     for i, option in enumerate(OPTIONS):

@@ -80,12 +80,12 @@ def tokens_of(result: StepResult, rows: slice) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("mode", "halves", "mesh_shape"),
     [
-        (SamplingMode(), False, (2, 2)),
         (SAMPLED, False, None),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 (SamplingMode(), False, None),
+                (SamplingMode(), False, (2, 2)),
                 (SamplingMode(), True, None),
                 (SamplingMode(), True, (2, 2)),
                 (SAMPLED, False, (2, 2)),

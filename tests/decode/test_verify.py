@@ -214,6 +214,7 @@ def test_the_check_tells_right_from_wrong():
     assert max(p_values.values()) < 1e-6, p_values
 
 
+@pytest.mark.slow
 def test_drafts_keyed_by_their_own_position_would_bias_block_verification():
     s = build_state([{}] * len(CONFIGS), ROWS, seed=3)
     full = full_depth(s)

@@ -95,13 +95,9 @@ def test_five_drafts(cfg):
 
 
 @one_kind
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        {"page_size": 4, "prefill_chunk": 5},
-        pytest.param({"page_size": 32, "prefill_chunk": 3}, marks=pytest.mark.slow),
-    ],
-    ids=str,
+    "sizes", [{"page_size": 4, "prefill_chunk": 5}, {"page_size": 32, "prefill_chunk": 3}], ids=str
 )
 def test_pages_and_chunks(cfg, sizes):
     as_told(cfg, serve(engine_of(cfg, **sizes), jobs()))
@@ -169,7 +165,8 @@ def test_an_fp8_cache_holds_all_in_eight_bits(cfg, row_bytes):
 
 
 @one_kind
-@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [0, 3])
 def test_sampled_text_depends_on_its_seed_alone(cfg, depth):
     sampled = SamplingParams(temperature=0.9, seed=5, max_tokens=24, ignore_eos=True, logprobs=0)
     params = replace(sampled, num_speculative_tokens=depth)

@@ -1,6 +1,7 @@
 """What a window costs over a long history, with sparse attention and without."""
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from statistics import quantiles
 from typing import Any
@@ -31,15 +32,20 @@ def config(layers: int, topk: int) -> ModelConfig:
     return replace(dense, num_hidden_layers=layers, first_k_dense_replace=layers, indexer=index)
 
 
-def window(cfg: ModelConfig, entries: int, on: Backend) -> tuple[Any, tuple[Any, ...]]:
-    """The trunk over the last tokens of one slot with so many cached entries, and what it is given."""
-    keys = iter(jax.random.split(jax.random.key(0), 2 * cfg.num_hidden_layers + 1))
-    shape, index = (entries // PAGE + 1, PAGE), cfg.indexer
-    assert index is not None
-    pages = tuple(
-        LayerCache(*(jax.random.normal(next(keys), (*shape, width)) for width in (cfg.latent_dim, index.dim)))
-        for _ in range(cfg.num_hidden_layers)
-    )
+def window(cfg: ModelConfig, entries: int, on: Backend) -> tuple[Any, Callable[[], tuple[Any, ...]]]:
+    """The trunk over the last tokens of one slot with cached entries, and a function of its arguments."""
+
+    def make() -> tuple[Any, ...]:
+        keys = iter(jax.random.split(jax.random.key(0), 2 * cfg.num_hidden_layers + 1))
+        shape, index = (entries // PAGE + 1, PAGE), cfg.indexer
+        assert index is not None
+        widths = cfg.latent_dim, index.dim
+        pages = tuple(
+            LayerCache(*(jax.random.normal(next(keys), (*shape, width)) for width in widths))
+            for _ in range(cfg.num_hidden_layers)
+        )
+        return init_params(cfg, next(keys), "float32"), pages
+
     table, start = jnp.arange(entries // PAGE)[None], jnp.asarray([entries - WINDOW])
     tokens, positions = jnp.arange(WINDOW)[None], start[:, None] + jnp.arange(WINDOW)
 
@@ -47,7 +53,7 @@ def window(cfg: ModelConfig, entries: int, on: Backend) -> tuple[Any, tuple[Any,
         view = PagedView(table, positions, chain(start, WINDOW))
         return trunk.run(params, cfg, tokens, positions, pages, (view,), on).hidden
 
-    return run, (init_params(cfg, next(keys), "float32"), pages)
+    return run, make
 
 
 def predicted(cfg: ModelConfig, entries: int, params: Any) -> float:
@@ -61,7 +67,8 @@ def factor(layers: int, topk: int, entries: int) -> tuple[float, float]:
     counts, expected = [], []
     for k in (entries, topk):
         cfg = config(layers, k)
-        run, given = window(cfg, entries, backend("xla"))
+        run, make = window(cfg, entries, backend("xla"))
+        given = jax.eval_shape(make)
         counts.append(operations(run, *given))
         expected.append(predicted(cfg, entries, given[0]))
         assert counts[-1] == pytest.approx(expected[-1], rel=0.2)
@@ -81,7 +88,8 @@ def test_a_window_over_8192_tokens(capsys: pytest.CaptureFixture[str]):
     assert counted == pytest.approx(expected, rel=0.2)
     compiled: dict[str, Any] = {}
     for name, topk in (("dense", 8192), ("selection", 256), ("dense again", 8192)):
-        run, given = window(config(24, topk), 8192, backend())
+        run, make = window(config(24, topk), 8192, backend())
+        given = make()
         compiled[name] = jax.jit(run).lower(*given).compile(compiler_options()), given
     spent: dict[str, list[float]] = {name: [] for name in compiled}
     for _ in range(10):

@@ -22,6 +22,7 @@ from tests.models import (
     chosen_logprobs,
     finish,
     make_engine,
+    prepare,
     prompts,
     rigged,
     serve,
@@ -88,8 +89,10 @@ def test_hits_are_the_same_with_and_without_speculation():
     jobs = [([*LONG[:n], 3, n], replace(GREEDY, max_tokens=9)) for n in (5, 16, 33, 40, 33, 16, 40)]
     hits = []
     for depth in (0, 1, 3):
-        engine = make_engine(num_speculative_tokens=depth)
-        requests = [one(engine, *job, exactly=True) for job in jobs]
+        engine = make_engine()
+        prepare(engine, [engine.make_request(*jobs[0])])
+        asked = [(prompt, replace(params, num_speculative_tokens=depth)) for prompt, params in jobs]
+        requests = [serve(engine, [job], compiled=True)[0] for job in asked]
         hits.append([r.progress.cached_tokens for r in requests])
         assert engine.stats().prefix_hits == sum(hits[-1])
         assert engine.stats().prefix_queries == sum(len(p) for p, _ in jobs)
@@ -134,14 +137,15 @@ def test_prompt_logprobs_after_a_hit_are_those_of_the_whole_prompt():
 def crowd(params: SamplingParams, **config) -> tuple[Engine, list[Request]]:
     """Four requests that need four pages each when they end, and six pages."""
     engine = make_engine(num_pages=6, **config)
-    return engine, serve(engine, [(p, params) for p in prompts(4, shortest=14)])
+    prepare(engine, [engine.make_request([5], replace(params, num_speculative_tokens=None))])
+    return engine, serve(engine, [(p, params) for p in prompts(4, shortest=14)], compiled=True)
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("depth", [0, 3])
 def test_preempted_requests_end_as_if_nothing_had_happened(prefix_cache, depth):
-    params = replace(GREEDY, max_tokens=30)
-    engine, requests = crowd(params, prefix_cache=prefix_cache, num_speculative_tokens=depth)
+    params = replace(GREEDY, max_tokens=30, num_speculative_tokens=depth)
+    engine, requests = crowd(params, prefix_cache=prefix_cache)
     assert engine.stats().preemptions == sum(r.residence.preemptions for r in requests) > 0
     for r in requests:
         assert r.progress.output == reference().speculate(r.prompt, 30).ids

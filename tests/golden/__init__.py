@@ -17,6 +17,11 @@ import numpy as np
 GOLDEN = Path(__file__).parent
 WEIGHTS = GOLDEN / "weights.tar.xz"
 VARIANTS = tuple(sorted(path.parent.name for path in GOLDEN.glob("*/expected.npz")))
+# Variants that an engine decodes.
+DECODED = (
+    "rigged", "rigged_mtp2", "v3", "mtp2", "no_q_lora", "tied", "glm47_flash",
+    "dsa_v32", "dsa_v32_rigged", "dsa_glm5", "dsa_glm52", "glm45", "glm46", "glm46_bf16",
+)  # fmt: skip
 LOW_PRECISION = ("bf16", "fp8", "fp8_ue8m0")
 
 _BUILD = GOLDEN.parent.parent / "build"

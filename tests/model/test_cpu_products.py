@@ -90,13 +90,14 @@ def test_a_program_widens_no_weight_of_few_rows_in_memory():
 
 @pytest.mark.parametrize("inputs", [256, 2048])
 def test_lanes_are_summed_by_what_reads_the_product(inputs):
-    """One kernel multiplies, the reader sums; were both one, it would go through the weight number by number."""
+    """One kernel multiplies, the reader sums; one for both would go through the weight number by number."""
 
     def added(x, w, y):
         return y + XlaCpu().linear(x, w)
 
     x, y = np.zeros((1, 1, inputs), np.float32), np.zeros((1, 1, 512), np.float32)
     program = jax.jit(added).lower(x, bf16((512, inputs)), y).compile(AS_FOR_USERS).as_text()
+    assert program
     kernels = re.findall(r"f32\[([\d,]*)\]\S* fusion\(", program[program.index("\nENTRY") :])
     sizes = [np.prod([*map(int, shape.split(","))]) for shape in kernels]
     assert sizes == [512 * (16 if inputs == 256 else 32), 512]

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels_pallas.router import reference
+from kernels_pallas.router.rule import Rule
 from mtp_jax.model import moe
-from mtp_jax.model.backend import Xla, XlaCpu, cpu_experts
+from mtp_jax.model.backend import Xla, XlaCpu, cpu_experts, cpu_router
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.params import Mlp, Moe
 from tests.compiling import AS_FOR_USERS
@@ -201,6 +203,32 @@ def test_router(name, shift):
     assert got.ids.shape == (2, 30, cfg.num_experts_per_tok)
     np.testing.assert_array_equal(np.asarray(got.ids).reshape(ids.shape), ids)
     np.testing.assert_allclose(np.asarray(got.weights).reshape(ids.shape), weights, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("counts", [True, False])
+def test_choice_by_comparisons(name, counts):
+    """The same ids and weights as by ``top_k``: of few values, so that many scores are equal."""
+    rng, cfg = np.random.default_rng(9), replace(TINY, **{"n_routed_experts": 16, **ROUTERS[name]})
+    given = cfg.num_experts_per_tok, cfg.n_group, cfg.topk_group, cfg.norm_topk_prob
+    rule = Rule(*given, cfg.routed_scaling_factor)
+    logits = rng.integers(-2, 3, size=(40, 16)).astype(np.float32)
+    bias = (rng.integers(-1, 2, size=16) / 8).astype(np.float32)
+    counted = rng.random(40) < 0.7 if counts else None
+    ways = (cpu_router.choose, reference.choose)
+    got, want = (jax.jit(way, static_argnums=2)(logits, bias, rule, counted) for way in ways)
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-6)
+
+
+def test_choice_of_a_row_of_nan():
+    """It is reported elsewhere; here it must choose experts that there are, and leave other rows alone."""
+    logits = np.zeros((2, 16), np.float32)
+    logits[0] = np.nan
+    ids, weights = cpu_router.choose(jnp.asarray(logits), jnp.zeros(16), Rule(4, 4, 2))
+    assert np.all((np.asarray(ids) >= 0) & (np.asarray(ids) < 16))
+    np.testing.assert_array_equal(ids[1], range(4))
+    assert np.isfinite(weights[1]).all()
 
 
 def test_router_computes_in_float32_whatever_the_model_does():

@@ -169,7 +169,7 @@ def test_named_scopes_are_in_the_metadata_of_compiled_programs(profiled):
     assert known >= set(scopes.STEP_PHASES)
 
 
-def test_a_compilation_among_the_measured_steps_is_an_error(subject, profiled, monkeypatch, tmp_path):
+def test_a_compilation_among_the_measured_steps_is_an_error(subject, monkeypatch, tmp_path):
     def start(*given):
         work = begin(*given)
 
@@ -183,7 +183,7 @@ def test_a_compilation_among_the_measured_steps_is_an_error(subject, profiled, m
     shapes, begin = [0], workload.start
     monkeypatch.setattr(workload, "start", start)
     with pytest.raises(MtpJaxError, match=r"compilations fell into the measured steps \(jit\(<lambda>\)"):
-        run.profile(subject, MIXED, tmp_path)
+        run.profile(subject, Options("decode", 1, input_len=8, steps=2, depth=0, temperature=0.0), tmp_path)
 
 
 def test_a_verifying_phase_needs_drafts(subject):

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -43,9 +44,9 @@ def on_one_device() -> list[Request]:
     return serve(make_engine(), JOBS)
 
 
-def engine_on(mesh: Mesh) -> Engine:
+def engine_on(mesh: Mesh, **config: Any) -> Engine:
     params = on_mesh(tiny_params(), mesh)
-    return make_engine(params, mesh=mesh, max_num_seqs=8)
+    return make_engine(params, mesh=mesh, max_num_seqs=8, **config)
 
 
 @pytest.mark.parametrize(("data", "model"), MESHES)
@@ -89,7 +90,7 @@ def test_what_a_server_compiles_keeps_rows_on_their_shard():
 
 def test_a_prompt_goes_on_from_the_pages_of_its_shard(monkeypatch):
     """From the hidden state at their end, too, which only drafts need."""
-    engine, reference, ends = engine_on(make_mesh(2, 1)), Reference(tiny_params()), []
+    engine, reference, ends = engine_on(make_mesh(2, 1), prefill_chunk=64), Reference(tiny_params()), []
     admit = local_runner(engine).programs.admit
 
     def seen(state, slot, arrays, page):
@@ -125,9 +126,7 @@ def test_requests_preempted_on_every_shard_end_as_if_nothing_had_happened():
 
 
 def test_prompts_of_every_shard_are_prefilled_together(monkeypatch):
-    mesh = make_mesh(2, 1)
-    params = on_mesh(tiny_params(), mesh)
-    engine = make_engine(params, mesh=mesh, max_num_seqs=8, prefill_chunk=64)
+    engine = engine_on(make_mesh(2, 1), prefill_chunk=64)
     launched: list[int] = []
     watch(monkeypatch, engine.runner, lambda step: launched.append(step.key.prompts))
     requests = serve(engine, [(p[:15], replace(GREEDY, max_tokens=16)) for p, _ in JOBS[:8]])

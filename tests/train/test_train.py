@@ -212,16 +212,14 @@ def test_a_finished_run_is_not_cut_short(recipe: Recipe, tmp_path: Path) -> None
         run(recipe, tmp_path, steps=2)
 
 
-@pytest.mark.parametrize(
-    "damage", [Path.unlink, lambda path: path.write_text("{"), lambda p: p.write_text("1")]
-)
-def test_a_run_is_resumed_only_if_it_is_known_what_it_is(recipe: Recipe, tmp_path: Path, damage) -> None:
+def test_a_run_is_resumed_only_if_it_is_known_what_it_is(recipe: Recipe, tmp_path: Path) -> None:
     run(recipe, tmp_path, steps=1)
-    damage(tmp_path / "run.json")
-    with pytest.raises(
-        CheckpointError, match=r"run\.json, which says what the checkpoints .* cannot be read"
-    ):
-        run(recipe, tmp_path, steps=2)
+    for damage in (lambda path: path.write_text("{"), lambda path: path.write_text("1"), Path.unlink):
+        damage(tmp_path / "run.json")
+        with pytest.raises(
+            CheckpointError, match=r"run\.json, which says what the checkpoints .* cannot be read"
+        ):
+            run(recipe, tmp_path, steps=2)
 
 
 def test_balance_moves_bias_towards_even_load(params: Params) -> None:
@@ -286,6 +284,7 @@ def test_loss_falls_and_a_resumed_run_equals_an_uninterrupted_one(recipe: Recipe
 
 
 def test_ctrl_c_keeps_the_steps_that_were_done(recipe: Recipe, tmp_path: Path, monkeypatch) -> None:
+    recipe = dataclasses.replace(recipe, stages=recipe.stages[:1])
     report, pressed = Reporter.step, []
 
     def press_once(self: Reporter, step: int, tokens: int, metrics: dict) -> None:

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mtp_jax.model.backend.cpu_heads import inward, outward
 from mtp_jax.model.cache import LayerCache, PagedView, read_rows
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.layers import beside
 from mtp_jax.model.mla import Form, Queries
 from mtp_jax.model.narrow import ByHead, expand
 
@@ -52,16 +53,19 @@ def attend_in_blocks(
     if form == "absorbed":
         # All heads read the same rows: one product for all.
         latent = _apart(inward(_together(q.nope), k_up), slots)
-        queries = jnp.concatenate([latent, q.rope], axis=-1).transpose(0, 2, 1, 3)
+        queries = beside(latent, q.rope).transpose(0, 2, 1, 3)
         lead, mixes = (slots, heads * width), queries.shape[-1]
     else:
-        queries = jnp.concatenate([q.nope, q.rope], axis=-1).transpose(0, 2, 1, 3)
+        queries = beside(q.nope, q.rope).transpose(0, 2, 1, 3)
         lead, mixes = by_head, v_up.shape[1]
         wide = [expand(w, q.nope.dtype) for w in (k_up, v_up)]
     flat = _fixed(queries.reshape(*lead, -1))
 
-    def block(i: Int[Array, ""] | int, so_far: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        peak, total, mixed = so_far
+    def columns() -> Int[Array, "*b m"]:
+        return jax.lax.broadcasted_iota(jnp.int32, (*lead, mixes + 2), len(lead))
+
+    def block(i: Int[Array, ""] | int, so_far: Float[Array, "*b m"]) -> Float[Array, "*b m"]:
+        peak = so_far[..., -1:]
         rows, mask = read(i)
         sees = jnp.broadcast_to(mask[:, None], (*by_head, mask.shape[-1])).reshape(*lead, -1)
         absorbed = form == "absorbed"
@@ -76,12 +80,15 @@ def attend_in_blocks(
             more = _dots(narrow, rows, (2, 1))
         else:
             more = _dots(narrow, _expand(rows[..., :rank], wide[1]), (3, 3))
-        return top, total * shrunk + weights.sum(axis=-1, keepdims=True), mixed * shrunk + more
+        at, more = columns(), jnp.pad(more, [(0, 0)] * len(lead) + [(0, 2)])
+        more = jnp.where(at == mixes, weights.sum(axis=-1, keepdims=True), more)
+        return jnp.where(at > mixes, top, so_far * shrunk + more)
 
-    start = jnp.full((*lead, 1), _LEAST), jnp.zeros((*lead, 1)), jnp.zeros((*lead, mixes))
+    # For each row the mixed values, the sum of its weights, and the peak of its scores.
+    start = jnp.where(columns() > mixes, _LEAST, 0).astype(jnp.float32)
     alone = isinstance(blocks, int) and blocks == 1
-    _, total, mixed = block(0, start) if alone else jax.lax.fori_loop(0, blocks, block, start)
-    context = (mixed / jnp.maximum(total, 1e-30)).astype(queries.dtype)
+    end = block(0, start) if alone else jax.lax.fori_loop(0, blocks, block, start)
+    context = (end[..., :mixes] / jnp.maximum(end[..., mixes:-1], 1e-30)).astype(queries.dtype)
     if form == "naive":
         return context.swapaxes(1, 2)
     latent = context[..., :rank].reshape(*by_head, rank)

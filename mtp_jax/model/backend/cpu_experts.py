@@ -12,8 +12,7 @@ from mtp_jax.model.backend.cpu_lanes import CACHE_BYTES, SLICES, Pick, Spread, m
 from mtp_jax.model.moe import Routing, Weight
 from mtp_jax.model.narrow import flat, nbytes
 
-# Most pairs per expert for which ``by_pair`` wins: with experts that fit a core's cache, and with larger
-# ones.
+# Most pairs per expert for which ``by_pair`` wins: with experts that fit a core's cache, or not.
 _PAIRS_CACHED, _PAIRS = 16, 4
 
 
@@ -43,7 +42,7 @@ def _pair_products(w: Weight, expert: Int[Array, " p"], x: Float[Array, "p i"]) 
     (pairs, _), outputs = x.shape, math.prod(w.shape[1:-1])
     spread = Spread((pairs, outputs), (0, 1), (0,))
     products = multiply(w, (-1, outputs), _picked(expert, (1, 2)), x.astype(jnp.float32), spread)
-    return sum_lanes(products).reshape(pairs, *w.shape[1:-1])
+    return sum_lanes(products, pairs).reshape(pairs, *w.shape[1:-1])
 
 
 def _mixed_products(w: Weight, experts: Int[Array, "T k"], x: Float[Array, "T k i"]) -> Float[Array, "T o"]:
@@ -56,11 +55,11 @@ def _mixed_products(w: Weight, experts: Int[Array, "T k"], x: Float[Array, "T k 
     for j in range(k):
         pick = _picked(experts[:, j], (0, 2))
         total += multiply(w, (-1, outputs), pick, x[:, j], spread, SLICES // k)
-    return sum_lanes(total).T
+    return sum_lanes(total, rows).T
 
 
 def _picked(expert: Int[Array, " p"], others: tuple[int, int]) -> Pick:
-    """Looks up experts in an array [E, o, n]. others: where o and n are in the result, beside p."""
+    """Looks up experts in an array [E, o, n]. others: axes of o and n in the result, beside p."""
     numbers = jax.lax.GatherDimensionNumbers(others, (0,), (0,))
 
     def pick(a: jax.Array) -> jax.Array:

@@ -33,9 +33,9 @@ _SUMS = 4
 CACHE_BYTES = 1 << 20
 # Rows of a weight that stay in the first cache while each row of x is multiplied with them.
 _TILE = 64
-
-# XLA computes what fuses with its readers up to 15 times over, and makes a kernel of its own of what it would have to
-# compute oftener: lanes that are read one by one, if there are at least so many. More than so many are too many to read.
+# XLA computes a value in its readers' kernels, again for each of them, up to 15 times. A value with more
+# readers it makes in a kernel of its own: lanes, if there are ``_APART`` and each is read by itself. More
+# than ``_READ`` lanes are too many to write down.
 _APART, _READ = 16, 32
 
 Weight = Float[Array, "*o i"] | Narrow
@@ -68,11 +68,11 @@ def product(x: Float[Array, "T i"], w: Narrow) -> Float[Array, "T O"]:
         starts = (at, *(0 for _ in a.shape[1:]))
         return jax.lax.dynamic_slice(a, starts, (1, *a.shape[1:]), allow_negative_indices=False)
 
-    return sum_lanes(multiply(own, lead, pick, x, spread)).swapaxes(1, 2).reshape(rows, outputs)
+    return sum_lanes(multiply(own, lead, pick, x, spread), rows).swapaxes(1, 2).reshape(rows, outputs)
 
 
 class Spread(NamedTuple):
-    """Where the leading dimensions of two factors are in those of their product.
+    """Places of the leading dimensions of two factors among the dimensions of their product.
 
     Attributes:
         shape: of the product, but for the lanes.
@@ -95,9 +95,8 @@ def multiply(
 ) -> Float[Array, "*c l"]:
     """Products of inputs, added up but for the last few lanes, which ``sum_lanes`` sums.
 
-    lead: shape that the outputs of w are seen in. pick: of an array [*lead, n] those that are multiplied. The
-    slice is taken first and the weight then: XLA would copy the weight otherwise. slices: about as many as
-    there are at most.
+    lead: shape that the outputs of w are seen in. pick: the multiplied part of an array [*lead, n]. The slice
+    is taken first and the weight then: XLA would copy the weight otherwise. slices: their most, about.
     """
     numbers, widen, scale_of = _read(w, lead)
     inputs = w.shape[-1]
@@ -115,18 +114,19 @@ def multiply(
         return reduce(jnp.add, [added(own) for i in range(_SUMS) if (own := parts[i::_SUMS])])
     blocks = range(-(-inputs // FP8_BLOCK))
     groups = ([p for p in parts if p.start // FP8_BLOCK == b] for b in blocks)
-    scaled = (added(own) * over(pick(scale_of(b)), spread.w) for b, own in zip(blocks, groups, strict=True))
-    return reduce(jnp.add, scaled)
+    scales = (over(pick(scale_of(b)), spread.w) for b in blocks)
+    return reduce(jnp.add, [added(own) * scale for own, scale in zip(groups, scales, strict=True)])
 
 
-def sum_lanes(x: Float[Array, "*b l"]) -> Float[Array, "*b"]:
-    """The sum over lanes, which whatever reads it makes of them in its own kernel (see ``_APART``).
+def sum_lanes(x: Float[Array, "*b l"], rows: int) -> Float[Array, "*b"]:
+    """The sum over lanes of ``rows`` rows, which its readers make in their own kernels (``_APART``).
 
-    A reduction XLA would make a part of the loops, which then went number by number. Lanes that fill more than
-    a core's cache are not left to several readers: a product with ones sums them, behind a barrier.
+    A reduction XLA would make a part of the loops, which then went number by number. Where a row's lanes fill
+    more than a quarter of a core's cache, as the lanes of logits do, a product with 1 sums them, once for all
+    readers, behind a barrier. The number of rows makes no difference to any row.
     """
-    lanes = x.shape[-1]
-    if lanes & (lanes - 1) or not _APART <= lanes <= _READ or x.size * x.dtype.itemsize > CACHE_BYTES:
+    lanes, own = x.shape[-1], x.size // rows * x.dtype.itemsize
+    if lanes & (lanes - 1) or not _APART <= lanes <= _READ or own > CACHE_BYTES // 4:
         return jax.lax.optimization_barrier(x) @ jnp.ones(lanes, x.dtype)
     terms = [x[..., i] for i in range(lanes)]
     while len(terms) > 1:
@@ -138,7 +138,7 @@ def sum_lanes(x: Float[Array, "*b l"]) -> Float[Array, "*b"]:
 def _read(
     w: Weight, lead: tuple[int, ...]
 ) -> tuple[Callable[[slice], jax.Array], Pick, Callable[[int], jax.Array] | None]:
-    """A weight's numbers for a slice of inputs, what makes them float32, and the scales [*lead, 1] of a block.
+    """A weight's numbers for a slice of inputs, the way to float32, and a block's scales [*lead, 1].
 
     There are no scales but of FP8.
     """
@@ -153,7 +153,7 @@ def _read(
 
 
 def _scale(w: Fp8, block: int) -> Float[Array, "*s o"]:
-    """The scale of each output for a block of inputs, of what ``e4m3_of_bits`` gives."""
+    """The scale of each output for a block of inputs, for results of ``e4m3_of_bits``."""
     scale = w.scale[..., block]
     outputs = math.prod(w.shape[:-1]) // math.prod(scale.shape[:-1])
     return jnp.repeat(scale * E4M3_UNIT, FP8_BLOCK, axis=-1)[..., :outputs]

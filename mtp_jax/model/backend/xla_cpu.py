@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mtp_jax.model.backend import cpu_attention, cpu_experts, cpu_products
+from kernels_pallas.router.rule import Rule
+from mtp_jax.model.backend import cpu_attention, cpu_experts, cpu_products, cpu_router
 from mtp_jax.model.backend.xla import Xla
 from mtp_jax.model.cache import LayerCache, PagedView, Tree, places
 from mtp_jax.model.config import ModelConfig
@@ -65,7 +66,7 @@ class XlaCpu(Xla):
         return True
 
     def by_head(self, w: ByHead) -> ByHead:
-        """As they lie in memory, if loops read them."""
+        """The parameters as they lie in memory, if loops read them."""
         return w if self.mesh is None and readable(w) else super().by_head(w)
 
     def prefill_form(self, cfg: ModelConfig, window: int) -> Form:
@@ -101,20 +102,43 @@ class XlaCpu(Xla):
     def write_rows(
         self, pages: Tree, rows: Any, page_table: Int[Array, "B n"], written: Int[Array, "B W"]
     ) -> Tree:
-        """By a loop: a scatter checks its bounds by a select, for which XLA copies the whole cache."""
-        count, size = jax.tree.leaves(pages)[0].shape[:2]
-        page, offset, inside = places(count, size, page_table, written)
+        """Rows written by a loop: a scatter checks its bounds by a select, for which XLA copies the whole
+        cache.
+
+        A row's place is found in the loop, by the kernel that writes it.
+        """
+        (count, size), width = jax.tree.leaves(pages)[0].shape[:2], written.shape[1]
+        columns = page_table.shape[1]
 
         def write(i: Int[Array, ""] | int, pages: Tree) -> Tree:
+            def own(a: Array) -> Array:
+                return jax.lax.dynamic_slice_in_dim(a, i, 1, allow_negative_indices=False)
+
+            slot = jax.lax.dynamic_slice_in_dim(page_table, i // width, 1, allow_negative_indices=False)
+            page, offset, _ = places(count, size, slot, own(written.reshape(-1, 1)))
+
             def put(pages: Array, rows: Array) -> Array:
-                row = rows.reshape(-1, 1, 1, rows.shape[-1])[i]
-                return jax.lax.dynamic_update_slice(pages, row, (page[i], offset[i], 0))
+                row = own(rows.reshape(-1, 1, rows.shape[-1]))
+                return jax.lax.dynamic_update_slice(
+                    pages, row, (page[0], offset[0], 0), allow_negative_indices=False
+                )
 
             return jax.tree.map(put, pages, rows)
 
         # A loop of a length XLA cannot know is not unrolled and fused into the cache's readers, with copies.
-        last = jnp.max(jnp.where(inside, jnp.arange(1, len(page) + 1), 0))
+        inside = (written >= 0) & (written < columns * size)
+        last = jnp.max(jnp.where(inside.reshape(-1), jnp.arange(1, written.size + 1), 0))
         return jax.lax.fori_loop(0, last, write, pages)
+
+    def choose_experts(
+        self,
+        logits: Float[Array, "T E"],
+        bias: Float[Array, " E"],
+        rule: Rule,
+        counted: Bool[Array, " T"] | None = None,
+    ) -> Routing:
+        """The choice by comparisons, for few rows."""
+        return Routing(*cpu_router.choose(logits, bias, rule, counted))
 
     def routed(
         self,

@@ -32,7 +32,8 @@ def free(form: Format, rules: Rules) -> str:
 def held(form: Format, rules: Rules, tool: Tool, name: str) -> str:
     """Objects that a tool's schema allows; if it is strict, without keys that the schema does not name.
 
-    name: a rule that does not exist yet. Raises RequestError for a schema that the format cannot keep to.
+    name: the name of a rule that does not exist yet. Raises RequestError for a schema that the format cannot
+    keep to.
     """
     schema = tool.parameters
     together = sorted(_TOGETHER & schema.keys())

@@ -64,7 +64,7 @@ def test_one_pass_writes_what_each_step_would(cfg):
 
 
 def test_more_steps_than_there_is_room_for():
-    engine = make_engine(page_size=64, max_model_len=128)
+    engine = make_engine(max_model_len=128)
     request = engine.make_request(prompts(1)[0], replace(PLAIN, max_tokens=3 * DEFERRED))
     prepare(engine, [request])
     engine.submit(request)
@@ -89,7 +89,7 @@ def test_a_step_without_drafts_runs_nothing_of_nextn():
 def test_without_nextn_layers_nothing_is_kept():
     engine = make_engine(cfg=TINY.with_nextn(()), num_speculative_tokens=0)
     request = engine.make_request([3, 4, 5], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
-    prepare(engine, [request])
+    engine.prepare([request])
     engine.submit(request)
     while not request.finished:
         engine.step()

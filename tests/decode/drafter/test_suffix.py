@@ -126,23 +126,21 @@ def engine_with(params: Params | None = None, **options: Any) -> Engine:
 
 
 @functools.cache
-def without() -> Engine:
-    sizes: Any = {"num_speculative_tokens": 0, "max_model_len": 128}
-    return make_engine(replace(copier(), nextn=()), NO_NEXTN, **sizes)
+def reference() -> Reference:
+    return Reference(copier(), longest=128)
 
 
 @functools.cache
 def copying() -> list[tuple[list[int], SamplingParams]]:
     """Prompts of the model's own text, which goes on by repeating itself: in cycles of 3, 27 and 7 tokens."""
-    begun = serve(without(), [(p, replace(GREEDY, max_tokens=28)) for p in prompts(3, shortest=8, seed=8)])
-    return [([*r.prompt, *r.progress.output], replace(GREEDY, max_tokens=32)) for r in begun]
+    begun = [(p, reference().speculate(p, 28).ids) for p in prompts(3, shortest=8, seed=8)]
+    return [([*prompt, *output], replace(GREEDY, max_tokens=32)) for prompt, output in begun]
 
 
 @functools.cache
 def told() -> list[list[int]]:
     """What follows the prompts, further than they are asked to go on."""
-    jobs = [(prompt, replace(params, max_tokens=TOLD)) for prompt, params in copying()]
-    return [r.progress.output for r in serve(without(), jobs)]
+    return [reference().speculate(prompt, TOLD).ids for prompt, _ in copying()]
 
 
 def plain() -> list[list[int]]:
@@ -221,14 +219,13 @@ def rate(spec: Speculation) -> float:
 def test_a_copying_task():
     """A prompt whose continuation repeats it, and NextN layers that hardly ever know the next token."""
     params = rigged(noise=6.0, loud=0.3)
-    undrafted = make_engine(params, num_speculative_tokens=0, max_model_len=128)
-    (first,) = serve(undrafted, [(prompts(1)[0], GREEDY)])
-    job = ([*first.prompt, *first.progress.output], replace(GREEDY, max_tokens=64))
-    (other,) = serve(undrafted, [job])
+    undrafted, prompt = Reference(params, longest=128), prompts(1)[0]
+    job = ([*prompt, *undrafted.speculate(prompt, 24).ids], replace(GREEDY, max_tokens=64))
+    other = undrafted.speculate(job[0], 64).ids
     (alone,) = serve(engine_with(params, suffix_drafts=False), [job])
     (request,) = serve(engine_with(params), [job])
-    assert request.progress.output == other.progress.output == alone.progress.output
-    assert len(set(other.progress.output)) >= 3
+    assert request.progress.output == other == alone.progress.output
+    assert len(set(other)) >= 3
     assert alone.progress.speculation.acceptance_length < 2
     assert request.progress.speculation.acceptance_length >= 4
 
@@ -262,7 +259,7 @@ def test_without_nextn_layers_only_matches_are_drafts(depth):
 
 def test_the_nextn_cache_is_right_whatever_was_drafted():
     """After steps that verified a match, NextN drafts as a cache-free pass over the whole text does."""
-    engine, reference = engine_with(), Reference(copier(), longest=128)
+    engine = engine_with()
     prompt, params = copying()[2]
     # 64 tokens take 8 steps at least, and a match is there before half of them are through.
     request = engine.make_request(prompt, replace(params, max_tokens=64))
@@ -278,7 +275,7 @@ def test_the_nextn_cache_is_right_whatever_was_drafted():
             continue
         known = int(state.slots.length[0]) + 1
         got = next_drafts(engine, state)
-        np.testing.assert_allclose(got, reference.drafts(text[:known], 3)[1], atol=2e-4)
+        np.testing.assert_allclose(got, reference().drafts(text[:known], 3)[1], atol=2e-4)
         checked += 1
     assert checked >= 3
 
@@ -370,7 +367,9 @@ def test_sampled_text_depends_on_its_seed_alone(verifier):
     assert whole(together).of(Source.SUFFIX).accepted > 0
     if verifier == "coupled":
         none = [(p, replace(s, num_speculative_tokens=0)) for p, s in jobs]
-        assert [r.progress.output for r in serve(engine, none)] == [r.progress.output for r in together]
+        assert [r.progress.output for r in serve(engine, none, compiled=True)] == [
+            r.progress.output for r in together
+        ]
 
 
 def test_requests_that_sample_ask_for_it():

@@ -26,7 +26,7 @@ ALONE = case(Suffix(Nothing(V), shortest=1))
     ("verifier", "grammar"),
     [
         ("rejection", True),
-        ("block", False),
+        pytest.param("block", False, marks=pytest.mark.slow),
         pytest.param("rejection", False, marks=pytest.mark.slow),
         pytest.param("block", True, marks=pytest.mark.slow),
         pytest.param("coupled", False, marks=pytest.mark.slow),
