@@ -186,7 +186,7 @@ def test_preempted_requests_find_their_pages_again():
     assert [r.progress.output for r in requests] == [r.progress.output for r in alone]
     assert [accepted(r) for r in requests] == [accepted(r) for r in alone]
     assert sum(r.progress.speculation.accepted for r in requests) > len(requests)
-    assert requests[0].preemptions > 0
+    assert requests[0].residence.preemptions > 0
     assert stats.tier.restored > 0
     assert stats.prefix_hits == 0  # of their prompts, when they came
 

@@ -116,7 +116,7 @@ def test_a_grammar_goes_on_behind_a_bounded_thought(grammars):
 def test_sampled_tokens_have_the_distribution_of_depth_0(grammars, free):
     """Three tokens of the two likeliest each, where a pair and a token must not appear."""
     prompt = PROMPTS[0]
-    pair = free[0].output[1:3]
+    pair = free[0].progress.output[1:3]
     words = [grammars.backend.decode(pair), "~"]
     options = SamplingParams(temperature=2.0, top_k=2, max_tokens=3, ignore_eos=True, bad_words=words)
     engine = make_engine(params(), CFG, grammars=grammars, max_model_len=248)

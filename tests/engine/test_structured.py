@@ -114,11 +114,11 @@ def mixed(grammars) -> list[Request]:
 
 def test_greedy_tokens_are_those_of_depth_0(plain, mixed, tokenizer):
     for (_, p), want, got in zip(jobs(), plain, mixed, strict=True):
-        assert got.output == want.output
+        assert got.progress.output == want.progress.output
         np.testing.assert_allclose(chosen_logprobs(got), chosen_logprobs(want), atol=1e-4)
         if p.structured:
-            assert got.finish_reason == want.finish_reason == "stop"
-            assert got.output[-1] == EOS
+            assert got.progress.finish_reason == want.progress.finish_reason == "stop"
+            assert got.progress.output[-1] == EOS
             check(p.structured, text(tokenizer, got))
 
 
