@@ -50,8 +50,8 @@ def _shapes(request: pytest.FixtureRequest) -> None:
 def _few_programs() -> Iterator[None]:
     """Forget compiled programs before they are too many for one process.
 
-    Servers collect garbage after every program that they compile. What earlier modules have left, which is much
-    and lives, is not looked through each time.
+    Servers collect garbage after every program that they compile. What earlier modules have left, which is
+    much and lives, is not looked through each time.
     """
     yield
     from mtp_jax.api.memory import room_for_programs

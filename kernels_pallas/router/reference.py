@@ -44,7 +44,7 @@ def weighed(
     rule: Rule,
     counted: Bool[Array, " T"] | None,
 ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
-    """What ``choose`` makes of the chosen experts and their scores."""
+    """The result of ``choose``, given the chosen experts and their scores."""
     if rule.normalise:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
     ids = ids if counted is None else jnp.where(counted[:, None], ids, experts)

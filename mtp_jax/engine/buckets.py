@@ -56,7 +56,7 @@ class Prompts:
         return Prompts(self.tokens, [some[:most] for some in self.requests])
 
     def rows(self, prompts: int) -> list[Request | None]:
-        """The request of each row of a chunk that takes ``prompts`` per shard."""
+        """Requests by row of a chunk that takes ``prompts`` prompts per shard; None: an idle row."""
         return [r for some in self.requests for r in (*some, *[None] * (prompts - len(some)))]
 
 
@@ -91,7 +91,7 @@ class Buckets:
         return Prompts(tokens, alike).first(self._together(tokens))
 
     def step(self, running: Sequence[Request], depth: int, prompts: Prompts | None = None) -> StepKey:
-        """The least that a step of ``depth`` drafts over these requests and prompts needs."""
+        """The least key of a step of ``depth`` drafts over these requests and prompts."""
         config, mode, pages = self._config, self.mode(running), 0
         slots = max((r.residence.slot + 1 for r in running), default=0)
         rows, chunk = {(r.progress.rows_bound, r.capacity) for r in running}, (0, 0, None)

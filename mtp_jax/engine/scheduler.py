@@ -144,7 +144,8 @@ class Scheduler:
         pool, shared = self.pools[shard], [page for page in cached if page is not None]
         pool.share(shared)
         fresh = self.config.pages_for(len(own.tokens) + request.spare) - len(shared)
-        # A page more for each request that may need one soon: else one is preempted at once.
+        # A page more for each request that may need one soon: a request admitted too early would be preempted
+        # at once.
         growing = sum(
             len(r.residence.pages) < self.config.pages_for(r.capacity) for r in self._in_shard(shard)
         )

@@ -102,7 +102,9 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("share", [0.2, 0.4, 0.6, 0.8])
+@pytest.mark.parametrize(
+    "share", [0.4, 0.8, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.2, 0.6))]
+)
 def test_ctrl_c_at_any_time_of_the_start(share):
     """As a share of what the whole command takes, nearly all of which is the import of jax."""
     command = [sys.executable, "-c", WAITS, "info", V3]

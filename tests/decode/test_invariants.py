@@ -52,8 +52,11 @@ def outcome(requests: list[Request]) -> list[tuple]:
 
 @pytest.mark.parametrize(
     ("cfg", "params"),
-    [(TINY, GREEDY), (TINY, SAMPLED), (TWO_LAYERS, GREEDY)],
-    ids=["greedy", "sampled", "two"],
+    [
+        pytest.param(TINY, GREEDY, id="greedy"),
+        pytest.param(TINY, SAMPLED, id="sampled"),
+        pytest.param(TWO_LAYERS, GREEDY, id="two", marks=pytest.mark.slow),
+    ],
 )
 def test_committed_length(cfg, params):
     """Whatever lies past a slot's committed length is harmless: bit-equal results with NaN there."""

@@ -10,7 +10,10 @@ from tests.decode.law import DEPTH, LENGTH, OPTIONS, PLAIN, chi_square, emitted,
 MODES = [*itertools.product(("sampled", "greedy"), ("rejection", "block")), ("sampled", "coupled")]
 
 
-@pytest.mark.parametrize(("drafting", "verifier"), MODES)
+@pytest.mark.parametrize(
+    ("drafting", "verifier"),
+    [pytest.param(*m, marks=pytest.mark.slow if m == ("greedy", "block") else ()) for m in MODES],
+)
 def test_lossless(drafting, verifier):
     """Nothing is fitted: seeds are fixed, so each p-value is one draw that must not be absurdly small."""
     got = emitted(drafting, verifier)
@@ -47,13 +50,14 @@ def test_the_test_has_power():
         assert chi_square(mine, law) < 1e-6
 
 
-@pytest.mark.parametrize("drafting", ["sampled", "greedy"])
+@pytest.mark.parametrize("drafting", ["sampled", pytest.param("greedy", marks=pytest.mark.slow)])
 def test_block_verification_accepts_at_least_as_much(drafting):
     """arXiv 2403.10444, Theorem 2, up to sampling noise."""
     block, rejection = (emitted(drafting, v).accepted.mean() for v in ("block", "rejection"))
     assert block > rejection - 0.02
 
 
+@pytest.mark.slow
 def test_every_mode_is_one_of_its_own():
     found = {mode: emitted(*mode) for mode in MODES if mode[1] != "coupled"}
     assert found["sampled", "block"].accepted.mean() > found["sampled", "rejection"].accepted.mean()

@@ -365,11 +365,11 @@ def test_a_step_that_followed_another_depth_says_nothing_of_the_speedup():
 
 
 def test_an_engine_of_fixed_depth_knows_the_speedup_once_a_request_had_no_drafts(monkeypatch):
-    engine = make_engine(max_model_len=128)
+    engine = make_engine()
     learn = engine.depth.learn
     monkeypatch.setattr(engine.depth, "learn", lambda key, _, *rest: learn(key, 1.0 + key.depth / 3, *rest))
-    drafting = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    plain = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, num_speculative_tokens=0)
+    drafting = replace(GREEDY, max_tokens=30)
+    plain = replace(drafting, num_speculative_tokens=0)
     serve(engine, [(prompts(1)[0], drafting)])
     assert engine.stats().realised_speedup is None
     serve(engine, [(prompts(1)[0], plain)])
@@ -406,13 +406,13 @@ def choose_in_turn(engine, monkeypatch):
 
 def test_adaptive_steps_give_the_tokens_of_depth_0(monkeypatch):
     reference = Reference(tiny_params())
-    engine = make_engine(adaptive_depth=True, max_model_len=128)
+    engine = make_engine(adaptive_depth=True)
     choose_in_turn(engine, monkeypatch)
-    jobs = [(p, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)) for p in prompts(3)]
+    jobs = [(p, replace(GREEDY, max_tokens=40)) for p in prompts(3)]
     requests = serve(engine, jobs)
     stats = engine.stats()
     assert set(stats.depth_steps) == {0, 1, 3}
-    assert [r.progress.output for r in requests] == [reference.speculate(p, 60).ids for p, _ in jobs]
+    assert [r.progress.output for r in requests] == [reference.speculate(p, 40).ids for p, _ in jobs]
     assert sum(sum(accepted(r)) for r in requests) == stats.accepted_tokens > 0
     assert stats.draft_tokens == sum(r.progress.speculation.drafted for r in requests)
 

@@ -239,7 +239,7 @@ def test_preempted_requests_go_on_in_their_grammar(grammars, plain):
     some = [(job, want) for job, want in zip(jobs(short), plain, strict=True) if want.constraints]
     requests = serve(engine, [job for job, _ in some])
     assert engine.stats().preemptions > 0
-    assert [r.progress.output for r in requests] == [want.output for _, want in some]
+    assert [r.progress.output for r in requests] == [want.progress.output for _, want in some]
     assert engine.stats().pages_used == 0
 
 
@@ -254,7 +254,7 @@ def test_an_abort_disturbs_nobody(grammars, plain):
     engine.abort(requests[0])
     finish(engine)
     assert requests[0].progress.finish_reason == "abort"
-    assert requests[0].progress.output == plain[0].output[: len(requests[0].progress.output)]
+    assert requests[0].progress.output == plain[0].progress.output[: len(requests[0].progress.output)]
     assert [r.progress.output for r in requests[1:]] == [r.progress.output for r in plain[1:]]
 
 
@@ -263,7 +263,7 @@ def test_max_tokens_cuts_the_output_short(grammars, plain):
     prompt, options = jobs()[0]
     (request,) = serve(engine_with(grammars), [(prompt, replace(options, max_tokens=12))])
     assert request.progress.finish_reason == "length"
-    assert request.progress.output == plain[0].output[:12]
+    assert request.progress.output == plain[0].progress.output[:12]
 
 
 def test_a_stop_token_of_the_request_may_end_it(grammars, tokenizer):
@@ -291,7 +291,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(grammars, plain):
     requests[0].constraints.advance([0])  # not allowed: llguidance refuses all that follows
     finish(engine)
     assert requests[0].progress.finish_reason == "error"
-    assert requests[0].progress.output == plain[0].output[: len(requests[0].progress.output)]
+    assert requests[0].progress.output == plain[0].progress.output[: len(requests[0].progress.output)]
     assert [r.progress.output for r in requests[1:]] == [r.progress.output for r in plain[1:]]
     assert engine.stats().pages_used == 0
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from mtp_jax.api.local import local_runner
+from mtp_jax.bench import machine
 from mtp_jax.bench.report import Spread
 from mtp_jax.bench.subject import load
 from mtp_jax.commands import cli
@@ -24,6 +25,15 @@ from mtp_jax.profiling.trace import DISPATCH, HOST_GAP
 from tests import golden
 
 MIXED = Options("mixed", batch=2, input_len=12, steps=3, depth=2, temperature=1.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_peaks():
+    """Measured of small arrays, the machine's peaks take no seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "_MATRIX", 256)
+        patch.setattr(machine, "_BYTES", 1 << 24)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -144,7 +144,7 @@ def test_a_deadline_keeps_the_completions_that_have_text(client, compiled, strea
     def step_until_late():
         if engine.stats().generation_tokens > before + 8:
             for request in engine.scheduler.live():
-                request.deadline = 0.0
+                object.__setattr__(request, "deadline", 0.0)
         return step()
 
     engine.step = step_until_late
@@ -189,9 +189,9 @@ def test_an_end_without_new_tokens_is_no_error(reason):
 @pytest.mark.parametrize("max_tokens", [0, 4])
 def test_scored_prompts_outlive_one_that_ends_early(client, compiled, monkeypatch, stream, max_tokens):
     """Of a prompt whose time was over before its prefill, tokens are told without log-probabilities."""
-    make, times = compiled.engine.make_request, iter([1e-6, None])
+    make, times = compiled.engine.make_requests, iter([1e-6, None])
     monkeypatch.setattr(
-        compiled.engine, "make_request", lambda *a, **o: make(*a, **{**o, "timeout": next(times)})
+        compiled.engine, "make_requests", lambda *a, **o: make(*a, **{**o, "timeout": next(times)})
     )
     body = {**GREEDY, "prompt": ["abc", "defgh"], "echo": True, "logprobs": 0, "max_tokens": max_tokens}
     response = client.post("/v1/completions", json={**body, "stream": stream})

@@ -33,13 +33,13 @@ def test_a_prompt_without_parameters_takes_the_models_own(told: Path, monkeypatc
     llm = simulated(told)
     assert llm.default_sampling_params == SamplingParams(**SAID)
     seen: list[SamplingParams] = []
-    make = llm.engine.make_request
+    make = llm.engine.make_requests
 
     def noted(ids: Any, params: SamplingParams, *rest: Any, **more: Any) -> Any:
         seen.append(params)
         return make(ids, params, *rest, **more)
 
-    monkeypatch.setattr(llm.engine, "make_request", noted)
+    monkeypatch.setattr(llm.engine, "make_requests", noted)
     llm.generate("abc")
     llm.generate("abc", SamplingParams(max_tokens=4))
     assert seen == [SamplingParams(**SAID), SamplingParams(max_tokens=4)]

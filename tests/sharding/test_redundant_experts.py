@@ -184,13 +184,16 @@ def test_what_cannot_be_is_refused():
     assert moe_layers(spread)[0].down.shape[0] == 12
 
 
-def test_a_model_from_files(tmp_path):
-    """What would need the weights as they were loaded is refused."""
+@pytest.fixture
+def from_files(tmp_path) -> LLM:
     save_checkpoint(tmp_path, CFG, skewed(), "float32")
     sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 60, "num_speculative_tokens": 2, "seed": 0}
-    mesh = make_mesh(2, 2)
     slots: dict[str, Any] = {"redundant_experts": SPARE, "expert_rebalance": 2}
-    llm = LLM(tmp_path, mesh=mesh, compile_cache=None, **sizes, **slots)
+    return LLM(tmp_path, mesh=make_mesh(2, 2), compile_cache=None, **sizes, **slots)
+
+
+def test_what_needs_the_weights_as_they_were_loaded_is_refused(from_files):
+    llm = from_files
     for what, refused in (
         ("an update of the weights", lambda: llm.update_weights({})),
         ("a release of weights", llm.release_memory),
@@ -200,7 +203,11 @@ def test_a_model_from_files(tmp_path):
             refused()
     with pytest.raises(ConfigError, match="moves experts"):
         llm.score([3, 4, 5])
-    prompt = prompts(1)[0]
+
+
+@pytest.mark.slow
+def test_a_model_from_files(from_files):
+    llm, prompt = from_files, prompts(1)[0]
     outputs = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
     assert outputs[0].outputs[0].token_ids == Reference(skewed(), CFG).speculate(prompt, 20).ids
     assert outputs[0].speculation.acceptance_length > 1

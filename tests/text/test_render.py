@@ -39,12 +39,17 @@ def begun() -> None:
     "template",
     [
         TOWER + "{{ x | tojson }}",
-        TOWER + "{{ x | tojson(indent=9) }}",
-        TOWER + "{{ x | string | length }}",
-        TOWER + "{{ x ~ '' }}",
-        TOWER + "{{ x | sum(start=[]) | join }}",
+        *(
+            pytest.param(template, marks=pytest.mark.slow)  # they take all of a second, too
+            for template in (
+                TOWER + "{{ x | tojson(indent=9) }}",
+                TOWER + "{{ x | string | length }}",
+                TOWER + "{{ x ~ '' }}",
+                TOWER + "{{ x | sum(start=[]) | join }}",
+                LOOPS.replace("range(9999)", "('x' * 9999)"),
+            )
+        ),
         LOOPS,
-        LOOPS.replace("range(9999)", "('x' * 9999)"),
         DOUBLING,
         "{{ 'x' * 10 ** 10 }}",
         "{{ 'x' | center(10 ** 11) }}",

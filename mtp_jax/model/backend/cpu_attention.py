@@ -84,7 +84,7 @@ def attend_in_blocks(
         more = jnp.where(at == mixes, weights.sum(axis=-1, keepdims=True), more)
         return jnp.where(at > mixes, top, so_far * shrunk + more)
 
-    # For each row the mixed values, the sum of its weights, and the peak of its scores.
+    # Columns: the mix of cached rows, the sum of their weights, the peak of scores.
     start = jnp.where(columns() > mixes, _LEAST, 0).astype(jnp.float32)
     alone = isinstance(blocks, int) and blocks == 1
     end = block(0, start) if alone else jax.lax.fori_loop(0, blocks, block, start)

@@ -58,9 +58,9 @@ def _mixed_products(w: Weight, experts: Int[Array, "T k"], x: Float[Array, "T k 
     return sum_lanes(total, rows).T
 
 
-def _picked(expert: Int[Array, " p"], others: tuple[int, int]) -> Pick:
-    """Looks up experts in an array [E, o, n]. others: axes of o and n in the result, beside p."""
-    numbers = jax.lax.GatherDimensionNumbers(others, (0,), (0,))
+def _picked(expert: Int[Array, " p"], rest: tuple[int, int]) -> Pick:
+    """Looks up experts in an array [E, o, n]. rest: the axes of o and n in the result; p has the third."""
+    numbers = jax.lax.GatherDimensionNumbers(rest, (0,), (0,))
 
     def pick(a: jax.Array) -> jax.Array:
         size, mode = (1, *a.shape[1:]), jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS

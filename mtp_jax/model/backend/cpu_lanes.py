@@ -1,7 +1,7 @@
 """Products as loop fusions of XLA on a CPU, which read weights where they lie and widen them in registers.
 
 XLA would widen weights for a matrix product, or copy them out of a stack of experts, in memory first. Here
-slices of the input features are multiplied lane by lane and added up; a product with ones sums the lanes.
+slices of the input features are multiplied lane by lane and added up; readers of the product sum the lanes.
 """
 
 import math
@@ -33,9 +33,8 @@ _SUMS = 4
 CACHE_BYTES = 1 << 20
 # Rows of a weight that stay in the first cache while each row of x is multiplied with them.
 _TILE = 64
-# XLA computes a value in its readers' kernels, again for each of them, up to 15 times. A value with more
-# readers it makes in a kernel of its own: lanes, if there are ``_APART`` and each is read by itself. More
-# than ``_READ`` lanes are too many to write down.
+# XLA repeats an operation in the kernel of its readers, up to 15 times; beyond, it makes a kernel of the
+# operation: so 16 lanes, each read alone, stay apart from their readers. A sum of more than 32 is too long.
 _APART, _READ = 16, 32
 
 Weight = Float[Array, "*o i"] | Narrow
@@ -72,7 +71,7 @@ def product(x: Float[Array, "T i"], w: Narrow) -> Float[Array, "T O"]:
 
 
 class Spread(NamedTuple):
-    """Places of the leading dimensions of two factors among the dimensions of their product.
+    """Places of two factors' leading dimensions in their product.
 
     Attributes:
         shape: of the product, but for the lanes.
@@ -95,8 +94,9 @@ def multiply(
 ) -> Float[Array, "*c l"]:
     """Products of inputs, added up but for the last few lanes, which ``sum_lanes`` sums.
 
-    lead: shape that the outputs of w are seen in. pick: the multiplied part of an array [*lead, n]. The slice
-    is taken first and the weight then: XLA would copy the weight otherwise. slices: their most, about.
+    lead: shape that the outputs of w are seen in. pick: takes the weights to be multiplied from an array
+    [*lead, n]. The slice is taken first and the weight then: XLA would copy the weight otherwise. slices:
+    about the most slices.
     """
     numbers, widen, scale_of = _read(w, lead)
     inputs = w.shape[-1]
@@ -119,11 +119,11 @@ def multiply(
 
 
 def sum_lanes(x: Float[Array, "*b l"], rows: int) -> Float[Array, "*b"]:
-    """The sum over lanes of ``rows`` rows, which its readers make in their own kernels (``_APART``).
+    """The sum over lanes. Its readers add the lanes in their own kernels (``_APART``).
 
-    A reduction XLA would make a part of the loops, which then went number by number. Where a row's lanes fill
-    more than a quarter of a core's cache, as the lanes of logits do, a product with 1 sums them, once for all
-    readers, behind a barrier. The number of rows makes no difference to any row.
+    XLA would make a reduction a part of the loops, which then went number by number. Where a row's lanes
+    fill more than a quarter of a core's cache, as with logits, a product with a vector of 1 sums them, once
+    for all readers, behind a barrier. The number of rows, ``rows``, makes no difference to a row.
     """
     lanes, own = x.shape[-1], x.size // rows * x.dtype.itemsize
     if lanes & (lanes - 1) or not _APART <= lanes <= _READ or own > CACHE_BYTES // 4:
@@ -138,9 +138,9 @@ def sum_lanes(x: Float[Array, "*b l"], rows: int) -> Float[Array, "*b"]:
 def _read(
     w: Weight, lead: tuple[int, ...]
 ) -> tuple[Callable[[slice], jax.Array], Pick, Callable[[int], jax.Array] | None]:
-    """A weight's numbers for a slice of inputs, the way to float32, and a block's scales [*lead, 1].
+    """A weight's numbers for a slice of inputs, their conversion to float32, and a block's scales [*lead, 1].
 
-    There are no scales but of FP8.
+    FP8 alone has scales.
     """
     if isinstance(w, Bf16 | Fp8):
         bits = w.bits.reshape(*lead, w.shape[-1])
@@ -153,7 +153,7 @@ def _read(
 
 
 def _scale(w: Fp8, block: int) -> Float[Array, "*s o"]:
-    """The scale of each output for a block of inputs, for results of ``e4m3_of_bits``."""
+    """The scale of each output for a block of inputs, in units of ``e4m3_of_bits``."""
     scale = w.scale[..., block]
     outputs = math.prod(w.shape[:-1]) // math.prod(scale.shape[:-1])
     return jnp.repeat(scale * E4M3_UNIT, FP8_BLOCK, axis=-1)[..., :outputs]

@@ -17,7 +17,7 @@ def choose(
     rule: Rule,
     counted: Bool[Array, " T"] | None = None,
 ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
-    """``reference.choose``, by ranks where rows and experts are few. Ids are the same, of equals, too."""
+    """``reference.choose``, by ranks where rows and experts are few; with the same ids, among equals too."""
     rows, experts = logits.shape
     if rows * experts**2 > _COMPARISONS:
         return reference.choose(logits, bias, rule, counted)
@@ -35,6 +35,6 @@ def choose(
 
 
 def _ranks(x: Float[Array, "*b n"]) -> Int[Array, "*b n"]:
-    """The rank of each number in its row: larger numbers come first, then the lower index among equals."""
+    """The rank of each number in its row, 0 for the largest; of equal numbers the lower index is first."""
     own, other, index = x[..., :, None], x[..., None, :], jnp.arange(x.shape[-1])
     return ((other > own) | (other == own) & (index < index[:, None])).sum(axis=-1, dtype=jnp.int32)

@@ -102,8 +102,7 @@ class XlaCpu(Xla):
     def write_rows(
         self, pages: Tree, rows: Any, page_table: Int[Array, "B n"], written: Int[Array, "B W"]
     ) -> Tree:
-        """Rows written by a loop: a scatter checks its bounds by a select, for which XLA copies the whole
-        cache.
+        """A loop: a scatter checks its bounds by a select, for which XLA copies the whole cache.
 
         A row's place is found in the loop, by the kernel that writes it.
         """
@@ -137,7 +136,7 @@ class XlaCpu(Xla):
         rule: Rule,
         counted: Bool[Array, " T"] | None = None,
     ) -> Routing:
-        """The choice by comparisons, for few rows."""
+        """Comparisons, for few rows."""
         return Routing(*cpu_router.choose(logits, bias, rule, counted))
 
     def routed(
