@@ -185,13 +185,21 @@ class InputProcessor:
 def checked_ids(prompt: Iterable[int], vocab: int) -> tuple[int, ...]:
     """The token ids of a prompt. Raises RequestError if it has none, or one that is not in the vocabulary."""
     try:
-        ids = tuple(operator.index(t) for t in prompt)
+        given = tuple(prompt)
     except TypeError as e:
-        raise RequestError(f"the prompt is a list of integers: {e}") from e
+        raise RequestError(f"a prompt is a list of token ids, not {prompt!r}") from e
+    ids = tuple(map(_token_id, given))
     _check_ids("the prompt", ids, vocab)
     if not ids:
         raise RequestError("the prompt is empty; give at least one token")
     return ids
+
+
+def _token_id(token: object) -> int:
+    try:
+        return operator.index(token)  # pyright: ignore[reportArgumentType]
+    except TypeError as e:
+        raise RequestError(f"a prompt is a list of token ids, integers; {token!r} is among them") from e
 
 
 def _check_terms(terms: Terms) -> None:

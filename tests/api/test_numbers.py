@@ -88,7 +88,7 @@ def test_draft_gives_the_golden_drafts(llm):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: m.score([5, 5.5]), "5.5 among them"),
+        (lambda m: m.score([5, 5.5]), "5.5 is among them"),
         (lambda m: m.score([]), "empty"),
         (lambda m: m.score([3, 160]), "from 0 to 159"),
         (lambda m: m.score([3] * 5000), "up to 2560 tokens"),
