@@ -1,6 +1,5 @@
 """Products on a CPU with weights as they lie in memory, against float64 over the same weights."""
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,6 @@ from mtp_jax.model import moe
 from mtp_jax.model.backend import Xla, XlaCpu, cpu_experts, cpu_heads
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.narrow import Bf16, Fp8, InStack, Narrow, expand, with_bits, without_bits
-from tests.compiling import AS_FOR_USERS
 
 RNG = np.random.default_rng(0)
 SHAPES = [(256, 384), (192, 96), (2, 40, 48), (576, 1792)]
@@ -86,21 +84,6 @@ def test_a_program_widens_no_weight_of_few_rows_in_memory():
     compiled = jax.jit(XlaCpu().linear).lower(np.zeros((1, 1, 1024), np.float32), w).compile()
     assert (memory := compiled.memory_analysis()) is not None
     assert memory.temp_size_in_bytes < 1024 * 1024
-
-
-@pytest.mark.parametrize("inputs", [256, 2048])
-def test_lanes_are_summed_by_what_reads_the_product(inputs):
-    """One kernel multiplies, the reader sums; one for both would go through the weight number by number."""
-
-    def added(x, w, y):
-        return y + XlaCpu().linear(x, w)
-
-    x, y = np.zeros((1, 1, inputs), np.float32), np.zeros((1, 1, 512), np.float32)
-    program = jax.jit(added).lower(x, bf16((512, inputs)), y).compile(AS_FOR_USERS).as_text()
-    assert program
-    kernels = re.findall(r"f32\[([\d,]*)\]\S* fusion\(", program[program.index("\nENTRY") :])
-    sizes = [np.prod([*map(int, shape.split(","))]) for shape in kernels]
-    assert sizes == [512 * (16 if inputs == 256 else 32), 512]
 
 
 @each_kind

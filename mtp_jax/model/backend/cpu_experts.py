@@ -42,7 +42,7 @@ def _pair_products(w: Weight, expert: Int[Array, " p"], x: Float[Array, "p i"]) 
     (pairs, _), outputs = x.shape, math.prod(w.shape[1:-1])
     spread = Spread((pairs, outputs), (0, 1), (0,))
     products = multiply(w, (-1, outputs), _picked(expert, (1, 2)), x.astype(jnp.float32), spread)
-    return sum_lanes(products, pairs).reshape(pairs, *w.shape[1:-1])
+    return sum_lanes(products).reshape(pairs, *w.shape[1:-1])
 
 
 def _mixed_products(w: Weight, experts: Int[Array, "T k"], x: Float[Array, "T k i"]) -> Float[Array, "T o"]:
@@ -55,7 +55,7 @@ def _mixed_products(w: Weight, experts: Int[Array, "T k"], x: Float[Array, "T k 
     for j in range(k):
         pick = _picked(experts[:, j], (0, 2))
         total += multiply(w, (-1, outputs), pick, x[:, j], spread, SLICES // k)
-    return sum_lanes(total, rows).T
+    return sum_lanes(total).T
 
 
 def _picked(expert: Int[Array, " p"], rest: tuple[int, int]) -> Pick:

@@ -1,7 +1,7 @@
 """Products as loop fusions of XLA on a CPU, which read weights where they lie and widen them in registers.
 
 XLA would widen weights for a matrix product, or copy them out of a stack of experts, in memory first. Here
-slices of the input features are multiplied lane by lane and added up; readers of the product sum the lanes.
+slices of the input features are multiplied lane by lane and added up; a second product sums the lanes.
 """
 
 import math
@@ -33,9 +33,6 @@ _SUMS = 4
 CACHE_BYTES = 1 << 20
 # Rows of a weight that stay in the first cache while each row of x is multiplied with them.
 _TILE = 64
-# XLA repeats an operation in the kernel of its readers, up to 15 times; beyond, it makes a kernel of the
-# operation: so 16 lanes, each read alone, stay apart from their readers. A sum of more than 32 is too long.
-_APART, _READ = 16, 32
 
 Weight = Float[Array, "*o i"] | Narrow
 Pick = Callable[[jax.Array], jax.Array]
@@ -67,7 +64,7 @@ def product(x: Float[Array, "T i"], w: Narrow) -> Float[Array, "T O"]:
         starts = (at, *(0 for _ in a.shape[1:]))
         return jax.lax.dynamic_slice(a, starts, (1, *a.shape[1:]), allow_negative_indices=False)
 
-    return sum_lanes(multiply(own, lead, pick, x, spread), rows).swapaxes(1, 2).reshape(rows, outputs)
+    return sum_lanes(multiply(own, lead, pick, x, spread)).swapaxes(1, 2).reshape(rows, outputs)
 
 
 class Spread(NamedTuple):
@@ -118,21 +115,9 @@ def multiply(
     return reduce(jnp.add, [added(own) * scale for own, scale in zip(groups, scales, strict=True)])
 
 
-def sum_lanes(x: Float[Array, "*b l"], rows: int) -> Float[Array, "*b"]:
-    """The sum over lanes. Its readers add the lanes in their own kernels (``_APART``).
-
-    XLA would make a reduction a part of the loops, which then went number by number. Where a row's lanes
-    fill more than a quarter of a core's cache, as with logits, a product with a vector of 1 sums them, once
-    for all readers, behind a barrier. The number of rows, ``rows``, makes no difference to a row.
-    """
-    lanes, own = x.shape[-1], x.size // rows * x.dtype.itemsize
-    if lanes & (lanes - 1) or not _APART <= lanes <= _READ or own > CACHE_BYTES // 4:
-        return jax.lax.optimization_barrier(x) @ jnp.ones(lanes, x.dtype)
-    terms = [x[..., i] for i in range(lanes)]
-    while len(terms) > 1:
-        half = len(terms) // 2
-        terms = [a + b for a, b in zip(terms[:half], terms[half:], strict=True)]
-    return terms[0]
+def sum_lanes(x: Float[Array, "*b l"]) -> Float[Array, "*b"]:
+    """The sum over lanes, by a product. Without the barrier XLA would make it a part of the loops."""
+    return jax.lax.optimization_barrier(x) @ jnp.ones(x.shape[-1], x.dtype)
 
 
 def _read(
