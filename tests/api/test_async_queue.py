@@ -118,19 +118,25 @@ def test_what_is_no_request_at_all_is_refused(llm, prompt, params, options):
     asyncio.run(run())
 
 
+def prompt_in_the_making() -> tuple[LazyPrompt, threading.Event, threading.Event]:
+    """A prompt; an event that is set once a thread makes it; an event that the thread waits for."""
+    begun, go = threading.Event(), threading.Event()
+
+    def make() -> list[int]:
+        begun.set()
+        go.wait(60)
+        return PROMPTS[0]
+
+    return LazyPrompt(make, 8), begun, go
+
+
 def test_a_request_can_be_aborted_while_it_is_submitted(llm):
     """Its prompt is being tokenised, or its grammar compiled."""
 
     async def run() -> None:
         async with serving(llm) as allm:
-            begun, go = threading.Event(), threading.Event()
-
-            def prompt() -> list[int]:
-                begun.set()
-                go.wait(60)
-                return PROMPTS[0]
-
-            submitting = asyncio.create_task(allm.submit(LazyPrompt(prompt, 8), GREEDY, request_id="mine"))
+            prompt, begun, go = prompt_in_the_making()
+            submitting = asyncio.create_task(allm.submit(prompt, GREEDY, request_id="mine"))
             await asyncio.to_thread(begun.wait, 60)
             with pytest.raises(RequestError, match="'mine' is in use"):
                 await allm.submit(PROMPTS[0], GREEDY, request_id="mine")
@@ -147,14 +153,8 @@ def test_a_request_can_be_aborted_while_it_is_submitted(llm):
 def test_a_drain_waits_for_prompts_that_are_being_made(llm):
     async def run() -> None:
         async with serving(llm) as allm:
-            begun, go = threading.Event(), threading.Event()
-
-            def prompt() -> list[int]:
-                begun.set()
-                go.wait(60)
-                return PROMPTS[0]
-
-            submitting = asyncio.create_task(allm.submit(LazyPrompt(prompt, 8), GREEDY))
+            prompt, begun, go = prompt_in_the_making()
+            submitting = asyncio.create_task(allm.submit(prompt, GREEDY))
             await asyncio.to_thread(begun.wait, 60)
             assert (allm.live, await allm.drain(0)) == (1, False)
             go.set()
