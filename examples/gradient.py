@@ -5,11 +5,11 @@ import jax.numpy as jnp
 
 from mtp_jax import Tokenizer, demo_model
 from mtp_jax.checkpoint import load
-from mtp_jax.model import Params, Xla, trunk
+from mtp_jax.model import Params, trunk, xla
 
 TEXT = "def read_config(path):\n    with open(path) as f:\n        return f.read()\n"
 # The loop over the experts that rows chose has no derivative; "dense" has every expert compute every row.
-ON = Xla(experts="dense")
+ON = xla(experts="dense")
 
 
 def main(rate: float = 0.01) -> tuple[float, float]:

@@ -11,10 +11,10 @@ import numpy as np
 
 from mtp_jax import LLM, CompletionOutput, SamplingParams, demo_model
 from mtp_jax.checkpoint import load, save_checkpoint
-from mtp_jax.model import Params, Xla, trunk
+from mtp_jax.model import Params, trunk, xla
 
 PROMPT = "def add(a, b):"
-ON = Xla(experts="dense")  # has derivatives
+ON = xla(experts="dense")  # has derivatives
 
 
 def reward(completion: CompletionOutput) -> float:

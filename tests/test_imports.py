@@ -107,14 +107,15 @@ WITHOUT_JAX = (
 
 # What computes by kernels, or shares their types.
 _NAMES = (
-    *("backend.cpu_router", "backend.e4m3", "backend.mosaic_attention", "backend.mosaic_gpu", "backend.xla"),
-    *("backend.xla_cpu", "backend.xla_experts"),
+    *("attention.hopper", "attention.latent"),
+    *("experts.cpu", "experts.cpu_router", "experts.hopper", "experts.plain"),
+    *("products.e4m3", "products.hopper"),
     *("cache", "indexer", "visible"),
 )
 OF_KERNELS = tuple(f"mtp_jax.model.{name}" for name in _NAMES)
 
 # Who asks what device a program is for: the choice of a backend. The mathematics does not.
-OF_DEVICES = "mtp_jax.model.backend.__init__"
+OF_DEVICES = "mtp_jax.model.backend"
 
 # Who knows the NextN layers: their drafter, and what scores, measures or trains the model without the engine.
 # Everything else knows a drafter.

@@ -13,12 +13,12 @@ from mtp_jax.model.narrow import Table
 def best_tokens(
     hidden: Float[Array, "*b D"], table: Table, on: Backend
 ) -> tuple[Int[Array, "*b"], Bool[Array, "*b"]]:
-    """``argmax`` of every row's logits and whether they are all finite, part by part (``on.head_parts``)."""
-    size = -(-table.shape[0] // on.head_parts)
+    """``argmax`` of every row's logits and whether all are finite, by parts (``Products.head_parts``)."""
+    size = -(-table.shape[0] // on.products.head_parts)
 
     def of(start: int, hidden: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         part: Table = jax.tree.map(lambda a: a[start : start + size], table)
-        logits = on.head(hidden, part)
+        logits = on.products.head(hidden, part)
         return jnp.max(logits, axis=-1), argmax(logits) + start, all_finite(logits)
 
     best, ids, finite = of(0, hidden)

@@ -38,7 +38,7 @@ def rows(state: State, chunk: Chunk, pages: int, cfg: ModelConfig, on: Backend) 
     index = jnp.arange(chunk.tokens.shape[1])
     positions = chunk.start[:, None] + index
     written = jnp.where(index < chunk.count[:, None], positions, -1)
-    form = on.prefill_form(cfg, chunk.tokens.shape[1])
+    form = on.latent.prefill_form(cfg, chunk.tokens.shape[1])
     view = PagedView(s.page_table[:, :pages], written, chain(chunk.start, chunk.count), form)
     return Rows(s, chunk.tokens, positions, view)
 

@@ -57,7 +57,7 @@ class LocalRunner(DeviceRunner):
         """
         drafter = build(cfg, suffix_drafts)
         # The passes of several NextN layers differ, so they are no loop.
-        loops = on.loops and cfg.num_nextn_predict_layers <= 1
+        loops = on.products.loops and cfg.num_nextn_predict_layers <= 1
         super().__init__(data_size(on.mesh), layout_of(cfg, params, on), loops)
         self.on = on
         self.take(params)
@@ -205,9 +205,9 @@ class LocalRunner(DeviceRunner):
 def layout_of(cfg: ModelConfig, params: Params, on: Backend) -> ExpertLayout | None:
     """The experts whose choices are counted: they can be moved, or rows take an all-to-all."""
     moes, mesh = moe_layers(params), on.mesh
-    if mesh is None or not moes or (moes[0].copies is None and on.exchange is None):
+    if mesh is None or not moes or (moes[0].copies is None and on.experts.exchange is None):
         return None
-    slots, domains = moes[0].down.shape[0], on.exchange.domains if on.exchange else 1
+    slots, domains = moes[0].down.shape[0], on.experts.exchange.domains if on.experts.exchange else 1
     redundant = slots - cfg.n_routed_experts
     sizes = len(moes), cfg.n_routed_experts, slots, mesh.size, domains, cfg.n_group
     return ExpertLayout(*sizes, most_copies(redundant, mesh))

@@ -143,7 +143,7 @@ def verify_phase(
         traced = trunk.run(params, cfg, tokens, positions, state.trunk, tuple(p.view for p in parts), on)
         hidden = split(traced.hidden, [p.tokens.shape for p in parts], on.mesh)
         scored = hidden if chunk is None else [*hidden[:-1], prefill.last_of(hidden[-1], chunk)]
-        ids_only = mode == SamplingMode() and chunk is None and accept is None and on.head_parts > 1
+        ids_only = mode == SamplingMode() and chunk is None and accept is None and on.products.head_parts > 1
         logits = [] if ids_only else _logits(params, scored, on)
     state, results = state.replace(trunk=traced.caches), []
     if state.experts is not None:

@@ -1,7 +1,7 @@
 """Params to logits: pure functions over parameter pytrees (docs/research.md).
 
-``trunk`` and ``nextn`` have the functions, ``Params`` is the tree, ``ModelConfig`` says its sizes, ``Xla``
-how a pass is carried out: on a mesh, or so that it has derivatives. Names are imported when first used,
+``trunk`` and ``nextn`` have the functions, ``Params`` is the tree, ``ModelConfig`` says its sizes, ``xla``
+the backend that carries out a pass as the papers write it. Names are imported when first used,
 because ``config`` is read where there is no jax.
 
 Axis letters: B slots, W window, T tokens, D hidden size, N heads, C latent rank, R rope dims, E experts,
@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mtp_jax.model import nextn, trunk
-    from mtp_jax.model.backend import Xla
+    from mtp_jax.model.backend import Backend, xla
     from mtp_jax.model.config import ModelConfig
     from mtp_jax.model.params import Params
 
-__all__ = ["ModelConfig", "Params", "Xla", "nextn", "trunk"]
+__all__ = ["Backend", "ModelConfig", "Params", "nextn", "trunk", "xla"]
 
-_HOMES = {"ModelConfig": "config", "Params": "params", "Xla": "backend"}
+_HOMES = {"Backend": "backend", "ModelConfig": "config", "Params": "params", "xla": "backend"}
 
 
 def __getattr__(name: str) -> Any:

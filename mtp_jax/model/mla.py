@@ -1,11 +1,11 @@
 """Multi-head Latent Attention: queries and rows from results of projections, attention in its two forms."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Shaped
+from jaxtyping import Array, Bool, Float
 
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.indexer import IndexQueries
@@ -31,9 +31,11 @@ class Queries:
     index: IndexQueries | None = None
 
 
-def alone(x: Shaped[Array, "B W ..."]) -> Shaped[Array, "T one ..."]:
-    """Every token as a slot with a window of one token, [B * W, 1, ...]."""
-    return x.reshape(-1, 1, *x.shape[2:])
+class Ups(NamedTuple):
+    """The up-projections of every head: from the latent to keys [N, h, C], to values [N, v, C]."""
+
+    k: Any
+    v: Any
 
 
 # Epsilon of the two norms on low-rank projections, not rms_norm_eps: the reference implementation fixes it.
@@ -57,8 +59,7 @@ def rows_of(
 
 def attend(
     q: Queries,
-    k_up: Float[Array, "N h C"],
-    v_up: Float[Array, "N v C"],
+    w: Ups,
     rows: Float[Array, "B L c"],
     mask: Bool[Array, "B W L"],
     scale: float,
@@ -70,15 +71,15 @@ def attend(
     query and the output, so that all heads read the latent itself. Equal up to rounding. A token that sees
     nothing gets zeros.
     """
-    latent, key_rope = jnp.split(rows, [k_up.shape[-1]], axis=-1)
+    latent, key_rope = jnp.split(rows, [w.k.shape[-1]], axis=-1)
     wide = {"preferred_element_type": jnp.float32}
     scores = jnp.einsum("bwnr,blr->bnwl", q.rope, key_rope, **wide)
     if form == "absorbed":
-        inward = jnp.einsum("bwnh,nhc->bwnc", q.nope, k_up)
+        inward = jnp.einsum("bwnh,nhc->bwnc", q.nope, w.k)
         weights = masked_softmax(scores + jnp.einsum("bwnc,blc->bnwl", inward, latent, **wide), mask, scale)
         mixed = jnp.einsum("bnwl,blc->bwnc", weights.astype(rows.dtype), latent)
-        return jnp.einsum("bwnc,nvc->bwnv", mixed, v_up)
-    keys = jnp.einsum("blc,nhc->blnh", latent, k_up)
-    values = jnp.einsum("blc,nvc->blnv", latent, v_up)
+        return jnp.einsum("bwnc,nvc->bwnv", mixed, w.v)
+    keys = jnp.einsum("blc,nhc->blnh", latent, w.k)
+    values = jnp.einsum("blc,nvc->blnv", latent, w.v)
     weights = masked_softmax(scores + jnp.einsum("bwnh,blnh->bnwl", q.nope, keys, **wide), mask, scale)
     return jnp.einsum("bnwl,blnv->bwnv", weights.astype(rows.dtype), values)

@@ -13,10 +13,10 @@ from jaxtyping import Array, Float, Int
 
 from mtp_jax.model.narrow import Narrow, expand, index
 
-Experts = Literal["dense", "sparse"]
+Way = Literal["dense", "sparse"]
 Weight = Float[Array, "E ..."] | Narrow
 Product = Callable[[jax.Array, Any, Any], jax.Array]
-"""``x @ w.T`` in a dtype (see ``Xla.product``)."""
+"""``x @ w.T`` in a dtype (see ``Products.product``)."""
 
 # Rows that one visit to an expert handles: at least, if there are enough, and at most.
 _TILES = 8, 64

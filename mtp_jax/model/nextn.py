@@ -85,7 +85,7 @@ def write_cache(
     with jax.named_scope(f"nextn_{k}"):
         x = _merge(params, cfg, p, tokens, hidden, on)
         x = rms_norm(x, p.layer.attention_norm, cfg.rms_norm_eps)
-        rows = on.entries(p.layer.attention, cfg, x, rope_angles(cfg, positions))
+        rows = on.kind(p.layer.attention).entries(p.layer.attention, cfg, x, rope_angles(cfg, positions))
         rows = cache.stored(rows, cfg.row)
         return on.write(cache, rows, page_table, existing(k, positions))
 
@@ -131,7 +131,7 @@ def _merge(
     e = rms_norm(e, p.token_norm, cfg.rms_norm_eps)
     h = rms_norm(hidden.astype(e.dtype), p.hidden_norm, cfg.rms_norm_eps)
     with jax.named_scope("merge"):
-        return on.linear(jnp.concatenate([e, h], axis=-1), p.merge)
+        return on.products.linear(jnp.concatenate([e, h], axis=-1), p.merge)
 
 
 def teacher_forced(
@@ -189,4 +189,4 @@ def drafts_forced(
 def logits(params: Params, k: int, z: Float[Array, "*b D"], on: Backend = REFERENCE) -> Float[Array, "*b V"]:
     """Draft logits of layer ``k``, float32, from z after its norm."""
     p: NextN = params.nextn[k]
-    return on.head(z, params.table if p.head is None else p.head)
+    return on.products.head(z, params.table if p.head is None else p.head)

@@ -1,6 +1,6 @@
 """Trees of the same shapes as one tree whose arrays have one axis more: a loop over layers reads it in place.
 
-Which layers are stacked, a backend decides (``Xla.arranged``); everything else sees layers one by one.
+Which layers are stacked, a backend decides (``Backend.arranged``); everything else sees layers one by one.
 """
 
 from collections.abc import Iterable, Sequence

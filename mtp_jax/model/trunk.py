@@ -16,8 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from mtp_jax.model import micro_batches
-from mtp_jax.model.backend import Backend, Xla
-from mtp_jax.model.backend.xla_experts import Stream
+from mtp_jax.model.backend import Backend, xla
 from mtp_jax.model.cache import Cache, LayerCache, Views
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.indexer import Choice
@@ -26,10 +25,11 @@ from mtp_jax.model.moe import Routing
 from mtp_jax.model.narrow import Table, rows_of
 from mtp_jax.model.params import Layer, Params
 from mtp_jax.model.parts import join
+from mtp_jax.model.products.plain import Stream
 from mtp_jax.model.sharding import constrain
 from mtp_jax.model.stack import Stack, one_of
 
-REFERENCE = Xla()
+REFERENCE = xla()
 """The backend of calls that choose none."""
 
 
@@ -204,4 +204,4 @@ def forward_traced(
 
 def logits(params: Params, hidden: Float[Array, "*b D"], on: Backend = REFERENCE) -> Float[Array, "*b V"]:
     """Next-token logits, float32."""
-    return on.head(hidden, params.table)
+    return on.products.head(hidden, params.table)

@@ -12,7 +12,7 @@ from mtp_jax.model import nextn, trunk
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params
 from mtp_jax.train.loss import Aux, loss
-from mtp_jax.train.mixed import Differentiable
+from mtp_jax.train.mixed import differentiable
 
 _BATCH = 4
 
@@ -59,7 +59,7 @@ def _agreement(
     params: Params, cfg: ModelConfig, tokens: Int[Array, "B n"], depth: int
 ) -> Bool[Array, "B T K"]:
     """Whether drafts 1..k of every row all equal the trunk's greedy choice for the same position."""
-    length, on = tokens.shape[1] - 1 - depth, Differentiable()
+    length, on = tokens.shape[1] - 1 - depth, differentiable()
     hidden = trunk.forward(params, cfg, tokens[:, : length + depth], on)
     greedy = trunk.logits(params, hidden, on).argmax(-1)
     same = []

@@ -10,7 +10,7 @@ from mtp_jax.model import nextn, trunk
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.params import Params
-from mtp_jax.train.mixed import Differentiable, Products
+from mtp_jax.train.mixed import Factors, differentiable
 
 
 class Aux(NamedTuple):
@@ -34,7 +34,7 @@ def loss(
     mtp_weight: float,
     mtp_depth: int,
     mtp_targets: str = "data",
-    products: Products = "float32",
+    products: Factors = "float32",
 ) -> tuple[jax.Array, Aux]:
     """Next-token cross entropy + mtp_weight * mean over depths 1..mtp_depth of the MTP cross entropy.
 
@@ -46,7 +46,7 @@ def loss(
     verification compares them with, instead of the text.
     """
     length = tokens.shape[1] - 1 - mtp_depth
-    on = Differentiable(products=products)
+    on = differentiable(products)
     out = trunk.forward_traced(params, cfg, tokens[:, :length], on)
     drafts = nextn.drafts_forced(params, cfg, tokens, out.hidden, mtp_depth, on)
     trunk_logits = trunk.logits(params, out.hidden, on)

@@ -4,55 +4,58 @@ The second is mixed-precision training (arXiv 1710.03740, section 3): parameters
 optimiser stay in float32. A CPU with bfloat16 matrix instructions multiplies so several times faster.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
-from mtp_jax.model.backend.xla import Rows, Xla
+from mtp_jax.model.attention.gqa import Gqa
+from mtp_jax.model.attention.latent import Latent
+from mtp_jax.model.attention.source import Chosen, Source
+from mtp_jax.model.backend import Backend, xla
+from mtp_jax.model.experts.plain import Experts
 from mtp_jax.model.layers import masked_softmax
-from mtp_jax.model.mla import Form, Queries
-from mtp_jax.model.moe import Experts
+from mtp_jax.model.mla import Queries, Ups
+from mtp_jax.model.products.plain import Products, Rows, Weight
 
-Products = Literal["float32", "bfloat16"]
+Factors = Literal["float32", "bfloat16"]
+
+
+def differentiable(factors: Factors = "float32") -> Backend:
+    """The backend that has derivatives: every expert computes every row."""
+    if factors == "float32":
+        return xla(experts="dense")
+    on = Bf16Products()
+    return Backend(on, Bf16Latent(on), Gqa(on), Experts(on, "dense"))
 
 
 @dataclass(frozen=True)
-class Differentiable(Xla):
-    """The way to run the model that has derivatives: every expert computes every row."""
+class Bf16Products(Products):
+    """Products of factors rounded to bfloat16, but for products that are exact."""
 
-    experts: Experts = "dense"
-    products: Products = "float32"
-
-    def product(self, x: Float[Array, "... i"], w: Float[Array, "*o i"], dtype: Any) -> Float[Array, "..."]:
-        """See `Xla.product`."""
-        if self.products == "float32":
-            return super().product(x, w, dtype)
+    def product(self, x: Float[Array, "... i"], w: Weight, dtype: Any) -> Float[Array, "..."]:
+        """See `Products.product`."""
         y = _narrow(x.reshape(-1, x.shape[-1]), w.reshape(-1, w.shape[-1]))
         return y.reshape(*x.shape[:-1], *w.shape[:-1]).astype(dtype)
 
     def exactly(self, x: Rows, w: Float[Array, "o i"]) -> Float[Array, "*b o"]:
-        """See `Xla.exactly`."""
-        return Xla.exactly(replace(self, products="float32"), x, w)
+        """See `Products.exactly`."""
+        return Products(self.mesh).exactly(x, w)
 
-    def attend_rows(
-        self,
-        q: Queries,
-        k_up: Float[Array, "N h C"],
-        v_up: Float[Array, "N v C"],
-        rows: Float[Array, "B L c"],
-        mask: Bool[Array, "B W L"],
-        scale: float,
-        form: Form,
-    ) -> Float[Array, "B W N v"]:
-        """See `Xla.attend_rows`; heads first, and one product for both parts of queries and keys."""
-        if self.products == "float32":
-            return super().attend_rows(q, k_up, v_up, rows, mask, scale, form)
-        latent, key_rope = jnp.split(rows, [k_up.shape[-1]], axis=-1)
-        keys, values = (jnp.moveaxis(self.product(latent, up, jnp.float32), 2, 1) for up in (k_up, v_up))
+
+@dataclass(frozen=True)
+class Bf16Latent(Latent):
+    """Naive MLA, heads first, with one product for both parts of queries and keys."""
+
+    def attend(self, q: Queries, w: Ups, source: Source, scale: float) -> Float[Array, "B W N v"]:
+        """See `Latent.attend`."""
+        assert not isinstance(source, Chosen), "nothing is trained through sparse attention"
+        rows, mask = source.read(jnp.float32)
+        latent, key_rope = jnp.split(rows, [w.k.shape[-1]], axis=-1)
+        keys, values = (jnp.moveaxis(self.on.product(latent, up, jnp.float32), 2, 1) for up in w)
         shared = jnp.broadcast_to(key_rope[:, None], (*keys.shape[:3], key_rope.shape[-1]))
         keys = jnp.concatenate([keys, shared], -1).astype(jnp.bfloat16)
         asked = jnp.moveaxis(jnp.concatenate([q.nope, q.rope], -1), 2, 1).astype(jnp.bfloat16)

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from mtp_jax.errors import ConfigError
-from mtp_jax.train.mixed import Products
+from mtp_jax.train.mixed import Factors
 
 Count = Annotated[int, Field(strict=True, ge=1)]
 Natural = Annotated[int, Field(strict=True, ge=0)]
@@ -91,7 +91,7 @@ class Recipe:
     # objective (DeepSeek-V3 report, sections 2.1.2 and 2.2)
     mtp_weight: NotNegative = 0.3
     balance_rate: NotNegative = 1e-3
-    products: Products = "float32"
+    products: Factors = "float32"
     # bookkeeping
     checkpoint_minutes: NotNegative = 8.0
     report_seconds: NotNegative = 30.0

@@ -24,7 +24,7 @@ from mtp_jax.decode.sampling import adjust, distribution, neutral_state
 from mtp_jax.decode.state import State, StateShape
 from mtp_jax.decode.step import draft_phase, step, verify_phase
 from mtp_jax.model import trunk
-from mtp_jax.model.backend import XlaCpu
+from mtp_jax.model.backend import xla_cpu
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params
 from tests.models import TINY, rigged
@@ -38,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "top_p": {"top_p": 0.8},
     "penalties": {"repetition": 1.5, "frequency": 0.4, "presence": 0.3},
 }
-ON = XlaCpu(experts="dense")
+ON = xla_cpu(experts="dense")
 
 
 @dataclass(frozen=True)

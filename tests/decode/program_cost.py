@@ -32,7 +32,7 @@ from mtp_jax.decode.programs import Programs
 from mtp_jax.decode.state import StateShape
 from mtp_jax.engine.buckets import Buckets
 from mtp_jax.engine.config import EngineConfig
-from mtp_jax.model.backend import XlaCpu
+from mtp_jax.model.backend import xla_cpu
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import compiler_options
 from mtp_jax.model.narrow import Bf16, Fp8
@@ -109,7 +109,7 @@ def cases() -> dict[str, Case]:
 
 def lowered(case: Case) -> Any:
     """The program, for shapes alone, with 8 slots of 16 pages."""
-    cfg, on = case.cfg, XlaCpu()
+    cfg, on = case.cfg, xla_cpu()
     params: Params = jax.tree.map(case.keep, param_specs(cfg))
     groups = [stacked(g) if len(g) > 1 else g[0] for g in on.arranged(params.layers)]
     params = Params(params.embed, tuple(groups), params.norm, params.head, params.nextn)
@@ -186,7 +186,9 @@ def faults(name: str, cost: Cost, most: dict[str, int]) -> list[str]:
 
 def executables() -> int:
     """Programs of a default server with grammars; a structured step is two."""
-    first, rest = Buckets(EngineConfig(adaptive_depth=True), 1, XlaCpu().loops).server(structured=True)
+    first, rest = Buckets(EngineConfig(adaptive_depth=True), 1, xla_cpu().products.loops).server(
+        structured=True
+    )
     keys = first + rest
     return len(keys) + sum(isinstance(k, StepKey) and k.mode.structured for k in keys)
 

@@ -17,7 +17,9 @@ from mtp_jax.decode.greedy import best_tokens
 from mtp_jax.decode.keys import ACCEPTED, SamplingMode
 from mtp_jax.decode.sampling import argmax
 from mtp_jax.decode.state import StateShape
-from mtp_jax.model.backend import Xla, XlaCpu
+from mtp_jax.model.backend import xla, xla_cpu
+from mtp_jax.model.products.cpu import CpuProducts
+from mtp_jax.model.products.plain import Products
 from tests.models import TINY, rigged
 
 
@@ -27,10 +29,10 @@ def test_parts_do_not_show(monkeypatch, parts):
     rng = np.random.default_rng(0)
     table = jnp.asarray(rng.integers(-2, 3, size=(40, 3)), jnp.float32)
     hidden = jnp.asarray(rng.integers(-2, 3, size=(2, 50, 3)), jnp.float32)
-    monkeypatch.setattr(Xla, "head_parts", parts)
-    logits = Xla().head(hidden, table)
+    monkeypatch.setattr(Products, "head_parts", parts)
+    logits = xla().products.head(hidden, table)
     assert ((logits == logits.max(-1, keepdims=True)).sum(-1) > 1).any()
-    ids, finite = best_tokens(hidden, table, Xla())
+    ids, finite = best_tokens(hidden, table, xla())
     np.testing.assert_array_equal(ids, argmax(logits))
     assert finite.all()
 
@@ -39,7 +41,7 @@ def test_parts_do_not_show(monkeypatch, parts):
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
 def test_what_is_not_finite_is_noticed_in_every_part(row, broken):
     table = jnp.ones((40, 3)).at[row].set(broken)
-    ids, finite = best_tokens(jnp.ones((5, 3)), table, Xla())
+    ids, finite = best_tokens(jnp.ones((5, 3)), table, xla())
     assert not finite.any()
     assert ((ids >= 0) & (ids < 40)).all()
 
@@ -48,7 +50,7 @@ DRAFTER = build(TINY)
 
 
 def test_steps_are_the_same(monkeypatch):
-    params, on, slots, depth, window = rigged(noise=0.1), XlaCpu(), 8, 3, 3
+    params, on, slots, depth, window = rigged(noise=0.1), xla_cpu(), 8, 3, 3
     fixed: dict[str, Any] = {"cfg": TINY, "drafter": DRAFTER, "pages": 1, "on": on}
     rng = np.random.default_rng(1)
     tokens = jnp.asarray(rng.integers(2, TINY.vocab_size, (slots, window)), jnp.int32)
@@ -82,6 +84,6 @@ def test_steps_are_the_same(monkeypatch):
         return np.stack(results)
 
     whole = run()
-    monkeypatch.setattr(XlaCpu, "head_parts", 3)
+    monkeypatch.setattr(CpuProducts, "head_parts", 3)
     np.testing.assert_array_equal(run(), whole)
     assert whole[:, :, depth + 1 + ACCEPTED].sum() > 0

@@ -15,7 +15,7 @@ from mtp_jax.decode.state import State
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request, Status
 from mtp_jax.engine.sampling_params import SamplingParams
-from mtp_jax.model.backend import XlaCpu
+from mtp_jax.model.backend import xla_cpu
 from mtp_jax.model.params import Params
 from tests.decode.helpers import poison
 from tests.models import (
@@ -81,7 +81,7 @@ def test_committed_length(cfg, params):
 @functools.partial(jax.jit, static_argnames="depth")
 def next_drafts(params: Params, state: State, depth: int = 3) -> jax.Array:
     """NextN logits [B, K, V] of the drafts that the next step would make."""
-    on, s = XlaCpu(experts="dense"), state.slots.replace(depth=jnp.full_like(state.slots.depth, depth))
+    on, s = xla_cpu(experts="dense"), state.slots.replace(depth=jnp.full_like(state.slots.depth, depth))
     drafts, _ = NextN(TINY).propose(
         params, state.drafter, s, s.page_table, depth, depth, DraftSampler(logits=True), on
     )

@@ -19,9 +19,12 @@ from mtp_jax.decode.result import StepResult
 from mtp_jax.decode.state import State, StateShape
 from mtp_jax.decode.step import draft_phase, step, verify_phase
 from mtp_jax.model import trunk
-from mtp_jax.model.backend import XlaCpu
+from mtp_jax.model.attention.cpu import CpuLatent
+from mtp_jax.model.attention.source import Paged
+from mtp_jax.model.backend import xla_cpu
 from mtp_jax.model.cache import PagedView
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.experts.cpu import CpuExperts
 from mtp_jax.model.parts import join, split
 from mtp_jax.model.sharding import make_mesh
 from mtp_jax.model.visible import chain
@@ -99,7 +102,7 @@ def test_what_runs_together_is_what_runs_apart(mode, halves, mesh_shape):
     """Slots 0 and 2 draft and verify while the prompts of 1 and 3 are read, in two chunks."""
     mesh = None if mesh_shape is None else make_mesh(*mesh_shape)
     params = tiny_params() if mesh is None else on_mesh(tiny_params(), mesh)
-    on, parts = XlaCpu(mesh), {"cfg": TINY, "drafter": DRAFTER, "pages": PAGES, "mode": mode}
+    on, parts = xla_cpu(mesh), {"cfg": TINY, "drafter": DRAFTER, "pages": PAGES, "mode": mode}
     windows = {"slots": SLOTS, "depth": DEPTH}
     whole = jax.jit(partial(step, on=on, prompt_logprobs=5, **parts, **windows))
     steps = jax.jit(partial(step, on=on, **parts, **windows))
@@ -165,7 +168,7 @@ def test_every_weight_is_read_once():
     """A product with each of the trunk's and the head's is there once in a step that takes a chunk."""
 
     def products(slots: int, chunk: Chunk | None) -> dict[str, int]:
-        run = partial(step, cfg=TINY, drafter=DRAFTER, pages=PAGES, mode=SamplingMode(), on=XlaCpu())
+        run = partial(step, cfg=TINY, drafter=DRAFTER, pages=PAGES, mode=SamplingMode(), on=xla_cpu())
         lowered = jax.jit(partial(run, slots=slots, depth=0)).lower(tiny_params(), begun(None), chunk)
         weights = {
             "head": (TINY.vocab_size, TINY.hidden_size),
@@ -188,19 +191,26 @@ def test_every_weight_is_read_once():
 
 
 @dataclass(frozen=True)
-class Counting(XlaCpu):
-    """Notes, in order, the experts that rows visit, and how many tokens of each slot see anything."""
+class Visits(CpuExperts):
+    """Notes, in order, the experts that rows visit."""
 
-    visits: list[np.ndarray] = field(default_factory=list, compare=False)
-    seeing: list[np.ndarray] = field(default_factory=list, compare=False)
+    noted: list[np.ndarray] = field(default_factory=list, compare=False)
 
     def routed(self, gate_up, down, x, r, shards=1, first=0):
-        jax.debug.callback(self.visits.append, r.ids, ordered=True)
+        jax.debug.callback(self.noted.append, r.ids, ordered=True)
         return super().routed(gate_up, down, x, r, shards, first)
 
-    def attend_pages(self, q, k_up, v_up, cache, view, scale, only=None):
-        jax.debug.callback(self.seeing.append, view.visible.count, ordered=True)
-        return super().attend_pages(q, k_up, v_up, cache, view, scale, only)
+
+@dataclass(frozen=True)
+class Seeing(CpuLatent):
+    """Notes, in order, how many tokens of each slot see anything."""
+
+    noted: list[np.ndarray] = field(default_factory=list, compare=False)
+
+    def attend(self, q, w, source, scale):
+        assert isinstance(source, Paged)
+        jax.debug.callback(self.noted.append, source.view.visible.count, ordered=True)
+        return super().attend(q, w, source, scale)
 
 
 def test_rows_past_their_slots_depth_cost_nothing():
@@ -208,18 +218,24 @@ def test_rows_past_their_slots_depth_cost_nothing():
     cfg = replace(TINY, n_routed_experts=32, nextn_moe=(True,))
     params, drafter = tiny_params(cfg), build(cfg)
     fixed = {"cfg": cfg, "drafter": drafter, "pages": PAGES, "mode": SamplingMode()}
-    first = jax.jit(partial(step, on=XlaCpu(), slots=0, depth=0, **fixed))
-    on = Counting()
+    first = jax.jit(partial(step, on=xla_cpu(), slots=0, depth=0, **fixed))
+    plain = xla_cpu()
+    visits, seeing = Visits(plain.products), Seeing(plain.products)
+    on = replace(plain, experts=visits, latent=seeing)
     counted = jax.jit(partial(step, on=on, slots=SLOTS, depth=DEPTH, **fixed))
     texts = prompts(SLOTS, shortest=4, seed=2)
 
     def run(depths: tuple[int, ...]) -> tuple[list[np.ndarray], list[np.ndarray], list[list[int]]]:
         state, _ = first(params, begun(None, depths, cfg), chunk_of(tuple(range(SLOTS)), texts, 0))
-        on.visits.clear()
-        on.seeing.clear()
+        visits.noted.clear()
+        seeing.noted.clear()
         _, result = counted(params, state)
         jax.effects_barrier()
-        return [*map(np.asarray, on.visits)], [*map(np.asarray, on.seeing)], tokens_of(result, slice(SLOTS))
+        return (
+            [*map(np.asarray, visits.noted)],
+            [*map(np.asarray, seeing.noted)],
+            tokens_of(result, slice(SLOTS)),
+        )
 
     def experts(ids: np.ndarray) -> set[int]:
         return {*ids[ids < cfg.n_routed_experts].tolist()}
@@ -249,7 +265,7 @@ def test_rows_that_do_not_count_visit_no_expert():
         written = np.where(np.arange(3) < counts[:, None], positions, -1)
         seen = chain(jnp.zeros(2, jnp.int32), jnp.asarray(counts))
         view = PagedView(jnp.asarray([[0], [1]]), jnp.asarray(written), seen)
-        return trunk.run(params, TINY, tokens, jnp.asarray(positions), caches, (view,), XlaCpu())
+        return trunk.run(params, TINY, tokens, jnp.asarray(positions), caches, (view,), xla_cpu())
 
     every, some = run(np.array([3, 3])), run(np.array([2, 0]))
     (of_all,), (of_some,) = every.routing, some.routing

@@ -21,10 +21,10 @@ from jax.sharding import NamedSharding
 
 from kernels_pallas.deviceless import target
 from mtp_jax.model import trunk
-from mtp_jax.model.backend import MosaicGpu
-from mtp_jax.model.backend.exchange import Exchange
+from mtp_jax.model.backend import mosaic_gpu
 from mtp_jax.model.cache import LayerCache, PagedView
 from mtp_jax.model.device import compiler_options
+from mtp_jax.model.experts.exchange import Exchange
 from mtp_jax.model.sharding import partition
 from mtp_jax.model.visible import chain
 from tests.kernels.compile_step import PAGE, abstract_params, config
@@ -36,7 +36,7 @@ def compile_trunk(gpus: int, micro_batches: int, layers: int, room: float, dump:
     """The text of the compiled pass of one dense layer and so many MoE layers over all slots' windows."""
     mesh = target.h200s((gpus, 1), ("data", "model"))
     exchange = Exchange(gpus, 1 if gpus == 8 else 8, room)
-    on, cfg = MosaicGpu(mesh, exchange=exchange, micro_batches=micro_batches), config(1 + layers)
+    on, cfg = mosaic_gpu(mesh, exchange=exchange, micro_batches=micro_batches), config(1 + layers)
     slots, columns = gpus * SLOTS, ROWS // PAGE
 
     def array(dtype: Any, axis: str, *shape: int) -> jax.ShapeDtypeStruct:

@@ -32,7 +32,7 @@ from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.keys import SamplingMode
 from mtp_jax.decode.state import StateShape
 from mtp_jax.decode.step import step
-from mtp_jax.model.backend import Backend, MosaicGpu
+from mtp_jax.model.backend import Backend, mosaic_gpu
 from mtp_jax.model.cache import LayerCache, PagedView
 from mtp_jax.model.config import IndexerConfig, ModelConfig
 from mtp_jax.model.layers import rope_angles
@@ -141,7 +141,7 @@ def compile_program(mesh: Mesh, function: Any, *inputs: Any, dump: Path) -> Prog
 
 def backend(mesh: Mesh) -> Backend:
     """Decoding, on a mesh if it has more than one device."""
-    return MosaicGpu(mesh if mesh.size > 1 else None)
+    return mosaic_gpu(mesh if mesh.size > 1 else None)
 
 
 def compile_step(layers: int, mesh: Mesh, dump: Path, load: Load = DENSE) -> Program:

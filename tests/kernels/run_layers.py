@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from kernels_pallas.checking.verify import distance
 from mtp_jax.engine.config import KernelChoice
 from mtp_jax.model.backend import backend
-from mtp_jax.model.backend.stream import plus, stream
 from mtp_jax.model.device import is_hopper
+from mtp_jax.model.products.stream import plus, stream
 from mtp_jax.model.sharding import make_mesh
 from tests.kernels.compile_step import DEPTH, INDEXER, Load, layers_of
 from tests.kernels.random_weights import random_params

@@ -11,11 +11,14 @@ import pytest
 
 from mtp_jax.checkpoint import load
 from mtp_jax.model import trunk
-from mtp_jax.model.backend import Backend, Xla, XlaCpu, cpu_attention
+from mtp_jax.model.attention import cpu as cpu_attention
+from mtp_jax.model.attention.pages import by_loop, by_scatter
+from mtp_jax.model.attention.source import Paged, Whole
+from mtp_jax.model.backend import Backend, xla, xla_cpu
 from mtp_jax.model.cache import Entries, LayerCache, PagedView, Views, empty_cache, read_rows
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import rope_angles
-from mtp_jax.model.mla import Form, Queries, attend
+from mtp_jax.model.mla import Form, Queries, Ups, attend
 from mtp_jax.model.params import Attention, Layer
 from mtp_jax.model.visible import chain
 from tests.golden import expected, model_dir
@@ -35,7 +38,7 @@ def block(name: str) -> tuple[Layer, np.ndarray, np.ndarray]:
     p = rigged(cfg).layers[0]
     x = jnp.asarray(np.random.default_rng(1).normal(size=(B, T, cfg.hidden_size)), jnp.float32)
     positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-    out, _ = attention(p, cfg, x, rope_angles(cfg, positions), None, (), Xla())
+    out, _ = attention(p, cfg, x, rope_angles(cfg, positions), None, (), xla())
     return p, np.asarray(x), np.asarray(out)
 
 
@@ -64,6 +67,10 @@ def compiled(name: str, form: Form, on: Backend):
     return jax.jit(run)
 
 
+def ups() -> Ups:
+    return Ups(weights().k_up, weights().v_up)
+
+
 def view_of(table: np.ndarray, positions: np.ndarray) -> PagedView:
     """Every window token sees the rows up to its own position."""
     start, count = positions[:, 0], (positions >= 0).sum(axis=1)
@@ -77,7 +84,7 @@ def rows_of(cache: LayerCache, view: PagedView) -> np.ndarray:
     return np.asarray(read_rows(cache, view.page_table, seen, jnp.float32, TINY.kv_lora_rank))
 
 
-@pytest.mark.parametrize("on", [Xla(), XlaCpu()], ids=["xla", "xla_cpu"])
+@pytest.mark.parametrize("on", [xla(), xla_cpu()], ids=["xla", "xla_cpu"])
 @pytest.mark.parametrize("form", ["naive", "absorbed"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_windows_through_the_cache_equal_one_pass_without(name, form, on):
@@ -109,13 +116,13 @@ def queries(rng: np.random.Generator, width: int) -> Queries:
 
 def test_both_forms_of_both_backends_agree_under_any_mask():
     rng = np.random.default_rng(3)
-    p, q = weights(), queries(rng, 3)
+    q = queries(rng, 3)
     rows = jnp.asarray(rng.normal(size=(B, 9, TINY.latent_dim)), jnp.float32)
     mask = rng.random((B, 3, 9)) < 0.6
     mask[0, 1] = False
     every = [
-        on.attend_rows(q, p.k_up, p.v_up, rows, jnp.asarray(mask), 0.3, form)
-        for on in (Xla(), XlaCpu())
+        on.latent.attend(q, ups(), Whole(rows, jnp.asarray(mask), form=form), 0.3)
+        for on in (xla(), xla_cpu())
         for form in get_args(Form)
     ]
     for got in every:
@@ -123,19 +130,19 @@ def test_both_forms_of_both_backends_agree_under_any_mask():
         np.testing.assert_array_equal(got[0, 1], 0)  # a window token that sees nothing
 
 
-@pytest.mark.parametrize("on", [Xla(), XlaCpu()], ids=["xla", "xla_cpu"])
+@pytest.mark.parametrize("on", [xla(), xla_cpu()], ids=["xla", "xla_cpu"])
 def test_the_two_forms_have_the_same_derivatives(on):
     rng = np.random.default_rng(4)
-    p, q = weights(), queries(rng, 3)
+    q, w = queries(rng, 3), ups()
     rows = jnp.asarray(rng.normal(size=(B, 9, TINY.latent_dim)), jnp.float32)
     mask = jnp.asarray(rng.random((B, 3, 9)) < 0.6).at[0, 1].set(False)
-    weigh = jnp.asarray(rng.normal(size=(B, 3, *p.v_up.shape[:2])), jnp.float32)
+    weigh = jnp.asarray(rng.normal(size=(B, 3, *w.v.shape[:2])), jnp.float32)
 
-    def total(form, q, k_up, v_up, rows):
-        return (on.attend_rows(q, k_up, v_up, rows, mask, 0.3, form) * weigh).sum()
+    def total(form, q, w, rows):
+        return (on.latent.attend(q, w, Whole(rows, mask, form=form), 0.3) * weigh).sum()
 
     ours, others = (
-        jax.tree.leaves(jax.grad(functools.partial(total, form), (0, 1, 2, 3))(q, p.k_up, p.v_up, rows))
+        jax.tree.leaves(jax.grad(functools.partial(total, form), (0, 1, 2))(q, w, rows))
         for form in ("naive", "absorbed")
     )
     assert all(jnp.abs(a).max() > 0.1 for a in others)
@@ -152,13 +159,14 @@ def test_blocks_of_the_cache_equal_all_of_it(monkeypatch, columns, form):
     """
     monkeypatch.setattr(cpu_attention, "_BLOCK", (2 * SIZE, 2 * SIZE))
     rng = np.random.default_rng(8)
-    p, q = weights(), queries(rng, 3)
+    q = queries(rng, 3)
     table = rng.permutation(B * columns).reshape(B, columns)
     rows = rng.normal(size=(B * columns + 1, SIZE, TINY.latent_dim)).astype(np.float32)
 
     @jax.jit
     def attended(cache, view):
-        return XlaCpu().attend_pages(q, p.k_up, p.v_up, cache, replace(view, form=form), 0.3)
+        source = Paged(cache, replace(view, form=form), TINY.row)
+        return xla_cpu().latent.attend(q, ups(), source, 0.3)
 
     found = {}
     for others in (-1, 2, SIZE, 3 * SIZE, columns * SIZE - 3):
@@ -175,7 +183,7 @@ def test_blocks_of_the_cache_equal_all_of_it(monkeypatch, columns, form):
         cache = LayerCache(jnp.asarray(pages))
         got = np.asarray(attended(cache, view))
         seen, mask = jnp.asarray(rows_of(cache, view)), view.visible.mask(3, columns * SIZE)
-        np.testing.assert_allclose(got, attend(q, p.k_up, p.v_up, seen, mask, 0.3, form), atol=2e-6)
+        np.testing.assert_allclose(got, attend(q, ups(), seen, mask, 0.3, form), atol=2e-6)
         found[others] = got
     np.testing.assert_array_equal(found[-1][1], 0)
     for got in found.values():
@@ -186,7 +194,7 @@ def test_prefill_takes_the_form_with_fewer_operations():
     """Per head and cached row: naive (h + v) C once and h + R + v per token, absorbed 2 C + R per token."""
     cfg = replace(TINY, kv_lora_rank=192, qk_nope_head_dim=64, v_head_dim=64)
     h, v, c, r = cfg.qk_nope_head_dim, cfg.v_head_dim, cfg.kv_lora_rank, cfg.qk_rope_head_dim
-    forms = [XlaCpu().prefill_form(cfg, w) for w in range(1, 300)]
+    forms = [xla_cpu().latent.prefill_form(cfg, w) for w in range(1, 300)]
     fewer = [w * (2 * c + r) <= (h + v) * c + w * (h + r + v) for w in range(1, 300)]
     assert forms == ["absorbed" if few else "naive" for few in fewer]
     assert len(set(forms)) == 2, "there is nothing to choose in this model"
@@ -195,23 +203,21 @@ def test_prefill_takes_the_form_with_fewer_operations():
 @pytest.mark.parametrize("form", ["naive", "absorbed"])
 def test_large_scores_do_not_overflow(form):
     rng = np.random.default_rng(4)
-    p, q = weights(), queries(rng, 1)
+    q = queries(rng, 1)
     rows = jnp.asarray(rng.normal(size=(B, 5, TINY.latent_dim)), jnp.float32)
-    for on in (Xla(), XlaCpu()):
-        out = on.attend_rows(q, p.k_up, p.v_up, rows, jnp.ones((B, 1, 5), bool), 1e4, form)
+    for on in (xla(), xla_cpu()):
+        out = on.latent.attend(q, ups(), Whole(rows, jnp.ones((B, 1, 5), bool), form=form), 1e4)
         assert np.isfinite(out).all()
 
 
-@pytest.mark.parametrize("on", [Xla(), XlaCpu()], ids=["xla", "xla_cpu"])
-def test_write_rows_writes_what_is_asked_and_nothing_else(on):
+@pytest.mark.parametrize("write", [by_scatter, by_loop])
+def test_rows_are_written_where_they_are_asked_for_and_nowhere_else(write):
     rng = np.random.default_rng(5)
     table = np.array([[2, 0], [1, 4]])
     pages = rng.normal(size=(6, SIZE, 3)).astype(np.float32)  # page 5 is for rows nobody wants
     positions = np.array([[3, 4, -1], [-1, 6, 0]])
     rows = rng.normal(size=(2, 3, 3)).astype(np.float32)
-    got = jax.jit(on.write_rows)(
-        jnp.asarray(pages), jnp.asarray(rows), jnp.asarray(table), jnp.asarray(positions)
-    )
+    got = jax.jit(write)(jnp.asarray(pages), jnp.asarray(rows), jnp.asarray(table), jnp.asarray(positions))
     want = pages.copy()
     want[2, 3], want[0, 0], want[4, 2], want[1, 0] = rows[0, 0], rows[0, 1], rows[1, 1], rows[1, 2]
     np.testing.assert_array_equal(got[:5], want[:5])
@@ -241,7 +247,7 @@ def test_distance_of_an_fp8_cache(form):
     def logits(cache):
         layers = (cache,) * cfg.num_hidden_layers
         views = (replace(view, form=form),)
-        traced = trunk.run(found.params, cfg, tokens, view.written, layers, views, XlaCpu())
+        traced = trunk.run(found.params, cfg, tokens, view.written, layers, views, xla_cpu())
         return trunk.logits(found.params, traced.hidden)[0]
 
     def error(fp8):
@@ -262,7 +268,7 @@ def test_fp8_rows_are_written_alike_everywhere():
     empty = empty_cache(6, SIZE, cfg, 0, jnp.float32, fp8=True)
     rows = empty.stored(Entries(jnp.asarray(rng.normal(size=(2, 3, 10)), jnp.float32)), cfg.row)
     looped, scattered = (
-        on.write_rows(empty, rows, jnp.asarray(table), jnp.asarray(positions)) for on in (XlaCpu(), Xla())
+        write(empty, rows, jnp.asarray(table), jnp.asarray(positions)) for write in (by_loop, by_scatter)
     )
     for a, b, row in zip(*map(jax.tree.leaves, (looped, scattered, rows)), strict=True):
         np.testing.assert_array_equal(a[:5], b[:5])

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from mtp_jax.model import moe
-from mtp_jax.model.backend import Xla, XlaCpu, cpu_experts, cpu_heads
+from mtp_jax.model.attention import cpu_heads
+from mtp_jax.model.backend import xla, xla_cpu
+from mtp_jax.model.experts import cpu as cpu_experts
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.narrow import Bf16, Fp8, InStack, Narrow, expand, with_bits, without_bits
 
@@ -50,7 +52,7 @@ def test_products_of_any_number_of_rows(kind, shape, matrices):
     w = kind(shape)
     for rows in (1, 3, 9, 40, 80):
         x = RNG.normal(size=(1, rows, shape[-1])).astype(np.float32)
-        got = jax.jit(XlaCpu(matrices=matrices).linear)(x, w)
+        got = jax.jit(xla_cpu(matrices=matrices).products.linear)(x, w)
         near(got, np.tensordot(x.astype(np.float64), wide(w), (2, -1)))
 
 
@@ -81,7 +83,7 @@ def test_bits_lie_in_the_memory_of_the_values(kind):
 def test_a_program_widens_no_weight_of_few_rows_in_memory():
     """The largest array that a compiled product of one row makes is smaller than the weight in float32."""
     w = bf16((1024, 1024))
-    compiled = jax.jit(XlaCpu().linear).lower(np.zeros((1, 1, 1024), np.float32), w).compile()
+    compiled = jax.jit(xla_cpu().products.linear).lower(np.zeros((1, 1, 1024), np.float32), w).compile()
     assert (memory := compiled.memory_analysis()) is not None
     assert memory.temp_size_in_bytes < 1024 * 1024
 
@@ -92,7 +94,7 @@ def test_a_program_widens_no_stack_of_experts_in_memory(kind):
     gate_up, down, rows = kind((32, 2, 256, 512)), kind((32, 512, 256)), 320
     r = Routing(jnp.zeros((rows, 2), jnp.int32), jnp.ones((rows, 2)))
     assert not cpu_experts.takes(gate_up, down, r.ids.size)
-    routed = jax.jit(XlaCpu(matrices=True).routed)
+    routed = jax.jit(xla_cpu(matrices=True).experts.routed)
     compiled = routed.lower(gate_up, down, np.zeros((rows, 512), np.float32), r).compile()
     assert (memory := compiled.memory_analysis()) is not None
     assert memory.temp_size_in_bytes < np.prod(gate_up.shape)
@@ -107,7 +109,7 @@ def test_routed_experts(kind, rows):
     x = RNG.normal(size=(rows, 256)).astype(np.float32) / 16
     ids = jnp.asarray(np.stack([RNG.permutation(6)[:2] for _ in range(rows)]), jnp.int32)
     r = Routing(ids, jnp.asarray(RNG.random((rows, 2)), jnp.float32))
-    want = moe.dense(without_bits(gate_up), without_bits(down), jnp.asarray(x), r, Xla().product)
+    want = moe.dense(without_bits(gate_up), without_bits(down), jnp.asarray(x), r, xla().products.product)
     assert cpu_experts.takes(gate_up, down, r.ids.size) == (rows < 70)
-    got = jax.jit(XlaCpu().routed)(gate_up, down, x, r)
+    got = jax.jit(xla_cpu().experts.routed)(gate_up, down, x, r)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * float(jnp.abs(want).max()))

@@ -22,21 +22,17 @@ from mtp_jax.api.propose import propose
 from mtp_jax.checkpoint import load, save
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model import trunk
-from mtp_jax.model.backend import (
-    Backend,
-    MosaicGpu,
-    Xla,
-    XlaCpu,
-    backend,
-    mosaic_attention,
-    mosaic_gpu,
-)
+from mtp_jax.model.attention import hopper as by_kernels
+from mtp_jax.model.attention.source import Paged
+from mtp_jax.model.backend import Backend, backend, mosaic_gpu, xla, xla_cpu
 from mtp_jax.model.cache import Entries, LayerCache, PagedView, empty_cache
-from mtp_jax.model.device import is_hopper, platform
+from mtp_jax.model.config import RowFormat
+from mtp_jax.model.device import is_hopper, multiplies_bf16, platform
 from mtp_jax.model.layers import rope_angles
-from mtp_jax.model.mla import Queries
+from mtp_jax.model.mla import Queries, Ups
 from mtp_jax.model.narrow import Bf16, Fp8, expand, is_narrow, without_bits
 from mtp_jax.model.params import Attention, Params, Spec, param_specs
+from mtp_jax.model.products.hopper import HopperProducts, check_experts
 from mtp_jax.model.sharding import make_mesh
 from mtp_jax.model.specs import may_be_narrow, scale_spec
 from mtp_jax.model.visible import chain
@@ -61,7 +57,8 @@ ALIGNED = replace(
     num_nextn_predict_layers=0,
     nextn_moe=(),
 )
-KERNELS = MosaicGpu(kernels=frozenset(("linear", "experts")), strict=True)
+kernels = functools.partial(mosaic_gpu, kernels=frozenset(("linear", "experts")), strict=True)
+KERNELS = kernels()
 
 
 def is_fp8(x: Any) -> bool:
@@ -100,7 +97,7 @@ def test_weights_stay_fp8_and_expand_to_what_loading_gives(variant):
     assert saved == of_fp8 + sum(w.values.nbytes for w in halves)
 
 
-@pytest.mark.parametrize("on", [Xla(experts="dense"), XlaCpu(form="absorbed")])
+@pytest.mark.parametrize("on", [xla(experts="dense"), xla_cpu(form="absorbed")])
 def test_same_model_as_dequantised(on):
     tokens = jnp.asarray(expected("fp8")["input_ids"])[None]
     cfg = kept("fp8").config
@@ -282,9 +279,9 @@ def distance(got: np.ndarray, want: np.ndarray) -> float:
 
 @pytest.mark.parametrize("form", ["absorbed", "naive"])
 def test_kernels_compute_the_same_model(calls, form):
-    want = hidden(aligned(), Xla())
+    want = hidden(aligned(), xla())
     assert not calls
-    got = hidden(aligned(), replace(KERNELS, form=form))
+    got = hidden(aligned(), kernels(form=form))
     # Per layer three norms, and o's input quantised; and parts of q_a, kv_a and o, which the norms sum.
     assert (calls.count("norm"), calls.count("heads"), calls.count("parts")) == (2 * 3, 2, 2 * 3)
     # Per layer q_a, q_b, kv_a, o; a dense MLP or a shared expert of two products; experts of two.
@@ -294,8 +291,8 @@ def test_kernels_compute_the_same_model(calls, form):
 
 
 def test_kernels_on_a_mesh(calls):
-    want = hidden(aligned(), Xla())
-    got = hidden(aligned(), replace(KERNELS, mesh=make_mesh(2, 2)))
+    want = hidden(aligned(), xla())
+    got = hidden(aligned(), kernels(make_mesh(2, 2)))
     assert (calls.count("fp8"), calls.count("grouped")) == (2 * 6, 2)
     assert (calls.count("choose"), calls.count("arrange")) == (1, 1)
     # Parts are summed in bfloat16, whose rounding flips some of the values quantised next.
@@ -306,30 +303,28 @@ def test_what_kernels_cannot_do_is_refused():
     with pytest.raises(ConfigError, match=r"activations is float32.*use implementation='xla'"):
         trunk.forward(kept("fp8").params, kept("fp8").config, jnp.zeros((1, 3), jnp.int32), KERNELS)
     with pytest.raises(ConfigError, match="experts = 'dense' has no kernel"):
-        replace(KERNELS, experts="dense")
+        kernels(experts="dense")
 
 
 def test_experts_in_two_formats_are_left_to_xla():
     experts = next(p.mlp for p in aligned().layers if hasattr(p.mlp, "gate_up") and is_fp8(p.mlp.gate_up))
     x, plain = jnp.zeros((8, 512), jnp.bfloat16), expand(experts.down, jnp.bfloat16)
-    assert MosaicGpu().runs_experts(x, experts.gate_up, experts.down)
-    assert not MosaicGpu().runs_experts(x, experts.gate_up, plain)
+    on = HopperProducts()
+    assert on.runs("experts", check_experts, x, experts.gate_up, experts.down)
+    assert not on.runs("experts", check_experts, x, experts.gate_up, plain)
     with pytest.raises(ConfigError, match="FP8 together or not at all"):
-        KERNELS.runs_experts(x, experts.gate_up, plain)
+        HopperProducts(strict=True).runs("experts", check_experts, x, experts.gate_up, plain)
 
 
 def test_on_a_cpu_nothing_chooses_a_kernel(calls):
-    assert isinstance(backend(), XlaCpu)
+    assert backend() == xla_cpu(matrices=multiplies_bf16())
     hidden(aligned(), backend())
     assert not calls
 
 
 @pytest.mark.parametrize(("cache", "data"), [("plain", 1), ("plain", 2), ("fp8", 2)])
 def test_low_ranks_by_the_kernel_are_those_of_xla(cache, data, calls, monkeypatch):
-    real = {
-        m: getattr(m, m.__name__.split(".")[1])
-        for m in (mosaic_gpu.mla_low_rank, mosaic_attention.mla_decode)
-    }
+    real = {m: getattr(m, m.__name__.split(".")[1]) for m in (by_kernels.mla_low_rank, by_kernels.mla_decode)}
 
     def reference(module: Any) -> Callable[..., Any]:
         def run(*args: Any, **options: Any) -> Any:
@@ -356,7 +351,7 @@ def test_low_ranks_by_the_kernel_are_those_of_xla(cache, data, calls, monkeypatc
 
     def run(*kernels: str) -> Any:
         p, angles = aligned().layers[0], rope_angles(cfg, positions)
-        on = MosaicGpu(mesh, kernels=frozenset(kernels), strict=True)
+        on = mosaic_gpu(mesh, kernels=frozenset(kernels), strict=True)
 
         def attended(p: Any) -> Any:
             stream, q, rows, cache = on.before_attention(p, cfg, x, angles, given, (view,))
@@ -389,8 +384,8 @@ def test_attention_by_the_kernel_is_given_what_xla_is_given(form, monkeypatch):
         monkeypatch.setattr(module, name, lambda *args, **kw: real(*args, **kw | {"implementation": "xla"}))
         monkeypatch.setattr(module, "check", lambda *_: None)
 
-    reference(mosaic_attention.mla_decode, "mla_decode")
-    reference(mosaic_attention.mla_prefill, "mla_prefill")
+    reference(by_kernels.mla_decode, "mla_decode")
+    reference(by_kernels.mla_prefill, "mla_prefill")
     rng, (slots, window, heads, nope, rope, rank) = np.random.default_rng(1), (3, 2, 4, 8, 4, 16)
 
     def normal(*shape: int) -> jax.Array:
@@ -401,7 +396,8 @@ def test_attention_by_the_kernel_is_given_what_xla_is_given(form, monkeypatch):
     table = jnp.array([[4, 0], [2, 5], [6, 6]])
     view = PagedView(table, positions, chain(positions[:, 0], jnp.array([2, 2, 0])), form)
     ups, rows = (normal(heads, nope, rank), normal(heads, 8, rank)), normal(slots, window, rank + rope)
-    cache = Xla().write_rows(LayerCache(normal(7, 4, rank + rope)), LayerCache(rows), table, positions)
-    want, got = (on.attend_pages(q, *ups, cache, view, 0.3) for on in (Xla(), MosaicGpu(strict=True)))
+    cache = xla().write_rows(LayerCache(normal(7, 4, rank + rope)), LayerCache(rows), table, positions)
+    source = Paged(cache, view, RowFormat(rank + rope, (rank, rank + rope), rank, 128))
+    want, got = (on.latent.attend(q, Ups(*ups), source, 0.3) for on in (xla(), mosaic_gpu(strict=True)))
     np.testing.assert_allclose(got, want, atol=1e-5)
     assert not np.asarray(got[2]).any()

@@ -12,18 +12,18 @@ import pytest
 
 from mtp_jax.checkpoint import Loaded, load
 from mtp_jax.model import indexer, nextn, trunk
-from mtp_jax.model.backend import Backend, Xla, XlaCpu
+from mtp_jax.model.backend import Backend, xla, xla_cpu
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.mla import Form
-from mtp_jax.model.moe import Experts
+from mtp_jax.model.moe import Way
 from mtp_jax.model.params import Params
 from tests.golden import DECODED, LOW_PRECISION, VARIANTS, expected, model_dir
 
 BACKENDS = (
-    *(Xla(form=form, experts=experts) for form in get_args(Form) for experts in get_args(Experts)),
-    *(XlaCpu(form=form) for form in get_args(Form)),
+    *(xla(form=form, experts=experts) for form in get_args(Form) for experts in get_args(Way)),
+    *(xla_cpu(form=form) for form in get_args(Form)),
 )
-NAIVE, ABSORBED = Xla(experts="dense"), XlaCpu(form="absorbed")
+NAIVE, ABSORBED = xla(experts="dense"), xla_cpu(form="absorbed")
 
 
 @functools.cache
@@ -51,7 +51,9 @@ def computed(variant: str, on: Backend, dtype: str = "float32") -> dict[str, Any
 
 
 def show(case: Any) -> str:
-    return f"{type(case).__name__}-{case.form}-{case.experts}" if isinstance(case, Backend) else str(case)
+    if not isinstance(case, Backend):
+        return str(case)
+    return f"{type(case.products).__name__}-{case.latent.form}-{case.experts.way}"
 
 
 SPARSE = tuple(v for v in VARIANTS if v.startswith("dsa_"))
@@ -116,11 +118,11 @@ def agrees(variant: str, out: dict[str, Any]) -> None:
 # One of each kind of attention, with experts by groups or without, runs in every form and with all experts.
 KINDS = ("v3", "glm46", "dsa_glm52", "rigged_mtp2")
 # A form is of one half of a block and experts of the other: each is in one of these.
-BOTH_HALVES = (NAIVE, ABSORBED, Xla(form="absorbed", experts="sparse"), XlaCpu(form="naive"))
+BOTH_HALVES = (NAIVE, ABSORBED, xla(form="absorbed", experts="sparse"), xla_cpu(form="naive"))
 
 
 def is_slow(variant: str, on: Backend) -> bool:
-    """Variants that are decoded, on ``XlaCpu``, are held to the same oracle's tokens there."""
+    """Variants that are decoded, on ``xla_cpu``, are held to the same oracle's tokens there."""
     return on not in BOTH_HALVES[: 4 if variant in KINDS else 1 if variant in DECODED else 2]
 
 

@@ -10,7 +10,9 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from mtp_jax.errors import ConfigError
-from mtp_jax.model.backend import MosaicGpu, Xla, XlaCpu, grouped
+from mtp_jax.model.attention.gqa import KvHeads, Queries
+from mtp_jax.model.attention.source import Whole
+from mtp_jax.model.backend import mosaic_gpu, xla, xla_cpu
 from mtp_jax.model.cache import Entries, LayerCache, PagedView, empty_cache, read_rows
 from mtp_jax.model.layers import rope_angles
 from mtp_jax.model.sharding import check_divisible
@@ -41,19 +43,21 @@ def test_each_part_of_the_heads_asks_its_own_kv_heads(parts: int):
     q, rows, mask = normal(B, 3, N, H), normal(B, T, 2 * G * H), jnp.asarray(np.tri(3, T, 2) > 0)[None]
     mask = jnp.broadcast_to(mask, (B, 3, T))
     kv_heads = jnp.arange(N) // (N // G)
-    assert CFG.grouped is not None
-    given = rows, mask, CFG.grouped, N // G, CFG.softmax_scale
+
+    def attend(q: jax.Array, heads: jax.Array, mask: jax.Array) -> jax.Array:
+        return xla().gqa.attend(Queries(q), KvHeads(heads, G, N // G), Whole(rows, mask), CFG.softmax_scale)
+
     pairs = zip(jnp.split(q, parts, axis=2), jnp.split(kv_heads, parts), strict=True)
-    got = jnp.concatenate([grouped.attend(mine, heads, *given) for mine, heads in pairs], axis=2)
+    got = jnp.concatenate([attend(mine, heads, mask) for mine, heads in pairs], axis=2)
     np.testing.assert_allclose(got, plainly(*map(np.asarray, (q, rows, mask))), atol=1e-5)
-    assert not np.asarray(grouped.attend(q, kv_heads, rows, mask & False, *given[2:])).any()
+    assert not np.asarray(attend(q, kv_heads, mask & False)).any()
 
 
 def views(table: jax.Array, positions: jax.Array) -> tuple[PagedView, ...]:
     return (PagedView(table, positions, chain(positions[:, 0], (positions >= 0).sum(axis=1))),)
 
 
-@pytest.mark.parametrize("on", [Xla(), XlaCpu()], ids=["xla", "xla_cpu"])
+@pytest.mark.parametrize("on", [xla(), xla_cpu()], ids=["xla", "xla_cpu"])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_broken_row_stays_with_those_that_see_it(fp8: bool, on: Any):
     """The last token is not finite. Its row is written, and tokens before it are as they were."""
@@ -92,9 +96,9 @@ def test_kernels_that_must_attend_refuse_it():
     layer, x = rigged(CFG).layers[0], normal(B, T, CFG.hidden_size)
     angles = rope_angles(CFG, jnp.broadcast_to(jnp.arange(T), (B, T)))
     with pytest.raises(ConfigError, match="grouped-query attention has no kernel: --kernels auto"):
-        MosaicGpu(strict=True).before_attention(layer, CFG, x, angles, None, ())
-    left = MosaicGpu().before_attention(layer, CFG, x, angles, None, ())
-    right = Xla().before_attention(layer, CFG, x, angles, None, ())
+        mosaic_gpu(strict=True).before_attention(layer, CFG, x, angles, None, ())
+    left = mosaic_gpu().before_attention(layer, CFG, x, angles, None, ())
+    right = xla().before_attention(layer, CFG, x, angles, None, ())
     np.testing.assert_array_equal(left[1].whole, right[1].whole)
 
 

@@ -17,11 +17,12 @@ from kernels_pallas.mla_decode.fp8_rows import pack
 from kernels_pallas.top_k import api as top_k
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import indexer
-from mtp_jax.model.backend import MosaicGpu, Xla, XlaCpu, selection
+from mtp_jax.model.attention.source import Chosen, Paged
+from mtp_jax.model.backend import Backend, mosaic_gpu, xla, xla_cpu
 from mtp_jax.model.cache import LayerCache, PagedView
-from mtp_jax.model.config import IndexerConfig
+from mtp_jax.model.config import IndexerConfig, RowFormat
 from mtp_jax.model.indexer import NOTHING, IndexQueries
-from mtp_jax.model.mla import Queries
+from mtp_jax.model.mla import Queries, Ups
 from mtp_jax.model.visible import chain
 from tests.models import TINY
 
@@ -44,6 +45,10 @@ def view(lengths: Any = (20, 29), form: Any = "absorbed") -> PagedView:
     table = jnp.asarray(RNG.permutation(B * COLUMNS).reshape(B, COLUMNS))
     written = start[:, None] + jnp.arange(W)
     return PagedView(table, written, chain(start, jnp.full(B, W)), form)
+
+
+def paged(cache: LayerCache, where: PagedView, only: Any = None) -> Paged:
+    return Paged(cache, where, CFG.row, only)
 
 
 def chosen_of(found: Any, visible: Any = True, topk: int = 3) -> list[int]:
@@ -106,10 +111,10 @@ def test_pages_are_chosen_from_like_a_whole_sequence():
     whole = keys[where.page_table].reshape(B, ROWS, DIM)
     broken = jnp.where(jnp.arange(ROWS)[:, None] < last[:, None, None], whole, jnp.nan)
     pages = keys.at[where.page_table].set(broken.reshape(B, COLUMNS, SIZE, DIM))
-    got = Xla().choose(q, LayerCache(latents, pages), where, TOPK)
+    got = xla().latent.choose(q, paged(LayerCache(latents, pages), where), TOPK)
     want = indexer.choose(indexer.scores(q, whole), where.visible.mask(W, ROWS), TOPK)
     np.testing.assert_array_equal(got, want)
-    assert Xla().choose(q, LayerCache(latents, keys), where, ROWS) is None, "all of it"
+    assert xla().latent.choose(q, paged(LayerCache(latents, keys), where), ROWS) is None, "all of it"
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -128,11 +133,13 @@ def test_kernels_choose_what_xla_does(fp8, monkeypatch):
     q = IndexQueries(normal(slots, W, 8, dim).astype(jnp.bfloat16), normal(slots, W, 8))
     keys = normal(5, size, dim).astype(jnp.bfloat16)
     cache = LayerCache(normal(5, size, 16), index_rows.pack(keys) if fp8 else keys)
-    got = MosaicGpu().choose(q, cache, where, TOPK)
+    source = paged(cache, where)
+    got = mosaic_gpu().latent.choose(q, source, TOPK)
     assert called == ["index_scores", "top_k"]
-    np.testing.assert_array_equal(got, Xla().choose(q, cache, where, TOPK))
-    MosaicGpu(kernels=frozenset()).choose(q, cache, where, TOPK)
-    MosaicGpu().choose(asked(), LayerCache(normal(16, SIZE, 16), normal(16, SIZE, DIM)), view(), TOPK)
+    np.testing.assert_array_equal(got, xla().latent.choose(q, source, TOPK))
+    mosaic_gpu(kernels=frozenset()).latent.choose(q, source, TOPK)
+    wide = LayerCache(normal(16, SIZE, 16), normal(16, SIZE, DIM))
+    mosaic_gpu().latent.choose(asked(), paged(wide, view()), TOPK)
     assert called == ["index_scores", "top_k", "top_k"], "what is not bfloat16 XLA scores"
 
 
@@ -141,23 +148,36 @@ def queries() -> Queries:
     return Queries(normal(B, W, heads, TINY.qk_nope_head_dim), normal(B, W, heads, TINY.qk_rope_head_dim))
 
 
+def ups() -> Ups:
+    heads, rank = TINY.num_attention_heads, TINY.kv_lora_rank
+    return Ups(normal(heads, TINY.qk_nope_head_dim, rank), normal(heads, TINY.v_head_dim, rank))
+
+
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("on", [Xla(), XlaCpu()], ids=["Xla", "XlaCpu"])
-def test_rows_read_one_by_one_give_what_a_mask_gives(on, fp8, monkeypatch):
-    heads, nope, rank = TINY.num_attention_heads, TINY.qk_nope_head_dim, TINY.kv_lora_rank
-    k_up, v_up = normal(heads, nope, rank), normal(heads, TINY.v_head_dim, rank)
+@pytest.mark.parametrize("on", [xla(), xla_cpu()], ids=["Xla", "XlaCpu"])
+def test_rows_read_one_by_one_give_what_a_mask_gives(on, fp8):
+    rank, w = TINY.kv_lora_rank, ups()
     rows = normal(B * COLUMNS, SIZE, CFG.latent_dim)
     empty = LayerCache(rows, normal(B * COLUMNS, SIZE, DIM))
     cache = LayerCache(pack(rows, rank), empty.index) if fp8 else empty
     q, where = queries(), view()
-    chosen = Xla().choose(asked(), empty, where, TOPK)
-    results = []
-    for gathers in (True, False):
-        monkeypatch.setattr(selection, "gathers", lambda *_, gathers=gathers: gathers)
-        results.append(on.attend_chosen(q, k_up, v_up, cache, where, 0.3, chosen))
-    np.testing.assert_allclose(*results, atol=1e-5)
-    dense = on.attend_pages(q, k_up, v_up, cache, where, 0.3)
-    assert np.abs(dense - results[0]).max() > 0.01
+    source = paged(cache, where)
+    chosen = xla().latent.choose(asked(), paged(empty, where), TOPK)
+    assert chosen is not None
+    one_by_one = source.of(chosen)
+    assert isinstance(one_by_one, Chosen)
+    masked = paged(cache, where, indexer.chosen_mask(chosen, ROWS))
+    got, want, dense = (on.latent.attend(q, w, rows, 0.3) for rows in (one_by_one, masked, source))
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    assert np.abs(dense - got).max() > 0.01
+
+
+def test_rows_that_tokens_share_are_read_once():
+    """Choices of more rows, token by token, than the pages have are a mask."""
+    cache = LayerCache(normal(B * COLUMNS, SIZE, CFG.latent_dim))
+    chosen = jnp.zeros((B, W, ROWS // W + 1), int)
+    assert isinstance(paged(cache, view()).of(chosen), Paged)
+    assert isinstance(paged(cache, view()).of(chosen[..., 1:]), Chosen)
 
 
 def test_kernels_attend_to_the_rows_of_each_token(monkeypatch):
@@ -170,36 +190,41 @@ def test_kernels_attend_to_the_rows_of_each_token(monkeypatch):
         return run(q, q_rope, given, *where, implementation="xla", **options)
 
     monkeypatch.setattr(mla_decode, "mla_decode", by_reference)
-    parts = Queries(normal(5, 1, heads, 32), normal(5, 1, heads, rope)), normal(heads, 32, rank)
-    given = *parts, normal(heads, 16, rank), normal(5, count, rank + rope)
-    q, k_up, v_up, rows = jax.tree.map(lambda x: x.astype(jnp.bfloat16), given)
-    there = jnp.arange(count) >= count - jnp.asarray([1, 63, 64, 100, count])[:, None]
-    want = Xla().attend_own(q, k_up, v_up, rows, there, 0.3).astype(jnp.float32)
-    got = MosaicGpu(strict=True).attend_own(q, k_up, v_up, rows, there, 0.3).astype(jnp.float32)
+    q = Queries(normal(5, 1, heads, 32), normal(5, 1, heads, rope))
+    given = q, Ups(normal(heads, 32, rank), normal(heads, 16, rank)), normal(2 * 5, 64, rank + rope)
+    q, w, rows = jax.tree.map(lambda x: x.astype(jnp.bfloat16), given)
+    row = RowFormat(rank + rope, (rank, rank + rope), rank, 128)
+
+    def attended(on: Backend, has: jax.Array) -> jax.Array:
+        """Every slot has chosen the last rows, of two pages."""
+        chosen = jnp.where(jnp.arange(count) >= count - has[:, None], jnp.arange(count), NOTHING)[:, None]
+        where = PagedView(jnp.arange(10).reshape(5, 2), jnp.zeros((5, 1), int), chain(jnp.full(5, count), 1))
+        source = Paged(LayerCache(rows), where, row).of(chosen)
+        assert isinstance(source, Chosen)
+        return on.latent.attend(q, w, source, 0.3).astype(jnp.float32)
+
+    some = jnp.asarray([1, 63, 64, 100, count])
+    want, got = attended(xla(), some), attended(mosaic_gpu(strict=True), some)
     assert pages == [(5 * 2, 64, rank + rope)]
     np.testing.assert_allclose(got, want, atol=0.02 * float(jnp.abs(want).max()))  # bfloat16 keeps 8 bits
-    nothing = MosaicGpu(strict=True).attend_own(q, k_up, v_up, rows, jnp.zeros_like(there), 0.3)
-    assert not nothing.any()
+    assert not attended(mosaic_gpu(strict=True), jnp.zeros_like(some)).any()
 
 
 def test_kernels_that_must_attend_have_no_mask():
-    heads, nope, rank = TINY.num_attention_heads, TINY.qk_nope_head_dim, TINY.kv_lora_rank
-    k_up, v_up = normal(heads, nope, rank), normal(heads, TINY.v_head_dim, rank)
     cache, only = LayerCache(normal(9, SIZE, CFG.latent_dim)), jnp.ones((B, W, COLUMNS * SIZE), bool)
     with pytest.raises(ConfigError, match=r"a choice among rows .* has no kernel: --kernels auto"):
-        MosaicGpu(strict=True).attend_pages(queries(), k_up, v_up, cache, view(), 0.3, only)
+        mosaic_gpu(strict=True).latent.attend(queries(), ups(), paged(cache, view(), only), 0.3)
 
 
 def compiled_shapes(topk: int) -> set[tuple[int, ...]]:
     """The shapes of all arrays in a compiled pass over one token of each slot."""
-    heads, nope, rank = TINY.num_attention_heads, TINY.qk_nope_head_dim, TINY.kv_lora_rank
     where = replace(view(), written=jnp.zeros((B, 1), jnp.int32), visible=chain(jnp.asarray([20, 29]), 1))
 
     def run(q, asked, cache):
-        chosen = Xla().choose(asked, cache, where, topk)
-        return Xla().attend_chosen(q, *ups, cache, where, 0.3, chosen)
+        latent, source = xla().latent, paged(cache, where)
+        return latent.attend(q, w, source.of(latent.choose(asked, source, topk)), 0.3)
 
-    ups = normal(heads, nope, rank), normal(heads, TINY.v_head_dim, rank)
+    w = ups()
     one = jax.tree.map(lambda x: x[:, :1], (queries(), asked()))
     pages = LayerCache(normal(99, SIZE, CFG.latent_dim), normal(99, SIZE, DIM))
     text = jax.jit(run).lower(*one, pages).compile().as_text() or ""

@@ -17,7 +17,7 @@ from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import nextn, trunk
-from mtp_jax.model.backend import Backend, MosaicGpu, Xla, XlaCpu
+from mtp_jax.model.backend import Backend, mosaic_gpu, xla, xla_cpu
 from mtp_jax.model.narrow import Int4, expand, is_narrow
 from mtp_jax.model.params import Attention, Moe, Params
 from mtp_jax.model.sharding import make_mesh
@@ -46,7 +46,7 @@ def experts(params: Params) -> Iterator[Any]:
             yield from (layer.mlp.gate_up, layer.mlp.down)
 
 
-PLAINLY = Xla()
+PLAINLY = xla()
 
 
 def forward(params: Params, on: Backend = PLAINLY) -> np.ndarray:
@@ -84,7 +84,7 @@ def test_four_bits_and_their_scales_are_all_that_is_in_memory(packed, plain):
     assert of_trunk(packed.params).expert < of_trunk(plain.params).expert / 6
 
 
-@pytest.mark.parametrize("on", [Xla(experts="dense"), Xla(), XlaCpu(form="absorbed")])
+@pytest.mark.parametrize("on", [xla(experts="dense"), xla(), xla_cpu(form="absorbed")])
 def test_same_logits(packed, plain, on):
     np.testing.assert_allclose(forward(packed.params, on), forward(plain.params, on), atol=1e-4)
 
@@ -148,7 +148,7 @@ def test_experts_are_split_over_eight_devices(models, packed, plain):
     for own, want in zip(experts(split), experts(packed.params), strict=True):
         for array, whole in zip(jax.tree.leaves(own), jax.tree.leaves(want), strict=True):
             assert {s.data.nbytes for s in array.addressable_shards} == {whole.nbytes // 8}
-    np.testing.assert_allclose(forward(split, Xla(mesh=mesh)), forward(packed.params), atol=1e-4)
+    np.testing.assert_allclose(forward(split, xla(mesh=mesh)), forward(packed.params), atol=1e-4)
     as_told(serve(make_engine(split, CONFIG, mesh=mesh), JOBS), told(plain))
 
 
@@ -157,8 +157,8 @@ def test_no_kernel_multiplies_them(packed, plain):
     given: dict[str, Any] = {"kernels": frozenset(("linear", "experts"))}
     half = jax.tree.map(lambda a: a.astype(jnp.bfloat16) if a.dtype == jnp.float32 else a, packed.params)
     with pytest.raises(ConfigError, match="weights are Int4, must be FP8 or arrays"):
-        forward(half, MosaicGpu(**given, strict=True))
-    np.testing.assert_allclose(forward(packed.params, MosaicGpu(**given)), forward(plain.params), atol=1e-4)
+        forward(half, mosaic_gpu(**given, strict=True))
+    np.testing.assert_allclose(forward(packed.params, mosaic_gpu(**given)), forward(plain.params), atol=1e-4)
 
 
 @pytest.mark.parametrize(("group", "kind"), [(8, np.float16), (16, np.float32), (32, np.float16)])

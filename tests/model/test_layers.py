@@ -5,13 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtp_jax.model.backend import Xla, XlaCpu
+from mtp_jax.model.backend import xla, xla_cpu
+from mtp_jax.model.products.plain import Products
 
 _IN, _OUT = 96, 40
 
 
-@pytest.fixture(params=[Xla(), XlaCpu()], ids=["xla", "xla_cpu"])
-def on(request: pytest.FixtureRequest) -> Xla:
+@pytest.fixture(params=[xla().products, xla_cpu().products], ids=["xla", "xla_cpu"])
+def on(request: pytest.FixtureRequest) -> Products:
     return request.param
 
 

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from kernels_pallas.router import reference
 from kernels_pallas.router.rule import Rule
 from mtp_jax.model import moe
-from mtp_jax.model.backend import Xla, XlaCpu, cpu_experts, cpu_router
+from mtp_jax.model.backend import xla, xla_cpu
+from mtp_jax.model.experts import cpu as cpu_experts
+from mtp_jax.model.experts import cpu_router
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.params import Mlp, Moe
 from tests.compiling import AS_FOR_USERS
@@ -25,9 +27,9 @@ GATE_UP = RNG.normal(size=(E, 2, WIDTH, D)).astype(np.float32) / 4
 DOWN = RNG.normal(size=(E, D, WIDTH)).astype(np.float32) / 4
 WAYS = {
     "by_pair": cpu_experts.by_pair,
-    "grouped": Xla().routed,
-    "sparse": XlaCpu().routed,
-    "dense": functools.partial(moe.dense, product=Xla().product),
+    "grouped": xla().experts.routed,
+    "sparse": xla_cpu().experts.routed,
+    "dense": functools.partial(moe.dense, product=xla().products.product),
 }
 ROWS = (1, 5, 200)  # 200 rows of one expert take several tiles
 
@@ -145,7 +147,7 @@ def test_pairs_apart_while_that_is_the_faster_way(width, pairs, monkeypatch):
     weights = jnp.zeros((E, 2, width, D)), jnp.zeros((E, D, width))
     for rows, apart in ((E * pairs, 1), (E * pairs + 1, 0)):
         r = Routing(jnp.zeros((rows, 1), jnp.int32), jnp.ones((rows, 1)))
-        assert XlaCpu().routed(*weights, jnp.zeros((rows, D)), r)[0, 0] == apart
+        assert xla_cpu().experts.routed(*weights, jnp.zeros((rows, D)), r)[0, 0] == apart
 
 
 def test_low_precision_rows_are_summed_in_float32():
@@ -198,7 +200,7 @@ def test_router(name, shift):
     router = (rng.normal(size=(16, cfg.hidden_size)) / 3).astype(np.float32)
     bias = (rng.normal(size=16) * 0.3 + shift).astype(np.float32)
     p = Moe(jnp.asarray(router), jnp.asarray(bias), None, None, None)
-    got = Xla().route(p, cfg, jnp.asarray(x))
+    got = xla().experts.route(p, cfg, jnp.asarray(x))
     ids, weights = plain_route(x.reshape(60, -1), router, bias, cfg)
     assert got.ids.shape == (2, 30, cfg.num_experts_per_tok)
     np.testing.assert_array_equal(np.asarray(got.ids).reshape(ids.shape), ids)
@@ -235,7 +237,7 @@ def test_router_computes_in_float32_whatever_the_model_does():
     rng = np.random.default_rng(8)
     p = Moe(jnp.asarray(rng.normal(size=(8, 32)), jnp.float32), jnp.zeros(8), None, None, None)
     low = jnp.asarray(rng.normal(size=(1, 9, 32)), jnp.bfloat16)
-    got, want = (XlaCpu().route(p, TINY, x) for x in (low, low.astype(jnp.float32)))
+    got, want = (xla_cpu().experts.route(p, TINY, x) for x in (low, low.astype(jnp.float32)))
     assert got.weights.dtype == jnp.float32
     np.testing.assert_array_equal(got.ids, want.ids)
     np.testing.assert_array_equal(got.weights, want.weights)
@@ -252,10 +254,10 @@ def test_the_shared_expert_comes_beside_the_routed_ones(shared):
     mlp = Mlp(array(2, WIDTH, D), array(D, WIDTH)) if shared else None
     p = Moe(array(E, D), array(E), jnp.asarray(GATE_UP), jnp.asarray(DOWN), mlp)
     x = array(2, 3, D)
-    got, routing = Xla().moe(p, cfg, x)
+    got, routing = xla().experts.moe(p, cfg, x)
     assert len(got) == 1 + shared
     ids, weights = np.asarray(routing.ids).reshape(6, -1), np.asarray(routing.weights).reshape(6, -1)
     want = plain(np.asarray(x).reshape(6, D), ids, weights).reshape(2, 3, D)
     if mlp:
-        want = want + np.asarray(Xla().mlp(x, mlp))
+        want = want + np.asarray(xla().products.mlp(x, mlp))
     np.testing.assert_allclose(sum(got), want, atol=1e-5)

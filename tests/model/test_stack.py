@@ -13,9 +13,11 @@ from mtp_jax.decode.keys import PageKey, StepKey
 from mtp_jax.decode.launches import ReadPages, WritePages
 from mtp_jax.engine.engine import Engine
 from mtp_jax.model import stack
-from mtp_jax.model.backend import Xla, XlaCpu
+from mtp_jax.model.backend import xla, xla_cpu
 from mtp_jax.model.narrow import Bf16, is_narrow, nbytes, with_bits
 from mtp_jax.model.params import Layer, Params
+from mtp_jax.model.products.cpu import CpuProducts
+from mtp_jax.model.products.plain import Products
 from mtp_jax.model.stack import Stack
 from tests.models import GREEDY, TINY, accepted, forget_programs, make_engine, prompts, rigged, serve
 
@@ -54,7 +56,7 @@ def run(monkeypatch: pytest.MonkeyPatch, apart: bool) -> tuple[Engine, Any, Any]
     forget_programs()
     with monkeypatch.context() as patch:
         if apart:
-            patch.setattr(XlaCpu, "arranged", Xla.arranged)
+            patch.setattr(CpuProducts, "reads_stacks", Products.reads_stacks)
         engine = make_engine(params(), CFG, num_speculative_tokens=3, max_model_len=128)
         requests = serve(engine, [(p, GREEDY) for p in (*prompts(3), *prompts(1, shortest=40))])
         runner = local_runner(engine)
@@ -83,7 +85,7 @@ def test_a_stack_computes_what_its_layers_compute(monkeypatch):
 
 
 def test_layers_that_are_laid_out_are_stacked_where_they_lie():
-    given, on = params(), XlaCpu()
+    given, on = params(), xla_cpu()
     laid_out = on.laid_out(given)
     jax.tree.map(np.testing.assert_array_equal, laid_out, given)
     whole = stack.stacked([*laid_out.layers[1:]])
@@ -101,7 +103,7 @@ def test_a_list_that_is_consumed_is_let_go():
 
 @pytest.mark.parametrize(
     ("on", "groups"),
-    [(XlaCpu(), [1, 3]), (XlaCpu(matrices=True), [1, 1, 1, 1]), (Xla(), [1, 1, 1, 1])],
+    [(xla_cpu(), [1, 3]), (xla_cpu(matrices=True), [1, 1, 1, 1]), (xla(), [1, 1, 1, 1])],
 )
 def test_only_what_is_read_in_place_is_stacked(on, groups):
     """Products of arrays and matrix instructions would copy every weight out of its stack."""

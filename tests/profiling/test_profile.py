@@ -18,7 +18,7 @@ from mtp_jax.commands import cli
 from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.engine.speculation import Speculation
 from mtp_jax.errors import ConfigError, MtpJaxError
-from mtp_jax.model.backend.xla_cpu import XlaCpu
+from mtp_jax.model.products.cpu import CpuProducts
 from mtp_jax.profiling import run, scopes, workload
 from mtp_jax.profiling.run import Options
 from mtp_jax.profiling.trace import DISPATCH, HOST_GAP
@@ -116,7 +116,7 @@ def test_the_head_of_the_trunk_is_a_row_of_the_phase_that_runs_it(profiled):
 
 
 def test_greedy_steps_that_look_at_the_vocabulary_in_parts_have_their_head_in_verify(subject, monkeypatch):
-    monkeypatch.setattr(XlaCpu, "head_parts", 3)
+    monkeypatch.setattr(CpuProducts, "head_parts", 3)
     engine = subject.engine(2, slots=2, max_model_len=16)
     key = StepKey(2, 2, 1, SamplingMode())
     engine.runner.compile([key])

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.quantised import quantise
+from kernels_pallas.quantised import Quantised, quantise
 from mtp_jax.errors import ConfigError
-from mtp_jax.model.backend import MosaicGpu, Xla, XlaCpu
-from mtp_jax.model.backend import exchange as exchanges
-from mtp_jax.model.backend.exchange import Exchange, by_gather, exchange_of, reached, shards_of_a_host
+from mtp_jax.model.backend import xla, xla_cpu
+from mtp_jax.model.experts import exchange as exchanges
+from mtp_jax.model.experts.exchange import Exchange, by_gather, exchange_of, reached, shards_of_a_host
 from mtp_jax.model.params import Moe, Params
+from mtp_jax.model.products.e4m3 import Operand
 from mtp_jax.model.sharding import make_mesh, partition, sharded
 from tests.models import (
     GREEDY,
@@ -52,7 +53,7 @@ SKEWED = replace(LAYER, bias=LAYER.bias.at[:2].add(100.0))
 def reference(skewed: bool) -> tuple[np.ndarray, np.ndarray]:
     """(rows, what experts make of them)."""
     x = np.random.default_rng(0).normal(size=(B, W, TINY.hidden_size)).astype(np.float32)
-    y, _ = Xla(experts="dense").moe(SKEWED if skewed else LAYER, TINY, jnp.asarray(x))
+    y, _ = xla(experts="dense").experts.moe(SKEWED if skewed else LAYER, TINY, jnp.asarray(x))
     return x, np.asarray(sum(y))
 
 
@@ -60,8 +61,8 @@ def run(data: int, model: int, exchange: Exchange, skewed: bool, counts: np.ndar
     mesh = make_mesh(data, model)
     params = moe_of(on_mesh(tiny_params(), mesh))
     bias = SKEWED.bias if skewed else LAYER.bias
-    on = XlaCpu(mesh, exchange=exchange)
-    run = jax.jit(lambda p, x, counts: on.moe(p, TINY, x, counts))
+    on = xla_cpu(mesh, exchange=exchange)
+    run = jax.jit(lambda p, x, counts: on.experts.moe(p, TINY, x, counts))
     y, r = run(replace(params, bias=bias), jnp.asarray(reference(skewed)[0]), jnp.asarray(counts))
     return np.asarray(sum(y)), r
 
@@ -91,7 +92,7 @@ def test_rows_that_do_not_count_take_no_room():
 @pytest.mark.parametrize("domain", [1, 2])
 def test_rows_in_e4m3_travel_with_their_scales(domain):
     """As a Hopper GPU's kernels take them. Each device returns its rows times the weights of its experts."""
-    mesh, exchange, on = make_mesh(4, 2), Exchange(4, domain, 1.0), MosaicGpu(None)
+    mesh, exchange = make_mesh(4, 2), Exchange(4, domain, 1.0)
     rng, count = np.random.default_rng(0), 12
     x = jnp.asarray(rng.normal(size=(4 * count, 256)), jnp.float32)
     ids = jnp.asarray(np.argsort(rng.random((4 * count, 8)))[:, :2], jnp.int32)
@@ -99,13 +100,15 @@ def test_rows_in_e4m3_travel_with_their_scales(domain):
 
     def local(x, ids, weights):
         rows = quantise(x).padded(8)
+        rows = Operand(rows.values, rows.scale)
         own = jax.lax.axis_index(("data", "model"))
 
         def run(rows, ids, weights):
-            given = on.from_rows_first(rows)
+            given = Operand.of_rows_first(*rows).flat()
+            assert isinstance(given, Quantised)
             return given.expand() * jnp.where(ids == own, weights, 0).sum(axis=1, keepdims=True)
 
-        given = on.rows_first(rows, count), ids, weights
+        given = rows.rows_first(count), ids, weights
         wanted = exchange.wanted(ids, 8 // exchange.domains)
         parts = exchange.by_all_to_all(*given, wanted, count, run), by_gather(run, *given)
         return [jax.lax.psum(part, "model") for part in parts]

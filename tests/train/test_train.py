@@ -23,7 +23,7 @@ from mtp_jax.model.params import Moe, Params, init_params
 from mtp_jax.train import loop, step
 from mtp_jax.train.data import batch_at, even_windows
 from mtp_jax.train.loss import loss
-from mtp_jax.train.mixed import Differentiable
+from mtp_jax.train.mixed import differentiable
 from mtp_jax.train.optimizer import make_optimizer
 from mtp_jax.train.recipe import Recipe, Stage
 from mtp_jax.train.report import SMOOTHING_STEPS, Reporter, plot_losses
@@ -100,9 +100,9 @@ def run(recipe: Recipe, out: Path, **options: int) -> list[dict]:
 def test_what_is_trained_is_what_is_run(config: ModelConfig, params: Params) -> None:
     tokens = jax.random.randint(jax.random.key(1), (2, 14), 0, config.vocab_size)
     hidden = jax.jit(trunk.forward, static_argnums=1)(params, config, tokens[:, :10])
-    ours = jax.jit(trunk.forward, static_argnums=(1, 3))(params, config, tokens[:, :10], Differentiable())
+    ours = jax.jit(trunk.forward, static_argnums=(1, 3))(params, config, tokens[:, :10], differentiable())
     np.testing.assert_allclose(trunk.logits(params, ours), trunk.logits(params, hidden), atol=1e-5)
-    drafts = nextn.drafts_forced(params, config, tokens, hidden, 3, Differentiable())
+    drafts = nextn.drafts_forced(params, config, tokens, hidden, 3, differentiable())
     teacher_forced = jax.jit(nextn.teacher_forced, static_argnums=(1, 2))
     first = teacher_forced(params, config, 0, tokens[:, 1:11], hidden)
     np.testing.assert_allclose(drafts[0].hidden, first, atol=2e-5)

@@ -17,7 +17,7 @@ from mtp_jax.decode.keys import EXTRA_COLUMNS, SamplingMode, StepKey, Topology
 from mtp_jax.decode.state import StateShape, first_slots, put_first_slots, put_slots
 from mtp_jax.decode.step import step
 from mtp_jax.errors import ConfigError
-from mtp_jax.model.backend import XlaCpu
+from mtp_jax.model.backend import xla_cpu
 from tests.models import TINY, tiny_params
 
 SLOTS = 4
@@ -28,7 +28,7 @@ def shapes(drafter: Drafter, depth: int = 3, **options: Any) -> tuple[Any, Any, 
     state = abstract_state(TINY, drafter, StateShape(SLOTS, SLOTS, 16, 1), "float32", None)
     mode = SamplingMode(options.pop("drafting", None), "block")
     fixed = {"cfg": TINY, "drafter": drafter, "slots": 2, "depth": depth, "pages": 1, "mode": mode}
-    run = partial(step, on=XlaCpu(experts="dense"), **fixed, **options)
+    run = partial(step, on=xla_cpu(experts="dense"), **fixed, **options)
     return state, *jax.eval_shape(run, tiny_params(), state)
 
 

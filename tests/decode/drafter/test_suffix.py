@@ -21,7 +21,7 @@ from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.speculation import Speculation
 from mtp_jax.errors import ConfigError, RequestError
-from mtp_jax.model.backend import XlaCpu
+from mtp_jax.model.backend import xla_cpu
 from mtp_jax.model.params import Params
 from mtp_jax.model.sharding import make_mesh
 from tests.decode.helpers import poison
@@ -288,7 +288,7 @@ def next_drafts(engine: Engine, state: Any) -> np.ndarray:
 
 @jax.jit
 def _propose(params: Params, own: Any, slots: Any) -> jax.Array:
-    on = XlaCpu(experts="dense")
+    on = xla_cpu(experts="dense")
     drafts, _ = NextN(TINY).propose(params, own, slots, slots.page_table, 3, 3, DraftSampler(logits=True), on)
     assert drafts.logits is not None
     return drafts.logits

@@ -5,13 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from kernels_pallas.grouped_matmul import api as grouped_matmul
 from kernels_pallas.quantised import Quantised
-from mtp_jax.model.backend.xla_experts import Split
 from mtp_jax.model.narrow import Fp8, Narrow
+from mtp_jax.model.products.plain import Split
 from mtp_jax.model.sharding import partition, ways
 
 
@@ -31,6 +31,53 @@ class Rows:
     quantised: Quantised | None
 
 
+@struct.dataclass
+class Operand:
+    """Rows for a kernel or for experts, of all devices or, in ``shard_map``, of one.
+
+    Attributes:
+        values: [B, W, D]; in e4m3 [T, D], see ``Rows.quantised``.
+        scale: float32 [D / 128, T] of rows in e4m3, else None.
+    """
+
+    values: Float[Array, "*b D"]
+    scale: Float[Array, "k T"] | None = None
+
+    def split(self, inner: str | None = None) -> "Operand":
+        """The PartitionSpec of each array. inner: logical axis of the features."""
+        if self.scale is None:
+            return Operand(partition("slots", None, inner))  # pyright: ignore[reportArgumentType]
+        return Operand(*of_rows(inner))
+
+    def flat(self) -> Float[Array, "T D"] | Quantised:
+        """Row by row, as kernels take them."""
+        if self.scale is None:
+            return self.values.reshape(-1, self.values.shape[-1])
+        return Quantised(self.values, self.scale)
+
+    def rows_first(self, count: int) -> tuple[Array, ...]:
+        """The first ``count`` rows as arrays with rows first: scales are transposed."""
+        values = self.values.reshape(-1, self.values.shape[-1])[:count]
+        return (values,) if self.scale is None else (values, self.scale[:, :count].T)
+
+    @staticmethod
+    def of_rows_first(values: Array, scale: Array | None = None) -> "Operand":
+        """Undoes ``rows_first``."""
+        return Operand(values, None if scale is None else scale.T)
+
+    def gathered(self, count: int) -> "Operand":
+        """The first ``count`` rows of every data shard.
+
+        Scales are gathered device by device: a tiled gather needs them transposed.
+        """
+        values, *_ = self.rows_first(count)
+        values = jax.lax.all_gather(values, "data", tiled=True)
+        if self.scale is None:
+            return Operand(values)
+        scale = jax.lax.all_gather(self.scale[:, :count], "data").swapaxes(0, 1)
+        return Operand(values, scale.reshape(scale.shape[0], -1))
+
+
 def plain(x: Any) -> Float[Array, "B W D"]:
     """Rows of a product that does not take them quantised."""
     whole = x.plain if isinstance(x, Rows) else x
@@ -43,21 +90,16 @@ def dtype_of(x: Any) -> Any:
     return jnp.bfloat16 if isinstance(x, Rows) and x.plain is None else plain(x).dtype
 
 
-def operand(x: Any, inner: str | None = None) -> tuple[Any, Any]:
-    """Rows for a product with a kernel, quantised if they are, and how a mesh splits them."""
+def operand(x: Any) -> Operand:
+    """Rows for a product with a kernel, quantised if they are."""
     if isinstance(x, Rows) and x.quantised is not None:
-        return (x.quantised.values, x.quantised.scale), of_rows(inner)
-    return plain(x), partition("slots", None, inner)
+        return Operand(x.quantised.values, x.quantised.scale)
+    return Operand(plain(x))
 
 
 def of_rows(inner: str | None = None) -> tuple[Any, Any]:
     """How quantised rows are split: slots, and perhaps features."""
     return partition("slots", inner), partition(inner, "slots")
-
-
-def flat(given: Any) -> Float[Array, "T D"] | Quantised:
-    """A device's part of an operand, row by row."""
-    return Quantised(*given) if isinstance(given, tuple) else given.reshape(-1, given.shape[-1])
 
 
 def arrays(w: Any) -> tuple[Any, Any]:
@@ -80,13 +122,3 @@ def part(x: Any, mesh: Mesh | None, *axes: str | None) -> jax.ShapeDtypeStruct:
     """Shape of one device's part of an array with these logical axes; other axes are not split."""
     parts = [ways(axis, mesh) for axis in axes] + [1] * (len(x.shape) - len(axes))
     return jax.ShapeDtypeStruct(tuple(n // p for n, p in zip(x.shape, parts, strict=True)), x.dtype)
-
-
-def check_experts(x: Any, gate_up: Any, down: Any) -> None:
-    """Raise ValueError for weights that the kernel of routed experts cannot take."""
-    if isinstance(gate_up, Fp8) != isinstance(down, Fp8):
-        raise ValueError(
-            "grouped_matmul on mosaic_gpu: experts' gate, up and down are FP8 together or not at all"
-        )
-    for w in (gate_up, down):
-        grouped_matmul.check(x, *arrays(w))

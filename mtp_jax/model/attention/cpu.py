@@ -4,18 +4,23 @@ Without barriers, XLA first transposes the cached rows or swaps the operands (do
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from mtp_jax.model.backend.cpu_heads import inward, outward
-from mtp_jax.model.cache import LayerCache, PagedView, read_rows
+from mtp_jax.model.attention.cpu_heads import inward, outward
+from mtp_jax.model.attention.latent import Latent
+from mtp_jax.model.attention.source import Chosen, Paged, Source, Whole
+from mtp_jax.model.cache import read_rows
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import beside
-from mtp_jax.model.mla import Form, Queries
-from mtp_jax.model.narrow import ByHead, expand
+from mtp_jax.model.mla import Form, Queries, Ups
+from mtp_jax.model.narrow import expand, readable
+from mtp_jax.model.params import Attention
 
 # The least peak of scores: a token that sees nothing (an idle slot) must get zeros, not NaN.
 _LEAST = jnp.finfo(jnp.float32).min
@@ -23,22 +28,40 @@ _LEAST = jnp.finfo(jnp.float32).min
 # more than they compute, more do not stay in a core's cache.
 _BLOCK = 64, 128
 
-
-def prefill_form(cfg: ModelConfig, window: int) -> Form:
-    """The form that takes fewer operations for ``window`` tokens over long histories.
-
-    naive: every cached row is expanded once, (h + v) * C for each head; absorbed: each token pays 2 C - h - v
-    more per row.
-    """
-    expanded, rank = cfg.qk_nope_head_dim + cfg.v_head_dim, cfg.kv_lora_rank
-    return "absorbed" if window * (2 * rank - expanded) <= expanded * rank else "naive"
+Read = Callable[[Int[Array, ""] | int], tuple[Float[Array, "B l c"], Bool[Array, "B W l"]]]
+"""The rows and the mask of a block."""
 
 
-def attend_in_blocks(
+@dataclass(frozen=True)
+class CpuLatent(Latent):
+    """MLA over the fewest blocks that hold every row which some token sees."""
+
+    def by_head(self, a: Attention, cfg: ModelConfig) -> Ups:
+        """The parameters as they lie in memory, if loops read them."""
+        narrow = self.on.mesh is None and readable(a.k_up) and readable(a.v_up)
+        return Ups(a.k_up, a.v_up) if narrow else super().by_head(a, cfg)
+
+    def prefill_form(self, cfg: ModelConfig, window: int) -> Form:
+        """The form that takes fewer operations for ``window`` tokens over long histories.
+
+        naive: every cached row is expanded once, (h + v) * C for each head; absorbed: each token pays
+        2 C - h - v more per row.
+        """
+        expanded, rank = cfg.qk_nope_head_dim + cfg.v_head_dim, cfg.kv_lora_rank
+        return "absorbed" if window * (2 * rank - expanded) <= expanded * rank else "naive"
+
+    def attend(self, q: Queries, w: Ups, source: Source, scale: float) -> Float[Array, "B W N v"]:
+        """``mla.attend`` block by block."""
+        if isinstance(source, Chosen):
+            return super().attend(q, w, source, scale)
+        read, blocks = _blocks(source, q.nope.dtype)
+        return _in_blocks(q, w, read, blocks, scale, source.form)
+
+
+def _in_blocks(
     q: Queries,
-    k_up: ByHead,
-    v_up: ByHead,
-    read: Callable[[Int[Array, ""] | int], tuple[Float[Array, "B l c"], Bool[Array, "B W l"]]],
+    w: Ups,
+    read: Read,
     blocks: Int[Array, ""] | int,
     scale: float,
     form: Form,
@@ -48,17 +71,17 @@ def attend_in_blocks(
     The softmax is summed on the way (arXiv 1805.02867, algorithm 3). A block that a token does not see
     leaves the sums to the bit, so a result does not depend on the number of blocks that other tokens need.
     """
-    rank, (slots, width, heads, _) = k_up.shape[-1], q.nope.shape
+    rank, (slots, width, heads, _) = w.k.shape[-1], q.nope.shape
     by_head, wide = (slots, heads, width), []
     if form == "absorbed":
         # All heads read the same rows: one product for all.
-        latent = _apart(inward(_together(q.nope), k_up), slots)
+        latent = _apart(inward(_together(q.nope), w.k), slots)
         queries = beside(latent, q.rope).transpose(0, 2, 1, 3)
         lead, mixes = (slots, heads * width), queries.shape[-1]
     else:
         queries = beside(q.nope, q.rope).transpose(0, 2, 1, 3)
-        lead, mixes = by_head, v_up.shape[1]
-        wide = [expand(w, q.nope.dtype) for w in (k_up, v_up)]
+        lead, mixes = by_head, w.v.shape[1]
+        wide = [expand(up, q.nope.dtype) for up in w]
     flat = _fixed(queries.reshape(*lead, -1))
 
     def columns() -> Int[Array, "*b m"]:
@@ -92,7 +115,7 @@ def attend_in_blocks(
     if form == "naive":
         return context.swapaxes(1, 2)
     latent = context[..., :rank].reshape(*by_head, rank)
-    return _apart(outward(_together(latent.swapaxes(1, 2)), v_up), slots)
+    return _apart(outward(_together(latent.swapaxes(1, 2)), w.v), slots)
 
 
 def _fixed(x: jax.Array) -> jax.Array:
@@ -135,23 +158,18 @@ def _apart(x: Float[Array, "N T a"], slots: int) -> Float[Array, "B W N a"]:
     return x.reshape(len(x), slots, -1, x.shape[2]).transpose(1, 2, 0, 3)
 
 
-def attend_seen(
-    q: Queries,
-    k_up: ByHead,
-    v_up: ByHead,
-    cache: LayerCache,
-    view: PagedView,
-    scale: float,
-    only: Bool[Array, "B W L"] | None = None,
-) -> Float[Array, "B W N v"]:
-    """``mla.attend`` over the fewest blocks that hold every cached row which some token sees."""
-    columns, page, width = view.page_table.shape[1], cache.page_size, q.rope.shape[1]
-    length = columns * page
+def _blocks(source: Whole | Paged, dtype: Any) -> tuple[Read, Int[Array, ""] | int]:
+    """The blocks of a source, and the number of blocks up to the last row that some token sees."""
+    if isinstance(source, Whole):
+        return lambda _: source.read(dtype), 1
+    view, page, width, length = source.view, source.cache.page_size, source.width, source.length
+    columns = view.page_table.shape[1]
     # Naive attention expands a block for each group of tokens as long as the block.
     rows = int(np.clip(length // 4, *_BLOCK)) if view.form == "absorbed" else width
     each = min(max(rows // page, 1), columns)
     table = jnp.pad(view.page_table, ((0, 0), (0, -columns % each)))
-    chosen = None if only is None else jnp.pad(only, ((0, 0), (0, 0), (0, -columns % each * page)))
+    chosen = source.only
+    only = None if chosen is None else jnp.pad(chosen, ((0, 0), (0, 0), (0, -columns % each * page)))
 
     def read(i: Int[Array, ""] | int) -> tuple[Float[Array, "B l c"], Bool[Array, "B W l"]]:
         pages, start = jax.lax.dynamic_slice_in_dim(table, i * each, each, axis=1), i * each * page
@@ -159,11 +177,12 @@ def attend_seen(
         # block.
         inside = start + jnp.arange(each * page) < length
         seen, mask = view.visible.seen(each * page, start), view.visible.mask(width, each * page, start)
-        if chosen is not None:
-            mask &= jax.lax.dynamic_slice_in_dim(chosen, start, each * page, axis=2)
-        return read_rows(cache, pages, seen & inside, q.nope.dtype, k_up.shape[-1]), mask & inside
+        if only is not None:
+            mask &= jax.lax.dynamic_slice_in_dim(only, start, each * page, axis=2)
+        row = source.row
+        return read_rows(source.cache, pages, seen & inside, dtype, row.e4m3, row.block), mask & inside
 
     if columns == each:
-        return attend_in_blocks(q, k_up, v_up, read, 1, scale, view.form)
+        return read, 1
     last = jnp.minimum(jnp.max(view.visible.end()), length)
-    return attend_in_blocks(q, k_up, v_up, read, -(-last // (each * page)), scale, view.form)
+    return read, -(-last // (each * page))

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mtp_jax.model.backend.cpu_products import BLOCK
 from mtp_jax.model.narrow import ByHead, Narrow, expand, index
+from mtp_jax.model.products.cpu import BLOCK
 
 
 def inward(x: Float[Array, "N T o"], w: ByHead) -> Float[Array, "N T i"]:

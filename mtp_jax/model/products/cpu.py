@@ -1,16 +1,19 @@
 """``x @ w.T`` as XLA on a CPU does it fast, for arrays and for weights that are narrower in memory than x."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from mtp_jax.model.backend import cpu_lanes
-from mtp_jax.model.backend.cpu_lanes import CACHE_BYTES
 from mtp_jax.model.hf_quantization import FP8_BLOCK
-from mtp_jax.model.narrow import Bf16, Fp8, InStack, expand, index, nbytes
+from mtp_jax.model.narrow import Bf16, Fp8, InStack, expand, index, nbytes, readable
+from mtp_jax.model.params import Layer
+from mtp_jax.model.products import cpu_lanes
+from mtp_jax.model.products.cpu_lanes import CACHE_BYTES
+from mtp_jax.model.products.plain import Products, Weight
 
 # Above this number of rows ``x @ w.T`` is the faster way in float32; bfloat16 takes at least this number.
 _FEW_ROWS, _LEAST_ROWS = 64, 8
@@ -21,6 +24,42 @@ _LANED = 8
 _TOGETHER = 32
 # Most values of a widened block of a weight: the cache holds them as float32.
 BLOCK = CACHE_BYTES // 4
+
+
+@dataclass(frozen=True)
+class CpuProducts(Products):
+    """Products as XLA on a CPU does them fast (docs/cpu.md).
+
+    Attributes:
+        matrices: whether the processor has matrix instructions for bfloat16.
+    """
+
+    matrices: bool = False
+    # A loop's kernels are compiled once.
+    loops: ClassVar[bool] = True
+
+    def product(self, x: Float[Array, "... i"], w: Weight, dtype: Any) -> Float[Array, "..."]:
+        """``x @ w.T``. On a mesh narrow weights are expanded."""
+        flat, shape = x.reshape(-1, x.shape[-1]), (*x.shape[:-1], *w.shape[:-1])
+        if readable(w) and x.dtype == jnp.float32:
+            y = of_narrow(flat, w, self.matrices)
+        else:
+            y = of_arrays(flat, expand(w, x.dtype).reshape(-1, w.shape[-1]))
+        return y.astype(dtype).reshape(shape)
+
+    @property
+    def head_parts(self) -> int:
+        """All logits at once: memory is not scarce, and every part is a further pass."""
+        return 1
+
+    def reads_stacks(self, layer: Layer) -> bool:
+        """Products of arrays would copy them, and matrix instructions take their weights apart.
+
+        Layers with an indexer choose for others.
+        """
+        attention, mlp = layer.attention, layer.mlp
+        one = self.mesh is None and not self.matrices and getattr(attention, "indexer", None) is None
+        return one and all(map(readable, (attention.o, mlp.gate_up, mlp.down)))
 
 
 def of_arrays(x: Float[Array, "T i"], w: Float[Array, "o i"]) -> Float[Array, "T o"]:

@@ -1,19 +1,53 @@
 """Experts of few rows as XLA on a CPU does them fast: all pairs of a row and an expert at once."""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from mtp_jax.model.backend import cpu_lanes
-from mtp_jax.model.backend.cpu_lanes import CACHE_BYTES, SLICES, Pick, Spread, multiply, sum_lanes
+from kernels_pallas.quantised import Quantised
+from kernels_pallas.router.rule import Rule
+from mtp_jax.model.experts import cpu_router
+from mtp_jax.model.experts.plain import Experts
 from mtp_jax.model.moe import Routing, Weight
 from mtp_jax.model.narrow import flat, nbytes
+from mtp_jax.model.products import cpu_lanes
+from mtp_jax.model.products.cpu_lanes import CACHE_BYTES, SLICES, Pick, Spread, multiply, sum_lanes
 
 # Most pairs per expert for which ``by_pair`` wins: with experts that fit a core's cache, or not.
 _PAIRS_CACHED, _PAIRS = 16, 4
+
+
+@dataclass(frozen=True)
+class CpuExperts(Experts):
+    """Experts as XLA on a CPU does them fast (docs/cpu.md)."""
+
+    def choose_experts(
+        self,
+        logits: Float[Array, "T E"],
+        bias: Float[Array, " E"],
+        rule: Rule,
+        counted: Bool[Array, " T"] | None = None,
+    ) -> Routing:
+        """Comparisons, for few rows."""
+        return Routing(*cpu_router.choose(logits, bias, rule, counted))
+
+    def routed(
+        self,
+        gate_up: Weight,
+        down: Weight,
+        x: Float[Array, "T D"] | Quantised,
+        r: Routing,
+        shards: int = 1,
+        first: Int[Array, ""] | int = 0,
+    ) -> Float[Array, "T D"]:
+        """``by_pair`` for few rows."""
+        if shards == 1 and takes(gate_up, down, r.ids.size) and not isinstance(x, Quantised):
+            return by_pair(gate_up, down, x, Routing(r.ids - first, r.weights))
+        return super().routed(gate_up, down, x, r, shards, first)
 
 
 def by_pair(gate_up: Weight, down: Weight, x: Float[Array, "T D"], r: Routing) -> Float[Array, "T D"]:

@@ -1,0 +1,117 @@
+"""Grouped-query attention (arXiv 2305.13245), as GLM-4.5 to 4.7 have it.
+
+A row of the cache is [keys of every kv head | values of every kv head]; keys are normed and rotated before
+they are cached. On a mesh every device holds whole rows, and attends with its own query heads.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from mtp_jax.model.attention.kind import Kind
+from mtp_jax.model.attention.source import Chosen, Source
+from mtp_jax.model.cache import Cache, Entries, Views
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.layers import masked_softmax, rms_norm, rotate_first
+from mtp_jax.model.params import Grouped
+from mtp_jax.model.products.hopper import HopperProducts
+from mtp_jax.model.products.plain import Rows
+
+
+@struct.dataclass
+class Queries:
+    """Queries, normed and rotated, [B, W, N, h]."""
+
+    whole: Float[Array, "B W N h"]
+    index: None = None
+
+
+@struct.dataclass
+class KvHeads:
+    """The kv head of each query head.
+
+    Attributes:
+        of: kv head of each query head; the first one's tells where a device's begin.
+        count: kv heads of a row.
+        group: query heads that share a kv head.
+    """
+
+    of: Int[Array, " N"]
+    count: int = struct.field(pytree_node=False)
+    group: int = struct.field(pytree_node=False)
+
+
+@dataclass(frozen=True)
+class Gqa(Kind):
+    """Grouped-query attention in plain XLA."""
+
+    def queries(self, a: Grouped, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]) -> Queries:
+        """Projected, with bias and norm where the model has them, their first channels rotated."""
+        return Queries(_turned(_plus(self.on.linear(x, a.q, split="out"), a.q_bias), a.q_norm, cfg, angles))
+
+    def entries(self, a: Grouped, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]) -> Entries:
+        """Keys, as queries are made, and values as they are projected."""
+        keys = _turned(_plus(self.on.linear(x, a.k), a.k_bias), a.k_norm, cfg, angles)
+        values = _plus(self.on.linear(x, a.v), a.v_bias)
+        return Entries(jnp.concatenate([a.reshape(*a.shape[:2], -1) for a in (keys, values)], axis=-1))
+
+    def by_head(self, a: Grouped, cfg: ModelConfig) -> KvHeads:
+        """The kv head of each query head."""
+        assert cfg.grouped is not None, "a layer with grouped-query attention has a configuration of it"
+        group = len(a.q) // cfg.grouped.kv_heads
+        return KvHeads(jnp.arange(len(a.q)) // group, cfg.grouped.kv_heads, group)
+
+    def attend(self, q: Queries, w: KvHeads, source: Source, scale: float) -> Float[Array, "B W N v"]:
+        """Attention over rows [keys | values], softmax in float32. Rows that no token sees are zeros.
+
+        q: queries of all heads, or of one device's, which are whole groups or within one.
+        """
+        assert not isinstance(source, Chosen), "there is no indexer that could have chosen"
+        (rows, mask), whole = source.read(q.whole.dtype), q.whole
+        slots, width, heads, dim = whole.shape
+        keys, values = (a.reshape(*rows.shape[:2], w.count, dim) for a in jnp.split(rows, 2, axis=-1))
+        count = max(heads // w.group, 1)
+        if count < w.count:
+            keys, values = (jax.lax.dynamic_slice_in_dim(a, w.of[0], count, axis=2) for a in (keys, values))
+        asked = whole.reshape(slots, width, count, heads // count, dim)
+        scores = jnp.einsum("bwgqh,blgh->bgqwl", asked, keys, preferred_element_type=jnp.float32)
+        weights = masked_softmax(scores.reshape(slots, heads, width, -1), mask, scale).astype(rows.dtype)
+        by_group = weights.reshape(slots, count, heads // count, width, -1)
+        return jnp.einsum("bgqwl,blgh->bwgqh", by_group, values).reshape(whole.shape)
+
+
+@dataclass(frozen=True)
+class HopperGqa(Gqa):
+    """Grouped-query attention without kernels: there are none. Raises ConfigError where they must attend."""
+
+    on: HopperProducts
+
+    def project(
+        self,
+        a: Grouped,
+        cfg: ModelConfig,
+        x: Rows,
+        angles: Float[Array, "B W 2 r"],
+        cache: Cache | None,
+        views: Views,
+    ) -> tuple[Queries, Entries | None, Cache | None]:
+        """Queries, entries and the cache, unless kernels must attend."""
+        self.on.do_without("grouped-query attention")
+        return super().project(a, cfg, x, angles, cache, views)
+
+
+def _plus(x: Float[Array, "B W N h"], bias: Float[Array, " Nh"] | None) -> Float[Array, "B W N h"]:
+    return x if bias is None else x + bias.reshape(x.shape[2:])
+
+
+def _turned(
+    x: Float[Array, "B W N h"],
+    norm: Float[Array, " h"] | None,
+    cfg: ModelConfig,
+    angles: Float[Array, "B W 2 r"],
+) -> Float[Array, "B W N h"]:
+    normed = x if norm is None else rms_norm(x, norm, cfg.rms_norm_eps)
+    return rotate_first(normed, angles, interleaved=False)

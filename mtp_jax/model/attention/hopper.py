@@ -1,0 +1,164 @@
+"""MLA by kernels on a Hopper GPU, sparse or not (docs/kernels.md)."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas.index_scores import api as index_scores
+from kernels_pallas.mla_decode import api as mla_decode
+from kernels_pallas.mla_low_rank import api as mla_low_rank
+from kernels_pallas.mla_prefill import api as mla_prefill
+from kernels_pallas.quantised import Quantised
+from kernels_pallas.top_k import api as top_k
+from mtp_jax.model.attention.latent import Latent
+from mtp_jax.model.attention.source import Chosen, Paged, Source, Whole
+from mtp_jax.model.cache import Cache, Entries, LayerCache, PagedView, Views
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.indexer import IndexQueries
+from mtp_jax.model.mla import LOW_RANK_EPS, Queries, Ups, queries, rows_of
+from mtp_jax.model.params import Attention
+from mtp_jax.model.products import e4m3
+from mtp_jax.model.products.e4m3 import Rows
+from mtp_jax.model.products.hopper import HopperProducts, can
+from mtp_jax.model.products.plain import Reader, Readers
+from mtp_jax.model.products.stream import summed
+from mtp_jax.model.sharding import partition, sharded
+from mtp_jax.model.visible import Window
+
+
+@dataclass(frozen=True)
+class HopperLatent(Latent):
+    """MLA whose queries, cache writes, attention and choice of rows are kernels, where they can be."""
+
+    on: HopperProducts
+
+    def readers(self, a: Attention) -> Readers:
+        """The projections to low ranks; plain rows for a layer with an indexer."""
+        if a.indexer is not None:
+            return ()
+        return Reader(a.q_b, "out") if a.q_a is None else Reader(a.q_a), Reader(a.kv_a)
+
+    def project(
+        self,
+        a: Attention,
+        cfg: ModelConfig,
+        x: Any,
+        angles: Float[Array, "B W 2 r"],
+        cache: Cache | None,
+        views: Views,
+    ) -> tuple[Queries, Entries | None, Cache | None]:
+        """One launch for the two norms of low ranks, rope and the cache, unless a layer has an indexer."""
+        if a.indexer is not None:
+            return super().project(a, cfg, x, angles, cache, views)
+        on = self.on
+        q = None if a.q_a is None else on.linear(x, a.q_a, summed=False)
+        kv, reader = on.linear(x, a.kv_a, summed=False), Reader(a.q_b, "out")
+        # One launch writes one part.
+        one = len(views) == 1 and on.takes(reader, e4m3.dtype_of(x))
+        if one and q is not None and isinstance(cache, LayerCache) and self._norms_low_rank(q, kv, a, cache):
+            low, entries, cache = self._low_rank(a, cfg, q, kv, angles, cache, views[0])
+        else:
+            low = x if q is None else on.norm(q, a.q_norm, LOW_RANK_EPS, (reader,))[1]
+            entries = Entries(rows_of(summed(kv), a, cfg, angles))
+        return queries(on.linear(low, a.q_b, split="out"), cfg, angles), entries, cache
+
+    def attend(self, q: Queries, w: Ups, source: Source, scale: float) -> Float[Array, "B W N v"]:
+        """Absorbed by a kernel that reads the pages where they are; naive by one that expands rows."""
+        if isinstance(source, Paged) and source.only is not None:
+            self.on.do_without("a choice among rows that tokens share, as in sparse prefill,")
+        elif isinstance(source, Paged) and source.form == "naive":
+            whole, heads_last = jnp.concatenate([q.nope, q.rope], axis=-1), w.v.swapaxes(1, 2)
+            if self.on.runs("attention", mla_prefill.check, whole, q.nope, q.rope, heads_last):
+                rows, _ = source.read(q.nope.dtype)
+                options: dict[str, Any] = {"scale": scale, "implementation": "mosaic_gpu"}
+                return mla_prefill.mla_prefill(whole, rows, w.k, w.v, source.view.visible, **options)
+        elif isinstance(source, Paged):
+            view = source.view
+            where = source.cache.rows, view.page_table, view.visible
+            if (context := self._decoded(q, w, where, scale)) is not None:
+                return context
+        elif isinstance(source, Chosen):
+            where = _as_pages(source.read(q.nope.dtype))
+            if (context := self._decoded(source.apart(q), w, where, scale)) is not None:
+                return source.together(context)
+        return super().attend(q, w, source, scale)
+
+    def scores(self, q: IndexQueries, source: Whole | Paged) -> Float[Array, "B W L"]:
+        """Scores by a kernel that reads the pages where they are."""
+        keys = source.cache.index if isinstance(source, Paged) else None
+        if keys is None or "attention" not in self.on.kernels or not can(index_scores.check, q.q, keys):
+            return super().scores(q, source)
+        assert isinstance(source, Paged)
+        where = source.view.page_table, source.view.visible
+        return index_scores.index_scores(q.q, q.weights, keys, *where, implementation="mosaic_gpu")
+
+    def best(self, found: Float[Array, "B W L"], count: int) -> Int[Array, "B W K"]:
+        """The choice by a kernel that sorts nothing."""
+        flat = found.reshape(-1, found.shape[-1])
+        if "attention" not in self.on.kernels or not can(top_k.check, flat):
+            return super().best(found, count)
+        chosen = top_k.top_k(flat, count, implementation="mosaic_gpu")
+        return chosen.reshape(*found.shape[:2], count)
+
+    def _decoded(
+        self, q: Queries, w: Ups, where: tuple[Any, Array, Window], scale: float
+    ) -> Float[Array, "B W N v"] | None:
+        """Absorbed attention over the visible rows of pages, by their table; None: no kernel does it."""
+        pages, table, visible = where
+        inward = jnp.einsum("bwnh,nhc->bwnc", q.nope, w.k)
+        if not self.on.runs("attention", mla_decode.check, inward, q.rope, pages):
+            return None
+        options: dict[str, Any] = {"in_place": True, "implementation": "mosaic_gpu"}
+        mixed = mla_decode.mla_decode(inward, q.rope, pages, table, visible, scale=scale, **options)
+        return jnp.einsum("bwnc,nvc->bwnv", mixed, w.v)
+
+    def _norms_low_rank(self, q: Array, kv: Array, a: Attention, cache: LayerCache) -> bool:
+        pages = None if cache.fp8 else cache.rows
+        return "attention" in self.on.kernels and can(mla_low_rank.check, q, kv, a.kv_norm, pages)
+
+    def _low_rank(
+        self,
+        a: Attention,
+        cfg: ModelConfig,
+        q: Float[Array, "*s B W k"],
+        kv: Float[Array, "*t B W c"],
+        angles: Float[Array, "B W 2 r"],
+        cache: LayerCache,
+        view: PagedView,
+    ) -> tuple[Rows, Entries | None, LayerCache]:
+        """Queries' low rank normed and quantised, and the window's rows written.
+
+        q, kv: as their products leave them. Rows for an FP8 cache are returned, not written.
+        """
+        fp8 = cache.fp8
+
+        def local(q, kv, q_norm, kv_norm, angles, pages, view):
+            where = (pages, view.page_table, view.written)
+            options: dict[str, Any] = {"eps": LOW_RANK_EPS, "interleaved": cfg.rope_interleave}
+            low, out = mla_low_rank.mla_low_rank(
+                q, kv, q_norm, kv_norm, angles, *where, **options, implementation="mosaic_gpu"
+            )
+            return (low.values, low.scale), out
+
+        slots, weight = partition("slots"), partition()
+        parts = (partition(None, "slots") if x.ndim == 4 else slots for x in (q, kv))
+        specs = (*parts, weight, weight, slots, partition("pages"), slots)
+        run = sharded(local, self.on.mesh, specs, (e4m3.of_rows(), slots if fp8 else partition("pages")))
+        with jax.named_scope("cache_write"):
+            cos_sin = angles[..., 0, :], angles[..., 1, :]
+            low, out = run(q, kv, a.q_norm, a.kv_norm, cos_sin, None if fp8 else cache.rows, view)
+        rows = Rows(q.shape[-3:], None, Quantised(*low))
+        return (rows, Entries(out), cache) if fp8 else (rows, None, LayerCache(out))
+
+
+def _as_pages(source: Whole) -> tuple[Float[Array, "P S c"], Int[Array, "T n"], Window]:
+    """Rows of each token as pages of its own, and the rows that are there: rows that are not come first."""
+    tokens, count, width = source.rows.shape
+    pages = source.rows.reshape(-1, math.gcd(count, mla_decode.PAGE), width)
+    table = jnp.arange(len(pages), dtype=jnp.int32).reshape(tokens, -1)
+    there = source.mask.sum(axis=(1, 2), dtype=jnp.int32)
+    return pages, table, Window(count - there, jnp.full_like(there, count), jnp.minimum(there, 1))

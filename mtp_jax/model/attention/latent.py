@@ -1,0 +1,75 @@
+"""Multi-head Latent Attention (arXiv 2405.04434, section 2.1), sparse (arXiv 2512.02556) or not."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas.top_k.reference import top_k
+from mtp_jax.model import indexer, mla
+from mtp_jax.model.attention.kind import Kind
+from mtp_jax.model.attention.source import Chosen, Paged, Source, Whole
+from mtp_jax.model.cache import Entries
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.indexer import IndexQueries
+from mtp_jax.model.layers import rms_norm
+from mtp_jax.model.mla import LOW_RANK_EPS, Queries, Ups
+from mtp_jax.model.narrow import expand
+from mtp_jax.model.params import Attention
+from mtp_jax.model.products.plain import Rows
+
+
+@dataclass(frozen=True)
+class Latent(Kind):
+    """MLA in its two forms (``mla``), with an indexer's choice of rows where a layer has one."""
+
+    def queries(self, a: Attention, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]) -> Queries:
+        """Queries of every head (eqs. 12-14), and of the indexer where the layer has one."""
+        on = self.on
+        low = x if a.q_a is None else rms_norm(on.linear(x, a.q_a), a.q_norm, LOW_RANK_EPS)
+        q = mla.queries(on.linear(low, a.q_b, split="out"), cfg, angles)
+        if a.indexer is None or cfg.indexer is None:
+            return q
+        with jax.named_scope("index"):
+            weights = on.exactly(x, a.indexer.weights)
+            index = indexer.queries(on.linear(low, a.indexer.q), weights, cfg.indexer, angles)
+            return replace(q, index=index)
+
+    def entries(self, a: Attention, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]) -> Entries:
+        """The normed latent and the rotated shared key (eqs. 9, 11, 15), and the index key."""
+        rows, p = mla.rows_of(self.on.linear(x, a.kv_a), a, cfg, angles), a.indexer
+        if p is None or cfg.indexer is None:
+            return Entries(rows)
+        with jax.named_scope("index"):
+            keys = indexer.keys(self.on.linear(x, p.k), p.k_norm, p.k_bias, cfg.indexer, angles)
+            return Entries(rows, keys)
+
+    def by_head(self, a: Attention, cfg: ModelConfig) -> Ups:
+        """The up-projections as arrays."""
+        return Ups(expand(a.k_up, jnp.float32), expand(a.v_up, jnp.float32))
+
+    def attend(self, q: Queries, w: Ups, source: Source, scale: float) -> Float[Array, "B W N v"]:
+        """``mla.attend`` over a source's rows, in its form."""
+        if isinstance(source, Chosen):
+            own = source.read(q.nope.dtype)
+            return source.together(self.attend(source.apart(q), w, own, scale))
+        return mla.attend(q, w, *source.read(q.nope.dtype), scale, source.form)
+
+    def choose(self, q: IndexQueries, source: Whole | Paged, topk: int) -> Int[Array, "B W K"] | None:
+        """The rows with the best scores, in order; NOTHING first where a token sees fewer.
+
+        None: all that a token sees, which cannot be more.
+        """
+        if source.length <= topk:
+            return None
+        with jax.named_scope("index"):
+            return self.best(self.scores(q, source), topk)
+
+    def scores(self, q: IndexQueries, source: Whole | Paged) -> Float[Array, "B W L"]:
+        """The indexer's scores of a source's rows; none is NaN."""
+        return source.scores(q)
+
+    def best(self, found: Float[Array, "B W L"], count: int) -> Int[Array, "B W K"]:
+        """The rows with the best of these scores."""
+        return top_k(found, count)

@@ -1,0 +1,325 @@
+"""Backends carry out a forward pass, stage by stage; the mathematics does not depend on them.
+
+    before_attention  norm, projections, rope, index queries      -> queries, entries to cache
+    attend            write them, choose, attend over the cache   -> context, choice
+    after_attention   output projection, added to the stream
+    feed_forward      norm; router, routed and shared experts, or a dense MLP, added to the stream
+    finish            the norm at the end
+
+A backend is composed of products, a kind of attention for each kind of layer, and experts, all for one
+device. ``xla`` has them as the papers write them, and is the oracle of the other backends: ``xla_cpu`` does
+fast what XLA on a CPU does slowly, ``mosaic_gpu`` has kernels on a Hopper GPU. The values between the stages
+of one backend, the residual stream and the rows of a product, are its own business.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from mtp_jax.errors import ConfigError
+from mtp_jax.model.attention.cpu import CpuLatent
+from mtp_jax.model.attention.gqa import Gqa, HopperGqa
+from mtp_jax.model.attention.hopper import HopperLatent
+from mtp_jax.model.attention.kind import Kind
+from mtp_jax.model.attention.latent import Latent
+from mtp_jax.model.attention.pages import Write, by_loop, by_scatter
+from mtp_jax.model.attention.source import Paged, Whole
+from mtp_jax.model.cache import Cache, Entries, LayerCache, Tree, Views, WholeCache
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.device import is_hopper, multiplies_bf16, platform
+from mtp_jax.model.experts.cpu import CpuExperts
+from mtp_jax.model.experts.exchange import Exchange, ExchangeChoice, exchange_of
+from mtp_jax.model.experts.hopper import HopperExperts
+from mtp_jax.model.experts.plain import Experts
+from mtp_jax.model.indexer import Choice, IndexQueries
+from mtp_jax.model.mla import Form
+from mtp_jax.model.moe import Routing, Way
+from mtp_jax.model.params import Attention, Grouped, Layer, Mlp, Params
+from mtp_jax.model.parts import join, split_tree
+from mtp_jax.model.products.cpu import CpuProducts
+from mtp_jax.model.products.hopper import PARTS, HopperProducts
+from mtp_jax.model.products.plain import Products, Readers, Stream
+from mtp_jax.model.sharding import constrain, data_size, partition, sharded, with_auto_axes
+from mtp_jax.model.stack import alike, parts, stacked
+
+Carry = TypeVar("Carry")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The parts that carry out a pass, and its stages. Hashable, as programs are compiled for one.
+
+    Attributes:
+        products: the products and the residual stream.
+        latent, gqa: the kinds of attention.
+        experts: the second half of an MoE block.
+        write_rows: writes rows into pages, on one device.
+        micro_batches: that a pass is cut into where its slots allow it, 1 or 2.
+    """
+
+    products: Products
+    latent: Latent
+    gqa: Gqa
+    experts: Experts
+    write_rows: Write = by_scatter
+    micro_batches: int = 1
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh of devices; None for one device."""
+        return self.products.mesh
+
+    def kind(self, a: Attention | Grouped) -> Kind:
+        """The kind of attention that a layer's parameters are of."""
+        return self.gqa if isinstance(a, Grouped) else self.latent
+
+    # Stages
+
+    def before_attention(
+        self,
+        p: Layer,
+        cfg: ModelConfig,
+        x: Stream,
+        angles: Float[Array, "B W 2 r"],
+        cache: Cache | None,
+        views: Views,
+    ) -> tuple[Stream, Any, Entries | None, Cache | None]:
+        """Norm, queries, entries to cache, by the layer's kind of attention.
+
+        Returns (x, queries, entries, cache). There are no entries where they have been written already.
+        """
+        a, kind = p.attention, self.kind(p.attention)
+        x, normed = self.products.norm(x, p.attention_norm, cfg.rms_norm_eps, kind.readers(a))
+        return x, *kind.project(a, cfg, normed, angles, cache, views)
+
+    def attend(
+        self,
+        a: Attention | Grouped,
+        cfg: ModelConfig,
+        q: Any,
+        entries: Entries | None,
+        cache: Cache | None,
+        views: Views,
+        choice: Choice = (),
+    ) -> tuple[Float[Array, "B W N v"], Cache | None, Choice]:
+        """Write the entries, attend over visible rows. Without a cache every token sees the tokens before it.
+
+        choice: rows for sparse attention, if another layer has chosen them; else this one's
+        indexer chooses. Returns (context, cache, choice).
+
+        A token's view of its own window comes from the cache as well, so that an FP8 cache gives the same
+        result for any set of tokens computed together. With a mesh each device handles its own slots
+        (``data``) and heads (``model``); the cache is replicated over ``model``, because all heads share it.
+        """
+        kind, index = self.kind(a), None if choice else q.index
+        q, w, topk = replace(q, index=None), kind.by_head(a, cfg), cfg.indexer.topk if cfg.indexer else 0
+
+        def looked(
+            q: Any, index: IndexQueries | None, w: Any, source: Whole | Paged, chosen: Array | None
+        ) -> tuple[Array, Array | None]:
+            with jax.named_scope("attend"):
+                chosen = chosen if index is None else kind.choose(index, source, topk)
+                return kind.attend(q, w, source.of(chosen), cfg.softmax_scale), chosen
+
+        if not isinstance(cache, LayerCache):
+            assert entries is not None, "entries have nowhere to be but here"
+            cache, source = _whole(cache, entries, kind.form)
+            context, chosen = looked(q, index, w, source, choice[0] if choice else None)
+            return context, cache, (chosen,)
+
+        def local(q, index, w, entries, cache, view, chosen):
+            with jax.named_scope("cache_write"):
+                if entries is not None:
+                    stored = cache.stored(entries, cfg.row)
+                    cache = self.write_rows(cache, stored, view.page_table, view.written)
+            context, chosen = looked(q, index, w, Paged(cache, view, cfg.row), chosen)
+            return context, cache, chosen
+
+        heads, per_slot = partition("slots", None, "heads", None), partition("slots")
+        paged = partition("pages")
+        specs = heads, per_slot, partition("heads"), per_slot, paged, per_slot, per_slot
+        run = sharded(local, self.mesh, specs, (heads, paged, per_slot))
+        shapes, contexts, choices = [v.written.shape for v in views], [], []
+        given = (split_tree(x, shapes, self.mesh) for x in (q, index, entries))
+        # No part writes rows that another one sees.
+        for view, asked, sought, own, chosen in zip(
+            views, *given, choice or (None,) * len(views), strict=True
+        ):
+            context, cache, chosen = run(asked, sought, w, own, cache, view, chosen)
+            contexts.append(context)
+            choices.append(chosen)
+        return join(contexts, self.mesh), cache, tuple(choices)
+
+    def after_attention(
+        self, p: Layer, cfg: ModelConfig, x: Stream, context: Float[Array, "B W N v"], views: Views
+    ) -> Stream:
+        """The output projection (eq. 19)."""
+        o = p.attention.o.reshape(cfg.hidden_size, -1)
+        absorbed = all(v.form == "absorbed" for v in views) if views else self.latent.form == "absorbed"
+        out = self.products.linear(self.products.joined(context, o, absorbed), o, split="in", summed=False)
+        return self.products.add(x, constrain(out, self.mesh, *(None,) * (out.ndim - 3), "slots", None, None))
+
+    def feed_forward(
+        self, p: Layer, cfg: ModelConfig, x: Stream, counts: Bool[Array, "B W"] | None
+    ) -> tuple[Stream, Routing | None]:
+        """A dense MLP, or the router and its experts. Returns (x, routing of an MoE block).
+
+        counts: rows that do not count visit no routed expert; None: all count.
+        """
+        mlp = p.mlp
+        # The router reads plain rows.
+        readers: Readers = (
+            (mlp,) if isinstance(mlp, Mlp) else (None, mlp, mlp.shared)[: 2 + (mlp.shared is not None)]
+        )
+        x, normed = self.products.norm(x, p.mlp_norm, cfg.rms_norm_eps, readers)
+        if isinstance(mlp, Mlp):
+            with jax.named_scope("mlp"):
+                return self.products.add(x, self.products.mlp(normed, mlp)), None
+        added, routing = self.experts.moe(mlp, cfg, normed, counts)
+        return self.products.add(x, *added), routing
+
+    def finish(self, x: Stream, weight: Float[Array, " D"], eps: float) -> Float[Array, "B W D"]:
+        """The norm behind the last block."""
+        return self.products.finish(x, weight, eps)
+
+    # The cache, and passes alike
+
+    def write(
+        self, pages: Tree, rows: Any, page_table: Int[Array, "B n"], written: Int[Array, "B W"]
+    ) -> Tree:
+        """``write_rows`` on every device."""
+        paged, per_slot = partition("pages"), partition("slots")
+        with jax.named_scope("cache_write"):
+            run = sharded(self.write_rows, self.mesh, (paged, per_slot, per_slot, per_slot), paged)
+            return run(pages, rows, page_table, written)
+
+    def repeated(
+        self,
+        first: int,
+        last: int,
+        wanted: Int[Array, ""] | int,
+        one: Callable[[Any, Carry], Carry],
+        carry: Carry,
+    ) -> Carry:
+        """``one(i, carry)`` for i from ``first`` to ``last - 1``; from ``wanted`` on it means nothing."""
+        if self.products.loops and first < last:
+            return jax.lax.fori_loop(first, wanted, one, carry)
+        for i in range(first, last):
+            carry = one(i, carry)
+        return carry
+
+    # Layers in memory
+
+    def arranged(self, layers: Sequence[Layer]) -> list[list[Layer]]:
+        """The layers in groups, each of which a program runs in a loop if it has more than one."""
+        if all(map(self.products.reads_stacks, layers)):
+            return alike(layers)
+        return [[layer] for layer in layers]
+
+    def laid_out(self, params: Params) -> Params:
+        """Parameters on their devices in memory as programs read them best, still layer by layer.
+
+        If nothing else holds them, only one weight is in memory twice at a time.
+        """
+        groups = self.arranged(params.layers)
+        if len(groups) == len(params.layers):
+            return params
+        params = replace(params, layers=())
+        layers = (parts(stacked(own, consume=True)) if len(own) > 1 else own for own in groups)
+        return replace(params, layers=tuple(itertools.chain.from_iterable(layers)))
+
+
+def _whole(cache: WholeCache | None, entries: Entries, form: Form) -> tuple[WholeCache | None, Whole]:
+    """Rows at hand, after the rows of a cache, which they extend."""
+    rows = entries.rows
+    mask = jnp.tri(rows.shape[1], dtype=bool)
+    if cache is not None:
+        cache = cache.extended(rows)
+        rows, mask = cache.rows, cache.mask
+    mask = jnp.broadcast_to(mask, (rows.shape[0], *mask.shape))
+    return cache, Whole(rows, mask, entries.index, form)
+
+
+def xla(
+    mesh: Mesh | None = None,
+    *,
+    form: Form = "naive",
+    experts: Way = "sparse",
+    exchange: Exchange | None = None,
+    micro_batches: int = 1,
+) -> Backend:
+    """Every part in plain XLA: the reference."""
+    on = Products(mesh)
+    return Backend(on, Latent(on, form), Gqa(on), Experts(on, experts, exchange), micro_batches=micro_batches)
+
+
+def xla_cpu(
+    mesh: Mesh | None = None,
+    *,
+    form: Form = "naive",
+    experts: Way = "sparse",
+    exchange: Exchange | None = None,
+    micro_batches: int = 1,
+    matrices: bool = False,
+) -> Backend:
+    """The parts that XLA on a CPU does slowly in forms that it does fast (docs/cpu.md)."""
+    on = CpuProducts(mesh, matrices)
+    return Backend(
+        on, CpuLatent(on, form), Gqa(on), CpuExperts(on, experts, exchange), by_loop, micro_batches
+    )
+
+
+def mosaic_gpu(
+    mesh: Mesh | None = None,
+    *,
+    form: Form = "naive",
+    experts: Way = "sparse",
+    exchange: Exchange | None = None,
+    micro_batches: int = 1,
+    kernels: frozenset[str] = PARTS,
+    strict: bool = False,
+) -> Backend:
+    """Kernels on a Hopper GPU (docs/kernels.md); see ``HopperProducts`` for ``kernels`` and ``strict``."""
+    on = HopperProducts(mesh, kernels, strict)
+    own = HopperExperts(on, experts, exchange)
+    return Backend(on, HopperLatent(on, form), HopperGqa(on), own, micro_batches=micro_batches)
+
+
+def backend(
+    kernels: Literal["auto", "xla", "mosaic_gpu"] = "auto",
+    mesh: Mesh | None = None,
+    exchange: ExchangeChoice = "auto",
+    room: float = 1.5,
+    micro_batches: int = 1,
+) -> Backend:
+    """The fastest backend for the device, or the one that was asked for.
+
+    kernels: "auto": kernels on a Hopper GPU where there are any for the shapes; "xla": none; "mosaic_gpu":
+    kernels, and a ConfigError for shapes that they cannot take. exchange, room: the way of rows to the
+    experts of other devices (see ``exchange.exchange_of``). micro_batches: see its module. Raises
+    ConfigError.
+    """
+    mesh = with_auto_axes(mesh)
+    by = exchange_of(exchange, room, mesh)
+    if micro_batches > 1 and data_size(mesh) == 1:
+        raise ConfigError(
+            f"micro_batches = {micro_batches} with one data shard: no rows travel that products could run "
+            "beside; give a mesh whose data axis is 2 or more, or micro_batches=1"
+        )
+    if kernels == "mosaic_gpu" and not is_hopper():
+        found = jax.devices()[0].device_kind
+        raise ConfigError(
+            "kernels = 'mosaic_gpu' needs an NVIDIA GPU of the Hopper generation (H100, H200); found "
+            f"{found}: --kernels auto or xla, in Python kernels='auto' or 'xla'"
+        )
+    if kernels == "mosaic_gpu" or (kernels == "auto" and is_hopper()):
+        return mosaic_gpu(mesh, exchange=by, micro_batches=micro_batches, strict=kernels == "mosaic_gpu")
+    if platform() == "cpu":
+        return xla_cpu(mesh, exchange=by, micro_batches=micro_batches, matrices=multiplies_bf16())
+    return xla(mesh, exchange=by, micro_batches=micro_batches)

@@ -1,0 +1,78 @@
+"""Experts by kernels on a Hopper GPU (docs/kernels.md)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtyping import Array, Bool, Float, Int
+
+from kernels_pallas.grouped_matmul import api as grouped_matmul
+from kernels_pallas.quantised import Quantised
+from kernels_pallas.router import api as router
+from kernels_pallas.router.rule import Rule
+from mtp_jax.errors import ConfigError
+from mtp_jax.model.experts.plain import Experts
+from mtp_jax.model.moe import Routing, Weight
+from mtp_jax.model.params import Moe
+from mtp_jax.model.products import e4m3
+from mtp_jax.model.products.e4m3 import Operand
+from mtp_jax.model.products.hopper import HopperProducts, check_experts
+
+
+@dataclass(frozen=True)
+class HopperExperts(Experts):
+    """Experts by kernels. Raises ConfigError for dense experts."""
+
+    on: HopperProducts
+
+    def __post_init__(self) -> None:
+        if self.way == "dense" and "experts" in self.on.kernels:
+            raise ConfigError("experts = 'dense' has no kernel; use 'sparse', or leave experts to XLA")
+
+    def choose_experts(
+        self,
+        logits: Float[Array, "T E"],
+        bias: Float[Array, " E"],
+        rule: Rule,
+        counted: Bool[Array, " T"] | None = None,
+    ) -> Routing:
+        """The choice by a kernel that also counts the choices of each expert."""
+        if "experts" not in self.on.kernels or not router.can_choose(logits.shape[1], rule):
+            return super().choose_experts(logits, bias, rule, counted)
+        choice = router.choose(logits, bias, rule, counted, implementation="mosaic_gpu")
+        return Routing(choice.ids, choice.weights, choice.counts)
+
+    def operand(self, p: Moe, x: Any) -> Operand:
+        """Rows in e4m3 if the experts take them so."""
+        if self.on.takes(p, e4m3.dtype_of(x)):
+            return e4m3.operand(x)
+        return super().operand(p, x)
+
+    def routed(
+        self,
+        gate_up: Weight,
+        down: Weight,
+        x: Float[Array, "T D"] | Quantised,
+        r: Routing,
+        shards: int = 1,
+        first: Int[Array, ""] | int = 0,
+    ) -> Float[Array, "T D"]:
+        """Routed experts by kernels. There may be more quantised rows than the routing has.
+
+        Raises ConfigError if kernels must compute them and cannot.
+        """
+        if not isinstance(x, Quantised) and not self.on.runs("experts", check_experts, x, gate_up, down):
+            return super().routed(gate_up, down, x, r, shards, first)
+        (first_layer, first_scale), (second_layer, second_scale) = e4m3.arrays(gate_up), e4m3.arrays(down)
+        return grouped_matmul.expert_mlp(
+            x,
+            r.ids,
+            r.weights,
+            first_layer,
+            second_layer,
+            first_scale,
+            second_scale,
+            counts=r.counts,
+            first=first,
+            rows_per_expert=-(-r.ids.size // (down.shape[0] * shards)),
+            implementation="mosaic_gpu",
+        )

@@ -1,0 +1,217 @@
+"""Products and norms by kernels on a Hopper GPU (docs/kernels.md).
+
+Products with FP8 weights take their rows in e4m3. A norm, or the kernel that joins the heads' results,
+quantises rows once for all products that read them. A product may leave float32 parts that the next norm
+sums. Both are private to these products.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kernels_pallas.fp8_matmul import api as fp8_matmul
+from kernels_pallas.grouped_matmul import api as grouped_matmul
+from kernels_pallas.quantised import Quantised
+from kernels_pallas.rms_norm import api as norms
+from mtp_jax.errors import ConfigError
+from mtp_jax.model.layers import rms_norm
+from mtp_jax.model.narrow import Fp8
+from mtp_jax.model.params import Mlp, Moe
+from mtp_jax.model.products import e4m3
+from mtp_jax.model.products.e4m3 import Rows
+from mtp_jax.model.products.plain import Products, Reader, Readers, Split, Weight
+from mtp_jax.model.products.stream import Stream, plus, stream, summed
+from mtp_jax.model.sharding import constrain, partition, sharded, ways
+
+PARTS = frozenset(("linear", "experts", "attention"))
+
+
+@dataclass(frozen=True)
+class HopperProducts(Products):
+    """Products by kernels, and the kernels that other parts of a pass may run.
+
+    Attributes:
+        kernels: parts that kernels compute, where they can. "linear": products with FP8 weights; "experts":
+            routed experts; "attention": attention over the paged cache, ``mla_decode`` in the absorbed form,
+            ``mla_prefill`` in the naive, ``mla_low_rank``, which writes the cache, where the queries' product
+            takes e4m3, and ``index_scores`` and ``top_k``, which choose rows for sparse attention.
+        strict: whether it is a ConfigError if they cannot.
+    """
+
+    kernels: frozenset[str] = PARTS
+    strict: bool = False
+
+    # The kernels that run
+
+    def runs(self, part: str, check: Callable[..., None], *args: Any) -> bool:
+        """Whether the kernel that ``check`` speaks for runs. Raises ConfigError if it must and cannot."""
+        if part not in self.kernels:
+            return False
+        try:
+            check(*args)
+        except ValueError as e:
+            if self.strict:
+                raise ConfigError(f"{e}: --kernels auto or xla, in Python kernels='auto' or 'xla'") from e
+            return False
+        return True
+
+    def do_without(self, what: str) -> None:
+        """Raises ConfigError where kernels must attend: there is none for this."""
+        if self.strict and "attention" in self.kernels:
+            raise ConfigError(f"{what} has no kernel: --kernels auto, in Python kernels='auto'")
+
+    def takes(self, reader: Reader | Mlp | Moe | None, dtype: Any) -> bool:
+        """Whether kernels compute the reader, its rows in e4m3. dtype: of the rows before."""
+        x = jax.ShapeDtypeStruct((1, 1), dtype)
+        if isinstance(reader, Moe):
+            experts = reader.gate_up, reader.down
+            return all(isinstance(w, Fp8) for w in experts) and self.runs(
+                "experts", check_experts, x, *experts
+            )
+        if isinstance(reader, Mlp):
+            both = reader.gate_up, reader.down
+            parts = [e4m3.part(w.values, self.mesh, None, "mlp") for w in both if isinstance(w, Fp8)]
+            kernel = "linear", fp8_matmul.check, x
+            return len(parts) == 2 and all(self.runs(*kernel, part, fp8_matmul.BLOCK) for part in parts)
+        if reader is None or not isinstance(reader.weight, Fp8):
+            return False
+        values = e4m3.part(reader.weight.values, self.mesh, *e4m3.axes_of(reader.weight, reader.split))
+        matrix = jax.ShapeDtypeStruct((math.prod(values.shape[:-1]), values.shape[-1]), values.dtype)
+        return self.runs("linear", fp8_matmul.check, x, matrix, 64)
+
+    # The residual stream
+
+    def norm(
+        self, x: Any, weight: Float[Array, " D"], eps: float, readers: Readers = ()
+    ) -> tuple[Stream, Rows | Float[Array, "B W D"]]:
+        """The stream with its addends summed, and normed, quantised for the readers that take it so.
+
+        The sum is the stream as it came if nothing is added to it and a kernel norms.
+        """
+        x, added = stream(x)
+        # Parts are summed to bfloat16.
+        shape, dtype = x.shape[-3:], jnp.bfloat16 if x.ndim == 4 else x.dtype
+        taken = [self.takes(reader, dtype) for reader in readers]
+        if not any(taken) or not all(can(norms.check, a.shape[-1], a.dtype) for a in (x, *added)):
+            total = plus(summed(x), added)
+            return Stream(total, ()), rms_norm(total, weight, eps)
+        also_plain = not all(taken)
+
+        def local(weight, *given):
+            normed = norms.rms_norm(
+                [a.reshape(*a.shape[:-3], -1, a.shape[-1]) for a in given],
+                weight,
+                eps,
+                total=bool(added),
+                plain=also_plain,
+                implementation="mosaic_gpu",
+            )
+            rows: Any = normed.quantised
+            own = given[0].shape[-3:]
+            whole = [a.reshape(own) for a in (normed.total, normed.plain) if a is not None]
+            return whole, (rows.values, rows.scale)
+
+        slots = partition("slots")
+        given = [partition(None, "slots") if a.ndim == 4 else slots for a in (x, *added)]
+        out = [slots] * (bool(added) + also_plain), e4m3.of_rows()
+        with jax.named_scope("norm"):
+            whole, rows = sharded(local, self.mesh, (partition(), *given), out)(weight, x, *added)
+        quantised = Rows(shape, whole[-1] if also_plain else None, Quantised(*rows))
+        return Stream(whole[0] if added else x, ()), quantised
+
+    def add(self, x: Any, *outs: Float[Array, "..."]) -> Stream:
+        """The results are left to the next norm to add, and perhaps to sum."""
+        return Stream(constrain(stream(x).x, self.mesh, "slots", None, None), outs)
+
+    def finish(self, x: Any, weight: Float[Array, " D"], eps: float) -> Float[Array, "B W D"]:
+        """The norm at the end, of the stream with everything left to be added."""
+        return rms_norm(plus(*stream(x)), weight, eps)
+
+    def joined(self, x: Float[Array, "B W N v"], o: Weight, absorbed: bool) -> Any:
+        """Heads side by side, [B, W, N * v], as the product with ``o`` takes them."""
+        wide = (*x.shape[:2], x.shape[2] * x.shape[3])
+        own = e4m3.part(x, self.mesh, "slots", None, "heads")
+        taken = self.takes(Reader(o, "in"), x.dtype)
+        if not taken or not can(norms.check_blocks, *own.shape[2:], x.dtype):
+            return x.reshape(wide)
+
+        def local(x):
+            rows = x.reshape(-1, *x.shape[2:])
+            # Absorbed, they come out of a product that leaves them head by head, which spares a transpose.
+            given = rows.swapaxes(0, 1) if absorbed else rows
+            rows = norms.quantise(given, blocks_first=absorbed, implementation="mosaic_gpu")
+            return rows.values, rows.scale
+
+        rows = sharded(local, self.mesh, (partition("slots", None, "heads"),), e4m3.of_rows("heads"))(x)
+        return Rows(wide, None, Quantised(*rows))
+
+    # Products
+
+    def plain(self, x: Any) -> Float[Array, "B W D"]:
+        """Rows of a product that does not take them quantised."""
+        return e4m3.plain(x)
+
+    def linear(
+        self, x: Any, w: Weight, *, split: Split | None = None, summed: bool = True
+    ) -> Float[Array, "..."]:
+        """A product with an FP8 weight by a kernel; rows are in e4m3 with 1x128 blocks, or become so."""
+        if not isinstance(w, Fp8) or not self.takes(Reader(w, split), e4m3.dtype_of(x)):
+            return super().linear(e4m3.plain(x), w, split=split)
+        axes, given = e4m3.axes_of(w, split), e4m3.operand(x)
+        (slots, width), mesh = x.shape[:2], self.mesh
+
+        def local(x, w):
+            matrix = w.values.reshape(-1, w.shape[-1])
+            y = fp8_matmul.fp8_matmul(
+                x.flat(), matrix, w.scale, summed=not parts, implementation="mosaic_gpu"
+            )
+            y = y[..., :rows, :].reshape(*y.shape[:-2], -1, width, *w.shape[:-1])
+            return jax.lax.psum(y, "model") if over_model else y
+
+        rows, over_model = slots * width // ways("slots", mesh), split == "in" and ways("heads", mesh) > 1
+        *columns, terms = e4m3.part(w.values, mesh, *axes).shape
+        parts = not (summed or over_model) and fp8_matmul.parts(rows, math.prod(columns), terms) > 1
+        specs = Fp8(partition(*axes), partition(axes[0], axes[-1]))
+        out = partition(*(None,) * parts, "slots", None, axes[0])
+        return sharded(local, mesh, (given.split(axes[-1]), specs), out)(given, w)
+
+    def mlp(self, x: Any, p: Mlp) -> Float[Array, "B W D"]:
+        """A dense MLP by two kernels."""
+        if not self.takes(p, e4m3.dtype_of(x)):
+            return super().mlp(e4m3.plain(x), p)
+        given, (slots, *wide), mesh = e4m3.operand(x), x.shape, self.mesh
+
+        def local(x, gate_up, down):
+            weights = gate_up.values, down.values, gate_up.scale, down.scale
+            y = fp8_matmul.fp8_mlp(x.flat(), *weights, implementation="mosaic_gpu")
+            y = y[:rows].reshape(-1, *wide)
+            return y if mesh is None else jax.lax.psum(y, "model")
+
+        rows = slots * wide[0] // ways("slots", mesh)
+        width = partition(None, "mlp")
+        specs = given.split(), width, width
+        return sharded(local, mesh, specs, partition("slots"))(given, p.gate_up, p.down)
+
+
+def can(check: Callable[..., None], *args: Any) -> bool:
+    """Whether the kernel that ``check`` speaks for can do the work."""
+    try:
+        check(*args)
+    except ValueError:
+        return False
+    return True
+
+
+def check_experts(x: Any, gate_up: Any, down: Any) -> None:
+    """Raise ValueError for weights that the kernel of routed experts cannot take."""
+    if isinstance(gate_up, Fp8) != isinstance(down, Fp8):
+        raise ValueError(
+            "grouped_matmul on mosaic_gpu: experts' gate, up and down are FP8 together or not at all"
+        )
+    for w in (gate_up, down):
+        grouped_matmul.check(x, *e4m3.arrays(w))

@@ -1,0 +1,119 @@
+"""Products and norms in plain XLA, as the papers write them: the oracle of the other products."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from mtp_jax.model.layers import rms_norm
+from mtp_jax.model.narrow import Bf16, Narrow, Table, expand
+from mtp_jax.model.params import Layer, Mlp, Moe
+from mtp_jax.model.sharding import constrain, ways
+
+Split = Literal["out", "in"]
+Weight = Float[Array, "*o i"] | Narrow
+Stream = Any
+"""The residual stream [B, W, D] between two stages: an array at first, then as the products keep it."""
+Rows = Any
+"""The rows that a norm hands to products: [B, W, D], as the products keep them."""
+
+
+class Reader(NamedTuple):
+    """A weight whose product reads the rows of a norm; ``split`` as in ``Products.linear``."""
+
+    weight: Weight
+    split: Split | None = None
+
+
+Readers = Sequence[Reader | Mlp | Moe | None]
+"""The readers of a norm's rows; None: a reader of plain rows."""
+
+
+@dataclass(frozen=True)
+class Products:
+    """Products, norms and the residual stream. Hashable, as programs are compiled for one backend.
+
+    Attributes:
+        mesh: the mesh of devices; None for one device.
+        loops: whether passes alike are a loop, or unrolled: graphs of launches have no loops.
+    """
+
+    mesh: Mesh | None = None
+    loops: ClassVar[bool] = False
+
+    # The residual stream
+
+    def norm(
+        self, x: Stream, weight: Float[Array, " D"], eps: float, readers: Readers = ()
+    ) -> tuple[Stream, Rows]:
+        """The stream, and its rows normed for ``readers``."""
+        return x, rms_norm(x, weight, eps)
+
+    def add(self, x: Stream, *outs: Float[Array, "..."]) -> Stream:
+        """The stream with the results of a stage."""
+        return constrain(x + functools.reduce(jnp.add, outs), self.mesh, "slots", None, None)
+
+    def finish(self, x: Stream, weight: Float[Array, " D"], eps: float) -> Float[Array, "B W D"]:
+        """The norm behind the last block."""
+        return rms_norm(x, weight, eps)
+
+    def joined(self, x: Float[Array, "B W N v"], o: Weight, absorbed: bool) -> Rows:
+        """Heads side by side, [B, W, N * v], for the output projection ``o``. absorbed: the form of MLA."""
+        return x.reshape(*x.shape[:2], -1)
+
+    # Products
+
+    def linear(
+        self, x: Rows, w: Weight, *, split: Split | None = None, summed: bool = True
+    ) -> Float[Array, "..."]:
+        """``x @ w.T``: weights have output features first, as in the checkpoint; narrow weights are expanded.
+
+        split: whether ``model`` splits the first output axis or the input features of w. summed: False: a
+        kernel may leave float32 parts, [s, B, W, *o], to be summed; XLA leaves none.
+        """
+        return self.product(x, w, x.dtype)
+
+    def product(self, x: Float[Array, "... i"], w: Weight, dtype: Any) -> Float[Array, "..."]:
+        """``x @ w.T``, accumulated in float32."""
+        w = expand(w, x.dtype)
+        flat_x, flat_w = x.reshape(-1, x.shape[-1]), w.reshape(-1, w.shape[-1])
+        y = jax.lax.dot_general(flat_x, flat_w, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+        return y.reshape(*x.shape[:-1], *w.shape[:-1])
+
+    def plain(self, x: Rows) -> Float[Array, "B W D"]:
+        """Rows as an array."""
+        return x
+
+    def exactly(self, x: Rows, w: Float[Array, "o i"]) -> Float[Array, "*b o"]:
+        """A product in float32, also where the device would rather multiply float32 with fewer bits."""
+        with jax.default_matmul_precision("highest"):
+            return self.product(self.plain(x).astype(jnp.float32), w, jnp.float32)
+
+    def mlp(self, x: Rows, p: Mlp) -> Float[Array, "B W D"]:
+        """``down(silu(gate(x)) * up(x))``."""
+        gate_up = self.linear(x, p.gate_up)
+        return self.linear(jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :], p.down)
+
+    @jax.named_scope("head")
+    def head(self, hidden: Float[Array, "... D"], table: Table) -> Float[Array, "... V"]:
+        """Logits in float32, from rows in the table's dtype."""
+        rows = hidden.astype(jnp.float32 if isinstance(table, Bf16) else table.dtype)
+        return self.product(rows, table, jnp.float32)
+
+    @property
+    def head_parts(self) -> int:
+        """Parts of the vocabulary that greedy decoding looks at one after the other.
+
+        All logits would be a step's largest array, unless devices share them; a quarter of them takes less
+        memory than a layer's experts need.
+        """
+        return 4 if ways("vocab", self.mesh) == 1 else 1
+
+    def reads_stacks(self, layer: Layer) -> bool:
+        """Whether loops over a stack of such layers read the weights where they lie."""
+        return False
