@@ -66,7 +66,7 @@ def verify(
     """The verify part of a step and nothing else: (pages, the trunk's greedy choices)."""
     positions, on = start[:, None] + jnp.arange(tokens.shape[1]), backend()
     view = PagedView(table, positions, chain(start, tokens.shape[1]))
-    traced = trunk.run(params, cfg, tokens, positions, pages, (view,), on)
+    traced = trunk.run(params, trunk.Model(cfg, on), tokens, positions, pages, (view,))
     return traced.caches, argmax(trunk.logits(params, traced.hidden, on))
 
 

@@ -52,6 +52,7 @@ from mtp_jax.model.cache import PagedView
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params
 from mtp_jax.model.parts import join, split
+from mtp_jax.model.trunk import Model
 from mtp_jax.model.visible import chain
 
 
@@ -140,7 +141,8 @@ def verify_phase(
     parts = [p for p in (windows, prompts) if p]
     with jax.named_scope("verify" if windows else "prefill_trunk"):
         tokens, positions = (join([getattr(p, of) for p in parts], on.mesh) for of in ("tokens", "positions"))
-        traced = trunk.run(params, cfg, tokens, positions, state.trunk, tuple(p.view for p in parts), on)
+        views = tuple(p.view for p in parts)
+        traced = trunk.run(params, Model(cfg, on), tokens, positions, state.trunk, views)
         hidden = split(traced.hidden, [p.tokens.shape for p in parts], on.mesh)
         scored = hidden if chunk is None else [*hidden[:-1], prefill.last_of(hidden[-1], chunk)]
         ids_only = mode == SamplingMode() and chunk is None and accept is None and on.products.head_parts > 1

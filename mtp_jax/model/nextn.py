@@ -5,89 +5,65 @@ i+1 and predicts token i+2. Layer k merges layer k-1's output (after ``shared_he
 again. Embedding first, post-norm in, post-norm recycled: other choices give the same text, only slower.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.backend import Backend
-from mtp_jax.model.cache import Cache, LayerCache, Views, WholeCache
+from mtp_jax.model.cache import LayerCache, Views, WholeCache
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.indexer import Choice
 from mtp_jax.model.layers import rms_norm, rope_angles
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.params import NextN, Params
-from mtp_jax.model.trunk import REFERENCE, Traced, block, embed
+from mtp_jax.model.trunk import REFERENCE, Model, OneCache, Traced, block, embed
 from mtp_jax.model.visible import Visible, Window, chain
 
 
-def run(
-    params: Params,
-    cfg: ModelConfig,
-    k: int,
-    tokens: Int[Array, "B W"],
-    hidden: Float[Array, "B W D"],
-    positions: Int[Array, "B W"],
-    cache: LayerCache | None,
-    views: Views,
-    on: Backend,
-    choice: Choice = (),
-) -> tuple[Float[Array, "B W D"], Any, Choice]:
-    """Layer ``k`` over rows (token, hidden of the token before it).
+@struct.dataclass
+class Pass:
+    """Rows of one pass through a layer, which merges each token with the hidden state of the token before it.
 
-    ``positions`` are the tokens' own. choice: rows for sparse attention, if an earlier run chose them.
-    Returns (z after the norm, cache, choice).
+    Attributes:
+        tokens: ids [B, W].
+        hidden: hidden states [B, W, D], the trunk's for layer 0, else the layer's before.
+        positions: positions of the tokens.
+        views: where entries are written, and the rows that tokens see; none without pages.
+        choice: rows for sparse attention, if an earlier pass chose them.
     """
-    z, cache, _, choice = _run(params, cfg, k, tokens, hidden, positions, cache, views, on, choice)
-    return z, cache, choice
+
+    tokens: Int[Array, "B W"]
+    hidden: Float[Array, "B W D"]
+    positions: Int[Array, "B W"]
+    views: Views = ()
+    choice: Choice = ()
 
 
-def _run(
-    params: Params,
-    cfg: ModelConfig,
-    k: int,
-    tokens: Int[Array, "B W"],
-    hidden: Float[Array, "B W D"],
-    positions: Int[Array, "B W"],
-    cache: Cache | None,
-    views: Views,
-    on: Backend,
-    choice: Choice = (),
-) -> tuple[Float[Array, "B W D"], Any, Routing | None, Choice]:
-    """``run`` with the routing of an MoE layer."""
+def run(
+    params: Params, model: Model, k: int, given: Pass, cache: OneCache
+) -> tuple[Float[Array, "B W D"], OneCache, Routing | None, Choice]:
+    """Layer ``k``. Returns (z after the norm, cache, routing of an MoE layer, choice)."""
     p: NextN = params.nextn[k]
     with jax.named_scope(f"nextn_{k}"):
-        x = _merge(params, cfg, p, tokens, hidden, on)
-        angles = rope_angles(cfg, positions)
-        x, cache, routing, choice = block(p.layer, cfg, x, angles, cache, views, on, choice)
-        return on.finish(x, p.norm, cfg.rms_norm_eps), cache, routing, choice
+        x, angles = _merge(params, model, p, given), rope_angles(model.cfg, given.positions)
+        x, cache, routing, choice = block(p.layer, model, x, angles, cache, given.views, given.choice)
+        return model.on.finish(x, p.norm, model.cfg.rms_norm_eps), cache, routing, choice
 
 
-def write_cache(
-    params: Params,
-    cfg: ModelConfig,
-    k: int,
-    tokens: Int[Array, "B W"],
-    hidden: Float[Array, "B W D"],
-    positions: Int[Array, "B W"],
-    cache: LayerCache,
-    page_table: Int[Array, "B n"],
-    on: Backend,
-) -> Any:
-    """The cache as ``run`` leaves them, without its attention and MLP.
+def write_cache(params: Params, model: Model, k: int, given: Pass, cache: LayerCache) -> LayerCache:
+    """The cache as ``run`` leaves it, of a pass with one view, without its attention and MLP.
 
     Later rows see nothing of a row but its entries, which depend on the row's own token and hidden state
-    alone. Rows with a negative position are not written; nor are rows 0 to k, which do not exist.
+    alone.
     """
-    p: NextN = params.nextn[k]
+    p, cfg, on, (view,) = params.nextn[k], model.cfg, model.on, given.views
     with jax.named_scope(f"nextn_{k}"):
-        x = _merge(params, cfg, p, tokens, hidden, on)
-        x = rms_norm(x, p.layer.attention_norm, cfg.rms_norm_eps)
-        rows = on.kind(p.layer.attention).entries(p.layer.attention, cfg, x, rope_angles(cfg, positions))
-        rows = cache.stored(rows, cfg.row)
-        return on.write(cache, rows, page_table, existing(k, positions))
+        x = _merge(params, model, p, given)
+        a, x = p.layer.attention, rms_norm(x, p.layer.attention_norm, cfg.rms_norm_eps)
+        rows = on.kind(a).entries(a, cfg, x, rope_angles(cfg, given.positions))
+        return on.write(cache, cache.stored(rows, cfg.row), view.page_table, view.written)
 
 
 def existing(k: int, positions: Int[Array, "B W"]) -> Int[Array, "B W"]:
@@ -119,17 +95,11 @@ def seen_by_draft(
     return Window(first, length + 1, count, jnp.full((*length.shape, 1), drafted, jnp.int32))
 
 
-def _merge(
-    params: Params,
-    cfg: ModelConfig,
-    p: NextN,
-    tokens: Int[Array, "B W"],
-    hidden: Float[Array, "B W D"],
-    on: Backend,
-) -> Float[Array, "B W D"]:
-    e = embed(params.embed if p.embed is None else p.embed, tokens, on.mesh)
-    e = rms_norm(e, p.token_norm, cfg.rms_norm_eps)
-    h = rms_norm(hidden.astype(e.dtype), p.hidden_norm, cfg.rms_norm_eps)
+def _merge(params: Params, model: Model, p: NextN, given: Pass) -> Float[Array, "B W D"]:
+    eps, on = model.cfg.rms_norm_eps, model.on
+    e = embed(params.embed if p.embed is None else p.embed, given.tokens, on.mesh)
+    e = rms_norm(e, p.token_norm, eps)
+    h = rms_norm(given.hidden.astype(e.dtype), p.hidden_norm, eps)
     with jax.named_scope("merge"):
         return on.products.linear(jnp.concatenate([e, h], axis=-1), p.merge)
 
@@ -147,7 +117,7 @@ def teacher_forced(
     For layer 0 ``tokens`` are the sequence from its second token on.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return run(params, cfg, k, tokens, hidden, positions, None, (), on)[0]
+    return run(params, Model(cfg, on), k, Pass(tokens, hidden, positions), None)[0]
 
 
 def drafts_forced(
@@ -170,7 +140,7 @@ def drafts_forced(
             "this model has sparse attention (index_topk), through which nothing is trained here"
         )
     slots, length, _ = hidden.shape
-    layers = len(params.nextn)
+    layers, model = len(params.nextn), Model(cfg, on)
     causal, own = jnp.tri(length, dtype=bool), jnp.eye(length, dtype=bool)
     first = cache = WholeCache(jnp.zeros((slots, 0, cfg.row.width), hidden.dtype), causal)
     outputs, z = [], hidden
@@ -181,7 +151,7 @@ def drafts_forced(
             cache = WholeCache(cache.rows, jnp.concatenate([causal] + [own] * k, axis=1))
         positions = jnp.broadcast_to(jnp.arange(k, k + length), (slots, length))
         drafted = tokens[:, k + 1 : k + 1 + length]
-        z, cache, routing, _ = _run(params, cfg, k % layers, drafted, z, positions, cache, (), on)
+        z, cache, routing, _ = run(params, model, k % layers, Pass(drafted, z, positions), cache)
         outputs.append(Traced(z, () if routing is None else (routing,), ()))
     return tuple(outputs)
 

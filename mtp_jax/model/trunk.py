@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,16 @@ from mtp_jax.model.stack import Stack, one_of
 REFERENCE = xla()
 """The backend of calls that choose none."""
 
+OneCache = TypeVar("OneCache", bound=Cache | None)
+
+
+@dataclass(frozen=True)
+class Model:
+    """Static facts of a model's passes: its sizes, and the backend that carries them out. Hashable."""
+
+    cfg: ModelConfig
+    on: Backend = REFERENCE
+
 
 @dataclass(frozen=True)
 class Traced:
@@ -52,35 +62,34 @@ class Traced:
 
 def block(
     p: Layer,
-    cfg: ModelConfig,
+    model: Model,
     x: Stream,
     angles: Float[Array, "B W 2 r"],
-    cache: Cache | None,
+    cache: OneCache,
     views: Views,
-    on: Backend,
     choice: Choice = (),
-) -> tuple[Stream, Any, Routing | None, Choice]:
+) -> tuple[Stream, OneCache, Routing | None, Choice]:
     """A pre-norm decoder block. Returns (x, cache, routing of an MoE block, choice of sparse attention).
 
     choice: rows to attend to, if another layer has chosen them.
     """
-    x, cache, choice = attended(p, cfg, x, angles, cache, views, on, choice)
-    x, routing = fed(p, cfg, x, views, on)
+    x, cache, choice = attended(p, model, x, angles, cache, views, choice)
+    x, routing = fed(p, model, x, views)
     return x, cache, routing, choice
 
 
-@partial(jax.jit, static_argnames=("cfg", "on"))
+@partial(jax.jit, static_argnames="model")
 def attended(
     p: Layer,
-    cfg: ModelConfig,
+    model: Model,
     x: Stream,
     angles: Float[Array, "B W 2 r"],
     cache: Cache | None,
     views: Views,
-    on: Backend,
     choice: Choice,
-) -> tuple[Stream, Any, Choice]:
+) -> tuple[Stream, Cache | None, Choice]:
     """The first half of a block. Returns (x, cache, choice of sparse attention)."""
+    cfg, on = model.cfg, model.on
     with jax.named_scope("attention_project"):
         x, q, entries, cache = on.before_attention(p, cfg, x, angles, cache, views)
     context, cache, choice = on.attend(p.attention, cfg, q, entries, cache, views, choice)
@@ -89,11 +98,11 @@ def attended(
     return x, cache, choice
 
 
-@partial(jax.jit, static_argnames=("cfg", "on"))
-def fed(p: Layer, cfg: ModelConfig, x: Stream, views: Views, on: Backend) -> tuple[Stream, Routing | None]:
+@partial(jax.jit, static_argnames="model")
+def fed(p: Layer, model: Model, x: Stream, views: Views) -> tuple[Stream, Routing | None]:
     """The second half of a block. Returns (x, routing of an MoE block)."""
-    counts = join([v.written >= 0 for v in views], on.mesh) if views else None
-    return on.feed_forward(p, cfg, x, counts)
+    counts = join([v.written >= 0 for v in views], model.on.mesh) if views else None
+    return model.on.feed_forward(p, model.cfg, x, counts)
 
 
 @jax.named_scope("embed")
@@ -104,12 +113,11 @@ def embed(table: Table, tokens: Int[Array, "B W"], mesh: Mesh | None) -> Float[A
 
 def run(
     params: Params,
-    cfg: ModelConfig,
+    model: Model,
     tokens: Int[Array, "B W"],
     positions: Int[Array, "B W"],
-    caches: tuple[Any, ...] | None,
+    caches: tuple[LayerCache | Stack[LayerCache], ...] | None,
     views: Views,
-    on: Backend,
 ) -> Traced:
     """The trunk over rows of tokens, reading and extending the cache.
 
@@ -117,6 +125,7 @@ def run(
     ``parts``) that the rows consist of. Without a cache there are none, and every token sees the tokens
     before it.
     """
+    cfg, on = model.cfg, model.on
     x, angles = embed(params.embed, tokens, on.mesh), rope_angles(cfg, positions)
     batches = micro_batches.count(len(tokens), len(views), on)
     xs, rest = (micro_batches.cut(a, batches, on) for a in (x, (angles, views)))
@@ -127,7 +136,7 @@ def run(
         before, routed, chosen = None, [], []
         if isinstance(layers, Stack):
             with jax.named_scope(f"layers_{first}_to_{first + len(layers) - 1}"):
-                xs[0], mine, found = _looped(layers, cfg, xs[0], angles, mine, views, on)
+                xs[0], mine, found = _looped(layers, model, xs[0], angles, mine, views)
             kept, routings, first = [*kept, mine], [*routings, *found], first + len(layers)
             continue
         with jax.named_scope(f"layer_{first}"):
@@ -136,11 +145,11 @@ def run(
                 # well.
                 given = () if cfg.indexes(first) else choices[-1][b]
                 x = micro_batches.after(xs[b], before)
-                xs[b], mine, choice = attended(layers, cfg, x, angles, mine, views, on, given)
+                xs[b], mine, choice = attended(layers, model, x, angles, mine, views, given)
                 before, chosen = xs[b], [*chosen, choice]
             for b, (_, views) in enumerate(rest):
                 x = micro_batches.after(xs[b], routed[-1].ids if routed and routed[-1] else None)
-                xs[b], routing = fed(layers, cfg, x, views, on)
+                xs[b], routing = fed(layers, model, x, views)
                 routed.append(routing)
         choices.append(chosen)
         first += 1
@@ -153,12 +162,11 @@ def run(
 
 def _looped(
     layers: Stack[Layer],
-    cfg: ModelConfig,
+    model: Model,
     x: Stream,
     angles: Float[Array, "B W 2 r"],
     cache: Stack[LayerCache],
     views: Views,
-    on: Backend,
 ) -> tuple[Stream, Stack[LayerCache], list[Routing]]:
     """Layers alike, one after the other. The caches of all are one, of which each layer has its pages."""
     pages = jax.tree.leaves(cache)[0].shape[1]
@@ -166,8 +174,8 @@ def _looped(
     def one(carry: tuple[Stream, LayerCache], i: Int[Array, ""]) -> tuple[Any, Routing | None]:
         p = one_of(layers, i)
         own = tuple(replace(v, page_table=v.page_table + i * pages) for v in views)
-        x, mine, _ = attended(p, cfg, carry[0], angles, carry[1], own, on, ())
-        x, routing = fed(p, cfg, x, own, on)
+        x, mine, _ = attended(p, model, carry[0], angles, carry[1], own, ())
+        x, routing = fed(p, model, x, own)
         return (x, mine), routing
 
     flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), cache.tree)
@@ -199,7 +207,7 @@ def forward_traced(
 ) -> Traced:
     """``forward`` with the routing of every MoE layer."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return run(params, cfg, tokens, positions, None, (), on)
+    return run(params, Model(cfg, on), tokens, positions, None, ())
 
 
 def logits(params: Params, hidden: Float[Array, "*b D"], on: Backend = REFERENCE) -> Float[Array, "*b V"]:

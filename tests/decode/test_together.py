@@ -265,7 +265,9 @@ def test_rows_that_do_not_count_visit_no_expert():
         written = np.where(np.arange(3) < counts[:, None], positions, -1)
         seen = chain(jnp.zeros(2, jnp.int32), jnp.asarray(counts))
         view = PagedView(jnp.asarray([[0], [1]]), jnp.asarray(written), seen)
-        return trunk.run(params, TINY, tokens, jnp.asarray(positions), caches, (view,), xla_cpu())
+        return trunk.run(
+            params, trunk.Model(TINY, xla_cpu()), tokens, jnp.asarray(positions), caches, (view,)
+        )
 
     every, some = run(np.array([3, 3])), run(np.array([2, 0]))
     (of_all,), (of_some,) = every.routing, some.routing

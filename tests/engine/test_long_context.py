@@ -51,7 +51,7 @@ def window(cfg: ModelConfig, entries: int, on: Backend) -> tuple[Any, Callable[[
 
     def run(params: Any, pages: Any) -> Any:
         view = PagedView(table, positions, chain(start, WINDOW))
-        return trunk.run(params, cfg, tokens, positions, pages, (view,), on).hidden
+        return trunk.run(params, trunk.Model(cfg, on), tokens, positions, pages, (view,)).hidden
 
     return run, make
 

@@ -44,7 +44,7 @@ def compile_trunk(gpus: int, micro_batches: int, layers: int, room: float, dump:
 
     def run(params: Any, tokens: Any, positions: Any, table: Any, pages: Any) -> Any:
         view = PagedView(table, positions, chain(positions[:, 0], WINDOW), "absorbed")
-        traced = trunk.run(params, cfg, tokens, positions, pages, (view,), on)
+        traced = trunk.run(params, trunk.Model(cfg, on), tokens, positions, pages, (view,))
         return traced.hidden, traced.caches
 
     windows = array(jnp.int32, "slots", slots, WINDOW)

@@ -247,7 +247,7 @@ def test_distance_of_an_fp8_cache(form):
     def logits(cache):
         layers = (cache,) * cfg.num_hidden_layers
         views = (replace(view, form=form),)
-        traced = trunk.run(found.params, cfg, tokens, view.written, layers, views, xla_cpu())
+        traced = trunk.run(found.params, trunk.Model(cfg, xla_cpu()), tokens, view.written, layers, views)
         return trunk.logits(found.params, traced.hidden)[0]
 
     def error(fp8):

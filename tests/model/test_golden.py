@@ -86,9 +86,8 @@ def test_the_same_entries_are_chosen(variant: str, on: Backend, monkeypatch: pyt
     @jax.jit
     def choices_of(params: Params) -> list[Any]:
         traced = trunk.forward_traced(params, cfg, tokens, on)
-        layer = {"cache": None, "views": (), "on": on}
-        drafted = nextn.run(params, cfg, 0, tokens[:, 1:], traced.hidden[:, :-1], positions, **layer)
-        return [*traced.choices, *drafted[2:]]
+        given = nextn.Pass(tokens[:, 1:], traced.hidden[:, :-1], positions)
+        return [*traced.choices, nextn.run(params, trunk.Model(cfg, on), 0, given, None)[-1]]
 
     choices = choices_of(found.params)
     jax.effects_barrier()

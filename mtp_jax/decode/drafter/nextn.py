@@ -31,6 +31,7 @@ from mtp_jax.model.cache import LayerCache, PagedView, empty_cache
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.indexer import Choice
 from mtp_jax.model.params import Params, type_of
+from mtp_jax.model.trunk import Model
 
 # Steps without drafts whose NextN entries one pass writes: one launch is paid for all of them.
 DEFERRED = 16
@@ -105,7 +106,7 @@ class NextN:
         its drafts there mean nothing.
         """
         layers = len(own.pages.cache)
-        passes = _Passes(self.cfg, params, s, table, sampler, on, own.slots.pending, depth)
+        passes = _Passes(Model(self.cfg, on), params, s, table, sampler, own.slots.pending, depth)
         made = passes.start(own.pages.cache)
         # Several layers, and a choice that the first pass makes for all, differ from pass to pass.
         unlike = depth if layers > 1 else min(int(passes.share), depth)
@@ -160,23 +161,20 @@ class NextN:
         ``propose`` computes that from the entry itself. The last entry of a page leaves its boundary hidden
         states, too.
         """
-        cfg, pages, slots = self.cfg, own.pages, own.slots
+        model, pages, slots = Model(self.cfg, on), own.pages, own.slots
         merged, cache = [*seen.features], list(pages.cache)
         last, size = len(cache) - 1, cache[0].page_size
 
-        def before(k: int) -> Float[Array, "B W D"]:
-            return jnp.concatenate([slots.pending[:, k : k + 1], merged[k][:, :-1]], axis=1)
+        def rows(k: int) -> nextn.Pass:
+            hidden = jnp.concatenate([slots.pending[:, k : k + 1], merged[k][:, :-1]], axis=1)
+            written, visible = nextn.existing(k, seen.positions), nextn.seen(k, seen.positions)
+            view = PagedView(table, written, visible, seen.form)
+            return nextn.Pass(seen.tokens, hidden, seen.positions, (view,))
 
         for k in range(last):
-            rows, visible = nextn.existing(k, seen.positions), nextn.seen(k, seen.positions)
-            view = PagedView(table, rows, visible, seen.form)
-            z, cache[k], _ = nextn.run(
-                params, cfg, k, seen.tokens, before(k), seen.positions, cache[k], (view,), on
-            )
+            z, cache[k], *_ = nextn.run(params, model, k, rows(k), cache[k])
             merged.append(z)
-        cache[last] = nextn.write_cache(
-            params, cfg, last, seen.tokens, before(last), seen.positions, cache[last], table, on
-        )
+        cache[last] = nextn.write_cache(params, model, last, rows(last), cache[last])
         stacked = jnp.stack(merged, axis=2)
         full = jnp.where(seen.positions % size == size - 1, seen.positions // size, -1)
         boundary = on.write(pages.boundary, stacked.reshape(*seen.tokens.shape, -1), table, full)
@@ -207,54 +205,44 @@ class _Made(struct.PyTreeNode):
 class _Passes:
     """The passes of one step, through one layer each; see ``NextN.propose``."""
 
-    cfg: ModelConfig
+    model: Model
     params: Params
     s: Slots
     table: Int[Array, "B n"]
     sampler: DraftSampler
-    on: Backend
     pending: Float[Array, "B k D"]
     depth: int
 
     @property
     def share(self) -> bool:
         """Whether drafts attend to the choice of the first one. They do not see each other then."""
-        return self.cfg.indexer is not None and self.cfg.indexer.share_drafts
+        indexer = self.model.cfg.indexer
+        return indexer is not None and indexer.share_drafts
 
     def start(self, cache: tuple[LayerCache, ...]) -> _Made:
         """Before the first pass."""
         s, sampler = self.s, self.sampler
         tokens = jnp.pad(s.newest[:, None], ((0, 0), (0, self.depth)))
-        scores = jnp.zeros((len(tokens), self.depth, self.cfg.vocab_size), jnp.float32)
+        scores = jnp.zeros((len(tokens), self.depth, self.model.cfg.vocab_size), jnp.float32)
         probs, logits = (scores if wanted else None for wanted in (sampler.drafting, sampler.logits))
         return _Made(tokens, self.pending[:, :1], cache, probs, logits)
 
     def draft(self, k: Int[Array, ""] | int, made: _Made) -> _Made:
         """Draft ``k``, from 0. It is an array only where all passes run one layer over one row per slot."""
-        s, cache, layers = self.s, list(made.cache), len(made.cache)
-        layer, z, first = k % layers if isinstance(k, int) else 0, made.z[:, -1:], k
+        cache, layers = list(made.cache), len(made.cache)
+        layer, z, first = k % layers if isinstance(k, int) else 0, made.z[:, -1:], None
         if isinstance(k, int) and 0 < k < layers:  # over the rows of the newest token and of every draft
             z, first = jnp.concatenate([self.pending[:, k : k + 1], made.z], axis=1), 0
-        width = z.shape[1]
-        ids = jax.lax.dynamic_slice_in_dim(made.tokens, first, width, axis=1)
-        positions = s.length[:, None] + first + jnp.arange(width)
-        drafting = s.active & (k < s.depth)
-        written = jnp.where(drafting[:, None], positions, -1)
-        if width > 1 and layer == min(layers, self.depth) - 1:
-            # No layer behind it needs the results of the first rows.
-            before = ids[:, :-1], z[:, :-1], written[:, :-1], cache[layer], self.table, self.on
-            cache[layer] = nextn.write_cache(self.params, self.cfg, layer, *before)
-            z, ids, positions, written = (t[:, -1:] for t in (z, ids, positions, written))
-        if z.shape[1] > 1:
-            view = PagedView(self.table, nextn.existing(layer, written), nextn.seen(layer, written))
-        else:
-            step = 0 if self.share else k
-            view = PagedView(self.table, written, nextn.seen_by_draft(step, layers, s.length, drafting))
-        given = ids, z, positions, cache[layer], (view,), self.on, made.choice
-        z, cache[layer], found = nextn.run(self.params, self.cfg, layer, *given)
+            if layer == min(layers, self.depth) - 1:
+                # No layer behind it needs the results of the first rows.
+                before = self.rows(k, made, z[:, :-1], first)
+                cache[layer] = nextn.write_cache(self.params, self.model, layer, before, cache[layer])
+                z, first = z[:, -1:], None
+        given = self.rows(k, made, z, first)
+        z, cache[layer], _, found = nextn.run(self.params, self.model, layer, given, cache[layer])
         with jax.named_scope("draft_sample"):
-            logits = nextn.logits(self.params, layer, z[:, -1], self.on)
-        token, q = self.sampler.draw(logits, s, made.tokens, k)
+            logits = nextn.logits(self.params, layer, z[:, -1], self.model.on)
+        token, q = self.sampler.draw(logits, self.s, made.tokens, k)
 
         def put(a: Any, new: Any, at: Any) -> Any:
             return a if a is None else jax.lax.dynamic_update_slice_in_dim(a, new[:, None], at, axis=1)
@@ -267,6 +255,23 @@ class _Passes:
             put(made.logits, logits, k),
             found if self.share else (),
         )
+
+    def rows(
+        self, k: Int[Array, ""] | int, made: _Made, z: Float[Array, "B w D"], first: int | None
+    ) -> nextn.Pass:
+        """Rows of the pass for draft ``k`` that merge ``z``: from token ``first`` of the window; None: k."""
+        s, at = self.s, k if first is None else first
+        tokens = jax.lax.dynamic_slice_in_dim(made.tokens, at, z.shape[1], axis=1)
+        positions = s.length[:, None] + at + jnp.arange(z.shape[1])
+        drafting = s.active & (k < s.depth)
+        written = jnp.where(drafting[:, None], positions, -1)
+        if first is None:
+            step, layers = 0 if self.share else k, len(made.cache)
+            visible = nextn.seen_by_draft(step, layers, s.length, drafting)
+        else:
+            assert isinstance(k, int), "passes over several rows differ"
+            written, visible = nextn.existing(k, written), nextn.seen(k, written)
+        return nextn.Pass(tokens, z, positions, (PagedView(self.table, written, visible),), made.choice)
 
 
 def _pending(
