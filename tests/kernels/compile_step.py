@@ -181,7 +181,7 @@ def layers_of(
         view = PagedView(table, positions, chain(positions[:, 0], DEPTH + 1), form)
         angles, kept = rope_angles(cfg, positions), []
         for p, mine in zip(params, pages, strict=True):
-            x, mine, *_ = block(p, cfg, x, angles, mine, (view,), on)
+            x, mine, *_ = block(p, Model(cfg, on), x, angles, mine, (view,))
             kept.append(mine)
         return x, kept
 
