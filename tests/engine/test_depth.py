@@ -365,11 +365,12 @@ def test_a_step_that_followed_another_depth_says_nothing_of_the_speedup():
 
 
 def test_an_engine_of_fixed_depth_knows_the_speedup_once_a_request_had_no_drafts(monkeypatch):
-    # All its steps have one slot: steps of other sizes are measured in books of their own.
-    engine = make_engine(max_num_seqs=1)
+    # A device that has every program: with others' programs some steps would be of other sizes, whose times
+    # are kept in books of their own.
+    engine, _ = on_device(max_num_seqs=1)
     learn = engine.depth.learn
     monkeypatch.setattr(engine.depth, "learn", lambda key, _, *rest: learn(key, 1.0 + key.depth / 3, *rest))
-    drafting = replace(GREEDY, max_tokens=30)
+    drafting = replace(GREEDY, max_tokens=30, logprobs=None)
     plain = replace(drafting, num_speculative_tokens=0)
     serve(engine, [(prompts(1)[0], drafting)])
     assert engine.stats().realised_speedup is None
