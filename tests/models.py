@@ -23,6 +23,7 @@ from mtp_jax.api.local import make_runner
 from mtp_jax.decode.arrays import MaskMaker
 from mtp_jax.decode.launches import Launch, Pending, Runner, Step
 from mtp_jax.decode.programs import Programs
+from mtp_jax.decode.runner import LocalRunner
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
@@ -228,6 +229,21 @@ def _shared(programs: Programs, cfg: ModelConfig, suffix_drafts: bool) -> Progra
     """The programs of the first engine whose programs were made of the same."""
     leaves, tree = jax.tree.flatten((programs._params, programs._state))
     return _PROGRAMS.setdefault((cfg, suffix_drafts, programs._on, tree, tuple(leaves)), programs)
+
+
+@contextmanager
+def sharing_programs() -> Iterator[None]:
+    """Have every engine of this process share programs with those of the same shape, however it is made."""
+    init = LocalRunner.__init__
+
+    def sharing(self: LocalRunner, cfg: ModelConfig, *given: Any) -> None:
+        init(self, cfg, *given)
+        *_, suffix_drafts = given
+        self.programs = _shared(self.programs, cfg, suffix_drafts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalRunner, "__init__", sharing)
+        yield
 
 
 def forget_programs() -> None:

@@ -16,6 +16,8 @@ from mtp_jax.engine.speculation import Speculation
 from mtp_jax.errors import ConfigError
 from tests import golden, tiny_tokenizer
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 @pytest.mark.slow
 def test_the_model_is_read_once(tmp_path, monkeypatch):

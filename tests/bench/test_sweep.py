@@ -17,6 +17,8 @@ from mtp_jax.errors import CheckpointError, ConfigError
 from tests import golden
 from tests.checkpoint.files import drop_nextn, edit_tensors
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 SIZES = ["--prompt-tokens", "6", "--max-tokens", "24", "--requests", "5", "--rounds", "2"]
 SIZES += ["--compile-cache", "none", "--concurrency", "2"]
 
