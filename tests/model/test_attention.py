@@ -35,7 +35,12 @@ def block(name: str) -> tuple[Layer, np.ndarray, np.ndarray]:
     p = rigged(cfg).layers[0]
     x = jnp.asarray(np.random.default_rng(1).normal(size=(B, T, cfg.hidden_size)), jnp.float32)
     positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-    out, _ = attention(p, cfg, x, rope_angles(cfg, positions), None, (), Xla())
+
+    @jax.jit
+    def whole(x: jax.Array) -> jax.Array:
+        return attention(p, cfg, x, rope_angles(cfg, positions), None, (), Xla())[0]
+
+    out = whole(x)
     return p, np.asarray(x), np.asarray(out)
 
 
@@ -73,8 +78,13 @@ def view_of(table: np.ndarray, positions: np.ndarray) -> PagedView:
 
 def rows_of(cache: LayerCache, view: PagedView) -> np.ndarray:
     """Every row of the slots' pages as attention reads it."""
+    return np.asarray(_rows(cache, view))
+
+
+@jax.jit
+def _rows(cache: LayerCache, view: PagedView) -> jax.Array:
     seen = view.visible.seen(view.page_table.shape[1] * SIZE)
-    return np.asarray(read_rows(cache, view.page_table, seen, jnp.float32, TINY.kv_lora_rank))
+    return read_rows(cache, view.page_table, seen, jnp.float32, TINY.kv_lora_rank)
 
 
 @pytest.mark.parametrize("on", [Xla(), XlaCpu()], ids=["xla", "xla_cpu"])
@@ -113,11 +123,16 @@ def test_both_forms_of_both_backends_agree_under_any_mask():
     rows = jnp.asarray(rng.normal(size=(B, 9, TINY.latent_dim)), jnp.float32)
     mask = rng.random((B, 3, 9)) < 0.6
     mask[0, 1] = False
-    every = [
-        on.attend_rows(q, p.k_up, p.v_up, rows, jnp.asarray(mask), 0.3, form)
-        for on in (Xla(), XlaCpu())
-        for form in get_args(Form)
-    ]
+
+    @jax.jit
+    def by_all(q, rows, mask):
+        return [
+            on.attend_rows(q, p.k_up, p.v_up, rows, mask, 0.3, form)
+            for on in (Xla(), XlaCpu())
+            for form in get_args(Form)
+        ]
+
+    every = by_all(q, rows, mask)
     for got in every:
         np.testing.assert_allclose(got, every[0], atol=2e-6)
         np.testing.assert_array_equal(got[0, 1], 0)  # a window token that sees nothing
@@ -135,7 +150,9 @@ def test_the_two_forms_have_the_same_derivatives(on):
         return (on.attend_rows(q, k_up, v_up, rows, mask, 0.3, form) * weigh).sum()
 
     ours, others = (
-        jax.tree.leaves(jax.grad(functools.partial(total, form), (0, 1, 2, 3))(q, p.k_up, p.v_up, rows))
+        jax.tree.leaves(
+            jax.jit(jax.grad(functools.partial(total, form), (0, 1, 2, 3)))(q, p.k_up, p.v_up, rows)
+        )
         for form in ("naive", "absorbed")
     )
     assert all(jnp.abs(a).max() > 0.1 for a in others)
@@ -160,6 +177,10 @@ def test_blocks_of_the_cache_equal_all_of_it(monkeypatch, columns, form):
     def attended(cache, view):
         return XlaCpu().attend_pages(q, p.k_up, p.v_up, cache, replace(view, form=form), 0.3)
 
+    @jax.jit
+    def plainly(seen, view):
+        return attend(q, p.k_up, p.v_up, seen, view.visible.mask(3, columns * SIZE), 0.3, form)
+
     found = {}
     for others in (-1, 2, SIZE, 3 * SIZE, columns * SIZE - 3):
         ends = np.array([SIZE + 1, others])
@@ -174,8 +195,7 @@ def test_blocks_of_the_cache_equal_all_of_it(monkeypatch, columns, form):
             )
         cache = LayerCache(jnp.asarray(pages))
         got = np.asarray(attended(cache, view))
-        seen, mask = jnp.asarray(rows_of(cache, view)), view.visible.mask(3, columns * SIZE)
-        np.testing.assert_allclose(got, attend(q, p.k_up, p.v_up, seen, mask, 0.3, form), atol=2e-6)
+        np.testing.assert_allclose(got, plainly(rows_of(cache, view), view), atol=2e-6)
         found[others] = got
     np.testing.assert_array_equal(found[-1][1], 0)
     for got in found.values():
@@ -198,7 +218,8 @@ def test_large_scores_do_not_overflow(form):
     p, q = weights(), queries(rng, 1)
     rows = jnp.asarray(rng.normal(size=(B, 5, TINY.latent_dim)), jnp.float32)
     for on in (Xla(), XlaCpu()):
-        out = on.attend_rows(q, p.k_up, p.v_up, rows, jnp.ones((B, 1, 5), bool), 1e4, form)
+        run = jax.jit(functools.partial(on.attend_rows, scale=1e4, form=form))
+        out = run(q, p.k_up, p.v_up, rows, np.ones((B, 1, 5), bool))
         assert np.isfinite(out).all()
 
 
@@ -261,9 +282,7 @@ def test_fp8_rows_are_written_alike_everywhere():
     cfg = replace(TINY, kv_lora_rank=6, qk_rope_head_dim=4)
     empty = empty_cache(6, SIZE, cfg, 0, jnp.float32, fp8=True)
     rows = empty.stored(Entries(jnp.asarray(rng.normal(size=(2, 3, 10)), jnp.float32)), cfg.row)
-    looped, scattered = (
-        on.write_rows(empty, rows, jnp.asarray(table), jnp.asarray(positions)) for on in (XlaCpu(), Xla())
-    )
+    looped, scattered = (jax.jit(on.write_rows)(empty, rows, table, positions) for on in (XlaCpu(), Xla()))
     for a, b, row in zip(*map(jax.tree.leaves, (looped, scattered, rows)), strict=True):
         np.testing.assert_array_equal(a[:5], b[:5])
         np.testing.assert_array_equal(a[2, 3], row[0, 0])
