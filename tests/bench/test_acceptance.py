@@ -53,6 +53,8 @@ def with_text(tmp_path):
     """A small model with a tokenizer whose tokens are of one or two bytes."""
     folder = tmp_path / "model"
     shutil.copytree(golden.model_dir("rigged"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 256}))
     return tiny_tokenizer.write(folder, golden.raw_config("rigged")["vocab_size"])
 
 

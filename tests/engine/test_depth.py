@@ -32,6 +32,7 @@ from tests.models import (
     engine_config,
     finish,
     make_engine,
+    prepare,
     prompts,
     serve,
     tiny_params,
@@ -410,8 +411,9 @@ def test_adaptive_steps_give_the_tokens_of_depth_0(monkeypatch):
     reference = Reference(tiny_params())
     engine = make_engine(adaptive_depth=True)
     choose_in_turn(engine, monkeypatch)
+    prepare(engine, [engine.make_request(prompts(1)[0], replace(GREEDY, num_speculative_tokens=3))])
     jobs = [(p, replace(GREEDY, max_tokens=40)) for p in prompts(3)]
-    requests = serve(engine, jobs)
+    requests = serve(engine, jobs, compiled=True)
     stats = engine.stats()
     assert set(stats.depth_steps) == {0, 1, 3}
     assert [r.progress.output for r in requests] == [reference.speculate(p, 40).ids for p, _ in jobs]

@@ -108,9 +108,9 @@ def test_sampled_tokens_have_the_distribution_of_depth_0(grammars, free):
     pair = free[0].progress.output[1:3]
     words = [grammars.backend.decode(pair), "~"]
     options = SamplingParams(temperature=2.0, top_k=2, max_tokens=3, ignore_eos=True, bad_words=words)
-    jobs = [(prompt, replace(options, seed=i)) for i in range(600)]
+    jobs = [(prompt, replace(options, seed=i)) for i in range(300)]
     requests = serve(ready(grammars), jobs, compiled=True)
-    assert sum(sum(accepted(r)) for r in requests) > 300
+    assert sum(sum(accepted(r)) for r in requests) > 150
     spelt, reference = [grammars.encode(w) for w in words], Reference(params(), CFG)
     law = {(): 1.0}
     for _ in range(3):

@@ -114,13 +114,17 @@ def agrees(variant: str, out: dict[str, Any]) -> None:
 
 
 # One of each kind of attention, with experts by groups or without, runs in every form and with all experts.
-KINDS = ("v3", "glm46", "dsa_glm52", "rigged_mtp2")
+KINDS = ("v3", "glm46", "dsa_glm52")
 # A form is of one half of a block and experts of the other: each is in one of these.
 BOTH_HALVES = (NAIVE, ABSORBED, Xla(form="absorbed", experts="sparse"), XlaCpu(form="naive"))
 
 
-# They differ from other variants in how experts are chosen, which comes before ``on``, or in their files.
-ONE_FORM = ("group1", "no_norm_topk", "dsa_v32_fp8", "dsa_glm5_bf16")
+# They differ from other variants in their files, or in what is no part of ``on``: norms, positions, the head, the
+# choice of experts.
+ONE_FORM = (
+    *("group1", "no_norm_topk", "no_yarn", "tied", "no_mtp_head", "dsa_v32_fp8", "dsa_glm5", "dsa_glm5_bf16"),
+    *("glm45", "glm46_bf16"),
+)
 
 
 def is_slow(variant: str, on: Backend) -> bool:

@@ -154,7 +154,8 @@ def test_rows_read_one_by_one_give_what_a_mask_gives(on, fp8, monkeypatch):
     results = []
     for gathers in (True, False):
         monkeypatch.setattr(selection, "gathers", lambda *_, gathers=gathers: gathers)
-        results.append(on.attend_chosen(q, k_up, v_up, cache, where, 0.3, chosen))
+        run = jax.jit(partial(on.attend_chosen, scale=0.3))
+        results.append(run(q, k_up, v_up, cache, where, chosen=chosen))
     np.testing.assert_allclose(*results, atol=1e-5)
     dense = on.attend_pages(q, k_up, v_up, cache, where, 0.3)
     assert np.abs(dense - results[0]).max() > 0.01
