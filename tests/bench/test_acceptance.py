@@ -93,7 +93,7 @@ def test_held_out_text_is_cut_in_pieces_of_whole_context(with_text):
 
 def test_the_report_says_what_text_costs_and_which_completions_repeat(with_text, tmp_path, capsys):
     out = tmp_path / "out.json"
-    sizes = "--depth 1 --prompts 2 --prompt-tokens 6 --max-tokens 24 --samples 0 --pieces 2"
+    sizes = "--depth 1 --prompts 1 --prompt-tokens 6 --max-tokens 24 --samples 0 --pieces 2"
     command = ["bench", "acceptance", "--model", str(with_text), "--temperatures", "0", *sizes.split()]
     assert cli.main([*command, "--json", str(out), "--compile-cache", "none"]) == 0
     figures = json.loads(out.read_text())["figures"]

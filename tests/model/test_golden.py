@@ -119,8 +119,8 @@ KINDS = ("v3", "glm46", "dsa_glm52")
 BOTH_HALVES = (NAIVE, ABSORBED, Xla(form="absorbed", experts="sparse"), XlaCpu(form="naive"))
 
 
-# They differ from other variants in their files, or in what is no part of ``on``: norms, positions, the head, the
-# choice of experts.
+# They differ from other variants in their files, or in what is no part of ``on``: norms, positions, the head,
+# the choice of experts.
 ONE_FORM = (
     *("group1", "no_norm_topk", "no_yarn", "tied", "no_mtp_head", "dsa_v32_fp8", "dsa_glm5", "dsa_glm5_bf16"),
     *("glm45", "glm46_bf16"),

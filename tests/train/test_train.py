@@ -1,6 +1,7 @@
 """The recipe, the objective, the loop: loss falls, resuming is exact, a seed fixes the run."""
 
 import dataclasses
+import functools
 import json
 import math
 import shutil
@@ -18,6 +19,7 @@ from mtp_jax.bench.corpus import SourceFile
 from mtp_jax.checkpoint import load
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model import nextn, trunk
+from mtp_jax.model.backend import Backend, Xla
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Moe, Params, init_params
 from mtp_jax.train import loop, step
@@ -103,21 +105,29 @@ def run(recipe: Recipe, out: Path, **options: int) -> list[dict]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
+@functools.partial(jax.jit, static_argnames=("cfg", "depth", "on"))
+def forced(
+    params: Params, cfg: ModelConfig, tokens: jax.Array, hidden: jax.Array, depth: int, on: Backend
+) -> list[jax.Array]:
+    """The hidden states of drafts 1 to ``depth``."""
+    return [d.hidden for d in nextn.drafts_forced(params, cfg, tokens, hidden, depth, on)]
+
+
 def test_what_is_trained_is_what_is_run(config: ModelConfig, params: Params) -> None:
     tokens = jax.random.randint(jax.random.key(1), (2, 14), 0, config.vocab_size)
     hidden = jax.jit(trunk.forward, static_argnums=1)(params, config, tokens[:, :10])
     ours = jax.jit(trunk.forward, static_argnums=(1, 3))(params, config, tokens[:, :10], Differentiable())
     np.testing.assert_allclose(trunk.logits(params, ours), trunk.logits(params, hidden), atol=1e-5)
-    drafts = nextn.drafts_forced(params, config, tokens, hidden, 3, Differentiable())
+    drafts = forced(params, config, tokens, hidden, 3, Differentiable())
     teacher_forced = jax.jit(nextn.teacher_forced, static_argnums=(1, 2))
     first = teacher_forced(params, config, 0, tokens[:, 1:11], hidden)
-    np.testing.assert_allclose(drafts[0].hidden, first, atol=2e-5)
+    np.testing.assert_allclose(drafts[0], first, atol=2e-5)
     # Inference drafts from row i: rows 0..i hold the trunk's states, then the layer's own output is appended.
     i = 4
     rows = jnp.concatenate([hidden[:, : i + 1], first[:, i : i + 1]], axis=1)
     for k in (1, 2):
         z = teacher_forced(params, config, 0, tokens[:, 1 : i + 2 + k], rows)[:, -1:]
-        np.testing.assert_allclose(drafts[k].hidden[:, i : i + 1], z, atol=2e-5)
+        np.testing.assert_allclose(drafts[k][:, i : i + 1], z, atol=2e-5)
         rows = jnp.concatenate([rows, z], axis=1)
 
 
@@ -155,12 +165,12 @@ def test_loss_is_the_weighted_sum_of_its_terms(config: ModelConfig, params: Para
 def test_drafts_learn_the_text_or_what_the_trunk_says(config: ModelConfig, params: Params) -> None:
     tokens = jax.random.randint(jax.random.key(4), (2, 13), 0, config.vocab_size)
     length = 10
-    hidden = trunk.forward(params, config, tokens[:, :length])
+    hidden = jax.jit(trunk.forward, static_argnums=1)(params, config, tokens[:, :length])
     assert params.head is None  # tied
     trunk_log = jax.nn.log_softmax(hidden @ params.embed.T)
-    drafts = [d.hidden @ params.embed.T for d in nextn.drafts_forced(params, config, tokens, hidden, 2)]
-    _, text = loss(params, config, tokens, 0.3, 2, "data")
-    _, taught = loss(params, config, tokens, 0.3, 2, "trunk")
+    drafts = [z @ params.embed.T for z in forced(params, config, tokens, hidden, 2, Xla())]
+    of = jax.jit(loss, static_argnums=(1, 4, 5))
+    (_, text), (_, taught) = (of(params, config, tokens, 0.3, 2, targets) for targets in ("data", "trunk"))
     for k, logits in enumerate(drafts, start=1):
         log = jax.nn.log_softmax(logits)
         right = tokens[:, k + 1 : k + 1 + length]
