@@ -152,9 +152,15 @@ class Reference:
 
     def __init__(self, params: Params, cfg: ModelConfig = TINY, longest: int = 96) -> None:
         self.params, self.cfg, self.longest = params, cfg, longest
+        # One text is told at several depths and in several tests, which ask for the same beginnings.
+        self._begun = functools.lru_cache(maxsize=256)(self._run_trunk)
+        self._told = functools.cache(self._speculate)
+
+    def _run_trunk(self, ids: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+        return _run_trunk(self.params, self.cfg, self._padded(ids))
 
     def _trunk(self, ids: Sequence[int]) -> tuple[jax.Array, jax.Array]:
-        return _run_trunk(self.params, self.cfg, self._padded(ids))
+        return self._begun(tuple(ids))
 
     def _padded(self, ids: Sequence[int]) -> np.ndarray:
         row = np.zeros((1, self.longest), np.int32)
@@ -203,6 +209,9 @@ class Reference:
 
     def speculate(self, prompt: Sequence[int], tokens: int, depth: int = 0) -> Told:
         """``tokens`` greedy tokens after a prompt, drafting ``depth`` of them at a time."""
+        return self._told(tuple(prompt), tokens, depth)
+
+    def _speculate(self, prompt: tuple[int, ...], tokens: int, depth: int) -> Told:
         ids, accepted, margins = list(prompt), [], []
 
         def best(row: np.ndarray) -> int:

@@ -58,6 +58,7 @@ def test_speculation_and_batching_change_no_token():
     assert {sum(a.nbytes for a in jax.tree.leaves(c)) for c in caches} == {rows * TINY.row.fp8_bytes}
 
 
+@pytest.mark.slow
 def test_drafts_are_nearly_those_of_a_float32_cache():
     for prompt in prompts(3, shortest=20):
         want, got = (propose(engine, prompt, 3) for engine in (make_engine(), fp8()))

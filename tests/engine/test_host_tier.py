@@ -125,11 +125,11 @@ def test_pages_hold_index_keys_and_keys_and_values(cfg):
 @pytest.mark.parametrize(
     ("cfg", "config", "params"),
     [
-        pytest.param(TINY, {"kv_cache_dtype": "fp8"}, SHORT, id="fp8"),
         pytest.param(SPARSE, {"kv_cache_dtype": "fp8"}, SHORT, id="sparse-fp8"),
         *(
             pytest.param(*case, id=name, marks=pytest.mark.slow)
             for name, case in {
+                "fp8": (TINY, {"kv_cache_dtype": "fp8"}, SHORT),
                 "sampled": (TINY, {}, SAMPLED),
                 "without-drafts": (TINY, {"num_speculative_tokens": 0}, SHORT),
                 "suffix": (TINY, {"suffix_drafts": True}, SHORT),

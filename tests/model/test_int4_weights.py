@@ -124,6 +124,7 @@ def without_drafts(engine: Engine) -> list[list[int]]:
     return [r.progress.output for r in serve(engine, jobs, compiled=True)]
 
 
+@pytest.mark.slow
 def test_same_tokens_at_any_depth(packed, plain):
     engine, want = make_engine(packed.params, CONFIG), told(plain)
     as_told(serve(engine, JOBS), want)

@@ -88,6 +88,7 @@ def test_what_a_server_compiles_keeps_rows_on_their_shard():
     assert sum(r.progress.speculation.accepted for r in requests) > 0
 
 
+@pytest.mark.slow
 def test_a_prompt_goes_on_from_the_pages_of_its_shard(monkeypatch):
     """From the hidden state at their end, too, which only drafts need."""
     engine, reference, ends = engine_on(make_mesh(2, 1)), Reference(tiny_params()), []

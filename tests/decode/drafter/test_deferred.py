@@ -38,7 +38,7 @@ def kept(engine: Engine) -> list[np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("cfg", [TINY, TWO_LAYERS], ids=["one", "two"])
+@pytest.mark.parametrize("cfg", [TINY, pytest.param(TWO_LAYERS, marks=pytest.mark.slow)], ids=["one", "two"])
 def test_one_pass_writes_what_each_step_would(cfg):
     """Some rows end on the way, and pages fill up."""
     late, eager = (make_engine(cfg=cfg, max_model_len=128) for _ in range(2))
