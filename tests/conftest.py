@@ -46,6 +46,15 @@ def _shapes(request: pytest.FixtureRequest) -> None:
     shapes.check_in(shapes.ROOMS[0] if request.config.getoption("optimised") else room)
 
 
+@pytest.fixture(scope="module")
+def shared_programs() -> Iterator[None]:
+    """``tests.models.sharing_programs``, for modules whose engines are alike."""
+    from tests.models import sharing_programs
+
+    with sharing_programs():
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _few_programs() -> Iterator[None]:
     """Forget compiled programs before they are too many for one process.

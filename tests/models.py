@@ -23,6 +23,7 @@ from mtp_jax.api.local import make_runner
 from mtp_jax.decode.arrays import MaskMaker
 from mtp_jax.decode.launches import Launch, Pending, Runner, Step
 from mtp_jax.decode.programs import Programs
+from mtp_jax.decode.runner import LocalRunner
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
@@ -151,9 +152,15 @@ class Reference:
 
     def __init__(self, params: Params, cfg: ModelConfig = TINY, longest: int = 96) -> None:
         self.params, self.cfg, self.longest = params, cfg, longest
+        # One text is told at several depths and in several tests, which ask for the same beginnings.
+        self._begun = functools.lru_cache(maxsize=256)(self._run_trunk)
+        self._told = functools.cache(self._speculate)
+
+    def _run_trunk(self, ids: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+        return _run_trunk(self.params, self.cfg, self._padded(ids))
 
     def _trunk(self, ids: Sequence[int]) -> tuple[jax.Array, jax.Array]:
-        return _run_trunk(self.params, self.cfg, self._padded(ids))
+        return self._begun(tuple(ids))
 
     def _padded(self, ids: Sequence[int]) -> np.ndarray:
         row = np.zeros((1, self.longest), np.int32)
@@ -202,6 +209,9 @@ class Reference:
 
     def speculate(self, prompt: Sequence[int], tokens: int, depth: int = 0) -> Told:
         """``tokens`` greedy tokens after a prompt, drafting ``depth`` of them at a time."""
+        return self._told(tuple(prompt), tokens, depth)
+
+    def _speculate(self, prompt: tuple[int, ...], tokens: int, depth: int) -> Told:
         ids, accepted, margins = list(prompt), [], []
 
         def best(row: np.ndarray) -> int:
@@ -228,6 +238,21 @@ def _shared(programs: Programs, cfg: ModelConfig, suffix_drafts: bool) -> Progra
     """The programs of the first engine whose programs were made of the same."""
     leaves, tree = jax.tree.flatten((programs._params, programs._state))
     return _PROGRAMS.setdefault((cfg, suffix_drafts, programs._on, tree, tuple(leaves)), programs)
+
+
+@contextmanager
+def sharing_programs() -> Iterator[None]:
+    """Have every engine of this process share programs with those of the same shape, however it is made."""
+    init = LocalRunner.__init__
+
+    def sharing(self: LocalRunner, cfg: ModelConfig, *given: Any) -> None:
+        init(self, cfg, *given)
+        *_, suffix_drafts = given
+        self.programs = _shared(self.programs, cfg, suffix_drafts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalRunner, "__init__", sharing)
+        yield
 
 
 def forget_programs() -> None:

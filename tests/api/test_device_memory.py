@@ -16,6 +16,8 @@ from tests.checkpoint.files import edit_tensors
 from tests.golden import expected, model_dir
 from tests.models import slowed
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 RIGGED = model_dir("rigged")
 SIZES = {"max_num_seqs": 2, "max_model_len": 96, "page_size": 16, "prefill_chunk": 16, "compile_cache": None}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -24,6 +24,8 @@ from tests.api.helpers import GREEDY, PROMPT, SCORED, SIZES, tokens
 from tests.checkpoint.files import drop_nextn, edit_tensors
 from tests.models import RATES
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 @pytest.fixture(scope="module")
 def llm(directory):

@@ -10,6 +10,8 @@ from mtp_jax.api.local import local_runner
 from tests import golden
 from tests.api.helpers import GREEDY, PROMPT, SCORED, SIZES, tokens
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 @pytest.fixture(scope="module")
 def llm(directory):

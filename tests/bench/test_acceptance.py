@@ -16,6 +16,8 @@ from mtp_jax.engine.speculation import Speculation
 from mtp_jax.errors import ConfigError
 from tests import golden, tiny_tokenizer
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 @pytest.mark.slow
 def test_the_model_is_read_once(tmp_path, monkeypatch):
@@ -51,6 +53,8 @@ def with_text(tmp_path):
     """A small model with a tokenizer whose tokens are of one or two bytes."""
     folder = tmp_path / "model"
     shutil.copytree(golden.model_dir("rigged"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 256}))
     return tiny_tokenizer.write(folder, golden.raw_config("rigged")["vocab_size"])
 
 
@@ -89,7 +93,7 @@ def test_held_out_text_is_cut_in_pieces_of_whole_context(with_text):
 
 def test_the_report_says_what_text_costs_and_which_completions_repeat(with_text, tmp_path, capsys):
     out = tmp_path / "out.json"
-    sizes = "--depth 1 --prompts 2 --prompt-tokens 6 --max-tokens 24 --samples 0 --pieces 2"
+    sizes = "--depth 1 --prompts 1 --prompt-tokens 6 --max-tokens 24 --samples 0 --pieces 2"
     command = ["bench", "acceptance", "--model", str(with_text), "--temperatures", "0", *sizes.split()]
     assert cli.main([*command, "--json", str(out), "--compile-cache", "none"]) == 0
     figures = json.loads(out.read_text())["figures"]

@@ -17,6 +17,8 @@ from mtp_jax.errors import CheckpointError, ConfigError
 from tests import golden
 from tests.checkpoint.files import drop_nextn, edit_tensors
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 SIZES = ["--prompt-tokens", "6", "--max-tokens", "24", "--requests", "5", "--rounds", "2"]
 SIZES += ["--compile-cache", "none", "--concurrency", "2"]
 
@@ -128,9 +130,10 @@ def test_a_sweep_keeps_and_shows_every_level_as_it_ends(bench, capsys, monkeypat
 
 def test_figures_of_another_command_are_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("mtp_jax.bench.plot.draw", lambda _, path, __: path.write_bytes(b"a figure"))
+    monkeypatch.setattr("mtp_jax.commands.bench._sweep", lambda args: iter([Report("x", ("a",), [(1,)])]))
     folder = tmp_path / "build" / "bench"
-    command = ["bench", "sweep", "--model", str(golden.model_dir("rigged")), "--modes", "off", *SIZES]
-    command += ["--concurrency", "1", "--requests", "1", "--rounds", "1"]
+    command = ["bench", "sweep", "--model", str(golden.model_dir("rigged")), *SIZES]
     for given in ([], [], ["--max-tokens", "8"]):
         assert cli.main([*command, *given]) == 0
     (folder / "sweep-model-3.json").write_text("not ours")

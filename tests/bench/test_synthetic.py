@@ -29,6 +29,8 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import param_specs
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 CFG = ModelConfig(
     vocab_size=320,
     hidden_size=64,

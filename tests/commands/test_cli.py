@@ -16,6 +16,8 @@ from mtp_jax.commands import cli, show
 from tests import golden, tiny_tokenizer
 from tests.models import RATES
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 SIZES = ["--max-model-len", "96", "--page-size", "16", "--prefill-chunk", "16", "--max-num-seqs", "2"]
 SIZES += ["--no-compile-cache", "--ignore-eos", "--fixed-depth"]
 EXPECTED = golden.expected("rigged")

@@ -29,13 +29,13 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params
 from tests.models import TINY, rigged
 
-V, LENGTH, DEPTH = 5, 4, 3
+V, LENGTH, DEPTH = 4, 4, 3
 CFG = replace(TINY, vocab_size=V, num_attention_heads=2, first_k_dense_replace=2, eos_token_ids=())
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "cold": {"temperature": 0.5},
     "top_k": {"temperature": 1.6, "top_k": 3},
-    "top_p": {"top_p": 0.8},
+    "top_p": {"top_p": 0.9},
     "penalties": {"repetition": 1.5, "frequency": 0.4, "presence": 0.3},
 }
 ON = xla_cpu(experts="dense")
@@ -52,8 +52,8 @@ class Case:
     """
 
     drafter: Drafter
-    prompt: tuple[int, ...] = (3, 1, 4)
-    rows: int = 6000
+    prompt: tuple[int, ...] = (3, 1, 2)
+    rows: int = 2500
     page: int = 16
     cfg: ModelConfig = CFG
 

@@ -18,7 +18,7 @@ SHARING = replace(CFG, indexer=replace(INDEX, share_drafts=True))
 
 
 def check(cfg, verifier):
-    case = Case(build(cfg), rows=4000, cfg=cfg)
+    case = Case(build(cfg), cfg=cfg)
     got = emitted("sampled", verifier, False, case)
     assert got.accepted.sum() / got.drafted.sum() > 0.2
     for i, option in enumerate(OPTIONS):
@@ -47,7 +47,8 @@ def test_lossless_where_drafts_share_a_choice(verifier):
 
 
 def test_it_is_another_law_than_that_of_dense_attention():
-    got = emitted("sampled", "block", False, Case(build(SPARSE), rows=4000, cfg=SPARSE))
+    case = Case(build(SPARSE), cfg=SPARSE)
+    got = emitted("sampled", "block", False, case)
     dense = replace(CFG, indexer=replace(INDEX, topk=64))
-    assert chi_square(got.tokens[:4000], exact_law("plain", False, (3, 1, 4), dense)) < 1e-4
+    assert chi_square(got.tokens[: case.rows], exact_law("plain", False, case.prompt, dense)) < 1e-4
     np.testing.assert_array_less(got.tokens, CFG.vocab_size)

@@ -8,6 +8,7 @@ from scipy import stats
 
 from mtp_jax.decode import sampling as sm
 from mtp_jax.decode import verify as vf
+from tests.compiling import AS_FOR_USERS
 
 N = 40_000
 RNG = np.random.default_rng(0)
@@ -22,7 +23,7 @@ def law(size: int, sharp: float = 1.0) -> np.ndarray:
     return (p / p.sum()).astype(np.float32)
 
 
-draw = jax.jit(sm.gumbel_sample)
+draw = jax.jit(sm.gumbel_sample, compiler_options=AS_FOR_USERS)  # many rows
 
 
 def test_one_draw_has_the_law():

@@ -7,12 +7,14 @@ import pytest
 
 from tests.decode.law import DEPTH, LENGTH, OPTIONS, PLAIN, chi_square, emitted, exact_law
 
+# Rejection of sampled drafts, under a grammar: drafter/test_suffix_lossless.
+FAST = ("sampled", "block"), ("sampled", "coupled"), ("greedy", "rejection")
 MODES = [*itertools.product(("sampled", "greedy"), ("rejection", "block")), ("sampled", "coupled")]
 
 
 @pytest.mark.parametrize(
     ("drafting", "verifier"),
-    [pytest.param(*m, marks=pytest.mark.slow if m == ("greedy", "block") else ()) for m in MODES],
+    [pytest.param(*m, marks=() if m in FAST else pytest.mark.slow) for m in MODES],
 )
 def test_lossless(drafting, verifier):
     """Nothing is fitted: seeds are fixed, so each p-value is one draw that must not be absurdly small."""
@@ -28,10 +30,8 @@ def test_lossless(drafting, verifier):
         )
 
 
-@pytest.mark.parametrize(
-    ("drafting", "verifier"),
-    [("sampled", "block"), pytest.param("greedy", "rejection", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("drafting", "verifier"), [("sampled", "block"), ("greedy", "rejection")])
 def test_lossless_under_a_grammar(drafting, verifier):
     got = emitted(drafting, verifier, grammar=True)
     for i, option in enumerate(OPTIONS):
@@ -50,7 +50,8 @@ def test_the_test_has_power():
         assert chi_square(mine, law) < 1e-6
 
 
-@pytest.mark.parametrize("drafting", ["sampled", pytest.param("greedy", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("drafting", ["sampled", "greedy"])
 def test_block_verification_accepts_at_least_as_much(drafting):
     """arXiv 2403.10444, Theorem 2, up to sampling noise."""
     block, rejection = (emitted(drafting, v).accepted.mean() for v in ("block", "rejection"))

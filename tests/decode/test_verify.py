@@ -46,10 +46,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def neutral_state(rows: int) -> sm.SamplingState:
+    return sm.neutral_state(rows, V)
+
+
 def build_state(configs: list[dict[str, Any]], rows: int, seed: int = 0) -> sm.SamplingState:
     """`rows` rows of each configuration, one after the other, each with its own seed."""
     total = rows * len(configs)
-    neutral = sm.neutral_state(total, V)
+    neutral = neutral_state(total)
     changed: dict[str, Any] = {"seed": jnp.arange(seed * total, (seed + 1) * total, dtype=jnp.uint32)}
     for name in {name for config in configs for name in config}:
         like = getattr(neutral, name)
@@ -63,12 +68,6 @@ def full_depth(s: sm.SamplingState) -> np.ndarray:
     return np.full(len(s.seed), DEPTH, np.int32)
 
 
-# So many rows run for longer than their program takes to compile.
-@functools.partial(
-    jax.jit,
-    static_argnames=("verifier", "greedy_drafts", "key_by_step"),
-    compiler_options=AS_FOR_USERS,
-)
 def emit(
     s: sm.SamplingState,
     num_drafts: np.ndarray,
@@ -77,6 +76,14 @@ def emit(
     key_by_step: bool = True,
 ) -> jax.Array:
     """The first LENGTH tokens [B, LENGTH] of every row, by drafting and verifying as the engine does."""
+    return _emit(s, num_drafts, VERIFIERS.index(verifier), greedy_drafts, key_by_step)
+
+
+# So many rows run for longer than their program takes to compile. There is one for all verifiers.
+@functools.partial(jax.jit, static_argnames="key_by_step", compiler_options=AS_FOR_USERS)
+def _emit(
+    s: sm.SamplingState, num_drafts: jax.Array, verifier: jax.Array, greedy: jax.Array, key_by_step: bool
+) -> jax.Array:
     rows = len(s.seed)
     target, drafter = jnp.asarray(TARGET), jnp.asarray(DRAFTER)
     each = jnp.arange(rows)
@@ -88,21 +95,17 @@ def emit(
             seen = sm.window_counts(counts, jnp.stack(window, 1))
             logits = sm.adjust(drafter[window[-1]][:, None], s, seen[:, -1:], (done + i)[:, None])
             probs = sm.distribution(logits, s)[:, 0]
-            if greedy_drafts:
-                drafted = jnp.argmax(probs, -1).astype(jnp.int32)
-                probs = jax.nn.one_hot(drafted, V)
-            else:
-                keys = sm.row_keys(
-                    s.seed, done if key_by_step else done + i, sm.Purpose.DRAFT + i * key_by_step
-                )
-                drafted = sm.sample(keys, probs)
+            keys = sm.row_keys(s.seed, done if key_by_step else done + i, sm.Purpose.DRAFT + i * key_by_step)
+            drafted = jnp.where(greedy, jnp.argmax(probs, -1), sm.sample(keys, probs)).astype(jnp.int32)
+            probs = jnp.where(greedy, jax.nn.one_hot(drafted, V), probs)
             window.append(drafted)
             q.append(probs)
         tokens = jnp.stack(window, 1)
         generated = done[:, None] + jnp.arange(DEPTH + 1)
         p = sm.distribution(sm.adjust(target[tokens], s, sm.window_counts(counts, tokens), generated), s)
         accept, residual = (sm.row_keys(s.seed, done, p) for p in (sm.Purpose.ACCEPT, sm.Purpose.RESIDUAL))
-        verdict = verifier(accept, residual, p, jnp.stack(q, 1), tokens[:, 1:], num_drafts)
+        given = accept, residual, p, jnp.stack(q, 1), tokens[:, 1:], num_drafts
+        verdict = jax.lax.switch(verifier, VERIFIERS, *given)
 
         emitted = jnp.arange(DEPTH + 1) <= verdict.accepted[:, None]
         chosen = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1))).at[each, verdict.accepted].set(verdict.token)
@@ -203,6 +206,9 @@ def mistaken(keys_accept, keys_residual, p, q, drafts, num_drafts):
     rest = [jnp.take_along_axis(r, accepted[:, None, None], 1)[:, 0] for r in rests.values()]
     rest = jnp.select(pick, [rest[list(rests).index(r)] for _, r in MISTAKES.values()])
     return vf.Verdict(accepted, sm.sample(keys_residual, jnp.maximum(rest, 0)))
+
+
+VERIFIERS: list[Verifier] = [vf.rejection, vf.block, mistaken]
 
 
 def test_the_check_tells_right_from_wrong():

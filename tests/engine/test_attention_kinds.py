@@ -67,6 +67,7 @@ def as_told(cfg: ModelConfig, requests: list[Request], depth: int = 3) -> None:
     assert not depth or sum(r.progress.speculation.accepted for r in requests) > len(requests)
 
 
+@pytest.mark.slow
 def test_sparse_attention_is_not_dense():
     dense = replace(SPARSE, indexer=replace(INDEX, topk=64))
     assert told(dense, 0, 0).ids != told(SPARSE, 0, 3).ids
@@ -83,7 +84,8 @@ def test_together(cfg):
 
 
 @each_kind
-@pytest.mark.parametrize("depth", [0, *(pytest.param(d, marks=pytest.mark.slow) for d in (1, 3))])
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [0, 1, 3])
 def test_alone(cfg, depth):
     as_told(cfg, serve(engine_of(cfg), jobs(1, depth), exactly=True), depth)
 
@@ -120,8 +122,9 @@ def test_preempted_requests(cfg):
     assert engine.stats().preemptions > 0
 
 
-@one_kind
-@pytest.mark.parametrize("data", [4, pytest.param(1, marks=pytest.mark.slow)])
+@each_kind
+@pytest.mark.slow
+@pytest.mark.parametrize("data", [4, 1])
 def test_eight_devices_compute_what_one_does(cfg, data):
     """They choose the same entries; each has two of four groups of heads, or one of a group's two heads."""
     mesh = make_mesh(data, 8 // data)
@@ -129,6 +132,7 @@ def test_eight_devices_compute_what_one_does(cfg, data):
     as_told(cfg, serve(make_engine(params, cfg, mesh, max_num_seqs=8), jobs()))
 
 
+@pytest.mark.slow
 def test_drafts_that_share_a_choice_change_no_token():
     engine = engine_of(SHARING)
     requests, plain = serve(engine, jobs()), serve(engine, jobs(depth=0), compiled=True)
@@ -144,24 +148,26 @@ PAIRS = 64 + 8 * 4
 
 @pytest.mark.parametrize(
     ("cfg", "row_bytes"),
-    [
-        pytest.param(SPARSE, [INDEXED, INDEXED, LATENT, INDEXED], id="sparse"),
-        pytest.param(
-            GROUPED, [PAIRS] * (GROUPED.num_hidden_layers + 1), id="grouped", marks=pytest.mark.slow
-        ),
-    ],
+    [(SPARSE, [INDEXED, INDEXED, LATENT, INDEXED]), (GROUPED, [PAIRS] * (GROUPED.num_hidden_layers + 1))],
+    ids=["sparse", "grouped"],
 )
 def test_an_fp8_cache_holds_all_in_eight_bits(cfg, row_bytes):
-    requests = serve(engine_of(cfg, kv_cache_dtype="fp8"), jobs())
     engine = engine_of(cfg, kv_cache_dtype="fp8")
-    alone = [serve(engine, [job], compiled=True)[0] for job in jobs(depth=0)]
-    assert [r.progress.output for r in requests] == [r.progress.output for r in alone]
-    assert sum(r.progress.speculation.accepted for r in requests) > len(requests)
     state = local_runner(engine).state
     rows = engine.config.page_size * (engine.pages + 1)
     caches = (*state.trunk, *state.drafter.pages.cache)
     assert [sum(a.nbytes for a in jax.tree.leaves(c)) for c in caches] == [rows * n for n in row_bytes]
     assert GROUPED.row.fp8_bytes == PAIRS
+
+
+@each_kind
+@pytest.mark.slow
+def test_speculation_over_an_fp8_cache_changes_no_token(cfg):
+    requests = serve(engine_of(cfg, kv_cache_dtype="fp8"), jobs())
+    engine = engine_of(cfg, kv_cache_dtype="fp8")
+    alone = [serve(engine, [job], compiled=True)[0] for job in jobs(depth=0)]
+    assert [r.progress.output for r in requests] == [r.progress.output for r in alone]
+    assert sum(r.progress.speculation.accepted for r in requests) > len(requests)
 
 
 @one_kind

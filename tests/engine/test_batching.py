@@ -73,7 +73,8 @@ def test_an_executable_with_room_for_more_makes_as_many_drafts_as_a_launch_asks_
     engine.depth.choose = lambda keys, *rest: [k for k in keys if k.depth <= depth][-1]  # type: ignore[method-assign]
     launched: list[StepKey] = []
     watch(monkeypatch, engine.runner, lambda step: launched.append(step.key))
-    requests = serve(engine, [(p, GREEDY) for p in PROMPTS[:4]])
+    prepare(engine, [engine.make_request(PROMPTS[0], at(5))])
+    requests = serve(engine, [(p, GREEDY) for p in PROMPTS[:4]], compiled=True)
     for r in requests:
         expected = told(r.prompt, depth)
         assert r.progress.output == expected.ids
@@ -109,7 +110,7 @@ def test_rows_of_one_batch_have_their_own_depth():
     assert [r.progress.speculation.drafted_per_step[0] for r in requests] == [5, 0, 3, 1]
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=slow), 3])
+@pytest.mark.parametrize("count", [*(pytest.param(n, marks=slow) for n in (1, 2)), 3])
 def test_every_batch_size(count):
     check(serve(make_engine(), [(p, GREEDY) for p in PROMPTS[:count]], exactly=True))
 
@@ -164,8 +165,8 @@ def test_requests_join_and_leave_a_running_batch():
 @pytest.mark.parametrize(
     ("page_size", "chunk"),
     [
-        (1, 64),
         (16, 7),
+        pytest.param(1, 64, marks=slow),
         pytest.param(64, 1, marks=slow),
         pytest.param(16, 64, marks=slow),
         pytest.param(1, 3, marks=slow),
@@ -184,12 +185,12 @@ def test_prompt_lengths_around_page_and_chunk_edges():
 
 
 def test_short_prompts_are_prefilled_together(monkeypatch):
-    """Up to four at a time; long ones alone. What a prompt's own tokens score is its own."""
-    engine = make_engine(max_num_seqs=8, prefill_chunk=64)
+    """Up to four at a time. What a prompt's own tokens score is its own."""
+    engine = make_engine(prefill_chunk=64)
     launched: list[StepKey] = []
     watch(monkeypatch, engine.runner, lambda step: launched.append(step.key))
-    long = prompts(1, shortest=40)[0]
-    asked = [*(long[: 3 + i] for i in range(7)), long]
+    (longest,) = prompts(1, shortest=6)
+    asked = [longest[: 3 + i] for i in range(4)]
     requests = [engine.make_request(p, replace(GREEDY, prompt_logprobs=0)) for p in asked]
     prepare(engine, requests)
     launched.clear()
@@ -197,7 +198,7 @@ def test_short_prompts_are_prefilled_together(monkeypatch):
         engine.submit(r)
     finish(engine)
     check(requests)
-    assert sorted((k.prompts, k.tokens) for k in launched if k.tokens) == [(1, 64), (4, 16), (4, 16)]
+    assert sorted((k.prompts, k.tokens) for k in launched if k.tokens) == [(4, 16)]
     for r in requests:
         rows = reference().logprobs(r.prompt)[:-1]
         first, *scored = r.progress.prompt_logprobs

@@ -8,7 +8,7 @@ import pytest
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
-from tests.models import Reference, finish, make_engine, prepare, prompts, rigged, serve
+from tests.models import Reference, finish, make_engine, prompts, rigged, serve
 
 SAMPLED = SamplingParams(
     temperature=0.9, top_k=20, presence_penalty=0.2, max_tokens=24, ignore_eos=True, logprobs=0
@@ -73,7 +73,6 @@ def test_a_seeded_request_may_have_its_depth_chosen():
     engine = engine_with("coupled")
     fixed = serve(engine, jobs())
     requests = [replace(engine.make_request(*job), fixed_depth=False) for job in jobs()]
-    prepare(engine, requests)
     assert outputs(run(engine, requests)) == outputs(fixed)
     assert len(engine.stats().depth_steps) > 2
 

@@ -32,6 +32,7 @@ from tests.models import (
     engine_config,
     finish,
     make_engine,
+    prepare,
     prompts,
     serve,
     tiny_params,
@@ -365,11 +366,12 @@ def test_a_step_that_followed_another_depth_says_nothing_of_the_speedup():
 
 
 def test_an_engine_of_fixed_depth_knows_the_speedup_once_a_request_had_no_drafts(monkeypatch):
-    # All its steps have one slot: steps of other sizes are measured in books of their own.
-    engine = make_engine(max_num_seqs=1)
+    # A device that has every program: with others' programs some steps would be of other sizes, whose times
+    # are kept in books of their own.
+    engine, _ = on_device(max_num_seqs=1)
     learn = engine.depth.learn
     monkeypatch.setattr(engine.depth, "learn", lambda key, _, *rest: learn(key, 1.0 + key.depth / 3, *rest))
-    drafting = replace(GREEDY, max_tokens=30)
+    drafting = replace(GREEDY, max_tokens=30, logprobs=None)
     plain = replace(drafting, num_speculative_tokens=0)
     serve(engine, [(prompts(1)[0], drafting)])
     assert engine.stats().realised_speedup is None
@@ -409,8 +411,9 @@ def test_adaptive_steps_give_the_tokens_of_depth_0(monkeypatch):
     reference = Reference(tiny_params())
     engine = make_engine(adaptive_depth=True)
     choose_in_turn(engine, monkeypatch)
+    prepare(engine, [engine.make_request(prompts(1)[0], replace(GREEDY, num_speculative_tokens=3))])
     jobs = [(p, replace(GREEDY, max_tokens=40)) for p in prompts(3)]
-    requests = serve(engine, jobs)
+    requests = serve(engine, jobs, compiled=True)
     stats = engine.stats()
     assert set(stats.depth_steps) == {0, 1, 3}
     assert [r.progress.output for r in requests] == [reference.speculate(p, 40).ids for p, _ in jobs]

@@ -1,6 +1,5 @@
 """An FP8 cache changes the text a little, and never what speculation, batching or reuse make of it."""
 
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from tests.models import (
     accepted,
     make_engine,
     on_mesh,
+    prepare,
     prompts,
     rigged,
     serve,
@@ -34,20 +34,21 @@ def fp8(cfg: Any = TINY, params: Any = None, **config: Any) -> Engine:
     return make_engine(params or tiny_params(cfg), cfg, kv_cache_dtype="fp8", **config)
 
 
+def undrafted(jobs: Any = JOBS) -> list[Request]:
+    """Each alone, without drafts, in the programs that draft."""
+    engine = fp8(prefix_cache=False)
+    prepare(engine, [engine.make_request(*jobs[0])])
+    return [serve(engine, [job], compiled=True)[0] for job in at_depth(0, jobs)]
+
+
 def at_depth(depth: int, jobs: Any = JOBS) -> Any:
     return [(prompt, replace(params, num_speculative_tokens=depth)) for prompt, params in jobs]
-
-
-@functools.cache
-def plain() -> list[Request]:
-    """Without drafts, each alone."""
-    return [serve(fp8(), [job])[0] for job in at_depth(0)]
 
 
 def test_speculation_and_batching_change_no_token():
     engine = fp8()
     together = serve(engine, JOBS)
-    assert [r.progress.output for r in together] == [r.progress.output for r in plain()]
+    assert [r.progress.output for r in together] == [r.progress.output for r in undrafted()]
     alone = [serve(fp8(), [job])[0] for job in JOBS]
     assert [accepted(r) for r in together] == [accepted(r) for r in alone]
     assert sum(r.progress.speculation.accepted for r in together) > 5 * len(JOBS)
@@ -57,6 +58,7 @@ def test_speculation_and_batching_change_no_token():
     assert {sum(a.nbytes for a in jax.tree.leaves(c)) for c in caches} == {rows * TINY.row.fp8_bytes}
 
 
+@pytest.mark.slow
 def test_drafts_are_nearly_those_of_a_float32_cache():
     for prompt in prompts(3, shortest=20):
         want, got = (propose(engine, prompt, 3) for engine in (make_engine(), fp8()))
@@ -69,7 +71,7 @@ def test_drafts_are_nearly_those_of_a_float32_cache():
 
 def test_a_prompt_goes_on_from_cached_pages():
     prompt = prompts(1, shortest=40)[0]
-    (want,) = serve(fp8(), at_depth(0, [(prompt, GREEDY)]))
+    (want,) = undrafted([(prompt, GREEDY)])
     engine = fp8()
     first, again = (serve(engine, [(prompt, GREEDY)])[0] for _ in range(2))
     assert (first.progress.cached_tokens, again.progress.cached_tokens) == (0, 32)
@@ -81,7 +83,7 @@ def test_a_prompt_goes_on_from_cached_pages():
 def test_preempted_requests_end_as_if_nothing_had_happened():
     jobs = [(p, replace(GREEDY, max_tokens=30)) for p in prompts(4, shortest=14)]
     engine = fp8(num_pages=6)
-    requests, calm = serve(engine, jobs), serve(fp8(), at_depth(0, jobs))
+    requests, calm = serve(engine, jobs), undrafted(jobs)
     assert engine.stats().preemptions > 0
     assert [r.progress.output for r in requests] == [r.progress.output for r in calm]
     assert sum(r.progress.speculation.accepted for r in requests) > 0
@@ -102,7 +104,7 @@ def test_eight_devices_compute_what_one_does():
     mesh = make_mesh(4, 2)
     params = on_mesh(tiny_params(), mesh)
     requests = serve(fp8(params=params, mesh=mesh, max_num_seqs=8), JOBS)
-    assert [r.progress.output for r in requests] == [r.progress.output for r in plain()]
+    assert [r.progress.output for r in requests] == [r.progress.output for r in undrafted()]
     assert sum(r.progress.speculation.accepted for r in requests) > len(JOBS)
 
 

@@ -15,7 +15,7 @@ from mtp_jax.checkpoint import Loaded, load
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
-from tests.golden import DECODED, expected, model_dir
+from tests.golden import DECODED, DECODED_FAST, expected, model_dir
 from tests.models import Reference, accepted, make_engine, serve
 
 # Drafts of the others are never accepted.
@@ -50,7 +50,11 @@ def close(got: np.ndarray, want: np.ndarray) -> None:
     np.testing.assert_allclose(got, want, rtol=0, atol=max(2e-4, 1e-5 * np.abs(want).max()))
 
 
-@pytest.mark.parametrize("variant", DECODED)
+def some_fast(fast: tuple[str, ...]):
+    return [pytest.param(v, marks=() if v in fast else pytest.mark.slow) for v in DECODED]
+
+
+@pytest.mark.parametrize("variant", some_fast(DECODED_FAST))
 def test_tokens_and_acceptance(variant):
     want = expected(variant)
     for depth, request in enumerate(served(engine_of(variant), variant)):
@@ -71,12 +75,10 @@ def test_tokens_and_acceptance_of_shallow_executables(depth):
 
 
 # One of each kind of attention and drafting; model/test_golden compares the logits of all drafts.
-KINDS = ("rigged", "glm47_flash", "dsa_v32", "dsa_glm52", "glm46")
+KINDS = ("rigged", "dsa_v32", "dsa_glm52", "glm46")
 
 
-@pytest.mark.parametrize(
-    "variant", [pytest.param(v, marks=() if v in KINDS else pytest.mark.slow) for v in DECODED]
-)
+@pytest.mark.parametrize("variant", some_fast(KINDS))
 def test_drafts_by_recursion(variant):
     want = expected(variant)
     # Later drafts of GLM-5.2 look at what the first one chose.

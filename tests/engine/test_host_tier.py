@@ -112,7 +112,9 @@ def test_part_on_the_device_and_part_in_the_host():
     assert engine.stats().hits_by_tier == {"device": 16, "host": 16}
 
 
-@pytest.mark.parametrize("cfg", [SPARSE, grouped()], ids=["sparse", "grouped"])
+@pytest.mark.parametrize(
+    "cfg", [pytest.param(SPARSE, marks=pytest.mark.slow), grouped()], ids=["sparse", "grouped"]
+)
 def test_pages_hold_index_keys_and_keys_and_values(cfg):
     engine, order = small(cfg), [0, 1, 2, 0]
     requests = each(engine, order, exactly=True)
@@ -123,11 +125,11 @@ def test_pages_hold_index_keys_and_keys_and_values(cfg):
 @pytest.mark.parametrize(
     ("cfg", "config", "params"),
     [
-        pytest.param(TINY, {"kv_cache_dtype": "fp8"}, SHORT, id="fp8"),
         pytest.param(SPARSE, {"kv_cache_dtype": "fp8"}, SHORT, id="sparse-fp8"),
         *(
             pytest.param(*case, id=name, marks=pytest.mark.slow)
             for name, case in {
+                "fp8": (TINY, {"kv_cache_dtype": "fp8"}, SHORT),
                 "sampled": (TINY, {}, SAMPLED),
                 "without-drafts": (TINY, {"num_speculative_tokens": 0}, SHORT),
                 "suffix": (TINY, {"suffix_drafts": True}, SHORT),
@@ -156,7 +158,8 @@ def _bare(config: dict) -> dict:
     return {k: v for k, v in config.items() if k != "params"} | {"prefix_cache": False}
 
 
-@pytest.mark.parametrize(("data", "model"), [(2, 1), pytest.param(2, 4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("data", "model"), [(2, 1), (2, 4)])
 def test_pages_come_back_to_any_data_shard(data, model):
     mesh = make_mesh(data, model)
     engine = small(params=on_mesh(tiny_params(), mesh), mesh=mesh)
@@ -324,7 +327,7 @@ def soak(seed: int, rounds: int) -> None:
 
 
 def test_soak():
-    soak(seed=1, rounds=40)
+    soak(seed=1, rounds=20)
 
 
 @pytest.mark.slow

@@ -6,9 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.speculation import TokenLogprobs
-from tests.models import GREEDY, Reference, make_engine, prompts, serve, tiny_params
+from tests.models import GREEDY, Reference, make_engine, prepare, prompts, serve, tiny_params
 
 PROMPTS = prompts(8)
 WIDE = replace(GREEDY, logprobs=3, prompt_logprobs=2)
@@ -22,6 +23,13 @@ SAMPLED = SamplingParams(
     logprobs=5,
     prompt_logprobs=0,
 )
+
+
+def ready() -> Engine:
+    """With programs that sample, which serve greedy requests, too."""
+    engine = make_engine()
+    prepare(engine, [engine.make_request(PROMPTS[0], replace(SAMPLED, prompt_logprobs=2))])
+    return engine
 
 
 @functools.cache
@@ -42,7 +50,7 @@ def check(got: TokenLogprobs, row: np.ndarray, token: int, width: int) -> None:
 @pytest.mark.parametrize("params", [WIDE, SAMPLED], ids=["greedy", "sampled"])
 def test_every_token(params):
     """The model's own: before temperature and penalties. Some prompts take several chunks."""
-    requests = serve(make_engine(), [(p, params) for p in PROMPTS])
+    requests = serve(ready(), [(p, params) for p in PROMPTS], compiled=True)
     assert sum(r.progress.speculation.accepted for r in requests) > 0
     for r in requests:
         rows = reference().logprobs([*r.prompt, *r.progress.output])
@@ -60,7 +68,8 @@ def test_every_token(params):
 def test_only_those_who_ask_get_them():
     asks, silent = WIDE, replace(GREEDY, logprobs=None)
     zero = replace(GREEDY, logprobs=0, prompt_logprobs=None)
-    requests = serve(make_engine(), [(p, o) for p, o in zip(PROMPTS, (asks, silent, zero), strict=False)])
+    jobs = list(zip(PROMPTS, (asks, silent, zero), strict=False))
+    requests = serve(ready(), jobs, compiled=True)
     assert [len(r.progress.logprobs) for r in requests] == [24, 0, 24]
     assert [len(r.progress.prompt_logprobs) for r in requests] == [len(PROMPTS[0]), 0, 0]
     assert all(len(entry) == 1 for entry in requests[2].progress.logprobs)

@@ -57,7 +57,7 @@ def test_tokens_and_acceptance_after_a_hit(tokens):
 
 
 @pytest.mark.parametrize(
-    "params", [pytest.param(GREEDY, marks=pytest.mark.slow), SAMPLED], ids=["greedy", "sampled"]
+    "params", [GREEDY, pytest.param(SAMPLED, marks=pytest.mark.slow)], ids=["greedy", "sampled"]
 )
 def test_two_nextn_layers_go_on_from_cached_pages(params):
     weights: Params = rigged(TWO_LAYERS)

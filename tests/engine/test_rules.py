@@ -1,6 +1,5 @@
 """Rules beside a grammar, at every depth: allowed tokens, bad words, bounded thoughts."""
 
-import functools
 import re
 from collections import Counter
 from dataclasses import replace
@@ -18,18 +17,12 @@ from mtp_jax.errors import RequestError
 from mtp_jax.text.grammar import Grammars, StructuredOutput
 from mtp_jax.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
-from tests.models import TINY, Reference, accepted, finish, make_engine, prompts, rigged, serve
+from tests.engine.structured import CFG, EOS, engine_with, params, ready
+from tests.models import Reference, accepted, make_engine, prompts, serve
 
-EOS, OPENS, CLOSES = 1, 104, 105
-CFG = replace(TINY, vocab_size=112, eos_token_ids=(EOS,))
+OPENS, CLOSES = 104, 105
 PROMPTS = prompts(4, vocab=104)
-# The bias of 0 changes nothing: all tests share the programs that sample.
-GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logit_bias={0: 0})
-
-
-@functools.cache
-def params():
-    return rigged(CFG, noise=0.3)
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +35,7 @@ def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
 
 
 def run(grammars: Grammars, options: SamplingParams, ids: Any = PROMPTS) -> list[Request]:
-    engine = make_engine(params(), CFG, grammars=grammars, max_model_len=248)
-    return serve(engine, [(p, options) for p in ids])
+    return serve(ready(grammars), [(p, options) for p in ids], compiled=True)
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +45,9 @@ def free(grammars) -> list[Request]:
 
 def same_at_depth_0(grammars: Grammars, options: SamplingParams, ids: Any = PROMPTS) -> list[Request]:
     """Outputs at depth 3, which are those at depth 0, with drafts accepted."""
-    engine = make_engine(params(), CFG, grammars=grammars, max_model_len=248)
-    deep = serve(engine, [(p, options) for p in ids])
-    flat = [engine.make_request(p, replace(options, num_speculative_tokens=0)) for p in ids]
-    for r in flat:  # the same programs do
-        engine.submit(r)
-    finish(engine)
+    engine = ready(grammars)
+    deep = serve(engine, [(p, options) for p in ids], compiled=True)
+    flat = serve(engine, [(p, replace(options, num_speculative_tokens=0)) for p in ids], compiled=True)
     assert not any(map(sum, map(accepted, flat)))
     assert [r.progress.output for r in deep] == [r.progress.output for r in flat]
     assert sum(map(sum, map(accepted, deep))) > 0.3 * sum(len(r.progress.output) for r in deep)
@@ -119,9 +108,9 @@ def test_sampled_tokens_have_the_distribution_of_depth_0(grammars, free):
     pair = free[0].progress.output[1:3]
     words = [grammars.backend.decode(pair), "~"]
     options = SamplingParams(temperature=2.0, top_k=2, max_tokens=3, ignore_eos=True, bad_words=words)
-    engine = make_engine(params(), CFG, grammars=grammars, max_model_len=248)
-    requests = serve(engine, [(prompt, replace(options, seed=i)) for i in range(600)])
-    assert sum(sum(accepted(r)) for r in requests) > 300
+    jobs = [(prompt, replace(options, seed=i)) for i in range(300)]
+    requests = serve(ready(grammars), jobs, compiled=True)
+    assert sum(sum(accepted(r)) for r in requests) > 150
     spelt, reference = [grammars.encode(w) for w in words], Reference(params(), CFG)
     law = {(): 1.0}
     for _ in range(3):
@@ -145,7 +134,7 @@ def test_sampled_tokens_have_the_distribution_of_depth_0(grammars, free):
 
 def test_masks_end_at_a_draft_that_is_none(grammars):
     """A broken drafter leaves -1; what follows it is never kept."""
-    engine = make_engine(params(), CFG, grammars=grammars, max_model_len=248)
+    engine = engine_with(grammars)
     options = replace(GREEDY, ignore_eos=False, structured=StructuredOutput(choice=["a9", "x9"]))
     request = engine.make_request([5], replace(options, bad_words=["a"]))
     (a,), (x, y), free = grammars.encode("a"), grammars.encode("x9"), 2**32 - 1
@@ -177,7 +166,7 @@ def test_what_means_nothing_is_refused(options, message):
 
 
 def test_what_the_model_cannot_do_is_refused(grammars, tmp_path):
-    engine = make_engine(params(), CFG, max_model_len=248)
+    engine = engine_with(None)
     for options in (SamplingParams(bad_words=["a"]), SamplingParams(max_thinking_tokens=3)):
         name = "bad_words" if options.bad_words else "max_thinking_tokens"
         with pytest.raises(RequestError, match=f"{name} needs a tokenizer that fits"):

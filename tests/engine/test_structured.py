@@ -1,6 +1,5 @@
 """Structured output with speculation on: the same tokens as without, whatever shares the batch."""
 
-import functools
 import json
 import re
 import time
@@ -14,7 +13,6 @@ import pytest
 
 from mtp_jax.api.local import local_runner
 from mtp_jax.decode.keys import Source, StepKey
-from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import RequestError
@@ -23,21 +21,9 @@ from mtp_jax.text.grammar import Grammars, StructuredOutput
 from mtp_jax.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.decode.helpers import compilations as compilations
-from tests.models import (
-    TINY,
-    accepted,
-    chosen_logprobs,
-    finish,
-    make_engine,
-    on_mesh,
-    prepare,
-    prompts,
-    rigged,
-    serve,
-)
+from tests.engine.structured import CFG, EOS, engine_with, params, ready
+from tests.models import accepted, chosen_logprobs, finish, make_engine, on_mesh, prompts, serve
 
-EOS = 1
-CFG = replace(TINY, vocab_size=112, eos_token_ids=(EOS,))
 PROMPTS = prompts(8, vocab=104)
 GREEDY = SamplingParams(temperature=0, max_tokens=200, logprobs=0)
 SCHEMA = {
@@ -58,11 +44,6 @@ WANTED = {
 }
 
 
-@functools.cache
-def params():
-    return rigged(CFG, noise=0.3)
-
-
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     found = Tokenizer.from_dir(tiny_tokenizer.write(tmp_path_factory.mktemp("tokenizer"), 104))
@@ -73,10 +54,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture(scope="module")
 def grammars(tokenizer: Tokenizer) -> Grammars:
     return Grammars(tokenizer.backend, CFG.vocab_size, CFG.eos_token_ids)
-
-
-def engine_with(grammars: Grammars, **config: Any) -> Engine:
-    return make_engine(params(), CFG, grammars=grammars, max_model_len=248, **config)
 
 
 def text(tokenizer: Tokenizer, request: Request) -> str:
@@ -109,7 +86,7 @@ def plain(grammars) -> list[Request]:
 @pytest.fixture(scope="module")
 def mixed(grammars) -> list[Request]:
     """Depth 3, all together."""
-    return serve(engine_with(grammars), jobs())
+    return serve(ready(grammars), jobs(), compiled=True)
 
 
 def test_greedy_tokens_are_those_of_depth_0(plain, mixed, tokenizer):
@@ -130,7 +107,7 @@ def test_drafts_are_accepted(mixed):
 def test_what_a_grammar_forces_is_drafted(grammars):
     """Text without a choice costs no step of its own, however little the model thinks of it."""
     wanted = StructuredOutput(choice=["zq9!zq9!zq9!zq9!zq9!"])
-    (request,) = serve(engine_with(grammars), [(PROMPTS[0], replace(GREEDY, structured=wanted))])
+    (request,) = serve(ready(grammars), [(PROMPTS[0], replace(GREEDY, structured=wanted))], compiled=True)
     assert len(request.progress.output) == 21
     assert accepted(request) == [3] * 5
 
@@ -138,9 +115,10 @@ def test_what_a_grammar_forces_is_drafted(grammars):
 @pytest.mark.parametrize("depth", [3, pytest.param(7, marks=pytest.mark.slow)])
 def test_suffix_drafts_change_nothing(grammars, plain, depth):
     engine = engine_with(grammars, suffix_drafts=True, num_speculative_tokens=depth)
-    requests = serve(engine, jobs())
-    assert [r.progress.output for r in requests] == [r.progress.output for r in plain]
-    suffix = [r.progress.speculation.of(Source.SUFFIX) for r in requests if r.constraints]
+    shaped = [job for job in jobs() if job[1].structured]
+    requests = [serve(engine, [job], exactly=True)[0] for job in shaped]
+    assert [r.progress.output for r in requests] == [r.progress.output for r in plain if r.constraints]
+    suffix = [r.progress.speculation.of(Source.SUFFIX) for r in requests]
     assert sum(s.accepted for s in suffix) > 0
 
 
@@ -148,20 +126,20 @@ def test_what_a_grammar_forces_is_drafted_whatever_was_before(grammars):
     """A match that goes against what is forced is not drafted."""
     wanted = StructuredOutput(choice=["zq9!zq9!zq9!zq9?zq9!"])
     engine = engine_with(grammars, suffix_drafts=True)
-    (request,) = serve(engine, [(PROMPTS[0], replace(GREEDY, structured=wanted))])
+    (request,) = serve(engine, [(PROMPTS[0], replace(GREEDY, structured=wanted))], exactly=True)
     assert accepted(request) == [3] * 5
     assert request.progress.speculation.of(Source.SUFFIX).accepted > 0
 
 
 def test_depths_of_requests_and_engine_change_nothing(grammars, plain):
     """Depths 0 and 1 beside deeper ones; then depths chosen step by step."""
-    engine = engine_with(grammars)
+    engine = ready(grammars)
     depths = [0, 1, 2, 3, 3, 2, 1, 0]
     limited = [(p, replace(o, num_speculative_tokens=d)) for (p, o), d in zip(jobs(), depths, strict=True)]
-    assert [r.progress.output for r in serve(engine, limited)] == [r.progress.output for r in plain]
+    found = serve(engine, limited, compiled=True)
+    assert [r.progress.output for r in found] == [r.progress.output for r in plain]
     asked = [engine.make_request(*job) for job in jobs() if job[1].structured]
     requests = [replace(r, fixed_depth=False) for r in asked]
-    prepare(engine, requests)
     for r in requests:
         engine.submit(r)
     finish(engine)
@@ -182,9 +160,8 @@ def test_outputs_whose_grammar_was_spoilt_by_another_go_on_alone(grammars, plain
             steps_before.update({r.id: len(accepted(r)) for r in requests})
         return masks(windows, rows, width)
 
-    engine = engine_with(grammars)
+    engine = ready(grammars)
     requests = [engine.make_request(*job) for job in jobs()]
-    prepare(engine, requests)
     monkeypatch.setattr(grammars, "masks", spoiling)
     for r in requests:
         engine.submit(r)
@@ -200,7 +177,7 @@ def test_outputs_whose_grammar_was_spoilt_by_another_go_on_alone(grammars, plain
 
 def test_sampled_output_is_valid(grammars, tokenizer):
     options = replace(GREEDY, temperature=1.5, top_p=0.98, frequency_penalty=0.1)
-    requests = serve(engine_with(grammars), jobs(options) * 2)
+    requests = serve(ready(grammars), jobs(options) * 2, compiled=True)
     for r in requests:
         if r.params.structured:
             assert r.progress.finish_reason == "stop"
@@ -212,9 +189,9 @@ def test_sampled_output_is_valid(grammars, tokenizer):
 
 def test_a_seed_fixes_the_output_whatever_shares_the_batch(grammars):
     options = replace(GREEDY, temperature=1.2, seed=11)
-    together = serve(engine_with(grammars), jobs(options))
+    together = serve(ready(grammars), jobs(options), compiled=True)
     for (prompt, p), want in list(zip(jobs(options), together, strict=True))[:3]:
-        (alone,) = serve(engine_with(grammars), [(prompt, p)])
+        (alone,) = serve(ready(grammars), [(prompt, p)], compiled=True)
         assert alone.progress.output == want.progress.output
 
 
@@ -234,19 +211,18 @@ def test_coupled_verification_gives_a_seed_one_output_at_every_depth(grammars):
 
 
 def test_preempted_requests_go_on_in_their_grammar(grammars, plain):
-    engine = engine_with(grammars, num_pages=6)
+    engine = ready(grammars, num_pages=6)
     short = replace(GREEDY, max_tokens=48)
     some = [(job, want) for job, want in zip(jobs(short), plain, strict=True) if want.constraints]
-    requests = serve(engine, [job for job, _ in some])
+    requests = serve(engine, [job for job, _ in some], compiled=True)
     assert engine.stats().preemptions > 0
     assert [r.progress.output for r in requests] == [want.progress.output for _, want in some]
     assert engine.stats().pages_used == 0
 
 
 def test_an_abort_disturbs_nobody(grammars, plain):
-    engine = engine_with(grammars)
+    engine = ready(grammars)
     requests = [engine.make_request(*job) for job in jobs()]
-    prepare(engine, requests)
     for r in requests:
         engine.submit(r)
     while len(requests[0].progress.output) < 10:
@@ -261,7 +237,7 @@ def test_an_abort_disturbs_nobody(grammars, plain):
 def test_max_tokens_cuts_the_output_short(grammars, plain):
     """As in vLLM: the end comes where it comes, and the reason says so."""
     prompt, options = jobs()[0]
-    (request,) = serve(engine_with(grammars), [(prompt, replace(options, max_tokens=12))])
+    (request,) = serve(ready(grammars), [(prompt, replace(options, max_tokens=12))], compiled=True)
     assert request.progress.finish_reason == "length"
     assert request.progress.output == plain[0].progress.output[:12]
 
@@ -270,19 +246,19 @@ def test_a_stop_token_of_the_request_may_end_it(grammars, tokenizer):
     """Inside, where the grammar has that token anyway; or in place of the model's own, once all is said."""
     inside, elsewhere = (tokenizer.encode(c, add_special_tokens=False)[0] for c in (",", "~"))
     prompt, options = jobs()[0]
-    (request,) = serve(engine_with(grammars), [(prompt, replace(options, stop_token_ids=[inside]))])
+    stopped = prompt, replace(options, stop_token_ids=[inside])
+    (request,) = serve(ready(grammars), [stopped], compiled=True)
     assert request.progress.finish_reason == "stop"
     assert request.progress.output.index(inside) == len(request.progress.output) - 1
     favoured = replace(jobs()[2][1], stop_token_ids=[elsewhere], logit_bias={elsewhere: 100})
-    (request,) = serve(engine_with(grammars), [(prompt, favoured)])
+    (request,) = serve(ready(grammars), [(prompt, favoured)], compiled=True)
     assert request.progress.output[-1] == elsewhere
     check(WANTED["choice"], tokenizer.decode(request.progress.output[:-1]))
 
 
 def test_a_grammar_that_fails_ends_its_request_alone(grammars, plain):
-    engine = engine_with(grammars)
+    engine = ready(grammars)
     requests = [engine.make_request(*job) for job in jobs()]
-    prepare(engine, requests)
     for r in requests:
         engine.submit(r)
     while len(requests[0].progress.output) < 10:
@@ -297,9 +273,8 @@ def test_a_grammar_that_fails_ends_its_request_alone(grammars, plain):
 
 
 def test_serving_compiles_nothing(grammars, compilations):
-    engine = engine_with(grammars)
+    engine = ready(grammars)
     requests = [engine.make_request(*job) for job in jobs()]
-    prepare(engine, requests)
     compiled = engine.runner.keys
     for r in requests:
         engine.submit(r)
@@ -320,7 +295,7 @@ def test_a_server_is_ready_for_grammars_at_once(grammars):
     assert need.mode.structured
     assert any(isinstance(key, StepKey) and key.covers(need) for key in first)
     assert not [key for key in rest if isinstance(key, StepKey) and key.mode.structured]
-    first, rest = make_engine(params(), CFG, max_model_len=248).warm_up_keys()
+    first, rest = engine_with(None).warm_up_keys()
     assert not any(isinstance(k, StepKey) and k.mode.structured for k in (*first, *rest))
 
 
@@ -351,7 +326,7 @@ def test_on_eight_devices(grammars, plain):
 
 def test_a_structured_step_is_timed_with_its_drafting(grammars, tokenizer, monkeypatch):
     """The host waits for the drafts before it launches the rest."""
-    engine = engine_with(grammars)
+    engine = ready(grammars)
     programs, drafted, launched = local_runner(engine).programs, [], []
     draft, track = programs.draft_phase, engine._track
 
@@ -361,7 +336,8 @@ def test_a_structured_step_is_timed_with_its_drafting(grammars, tokenizer, monke
 
     monkeypatch.setattr(programs, "draft_phase", draft_phase)
     monkeypatch.setattr(engine, "_track", lambda launch: launched.append(launch) or track(launch))
-    serve(engine, [(tokenizer.encode("ab"), replace(GREEDY, structured=StructuredOutput(regex="[a-z]{20}")))])
+    options = replace(GREEDY, structured=StructuredOutput(regex="[a-z]{20}"))
+    serve(engine, [(tokenizer.encode("ab"), options)], compiled=True)
     began = [launch.pending.at for launch in launched if launch.rows]
     assert drafted[-len(began) :]
     assert all(a <= b for a, b in zip(began, drafted[-len(began) :], strict=True))

@@ -1,7 +1,6 @@
 """A long prompt goes along with the steps of running requests: they emit in every launch, drafts included."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -11,7 +10,7 @@ from mtp_jax.engine.sampling_params import SamplingParams
 from tests.engine.device import on_device
 from tests.models import GREEDY, accepted, make_engine, prompts, serve
 
-LONG, CHUNK, OTHERS = 500, 64, 7
+LONG, CHUNK, OTHERS = 52, 16, 3
 SAMPLED = replace(GREEDY, temperature=1.0, seed=3)
 
 
@@ -52,17 +51,11 @@ def along(engine: Engine, params: SamplingParams, long: list[int]) -> tuple[list
     "params", [GREEDY, pytest.param(SAMPLED, marks=pytest.mark.slow)], ids=["greedy", "sampled"]
 )
 def test_every_request_emits_in_every_launch_while_a_long_prompt_is_read(params):
-    sizes: dict[str, Any] = {
-        "max_num_seqs": 8,
-        "max_model_len": 576,
-        "page_size": 64,
-        "prefill_chunk": CHUNK,
-    }
-    params = replace(params, max_tokens=60)
+    params = replace(params, max_tokens=40)
     (long,) = prompts(1, shortest=LONG)
-    others, late, launches = along(make_engine(**sizes), params, long)
+    others, late, launches = along(make_engine(prefill_chunk=CHUNK), params, long)
     assert launches == -(-LONG // CHUNK)
-    alone = make_engine(**sizes)
+    alone = make_engine(prefill_chunk=CHUNK)
     for r in (*others, late):
         (same,) = serve(alone, [(r.prompt, replace(params, max_tokens=r.max_tokens))])
         assert (r.progress.output, accepted(r)) == (same.progress.output, accepted(same))

@@ -1,7 +1,6 @@
 """Prefill apart from decode: text and acceptance are those of one server, whatever becomes of the pages."""
 
 import asyncio
-import functools
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,27 +10,20 @@ from typing import Any
 import pytest
 
 from mtp_jax import LLM, AsyncLLM, ConfigError, Handover, HandoverOptions, RequestOutput, SamplingParams
-from mtp_jax.api.local import local_runner
 from mtp_jax.api.warm_up import WarmUp
 from mtp_jax.wire.secret import VARIABLE
 from tests.golden import model_dir
 from tests.handover.proxy import Harm, Proxy, cut, flip, stall
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 PROMPT = [(7 * i * i + 3) % 40 + 2 for i in range(60)]  # three whole pages, and twelve tokens
 SIZES: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 96, "page_size": 16, "prefill_chunk": 16}
 
 
-@functools.cache
-def programs() -> Any:
-    """Those of every engine here: compiling is what these tests wait for."""
-    return local_runner(LLM(model_dir("rigged"), **SIZES).engine).programs
-
-
 def load(**config: Any) -> LLM:
-    llm = LLM(model_dir("rigged"), **SIZES, **config)
-    local_runner(llm.engine).programs = programs()
-    return llm
+    return LLM(model_dir("rigged"), **SIZES, **config)
 
 
 @pytest.fixture(scope="module")

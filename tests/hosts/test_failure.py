@@ -55,6 +55,7 @@ def test_a_rank_that_is_killed(model, victim):
         assert f"rank {1 - victim} of 2 ends: rank {victim} is lost" in text
 
 
+@pytest.mark.slow
 def test_an_error_on_a_follower(model):
     """SIGUSR1 makes its next launch raise."""
     with group(model) as found:
@@ -95,6 +96,7 @@ def test_a_rank_that_is_stopped(model, victim):
         assert f"rank {victim} is lost: nothing came for 6 s" in text
 
 
+@pytest.mark.slow
 def test_another_secret(model):
     """Its rank ends at once. The leader says so, and goes on waiting: it may have been a stranger."""
     with group(model, others={1: {"MTP_JAX_SECRET": "the secret of another"}}, join_seconds=300) as found:
@@ -104,6 +106,7 @@ def test_another_secret(model):
         assert found[0].process.poll() is None
 
 
+@pytest.mark.slow
 def test_another_configuration(model):
     """Found before weights are read."""
     with group(model, others={1: {"WORKER_OPTIONS": '{"max_num_seqs": 4}'}}) as found:

@@ -1,6 +1,7 @@
 """Several processes compute what one does: greedy, sampled, adaptive, structured, sparse attention."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from mtp_jax import LLM
 from mtp_jax.checkpoint import save_checkpoint
+from mtp_jax.model.config import ModelConfig
 from tests import golden, tiny_tokenizer
 from tests.hosts.ranks import ranks
 from tests.hosts.worker import complete, draft_and_again
@@ -23,17 +25,21 @@ ALL_GREEDY = {"prompts": PROMPTS, "params": [GREEDY] * 3}
 # Greedy and sampled rows side by side.
 MIXED = {"prompts": PROMPTS, "params": [{**SAMPLED, "seed": 1}, GREEDY, {**SAMPLED, "seed": 2}]}
 STRUCTURED = {"prompts": [[5, 6], [7, 8, 9]], "params": [SHAPED, GREEDY]}
+ONE = {"prompts": [[5, 6]], "params": [SHAPED]}
 
 
 # Most that the processes may take.
 _SECONDS = 600
 
 
+def written(cfg: ModelConfig, folder: Path) -> Path:
+    save_checkpoint(folder, cfg, tiny_params(cfg), "float32")
+    return tiny_tokenizer.write(folder, cfg.vocab_size)
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    save_checkpoint(folder, TINY, tiny_params(), "float32")
-    return tiny_tokenizer.write(folder, TINY.vocab_size)
+    return written(TINY, tmp_path_factory.mktemp("tiny"))
 
 
 def check(
@@ -71,8 +77,14 @@ def check(
     assert all(accepted > 0 for _, accepted in found)
 
 
-def test_greedy_and_structured(tiny, tmp_path):
-    """Side by side. Then a draft, and the same again after the cache was given back."""
+def test_a_greedy_structured_request(tmp_path):
+    """Then a draft, and the same again after the cache was given back. One layer, which has experts."""
+    model = written(replace(TINY, num_hidden_layers=1, first_k_dense_replace=0), tmp_path / "model")
+    check(model, tmp_path, {"num_speculative_tokens": 1}, [ONE])
+
+
+@pytest.mark.slow
+def test_greedy_and_structured_side_by_side(tiny, tmp_path):
     check(tiny, tmp_path, {"num_speculative_tokens": 1}, [STRUCTURED])
 
 

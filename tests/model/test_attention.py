@@ -38,7 +38,12 @@ def block(name: str) -> tuple[Layer, np.ndarray, np.ndarray]:
     p = rigged(cfg).layers[0]
     x = jnp.asarray(np.random.default_rng(1).normal(size=(B, T, cfg.hidden_size)), jnp.float32)
     positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-    out, _ = attention(p, cfg, x, rope_angles(cfg, positions), None, (), xla())
+
+    @jax.jit
+    def whole(x: jax.Array) -> jax.Array:
+        return attention(p, cfg, x, rope_angles(cfg, positions), None, (), xla())[0]
+
+    out = whole(x)
     return p, np.asarray(x), np.asarray(out)
 
 
@@ -80,8 +85,13 @@ def view_of(table: np.ndarray, positions: np.ndarray) -> PagedView:
 
 def rows_of(cache: LayerCache, view: PagedView) -> np.ndarray:
     """Every row of the slots' pages as attention reads it."""
+    return np.asarray(_rows(cache, view))
+
+
+@jax.jit
+def _rows(cache: LayerCache, view: PagedView) -> jax.Array:
     seen = view.visible.seen(view.page_table.shape[1] * SIZE)
-    return np.asarray(read_rows(cache, view.page_table, seen, jnp.float32, TINY.kv_lora_rank))
+    return read_rows(cache, view.page_table, seen, jnp.float32, TINY.kv_lora_rank)
 
 
 @pytest.mark.parametrize("on", [xla(), xla_cpu()], ids=["xla", "xla_cpu"])
@@ -120,11 +130,16 @@ def test_both_forms_of_both_backends_agree_under_any_mask():
     rows = jnp.asarray(rng.normal(size=(B, 9, TINY.latent_dim)), jnp.float32)
     mask = rng.random((B, 3, 9)) < 0.6
     mask[0, 1] = False
-    every = [
-        on.latent.attend(q, ups(), Whole(rows, jnp.asarray(mask), form=form), 0.3)
-        for on in (xla(), xla_cpu())
-        for form in get_args(Form)
-    ]
+
+    @jax.jit
+    def by_all(q, rows, mask):
+        return [
+            on.latent.attend(q, ups(), Whole(rows, mask, form=form), 0.3)
+            for on in (xla(), xla_cpu())
+            for form in get_args(Form)
+        ]
+
+    every = by_all(q, rows, mask)
     for got in every:
         np.testing.assert_allclose(got, every[0], atol=2e-6)
         np.testing.assert_array_equal(got[0, 1], 0)  # a window token that sees nothing
@@ -142,7 +157,7 @@ def test_the_two_forms_have_the_same_derivatives(on):
         return (on.latent.attend(q, w, Whole(rows, mask, form=form), 0.3) * weigh).sum()
 
     ours, others = (
-        jax.tree.leaves(jax.grad(functools.partial(total, form), (0, 1, 2))(q, w, rows))
+        jax.tree.leaves(jax.jit(jax.grad(functools.partial(total, form), (0, 1, 2)))(q, w, rows))
         for form in ("naive", "absorbed")
     )
     assert all(jnp.abs(a).max() > 0.1 for a in others)
@@ -168,6 +183,10 @@ def test_blocks_of_the_cache_equal_all_of_it(monkeypatch, columns, form):
         source = Paged(cache, replace(view, form=form), TINY.row)
         return xla_cpu().latent.attend(q, ups(), source, 0.3)
 
+    @jax.jit
+    def plainly(seen, view):
+        return attend(q, ups(), seen, view.visible.mask(3, columns * SIZE), 0.3, form)
+
     found = {}
     for others in (-1, 2, SIZE, 3 * SIZE, columns * SIZE - 3):
         ends = np.array([SIZE + 1, others])
@@ -182,8 +201,7 @@ def test_blocks_of_the_cache_equal_all_of_it(monkeypatch, columns, form):
             )
         cache = LayerCache(jnp.asarray(pages))
         got = np.asarray(attended(cache, view))
-        seen, mask = jnp.asarray(rows_of(cache, view)), view.visible.mask(3, columns * SIZE)
-        np.testing.assert_allclose(got, attend(q, ups(), seen, mask, 0.3, form), atol=2e-6)
+        np.testing.assert_allclose(got, plainly(rows_of(cache, view), view), atol=2e-6)
         found[others] = got
     np.testing.assert_array_equal(found[-1][1], 0)
     for got in found.values():
@@ -206,7 +224,8 @@ def test_large_scores_do_not_overflow(form):
     q = queries(rng, 1)
     rows = jnp.asarray(rng.normal(size=(B, 5, TINY.latent_dim)), jnp.float32)
     for on in (xla(), xla_cpu()):
-        out = on.latent.attend(q, ups(), Whole(rows, jnp.ones((B, 1, 5), bool), form=form), 1e4)
+        run = jax.jit(lambda q, rows, mask, on=on: on.latent.attend(q, ups(), Whole(rows, mask, form=form), 1e4))
+        out = run(q, rows, np.ones((B, 1, 5), bool))
         assert np.isfinite(out).all()
 
 
@@ -267,9 +286,7 @@ def test_fp8_rows_are_written_alike_everywhere():
     cfg = replace(TINY, kv_lora_rank=6, qk_rope_head_dim=4)
     empty = empty_cache(6, SIZE, cfg, 0, jnp.float32, fp8=True)
     rows = empty.stored(Entries(jnp.asarray(rng.normal(size=(2, 3, 10)), jnp.float32)), cfg.row)
-    looped, scattered = (
-        write(empty, rows, jnp.asarray(table), jnp.asarray(positions)) for write in (by_loop, by_scatter)
-    )
+    looped, scattered = (jax.jit(write)(empty, rows, table, positions) for write in (by_loop, by_scatter))
     for a, b, row in zip(*map(jax.tree.leaves, (looped, scattered, rows)), strict=True):
         np.testing.assert_array_equal(a[:5], b[:5])
         np.testing.assert_array_equal(a[2, 3], row[0, 0])

@@ -124,6 +124,7 @@ def without_drafts(engine: Engine) -> list[list[int]]:
     return [r.progress.output for r in serve(engine, jobs, compiled=True)]
 
 
+@pytest.mark.slow
 def test_same_tokens_at_any_depth(packed, plain):
     engine, want = make_engine(packed.params, CONFIG), told(plain)
     as_told(serve(engine, JOBS), want)
@@ -142,13 +143,19 @@ def test_same_tokens_at_any_depth_in_bfloat16(models):
     )
 
 
-def test_experts_are_split_over_eight_devices(models, packed, plain):
+def test_experts_are_split_over_eight_devices(models, packed):
     mesh = make_mesh(2, 4)
     split = load(models.packed, mesh=mesh).params
     for own, want in zip(experts(split), experts(packed.params), strict=True):
         for array, whole in zip(jax.tree.leaves(own), jax.tree.leaves(want), strict=True):
             assert {s.data.nbytes for s in array.addressable_shards} == {whole.nbytes // 8}
     np.testing.assert_allclose(forward(split, xla(mesh=mesh)), forward(packed.params), atol=1e-4)
+
+
+@pytest.mark.slow
+def test_same_tokens_over_eight_devices(models, plain):
+    mesh = make_mesh(2, 4)
+    split = load(models.packed, mesh=mesh).params
     as_told(serve(make_engine(split, CONFIG, mesh=mesh), JOBS), told(plain))
 
 

@@ -14,6 +14,7 @@ from mtp_jax.api.local import local_runner
 from mtp_jax.bench import machine
 from mtp_jax.bench.report import Spread
 from mtp_jax.bench.subject import load
+from mtp_jax.checkpoint import save_checkpoint
 from mtp_jax.commands import cli
 from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.engine.speculation import Speculation
@@ -22,7 +23,7 @@ from mtp_jax.model.products.cpu import CpuProducts
 from mtp_jax.profiling import run, scopes, workload
 from mtp_jax.profiling.run import Options
 from mtp_jax.profiling.trace import DISPATCH, HOST_GAP
-from tests import golden
+from tests.models import TINY, tiny_params
 
 MIXED = Options("mixed", batch=2, input_len=12, steps=3, depth=2, temperature=1.0)
 
@@ -37,8 +38,15 @@ def _small_peaks():
 
 
 @pytest.fixture(scope="module")
-def subject():
-    return load(str(golden.model_dir("rigged")))
+def model(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    save_checkpoint(folder, TINY, tiny_params(), "float32")
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def subject(model):
+    return load(model)
 
 
 @pytest.fixture(scope="module")
@@ -206,11 +214,10 @@ def test_a_verifying_phase_needs_drafts(subject):
         workload.start(subject, "decode", batch=2, input_len=limit + 1, depth=0, steps=2, temperature=0.0)
 
 
-def test_the_command_prints_the_report(subject, profiled, monkeypatch, capsys, tmp_path):
+def test_the_command_prints_the_report(model, profiled, monkeypatch, capsys, tmp_path):
     _, profile = profiled
     asked = []
     monkeypatch.setattr(run, "profile", lambda *given: asked.append(given) or profile)
-    model = str(golden.model_dir("rigged"))
     common = ["--model", model, "--batch", "3", "--out", str(tmp_path)]
     assert cli.main(["profile", "--phase", "verify", *common]) == 0
     assert "## Time by scope" in capsys.readouterr().out

@@ -124,7 +124,7 @@ def test_rows_in_e4m3_travel_with_their_scales(domain):
 @pytest.mark.parametrize("room", [1.5, pytest.param(1e-6, marks=pytest.mark.slow)])
 def test_an_engine_serves_the_same_tokens(room, batches, monkeypatch):
     """Prompts and drafts of an MoE NextN layer, too; with room for one row nearly all are gathered."""
-    cfg = replace(TINY, nextn_moe=(True,))
+    cfg = replace(TINY, nextn_moe=(True,), num_hidden_layers=1, first_k_dense_replace=0)
     params, mesh = tiny_params(cfg), make_mesh(4, 2)
     if room < 1:
         monkeypatch.setattr(Exchange, "capacity", lambda *_, **__: 1)

@@ -88,9 +88,10 @@ def test_what_a_server_compiles_keeps_rows_on_their_shard():
     assert sum(r.progress.speculation.accepted for r in requests) > 0
 
 
+@pytest.mark.slow
 def test_a_prompt_goes_on_from_the_pages_of_its_shard(monkeypatch):
     """From the hidden state at their end, too, which only drafts need."""
-    engine, reference, ends = engine_on(make_mesh(2, 1), prefill_chunk=64), Reference(tiny_params()), []
+    engine, reference, ends = engine_on(make_mesh(2, 1)), Reference(tiny_params()), []
     admit = local_runner(engine).programs.admit
 
     def seen(state, slot, arrays, page):
@@ -125,6 +126,7 @@ def test_requests_preempted_on_every_shard_end_as_if_nothing_had_happened():
     assert sum(r.progress.speculation.accepted for r in requests) > len(requests)
 
 
+@pytest.mark.slow
 def test_prompts_of_every_shard_are_prefilled_together(monkeypatch):
     engine = engine_on(make_mesh(2, 1), prefill_chunk=64)
     launched: list[int] = []

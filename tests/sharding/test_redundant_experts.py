@@ -35,7 +35,7 @@ from tests.models import (
     tiny_params,
 )
 
-CFG = replace(TINY, num_hidden_layers=3, n_group=1, topk_group=1)
+CFG = replace(TINY, first_k_dense_replace=0, n_group=1, topk_group=1)
 """Two MoE layers."""
 SPARE = 8
 TOKENS = 24
@@ -107,7 +107,7 @@ def test_tokens_stay_before_during_and_after_a_rebalance(exchange, monkeypatch, 
     compilations.clear()
     requests = complete(engine)
     before = experts_of(engine)
-    while experts_of(engine).readings < 6:
+    while experts_of(engine).readings < 4:
         requests += complete(engine, seed=experts_of(engine).readings)
     assert not compilations
     after, placed = experts_of(engine), engine.balancer.placed

@@ -355,7 +355,8 @@ def test_on_a_mesh():
     check(serve(engine_with(on_mesh(copier(), mesh), mesh=mesh), copying()))
 
 
-@pytest.mark.parametrize("verifier", [pytest.param("block", marks=pytest.mark.slow), "coupled"])
+@pytest.mark.slow
+@pytest.mark.parametrize("verifier", ["block", "coupled"])
 def test_sampled_text_depends_on_its_seed_alone(verifier):
     """Whatever shares the batch; under coupled verification whatever was drafted, too."""
     sampled: Any = {"temperature": 0.5, "max_tokens": 32, "ignore_eos": True, "suffix_drafts": True}
