@@ -6,8 +6,12 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
+from jaxtyping import PyTree
 
-Inputs = tuple[Any, ...]
+# Trees of arrays.
+Inputs = tuple[PyTree, ...]
+# Part of a program: trees of arrays to trees of arrays.
+Operation = Callable[..., PyTree]
 
 
 class UnavailableError(Exception):
@@ -60,11 +64,9 @@ class Case:
 
     name: str
     inputs: Callable[[jax.Array], Inputs]
-    kernel: Callable[..., Any]
-    reference: Callable[..., Any]
+    kernel: Operation
+    reference: Operation
     work: Work
     tolerance: float = 1e-2
     small: bool = False
-    baselines: Mapping[str, Callable[..., Any] | External] = field(
-        default_factory=lambda: MappingProxyType({})
-    )
+    baselines: Mapping[str, Operation | External] = field(default_factory=lambda: MappingProxyType({}))

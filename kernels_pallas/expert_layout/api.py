@@ -1,12 +1,13 @@
 """The function that a model calls."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from kernels_pallas.expert_layout import mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.layout import Groups
+from kernels_pallas.mosaic import Interpreter
 from kernels_pallas.router.reference import ROWS
 
 Implementation = Literal["xla", "mosaic_gpu"]
@@ -20,7 +21,7 @@ def arrange(
     experts: int,
     rows: int,
     implementation: Implementation,
-    interpret: Any = None,
+    interpret: Interpreter | None = None,
 ) -> Groups:
     """Slots, and tiles of ``rows`` of them, for the rows of experts ``first, first + 1, ...``.
 

@@ -13,6 +13,7 @@ from kernels_pallas.grouped_matmul import bench, mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.api import choose_tile
 from kernels_pallas.grouped_matmul.layout import ALIGNMENT, Tiles
 from kernels_pallas.grouped_matmul.tile import Tile
+from kernels_pallas.mosaic import Interpreter
 from kernels_pallas.quantised import BLOCK, FP8_MAX, TINY, quantise
 
 
@@ -114,7 +115,7 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
     return quantised.values, w.astype(jnp.float8_e4m3fn), x_scale, w_scale, tiles
 
 
-def run(shape: Shape, *inputs: Any, interpret: Any = None) -> tuple[Array, ...]:
+def run(shape: Shape, *inputs: Any, interpret: Interpreter | None = None) -> tuple[Array, ...]:
     """The kernel, and the reference's values where it writes nothing."""
     out = mosaic_gpu.grouped_matmul(*inputs, tile=shape.tile, interpret=interpret)
     height, row = inputs[-1].table[2], jnp.arange(shape.tile.rows)

@@ -1,6 +1,6 @@
 """The function that a model calls."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,8 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.index_scores import mosaic_gpu, reference
 from kernels_pallas.index_scores.index_rows import Rows
 from kernels_pallas.index_scores.mosaic_gpu import DIM, MOST_COLUMNS, TILE
+from kernels_pallas.mosaic import Interpreter
+from kernels_pallas.needs import Described
 from kernels_pallas.visible import Window
 
 Implementation = Literal["xla", "mosaic_gpu"]
@@ -30,7 +32,7 @@ def index_scores(
     *,
     implementation: Implementation,
     splits: int | None = None,
-    interpret: Any = None,
+    interpret: Interpreter | None = None,
 ) -> Float[Array, "B W L"]:
     """Sums over heads of weight x relu(q . k), for every token and cached row (arXiv 2512.02556, eq. 1).
 
@@ -104,7 +106,7 @@ def choose_splits(blocks: int, tiles: int) -> int:
     return min(range(1, min(tiles, _PROCESSORS) + 1), key=time)
 
 
-def check(q: Any, keys: Any) -> None:
+def check(q: Described, keys: Described | Rows) -> None:
     """Refuse inputs that the kernel cannot take, with a ValueError; looks at shapes and dtypes."""
     fp8, rows = isinstance(keys, tuple), jax.tree.leaves(keys)[0]
     heads, size = q.shape[2], rows.shape[1]

@@ -1,14 +1,14 @@
 """The shapes mla_prefill is checked, compiled and timed at."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
-from kernels_pallas.checking.case import Case, Inputs, Work
+from kernels_pallas.checking.case import Case, Inputs, Operation, Work
 from kernels_pallas.mla_prefill import bench, reference
 from kernels_pallas.mla_prefill.api import attend, mla_prefill
 from kernels_pallas.visible import Window, chain
@@ -79,7 +79,7 @@ def case(name: str, shape: Shape) -> Case:
     )
 
 
-def counted(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+def counted(function: Operation, *inputs: Any, **options: Any) -> PyTree:
     """The function's results with zero for queries past the count, of which they may be anything."""
     result = function(*inputs, **options)
     visible: Window = inputs[-1]
