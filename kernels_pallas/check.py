@@ -139,7 +139,7 @@ def check(case: Case, peak: Rates, options: argparse.Namespace) -> Findings:
 
 
 def timing(case: Case, peak: Rates, key: jax.Array, found: Findings, *, baselines: bool) -> None:
-    """Time a case and its baselines, file what is found, and print the rest of the case's line."""
+    """Time a case and its baselines, file the findings, and print the rest of the case's line."""
     inputs = jax.jit(case.inputs)(key)
     time, floor = seconds(case.kernel, inputs), peak.floor(case.work)
     found["us"], found["floor_us"] = time * 1e6, floor * 1e6

@@ -1,6 +1,10 @@
-"""Inputs that a kernel cannot take, refused in words."""
+"""Who computes an operation, and refusals of inputs that a kernel cannot take."""
+
+from typing import Literal
 
 import jax
+
+Implementation = Literal["xla", "mosaic_gpu"]
 
 Described = jax.Array | jax.ShapeDtypeStruct
 """An array, or its shape and dtype: a check needs no more."""

@@ -1,16 +1,13 @@
 """The function that a model calls."""
 
-from typing import Literal
-
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from kernels_pallas.expert_layout import mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.layout import Groups
 from kernels_pallas.mosaic import Interpreter
+from kernels_pallas.needs import Implementation
 from kernels_pallas.router.reference import ROWS
-
-Implementation = Literal["xla", "mosaic_gpu"]
 
 
 def arrange(

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -10,10 +9,8 @@ from jaxtyping import Array, Float
 from kernels_pallas.fp8_matmul import mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.tile import Tile
 from kernels_pallas.mosaic import Interpreter
-from kernels_pallas.needs import Described, need
+from kernels_pallas.needs import Described, Implementation, need
 from kernels_pallas.quantised import BLOCK, Quantised, quantise
-
-Implementation = Literal["xla", "mosaic_gpu"]
 
 _PROCESSORS = 132
 # Bytes of a tile's ring, in rows of 128 bytes: the cost of filling it, beside the rows that the tile loads.

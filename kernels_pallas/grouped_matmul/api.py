@@ -1,7 +1,5 @@
 """The functions that a model calls."""
 
-from typing import Literal
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -10,10 +8,8 @@ from kernels_pallas.grouped_matmul import mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.layout import Tiles, group_rows
 from kernels_pallas.grouped_matmul.tile import Tile
 from kernels_pallas.mosaic import Interpreter
-from kernels_pallas.needs import Described, need
+from kernels_pallas.needs import Described, Implementation, need
 from kernels_pallas.quantised import BLOCK, Quantised, quantise
-
-Implementation = Literal["xla", "mosaic_gpu"]
 
 
 def expert_mlp(

@@ -1,7 +1,5 @@
 """The function that a model calls."""
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -10,10 +8,8 @@ from kernels_pallas.index_scores import mosaic_gpu, reference
 from kernels_pallas.index_scores.index_rows import Rows
 from kernels_pallas.index_scores.mosaic_gpu import DIM, MOST_COLUMNS, TILE
 from kernels_pallas.mosaic import Interpreter
-from kernels_pallas.needs import Described
+from kernels_pallas.needs import Described, Implementation
 from kernels_pallas.visible import Window
-
-Implementation = Literal["xla", "mosaic_gpu"]
 
 # Streaming multiprocessors of an H100 or H200: a thread block of the kernel fills one.
 _PROCESSORS = 132

@@ -1,7 +1,7 @@
 """The function that a model calls."""
 
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +9,8 @@ import jax.numpy as jnp
 from kernels_pallas.mla_decode import mosaic_gpu, reference
 from kernels_pallas.mla_decode.fp8_rows import Rows
 from kernels_pallas.mosaic import Interpreter
-from kernels_pallas.needs import Described, need
+from kernels_pallas.needs import Described, Implementation, need
 from kernels_pallas.visible import MAX_AHEAD, Window
-
-Implementation = Literal["xla", "mosaic_gpu"]
 
 PAGE = mosaic_gpu.PAGE
 """Rows per page that the kernel takes."""

@@ -1,17 +1,15 @@
 """The function that a model calls."""
 
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.mla_low_rank import mosaic_gpu, reference
 from kernels_pallas.mosaic import Interpreter
-from kernels_pallas.needs import Described, need
+from kernels_pallas.needs import Described, Implementation, need
 from kernels_pallas.quantised import Quantised
 from kernels_pallas.rms_norm import api as norms
-
-Implementation = Literal["xla", "mosaic_gpu"]
 
 
 def mla_low_rank(

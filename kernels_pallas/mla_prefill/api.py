@@ -1,17 +1,13 @@
 """The functions that a model calls."""
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.mla_prefill import mosaic_gpu, reference
 from kernels_pallas.mosaic import Interpreter
-from kernels_pallas.needs import Described, need
+from kernels_pallas.needs import Described, Implementation, need
 from kernels_pallas.visible import Window
-
-Implementation = Literal["xla", "mosaic_gpu"]
 
 # Rows whose keys and values are in memory at a time; at 128 heads of a slot they take 0.5 GB in bfloat16.
 BLOCK = 8192

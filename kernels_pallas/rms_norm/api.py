@@ -2,18 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kernels_pallas.mosaic import Interpreter
-from kernels_pallas.needs import need
+from kernels_pallas.needs import Implementation, need
 from kernels_pallas.quantised import BLOCK, Quantised
 from kernels_pallas.rms_norm import mosaic_gpu, reference
-
-Implementation = Literal["xla", "mosaic_gpu"]
 
 # Numbers of a row that a thread block keeps in registers; more would be spilled.
 _WIDEST = 8192

@@ -1,17 +1,13 @@
 """The function that a model calls."""
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.mosaic import Interpreter
-from kernels_pallas.needs import Described
+from kernels_pallas.needs import Described, Implementation
 from kernels_pallas.top_k import mosaic_gpu, reference
 from kernels_pallas.top_k.mosaic_gpu import CHUNK, LINE
-
-Implementation = Literal["xla", "mosaic_gpu"]
 
 
 def top_k(
