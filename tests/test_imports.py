@@ -203,7 +203,7 @@ def faults_in_serve(module: str, source: str) -> Iterator[str]:
         if top == "serve" and FLOOR.get(below[0], len(FLOORS)) > FLOOR.get(here, -1):
             yield f"{module} imports {name}, which is not below it"
         inside = top == "mtp_jax" and bool(below) and (len(below) > 1 or is_module(name))
-        inside &= below[:1] not in (["options"], ["json_object"])  # how they are declared; a type
+        inside &= below[:1] != ["options"]  # how they are declared, for its own, too
         if top == "kernels_pallas" or inside:
             yield f"{module} imports {name}; the server uses only what `from mtp_jax import ...` offers"
 

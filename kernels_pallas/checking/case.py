@@ -57,7 +57,6 @@ class Case:
         reference: the same result in jnp, from the same inputs, in float32 or better.
         work: the bytes and operations from which the floor of its time is computed.
         tolerance: largest accepted norm(kernel - reference) / norm(reference), per output.
-        small: few enough thread blocks for Pallas' interpreter (30 at most); too small to be worth timing.
         baselines: alternatives by name: functions of the same inputs, which raise
             `UnavailableError`, or `External` objects.
     """
@@ -68,5 +67,9 @@ class Case:
     reference: Operation
     work: Work
     tolerance: float = 1e-2
-    small: bool = False
     baselines: Mapping[str, Operation | External] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def small(self) -> bool:
+        """Few enough thread blocks for Pallas' interpreter (30 at most); too small to be worth timing."""
+        return self.name.partition("/")[2].startswith("small")

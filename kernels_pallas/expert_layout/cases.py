@@ -46,11 +46,6 @@ def shapes() -> dict[str, Shape]:
     }
 
 
-def cases() -> tuple[Case, ...]:
-    """One case per shape."""
-    return tuple(case(name, shape) for name, shape in shapes().items())
-
-
 def case(name: str, shape: Shape) -> Case:
     """The case of one shape: every number is an integer, and has to be right."""
     return Case(
@@ -60,7 +55,6 @@ def case(name: str, shape: Shape) -> Case:
         reference=partial(expected, shape),
         work=Work(flops=0, bytes=12 * shape.tokens * shape.chosen, format="bf16"),
         tolerance=1e-9,
-        small=name.startswith("small-"),
         baselines={
             "xla": lambda ids, counts, first: reference.arrange(
                 ids.T, counts, first, experts=shape.here, rows=shape.rows

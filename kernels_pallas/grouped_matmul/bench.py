@@ -1,22 +1,12 @@
 """Baselines that compute a grouped product on a GPU."""
 
-from collections.abc import Mapping
-from functools import partial
-from types import MappingProxyType
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kernels_pallas.checking.case import Operation
 from kernels_pallas.grouped_matmul.layout import Tiles
 from kernels_pallas.grouped_matmul.reference import expand_weights
 from kernels_pallas.quantised import Quantised
-
-
-def baselines(rows: int) -> Mapping[str, Operation]:
-    """Baselines by name: functions of the kernel's inputs, whose tiles have ``rows`` rows."""
-    return MappingProxyType({"xla": partial(xla, rows=rows)})
 
 
 def xla(

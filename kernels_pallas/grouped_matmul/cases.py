@@ -78,11 +78,6 @@ def shapes() -> dict[str, Shape]:
     return shapes
 
 
-def cases() -> tuple[Case, ...]:
-    """One case per shape."""
-    return tuple(case(name, shape) for name, shape in shapes().items())
-
-
 def case(name: str, shape: Shape) -> Case:
     """The case of one shape."""
     return Case(
@@ -91,8 +86,7 @@ def case(name: str, shape: Shape) -> Case:
         kernel=partial(run, shape),
         reference=partial(reference.grouped_matmul, rows=shape.tile.rows),
         work=work(shape),
-        small=name.startswith("small-"),
-        baselines=bench.baselines(shape.tile.rows),
+        baselines={"xla": partial(bench.xla, rows=shape.tile.rows)},
     )
 
 

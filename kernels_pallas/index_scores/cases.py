@@ -67,11 +67,6 @@ def shapes() -> dict[str, Shape]:
     }
 
 
-def cases() -> tuple[Case, ...]:
-    """One case per shape."""
-    return tuple(case(name, shape) for name, shape in shapes().items())
-
-
 def case(name: str, shape: Shape) -> Case:
     """The case of one shape."""
     by_kernel: dict[str, Any] = {"implementation": "mosaic_gpu", "splits": shape.splits}
@@ -82,7 +77,6 @@ def case(name: str, shape: Shape) -> Case:
         reference=partial(_run, reference.index_scores),
         work=work(shape),
         tolerance=1e-5,
-        small=name.startswith("small-"),
         baselines={"xla": reference.index_scores},
     )
 

@@ -61,7 +61,7 @@ def triton(
     torch = _package("torch")
     kernel = _package("vllm.v1.attention.ops.triton_decode_attention").decode_attention_fwd
     rows, lengths = _bfloat16(pages), _causal_lengths(visible, q.shape[1])
-    slots, window, heads, rank = q.shape
+    (slots, window, heads, rank), size = q.shape, rows.shape[1]
     tokens = slots * window
     of_each = (
         jnp.concatenate([q, q_rope], axis=-1).reshape(tokens, heads, -1),
@@ -75,19 +75,7 @@ def triton(
     queries, keys, out, lse, table, ends, parts = (torch.from_dlpack(x) for x in of_each)
 
     def call() -> object:
-        kernel(
-            queries,
-            keys,
-            keys[..., :rank],
-            out,
-            lse,
-            table,
-            ends,
-            parts,
-            _TRITON_SPLITS,
-            scale,
-            rows.shape[1],
-        )
+        kernel(queries, keys, keys[..., :rank], out, lse, table, ends, parts, _TRITON_SPLITS, scale, size)
         return out.reshape(slots, window, heads, rank)
 
     return call

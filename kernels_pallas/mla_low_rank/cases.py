@@ -55,11 +55,6 @@ def shapes() -> dict[str, Shape]:
     }
 
 
-def cases() -> tuple[Case, ...]:
-    """One case per shape."""
-    return tuple(case(name, shape) for name, shape in shapes().items())
-
-
 def case(name: str, shape: Shape) -> Case:
     """The case of one shape."""
     run = partial(_run, shape)
@@ -70,7 +65,6 @@ def case(name: str, shape: Shape) -> Case:
         kernel=partial(run, implementation="mosaic_gpu"),
         reference=oracle,
         work=work(shape),
-        small=name.startswith("small-"),
         baselines={"xla": oracle},
     )
 

@@ -55,27 +55,21 @@ def shapes() -> dict[str, Shape]:
     return small | real
 
 
-def cases() -> tuple[Case, ...]:
-    """One case per shape."""
-    return tuple(case(name, shape) for name, shape in shapes().items())
-
-
 def case(name: str, shape: Shape) -> Case:
     """The case of one shape; a single block has sums of exponentials, too."""
     if shape.block is None:
         kernel = partial(attend, scale=SCALE, implementation="mosaic_gpu")
-        oracle = partial(reference.attend, scale=SCALE)
+        oracle, ways = partial(reference.attend, scale=SCALE), (bench.xla, bench.cudnn)
     else:
         kernel = partial(mla_prefill, scale=SCALE, implementation="mosaic_gpu", block=shape.block)
-        oracle = partial(mla_prefill, scale=SCALE, implementation="xla", block=shape.rows)
+        oracle, ways = partial(mla_prefill, scale=SCALE, implementation="xla", block=shape.rows), ()
     return Case(
         name=f"mla_prefill/{name}",
         inputs=partial(expanded if shape.block is None else latent, shape),
         kernel=partial(counted, kernel),
         reference=partial(counted, oracle),
         work=work(shape),
-        small=name.startswith("small-"),
-        baselines=bench.baselines(SCALE) if shape.block is None else {},
+        baselines={way.__name__: partial(way, scale=SCALE) for way in ways},
     )
 
 

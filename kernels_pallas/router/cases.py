@@ -44,11 +44,6 @@ def shapes() -> dict[str, Shape]:
     }
 
 
-def cases() -> tuple[Case, ...]:
-    """One case per shape."""
-    return tuple(case(name, shape) for name, shape in shapes().items())
-
-
 def case(name: str, shape: Shape) -> Case:
     """The case of one shape."""
     return Case(
@@ -58,7 +53,6 @@ def case(name: str, shape: Shape) -> Case:
         reference=partial(expected, shape),
         work=work(shape),
         tolerance=1e-5,
-        small=name.startswith("small-"),
         baselines={"xla": lambda x, bias, counted: reference.choose(x, bias, shape.rule, counted > 0)},
     )
 

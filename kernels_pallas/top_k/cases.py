@@ -38,11 +38,6 @@ def shapes() -> dict[str, Shape]:
     }
 
 
-def cases() -> tuple[Case, ...]:
-    """One case per shape."""
-    return tuple(case(name, shape) for name, shape in shapes().items())
-
-
 def case(name: str, shape: Shape) -> Case:
     """The case of one shape."""
     oracle = partial(reference.top_k, count=shape.count)
@@ -53,7 +48,6 @@ def case(name: str, shape: Shape) -> Case:
         reference=oracle,
         work=work(shape),
         tolerance=0.0,
-        small=name.startswith("small-"),
         baselines={"xla": oracle},
     )
 

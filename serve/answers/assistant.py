@@ -5,8 +5,7 @@ from collections.abc import Iterable
 
 from starlette.requests import Request
 
-from mtp_jax import CompletionOutput, RequestOutput
-from mtp_jax.json_object import JsonObject
+from mtp_jax import CompletionOutput, JsonObject, RequestOutput
 from serve.answers.asking import Asked
 from serve.answers.blocks import Blocks, Change
 from serve.answers.calls import Call

@@ -9,8 +9,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mtp_jax import RequestOutput, Stream
-from mtp_jax.json_object import JsonObject
+from mtp_jax import JsonObject, RequestOutput, Stream
 from serve.answers.generation import check, outputs
 from serve.base.errors import ApiError
 from serve.base.sse import DONE, EventStream, event

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from starlette.requests import Request
 
-from mtp_jax import CompletionOutput, RequestOutput, Speculation, Stream
-from mtp_jax.json_object import JsonObject
+from mtp_jax import CompletionOutput, JsonObject, RequestOutput, Speculation, Stream
 from serve.answers.calls import Call
 from serve.answers.shapes import speculation_metrics, usage
 from serve.base.ids import new_id

@@ -5,8 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mtp_jax import CallArguments, CallBegin
-from mtp_jax.json_object import JsonObject
+from mtp_jax import CallArguments, CallBegin, JsonObject
 from serve.answers.turn import Called, Piece
 
 

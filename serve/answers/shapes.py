@@ -3,8 +3,15 @@
 from collections.abc import Callable, Collection, Sequence
 from functools import cache, partial
 
-from mtp_jax import CompletionOutput, Logprob, RequestOutput, Speculation, StreamDecoder, Tokenizer
-from mtp_jax.json_object import JsonObject
+from mtp_jax import (
+    CompletionOutput,
+    JsonObject,
+    Logprob,
+    RequestOutput,
+    Speculation,
+    StreamDecoder,
+    Tokenizer,
+)
 from serve.base.settings import SpecMetrics
 
 _LEAST = -9999.0  # OpenAI's number for minus infinity, which JSON has not

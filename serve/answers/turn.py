@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mtp_jax import CallArguments, CallBegin, CallEnd, CompletionOutput, OutputText, ToolUse
-from mtp_jax.json_object import JsonObject
+from mtp_jax import CallArguments, CallBegin, CallEnd, CompletionOutput, JsonObject, OutputText, ToolUse
 from serve.answers.reasoning import Splitter
 from serve.base.ids import new_id
 

@@ -12,8 +12,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mtp_jax import EngineStopped, MtpJaxError, Overloaded, PromptTooLong, RequestError
-from mtp_jax.json_object import JsonMapping, JsonObject
+from mtp_jax import (
+    EngineStopped,
+    JsonMapping,
+    JsonObject,
+    MtpJaxError,
+    Overloaded,
+    PromptTooLong,
+    RequestError,
+)
 from serve.watch.access_log import record_of
 
 _LOG = logging.getLogger(__name__)

@@ -9,8 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mtp_jax import Stream
-from mtp_jax.json_object import JsonMapping
+from mtp_jax import JsonMapping, Stream
 from serve.base.errors import ApiError, as_api_error
 from serve.watch.access_log import record_of
 

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
-from mtp_jax.json_object import JsonObject
+from mtp_jax import JsonObject
 from serve.bodies.custom_tools import (
     AllowedChoice,
     CalledCustom,

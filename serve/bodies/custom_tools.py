@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from mtp_jax.json_object import JsonObject
+from mtp_jax import JsonObject
 from serve.bodies.fields import Body, Name, Text, one_of
 from serve.bodies.tools import MOST_TOOLS, FunctionName, Named, NamedChoice, ToolBody
 

@@ -6,8 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic.fields import FieldInfo
 
-from mtp_jax import SamplingParams
-from mtp_jax.json_object import JsonObject
+from mtp_jax import JsonObject, SamplingParams
 from mtp_jax.options import declared
 from serve.base.settings import MAX_NAME, SpecMetrics
 

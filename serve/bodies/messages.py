@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from mtp_jax.json_object import JsonObject
+from mtp_jax import JsonObject
 from serve.bodies.conversation import MAX_MESSAGES, Effort, Thinking
 from serve.bodies.custom_tools import OtherTool, tool_kind
 from serve.bodies.fields import NOT_TEXT, Body, Name, Stops, Text, bounds, form

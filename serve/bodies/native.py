@@ -5,8 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from mtp_jax import SamplingParams
-from mtp_jax.json_object import JsonMapping
+from mtp_jax import JsonMapping, SamplingParams
 from serve.bodies.fields import Body, Name, Schema, Structured, Text, bounds
 from serve.bodies.schema import Sampling
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
-from mtp_jax.json_object import JsonObject
+from mtp_jax import JsonObject
 from serve.base.errors import ApiError
 from serve.base.settings import Settings
 from serve.bodies.fields import Body

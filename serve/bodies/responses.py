@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AliasChoices, Discriminator, Field, Tag, model_validator
 from pydantic_core import to_json
 
-from mtp_jax.json_object import JsonObject
+from mtp_jax import JsonObject
 from serve.bodies.conversation import MAX_MESSAGES, RefusalPart, Switches
 from serve.bodies.custom_tools import CHOICES, PICKS, OtherTool, tool_form
 from serve.bodies.fields import NOT_TEXT, Body, Name, Text, bounds, form, one_of

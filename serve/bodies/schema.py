@@ -5,8 +5,7 @@ from typing import Annotated, ClassVar
 from pydantic import AliasChoices, Field, model_validator
 from pydantic.fields import FieldInfo
 
-from mtp_jax import RequestError, SamplingParams, StructuredOutput
-from mtp_jax.json_object import JsonMapping, JsonObject
+from mtp_jax import JsonMapping, JsonObject, RequestError, SamplingParams, StructuredOutput
 from serve.bodies.conversation import Conversation
 from serve.bodies.fields import (
     MAX_N,

@@ -5,8 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from mtp_jax import Tool, ToolUse
-from mtp_jax.json_object import JsonObject
+from mtp_jax import JsonObject, Tool, ToolUse
 from serve.bodies.fields import Body, Text
 
 MOST_TOOLS = 256

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mtp_jax import LLM, AsyncLLM, EngineStopped
-from mtp_jax.json_object import JsonMapping, JsonObject
+from mtp_jax import LLM, AsyncLLM, EngineStopped, JsonMapping, JsonObject
 from serve.base.settings import Settings
 from serve.cluster.engine import llm_options
 from serve.http.app import make_app

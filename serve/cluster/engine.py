@@ -5,8 +5,7 @@ import os
 
 from starlette.types import ASGIApp
 
-from mtp_jax import LLM, AsyncLLM, Group, make_mesh
-from mtp_jax.json_object import JsonMapping, JsonObject
+from mtp_jax import LLM, AsyncLLM, Group, JsonMapping, JsonObject, make_mesh
 from serve.cluster.spec import EngineSpec
 from serve.http.app import make_app
 from serve.watch.acceptance import AcceptanceAlarm

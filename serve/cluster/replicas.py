@@ -20,8 +20,7 @@ from ray.serve.handle import DeploymentHandle  # pyright: ignore[reportMissingIm
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from mtp_jax import EngineStopped
-from mtp_jax.json_object import JsonObject
+from mtp_jax import EngineStopped, JsonObject
 from serve.base.errors import ApiError
 from serve.base.settings import Settings
 from serve.base.sse import event

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtp_jax.json_object import JsonMapping
+from mtp_jax import JsonMapping
 from serve.base.settings import Settings
 
 

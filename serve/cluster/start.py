@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from mtp_jax import ConfigError
-from mtp_jax.json_object import JsonObject
+from mtp_jax import ConfigError, JsonObject
 from serve.cluster.options import RayOptions
 
 _ADDRESS, _MODE, _TOKEN, _TOKEN_PATH = "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"

@@ -7,8 +7,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mtp_jax import CheckpointError, ConfigError
-from mtp_jax.json_object import JsonObject
+from mtp_jax import CheckpointError, ConfigError, JsonObject
 from serve.base.errors import ApiError
 from serve.base.state import Server
 from serve.bodies.admin import HiddenStatesBody, ReleaseBody, ResumeBody, UpdateBody

@@ -9,10 +9,10 @@ from mtp_jax import (
     CallArguments,
     CallBegin,
     CompletionOutput,
+    JsonObject,
     OutputText,
     RequestOutput,
 )
-from mtp_jax.json_object import JsonObject
 from serve.answers.asking import Asked, ask
 from serve.answers.choices import ChoicesCall
 from serve.answers.inputs import Inputs

@@ -6,8 +6,7 @@ from dataclasses import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mtp_jax import CompletionOutput, LazyPrompt, Logprob, RequestOutput, Stream
-from mtp_jax.json_object import JsonObject
+from mtp_jax import CompletionOutput, JsonObject, LazyPrompt, Logprob, RequestOutput, Stream
 from serve.answers.choices import ChoicesCall
 from serve.answers.generation import submit
 from serve.answers.shapes import TextOffsets, completion_logprobs, prompt_scores, token_extras

@@ -7,8 +7,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mtp_jax import LazyPrompt
-from mtp_jax.json_object import JsonObject
+from mtp_jax import JsonObject, LazyPrompt
 from serve.answers.asking import Asked, ChatPrompt, ask
 from serve.answers.assistant import AssistantCall
 from serve.answers.blocks import Block, Change

@@ -7,8 +7,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mtp_jax import CompletionOutput, Logprob, RequestOutput, Stream
-from mtp_jax.json_object import JsonObject
+from mtp_jax import CompletionOutput, JsonObject, Logprob, RequestOutput, Stream
 from serve.answers.calls import Call
 from serve.answers.generation import submit
 from serve.answers.shapes import finite, token_name

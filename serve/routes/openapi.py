@@ -7,7 +7,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mtp_jax.json_object import JsonObject
+from mtp_jax import JsonObject
 from serve.base.state import Server
 from serve.bodies.admin import HiddenStatesBody, ReleaseBody, ResumeBody, UpdateBody
 from serve.bodies.fields import Body

@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mtp_jax.json_object import JsonObject
+from mtp_jax import JsonObject
 from serve.answers.asking import Asked, ask
 from serve.answers.assistant import AssistantCall
 from serve.answers.blocks import Block, Change

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from starlette.types import Scope
 
-from mtp_jax.json_object import JsonObject
+from mtp_jax import JsonObject
 
 if TYPE_CHECKING:
     from mtp_jax import RequestOutput
