@@ -14,7 +14,7 @@ import secrets
 import sys
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Required, TypedDict
 
 import jax
 
@@ -26,6 +26,19 @@ from kernels_pallas.checking.timing import external_seconds, seconds
 from kernels_pallas.checking.verify import distance, verify
 
 NEEDS_GPU = "the kernels need an NVIDIA GPU of the Hopper generation ({}); found {}. Without one: --dry-run"
+
+
+class Findings(TypedDict, total=False):
+    """A case's findings as they are written as JSON, as far as they were reached; a text per baseline."""
+
+    case: str
+    faults: Required[list[str]]
+    distance: float
+    us: float
+    floor_us: float
+    tflops: float
+    gbs: float
+    baselines: dict[str, str]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -71,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
         record = check(case, peak, options)
         faulthandler.cancel_dump_traceback_later()
         faults += [f"{case.name}: {fault}" for fault in record["faults"]]
-        records.append(json.dumps(record | {"device": device.device_kind, "seed": options.seed}))
+        records.append(json.dumps({**record, "device": device.device_kind, "seed": options.seed}))
         if options.json:
             options.json.write_text("\n".join(records) + "\n", encoding="utf-8")
     print("\n".join(faults) or f"{len(chosen)} cases agree with their references")
@@ -101,25 +114,23 @@ def dry_run(chosen: tuple[Case, ...]) -> int:
     return int(failed > 0)
 
 
-def check(case: Case, peak: Rates, options: argparse.Namespace) -> dict[str, Any]:
-    """Compare one case, time it, and print its line. Returns the findings, to be written as JSON.
-
-    Its items: "case", "faults" and, if they were reached, "distance", "us", "tflops", "gbs", "floor_us" and
-    "baselines", texts by name.
-    """
-    key, found = jax.random.key(options.seed), {"case": case.name, "faults": []}
+def check(case: Case, peak: Rates, options: argparse.Namespace) -> Findings:
+    """Compare one case, time it, and print its line."""
+    key = jax.random.key(options.seed)
+    found = Findings(case=case.name, faults=[])
     print(f"{case.name:48}", end="", flush=True)
     try:
         verdict = verify(case, key)
     except Exception as e:  # one kernel that does not compile or run must not hide the rest
         print(f" FAILED: {type(e).__name__}", flush=True)
-        return found | {"faults": [f"{type(e).__name__}: {e}"]}
-    faults = verdict.faults(case.tolerance)
-    found |= {"faults": faults, "distance": verdict.distance}
+        found["faults"].append(f"{type(e).__name__}: {e}")
+        return found
+    faults = found["faults"] = verdict.faults(case.tolerance)
+    found["distance"] = verdict.distance
     print(f" distance {verdict.distance:.1e}{' WRONG' * bool(faults)}", end="", flush=True)
     if not options.no_timing and not case.small:
         try:
-            found |= timing(case, peak, key, baselines=not options.no_baselines)
+            timing(case, peak, key, found, baselines=not options.no_baselines)
         except Exception as e:  # one that runs out of memory, say
             print("  NOT TIMED", end="")
             faults.append(f"{type(e).__name__}: {e}")
@@ -127,20 +138,20 @@ def check(case: Case, peak: Rates, options: argparse.Namespace) -> dict[str, Any
     return found
 
 
-def timing(case: Case, peak: Rates, key: jax.Array, *, baselines: bool) -> dict[str, Any]:
-    """Time a case and its baselines, and print the rest of its line."""
+def timing(case: Case, peak: Rates, key: jax.Array, found: Findings, *, baselines: bool) -> None:
+    """Time a case and its baselines, file the findings, and print the rest of the case's line."""
     inputs = jax.jit(case.inputs)(key)
     time, floor = seconds(case.kernel, inputs), peak.floor(case.work)
-    found: dict[str, Any] = {"us": time * 1e6, "floor_us": floor * 1e6}
+    found["us"], found["floor_us"] = time * 1e6, floor * 1e6
     print(f"  {microseconds(time):>12}", end="")
     if time > 0:
-        found |= {"tflops": case.work.flops / time / 1e12, "gbs": case.work.bytes / time / 1e9}
-        print(f" {found['tflops']:6.1f} TFLOP/s {found['gbs']:7.0f} GB/s", end="")
+        tflops, gbs = case.work.flops / time / 1e12, case.work.bytes / time / 1e9
+        found["tflops"], found["gbs"] = tflops, gbs
+        print(f" {tflops:6.1f} TFLOP/s {gbs:7.0f} GB/s", end="")
         print(f"  floor / time {floor / time:4.0%}", end="")
     if baselines:
         found["baselines"] = {name: baseline(case, name, inputs) for name in case.baselines}
         print("".join(f"; {name} {text}" for name, text in found["baselines"].items()), end="")
-    return found
 
 
 def microseconds(time: float) -> str:

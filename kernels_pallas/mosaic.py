@@ -6,7 +6,7 @@ control flow, shared memory, copies, barriers - is the same compiled and interpr
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
-Ref = Any  # Pallas names no public type for the references that a kernel reads and writes.
+# Pallas names no public types for the references that a kernel reads and writes, nor for register layouts.
+Ref = Any
+Layout = Any
+# Numbers and slices of a reference's dimensions.
+Index = tuple[object, ...]
+
+
+@runtime_checkable
+class Interpreter(Protocol):
+    """Parameters of Pallas' interpreter: ``InterpretGPUParams``, a public class from jax 0.11 on."""
+
+    @property
+    def detect_races(self) -> bool:
+        """Whether it looks for races."""
+        ...
+
 
 WGMMA = plgpu.Layout.WGMMA
 WGMMA_ROW = WGMMA.reduce(1)
@@ -34,7 +50,7 @@ _JAX_0_11 = hasattr(plgpu, "InterpretGPUParams")
 SWIZZLE = 128
 
 
-def operand_tiles(dtype: Any) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
+def operand_tiles(dtype: DTypeLike) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
     """Shared-memory transforms of an array that feeds a wgmma."""
     return plgpu.TilingTransform((8, SWIZZLE // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(SWIZZLE)
 
@@ -45,7 +61,7 @@ class Warpgroup:
 
     interpreted: bool
 
-    def laid_out(self, x: jax.Array, layout: Any = WGMMA) -> jax.Array:
+    def laid_out(self, x: jax.Array, layout: Layout = WGMMA) -> jax.Array:
         """``x`` in the given register layout."""
         return x if self.interpreted else plgpu.layout_cast(x, layout)
 
@@ -71,7 +87,7 @@ class Warpgroup:
         layout = WGMMA if len(shape) == 2 else WGMMA_ROW
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
 
-    def iota_of(self, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
+    def iota_of(self, shape: tuple[int, ...], axis: int, layout: Layout) -> jax.Array:
         """The same in any layout."""
         if self.interpreted:
             return lax.broadcasted_iota(jnp.int32, shape, axis)
@@ -129,7 +145,7 @@ def per_row(x: jax.Array, columns: int) -> jax.Array:
     return lax.broadcast_in_dim(x, (x.shape[0], columns), [0])
 
 
-def load(ref: Ref, index: tuple[Any, ...], layout: Any) -> jax.Array:
+def load(ref: Ref, index: Index, layout: Layout) -> jax.Array:
     """Straight from global memory into registers."""
     read: Any = plgpu.load
     if jax.__version_info__ < (0, 11):

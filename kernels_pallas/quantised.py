@@ -1,10 +1,10 @@
 """Activations as products with FP8 weights take them: e4m3 values, and a scale for each block of a row."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 BLOCK = 128
@@ -31,7 +31,7 @@ class Quantised:
         return self.values.shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """The dtype of the values."""
         return self.values.dtype
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from mtp_jax.handover.options import HandoverOptions
     from mtp_jax.hosts.group import Group, join
     from mtp_jax.hosts.options import Hosts
+    from mtp_jax.json_object import JsonMapping, JsonObject
     from mtp_jax.model.sharding import make_mesh
     from mtp_jax.text.grammar import StructuredOutput
     from mtp_jax.text.tokenizer import StreamDecoder, Tokenizer
@@ -54,6 +55,8 @@ __all__ = [
     "Handover",
     "HandoverOptions",
     "Hosts",
+    "JsonMapping",
+    "JsonObject",
     "LazyPrompt",
     "Logprob",
     "MtpJaxError",
@@ -88,6 +91,8 @@ _HOMES = {
     "Handover": "handover.handover",
     "HandoverOptions": "handover.options",
     "Hosts": "hosts.options",
+    "JsonMapping": "json_object",
+    "JsonObject": "json_object",
     "LazyPrompt": "api.admission",
     "Logprob": "engine.speculation",
     "OutputKind": "engine.sampling_params",

@@ -50,7 +50,7 @@ class Option:
     off: tuple[str, str] | None = None
     repeated: bool = False
 
-    def allows(self, value: Any) -> bool:
+    def allows(self, value: object) -> bool:
         """Whether a value is in range."""
         if value is None:
             return bool(self.unset)
@@ -60,7 +60,9 @@ class Option:
             return isinstance(value, bool)
         if self.kind not in (int, float):
             return True
-        if isinstance(value, bool) or not isinstance(value, (int,) if self.kind is int else (int, float)):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        if self.kind is int and not isinstance(value, int):
             return False
         if value != value or (self.above and value == self.low):
             return False
@@ -91,7 +93,7 @@ class Option:
         return _text(self.default) if self.default or self.default == 0 else "none"
 
 
-def option(default: Any, help: str, *, kind: type | None = None, **rest: Any) -> Any:
+def option(default: object, help: str, *, kind: type | None = None, **rest: Any) -> Any:
     """A field that is an option; ``rest``: of ``Option``. Without ``kind`` it is the type of the default.
 
     default: MISSING where there is none.
@@ -102,7 +104,7 @@ def option(default: Any, help: str, *, kind: type | None = None, **rest: Any) ->
     return field(default=default, metadata={"option": about})
 
 
-def narrowed(cls: type, name: str, default: Any, **changes: Any) -> Any:
+def narrowed(cls: type, name: str, default: object, **changes: Any) -> Any:
     """The field of a subclass whose option is that of ``cls`` but for the default and ``changes``."""
     about = replace(declared(cls)[name], default=default, **changes)
     return field(default=default, metadata={"option": about})
@@ -115,7 +117,7 @@ def declared(cls: type) -> Mapping[str, Option]:
     return MappingProxyType({f.name: f.metadata["option"] for f in ordered if "option" in f.metadata})
 
 
-def check(options: Any, error: type[Exception]) -> None:
+def check(options: object, error: type[Exception]) -> None:
     """Raise ``error`` for the first option of an instance that is out of range."""
     for name, about in declared(type(options)).items():
         value = getattr(options, name)
@@ -159,5 +161,5 @@ def _listed(cls: Any) -> str:
     return "\n".join(lines)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return str(int(value)) if isinstance(value, float) and value == int(value) else str(value)

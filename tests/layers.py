@@ -4,7 +4,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
-    ("errors", "machine", "options"),
+    ("errors", "json_object", "machine", "options"),
     ("wire",),
     ("model", "text"),
     ("checkpoint", "decode", "planning"),

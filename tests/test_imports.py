@@ -53,6 +53,7 @@ WITHOUT_JAX = (
     "hosts.leader_log",
     "hosts.messages",
     "hosts.options",
+    "json_object",
     "machine",
     "model.config",
     "model.config_parts",

@@ -6,8 +6,12 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
+from jaxtyping import PyTree
 
-Inputs = tuple[Any, ...]
+# Trees of arrays.
+Inputs = tuple[PyTree, ...]
+# Part of a program: trees of arrays to trees of arrays.
+Operation = Callable[..., PyTree]
 
 
 class UnavailableError(Exception):
@@ -53,18 +57,19 @@ class Case:
         reference: the same result in jnp, from the same inputs, in float32 or better.
         work: the bytes and operations from which the floor of its time is computed.
         tolerance: largest accepted norm(kernel - reference) / norm(reference), per output.
-        small: few enough thread blocks for Pallas' interpreter (30 at most); too small to be worth timing.
         baselines: alternatives by name: functions of the same inputs, which raise
             `UnavailableError`, or `External` objects.
     """
 
     name: str
     inputs: Callable[[jax.Array], Inputs]
-    kernel: Callable[..., Any]
-    reference: Callable[..., Any]
+    kernel: Operation
+    reference: Operation
     work: Work
     tolerance: float = 1e-2
-    small: bool = False
-    baselines: Mapping[str, Callable[..., Any] | External] = field(
-        default_factory=lambda: MappingProxyType({})
-    )
+    baselines: Mapping[str, Operation | External] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def small(self) -> bool:
+        """Few enough thread blocks for Pallas' interpreter (30 at most); too small to be worth timing."""
+        return self.name.partition("/")[2].startswith("small")

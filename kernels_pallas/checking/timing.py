@@ -4,13 +4,13 @@ import statistics
 import time
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import PyTree
 
-from kernels_pallas.checking.case import Inputs
+from kernels_pallas.checking.case import Inputs, Operation
 
 # Calls per measurement: one launch of a program costs the host more than a small kernel takes.
 CALLS = 10
@@ -19,23 +19,23 @@ MEASUREMENTS = 7
 FLUSH = (2 * 50 * 2**20) // 4
 
 
-def seconds(function: Callable[..., Any], inputs: Inputs) -> float:
+def seconds(function: Operation, inputs: Inputs) -> float:
     """Median time of one call."""
     flush = jnp.zeros(FLUSH, jnp.float32)
     both, alone = jax.jit(repeated(function)), jax.jit(repeated(_nothing))
     return (median(both, inputs, flush) - median(alone, inputs, flush)) / CALLS
 
 
-def external_seconds(call: Callable[[], Any]) -> float:
+def external_seconds(call: Callable[[], object]) -> float:
     """Median time of one call of a torch or Triton kernel, by Triton's timer, with a cold cache."""
     return import_module("triton.testing").do_bench(call, return_mode="median") / 1e3
 
 
-def _nothing(*inputs: Any) -> Any:
+def _nothing(*inputs: PyTree) -> Inputs:
     return inputs
 
 
-def repeated(function: Callable[..., Any]) -> Callable[..., Any]:
+def repeated(function: Operation) -> Callable[[Inputs, jax.Array], jax.Array]:
     """A program of `CALLS` calls, one after the other, each after the cache has been overwritten."""
 
     def program(inputs: Inputs, flush: jax.Array) -> jax.Array:
@@ -51,7 +51,7 @@ def repeated(function: Callable[..., Any]) -> Callable[..., Any]:
     return program
 
 
-def median(program: Callable[..., Any], *arguments: Any) -> float:
+def median(program: Operation, *arguments: PyTree) -> float:
     """Seconds that the program takes."""
     jax.block_until_ready(program(*arguments))
     found = []

@@ -1,11 +1,11 @@
 """Whether a kernel computes the result of its reference, on the device at hand."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from kernels_pallas.checking.case import Case
 
@@ -62,13 +62,13 @@ def verify(case: Case, key: jax.Array) -> Verdict:
     return Verdict(float(np.max(distances)), int(sum(not_finite)), worst)
 
 
-def distance(got: Any, expected: Any) -> float:
+def distance(got: ArrayLike, expected: ArrayLike) -> float:
     """norm(got - expected) / norm(expected); NaN if float32 cannot hold the latter."""
     return float(_compare(jnp.asarray(got), jnp.asarray(expected))[0])
 
 
 @jax.jit
-def _compare(got: Any, expected: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _compare(got: jax.Array, expected: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Distance, elements that are not finite, and the flat index of the element that is furthest off."""
     got, expected = got.astype(jnp.float32), expected.astype(jnp.float32)
     bad = ~jnp.isfinite(got) & jnp.isfinite(expected)

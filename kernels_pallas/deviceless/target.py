@@ -5,11 +5,14 @@ import os
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+_Tree = TypeVar("_Tree")
 
 H200 = Path(__file__).with_name("h200.txtpb")
 
@@ -43,13 +46,13 @@ def h200s(shape: tuple[int, ...] = (1,), names: tuple[str, ...] = ("x",)) -> Mes
     return topologies.make_mesh(topology, shape, names)
 
 
-def replicated(inputs: Any, mesh: Mesh) -> Any:
+def replicated(inputs: _Tree, mesh: Mesh) -> _Tree:
     """Shapes of ``inputs``, one copy on every device of the mesh."""
     everywhere = NamedSharding(mesh, PartitionSpec())
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), inputs)
 
 
-def compile_for(mesh: Mesh, function: Callable[..., Any], *inputs: Any, dump: Path) -> jax.stages.Compiled:
+def compile_for(mesh: Mesh, function: Callable[..., PyTree], *inputs: Any, dump: Path) -> jax.stages.Compiled:
     """``function``, jitted or not, compiled for the mesh's devices; its kernels are dumped to ``dump``."""
     dump.mkdir(parents=True)
     os.environ["MOSAIC_GPU_DUMP_TO"] = str(dump)

@@ -1,15 +1,13 @@
 """The function that a model calls."""
 
-from typing import Any, Literal
-
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from kernels_pallas.expert_layout import mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.layout import Groups
+from kernels_pallas.mosaic import Interpreter
+from kernels_pallas.needs import Implementation
 from kernels_pallas.router.reference import ROWS
-
-Implementation = Literal["xla", "mosaic_gpu"]
 
 
 def arrange(
@@ -20,7 +18,7 @@ def arrange(
     experts: int,
     rows: int,
     implementation: Implementation,
-    interpret: Any = None,
+    interpret: Interpreter | None = None,
 ) -> Groups:
     """Slots, and tiles of ``rows`` of them, for the rows of experts ``first, first + 1, ...``.
 

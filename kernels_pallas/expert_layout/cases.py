@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from kernels_pallas.checking.case import Case, Inputs, Work
-from kernels_pallas.expert_layout import bench, mosaic_gpu, reference
+from kernels_pallas.expert_layout import mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.layout import Groups, slots
+from kernels_pallas.mosaic import Interpreter
 from kernels_pallas.router.reference import ROWS, count
 
 
@@ -45,11 +46,6 @@ def shapes() -> dict[str, Shape]:
     }
 
 
-def cases() -> tuple[Case, ...]:
-    """One case per shape."""
-    return tuple(case(name, shape) for name, shape in shapes().items())
-
-
 def case(name: str, shape: Shape) -> Case:
     """The case of one shape: every number is an integer, and has to be right."""
     return Case(
@@ -59,8 +55,11 @@ def case(name: str, shape: Shape) -> Case:
         reference=partial(expected, shape),
         work=Work(flops=0, bytes=12 * shape.tokens * shape.chosen, format="bf16"),
         tolerance=1e-9,
-        small=name.startswith("small-"),
-        baselines=bench.baselines(shape.here, shape.rows),
+        baselines={
+            "xla": lambda ids, counts, first: reference.arrange(
+                ids.T, counts, first, experts=shape.here, rows=shape.rows
+            )
+        },
     )
 
 
@@ -74,7 +73,7 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
     return padded.T, count(ids, shape.total), jnp.array([shape.first], jnp.int32)
 
 
-def run(shape: Shape, *inputs: Any, interpret: Any = None) -> tuple[Array, ...]:
+def run(shape: Shape, *inputs: Any, interpret: Interpreter | None = None) -> tuple[Array, ...]:
     """The kernel's layout."""
     groups = mosaic_gpu.arrange(
         *inputs, experts=shape.here, rows=shape.rows, tokens=shape.tokens, interpret=interpret
@@ -82,7 +81,7 @@ def run(shape: Shape, *inputs: Any, interpret: Any = None) -> tuple[Array, ...]:
     return comparable(shape, groups)
 
 
-def expected(shape: Shape, ids: Any, counts: Any, first: Any) -> tuple[Array, ...]:
+def expected(shape: Shape, ids: jax.Array, counts: jax.Array, first: jax.Array) -> tuple[Array, ...]:
     """The same in plain jnp."""
     return comparable(
         shape, reference.arrange(ids.T[: shape.tokens], counts, first, experts=shape.here, rows=shape.rows)

@@ -6,7 +6,6 @@ itself from the blocks' counts, so that none waits for another.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
 from kernels_pallas.grouped_matmul.layout import ALIGNMENT, Groups, Tiles, slots, tiles
-from kernels_pallas.mosaic import WGMMA_COLUMN, WGMMA_ROW, Ref, Warpgroup, load, per_column, per_row
+from kernels_pallas.mosaic import (
+    WGMMA_COLUMN,
+    WGMMA_ROW,
+    Interpreter,
+    Ref,
+    Warpgroup,
+    load,
+    per_column,
+    per_row,
+)
 from kernels_pallas.router.reference import ROWS
 
 
@@ -28,7 +36,7 @@ def arrange(
     experts: int,
     rows: int,
     tokens: int,
-    interpret: Any = None,
+    interpret: Interpreter | None = None,
 ) -> Groups:
     """``grouped_matmul.layout.group_rows`` of ``ids - first``.
 
@@ -53,21 +61,21 @@ def arrange(
         block, j = lax.axis_index("block"), lax.axis_index("choice")
         row, column = wg.iota((ROWS,), 0), wg.iota((ROWS, width), 1)
 
-        def row_sums(terms: Callable[[Any, jax.Array], jax.Array]) -> jax.Array:
+        def row_sums(terms: Callable[[slice | pl.Slice, jax.Array], jax.Array]) -> jax.Array:
             """Sum over all experts, for each row, of ``terms`` of a slice of them and their numbers."""
 
-            def add(c: Any, sums: jax.Array) -> jax.Array:
+            def add(c: jax.Array, sums: jax.Array) -> jax.Array:
                 start = c * width
                 return sums + jnp.sum(terms(pl.ds(start, width), column + start), axis=1)
 
             zero = wg.laid_out(jnp.zeros((ROWS,), jnp.int32), WGMMA_ROW)
             return lax.fori_loop(0, experts // width, add, zero)
 
-        def spread(ref: Ref, part: Any) -> jax.Array:
+        def spread(ref: Ref, part: slice | pl.Slice) -> jax.Array:
             return per_column(wg.laid_out(ref[part], WGMMA_COLUMN), ROWS)
 
-        def add_up(c: Any, _: None) -> None:
-            def add(b: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def add_up(c: jax.Array, _: None) -> None:
+            def add(b: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
                 more = load(counts, (b, pl.ds(first[0] + c * width, width)), WGMMA_COLUMN)
                 return sums[0] + more, sums[1] + more * jnp.where(b < block, 1, 0)
 
@@ -76,18 +84,18 @@ def arrange(
             sizes[pl.ds(c * width, width)] = lax.div(size + (ALIGNMENT - 1), ALIGNMENT) * ALIGNMENT
             before[pl.ds(c * width, width)] = earlier
 
-        def put(r: Any, _: None) -> None:
+        def put(r: jax.Array, _: None) -> None:
             slot = places[r]
 
             @pl.when(slot < total)
             def _store() -> None:
                 token[slot] = block * ROWS + r
 
-        def needed(part: Any) -> jax.Array:
+        def needed(part: slice | pl.Slice) -> jax.Array:
             """Tiles of each expert."""
             return lax.div(spread(sizes, part) + (rows - 1), rows)
 
-        def describe(i: Any, _: None) -> None:
+        def describe(i: jax.Array, _: None) -> None:
             """Expert, first slot and slots of 64 tiles."""
             chunk = block * chosen + j + i * (blocks * chosen)
             tile = row + chunk * ROWS
@@ -132,7 +140,6 @@ def arrange(
         this = block * chosen + j
         lax.fori_loop(0, lax.div(chunks - this + blocks * chosen - 1, blocks * chosen), describe, None)
 
-    interpreted: dict[str, Any] = {} if interpret is None else {"interpret": interpret}
     token, place, table, count = plgpu.kernel(
         body,
         kernel_name="expert_layout",
@@ -148,6 +155,6 @@ def arrange(
         },
         grid=(blocks, chosen),
         grid_names=("block", "choice"),
-        **interpreted,
+        interpret=interpret,
     )(ids, counts, first)
     return Groups(token, place, Tiles(table, count))

@@ -1,16 +1,16 @@
 """The functions that a model calls."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels_pallas.fp8_matmul import mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.tile import Tile
+from kernels_pallas.mosaic import Interpreter
+from kernels_pallas.needs import Described, Implementation, need
 from kernels_pallas.quantised import BLOCK, Quantised, quantise
-
-Implementation = Literal["xla", "mosaic_gpu"]
 
 _PROCESSORS = 132
 # Bytes of a tile's ring, in rows of 128 bytes: the cost of filling it, beside the rows that the tile loads.
@@ -24,7 +24,7 @@ def fp8_matmul(
     *,
     implementation: Implementation,
     summed: bool = True,
-    interpret: Any = None,
+    interpret: Interpreter | None = None,
 ) -> Float[Array, "T N"] | Float[Array, "s T N"]:
     """``x @ w.T`` with x quantised to e4m3 in 1x128 blocks, summed in float32.
 
@@ -59,7 +59,7 @@ def fp8_mlp(
     down_scale: Float[Array, "d i"],
     *,
     implementation: Implementation,
-    interpret: Any = None,
+    interpret: Interpreter | None = None,
 ) -> Float[Array, "T D"]:
     """``down(silu(gate(x)) * up(x))`` of FP8 weights, as ``fp8_matmul``; I and D multiples of 128."""
     check(x, gate_up, BLOCK)
@@ -106,22 +106,21 @@ def _quantised(x: Float[Array, "T K"] | Quantised, tile: Tile) -> Quantised:
     return quantise(jnp.pad(x, ((0, -x.shape[0] % tile.rows), (0, 0))))
 
 
-def _product(implementation: Implementation, tile: Tile, interpret: Any, summed: bool = True) -> Any:
+def _product(
+    implementation: Implementation, tile: Tile, interpret: Interpreter | None, summed: bool = True
+) -> Callable[..., tuple[Array, ...]]:
     if implementation == "mosaic_gpu":
         return partial(mosaic_gpu.fp8_matmul, tile=tile, summed=summed, interpret=interpret)
     return reference.fp8_matmul
 
 
-def check(x: Any, w: Any, columns: int) -> None:
+def check(x: Described | Quantised, w: Described, columns: int) -> None:
     """Refuse inputs that the kernel cannot take, with a ValueError; looks at shapes and dtypes."""
-    needs = (
-        ("dtype of activations", str(x.dtype), "float8_e4m3fn" if isinstance(x, Quantised) else "bfloat16"),
-        ("dtype of weights", str(w.dtype), "float8_e4m3fn"),
-        (f"rest of output features over {columns}", w.shape[-2] % columns, 0),
-        (f"rest of input features over {BLOCK}", w.shape[-1] % BLOCK, 0),
+    given = "float8_e4m3fn" if isinstance(x, Quantised) else "bfloat16"
+    need(
+        "fp8_matmul",
+        ("dtype of activations", str(x.dtype), (given,)),
+        ("dtype of weights", str(w.dtype), ("float8_e4m3fn",)),
+        (f"rest of output features over {columns}", w.shape[-2] % columns, (0,)),
+        (f"rest of input features over {BLOCK}", w.shape[-1] % BLOCK, (0,)),
     )
-    for what, got, allowed in needs:
-        if got != allowed:
-            raise ValueError(
-                f"fp8_matmul on mosaic_gpu: {what} is {got}, must be {allowed}; use implementation='xla'"
-            )

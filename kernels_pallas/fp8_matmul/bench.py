@@ -1,20 +1,11 @@
 """Baselines that multiply with block-scaled FP8 weights on a GPU."""
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels_pallas.grouped_matmul.reference import expand_weights
 from kernels_pallas.quantised import Quantised
-
-
-def baselines() -> Mapping[str, Callable[..., Any]]:
-    """Baselines by name: functions of the kernel's inputs."""
-    return MappingProxyType({"xla": xla})
 
 
 def xla(

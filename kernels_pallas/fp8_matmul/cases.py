@@ -50,11 +50,6 @@ def shapes() -> dict[str, Shape]:
     return shapes
 
 
-def cases() -> tuple[Case, ...]:
-    """One case per shape."""
-    return tuple(case(name, shape) for name, shape in shapes().items())
-
-
 def case(name: str, shape: Shape) -> Case:
     """The case of one shape."""
     return Case(
@@ -63,8 +58,7 @@ def case(name: str, shape: Shape) -> Case:
         kernel=partial(mosaic_gpu.fp8_matmul, tile=shape.tile),
         reference=reference.fp8_matmul,
         work=work(shape),
-        small=name.startswith("small-"),
-        baselines=bench.baselines(),
+        baselines={"xla": bench.xla},
     )
 
 

@@ -1,7 +1,5 @@
 """The grouped product of kernels_pallas.grouped_matmul with a single group, and the sum of its splits."""
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -9,6 +7,7 @@ from jaxtyping import Array, Float
 from kernels_pallas.grouped_matmul import mosaic_gpu as grouped
 from kernels_pallas.grouped_matmul.layout import Tiles
 from kernels_pallas.grouped_matmul.tile import Tile
+from kernels_pallas.mosaic import Interpreter
 
 
 def fp8_matmul(
@@ -19,7 +18,7 @@ def fp8_matmul(
     *,
     tile: Tile,
     summed: bool = True,
-    interpret: Any = None,
+    interpret: Interpreter | None = None,
 ) -> tuple[Array, ...]:
     """``x @ w.T``: bfloat16 [M, N]. With b = 2, silu(gate) * up: e4m3 [M, N] and its scales [N/128, M].
 

@@ -1,7 +1,5 @@
 """The functions that a model calls."""
 
-from typing import Any, Literal
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -9,9 +7,9 @@ from kernels_pallas.expert_layout.api import arrange
 from kernels_pallas.grouped_matmul import mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.layout import Tiles, group_rows
 from kernels_pallas.grouped_matmul.tile import Tile
+from kernels_pallas.mosaic import Interpreter
+from kernels_pallas.needs import Described, Implementation, need
 from kernels_pallas.quantised import BLOCK, Quantised, quantise
-
-Implementation = Literal["xla", "mosaic_gpu"]
 
 
 def expert_mlp(
@@ -27,7 +25,7 @@ def expert_mlp(
     implementation: Implementation,
     counts: Int[Array, "n A"] | None = None,
     first: Int[Array, ""] | int = 0,
-    interpret: Any = None,
+    interpret: Interpreter | None = None,
 ) -> Float[Array, "T D"]:
     """Each row's chosen experts, weighted: ``sum_k weights * down(silu(gate(x)) * up(x))``.
 
@@ -109,7 +107,7 @@ def grouped_matmul(
     tiles: Tiles,
     tile: Tile,
     implementation: Implementation,
-    interpret: Any = None,
+    interpret: Interpreter | None = None,
 ) -> tuple[Array, ...]:
     """``mosaic_gpu.grouped_matmul``, or the same in plain jnp with implementation "xla"."""
     if implementation == "mosaic_gpu":
@@ -132,18 +130,14 @@ def choose_tile(rows_per_group: int, columns: int, *, gated: bool) -> Tile:
     return Tile(64, 256 if columns % 256 == 0 else BLOCK, stages=4)
 
 
-def check(x: Any, w: Any, w_scale: Any) -> None:
+def check(x: Described | Quantised, w: Described, w_scale: Described | None) -> None:
     """Refuse inputs that the kernel cannot take, with a ValueError; looks at shapes and dtypes."""
     columns, terms = w.shape[-2:]
     quantised = isinstance(x, Quantised) and w_scale is not None
-    needs = (
-        ("dtype of activations", str(x.dtype), "float8_e4m3fn" if quantised else "bfloat16"),
-        ("dtype of weights", str(w.dtype), "bfloat16" if w_scale is None else "float8_e4m3fn"),
-        (f"rest of output features over {BLOCK}", columns % BLOCK, 0),
-        (f"rest of input features over {BLOCK}", terms % BLOCK, 0),
+    need(
+        "grouped_matmul",
+        ("dtype of activations", str(x.dtype), ("float8_e4m3fn" if quantised else "bfloat16",)),
+        ("dtype of weights", str(w.dtype), ("bfloat16" if w_scale is None else "float8_e4m3fn",)),
+        (f"rest of output features over {BLOCK}", columns % BLOCK, (0,)),
+        (f"rest of input features over {BLOCK}", terms % BLOCK, (0,)),
     )
-    for what, got, allowed in needs:
-        if got != allowed:
-            raise ValueError(
-                f"grouped_matmul on mosaic_gpu: {what} is {got}, must be {allowed}; use implementation='xla'"
-            )

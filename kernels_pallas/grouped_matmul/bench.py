@@ -1,10 +1,5 @@
 """Baselines that compute a grouped product on a GPU."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from types import MappingProxyType
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -12,11 +7,6 @@ from jaxtyping import Array, Float
 from kernels_pallas.grouped_matmul.layout import Tiles
 from kernels_pallas.grouped_matmul.reference import expand_weights
 from kernels_pallas.quantised import Quantised
-
-
-def baselines(rows: int) -> Mapping[str, Callable[..., Any]]:
-    """Baselines by name: functions of the kernel's inputs, whose tiles have ``rows`` rows."""
-    return MappingProxyType({"xla": partial(xla, rows=rows)})
 
 
 def xla(

@@ -13,6 +13,7 @@ from kernels_pallas.grouped_matmul import bench, mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.api import choose_tile
 from kernels_pallas.grouped_matmul.layout import ALIGNMENT, Tiles
 from kernels_pallas.grouped_matmul.tile import Tile
+from kernels_pallas.mosaic import Interpreter
 from kernels_pallas.quantised import BLOCK, FP8_MAX, TINY, quantise
 
 
@@ -77,11 +78,6 @@ def shapes() -> dict[str, Shape]:
     return shapes
 
 
-def cases() -> tuple[Case, ...]:
-    """One case per shape."""
-    return tuple(case(name, shape) for name, shape in shapes().items())
-
-
 def case(name: str, shape: Shape) -> Case:
     """The case of one shape."""
     return Case(
@@ -90,8 +86,7 @@ def case(name: str, shape: Shape) -> Case:
         kernel=partial(run, shape),
         reference=partial(reference.grouped_matmul, rows=shape.tile.rows),
         work=work(shape),
-        small=name.startswith("small-"),
-        baselines=bench.baselines(shape.tile.rows),
+        baselines={"xla": partial(bench.xla, rows=shape.tile.rows)},
     )
 
 
@@ -114,7 +109,7 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
     return quantised.values, w.astype(jnp.float8_e4m3fn), x_scale, w_scale, tiles
 
 
-def run(shape: Shape, *inputs: Any, interpret: Any = None) -> tuple[Array, ...]:
+def run(shape: Shape, *inputs: Any, interpret: Interpreter | None = None) -> tuple[Array, ...]:
     """The kernel, and the reference's values where it writes nothing."""
     out = mosaic_gpu.grouped_matmul(*inputs, tile=shape.tile, interpret=interpret)
     height, row = inputs[-1].table[2], jnp.arange(shape.tile.rows)

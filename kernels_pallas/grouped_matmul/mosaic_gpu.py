@@ -7,7 +7,6 @@ tensor cores sum 128 terms, which are scaled while they are added to a float32 s
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from jaxtyping import Array, Float
 
 from kernels_pallas.grouped_matmul.layout import ALIGNMENT, Tiles
 from kernels_pallas.grouped_matmul.tile import COMPUTE, Plan, Tile
-from kernels_pallas.mosaic import WGMMA, WGMMA_ROW, WGMMA_ROWS, Ref, load, per_row
+from kernels_pallas.mosaic import WGMMA, WGMMA_ROW, WGMMA_ROWS, Interpreter, Ref, load, per_row
 from kernels_pallas.quantised import BLOCK, FP8_MAX, TINY
 
 _LOADER = COMPUTE
@@ -26,7 +25,9 @@ _LOADER = COMPUTE
 # spills.
 _LOADER_REGISTERS, _COMPUTE_REGISTERS = 56, 224
 
-Place = tuple[Any, Any, Any]  # row tile, column tile, part of K
+Place = tuple[jax.Array, jax.Array, jax.Array]  # row tile, column tile, part of K
+# Sums, one per product; and the scales of the next step's rows and weights.
+_Sums = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
 
 
 def grouped_matmul(
@@ -37,7 +38,7 @@ def grouped_matmul(
     tiles: Tiles,
     *,
     tile: Tile,
-    interpret: Any = None,
+    interpret: Interpreter | None = None,
 ) -> tuple[Array, ...]:
     """``x @ w[group].T`` for tiles of rows that belong to one group each; SwiGLU of two products if b is 2.
 
@@ -80,7 +81,6 @@ def grouped_matmul(
             plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
             walk.compute(wg, block, mine)
 
-    interpreted: dict[str, Any] = {} if interpret is None else {"interpret": interpret}
     out = plgpu.kernel(
         body,
         kernel_name="gated_matmul" if plan.gated else "matmul",
@@ -91,7 +91,7 @@ def grouped_matmul(
         num_threads=COMPUTE + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        **interpreted,
+        interpret=interpret,
     )(*operands, tiles.table, tiles.count)
     return tuple(out)
 
@@ -106,26 +106,26 @@ class _Walk:
     out: tuple[Ref, ...]
     scratch: dict[str, Ref]
 
-    def place(self, i: Any) -> Place:
+    def place(self, i: jax.Array) -> Place:
         """The place of the i-th tile of all thread blocks; tiles of one group follow each other."""
         splits, columns = self.plan.tile.splits, self.plan.column_tiles
         return lax.div(i, columns * splits), lax.rem(lax.div(i, splits), columns), lax.rem(i, splits)
 
-    def share(self, wg: Any) -> tuple[Any, Any]:
+    def share(self, wg: jax.Array) -> tuple[jax.Array | int, jax.Array | int]:
         """First row and first column of a computing warpgroup within a tile."""
         return (0, wg * self.plan.width) if self.plan.tile.rows == WGMMA_ROWS else (wg * WGMMA_ROWS, 0)
 
-    def load(self, block: Any, mine: Any) -> None:
+    def load(self, block: jax.Array, mine: jax.Array) -> None:
         """Fill the ring with the operands of every step of every tile."""
         plan, tile, s = self.plan, self.plan.tile, self.scratch
         x, w = self.operands[:2]
 
-        def one_tile(i: Any, _: None) -> None:
+        def one_tile(i: jax.Array, _: None) -> None:
             row_tile, column_tile, part = self.place(block + i * tile.thread_blocks)
             group, first = self.table[0, row_tile], pl.multiple_of(self.table[1, row_tile], ALIGNMENT)
             rows, columns = pl.ds(first, tile.rows), pl.ds(column_tile * tile.columns, tile.columns)
 
-            def step(k: Any, _: None) -> None:
+            def step(k: jax.Array, _: None) -> None:
                 filled = i * plan.steps + k
                 slot = lax.rem(filled, tile.stages)
                 terms = pl.ds((part * plan.steps + k) * plan.stage_terms, plan.stage_terms)
@@ -137,17 +137,17 @@ class _Walk:
 
             lax.fori_loop(0, plan.steps, step, None)
 
-        def drain(filled: Any, _: None) -> None:
+        def drain(filled: jax.Array, _: None) -> None:
             plgpu.barrier_wait(s["free"].at[lax.rem(filled, tile.stages)])
 
         lax.fori_loop(0, mine, one_tile, None)
         # No warpgroup may leave while another still arrives at a barrier.
         lax.fori_loop(jnp.maximum(mine * plan.steps - tile.stages, 0), mine * plan.steps, drain, None)
 
-    def compute(self, wg: Any, block: Any, mine: Any) -> None:
+    def compute(self, wg: jax.Array, block: jax.Array, mine: jax.Array) -> None:
         """Multiply, finish and store every tile."""
 
-        def one_tile(i: Any, _: None) -> None:
+        def one_tile(i: jax.Array, _: None) -> None:
             place = self.place(block + i * self.plan.tile.thread_blocks)
             sums = (self.scaled_sums if self.plan.fp8 else self.plain_sums)(wg, i, place)
             if not self.plan.gated:
@@ -160,7 +160,7 @@ class _Walk:
         lax.fori_loop(0, mine, one_tile, None)
         plgpu.wait_smem_to_gmem(0)
 
-    def scaled_sums(self, wg: Any, i: Any, place: Place) -> tuple[jax.Array, ...]:
+    def scaled_sums(self, wg: jax.Array, i: jax.Array, place: Place) -> tuple[jax.Array, ...]:
         """FP8: sums over K of products of blocks, each times its scales."""
         plan, s = self.plan, self.scratch
         _, _, x_scale, w_scale = self.operands
@@ -172,12 +172,12 @@ class _Walk:
             lax.div(column_tile * plan.tile.columns + column, BLOCK),
         )
 
-        def scales(k: Any) -> tuple[Any, ...]:
+        def scales(k: jax.Array | int) -> tuple[jax.Array, ...]:
             depth = part * plan.steps + k
             of_weights = (w_scale[group, b, of_columns, depth] for b in range(plan.blocks))
             return load(x_scale, (depth, rows), WGMMA_ROW), *of_weights
 
-        def step(k: Any, carry: Any) -> Any:
+        def step(k: jax.Array, carry: _Sums) -> _Sums:
             sums, (of_rows, *of_weights) = carry
             slot = lax.rem(i * plan.steps + k, plan.tile.stages)
             ahead = scales(jnp.minimum(k + 1, plan.steps - 1))  # a step is time enough to load them
@@ -193,13 +193,13 @@ class _Walk:
         zero = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, plan.width), jnp.float32), WGMMA)
         return lax.fori_loop(0, plan.steps, step, ((zero,) * plan.blocks, scales(0)))[0]
 
-    def plain_sums(self, wg: Any, i: Any, place: Place) -> tuple[jax.Array, ...]:
+    def plain_sums(self, wg: jax.Array, i: jax.Array, place: Place) -> tuple[jax.Array, ...]:
         """The bfloat16 product: sums over K, kept by the tensor cores."""
         del place  # only scales need it
         plan, s = self.plan, self.scratch
 
         def over_k(*accs: Ref) -> tuple[jax.Array, ...]:
-            def step(k: Any, _: None) -> None:
+            def step(k: jax.Array, _: None) -> None:
                 slot = lax.rem(i * plan.steps + k, plan.tile.stages)
                 plgpu.barrier_wait(s["full"].at[slot])
                 for b, acc in enumerate(accs):
@@ -213,7 +213,7 @@ class _Walk:
             over_k, *[plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, plan.width), jnp.float32)] * plan.blocks
         )
 
-    def product(self, slot: Any, b: int, wg: Any) -> jax.Array:
+    def product(self, slot: jax.Array, b: int, wg: jax.Array) -> jax.Array:
         """One stage's product by itself."""
 
         def alone(acc: Ref) -> jax.Array:
@@ -222,7 +222,7 @@ class _Walk:
 
         return pl.run_scoped(alone, plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, self.plan.width), jnp.float32))
 
-    def multiply(self, acc: Ref, slot: Any, b: int, wg: Any) -> None:
+    def multiply(self, acc: Ref, slot: jax.Array, b: int, wg: jax.Array) -> None:
         """Add one stage's product to an accumulator of the tensor cores."""
         row, column = self.share(wg)
         x = self.scratch["xs"].at[slot, pl.ds(row, WGMMA_ROWS)]
@@ -230,7 +230,7 @@ class _Walk:
         plgpu.wgmma(acc, x, w.T)
         plgpu.wgmma_wait(0)
 
-    def store(self, wg: Any, place: Place, value: jax.Array) -> None:
+    def store(self, wg: jax.Array, place: Place, value: jax.Array) -> None:
         """Write a warpgroup's share of a tile, through shared memory, but no row past the tile's end."""
         tile, staged = self.plan.tile, self.scratch["staged"]
         row_tile, column_tile, part = place
@@ -254,7 +254,7 @@ class _Walk:
                 rows = pl.ds(pl.multiple_of(first + piece, ALIGNMENT), ALIGNMENT)
                 plgpu.copy_smem_to_gmem(staged.at[wg, pl.ds(piece, ALIGNMENT)], out.at[rows, columns])
 
-    def store_quantised(self, wg: Any, i: Any, place: Place, value: jax.Array) -> None:
+    def store_quantised(self, wg: jax.Array, i: jax.Array, place: Place, value: jax.Array) -> None:
         """Write a tile as e4m3, with a scale for each row of its 128 columns."""
         tile, s = self.plan.tile, self.scratch
         row_tile, column_tile, _ = place

@@ -1,9 +1,8 @@
 """Grouped matrix product in plain jnp: the oracle, and the implementation without a Hopper GPU."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kernels_pallas.grouped_matmul.layout import Tiles
@@ -11,7 +10,7 @@ from kernels_pallas.quantised import BLOCK, Quantised, quantise
 
 
 def expand_weights(
-    w: Float[Array, "*E N K"], scale: Float[Array, "*E n k"], dtype: Any = jnp.float32
+    w: Float[Array, "*E N K"], scale: Float[Array, "*E n k"], dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "*E N K"]:
     """Weights times the scales of their 128x128 blocks; blocks at the edges may be partial."""
     rows, columns = w.shape[-2:]
@@ -40,7 +39,7 @@ def grouped_matmul(
     x32 = parts.astype(jnp.float32) if x_scale is None else Quantised(parts, x_scale).expand()
     w32 = w.astype(jnp.float32) if w_scale is None else expand_weights(w, w_scale)
 
-    def one(tile: Any) -> Float[Array, "b r N"]:
+    def one(tile: tuple[Array, Array, Array]) -> Float[Array, "b r N"]:
         x, group, held = tile
         y = jnp.einsum("rk,bnk->brn", x, w32[group], precision=jax.lax.Precision.HIGHEST)
         return jnp.where(held[:, None], y, 0)

@@ -1,11 +1,12 @@
 """Cuts of a grouped matrix product into tiles, and the arrays that a tile keeps in shared memory."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from kernels_pallas.mosaic import SWIZZLE, WGMMA_ROWS
 from kernels_pallas.quantised import BLOCK
@@ -46,7 +47,7 @@ class Plan:
     """
 
     tile: Tile
-    dtype: Any
+    dtype: DTypeLike
     gated: bool
     rows: int
     columns: int
@@ -102,13 +103,13 @@ class Plan:
         return self.tile.columns // (COMPUTE if self.tile.rows == WGMMA_ROWS else 1)
 
     @property
-    def out_dtype(self) -> Any:
+    def out_dtype(self) -> DTypeLike:
         """The dtype of the values written."""
         if self.gated and self.fp8:
             return jnp.float8_e4m3fn
         return jnp.float32 if self.tile.splits > 1 else jnp.bfloat16
 
-    def out_type(self) -> tuple[Any, ...]:
+    def out_type(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes and dtypes of the kernel's results."""
         splits = (self.tile.splits,) if self.tile.splits > 1 else ()
         values = jax.ShapeDtypeStruct((*splits, self.rows, self.columns), self.out_dtype)
@@ -116,7 +117,7 @@ class Plan:
             return (values,)
         return values, jax.ShapeDtypeStruct((self.columns // BLOCK, self.tiles * self.tile.rows), jnp.float32)
 
-    def scratch(self) -> dict[str, Any]:
+    def scratch(self) -> dict[str, pl.MemoryRef | plgpu.Barrier]:
         """Shared memory and barriers of a thread block."""
         tile = self.tile
         scratch = {
@@ -134,7 +135,7 @@ class Plan:
         return scratch
 
 
-def _operand(shape: tuple[int, ...], dtype: Any) -> Any:
+def _operand(shape: tuple[int, ...], dtype: DTypeLike) -> pl.MemoryRef:
     """Shared memory laid out for wgmma and TMA, swizzled as wide as a row allows."""
     size = jnp.dtype(dtype).itemsize
     width = min(SWIZZLE, shape[-1] * size)

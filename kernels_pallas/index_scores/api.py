@@ -1,7 +1,5 @@
 """The function that a model calls."""
 
-from typing import Any, Literal
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -9,9 +7,9 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.index_scores import mosaic_gpu, reference
 from kernels_pallas.index_scores.index_rows import Rows
 from kernels_pallas.index_scores.mosaic_gpu import DIM, MOST_COLUMNS, TILE
+from kernels_pallas.mosaic import Interpreter
+from kernels_pallas.needs import Described, Implementation
 from kernels_pallas.visible import Window
-
-Implementation = Literal["xla", "mosaic_gpu"]
 
 # Streaming multiprocessors of an H100 or H200: a thread block of the kernel fills one.
 _PROCESSORS = 132
@@ -30,7 +28,7 @@ def index_scores(
     *,
     implementation: Implementation,
     splits: int | None = None,
-    interpret: Any = None,
+    interpret: Interpreter | None = None,
 ) -> Float[Array, "B W L"]:
     """Sums over heads of weight x relu(q . k), for every token and cached row (arXiv 2512.02556, eq. 1).
 
@@ -104,7 +102,7 @@ def choose_splits(blocks: int, tiles: int) -> int:
     return min(range(1, min(tiles, _PROCESSORS) + 1), key=time)
 
 
-def check(q: Any, keys: Any) -> None:
+def check(q: Described, keys: Described | Rows) -> None:
     """Refuse inputs that the kernel cannot take, with a ValueError; looks at shapes and dtypes."""
     fp8, rows = isinstance(keys, tuple), jax.tree.leaves(keys)[0]
     heads, size = q.shape[2], rows.shape[1]

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kernels_pallas.checking.case import Case, Inputs, Work
-from kernels_pallas.index_scores import bench, reference
+from kernels_pallas.checking.case import Case, Inputs, Operation, Work
+from kernels_pallas.index_scores import reference
 from kernels_pallas.index_scores.api import index_scores
 from kernels_pallas.index_scores.index_rows import pack
 from kernels_pallas.index_scores.mosaic_gpu import DIM
@@ -67,11 +67,6 @@ def shapes() -> dict[str, Shape]:
     }
 
 
-def cases() -> tuple[Case, ...]:
-    """One case per shape."""
-    return tuple(case(name, shape) for name, shape in shapes().items())
-
-
 def case(name: str, shape: Shape) -> Case:
     """The case of one shape."""
     by_kernel: dict[str, Any] = {"implementation": "mosaic_gpu", "splits": shape.splits}
@@ -82,12 +77,11 @@ def case(name: str, shape: Shape) -> Case:
         reference=partial(_run, reference.index_scores),
         work=work(shape),
         tolerance=1e-5,
-        small=name.startswith("small-"),
-        baselines=bench.baselines(),
+        baselines={"xla": reference.index_scores},
     )
 
 
-def _run(scores: Any, *inputs: Any, **options: Any) -> tuple[Array, Array]:
+def _run(scores: Operation, *inputs: Any, **options: Any) -> tuple[Array, Array]:
     """Where something is visible, and its score; a distance knows no infinities."""
     found = scores(*inputs, **options)
     return (found > -jnp.inf).astype(jnp.float32), jnp.where(jnp.isinf(found), jnp.sign(found), found)

@@ -9,7 +9,6 @@ heads is within a warp's registers. While one sums, the other multiplies.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ from kernels_pallas.index_scores.index_rows import Rows
 from kernels_pallas.mosaic import (
     WGMMA_COLUMN,
     WGMMA_ROWS,
+    Interpreter,
     Ref,
     Warpgroup,
     load,
@@ -53,7 +53,7 @@ def index_scores(
     *,
     heads: int,
     splits: int,
-    interpret: Any = None,
+    interpret: Interpreter | None = None,
 ) -> Float[Array, "B w L"]:
     """Scores [B, w, L] of rows for tokens, L the slots' rows rounded up to whole tiles.
 
@@ -88,7 +88,7 @@ def index_scores(
         def copy() -> None:
             plgpu.copy_gmem_to_smem(q_ref.at[slot, group], q_s, q_ready)
 
-            def tile(i: Any, _: None) -> None:
+            def tile(i: jax.Array, _: None) -> None:
                 stage = lax.rem(i, _STAGES)
                 pl.when(i >= _STAGES)(lambda: plgpu.barrier_wait(freed.at[stage]))
                 for part in range(TILE // copy_rows):
@@ -98,14 +98,14 @@ def index_scores(
                     for pages, ring in zip(keys_refs, ring_s, strict=True):
                         plgpu.copy_gmem_to_smem(pages.at[page, there], ring.at[stage, here], ready.at[stage])
 
-            def drain(i: Any, _: None) -> None:
+            def drain(i: jax.Array, _: None) -> None:
                 plgpu.barrier_wait(freed.at[lax.rem(i, _STAGES)])
 
             lax.fori_loop(0, scored.count, tile, None)
             # No warpgroup may leave while another still arrives at a barrier.
             lax.fori_loop(jnp.maximum(scored.count - _STAGES, 0), scored.count, drain, None)
 
-        def expand(stage: Any, mine: int) -> jax.Array:
+        def expand(stage: jax.Array, mine: int) -> jax.Array:
             """A tile's FP8 keys to bfloat16, without their scales, which are returned; frees the stage."""
             scales = wg.row(ring_s[1].at[stage])
             for half in range(2):
@@ -126,7 +126,7 @@ def index_scores(
             ]
             sees = [[seen_ref[line, slot, token] for line in (FIRST, END, AHEAD)] for token in each]
 
-            def tile(j: Any, _: None) -> None:
+            def tile(j: jax.Array, _: None) -> None:
                 i = COMPUTE * j + mine
                 stage, at = lax.rem(i, _STAGES), scored.first + i
                 plgpu.barrier_wait(ready.at[stage])
@@ -153,7 +153,7 @@ def index_scores(
                     visible = (row >= first) & ((row < end) | (bit == 1))
                     out_ref[slot, token, pl.ds(at * TILE, TILE)] = jnp.where(visible, total, -jnp.inf)
 
-            def fill(j: Any, _: None) -> None:
+            def fill(j: jax.Array, _: None) -> None:
                 rows = pl.ds((blank.first + COMPUTE * j + mine) * TILE, TILE)
                 for token in each:
                     out_ref[slot, token, rows] = wg.full((TILE,), -jnp.inf)
@@ -199,7 +199,7 @@ def index_scores(
         grid_names=("slot", "split", "group"),
         num_threads=COMPUTE + 1,
         thread_name="warpgroup",
-        **({} if interpret is None else {"interpret": interpret}),
+        interpret=interpret,
     )
     return run(q, weights, stored, page_table, seen)
 
@@ -208,11 +208,11 @@ def index_scores(
 class _Tiles:
     """Tiles of a thread block."""
 
-    first: Any
-    count: Any
+    first: jax.Array
+    count: jax.Array
 
 
-def _share(first: Any, last: Any, split: Any, splits: int) -> _Tiles:
+def _share(first: jax.Array | int, last: jax.Array | int, split: jax.Array, splits: int) -> _Tiles:
     """The part of tiles ``first`` to, not including, ``last`` that a split has."""
     each = lax.div(last - first + (splits - 1), splits)
     start = jnp.minimum(first + split * each, last)

@@ -1,16 +1,16 @@
 """The function that a model calls."""
 
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from kernels_pallas.mla_decode import mosaic_gpu, reference
 from kernels_pallas.mla_decode.fp8_rows import Rows
+from kernels_pallas.mosaic import Interpreter
+from kernels_pallas.needs import Described, Implementation, need
 from kernels_pallas.visible import MAX_AHEAD, Window
-
-Implementation = Literal["xla", "mosaic_gpu"]
 
 PAGE = mosaic_gpu.PAGE
 """Rows per page that the kernel takes."""
@@ -34,7 +34,7 @@ def mla_decode(
     implementation: Implementation,
     splits: int | None = None,
     in_place: bool = False,
-    interpret: Any = None,
+    interpret: Interpreter | None = None,
 ) -> jax.Array:
     """Absorbed multi-head latent attention over a paged cache (arXiv 2405.04434, eqs. 9-19).
 
@@ -123,20 +123,16 @@ def choose_splits(blocks: int, columns: int) -> int:
     return min(range(1, min(steps, _PROCESSORS) + 1), key=time)
 
 
-def check(q: Any, q_rope: Any, pages: jax.Array | Rows) -> None:
+def check(q: Described, q_rope: Described, pages: Described | Rows) -> None:
     """Refuse inputs that the Mosaic GPU kernel cannot take, with a ValueError that says so."""
     (window, heads, rank), rows = q.shape[-3:], jax.tree.leaves(pages)[0]
     dtypes = {str(q.dtype), str(q_rope.dtype)} | (set() if isinstance(pages, tuple) else {str(rows.dtype)})
-    needs = (
-        ("dtype of queries and cache", dtypes, {"bfloat16"}),
-        ("latent rank", rank, mosaic_gpu.RANK),
-        ("rope dimensions", q_rope.shape[-1], mosaic_gpu.ROPE),
-        ("rows per page", rows.shape[1], mosaic_gpu.PAGE),
-        ("remainder of the heads by 8", heads % 8, 0),
-        (f"tokens past the window's most, {MAX_AHEAD + 1},", max(window - MAX_AHEAD - 1, 0), 0),
+    need(
+        "mla_decode",
+        ("dtype of queries and cache", dtypes, ({"bfloat16"},)),
+        ("latent rank", rank, (mosaic_gpu.RANK,)),
+        ("rope dimensions", q_rope.shape[-1], (mosaic_gpu.ROPE,)),
+        ("rows per page", rows.shape[1], (mosaic_gpu.PAGE,)),
+        ("remainder of the heads by 8", heads % 8, (0,)),
+        (f"tokens past the window's most, {MAX_AHEAD + 1},", max(window - MAX_AHEAD - 1, 0), (0,)),
     )
-    for what, got, allowed in needs:
-        if got != allowed:
-            raise ValueError(
-                f"mla_decode on mosaic_gpu: {what} is {got}, must be {allowed}; use implementation='xla'"
-            )

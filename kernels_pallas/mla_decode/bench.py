@@ -3,13 +3,13 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
-from typing import Any
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.checking.case import External, UnavailableError
+from kernels_pallas.checking.case import External, Operation, UnavailableError
 from kernels_pallas.mla_decode.fp8_rows import Rows, unpack
 from kernels_pallas.visible import Window
 
@@ -17,7 +17,7 @@ from kernels_pallas.visible import Window
 _TRITON_SPLITS = 4
 
 
-def baselines(scale: float) -> Mapping[str, Callable[..., Any] | External]:
+def baselines(scale: float) -> Mapping[str, Operation | External]:
     """Baselines by name: functions of the kernel's inputs."""
     options = {"scale": scale}
     return {
@@ -56,12 +56,12 @@ def triton(
     visible: Window,
     *,
     scale: float,
-) -> Callable[[], Any]:
+) -> Callable[[], object]:
     """vLLM's Triton kernel. It decodes single tokens: a window's tokens become slots of their own."""
     torch = _package("torch")
     kernel = _package("vllm.v1.attention.ops.triton_decode_attention").decode_attention_fwd
     rows, lengths = _bfloat16(pages), _causal_lengths(visible, q.shape[1])
-    slots, window, heads, rank = q.shape
+    (slots, window, heads, rank), size = q.shape, rows.shape[1]
     tokens = slots * window
     of_each = (
         jnp.concatenate([q, q_rope], axis=-1).reshape(tokens, heads, -1),
@@ -74,20 +74,8 @@ def triton(
     )
     queries, keys, out, lse, table, ends, parts = (torch.from_dlpack(x) for x in of_each)
 
-    def call() -> Any:
-        kernel(
-            queries,
-            keys,
-            keys[..., :rank],
-            out,
-            lse,
-            table,
-            ends,
-            parts,
-            _TRITON_SPLITS,
-            scale,
-            rows.shape[1],
-        )
+    def call() -> object:
+        kernel(queries, keys, keys[..., :rank], out, lse, table, ends, parts, _TRITON_SPLITS, scale, size)
         return out.reshape(slots, window, heads, rank)
 
     return call
@@ -101,7 +89,7 @@ def flash_mla(
     visible: Window,
     *,
     scale: float,
-) -> Callable[[], Any]:
+) -> Callable[[], object]:
     """FlashMLA's dense decoding kernel, with its causal window."""
     torch, package = _package("torch"), _package("flash_mla")
     rows, ends = _bfloat16(pages), _causal_lengths(visible, q.shape[1])[:, -1]
@@ -109,7 +97,7 @@ def flash_mla(
     queries, keys, table, ends = (torch.from_dlpack(x) for x in given)
     schedule, splits = package.get_mla_metadata(ends, q.shape[1] * q.shape[2], 1)
 
-    def call() -> Any:
+    def call() -> object:
         out, _ = package.flash_mla_with_kvcache(
             queries, keys, table, ends, q.shape[-1], schedule, splits, softmax_scale=scale, causal=True
         )
@@ -118,7 +106,7 @@ def flash_mla(
     return call
 
 
-def _package(name: str) -> Any:
+def _package(name: str) -> ModuleType:
     try:
         return import_module(name)
     except ImportError as e:

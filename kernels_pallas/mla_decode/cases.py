@@ -79,11 +79,6 @@ def shapes() -> dict[str, Shape]:
     return small | real
 
 
-def cases() -> tuple[Case, ...]:
-    """One case per shape."""
-    return tuple(case(name, shape) for name, shape in shapes().items())
-
-
 def case(name: str, shape: Shape) -> Case:
     """The case of one shape."""
     return Case(
@@ -98,7 +93,6 @@ def case(name: str, shape: Shape) -> Case:
         ),
         reference=partial(reference.mla_decode, scale=SCALE),
         work=work(shape),
-        small=name.startswith("small-"),
         baselines=bench.baselines(SCALE),
     )
 

@@ -14,7 +14,6 @@ A page of FP8 rows arrives as words over its second half; who scores it expands 
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.mla_decode.fp8_rows import BLOCK, WORD, Rows
-from kernels_pallas.mosaic import WGMMA_ROWS, Ref, Warpgroup, operand_tiles, per_row
+from kernels_pallas.mosaic import WGMMA_ROWS, Interpreter, Ref, Warpgroup, operand_tiles, per_row
 
 RANK, ROPE, PAGE = 512, 64, 64
 ROWS = WGMMA_ROWS
@@ -59,7 +58,7 @@ def mla_decode(
     scale: float,
     splits: int,
     in_place: bool = False,
-    interpret: Any = None,
+    interpret: Interpreter | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of each split over its share of the rows.
 
@@ -324,7 +323,7 @@ def mla_decode(
         num_threads=COMPUTE + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
-        **({} if interpret is None else {"interpret": interpret}),
+        interpret=interpret,
     )
     if not in_place:
         lse, (out,) = run(q, q_rope, stored, page_table, rows, ahead)

@@ -1,15 +1,15 @@
 """The function that a model calls."""
 
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.mla_low_rank import mosaic_gpu, reference
+from kernels_pallas.mosaic import Interpreter
+from kernels_pallas.needs import Described, Implementation, need
 from kernels_pallas.quantised import Quantised
 from kernels_pallas.rms_norm import api as norms
-
-Implementation = Literal["xla", "mosaic_gpu"]
 
 
 def mla_low_rank(
@@ -25,7 +25,7 @@ def mla_low_rank(
     eps: float,
     interleaved: bool,
     implementation: Implementation,
-    interpret: Any = None,
+    interpret: Interpreter | None = None,
 ) -> tuple[Quantised, Array]:
     """The norms of MLA's low ranks; latents and their rotated key written to the paged cache. One launch.
 
@@ -72,19 +72,14 @@ def mla_low_rank(
     return low, out.astype(jnp.bfloat16).reshape(slots, window, -1) if pages is None else out
 
 
-def check(q: Any, kv: Any, kv_norm: Any, pages: Any | None) -> None:
+def check(q: Described, kv: Described, kv_norm: Described, pages: Described | None) -> None:
     """Refuse inputs that the kernel cannot take, with a ValueError; looks at shapes and dtypes."""
     norms.check(q.shape[-1], q.dtype)
     rope = kv.shape[-1] - kv_norm.shape[0]
-    needs = (
+    need(
+        "mla_low_rank",
         ("dtype of latents", str(kv.dtype), ("bfloat16", "float32")),
         ("dtype of the cache", "bfloat16" if pages is None else str(pages.dtype), ("bfloat16",)),
         ("latent rank", kv_norm.shape[0], (mosaic_gpu.RANK,)),
         ("rope dimensions", rope, (mosaic_gpu.ROPE,)),
     )
-    for what, got, allowed in needs:
-        if got not in allowed:
-            choice = " or ".join(str(a) for a in allowed)
-            raise ValueError(
-                f"mla_low_rank on mosaic_gpu: {what} is {got}, must be {choice}; use implementation='xla'"
-            )

@@ -5,7 +5,6 @@ has a line, each lane a number of it. No shared memory but for sums of squares, 
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.mosaic import LINE, LINE_OF, LINES_OF, Ref, load
+from kernels_pallas.mosaic import LINE, LINE_OF, LINES_OF, Index, Interpreter, Layout, Ref, load
 from kernels_pallas.quantised import BLOCK
 from kernels_pallas.rms_norm import mosaic_gpu as norms
 
@@ -41,7 +40,7 @@ def mla_low_rank(
     *,
     eps: float,
     interleaved: bool,
-    interpret: Any = None,
+    interpret: Interpreter | None = None,
 ) -> tuple[Array, Array, Array]:
     """Queries' low rank normed, in e4m3; rows [normed latent | rotated key] of the cache.
 
@@ -75,10 +74,10 @@ def mla_low_rank(
             rows_ref, values_ref, scales_ref = out_refs
         low_rank, token = lax.axis_index("low_rank"), lax.axis_index("token")
 
-        def summed(ref: Ref, index: tuple[Any, ...], layout: Any) -> jax.Array:
+        def summed(ref: Ref, index: Index, layout: Layout) -> jax.Array:
             return _rounded([load(ref, (part, token, *index), layout) for part in range(ref.shape[0])])
 
-        def normed(x: jax.Array, weight: Ref, layout: Any) -> jax.Array:
+        def normed(x: jax.Array, weight: Ref, layout: Layout) -> jax.Array:
             mean = jnp.sum(jnp.sum(x * x, axis=1)) * (1 / x.size)
             return x * lax.rsqrt(mean + eps) * load(weight, (), layout).astype(jnp.float32)
 
@@ -125,7 +124,7 @@ def mla_low_rank(
         grid=(2, tokens),
         grid_names=("low_rank", "token"),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
-        **({} if interpret is None else {"interpret": interpret}),
+        interpret=interpret,
     )
     if pages is None:
         values, scales, rows = run(*given)

@@ -1,15 +1,13 @@
 """The functions that a model calls."""
 
-from typing import Any, Literal
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.mla_prefill import mosaic_gpu, reference
+from kernels_pallas.mosaic import Interpreter
+from kernels_pallas.needs import Described, Implementation, need
 from kernels_pallas.visible import Window
-
-Implementation = Literal["xla", "mosaic_gpu"]
 
 # Rows whose keys and values are in memory at a time; at 128 heads of a slot they take 0.5 GB in bfloat16.
 BLOCK = 8192
@@ -25,7 +23,7 @@ def mla_prefill(
     scale: float,
     implementation: Implementation,
     block: int = BLOCK,
-    interpret: Any = None,
+    interpret: Interpreter | None = None,
 ) -> jax.Array:
     """Naive multi-head latent attention over cached rows (arXiv 2405.04434, eqs. 9-19).
 
@@ -81,7 +79,7 @@ def attend(
     *,
     scale: float,
     implementation: Implementation,
-    interpret: Any = None,
+    interpret: Interpreter | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of every query over one block of rows, with the sums that merging blocks needs.
 
@@ -142,16 +140,12 @@ def merge(
     return one[0] * shares[0] + other[0] * shares[1], peak + jnp.log2(total)
 
 
-def check(q: jax.Array, k: jax.Array, k_rope: jax.Array, v: jax.Array) -> None:
+def check(q: Described, k: Described, k_rope: Described, v: Described) -> None:
     """Refuse inputs that the Mosaic GPU kernel cannot take, with a ValueError that says so."""
-    needs = (
-        ("dtypes are", {str(x.dtype) for x in (q, k, k_rope, v)}, {"bfloat16"}),
-        ("dimensions of a query are", q.shape[-1], mosaic_gpu.NOPE + mosaic_gpu.ROPE),
-        ("dimensions of the shared key are", k_rope.shape[-1], mosaic_gpu.ROPE),
-        ("dimensions of a value are", v.shape[-1], mosaic_gpu.VALUE),
+    need(
+        "mla_prefill",
+        ("the set of dtypes", {str(x.dtype) for x in (q, k, k_rope, v)}, ({"bfloat16"},)),
+        ("width of a query", q.shape[-1], (mosaic_gpu.NOPE + mosaic_gpu.ROPE,)),
+        ("width of the shared key", k_rope.shape[-1], (mosaic_gpu.ROPE,)),
+        ("width of a value", v.shape[-1], (mosaic_gpu.VALUE,)),
     )
-    for what, got, allowed in needs:
-        if got != allowed:
-            raise ValueError(
-                f"mla_prefill on mosaic_gpu: {what} {got}, must be {allowed}; use implementation='xla'"
-            )

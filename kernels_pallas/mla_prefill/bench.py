@@ -1,19 +1,10 @@
 """Baselines that compute attention at head dimensions 192 and 128 on a GPU."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from kernels_pallas.checking.case import UnavailableError
 from kernels_pallas.visible import Window
-
-
-def baselines(scale: float) -> Mapping[str, Callable[..., Any]]:
-    """Baselines by name: functions of the kernel's inputs."""
-    return {"xla": partial(xla, scale=scale), "cudnn": partial(cudnn, scale=scale)}
 
 
 def xla(

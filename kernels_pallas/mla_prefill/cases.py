@@ -1,14 +1,14 @@
 """The shapes mla_prefill is checked, compiled and timed at."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
-from kernels_pallas.checking.case import Case, Inputs, Work
+from kernels_pallas.checking.case import Case, Inputs, Operation, Work
 from kernels_pallas.mla_prefill import bench, reference
 from kernels_pallas.mla_prefill.api import attend, mla_prefill
 from kernels_pallas.visible import Window, chain
@@ -55,31 +55,25 @@ def shapes() -> dict[str, Shape]:
     return small | real
 
 
-def cases() -> tuple[Case, ...]:
-    """One case per shape."""
-    return tuple(case(name, shape) for name, shape in shapes().items())
-
-
 def case(name: str, shape: Shape) -> Case:
     """The case of one shape; a single block has sums of exponentials, too."""
     if shape.block is None:
         kernel = partial(attend, scale=SCALE, implementation="mosaic_gpu")
-        oracle = partial(reference.attend, scale=SCALE)
+        oracle, ways = partial(reference.attend, scale=SCALE), (bench.xla, bench.cudnn)
     else:
         kernel = partial(mla_prefill, scale=SCALE, implementation="mosaic_gpu", block=shape.block)
-        oracle = partial(mla_prefill, scale=SCALE, implementation="xla", block=shape.rows)
+        oracle, ways = partial(mla_prefill, scale=SCALE, implementation="xla", block=shape.rows), ()
     return Case(
         name=f"mla_prefill/{name}",
         inputs=partial(expanded if shape.block is None else latent, shape),
         kernel=partial(counted, kernel),
         reference=partial(counted, oracle),
         work=work(shape),
-        small=name.startswith("small-"),
-        baselines=bench.baselines(SCALE) if shape.block is None else {},
+        baselines={way.__name__: partial(way, scale=SCALE) for way in ways},
     )
 
 
-def counted(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+def counted(function: Operation, *inputs: Any, **options: Any) -> PyTree:
     """The function's results with zero for queries past the count, of which they may be anything."""
     result = function(*inputs, **options)
     visible: Window = inputs[-1]

@@ -5,15 +5,13 @@ blocks of 128; a third warpgroup copies. Probabilities are multiplied from share
 ptxas before 13.3 may reuse the registers of a running product (github.com/triton-lang/triton/issues/9433).
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.mosaic import WGMMA_ROWS, Ref, Warpgroup, operand_tiles, per_row
+from kernels_pallas.mosaic import WGMMA_ROWS, Interpreter, Ref, Warpgroup, operand_tiles, per_row
 
 NOPE, ROPE, VALUE = 128, 64, 128
 ROWS = WGMMA_ROWS
@@ -43,7 +41,7 @@ def mla_prefill(
     limits: jax.Array,
     *,
     scale: float,
-    interpret: Any = None,
+    interpret: Interpreter | None = None,
 ) -> list[jax.Array]:
     """Attention of every query over one block of rows.
 
@@ -195,6 +193,6 @@ def mla_prefill(
         num_threads=COMPUTE + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
-        **({} if interpret is None else {"interpret": interpret}),
+        interpret=interpret,
     )
     return run(q, k, k_rope, v, limits)

@@ -2,15 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from kernels_pallas.mosaic import Interpreter
+from kernels_pallas.needs import Implementation, need
 from kernels_pallas.quantised import BLOCK, Quantised
 from kernels_pallas.rms_norm import mosaic_gpu, reference
-
-Implementation = Literal["xla", "mosaic_gpu"]
 
 # Numbers of a row that a thread block keeps in registers; more would be spilled.
 _WIDEST = 8192
@@ -41,7 +42,7 @@ def rms_norm(
     plain: bool = False,
     quantised: bool = True,
     implementation: Implementation,
-    interpret: Any = None,
+    interpret: Interpreter | None = None,
 ) -> Normed:
     """Root-mean-square normalisation of a sum in float32 (arXiv 1910.07467), in one launch.
 
@@ -79,7 +80,7 @@ def quantise(
     *,
     blocks_first: bool,
     implementation: Implementation,
-    interpret: Any = None,
+    interpret: Interpreter | None = None,
 ) -> Quantised:
     """Rows in e4m3, of blocks of 128; one launch.
 
@@ -105,29 +106,22 @@ def _quantised(values: Float[Array, "M k 128"], scale: Float[Array, "k M"]) -> Q
     return Quantised(values.reshape(values.shape[0], -1), scale)
 
 
-def check(width: int, dtype: Any) -> None:
+def check(width: int, dtype: DTypeLike) -> None:
     """Refuse rows that the kernel cannot normalise, with a ValueError that says so."""
     whole = mosaic_gpu.WARPS * BLOCK
-    _refuse(
+    need(
+        "rms_norm",
         ("dtype", str(dtype), ("bfloat16", "float32")),
         (f"rest of the width over {whole}", width % whole, (0,)),
         (f"width past {_WIDEST}", max(width - _WIDEST, 0), (0,)),
     )
 
 
-def check_blocks(count: int, width: int, dtype: Any) -> None:
+def check_blocks(count: int, width: int, dtype: DTypeLike) -> None:
     """The same for rows of ``count`` blocks, which ``quantise`` takes."""
-    _refuse(
+    need(
+        "rms_norm",
         ("dtype", str(dtype), ("bfloat16",)),
         ("width of a block", width, (BLOCK,)),
         (f"rest of the blocks over {mosaic_gpu.WARPS}", count % mosaic_gpu.WARPS, (0,)),
     )
-
-
-def _refuse(*needs: tuple[str, Any, tuple[Any, ...]]) -> None:
-    for what, got, allowed in needs:
-        if got not in allowed:
-            choice = " or ".join(str(a) for a in allowed)
-            raise ValueError(
-                f"rms_norm on mosaic_gpu: {what} is {got}, must be {choice}; use implementation='xla'"
-            )

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kernels_pallas.checking.case import Case, Inputs, Work
+from kernels_pallas.checking.case import Case, Inputs, Operation, Work
+from kernels_pallas.mosaic import Interpreter
 from kernels_pallas.quantised import BLOCK
-from kernels_pallas.rms_norm import bench, mosaic_gpu, reference
+from kernels_pallas.rms_norm import mosaic_gpu, reference
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,30 @@ class Shape:
     parts: int = 0
 
 
-def shapes() -> dict[str, Shape]:
+@dataclass(frozen=True)
+class Heads:
+    """Results of heads to quantise for the output projection; ``blocks_first``: as products leave them."""
+
+    rows: int
+    heads: int
+    blocks_first: bool = True
+
+
+def shapes() -> dict[str, Shape | Heads]:
     """The shapes by name. "small" shapes have few thread blocks."""
     shapes = {
         "small": Shape(3, 512),
         "small-added": Shape(2, 1024, added=2, plain=True),
         "small-parts": Shape(2, 512, parts=3),
         "small-plain": Shape(5, 1536, added=1, plain=True, quantised=False),
+        "small-heads": Heads(3, 8),
+        "small-rows": Heads(2, 4, blocks_first=False),
+        "small-heads-parts": Heads(3, 64),
+        "small-rows-parts": Heads(2, 36, blocks_first=False),
+        "heads128-512": Heads(512, 128),
+        "heads128-64": Heads(64, 128),
+        "heads16-512": Heads(512, 16),
+        "prefill-heads128-4096": Heads(4096, 128, blocks_first=False),
     }
     # DeepSeek-V3: before the low-rank projections, before the experts, after the queries' low rank.
     for rows in (4, 64, 512, 4096):
@@ -50,37 +68,10 @@ def shapes() -> dict[str, Shape]:
     return shapes
 
 
-@dataclass(frozen=True)
-class Heads:
-    """Results of heads to quantise for the output projection; ``blocks_first``: as products leave them."""
-
-    rows: int
-    heads: int
-    blocks_first: bool = True
-
-
-def heads() -> dict[str, Heads]:
-    """Likewise; DeepSeek-V3 on one GPU and on one of eight."""
-    return {
-        "small-heads": Heads(3, 8),
-        "small-rows": Heads(2, 4, blocks_first=False),
-        "small-heads-parts": Heads(3, 64),
-        "small-rows-parts": Heads(2, 36, blocks_first=False),
-        "heads128-512": Heads(512, 128),
-        "heads128-64": Heads(64, 128),
-        "heads16-512": Heads(512, 16),
-        "prefill-heads128-4096": Heads(4096, 128, blocks_first=False),
-    }
-
-
-def cases() -> tuple[Case, ...]:
-    """One case per shape."""
-    normed = [case(name, shape) for name, shape in shapes().items()]
-    return (*normed, *(quantise_case(name, shape) for name, shape in heads().items()))
-
-
-def case(name: str, shape: Shape) -> Case:
-    """The case of one shape of ``rms_norm``."""
+def case(name: str, shape: Shape | Heads) -> Case:
+    """The case of one shape of ``rms_norm``, or of ``quantise``."""
+    if isinstance(shape, Heads):
+        return quantise_case(name, shape)
     flags = {"total": shape.added > 0, "plain": shape.plain, "quantised": shape.quantised}
     wanted: dict[str, Any] = {"eps": 1e-6, **flags}
     read = shape.rows * shape.width * ((4 * shape.parts or 2) + 2 * shape.added)
@@ -92,8 +83,7 @@ def case(name: str, shape: Shape) -> Case:
         kernel=partial(_written, partial(mosaic_gpu.rms_norm, **wanted), shape.rows),
         reference=oracle,
         work=Work(flops=0, bytes=read + written, format="bf16"),
-        small=name.startswith("small"),
-        baselines=bench.baselines(oracle),
+        baselines={"xla": oracle},
     )
 
 
@@ -123,12 +113,13 @@ def quantise_case(name: str, shape: Heads) -> Case:
         kernel=partial(_written, partial(mosaic_gpu.quantise, **order), shape.rows),
         reference=oracle,
         work=Work(flops=0, bytes=shape.rows * shape.heads * BLOCK * 3, format="bf16"),
-        small=name.startswith("small"),
-        baselines=bench.baselines(oracle),
+        baselines={"xla": oracle},
     )
 
 
-def _written(kernel: Any, rows: int, *inputs: Any, interpret: Any = None) -> tuple[Array, ...]:
+def _written(
+    kernel: Operation, rows: int, *inputs: Any, interpret: Interpreter | None = None
+) -> tuple[Array, ...]:
     """The kernel's results without the rows that only fill tiles: scales are [k, M], all else [M, k, 128]."""
     out = kernel(*inputs, interpret=interpret)
     return tuple(x[:, :rows] if x.ndim == 2 else x[:rows] for x in out)

@@ -4,8 +4,7 @@ No shared memory and no barrier: a warp reads and writes one block of 128 number
 them, so that every access to memory is of consecutive bytes.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels_pallas.mosaic import Ref, load
+from kernels_pallas.mosaic import Interpreter, Ref, load
 from kernels_pallas.quantised import BLOCK, FP8_MAX, TINY, whole_tiles
 
 # Blocks of a row, one per warp at a time; the 32 lanes of a warp hold four numbers each.
@@ -33,7 +32,7 @@ def rms_norm(
     total: bool,
     plain: bool,
     quantised: bool,
-    interpret: Any = None,
+    interpret: Interpreter | None = None,
 ) -> tuple[Array, ...]:
     """Sums of rows over their root mean square, times the weight.
 
@@ -80,7 +79,10 @@ def rms_norm(
 
 
 def quantise(
-    x: Float[Array, "k T 128"] | Float[Array, "T k 128"], *, blocks_first: bool, interpret: Any = None
+    x: Float[Array, "k T 128"] | Float[Array, "T k 128"],
+    *,
+    blocks_first: bool,
+    interpret: Interpreter | None = None,
 ) -> tuple[Array, ...]:
     """e4m3 values [M, k, 128] and float32 scales [k, M] of rows; M and rows past T as in ``rms_norm``.
 
@@ -115,7 +117,12 @@ def quantised_type(rows: int, blocks: int) -> list[jax.ShapeDtypeStruct]:
     ]
 
 
-def _launch(body: Any, out_type: Any, grid: dict[str, int], interpret: Any) -> Any:
+def _launch(
+    body: Callable[..., None],
+    out_type: list[jax.ShapeDtypeStruct],
+    grid: dict[str, int],
+    interpret: Interpreter | None,
+) -> Callable[..., Sequence[Array]]:
     """A kernel of one warpgroup per thread block."""
     return plgpu.kernel(
         body,
@@ -124,5 +131,5 @@ def _launch(body: Any, out_type: Any, grid: dict[str, int], interpret: Any) -> A
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
-        **({} if interpret is None else {"interpret": interpret}),
+        interpret=interpret,
     )

@@ -1,12 +1,13 @@
 """The function that a model calls."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels_pallas.mosaic import Interpreter
 from kernels_pallas.router import mosaic_gpu, reference
 from kernels_pallas.router.reference import ROWS
 from kernels_pallas.router.rule import Rule
@@ -39,7 +40,7 @@ def choose(
     counted: Bool[Array, " T"] | None = None,
     *,
     implementation: Implementation,
-    interpret: Any = None,
+    interpret: Interpreter | None = None,
 ) -> Choice:
     """Experts chosen by sigmoid scores with a bias, from the best groups; the lower id among equals.
 

@@ -1,7 +1,6 @@
 """The choice of experts for Hopper: one warpgroup chooses for 64 tokens, all scores in its registers."""
 
 from functools import reduce
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.mosaic import WGMMA, WGMMA_COLUMN, WGMMA_ROW, Ref, Warpgroup, load, per_column, per_row
+from kernels_pallas.mosaic import (
+    WGMMA,
+    WGMMA_COLUMN,
+    WGMMA_ROW,
+    Interpreter,
+    Ref,
+    Warpgroup,
+    load,
+    per_column,
+    per_row,
+)
 from kernels_pallas.router.reference import ROWS
 from kernels_pallas.router.rule import Rule
 
@@ -21,7 +30,7 @@ def choose(
     counted: Int[Array, " T"],
     *,
     rule: Rule,
-    interpret: Any = None,
+    interpret: Interpreter | None = None,
 ) -> tuple[Int[Array, "k T"], Float[Array, "k T"], Int[Array, "b E"]]:
     """``reference.choose``, transposed, and ``reference.count`` of its ids.
 
@@ -43,15 +52,15 @@ def choose(
         rows = pl.ds(block * ROWS, ROWS)
         column = wg.iota((ROWS, size), 1)
 
-        def scores(g: Any) -> jax.Array:
+        def scores(g: jax.Array | int) -> jax.Array:
             """Scores of a group of experts; read again rather than kept: with the choice they would spill."""
             return 1 / (1 + jnp.exp(-load(logits, (rows, pl.ds(g * size, size)), WGMMA)))
 
-        def at(index: jax.Array, g: Any) -> jax.Array:
+        def at(index: jax.Array, g: jax.Array | int) -> jax.Array:
             """[rows, size]: whether the expert of group g is the expert ``index`` of its row."""
             return column == per_row(index - g * size, size)
 
-        def choose_one(j: Any, choice: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def choose_one(j: jax.Array, choice: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             top = per_row(jnp.max(reduce(jnp.maximum, choice), axis=1), size)
             # First the group, which is a constant: ids of all experts would fill half the registers.
             group = jnp.full_like(column, rule.groups)
@@ -62,7 +71,7 @@ def choose(
             chosen[j] = index
             return tuple(jnp.where(at(index, g), -jnp.inf, c) for g, c in enumerate(choice))
 
-        def weigh(g: Any, weight: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def weigh(g: jax.Array, weight: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             score, times, out = scores(g), jnp.zeros_like(column), []
             counts_here = per_row(load(counted, (rows,), WGMMA_ROW), size) > 0
             for j, sofar in enumerate(weight):
@@ -85,7 +94,6 @@ def choose(
             weights[j, rows] = w * scale
 
     blocks = padded // ROWS
-    interpreted: dict[str, Any] = {} if interpret is None else {"interpret": interpret}
     return tuple(
         plgpu.kernel(
             body,
@@ -98,7 +106,7 @@ def choose(
             scratch_types=[plgpu.SMEM((rule.chosen, ROWS), jnp.int32)],
             grid=(blocks,),
             grid_names=("block",),
-            **interpreted,
+            interpret=interpret,
         )(logits, bias, counted)
     )
 

@@ -1,19 +1,21 @@
 """The function that a model calls."""
 
-from typing import Any, Literal
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas.mosaic import Interpreter
+from kernels_pallas.needs import Described, Implementation
 from kernels_pallas.top_k import mosaic_gpu, reference
 from kernels_pallas.top_k.mosaic_gpu import CHUNK, LINE
 
-Implementation = Literal["xla", "mosaic_gpu"]
-
 
 def top_k(
-    scores: Float[Array, "T L"], count: int, *, implementation: Implementation, interpret: Any = None
+    scores: Float[Array, "T L"],
+    count: int,
+    *,
+    implementation: Implementation,
+    interpret: Interpreter | None = None,
 ) -> Int[Array, "T k"]:
     """Each token's ``count`` entries with the best scores, in ascending order; the first among equal scores.
 
@@ -61,7 +63,7 @@ def entries(
     return nothing.at[token, place].set(entry, mode="drop", unique_indices=True)[:, :count]
 
 
-def check(scores: Any) -> None:
+def check(scores: Described) -> None:
     """Refuse inputs that the Mosaic GPU kernel cannot take, with a ValueError that says so."""
     if str(scores.dtype) != "float32":
         raise ValueError(f"top_k on mosaic_gpu: scores in {scores.dtype}, must be float32; use 'xla'")

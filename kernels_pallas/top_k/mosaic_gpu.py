@@ -8,8 +8,6 @@ Every choice is a bit, 32 to a word, with the number of bits before the word.
 Scores lie in lines of 32: a warp has a line, each lane a score of it.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -17,7 +15,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.mosaic import LINE, LINE_OF, LINES_OF, Ref, Warpgroup, load, per_column, per_row
+from kernels_pallas.mosaic import (
+    LINE,
+    LINE_OF,
+    LINES_OF,
+    Interpreter,
+    Ref,
+    Warpgroup,
+    load,
+    per_column,
+    per_row,
+)
 from kernels_pallas.top_k.reference import NOTHING
 
 READERS = 4  # warpgroups; each has its share of the scores
@@ -36,7 +44,7 @@ _HALF = 16  # bits that a count within a chunk has room in
 
 
 def choose(
-    scores: Float[Array, "T L"], *, count: int, interpret: Any = None
+    scores: Float[Array, "T L"], *, count: int, interpret: Interpreter | None = None
 ) -> tuple[Int[Array, "T w"], Int[Array, "T w"], Int[Array, "T n"]]:
     """The best ``count`` scores of each token as bits, 32 to a word, and the bits set before each word.
 
@@ -60,10 +68,10 @@ def choose(
         last = jnp.minimum(first + share, chunks)
         none = wg.laid_out(jnp.zeros((LINES, LINE), jnp.int32), LINES_OF)
 
-        def numbers(chunk: Any) -> jax.Array:
+        def numbers(chunk: jax.Array) -> jax.Array:
             return _ordered(load(scores, (token, pl.ds(chunk * LINES, LINES)), LINES_OF))
 
-        def exchange(parity: Any, found: tuple[jax.Array, ...]) -> list[jax.Array]:
+        def exchange(parity: jax.Array | int, found: tuple[jax.Array, ...]) -> list[jax.Array]:
             """The counts of all warpgroups for each candidate, 8 numbers of each."""
             for i, x in enumerate(found):
                 parts = [x[j : j + _FOLDED] for j in range(0, LINES, _FOLDED)]
@@ -74,12 +82,12 @@ def choose(
             plgpu.barrier_wait(counted)
             return [load(counts, (parity, i), LINE_OF) for i in range(len(found))]
 
-        def narrow(i: Any, least: Any) -> Any:
+        def narrow(i: jax.Array, least: jax.Array) -> jax.Array:
             """Two more bits of the least score."""
             unit = lax.shift_left(jnp.int32(1), 32 - _BITS - _BITS * i)
             candidates = [least + unit * (j + 1) for j in range(_CANDIDATES)]
 
-            def reach(chunk: Any, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            def reach(chunk: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 number = numbers(chunk)
                 return tuple(x + jnp.where(number >= c, 1, 0) for x, c in zip(found, candidates, strict=True))
 
@@ -91,7 +99,7 @@ def choose(
 
         least = jnp.maximum(lax.fori_loop(0, 32 // _BITS, narrow, jnp.int32(_LOWEST)), _LEAST)
 
-        def compare(chunk: Any, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def compare(chunk: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             number = numbers(chunk)
             larger, equal = found
             return larger + jnp.where(number > least, 1, 0), equal + jnp.where(number == least, 1, 0)
@@ -102,7 +110,7 @@ def choose(
         wanted = count - jnp.sum(larger)  # of the equal scores
         here = [jnp.sum(jnp.where(at < reader * _FOLDED, x, 0)) for x in (larger, equal)]
 
-        def write(chunk: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        def write(chunk: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             number, lines = numbers(chunk), pl.ds(chunk * LINES, LINES)
             line, lane = (wg.iota_of((LINES, LINE), axis, LINES_OF) for axis in range(2))
             larger, equal = number > least, number == least
@@ -147,7 +155,7 @@ def choose(
         grid_names=("token",),
         num_threads=READERS,
         thread_name="reader",
-        **({} if interpret is None else {"interpret": interpret}),
+        interpret=interpret,
     )(scores.reshape(tokens, -1, LINE))
     return words, before, nothing.reshape(tokens, -1)
 

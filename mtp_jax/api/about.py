@@ -1,10 +1,9 @@
 """What a model and its engine are, which does not change while they serve."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from mtp_jax.engine.config import EngineConfig
+from mtp_jax.json_object import JsonMapping
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.text.tokenizer import Tokenizer
 
@@ -23,6 +22,6 @@ class About:
     model: ModelConfig
     engine: EngineConfig
     tokenizer: Tokenizer | None
-    sampling_defaults: Mapping[str, Any]
+    sampling_defaults: JsonMapping
     simulated: bool
     structured: bool

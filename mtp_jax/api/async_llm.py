@@ -70,8 +70,8 @@ class AsyncLLM:
         self._thread = EngineThread(
             llm.engine,
             admitted=self._submissions.admitted,
-            updated=lambda updates: self._call(self._submissions.deliver, updates),
-            failed=lambda error: self._call(self._fail_all, error),
+            updated=lambda updates: self._call(partial(self._submissions.deliver, updates)),
+            failed=lambda error: self._call(partial(self._fail_all, error)),
         )
         if llm.group:
             llm.group.ending.told.append(self.fail)
@@ -79,8 +79,14 @@ class AsyncLLM:
         self.warm_up = WarmUp(llm.engine, quiet, thread.warm_up, thread.forget_costs)
         self.hooks = Hooks()
         structured = llm.engine.grammars is not None
-        facts = llm.tokenizer, llm.sampling_defaults, llm.simulated, structured
-        self.about = About(llm.config, llm.engine.config, *facts)
+        self.about = About(
+            llm.config,
+            llm.engine.config,
+            llm.tokenizer,
+            llm.sampling_defaults,
+            simulated=llm.simulated,
+            structured=structured,
+        )
 
     # Life
 
@@ -127,7 +133,7 @@ class AsyncLLM:
         """Fail what runs and what comes, from any thread: the process is about to end."""
         self._thread.error = error
         if self._loop:
-            self._call(self._fail_all, error)
+            self._call(partial(self._fail_all, error))
 
     async def __aenter__(self) -> "AsyncLLM":
         await self.start()
@@ -385,7 +391,7 @@ class AsyncLLM:
 
     def _state(self, prompt: Prompt | LazyPrompt, params: SamplingParams, terms: Terms) -> PromptState:
         made = prompt.make() if isinstance(prompt, LazyPrompt) else prompt
-        return PromptState(self.llm.engine, self.about.tokenizer, made, params, **terms)
+        return PromptState(self.llm.engine, self.about.tokenizer, made, params, terms)
 
     def _check_running(self, even_draining: bool = False) -> None:
         if self._loop is not None and asyncio.get_running_loop() is not self._loop:
@@ -419,6 +425,6 @@ class AsyncLLM:
             if not call.done():
                 call.set_exception(failure)
 
-    def _call(self, function: Callable[..., None], *args: Any) -> None:
+    def _call(self, function: Callable[[], None]) -> None:
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(function, *args)
+        self._loop.call_soon_threadsafe(function)

@@ -4,16 +4,16 @@ import logging
 import os
 import stat
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from mtp_jax.errors import ConfigError
+from mtp_jax.json_object import JsonObject
 from mtp_jax.machine import program_folder
 
 _LOG = logging.getLogger(__name__)
-_before: dict[str, Any] = {}
+_before: JsonObject = {}
 
 
 def use_compile_cache(directory: str | Path | None) -> None:
@@ -52,7 +52,7 @@ def use_compile_cache(directory: str | Path | None) -> None:
             "(--compile-cache), or none (--no-compile-cache)",
             path,
         )
-    settings: dict[str, Any] = {
+    settings: JsonObject = {
         "jax_compilation_cache_dir": str(programs),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
@@ -71,7 +71,7 @@ def _must_be_ours(path: Path) -> None:
         )
 
 
-def _update(settings: dict[str, Any]) -> None:
+def _update(settings: JsonObject) -> None:
     """Set JAX's options. JAX reads them with its first program only, so its cache has to be reset."""
     for name, value in settings.items():
         jax.config.update(name, value)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import TypedDict, Unpack, cast
+from typing import TypedDict, cast
 
 import numpy as np
 
@@ -131,7 +131,7 @@ class PromptState:
         tokenizer: Tokenizer | None,
         prompt: Prompt,
         params: SamplingParams,
-        **terms: Unpack[Terms],
+        terms: Terms | None = None,
     ) -> None:
         self.prompt = prompt if isinstance(prompt, str) else None
         check(prompt, params)
@@ -139,7 +139,7 @@ class PromptState:
             raise RequestError("the model directory has no tokenizer; give token ids and no stop strings")
         ids = _ids(prompt, tokenizer)
         self.params = params
-        requests = engine.make_requests(ids, params, **terms)
+        requests = engine.make_requests(ids, params, **(terms or {}))
         self.completions = [CompletionState(request, tokenizer) for request in requests]
         self._ids = list(requests[0].prompt)
         self._scored = False  # whether an output has held the prompt's log-probabilities

@@ -9,13 +9,14 @@ from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from mtp_jax.api.local import local_runner
 from mtp_jax.decode.launches import AllocateCache, ReleaseCache
 from mtp_jax.engine.engine import Engine
 from mtp_jax.errors import ConfigError, EngineStopped, RequestError
 from mtp_jax.model.narrow import is_narrow, with_bits, without_bits
-from mtp_jax.model.params import Params, shapes
+from mtp_jax.model.params import NextN, Params, shapes
 
 Tag = Literal["weights", "draft", "cache"]
 """Parts of memory that can be released: the trunk's weights, the NextN layers', the cache."""
@@ -118,7 +119,7 @@ class DeviceMemory:
         if not self.released:
             engine.wake()
 
-    def _place(self, engine: Engine, tag: Tag, new: Any) -> None:
+    def _place(self, engine: Engine, tag: Tag, new: PyTree) -> None:
         """Array by array: the old arrays are gone, unless somebody else holds them."""
         if tag not in self.released:
             self.released.append(tag)
@@ -132,7 +133,7 @@ class DeviceMemory:
         self._set(engine, tag, local_runner(engine).on.laid_out(part) if tag == "weights" else part)
         self.released.remove(tag)
 
-    def _set(self, engine: Engine, tag: Tag, part: Any) -> None:
+    def _set(self, engine: Engine, tag: Tag, part: PyTree) -> None:
         """Let the engine run with this part."""
         trunk, nextn = (part, self.params.nextn) if tag == "weights" else (self.params, part)
         self.params = replace(trunk, nextn=nextn)
@@ -146,7 +147,7 @@ class NoWeights(DeviceMemory):
         self.released, self._known = [], ["cache"]
 
 
-def _placed(w: Any, where: Any) -> Any:
+def _placed(w: PyTree, where: PyTree) -> PyTree:
     """A weight on its devices, in the form in which it was there before."""
     placed = jax.device_put(without_bits(w), without_bits(where))
     return placed if where == without_bits(where) else with_bits(placed)
@@ -157,5 +158,5 @@ def drafting(params: Params, num_speculative_tokens: int) -> Params:
     return params if num_speculative_tokens else replace(params, nextn=())
 
 
-def _part(params: Params, tag: Tag) -> Any:
+def _part(params: Params, tag: Tag) -> Params | tuple[NextN, ...]:
     return params.nextn if tag == "draft" else replace(params, nextn=())

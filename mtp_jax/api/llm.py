@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Unpack, cast
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from mtp_jax.api.progress import Silent
 from mtp_jax.api.propose import propose
 from mtp_jax.api.score import Scorer, Scores
 from mtp_jax.api.session import Session
-from mtp_jax.api.simulated import simulated_engine
+from mtp_jax.api.simulated import simulated_engine, simulated_language
 from mtp_jax.checkpoint.update import Source, read_update
 from mtp_jax.decode.keys import MAX_DRAFTS
 from mtp_jax.engine.config import EngineConfig
@@ -34,12 +34,13 @@ from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.validate import checked_ids
 from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.hosts.group import Group, lead
+from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.model.narrow import nbytes
 from mtp_jax.model.params import Params
 from mtp_jax.options import takes
 from mtp_jax.text.grammar import Grammars
 
-Conversation = Sequence[Mapping[str, Any]]
+Conversation = Sequence[JsonMapping]
 
 
 class LLM:
@@ -77,8 +78,8 @@ class LLM:
 
     def _make_engine(self, config: EngineConfig) -> Engine:
         if self._rates is not None:
-            sizes = self.config, config, self._rates, self._seconds
-            return simulated_engine(*sizes, self.tokenizer, self._grammars)
+            language = simulated_language(self.config, self._rates, self.tokenizer)
+            return simulated_engine(self.config, config, language, self._seconds, self._grammars)
         params = drafting(self._memory.params, config.num_speculative_tokens)
         cfg = self.config if params.nextn else self.config.with_nextn(())
         with self._report.phase("allocate cache"):
@@ -158,8 +159,8 @@ class LLM:
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        chat_template_kwargs: JsonObject | None = None,
     ) -> list[RequestOutput]:
         """Answer one or many conversations, rendered by the model's chat template.
 
@@ -177,9 +178,11 @@ class LLM:
         if self.tokenizer is None:
             raise RequestError("the model directory has no tokenizer; use generate with token ids")
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts, options = [], chat_template_kwargs or {}
+        prompts = []
         for conversation in conversations:
-            text = self.tokenizer.apply_chat_template(cast(Conversation, conversation), tools, **options)
+            text = self.tokenizer.apply_chat_template(
+                cast(Conversation, conversation), tools, **(chat_template_kwargs or {})
+            )
             prompts.append(self.tokenizer.encode(text, add_special_tokens=False))
         return self.generate(prompts, sampling_params)
 
@@ -394,7 +397,7 @@ class LLM:
         states = []
         for i, (prompt, p) in enumerate(zip(many, each, strict=True), start=1):
             try:
-                states.append(PromptState(self.engine, self.tokenizer, prompt, p, **terms))
+                states.append(PromptState(self.engine, self.tokenizer, prompt, p, terms))
             except RequestError as e:
                 raise RequestError(f"prompt {i} of {len(many)}: {e}" if len(many) > 1 else str(e)) from e
         return states

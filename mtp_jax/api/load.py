@@ -1,8 +1,7 @@
 """A model in memory and the runner of its programs: ``LLM`` serves with them, a follower replays on them."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -19,6 +18,7 @@ from mtp_jax.checkpoint.digest import folder_digest
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.errors import ConfigError
 from mtp_jax.hosts.hello import options_of, versions
+from mtp_jax.json_object import JsonObject
 from mtp_jax.model.backend import Backend, backend
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import multiplies_bf16, platform
@@ -41,7 +41,7 @@ class Described:
     config: ModelConfig
     engine: EngineConfig
     tokenizer: Tokenizer | None
-    sampling: dict[str, Any]
+    sampling: JsonObject
     folders: tuple[Path, ...]
     room: Room | None = field(default=None, kw_only=True)
 
@@ -153,7 +153,7 @@ def _compare(options: LLMOptions, directory: Path, engine: EngineConfig, nextn: 
             **versions(),
             "devices": f"{every[0].device_kind}, {len(every)}, {jax.local_device_count()} on each host",
             "mesh": " ".join(f"{name}={n}" for name, n in mesh.shape.items()),
-            "options": options_of(engine),
+            "options": options_of(asdict(engine)),
             "NextN layers": str(nextn),
             "the checkpoint": folder_digest(directory),
             "draft_model": "none" if draft is None else folder_digest(Path(draft)),

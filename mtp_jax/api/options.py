@@ -3,11 +3,12 @@
 import secrets
 from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from mtp_jax.api.progress import Reporter
 from mtp_jax.engine.config import EngineConfig, EngineOptions
 from mtp_jax.errors import ConfigError
+from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.options import option
 
@@ -105,7 +106,7 @@ class LLMOptions(EngineOptions):
         limit, length = model.max_position_embeddings, self.max_model_len
         if length is not None and length > limit:
             raise ConfigError(f"max_model_len = {length}; the model's positions end at {limit}")
-        given: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(EngineOptions)}
+        given: JsonObject = {f.name: getattr(self, f.name) for f in fields(EngineOptions)}
         if length is None:
             given["max_model_len"] = min(limit, _DEFAULT_MAX_MODEL_LEN)
         if self.memory_fraction is not None and self.group is not None:

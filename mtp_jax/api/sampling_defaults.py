@@ -1,17 +1,17 @@
 """A model's own sampling options: generation_config.json beside its weights."""
 
 from pathlib import Path
-from typing import Any
 
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, RequestError
+from mtp_jax.json_object import JsonObject
 from mtp_jax.model.hf_config import read_json
 
 FILE = "generation_config.json"
 NAMES = ("temperature", "top_p", "top_k", "repetition_penalty")
 
 
-def sampling_defaults(folder: Path, source: str) -> dict[str, Any]:
+def sampling_defaults(folder: Path, source: str) -> JsonObject:
     """Options of ``SamplingParams`` that a request does not set; none if ``source`` is "none".
 
     Raises ConfigError for values out of range.
@@ -29,7 +29,7 @@ def sampling_defaults(folder: Path, source: str) -> dict[str, Any]:
     return found
 
 
-def described(defaults: dict[str, Any]) -> str:
+def described(defaults: JsonObject) -> str:
     """A line at the start: "temperature 0.6, top_p 0.95 unless given (generation_config.json; ...)"."""
     if not defaults:
         return f"temperature 1 where a request names none; nothing from {FILE}"

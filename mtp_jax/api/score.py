@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from mtp_jax.model import nextn, trunk
 from mtp_jax.model.backend import Backend
@@ -60,7 +61,9 @@ class Scorer:
         """Only the trunk's hidden states, [T, D]."""
         return self._call(self._run_trunk, params, token_ids)[: len(token_ids)]
 
-    def _call(self, run: Callable[[Params, jax.Array], Any], params: Params, token_ids: Sequence[int]) -> Any:
+    def _call(
+        self, run: Callable[[Params, jax.Array], PyTree], params: Params, token_ids: Sequence[int]
+    ) -> PyTree:
         """The result of a function for a sequence that is padded to a power of two."""
         length, padded = len(token_ids), _SMALLEST
         while padded < length:
@@ -76,7 +79,9 @@ class Scorer:
     def _run_trunk(self, params: Params, tokens: jax.Array) -> jax.Array:
         return trunk.forward(params, self._cfg, tokens, self._on)
 
-    def _run(self, params: Params, tokens: jax.Array) -> Any:
+    def _run(
+        self, params: Params, tokens: jax.Array
+    ) -> tuple[jax.Array, jax.Array, list[jax.Array], list[jax.Array]]:
         hidden = self._run_trunk(params, tokens)
         z, states, logits = hidden, [], []
         for k in range(self._cfg.num_nextn_predict_layers):

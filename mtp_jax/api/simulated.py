@@ -31,18 +31,17 @@ def check_simulated(options: LLMOptions) -> None:
         raise ConfigError(f"{wrong[0]} means nothing to a simulated model; leave it out, or simulate")
 
 
-def simulated_engine(
-    cfg: ModelConfig,
-    config: EngineConfig,
-    rates: tuple[float, ...],
-    seconds: float,
-    tokenizer: Tokenizer | None,
-    grammars: Grammars | None,
-) -> Engine:
-    """An engine that says printable tokens, as a rule 64 of them. seconds: that a step takes."""
+def simulated_language(cfg: ModelConfig, rates: tuple[float, ...], tokenizer: Tokenizer | None) -> Language:
+    """Printable tokens, as a rule 64 of them."""
     words = tokenizer and _printable(tokenizer, cfg.vocab_size)
     ends = tuple(t for t in cfg.eos_token_ids if t < cfg.vocab_size)
-    language = Language(cfg.vocab_size, rates, 0, words or None, ends, 1 / _TOKENS if ends else 0.0)
+    return Language(cfg.vocab_size, rates, 0, words or None, ends, 1 / _TOKENS if ends else 0.0)
+
+
+def simulated_engine(
+    cfg: ModelConfig, config: EngineConfig, language: Language, seconds: float, grammars: Grammars | None
+) -> Engine:
+    """An engine that says a text of the language. seconds: that a step takes."""
     pages, size = config.pages_per_shard(1), config.page_size
     runner = Simulated(language, slots=config.max_num_seqs, pages=pages, page_size=size, seconds=seconds)
     return Engine(cfg, config, runner, grammars, MARK)

@@ -7,7 +7,6 @@ well the model predicts text that it did not write.
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from mtp_jax.api.llm import LLM
 from mtp_jax.api.local import local_runner
@@ -18,6 +17,7 @@ from mtp_jax.bench.subject import Subject, directory_of, prompts_for
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.speculation import Speculation
 from mtp_jax.errors import ConfigError
+from mtp_jax.json_object import JsonObject
 
 _GRAM = 8
 
@@ -94,7 +94,7 @@ def run(
     return Report(f"Acceptance: {model}", headers, rows, [note, _about(text), *quotes], figures)
 
 
-def _held_out(text: bits.Bits | None) -> dict[str, Any] | None:
+def _held_out(text: bits.Bits | None) -> JsonObject | None:
     return None if text is None else {"bits_per_byte": text.per_byte, **asdict(text)}
 
 
@@ -110,7 +110,7 @@ def _about(text: bits.Bits | None) -> str:
     )
 
 
-def figures_of(outputs: Sequence[RequestOutput], depth: int) -> dict[str, Any]:
+def figures_of(outputs: Sequence[RequestOutput], depth: int) -> JsonObject:
     """Figures at one temperature: acceptance and repetition of completions of this depth."""
     spec = sum((o.speculation for o in outputs), Speculation())
     accepted = [*spec.accepted_per_position, *[0] * depth][:depth]
@@ -126,7 +126,7 @@ def figures_of(outputs: Sequence[RequestOutput], depth: int) -> dict[str, Any]:
     }
 
 
-def _sample(llm: LLM, output: RequestOutput) -> dict[str, Any]:
+def _sample(llm: LLM, output: RequestOutput) -> JsonObject:
     done = output.outputs[0]
     return {
         "prompt": llm.tokenizer.decode(output.prompt_token_ids) if llm.tokenizer else output.prompt_token_ids,

@@ -8,10 +8,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from mtp_jax.decode.keys import StepKey
 from mtp_jax.model.config import ModelConfig
@@ -41,11 +42,12 @@ class Size:
         return Size(self.always + other.always, self.expert + other.expert)
 
 
-Measure = Callable[[Any], int]
+_T = TypeVar("_T")
+Measure = Callable[[PyTree], int]
 """The size of a tree of parameters: ``nbytes``, or ``count``."""
 
 
-def count(weights: Any) -> int:
+def count(weights: PyTree) -> int:
     """Number of weights in a tree of parameters, narrow weights included."""
     return sum(math.prod(w.shape) for w in jax.tree.leaves(weights, is_leaf=is_narrow))
 
@@ -97,7 +99,7 @@ class Part:
     count: Size
 
     @classmethod
-    def of(cls, part: Callable[[Any, Measure], Size], params: Any) -> "Part":
+    def of(cls, part: Callable[[_T, Measure], Size], params: _T) -> "Part":
         """A part of some parameters, measured both ways."""
         return cls(part(params, nbytes), part(params, count))
 
@@ -134,19 +136,20 @@ def of_launch(
         count = sum(slots * width for slots, width in rows)
         experts = visited(count)
         active = part.count.touched(min(cfg.num_experts_per_tok or 0, experts))
-        attending = sum((attend(layer, *some) for layer in layers for some in rows), Work(0, 0))
+        attending = sum((attend(layer, some) for layer in layers for some in rows), Work(0, 0))
         return Work(part.bytes.touched(experts), 2 * count * active) + attending
 
-    def attend(layer: int, slots: int, width: int) -> Work:
-        """Attention of windows of ``width`` tokens over the cached rows of their slots."""
+    def attend(layer: int, rows: tuple[int, int]) -> Work:
+        """Attention of windows over the cached rows of their slots."""
+        slots, width = rows
         a = attention(cfg, layer, width, cached)
         values = a.rows * cfg.row.width + a.keys * (cfg.indexer.dim if cfg.indexer else 0)
         return Work(slots * values * itemsize, slots * (a.flops + a.scoring))
 
-    def extend(slots: int, width: int) -> list[Work]:
+    def extend(rows: tuple[int, int]) -> list[Work]:
         """The NextN rows of known tokens: of the last layer nothing but its rows."""
-        passes = [run(p, own, (slots, width)) for p in nextn[:-1]]
-        return [*passes, *(run(p, none, (slots, width)) for p in rows_only[-1:])]
+        passes = [run(p, own, rows) for p in nextn[:-1]]
+        return [*passes, *(run(p, none, rows) for p in rows_only[-1:])]
 
     one, windows, chunk = (key.slots, 1), (key.slots, key.depth + 1), (key.prompts * shards, key.tokens)
     passes = [
@@ -157,9 +160,9 @@ def of_launch(
         passes += [run(head, none, one)] * key.depth
         passes += [run(p, none, one) for p in rows_only[1 : key.depth]]
         passes += [run(nextn[k % len(nextn)], own, one) for k in range(key.depth)]
-        passes += extend(*windows)
+        passes += extend(windows)
     if key.tokens:
-        passes += extend(*chunk)
+        passes += extend(chunk)
     return sum(passes, Work(0, 0))
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mtp_jax.bench.acceptance import repeated
 from mtp_jax.bench.report import Report, Spread
@@ -13,6 +12,7 @@ from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.speculation import Speculation
 from mtp_jax.errors import ConfigError
+from mtp_jax.json_object import JsonObject
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ _HEADERS = (
 )
 
 
-def _figures(temperature: float, depth: int, decode: Decode, plain: Decode) -> dict[str, Any]:
+def _figures(temperature: float, depth: int, decode: Decode, plain: Decode) -> JsonObject:
     """Results of one depth; plain: depth 0 at the same temperature."""
     spec = decode.speculation
     return {
@@ -136,7 +136,7 @@ def _figures(temperature: float, depth: int, decode: Decode, plain: Decode) -> d
     }
 
 
-def _row(f: dict[str, Any]) -> tuple[Any, ...]:
+def _row(f: JsonObject) -> tuple[object, ...]:
     return (
         f"{f['temperature']:g}",
         f["depth"],

@@ -5,7 +5,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 from urllib.parse import urlsplit
 
 import httpx2
@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from mtp_jax.bench.latency import Timeline
 from mtp_jax.bench.traffic import Prompt
 from mtp_jax.errors import ConfigError, MtpJaxError
+from mtp_jax.json_object import JsonMapping, JsonObject
 
 Api = Literal["completions", "chat"]
 # Where a server says how many tokens there are: in every chunk, at the end of an answer, or nowhere.
@@ -52,12 +53,12 @@ class Endpoint:
 
     http: httpx2.AsyncClient
     api: Api
-    fields: Mapping[str, Any]
+    fields: JsonMapping
     counts: Counts = "chunks"
 
-    def body(self, prompt: Prompt) -> dict[str, Any]:
+    def body(self, prompt: Prompt) -> JsonObject:
         """The body of a streamed request. Raises ConfigError for a prompt that the route does not take."""
-        options: dict[str, Any] = {"include_usage": True}
+        options: JsonObject = {"include_usage": True}
         if self.counts == "chunks":
             options["continuous_usage_stats"] = True
         stream = {"stream": True} | ({} if self.counts == "none" else {"stream_options": options})
@@ -129,7 +130,7 @@ class _Reader:
         return Answer(self.timeline, self.prompt_tokens, counts, failure)
 
 
-def _says(choice: Mapping[str, Any]) -> bool:
+def _says(choice: JsonMapping) -> bool:
     said = choice.get("delta") or choice
     return any(said.get(name) for name in ("text", "content", "reasoning", "reasoning_content", "tool_calls"))
 
@@ -165,7 +166,7 @@ def address(url: str) -> str:
 
 
 async def connect(
-    http: httpx2.AsyncClient, api: Api, model: str | None, fields: Mapping[str, Any], prompt: Prompt
+    http: httpx2.AsyncClient, api: Api, model: str | None, fields: JsonMapping, prompt: Prompt
 ) -> Endpoint:
     """Find the model's name if none is given, and how the server counts tokens, by asking for one.
 

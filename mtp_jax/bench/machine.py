@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +46,7 @@ def copy_bandwidth(nbytes: float) -> float:
     return 2 * source.nbytes / _best(copy, source)
 
 
-def _best(run: Callable[..., Any], argument: jax.Array) -> float:
+def _best(run: Callable[[jax.Array], jax.Array], argument: jax.Array) -> float:
     def once() -> float:
         began = time.perf_counter()
         jax.block_until_ready(run(argument))

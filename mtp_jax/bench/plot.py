@@ -1,12 +1,16 @@
 """Figures of a report."""
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mtp_jax.bench.latency import over_rounds
 from mtp_jax.bench.report import Report
+from mtp_jax.json_object import JsonMapping
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _COLOURS = ("#888888", "#1f77b4", "#d62728", "#2ca02c")
 
@@ -16,7 +20,7 @@ def can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def draw(report: Report, path: Path, made_by: Mapping[str, Any]) -> None:
+def draw(report: Report, path: Path, made_by: JsonMapping) -> None:
     """Write a PNG of ``report``, whose figures have "levels" (by concurrency) or "depths".
 
     made_by: the argument of ``report.write``; stands below the figure.
@@ -41,24 +45,25 @@ def draw(report: Report, path: Path, made_by: Mapping[str, Any]) -> None:
     pyplot.close(figure)
 
 
-def _levels(levels: Sequence[Mapping[str, Any]], axes: Any) -> None:
+def _levels(levels: Sequence[JsonMapping], axes: "Iterable[Axes]") -> None:
     """Throughput, speed-up, latencies and acceptance by level, a line per mode."""
     from matplotlib.ticker import MaxNLocator
 
     modes = list(dict.fromkeys(f["mode"] for f in levels))
     at_a_time = sorted({f["concurrency"] for f in levels})
 
-    def lines(axis: Any, name: str, value: Callable[[Mapping[str, Any]], float], style: str = "o-") -> None:
+    def lines(axis: "Axes", name: str, value: Callable[[JsonMapping], float], style: str = "o-") -> None:
         for mode, colour in zip(modes, _COLOURS, strict=False):
-            points = [(f["concurrency"], value(f)) for f in levels if f["mode"] == mode]
-            axis.plot(*zip(*points, strict=True), style, color=colour, label=f"{mode}{name}", markersize=4)
+            own = [f for f in levels if f["mode"] == mode]
+            at, values = [f["concurrency"] for f in own], [value(f) for f in own]
+            axis.plot(at, values, style, color=colour, label=f"{mode}{name}", markersize=4)
         axis.set_xscale("log", base=2)
         axis.set_xticks(at_a_time, map(str, at_a_time))
         axis.set_xlabel("requests at a time (logarithmic)")
         axis.grid(alpha=0.3)
         axis.legend(fontsize="small")
 
-    def spread(axis: Any, value: str) -> None:
+    def spread(axis: "Axes", value: str) -> None:
         """A line per mode through the medians, with the quartiles as bars."""
         lines(axis, "", lambda f: f[value].median)
         for mode, colour in zip(modes, _COLOURS, strict=False):
@@ -98,7 +103,7 @@ def _levels(levels: Sequence[Mapping[str, Any]], axes: Any) -> None:
     accepted.grid(alpha=0.3)
 
 
-def _depths(depths: Sequence[Mapping[str, Any]], axes: Any) -> None:
+def _depths(depths: Sequence[JsonMapping], axes: "Iterable[Axes]") -> None:
     """Speed, step time and acceptance by depth, a colour per temperature."""
     from matplotlib.ticker import MaxNLocator
 

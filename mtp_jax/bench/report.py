@@ -5,15 +5,17 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from mtp_jax.errors import ConfigError
+from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.machine import usable_cores
 
 
@@ -57,7 +59,7 @@ class Report:
     headers: Sequence[str]
     rows: Sequence[Sequence[Any]]
     notes: Sequence[str] = ()
-    figures: Mapping[str, Any] = field(default_factory=dict)
+    figures: JsonMapping = field(default_factory=dict)
     pending: int = 0
 
     def text(self) -> str:
@@ -65,19 +67,19 @@ class Report:
         return "\n".join([f"{self.title}\n", table(self.headers, self.rows), *(f"\n{n}" for n in self.notes)])
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A Markdown table with aligned columns: text to the left, numbers to the right."""
-    columns = [[str(c) for c in column] for column in zip(headers, *rows, strict=True)]
+    columns = [[str(row[i]) for row in (headers, *rows)] for i in range(len(headers))]
     padded, rule = [], []
     for column in columns:
         width, number = max(map(len, column)), all(c[:1].isdigit() or c[:1] == "-" for c in column[1:])
         padded.append([c.rjust(width) if number else c.ljust(width) for c in column])
         rule.append("-" * (width + 1) + ":" if number else ":" + "-" * (width + 1))
-    lines = ["| " + " | ".join(cells) + " |" for cells in zip(*padded, strict=True)]
+    lines = ["| " + " | ".join(column[i] for column in padded) + " |" for i in range(1 + len(rows))]
     return "\n".join([lines[0], f"|{'|'.join(rule)}|", *lines[1:]])
 
 
-def environment() -> dict[str, Any]:
+def environment() -> JsonObject:
     """The date, versions, processor, cores, and how busy the machine was at the start."""
     packages = ("mtp-jax", "jax", "jaxlib", "numpy")
     return {
@@ -110,7 +112,7 @@ def check(path: Path) -> None:
         raise ConfigError(f"{path} cannot be written; name another file")
 
 
-def write(report: Report, path: str | Path, made_by: Mapping[str, Any]) -> None:
+def write(report: Report, path: str | Path, made_by: JsonMapping) -> None:
     """Write ``report`` as JSON; ``made_by``: the command, its options and ``environment()``."""
     path = Path(path)
     pending = {"pending_levels": report.pending} if report.pending else {}
@@ -118,10 +120,12 @@ def write(report: Report, path: str | Path, made_by: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, default=_plain) + "\n", encoding="utf-8")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, Path):
         return str(value)
-    return value.tolist() if hasattr(value, "tolist") else asdict(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return np.asarray(value).tolist()
 
 
 def _version(name: str) -> str | None:

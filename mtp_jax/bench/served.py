@@ -5,9 +5,9 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
 import httpx2
 
@@ -26,6 +26,7 @@ from mtp_jax.bench.latency import HEADERS, Summary, acceptance_per_position, row
 from mtp_jax.bench.report import Report
 from mtp_jax.bench.traffic import Arrivals, Prompt, Prompts, schedule
 from mtp_jax.errors import MtpJaxError
+from mtp_jax.json_object import JsonMapping, JsonObject
 
 KEY = "OPENAI_API_KEY"
 _SHOWN_FAILURES = 5
@@ -51,7 +52,7 @@ class Load:
 
 
 def run(
-    url: str, api: Api, model: str | None, fields: Mapping[str, Any], prompts: Prompts, load: Load
+    url: str, api: Api, model: str | None, fields: JsonMapping, prompts: Prompts, load: Load
 ) -> Iterator[Report]:
     """Measure level by level; yields the report so far after each.
 
@@ -102,14 +103,14 @@ class Level:
         return _least([a.counts for a in self.answers if not a.failure])
 
     @property
-    def row(self) -> tuple[Any, ...]:
+    def row(self) -> tuple[object, ...]:
         """Cells of the table."""
         failed, length = self.failures.total(), f"{self.drafts.acceptance_length:.2f}" if self.drafts else "-"
         done = f"{self.answered / self.summary.seconds:.2f}"
         return (f"{self.rate:g}", done, self.answered, failed, length, *row([self.summary]))
 
     @property
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> JsonObject:
         """Everything, for JSON."""
         seconds, prompt_tokens = self.summary.seconds, sum(a.prompt_tokens for a in self.answers)
         return {

@@ -21,6 +21,7 @@ from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.speculation import Speculation
 from mtp_jax.errors import ConfigError
+from mtp_jax.json_object import JsonObject
 
 # "control" is "off" once more: its speed-up is the difference that the machine makes between equal engines.
 Mode = Literal["off", "control", "fixed", "adaptive"]
@@ -129,7 +130,7 @@ def run(
     headers = ("at a time", "MTP", "speed-up", "acceptance length", "same tokens", *HEADERS)
     title = f"Load: {subject.name}"
     rows: list[tuple[Any, ...]] = []
-    figures: list[dict[str, Any]] = []
+    figures: list[JsonObject] = []
     for pending, level in zip(reversed(range(len(load.concurrency))), load.concurrency, strict=True):
         prompts = given.ids[: load.requests_at(level)]
         runs: dict[Mode, list[Run]] = {m: [] for m in modes}
@@ -150,7 +151,7 @@ def run(
 
 def _figures(
     level: int, mode: Mode, runs: Mapping[Mode, list[Run]], load: Load, simulated: Simulated | None
-) -> dict[str, Any]:
+) -> JsonObject:
     own, plain = runs[mode], runs["off"]
     spec = sum((r.speculation for r in own), Speculation())
     drafts = sum(n > 0 for n in spec.drafted_per_step)

@@ -12,7 +12,6 @@ import sys
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -144,7 +143,7 @@ def rigged_params(cfg: ModelConfig, noise: float, seed: int = 0, dtype: str = "f
 def with_noise(params: Params, noise: float, seed: int = 0) -> Params:
     """``params`` with eh_proj = [identity | 0] + noise * N(0, 1 / D) in every NextN layer."""
 
-    def rig(k: int, merge: Any) -> jax.Array:
+    def rig(k: int, merge: jax.Array) -> jax.Array:
         hidden = merge.shape[0]
         random = _generator(seed, f"noise {k}").standard_normal(merge.shape, np.float32)
         random *= np.float32(noise / math.sqrt(hidden))

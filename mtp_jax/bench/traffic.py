@@ -7,9 +7,10 @@ import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from mtp_jax.errors import ConfigError
+from mtp_jax.json_object import JsonObject
 
 Message = dict[str, str]
 Prompt = str | list[int] | list[Message]
@@ -114,7 +115,7 @@ def _text(path: Path) -> str:
 
 
 def _from_file(
-    path: Path, entries: Sequence[Any], first: Callable[[Any], Prompt | None], expected: str
+    path: Path, entries: Sequence[JsonObject], first: Callable[[JsonObject], Prompt | None], expected: str
 ) -> Prompts:
     """Entries in which the user says nothing are left out; an entry of another form is an error."""
     found: list[Prompt] = []
@@ -130,12 +131,12 @@ def _from_file(
     return Prompts(found, f"{path.name}, {len(found)} prompts")
 
 
-def _first_of_conversation(entry: Any) -> Prompt | None:
+def _first_of_conversation(entry: JsonObject) -> Prompt | None:
     said = entry["conversations"]
     return next((str(turn["value"]) for turn in said if turn["from"] in _USERS and turn["value"]), None)
 
 
-def _first_turn(entry: Any) -> Prompt | None:
+def _first_turn(entry: JsonObject) -> Prompt | None:
     if "turns" in entry:
         turns = entry["turns"]
         return str(turns[0]) if turns else None

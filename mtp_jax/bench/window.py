@@ -6,14 +6,14 @@ predicted speed-up = acceptance length * bytes(plain step) / bytes(speculative s
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 
 from mtp_jax.bench import cost, machine
 from mtp_jax.bench.depth import Decode, decode_alternating, speedup
@@ -26,6 +26,7 @@ from mtp_jax.decode.keys import MAX_DRAFTS, SamplingMode, StepKey
 from mtp_jax.decode.sampling import argmax
 from mtp_jax.decode.state import StateShape
 from mtp_jax.errors import ConfigError
+from mtp_jax.json_object import JsonObject
 from mtp_jax.model import trunk
 from mtp_jax.model.backend import backend
 from mtp_jax.model.cache import PagedView
@@ -57,12 +58,12 @@ def _empty_cache(cfg: ModelConfig, dtype: str) -> Cached:
 
 def verify(
     params: Params,
-    pages: tuple[Any, ...],
+    pages: tuple[PyTree, ...],
     tokens: Int[Array, "B W"],
     start: Int[Array, " B"],
     table: Int[Array, "B n"],
     cfg: ModelConfig,
-) -> tuple[tuple[Any, ...], Int[Array, "B W"]]:
+) -> tuple[tuple[PyTree, ...], Int[Array, "B W"]]:
     """The verify part of a step and nothing else: (pages, the trunk's greedy choices)."""
     positions, on = start[:, None] + jnp.arange(tokens.shape[1]), backend()
     view = PagedView(table, positions, chain(start, tokens.shape[1]))
@@ -112,7 +113,7 @@ def _row_bytes(subject: Subject) -> float:
     return sum(a.nbytes / (a.shape[0] * _PAGE_SIZE) for a in pages)
 
 
-def _compile(cfg: ModelConfig, params: Params, cached: Cached, width: int) -> Callable[..., Any]:
+def _compile(cfg: ModelConfig, params: Params, cached: Cached, width: int) -> jax.stages.Compiled:
     tokens, start = jax.ShapeDtypeStruct((1, width), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
     jitted = jax.jit(verify, donate_argnums=1, static_argnames="cfg")
     lowered = jitted.lower(params, cached.pages, tokens, start, cached.table, cfg=cfg)
@@ -198,10 +199,10 @@ def _by_window(
     experts: Mapping[int, float],
     cached: float,
     speed: float,
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """cached: bytes of cached rows that a window reads. speed: bytes per second of copies."""
 
-    def figures(w: int, spent: list[float]) -> dict[str, Any]:
+    def figures(w: int, spent: list[float]) -> JsonObject:
         floor, found = (weights.touched(experts[w]) + cached) / speed, Spread.of(spent)
         return {
             "window": w,
@@ -225,7 +226,7 @@ def _end_to_end(
     experts: Mapping[int, float],
     cached: float,
     speed: float,
-) -> dict[str, Any]:
+) -> JsonObject:
     """cached, speed: see ``_by_window``."""
     gain, acceptance = speedup(decoded[0], decoded[depth]), decoded[depth].speculation.acceptance_length
 

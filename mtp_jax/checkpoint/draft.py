@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
 
 from mtp_jax.checkpoint.folder import Folder, open_folder, shortlist
 from mtp_jax.checkpoint.safetensors_file import Tensor
@@ -82,7 +81,7 @@ def in_place(folder: Folder, cfg: ModelConfig) -> Draft:
     return Draft(folder.path, IN_PLACE, tensors, cfg)
 
 
-def _of_layer(cfg: ModelConfig, name: str) -> Any:
+def _of_layer(cfg: ModelConfig, name: str) -> object:
     """A field as far as it describes NextN layers: not which layers of the trunk share an indexer."""
     value = getattr(cfg, name)
     return replace(value, shared=()) if isinstance(value, IndexerConfig) else value

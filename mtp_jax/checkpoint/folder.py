@@ -4,10 +4,10 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from mtp_jax.checkpoint.safetensors_file import Tensor, open_file
 from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.hf_config import missing_folder, read_json, text_part
 from mtp_jax.text.tokenizer import FILES as TOKENIZER_FILES
@@ -86,7 +86,7 @@ def open_folder(path: str | Path) -> Folder:
     return as_folder(path, tensors)
 
 
-def read_config(path: str | Path) -> tuple[ModelConfig, dict[str, Any]]:
+def read_config(path: str | Path) -> tuple[ModelConfig, JsonObject]:
     """config.json of a folder, and its JSON; of a multimodal model the text part.
 
     generation_config.json decides the end-of-text ids.

@@ -6,13 +6,15 @@ A folder holds config.json (the dialect of the release), ``params/`` (Orbax) and
 
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
+from jaxtyping import PyTree
 
 from mtp_jax.checkpoint.folder import read_config, text_files
 from mtp_jax.checkpoint.read import Loaded, Progress, load_folder
@@ -22,6 +24,9 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.hf_config import read_json
 from mtp_jax.model.params import Params, Spec, dtype_of, param_specs, type_of
 from mtp_jax.model.sharding import check_divisible, param_sharding, with_auto_axes
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
 
 MARKER = "orbax.json"
 _FORMAT = 1
@@ -175,7 +180,7 @@ def convert(
         shutil.copyfile(file, out_dir / file.name)
 
 
-def _only(targets: dict[str, Any]) -> Any:
+def _only(targets: dict[str, jax.ShapeDtypeStruct]) -> "ocp.args.PyTreeRestore":
     """Arguments of a reader: these arrays alone, in their dtypes and shardings."""
     import orbax.checkpoint as ocp
 
@@ -183,7 +188,7 @@ def _only(targets: dict[str, Any]) -> Any:
     return ocp.args.PyTreeRestore(item=targets, restore_args=given, partial_restore=True)
 
 
-def _flat(tree: Params) -> dict[str, Any]:
+def _flat(tree: Params) -> dict[str, PyTree]:
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
@@ -192,7 +197,7 @@ def _dtype_name(params: Params) -> str:
     return str(params.embed.dtype)
 
 
-def _target(mesh: Mesh | None, dtype: str) -> Any:
+def _target(mesh: Mesh | None, dtype: str) -> Callable[[Spec], jax.ShapeDtypeStruct]:
     device = next(iter(jnp.zeros(()).devices()))
 
     def target(spec: Spec) -> jax.ShapeDtypeStruct:

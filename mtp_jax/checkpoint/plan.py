@@ -4,7 +4,6 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from mtp_jax.checkpoint.draft import Draft, in_place, layer_of, nextn_layers, open_draft
 from mtp_jax.checkpoint.folder import Folder, open_folder, read_config, shortlist
@@ -245,7 +244,7 @@ def _hints(cfg: ModelConfig, found: dict[str, Tensor], missing: Collection[str])
         matches = (re.fullmatch(pattern, n) for n in found)
         return {int(m[1]) for m in matches if m}
 
-    def say(key: str, got: Any, tensors: str) -> str:
+    def say(key: str, got: object, tensors: str) -> str:
         return f"config.json says {key} = {got}; {tensors}"
 
     out = []

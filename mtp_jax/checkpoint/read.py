@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from numpy.typing import DTypeLike
 
 from mtp_jax.checkpoint import fp8
 from mtp_jax.checkpoint.formats import SUFFIXES, Stored, format_of, spec_names, staying
@@ -98,7 +99,7 @@ def load_plan(
     return Loaded(plan.config, tree.unflatten(arrays), count.done)
 
 
-def on_host(spec: Spec, tensors: Mapping[str, Tensor], kind: Any) -> np.ndarray:
+def on_host(spec: Spec, tensors: Mapping[str, Tensor], kind: DTypeLike) -> np.ndarray:
     """A parameter as an array of the host."""
     return read_slice(spec, tensors, kind, (slice(None),) * len(spec.shape))
 
@@ -159,7 +160,7 @@ def _place_narrow(
     return with_bits(kept)
 
 
-def _place(spec: Spec, tensors: Mapping[str, Tensor], kind: Any, mesh: Mesh | None) -> jax.Array:
+def _place(spec: Spec, tensors: Mapping[str, Tensor], kind: DTypeLike, mesh: Mesh | None) -> jax.Array:
     if mesh is None:
         return jax.device_put(on_host(spec, tensors, kind))
     pieces: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}
@@ -174,7 +175,9 @@ def _place(spec: Spec, tensors: Mapping[str, Tensor], kind: Any, mesh: Mesh | No
     return jax.make_array_from_callback(spec.shape, param_sharding(spec, mesh), piece)
 
 
-def read_slice(spec: Spec, tensors: Mapping[str, Tensor], kind: Any, index: tuple[slice, ...]) -> np.ndarray:
+def read_slice(
+    spec: Spec, tensors: Mapping[str, Tensor], kind: DTypeLike, index: tuple[slice, ...]
+) -> np.ndarray:
     """The part ``index`` of a parameter as a new array of dtype ``kind``; only its bytes are read.
 
     Of a dimension of a tensor that the parameter splits (heads x head dim), only whole groups can be asked
@@ -183,7 +186,7 @@ def read_slice(spec: Spec, tensors: Mapping[str, Tensor], kind: Any, index: tupl
     bounds = [s.indices(n)[:2] for s, n in zip(index, spec.shape, strict=True)]
     names = spec_names(spec)
     lead, rest = bounds[: names.ndim], bounds[names.ndim :]
-    chosen = np.asarray(names[tuple(slice(*b) for b in lead)], dtype=object)
+    chosen = np.asarray(names[tuple(slice(begin, end) for begin, end in lead)], dtype=object)
     out = np.empty([b - a for a, b in bounds], kind)
 
     def fill(at: tuple[int, ...]) -> None:

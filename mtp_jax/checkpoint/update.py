@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -122,7 +121,7 @@ def _share(plan: Plan, own: frozenset[str]) -> None:
 def _check_same(now: Params, new: Params) -> None:
     """Raises CheckpointError unless new parameters can replace the parameters in memory."""
 
-    def kinds(tree: Params) -> dict[str, tuple[Any, ...]]:
+    def kinds(tree: Params) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         found = jax.tree_util.tree_flatten_with_path(tree)[0]
         return {jax.tree_util.keystr(path): (leaf.shape, np.dtype(leaf.dtype)) for path, leaf in found}
 

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -138,7 +137,7 @@ def write_file(path: Path, pieces: Iterable[Piece]) -> None:
     save_file({p.name: np.ascontiguousarray(p.data()) for p in pieces}, path, {"format": "pt"})
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Write JSON so that a reader sees the old file or the new one, never a part."""
     part = path.with_name(f"{path.name}.part")
     part.write_text(json.dumps(value, indent=2, sort_keys=path.name != INDEX) + "\n", encoding="utf-8")

@@ -5,18 +5,21 @@ import asyncio
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mtp_jax.commands import show
 from mtp_jax.commands.on_ray import ray_options
-from mtp_jax.commands.options import add_engine, add_options, given, model_dir, open_llm, reporter
+from mtp_jax.commands.options import add_engine, add_options, chosen, model_dir, open_llm, reporter
 from mtp_jax.commands.parser import Subparsers, positive
 from mtp_jax.errors import EngineStopped, RequestError
+from mtp_jax.json_object import JsonObject
 from serve.base.settings import Settings
 from serve.cluster.options import RayOptions
 from serve.http.in_process import Answer
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message
+
     from mtp_jax.api.async_llm import AsyncLLM
     from mtp_jax.api.progress import Reporter
     from mtp_jax.commands.batch_file import Counts
@@ -66,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
         raise RequestError(f"{args.target} is the input; name another file for the answers")
     # Faults of the files are said before the model is loaded, and so is that nothing is left to do.
     lines, before = batch_file.already(args.source, args.target)
-    found: dict[str, Any] = {"model_names": model_dir(args).resolve().name, **given(args, Settings)}
-    settings = Settings(**found, max_body_bytes=batch_file.MAX_BODY_BYTES)
+    name = model_dir(args).resolve().name
+    settings = chosen(args, Settings, model_names=name, max_body_bytes=batch_file.MAX_BODY_BYTES)
     if before.done == lines:
         return _end(args, _done(before), before)
     report = reporter(args)
@@ -129,7 +132,7 @@ async def _answer(
         await allm.close()
 
 
-async def call(app: Any, url: str, body: bytes) -> "Answer":
+async def call(app: "ASGIApp", url: str, body: bytes) -> "Answer":
     """The answer to one request by an ASGI application in this process, as a client over HTTP gets it."""
     from mtp_jax.commands.batch_file import Answer
 
@@ -149,12 +152,12 @@ async def call(app: Any, url: str, body: bytes) -> "Answer":
     unsent, never, status, parts = [body], asyncio.Event(), 0, []
     headers: dict[bytes, bytes] = {}
 
-    async def receive() -> dict[str, Any]:
+    async def receive() -> JsonObject:
         if not unsent:
             await never.wait()  # the client stays
         return {"type": "http.request", "body": unsent.pop(), "more_body": False}
 
-    async def send(message: dict[str, Any]) -> None:
+    async def send(message: "Message") -> None:
         nonlocal status
         if message["type"] == "http.response.start":
             status = message["status"]

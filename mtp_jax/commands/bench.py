@@ -5,9 +5,9 @@ import itertools
 import json
 import math
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mtp_jax.commands import show
 from mtp_jax.commands.options import forget_compile_cache
@@ -22,6 +22,7 @@ from mtp_jax.commands.parser import (
     positive_number,
 )
 from mtp_jax.errors import ConfigError
+from mtp_jax.json_object import JsonObject
 
 if TYPE_CHECKING:
     from mtp_jax.bench.report import Report
@@ -153,7 +154,14 @@ def _register_serve(sub: Parser) -> None:
     )
 
 
-def _add(sub: Parser, flag: str, default: Any, help: str, kind: Callable[[str], Any], metavar: str) -> None:
+def _add(
+    sub: Parser,
+    flag: str,
+    default: float | str | Sequence[float | str],
+    help: str,
+    kind: Callable[[str], object],
+    metavar: str,
+) -> None:
     """An option, with its default in the help as one would write it."""
     values = default if isinstance(default, list) else [default]
     shown = ",".join(value if isinstance(value, str) else f"{value:g}" for value in values)
@@ -247,7 +255,7 @@ def _share(text: str) -> float:
     return share
 
 
-def _object(text: str) -> dict[str, Any]:
+def _object(text: str) -> JsonObject:
     try:
         found = json.loads(text)
     except ValueError:
@@ -313,7 +321,7 @@ def _measure(args: Arguments) -> int:
         raise ConfigError("--png needs matplotlib: pip install matplotlib; or leave it out")
     # Each level of figures names its rate, which may be infinite: JSON has no such number.
     hidden = ("run", "measure", "plotted", "command", "json", "png", "rates")
-    options: dict[str, Any] = {k: v for k, v in vars(args).items() if k not in hidden}
+    options: JsonObject = {k: v for k, v in vars(args).items() if k not in hidden}
     made_by = {"command": command, "options": options, "environment": environment()}
     if compile_cache not in (None, "none"):
         use_compile_cache(compile_cache)

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mtp_jax.api.interrupt import interruptible
 from mtp_jax.commands import show
@@ -21,6 +21,7 @@ from mtp_jax.commands.options import (
 from mtp_jax.commands.parser import Subparsers
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import RequestError
+from mtp_jax.json_object import JsonObject
 from mtp_jax.text.tokenizer import FILES as TOKENIZER_FILES
 from mtp_jax.text.tokenizer import Tokenizer
 
@@ -75,7 +76,7 @@ class _Chat:
     ) -> None:
         self.llm, self.tokenizer, self.params, self.quiet = llm, tokenizer, params, quiet
         self.system = system
-        self.turns: list[dict[str, Any]] = []
+        self.turns: list[JsonObject] = []
 
     def talk(self) -> None:
         """Read lines until /exit or the end of the input."""

@@ -129,8 +129,8 @@ def _verdict(tokens: list[list[int]], same: bool | None, dtype: str) -> str:
         return "sampled, so tokens differ by chance (not with --verifier coupled --seed N)"
     if same:
         return "same tokens"
-    places = zip(*tokens, strict=False)
-    at = next((i for i, place in enumerate(places) if len({*place}) > 1), min(map(len, tokens)))
+    shortest = min(map(len, tokens))
+    at = next((i for i in range(shortest) if len({own[i] for own in tokens}) > 1), shortest)
     why = "" if dtype == "float32" else f", as {dtype} rounding can"
     return f"TOKENS DIFFER from number {at} on{why}"
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mtp_jax.commands.foreign import advice, nearest
+from mtp_jax.json_object import JsonObject
 
 FLAG = "--config"
 _PREFIX = "MTP_JAX_"
@@ -80,7 +81,7 @@ def _file(arguments: Sequence[str]) -> str | None:
     return None
 
 
-def _read(path: str, command: str, options: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+def _read(path: str, command: str, options: Mapping[str, argparse.Action], refuse: Refuse) -> JsonObject:
     """Values by flag: keys before all tables, and keys in the table of the command."""
     try:
         whole = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
@@ -91,7 +92,7 @@ def _read(path: str, command: str, options: Mapping[str, Any], refuse: Refuse) -
     own = whole.get(command, {})
     if not isinstance(own, dict):
         refuse(f"{FLAG} {path}: options of {command} stand in a table, [{command}]; got {own!r:.60}")
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     for key, value in {**{k: v for k, v in whole.items() if not isinstance(v, dict)}, **own}.items():
         flag = f"--{key.replace('_', '-')}"
         if flag not in options:
@@ -101,7 +102,7 @@ def _read(path: str, command: str, options: Mapping[str, Any], refuse: Refuse) -
     return found
 
 
-def _value(action: argparse.Action, value: Any, where: str, refuse: Refuse) -> Any:
+def _value(action: argparse.Action, value: object, where: str, refuse: Refuse) -> object:
     """The value as the command line would have it; the default for a switch that is off."""
     if action.nargs == 0:  # a switch
         text = str(value).lower()
@@ -114,7 +115,7 @@ def _value(action: argparse.Action, value: Any, where: str, refuse: Refuse) -> A
     return _one(action, ",".join(map(str, value)) if isinstance(value, list) else value, where, refuse)
 
 
-def _one(action: argparse.Action, value: Any, where: str, refuse: Refuse) -> Any:
+def _one(action: argparse.Action, value: object, where: str, refuse: Refuse) -> object:
     if isinstance(value, bool | dict):
         refuse(f"{where}: got {value!r:.60}; write it as on the command line, as text or a number")
     convert: Any = action.type or str

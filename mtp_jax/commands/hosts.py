@@ -5,14 +5,16 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mtp_jax.api.progress import Reporter
-from mtp_jax.commands.options import add_options, given, llm_options
+from mtp_jax.commands.options import add_options, chosen, given, llm_options
 from mtp_jax.commands.parser import Parser
 from mtp_jax.errors import ConfigError
 from mtp_jax.hosts.options import Hosts
+from mtp_jax.json_object import JsonObject
 
 if TYPE_CHECKING:
     from mtp_jax.hosts.group import Group
@@ -35,7 +37,7 @@ def on_hosts(
     Raises ConfigError. completions: as for ``open_llm``.
     """
     found = given(args, Hosts)
-    hosts = Hosts(**found)
+    hosts = chosen(args, Hosts)
     if hosts.hosts == 1:
         # A server that hands over pages needs the secret, too.
         apart = getattr(args, "role", "both") != "both"
@@ -56,7 +58,7 @@ def on_hosts(
     os._exit(0)  # programs that still compile in the background will not be needed
 
 
-def _follow(model: Any, options: dict[str, Any]) -> None:
+def _follow(model: Path | None, options: JsonObject) -> None:
     from mtp_jax.api.follow import follow
 
     asked = False

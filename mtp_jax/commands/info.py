@@ -4,12 +4,13 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mtp_jax.commands import show
 from mtp_jax.commands.options import model_dir
 from mtp_jax.commands.parser import Subparsers, add_model, positive, positive_number
 from mtp_jax.errors import ConfigError
+from mtp_jax.json_object import JsonObject
 from mtp_jax.model.room import Room
 from mtp_jax.planning.fit import MEMORY_FRACTION, OVERHEAD
 from mtp_jax.planning.hardware import GPUS, gpu_named
@@ -100,7 +101,7 @@ def _tokens(s: "Summary", room: Room) -> dict[str, int]:
     return {kind: room.holds(size) for kind, size in s.cache_bytes_per_token.items() if kind != "float32"}
 
 
-def _object(s: "Summary", tokenizer: Tokenizer | None, room: Room | None) -> dict[str, Any]:
+def _object(s: "Summary", tokenizer: Tokenizer | None, room: Room | None) -> JsonObject:
     return asdict(s) | {
         "config": s.config.to_dict(),
         "cache_tokens_per_gib": {k: _GIB // n for k, n in s.cache_bytes_per_token.items()},

@@ -2,10 +2,10 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-from mtp_jax.commands.options import engine_options, flag_of, given
+from mtp_jax.commands.options import chosen, engine_options, flag_of, given
 from mtp_jax.errors import ConfigError
+from mtp_jax.json_object import JsonObject
 from mtp_jax.options import declared
 from serve.cluster.options import RayOptions
 from serve.cluster.start import require_ray
@@ -16,14 +16,14 @@ def ray_options(args: argparse.Namespace) -> RayOptions | None:
     found = given(args, RayOptions)
     if found.get("ray"):
         require_ray()
-        return RayOptions(**found)
+        return chosen(args, RayOptions)
     if found:
         names = ", ".join(flag_of(name, declared(RayOptions)[name]) for name in found)
         raise ConfigError(f"{names} without effect on this process alone; add --ray, or leave it out")
     return None
 
 
-def portable_options(args: argparse.Namespace, completions: int) -> dict[str, Any]:
+def portable_options(args: argparse.Namespace, completions: int) -> JsonObject:
     """``engine_options`` for other processes, which may run in another folder. Raises ConfigError."""
     found = engine_options(args, completions)
     return {name: v.absolute() if isinstance(v, Path) else v for name, v in found.items()}

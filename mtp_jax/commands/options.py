@@ -7,9 +7,9 @@ meaning.
 import argparse
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from mtp_jax.api.demo import demo_model
 from mtp_jax.api.options import LLMOptions
@@ -18,6 +18,7 @@ from mtp_jax.api.sampling_defaults import described, sampling_defaults
 from mtp_jax.commands.parser import Parser, add_model, biases, integers, mesh_shape, words
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, RequestError
+from mtp_jax.json_object import JsonObject
 from mtp_jax.model.hf_config import missing_folder, read_json
 from mtp_jax.options import Option, declared
 from mtp_jax.text.grammar import StructuredOutput
@@ -26,6 +27,8 @@ from mtp_jax.text.wrong_regex import wrong_regex
 if TYPE_CHECKING:
     from mtp_jax.api.llm import LLM
     from mtp_jax.hosts.group import Group
+
+_T = TypeVar("_T")
 
 # How the text of an option is read where its kind does not say it.
 _READ = {
@@ -58,11 +61,13 @@ _SUBJECTS = {
 class _Adds(Protocol):
     """A parser, or a group of one."""
 
-    def add_argument(self, *flags: str, **options: Any) -> Any:
+    def add_argument(self, *flags: str, **options: Any) -> argparse.Action:
         """Declare an argument."""
+        ...
 
-    def add_mutually_exclusive_group(self) -> Any:
+    def add_mutually_exclusive_group(self) -> "_Adds":
         """A group of which one argument may be given."""
+        ...
 
 
 def add_options(
@@ -93,17 +98,18 @@ def add_groups(
 
 
 def _add(to: _Adds, name: str, about: Option, default: str) -> None:
-    more: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
+    absent = argparse.SUPPRESS
     if about.off is not None:
         flag, help = about.off
         value = False if about.kind is bool else None
-        to.add_argument(flag, action="store_const", const=value, help=help, **more)
+        to.add_argument(flag, action="store_const", const=value, help=help, dest=name, default=absent)
         if about.kind is bool:
             return
-    flags = [flag_of(name, about), *(["-n"] if name == "n" else [])]
+    flag = flag_of(name, about)
     if about.kind is bool:
-        to.add_argument(*flags, action="store_true", help=about.help, **more)
+        to.add_argument(flag, action="store_true", help=about.help, dest=name, default=absent)
         return
+    more: JsonObject = {"dest": name, "default": absent}
     if about.choices:
         more["choices"] = about.choices
     else:
@@ -112,7 +118,8 @@ def _add(to: _Adds, name: str, about: Option, default: str) -> None:
         more["action"] = "append"
     again = "; may be repeated" if about.repeated else ""
     # argparse takes % for a format.
-    to.add_argument(*flags, help=f"{about.help}{again} (default: {default})".replace("%", "%%"), **more)
+    more["help"] = f"{about.help}{again} (default: {default})".replace("%", "%%")
+    to.add_argument(flag, *(["-n"] if name == "n" else []), **more)
 
 
 def flag_of(name: str, about: Option) -> str:
@@ -137,11 +144,16 @@ def with_flags(message: str, flags: Mapping[str, str]) -> str:
     return told if told == message else told.replace(" or None", "")
 
 
-def given(args: argparse.Namespace, cls: type) -> dict[str, Any]:
+def given(args: argparse.Namespace, cls: type) -> JsonObject:
     """The options of a dataclass that the command line has."""
     names = (name for name, about in declared(cls).items() if about.flag is not None and name in args)
     values = ((name, getattr(args, name)) for name in names)
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values}
+
+
+def chosen(args: argparse.Namespace, cls: type[_T], without: Collection[str] = (), **own: Any) -> _T:
+    """Options of a dataclass, from the command line but for ``without``, else ``own``, else defaults."""
+    return cls(**own | {name: value for name, value in given(args, cls).items() if name not in without})
 
 
 def add_sampling(parser: Parser, max_tokens: int, several: bool) -> None:
@@ -198,7 +210,7 @@ def open_llm(
     return LLM(args.model, group=group, **options)
 
 
-def llm_options(args: argparse.Namespace, report: Reporter, completions: int) -> dict[str, Any]:
+def llm_options(args: argparse.Namespace, report: Reporter, completions: int) -> JsonObject:
     """The options of ``LLM`` but for the model. Imports jax; raises ConfigError."""
     found = engine_options(args, completions)
     if found.get("compile_cache", "") is None:
@@ -214,7 +226,7 @@ def llm_options(args: argparse.Namespace, report: Reporter, completions: int) ->
     return {**found, "reporter": report}
 
 
-def engine_options(args: argparse.Namespace, completions: int) -> dict[str, Any]:
+def engine_options(args: argparse.Namespace, completions: int) -> JsonObject:
     """The same without jax: of the mesh there is the shape, and nothing is reported. Raises ConfigError.
 
     The depth is adaptive unless it is fixed: without options no command is slower for its drafts.
@@ -224,7 +236,7 @@ def engine_options(args: argparse.Namespace, completions: int) -> dict[str, Any]
         # A seed's tokens depend on whether the verifier is coupled even where it has no drafts.
         names = _NEED_DRAFTS if found.get("verifier") == "coupled" else (*_NEED_DRAFTS, "verifier")
         _without_effect(args, names, "with --num-speculative-tokens 0; raise that")
-    LLMOptions(**found)  # refuses values out of range before jax is imported
+    chosen(args, LLMOptions)  # refuses values out of range before jax is imported
     data, _ = found.get("mesh", (1, 1))
     found.setdefault("max_num_seqs", -(-min(completions, _MOST_SLOTS) // data) * data)
     found.setdefault("adaptive_depth", True)

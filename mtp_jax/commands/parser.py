@@ -5,7 +5,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -32,7 +32,9 @@ class Parser(argparse.ArgumentParser):
         self.configurable = self.model_first = False
         self.siblings: Mapping[str, Parser] = {}
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, Any]:
+    def parse_known_args(
+        self, args: Iterable[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
         """A subcommand refuses an option unknown to it: its own help lists its options."""
         arguments = list(sys.argv[1:] if args is None else args)
         if self.configurable:
@@ -87,7 +89,7 @@ class Subparsers(Protocol):
     """A function that declares a subcommand."""
 
     @property
-    def choices(self) -> Mapping[str, Any]:
+    def choices(self) -> Mapping[str, Parser]:
         """The parsers by name."""
         ...
 
@@ -97,7 +99,7 @@ class Subparsers(Protocol):
 
 
 def add_model(
-    parser: argparse.ArgumentParser, help: str, kind: Callable[[str], Any] = folder, default: Any = None
+    parser: argparse.ArgumentParser, help: str, kind: Callable[[str], object] = folder, default: object = None
 ) -> None:
     """The model of a command: MODEL, or --model DIR."""
     either = parser.add_mutually_exclusive_group()

@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Mapping
-from typing import Any
 
 from mtp_jax.commands.cli import make_parser
 from mtp_jax.commands.on_ray import ray_options
@@ -11,7 +10,7 @@ from mtp_jax.errors import ConfigError
 from serve.cluster.start import reservation
 
 
-def application(arguments: Mapping[str, str]) -> Any:
+def application(arguments: Mapping[str, str]) -> object:
     """The object that Ray Serve deploys by its import path, mtp_jax.commands.ray_app:application.
 
     arguments: ``command``, a command line from `serve` on, with --ray. Address and port are in Serve's

@@ -11,13 +11,13 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 
 from mtp_jax.api.progress import Reporter
 from mtp_jax.commands.batch_file import Answer, Counts, Job, Line, open_job
 from mtp_jax.commands.on_ray import portable_options
 from mtp_jax.commands.options import model_dir
 from mtp_jax.errors import EngineStopped
+from mtp_jax.json_object import JsonObject
 from serve.base.settings import Settings
 from serve.cluster.batches import BatchEngine
 from serve.cluster.options import RayOptions
@@ -63,7 +63,7 @@ def _answer(
     size: int,
     options: RayOptions,
     reserves: dict[str, float],
-    engine: dict[str, Any],
+    engine: JsonObject,
     progress: Callable[[], None],
 ) -> None:
     import ray.data  # pyright: ignore[reportMissingImports]
@@ -92,12 +92,12 @@ def _answer(
         raise EngineStopped(f"the engines failed: {reason}; run the command again for the rest") from error
 
 
-def _blocks(job: Job, size: int) -> list[Any]:
+def _blocks(job: Job, size: int) -> list[object]:
     """Blocks of the requests that are left, in the object store; lines in error are written."""
     import pyarrow  # pyright: ignore[reportMissingImports]
     import ray  # pyright: ignore[reportMissingImports]
 
-    found, rows = [], list[dict[str, Any]]()
+    found, rows = [], list[JsonObject]()
 
     def store() -> None:
         if rows:

@@ -10,7 +10,7 @@ from mtp_jax.api.admission import QueueLimits
 from mtp_jax.api.progress import Reporter, Terminal
 from mtp_jax.commands import show
 from mtp_jax.commands.on_ray import portable_options
-from mtp_jax.commands.options import given, model_dir
+from mtp_jax.commands.options import chosen, given, model_dir
 from mtp_jax.commands.server_options import SLOTS, address_of, settings_of
 from mtp_jax.errors import ConfigError, EngineStopped
 from mtp_jax.handover.options import HandoverOptions
@@ -65,7 +65,7 @@ def engine_spec(args: argparse.Namespace) -> EngineSpec:
             "an admin key cannot be with --ray: its routes would change one replica of several; leave it "
             "out, and start the application again with other weights"
         )
-    limits = QueueLimits(**given(args, QueueLimits))
+    limits = chosen(args, QueueLimits)
     hosts = Hosts.hosts if "hosts" not in args else args.hosts
     return EngineSpec(
         model_dir(args).absolute(),

@@ -14,8 +14,8 @@ from mtp_jax.commands.options import (
     add_engine,
     add_groups,
     add_options,
+    chosen,
     depth,
-    given,
     open_llm,
     reporter,
 )
@@ -97,11 +97,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace, report: Reporter, group: "Group | None") -> int:
     settings = settings_of(args)
-    limits = QueueLimits(**given(args, QueueLimits))
-    of_role = given(args, HandoverOptions)
-    if of_role.get("role", "both") == "both":
-        of_role.pop(SECRET, None)  # it is the group's
-    apart = HandoverOptions(**of_role)
+    limits = chosen(args, QueueLimits)
+    # The secret is the group's where there is no hand-over.
+    both = getattr(args, "role", "both") == "both"
+    apart = chosen(args, HandoverOptions, [SECRET] if both else [])
     if apart.apart:
         apart.secret()  # raises its error before weights are read
     with report.phase("import server"):

@@ -2,9 +2,8 @@
 
 import argparse
 import os
-from typing import Any
 
-from mtp_jax.commands.options import given, model_dir
+from mtp_jax.commands.options import chosen, given, model_dir
 from serve.base.settings import Settings
 
 KEY_VARIABLE, _ADMIN_KEY_VARIABLE = "MTP_JAX_API_KEY", "MTP_JAX_ADMIN_KEY"
@@ -14,10 +13,10 @@ SLOTS = 8
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """The server's settings. Raises ConfigError."""
-    found: dict[str, Any] = {"model_names": model_dir(args).resolve().name, **given(args, Settings)}
-    keys = (*found.pop("api_keys", ()), *filter(None, [os.environ.get(KEY_VARIABLE)]))
-    found.setdefault("admin_key", os.environ.get(_ADMIN_KEY_VARIABLE))
-    return Settings(**found, api_keys=keys)
+    name, admin_key = model_dir(args).resolve().name, os.environ.get(_ADMIN_KEY_VARIABLE)
+    keys = given(args, Settings).get("api_keys", ())
+    keys = (*keys, *filter(None, [os.environ.get(KEY_VARIABLE)]))
+    return chosen(args, Settings, ["api_keys"], model_names=name, admin_key=admin_key, api_keys=keys)
 
 
 def address_of(settings: Settings, port: int) -> str:

@@ -4,10 +4,11 @@ import os
 import statistics
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.speculation import Speculation, TokenLogprobs
+from mtp_jax.json_object import JsonObject
 
 if TYPE_CHECKING:
     from mtp_jax.api.completions import Prompt
@@ -144,16 +145,16 @@ def speculation(s: Speculation) -> list[str]:
     return parts
 
 
-def as_json(output: "RequestOutput") -> dict[str, Any]:
+def as_json(output: "RequestOutput") -> JsonObject:
     """One object per prompt."""
 
-    def entries(row: "TokenLogprobs | None") -> list[dict[str, Any]] | None:
+    def entries(row: "TokenLogprobs | None") -> list[JsonObject] | None:
         if row is None:
             return None
         return [{"token_id": t, "logprob": p.logprob, "rank": p.rank} for t, p in row.items()]
 
     s = output.speculation
-    result: dict[str, Any] = {
+    result: JsonObject = {
         "prompt": output.prompt,
         "prompt_token_ids": output.prompt_token_ids,
         "outputs": [

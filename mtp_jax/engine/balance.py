@@ -70,7 +70,8 @@ class Balancer:
         for _ in range(MOVES):
             if self._plan is None or (move := next(self._plan, None)) is None:
                 break
-            self._move(*move)
+            layer, source, target = move
+            self._move(layer, source, target)
 
     def stats(self) -> ExpertStats:
         """Counts and moves so far."""

@@ -94,7 +94,7 @@ class Buckets:
         """The least key of a step of ``depth`` drafts over these requests and prompts."""
         config, mode, pages = self._config, self.mode(running), 0
         slots = max((r.residence.slot + 1 for r in running), default=0)
-        rows, chunk = {(r.progress.rows_bound, r.capacity) for r in running}, (0, 0, None)
+        rows, tokens, together, scores = {(r.progress.rows_bound, r.capacity) for r in running}, 0, 0, None
         if prompts:
             ends = [r.residence.prefilled_after(prompts.tokens) for r in prompts]
             pages = -(-max(ends) // config.page_size)
@@ -102,9 +102,9 @@ class Buckets:
             scores = _width(r.params.prompt_logprobs for r in prompts)
             widest = max((mode.logprobs, logprobs), key=lambda w: -1 if w is None else w)
             mode = replace(mode, logprobs=widest)
-            chunk = prompts.tokens, max(map(len, prompts.requests)), scores
+            tokens, together = prompts.tokens, max(map(len, prompts.requests))
         windows = (config.pages_for_step(bound, depth, most) for bound, most in rows)
-        return StepKey(slots, depth, max([pages, *windows]), mode, None, *chunk)
+        return StepKey(slots, depth, max([pages, *windows]), mode, None, tokens, together, scores)
 
     def slots(self, count: int) -> int:
         """Slots of the smallest step that reaches ``count`` slots."""

@@ -214,8 +214,9 @@ class Engine:
         """A snapshot of the engine."""
         executables = len(self.runner.keys)
         experts = self.balancer.stats() if self.balancer else None
-        of = self.counters, self.scheduler, self.tier
-        return EngineStats.of(*of, executables, self.depth.speedup, experts)
+        return EngineStats.of(
+            self.counters, self.scheduler, self.tier, executables, self.depth.speedup, experts
+        )
 
     def step(self) -> list[Request]:
         """One turn, as ``Turns.next`` decides: launches, then reads. Returns requests that advanced."""

@@ -1,9 +1,9 @@
 """Requests as the arrays that the device's programs take. No jax here."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mtp_jax.decode.arrays import Chunk, SamplingState, SlotRow
 from mtp_jax.engine.request import Request
@@ -25,7 +25,7 @@ def slot_row(request: Request, vocab: int, page_table: np.ndarray) -> SlotRow:
         bias[0, list(p.allowed_token_ids)] = 0
     bias[0, list(p.logit_bias)] += list(p.logit_bias.values())
 
-    def one(value: Any, dtype: Any = np.int32) -> np.ndarray:
+    def one(value: float, dtype: DTypeLike = np.int32) -> np.ndarray:
         return np.full(1, value, dtype)
 
     return SlotRow(

@@ -3,10 +3,11 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from mtp_jax.decode.keys import MAX_DRAFTS
 from mtp_jax.errors import RequestError
+from mtp_jax.json_object import JsonObject
 from mtp_jax.options import check, documented, option
 from mtp_jax.text.grammar import StructuredOutput
 
@@ -171,7 +172,7 @@ class SamplingParams:
     )
 
     def __post_init__(self) -> None:
-        none_as: dict[str, Any] = {"stop": (), "stop_token_ids": (), "logit_bias": {}, "bad_words": ()}
+        none_as: JsonObject = {"stop": (), "stop_token_ids": (), "logit_bias": {}, "bad_words": ()}
         for name, none in none_as.items():
             if getattr(self, name) is None:  # as vLLM writes it
                 object.__setattr__(self, name, none)

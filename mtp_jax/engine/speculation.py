@@ -41,9 +41,11 @@ class Speculation:
 
     def of(self, source: Source) -> "Speculation":
         """Counts of the steps whose drafts came from there."""
-        rows = zip(self.accepted_per_step, self.drafted_per_step, self.source_per_step, strict=True)
-        chosen = [row for row in rows if row[2] == source]
-        return Speculation(*map(list, zip(*chosen, strict=True))) if chosen else Speculation()
+        chosen = [i for i, own in enumerate(self.source_per_step) if own == source]
+        accepted, drafted = (
+            [own[i] for i in chosen] for own in (self.accepted_per_step, self.drafted_per_step)
+        )
+        return Speculation(accepted, drafted, [source] * len(chosen))
 
     @property
     def accepted_per_position(self) -> tuple[int, ...]:

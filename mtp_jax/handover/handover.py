@@ -13,7 +13,7 @@ import time
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mtp_jax.api.async_llm import AsyncLLM
 from mtp_jax.api.hooks import Counters
@@ -112,8 +112,8 @@ class Handover:
             return
         lacked = await self._allm.on_engine(partial(missing, engine, request))
         if lacked.first < len(lacked.digests):
-            about = self._like, self.identity(), deadline
-            wanted = Wanted(ids, salt, lacked.digests, lacked.first, *about)
+            identity, like = self.identity(), self._like
+            wanted = Wanted(ids, salt, lacked.digests, lacked.first, like, identity, deadline)
             get = partial(peers.fetch, wanted)
             pages = await asyncio.get_running_loop().run_in_executor(self._threads, get)
             await self._allm.on_engine(partial(take_in, engine, lacked, pages))
@@ -141,7 +141,7 @@ class Handover:
                 pass
         return lacked.digests
 
-    def _wait(self, deadline: float, coroutine: Coroutine[Any, Any, _T]) -> _T:
+    def _wait(self, deadline: float, coroutine: Coroutine[None, None, _T]) -> _T:
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         except RuntimeError as error:  # the loop has ended

@@ -3,10 +3,9 @@
 import math
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from mtp_jax.decode.launches import Launch
-from mtp_jax.hosts.messages import KINDS, Alive, LogError, Message
+from mtp_jax.hosts.messages import KINDS, Alive, LogError, Logged, Message
 from mtp_jax.wire.connection import Connection, WireError
 from mtp_jax.wire.signed import MOST_BYTES, Seals, Signed, framed
 
@@ -30,7 +29,7 @@ class Channel:
         self,
         connection: Connection,
         seals: Seals,
-        got: Callable[[Message | Launch[Any]], None],
+        got: Callable[[Logged], None],
         lost: Callable[[str], None],
     ) -> None:
         connection.deadline, connection.silence = math.inf, SILENT_SECONDS
@@ -44,7 +43,7 @@ class Channel:
         self._reader.start()
         threading.Thread(target=self._live, name="log-live", daemon=True).start()
 
-    def send(self, message: Message | Launch[Any]) -> None:
+    def send(self, message: Logged) -> None:
         """Send a message. Raises WireError."""
         self.signed.send_framed(prepared(message))
 
@@ -84,6 +83,6 @@ class Channel:
             self.close()
 
 
-def prepared(message: Message | Launch[Any]) -> bytes:
+def prepared(message: Logged) -> bytes:
     """A message that may be sent on several channels. Raises WireError."""
     return framed(message, _MOST_JSON, pack=not (isinstance(message, Launch) and message.dense))

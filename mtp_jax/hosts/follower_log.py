@@ -5,14 +5,13 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from mtp_jax.decode.launches import Launch
 from mtp_jax.errors import ConfigError
 from mtp_jax.hosts import messages
 from mtp_jax.hosts.channel import Channel
 from mtp_jax.hosts.leader_log import PURPOSE, RANK
-from mtp_jax.hosts.messages import LogError, Message
+from mtp_jax.hosts.messages import LogError, Logged, Message
 from mtp_jax.hosts.options import Hosts
 from mtp_jax.wire.connection import Connection, WireError
 from mtp_jax.wire.handshake import greet
@@ -29,7 +28,7 @@ class FollowerLog:
     def __init__(self, hosts: Hosts, secret: bytes, lost: Callable[[str], None]) -> None:
         """Connects, once the leader is there. Raises ConfigError."""
         self._lost, self._ended = lost, False
-        self._inbox: queue.SimpleQueue[Message | Launch[Any]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Logged] = queue.SimpleQueue()
         self._channel = Channel(*_joined(hosts, secret), self._got, self._gone)
         self._channel.start()
 
@@ -42,7 +41,7 @@ class FollowerLog:
         if not isinstance(answer, messages.Welcome):
             raise LogError(f"{type(answer).__name__} came where Welcome was due")
 
-    def receive(self) -> Message | Launch[Any]:
+    def receive(self) -> Logged:
         """The next message, once it is there."""
         return self._inbox.get()
 
@@ -70,7 +69,7 @@ class FollowerLog:
         with suppress(WireError):  # that it ended is seen by who reads
             self._channel.send(message)
 
-    def _got(self, message: Message | Launch[Any]) -> None:
+    def _got(self, message: Logged) -> None:
         if isinstance(message, messages.Failed):
             if not self._ended:
                 self._lost(f"rank 0 failed: {message.reason}"[:500])

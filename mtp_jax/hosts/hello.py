@@ -3,9 +3,7 @@
 import json
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict
 from importlib import metadata
-from typing import Any
 
 _PACKAGES = ("mtp-jax", "jax", "jaxlib", "ml_dtypes", "numpy")
 
@@ -21,12 +19,12 @@ def versions() -> dict[str, str]:
     return found
 
 
-def options_of(config: Any, without: tuple[str, ...] = ("seed",)) -> str:
-    """The options of a dataclass as JSON, without options of one rank alone."""
-    return json.dumps({k: v for k, v in asdict(config).items() if k not in without}, sort_keys=True)
+def options_of(values: Mapping[str, object], without: tuple[str, ...] = ("seed",)) -> str:
+    """Options as JSON, without options of one rank alone."""
+    return json.dumps({k: v for k, v in values.items() if k not in without}, sort_keys=True)
 
 
-def difference(mine: Mapping[str, str], theirs: Mapping[str, Any], rank: int) -> str | None:
+def difference(mine: Mapping[str, str], theirs: Mapping[str, str], rank: int) -> str | None:
     """The first difference between a follower and the leader, in words; None if there is none."""
     for name in dict.fromkeys((*mine, *theirs)):
         if mine.get(name) != theirs.get(name):
@@ -38,10 +36,10 @@ def difference(mine: Mapping[str, str], theirs: Mapping[str, Any], rank: int) ->
     return None
 
 
-def _apart(mine: Any, theirs: Any) -> tuple[Any, Any]:
+def _apart(mine: str | None, theirs: str | None) -> tuple[str | None, str | None]:
     """The parts of two JSON objects that differ."""
     try:
-        a, b = json.loads(mine), json.loads(theirs)
+        a, b = json.loads(mine or ""), json.loads(theirs or "")
         names = [n for n in dict.fromkeys((*a, *b)) if a.get(n) != b.get(n)]
         left, right = (", ".join(f"{n} = {x.get(n)}" for n in names) for x in (a, b))
         return left, right

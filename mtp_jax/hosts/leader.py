@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -58,7 +58,7 @@ class LeaderRunner(Runner):
         """The cheapest compiled key that covers ``need``, or None if there is none."""
         return self.local.find(need)
 
-    def _do(self, launch: Launch[Any], masks: MaskMaker | None) -> Pending[Any]:
+    def _do(self, launch: Launch[T], masks: MaskMaker | None) -> Pending[T]:
         """Launch on every rank. Masks go to the log as they are made."""
 
         def sent(drafts: np.ndarray | None) -> np.ndarray:

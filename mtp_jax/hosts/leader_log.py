@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from mtp_jax.decode.launches import Launch
 from mtp_jax.errors import ConfigError
 from mtp_jax.hosts import messages
 from mtp_jax.hosts.channel import Channel, prepared
 from mtp_jax.hosts.hello import difference
-from mtp_jax.hosts.messages import LogError, Message
+from mtp_jax.hosts.messages import LogError, Logged, Message
 from mtp_jax.hosts.options import Hosts
 from mtp_jax.wire.connection import Connection, WireError
 from mtp_jax.wire.door import Door
@@ -92,7 +91,7 @@ class LeaderLog:
                 raise ConfigError(found)
         self.send(messages.Welcome())
 
-    def send(self, message: Message | Launch[Any]) -> None:
+    def send(self, message: Logged) -> None:
         """Tell all followers. Ends the group if one cannot be told."""
         sent = prepared(message)
         with self._sending:
@@ -138,7 +137,7 @@ class LeaderLog:
             self._told.remove((rank, found[0]))
         return found[0]
 
-    def _got(self, rank: int, message: Message | Launch[Any]) -> None:
+    def _got(self, rank: int, message: Logged) -> None:
         if isinstance(message, messages.Failed):
             if not self._finished:
                 self._lost(f"rank {rank} failed: {message.reason}"[:500])

@@ -23,6 +23,10 @@ class Message:
     """Anything but a launch."""
 
 
+Logged = Message | Launch[Any]
+"""An entry of the log."""
+
+
 @dataclass(frozen=True)
 class Alive(Message):
     """This end lives."""

@@ -17,7 +17,7 @@ from mtp_jax.decode.launches import Launch
 from mtp_jax.decode.runner import LocalRunner
 from mtp_jax.hosts.ending import Ending
 from mtp_jax.hosts.follower_log import FollowerLog
-from mtp_jax.hosts.messages import Compile, End, LogError, Masks, Message, Publish
+from mtp_jax.hosts.messages import Compile, End, LogError, Logged, Masks, Publish
 
 
 def replay(runner: LocalRunner, log: FollowerLog, ending: Ending) -> int:
@@ -39,7 +39,7 @@ class _Follower:
         # Beside the launches, which go on while the leader compiles in the background.
         threading.Thread(target=self._build, name="log-compile", daemon=True).start()
 
-    def do(self, message: Message | Launch[Any]) -> None:
+    def do(self, message: Logged) -> None:
         """One operation. Raises LogError if it must not come, and the operation's own errors."""
         match message:
             case Launch():

@@ -3,9 +3,9 @@
 import math
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 from mtp_jax.errors import ConfigError
+from mtp_jax.json_object import JsonObject
 from mtp_jax.model import hf_config
 from mtp_jax.model.config_parts import GroupedConfig, IndexerConfig, RowFormat, YarnConfig
 from mtp_jax.model.hf_quantization import FP8_BLOCK, INT4_PER_WORD
@@ -70,7 +70,7 @@ class ModelConfig:
         return cls.from_dict(hf_config.read_json(path))
 
     @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> "ModelConfig":
+    def from_dict(cls, raw: JsonObject) -> "ModelConfig":
         """Build from the parsed JSON of either dialect; of a multimodal model its text part.
 
         Raises ConfigError.
@@ -96,10 +96,10 @@ class ModelConfig:
         except (TypeError, OverflowError) as e:
             raise ConfigError(f"config.json has a value of the wrong type: {e}") from e
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """``config.json`` in the dialect of the release, without quantisation."""
         model_type, architecture = self._kind()
-        out: dict[str, Any] = {
+        out: JsonObject = {
             "architectures": [architecture],
             "model_type": model_type,
             "hidden_act": "silu",
@@ -128,7 +128,7 @@ class ModelConfig:
             return "glm_moe_dsa", "GlmMoeDsaForCausalLM"
         return "deepseek_v32", "DeepseekV32ForCausalLM"
 
-    def _attention_keys(self) -> dict[str, Any]:
+    def _attention_keys(self) -> JsonObject:
         """Keys of ``config.json`` for attention beside the dimensions of MLA."""
         g = self.grouped
         if g is None:
@@ -141,7 +141,7 @@ class ModelConfig:
             "use_qk_norm": g.qk_norm,
         }
 
-    def _index_keys(self) -> dict[str, Any]:
+    def _index_keys(self) -> JsonObject:
         """Keys of ``config.json`` for the indexer."""
         i = self.indexer
         if i is None:
@@ -268,8 +268,8 @@ def _check(c: ModelConfig) -> None:
         if not ok:
             raise ConfigError(f"{name} = {getattr(c, name)!r:.200}; expected {expected}")
 
-    def whole(value: Any, least: int) -> bool:
-        return type(value) is int and value >= least
+    def whole(value: object, least: int) -> bool:
+        return isinstance(value, int) and type(value) is int and value >= least
 
     for name in (*_POSITIVE, *(() if c.grouped else OF_MLA)):
         need(whole(getattr(c, name), 1), name, "a positive integer")

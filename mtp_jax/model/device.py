@@ -1,10 +1,10 @@
 """The device that a program is traced for; it may be one that is only compiled for."""
 
 import re
-from typing import Any
 
 import jax
 
+from mtp_jax.json_object import JsonObject
 from mtp_jax.machine import processor_features
 
 _HOPPER = re.compile(r"NVIDIA (H100|H200|H800|H20|GH200)\b")
@@ -22,7 +22,7 @@ def platform() -> str:
     return jax.default_backend() if described is None else described.platform
 
 
-def compiler_options(micro_batches: int = 1) -> dict[str, Any] | None:
+def compiler_options(micro_batches: int = 1) -> JsonObject | None:
     """Options of XLA for the programs that serve.
 
     On a CPU to use whole vector registers, not halves: loops that stream weights read each cache line once

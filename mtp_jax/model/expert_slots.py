@@ -4,6 +4,7 @@ Which slots hold an expert is an array beside the weights (``Moe.copies``), an i
 placement is therefore other values of the same shapes, and nothing is compiled for it.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -87,7 +88,7 @@ def with_slots(params: Params, redundant: int, mesh: Mesh | None, *, consume: bo
     return replace(params, layers=tuple(layers))
 
 
-def _with_slots(layer: Layer, spread: Any, consume: bool) -> Layer:
+def _with_slots(layer: Layer, spread: Callable[[Weights], tuple[Weights, Array]], consume: bool) -> Layer:
     moe = layer.mlp
     if not isinstance(moe, Moe):
         return layer

@@ -11,9 +11,10 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
 from mtp_jax.errors import ConfigError
+from mtp_jax.json_object import JsonObject
 from mtp_jax.model.hf_quantization import quantisation
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -59,7 +60,7 @@ def _gguf_hint(files: Iterable[Path]) -> str:
     return f". {found[0]} is GGUF, which is not read: take the safetensors of the release" if found else ""
 
 
-def read_json(path: str | Path) -> dict[str, Any]:
+def read_json(path: str | Path) -> JsonObject:
     """A JSON object from a file. Raises ConfigError naming the file."""
     path = Path(path)
     try:
@@ -76,7 +77,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
     return value
 
 
-def text_part(raw: dict[str, Any]) -> dict[str, Any]:
+def text_part(raw: JsonObject) -> JsonObject:
     """The config of the text model in that of a multimodal one; any other config as it is.
 
     Raises ConfigError for one that nests no text model, or another than it is known to.
@@ -101,7 +102,7 @@ def text_part(raw: dict[str, Any]) -> dict[str, Any]:
     return text | outside
 
 
-def translate(raw: dict[str, Any]) -> dict[str, Any]:
+def translate(raw: JsonObject) -> JsonObject:
     """Values that the dialects write in their own ways, as fields of ``ModelConfig``.
 
     ``rope_scaling``, ``indexer`` and ``grouped`` hold the arguments of their classes, None without. Raises
@@ -120,7 +121,7 @@ def translate(raw: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _refuse_unsupported(raw: dict[str, Any]) -> None:
+def _refuse_unsupported(raw: JsonObject) -> None:
     kind = _model_type(raw)
     if kind not in _MODEL_TYPES:
         plain = str(kind).lower().replace("_", "")
@@ -149,7 +150,7 @@ _ARCHITECTURES = {
 }
 
 
-def _model_type(raw: dict[str, Any]) -> str:
+def _model_type(raw: JsonObject) -> str:
     """model_type, which the architecture's name says as well; of a NextN layer alone, its trunk's."""
     kind = raw.get("model_type")
     if kind is None:
@@ -159,7 +160,7 @@ def _model_type(raw: dict[str, Any]) -> str:
     return str(kind).removesuffix("_mtp")  # xLLM's name for an export of the NextN layer
 
 
-def _indexer(raw: dict[str, Any]) -> dict[str, Any] | None:
+def _indexer(raw: JsonObject) -> JsonObject | None:
     """The sparse attention's indexer: arguments of ``IndexerConfig``, None without."""
     kind = _model_type(raw)
     names = {"heads": "index_n_heads", "dim": "index_head_dim", "topk": "index_topk"}
@@ -178,7 +179,7 @@ def _indexer(raw: dict[str, Any]) -> dict[str, Any] | None:
     }
 
 
-def _grouped(raw: dict[str, Any]) -> dict[str, Any]:
+def _grouped(raw: JsonObject) -> JsonObject:
     """Grouped-query attention: arguments of ``GroupedConfig``, None where attention is MLA."""
     if _model_type(raw) != _GROUPED:
         return {"grouped": None}
@@ -186,7 +187,7 @@ def _grouped(raw: dict[str, Any]) -> dict[str, Any]:
     names |= {"qk_norm": "use_qk_norm", "bias": "attention_bias"}
     nested = raw.get("rope_parameters")
     given = (nested if isinstance(nested, dict) else {}, raw)
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     for field, name in names.items():
         values = [d[name] for d in given if d.get(name) is not None]
         if any(v != values[0] for v in values):
@@ -204,7 +205,7 @@ def _listed(names: dict[str, str]) -> str:
     return " and ".join((", ".join([*names.values()][:-1]), [*names.values()][-1]))
 
 
-def _shared(raw: dict[str, Any]) -> tuple[bool, ...]:
+def _shared(raw: JsonObject) -> tuple[bool, ...]:
     """Whether each layer attends to the choice of the layer before it.
 
     config.json gives a list, letters, or a frequency and an offset: the first that is there counts (SGLang).
@@ -230,7 +231,7 @@ def _shared(raw: dict[str, Any]) -> tuple[bool, ...]:
     return tuple(max(layer - offset + 1, 0) % freq != 0 for layer in range(count))
 
 
-def _dense_layers(raw: dict[str, Any]) -> dict[str, Any]:
+def _dense_layers(raw: JsonObject) -> JsonObject:
     """first_k_dense_replace from transformers 5's list of layer types."""
     kinds = raw.get("mlp_layer_types")
     if kinds is None:
@@ -243,7 +244,7 @@ def _dense_layers(raw: dict[str, Any]) -> dict[str, Any]:
     return {} if raw.get("first_k_dense_replace") is not None else {"first_k_dense_replace": dense}
 
 
-def _rope(raw: dict[str, Any]) -> dict[str, Any]:
+def _rope(raw: JsonObject) -> JsonObject:
     rope, scaling = (raw.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
     if not isinstance(rope, dict) or not isinstance(scaling, dict):
         raise ConfigError(
@@ -258,7 +259,7 @@ def _rope(raw: dict[str, Any]) -> dict[str, Any]:
     return {"rope_theta": thetas.pop(), "rope_scaling": yarn}
 
 
-def _yarn(raw: dict[str, Any], scaling: dict[str, Any]) -> dict[str, Any] | None:
+def _yarn(raw: JsonObject, scaling: JsonObject) -> JsonObject | None:
     kind = scaling.get("rope_type") or scaling.get("type") or ("none" if "factor" in scaling else "default")
     if kind == "default":
         return None
@@ -276,18 +277,18 @@ def _yarn(raw: dict[str, Any], scaling: dict[str, Any]) -> dict[str, Any] | None
     return {"original_max_position_embeddings": original, **values}
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: object) -> float:
     if not is_number(value):
         raise ConfigError(f"{name} = {value!r:.200}; expected a number")
     return float(value)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether ``value`` is a finite number that a float can hold; JSON has longer numbers, and NaN."""
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+    return isinstance(value, int | float) and type(value) is not bool and abs(value) <= sys.float_info.max
 
 
-def _dtype(raw: dict[str, Any]) -> str:
+def _dtype(raw: JsonObject) -> str:
     """The narrowest dtype that holds the weights exactly and that programs compute in.
 
     float16 has three more bits of precision than bfloat16 and less range, so that float32 it is.

@@ -1,8 +1,9 @@
 """The quantisation that a ``config.json`` announces: FP8 in blocks, int4 in groups, or none."""
 
-from typing import Any
+from collections.abc import Sequence
 
 from mtp_jax.errors import ConfigError
+from mtp_jax.json_object import JsonObject
 
 FP8_BLOCK = 128
 INT4_PER_WORD = 8
@@ -10,7 +11,7 @@ INT4_PER_WORD = 8
 _EXPECTED = "expected fp8 with 128x128 blocks, int4 as compressed-tensors packs it, or none"
 
 
-def quantisation(raw: dict[str, Any]) -> dict[str, Any]:
+def quantisation(raw: JsonObject) -> JsonObject:
     """``fp8`` and ``int4_group`` of ``ModelConfig``. Raises ConfigError for a format that cannot be read."""
     quant, mlx = raw.get("quantization_config"), raw.get("quantization")
     if isinstance(mlx, dict) and "group_size" in mlx:  # which mlx repeats under the other name
@@ -26,7 +27,7 @@ def quantisation(raw: dict[str, Any]) -> dict[str, Any]:
     raise ConfigError(f"quantization {method!r:.200} is not supported; {_EXPECTED}")
 
 
-def _check_fp8(quant: dict[str, Any]) -> None:
+def _check_fp8(quant: JsonObject) -> None:
     """e4m3 in 128x128 blocks, whose scales may be powers of two or not."""
     if quant.get("weight_block_size") != [FP8_BLOCK, FP8_BLOCK] or quant.get("fmt", "e4m3") != "e4m3":
         raise ConfigError(
@@ -51,18 +52,18 @@ _WEIGHTS = {
 }
 
 
-def _int4_group(quant: dict[str, Any]) -> int:
+def _int4_group(quant: JsonObject) -> int:
     """Inputs that share a scale, of compressed-tensors' pack-quantized format.
 
     Which weights are packed is told from the tensors, as it is for FP8; ``targets`` and ``ignore`` say the
     same in patterns.
     """
     for key in ("kv_cache_scheme", "transform_config"):
-        _need(key, quant.get(key) or None, None)
+        _need(key, quant.get(key) or None, (None,))
     sparsity = quant.get("sparsity_config") or None
     if not (isinstance(sparsity, dict) and sparsity.get("format") == "dense"):
-        _need("sparsity_config", sparsity, None)
-    _need("quantization_status", quant.get("quantization_status"), "compressed", None)
+        _need("sparsity_config", sparsity, (None,))
+    _need("quantization_status", quant.get("quantization_status"), ("compressed", None))
     groups = quant.get("config_groups")
     if not isinstance(groups, dict) or not groups or not all(isinstance(g, dict) for g in groups.values()):
         raise ConfigError(f"compressed-tensors with config_groups = {groups!r:.200}; expected an object each")
@@ -75,15 +76,15 @@ def _int4_group(quant: dict[str, Any]) -> int:
     return sizes.pop()
 
 
-def _group_size(quant: dict[str, Any], name: str, group: dict[str, Any]) -> int:
-    _need(f"{name}.format", group.get("format") or quant.get("format"), "pack-quantized")
+def _group_size(quant: JsonObject, name: str, group: JsonObject) -> int:
+    _need(f"{name}.format", group.get("format") or quant.get("format"), ("pack-quantized",))
     for key in ("input_activations", "output_activations"):
-        _need(f"{name}.{key}", group.get(key), None)
+        _need(f"{name}.{key}", group.get(key), (None,))
     weights = group.get("weights")
     if not isinstance(weights, dict):
         raise ConfigError(f"compressed-tensors with {name}.weights = {weights!r:.200}; expected an object")
     for key, allowed in _WEIGHTS.items():
-        _need(f"{name}.weights.{key}", weights.get(key), *allowed)
+        _need(f"{name}.weights.{key}", weights.get(key), allowed)
     size = weights.get("group_size")
     if type(size) is not int or size < 1:
         raise ConfigError(
@@ -93,7 +94,7 @@ def _group_size(quant: dict[str, Any], name: str, group: dict[str, Any]) -> int:
     return size
 
 
-def _need(key: str, got: Any, *allowed: Any) -> None:
+def _need(key: str, got: object, allowed: Sequence[object]) -> None:
     """Raises ConfigError for another value. 1 is not True here."""
     if not any(type(got) is type(value) and got == value for value in allowed):
         raise ConfigError(

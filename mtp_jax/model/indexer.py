@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas.top_k.reference import NOTHING, top_k
+from kernels_pallas.top_k.reference import NOTHING
 from mtp_jax.model.config import IndexerConfig
 from mtp_jax.model.layers import rotate_first
 
@@ -92,11 +92,6 @@ def scores_in_blocks(
 
     found = jnp.zeros((slots, width, -(-entries // size) * size), jnp.float32)
     return jax.lax.fori_loop(0, blocks, block, found)[..., :entries]
-
-
-def choose(found: Float[Array, "B W L"], visible: Bool[Array, "B W L"], topk: int) -> Int[Array, "B W K"]:
-    """The visible entries with the best scores, in order; NOTHING first where there are fewer."""
-    return top_k(masked(found, visible), min(topk, found.shape[-1]))
 
 
 def masked(found: Float[Array, "B W L"], visible: Bool[Array, "B W L"]) -> Float[Array, "B W L"]:

@@ -5,16 +5,14 @@ program. XLA would join their products, which share weights, and have each half 
 put the halves in an order (``after``).
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, PyTree, Shaped
 
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.sharding import data_size
 
-Batch = Any
+Batch = PyTree
 """A tree of arrays whose first axis is slots, shard by shard of the ``data`` axis."""
 
 
@@ -47,6 +45,6 @@ def joined(batches: list[Batch], on: Backend) -> Batch:
     return jax.tree.map(one, *batches)
 
 
-def after(x: Any, earlier: Any) -> Any:
+def after(x: Batch, earlier: PyTree) -> Batch:
     """``x``, once ``earlier`` is there; None: at once."""
     return x if earlier is None else jax.lax.optimization_barrier((x, earlier))[0]

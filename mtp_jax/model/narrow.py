@@ -11,7 +11,8 @@ from typing import Any, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Int8, UInt16
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Int8, PyTree, UInt16
 
 from mtp_jax.model.hf_quantization import FP8_BLOCK, INT4_PER_WORD
 
@@ -28,7 +29,7 @@ class Narrow(ABC):
         """Shape of the parameter."""
 
     @abstractmethod
-    def expand(self, dtype: Any) -> Float[Array, "*o i"]:
+    def expand(self, dtype: DTypeLike) -> Float[Array, "*o i"]:
         """The weight as loading it dequantised gives: products in float32, rounded to ``dtype`` once."""
 
     @abstractmethod
@@ -54,14 +55,14 @@ class Bf16(Narrow):
         """Shape of the parameter."""
         return self.values.shape
 
-    def expand(self, dtype: Any) -> Float[Array, "*o i"]:
+    def expand(self, dtype: DTypeLike) -> Float[Array, "*o i"]:
         """The values."""
         wide = self.values.astype(jnp.float32) if self.bits is None else bf16_of_bits(self.bits)
         return wide.astype(dtype)
 
     def reshape(self, *shape: int) -> "Bf16":
         """The same values, grouped differently."""
-        return jax.tree.map(lambda a: a.reshape(*shape), self)
+        return jax.tree.map(lambda a: a.reshape(shape), self)
 
 
 @jax.tree_util.register_dataclass
@@ -85,7 +86,7 @@ class Fp8(Narrow):
         """Shape of the parameter."""
         return self.values.shape
 
-    def expand(self, dtype: Any) -> Float[Array, "*o i"]:
+    def expand(self, dtype: DTypeLike) -> Float[Array, "*o i"]:
         """Values times the scale of their block."""
         bits = self.bits
         wide = self.values.astype(jnp.float32) if bits is None else e4m3_of_bits(bits) * E4M3_UNIT
@@ -96,8 +97,8 @@ class Fp8(Narrow):
 
     def reshape(self, *shape: int) -> "Fp8":
         """The same matrices, their rows or columns grouped differently."""
-        bits = None if self.bits is None else self.bits.reshape(*shape)
-        return Fp8(self.values.reshape(*shape), self.scale, bits)
+        bits = None if self.bits is None else self.bits.reshape(shape)
+        return Fp8(self.values.reshape(shape), self.scale, bits)
 
 
 @jax.tree_util.register_dataclass
@@ -118,7 +119,7 @@ class Int4(Narrow):
         """Shape of the parameter."""
         return *self.words.shape[:-1], self.words.shape[-1] * INT4_PER_WORD
 
-    def expand(self, dtype: Any) -> Float[Array, "*o i"]:
+    def expand(self, dtype: DTypeLike) -> Float[Array, "*o i"]:
         """Values times the scale of their group."""
         shifts = jnp.arange(INT4_PER_WORD, dtype=jnp.int32) * (32 // INT4_PER_WORD)
         values = ((self.words[..., None] >> shifts) & 15) - 8
@@ -129,9 +130,7 @@ class Int4(Narrow):
     def reshape(self, *shape: int) -> "Int4":
         """The same rows, grouped differently; whole inputs stay last."""
         rows = shape[:-1]
-        return Int4(
-            self.words.reshape(*rows, self.words.shape[-1]), self.scale.reshape(*rows, self.scale.shape[-1])
-        )
+        return jax.tree.map(lambda a: a.reshape((*rows, a.shape[-1])), self)
 
 
 @jax.tree_util.register_dataclass
@@ -152,7 +151,7 @@ class InStack(Narrow):
         """Shape of the parameter."""
         return self.stack.shape[1:]
 
-    def expand(self, dtype: Any) -> Float[Array, "*o i"]:
+    def expand(self, dtype: DTypeLike) -> Float[Array, "*o i"]:
         """The weight as its class expands it."""
         return expand(index(self.stack, self.at), dtype)
 
@@ -161,7 +160,7 @@ class InStack(Narrow):
         return replace(self, stack=self.stack.reshape(self.stack.shape[0], *shape))
 
 
-def with_bits(w: Any) -> Any:
+def with_bits(w: PyTree) -> PyTree:
     """A weight on a CPU with its ``bits``; other weights unchanged.
 
     XLA on a CPU widens a whole stack of bfloat16 or e4m3 before it takes a slice of it, not so of integers.
@@ -173,7 +172,7 @@ def with_bits(w: Any) -> Any:
     return replace(w, bits=bits if isinstance(w.values, np.ndarray) else jax.device_put(bits, may_alias=True))
 
 
-def without_bits(w: Any) -> Any:
+def without_bits(w: PyTree) -> PyTree:
     """Undoes ``with_bits``."""
     return replace(w, bits=None) if isinstance(w, Bf16 | Fp8) and w.bits is not None else w
 
@@ -205,18 +204,18 @@ def flat(w: Float[Array, "E *o i"] | Narrow) -> tuple[Float[Array, "F *o i"] | N
     return w.stack.reshape(-1, *w.shape[1:]), w.at * w.shape[0]
 
 
-def nbytes(weights: Any) -> int:
+def nbytes(weights: PyTree) -> int:
     """Bytes that a tree of weights, or of their shapes, takes in memory; ``bits`` take none of their own."""
     return sum(map(_nbytes, jax.tree.leaves(weights, is_leaf=is_narrow)))
 
 
-def _nbytes(w: Any) -> int:
+def _nbytes(w: PyTree) -> int:
     if isinstance(w, InStack):
         return _nbytes(w.stack) // w.stack.shape[0]
     return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(without_bits(w)))
 
 
-def readable(w: Any) -> TypeGuard["Bf16 | Fp8 | InStack"]:
+def readable(w: object) -> TypeGuard["Bf16 | Fp8 | InStack"]:
     """Whether this is a narrow weight whose bits loops can read."""
     return isinstance(w, InStack) or (isinstance(w, Bf16 | Fp8) and w.bits is not None)
 
@@ -236,12 +235,12 @@ def e4m3_of_bits(bits: Int8[Array, "*b"]) -> Float[Array, "*b"]:
     return jax.lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32)
 
 
-def is_narrow(x: Any) -> bool:
+def is_narrow(x: object) -> bool:
     """Whether this is a weight and no array: a leaf, where trees of weights are walked."""
     return isinstance(x, Narrow)
 
 
-def expand(w: Float[Array, "*o i"] | Narrow, dtype: Any) -> Float[Array, "*o i"]:
+def expand(w: Float[Array, "*o i"] | Narrow, dtype: DTypeLike) -> Float[Array, "*o i"]:
     """A weight as an array: itself, or expanded."""
     return w.expand(dtype) if isinstance(w, Narrow) else w
 

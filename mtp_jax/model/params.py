@@ -5,10 +5,11 @@ Code with jax imports the trees from this module, which registers them.
 """
 
 import math
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.specs import (
@@ -27,12 +28,14 @@ from mtp_jax.model.specs import (
 for _tree in (Indexer, Attention, Grouped, Mlp, Moe, Layer, NextN, Params):
     jax.tree_util.register_dataclass(_tree)
 
+Tree = TypeVar("Tree")
+
 type_of = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
-def dtype_of(spec: Spec, dtype: str) -> Any:
+def dtype_of(spec: Spec, dtype: str) -> np.dtype:
     """The jax dtype an array of this spec has in a model of ``dtype``."""
-    return type_of[spec.dtype(dtype)]
+    return np.dtype(type_of[spec.dtype(dtype)])
 
 
 def init_params(cfg: ModelConfig, key: jax.Array, dtype: str = "float32") -> Params:
@@ -49,10 +52,10 @@ def init_params(cfg: ModelConfig, key: jax.Array, dtype: str = "float32") -> Par
     return tree.unflatten([init(i, s) for i, s in enumerate(leaves)])
 
 
-def shapes(tree: Any) -> Any:
+def shapes(tree: Tree) -> Tree:
     """The shapes, dtypes and, where they were chosen, shardings of a tree of arrays, or of their shapes."""
 
-    def shape_of(a: Any) -> jax.ShapeDtypeStruct:
+    def shape_of(a: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         chosen = isinstance(a, jax.ShapeDtypeStruct) or a.committed
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding if chosen else None)
 

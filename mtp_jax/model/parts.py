@@ -7,7 +7,7 @@ other. Attention alone looks at the parts again, as each has a page table of its
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
 from mtp_jax.model.sharding import data_size, partition
+
+Tree = TypeVar("Tree")
 
 
 def join(parts: Sequence[Shaped[Array, "_B _W ..."]], mesh: Mesh | None) -> Shaped[Array, "S R ..."]:
@@ -31,7 +33,7 @@ def join(parts: Sequence[Shaped[Array, "_B _W ..."]], mesh: Mesh | None) -> Shap
     return jax.lax.with_sharding_constraint(rows, NamedSharding(mesh, where))
 
 
-def split_tree(tree: Any, shapes: Sequence[tuple[int, ...]], mesh: Mesh | None) -> list[Any]:
+def split_tree(tree: Tree, shapes: Sequence[tuple[int, ...]], mesh: Mesh | None) -> list[Tree]:
     """``split`` of every array of a tree; a tree for each part."""
     leaves, whole = jax.tree.flatten(tree)
     parts = [split(a, shapes, mesh) for a in leaves]
@@ -47,6 +49,6 @@ def split(
     shards, parts, at = data_size(mesh), [], 0
     for shape in shapes:
         end = at + math.prod(shape) // shards
-        parts.append(rows[:, at:end].reshape(*shape, *rows.shape[2:]))
+        parts.append(rows[:, at:end].reshape((*shape, *rows.shape[2:])))
         at = end
     return parts

@@ -5,10 +5,10 @@ Without a mesh every function here is the identity, so that one code path serves
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import specs
@@ -54,8 +54,8 @@ def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
 
 
 def sharded(
-    f: Callable[..., Any], mesh: Mesh | None, in_specs: tuple[Any, ...], out_specs: Any
-) -> Callable[..., Any]:
+    f: Callable[..., PyTree], mesh: Mesh | None, in_specs: tuple[PyTree, ...], out_specs: PyTree
+) -> Callable[..., PyTree]:
     """``f`` on each device's own shards; ``f`` itself without a mesh."""
     if mesh is None:
         return f

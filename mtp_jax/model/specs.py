@@ -8,7 +8,7 @@ shardings, the tensors that a checkpoint must hold and every count of bytes deri
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from mtp_jax.model.config import GroupedConfig, IndexerConfig, ModelConfig
@@ -24,6 +24,12 @@ RULES: dict[str | None, tuple[str, ...] | str | None] = {
     "experts": ("data", "model"),
 }
 """The axes of a mesh that a logical axis is split over."""
+
+Weight = Any
+"""A parameter: its ``Spec``, or in its place an array, a ``Narrow``, a shape or a sharding; or None."""
+
+Names = str | tuple[Any, ...]
+"""A checkpoint tensor, or nested tuples of tensors."""
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
@@ -52,7 +58,7 @@ class Spec:
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    names: Any
+    names: Names
     tensor_shape: tuple[int, ...]
     init: str = "normal"
     float32: bool = False
@@ -88,11 +94,11 @@ class Spec:
 class Indexer:
     """Parameters that choose the entries of sparse attention (arXiv 2512.02556, section 2.1)."""
 
-    q: Any  # [H, i, Q], of the queries' low rank
-    k: Any  # [i, D]
-    k_norm: Any  # [i]
-    k_bias: Any  # [i]
-    weights: Any  # [H, D] float32
+    q: Weight  # [H, i, Q], of the queries' low rank
+    k: Weight  # [i, D]
+    k_norm: Weight  # [i]
+    k_bias: Weight  # [i]
+    weights: Weight  # [H, D] float32
 
 
 @dataclass(frozen=True)
@@ -102,14 +108,14 @@ class Attention:
     ``indexer`` is None without sparse attention, and where a layer attends to another layer's choice.
     """
 
-    q_a: Any  # [Q, D]
-    q_norm: Any  # [Q]
-    q_b: Any  # [N, nope + R, Q or D]
-    kv_a: Any  # [C + R, D]
-    kv_norm: Any  # [C]
-    k_up: Any  # [N, nope, C]
-    v_up: Any  # [N, v, C]
-    o: Any  # [D, N, v]
+    q_a: Weight  # [Q, D]
+    q_norm: Weight  # [Q]
+    q_b: Weight  # [N, nope + R, Q or D]
+    kv_a: Weight  # [C + R, D]
+    kv_norm: Weight  # [C]
+    k_up: Weight  # [N, nope, C]
+    v_up: Weight  # [N, v, C]
+    o: Weight  # [D, N, v]
     indexer: Indexer | None = None
 
 
@@ -120,23 +126,23 @@ class Grouped:
     Biases and norms are None where the model has none. Keys and values are small, and whole on every device.
     """
 
-    q: Any  # [N, h, D]
-    k: Any  # [G, h, D]
-    v: Any  # [G, h, D]
-    o: Any  # [D, N, h]
-    q_bias: Any  # [N * h]
-    k_bias: Any  # [G * h]
-    v_bias: Any  # [G * h]
-    q_norm: Any  # [h]
-    k_norm: Any  # [h]
+    q: Weight  # [N, h, D]
+    k: Weight  # [G, h, D]
+    v: Weight  # [G, h, D]
+    o: Weight  # [D, N, h]
+    q_bias: Weight  # [N * h]
+    k_bias: Weight  # [G * h]
+    v_bias: Weight  # [G * h]
+    q_norm: Weight  # [h]
+    k_norm: Weight  # [h]
 
 
 @dataclass(frozen=True)
 class Mlp:
     """SwiGLU: gate and up stacked."""
 
-    gate_up: Any  # [2, I, D]
-    down: Any  # [D, I]
+    gate_up: Weight  # [2, I, D]
+    down: Weight  # [D, I]
 
 
 @dataclass(frozen=True)
@@ -147,15 +153,15 @@ class Moe:
     ``copies[e]`` are the slots of expert e, then -1 (see ``expert_slots``).
     """
 
-    router: Any  # [E, D] float32
-    bias: Any  # [E] float32, selection only
-    gate_up: Any  # [E, 2, I, D]
-    down: Any  # [E, D, I]
+    router: Weight  # [E, D] float32
+    bias: Weight  # [E] float32, selection only
+    gate_up: Weight  # [E, 2, I, D]
+    down: Weight  # [E, D, I]
     shared: Mlp | None
-    copies: Any = None  # [E, c] int32
+    copies: Weight = None  # [E, c] int32
 
     @property
-    def routed(self) -> tuple[Any, Any]:
+    def routed(self) -> tuple[Weight, Weight]:
         """The matrices of all routed experts."""
         return self.gate_up, self.down
 
@@ -164,9 +170,9 @@ class Moe:
 class Layer:
     """A pre-norm decoder block."""
 
-    attention_norm: Any  # [D]
+    attention_norm: Weight  # [D]
     attention: Attention | Grouped
-    mlp_norm: Any  # [D]
+    mlp_norm: Weight  # [D]
     mlp: Mlp | Moe
 
 
@@ -174,21 +180,21 @@ class Layer:
 class NextN:
     """A Multi-Token-Prediction module. ``embed`` and ``head`` are None when they are the trunk's own."""
 
-    token_norm: Any  # [D], enorm
-    hidden_norm: Any  # [D], hnorm
-    merge: Any  # [D, 2D], eh_proj
+    token_norm: Weight  # [D], enorm
+    hidden_norm: Weight  # [D], hnorm
+    merge: Weight  # [D, 2D], eh_proj
     layer: Layer
-    norm: Any  # [D], shared_head.norm
-    embed: Any
-    head: Any
+    norm: Weight  # [D], shared_head.norm
+    embed: Weight
+    head: Weight
 
     @property
-    def merging(self) -> tuple[Any, ...]:
+    def merging(self) -> tuple[Weight, ...]:
         """The matrix and the norms beside the layer."""
         return self.token_norm, self.hidden_norm, self.merge, self.norm
 
     @property
-    def entries(self) -> tuple[Any, ...]:
+    def entries(self) -> tuple[Weight, ...]:
         """Parameters that make NextN entries of tokens: the merge, and latents or keys and values."""
         a = self.layer.attention
         kv = (a.k, a.v, a.k_bias, a.v_bias, a.k_norm) if isinstance(a, Grouped) else (a.kv_a, a.kv_norm)
@@ -199,14 +205,14 @@ class NextN:
 class Params:
     """A whole model. ``head`` is None when the embedding is tied to it."""
 
-    embed: Any  # [V, D]
+    embed: Weight  # [V, D]
     layers: tuple[Any, ...]  # Layer, or in a runner Stack[Layer]
-    norm: Any  # [D]
-    head: Any  # [V, D]
+    norm: Weight  # [D]
+    head: Weight  # [V, D]
     nextn: tuple[NextN, ...]
 
     @property
-    def table(self) -> Any:
+    def table(self) -> Weight:
         """The vocabulary table behind the logits."""
         return self.embed if self.head is None else self.head
 
@@ -333,21 +339,23 @@ def param_specs(cfg: ModelConfig, own: Iterable[tuple[bool, bool]] = ()) -> Para
         layers=tuple(_layer(cfg, i, cfg.is_moe(i)) for i in layers),
         norm=_norm("model.norm.weight", cfg.hidden_size),
         head=None if cfg.tie_word_embeddings else _table("lm_head.weight", cfg),
-        nextn=tuple(_nextn(cfg, k, *t) for k, t in zip(nextn, tables, strict=False)),
+        nextn=tuple(_nextn(cfg, k, embed, head) for k, (embed, head) in zip(nextn, tables, strict=False)),
     )
 
 
-def leaves(tree: Any) -> Iterator[Spec]:
+def leaves(tree: object) -> Iterator[Spec]:
     """Every spec of a tree of specs, or of several in a tuple, in the order of ``jax.tree.leaves``."""
     if isinstance(tree, Spec):
         yield tree
-    elif tree is not None:
-        parts = tree if isinstance(tree, tuple) else [getattr(tree, f.name) for f in fields(tree)]
-        for part in parts:
+    elif isinstance(tree, tuple):
+        for part in tree:
             yield from leaves(part)
+    elif is_dataclass(tree):
+        for f in fields(tree):
+            yield from leaves(getattr(tree, f.name))
 
 
-def count(tree: Any) -> int:
+def count(tree: object) -> int:
     """Number of parameters in a tree of specs."""
     return sum(spec.size for spec in leaves(tree))
 
@@ -394,10 +402,10 @@ def columns_spec(spec: Spec, suffix: str, columns: int) -> Spec:
     return Spec(shape, spec.axes, _renamed(spec.names, suffix), tensor_shape)
 
 
-def _renamed(names: Any, suffix: str) -> Any:
+def _renamed(names: Names, suffix: str) -> Names:
     return names + suffix if isinstance(names, str) else tuple(_renamed(n, suffix) for n in names)
 
 
-def _stacked(names: Any) -> int:
+def _stacked(names: Names) -> int:
     """Number of leading dimensions of a parameter along which tensors of the checkpoint are stacked."""
     return 0 if isinstance(names, str) else 1 + _stacked(names[0])

@@ -5,13 +5,13 @@ Which layers are stacked, a backend decides (``Backend.arranged``); everything e
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import jax
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 
-from mtp_jax.model.narrow import InStack, index, is_narrow, readable, with_bits, without_bits
+from mtp_jax.model.narrow import InStack, Narrow, index, is_narrow, readable, with_bits, without_bits
 
 Tree = TypeVar("Tree")
 # XLA on a CPU takes an array of the host for its own where it begins at a multiple of this number of bytes.
@@ -33,31 +33,33 @@ class Stack(Generic[Tree]):
         return len(jax.tree.leaves(self.tree)[0])
 
 
-def each(groups: Iterable[Any]) -> list[tuple[Any, tuple[int, ...]]]:
+def each(groups: Iterable[Tree | Stack[Tree]]) -> list[tuple[Tree, tuple[int, ...]]]:
     """Trees and stacks, tree by tree: (the group's own tree, the first index of its arrays)."""
     found = []
     for group in groups:
-        stack = isinstance(group, Stack)
-        found += [(group.tree, (i,)) for i in range(len(group))] if stack else [(group, ())]
+        if isinstance(group, Stack):
+            found += [(group.tree, (i,)) for i in range(len(group))]
+        else:
+            found.append((group, ()))
     return found
 
 
 def one_of(stack: Stack[Tree], i: Int[Array, ""]) -> Tree:
     """Tree ``i`` of a stack. Weights that loops can read stay where they lie, arrays are looked up."""
 
-    def weight(w: Any) -> Any:
+    def weight(w: Array | Narrow) -> Array | Narrow:
         return InStack(w, i) if readable(w) and not isinstance(w, InStack) else index(w, i)
 
     return jax.tree.map(weight, stack.tree, is_leaf=is_narrow)
 
 
-def alike(trees: Sequence[Any]) -> list[list[Any]]:
+def alike(trees: Sequence[Tree]) -> list[list[Tree]]:
     """Neighbours of the same structure, shapes and dtypes, together."""
 
-    def form(tree: Any) -> Any:
+    def form(tree: Tree) -> tuple[object, list[tuple[tuple[int, ...], np.dtype]]]:
         return jax.tree.structure(tree), [(a.shape, a.dtype) for a in jax.tree.leaves(tree)]
 
-    groups: list[list[Any]] = []
+    groups: list[list[Tree]] = []
     for tree in trees:
         if groups and form(groups[-1][-1]) == form(tree):
             groups[-1].append(tree)
@@ -89,13 +91,13 @@ def stacked(trees: list[Tree], consume: bool = False) -> Stack[Tree]:
 def parts(stack: Stack[Tree]) -> list[Tree]:
     """The trees of a stack on a CPU, as parts of its memory."""
 
-    def part(w: Any, i: int) -> Any:
+    def part(w: PyTree, i: int) -> PyTree:
         return _kept(w, jax.tree.map(lambda a: np.asarray(a)[i], without_bits(w)))
 
     return [jax.tree.map(lambda w, i=i: part(w, i), stack.tree, is_leaf=is_narrow) for i in range(len(stack))]
 
 
-def _stacked(weights: Sequence[Any]) -> Any:
+def _stacked(weights: Sequence[Tree]) -> Tree:
     """A weight of every layer."""
     if isinstance(jax.tree.leaves(weights[0])[0], jax.ShapeDtypeStruct):
         n = len(weights)
@@ -104,7 +106,7 @@ def _stacked(weights: Sequence[Any]) -> Any:
     return _kept(weights[0], jax.tree.map(lambda *arrays: _together([*map(np.asarray, arrays)]), *bare))
 
 
-def _kept(like: Any, bare: Any) -> Any:
+def _kept(like: PyTree, bare: PyTree) -> PyTree:
     """A weight of host arrays on the device, in the same memory, and with bits if ``like`` has them."""
     placed = jax.tree.map(lambda a: jax.device_put(a, may_alias=True), bare)
     return placed if without_bits(like) is like else with_bits(placed)

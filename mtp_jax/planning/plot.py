@@ -1,10 +1,14 @@
 """The picture of a plan: tokens per second of a GPU against the tokens per second of a user."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mtp_jax.errors import ConfigError
-from mtp_jax.planning.table import Plan
+from mtp_jax.planning.table import Plan, Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _COLOURS = ("#888888", "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#8c564b")
 
@@ -46,13 +50,14 @@ def draw(plan: Plan, title: str, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _shade(axis: Any, rows: list[Any], colour: str, name: str) -> None:
+def _shade(axis: "Axes", rows: Sequence[Row], colour: str, name: str) -> None:
     """The band of one depth; both of its ends as lines."""
     ends = [[(row.user[end], row.gpu[end]) for row in rows] for end in (0, 1)]
     outline = [*ends[0], *reversed(ends[1])]
-    axis.fill(*zip(*outline, strict=True), color=colour, alpha=0.2, linewidth=0)
+    axis.fill([x for x, _ in outline], [y for _, y in outline], color=colour, alpha=0.2, linewidth=0)
     for points, style in zip(ends, ("o:", "o-"), strict=True):
         label = name if style == "o-" else None
-        axis.plot(*zip(*points, strict=True), style, color=colour, markersize=3, label=label)
+        at, height = [x for x, _ in points], [y for _, y in points]
+        axis.plot(at, height, style, color=colour, markersize=3, label=label)
     for row, point in zip(rows, ends[1], strict=True):
         axis.annotate(f" {row.deployment.requests}", point, color=colour, fontsize="x-small")

@@ -1,17 +1,16 @@
 """Published speeds of DeepSeek-V3 and R1, read from ``published.toml``, which names their sources."""
 
 import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.planning.deployment import Deployment, hosts_for
 from mtp_jax.planning.hardware import GPUS
 from mtp_jax.planning.weights import BFLOAT16, FP8, NVFP4, Storage
 
-_DATA: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_DATA: JsonObject = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 SOURCES: dict[str, str] = _DATA["sources"]
 _FORMATS = {f.name: f for f in (BFLOAT16, FP8, NVFP4)}
 
@@ -42,19 +41,20 @@ class Point:
     open: str = ""
 
 
-def _with_base(table: Mapping[str, Any]) -> dict[str, Any]:
+def _with_base(table: JsonMapping) -> JsonObject:
     """The keys of a table, and of its base where it has none of its own."""
     base = _with_base(_DATA["base"][table["base"]]) if "base" in table else {}
     return base | {key: value for key, value in table.items() if key != "base"}
 
 
-def _point(table: Mapping[str, Any]) -> Point:
+def _point(table: JsonMapping) -> Point:
     keys = _with_base(table)
-    about = {key: keys.pop(key) for key in ("name", "source", "rate", "per_user", "open") if key in keys}
+    name, source, rate = (keys.pop(key) for key in ("name", "source", "rate"))
+    per_user, open = keys.pop("per_user", False), keys.pop("open", "")
     gpu, gpus = GPUS[keys.pop("gpu")], keys["data"] * keys.get("model", 1)
     storage = Storage(_FORMATS[keys.pop("experts")], _FORMATS[keys.pop("others")])
     keys |= {"hosts": hosts_for(gpu, gpus), "requests": keys.pop("each") * gpus if "each" in keys else 1}
-    return Point(**about, deployment=Deployment(DEEPSEEK_V3, storage, gpu, **keys))
+    return Point(name, source, Deployment(DEEPSEEK_V3, storage, gpu, **keys), rate, per_user, open)
 
 
 FITTED = tuple(map(_point, _DATA["fitted"]))

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from mtp_jax.errors import ConfigError
+from mtp_jax.json_object import JsonObject
 from mtp_jax.planning.deployment import Deployment, hosts_for, tokens_per_step
 from mtp_jax.planning.memory import Memory, memory, misfit
 from mtp_jax.planning.prefill import prompt_tokens_per_second
@@ -78,7 +78,7 @@ class Plan:
         """Prompt tokens per second of each GPU, for prompts as long as the context."""
         return prompt_tokens_per_second(self.base)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """The plan as a JSON object. Pairs are [usual, lean]."""
         d = self.base
         return {
@@ -96,7 +96,7 @@ class Plan:
             "notes": list(self.notes),
         }
 
-    def _row(self, row: Row) -> dict[str, Any]:
+    def _row(self, row: Row) -> JsonObject:
         d, step = row.deployment, row.band.lean
         cost = {} if self.price is None else {"dollars_per_million_tokens": list(row.cost(self.price))}
         return {
@@ -114,7 +114,7 @@ class Plan:
         }
 
 
-def _memory(m: Memory) -> dict[str, Any]:
+def _memory(m: Memory) -> JsonObject:
     return {
         "bytes_per_gpu": m.of.total,
         "memory_fraction": m.of.fraction,

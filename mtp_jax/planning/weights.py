@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Literal
 
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.hf_quantization import FP8_BLOCK
@@ -87,12 +87,12 @@ class Weights:
     single: int = 0
 
     @classmethod
-    def of(cls, specs: Any) -> "Weights":
+    def of(cls, specs: object) -> "Weights":
         """The weights of a tree of specs."""
         sizes: Counter[str] = Counter()
         for spec in leaves(specs):
             sizes[_kind(spec)] += spec.size
-        return cls(**sizes)
+        return cls(sizes["narrow"], sizes["half"], sizes["single"])
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,16 @@ It counts the body of a loop once, however often it runs, so its figures leave m
 counts an operand again for everything that reads it. ``bench.cost`` counts from the model.
 """
 
-from typing import Any
+from jax.stages import Compiled
 
 
-def by_xla(program: Any) -> dict[str, float]:
+def by_xla(program: Compiled) -> dict[str, float]:
     """FLOPs and bytes as XLA counts them; empty where the backend does not say."""
     found = program.cost_analysis() or {}
     return {name: found[name] for name in ("flops", "bytes accessed", "transcendentals") if name in found}
 
 
-def memory(program: Any) -> dict[str, int]:
+def memory(program: Compiled) -> dict[str, int]:
     """Bytes of a program's arguments, outputs, aliased buffers, temporaries and code; empty where unknown."""
     found = program.memory_analysis()
     kinds = ("argument", "output", "alias", "temp", "generated_code")

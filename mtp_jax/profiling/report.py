@@ -3,12 +3,12 @@
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mtp_jax.bench.cost import Work
 from mtp_jax.bench.machine import Peaks
 from mtp_jax.bench.report import Spread, table
 from mtp_jax.engine.speculation import Speculation
+from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.profiling.compiles import Compile
 from mtp_jax.profiling.scopes import BOOKKEEPING, PHASES, Scope
 from mtp_jax.profiling.trace import DISPATCH, HOST_GAP
@@ -37,7 +37,7 @@ class Program:
     xla: Mapping[str, float]
     memory: Mapping[str, int]
 
-    def costs(self, peaks: Peaks) -> dict[str, Any]:
+    def costs(self, peaks: Peaks) -> JsonObject:
         """The object written to cost.json."""
         least = peaks.seconds(self.work.flops, self.work.bytes)
         return {
@@ -73,8 +73,8 @@ class Profile:
     """
 
     model: str
-    options: Mapping[str, Any]
-    environment: Mapping[str, Any]
+    options: JsonMapping
+    environment: JsonMapping
     seconds: Spread
     traced: Spread
     wall: float

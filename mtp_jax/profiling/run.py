@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from mtp_jax.api.local import local_runner
 from mtp_jax.bench import machine
@@ -20,6 +20,7 @@ from mtp_jax.decode.keys import StepKey, name_of
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.speculation import Speculation
 from mtp_jax.errors import MtpJaxError
+from mtp_jax.json_object import JsonObject
 from mtp_jax.model.narrow import nbytes
 from mtp_jax.profiling import compiles, cost, trace, workload
 from mtp_jax.profiling.compiles import Compile
@@ -168,8 +169,8 @@ def _program(subject: Subject, engine: Engine, key: StepKey, found: trace.Trace)
     return Program(name_of(key), len(spans), mean, work, cost.by_xla(compiled), cost.memory(compiled))
 
 
-def _memory(engine: Engine) -> dict[str, Any]:
-    def size(tree: Any) -> int:
+def _memory(engine: Engine) -> JsonObject:
+    def size(tree: PyTree) -> int:
         return sum(a.nbytes for a in jax.tree.leaves(tree))
 
     runner = local_runner(engine)
@@ -184,5 +185,5 @@ def _memory(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _write(path: Path, content: Any) -> None:
+def _write(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

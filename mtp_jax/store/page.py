@@ -18,7 +18,7 @@ def split(data: PageData) -> list[Page]:
 
 def join(pages: Sequence[Page]) -> PageData:
     """One page or more in one ``PageData``."""
-    return tuple(map(np.stack, zip(*pages, strict=True)))
+    return tuple(np.stack([page[i] for page in pages]) for i in range(len(pages[0])))
 
 
 def size(page: Page) -> int:

@@ -144,8 +144,8 @@ class HostTier:
         for shard, page, content in restored:
             by_shard.setdefault(shard, []).append((page, content))
         for shard, found in by_shard.items():
-            pages, contents = zip(*found, strict=True)
-            self._runner.do(WritePages(shard, tuple(pages), join(contents)))
+            pages = tuple(page for page, _ in found)
+            self._runner.do(WritePages(shard, pages, join([content for _, content in found])))
             self.restored += len(pages)
 
     def forget(self, digests: Iterable[bytes] | None = None) -> None:

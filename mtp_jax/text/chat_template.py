@@ -9,10 +9,9 @@ import atexit
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping
-from typing import Any
 
 from mtp_jax.errors import CheckpointError, Overloaded, RequestError
+from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.text import child
 
 MAX_TEMPLATE_CHARS = 1_000_000
@@ -39,10 +38,10 @@ class ChatTemplate:
         CheckpointError: `chat_template` is neither a string nor a list of objects with name and template.
     """
 
-    def __init__(self, value: Any):
+    def __init__(self, value: object):
         self.sources = _sources(value)
 
-    def render(self, variables: Mapping[str, Any]) -> str:
+    def render(self, variables: JsonMapping) -> str:
         """Render with `variables`, values as JSON has them; "tool_use" serves `tools`, "default" the rest.
 
         Raises:
@@ -85,7 +84,7 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
-def _rendered(job: dict[str, Any]) -> dict[str, str]:
+def _rendered(job: JsonObject) -> dict[str, str]:
     """The process's answer to a job."""
     for _ in range(2):  # the system may have ended an idle process; then a new one is asked
         try:
@@ -122,14 +121,13 @@ def _end_idle() -> None:
         child.end(*_idle.pop())
 
 
-def _sources(value: Any) -> dict[str, str]:
+def _sources(value: object) -> dict[str, str]:
     if value is None or isinstance(value, str):
         return {} if value is None else {"default": value}
-    named = isinstance(value, list) and all(
+    if not isinstance(value, list) or not all(
         isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("name", "template"))
         for entry in value
-    )
-    if not named:
+    ):
         raise CheckpointError(
             "tokenizer_config.json: chat_template must be a string or a list of objects with the strings "
             f"name and template, got {type(value).__name__}; fix or remove it"

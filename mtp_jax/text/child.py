@@ -12,7 +12,8 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+
+from mtp_jax.json_object import JsonObject
 
 _LENGTH = 8  # bytes in which a message says how long it is
 
@@ -38,13 +39,13 @@ def end(process: subprocess.Popen[bytes], control: socket.socket) -> int:
     return process.wait()
 
 
-def send(to: socket.socket, message: dict[str, Any]) -> None:
+def send(to: socket.socket, message: JsonObject) -> None:
     """Raises ConnectionError if the other side has ended; TypeError, ValueError: values unknown to JSON."""
     text = json.dumps(message).encode()
     to.sendall(len(text).to_bytes(_LENGTH, "big") + text)
 
 
-def receive(source: socket.socket) -> dict[str, Any]:
+def receive(source: socket.socket) -> JsonObject:
     """Raises EOFError or ConnectionError if the other side has ended."""
     return json.loads(_bytes(source, int.from_bytes(_bytes(source, _LENGTH), "big")))
 

@@ -28,6 +28,7 @@ from llguidance.numpy import (
 )
 
 from mtp_jax.errors import RequestError
+from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.text.compile_grammar import Compiled, Vocabulary, without_tags
 from mtp_jax.text.json_schema import check_schema, in_full
 from mtp_jax.text.tokenizer import Tokenizer
@@ -69,7 +70,7 @@ class StructuredOutput:
             output begins inside a thought, which the grammar then has to allow.
     """
 
-    json_schema: Mapping[str, Any] | str | None = None
+    json_schema: JsonMapping | str | None = None
     json_object: bool = False
     regex: str | None = None
     choice: Sequence[str] | None = None
@@ -106,9 +107,9 @@ class StructuredOutput:
         """The grammar in llguidance's form. Raises RequestError where the text alone shows a fault."""
         try:
             if self.json_object:
-                return LLMatcher.grammar_from_json_schema({"type": "object"}, **_JSON_OPTIONS)
+                return _of_json({"type": "object"})
             if self.json_schema is not None:
-                return LLMatcher.grammar_from_json_schema(_schema(self.json_schema), **_JSON_OPTIONS)
+                return _of_json(_schema(self.json_schema))
             if self.lark is not None:
                 return _text(self.lark)
             return LLMatcher.grammar_from_regex(_text(self.regex) if self.choice is None else self._choices())
@@ -123,13 +124,13 @@ class StructuredOutput:
         return "|".join("".join(map(_literal, choice)) for choice in choices)
 
 
-def embedded(schema: Mapping[str, Any]) -> str:
+def embedded(schema: JsonMapping) -> str:
     """A schema as text for %json inside a grammar, with the checks of ``json_schema``.
 
     Raises RequestError.
     """
     try:
-        whole = json.loads(LLMatcher.grammar_from_json_schema(_schema(schema), **_JSON_OPTIONS))
+        whole = json.loads(_of_json(_schema(schema)))
     except RequestError:
         raise
     except _NO_GRAMMAR as e:
@@ -137,7 +138,11 @@ def embedded(schema: Mapping[str, Any]) -> str:
     return json.dumps(whole["grammars"][0]["json_schema"])
 
 
-def _schema(schema: Any) -> str:
+def _of_json(schema: str | JsonObject) -> str:
+    return LLMatcher.grammar_from_json_schema(schema, **_JSON_OPTIONS)
+
+
+def _schema(schema: object) -> str:
     value = json.loads(_text(schema)) if isinstance(schema, str) else schema
     if not isinstance(value, Mapping):
         raise RequestError(f"json_schema is a {type(value).__name__}; expected an object")
@@ -154,7 +159,7 @@ def _check_length(what: str, length: int) -> None:
         )
 
 
-def _text(text: Any) -> str:
+def _text(text: object) -> str:
     if not isinstance(text, str):
         raise RequestError(f"{text!r} is a {type(text).__name__}; expected a string")
     text.encode()  # a lone surrogate raises ValueError

@@ -8,10 +8,10 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
-from typing import Any
 from urllib.parse import unquote
 
 from mtp_jax.errors import RequestError
+from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.text.string_formats import EXPRESSIONS
 
 # The lexer has a state for every remainder.
@@ -40,7 +40,7 @@ _EXACT = frozenset(("date", "date-time"))
 _OURS = "#/$defs/mtp-jax.exact."
 
 
-def in_full(schema: Mapping[str, Any]) -> dict[str, Any]:
+def in_full(schema: JsonMapping) -> JsonObject:
     """A schema in other words where llguidance would not honour it: ``nullable``, the days of a month."""
     found, used = _in_full(schema), set[str]()
     for part in _objects(found):
@@ -57,19 +57,21 @@ def in_full(schema: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _in_full(schema: Any) -> Any:
-    if not isinstance(schema, Mapping):
-        return schema
-    found = dict(schema)
+def _part_in_full(part: object) -> object:
+    return _in_full(part) if isinstance(part, Mapping) else part
+
+
+def _in_full(schema: JsonMapping) -> JsonObject:
+    found: JsonObject = dict(schema)
     for key in _ONE:
         if isinstance(found.get(key), Mapping):
             found[key] = _in_full(found[key])
     for key in _LISTS:
         if isinstance(found.get(key), list | tuple):
-            found[key] = [_in_full(part) for part in found[key]]
+            found[key] = [_part_in_full(part) for part in found[key]]
     for key in _NAMED:
         if isinstance(found.get(key), Mapping):
-            found[key] = {name: _in_full(part) for name, part in found[key].items()}
+            found[key] = {name: _part_in_full(part) for name, part in found[key].items()}
     others = found.get("allOf", [])
     if isinstance(found.get("format"), str) and found["format"] in _EXACT and isinstance(others, list):
         found["allOf"] = [*others, {"$ref": _OURS + found["format"]}]
@@ -79,13 +81,13 @@ def _in_full(schema: Any) -> Any:
     return found
 
 
-def check_schema(schema: Mapping[str, Any]) -> None:
+def check_schema(schema: JsonMapping) -> None:
     """Raises RequestError for numbers that it cannot keep to."""
     _check_multiples(schema)
     _check_bounds(schema)
 
 
-def _check_multiples(schema: Any) -> None:
+def _check_multiples(schema: object) -> None:
     found = (s["multipleOf"] for s in _objects(schema) if "multipleOf" in s)
     multiples = [Fraction(str(m)) for m in found if type(m) in (int, float)]
     # llguidance scales fractions up, to the least common multiple at most.
@@ -107,7 +109,7 @@ def _common_multiple(numbers: Iterable[int], most: int) -> int | None:
     return common
 
 
-def _check_bounds(schema: Mapping[str, Any]) -> None:
+def _check_bounds(schema: JsonMapping) -> None:
     """A whole number as an exclusive bound is let through if the other bound is less than one away."""
     for group in _of_one_value(schema):
         for key, others, whole in (
@@ -123,15 +125,15 @@ def _check_bounds(schema: Mapping[str, Any]) -> None:
                     )
 
 
-def _numbers(objects: Iterable[Mapping[str, Any]], key: str) -> list[int | float]:
+def _numbers(objects: Iterable[JsonMapping], key: str) -> list[int | float]:
     return [s[key] for s in objects if type(s.get(key)) in (int, float)]
 
 
-def _of_one_value(schema: Mapping[str, Any]) -> Iterable[list[Mapping[str, Any]]]:
+def _of_one_value(schema: JsonMapping) -> Iterable[list[JsonMapping]]:
     """The objects of a schema, objects that may describe the same value together, and perhaps some more."""
     above: dict[int, int] = {}
 
-    def top(of: Any) -> int:
+    def top(of: object) -> int:
         at = id(of)
         while (up := above.get(at, at)) != at:
             above[at] = above.get(up, up)
@@ -155,7 +157,7 @@ def _of_one_value(schema: Mapping[str, Any]) -> Iterable[list[Mapping[str, Any]]
     return groups.values()
 
 
-def _referred(schema: Any, reference: str) -> Any:
+def _referred(schema: object, reference: str) -> object:
     """The part that a JSON pointer names; None if it names nothing here."""
     path, found = unquote(reference).split("/"), schema
     if path[0] != "#":
@@ -173,7 +175,7 @@ def _referred(schema: Any, reference: str) -> Any:
     return found
 
 
-def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
+def _objects(value: object) -> Iterator[JsonMapping]:
     """Every object in a schema, at any place."""
     if isinstance(value, Mapping):
         yield value

@@ -8,14 +8,15 @@ it this process.
 import functools
 import json
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import datetime
-from typing import Any
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.text import child
 from mtp_jax.text.chat_template import MEMORY, first_line
 from mtp_jax.text.tools.conversation import with_objects
@@ -43,7 +44,7 @@ def main() -> None:
         pass
 
 
-def _answer(compiled: Callable[[str], Template], source: str, variables: dict[str, Any]) -> dict[str, str]:
+def _answer(compiled: Callable[[str], Template], source: str, variables: JsonObject) -> dict[str, str]:
     """``text``, ``refused`` by a limit, or the ``error`` of the template."""
     try:
         if "tool_calls" in source:
@@ -70,7 +71,7 @@ class _TooLong(Exception):
     """A prompt beyond its limit."""
 
 
-def _generate(template: Template, variables: Mapping[str, Any]) -> str:
+def _generate(template: Template, variables: JsonMapping) -> str:
     pieces: list[str] = []
     size = 0
     for piece in template.generate(variables):
@@ -86,7 +87,7 @@ class _GenerationTag(Extension):
 
     tags = frozenset({"generation"})  # pyright: ignore[reportAssignmentType]
 
-    def parse(self, parser: Any) -> nodes.Node:
+    def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
@@ -102,7 +103,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _to_json(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,

@@ -8,12 +8,12 @@ import base64
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from mtp_jax.errors import CheckpointError
+from mtp_jax.json_object import JsonMapping
 from mtp_jax.text.byte_level import written
 
 FILE = "tiktoken.model"
@@ -38,7 +38,7 @@ SPLIT = "|".join(
 )
 
 
-def read_tiktoken(file: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+def read_tiktoken(file: Path, config: JsonMapping) -> tokenizers.Tokenizer:
     """The tokenizer of a file; ``config``: tokenizer_config.json beside it, with the special tokens.
 
     Raises CheckpointError for a damaged file, or one whose split nobody knows.
@@ -99,7 +99,7 @@ def _merges(ranks: Mapping[bytes, int]) -> list[tuple[str, str]]:
     return merges
 
 
-def _added(file: Path, entries: Any, first: int) -> dict[int, AddedToken]:
+def _added(file: Path, entries: object, first: int) -> dict[int, AddedToken]:
     """Special tokens by id, which follow the ``first`` ranks."""
     found: dict[int, AddedToken] = {}
     for key, entry in (entries if isinstance(entries, Mapping) else {}).items():

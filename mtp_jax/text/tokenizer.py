@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import decoders
 
 from mtp_jax.errors import CheckpointError, RequestError
+from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.text import byte_level, tiktoken_file
 from mtp_jax.text.chat_template import ChatTemplate, first_line
 from mtp_jax.text.tools.conversation import for_template
@@ -43,9 +44,7 @@ class Tokenizer:
 
     OPEN_THOUGHT, CLOSE_THOUGHT = "<think>", "</think>"
 
-    def __init__(
-        self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], generation: Mapping[str, Any]
-    ):
+    def __init__(self, backend: tokenizers.Tokenizer, config: JsonMapping, generation: JsonMapping):
         if not isinstance(backend.decoder, decoders.ByteLevel):
             raise CheckpointError(
                 f"tokenizer.json has the decoder {type(backend.decoder).__name__}; only ByteLevel, as in the "
@@ -156,8 +155,8 @@ class Tokenizer:
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        messages: Sequence[JsonMapping],
+        tools: Sequence[JsonMapping] | None = None,
         add_generation_prompt: bool = True,
         tool_format: str | None = None,
         continue_final_message: bool = False,
@@ -217,7 +216,7 @@ class StreamDecoder:
         return rest
 
 
-def _template_file(folder: Path, config: Mapping[str, Any]) -> Path | None:
+def _template_file(folder: Path, config: JsonMapping) -> Path | None:
     """A chat template in a file: the checkpoint's, or ours of a family that comes with an encoder instead."""
     if (file := folder / "chat_template.jinja").exists():
         return file
@@ -225,7 +224,7 @@ def _template_file(folder: Path, config: Mapping[str, Any]) -> Path | None:
     return None if config.get("chat_template") else _TEMPLATES.get(str(family))
 
 
-def _with_end_marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _with_end_marked(messages: Sequence[JsonMapping]) -> list[JsonMapping]:
     """The messages, the text of the last one with a mark behind it. Raises RequestError if it has none."""
     *before, last = messages
     text = last.get("content")
@@ -269,19 +268,19 @@ def _token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
     return table
 
 
-def _content(token: Any) -> str:
+def _content(token: object) -> str:
     """A special token is written as its text or as an object with `content`."""
     value = token.get("content") if isinstance(token, Mapping) else token
     return value if isinstance(value, str) else ""
 
 
-def _ids(value: Any) -> list[int]:
+def _ids(value: object) -> list[int]:
     """A token id entry as a list: absent, one id, or several."""
     values = value if isinstance(value, list) else [value]
     return [entry for entry in values if type(entry) is int and entry >= 0]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> JsonObject:
     """The object in a JSON file; {} when there is no such file."""
     if not path.exists():
         return {}

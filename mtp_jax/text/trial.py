@@ -17,9 +17,9 @@ import threading
 import time
 import weakref
 from dataclasses import asdict
-from typing import Any
 
 from mtp_jax.errors import Overloaded, RequestError
+from mtp_jax.json_object import JsonObject
 from mtp_jax.text import child
 from mtp_jax.text.compile_grammar import Vocabulary
 
@@ -60,7 +60,7 @@ class Trials:
             self._places.release()
         raise Overloaded("the process that compiles structured outputs has ended; try again", SECONDS)
 
-    def _tried(self, grammar: str) -> dict[str, Any] | None:
+    def _tried(self, grammar: str) -> JsonObject | None:
         """The trial's result; None if there was none. Raises RequestError above the limits."""
         job, theirs = socket.socketpair()
         with job:

@@ -13,12 +13,15 @@ from typing import Any, cast
 
 import jax
 import numpy as np
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 from mtp_jax.api.interrupt import interruptible
 from mtp_jax.bench import corpus
 from mtp_jax.checkpoint.folder import text_files
 from mtp_jax.checkpoint.write import save_checkpoint, write_json
 from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params, init_params
 from mtp_jax.train.data import batch_at, even_windows
@@ -99,7 +102,7 @@ def train(
     del params
 
     @functools.cache
-    def step_of(stage: int) -> Callable[..., Any]:
+    def step_of(stage: int) -> Callable[..., PyTree]:
         return make_step(recipe, recipe.stages[stage], cfg, optimizer)
 
     def checkpoint(done: int) -> None:
@@ -130,7 +133,7 @@ def initial_params(cfg: ModelConfig, seed: int) -> Params:
     """Random float32 parameters; maps that write to the residual stream are scaled by 1/sqrt(2 layers)."""
     scale = 1 / math.sqrt(2 * cfg.num_hidden_layers)
 
-    def scaled(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+    def scaled(path: KeyPath, leaf: jax.Array) -> jax.Array:
         return leaf * scale if path[-1] in _TO_RESIDUAL else leaf
 
     return jax.tree_util.tree_map_with_path(scaled, init_params(cfg, jax.random.key(seed), "float32"))
@@ -154,7 +157,7 @@ def _one_step(
     step: int,
     streams: dict[tuple[Source, ...], np.ndarray],
     state: TrainState,
-    step_of: Callable[[int], Callable[..., Any]],
+    step_of: Callable[[int], Callable[..., PyTree]],
     reporter: Reporter,
 ) -> TrainState:
     index, local = recipe.stage_at(step)
@@ -205,7 +208,7 @@ def _check_same_run(path: Path, recipe: Recipe, fingerprint: str, resuming: bool
     write_json(path, now | {"recipe": _plain(recipe)})
 
 
-def _read_run(path: Path) -> dict[str, Any]:
+def _read_run(path: Path) -> JsonObject:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
@@ -215,6 +218,6 @@ def _read_run(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def _plain(recipe: Recipe) -> dict[str, Any]:
+def _plain(recipe: Recipe) -> JsonObject:
     values = dataclasses.asdict(recipe)
     return values | {key: Path(values[key]).name for key in ("model_config", "tokenizer")}

@@ -57,7 +57,7 @@ def loss(
             results.append(_cross_entropy(logits, tokens[:, k + 1 : k + 1 + length]))
         else:
             results.append(_distillation(logits[:, :-k], trunk_logits[:, k:]))
-    losses, accuracy = map(jnp.stack, zip(*results, strict=True))
+    losses, accuracy = jnp.stack([loss for loss, _ in results]), jnp.stack([hit for _, hit in results])
     total = losses[0] + (mtp_weight * losses[1:].mean() if mtp_depth else 0.0)
     loads = [_load(cfg, routing) for routing in out.routing]
     for layer in range(min(mtp_depth, len(params.nextn))):

@@ -1,10 +1,10 @@
 """The optimiser: Muon for weight matrices, AdamW for the rest, one warm-up / stable / decay schedule."""
 
-from typing import Any
-
 import jax
 import optax
 import optax.contrib
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 from mtp_jax.train.recipe import Recipe
 
@@ -47,24 +47,24 @@ def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(recipe.grad_clip), inner)
 
 
-def _leaf_name(path: tuple[Any, ...]) -> str:
+def _leaf_name(path: KeyPath) -> str:
     """The last attribute name on a tree path."""
     names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
     return names[-1] if names else ""
 
 
-def _is_matrix(path: tuple[Any, ...], leaf: jax.Array) -> bool:
+def _is_matrix(path: KeyPath, leaf: jax.Array) -> bool:
     return leaf.ndim >= 2 and _leaf_name(path) not in _ADAM
 
 
-def _decays(params: Any) -> Any:
+def _decays(params: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(_is_matrix, params)
 
 
-def _matrices(params: Any) -> Any:
+def _matrices(params: PyTree) -> PyTree:
     """The axes of a weight's inputs and outputs; the remaining axes (experts, gate/up) count matrices."""
 
-    def numbers(path: tuple[Any, ...], leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
+    def numbers(path: KeyPath, leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
         if not _is_matrix(path, leaf):
             return None
         name, last = _leaf_name(path), leaf.ndim - 1

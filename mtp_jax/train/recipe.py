@@ -4,12 +4,13 @@ import dataclasses
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from mtp_jax.errors import ConfigError
+from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.train.mixed import Factors
 
 Count = Annotated[int, Field(strict=True, ge=1)]
@@ -124,7 +125,7 @@ class Recipe:
         raise ConfigError(f"step {step} lies past the last stage; the recipe has {self.total_steps} steps")
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], base: Path) -> "Recipe":
+    def from_dict(cls, data: JsonMapping, base: Path) -> "Recipe":
         """Build from parsed TOML: tables are flattened, `[[stage]]` are the stages, paths start at `base`.
 
         Raises ConfigError naming every value that is missing, unknown or wrong.
@@ -141,8 +142,7 @@ class Recipe:
                 f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r:.100}" for e in err.errors()
             )
             raise ConfigError(f"the recipe cannot be used: {wrong}") from err
-        paths = {key: (base / getattr(recipe, key)).resolve() for key in _PATHS}
-        return dataclasses.replace(recipe, **paths)
+        return dataclasses.replace(recipe, **{key: (base / getattr(recipe, key)).resolve() for key in _PATHS})
 
     @classmethod
     def from_file(cls, path: str | Path) -> "Recipe":
@@ -157,15 +157,15 @@ class Recipe:
         return recipe
 
 
-def _flat(data: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(data: JsonMapping) -> JsonObject:
     """The fields of a recipe, gathered from all its tables."""
-    flat: dict[str, Any] = {}
+    flat: JsonObject = {}
     for key, value in data.items():
         flat |= value if isinstance(value, Mapping) else {"stages" if key == "stage" else key: value}
     return flat
 
 
-def _check_files(path: Path, recipe: Recipe, named: Mapping[str, Any]) -> None:
+def _check_files(path: Path, recipe: Recipe, named: JsonMapping) -> None:
     """Raise ConfigError for a file that a recipe names and that is not there, as beside a copied recipe."""
     missing = [key for key in _PATHS if not getattr(recipe, key).is_file()]
     if missing:

@@ -5,9 +5,10 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
+
+from mtp_jax.json_object import JsonObject
 
 SMOOTHING_STEPS = 20  # the smoothed loss is an exponential mean with this time constant
 
@@ -25,7 +26,7 @@ class Reporter:
         tty = sys.stderr.isatty()
         self._bar = tqdm(total=total_steps, initial=first_step, unit="step") if tty else None
 
-    def step(self, step: int, step_tokens: int, metrics: dict[str, Any]) -> None:
+    def step(self, step: int, step_tokens: int, metrics: JsonObject) -> None:
         """Record step number `step` (0-based), which predicted `step_tokens` tokens."""
         self._tokens += step_tokens
         now = time.monotonic()
@@ -40,7 +41,7 @@ class Reporter:
             left = (self._total - step - 1) * (now - self._start) / (step + 1 - self._first)
             self.say(f"step {step + 1}/{self._total} {text} | {rate:.0f} tokens/s, {left / 60:.1f} min left")
 
-    def evaluation(self, step: int, metrics: dict[str, Any]) -> None:
+    def evaluation(self, step: int, metrics: JsonObject) -> None:
         """Record held-out numbers after `step` steps."""
         self._write({"step": step, "held_out": metrics})
         self.say(f"step {step} held out: " + " ".join(f"{k} {_short(v)}" for k, v in metrics.items()))
@@ -52,7 +53,7 @@ class Reporter:
         else:
             print(text, file=sys.stderr, flush=True)
 
-    def _write(self, record: dict[str, Any]) -> None:
+    def _write(self, record: JsonObject) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
@@ -78,7 +79,7 @@ def plot_losses(out_dir: Path) -> Path | None:
     for depth in range(max((len(r["losses"]) for r in train), default=0)):
         name = "next token" if depth == 0 else f"MTP depth {depth}"
         points = [(r["step"], r["losses"][depth]) for r in train if len(r["losses"]) > depth]
-        steps, values = zip(*points, strict=True)
+        steps, values = [step for step, _ in points], [loss for _, loss in points]
         (line,) = axes.plot(steps, smoothed(values), label=f"{name}, smoothed", zorder=2)
         axes.plot(steps, values, color=line.get_color(), alpha=0.25, linewidth=0.8, zorder=1)
         dots = [
@@ -104,13 +105,13 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return means
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     if isinstance(value, list | tuple):
         return "/".join(_short(v) for v in value)
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read(path: Path) -> list[JsonObject]:
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]

@@ -8,7 +8,7 @@ Nothing in a message is executed, and only classes are made that the receiver na
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import UnionType
 from typing import Any, get_origin
@@ -25,14 +25,14 @@ _ALL = [np.dtype(kind) for kind in (*_PLAIN, "float16", "float32", "float64", *_
 _DTYPES = {d.name: d for d in _ALL}  # numbers, never objects
 
 
-def encode(value: Any) -> tuple[bytes, list[Buffer]]:
+def encode(value: object) -> tuple[bytes, list[Buffer]]:
     """JSON, and the bytes of each array. Raises WireError for arrays of another dtype than numbers."""
     arrays: list[np.ndarray] = []
     text = json.dumps(_described(value, arrays)).encode()
     return text, [np.ascontiguousarray(a).reshape(-1).view(np.uint8).data for a in arrays]
 
 
-def _described(value: Any, arrays: list[np.ndarray]) -> Any:
+def _described(value: object, arrays: list[np.ndarray]) -> object:
     if is_dataclass(value):
         own = [_described(getattr(value, f.name), arrays) for f in fields(value)]
         return {type(value).__name__: own}
@@ -47,7 +47,7 @@ def _described(value: Any, arrays: list[np.ndarray]) -> Any:
     return {array.dtype.name: array.shape}
 
 
-def decode(text: Buffer, arrays: Buffer, kinds: Mapping[str, type]) -> Any:
+def decode(text: Buffer, arrays: Buffer, kinds: Mapping[str, type]) -> object:
     """The value that ``encode`` was given; its arrays are parts of ``arrays``, read-only. Raises WireError.
 
     kinds: the dataclasses that may come, by name.
@@ -69,7 +69,7 @@ class _Reader:
     def __init__(self, arrays: Buffer, kinds: Mapping[str, type]) -> None:
         self.at, self._arrays, self._kinds = 0, memoryview(arrays).toreadonly(), kinds
 
-    def value(self, given: Any) -> Any:
+    def value(self, given: object) -> object:
         if isinstance(given, list):
             return tuple(map(self.value, given))
         if not isinstance(given, dict):
@@ -79,7 +79,7 @@ class _Reader:
             return self._array(_DTYPES[name], inside)
         return _made(self._kinds[name], map(self.value, inside))
 
-    def _array(self, dtype: np.dtype, shape: Any) -> np.ndarray:
+    def _array(self, dtype: np.dtype, shape: Sequence[int]) -> np.ndarray:
         if len(shape) > _MOST_AXES or not all(type(n) is int and n >= 0 for n in shape):
             raise ValueError(f"shape {shape}"[:80])
         count = math.prod(shape)
@@ -89,7 +89,7 @@ class _Reader:
         return np.frombuffer(self._arrays, dtype, count, begin).reshape(shape)
 
 
-def _made(kind: type, values: Iterable[Any]) -> Any:
+def _made(kind: type, values: Iterable[object]) -> object:
     """A value of this class, whose fields have their declared types, as far as that can be asked."""
     given = tuple(values)
     for field, value in zip(fields(kind), given, strict=True):

@@ -38,8 +38,8 @@ def welcome(
     _expect(connection, purpose)
     answer = bytes(connection.read(_NONCE + size + _PROOF))
     theirs, claim, proof = answer[:_NONCE], answer[_NONCE:-_PROOF], answer[-_PROOF:]
-    about = purpose, mine, theirs, claim
-    if not hmac.compare_digest(proof, _proof(secret, b"caller", *about)):
+    about = _joined(purpose, mine, theirs, claim)
+    if not hmac.compare_digest(proof, _proof(secret, b"caller", about)):
         connection.write(_OTHER_SECRET)
         raise WireError("secret", "it does not know the secret", claim)
     try:
@@ -47,31 +47,31 @@ def welcome(
     except WireError:
         connection.write(_NOT_TAKEN)
         raise
-    connection.write(_TAKEN + _proof(secret, b"listener", *about))
-    caller, listener = _directions(secret, *about)
-    return claim, Seals(listener, caller)
+    connection.write(_TAKEN + _proof(secret, b"listener", about))
+    caller, listener = _directions(secret, about)
+    return claim, Seals(sent=listener, received=caller)
 
 
 def greet(connection: Connection, secret: bytes, purpose: bytes, claim: bytes) -> Seals:
     """The caller's side. Raises WireError."""
     _expect(connection, purpose)
     theirs, mine = bytes(connection.read(_NONCE)), secrets.token_bytes(_NONCE)
-    about = purpose, theirs, mine, claim
-    connection.write(purpose + mine + claim + _proof(secret, b"caller", *about))
+    about = _joined(purpose, theirs, mine, claim)
+    connection.write(purpose + mine + claim + _proof(secret, b"caller", about))
     verdict = bytes(connection.read(len(_TAKEN)))
     if verdict == _OTHER_SECRET:
         raise WireError("secret", "the other side has another secret")
     if verdict == _NOT_TAKEN:
         raise WireError("config", "the other side knows the secret, but does not take what this side is")
-    if not hmac.compare_digest(bytes(connection.read(_PROOF)), _proof(secret, b"listener", *about)):
+    if not hmac.compare_digest(bytes(connection.read(_PROOF)), _proof(secret, b"listener", about)):
         raise WireError("secret", "the other side does not know the secret")
-    return Seals(*_directions(secret, *about))
+    caller, listener = _directions(secret, about)
+    return Seals(sent=caller, received=listener)
 
 
-def _directions(secret: bytes, *about: bytes) -> tuple[Tags, Tags]:
+def _directions(secret: bytes, about: bytes) -> tuple[Tags, Tags]:
     """The tags of the caller's messages, and of the listener's."""
-    caller, listener = (_proof(secret, b"from " + who, *about) for who in (b"caller", b"listener"))
-    return Tags(caller), Tags(listener)
+    return Tags(_proof(secret, b"from caller", about)), Tags(_proof(secret, b"from listener", about))
 
 
 def _expect(connection: Connection, purpose: bytes) -> None:
@@ -81,5 +81,9 @@ def _expect(connection: Connection, purpose: bytes) -> None:
             raise WireError("protocol", f"it does not speak {purpose.decode().strip()!r}")
 
 
-def _proof(secret: bytes, who: bytes, *parts: bytes) -> bytes:
-    return hmac.digest(secret, b"\0".join([who, *parts]), "sha256")
+def _joined(*parts: bytes) -> bytes:
+    return b"\0".join(parts)
+
+
+def _proof(secret: bytes, who: bytes, about: bytes) -> bytes:
+    return hmac.digest(secret, _joined(who, about), "sha256")

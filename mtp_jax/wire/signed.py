@@ -7,9 +7,9 @@ import hmac
 import struct
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mtp_jax.wire.codec import decode, encode
 from mtp_jax.wire.connection import Buffer, Connection, WireError
@@ -28,7 +28,7 @@ class Tags:
     def __init__(self, key: bytes) -> None:
         self._key, self._count = key, 0
 
-    def next(self, *parts: Buffer) -> bytes:
+    def next(self, parts: Sequence[Buffer]) -> bytes:
         """The tag of the next message, given in parts whose lengths follow from the first."""
         tag = blake2b(self._count.to_bytes(8, "big"), key=self._key, digest_size=TAG)
         for part in parts:
@@ -36,9 +36,9 @@ class Tags:
         self._count += 1
         return tag.digest()
 
-    def check(self, tag: Buffer, *parts: Buffer) -> bool:
+    def check(self, tag: Buffer, parts: Sequence[Buffer]) -> bool:
         """Whether this is the tag of the next message."""
-        return hmac.compare_digest(bytes(tag), self.next(*parts))
+        return hmac.compare_digest(bytes(tag), self.next(parts))
 
 
 class Seals(NamedTuple):
@@ -62,28 +62,28 @@ class Signed:
         self.connection, self._seals, self._kinds, self._most_json = connection, seals, kinds, most_json
         self._sending = threading.Lock()
 
-    def send(self, value: Any, *, pack: bool = False) -> None:
+    def send(self, value: object, *, pack: bool = False) -> None:
         """Send a value. pack: if it is large. Raises WireError."""
         self.send_framed(framed(value, self._most_json, pack=pack))
 
     def send_framed(self, message: bytes) -> None:
         """Send a message of ``framed``, which may go to several connections. Raises WireError."""
         with self._sending:
-            self.connection.write(message + self._seals.sent.next(message))
+            self.connection.write(message + self._seals.sent.next([message]))
 
-    def receive(self, most: int = 0) -> Any:
+    def receive(self, most: int = 0) -> object:
         """The next value, with ``most`` bytes of arrays. Raises WireError."""
         length, size, packed = HEAD.unpack(head := self.connection.read(HEAD.size))
         if length > self._most_json or size > most:
             said = f"a message of {length:,} and {size:,} bytes"
             raise WireError("protocol", f"{said}; the most is {self._most_json:,} and {most:,}")
         text, arrays = self.connection.read(length), self.connection.read(size)
-        if not self._seals.received.check(self.connection.read(TAG), head, text, arrays):
+        if not self._seals.received.check(self.connection.read(TAG), [head, text, arrays]):
             raise WireError("damaged", "a message that the other side did not send in this form")
         return decode(text, _unpacked(arrays, most) if packed else arrays, self._kinds)
 
 
-def framed(value: Any, most_json: int, *, pack: bool = False) -> bytes:
+def framed(value: object, most_json: int, *, pack: bool = False) -> bytes:
     """A message without its tag. Raises WireError if it is too large, or cannot be sent."""
     text, parts = encode(value)
     size = sum(map(len, parts))

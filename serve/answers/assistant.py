@@ -2,11 +2,10 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import Any
 
 from starlette.requests import Request
 
-from mtp_jax import CompletionOutput, RequestOutput
+from mtp_jax import CompletionOutput, JsonObject, RequestOutput
 from serve.answers.asking import Asked
 from serve.answers.blocks import Blocks, Change
 from serve.answers.calls import Call
@@ -17,7 +16,7 @@ from serve.base.sse import event
 from serve.base.state import Server
 
 
-def _named(data: dict[str, Any]) -> bytes:
+def _named(data: JsonObject) -> bytes:
     return b"event: " + data["type"].encode() + b"\n" + event(data)
 
 
@@ -34,7 +33,7 @@ class AssistantCall(Call):
         self._thought = ThoughtTokens(server.tokenizer, asked.use)
 
     @abstractmethod
-    def change(self, change: Change) -> Iterable[dict[str, Any]]:
+    def change(self, change: Change) -> Iterable[JsonObject]:
         """The events of a change of a block."""
 
     def take(self, output: RequestOutput) -> RequestOutput:
@@ -44,12 +43,12 @@ class AssistantCall(Call):
         self._changes = self.blocks.push(self._inputs.push(self._turn.push(c)))
         return output
 
-    def grown(self, prompt: int, output: RequestOutput) -> Iterable[dict[str, Any]]:
+    def grown(self, prompt: int, output: RequestOutput) -> Iterable[JsonObject]:
         """The events of its changes."""
         del prompt, output
         return (e for change in self._changes for e in self.change(change))
 
-    def end(self) -> Iterable[dict[str, Any]]:
+    def end(self) -> Iterable[JsonObject]:
         """The end of the last block."""
         return (e for change in self.blocks.finish() for e in self.change(change))
 

@@ -4,13 +4,12 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any
 
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mtp_jax import RequestOutput, Stream
+from mtp_jax import JsonObject, RequestOutput, Stream
 from serve.answers.generation import check, outputs
 from serve.base.errors import ApiError
 from serve.base.sse import DONE, EventStream, event
@@ -38,7 +37,7 @@ class Call(ABC):
         write: renders an event as bytes; ``done`` ends a stream of events.
     """
 
-    write: Callable[[dict[str, Any]], bytes] = staticmethod(event)
+    write: Callable[[JsonObject], bytes] = staticmethod(event)
     done = DONE
 
     def __init__(
@@ -49,22 +48,22 @@ class Call(ABC):
         self.last: dict[int, RequestOutput] = {}
 
     @abstractmethod
-    def answer(self) -> Any:
+    def answer(self) -> JsonObject | list[JsonObject]:
         """The JSON value of one answer, once every prompt has ended."""
 
     @abstractmethod
-    def grown(self, prompt: int, output: RequestOutput) -> Iterable[dict[str, Any]]:
+    def grown(self, prompt: int, output: RequestOutput) -> Iterable[JsonObject]:
         """The events of an output of a prompt; a long output is iterated beside the event loop."""
 
-    def begin(self) -> Iterable[dict[str, Any]]:
+    def begin(self) -> Iterable[JsonObject]:
         """The events before the first output."""
         return ()
 
-    def end(self) -> Iterable[dict[str, Any]]:
+    def end(self) -> Iterable[JsonObject]:
         """The events after the last output."""
         return ()
 
-    def error(self, error: ApiError) -> dict[str, Any]:
+    def error(self, error: ApiError) -> JsonObject:
         """The event of a failure."""
         return error.body
 
@@ -105,7 +104,7 @@ class Call(ABC):
                 self.last[prompt] = self.take(output)
                 yield prompt, self.last[prompt]
 
-    def _written(self, events: Iterable[dict[str, Any]]) -> bytes:
+    def _written(self, events: Iterable[JsonObject]) -> bytes:
         return b"".join(map(self.write, events))
 
     async def _rendered(self, outputs: Collection[RequestOutput], render: Callable[[], bytes]) -> bytes:

@@ -3,11 +3,10 @@
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from starlette.requests import Request
 
-from mtp_jax import CompletionOutput, RequestOutput, Speculation, Stream
+from mtp_jax import CompletionOutput, JsonObject, RequestOutput, Speculation, Stream
 from serve.answers.calls import Call
 from serve.answers.shapes import speculation_metrics, usage
 from serve.base.ids import new_id
@@ -32,15 +31,15 @@ class ChoicesCall(Call):
         self._tells_tokens = bool(body.return_token_ids or body.return_token_origins)
         self._ended: dict[int, bool] = {}  # of choices that the client knows of
         self._speculation = Speculation()
-        self._head: dict[str, Any] = {"id": self.prefix + new_id(), "created": int(time.time())}
+        self._head: JsonObject = {"id": self.prefix + new_id(), "created": int(time.time())}
         if server.allm.about.simulated:
             self._head["system_fingerprint"] = "SIMULATED"
 
     @abstractmethod
-    def choice(self, index: int, output: RequestOutput, c: CompletionOutput, begun: bool) -> dict[str, Any]:
+    def choice(self, index: int, output: RequestOutput, c: CompletionOutput, begun: bool) -> JsonObject:
         """A completion, or what is new of it; ``begun``: the client has its beginning."""
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> JsonObject:
         """Token counts."""
         return usage(self.last.values())
 
@@ -49,7 +48,7 @@ class ChoicesCall(Call):
         self._speculation += output.speculation
         return output
 
-    def answer(self) -> dict[str, Any]:
+    def answer(self) -> JsonObject:
         """All choices."""
         choices = [
             self._choice(prompt * len(o.outputs) + c.index, o, c, False)
@@ -58,7 +57,7 @@ class ChoicesCall(Call):
         ]
         return self._object(self.kind, choices) | self._totals()
 
-    def grown(self, prompt: int, output: RequestOutput) -> Iterable[dict[str, Any]]:
+    def grown(self, prompt: int, output: RequestOutput) -> Iterable[JsonObject]:
         """A chunk for each completion of which something is new."""
         counts = {"usage": self.usage() if self._asks("continuous_usage_stats") else None}
         counts = counts if self._asks("include_usage") else {}
@@ -69,7 +68,7 @@ class ChoicesCall(Call):
                 self._ended[index] = c.finish_reason is not None
                 yield self._object(self.chunk_kind, [choice]) | counts
 
-    def end(self) -> Iterable[dict[str, Any]]:
+    def end(self) -> Iterable[JsonObject]:
         """The totals, if they are asked for."""
         if self._asks("include_usage"):
             yield self._object(self.chunk_kind, []) | self._totals()
@@ -77,7 +76,7 @@ class ChoicesCall(Call):
     def _asks(self, option: str) -> bool:
         return getattr(self._options, option, None) is True
 
-    def _choice(self, index: int, output: RequestOutput, c: CompletionOutput, begun: bool) -> dict[str, Any]:
+    def _choice(self, index: int, output: RequestOutput, c: CompletionOutput, begun: bool) -> JsonObject:
         """A choice; its last part says what stopped it, and which weights made it."""
         last = {"stop_reason": c.stop_reason, "weight_version": output.weight_version}
         return self.choice(index, output, c, begun) | ({} if c.finish_reason is None else last)
@@ -86,10 +85,10 @@ class ChoicesCall(Call):
         """Whether there is something to tell of a completion."""
         return c.finish_reason is not None or bool(c.text) or (self._tells_tokens and bool(c.token_ids))
 
-    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _object(self, kind: str, choices: list[JsonObject]) -> JsonObject:
         return self._head | {"object": kind, "model": self.request.state.model, "choices": choices}
 
-    def _totals(self) -> dict[str, Any]:
+    def _totals(self) -> JsonObject:
         """Token counts; what drafting achieved: of one completion, null for several, none at level "none"."""
         level = (self._speculative and self._speculative.metrics) or self.server.settings.spec_metrics
         if level == "none":

@@ -4,9 +4,8 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-from mtp_jax import CallArguments, CallBegin
+from mtp_jax import CallArguments, CallBegin, JsonObject
 from serve.answers.turn import Called, Piece
 
 
@@ -21,7 +20,7 @@ class Inputs:
         """Whether a call that has begun is one of a custom tool."""
         return index in self._texts
 
-    def body(self, index: int, call: Called) -> dict[str, Any]:
+    def body(self, index: int, call: Called) -> JsonObject:
         """A whole call in OpenAI's shape."""
         if not self.is_text(index):
             return call.body

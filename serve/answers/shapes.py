@@ -2,19 +2,26 @@
 
 from collections.abc import Callable, Collection, Sequence
 from functools import cache, partial
-from typing import Any
 
-from mtp_jax import CompletionOutput, Logprob, RequestOutput, Speculation, StreamDecoder, Tokenizer
+from mtp_jax import (
+    CompletionOutput,
+    JsonObject,
+    Logprob,
+    RequestOutput,
+    Speculation,
+    StreamDecoder,
+    Tokenizer,
+)
 from serve.base.settings import SpecMetrics
 
 _LEAST = -9999.0  # OpenAI's number for minus infinity, which JSON has not
 
 
-def usage(outputs: Collection[RequestOutput], reasoning_tokens: int | None = None) -> dict[str, Any]:
+def usage(outputs: Collection[RequestOutput], reasoning_tokens: int | None = None) -> JsonObject:
     """Token counts over all prompts."""
     prompt = sum(len(o.prompt_token_ids) for o in outputs)
     completion = sum(c.num_tokens for o in outputs for c in o.outputs)
-    counts: dict[str, Any] = {
+    counts: JsonObject = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
@@ -25,7 +32,7 @@ def usage(outputs: Collection[RequestOutput], reasoning_tokens: int | None = Non
     return counts
 
 
-def speculation_metrics(s: Speculation, level: SpecMetrics, depth: int) -> dict[str, Any]:
+def speculation_metrics(s: Speculation, level: SpecMetrics, depth: int) -> JsonObject:
     """vLLM's ``metrics.speculative_decoding``: the results of drafting, over the steps that drafted."""
     steps = [(d, a) for d, a in zip(s.drafted_per_step, s.accepted_per_step, strict=True) if d]
     by_length = {d: [0] * (d + 1) for d, _ in steps}
@@ -33,7 +40,7 @@ def speculation_metrics(s: Speculation, level: SpecMetrics, depth: int) -> dict[
     for drafted, accepted in steps:
         by_length[drafted][accepted] += 1
         histogram[accepted] += 1
-    metrics: dict[str, Any] = {
+    metrics: JsonObject = {
         "mean_acceptance_length": 1 + s.accepted / len(steps) if steps else 0.0,
         "draft_acceptance_rate": s.accepted / s.drafted if steps else 0.0,
         "acceptance_histogram": histogram,
@@ -51,9 +58,9 @@ def speculation_metrics(s: Speculation, level: SpecMetrics, depth: int) -> dict[
     return metrics
 
 
-def token_extras(c: CompletionOutput, ids: bool | None, origins: bool | None) -> dict[str, Any]:
+def token_extras(c: CompletionOutput, ids: bool | None, origins: bool | None) -> JsonObject:
     """The tokens, as asked for: their ids; ids, texts and whether they were drafted."""
-    extras: dict[str, Any] = {}
+    extras: JsonObject = {}
     if ids:
         extras["token_ids"] = c.token_ids
     if origins:
@@ -101,7 +108,7 @@ def completion_logprobs(
     token_ids: Sequence[int],
     scores: Sequence[dict[int, Logprob] | None],
     offsets: Sequence[int],
-) -> dict[str, Any]:
+) -> JsonObject:
     """The legacy completion route's: parallel lists."""
     name = cache(partial(token_name, tokenizer))
     tokens = [name(t) for t in token_ids]
@@ -112,10 +119,10 @@ def completion_logprobs(
 
 def chat_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], scores: Sequence[dict[int, Logprob]], top: int
-) -> dict[str, Any]:
+) -> JsonObject:
     """The chat route's: an object per token."""
 
-    def entry(token: int, score: Logprob) -> dict[str, Any]:
+    def entry(token: int, score: Logprob) -> JsonObject:
         content = tokenizer.token_bytes(token, False)
         text = content.decode("utf-8", "replace")
         return {"token": text, "logprob": finite(score), "bytes": list(content)}
@@ -129,11 +136,11 @@ def chat_logprobs(
 
 def prompt_scores(
     tokenizer: Tokenizer | None, scores: Sequence[dict[int, Logprob] | None]
-) -> list[dict[str, Any] | None]:
+) -> list[JsonObject | None]:
     """vLLM's ``prompt_logprobs``: per token of a prompt the scores by id; none of the first one."""
     name = cache(partial(token_name, tokenizer))
 
-    def entry(token: int, score: Logprob) -> dict[str, Any]:
+    def entry(token: int, score: Logprob) -> JsonObject:
         return {"logprob": finite(score), "rank": score.rank, "decoded_token": name(token)}
 
     return [{str(t): entry(t, score) for t, score in s.items()} if s else None for s in scores]

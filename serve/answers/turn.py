@@ -2,9 +2,8 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-from mtp_jax import CallArguments, CallBegin, CallEnd, CompletionOutput, OutputText, ToolUse
+from mtp_jax import CallArguments, CallBegin, CallEnd, CompletionOutput, JsonObject, OutputText, ToolUse
 from serve.answers.reasoning import Splitter
 from serve.base.ids import new_id
 
@@ -84,7 +83,7 @@ class Called:
     arguments: str = ""
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> JsonObject:
         """The call in OpenAI's shape."""
         function = {"name": self.name, "arguments": self.arguments.strip()}
         return {"id": self.id, "type": "function", "function": function}

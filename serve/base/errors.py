@@ -5,7 +5,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import to_json
@@ -13,7 +12,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mtp_jax import EngineStopped, MtpJaxError, Overloaded, PromptTooLong, RequestError
+from mtp_jax import (
+    EngineStopped,
+    JsonMapping,
+    JsonObject,
+    MtpJaxError,
+    Overloaded,
+    PromptTooLong,
+    RequestError,
+)
 from serve.watch.access_log import record_of
 
 _LOG = logging.getLogger(__name__)
@@ -52,16 +59,16 @@ class ApiError(Exception):
     param: str | None = None
     code: str | None = None
     headers: Mapping[str, str] | None = None
-    details: Mapping[str, Any] | None = None
+    details: JsonMapping | None = None
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> JsonObject:
         """The JSON object of the error, in OpenAI's shape."""
         kind = _KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     @property
-    def anthropic(self) -> dict[str, Any]:
+    def anthropic(self) -> JsonObject:
         """The JSON object of the error, in Anthropic's shape."""
         kind = _ANTHROPIC_KINDS.get(self.status, self.body["error"]["type"])
         details = {"details": self.details} if self.details else {}

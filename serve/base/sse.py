@@ -1,16 +1,15 @@
 """Server-sent events, and clients that disconnect before the end."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, MutableMapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
-from typing import Any
 
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mtp_jax import Stream
+from mtp_jax import JsonMapping, Stream
 from serve.base.errors import ApiError, as_api_error
 from serve.watch.access_log import record_of
 
@@ -22,7 +21,7 @@ _KEY = "streams"
 _LINE_ENDS = {"\x85": b"\\u0085", "\u2028": b"\\u2028", "\u2029": b"\\u2029"}
 
 
-def event(data: Mapping[str, Any]) -> bytes:
+def event(data: JsonMapping) -> bytes:
     """One event of a JSON object."""
     line = to_json(data)
     for character, escaped in _LINE_ENDS.items():
@@ -62,12 +61,12 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": self._done, "more_body": False})
 
 
-def streams_of(scope: MutableMapping[str, Any]) -> list[Stream]:
+def streams_of(scope: Scope) -> list[Stream]:
     """Streams that the request of this ASGI scope has queued."""
     return scope.setdefault("state", {}).setdefault(_KEY, [])
 
 
-def abort_streams(scope: MutableMapping[str, Any]) -> None:
+def abort_streams(scope: Scope) -> None:
     """End streams that a request has queued, where nothing reads them any more."""
     for stream in streams_of(scope):
         stream.abort()

@@ -1,10 +1,11 @@
 """A conversation as a client sends it, and the parts of it that a chat template takes."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
+from mtp_jax import JsonObject
 from serve.bodies.custom_tools import (
     AllowedChoice,
     CalledCustom,
@@ -99,7 +100,7 @@ class Message(Body):
         """Whether the model is to go on with it."""
         return self.prefix is True or self.partial is True
 
-    def for_template(self) -> dict[str, Any]:
+    def for_template(self) -> JsonObject:
         """The message as chat templates expect it: text as one string, "system" for "developer"."""
         content = self.content
         if isinstance(content, list):
@@ -201,7 +202,7 @@ class Switches(Body):
     thinking: Thinking | None = None
     enable_thinking: bool | None = None
 
-    def template_options(self) -> dict[str, Any]:
+    def template_options(self) -> JsonObject:
         """Variables for the chat template: an effort switches thinking, too, where nothing else does."""
         told = self.reasoning or Reasoning()
         effort = self.reasoning_effort or told.effort
@@ -211,7 +212,7 @@ class Switches(Body):
             self.enable_thinking,
             self.thinking and self.thinking.type != "disabled",
         ]
-        given: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+        given: JsonObject = {} if effort is None else {"reasoning_effort": effort}
         for thinks in wanted:
             if thinks is not None:
                 given |= {"thinking": thinks, "enable_thinking": thinks}

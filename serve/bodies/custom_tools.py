@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from mtp_jax import JsonObject
 from serve.bodies.fields import Body, Name, Text, one_of
 from serve.bodies.tools import MOST_TOOLS, FunctionName, Named, NamedChoice, ToolBody
 
@@ -69,13 +70,13 @@ class OtherTool(Body):
         yield f"{path}.{self.type}"
 
 
-def tool_kind(value: Any) -> str | None:
+def tool_kind(value: object) -> str | None:
     """The type of a tool or a call, as the client names it."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return kind if isinstance(kind, str) else None
 
 
-def tool_form(value: Any) -> str:
+def tool_form(value: object) -> str:
     """Which class a tool of a request is of."""
     forms = {None: "a function", "function": "a function", "custom": "a custom tool"}
     return forms.get(tool_kind(value), "another tool")
@@ -153,7 +154,7 @@ class CalledCustom(Body):
     type: Literal["custom"]
     custom: _CalledText
 
-    def for_template(self) -> dict[str, Any]:
+    def for_template(self) -> JsonObject:
         """The call of its function."""
         arguments = json.dumps({"input": self.custom.input}, ensure_ascii=False)
         function = {"name": self.custom.name, "arguments": arguments}

@@ -1,11 +1,12 @@
 """Kinds of fields of request bodies, and the objects inside them."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic.fields import FieldInfo
 
-from mtp_jax import SamplingParams
+from mtp_jax import JsonObject, SamplingParams
 from mtp_jax.options import declared
 from serve.base.settings import MAX_NAME, SpecMetrics
 
@@ -26,33 +27,33 @@ _TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 Ids = Annotated[list[TokenId], Field(fail_fast=True, max_length=_MOST_IDS)]
 
 
-def bounds(name: str) -> Any:
+def bounds(name: str) -> FieldInfo:
     """The range of a field that is as ``SamplingParams`` has it."""
     about = declared(SamplingParams)[name]
     return Field(ge=about.low, le=about.high)
 
 
-def form(value: Any) -> str:
+def form(value: object) -> str:
     """The form of a field that has several, so that errors are about the form that was meant."""
     return "a list" if isinstance(value, list) else "a string"
 
 
-def _schema_form(value: Any) -> str | None:
+def _schema_form(value: object) -> str | None:
     return "a string" if isinstance(value, str) else "an object" if isinstance(value, dict) else None
 
 
-def _stop_form(value: Any) -> str | None:
+def _stop_form(value: object) -> str | None:
     return form(value) if isinstance(value, (str, list)) else None
 
 
-def _prompt_form(value: Any) -> str | None:
+def _prompt_form(value: object) -> str | None:
     inner = {str: "a list of strings", list: "a list of lists"}
     if not isinstance(value, list):
         return "a string" if isinstance(value, str) else None
     return inner.get(type(value[0]), "a list of ids") if value else "a list of ids"
 
 
-def _forms(tell: Callable[[Any], str | None], expected: str) -> Discriminator:
+def _forms(tell: Callable[[object], str | None], expected: str) -> Discriminator:
     """The form that ``tell`` names; the error where it names none."""
     return Discriminator(tell, custom_error_type="form", custom_error_message=f"Input should be {expected}")
 
@@ -66,7 +67,7 @@ def one_of(tags: Mapping[str, str], expected: str, of_text: str | None = None) -
     tags: the tag of each type. expected: the error for any other type. of_text: the tag of a string.
     """
 
-    def tell(value: Any) -> str | None:
+    def tell(value: object) -> str | None:
         if isinstance(value, str):
             return of_text
         kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
@@ -75,7 +76,7 @@ def one_of(tags: Mapping[str, str], expected: str, of_text: str | None = None) -
     return Discriminator(tell, custom_error_type="form", custom_error_message=expected)
 
 
-def _few(value: Any) -> Any:
+def _few(value: object) -> object:
     """Objects cannot fail fast: their size is looked at first."""
     if isinstance(value, dict) and len(value) > _MOST_IDS:
         raise ValueError(f"at most {_MOST_IDS} tokens are allowed, got {len(value)}")
@@ -90,7 +91,7 @@ Stops = Annotated[
 ]
 Words = Annotated[list[Stop], Field(fail_fast=True, max_length=_MOST_STOPS)]
 Schema = Annotated[
-    Annotated[Text, Tag("a string")] | Annotated[dict[str, Any], Tag("an object")],
+    Annotated[Text, Tag("a string")] | Annotated[JsonObject, Tag("an object")],
     _forms(_schema_form, "a JSON Schema: an object, or its text"),
 ]
 Prompts = Annotated[
@@ -149,7 +150,7 @@ class JsonSchema(Body):
 
     name: Name | None = None
     description: str | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    schema_: Annotated[JsonObject, Field(alias="schema")]
     strict: bool | None = None
 
 

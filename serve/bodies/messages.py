@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from mtp_jax import JsonObject
 from serve.bodies.conversation import MAX_MESSAGES, Effort, Thinking
 from serve.bodies.custom_tools import OtherTool, tool_kind
 from serve.bodies.fields import NOT_TEXT, Body, Name, Stops, Text, bounds, form
@@ -53,7 +54,7 @@ class _LeftOut(Body):
     type: Name
 
 
-def _written(value: Any) -> str | None:
+def _written(value: object) -> str | None:
     """Which class a block is of that may stand anywhere; None: of none."""
     kind = tool_kind(value)
     if kind == "document":  # other sources are files
@@ -62,7 +63,7 @@ def _written(value: Any) -> str | None:
     return {"text": "a text", "search_result": "a result", "tool_reference": "another block"}.get(kind or "")
 
 
-def _any_block(value: Any) -> str | None:
+def _any_block(value: object) -> str | None:
     kind = tool_kind(value) or ""
     own = {"thinking": "a thought", "tool_use": "a call", "tool_result": "a result of a call"}
     if kind in own:
@@ -71,7 +72,7 @@ def _any_block(value: Any) -> str | None:
     return "another block" if ran or kind == "redacted_thinking" else _written(value)
 
 
-def _kinds(tell: Callable[[Any], str | None]) -> Discriminator:
+def _kinds(tell: Callable[[object], str | None]) -> Discriminator:
     return Discriminator(tell, custom_error_type="form", custom_error_message=NOT_TEXT)
 
 
@@ -97,7 +98,7 @@ class _ToolUseBlock(Body):
     type: Literal["tool_use"]
     id: Name
     name: FunctionName
-    input: dict[str, Any]
+    input: JsonObject
 
 
 class _ToolResultBlock(Body):
@@ -123,7 +124,7 @@ class _Message(Body):
         Discriminator(form),
     ]
 
-    def turns(self) -> Iterator[dict[str, Any]]:
+    def turns(self) -> Iterator[JsonObject]:
         """The chat route's messages for it: results of tools are messages of their own, before other text."""
         if isinstance(self.content, str):
             yield {"role": self.role, "content": self.content}
@@ -140,7 +141,7 @@ class _Message(Body):
         text = _text(blocks)
         thought = "".join(b.thinking for b in blocks if isinstance(b, _ThinkingBlock))
         if text or calls or not any(isinstance(b, _ToolResultBlock) for b in blocks):
-            more: dict[str, Any] = {"reasoning_content": thought} if thought else {}
+            more: JsonObject = {"reasoning_content": thought} if thought else {}
             more |= {"tool_calls": calls} if calls else {}
             yield {"role": self.role, "content": text, **more}
 
@@ -155,7 +156,7 @@ class _Tool(Body):
     type: Literal["custom"] | None = None
     name: FunctionName
     description: Text | None = None
-    input_schema: dict[str, Any]
+    input_schema: JsonObject
     strict: bool | None = None
 
 
@@ -179,7 +180,7 @@ class _ToolChoice(Body):
 
 class _Format(Body):
     type: Literal["json_schema"]
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    schema_: Annotated[JsonObject, Field(alias="schema")]
 
 
 class _OutputConfig(Body):
@@ -219,7 +220,7 @@ class CountBody(Body):
         turns = [turn for message in self.messages for turn in message.turns()]
         if system := self._system():
             turns.insert(0, {"role": "system", "content": system})
-        value: dict[str, Any] = {"messages": turns, **more}
+        value: JsonObject = {"messages": turns, **more}
         # Anthropic's API does the same: the answer goes on with an assistant's message at the end.
         value["continue_final_message"] = self.messages[-1].role == "assistant"
         if self.tools:
@@ -238,7 +239,7 @@ class CountBody(Body):
         return ChatBody.model_validate(value)
 
 
-def _function(tool: _Tool) -> dict[str, Any]:
+def _function(tool: _Tool) -> JsonObject:
     about = {"description": tool.description, "strict": tool.strict or None, "parameters": tool.input_schema}
     given = {key: value for key, value in about.items() if value}
     return {"type": "function", "function": {"name": tool.name, "parameters": {}, **given}}
@@ -253,8 +254,8 @@ class MessagesBody(CountBody):
     top_p: Annotated[float, bounds("top_p")] | None = None
     top_k: Annotated[int, bounds("top_k")] | None = None
     stream: bool | None = None
-    metadata: dict[str, Any] | None = None
-    thread: dict[str, Any] | None = None
+    metadata: JsonObject | None = None
+    thread: JsonObject | None = None
 
     def conversation(self) -> ChatBody:
         """Convert the request to a body of the chat route. Raises ValidationError."""
@@ -262,7 +263,7 @@ class MessagesBody(CountBody):
         return self.chat(stop=self.stop_sequences, **{name: getattr(self, name) for name in same})
 
 
-def _text(content: str | Sequence[Any] | None) -> str:
+def _text(content: str | Sequence[object] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     texts = (_TextBlock, _SearchResultBlock, _DocumentBlock)

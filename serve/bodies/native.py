@@ -1,12 +1,11 @@
 """The body of /generate, in SGLang's shapes."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from mtp_jax import SamplingParams
+from mtp_jax import JsonMapping, SamplingParams
 from serve.bodies.fields import Body, Name, Schema, Structured, Text, bounds
 from serve.bodies.schema import Sampling
 
@@ -63,7 +62,7 @@ class GenerateBody(Body):
         """Whether tokens of the prompt are scored: SGLang does from ``logprob_start_len`` on, -1 for none."""
         return self.return_logprob is True and self.logprob_start_len not in (None, -1)
 
-    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+    def params(self, defaults: JsonMapping) -> SamplingParams:
         """The engine's parameters; ``defaults``: the model's, for fields not named. Raises RequestError."""
         p = self.sampling_params or NativeSampling()
         structured = None

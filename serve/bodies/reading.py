@@ -5,11 +5,12 @@ import logging
 from difflib import get_close_matches
 from functools import lru_cache
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
+from mtp_jax import JsonObject
 from serve.base.errors import ApiError
 from serve.base.settings import Settings
 from serve.bodies.fields import Body
@@ -84,7 +85,7 @@ def ignore(request: Request, name: str) -> None:
     _tell(name)
 
 
-def _objects(value: dict[str, Any]) -> int:
+def _objects(value: JsonObject) -> int:
     """The number of objects in lists, in lists of lists and so on, up to ``MAX_OBJECTS`` and some.
 
     A list of anything else, or one that is mixed, is refused at its first wrong item.

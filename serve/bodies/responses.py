@@ -1,11 +1,12 @@
 """The body of /v1/responses: the items of OpenAI's Responses API, as messages of the chat route."""
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AliasChoices, Discriminator, Field, Tag, model_validator
 from pydantic_core import to_json
 
+from mtp_jax import JsonObject
 from serve.bodies.conversation import MAX_MESSAGES, RefusalPart, Switches
 from serve.bodies.custom_tools import CHOICES, PICKS, OtherTool, tool_form
 from serve.bodies.fields import NOT_TEXT, Body, Name, Text, bounds, form, one_of
@@ -45,7 +46,7 @@ class _CallItem(Body):
     arguments: Text
 
     @property
-    def call(self) -> dict[str, Any]:
+    def call(self) -> JsonObject:
         """The call as a message of the chat route has it."""
         return {"id": self.call_id, "function": {"name": self.name, "arguments": self.arguments}}
 
@@ -57,7 +58,7 @@ class _CustomCallItem(Body):
     input: Text
 
     @property
-    def call(self) -> dict[str, Any]:
+    def call(self) -> JsonObject:
         """The same."""
         return {"id": self.call_id, "type": "custom", "custom": {"name": self.name, "input": self.input}}
 
@@ -69,7 +70,7 @@ class _OwnCallItem(Body):
     call_id: Name
 
     @property
-    def call(self) -> dict[str, Any]:
+    def call(self) -> JsonObject:
         """The same."""
         told = {k: v for k, v in (self.model_extra or {}).items() if k not in ("id", "status")}
         function = {"name": self.type.removesuffix("_call"), "arguments": to_json(told).decode()}
@@ -85,7 +86,7 @@ class _ResultItem(Body):
 class _OwnResultItem(Body):
     type: Literal["local_shell_call_output", "shell_call_output", "apply_patch_call_output"]
     call_id: Annotated[Name, Field(validation_alias=AliasChoices("call_id", "id"))]
-    output: Any = None
+    output: object = None
 
 
 class _ReasoningItem(Body):
@@ -134,7 +135,7 @@ _KINDS = {
 }
 
 
-def _kind(value: Any) -> str | None:
+def _kind(value: object) -> str | None:
     if not isinstance(value, dict):
         return "a message"
     kind = value.get("type") or "message"
@@ -163,11 +164,11 @@ class _Tool(Body):
     type: Literal["function"]
     name: FunctionName
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
     @property
-    def tool(self) -> dict[str, Any]:
+    def tool(self) -> JsonObject:
         """The tool as the chat route has it."""
         keys = ("name", "description", "parameters", "strict")
         return {
@@ -189,9 +190,9 @@ class _CustomTool(Body):
     format: _CustomFormat | None = None
 
     @property
-    def tool(self) -> dict[str, Any]:
+    def tool(self) -> JsonObject:
         """The same."""
-        about: dict[str, Any] = {"name": self.name, "description": self.description}
+        about: JsonObject = {"name": self.name, "description": self.description}
         if (f := self.format) and f.type == "grammar":
             grammar = {"syntax": f.syntax, "definition": f.definition}
             about["format"] = {"type": "grammar", "grammar": grammar}
@@ -219,10 +220,10 @@ class _Named(Body):
 class _Allowed(Body):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+    tools: Annotated[list[JsonObject], Field(fail_fast=True)]
 
 
-def _picked(choice: "_Named | _Allowed") -> dict[str, Any]:
+def _picked(choice: "_Named | _Allowed") -> JsonObject:
     """A choice as the chat route has it."""
     if isinstance(choice, _Named):
         return {"type": choice.type, choice.type: {"name": choice.name}}
@@ -237,7 +238,7 @@ class _Format(Body):
     name: Name | None = None
     description: Text | None = None
     strict: bool | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
 
 
 class _TextOptions(Body):
@@ -271,7 +272,7 @@ class ResponsesBody(CallBody, Switches):
     parallel_tool_calls: bool | None = None
     text: _TextOptions | None = None
     store: bool | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: JsonObject | None = None
     truncation: Literal["auto", "disabled"] | None = None
     include: list[str] | None = None
 
@@ -313,13 +314,13 @@ class ResponsesBody(CallBody, Switches):
             value["response_format"] = {"type": found.type, "json_schema": schema}
         return ChatBody.model_validate(value)
 
-    def _messages(self) -> list[dict[str, Any]]:
-        turns: list[dict[str, Any]] = []
+    def _messages(self) -> list[JsonObject]:
+        turns: list[JsonObject] = []
         if self.instructions:
             turns.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             return [*turns, {"role": "user", "content": self.input}]
-        answer: dict[str, Any] | None = None  # the assistant's turn that items are being added to
+        answer: JsonObject | None = None  # the assistant's turn that items are being added to
         for item in self.input:
             if isinstance(item, _LeftOutItem):
                 continue
@@ -341,7 +342,7 @@ class ResponsesBody(CallBody, Switches):
 _OfAnswer = _MessageItem | _CallItem | _CustomCallItem | _OwnCallItem | _ReasoningItem
 
 
-def _add(turn: dict[str, Any], item: _OfAnswer) -> None:
+def _add(turn: JsonObject, item: _OfAnswer) -> None:
     """One more item of an assistant's turn."""
     if isinstance(item, _MessageItem):
         turn["content"] += _text(item.content)
@@ -352,7 +353,7 @@ def _add(turn: dict[str, Any], item: _OfAnswer) -> None:
         turn.setdefault("tool_calls", []).append(item.call)
 
 
-def _told(output: Any) -> str:
+def _told(output: object) -> str:
     return output if isinstance(output, str) else to_json(output).decode()
 
 

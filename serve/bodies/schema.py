@@ -1,11 +1,11 @@
 """Bodies of completions. Types are strict, numbers finite and bounded; null means "not given"."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import AliasChoices, Field, model_validator
+from pydantic.fields import FieldInfo
 
-from mtp_jax import RequestError, SamplingParams, StructuredOutput
+from mtp_jax import JsonMapping, JsonObject, RequestError, SamplingParams, StructuredOutput
 from serve.bodies.conversation import Conversation
 from serve.bodies.fields import (
     MAX_N,
@@ -43,7 +43,7 @@ _OFFICIAL = frozenset(
 )
 
 
-def _also(name: str, *others: str) -> Any:
+def _also(name: str, *others: str) -> FieldInfo:
     """The names that a field has, with other servers, too; errors and /openapi.json say the first."""
     return Field(validation_alias=AliasChoices(name, *others))
 
@@ -94,7 +94,7 @@ class Sampling(Body):
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         *,
-        defaults: Mapping[str, Any],
+        defaults: JsonMapping,
     ) -> SamplingParams:
         """The engine's parameters; ``defaults``: the model's, for fields not named. Raises RequestError."""
         same = (
@@ -103,7 +103,7 @@ class Sampling(Body):
             "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty",
             "skip_special_tokens", "include_stop_str_in_output",
         )  # fmt: skip
-        given: dict[str, Any] = {name: v for name in same if (v := getattr(self, name)) is not None}
+        given: JsonObject = {name: v for name in same if (v := getattr(self, name)) is not None}
         return SamplingParams(
             **{**defaults, **given},
             max_tokens=max_tokens,
@@ -161,7 +161,7 @@ _FOREIGN = {
 _NEUTRAL = {"length_penalty": 1, "modalities": ["text"]}
 
 
-def _changes(name: str, value: Any) -> bool:
+def _changes(name: str, value: object) -> bool:
     if value is None:
         return False
     return value != _NEUTRAL[name] if name in _NEUTRAL else value is not False and value not in ([], {})

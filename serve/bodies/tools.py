@@ -1,11 +1,11 @@
 """Tools of a conversation, as requests say them."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from mtp_jax import Tool, ToolUse
+from mtp_jax import JsonObject, Tool, ToolUse
 from serve.bodies.fields import Body, Text
 
 MOST_TOOLS = 256
@@ -18,7 +18,7 @@ class Function(Body):
 
     name: FunctionName
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
     @property
@@ -33,7 +33,7 @@ class ToolBody(Body):
     type: Literal["function"]
     function: Function
 
-    def for_template(self) -> dict[str, Any]:
+    def for_template(self) -> JsonObject:
         """The tool as the client gave it."""
         return self.model_dump(exclude_none=True)
 
@@ -51,7 +51,7 @@ class NamedChoice(Body):
     function: Named
 
 
-def _choice_form(value: Any) -> str:
+def _choice_form(value: object) -> str:
     return "a string" if isinstance(value, str) else "an object"
 
 

@@ -2,11 +2,11 @@
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mtp_jax import LLM, AsyncLLM, EngineStopped
+from mtp_jax import LLM, AsyncLLM, EngineStopped, JsonMapping, JsonObject
 from serve.base.settings import Settings
 from serve.cluster.engine import llm_options
 from serve.http.app import make_app
@@ -65,7 +65,7 @@ class BatchEngine:
         self._loop = asyncio.new_event_loop()
         self._loop.run_until_complete(self._allm.start())
 
-    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def __call__(self, batch: JsonMapping) -> JsonObject:
         """Answer a batch of rows: columns of one length, as numpy arrays or lists."""
         bodies = [str(body) for body in batch["body"]]
         urls = [str(url) for url in batch["url"]] if "url" in batch else [_COMPLETIONS] * len(bodies)

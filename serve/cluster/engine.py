@@ -2,12 +2,10 @@
 
 import asyncio
 import os
-from collections.abc import Mapping
-from typing import Any
 
 from starlette.types import ASGIApp
 
-from mtp_jax import LLM, AsyncLLM, Group, make_mesh
+from mtp_jax import LLM, AsyncLLM, Group, JsonMapping, JsonObject, make_mesh
 from serve.cluster.spec import EngineSpec
 from serve.http.app import make_app
 from serve.watch.acceptance import AcceptanceAlarm
@@ -19,7 +17,7 @@ _LOST_STATUS = 70
 _LAST_ANSWERS_SECONDS = 0.5
 
 
-def llm_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def llm_options(options: JsonMapping) -> JsonObject:
     """Options of ``LLM`` for this process: its own mesh."""
     found = dict(options)
     if (share := found.get("memory_fraction")) is not None:  # before JAX sees a GPU, and takes less

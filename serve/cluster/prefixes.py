@@ -8,7 +8,7 @@ import json
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from pydantic_core import from_json
 
@@ -54,7 +54,7 @@ def digests(body: bytes) -> tuple[bytes, ...]:
     return tuple(found)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -20,7 +20,7 @@ from ray.serve.handle import DeploymentHandle  # pyright: ignore[reportMissingIm
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from mtp_jax import EngineStopped
+from mtp_jax import EngineStopped, JsonObject
 from serve.base.errors import ApiError
 from serve.base.settings import Settings
 from serve.base.sse import event
@@ -136,13 +136,13 @@ async def _joined(head: Head, first: bytes, rest: Any) -> AsyncGenerator[bytes, 
         rest.cancel()  # of a client that has gone; nothing where it is over
 
 
-def application(spec: EngineSpec, options: RayOptions, reserves: Mapping[str, float]) -> Any:
+def application(spec: EngineSpec, options: RayOptions, reserves: Mapping[str, float]) -> object:
     """The application, to be run by `serve.run`, with the number of replicas from the options.
 
     reserves: resources of each host of an engine, from ``start.reservation``.
     """
     slots = spec.options["max_num_seqs"]
-    size: dict[str, Any] = {"num_replicas": options.min_replicas}
+    size: JsonObject = {"num_replicas": options.min_replicas}
     if options.scales:
         scaling = {
             "min_replicas": options.min_replicas,

@@ -1,10 +1,9 @@
 """The engine and server of a cluster's processes, as data that travels to them. No jax here."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from mtp_jax import JsonMapping
 from serve.base.settings import Settings
 
 
@@ -21,7 +20,7 @@ class EngineSpec:
     """
 
     model: Path
-    options: Mapping[str, Any]
+    options: JsonMapping
     settings: Settings
     max_queued_requests: int
     max_queued_tokens: int

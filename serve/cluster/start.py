@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-from mtp_jax import ConfigError
+from mtp_jax import ConfigError, JsonObject
 from serve.cluster.options import RayOptions
 
 _ADDRESS, _MODE, _TOKEN, _TOKEN_PATH = "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
@@ -45,7 +44,7 @@ def cluster(address: str | None) -> Iterator[bool]:
     """
     require_ray()
     address = address or os.environ.get(_ADDRESS)
-    more: dict[str, Any] = {}
+    more: JsonObject = {}
     if address is None:
         protect()
         more = {"include_dashboard": False}  # it would take code to run from any holder of the token

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mtp_jax import CheckpointError, ConfigError
+from mtp_jax import CheckpointError, ConfigError, JsonObject
 from serve.base.errors import ApiError
 from serve.base.state import Server
 from serve.bodies.admin import HiddenStatesBody, ReleaseBody, ResumeBody, UpdateBody
@@ -87,5 +86,5 @@ def _tags_refused() -> Iterator[None]:
         raise ApiError(400, str(error), "tags") from error
 
 
-def _json(request: Request, answer: dict[str, Any]) -> Response:
+def _json(request: Request, answer: JsonObject) -> Response:
     return Response(to_json(answer), headers=warning(request), media_type="application/json")

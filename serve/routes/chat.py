@@ -1,7 +1,6 @@
 """/v1/chat/completions."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -10,6 +9,7 @@ from mtp_jax import (
     CallArguments,
     CallBegin,
     CompletionOutput,
+    JsonObject,
     OutputText,
     RequestOutput,
 )
@@ -53,7 +53,7 @@ class _Chat(ChoicesCall):
                 counted.push(c.token_ids)
         return super().take(output)
 
-    def choice(self, index: int, output: RequestOutput, c: CompletionOutput, begun: bool) -> dict[str, Any]:
+    def choice(self, index: int, output: RequestOutput, c: CompletionOutput, begun: bool) -> JsonObject:
         """A message, or the new part of it."""
         del output
         asked = self._asked
@@ -64,7 +64,7 @@ class _Chat(ChoicesCall):
         pieces = inputs.push(turn.push(c))
         if any(isinstance(piece, Thought) for piece in pieces):
             self._thought.add(index)
-        message: dict[str, Any] = {} if self.stream and begun else {"role": "assistant"}
+        message: JsonObject = {} if self.stream and begun else {"role": "assistant"}
         choice = {
             "index": index,
             "delta" if self.stream else "message": message
@@ -78,27 +78,27 @@ class _Chat(ChoicesCall):
         extras = token_extras(c, self.body.return_token_ids, self.body.return_token_origins)
         return choice | extras
 
-    def answer(self) -> dict[str, Any]:
+    def answer(self) -> JsonObject:
         """The answer with the prompt's scores, if they are asked for."""
         if self.body.prompt_logprobs is None:
             return super().answer()
         scores = self.last[0].prompt_logprobs or []
         return super().answer() | {"prompt_logprobs": prompt_scores(self.server.tokenizer, scores)}
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> JsonObject:
         """Usage with the tokens that went into thoughts, if there were any."""
         thoughts = [t.count for i, t in self._thoughts.items() if self._thinking or i in self._thought]
         return usage(self.last.values(), sum(thoughts) if thoughts else None)
 
 
-def _texts(pieces: Sequence[Piece]) -> dict[str, Any]:
+def _texts(pieces: Sequence[Piece]) -> JsonObject:
     thought = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
     text = "".join(piece.text for piece in pieces if isinstance(piece, OutputText))
-    message: dict[str, Any] = {"reasoning": thought, "reasoning_content": thought} if thought else {}
+    message: JsonObject = {"reasoning": thought, "reasoning_content": thought} if thought else {}
     return message | ({"content": text} if text else {})
 
 
-def _message(pieces: Sequence[Piece], inputs: Inputs) -> dict[str, Any]:
+def _message(pieces: Sequence[Piece], inputs: Inputs) -> JsonObject:
     """The message of a whole completion."""
     message = {"content": ""} | _texts(pieces)
     calls = called(pieces)
@@ -112,9 +112,9 @@ def _message(pieces: Sequence[Piece], inputs: Inputs) -> dict[str, Any]:
     }
 
 
-def _delta(pieces: Sequence[Piece], inputs: Inputs) -> dict[str, Any]:
+def _delta(pieces: Sequence[Piece], inputs: Inputs) -> JsonObject:
     """The delta of new pieces."""
-    calls: list[dict[str, Any]] = []
+    calls: list[JsonObject] = []
     for piece in pieces:
         if not isinstance(piece, CallBegin | CallArguments):
             continue

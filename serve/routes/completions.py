@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mtp_jax import CompletionOutput, LazyPrompt, Logprob, RequestOutput, Stream
+from mtp_jax import CompletionOutput, JsonObject, LazyPrompt, Logprob, RequestOutput, Stream
 from serve.answers.choices import ChoicesCall
 from serve.answers.generation import submit
 from serve.answers.shapes import TextOffsets, completion_logprobs, prompt_scores, token_extras
@@ -54,7 +53,7 @@ class _Completions(ChoicesCall):
         self._tokenizer, self._offsets = server.allm.about.tokenizer, dict[int, TextOffsets]()
         self._skips_special = body.skip_special_tokens is not False
 
-    def choice(self, index: int, output: RequestOutput, c: CompletionOutput, begun: bool) -> dict[str, Any]:
+    def choice(self, index: int, output: RequestOutput, c: CompletionOutput, begun: bool) -> JsonObject:
         """Text, and log-probabilities as parallel lists."""
         if output.prompt_logprobs:  # in a stream once for all completions
             self._prompt_scores[index // len(output.outputs)] = output.prompt_logprobs
@@ -85,7 +84,7 @@ class _Completions(ChoicesCall):
         output = super().take(output)
         if self.body.max_tokens != 0:
             return output
-        none: dict[str, Any] = {"text": "", "num_tokens": 0, "stop_reason": None}
+        none: JsonObject = {"text": "", "num_tokens": 0, "stop_reason": None}
         none |= {"token_ids": [], "token_texts": [], "drafted": [], "logprobs": []}
         ends = {"stop": "length"}
         trimmed = [

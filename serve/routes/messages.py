@@ -2,13 +2,12 @@
 
 import json
 from collections.abc import Iterable
-from typing import Any
 
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mtp_jax import LazyPrompt
+from mtp_jax import JsonObject, LazyPrompt
 from serve.answers.asking import Asked, ChatPrompt, ask
 from serve.answers.assistant import AssistantCall
 from serve.answers.blocks import Block, Change
@@ -47,19 +46,19 @@ class _Messages(AssistantCall):
         super().__init__(server, request, asked, stream)
         self._id = f"msg_{new_id()}"
 
-    def answer(self) -> dict[str, Any]:
+    def answer(self) -> JsonObject:
         """A message."""
         content = [_block(block, block.text) for block in self.blocks.all]
         return self._message(content, self._end())
 
-    def begin(self) -> Iterable[dict[str, Any]]:
+    def begin(self) -> Iterable[JsonObject]:
         """An empty message."""
         yield {
             "type": "message_start",
             "message": self._message([], {"stop_reason": None, "stop_sequence": None}),
         }
 
-    def change(self, change: Change) -> Iterable[dict[str, Any]]:
+    def change(self, change: Change) -> Iterable[JsonObject]:
         """Events of a content block."""
         index = change.block.index
         if change.what == "begin":
@@ -76,14 +75,14 @@ class _Messages(AssistantCall):
         else:
             yield {"type": "content_block_stop", "index": index}
 
-    def end(self) -> Iterable[dict[str, Any]]:
+    def end(self) -> Iterable[JsonObject]:
         """How it ended."""
         yield from super().end()
         made_by = {"weight_version": self.weight_version}
         yield {"type": "message_delta", "delta": self._end(), "usage": self._usage(), **made_by}
         yield {"type": "message_stop"}
 
-    def error(self, error: ApiError) -> dict[str, Any]:
+    def error(self, error: ApiError) -> JsonObject:
         """Anthropic's."""
         return error.anthropic
 
@@ -103,7 +102,7 @@ class _Messages(AssistantCall):
             "output_tokens": counts["output"],
         }
 
-    def _message(self, content: list[dict[str, Any]], end: dict[str, str | None]) -> dict[str, Any]:
+    def _message(self, content: list[JsonObject], end: dict[str, str | None]) -> JsonObject:
         return {
             "id": self._id,
             "type": "message",
@@ -116,7 +115,7 @@ class _Messages(AssistantCall):
         }
 
 
-def _block(block: Block, text: str) -> dict[str, Any]:
+def _block(block: Block, text: str) -> JsonObject:
     """A content block with its text so far."""
     match block.kind:
         case "text":
@@ -127,7 +126,7 @@ def _block(block: Block, text: str) -> dict[str, Any]:
             return {"type": "tool_use", "id": block.id, "name": block.name, "input": _input(text)}
 
 
-def _input(text: str) -> dict[str, Any]:
+def _input(text: str) -> JsonObject:
     """Arguments as an object; of a call that was cut, or whose arguments are no object, none."""
     try:
         found = json.loads(text)

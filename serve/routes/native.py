@@ -2,13 +2,12 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mtp_jax import CompletionOutput, Logprob, RequestOutput, Stream
+from mtp_jax import CompletionOutput, JsonObject, Logprob, RequestOutput, Stream
 from serve.answers.calls import Call
 from serve.answers.generation import submit
 from serve.answers.shapes import finite, token_name
@@ -38,24 +37,24 @@ class _Generate(Call):
         self._body, self._name, self._tokenizer = body, new_id(), server.allm.about.tokenizer
         self._prompt: Sequence[dict[int, Logprob] | None] = ()
 
-    def answer(self) -> Any:
+    def answer(self) -> JsonObject | list[JsonObject]:
         """The completion, or a list of several."""
         found = [*self.grown(0, self.last[0])]
         return found[0] if len(found) == 1 else found
 
-    def grown(self, prompt: int, output: RequestOutput) -> Iterable[dict[str, Any]]:
+    def grown(self, prompt: int, output: RequestOutput) -> Iterable[JsonObject]:
         """An object per completion."""
         del prompt
         for c in output.outputs:
             meta = self._meta(output, c)
             yield {"text": c.text, "output_ids": c.token_ids, "meta_info": meta, "index": c.index}
 
-    def _meta(self, output: RequestOutput, c: CompletionOutput) -> dict[str, Any]:
+    def _meta(self, output: RequestOutput, c: CompletionOutput) -> JsonObject:
         s, seconds = c.speculation, output.timing.finished
-        reason: dict[str, Any] | None = {"type": c.finish_reason} if c.finish_reason else None
+        reason: JsonObject | None = {"type": c.finish_reason} if c.finish_reason else None
         if reason and c.finish_reason == "length":
             reason["length"] = c.num_tokens
-        meta: dict[str, Any] = {
+        meta: JsonObject = {
             "id": self._name,
             "finish_reason": reason,
             "prompt_tokens": len(output.prompt_token_ids),
@@ -72,7 +71,7 @@ class _Generate(Call):
             }
         return meta if seconds is None else meta | {"e2e_latency": seconds}
 
-    def _scores(self, output: RequestOutput, c: CompletionOutput) -> dict[str, Any]:
+    def _scores(self, output: RequestOutput, c: CompletionOutput) -> JsonObject:
         """Scores of a completion and, from the token asked for on, of its prompt."""
         if not self._body.return_logprob:
             return {}
@@ -83,22 +82,18 @@ class _Generate(Call):
             found |= self._lists("input", output.prompt_token_ids[start:], self._prompt[start:])
         return found
 
-    def _lists(
-        self, of: str, ids: Sequence[int], scores: Sequence[dict[int, Logprob] | None]
-    ) -> dict[str, Any]:
+    def _lists(self, of: str, ids: Sequence[int], scores: Sequence[dict[int, Logprob] | None]) -> JsonObject:
         pairs = list(zip(ids, scores, strict=False))  # a prompt that ended during its prefill has fewer
-        found: dict[str, Any] = {
-            f"{of}_token_logprobs": [self._entry(t, s[t] if s else None) for t, s in pairs]
-        }
+        found: JsonObject = {f"{of}_token_logprobs": [self._entry(t, s[t] if s else None) for t, s in pairs]}
         if self._body.top_logprobs_num:
             found[f"{of}_top_logprobs"] = [self._best(s) if s else None for _, s in pairs]
         return found
 
-    def _best(self, scores: dict[int, Logprob]) -> list[list[Any]]:
+    def _best(self, scores: dict[int, Logprob]) -> list[list[object]]:
         best = sorted(scores.items(), key=lambda item: item[1].rank)[: self._body.top_logprobs_num]
         return [self._entry(token, score) for token, score in best]
 
-    def _entry(self, token: int, score: Logprob | None) -> list[Any]:
+    def _entry(self, token: int, score: Logprob | None) -> list[object]:
         text = token_name(self._tokenizer, token) if self._body.return_text_in_logprobs else None
         return [score and finite(score), token, text]
 
@@ -108,7 +103,7 @@ async def server_info(server: Server, request: Request) -> Response:
     del request
     about, s = server.allm.about, server.allm.stats()
     config, tokenizer = about.engine, about.tokenizer
-    state: dict[str, Any] = {
+    state: JsonObject = {
         "uptime_seconds": time.time() - server.created,
         "num_running_reqs": s.running,
         "num_waiting_reqs": s.waiting,

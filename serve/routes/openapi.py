@@ -1,13 +1,13 @@
 """/openapi.json: bodies of the routes, from the classes that check them."""
 
 from importlib import metadata
-from typing import Any
 
 from pydantic.json_schema import models_json_schema
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mtp_jax import JsonObject
 from serve.base.state import Server
 from serve.bodies.admin import HiddenStatesBody, ReleaseBody, ResumeBody, UpdateBody
 from serve.bodies.fields import Body
@@ -38,12 +38,10 @@ async def openapi(server: Server, request: Request) -> Response:
     del server
     kinds = [(kind, "validation") for kinds in BODIES.values() for kind in kinds]
     names, schemas = models_json_schema(kinds, ref_template=_TEMPLATE)  # pyright: ignore[reportArgumentType]
-    paths: dict[str, dict[str, Any]] = {}
+    paths: dict[str, JsonObject] = {}
     for route in request.app.routes:
         for method in sorted(route.methods - {"HEAD"}):
-            about: dict[str, Any] = {
-                "responses": {"default": {"description": "an answer, or an error object"}}
-            }
+            about: JsonObject = {"responses": {"default": {"description": "an answer, or an error object"}}}
             if kinds := BODIES.get(route.path):
                 any_of = [names[kind, "validation"] for kind in kinds]
                 content = {"application/json": {"schema": {"anyOf": any_of} if any_of[1:] else any_of[0]}}

@@ -7,6 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mtp_jax import JsonObject
 from serve.answers.asking import Asked, ask
 from serve.answers.assistant import AssistantCall
 from serve.answers.blocks import Block, Change
@@ -42,7 +43,7 @@ class _Responses(AssistantCall):
         self._ids: dict[int, str] = {}
         self._number = -1
 
-    def answer(self) -> dict[str, Any]:
+    def answer(self) -> JsonObject:
         """A response."""
         reason = {"reason": "max_output_tokens"} if self._cut else None
         return self._response("incomplete" if self._cut else "completed") | {"incomplete_details": reason}
@@ -52,19 +53,19 @@ class _Responses(AssistantCall):
         """Whether it has ended before its end."""
         return self.finish_reason not in (None, "stop", "tool_calls")
 
-    def begin(self) -> Iterable[dict[str, Any]]:
+    def begin(self) -> Iterable[JsonObject]:
         """That it has begun."""
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self._response("in_progress"))
 
-    def change(self, change: Change) -> Iterable[dict[str, Any]]:
+    def change(self, change: Change) -> Iterable[JsonObject]:
         """Events of an item and of the one part that it has; a call has none."""
         block = change.block
         item, of = self._item(block, "in_progress"), {"output_index": block.index}
         called = block.kind in ("call", "custom")
         of |= {"item_id": item["id"]} | ({} if called else {"content_index": 0})
         name, key = _EVENTS[block.kind]
-        logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+        logprobs: JsonObject = {"logprobs": []} if block.kind == "text" else {}
         if change.what == "begin":
             empty = item | ({key: ""} if called else {"content": []})
             yield self._event("response.output_item.added", output_index=block.index, item=empty)
@@ -80,21 +81,21 @@ class _Responses(AssistantCall):
             whole = self._item(block)
             yield self._event("response.output_item.done", output_index=block.index, item=whole)
 
-    def end(self) -> Iterable[dict[str, Any]]:
+    def end(self) -> Iterable[JsonObject]:
         """The whole response."""
         yield from super().end()
         answer = self.answer()
         yield self._event(f"response.{answer['status']}", response=answer)
 
-    def error(self, error: ApiError) -> dict[str, Any]:
+    def error(self, error: ApiError) -> JsonObject:
         """OpenAI's event."""
         return self._event("error", code=error.code, message=error.message, param=error.param)
 
-    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def _event(self, kind: str, **fields: Any) -> JsonObject:
         self._number += 1
         return {"type": kind, "sequence_number": self._number, **fields}
 
-    def _item(self, block: Block, status: str | None = None) -> dict[str, Any]:
+    def _item(self, block: Block, status: str | None = None) -> JsonObject:
         if status is None:  # the last block is the one that a limit cuts
             status = "incomplete" if self._cut and block is self.blocks.all[-1] else "completed"
         item = {"id": self._ids.setdefault(block.index, _IDS[block.kind] + new_id()), "status": status}
@@ -109,7 +110,7 @@ class _Responses(AssistantCall):
                 call = {"call_id": block.id, "name": block.name, _EVENTS[block.kind][1]: block.text}
                 return {**item, "type": kind, **call}
 
-    def _response(self, status: str) -> dict[str, Any]:
+    def _response(self, status: str) -> JsonObject:
         body, counts = self._body, self.counts
         same = ("instructions", "max_output_tokens", "temperature", "top_p")
         told = body.model_dump(by_alias=True, include={*same, "reasoning", "text", "tool_choice", "tools"})
@@ -145,6 +146,6 @@ class _Responses(AssistantCall):
         }
 
 
-def _part(block: Block, text: str) -> dict[str, Any]:
-    part: dict[str, Any] = {"type": _PARTS[block.kind], "text": text}
+def _part(block: Block, text: str) -> JsonObject:
+    part: JsonObject = {"type": _PARTS[block.kind], "text": text}
     return part | ({"annotations": [], "logprobs": []} if block.kind == "text" else {})

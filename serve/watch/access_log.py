@@ -3,10 +3,13 @@
 import json
 import logging
 import sys
-from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
+
+from starlette.types import Scope
+
+from mtp_jax import JsonObject
 
 if TYPE_CHECKING:
     from mtp_jax import RequestOutput
@@ -36,9 +39,9 @@ class Record:
         reasons = [c.finish_reason for c in output.outputs if c.finish_reason is not None]
         self.numbers[prompt] = len(output.prompt_token_ids), tokens, reasons
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> JsonObject:
         """The facts as words: token counts and finish reasons of the outputs, the error."""
-        found: dict[str, Any] = {}
+        found: JsonObject = {}
         if self.numbers:
             prompt, completion, reasons = zip(*self.numbers.values(), strict=True)
             found = {
@@ -66,14 +69,12 @@ def set_up(quiet: bool, access_log: AccessLog | None) -> None:
         LOGGER.propagate = False
 
 
-def record_of(scope: MutableMapping[str, Any]) -> Record:
+def record_of(scope: Scope) -> Record:
     """The record of the request that has this ASGI scope."""
     return scope.setdefault("state", {}).setdefault(_KEY, Record())
 
 
-def log_request(
-    scope: MutableMapping[str, Any], name: bytes, status: int, seconds: float, quiet: bool = False
-) -> None:
+def log_request(scope: Scope, name: bytes, status: int, seconds: float, quiet: bool = False) -> None:
     """The line of a request, by its name; text of the client is escaped. quiet: at the level DEBUG."""
     about = {
         "id": _printable(name.decode("latin-1")),
@@ -90,11 +91,11 @@ def log_connection(error: str) -> None:
     _write({"error": error})
 
 
-def _write(about: dict[str, Any], level: int = logging.INFO) -> None:
+def _write(about: JsonObject, level: int = logging.INFO) -> None:
     LOGGER.log(level, "%s", _text(about), extra={"about": about})
 
 
-def _text(about: dict[str, Any]) -> str:
+def _text(about: JsonObject) -> str:
     line = ""
     if "id" in about:
         line = "{id} {method} {path} {status} {seconds:.3f} s".format_map(about)

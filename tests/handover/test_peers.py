@@ -229,7 +229,7 @@ def test_garbage_is_refused_and_the_next_one_is_served(sent, proved):
             if proved:
                 connection = Connection(stranger, time.monotonic() + 5)
                 seals = greet(connection, SECRET, PURPOSE, claim(s.name))
-                sent += seals.sent.next(sent)
+                sent += seals.sent.next([sent])
             stranger.sendall(sent)
             until(lambda: s.server.failures == {"protocol": 1})
         assert not s.asked

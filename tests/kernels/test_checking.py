@@ -130,7 +130,7 @@ def test_the_command_verifies_and_times(capsys, monkeypatch):
     def absent(x):
         raise UnavailableError("needs cuDNN")
 
-    wrong = replace(DOUBLING, name="test/wrong", kernel=lambda x, interpret=None: 3 * x, small=True)
+    wrong = replace(DOUBLING, name="test/small-wrong", kernel=lambda x, interpret=None: 3 * x)
     right = replace(DOUBLING, baselines={"itself": DOUBLING.reference, "cudnn": absent})
     monkeypatch.setattr(check, "cases", lambda *_: (right, wrong))
     monkeypatch.setattr(check, "rates", lambda kind: RATES["H200"])
@@ -142,9 +142,9 @@ def test_the_command_verifies_and_times(capsys, monkeypatch):
     timed = r"( +[\d.]+ us +[\d.]+ TFLOP/s +\d+ GB/s  floor / time +\d+%| +too short to tell)"
     itself = r"; itself ([\d.]+ us|too short to tell); cudnn unavail.*needs cuDNN"
     assert re.search(rf"distance 0.0e\+00{timed}{itself}", second)
-    assert third.split() == ["test/wrong", "distance", "5.0e-01", "WRONG"]
+    assert third.split() == ["test/small-wrong", "distance", "5.0e-01", "WRONG"]
     assert fourth == (
-        "test/wrong: relative distance 5.00e-01 from the reference, at most 1e-02; "
+        "test/small-wrong: relative distance 5.00e-01 from the reference, at most 1e-02; "
         "worst in output 1 of 1, float32[8], at [7]: 24.0 instead of 16.0"
     )
 

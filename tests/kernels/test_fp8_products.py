@@ -8,16 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas.checking.registry import cases
 from kernels_pallas.fp8_matmul import api as fp8
-from kernels_pallas.fp8_matmul.cases import cases as fp8_cases
 from kernels_pallas.grouped_matmul import api, mosaic_gpu, reference
-from kernels_pallas.grouped_matmul.cases import cases as grouped_cases
 from kernels_pallas.grouped_matmul.layout import Tiles, group_rows
 from kernels_pallas.grouped_matmul.tile import Tile
 from kernels_pallas.quantised import quantise
 from tests.kernels.interpreter import distance, interpret, notices, without
 
-CASES = {c.name: c for c in (*grouped_cases(), *fp8_cases())}
+CASES = {c.name: c for c in (*cases("grouped_matmul/"), *cases("fp8_matmul/"))}
 SMALL = [name for name, case in CASES.items() if case.small]
 # One of each way through the kernel; the others are slow.
 FAST = ("grouped_matmul/small-gated", "fp8_matmul/small-split")

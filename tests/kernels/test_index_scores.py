@@ -5,13 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas.checking.registry import cases
 from kernels_pallas.index_scores import api, mosaic_gpu, reference
-from kernels_pallas.index_scores.cases import case, cases, inputs, shapes
+from kernels_pallas.index_scores.cases import case, inputs, shapes
 from kernels_pallas.index_scores.index_rows import pack, unpack
 from kernels_pallas.visible import Window, chain
 from tests.kernels.interpreter import interpret, notices, without
 
-CASES = {c.name.split("/")[1]: c for c in cases() if c.small}
+CASES = {c.name.split("/")[1]: c for c in cases("index_scores/") if c.small}
 FAST = "small-fp8"
 needs_interpreter = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="Pallas interprets this kernel from jax 0.11 on"

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas.checking.registry import cases
 from kernels_pallas.mla_low_rank.api import check, mla_low_rank
-from kernels_pallas.mla_low_rank.cases import Shape, case, cases, inputs
+from kernels_pallas.mla_low_rank.cases import Shape, case, inputs
 from kernels_pallas.mla_low_rank.mosaic_gpu import PAIRS, RANK
 from tests.kernels.interpreter import distance, interpret, needs_fences
 
-SMALL = {case.name: case for case in cases() if case.small}
+SMALL = {case.name: case for case in cases("mla_low_rank/") if case.small}
 EDGES = Shape(3, (0, 6, -1, 15), q_rank=512, page=8, columns=2)
 
 

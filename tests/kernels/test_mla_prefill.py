@@ -74,8 +74,8 @@ def test_merging_with_nothing_changes_nothing():
 
 @pytest.mark.parametrize(
     ("q", "k_rope", "v", "dtype", "match"),
-    [(192, 64, 128, "float32", "dtypes"), (160, 32, 128, "bfloat16", "query are 160"),
-     (192, 64, 192, "bfloat16", "value are 192")],
+    [(192, 64, 128, "float32", "dtypes"), (160, 32, 128, "bfloat16", "query is 160"),
+     (192, 64, 192, "bfloat16", "value is 192")],
 )  # fmt: skip
 def test_what_the_kernel_cannot_do_is_refused(q, k_rope, v, dtype, match):
     shapes = (1, 4, 2, q), (1, 8, 2, 128), (1, 8, k_rope), (1, 8, 2, v)

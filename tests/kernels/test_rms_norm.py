@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas.checking.registry import cases
 from kernels_pallas.rms_norm import api
-from kernels_pallas.rms_norm.cases import cases
 from tests.kernels.interpreter import distance, interpret, needs_fences
 
-SMALL = {case.name: case for case in cases() if case.small}
+SMALL = {case.name: case for case in cases("rms_norm/") if case.small}
 
 
 def random_rows(seed, *shape):

@@ -5,14 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas.checking.registry import cases
 from kernels_pallas.expert_layout import api as expert_layout
-from kernels_pallas.expert_layout.cases import cases as layout_cases
 from kernels_pallas.router import api, mosaic_gpu, reference
-from kernels_pallas.router.cases import cases as router_cases
 from kernels_pallas.router.rule import Rule
 from tests.kernels.interpreter import interpret, notices
 
-CASES = {c.name: c for c in (*router_cases(), *layout_cases()) if c.small}
+CASES = {c.name: c for c in (*cases("router/"), *cases("expert_layout/")) if c.small}
 # One of each kernel; the others are slow.
 FAST = ("router/small-one-group", "expert_layout/small-some")
 needs_interpreter = pytest.mark.skipif(

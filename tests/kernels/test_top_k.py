@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas.checking.registry import cases
 from kernels_pallas.top_k import api, mosaic_gpu, reference
-from kernels_pallas.top_k.cases import case, cases, shapes
+from kernels_pallas.top_k.cases import case, shapes
 from tests.kernels.interpreter import interpret, notices, without
 
-CASES = {c.name.split("/")[1]: c for c in cases() if c.small}
+CASES = {c.name.split("/")[1]: c for c in cases("top_k/") if c.small}
 FAST = "small-ties"
 needs_interpreter = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="Pallas interprets this kernel from jax 0.11 on"

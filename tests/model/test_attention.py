@@ -224,7 +224,9 @@ def test_large_scores_do_not_overflow(form):
     q = queries(rng, 1)
     rows = jnp.asarray(rng.normal(size=(B, 5, TINY.latent_dim)), jnp.float32)
     for on in (xla(), xla_cpu()):
-        run = jax.jit(lambda q, rows, mask, on=on: on.latent.attend(q, ups(), Whole(rows, mask, form=form), 1e4))
+        run = jax.jit(
+            lambda q, rows, mask, on=on: on.latent.attend(q, ups(), Whole(rows, mask, form=form), 1e4)
+        )
         out = run(q, rows, np.ones((B, 1, 5), bool))
         assert np.isfinite(out).all()
 

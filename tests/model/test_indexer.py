@@ -15,6 +15,7 @@ from kernels_pallas.index_scores import index_rows
 from kernels_pallas.mla_decode import api as mla_decode
 from kernels_pallas.mla_decode.fp8_rows import pack
 from kernels_pallas.top_k import api as top_k
+from kernels_pallas.top_k.reference import top_k as top_k_reference
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import indexer
 from mtp_jax.model.attention.source import Chosen, Paged
@@ -53,7 +54,8 @@ def paged(cache: LayerCache, where: PagedView, only: Any = None) -> Paged:
 
 def chosen_of(found: Any, visible: Any = True, topk: int = 3) -> list[int]:
     row = jnp.asarray(found, jnp.float32)[None, None]
-    return indexer.choose(row, jnp.broadcast_to(jnp.asarray(visible), row.shape), topk)[0, 0].tolist()
+    found = indexer.masked(row, jnp.broadcast_to(jnp.asarray(visible), row.shape))
+    return top_k_reference(found, topk)[0, 0].tolist()
 
 
 def test_the_best_are_chosen_in_order():
@@ -112,7 +114,7 @@ def test_pages_are_chosen_from_like_a_whole_sequence():
     broken = jnp.where(jnp.arange(ROWS)[:, None] < last[:, None, None], whole, jnp.nan)
     pages = keys.at[where.page_table].set(broken.reshape(B, COLUMNS, SIZE, DIM))
     got = xla().latent.choose(q, paged(LayerCache(latents, pages), where), TOPK)
-    want = indexer.choose(indexer.scores(q, whole), where.visible.mask(W, ROWS), TOPK)
+    want = top_k_reference(indexer.masked(indexer.scores(q, whole), where.visible.mask(W, ROWS)), TOPK)
     np.testing.assert_array_equal(got, want)
     assert xla().latent.choose(q, paged(LayerCache(latents, keys), where), ROWS) is None, "all of it"
 

@@ -42,19 +42,19 @@ def meet(caller: Callable[[socket.socket, float], Any], **changes: Any) -> list[
     if all(seals):
         agree(*seals)
         agree(*reversed(seals))
-        assert seals[0].sent.next(b"a") != seals[1].sent.next(b"a")  # nothing can be sent back
+        assert seals[0].sent.next([b"a"]) != seals[1].sent.next([b"a"])  # nothing can be sent back
     return found
 
 
 def agree(one: Seals, other: Seals) -> None:
     """What one side sends is taken by the other, in order, once, and unchanged."""
-    first, second, third = (one.sent.next(b"head", memoryview(b"body")) for _ in range(3))
+    first, second, third = (one.sent.next([b"head", memoryview(b"body")]) for _ in range(3))
     assert len({first, second, third}) == 3
     assert len(first) == TAG
-    assert other.received.check(first, b"head", bytearray(b"body"))
-    assert not other.received.check(first, b"head", b"body")
-    assert other.received.check(third, b"headbody")
-    assert not other.received.check(one.sent.next(b"head", b"body"), b"head", b"bodY")
+    assert other.received.check(first, [b"head", bytearray(b"body")])
+    assert not other.received.check(first, [b"head", b"body"])
+    assert other.received.check(third, [b"headbody"])
+    assert not other.received.check(one.sent.next([b"head", b"body"]), [b"head", b"bodY"])
 
 
 def calls(secret: bytes = SECRET, purpose: bytes = PURPOSE) -> Callable[[socket.socket, float], Any]:

@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from mtp_jax.errors import RequestError
+from mtp_jax.json_object import JsonObject
 from mtp_jax.text.tools.formats import Format
 from mtp_jax.text.tools.pairs import Member, Pair, Tags
 from mtp_jax.text.tools.rules import Rules, one_of
@@ -95,7 +95,7 @@ class _Held:
         self._rules.name(f"{name}::_", " | ".join(more))
         return one_of(first)
 
-    def _value(self, key: str, schema: Any) -> str | None:
+    def _value(self, key: str, schema: object) -> str | None:
         """A rule for the value; None where its schema allows none."""
         if isinstance(schema, Mapping):
             schema = {name: value for name, value in schema.items() if name not in _SAID}
@@ -107,15 +107,15 @@ class _Held:
                 raise RequestError(f"the parameter {key!r:.40} of the tool {self._tool.name!r}: {e}") from e
         return self._values[same]
 
-    def _json(self, schema: Any, kinds: frozenset[str] | None) -> str:
+    def _json(self, schema: object, kinds: frozenset[str] | None) -> str:
         own = schema if isinstance(schema, Mapping) else {}
         if kinds is not None:
             own = {"allOf": [own, {"type": sorted(kinds)}]}
         return self._rules.json({**own, **self._definitions(schema)})
 
-    def _definitions(self, schema: Any) -> dict[str, dict[str, Any]]:
+    def _definitions(self, schema: object) -> dict[str, JsonObject]:
         """Parts that a schema refers to, directly or through other parts, counted."""
-        found: dict[str, dict[str, Any]] = {}
+        found: dict[str, JsonObject] = {}
         waiting = [schema]
         while waiting:
             for place, name in _references(waiting.pop()):
@@ -127,7 +127,7 @@ class _Held:
         return found
 
 
-def _references(schema: Any) -> Iterator[tuple[str, str]]:
+def _references(schema: object) -> Iterator[tuple[str, str]]:
     """The definitions that a schema names."""
     waiting = [schema]
     while waiting:

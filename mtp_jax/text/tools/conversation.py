@@ -1,15 +1,15 @@
 """Conversations with tools, as a chat template takes them, whether it knows tools or not."""
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.text.tools.formats import INDEX, NAME, STRING, Format, Parameter, as_written
 
-_Message = Mapping[str, Any]
+_Message = JsonMapping
 
 
-class _Object(dict[str, Any]):
+class _Object(JsonObject):
     """Arguments of a call, for templates that take an object and for templates that take JSON text."""
 
     def __init__(self, text: str) -> None:
@@ -105,7 +105,7 @@ def _with_list(form: Format, messages: list[_Message], tools: Sequence[_Message]
     return [{"role": "system", "content": text}, *messages]
 
 
-def _parsed(text: str) -> Any:
+def _parsed(text: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

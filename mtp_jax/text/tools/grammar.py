@@ -1,10 +1,10 @@
 """Outputs with calls of tools, as a grammar in llguidance's Lark syntax."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from mtp_jax.json_object import JsonMapping
 from mtp_jax.text.tokenizer import Tokenizer
 from mtp_jax.text.tools.arguments import free, held
 from mtp_jax.text.tools.formats import GAP, NAME, Format
@@ -26,7 +26,7 @@ class Asked:
     forced: bool
     several: bool
     thinking: bool = False
-    answer: Mapping[str, Any] | None = None
+    answer: JsonMapping | None = None
 
 
 def call_grammar(form: Format, tools: Sequence[Tool], vocabulary: Vocabulary, asked: Asked) -> str:

@@ -39,7 +39,7 @@ class Pair(Protocol):
         """Any argument whose key is this terminal."""
         ...
 
-    def value(self, schema: Any, whole: Any, as_json: AsJson) -> str | None:
+    def value(self, schema: object, whole: object, as_json: AsJson) -> str | None:
         """A value that fits a schema, with its end; None where there is none. whole: for references."""
         ...
 
@@ -63,7 +63,7 @@ class Member:
         """See ``Pair``."""
         return f'{terminal} INDENT? ":" INDENT? {value}'
 
-    def value(self, schema: Any, whole: Any, as_json: AsJson) -> str | None:
+    def value(self, schema: object, whole: object, as_json: AsJson) -> str | None:
         """See ``Pair``."""
         return as_json(schema, None) if kinds(schema, whole) else None
 
@@ -96,7 +96,7 @@ class Tags:
         """See ``Pair``."""
         return f"{self._before} {self._rules.up_to(self._after_key, terminal)} {value} {self._end}"
 
-    def value(self, schema: Any, whole: Any, as_json: AsJson) -> str | None:
+    def value(self, schema: object, whole: object, as_json: AsJson) -> str | None:
         """See ``Pair``."""
         allowed, others = texts(schema, whole), kinds(schema, whole) - {"string"}
         ways = {"true": self._text(allowed, others)} if allowed else {}

@@ -1,8 +1,8 @@
 """Finds calls of tools in a text that grows: the result does not depend on how the text was cut."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
+from mtp_jax.json_object import JsonMapping
 from mtp_jax.text.tools.formats import GAP, INDEX, NAME, STRING, Format, Parameter, literals
 from mtp_jax.text.tools.parts import CallArguments, CallBegin, CallEnd, OutputText, Part
 from mtp_jax.text.tools.scanner import Json, begun, first, is_markup, match
@@ -19,11 +19,11 @@ class ToolParser:
     head, a key or a tag that the end of the text cuts is shown to nobody.
     """
 
-    def __init__(self, form: Format, tools: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+    def __init__(self, form: Format, tools: Mapping[str, JsonMapping] | None = None) -> None:
         """tools: the JSON Schema of each tool's arguments; it says which values are text."""
         self._form, self._tools = form, tools or {}
         self._held, self._index, self._given, self._in_block = "", -1, 0, False
-        self._schema: Mapping[str, Any] = {}  # of the call's arguments
+        self._schema: JsonMapping = {}  # of the call's arguments
         self._value = Value({}, {})
         self._json = Json(())
         self._step: Callable[[bool], bool] = self._outside

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtp_jax.errors import RequestError
+from mtp_jax.json_object import JsonMapping
 from mtp_jax.text.tools.formats import INDEX, as_written, is_gap, parts
 
 _TAG = re.compile(r"(<[^<>\s]+>)")
@@ -69,7 +70,7 @@ class Rules:
             self.name(self._names[key] + options, body)
         return self._names[key]
 
-    def charge(self, value: Any) -> None:
+    def charge(self, value: object) -> None:
         """Count JSON before anything is made of it. Raises RequestError above the most."""
         waiting = [value]
         while waiting:
@@ -85,7 +86,7 @@ class Rules:
             elif isinstance(part, list | tuple):
                 waiting += part
 
-    def json(self, schema: Mapping[str, Any]) -> str:
+    def json(self, schema: JsonMapping) -> str:
         """A rule for JSON that fits a schema, which has been counted. Raises RequestError."""
         return self.add("json", f"%json {self._vocabulary.embed(schema)}")
 

@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from mtp_jax.errors import RequestError
+from mtp_jax.json_object import JsonMapping
 from mtp_jax.text.string_formats import EXPRESSIONS
 from mtp_jax.text.tools.values import Steps, branches_of, listed
 
@@ -16,7 +16,7 @@ _MOST = 256  # alternatives
 _UNKNOWN = ("not", "if", "then", "else", "contentEncoding", "contentMediaType")
 
 
-def texts(schema: Any, whole: Any, steps: Steps | None = None, depth: int = 0) -> Texts:
+def texts(schema: object, whole: object, steps: Steps | None = None, depth: int = 0) -> Texts:
     """Alternatives; none where the schema allows no string. whole: the schema for references.
 
     Raises RequestError for a schema that cannot be kept to.
@@ -43,7 +43,7 @@ def texts(schema: Any, whole: Any, steps: Steps | None = None, depth: int = 0) -
     return found
 
 
-def _constraints(schema: Mapping[str, Any]) -> Iterable[str]:
+def _constraints(schema: JsonMapping) -> Iterable[str]:
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     if least or most is not None:
         yield f"/(?s:.){{{int(least)},{'' if most is None else int(most)}}}/"

@@ -3,9 +3,9 @@
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from mtp_jax.errors import RequestError
+from mtp_jax.json_object import JsonMapping
 from mtp_jax.text.tools.formats import NAMES
 
 
@@ -21,7 +21,7 @@ class Tool:
     """
 
     name: str
-    parameters: Mapping[str, Any] = field(default_factory=dict)
+    parameters: JsonMapping = field(default_factory=dict)
     strict: bool = False
     description: str = ""
 
@@ -39,39 +39,39 @@ class Tool:
                 if not fits(value):
                     raise RequestError(f"{where}: {key} = {value!r:.40}; JSON Schema expects {expected}")
 
-    def _schemas(self) -> Iterator[tuple[str, Any]]:
+    def _schemas(self) -> Iterator[tuple[str, object]]:
         yield f"the tool {self.name!r}", self.parameters
         known = self.parameters.get("properties")
         for key, schema in known.items() if isinstance(known, Mapping) else ():
             yield f"the parameter {key!r:.40} of the tool {self.name!r}", schema
 
 
-def _anything(value: Any) -> bool:
+def _anything(value: object) -> bool:
     del value
     return True
 
 
-def _is_string(value: Any) -> bool:
+def _is_string(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _is_object(value: Any) -> bool:
+def _is_object(value: object) -> bool:
     return isinstance(value, Mapping)
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: object) -> bool:
     return isinstance(value, list | tuple)
 
 
-def _are_strings(value: Any) -> bool:
-    return _is_list(value) and all(isinstance(item, str) for item in value)
+def _are_strings(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
 
 
-def _is_length(value: Any) -> bool:
-    return type(value) in (int, float) and value >= 0
+def _is_length(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
 
 
-_KEYWORDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+_KEYWORDS: dict[str, tuple[Callable[[object], bool], str]] = {
     "type": (lambda value: _is_string(value) or _are_strings(value), "a string or a list of strings"),
     "required": (_are_strings, "a list of strings"),
     **dict.fromkeys(("properties", "$defs", "definitions"), (_is_object, "an object")),

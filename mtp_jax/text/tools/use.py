@@ -1,12 +1,13 @@
 """Tools that an output may call: from a user's request to a grammar and a parser."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from mtp_jax.errors import RequestError
+from mtp_jax.json_object import JsonMapping
 from mtp_jax.text.grammar import MAX_GRAMMAR_LENGTH, StructuredOutput, embedded
 from mtp_jax.text.tokenizer import Tokenizer
 from mtp_jax.text.tools.formats import FORMATS, Format, format_named
@@ -84,7 +85,7 @@ class ToolUse:
             schema = schema or {"type": "object"}
         return StructuredOutput(lark=partial(self._grammar, tokenizer, schema))
 
-    def _grammar(self, tokenizer: Tokenizer, answer: Mapping[str, Any] | None, thinking: bool) -> str:
+    def _grammar(self, tokenizer: Tokenizer, answer: JsonMapping | None, thinking: bool) -> str:
         vocabulary = Vocabulary(tokenizer.added_id, embedded, MAX_GRAMMAR_LENGTH)
         asked = Asked(self.forced, self.several, thinking, answer)
         try:

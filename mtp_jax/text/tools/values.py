@@ -5,7 +5,10 @@ The text ``5`` may be a number or a string. The schema decides, as far as its ty
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from functools import reduce
+from operator import and_, or_
+
+from mtp_jax.json_object import JsonMapping
 
 KINDS = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 _LITERALS = {"null": ("null",), "boolean": ("true", "false")}
@@ -24,7 +27,7 @@ class Steps:
         return self._left >= 0 and depth <= self._depth
 
 
-def kind(value: Any) -> str:
+def kind(value: object) -> str:
     """The type of a value of JSON; a whole number is an "integer"."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else "boolean"
@@ -33,7 +36,7 @@ def kind(value: Any) -> str:
     return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
 
 
-def kinds(schema: Any, whole: Any, steps: Steps | None = None, depth: int = 0) -> frozenset[str]:
+def kinds(schema: object, whole: object, steps: Steps | None = None, depth: int = 0) -> frozenset[str]:
     """Types that a schema may allow. whole: the schema for references."""
     steps = steps or Steps()
     if schema is False:
@@ -45,11 +48,11 @@ def kinds(schema: Any, whole: Any, steps: Steps | None = None, depth: int = 0) -
         found &= frozenset(map(kind, choices))
     for branches, all_of in branches_of(schema, whole):
         each = [kinds(branch, whole, steps, depth + 1) for branch in branches]
-        found &= frozenset.intersection(*each) if all_of else frozenset().union(*each)
+        found &= reduce(and_ if all_of else or_, each)
     return found | {"null"} if schema.get("nullable") is True else found  # OpenAPI's
 
 
-def fits(value: Any, schema: Any, whole: Any, steps: Steps | None = None, depth: int = 0) -> bool:
+def fits(value: object, schema: object, whole: object, steps: Steps | None = None, depth: int = 0) -> bool:
     """Whether types and lists of values of a schema allow a value."""
     steps = steps or Steps()
     if not isinstance(schema, Mapping) or not steps.take(depth):
@@ -67,7 +70,7 @@ def fits(value: Any, schema: Any, whole: Any, steps: Steps | None = None, depth:
     )
 
 
-def _named(schema: Mapping[str, Any]) -> frozenset[str]:
+def _named(schema: JsonMapping) -> frozenset[str]:
     """Types that ``type`` names."""
     types = schema.get("type")
     if not isinstance(types, str | list | tuple):
@@ -76,7 +79,7 @@ def _named(schema: Mapping[str, Any]) -> frozenset[str]:
     return KINDS & (named | {"integer"} if "number" in named else named)
 
 
-def listed(schema: Mapping[str, Any]) -> list[Any] | None:
+def listed(schema: JsonMapping) -> list[object] | None:
     """The values that a schema lists; None if it lists none."""
     if "const" in schema:
         return [schema["const"]]
@@ -84,7 +87,7 @@ def listed(schema: Mapping[str, Any]) -> list[Any] | None:
     return list(choices) if isinstance(choices, list | tuple) else None
 
 
-def branches_of(schema: Mapping[str, Any], whole: Any) -> Iterator[tuple[Sequence[Any], bool]]:
+def branches_of(schema: JsonMapping, whole: object) -> Iterator[tuple[Sequence[object], bool]]:
     """Further schemas of the same value, and whether it fits all of them, rather than any."""
     if isinstance(reference := schema.get("$ref"), str):
         yield [_referred(reference, whole)], True
@@ -93,7 +96,7 @@ def branches_of(schema: Mapping[str, Any], whole: Any) -> Iterator[tuple[Sequenc
             yield branches, key == "allOf"
 
 
-def _referred(reference: str, whole: Any) -> Any:
+def _referred(reference: str, whole: object) -> object:
     """The part that a JSON pointer such as "#/$defs/a" names; {}, which allows anything, if there is none."""
     start, *path = reference.split("/")
     found = whole if start == "#" else {}
@@ -119,7 +122,7 @@ def as_string(text: str) -> str:
 class Value:
     """A value that grows, made JSON. Text is sent while it grows, all else at its end."""
 
-    def __init__(self, schema: Any, whole: Any, says: str | None = None) -> None:
+    def __init__(self, schema: object, whole: object, says: str | None = None) -> None:
         """says: the model's own mark: "true", it is text; "false", it is JSON; or nothing."""
         self._schema, self._whole, self._says = schema, whole, says
         self._kinds = frozenset({"string"}) if says == "true" else kinds(schema, whole)

@@ -1,0 +1,20 @@
+"""Who computes an operation, and refusals of inputs that a kernel cannot take."""
+
+from typing import Literal
+
+import jax
+
+Implementation = Literal["xla", "mosaic_gpu"]
+
+Described = jax.Array | jax.ShapeDtypeStruct
+"""An array, or its shape and dtype: a check needs no more."""
+
+
+def need(kernel: str, *needs: tuple[str, object, tuple[object, ...]]) -> None:
+    """Raise ValueError for the first of ``needs`` - name, value, values allowed - with another value."""
+    for what, got, allowed in needs:
+        if got not in allowed:
+            choice = " or ".join(str(a) for a in allowed)
+            raise ValueError(
+                f"{kernel} on mosaic_gpu: {what} is {got}, must be {choice}; use implementation='xla'"
+            )
