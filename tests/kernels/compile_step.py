@@ -17,7 +17,6 @@ import time
 import tomllib
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,10 @@ from kernels_pallas.deviceless import report, target
 from mtp_jax.checkpoint.fp8 import SCALE_SUFFIX
 from mtp_jax.decode.bookkeeping import abstract_state
 from mtp_jax.decode.drafter.build import build
-from mtp_jax.decode.keys import SamplingMode
+from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.decode.state import StateShape
-from mtp_jax.decode.step import step
-from mtp_jax.model.backend import Backend, MosaicGpu
+from mtp_jax.decode.step import Step
+from mtp_jax.model.backend import Backend, MosaicGpu, Xla
 from mtp_jax.model.cache import LayerCache, PagedView
 from mtp_jax.model.config import IndexerConfig, ModelConfig
 from mtp_jax.model.layers import rope_angles
@@ -41,7 +40,7 @@ from mtp_jax.model.narrow import Fp8
 from mtp_jax.model.params import Layer, Params, Spec, dtype_of, param_specs
 from mtp_jax.model.sharding import partition
 from mtp_jax.model.specs import may_be_narrow, scale_spec
-from mtp_jax.model.trunk import block
+from mtp_jax.model.trunk import Model, block
 from mtp_jax.model.visible import chain
 
 DEPTH, PAGE = 3, 64
@@ -147,10 +146,11 @@ def backend(mesh: Mesh) -> Backend:
 def compile_step(layers: int, mesh: Mesh, dump: Path, load: Load = DENSE) -> Program:
     """The greedy step of a model with so many layers; its cache is donated."""
     cfg, data, columns = config(layers, load.indexer), mesh.shape["data"], load.rows // PAGE
-    sizes = StateShape(slots=load.slots, pages=load.slots // data * columns, page_size=PAGE, columns=columns)
-    state = abstract_state(cfg, drafter := build(cfg), sizes, cfg.dtype, mesh)
-    fixed: dict[str, Any] = {"slots": load.slots, "depth": DEPTH, "pages": columns, "mode": SamplingMode()}
-    run = jax.jit(partial(step, cfg=cfg, drafter=drafter, on=backend(mesh), **fixed), donate_argnums=1)
+    sizes = StateShape(load.slots, load.slots // data * columns, PAGE, columns, cfg.dtype)
+    model, drafter = Model(cfg, backend(mesh)), build(cfg)
+    state = abstract_state(Model(cfg, Xla(mesh)), drafter, sizes)
+    step = Step(model, drafter, StepKey(load.slots, DEPTH, columns, SamplingMode()))
+    run = jax.jit(step, donate_argnums=1)
     return compile_program(mesh, run, abstract_params(cfg, mesh), state, dump=dump)
 
 
@@ -181,7 +181,7 @@ def layers_of(
         view = PagedView(table, positions, chain(positions[:, 0], DEPTH + 1), form)
         angles, kept = rope_angles(cfg, positions), []
         for p, mine in zip(params, pages, strict=True):
-            x, mine, *_ = block(p, cfg, x, angles, mine, (view,), on)
+            x, mine, *_ = block(p, Model(cfg, on), x, angles, mine, (view,))
             kept.append(mine)
         return x, kept
 
