@@ -234,10 +234,10 @@ class Reference:
 _PROGRAMS: dict[Any, Programs] = {}
 
 
-def _shared(programs: Programs, cfg: ModelConfig, suffix_drafts: bool) -> Programs:
+def _shared(programs: Programs, suffix_drafts: bool) -> Programs:
     """The programs of the first engine whose programs were made of the same."""
     leaves, tree = jax.tree.flatten((programs._params, programs._state))
-    return _PROGRAMS.setdefault((cfg, suffix_drafts, programs._on, tree, tuple(leaves)), programs)
+    return _PROGRAMS.setdefault((programs.model, suffix_drafts, tree, tuple(leaves)), programs)
 
 
 @contextmanager
@@ -245,10 +245,10 @@ def sharing_programs() -> Iterator[None]:
     """Have every engine of this process share programs with those of the same shape, however it is made."""
     init = LocalRunner.__init__
 
-    def sharing(self: LocalRunner, cfg: ModelConfig, *given: Any) -> None:
-        init(self, cfg, *given)
+    def sharing(self: LocalRunner, *given: Any) -> None:
+        init(self, *given)
         *_, suffix_drafts = given
-        self.programs = _shared(self.programs, cfg, suffix_drafts)
+        self.programs = _shared(self.programs, suffix_drafts)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalRunner, "__init__", sharing)
@@ -283,7 +283,7 @@ def make_engine(
     enough = replace(sizes, num_pages=None)
     roomy = enough.pages_per_shard(data_size(mesh)) > sizes.pages_per_shard(data_size(mesh))
     runner = make_runner(cfg, params, enough if roomy else sizes, mesh)
-    runner.programs = _shared(runner.programs, cfg, sizes.suffix_drafts)
+    runner.programs = _shared(runner.programs, sizes.suffix_drafts)
     return Engine(cfg, sizes, runner, grammars)
 
 

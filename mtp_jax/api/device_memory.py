@@ -130,7 +130,7 @@ class DeviceMemory:
         placed = [_placed(w, s) for w, s in zip(weights, where, strict=True)]
         part = tree.unflatten(placed)
         del new, weights, placed
-        self._set(engine, tag, local_runner(engine).on.laid_out(part) if tag == "weights" else part)
+        self._set(engine, tag, local_runner(engine).model.on.laid_out(part) if tag == "weights" else part)
         self.released.remove(tag)
 
     def _set(self, engine: Engine, tag: Tag, part: PyTree) -> None:

@@ -14,6 +14,7 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.expert_slots import with_slots
 from mtp_jax.model.params import Params
 from mtp_jax.model.sharding import check_divisible, data_size, with_auto_axes
+from mtp_jax.model.trunk import Model
 from mtp_jax.text.grammar import Grammars
 
 
@@ -40,10 +41,10 @@ def make_runner(
     params = with_slots(params, config.redundant_experts, mesh)
     shards = data_size(mesh)
     check_config(cfg, config, shards)
-    shape = StateShape(config.max_num_seqs, config.pages_per_shard(shards), config.page_size, config.columns)
+    sizes = config.max_num_seqs, config.pages_per_shard(shards), config.page_size, config.columns
+    shape = StateShape(*sizes, config.dtype, fp8=config.kv_cache_dtype == "fp8")
     on = backend(config.kernels, mesh, config.expert_exchange, config.expert_room, config.micro_batches)
-    fp8 = config.kv_cache_dtype == "fp8"
-    runner = LocalRunner(cfg, params, shape, on, config.dtype, fp8, config.suffix_drafts)
+    runner = LocalRunner(Model(cfg, on), params, shape, config.suffix_drafts)
     _check_host_cache(config, runner.page_bytes)
     return runner
 

@@ -50,9 +50,8 @@ class Cached:
 
 def _empty_cache(cfg: ModelConfig, dtype: str) -> Cached:
     count = _ROWS // _PAGE_SIZE
-    state = empty_state(
-        abstract_state(cfg, Nothing(cfg.vocab_size), StateShape(1, count, _PAGE_SIZE, count), dtype, None)
-    )
+    shape = StateShape(1, count, _PAGE_SIZE, count, dtype)
+    state = empty_state(abstract_state(trunk.Model(cfg), Nothing(cfg.vocab_size), shape))
     return Cached(state.trunk, jnp.arange(count, dtype=jnp.int32)[None])
 
 

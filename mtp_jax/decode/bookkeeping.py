@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Int, Shaped
 
 from mtp_jax.decode.arrays import ExpertLayout, SlotRow
@@ -19,19 +19,16 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.machine import memory_size
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.cache import LayerCache, empty_cache
-from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params, type_of
 from mtp_jax.model.sharding import data_size, partition
 from mtp_jax.model.stack import Stack, each
+from mtp_jax.model.trunk import Model
 
 
 def abstract_state(
-    cfg: ModelConfig,
+    model: Model,
     drafter: Drafter,
     shape: StateShape,
-    dtype: str,
-    mesh: Mesh | None,
-    fp8_cache: bool = False,
     layout: ExpertLayout | None = None,
     groups: Sequence[int | None] | None = None,
 ) -> State:
@@ -40,11 +37,12 @@ def abstract_state(
     layout: the experts whose choices are counted; None: nothing is counted. groups: for each element of
     ``Params.layers`` the number of layers in the stack, or None for a layer alone; None: no layer is stacked.
     """
+    cfg, mesh, kind = model.cfg, model.on.mesh, type_of[shape.dtype]
     pages, groups = (shape.pages + 1) * data_size(mesh), groups or [None] * cfg.num_hidden_layers
     firsts = itertools.accumulate((n or 1 for n in groups), initial=0)
 
     def part(first: int, n: int | None) -> LayerCache | Stack[LayerCache]:
-        cache = empty_cache(pages, shape.page_size, cfg, first, type_of[dtype], fp8=fp8_cache)
+        cache = empty_cache(pages, shape.page_size, cfg, first, kind, fp8=shape.fp8)
         return cache if n is None else Stack(jax.tree.map(lambda a: jnp.zeros((n, *a.shape), a.dtype), cache))
 
     def zeros() -> State:
@@ -61,8 +59,7 @@ def abstract_state(
             sampling=neutral_state(shape.slots, cfg.vocab_size),
         )
         cache = tuple(part(first, n) for first, n in zip(firsts, groups, strict=False))
-        own = drafter.empty(shape, pages, dtype, fp8_cache)
-        return State(cache, slots, own, layout and no_counts(layout, mesh))
+        return State(cache, slots, drafter.empty(shape, pages), layout and no_counts(layout, mesh))
 
     state = jax.eval_shape(zeros)
     if mesh is None:
@@ -135,9 +132,13 @@ def update(state: State, keep: Bool[Array, " B"], page_table: Int[Array, "B n"])
     return state.replace(slots=slots.replace(active=slots.active & keep, page_table=page_table))
 
 
-def flush(params: Params, state: State, *, drafter: Drafter, on: Backend) -> State:
-    """Let the drafter do its deferred work."""
-    return state.replace(drafter=drafter.flush(params, state.drafter, state.slots, on))
+def flush(params: Params, state: State, *, drafter: Drafter, on: Backend) -> tuple[State, Int[Array, ""]]:
+    """Let the drafter do its deferred work. The number means nothing.
+
+    The state is given on to other programs, so the number says when this program has run.
+    """
+    own = drafter.flush(params, state.drafter, state.slots, on)
+    return state.replace(drafter=own), jnp.zeros((), jnp.int32)
 
 
 def read_experts(state: State) -> tuple[State, tuple[Int[Array, "L E"], Int[Array, " L"]]]:

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.decode.arrays import Chunk, TopLogprobs
-from mtp_jax.decode.drafter.protocol import Committed, Drafter, features_of
-from mtp_jax.decode.keys import Finish, SamplingMode
-from mtp_jax.decode.result import Emitted, StepResult, pack
+from mtp_jax.decode.keys import Finish
+from mtp_jax.decode.result import Emitted
 from mtp_jax.decode.rows import Rows
 from mtp_jax.decode.sampling import (
     Purpose,
@@ -21,26 +20,26 @@ from mtp_jax.decode.sampling import (
     sample,
     top_logprobs,
 )
-from mtp_jax.decode.state import DrafterState, Slots, State, put_slots, take_slots
+from mtp_jax.decode.state import Slots, State, take_slots
 from mtp_jax.model import trunk
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.cache import PagedView
-from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params
+from mtp_jax.model.trunk import Model
 from mtp_jax.model.visible import chain
 
 jax.tree_util.register_dataclass(Chunk)
 
 
-def rows(state: State, chunk: Chunk, pages: int, cfg: ModelConfig, on: Backend) -> Rows:
+def rows(state: State, chunk: Chunk, pages: int, model: Model) -> Rows:
     """The chunk's tokens, padding included."""
     s = take_slots(state.slots, chunk.slot)
     index = jnp.arange(chunk.tokens.shape[1])
     positions = chunk.start[:, None] + index
     written = jnp.where(index < chunk.count[:, None], positions, -1)
-    form = on.latent.prefill_form(cfg, chunk.tokens.shape[1])
+    form = model.on.latent.prefill_form(model.cfg, chunk.tokens.shape[1])
     view = PagedView(s.page_table[:, :pages], written, chain(chunk.start, chunk.count), form)
-    return Rows(s, chunk.tokens, positions, view)
+    return Rows(chunk.slot, s, chunk.tokens, positions, view)
 
 
 def last_of(hidden: Float[Array, "G T D"], chunk: Chunk) -> Float[Array, "G one D"]:
@@ -49,31 +48,16 @@ def last_of(hidden: Float[Array, "G T D"], chunk: Chunk) -> Float[Array, "G one 
     return jnp.take_along_axis(hidden, last, axis=1)
 
 
-def conclude(
-    params: Params,
-    state: State,
-    given: Rows,
-    hidden: Float[Array, "G T D"],
-    logits: Float[Array, "G one V"],
-    chunk: Chunk,
-    drafter: Drafter,
-    mode: SamplingMode,
-    on: Backend,
-    prompt_logprobs: int | None,
-) -> tuple[State, StepResult]:
-    """Emit first tokens and commit the chunk. logits: behind its last tokens."""
-    s, written = given.slots, given.view.written
-    with jax.named_scope("prefill_drafter"):
-        before = state.drafter.replace(slots=take_slots(state.drafter.slots, chunk.slot))
-        seen = Committed(chunk.tokens, written, features_of(drafter, hidden), chunk.count, given.view.form)
-        own = drafter.observe(params, before, s, given.view.page_table, seen, on, defer=False)
-        kept = put_slots(state.drafter.slots, chunk.slot, own.slots, before.slots)
-    with jax.named_scope("first_token"):
-        healthy = (jnp.isfinite(hidden).all(axis=-1) | (written < 0)).all(axis=1)
-        token, finish = _first_token(logits, s, chunk, healthy)
+def first_tokens(
+    rows: Rows, hidden: Float[Array, "G T D"], logits: Float[Array, "G one V"], chunk: Chunk
+) -> tuple[Slots, Emitted]:
+    """The slots after the chunk, and the first tokens of prompts that end. logits: behind last tokens."""
+    s = rows.slots
+    healthy = (jnp.isfinite(hidden).all(axis=-1) | (rows.view.written < 0)).all(axis=1)
+    token, finish = _first_token(logits, s, chunk, healthy)
     fresh = (token >= 0) & (chunk.follows < 0)
     count = fresh.astype(jnp.int32)
-    new = s.replace(
+    after = s.replace(
         length=chunk.start + chunk.count,
         newest=jnp.maximum(token, 0),
         active=(token >= 0) & (finish == Finish.RUNNING),
@@ -81,19 +65,11 @@ def conclude(
         generated=s.generated + count,
         sampling=count_tokens(s.sampling, jnp.where(fresh, token, -1)[:, None]),
     )
-    slots = put_slots(state.slots, chunk.slot, new)
-    zero = jnp.zeros_like(token)
-    packed = pack(Emitted(token[:, None], count, finish), zero, zero, zero)
-    top = None if mode.logprobs is None else top_logprobs(logits, token[:, None], mode.logprobs)
-    prompt = None
-    if prompt_logprobs is not None:
-        with jax.named_scope("prompt_logprobs"):
-            prompt = _scores(params, hidden, chunk, on, prompt_logprobs)
-    state = state.replace(slots=slots, drafter=DrafterState(kept, own.pages))
-    return state, StepResult(packed, top, prompt)
+    return after, Emitted(token[:, None], count, finish)
 
 
-def _scores(
+@jax.named_scope("prompt_logprobs")
+def scores(
     params: Params, hidden: Float[Array, "G T D"], chunk: Chunk, on: Backend, count: int
 ) -> TopLogprobs:
     """Log-probabilities of a chunk's tokens; where no prompt asks for any, numbers that mean nothing."""

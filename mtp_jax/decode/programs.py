@@ -15,24 +15,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from mtp_jax.decode.arrays import Chunk, SlotRow
 from mtp_jax.decode.bookkeeping import admit, flush, move, read_experts, read_pages, update, write_pages
 from mtp_jax.decode.drafter.protocol import Drafter, Drafts
-from mtp_jax.decode.drafter.sampler import DraftSampler
 from mtp_jax.decode.keys import DraftKey, Key, PageKey, StepKey, cheapest, name_of
 from mtp_jax.decode.result import StepResult
 from mtp_jax.decode.state import State
-from mtp_jax.decode.step import Accept, draft_phase, step, verify_phase
+from mtp_jax.decode.step import Accept, DraftAlone, Step, accept_drafts
 from mtp_jax.errors import ConfigError
 from mtp_jax.machine import usable_cores
 from mtp_jax.model import expert_slots
-from mtp_jax.model.backend import Backend
-from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import compiler_options
 from mtp_jax.model.params import Moe, Params
 from mtp_jax.model.sharding import data_size
+from mtp_jax.model.trunk import Model
+
+_NUMBER = jax.ShapeDtypeStruct((), jnp.int32)
 
 
 @dataclass(frozen=True)
@@ -56,19 +56,15 @@ class Programs:
 
     def __init__(
         self,
-        cfg: ModelConfig,
+        model: Model,
         drafter: Drafter,
         params: Params,
         state: State,
-        on: Backend,
-        accept: Accept | None = None,
+        accept: Accept = accept_drafts,
     ) -> None:
-        """``params`` and ``state`` may be ``ShapeDtypeStruct`` trees: nothing runs.
-
-        on: the backend of steps. accept: see ``step``.
-        """
-        self._cfg, self._params, self._state, self.drafter = cfg, params, state, drafter
-        self._on, self._accept = on, accept
+        """``params`` and ``state`` may be ``ShapeDtypeStruct`` trees: nothing runs. accept: see ``Step``."""
+        self.model, self.drafter, self._accept = model, drafter, accept
+        self._params, self._state = params, state
         self._compiled: dict[Key, Any] = {}
         self._covering: dict[StepKey, StepKey | None] = {}
         self._lock = threading.Lock()
@@ -82,7 +78,7 @@ class Programs:
 
     def accepting(self, accept: Accept) -> "Programs":
         """The same, nothing compiled yet, with other rules of acceptance: for measurements."""
-        return Programs(self._cfg, self.drafter, self._params, self._state, self._on, accept)
+        return Programs(self.model, self.drafter, self._params, self._state, accept)
 
     @property
     def keys(self) -> list[Key]:
@@ -172,8 +168,10 @@ class Programs:
         """Run the second half. allowed: uint32 [B, W, ceil(V / 32)]."""
         return self._compiled[key.program].verify(params, state, drafts, allowed, chunk)
 
-    def draft(self, key: DraftKey, params: Params, state: State, slot: int) -> Any:
-        """Run a compiled draft of one slot: (tokens [B, K], logits [B, K, V]), with rows for all."""
+    def draft(
+        self, key: DraftKey, params: Params, state: State, slot: int
+    ) -> tuple[Int[Array, "B K"], Float[Array, "B K V"]]:
+        """Run a compiled draft of one slot; the result has rows for all."""
         return self._compiled[key](params, state, jnp.int32(slot))
 
     def read_pages(self, key: PageKey, state: State, pages: Any) -> list[jax.Array]:
@@ -212,112 +210,98 @@ class Programs:
         return replace(moe, gate_up=gate_up, down=down, copies=copies)
 
     def _compile_one(self, key: Key) -> Any:
-        if isinstance(key, StepKey) and key.mode.structured:
-            return self._compile_phases(key)
         if isinstance(key, PageKey):
             return self._compile_pages(key)
-        return self._lower(key).compile(compiler_options(self._on.micro_batches))
+        if isinstance(key, StepKey) and key.mode.structured:
+            return self._compile_phases(key)
+        return self._lower(key).compile(compiler_options(self.model.on.micro_batches))
+
+    def _lower(self, key: StepKey | DraftKey) -> jax.stages.Lowered:
+        if isinstance(key, DraftKey):
+            run = _named(DraftAlone(self.model, self.drafter, key), name_of(key))
+            return jax.jit(run, out_shardings=self._everywhere).lower(self._params, self._state, _NUMBER)
+        run = _named(Step(self.model, self.drafter, key, self._accept), name_of(key))
+        jitted = jax.jit(run, donate_argnums=1, out_shardings=self._out())
+        return jitted.lower(self._params, self._state, self._chunk(key), _NUMBER)
 
     def _compile_phases(self, key: StepKey) -> _Phases:
-        fixed: dict[str, Any] = self._fixed(on=self._on, pages=key.pages, mode=key.mode)
-        propose = partial(draft_phase, slots=key.slots, depth=key.depth, topology=key.topology, **fixed)
-        words = -(-self._cfg.vocab_size // 32)
-        allowed = jax.ShapeDtypeStruct((key.slots, key.depth + 1, words), jnp.uint32)
-        depth = jax.ShapeDtypeStruct((), jnp.int32)
-        _, drafts = jax.eval_shape(propose, self._params, self._state, allowed, depth)
-        out = self._out()
-        if out:
-            state, rows = self._out(result_too=False)["out_shardings"], self._state.slots.length.sharding
-            drafts = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rows), drafts)
-            tokens = drafts.tokens  # the host reads them
-            tokens = jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=self._everywhere)
-            drafts = drafts.replace(tokens=tokens)
-            out: dict[str, Any] = {"out_shardings": (state, jax.tree.map(lambda a: a.sharding, drafts))}
-        first = jax.jit(_named(propose, f"draft_{name_of(key)}"), donate_argnums=1, **out)
-        verify = _named(partial(verify_phase, **self._last(key), **fixed), f"verify_{name_of(key)}")
-        second = jax.jit(verify, donate_argnums=1, **self._out())
-        given = self._params, self._state
-        lowered = first.lower(*given, allowed, depth), second.lower(*given, drafts, allowed, self._chunk(key))
-        return _Phases(*(half.compile(compiler_options(self._on.micro_batches)) for half in lowered))
+        step, params, state = Step(self.model, self.drafter, key, self._accept), self._params, self._state
+        shape = key.slots, key.room + 1, -(-self.model.cfg.vocab_size // 32)
+        allowed = jax.ShapeDtypeStruct(shape, jnp.uint32)
+        _, drafts = jax.eval_shape(step.draft, params, state, allowed, _NUMBER)
+        out = None
+        if self.model.on.mesh is not None:
+            rows = state.slots.length.sharding
+            where = jax.tree.map(lambda _: rows, drafts)
+            where = where.replace(tokens=self._everywhere)  # the host reads them
+            drafts = jax.tree.map(
+                lambda a, by: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=by), drafts, where
+            )
+            out = self._in_place, where
+        first = jax.jit(_named(step.draft, f"draft_{name_of(key)}"), donate_argnums=1, out_shardings=out)
+        second = _named(step.verify, f"verify_{name_of(key)}")
+        second = jax.jit(second, donate_argnums=1, out_shardings=self._out())
+        options = compiler_options(self.model.on.micro_batches)
+        return _Phases(
+            first.lower(params, state, allowed, _NUMBER).compile(options),
+            second.lower(params, state, drafts, allowed, self._chunk(key)).compile(options),
+        )
 
     def _compile_pages(self, key: PageKey) -> _Pages:
         pages = jax.ShapeDtypeStruct((key.pages,), jnp.int32)
         data = jax.eval_shape(read_pages, self._state, pages)
         read = jax.jit(_named(read_pages, f"read_{name_of(key)}"), out_shardings=self._everywhere)
-        write = jax.jit(
-            _named(write_pages, f"write_{name_of(key)}"), donate_argnums=0, **self._out(result_too=False)
-        )
+        write = _named(write_pages, f"write_{name_of(key)}")
+        write = jax.jit(write, donate_argnums=0, out_shardings=self._in_place)
         return _Pages(
             read.lower(self._state, pages).compile(compiler_options()),
             write.lower(self._state, pages, data).compile(compiler_options()),
         )
 
-    def _fixed(self, **others: Any) -> dict[str, Any]:
-        return {"cfg": self._cfg, "drafter": self.drafter, **others}
-
-    def _out(self, result_too: bool = True) -> dict[str, Any]:
-        """The state stays where it is; a result is whole on every device, for every process to read."""
-        if self._on.mesh is None:
-            return {}
-        state = jax.tree.map(lambda a: a.sharding, self._state)
-        return {"out_shardings": (state, self._everywhere) if result_too else state}
+    @property
+    def _in_place(self) -> Any:
+        """Shardings of a state that stays where it is."""
+        return None if self.model.on.mesh is None else jax.tree.map(lambda a: a.sharding, self._state)
 
     @property
     def _everywhere(self) -> NamedSharding | None:
-        return None if self._on.mesh is None else NamedSharding(self._on.mesh, PartitionSpec())
+        """The sharding of a result that is whole on every device, for every process to read."""
+        return None if self.model.on.mesh is None else NamedSharding(self.model.on.mesh, PartitionSpec())
 
-    def _lower(self, key: StepKey | DraftKey) -> Any:
-        if isinstance(key, StepKey):
-            sizes = {"slots": key.slots, "depth": key.depth, "pages": key.pages, "topology": key.topology}
-            fixed = self._fixed(on=self._on, mode=key.mode, **self._last(key), **sizes)
-            run = _named(partial(step, **fixed), name_of(key))
-            jitted = jax.jit(run, donate_argnums=1, **self._out())
-            depth = jax.ShapeDtypeStruct((), jnp.int32)
-            return jitted.lower(self._params, self._state, self._chunk(key), depth)
-        only = _named(partial(self._draft_only, key), name_of(key))
-        slot = jax.ShapeDtypeStruct((), jnp.int32)
-        return jax.jit(only, out_shardings=self._everywhere).lower(self._params, self._state, slot)
-
-    def _last(self, key: StepKey) -> dict[str, Any]:
-        return {"accept": self._accept, "prompt_logprobs": key.prompt_logprobs}
+    def _out(self) -> Any:
+        """Shardings of a state and of a result."""
+        return None if self.model.on.mesh is None else (self._in_place, self._everywhere)
 
     def _chunk(self, key: StepKey) -> Chunk | None:
         """Shapes of the key's chunk."""
         if not key.tokens:
             return None
-        return abstract_chunk(key.prompts * data_size(self._on.mesh), key.tokens, self._cfg.vocab_size)
-
-    def _draft_only(self, key: DraftKey, params: Params, state: State, slot: Int[Array, ""]) -> Any:
-        active = jnp.arange(len(state.slots.active)) == slot
-        slots = state.slots.replace(active=active, depth=jnp.full_like(state.slots.depth, key.depth))
-        table = slots.page_table[:, : key.pages]
-        sampler = DraftSampler(logits=True)
-        room, wanted = key.depth, jnp.int32(key.depth)
-        drafts, _ = self.drafter.propose(params, state.drafter, slots, table, room, wanted, sampler, self._on)
-        return drafts.tokens, drafts.logits
+        return abstract_chunk(
+            key.prompts * data_size(self.model.on.mesh), key.tokens, self.model.cfg.vocab_size
+        )
 
     def _compile_bookkeeping(self) -> dict[str, Any]:
         """The programs that every runner needs: none of them depends on a bucket."""
-        state, index = self._state, jax.ShapeDtypeStruct((), jnp.int32)
+        state, on = self._state, self.model.on
         table = jax.ShapeDtypeStruct(state.slots.page_table.shape, jnp.int32)
         keep = jax.ShapeDtypeStruct(table.shape[:1], jnp.bool_)
         one = partial(jax.tree.map, lambda a: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype))
         row = SlotRow(**{f.name: one(getattr(state.slots, f.name)) for f in fields(SlotRow)})
-        admitting = _named(partial(admit, drafter=self.drafter), "admit")
-        arguments = {admitting: (index, row, index), move: (index, index), update: (keep, table)}
-        out = self._out(result_too=False)
+        place = partial(jax.jit, donate_argnums=0, out_shardings=self._in_place)
+        admitting = place(admit, static_argnames="drafter")
         found = {
-            f.__name__: jax.jit(f, donate_argnums=0, **out).lower(state, *given).compile()
-            for f, given in arguments.items()
+            "admit": admitting.lower(state, _NUMBER, row, _NUMBER, drafter=self.drafter).compile(),
+            "move": place(move).lower(state, _NUMBER, _NUMBER).compile(),
+            "update": place(update).lower(state, keep, table).compile(),
         }
         if self.drafter.deferral:
-            run = _named(partial(_flush, drafter=self.drafter, on=self._on), "flush")
-            lowered = jax.jit(run, donate_argnums=1, **self._out()).lower(self._params, state)
+            static = "drafter", "on"
+            flushing = jax.jit(flush, donate_argnums=1, static_argnames=static, out_shardings=self._out())
+            lowered = flushing.lower(self._params, state, drafter=self.drafter, on=on)
             found["flush"] = lowered.compile(compiler_options())
         if state.experts is not None:
-            found["read_experts"] = (
-                jax.jit(read_experts, donate_argnums=0, **self._out()).lower(state).compile()
-            )
+            reading = jax.jit(read_experts, donate_argnums=0, out_shardings=self._out())
+            found["read_experts"] = reading.lower(state).compile()
             found |= self._compile_movers()
         return found
 
@@ -325,15 +309,15 @@ class Programs:
         """One program for all layers whose experts have the same shapes."""
         found: dict[str, Any] = {}
         for moe in expert_slots.moe_layers(self._params):
-            weights, index = (moe.gate_up, moe.down), jax.ShapeDtypeStruct((), jnp.int32)
+            weights, mesh = (moe.gate_up, moe.down), self.model.on.mesh
             if moe.copies is None or _mover(weights) in found:
                 continue
-            assert self._on.mesh is not None, "slots are those of a mesh"
+            assert mesh is not None, "slots are those of a mesh"
             table = jax.ShapeDtypeStruct(moe.copies.shape, moe.copies.dtype)
             out = jax.tree.map(lambda a: a.sharding, weights), self._everywhere
-            run = _named(partial(expert_slots.move, mesh=self._on.mesh), "move_expert")
+            run = _named(partial(expert_slots.move, mesh=mesh), "move_expert")
             jitted = jax.jit(run, donate_argnums=0, out_shardings=out)
-            found[_mover(weights)] = jitted.lower(weights, table, index, index).compile()
+            found[_mover(weights)] = jitted.lower(weights, table, _NUMBER, _NUMBER).compile()
         return found
 
 
@@ -345,11 +329,6 @@ def _program(key: Key) -> Key:
 def _mover(weights: Any) -> str:
     """The name of the program that moves experts of these shapes."""
     return f"move_expert {[(a.shape, a.dtype.name) for a in jax.tree.leaves(weights)]}"
-
-
-def _flush(params: Params, state: State, *, drafter: Drafter, on: Backend) -> tuple[State, Int[Array, ""]]:
-    """The state is given on to other programs, so something else must say when this one has run."""
-    return flush(params, state, drafter=drafter, on=on), jnp.zeros((), jnp.int32)
 
 
 def _named(f: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Int
 
-from mtp_jax.decode.state import Slots
+from mtp_jax.decode.state import Slots, Which
 from mtp_jax.model.cache import PagedView
 
 
@@ -12,12 +12,14 @@ class Rows(NamedTuple):
     """One part.
 
     Attributes:
-        slots: slot of each sequence, from before the step.
+        which: slot of each sequence.
+        slots: these slots, from before the step.
         tokens: tokens padded to W.
         positions: positions of the tokens, whether they count or not.
         view: the place where they are written, and the rows that they see.
     """
 
+    which: Which
     slots: Slots
     tokens: Int[Array, "B W"]
     positions: Int[Array, "B W"]

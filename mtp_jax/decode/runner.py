@@ -16,12 +16,11 @@ from mtp_jax.decode.launches import DeviceRunner, Launch
 from mtp_jax.decode.programs import Programs
 from mtp_jax.decode.state import StateShape
 from mtp_jax.errors import ConfigError
-from mtp_jax.model.backend import Backend
-from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.expert_slots import moe_layers, most_copies, with_moe_layer
 from mtp_jax.model.params import Params, shapes
 from mtp_jax.model.sharding import data_size
 from mtp_jax.model.stack import Stack, stacked
+from mtp_jax.model.trunk import Model
 
 
 def _arriving(*arrays: Any) -> None:
@@ -35,35 +34,25 @@ class LocalRunner(DeviceRunner):
 
     Attributes:
         params: the model's parameters, layers alike in stacks if the backend reads them there (``take``).
-        on: the backend that steps run on.
+        model: static facts of the passes, with the backend that they run on.
         programs: compiled for these shapes.
         state: the device's state; launches replace it.
     """
 
-    def __init__(
-        self,
-        cfg: ModelConfig,
-        params: Params,
-        shape: StateShape,
-        on: Backend,
-        dtype: str = "float32",
-        fp8_cache: bool = False,
-        suffix_drafts: bool = False,
-    ) -> None:
+    def __init__(self, model: Model, params: Params, shape: StateShape, suffix_drafts: bool = False) -> None:
         """Allocates the cache; compiles nothing yet. Raises ConfigError.
 
-        on: the backend of steps. dtype: the cache's. fp8_cache: latents in e4m3 instead.
         suffix_drafts: have ``drafter.suffix.Suffix`` before the model's own drafter.
         """
-        drafter = build(cfg, suffix_drafts)
+        drafter, on = build(model.cfg, suffix_drafts), model.on
         # The passes of several NextN layers differ, so they are no loop.
-        loops = on.products.loops and cfg.num_nextn_predict_layers <= 1
-        super().__init__(data_size(on.mesh), layout_of(cfg, params, on), loops)
-        self.on = on
+        loops = on.products.loops and model.cfg.num_nextn_predict_layers <= 1
+        super().__init__(data_size(on.mesh), layout_of(model, params), loops)
+        self.model = model
         self.take(params)
         groups = [len(g) if isinstance(g, Stack) else None for g in self.params.layers]
-        abstract = abstract_state(cfg, drafter, shape, dtype, on.mesh, fp8_cache, self.layout, groups)
-        self.programs = Programs(cfg, drafter, shapes(self.params), abstract, on)
+        abstract = abstract_state(model, drafter, shape, self.layout, groups)
+        self.programs = Programs(model, drafter, shapes(self.params), abstract)
         self._abstract, self.state = abstract, empty_state(abstract)
         self._shape = shape
 
@@ -72,7 +61,7 @@ class LocalRunner(DeviceRunner):
 
         Shapes alone may take their place: nothing can be launched then.
         """
-        groups = self.on.arranged(params.layers)
+        groups = self.model.on.arranged(params.layers)
         if len(groups) < len(params.layers):
             params = replace(params, layers=tuple(stacked(g) if len(g) > 1 else g[0] for g in groups))
         self.params = params
@@ -149,8 +138,9 @@ class LocalRunner(DeviceRunner):
                 raise ValueError(f"{key} is structured: it needs masks")
             self.state, drafts = self.programs.draft_phase(key, self.params, self.state, masks(None))
             allowed = masks(np.asarray(drafts.tokens))
-            given = self.state, drafts, allowed, chunk
-            self.state, result = self.programs.verify_phase(key, self.params, *given)
+            self.state, result = self.programs.verify_phase(
+                key, self.params, self.state, drafts, allowed, chunk
+            )
         arrays = result.packed, result.logprobs, result.prompt
         _arriving(*arrays)
         return lambda: Result(*jax.tree.map(np.asarray, arrays))
@@ -202,8 +192,9 @@ class LocalRunner(DeviceRunner):
         return shard * (self._shape.pages + 1) + page
 
 
-def layout_of(cfg: ModelConfig, params: Params, on: Backend) -> ExpertLayout | None:
+def layout_of(model: Model, params: Params) -> ExpertLayout | None:
     """The experts whose choices are counted: they can be moved, or rows take an all-to-all."""
+    cfg, on = model.cfg, model.on
     moes, mesh = moe_layers(params), on.mesh
     if mesh is None or not moes or (moes[0].copies is None and on.experts.exchange is None):
         return None

@@ -62,6 +62,14 @@ class DrafterState(struct.PyTreeNode):
     slots: Any
     pages: Any
 
+    def of(self, which: "Which") -> "DrafterState":
+        """The part of some slots, with all pages."""
+        return self.replace(slots=take_slots(self.slots, which))
+
+    def put(self, which: "Which", part: "DrafterState", before: "DrafterState") -> "DrafterState":
+        """The state with another part of some slots, and all pages. before: the part that ``of`` gave."""
+        return DrafterState(put_slots(self.slots, which, part.slots, before.slots), part.pages)
+
 
 class State(struct.PyTreeNode):
     """The trunk's latent cache, one part per group of ``Params.layers``, the slots, and the drafter's part.
@@ -80,45 +88,43 @@ class StateShape:
     """Sizes of a ``State``. ``columns`` is the width of the page table.
 
     ``pages`` are per data shard and can be handed out; each shard has one more, for rows nobody wants.
+    ``dtype``: the cache's; ``fp8``: latents are in e4m3 instead.
     """
 
     slots: int
     pages: int
     page_size: int
     columns: int
+    dtype: str = "float32"
+    fp8: bool = False
 
 
-def first_slots(slots: Tree, count: int) -> Tree:
-    """The first ``count`` slots."""
-    return jax.tree.map(lambda a: a if a.shape[0] == count else a[:count], slots)
+Which = int | Int[Array, " G"]
+"""Slots that rows belong to: the first ones, by number, or these."""
 
 
-def put_first_slots(slots: Tree, part: Tree, before: Tree | None = None) -> Tree:
-    """``slots`` with the first slots replaced by ``part``.
+def take_slots(slots: Tree, which: Which) -> Tree:
+    """The rows of some slots; past the last slot, anything."""
 
-    before: the part as it was taken: an array that is still the same one is not written.
-    """
+    def take(a: Array) -> Array:
+        if isinstance(which, int):
+            return a if a.shape[0] == which else a[:which]
+        return jnp.take(a, which, axis=0, mode="clip")
 
-    def put(a: Array, new: Array, old: Array) -> Array:
-        if new is old:
-            return a
-        return new if a.shape[0] == new.shape[0] else jax.lax.dynamic_update_slice_in_dim(a, new, 0, axis=0)
-
-    return jax.tree.map(put, slots, part, slots if before is None else before)
+    return jax.tree.map(take, slots)
 
 
-def take_slots(slots: Tree, index: Int[Array, " G"]) -> Tree:
-    """The rows of these slots; past the last slot, anything."""
-    return jax.tree.map(lambda a: jnp.take(a, index, axis=0, mode="clip"), slots)
-
-
-def put_slots(slots: Tree, index: Int[Array, " G"], rows: Tree, before: Tree | None = None) -> Tree:
-    """``slots`` with these rows replaced, but not past the last slot.
+def put_slots(slots: Tree, which: Which, rows: Tree, before: Tree) -> Tree:
+    """``slots`` with the rows of some slots replaced, but not past the last slot.
 
     before: the rows as they were taken: an array that is still the same one is not written.
     """
 
     def put(a: Array, new: Array, old: Array) -> Array:
-        return a if new is old else a.at[index].set(new, mode="drop")
+        if new is old:
+            return a
+        if not isinstance(which, int):
+            return a.at[which].set(new, mode="drop")
+        return new if a.shape[0] == which else jax.lax.dynamic_update_slice_in_dim(a, new, 0, axis=0)
 
-    return jax.tree.map(put, slots, rows, slots if before is None else before)
+    return jax.tree.map(put, slots, rows, before)

@@ -10,24 +10,25 @@ Drafting first lets every step have its own depth: nothing that depends on the d
 of a chunk is in ``decode/prefill.py``.
 
 The tokens that a grammar allows after a draft are known on the host alone, once it has read the draft. A step
-with such a row is therefore launched as two programs, ``draft_phase`` and ``verify_phase``, of which the
-second takes the chunk; every other step is the two of them in one.
+with such a row is therefore launched as two programs, ``Step.draft`` and ``Step.verify``, of which the second
+takes the chunk; every other step is the two of them in one.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from mtp_jax.decode import prefill, verify
-from mtp_jax.decode.arrays import Chunk
+from mtp_jax.decode.arrays import Chunk, TopLogprobs
 from mtp_jax.decode.drafter.nothing import Nothing
 from mtp_jax.decode.drafter.protocol import Committed, Drafter, Drafts, features_of
-from mtp_jax.decode.drafter.sampler import DraftSampler
+from mtp_jax.decode.drafter.rules import DraftRules
 from mtp_jax.decode.expert_counts import counted
 from mtp_jax.decode.greedy import best_tokens
-from mtp_jax.decode.keys import Finish, SamplingMode, Topology
+from mtp_jax.decode.keys import DraftKey, Finish, SamplingMode, StepKey, Topology
 from mtp_jax.decode.result import Emitted, StepResult, emit, pack, stack
 from mtp_jax.decode.rows import Rows
 from mtp_jax.decode.sampling import (
@@ -44,193 +45,15 @@ from mtp_jax.decode.sampling import (
     top_logprobs,
     window_counts,
 )
-from mtp_jax.decode.state import DrafterState, Slots, State, first_slots, put_first_slots
+from mtp_jax.decode.state import Slots, State, put_slots, take_slots
+from mtp_jax.decode.verify import Verdict
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import trunk
-from mtp_jax.model.backend import Backend
 from mtp_jax.model.cache import PagedView
-from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params
 from mtp_jax.model.parts import join, split
 from mtp_jax.model.trunk import Model
 from mtp_jax.model.visible import chain
-
-
-def step(
-    params: Params,
-    state: State,
-    chunk: Chunk | None = None,
-    wanted: Int[Array, ""] | int | None = None,
-    *,
-    cfg: ModelConfig,
-    drafter: Drafter,
-    slots: int,
-    depth: int,
-    pages: int,
-    mode: SamplingMode,
-    on: Backend,
-    prompt_logprobs: int | None = None,
-    topology: Topology | None = None,
-    accept: "Accept | None" = None,
-) -> tuple[State, StepResult]:
-    """Draft ``wanted`` tokens for the first ``slots`` slots, verify them, emit 1 to wanted + 1 tokens each.
-
-    Beside them ``chunk`` goes into the cache; a prompt that ends in it emits its first token. One of both may
-    be missing: no slots, or no chunk.
-
-    wanted: ``depth`` at most, which windows have room for; None: ``depth``. pages: columns of the page table
-    to look at; must cover every active slot's length + wanted + 1 rows, and the chunk's. topology: of the
-    window; None: the drafter's. accept: stands in for ``accept_drafts`` in measurements. Raises ConfigError.
-    """
-    both = {"cfg": cfg, "drafter": drafter, "pages": pages, "mode": mode, "on": on}
-    drafts = None
-    if slots:
-        given = {"slots": slots, "depth": depth, "topology": topology}
-        state, drafts = draft_phase(params, state, None, wanted, **given, **both)
-    last = {"prompt_logprobs": prompt_logprobs, "accept": accept}
-    return verify_phase(params, state, drafts, None, chunk, **last, **both)
-
-
-def draft_phase(
-    params: Params,
-    state: State,
-    allowed: UInt32[Array, "B W words"] | None,
-    wanted: Int[Array, ""] | int | None = None,
-    *,
-    cfg: ModelConfig,
-    drafter: Drafter,
-    slots: int,
-    depth: int,
-    pages: int,
-    mode: SamplingMode,
-    on: Backend,
-    topology: Topology | None = None,
-) -> tuple[State, Drafts]:
-    """The first half of ``step``. allowed: tokens that grammars allow at each draft, as far as known yet."""
-    topology, wanted = topology or drafter.topology(depth), depth if wanted is None else wanted
-    if topology != Topology.chain(depth):
-        raise ConfigError(
-            f"{topology} at depth {depth}; only chains of drafts, {Topology.chain(depth)}, are verified"
-        )
-    s, own = first_slots(state.slots, slots), _own(state, slots)
-    sampler = DraftSampler(allowed, mode.drafting, coupled=mode.verifier == "coupled")
-    by = drafter if depth else Nothing(cfg.vocab_size)
-    with jax.named_scope("draft"):
-        drafts, after = by.propose(params, own, s, s.page_table[:, :pages], depth, wanted, sampler, on)
-    return _put_own(state, own, after), drafts.replace(logits=None)
-
-
-def verify_phase(
-    params: Params,
-    state: State,
-    drafts: Drafts | None,
-    allowed: UInt32[Array, "B W words"] | None,
-    chunk: Chunk | None = None,
-    *,
-    cfg: ModelConfig,
-    drafter: Drafter,
-    pages: int,
-    mode: SamplingMode,
-    on: Backend,
-    prompt_logprobs: int | None = None,
-    accept: "Accept | None" = None,
-) -> tuple[State, StepResult]:
-    """The second half. allowed: tokens that grammars allow at each position of the window (``restrict``)."""
-    windows = None if drafts is None else _windows(state, drafts, pages)
-    prompts = None if chunk is None else prefill.rows(state, chunk, pages, cfg, on)
-    parts = [p for p in (windows, prompts) if p]
-    with jax.named_scope("verify" if windows else "prefill_trunk"):
-        tokens, positions = (join([getattr(p, of) for p in parts], on.mesh) for of in ("tokens", "positions"))
-        views = tuple(p.view for p in parts)
-        traced = trunk.run(params, Model(cfg, on), tokens, positions, state.trunk, views)
-        hidden = split(traced.hidden, [p.tokens.shape for p in parts], on.mesh)
-        scored = hidden if chunk is None else [*hidden[:-1], prefill.last_of(hidden[-1], chunk)]
-        ids_only = mode == SamplingMode() and chunk is None and accept is None and on.products.head_parts > 1
-        logits = [] if ids_only else _logits(params, scored, on)
-    state, results = state.replace(trunk=traced.caches), []
-    if state.experts is not None:
-        state = state.replace(experts=counted(state.experts, traced.routing, on.mesh))
-    if windows and drafts is not None:
-        given = windows, hidden[0], logits[0] if logits else None, drafts, allowed, drafter, mode, on, accept
-        state, result = _conclude(params, state, *given, alone=chunk is None)
-        results.append(result)
-    if prompts and chunk is not None:
-        state, result = prefill.conclude(
-            params, state, prompts, hidden[-1], logits[-1], chunk, drafter, mode, on, prompt_logprobs
-        )
-        results.append(result)
-    return state, stack(results)
-
-
-def _windows(state: State, drafts: Drafts, pages: int) -> Rows:
-    """Every slot's newest token and drafts. Drafts past its own depth are padding, as are idle slots."""
-    s = first_slots(state.slots, len(drafts.tokens))
-    tokens = jnp.maximum(jnp.concatenate([s.newest[:, None], drafts.tokens], axis=1), 0)
-    index = jnp.arange(tokens.shape[1])
-    count = jnp.where(s.active, num_drafts(s, drafts) + 1, 0)
-    positions = s.length[:, None] + index
-    written = jnp.where(index < count[:, None], positions, -1)
-    return Rows(s, tokens, positions, PagedView(s.page_table[:, :pages], written, chain(s.length, count)))
-
-
-def _logits(
-    params: Params, hidden: list[Float[Array, "_B _W D"]], on: Backend
-) -> list[Float[Array, "_B _W V"]]:
-    """Logits of every part, by one product."""
-    return split(trunk.logits(params, join(hidden, on.mesh), on), [h.shape[:2] for h in hidden], on.mesh)
-
-
-def _conclude(
-    params: Params,
-    state: State,
-    rows: Rows,
-    hidden: Float[Array, "B W D"],
-    logits: Float[Array, "B W V"] | None,
-    drafts: Drafts,
-    allowed: UInt32[Array, "B W words"] | None,
-    drafter: Drafter,
-    mode: SamplingMode,
-    on: Backend,
-    accept: "Accept | None",
-    *,
-    alone: bool,
-) -> tuple[State, StepResult]:
-    """Accept and commit. logits: None: the likeliest tokens are enough. alone: no chunk comes along."""
-    s, width = rows.slots, rows.tokens.shape[1]
-    if logits is None:
-        with jax.named_scope("verify"):  # the head belongs to the trunk's pass
-            ids, healthy = best_tokens(hidden, params.table, on)
-        with jax.named_scope("accept"):
-            verdict = verify.greedy(ids, drafts.tokens, num_drafts(s, drafts))
-    else:
-        with jax.named_scope("accept"):
-            window = jnp.concatenate([s.newest[:, None], drafts.tokens], axis=1)
-            verdict = (accept or accept_drafts)(logits, window, drafts, s, mode, allowed)
-            healthy = all_finite(logits)
-    with jax.named_scope("accept"):
-        emitted = emit(verdict, drafts.tokens, s, healthy)
-    with jax.named_scope("commit"):
-        positions = jnp.where(jnp.arange(width) < emitted.count[:, None], rows.positions, -1)
-        seen = Committed(rows.tokens, positions, features_of(drafter, hidden), emitted.count)
-        own, defer = _own(state, len(hidden)), width == 1 and alone
-        after = drafter.observe(params, own, s, rows.view.page_table, seen, on, defer=defer)
-        state = _put_own(state, own, after)
-        state = state.replace(slots=put_first_slots(state.slots, _advance(s, emitted), s))
-    accepted, drafted = (jnp.where(s.active, n, 0) for n in (verdict.accepted, num_drafts(s, drafts)))
-    top = None
-    if mode.logprobs is not None and logits is not None:
-        top = top_logprobs(logits, emitted.tokens, mode.logprobs)
-    return state, StepResult(pack(emitted, accepted, drafted, drafts.source), top)
-
-
-def _own(state: State, slots: int) -> DrafterState:
-    """The drafter's state of the first slots."""
-    return state.drafter.replace(slots=first_slots(state.drafter.slots, slots))
-
-
-def _put_own(state: State, before: DrafterState, after: DrafterState) -> State:
-    slots = put_first_slots(state.drafter.slots, after.slots, before.slots)
-    return state.replace(drafter=DrafterState(slots, after.pages))
 
 
 def num_drafts(s: Slots, drafts: Drafts) -> Int[Array, " B"]:
@@ -245,7 +68,7 @@ def accept_drafts(
     s: Slots,
     mode: SamplingMode,
     allowed: UInt32[Array, "B W words"] | None,
-) -> verify.Verdict:
+) -> Verdict:
     """Which drafts each row keeps, and the token after them."""
     count = num_drafts(s, drafts)
     if drafts.probs is None:
@@ -254,7 +77,7 @@ def accept_drafts(
     generated = s.generated[:, None] + index
     adjusted, probs = adjust(logits, s.sampling, counts, generated, allowed), drafts.probs
 
-    def sampled() -> verify.Verdict:
+    def sampled() -> Verdict:
         target = distribution(adjusted, s.sampling)
         if mode.verifier == "coupled":
             positions = s.length[:, None] + index
@@ -265,14 +88,202 @@ def accept_drafts(
         run = verify.block if mode.verifier == "block" else verify.rejection
         return run(accept, residual, target, probs, drafts.tokens, count)
 
-    def likely() -> verify.Verdict:
+    def likely() -> Verdict:
         return verify.greedy(likeliest(adjusted), drafts.tokens, count)
 
     return jax.lax.cond(draws(s.sampling), sampled, likely)
 
 
-Accept = Callable[..., verify.Verdict]
+Accept = Callable[..., Verdict]
 """A function with the signature of ``accept_drafts``."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One program: drafts for the key's first slots, verified, and its chunk of prompts, or one of both.
+
+    Attributes:
+        key: sizes and modes. Its pages must cover every active slot's length + drafts + 1 rows, and the
+            chunk's.
+        accept: decides which drafts stay; another function than ``accept_drafts`` in measurements alone.
+    """
+
+    model: Model
+    drafter: Drafter
+    key: StepKey
+    accept: Accept = accept_drafts
+
+    def __call__(
+        self,
+        params: Params,
+        state: State,
+        chunk: Chunk | None = None,
+        wanted: Int[Array, ""] | int | None = None,
+    ) -> tuple[State, StepResult]:
+        """Draft, verify, and emit 1 to wanted + 1 tokens of each slot, and the first of prompts that end.
+
+        wanted: drafts, for which windows have room; None: as many as that. Raises ConfigError.
+        """
+        state, drafts = self.draft(params, state, None, wanted) if self.key.slots else (state, None)
+        return self.verify(params, state, drafts, None, chunk)
+
+    def draft(
+        self,
+        params: Params,
+        state: State,
+        allowed: UInt32[Array, "B W words"] | None,
+        wanted: Int[Array, ""] | int | None = None,
+    ) -> tuple[State, Drafts]:
+        """The first half. allowed: tokens that grammars allow at each draft, as far as known yet."""
+        key, mode, depth = self.key, self.key.mode, self.key.room
+        topology = key.topology or self.drafter.topology(depth)
+        if topology != Topology.chain(depth):
+            raise ConfigError(
+                f"{topology} at depth {depth}; only chains of drafts, {Topology.chain(depth)}, are verified"
+            )
+        s, own = take_slots(state.slots, key.slots), state.drafter.of(key.slots)
+        s = s.replace(page_table=s.page_table[:, : key.pages])
+        wanted = depth if wanted is None else wanted
+        rules = DraftRules(depth, wanted, allowed, mode.drafting, coupled=mode.verifier == "coupled")
+        by = self.drafter if depth else Nothing(self.model.cfg.vocab_size)
+        with jax.named_scope("draft"):
+            drafts, after = by.propose(params, own, s, rules, self.model.on)
+        return state.replace(drafter=state.drafter.put(key.slots, after, own)), drafts.replace(logits=None)
+
+    def verify(
+        self,
+        params: Params,
+        state: State,
+        drafts: Drafts | None,
+        allowed: UInt32[Array, "B W words"] | None,
+        chunk: Chunk | None = None,
+    ) -> tuple[State, StepResult]:
+        """The second half. allowed: tokens that grammars allow at each position of the window."""
+        pages, on = self.key.pages, self.model.on
+        windows = None if drafts is None else _windows(state, drafts, pages)
+        prompts = None if chunk is None else prefill.rows(state, chunk, pages, self.model)
+        parts = [p for p in (windows, prompts) if p]
+        with jax.named_scope("verify" if windows else "prefill_trunk"):
+            tokens, positions = (
+                join([getattr(p, of) for p in parts], on.mesh) for of in ("tokens", "positions")
+            )
+            views = tuple(p.view for p in parts)
+            traced = trunk.run(params, self.model, tokens, positions, state.trunk, views)
+            hidden = split(traced.hidden, [p.tokens.shape for p in parts], on.mesh)
+            scored = hidden if chunk is None else [*hidden[:-1], prefill.last_of(hidden[-1], chunk)]
+            plain = self.key.mode == SamplingMode() and self.accept is accept_drafts and chunk is None
+            logits = [] if plain and on.products.head_parts > 1 else self._logits(params, scored)
+        state, results = state.replace(trunk=traced.caches), []
+        if state.experts is not None:
+            state = state.replace(experts=counted(state.experts, traced.routing, on.mesh))
+        if windows and drafts is not None:
+            s, scores = windows.slots, logits[0] if logits else None
+            verdict, healthy = self._judged(params, s, hidden[0], scores, drafts, allowed)
+            with jax.named_scope("accept"):
+                emitted = emit(verdict, drafts.tokens, s, healthy)
+            with jax.named_scope("commit"):
+                defer = windows.tokens.shape[1] == 1 and chunk is None
+                after = _advance(s, emitted)
+                state = self._commit(params, state, windows, hidden[0], emitted.count, after, defer)
+            accepted, drafted = (jnp.where(s.active, n, 0) for n in (verdict.accepted, num_drafts(s, drafts)))
+            packed = pack(emitted, accepted, drafted, drafts.source)
+            results.append(StepResult(packed, self._top(scores, emitted)))
+        if prompts and chunk is not None:
+            with jax.named_scope("first_token"):
+                after, emitted = prefill.first_tokens(prompts, hidden[-1], logits[-1], chunk)
+            with jax.named_scope("prefill_drafter"):
+                state = self._commit(params, state, prompts, hidden[-1], chunk.count, after)
+            none, count = jnp.zeros_like(emitted.count), self.key.prompt_logprobs
+            asked = None if count is None else prefill.scores(params, hidden[-1], chunk, on, count)
+            packed = pack(emitted, none, none, none)
+            results.append(StepResult(packed, self._top(logits[-1], emitted), asked))
+        return state, stack(results)
+
+    def _logits(self, params: Params, hidden: list[Float[Array, "_B _W D"]]) -> list[Float[Array, "_B _W V"]]:
+        """Logits of every part, by one product."""
+        on = self.model.on
+        whole = trunk.logits(params, join(hidden, on.mesh), on)
+        return split(whole, [h.shape[:2] for h in hidden], on.mesh)
+
+    def _judged(
+        self,
+        params: Params,
+        s: Slots,
+        hidden: Float[Array, "B W D"],
+        logits: Float[Array, "B W V"] | None,
+        drafts: Drafts,
+        allowed: UInt32[Array, "B W words"] | None,
+    ) -> tuple[Verdict, Bool[Array, "B W"]]:
+        """The verdict, and whether logits are finite. logits: None: the likeliest tokens are enough."""
+        if logits is None:
+            with jax.named_scope("verify"):  # the head belongs to the trunk's pass
+                ids, healthy = best_tokens(hidden, params.table, self.model.on)
+            with jax.named_scope("accept"):
+                return verify.greedy(ids, drafts.tokens, num_drafts(s, drafts)), healthy
+        with jax.named_scope("accept"):
+            window = jnp.concatenate([s.newest[:, None], drafts.tokens], axis=1)
+            return self.accept(logits, window, drafts, s, self.key.mode, allowed), all_finite(logits)
+
+    def _commit(
+        self,
+        params: Params,
+        state: State,
+        rows: Rows,
+        hidden: Float[Array, "_B _W D"],
+        count: Int[Array, " _B"],
+        after: Slots,
+        defer: bool = False,
+    ) -> State:
+        """The state in which the first ``count`` tokens of each row belong to its sequence."""
+        view, own = rows.view, state.drafter.of(rows.which)
+        positions = jnp.where(jnp.arange(rows.tokens.shape[1]) < count[:, None], rows.positions, -1)
+        features = features_of(self.drafter, hidden)
+        seen = Committed(rows.tokens, positions, features, count, view.page_table, view.form, defer)
+        told = self.drafter.observe(params, own, seen, self.model.on)
+        slots = put_slots(state.slots, rows.which, after, rows.slots)
+        return state.replace(slots=slots, drafter=state.drafter.put(rows.which, told, own))
+
+    def _top(self, logits: Float[Array, "_B _W V"] | None, emitted: Emitted) -> TopLogprobs | None:
+        """Log-probabilities of the emitted tokens, where the mode has any."""
+        count = self.key.mode.logprobs
+        return None if count is None or logits is None else top_logprobs(logits, emitted.tokens, count)
+
+
+@dataclass(frozen=True)
+class DraftAlone:
+    """A program that only drafts, and leaves the state as it is."""
+
+    model: Model
+    drafter: Drafter
+    key: DraftKey
+
+    def __call__(
+        self, params: Params, state: State, slot: Int[Array, ""]
+    ) -> tuple[Int[Array, "B K"], Float[Array, "B K V"] | None]:
+        """(Drafts, logits behind them), with rows for all slots, of which the one of ``slot`` counts."""
+        s, depth = state.slots, self.key.depth
+        s = s.replace(
+            active=jnp.arange(len(s.active)) == slot,
+            depth=jnp.full_like(s.depth, depth),
+            page_table=s.page_table[:, : self.key.pages],
+        )
+        rules = DraftRules(depth, jnp.int32(depth), logits=True)
+        drafts, _ = self.drafter.propose(params, state.drafter, s, rules, self.model.on)
+        return drafts.tokens, drafts.logits
+
+
+def _windows(state: State, drafts: Drafts, pages: int) -> Rows:
+    """Every slot's newest token and drafts. Drafts past its own depth are padding, as are idle slots."""
+    which = len(drafts.tokens)
+    s = take_slots(state.slots, which)
+    tokens = jnp.maximum(jnp.concatenate([s.newest[:, None], drafts.tokens], axis=1), 0)
+    index = jnp.arange(tokens.shape[1])
+    count = jnp.where(s.active, num_drafts(s, drafts) + 1, 0)
+    positions = s.length[:, None] + index
+    written = jnp.where(index < count[:, None], positions, -1)
+    return Rows(
+        which, s, tokens, positions, PagedView(s.page_table[:, :pages], written, chain(s.length, count))
+    )
 
 
 def _advance(s: Slots, emitted: Emitted) -> Slots:

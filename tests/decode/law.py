@@ -19,14 +19,15 @@ from mtp_jax.decode.arrays import Chunk
 from mtp_jax.decode.bookkeeping import abstract_state, empty_state
 from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.drafter.protocol import Drafter
-from mtp_jax.decode.keys import ACCEPTED, DRAFTED, SOURCE, SamplingMode, Source
+from mtp_jax.decode.keys import ACCEPTED, DRAFTED, SOURCE, SamplingMode, Source, StepKey
 from mtp_jax.decode.sampling import adjust, distribution, neutral_state
 from mtp_jax.decode.state import State, StateShape
-from mtp_jax.decode.step import draft_phase, step, verify_phase
+from mtp_jax.decode.step import Step
 from mtp_jax.model import trunk
 from mtp_jax.model.backend import xla_cpu
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params
+from mtp_jax.model.trunk import Model
 from tests.models import TINY, rigged
 
 V, LENGTH, DEPTH = 4, 4, 3
@@ -70,7 +71,7 @@ def start(depths: np.ndarray, case: Case) -> State:
     """Every slot with a page of its own."""
     slots = case.rows * len(OPTIONS)
     shape = StateShape(slots, slots, case.page, 1)
-    state = empty_state(abstract_state(case.cfg, case.drafter, shape, "float32", None))
+    state = empty_state(abstract_state(Model(case.cfg), case.drafter, shape))
     sampling = replace(
         neutral_state(slots, V),
         seed=jnp.arange(slots, dtype=jnp.uint32),
@@ -119,8 +120,7 @@ def allowed(last: jax.Array) -> jax.Array:
 @functools.cache
 def prefill(mode: SamplingMode, case: Case) -> Any:
     """The program that reads the prompts: the same before rejection and block verification."""
-    fixed: dict[str, Any] = {"cfg": case.cfg, "drafter": case.drafter, "pages": 1, "on": ON}
-    return jax.jit(functools.partial(step, slots=0, depth=0, mode=mode, **fixed), donate_argnums=1)
+    return jax.jit(Step(Model(case.cfg, ON), case.drafter, StepKey(0, 0, 1, mode)), donate_argnums=1)
 
 
 @functools.cache
@@ -144,19 +144,14 @@ def emitted(drafting: Any, verifier: Any, grammar: bool = False, case: Case = PL
         first,
     )
     mode = SamplingMode(drafting, verifier)
-    fixed: dict[str, Any] = {"cfg": case.cfg, "drafter": case.drafter, "pages": 1, "mode": mode, "on": ON}
     weights = params(case.cfg)
     begin = prefill(replace(mode, verifier="block") if verifier == "rejection" else mode, case)
-    propose = functools.partial(draft_phase, slots=slots, depth=DEPTH, **fixed)
     # Depths 1, 2, 3 and sometimes 0.
     state = start(np.where(np.arange(slots) % 7 == 0, 0, 1 + np.arange(slots) % DEPTH), case)
     state, first = begin(weights, state, chunk)
     columns, counts = [np.asarray(first.packed)[:, :1]], []
-    whole = jax.jit(functools.partial(step, slots=slots, depth=DEPTH, **fixed), donate_argnums=1)
-    halves = (
-        jax.jit(propose, donate_argnums=1),
-        jax.jit(functools.partial(verify_phase, **fixed), donate_argnums=1),
-    )
+    step = Step(Model(case.cfg, ON), case.drafter, StepKey(slots, DEPTH, 1, mode))
+    whole, *halves = (jax.jit(f, donate_argnums=1) for f in (step, step.draft, step.verify))
     for _ in range(LENGTH - 1):
         if grammar:
             newest = state.slots.newest[:, None]

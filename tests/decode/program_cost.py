@@ -39,6 +39,7 @@ from mtp_jax.model.narrow import Bf16, Fp8
 from mtp_jax.model.params import Params, Spec, dtype_of, param_specs
 from mtp_jax.model.specs import scale_spec
 from mtp_jax.model.stack import Stack, stacked
+from mtp_jax.model.trunk import Model
 from tests.models import TINY
 
 BUDGET = Path(__file__).with_name("program_budget.toml")
@@ -113,11 +114,11 @@ def lowered(case: Case) -> Any:
     params: Params = jax.tree.map(case.keep, param_specs(cfg))
     groups = [stacked(g) if len(g) > 1 else g[0] for g in on.arranged(params.layers)]
     params = Params(params.embed, tuple(groups), params.norm, params.head, params.nextn)
-    drafter = build(cfg)
     counts = [len(g) if isinstance(g, Stack) else None for g in groups]
-    state = abstract_state(cfg, drafter, StateShape(8, 128, 64, 16), "float32", None, groups=counts)
+    model, drafter = Model(cfg, on), build(cfg)
+    state = abstract_state(model, drafter, StateShape(8, 128, 64, 16), groups=counts)
     key = StepKey(case.slots, case.depth, 16, case.mode, None, case.tokens, int(case.tokens > 0))
-    return Programs(cfg, drafter, params, state, on)._lower(key)
+    return Programs(model, drafter, params, state)._lower(key)
 
 
 def cost_of(case: Case) -> Cost:

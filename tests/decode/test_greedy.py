@@ -1,25 +1,25 @@
 """The best tokens, found in parts of the vocabulary, are those of all logits."""
 
-import functools
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtp_jax.decode import step as module
 from mtp_jax.decode.arrays import Chunk
 from mtp_jax.decode.bookkeeping import abstract_state, empty_state
 from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.greedy import best_tokens
-from mtp_jax.decode.keys import ACCEPTED, SamplingMode
+from mtp_jax.decode.keys import ACCEPTED, SamplingMode, StepKey
 from mtp_jax.decode.sampling import argmax
 from mtp_jax.decode.state import StateShape
+from mtp_jax.decode.step import Step
 from mtp_jax.model.backend import xla, xla_cpu
 from mtp_jax.model.products.cpu import CpuProducts
 from mtp_jax.model.products.plain import Products
+from mtp_jax.model.trunk import Model
 from tests.models import TINY, rigged
 
 
@@ -51,13 +51,12 @@ DRAFTER = build(CFG)
 
 
 def test_steps_are_the_same(monkeypatch):
-    params, on, slots, depth, window = rigged(CFG, noise=0.1), xla_cpu(), 8, 3, 3
-    fixed: dict[str, Any] = {"cfg": CFG, "drafter": DRAFTER, "pages": 1, "on": on}
+    params, model, slots, depth, window = rigged(CFG, noise=0.1), Model(CFG, xla_cpu()), 8, 3, 3
     rng = np.random.default_rng(1)
     tokens = jnp.asarray(rng.integers(2, TINY.vocab_size, (slots, window)), jnp.int32)
 
     def run() -> np.ndarray:
-        state = empty_state(abstract_state(CFG, DRAFTER, StateShape(slots, slots, 16, 1), "float32", None))
+        state = empty_state(abstract_state(model, DRAFTER, StateShape(slots, slots, 16, 1)))
         each = jnp.arange(slots, dtype=jnp.int32)
         many = jnp.full(slots, 100, jnp.int32)
         rows = replace(
@@ -75,9 +74,10 @@ def test_steps_are_the_same(monkeypatch):
             none - 1,
             jnp.full((slots, words), 2**32 - 1, jnp.uint32),
         )
-        begin = functools.partial(module.step, slots=0, depth=0, mode=SamplingMode(), **fixed)
-        state, _ = jax.jit(begin)(params, state, chunk)
-        step = jax.jit(functools.partial(module.step, slots=slots, depth=depth, mode=SamplingMode(), **fixed))
+        keys = StepKey(0, 0, 1, SamplingMode()), StepKey(slots, depth, 1, SamplingMode())
+        # Functions of their own: the number of parts is no part of what jit keeps a program by.
+        begin, step = (jax.jit(partial(Step(model, DRAFTER, key))) for key in keys)
+        state, _ = begin(params, state, chunk)
         results = []
         for _ in range(3):
             state, result = step(params, state)

@@ -1,7 +1,6 @@
 """Windows and a chunk in one step: what each would have given alone, and every weight is read once."""
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,10 +13,10 @@ from kernels_pallas.grouped_matmul.layout import group_rows
 from mtp_jax.decode.arrays import Chunk
 from mtp_jax.decode.bookkeeping import abstract_state, empty_state
 from mtp_jax.decode.drafter.build import build
-from mtp_jax.decode.keys import ACCEPTED, COUNT, DRAFTED, EXTRA_COLUMNS, FINISH, Finish, SamplingMode
+from mtp_jax.decode.keys import ACCEPTED, COUNT, DRAFTED, EXTRA_COLUMNS, FINISH, Finish, SamplingMode, StepKey
 from mtp_jax.decode.result import StepResult
 from mtp_jax.decode.state import State, StateShape
-from mtp_jax.decode.step import draft_phase, step, verify_phase
+from mtp_jax.decode.step import Step
 from mtp_jax.model import trunk
 from mtp_jax.model.attention.cpu import CpuLatent
 from mtp_jax.model.attention.source import Paged
@@ -27,6 +26,7 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.experts.cpu import CpuExperts
 from mtp_jax.model.parts import join, split
 from mtp_jax.model.sharding import make_mesh
+from mtp_jax.model.trunk import Model
 from mtp_jax.model.visible import chain
 from tests.models import TINY, on_mesh, prompts, tiny_params
 
@@ -40,7 +40,7 @@ SAMPLED = SamplingMode("sampled", "block", logprobs=5)
 def begun(mesh: Mesh | None, depths: tuple[int, ...] = (3, 2, 3, 2), cfg: ModelConfig = TINY) -> State:
     """Each slot has pages, and verifies so many drafts."""
     shape = StateShape(SLOTS, SLOTS * PAGES, SIZE, PAGES)
-    state = empty_state(abstract_state(cfg, build(cfg), shape, "float32", mesh))
+    state = empty_state(abstract_state(Model(cfg, xla_cpu(mesh)), build(cfg), shape))
     shards = 1 if mesh is None else mesh.shape["data"]
     slot = np.arange(SLOTS, dtype=np.int32)
     table = slot[:, None] % (SLOTS // shards) * PAGES + np.arange(PAGES, dtype=np.int32)
@@ -102,13 +102,13 @@ def test_what_runs_together_is_what_runs_apart(mode, halves, mesh_shape):
     """Slots 0 and 2 draft and verify while the prompts of 1 and 3 are read, in two chunks."""
     mesh = None if mesh_shape is None else make_mesh(*mesh_shape)
     params = tiny_params() if mesh is None else on_mesh(tiny_params(), mesh)
-    on, parts = xla_cpu(mesh), {"cfg": TINY, "drafter": DRAFTER, "pages": PAGES, "mode": mode}
-    windows = {"slots": SLOTS, "depth": DEPTH}
-    whole = jax.jit(partial(step, on=on, prompt_logprobs=5, **parts, **windows))
-    steps = jax.jit(partial(step, on=on, **parts, **windows))
-    alone = jax.jit(partial(step, on=on, prompt_logprobs=5, slots=0, depth=0, **parts))
-    first = jax.jit(partial(draft_phase, on=on, **parts, **windows))
-    second = jax.jit(partial(verify_phase, on=on, prompt_logprobs=5, **parts))
+    model = Model(TINY, xla_cpu(mesh))
+    step = Step(model, DRAFTER, StepKey(SLOTS, DEPTH, PAGES, mode, None, TOKENS, 2, 5))
+    whole, first, second = map(jax.jit, (step, step.draft, step.verify))
+    steps, alone = (
+        jax.jit(Step(model, DRAFTER, key))
+        for key in (StepKey(SLOTS, DEPTH, PAGES, mode), replace(step.key, slots=0, depth=0))
+    )
     everything = np.full((SLOTS, DEPTH + 1, -(-TINY.vocab_size // 32)), 2**32 - 1, np.uint32)
 
     def together(state: State, chunk: Chunk) -> tuple[State, StepResult]:
@@ -168,8 +168,8 @@ def test_every_weight_is_read_once():
     """A product with each of the trunk's and the head's is there once in a step that takes a chunk."""
 
     def products(slots: int, chunk: Chunk | None) -> dict[str, int]:
-        run = partial(step, cfg=TINY, drafter=DRAFTER, pages=PAGES, mode=SamplingMode(), on=xla_cpu())
-        lowered = jax.jit(partial(run, slots=slots, depth=0)).lower(tiny_params(), begun(None), chunk)
+        step = Step(Model(TINY, xla_cpu()), DRAFTER, StepKey(slots, 0, PAGES, SamplingMode()))
+        lowered = jax.jit(step).lower(tiny_params(), begun(None), chunk)
         weights = {
             "head": (TINY.vocab_size, TINY.hidden_size),
             "queries": (TINY.q_lora_rank, TINY.hidden_size),
@@ -217,12 +217,11 @@ def test_rows_past_their_slots_depth_cost_nothing():
     """Neither an expert's weights, nor a tile of its kernel, nor attention, in any pass of the step."""
     cfg = replace(TINY, n_routed_experts=32, nextn_moe=(True,))
     params, drafter = tiny_params(cfg), build(cfg)
-    fixed = {"cfg": cfg, "drafter": drafter, "pages": PAGES, "mode": SamplingMode()}
-    first = jax.jit(partial(step, on=xla_cpu(), slots=0, depth=0, **fixed))
-    plain = xla_cpu()
+    plain, mode = xla_cpu(), SamplingMode()
     visits, seeing = Visits(plain.products), Seeing(plain.products)
     on = replace(plain, experts=visits, latent=seeing)
-    counted = jax.jit(partial(step, on=on, slots=SLOTS, depth=DEPTH, **fixed))
+    first = jax.jit(Step(Model(cfg, xla_cpu()), drafter, StepKey(0, 0, PAGES, mode)))
+    counted = jax.jit(Step(Model(cfg, on), drafter, StepKey(SLOTS, DEPTH, PAGES, mode)))
     texts = prompts(SLOTS, shortest=4, seed=2)
 
     def run(depths: tuple[int, ...]) -> tuple[list[np.ndarray], list[np.ndarray], list[list[int]]]:
@@ -259,15 +258,13 @@ def test_rows_that_do_not_count_visit_no_expert():
     """Nor do they change what the others give."""
     params, positions = tiny_params(), np.array([[0, 1, 2], [0, 1, 2]])
     tokens = jnp.asarray([[5, 6, 7], [8, 9, 10]])
-    caches = empty_state(abstract_state(TINY, DRAFTER, StateShape(2, 2, SIZE, 1), "float32", None)).trunk
+    caches = empty_state(abstract_state(Model(TINY), DRAFTER, StateShape(2, 2, SIZE, 1))).trunk
 
     def run(counts: np.ndarray) -> Any:
         written = np.where(np.arange(3) < counts[:, None], positions, -1)
         seen = chain(jnp.zeros(2, jnp.int32), jnp.asarray(counts))
         view = PagedView(jnp.asarray([[0], [1]]), jnp.asarray(written), seen)
-        return trunk.run(
-            params, trunk.Model(TINY, xla_cpu()), tokens, jnp.asarray(positions), caches, (view,)
-        )
+        return trunk.run(params, Model(TINY, xla_cpu()), tokens, jnp.asarray(positions), caches, (view,))
 
     every, some = run(np.array([3, 3])), run(np.array([2, 0]))
     (of_all,), (of_some,) = every.routing, some.routing

@@ -17,7 +17,6 @@ import time
 import tomllib
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,10 @@ from kernels_pallas.deviceless import report, target
 from mtp_jax.checkpoint.fp8 import SCALE_SUFFIX
 from mtp_jax.decode.bookkeeping import abstract_state
 from mtp_jax.decode.drafter.build import build
-from mtp_jax.decode.keys import SamplingMode
+from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.decode.state import StateShape
-from mtp_jax.decode.step import step
-from mtp_jax.model.backend import Backend, mosaic_gpu
+from mtp_jax.decode.step import Step
+from mtp_jax.model.backend import Backend, mosaic_gpu, xla
 from mtp_jax.model.cache import LayerCache, PagedView
 from mtp_jax.model.config import IndexerConfig, ModelConfig
 from mtp_jax.model.layers import rope_angles
@@ -147,10 +146,11 @@ def backend(mesh: Mesh) -> Backend:
 def compile_step(layers: int, mesh: Mesh, dump: Path, load: Load = DENSE) -> Program:
     """The greedy step of a model with so many layers; its cache is donated."""
     cfg, data, columns = config(layers, load.indexer), mesh.shape["data"], load.rows // PAGE
-    sizes = StateShape(slots=load.slots, pages=load.slots // data * columns, page_size=PAGE, columns=columns)
-    state = abstract_state(cfg, drafter := build(cfg), sizes, cfg.dtype, mesh)
-    fixed: dict[str, Any] = {"slots": load.slots, "depth": DEPTH, "pages": columns, "mode": SamplingMode()}
-    run = jax.jit(partial(step, cfg=cfg, drafter=drafter, on=backend(mesh), **fixed), donate_argnums=1)
+    sizes = StateShape(load.slots, load.slots // data * columns, PAGE, columns, cfg.dtype)
+    model, drafter = Model(cfg, backend(mesh)), build(cfg)
+    state = abstract_state(Model(cfg, xla(mesh)), drafter, sizes)
+    step = Step(model, drafter, StepKey(load.slots, DEPTH, columns, SamplingMode()))
+    run = jax.jit(step, donate_argnums=1)
     return compile_program(mesh, run, abstract_params(cfg, mesh), state, dump=dump)
 
 

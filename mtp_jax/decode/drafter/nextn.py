@@ -22,7 +22,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from mtp_jax.decode.drafter.protocol import Committed, Drafts
-from mtp_jax.decode.drafter.sampler import DraftSampler
+from mtp_jax.decode.drafter.rules import DraftRules
 from mtp_jax.decode.keys import Source, Topology
 from mtp_jax.decode.state import DrafterState, Slots, StateShape
 from mtp_jax.model import nextn
@@ -73,29 +73,21 @@ class NextN:
         """Each draft follows the one before it."""
         return Topology.chain(depth)
 
-    def empty(self, shape: StateShape, pages: int, dtype: str, fp8: bool) -> DrafterState:
+    def empty(self, shape: StateShape, pages: int) -> DrafterState:
         """No entries, nothing deferred."""
-        layers, width, kind = self.cfg.num_nextn_predict_layers, self.cfg.hidden_size, type_of[dtype]
+        layers, width, kind = self.cfg.num_nextn_predict_layers, self.cfg.hidden_size, type_of[shape.dtype]
         number, tokens = jnp.zeros(shape.slots, jnp.int32), jnp.zeros((shape.slots, DEFERRED), jnp.int32)
         pending, hidden = (jnp.zeros((shape.slots, n, width), kind) for n in (layers, DEFERRED))
         first = self.cfg.num_hidden_layers
         numbers = range(first, first + layers)
-        cache = tuple(empty_cache(pages, shape.page_size, self.cfg, i, kind, fp8=fp8) for i in numbers)
+        cache = tuple(empty_cache(pages, shape.page_size, self.cfg, i, kind, fp8=shape.fp8) for i in numbers)
         boundary = jnp.zeros((pages, 1, layers * width), kind)
         return DrafterState(NextNSlots(pending, tokens, hidden, number), NextNPages(cache, boundary))
 
     def propose(
-        self,
-        params: Params,
-        own: DrafterState,
-        s: Slots,
-        table: Int[Array, "B n"],
-        depth: int,
-        wanted: Int[Array, ""] | int,
-        sampler: DraftSampler,
-        on: Backend,
+        self, params: Params, own: DrafterState, s: Slots, rules: DraftRules, on: Backend
     ) -> tuple[Drafts, DrafterState]:
-        """``wanted`` drafts of every slot; layers are reused, step modulo layers.
+        """Drafts of every slot; layers are reused, step modulo layers.
 
         A layer merges the result of the layer before for the same rows. So each of several layers but the
         last runs on the rows of the newest token and of all drafts so far: it sees the rows that a text would
@@ -106,42 +98,32 @@ class NextN:
         its drafts there mean nothing.
         """
         layers = len(own.pages.cache)
-        passes = _Passes(Model(self.cfg, on), params, s, table, sampler, own.slots.pending, depth)
+        passes, depth = _Passes(Model(self.cfg, on), params, s, rules, own.slots.pending), rules.depth
         made = passes.start(own.pages.cache)
         # Several layers, and a choice that the first pass makes for all, differ from pass to pass.
         unlike = depth if layers > 1 else min(int(passes.share), depth)
         for k in range(unlike):
             made = passes.draft(k, made)
-        made = on.repeated(unlike, depth, wanted, passes.draft, made)
-        count = jnp.full_like(s.length, wanted)
+        made = on.repeated(unlike, depth, rules.wanted, passes.draft, made)
+        count = jnp.full_like(s.length, rules.wanted)
         source = jnp.full_like(count, Source.NEXTN)
         drafts = Drafts(made.tokens[:, 1:], count, source, made.logits, made.probs)
         return drafts, own.replace(pages=own.pages.replace(cache=made.cache))
 
-    def observe(
-        self,
-        params: Params,
-        own: DrafterState,
-        s: Slots,
-        table: Int[Array, "B n"],
-        seen: Committed,
-        on: Backend,
-        *,
-        defer: bool,
-    ) -> DrafterState:
+    def observe(self, params: Params, own: DrafterState, seen: Committed, on: Backend) -> DrafterState:
         """Write the entries of these tokens, or keep the state from which ``flush`` writes them."""
-        if defer:
+        if seen.defer:
             return own.replace(slots=_deferred(own.slots, seen))
-        return self._extend(params, own, table, seen, on)
+        return self._extend(params, own, seen, on)
 
     def flush(self, params: Params, own: DrafterState, s: Slots, on: Backend) -> DrafterState:
         """Write the deferred entries, and the boundary hidden states of pages that they fill."""
         slots: NextNSlots = own.slots
         index, count = jnp.arange(slots.tokens.shape[1]), slots.count[:, None]
         positions = jnp.where(index < count, s.length[:, None] - count + index, -1)
-        seen = Committed(slots.tokens, positions, (slots.hidden,), slots.count)
+        seen = Committed(slots.tokens, positions, (slots.hidden,), slots.count, s.page_table)
         with jax.named_scope("flush"):
-            own = self._extend(params, own, s.page_table, seen, on)
+            own = self._extend(params, own, seen, on)
         return own.replace(slots=own.slots.replace(count=jnp.zeros_like(slots.count)))
 
     def resume(self, own: DrafterState, slot: Int[Array, ""], page: Int[Array, ""]) -> DrafterState:
@@ -152,9 +134,7 @@ class NextN:
         pending = jax.lax.dynamic_update_slice_in_dim(slots.pending, found, slot, axis=0)
         return own.replace(slots=slots.replace(pending=pending))
 
-    def _extend(
-        self, params: Params, own: DrafterState, table: Int[Array, "B n"], seen: Committed, on: Backend
-    ) -> DrafterState:
+    def _extend(self, params: Params, own: DrafterState, seen: Committed, on: Backend) -> DrafterState:
         """Write the entries of committed tokens, every layer.
 
         The last layer's are written without its attention and MLP: nothing but a draft needs its output, and
@@ -168,7 +148,7 @@ class NextN:
         def rows(k: int) -> nextn.Pass:
             hidden = jnp.concatenate([slots.pending[:, k : k + 1], merged[k][:, :-1]], axis=1)
             written, visible = nextn.existing(k, seen.positions), nextn.seen(k, seen.positions)
-            view = PagedView(table, written, visible, seen.form)
+            view = PagedView(seen.page_table, written, visible, seen.form)
             return nextn.Pass(seen.tokens, hidden, seen.positions, (view,))
 
         for k in range(last):
@@ -177,7 +157,8 @@ class NextN:
         cache[last] = nextn.write_cache(params, model, last, rows(last), cache[last])
         stacked = jnp.stack(merged, axis=2)
         full = jnp.where(seen.positions % size == size - 1, seen.positions // size, -1)
-        boundary = on.write(pages.boundary, stacked.reshape(*seen.tokens.shape, -1), table, full)
+        states = stacked.reshape(*seen.tokens.shape, -1)
+        boundary = on.write(pages.boundary, states, seen.page_table, full)
         pending = _pending(stacked, seen.count, slots.pending)
         return DrafterState(slots.replace(pending=pending), NextNPages(tuple(cache), boundary))
 
@@ -189,7 +170,7 @@ class _Made(struct.PyTreeNode):
         tokens: the newest token and the drafts; 0 where no pass has drafted.
         z: outputs of the last layer that ran, of the rows that the next one merges.
         cache: every layer's entries.
-        probs, logits: distributions of the drafts; None unless the sampler hands them on.
+        probs, logits: distributions of the drafts; None unless the rules ask for them.
         choice: rows for sparse attention.
     """
 
@@ -208,10 +189,8 @@ class _Passes:
     model: Model
     params: Params
     s: Slots
-    table: Int[Array, "B n"]
-    sampler: DraftSampler
+    rules: DraftRules
     pending: Float[Array, "B k D"]
-    depth: int
 
     @property
     def share(self) -> bool:
@@ -221,10 +200,10 @@ class _Passes:
 
     def start(self, cache: tuple[LayerCache, ...]) -> _Made:
         """Before the first pass."""
-        s, sampler = self.s, self.sampler
-        tokens = jnp.pad(s.newest[:, None], ((0, 0), (0, self.depth)))
-        scores = jnp.zeros((len(tokens), self.depth, self.model.cfg.vocab_size), jnp.float32)
-        probs, logits = (scores if wanted else None for wanted in (sampler.drafting, sampler.logits))
+        rules = self.rules
+        tokens = jnp.pad(self.s.newest[:, None], ((0, 0), (0, rules.depth)))
+        scores = jnp.zeros((len(tokens), rules.depth, self.model.cfg.vocab_size), jnp.float32)
+        probs, logits = (scores if wanted else None for wanted in (rules.drafting, rules.logits))
         return _Made(tokens, self.pending[:, :1], cache, probs, logits)
 
     def draft(self, k: Int[Array, ""] | int, made: _Made) -> _Made:
@@ -233,7 +212,7 @@ class _Passes:
         layer, z, first = k % layers if isinstance(k, int) else 0, made.z[:, -1:], None
         if isinstance(k, int) and 0 < k < layers:  # over the rows of the newest token and of every draft
             z, first = jnp.concatenate([self.pending[:, k : k + 1], made.z], axis=1), 0
-            if layer == min(layers, self.depth) - 1:
+            if layer == min(layers, self.rules.depth) - 1:
                 # No layer behind it needs the results of the first rows.
                 before = self.rows(k, made, z[:, :-1], first)
                 cache[layer] = nextn.write_cache(self.params, self.model, layer, before, cache[layer])
@@ -242,7 +221,7 @@ class _Passes:
         z, cache[layer], _, found = nextn.run(self.params, self.model, layer, given, cache[layer])
         with jax.named_scope("draft_sample"):
             logits = nextn.logits(self.params, layer, z[:, -1], self.model.on)
-        token, q = self.sampler.draw(logits, self.s, made.tokens, k)
+        token, q = self.rules.draw(logits, self.s, made.tokens, k)
 
         def put(a: Any, new: Any, at: Any) -> Any:
             return a if a is None else jax.lax.dynamic_update_slice_in_dim(a, new[:, None], at, axis=1)
@@ -271,7 +250,7 @@ class _Passes:
         else:
             assert isinstance(k, int), "passes over several rows differ"
             written, visible = nextn.existing(k, written), nextn.seen(k, written)
-        return nextn.Pass(tokens, z, positions, (PagedView(self.table, written, visible),), made.choice)
+        return nextn.Pass(tokens, z, positions, (PagedView(s.page_table, written, visible),), made.choice)
 
 
 def _pending(

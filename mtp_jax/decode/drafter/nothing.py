@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from mtp_jax.decode.drafter.protocol import Committed, Drafts
-from mtp_jax.decode.drafter.sampler import DraftSampler
+from mtp_jax.decode.drafter.rules import DraftRules
 from mtp_jax.decode.keys import Topology
 from mtp_jax.decode.state import DrafterState, Slots, StateShape
 from mtp_jax.model.backend import Backend
@@ -25,38 +25,20 @@ class Nothing:
         """A chain, as of any drafter that another one may replace the drafts of."""
         return Topology.chain(depth)
 
-    def empty(self, shape: StateShape, pages: int, dtype: str, fp8: bool) -> DrafterState:
+    def empty(self, shape: StateShape, pages: int) -> DrafterState:
         """No arrays."""
         return DrafterState((), ())
 
     def propose(
-        self,
-        params: Params,
-        own: DrafterState,
-        s: Slots,
-        table: Int[Array, "B n"],
-        depth: int,
-        wanted: Int[Array, ""] | int,
-        sampler: DraftSampler,
-        on: Backend,
+        self, params: Params, own: DrafterState, s: Slots, rules: DraftRules, on: Backend
     ) -> tuple[Drafts, DrafterState]:
-        """``depth`` drafts of which none counts."""
-        tokens = jnp.zeros((len(s.length), depth), jnp.int32)
-        probs = None if sampler.drafting is None else jnp.zeros((*tokens.shape, self.vocab), jnp.float32)
+        """As many drafts as there is room for, of which none counts."""
+        tokens = jnp.zeros((len(s.length), rules.depth), jnp.int32)
+        probs = None if rules.drafting is None else jnp.zeros((*tokens.shape, self.vocab), jnp.float32)
         none = jnp.zeros_like(s.length)
         return Drafts(tokens, none, none, None, probs), own
 
-    def observe(
-        self,
-        params: Params,
-        own: DrafterState,
-        s: Slots,
-        table: Int[Array, "B n"],
-        seen: Committed,
-        on: Backend,
-        *,
-        defer: bool,
-    ) -> DrafterState:
+    def observe(self, params: Params, own: DrafterState, seen: Committed, on: Backend) -> DrafterState:
         """Nothing to remember."""
         return own
 

@@ -5,7 +5,7 @@ from typing import Protocol, runtime_checkable
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from mtp_jax.decode.drafter.sampler import DraftSampler
+from mtp_jax.decode.drafter.rules import DraftRules
 from mtp_jax.decode.keys import Topology
 from mtp_jax.decode.state import DrafterState, Slots, StateShape
 from mtp_jax.errors import ConfigError
@@ -40,14 +40,18 @@ class Committed(struct.PyTreeNode):
         positions: positions of the tokens; -1 for tokens that do not count.
         features: the hidden states that ``Drafter.features`` names, in that order.
         count: tokens that count.
+        page_table: their slots' pages, as far as the program looks.
         form: MLA form in which layers attend to them.
+        defer: whether work that only drafts need may be left to ``flush``; there is one token then.
     """
 
     tokens: Int[Array, "B W"]
     positions: Int[Array, "B W"]
     features: tuple[Float[Array, "B W D"], ...]
     count: Int[Array, " B"]
+    page_table: Int[Array, "B n"]
     form: Form = struct.field(pytree_node=False, default="absorbed")
+    defer: bool = struct.field(pytree_node=False, default=False)
 
 
 @runtime_checkable
@@ -55,7 +59,7 @@ class Drafter(Protocol):
     """Proposes drafts from a state of its own. It is hashable, as programs are compiled for one drafter.
 
     A method takes and returns the rows of ``DrafterState.slots`` that belong to the slots it is given, and
-    all pages. ``table`` is the part of the page table that a program looks at.
+    all pages.
     """
 
     @property
@@ -65,46 +69,25 @@ class Drafter(Protocol):
 
     @property
     def deferral(self) -> int:
-        """Calls of ``observe(..., defer=True)`` after which ``flush`` must run; 0: it never needs to."""
+        """Calls of ``observe`` that defer work, after which ``flush`` must run; 0: it never needs to."""
         ...
 
     def topology(self, depth: int) -> Topology:
         """How the drafts of a window hang together."""
         ...
 
-    def empty(self, shape: StateShape, pages: int, dtype: str, fp8: bool) -> DrafterState:
-        """A zeroed state. pages: of all data shards. fp8: as the trunk's cache."""
+    def empty(self, shape: StateShape, pages: int) -> DrafterState:
+        """A zeroed state. pages: of all data shards."""
         ...
 
     def propose(
-        self,
-        params: Params,
-        own: DrafterState,
-        s: Slots,
-        table: Int[Array, "B n"],
-        depth: int,
-        wanted: Int[Array, ""] | int,
-        sampler: DraftSampler,
-        on: Backend,
+        self, params: Params, own: DrafterState, s: Slots, rules: DraftRules, on: Backend
     ) -> tuple[Drafts, DrafterState]:
-        """At most ``wanted`` drafts per slot, after its newest token; there is room for ``depth`` > 0."""
+        """Drafts of every slot, after its newest token. ``s`` has the pages that may be looked at."""
         ...
 
-    def observe(
-        self,
-        params: Params,
-        own: DrafterState,
-        s: Slots,
-        table: Int[Array, "B n"],
-        seen: Committed,
-        on: Backend,
-        *,
-        defer: bool,
-    ) -> DrafterState:
-        """Take committed tokens, after every prefill and every verification. ``s`` is from before.
-
-        defer: work that only drafts need may be left to ``flush``; the window then has one token.
-        """
+    def observe(self, params: Params, own: DrafterState, seen: Committed, on: Backend) -> DrafterState:
+        """Take committed tokens, after every prefill and every verification."""
         ...
 
     def flush(self, params: Params, own: DrafterState, s: Slots, on: Backend) -> DrafterState:

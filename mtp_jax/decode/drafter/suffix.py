@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
 from mtp_jax.decode.drafter.protocol import Committed, Drafter, Drafts
-from mtp_jax.decode.drafter.sampler import DraftSampler
+from mtp_jax.decode.drafter.rules import DraftRules
 from mtp_jax.decode.keys import MAX_DRAFTS, Source, Topology
 from mtp_jax.decode.sampling import permits
 from mtp_jax.decode.state import DrafterState, Slots, StateShape
@@ -64,48 +64,30 @@ class Suffix:
         """Each draft follows the one before it."""
         return Topology.chain(depth)
 
-    def empty(self, shape: StateShape, pages: int, dtype: str, fp8: bool) -> DrafterState:
+    def empty(self, shape: StateShape, pages: int) -> DrafterState:
         """No tokens yet."""
-        other = self.other.empty(shape, pages, dtype, fp8)
+        other = self.other.empty(shape, pages)
         tokens = jnp.zeros((pages, shape.page_size, 1), jnp.int32)
         return other.replace(pages=SuffixPages(tokens, other.pages))
 
     def propose(
-        self,
-        params: Params,
-        own: DrafterState,
-        s: Slots,
-        table: Int[Array, "B n"],
-        depth: int,
-        wanted: Int[Array, ""] | int,
-        sampler: DraftSampler,
-        on: Backend,
+        self, params: Params, own: DrafterState, s: Slots, rules: DraftRules, on: Backend
     ) -> tuple[Drafts, DrafterState]:
         """The other drafter's drafts, replaced as a whole where a match has drafts that grammars allow."""
-        drafts, after = self.other.propose(params, _others(own), s, table, depth, wanted, sampler, on)
+        drafts, after = self.other.propose(params, _others(own), s, rules, on)
         with jax.named_scope("suffix"):
-            tokens = _read(own.pages.tokens, table, on.mesh)
+            tokens = _read(own.pages.tokens, s.page_table, on.mesh)
             tokens = jnp.where(jnp.arange(tokens.shape[1]) == s.length[:, None], s.newest[:, None], tokens)
             end, matched = longest_match(tokens, s.length)
-            found = continuation(tokens, s.length, end, depth)
-            use = s.suffix & s.active & (matched >= self.shortest) & permits(sampler.allowed, found)
-            drafts = _replaced(drafts, use, found, wanted)
+            found = continuation(tokens, s.length, end, rules.depth)
+            use = s.suffix & s.active & (matched >= self.shortest) & permits(rules.allowed, found)
+            drafts = _replaced(drafts, use, found, rules.wanted)
         return drafts, _with_others(own, after)
 
-    def observe(
-        self,
-        params: Params,
-        own: DrafterState,
-        s: Slots,
-        table: Int[Array, "B n"],
-        seen: Committed,
-        on: Backend,
-        *,
-        defer: bool,
-    ) -> DrafterState:
+    def observe(self, params: Params, own: DrafterState, seen: Committed, on: Backend) -> DrafterState:
         """Keep the tokens, and let the other drafter observe them."""
-        kept = on.write(own.pages.tokens, seen.tokens[..., None], table, seen.positions)
-        other = self.other.observe(params, _others(own), s, table, seen, on, defer=defer)
+        kept = on.write(own.pages.tokens, seen.tokens[..., None], seen.page_table, seen.positions)
+        other = self.other.observe(params, _others(own), seen, on)
         return other.replace(pages=SuffixPages(kept, other.pages))
 
     def flush(self, params: Params, own: DrafterState, s: Slots, on: Backend) -> DrafterState:

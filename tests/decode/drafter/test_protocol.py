@@ -1,8 +1,6 @@
 """What the step asks of drafters, and what it refuses of them. Nothing is compiled: shapes tell."""
 
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,23 +11,26 @@ from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.drafter.nextn import NextN
 from mtp_jax.decode.drafter.nothing import Nothing
 from mtp_jax.decode.drafter.protocol import Drafter
-from mtp_jax.decode.keys import EXTRA_COLUMNS, SamplingMode, StepKey, Topology
-from mtp_jax.decode.state import StateShape, first_slots, put_first_slots, put_slots
-from mtp_jax.decode.step import step
+from mtp_jax.decode.keys import EXTRA_COLUMNS, Drafting, SamplingMode, StepKey, Topology
+from mtp_jax.decode.result import StepResult
+from mtp_jax.decode.state import State, StateShape, put_slots, take_slots
+from mtp_jax.decode.step import Step
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.backend import xla_cpu
+from mtp_jax.model.trunk import Model
 from tests.models import TINY, tiny_params
 
 SLOTS = 4
 
 
-def shapes(drafter: Drafter, depth: int = 3, **options: Any) -> tuple[Any, Any, Any]:
+def shapes(
+    drafter: Drafter, depth: int = 3, drafting: Drafting | None = None, topology: Topology | None = None
+) -> tuple[State, State, StepResult]:
     """The shapes of a state, and of the state and the result after a step."""
-    state = abstract_state(TINY, drafter, StateShape(SLOTS, SLOTS, 16, 1), "float32", None)
-    mode = SamplingMode(options.pop("drafting", None), "block")
-    fixed = {"cfg": TINY, "drafter": drafter, "slots": 2, "depth": depth, "pages": 1, "mode": mode}
-    run = partial(step, on=xla_cpu(experts="dense"), **fixed, **options)
-    return state, *jax.eval_shape(run, tiny_params(), state)
+    model = Model(TINY, xla_cpu(experts="dense"))
+    state = abstract_state(model, drafter, StateShape(SLOTS, SLOTS, 16, 1))
+    key = StepKey(2, depth, 1, SamplingMode(drafting, "block"), topology)
+    return state, *jax.eval_shape(Step(model, drafter, key), tiny_params(), state)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 5])
@@ -43,7 +44,7 @@ def test_a_step_keeps_the_shape_of_every_state(drafter, drafting, depth):
 
 def test_slots_and_pages_come_first():
     """What lets programs slice a drafter's state, move it and place it on a mesh, whatever it is."""
-    own = abstract_state(TINY, NextN(TINY), StateShape(SLOTS, 7, 16, 1), "float32", None).drafter
+    own = abstract_state(Model(TINY), NextN(TINY), StateShape(SLOTS, 7, 16, 1)).drafter
     assert {a.shape[0] for a in jax.tree.leaves(own.slots)} == {SLOTS}
     assert {a.shape[0] for a in jax.tree.leaves(own.pages)} == {7 + 1}
 
@@ -71,8 +72,8 @@ def test_only_the_final_norm_is_handed_on():
 
 def test_rows_that_a_drafter_left_alone_are_not_written():
     whole = {"a": jnp.arange(4), "b": jnp.arange(4)}
-    part = first_slots(whole, 2)
-    changed = put_first_slots(whole, {"a": part["a"], "b": part["b"] + 10}, part)
+    part = take_slots(whole, 2)
+    changed = put_slots(whole, 2, {"a": part["a"], "b": part["b"] + 10}, part)
     assert changed["a"] is whole["a"]
     assert changed["b"].tolist() == [10, 11, 2, 3]
     rows = {"a": jnp.array([7, 8]), "b": jnp.array([5, 6])}
@@ -82,7 +83,7 @@ def test_rows_that_a_drafter_left_alone_are_not_written():
 
 
 def test_a_drafters_rows_move_with_their_slot():
-    state = abstract_state(TINY, NextN(TINY), StateShape(SLOTS, SLOTS, 16, 1), "float32", None)
+    state = abstract_state(Model(TINY), NextN(TINY), StateShape(SLOTS, SLOTS, 16, 1))
     state = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), state)
     own = state.drafter.slots
     own = own.replace(pending=own.pending.at[3].set(2.0), count=own.count.at[3].set(5))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mtp_jax.api.local import local_runner
 from mtp_jax.decode.drafter.nextn import NextN
-from mtp_jax.decode.drafter.sampler import DraftSampler
+from mtp_jax.decode.drafter.rules import DraftRules
 from mtp_jax.decode.drafter.suffix import REACH, SHORTEST, Suffix, continuation, longest_match
 from mtp_jax.decode.keys import Source
 from mtp_jax.engine.engine import Engine
@@ -289,7 +289,7 @@ def next_drafts(engine: Engine, state: Any) -> np.ndarray:
 @jax.jit
 def _propose(params: Params, own: Any, slots: Any) -> jax.Array:
     on = xla_cpu(experts="dense")
-    drafts, _ = NextN(TINY).propose(params, own, slots, slots.page_table, 3, 3, DraftSampler(logits=True), on)
+    drafts, _ = NextN(TINY).propose(params, own, slots, DraftRules(3, 3, logits=True), on)
     assert drafts.logits is not None
     return drafts.logits
 

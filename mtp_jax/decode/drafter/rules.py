@@ -1,4 +1,4 @@
-"""How a drafter that has logits draws its drafts: by the transforms that the target's tokens go through."""
+"""The rules of drafts. A drafter with logits draws by the transforms that the target's tokens go through."""
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,12 @@ from mtp_jax.decode.sampling import (
 from mtp_jax.decode.state import Slots
 
 
-class DraftSampler(struct.PyTreeNode):
+class DraftRules(struct.PyTreeNode):
     """The rules of one step's drafts.
 
     Attributes:
+        depth: drafts that there is room for.
+        wanted: drafts to make, ``depth`` at most.
         allowed: tokens that grammars allow at each position, as far as known before there are drafts (see
             ``restrict``).
         drafting: None for steps in which every row is greedy.
@@ -34,6 +36,8 @@ class DraftSampler(struct.PyTreeNode):
         logits: whether the logits behind the drafts are handed on.
     """
 
+    depth: int = struct.field(pytree_node=False)
+    wanted: Int[Array, ""] | int
     allowed: UInt32[Array, "B W words"] | None = None
     drafting: Drafting | None = struct.field(pytree_node=False, default=None)
     coupled: bool = struct.field(pytree_node=False, default=False)
