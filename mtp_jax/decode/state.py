@@ -100,7 +100,7 @@ class StateShape:
 
 
 Which = int | Int[Array, " G"]
-"""Slots that rows belong to: the first ones, by number, or these."""
+"""Slots that rows belong to: the first by number, or the slots given."""
 
 
 def take_slots(slots: Tree, which: Which) -> Tree:

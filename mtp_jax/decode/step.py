@@ -122,7 +122,7 @@ class Step:
     ) -> tuple[State, StepResult]:
         """Draft, verify, and emit 1 to wanted + 1 tokens of each slot, and the first of prompts that end.
 
-        wanted: drafts, for which windows have room; None: as many as that. Raises ConfigError.
+        wanted: drafts, ``key.depth`` at most; None: ``key.depth``. Raises ConfigError.
         """
         state, drafts = self.draft(params, state, None, wanted) if self.key.slots else (state, None)
         return self.verify(params, state, drafts, None, chunk)

@@ -32,7 +32,7 @@ class Nothing:
     def propose(
         self, params: Params, own: DrafterState, s: Slots, rules: DraftRules, on: Backend
     ) -> tuple[Drafts, DrafterState]:
-        """As many drafts as there is room for, of which none counts."""
+        """Return ``rules.depth`` drafts, of which none counts."""
         tokens = jnp.zeros((len(s.length), rules.depth), jnp.int32)
         probs = None if rules.drafting is None else jnp.zeros((*tokens.shape, self.vocab), jnp.float32)
         none = jnp.zeros_like(s.length)

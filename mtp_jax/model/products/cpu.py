@@ -55,7 +55,7 @@ class CpuProducts(Products):
     def reads_stacks(self, layer: Layer) -> bool:
         """Products of arrays would copy them, and matrix instructions take their weights apart.
 
-        Layers with an indexer choose for others.
+        A layer with an indexer chooses for further layers.
         """
         attention, mlp = layer.attention, layer.mlp
         one = self.mesh is None and not self.matrices and getattr(attention, "indexer", None) is None
