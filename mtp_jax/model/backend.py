@@ -8,8 +8,8 @@
 
 A backend is composed of products, a kind of attention for each kind of layer, and experts, all for one
 device. ``xla`` has them as the papers write them, and is the oracle of the other backends: ``xla_cpu`` has
-other forms of parts that XLA on a CPU does slowly, ``mosaic_gpu`` has kernels on a Hopper GPU. The values between the stages
-of one backend, the residual stream and the rows of a product, are its own business.
+other forms of parts that XLA on a CPU does slowly, ``mosaic_gpu`` has kernels on a Hopper GPU. The values
+between the stages of one backend, the residual stream and the rows of a product, are its own business.
 """
 
 import itertools
