@@ -152,7 +152,7 @@ class Reference:
 
     def __init__(self, params: Params, cfg: ModelConfig = TINY, longest: int = 96) -> None:
         self.params, self.cfg, self.longest = params, cfg, longest
-        # One text is told at several depths and in several tests, which ask for the same beginnings.
+        # Several depths and tests compute the same text, and so the same beginnings.
         self._begun = functools.lru_cache(maxsize=256)(self._run_trunk)
         self._told = functools.cache(self._speculate)
 
@@ -242,7 +242,7 @@ def _shared(programs: Programs, suffix_drafts: bool) -> Programs:
 
 @contextmanager
 def sharing_programs() -> Iterator[None]:
-    """Have every engine of this process share programs with those of the same shape, however it is made."""
+    """Have engines of this process with equal shapes share their programs, however they are made."""
     init = LocalRunner.__init__
 
     def sharing(self: LocalRunner, *given: Any) -> None:

@@ -20,7 +20,7 @@ from tests import golden, tiny_tokenizer
 from tests.layers import ROOT
 
 EXAMPLES = ROOT / "examples"
-# Of calls, which the letters of the tiny tokenizer cannot spell.
+# Tags of tool calls, which the letters of the tiny tokenizer cannot spell.
 TAGS = [
     f"<\uff5ctool▁{name}\uff5c>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
 ]
@@ -37,7 +37,7 @@ def example(name: str) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model whose drafts come true; the examples name the embedded one, which takes longer."""
+    """A small model whose drafts are accepted; the examples name the embedded one, which takes longer."""
     folder = tmp_path_factory.mktemp("small") / "model"
     shutil.copytree(golden.model_dir("rigged"), folder)
     tiny_tokenizer.write(folder, golden.raw_config("rigged")["vocab_size"] - len(TAGS))

@@ -312,7 +312,7 @@ class Programs:
             weights, mesh = (moe.gate_up, moe.down), self.model.on.mesh
             if moe.copies is None or _mover(weights) in found:
                 continue
-            assert mesh is not None, "slots are those of a mesh"
+            assert mesh is not None, "only experts on a mesh have slots"
             table = jax.ShapeDtypeStruct(moe.copies.shape, moe.copies.dtype)
             out = jax.tree.map(lambda a: a.sharding, weights), self._everywhere
             run = _named(partial(expert_slots.move, mesh=mesh), "move_expert")

@@ -174,9 +174,7 @@ class Backend:
         """
         mlp = p.mlp
         # The router reads plain rows.
-        readers: Readers = (
-            (mlp,) if isinstance(mlp, Mlp) else (None, mlp, mlp.shared)[: 2 + (mlp.shared is not None)]
-        )
+        readers: Readers = (mlp,) if isinstance(mlp, Mlp) else (None, mlp, mlp.shared)
         x, normed = self.products.norm(x, p.mlp_norm, cfg.rms_norm_eps, readers)
         if isinstance(mlp, Mlp):
             with jax.named_scope("mlp"):
@@ -298,7 +296,7 @@ def backend(
     room: float = 1.5,
     micro_batches: int = 1,
 ) -> Backend:
-    """The fastest backend for the device, or the one that was asked for.
+    """The fastest backend for the device, or the backend that ``kernels`` names.
 
     kernels: "auto": kernels on a Hopper GPU where there are any for the shapes; "xla": none; "mosaic_gpu":
     kernels, and a ConfigError for shapes that they cannot take. exchange, room: the way of rows to the

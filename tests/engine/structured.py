@@ -24,7 +24,7 @@ def engine_with(grammars: Grammars | None, **config: Any) -> Engine:
 
 
 def ready(grammars: Grammars, **config: Any) -> Engine:
-    """With programs that sample, which serve greedy rows, too: the same ones for every test."""
+    """An engine with programs that sample, which serve greedy rows, too: one set for every test."""
     engine, sampled = engine_with(grammars, **config), SamplingParams(temperature=1.0, logprobs=0)
     shaped = replace(sampled, structured=StructuredOutput(regex="[a-z]"))
     prepare(engine, [engine.make_request([5], options) for options in (sampled, shaped)])

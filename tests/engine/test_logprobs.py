@@ -26,7 +26,7 @@ SAMPLED = SamplingParams(
 
 
 def ready() -> Engine:
-    """With programs that sample, which serve greedy requests, too."""
+    """An engine with programs that sample, which serve greedy requests, too."""
     engine = make_engine()
     prepare(engine, [engine.make_request(PROMPTS[0], replace(SAMPLED, prompt_logprobs=2))])
     return engine
