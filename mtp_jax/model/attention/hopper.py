@@ -67,7 +67,7 @@ class HopperLatent(Latent):
         return queries(on.linear(low, a.q_b, split="out"), cfg, angles), entries, cache
 
     def attend(self, q: Queries, w: Ups, source: Source, scale: float) -> Float[Array, "B W N v"]:
-        """Absorbed attention by a kernel that reads pages in place; naive attention by one that expands rows."""
+        """Absorbed attention by a kernel that reads pages in place; naive by a kernel that expands rows."""
         if isinstance(source, Paged) and source.only is not None:
             self.on.do_without("a choice among rows that tokens share, as in sparse prefill,")
         elif isinstance(source, Paged) and source.form == "naive":
