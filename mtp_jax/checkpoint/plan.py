@@ -11,7 +11,8 @@ from mtp_jax.checkpoint.formats import FORMATS, PLAIN, SUFFIXES, Format, format_
 from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import CheckpointError
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.specs import Params, leaves, may_be_narrow, param_specs
+from mtp_jax.model.spec import leaves, may_be_narrow
+from mtp_jax.model.specs import Params, param_specs
 
 _IGNORABLE = re.compile(r".*rotary_emb\.inv_freq")
 HEAD = "lm_head.weight"

@@ -27,7 +27,8 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import type_of
 from mtp_jax.model.sharding import check_divisible
-from mtp_jax.model.specs import Params, Spec, leaves, param_specs, parameter_counts
+from mtp_jax.model.spec import Spec, leaves
+from mtp_jax.model.specs import Params, param_specs, parameter_counts
 
 _NARROW, _ON_CPU = (frozenset(s.name for s in kinds) for kinds in (FORMATS, STORED))
 

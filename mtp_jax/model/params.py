@@ -12,18 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.specs import (
-    Attention,
-    Grouped,
-    Indexer,
-    Layer,
-    Mlp,
-    Moe,
-    NextN,
-    Params,
-    Spec,
-    param_specs,
-)
+from mtp_jax.model.spec import Spec
+from mtp_jax.model.specs import Attention, Grouped, Indexer, Layer, Mlp, Moe, NextN, Params, param_specs
 
 for _tree in (Indexer, Attention, Grouped, Mlp, Moe, Layer, NextN, Params):
     jax.tree_util.register_dataclass(_tree)

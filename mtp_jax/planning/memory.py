@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from mtp_jax.model.room import Room
-from mtp_jax.model.specs import leaves
+from mtp_jax.model.spec import leaves
 from mtp_jax.planning.deployment import Deployment
 from mtp_jax.planning.fit import OVERHEAD
 from mtp_jax.planning.weights import declared

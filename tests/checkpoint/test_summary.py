@@ -12,7 +12,8 @@ from mtp_jax.checkpoint.plan import nextn_copies
 from mtp_jax.checkpoint.summary import by_dtype
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.narrow import nbytes
-from mtp_jax.model.specs import leaves, may_be_narrow, param_specs, parameter_counts
+from mtp_jax.model.spec import leaves, may_be_narrow
+from mtp_jax.model.specs import param_specs, parameter_counts
 from tests.checkpoint.files import read_folder
 from tests.golden import VARIANTS, model_dir
 
