@@ -61,6 +61,7 @@ WITHOUT_JAX = (
     "model.placement",
     "model.room",
     "model.hf_quantization",
+    "model.spec",
     "model.specs",
     "options",
     "planning.check",
@@ -132,6 +133,7 @@ _OF_MODEL = (
     "narrow",
     "params",
     "sharding",
+    "spec",
     "specs",
 )
 OF_MODEL = tuple(f"mtp_jax.model.{name}" for name in _OF_MODEL)

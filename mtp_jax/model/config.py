@@ -10,7 +10,7 @@ from mtp_jax.model import hf_config
 from mtp_jax.model.config_parts import GroupedConfig, IndexerConfig, RowFormat, YarnConfig
 from mtp_jax.model.hf_quantization import FP8_BLOCK, INT4_PER_WORD
 
-__all__ = ["GroupedConfig", "IndexerConfig", "ModelConfig", "RowFormat", "YarnConfig"]
+__all__ = ["Eagle3Config", "GroupedConfig", "IndexerConfig", "ModelConfig", "RowFormat", "YarnConfig"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class ModelConfig:
 
     ``nextn_moe[k]`` says whether NextN layer ``k`` has an MoE block; a checkpoint reader decides it from the
     tensors present, since some models ship a dense one. ``fp8`` and ``int4_group``, the inputs that share a
-    scale, say that the checkpoint has such weights; which they are, its tensors tell.
+    scale, say that the checkpoint has such weights; which they are, its tensors tell. ``drafter`` describes
+    a draft head beside the model, which drafts in the place of NextN layers.
     """
 
     vocab_size: int
@@ -60,6 +61,7 @@ class ModelConfig:
     dtype: str = "bfloat16"
     fp8: bool = False
     int4_group: int | None = None
+    drafter: "Eagle3Config | None" = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -220,6 +222,33 @@ class ModelConfig:
         if eos is None:
             return self
         return replace(self, eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,))
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """An EAGLE-3 head (arXiv 2503.01840, section 3.1): one layer over hidden states from inside the trunk.
+
+    Attributes:
+        layer: sizes of the head's layer; its vocabulary is the one that the head drafts from.
+        taps: residual streams of the trunk that the head reads, k the stream after k layers.
+        tap_norms: number of RMSNorms before the product that fuses the taps: one of each tap (``fc_norm``),
+            one of all taps in a row (``norm_before_fc``), or none.
+        normed_output: ``norm_output``: whether the state after the head's final norm is fed back, not the
+            state before it.
+        normed_residual: ``norm_before_residual``: whether the layer adds to the hidden state after its norm.
+        logit_scale: factor of the head's logits.
+        maps: whether the head has a table of its tokens' ids (``d2t``).
+        embeds: whether the head has an embedding of its own.
+    """
+
+    layer: ModelConfig
+    taps: tuple[int, ...]
+    tap_norms: int = 0
+    normed_output: bool = False
+    normed_residual: bool = False
+    logit_scale: float = 1.0
+    maps: bool = False
+    embeds: bool = False
 
 
 # Fields that are read into classes of their own.

@@ -24,7 +24,7 @@ RULES: dict[str | None, tuple[str, ...] | str | None] = {
 Names = str | tuple[Any, ...]
 """A checkpoint tensor, or nested tuples of tensors."""
 
-_ITEMSIZE = {"float32": 4, "bfloat16": 2}
+_ITEMSIZE = {"float32": 4, "int32": 4, "bfloat16": 2}
 
 
 def ways(axis: str | None, mesh: Mapping[str, int]) -> int:
@@ -46,6 +46,7 @@ class Spec:
         tensor_shape: shape of each such tensor in the checkpoint.
         init: "normal" (1/sqrt(fan_in)), "embedding", "ones" or "zeros".
         float32: kept in float32 under any dtype of the model.
+        ids: kept in int32, as it holds no weights but token ids.
         rows: part ``[start, stop)`` of every head's rows, of a tensor that holds ``heads`` groups of rows.
     """
 
@@ -55,6 +56,7 @@ class Spec:
     tensor_shape: tuple[int, ...]
     init: str = "normal"
     float32: bool = False
+    ids: bool = False
     rows: tuple[int, int] | None = None
 
     @property
@@ -72,7 +74,7 @@ class Spec:
 
     def dtype(self, dtype: str) -> str:
         """The dtype of the array in a model of ``dtype``."""
-        return "float32" if self.float32 else dtype
+        return "int32" if self.ids else "float32" if self.float32 else dtype
 
     def nbytes(self, dtype: str) -> int:
         """Bytes of the array in a model of ``dtype``: "float32" or "bfloat16"."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mtp_jax.model.config import GroupedConfig, IndexerConfig, ModelConfig
+from mtp_jax.model.config import Eagle3Config, GroupedConfig, IndexerConfig, ModelConfig
 from mtp_jax.model.spec import Spec, count
 
 Weight = Any
@@ -128,14 +128,32 @@ class NextN:
 
 
 @dataclass(frozen=True)
+class Eagle3:
+    """An EAGLE-3 head (arXiv 2503.01840, section 3.1) for a trunk of width D, itself of width d.
+
+    ``embed`` is None where the trunk's serves, ``target_offset`` where head and trunk have one vocabulary.
+    """
+
+    tap_norms: tuple[Weight, ...]  # [D] of every tap, [taps * D] of all, or none
+    fuse: Weight  # [d, taps * D], fc
+    hidden_norm: Weight  # [d]
+    layer: Layer  # its attention reads 2d values: the normed embedding, the normed hidden state
+    norm: Weight  # [d]
+    head: Weight  # [v, d], of the head's own vocabulary
+    embed: Weight  # [V, d]
+    target_offset: Weight  # [v] int32, d2t: token i of the head is token i + d2t[i] of the trunk
+
+
+@dataclass(frozen=True)
 class Params:
-    """A whole model. ``head`` is None when the embedding is tied to it."""
+    """A whole model. ``head`` is None when the embedding is tied to it, ``drafter`` without a draft head."""
 
     embed: Weight  # [V, D]
     layers: tuple[Any, ...]  # Layer, or in a runner Stack[Layer]
     norm: Weight  # [D]
     head: Weight  # [V, D]
     nextn: tuple[NextN, ...]
+    drafter: Eagle3 | None = None
 
     @property
     def table(self) -> Weight:
@@ -158,16 +176,17 @@ def _indexer(cfg: ModelConfig, index: IndexerConfig, p: str) -> Indexer:
     )
 
 
-def _attention(cfg: ModelConfig, p: str, indexes: bool) -> Attention:
+def _attention(cfg: ModelConfig, p: str, indexes: bool, inputs: int) -> Attention:
     n, d, c, q = cfg.num_attention_heads, cfg.hidden_size, cfg.kv_lora_rank, cfg.q_lora_rank
     qk, nope, v = cfg.qk_head_dim, cfg.qk_nope_head_dim, cfg.v_head_dim
     kv_b, kv_shape = f"{p}.kv_b_proj.weight", (n * (nope + v), c)
+    kv_a = (cfg.latent_dim, inputs)
     q_name = f"{p}.q_proj.weight" if q is None else f"{p}.q_b_proj.weight"
     return Attention(
-        q_a=None if q is None else Spec((q, d), (None, None), f"{p}.q_a_proj.weight", (q, d)),
+        q_a=None if q is None else Spec((q, inputs), (None, None), f"{p}.q_a_proj.weight", (q, inputs)),
         q_norm=None if q is None else _norm(f"{p}.q_a_layernorm.weight", q),
-        q_b=Spec((n, qk, q or d), ("heads", None, None), q_name, (n * qk, q or d)),
-        kv_a=Spec((cfg.latent_dim, d), (None, None), f"{p}.kv_a_proj_with_mqa.weight", (cfg.latent_dim, d)),
+        q_b=Spec((n, qk, q or inputs), ("heads", None, None), q_name, (n * qk, q or inputs)),
+        kv_a=Spec(kv_a, (None, None), f"{p}.kv_a_proj_with_mqa.weight", kv_a),
         kv_norm=_norm(f"{p}.kv_a_layernorm.weight", c),
         k_up=Spec((n, nope, c), ("heads", None, None), kv_b, kv_shape, rows=(0, nope)),
         v_up=Spec((n, v, c), ("heads", None, None), kv_b, kv_shape, rows=(nope, nope + v)),
@@ -176,11 +195,12 @@ def _attention(cfg: ModelConfig, p: str, indexes: bool) -> Attention:
     )
 
 
-def _grouped(cfg: ModelConfig, g: GroupedConfig, p: str) -> Grouped:
+def _grouped(cfg: ModelConfig, g: GroupedConfig, p: str, inputs: int) -> Grouped:
     n, d, h = cfg.num_attention_heads, cfg.hidden_size, g.head_dim
 
     def heads(name: str, count: int, axis: str | None) -> Spec:
-        return Spec((count, h, d), (axis, None, None), f"{p}.{name}_proj.weight", (count * h, d))
+        shape = (count * h, inputs)
+        return Spec((count, h, inputs), (axis, None, None), f"{p}.{name}_proj.weight", shape)
 
     def bias(name: str, count: int, axis: str | None) -> Spec | None:
         shape = (count * h,)
@@ -222,19 +242,23 @@ def _moe(cfg: ModelConfig, p: str) -> Moe:
 
 
 def _layer(cfg: ModelConfig, number: int, moe: bool) -> Layer:
-    d, p = cfg.hidden_size, f"model.layers.{number}"
-    own = f"{p}.self_attn"
-    grouped = _grouped(cfg, cfg.grouped, own) if cfg.grouped else None
+    return _block(cfg, f"model.layers.{number}", moe, cfg.indexes(number), cfg.hidden_size)
+
+
+def _block(cfg: ModelConfig, p: str, moe: bool, indexes: bool, inputs: int) -> Layer:
+    """inputs: number of values that the attention reads."""
+    d, own = cfg.hidden_size, f"{p}.self_attn"
+    grouped = _grouped(cfg, cfg.grouped, own, inputs) if cfg.grouped else None
     return Layer(
         attention_norm=_norm(f"{p}.input_layernorm.weight", d),
-        attention=grouped or _attention(cfg, own, cfg.indexes(number)),
+        attention=grouped or _attention(cfg, own, indexes, inputs),
         mlp_norm=_norm(f"{p}.post_attention_layernorm.weight", d),
         mlp=_moe(cfg, f"{p}.mlp") if moe else _mlp(f"{p}.mlp", cfg.intermediate_size, d),
     )
 
 
-def _table(name: str, cfg: ModelConfig) -> Spec:
-    shape = (cfg.vocab_size, cfg.hidden_size)
+def _table(name: str, cfg: ModelConfig, vocabulary: int | None = None) -> Spec:
+    shape = (cfg.vocab_size if vocabulary is None else vocabulary, cfg.hidden_size)
     return Spec(shape, ("vocab", None), name, shape, "embedding")
 
 
@@ -252,6 +276,28 @@ def _nextn(cfg: ModelConfig, k: int, own_embed: bool, own_head: bool) -> NextN:
     )
 
 
+EAGLE3 = "eagle3"
+"""The prefix, in names here, of the tensors of an EAGLE-3 head."""
+
+
+def _eagle3(cfg: ModelConfig, e: Eagle3Config) -> Eagle3:
+    d, width = e.layer.hidden_size, len(e.taps) * cfg.hidden_size
+    one = [f"{EAGLE3}.input_norm.weight"]
+    each = [f"{EAGLE3}.fc_norm.{i}.weight" for i in range(e.tap_norms)]
+    names, size = (one, width) if e.tap_norms == 1 else (each, cfg.hidden_size)
+    offset, v = f"{EAGLE3}.d2t", e.layer.vocab_size
+    return Eagle3(
+        tap_norms=tuple(_norm(name, size) for name in names if e.tap_norms),
+        fuse=Spec((d, width), (None, None), f"{EAGLE3}.fc.weight", (d, width)),
+        hidden_norm=_norm(f"{EAGLE3}.layer.hidden_norm.weight", d),
+        layer=_block(e.layer, f"{EAGLE3}.layer", moe=False, indexes=False, inputs=2 * d),
+        norm=_norm(f"{EAGLE3}.norm.weight", d),
+        head=_table(f"{EAGLE3}.lm_head.weight", e.layer),
+        embed=_table(f"{EAGLE3}.embed_tokens.weight", e.layer, cfg.vocab_size) if e.embeds else None,
+        target_offset=Spec((v,), (None,), offset, (v,), "zeros", ids=True) if e.maps else None,
+    )
+
+
 def param_specs(cfg: ModelConfig, own: Iterable[tuple[bool, bool]] = ()) -> Params:
     """The tree of ``Spec`` of a model.
 
@@ -266,13 +312,14 @@ def param_specs(cfg: ModelConfig, own: Iterable[tuple[bool, bool]] = ()) -> Para
         norm=_norm("model.norm.weight", cfg.hidden_size),
         head=None if cfg.tie_word_embeddings else _table("lm_head.weight", cfg),
         nextn=tuple(_nextn(cfg, k, embed, head) for k, (embed, head) in zip(nextn, tables, strict=False)),
+        drafter=_eagle3(cfg, cfg.drafter) if cfg.drafter else None,
     )
 
 
 def parameter_counts(cfg: ModelConfig) -> tuple[int, int, int]:
     """Parameters of (trunk, trunk active per token, NextN layers without copies of embedding and head)."""
     specs = param_specs(cfg)
-    total = count(replace(specs, nextn=()))
+    total = count(replace(specs, nextn=(), drafter=None))
     routed = sum(count(p.mlp.routed) for p in specs.layers if isinstance(p.mlp, Moe))
     idle = routed - routed // max(cfg.n_routed_experts, 1) * cfg.num_experts_per_tok
-    return total, total - idle, count(specs.nextn)
+    return total, total - idle, count((specs.nextn, specs.drafter))
