@@ -14,7 +14,7 @@ import numpy as np
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.specs import (
     Attention,
-    Grouped,
+    GqaAttention,
     Indexer,
     Layer,
     Mlp,
@@ -25,7 +25,7 @@ from mtp_jax.model.specs import (
     param_specs,
 )
 
-for _tree in (Indexer, Attention, Grouped, Mlp, Moe, Layer, NextN, Params):
+for _tree in (Indexer, Attention, GqaAttention, Mlp, Moe, Layer, NextN, Params):
     jax.tree_util.register_dataclass(_tree)
 
 Tree = TypeVar("Tree")

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
-from mtp_jax.model.config import GroupedConfig, IndexerConfig, ModelConfig
+from mtp_jax.model.config import GqaConfig, IndexerConfig, ModelConfig
 from mtp_jax.model.hf_quantization import FP8_BLOCK
 
 RULES: dict[str | None, tuple[str, ...] | str | None] = {
@@ -120,8 +120,8 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Grouped:
-    """Grouped-query attention (arXiv 2305.13245): G heads of keys and values, each for N / G query heads.
+class GqaAttention:
+    """Grouped-query attention (GQA, arXiv 2305.13245): G heads of keys and values for N query heads.
 
     Biases and norms are None where the model has none. Keys and values are small, and whole on every device.
     """
@@ -171,7 +171,7 @@ class Layer:
     """A pre-norm decoder block."""
 
     attention_norm: Weight  # [D]
-    attention: Attention | Grouped
+    attention: Attention | GqaAttention
     mlp_norm: Weight  # [D]
     mlp: Mlp | Moe
 
@@ -197,7 +197,7 @@ class NextN:
     def entries(self) -> tuple[Weight, ...]:
         """Parameters that make NextN entries of tokens: the merge, and latents or keys and values."""
         a = self.layer.attention
-        kv = (a.k, a.v, a.k_bias, a.v_bias, a.k_norm) if isinstance(a, Grouped) else (a.kv_a, a.kv_norm)
+        kv = (a.k, a.v, a.k_bias, a.v_bias, a.k_norm) if isinstance(a, GqaAttention) else (a.kv_a, a.kv_norm)
         return self.token_norm, self.hidden_norm, self.merge, self.layer.attention_norm, *kv
 
 
@@ -250,7 +250,7 @@ def _attention(cfg: ModelConfig, p: str, indexes: bool) -> Attention:
     )
 
 
-def _grouped(cfg: ModelConfig, g: GroupedConfig, p: str) -> Grouped:
+def _gqa(cfg: ModelConfig, g: GqaConfig, p: str) -> GqaAttention:
     n, d, h = cfg.num_attention_heads, cfg.hidden_size, g.head_dim
 
     def heads(name: str, count: int, axis: str | None) -> Spec:
@@ -260,7 +260,7 @@ def _grouped(cfg: ModelConfig, g: GroupedConfig, p: str) -> Grouped:
         shape = (count * h,)
         return Spec(shape, (axis,), f"{p}.{name}_proj.bias", shape, "zeros") if g.bias else None
 
-    return Grouped(
+    return GqaAttention(
         q=heads("q", n, "heads"),
         k=heads("k", g.kv_heads, None),
         v=heads("v", g.kv_heads, None),
@@ -298,10 +298,10 @@ def _moe(cfg: ModelConfig, p: str) -> Moe:
 def _layer(cfg: ModelConfig, number: int, moe: bool) -> Layer:
     d, p = cfg.hidden_size, f"model.layers.{number}"
     own = f"{p}.self_attn"
-    grouped = _grouped(cfg, cfg.grouped, own) if cfg.grouped else None
+    gqa = _gqa(cfg, cfg.gqa, own) if cfg.gqa else None
     return Layer(
         attention_norm=_norm(f"{p}.input_layernorm.weight", d),
-        attention=grouped or _attention(cfg, own, cfg.indexes(number)),
+        attention=gqa or _attention(cfg, own, cfg.indexes(number)),
         mlp_norm=_norm(f"{p}.post_attention_layernorm.weight", d),
         mlp=_moe(cfg, f"{p}.mlp") if moe else _mlp(f"{p}.mlp", cfg.intermediate_size, d),
     )
