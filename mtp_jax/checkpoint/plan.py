@@ -263,13 +263,13 @@ def _hints(cfg: ModelConfig, found: dict[str, Tensor], missing: Collection[str])
         key = "first_k_dense_replace"
         got = f"the layers with experts are {shortlist(map(str, moe)) or 'none'}"
         out.append(say(key, f"{cfg.first_k_dense_replace} (moe_layer_freq {cfg.moe_layer_freq})", got))
-    if cfg.grouped is None and any("self_attn.q_proj.weight" in n for n in missing):
+    if cfg.gqa is None and any("self_attn.q_proj.weight" in n for n in missing):
         out.append(say("q_lora_rank", "null", "the tensors have no q_proj.weight"))
     if any("self_attn.q_a_proj.weight" in n for n in missing):
         out.append(say("q_lora_rank", cfg.q_lora_rank, "the tensors have no q_a_proj.weight"))
     if HEAD in missing:
         out.append(say("tie_word_embeddings", "false", f"the tensors have no {HEAD}"))
-    if g := cfg.grouped:
+    if g := cfg.gqa:
         for key, declared, name in (
             ("use_qk_norm", g.qk_norm, "q_norm.weight"),
             ("attention_bias", g.bias, "q_proj.bias"),

@@ -98,7 +98,7 @@ class Summary:
             "layers": f"{c.num_hidden_layers} ({c.num_hidden_layers - moe} dense, {moe} MoE)",
             "experts": experts if moe or any(c.nextn_moe) else "none",
             "hidden, heads": f"{c.hidden_size}, {c.num_attention_heads}"
-            + (f" in {c.grouped.kv_heads} groups" if c.grouped else ""),
+            + (f" in {c.gqa.kv_heads} groups" if c.gqa else ""),
             "vocabulary": f"{c.vocab_size:,}{' (tied)' if c.tie_word_embeddings else ''}",
             "context": f"{c.max_position_embeddings:,} tokens",
             "NextN layers": f"{len(c.nextn_moe)} ({kinds}; {self.nextn_layout})" if c.nextn_moe else "none",

@@ -40,7 +40,7 @@ from mtp_jax.model.experts.plain import Experts
 from mtp_jax.model.indexer import Choice, IndexQueries
 from mtp_jax.model.mla import Form
 from mtp_jax.model.moe import Routing, Way
-from mtp_jax.model.params import Attention, Grouped, Layer, Mlp, Params
+from mtp_jax.model.params import Attention, GqaAttention, Layer, Mlp, Params
 from mtp_jax.model.parts import join, split_tree
 from mtp_jax.model.products.cpu import CpuProducts
 from mtp_jax.model.products.hopper import PARTS, HopperProducts
@@ -75,9 +75,9 @@ class Backend:
         """The mesh of devices; None for one device."""
         return self.products.mesh
 
-    def kind(self, a: Attention | Grouped) -> Kind:
+    def kind(self, a: Attention | GqaAttention) -> Kind:
         """The kind of attention that a layer's parameters are of."""
-        return self.gqa if isinstance(a, Grouped) else self.latent
+        return self.gqa if isinstance(a, GqaAttention) else self.latent
 
     # Stages
 
@@ -100,7 +100,7 @@ class Backend:
 
     def attend(
         self,
-        a: Attention | Grouped,
+        a: Attention | GqaAttention,
         cfg: ModelConfig,
         q: Any,
         entries: Entries | None,

@@ -7,17 +7,17 @@ from pathlib import Path
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model import hf_config
-from mtp_jax.model.config_parts import GroupedConfig, IndexerConfig, RowFormat, YarnConfig
+from mtp_jax.model.config_parts import GqaConfig, IndexerConfig, RowFormat, YarnConfig
 from mtp_jax.model.hf_quantization import FP8_BLOCK, INT4_PER_WORD
 
-__all__ = ["Eagle3Config", "GroupedConfig", "IndexerConfig", "ModelConfig", "RowFormat", "YarnConfig"]
+__all__ = ["Eagle3Config", "GqaConfig", "IndexerConfig", "ModelConfig", "RowFormat", "YarnConfig"]
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """A DeepSeek-V3-family model; fields keep their Hugging Face names.
 
-    The dimensions of MLA, ``kv_lora_rank`` to ``q_lora_rank``, are 0 and None where ``grouped`` describes
+    The dimensions of MLA, ``kv_lora_rank`` to ``q_lora_rank``, are 0 and None where ``gqa`` describes
     attention instead.
 
     ``nextn_moe[k]`` says whether NextN layer ``k`` has an MoE block; a checkpoint reader decides it from the
@@ -52,7 +52,7 @@ class ModelConfig:
     rope_scaling: YarnConfig | None = None
     max_position_embeddings: int = 4096
     indexer: IndexerConfig | None = None
-    grouped: GroupedConfig | None = None
+    gqa: GqaConfig | None = None
     num_nextn_predict_layers: int = 0
     nextn_moe: tuple[bool, ...] = ()
     tie_word_embeddings: bool = False
@@ -83,7 +83,7 @@ class ModelConfig:
         values = {k: v for k, v in raw.items() if k in known and v is not None} | translated
         moe = bool(values.get("n_routed_experts"))
         required = [n for n, f in known.items() if f.default is MISSING]
-        required += [*(_REQUIRED_OF_MOE if moe else ()), *(() if values["grouped"] else OF_MLA)]
+        required += [*(_REQUIRED_OF_MOE if moe else ()), *(() if values["gqa"] else OF_MLA)]
         missing = [n for n in required if n not in values]
         if missing:
             raise ConfigError(f"config.json lacks {', '.join(missing)}; a DeepSeek-V3 config has them all")
@@ -108,8 +108,8 @@ class ModelConfig:
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
         }
-        of_mla = () if self.grouped is None else (*OF_MLA, "q_lora_rank")
-        left_out = {"fp8", "int4_group", "indexer", "grouped", *of_mla}
+        of_mla = () if self.gqa is None else (*OF_MLA, "q_lora_rank")
+        left_out = {"fp8", "int4_group", "indexer", "gqa", *of_mla}
         out |= {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
         out |= self._attention_keys() | self._index_keys()
         out["torch_dtype"] = out.pop("dtype")
@@ -122,7 +122,7 @@ class ModelConfig:
         return out
 
     def _kind(self) -> tuple[str, str]:
-        if self.grouped:
+        if self.gqa:
             return "glm4_moe", "Glm4MoeForCausalLM"
         if self.indexer is None:
             return "deepseek_v3", "DeepseekV3ForCausalLM"
@@ -132,7 +132,7 @@ class ModelConfig:
 
     def _attention_keys(self) -> JsonObject:
         """Keys of ``config.json`` for attention beside the dimensions of MLA."""
-        g = self.grouped
+        g = self.gqa
         if g is None:
             return {"attention_bias": False, "num_key_value_heads": self.num_attention_heads}
         return {
@@ -166,12 +166,12 @@ class ModelConfig:
     @property
     def qk_head_dim(self) -> int:
         """Width of one query or key head, rope part included."""
-        return self.grouped.head_dim if self.grouped else self.qk_nope_head_dim + self.qk_rope_head_dim
+        return self.gqa.head_dim if self.gqa else self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def rope_dim(self) -> int:
         """Channels of a head that are rotated."""
-        return int(self.grouped.head_dim * self.grouped.rotary) if self.grouped else self.qk_rope_head_dim
+        return int(self.gqa.head_dim * self.gqa.rotary) if self.gqa else self.qk_rope_head_dim
 
     @property
     def latent_dim(self) -> int:
@@ -185,9 +185,9 @@ class ModelConfig:
         An FP8 cache holds latents in e4m3 and the rope key in bfloat16; keys and values all in e4m3, with a
         scale for every head of either, so that none spans both.
         """
-        if self.grouped:
-            width = self.grouped.width
-            return RowFormat(2 * width, (0, width), 2 * width, self.grouped.head_dim)
+        if self.gqa:
+            width = self.gqa.width
+            return RowFormat(2 * width, (0, width), 2 * width, self.gqa.head_dim)
         return RowFormat(self.latent_dim, (self.kv_lora_rank, self.latent_dim), self.kv_lora_rank, FP8_BLOCK)
 
     def cache_bytes(self, layer: int, dtype: str) -> int:
@@ -252,7 +252,7 @@ class Eagle3Config:
 
 
 # Fields that are read into classes of their own.
-_PARTS = {"rope_scaling": YarnConfig, "indexer": IndexerConfig, "grouped": GroupedConfig}
+_PARTS = {"rope_scaling": YarnConfig, "indexer": IndexerConfig, "gqa": GqaConfig}
 
 OF_MLA = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
@@ -300,7 +300,7 @@ def _check(c: ModelConfig) -> None:
     def whole(value: object, least: int) -> bool:
         return isinstance(value, int) and type(value) is int and value >= least
 
-    for name in (*_POSITIVE, *(() if c.grouped else OF_MLA)):
+    for name in (*_POSITIVE, *(() if c.gqa else OF_MLA)):
         need(whole(getattr(c, name), 1), name, "a positive integer")
     for name in _NATURAL:
         need(whole(getattr(c, name), 0), name, "an integer >= 0")
@@ -312,8 +312,8 @@ def _check(c: ModelConfig) -> None:
         need(type(getattr(c, name)) is bool, name, "true or false")
     need(c.q_lora_rank is None or whole(c.q_lora_rank, 1), "q_lora_rank", "a positive integer or null")
     need(c.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", "an even number")
-    if c.grouped:
-        _check_grouped(c, c.grouped)
+    if c.gqa:
+        _check_gqa(c, c.gqa)
     need(all(whole(i, 0) for i in c.eos_token_ids), "eos_token_ids", "token ids")
     need(c.bos_token_id is None or whole(c.bos_token_id, 0), "bos_token_id", "a token id or null")
     need(c.dtype in ("float32", "bfloat16"), "dtype", "float32 or bfloat16")
@@ -392,7 +392,7 @@ def _check_indexer(c: ModelConfig, i: IndexerConfig) -> None:
         )
 
 
-def _check_grouped(c: ModelConfig, g: GroupedConfig) -> None:
+def _check_gqa(c: ModelConfig, g: GqaConfig) -> None:
     for name, value in (("num_key_value_heads", g.kv_heads), ("head_dim", g.head_dim)):
         if type(value) is not int or not 1 <= value <= _MOST:
             raise ConfigError(f"{name} = {value!r:.80}; expected a whole number from 1 to {_MOST:,}")

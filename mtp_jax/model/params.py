@@ -16,7 +16,7 @@ from mtp_jax.model.spec import Spec
 from mtp_jax.model.specs import (
     Attention,
     Eagle3,
-    Grouped,
+    GqaAttention,
     Indexer,
     Layer,
     Mlp,
@@ -26,7 +26,7 @@ from mtp_jax.model.specs import (
     param_specs,
 )
 
-for _tree in (Indexer, Attention, Grouped, Mlp, Moe, Layer, NextN, Eagle3, Params):
+for _tree in (Indexer, Attention, GqaAttention, Mlp, Moe, Layer, NextN, Eagle3, Params):
     jax.tree_util.register_dataclass(_tree)
 
 Tree = TypeVar("Tree")

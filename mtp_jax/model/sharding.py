@@ -91,9 +91,9 @@ def check_divisible(cfg: ModelConfig, mesh: Mesh | AbstractMesh | None) -> None:
                     f"{axis} = {size} does not divide over {devices} devices of mesh {dict(mesh.shape)}; "
                     "choose a mesh whose axes divide it"
                 )
-    if cfg.grouped:
+    if cfg.gqa:
         heads, all_heads = cfg.num_attention_heads // ways("heads", mesh), cfg.num_attention_heads
-        group = all_heads // cfg.grouped.kv_heads
+        group = all_heads // cfg.gqa.kv_heads
         if heads % group and group % heads:
             raise ConfigError(
                 f"mesh {dict(mesh.shape)} gives each device {heads} query heads, and each {group} share a kv "

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mtp_jax.model.config import Eagle3Config, GroupedConfig, IndexerConfig, ModelConfig
+from mtp_jax.model.config import Eagle3Config, GqaConfig, IndexerConfig, ModelConfig
 from mtp_jax.model.spec import Spec, count
 
 Weight = Any
@@ -46,8 +46,8 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Grouped:
-    """Grouped-query attention (arXiv 2305.13245): G heads of keys and values, each for N / G query heads.
+class GqaAttention:
+    """GqaAttention-query attention (arXiv 2305.13245): G heads of keys and values, each for N / G query heads.
 
     Biases and norms are None where the model has none. Keys and values are small, and whole on every device.
     """
@@ -97,7 +97,7 @@ class Layer:
     """A pre-norm decoder block."""
 
     attention_norm: Weight  # [D]
-    attention: Attention | Grouped
+    attention: Attention | GqaAttention
     mlp_norm: Weight  # [D]
     mlp: Mlp | Moe
 
@@ -123,7 +123,7 @@ class NextN:
     def entries(self) -> tuple[Weight, ...]:
         """Parameters that make NextN entries of tokens: the merge, and latents or keys and values."""
         a = self.layer.attention
-        kv = (a.k, a.v, a.k_bias, a.v_bias, a.k_norm) if isinstance(a, Grouped) else (a.kv_a, a.kv_norm)
+        kv = (a.k, a.v, a.k_bias, a.v_bias, a.k_norm) if isinstance(a, GqaAttention) else (a.kv_a, a.kv_norm)
         return self.token_norm, self.hidden_norm, self.merge, self.layer.attention_norm, *kv
 
 
@@ -195,7 +195,7 @@ def _attention(cfg: ModelConfig, p: str, indexes: bool, inputs: int) -> Attentio
     )
 
 
-def _grouped(cfg: ModelConfig, g: GroupedConfig, p: str, inputs: int) -> Grouped:
+def _gqa(cfg: ModelConfig, g: GqaConfig, p: str, inputs: int) -> GqaAttention:
     n, d, h = cfg.num_attention_heads, cfg.hidden_size, g.head_dim
 
     def heads(name: str, count: int, axis: str | None) -> Spec:
@@ -206,7 +206,7 @@ def _grouped(cfg: ModelConfig, g: GroupedConfig, p: str, inputs: int) -> Grouped
         shape = (count * h,)
         return Spec(shape, (axis,), f"{p}.{name}_proj.bias", shape, "zeros") if g.bias else None
 
-    return Grouped(
+    return GqaAttention(
         q=heads("q", n, "heads"),
         k=heads("k", g.kv_heads, None),
         v=heads("v", g.kv_heads, None),
@@ -248,10 +248,10 @@ def _layer(cfg: ModelConfig, number: int, moe: bool) -> Layer:
 def _block(cfg: ModelConfig, p: str, moe: bool, indexes: bool, inputs: int) -> Layer:
     """inputs: number of values that the attention reads."""
     d, own = cfg.hidden_size, f"{p}.self_attn"
-    grouped = _grouped(cfg, cfg.grouped, own, inputs) if cfg.grouped else None
+    gqa = _gqa(cfg, cfg.gqa, own, inputs) if cfg.gqa else None
     return Layer(
         attention_norm=_norm(f"{p}.input_layernorm.weight", d),
-        attention=grouped or _attention(cfg, own, indexes, inputs),
+        attention=gqa or _attention(cfg, own, indexes, inputs),
         mlp_norm=_norm(f"{p}.post_attention_layernorm.weight", d),
         mlp=_moe(cfg, f"{p}.mlp") if moe else _mlp(f"{p}.mlp", cfg.intermediate_size, d),
     )
