@@ -42,7 +42,8 @@ def test_a_head_is_read_as_it_is_declared(variant: str):
     assert head.taps == tuple(expected(variant)["eagle_capture"])
     assert (head.tap_norms, head.normed_output) == ((3, True) if variant == "eagle3_mla" else (0, False))
     assert (head.layer.gqa is None) == (variant == "eagle3_mla")
-    assert params is not None and found.params.nextn == ()
+    assert params is not None
+    assert found.params.nextn == ()
     specs = param_specs(found.config)
     for array, spec in zip(jax.tree.leaves(params), leaves(specs.drafter), strict=True):
         assert array.shape == spec.shape
@@ -55,19 +56,23 @@ def test_a_head_is_read_as_it_is_declared(variant: str):
     )
     summary = summarise(model_dir(variant), model_dir(variant, "draft"))
     assert summary.nextn_layout == "EAGLE-3"
-    assert summary.nextn_parameters == count(specs.drafter) and "draft head" in summary.text()
+    assert summary.nextn_parameters == count(specs.drafter)
+    assert "draft head" in summary.text()
 
 
 def test_the_list_of_taps_counts_outputs_or_inputs():
     assert head_of("eagle3").taps == (2, 3, 5)  # 1, 2, 4: a list that begins with 1 counts outputs
     inputs, outputs = (load(TRUNK, HEAD, draft_captures=c).config.drafter for c in get_args(Captures)[::-1])
-    assert inputs is not None and inputs.taps == (1, 2, 4)
-    assert outputs is not None and outputs.taps == (2, 3, 5)
+    assert inputs is not None
+    assert inputs.taps == (1, 2, 4)
+    assert outputs is not None
+    assert outputs.taps == (2, 3, 5)
 
 
 def test_a_head_without_a_list_reads_three_layers(tmp_path: Path):
     found = load(TRUNK, edited(tmp_path, eagle_config=None)).config.drafter
-    assert found is not None and found.taps == (2, 3, 3)  # of six layers: 2, L // 2, L - 3, as inputs
+    assert found is not None
+    assert found.taps == (2, 3, 3)
 
 
 def test_the_dialect_of_speculators(tmp_path: Path):
@@ -105,15 +110,19 @@ def test_an_embedding_of_the_head_is_kept_only_if_it_differs(tmp_path: Path):
 
     same = load(TRUNK, edit_tensors(HEAD, tmp_path / "same", with_table(trunk)))
     other = load(TRUNK, edit_tensors(HEAD, tmp_path / "other", with_table(trunk.filled(0))))
-    assert same.config == load(TRUNK, HEAD).config and same.params.drafter is not None
+    assert same.config == load(TRUNK, HEAD).config
+    assert same.params.drafter is not None
     assert same.params.drafter.embed is None
-    assert other.config.drafter is not None and other.config.drafter.embeds
-    assert other.params.drafter is not None and not other.params.drafter.embed.any()
+    assert other.config.drafter is not None
+    assert other.config.drafter.embeds
+    assert other.params.drafter is not None
+    assert not other.params.drafter.embed.any()
 
 
 def test_a_head_takes_the_place_of_nextn_layers():
     found = load(model_dir("eagle3"), HEAD, num_nextn_layers=0)
-    assert found.config.num_nextn_predict_layers == 0 and found.config.drafter
+    assert found.config.num_nextn_predict_layers == 0
+    assert found.config.drafter
     with pytest.raises(ConfigError, match="num_nextn_layers = 1 beside the head"):
         load(TRUNK, HEAD, num_nextn_layers=1)
 
@@ -167,7 +176,7 @@ def test_draft_captures_without_a_head():
 def test_a_pickle_is_refused(tmp_path: Path):
     folder = copy_folder(HEAD, tmp_path / "head")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="pytorch_model.bin is not read: that format can run code"):
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is not read: that format can run code"):
         load(TRUNK, folder)
 
 
@@ -177,7 +186,8 @@ def test_orbax_keeps_the_head(tmp_path: Path):
     assert found.config == replace(whole.config, dtype="float32")
     assert_same(found.params, whole.params)
     alone = restore(tmp_path / "out", num_nextn_layers=0)
-    assert alone.config.drafter is None and not alone.params.can_draft
+    assert alone.config.drafter is None
+    assert not alone.params.can_draft
 
 
 def test_an_update_reads_the_head_from_its_folder_or_keeps_it(tmp_path: Path):
