@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mtp_jax.api.progress import Terminal
 from mtp_jax.commands import show
-from mtp_jax.commands.options import add_captures, model_dir
+from mtp_jax.commands.options import add_captures, captures, model_dir
 from mtp_jax.commands.parser import Parser, Subparsers, folder, mesh_shape
 
 
@@ -70,7 +70,7 @@ def run_convert(args: argparse.Namespace) -> int:
             args.out,
             args.draft_model,
             num_nextn_layers=args.num_nextn_layers,
-            draft_captures=args.draft_captures,
+            draft_captures=captures(args),
             dtype=args.dtype,
             mesh=mesh,
             progress=update,

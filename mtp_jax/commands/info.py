@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtp_jax.commands import show
-from mtp_jax.commands.options import add_captures, model_dir
+from mtp_jax.commands.options import add_captures, captures, model_dir
 from mtp_jax.commands.parser import Subparsers, add_model, positive, positive_number
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     from mtp_jax.checkpoint.summary import by_dtype
 
     directory = model_dir(args)
-    summary = summarise(directory, args.draft_model, args.num_nextn_layers, args.gpus, args.draft_captures)
+    summary = summarise(directory, args.draft_model, args.num_nextn_layers, args.gpus, captures(args))
     tokenizer, room = Tokenizer.from_dir(directory), _room(args, summary)
     if args.json:
         show.write(json.dumps(_object(summary, tokenizer, room), indent=2) + "\n")

@@ -19,7 +19,7 @@ from mtp_jax.commands.parser import Parser, add_model, biases, integers, mesh_sh
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.json_object import JsonObject
-from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.config import Captures, ModelConfig
 from mtp_jax.model.hf_config import missing_folder, read_json
 from mtp_jax.options import Option, declared
 from mtp_jax.text.grammar import StructuredOutput
@@ -161,6 +161,11 @@ def chosen(args: argparse.Namespace, cls: type[_T], without: Collection[str] = (
 def add_captures(parser: Parser) -> None:
     """The option for the taps of a draft head, for a command that makes no ``LLM``."""
     add_options(parser, LLMOptions, {"draft_captures"})
+
+
+def captures(args: argparse.Namespace) -> Captures | None:
+    """The value of the option that ``add_captures`` declares."""
+    return given(args, LLMOptions).get("draft_captures")
 
 
 def add_sampling(parser: Parser, max_tokens: int, several: bool) -> None:
