@@ -44,7 +44,7 @@ from mtp_jax.model.params import Attention, GqaAttention, Layer, Mlp, Params
 from mtp_jax.model.parts import join, split_tree
 from mtp_jax.model.products.cpu import CpuProducts
 from mtp_jax.model.products.hopper import PARTS, HopperProducts
-from mtp_jax.model.products.plain import Products, Readers, Stream
+from mtp_jax.model.products.plain import Products, Readers, Rows, Stream
 from mtp_jax.model.sharding import constrain, data_size, partition, sharded, with_auto_axes
 from mtp_jax.model.stack import alike, parts, stacked
 
@@ -89,14 +89,17 @@ class Backend:
         angles: Float[Array, "B W 2 r"],
         cache: Cache | None,
         views: Views,
+        rows: Rows | None = None,
     ) -> tuple[Stream, Any, Entries | None, Cache | None]:
         """Norm, queries, entries to cache, by the layer's kind of attention.
 
-        Returns (x, queries, entries, cache). There are no entries where they have been written already.
+        rows: to be projected; None: x, normed. Returns (x, queries, entries, cache). There are no entries
+        where they have been written already.
         """
         a, kind = p.attention, self.kind(p.attention)
-        x, normed = self.products.norm(x, p.attention_norm, cfg.rms_norm_eps, kind.readers(a))
-        return x, *kind.project(a, cfg, normed, angles, cache, views)
+        if rows is None:
+            x, rows = self.products.norm(x, p.attention_norm, cfg.rms_norm_eps, kind.readers(a))
+        return x, *kind.project(a, cfg, rows, angles, cache, views)
 
     def attend(
         self,

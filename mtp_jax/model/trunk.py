@@ -25,7 +25,7 @@ from mtp_jax.model.moe import Routing
 from mtp_jax.model.narrow import Table, rows_of
 from mtp_jax.model.params import Layer, Params
 from mtp_jax.model.parts import join
-from mtp_jax.model.products.plain import Stream
+from mtp_jax.model.products.plain import Rows, Stream
 from mtp_jax.model.sharding import constrain
 from mtp_jax.model.stack import Stack, one_of
 
@@ -68,12 +68,13 @@ def block(
     cache: OneCache,
     views: Views,
     choice: Choice = (),
+    rows: Rows | None = None,
 ) -> tuple[Stream, OneCache, Routing | None, Choice]:
     """A pre-norm decoder block. Returns (x, cache, routing of an MoE block, choice of sparse attention).
 
-    choice: rows to attend to, if another layer has chosen them.
+    choice: rows to attend to, if another layer has chosen them. rows: read by attention; None: x, normed.
     """
-    x, cache, choice = attended(p, model, x, angles, cache, views, choice)
+    x, cache, choice = attended(p, model, x, angles, cache, views, choice, rows)
     x, routing = fed(p, model, x, views)
     return x, cache, routing, choice
 
@@ -87,11 +88,12 @@ def attended(
     cache: Cache | None,
     views: Views,
     choice: Choice,
+    rows: Rows | None = None,
 ) -> tuple[Stream, Cache | None, Choice]:
     """The first half of a block. Returns (x, cache, choice of sparse attention)."""
     cfg, on = model.cfg, model.on
     with jax.named_scope("attention_project"):
-        x, q, entries, cache = on.before_attention(p, cfg, x, angles, cache, views)
+        x, q, entries, cache = on.before_attention(p, cfg, x, angles, cache, views, rows)
     context, cache, choice = on.attend(p.attention, cfg, q, entries, cache, views, choice)
     with jax.named_scope("attention_out"):
         x = on.after_attention(p, cfg, x, context, views)
