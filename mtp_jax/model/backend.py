@@ -4,6 +4,7 @@
     attend            write them, choose, attend over the cache   -> context, choice
     after_attention   output projection, added to the stream
     feed_forward      norm; router, routed and shared experts, or a dense MLP, added to the stream
+    tap               the stream, for a drafter that reads it
     finish            the norm at the end
 
 A backend is composed of products, a kind of attention for each kind of layer, and experts, all for one
@@ -184,6 +185,10 @@ class Backend:
                 return self.products.add(x, self.products.mlp(normed, mlp)), None
         added, routing = self.experts.moe(mlp, cfg, normed, counts)
         return self.products.add(x, *added), routing
+
+    def tap(self, x: Stream) -> Float[Array, "B W D"]:
+        """The residual stream between two blocks."""
+        return self.products.tap(x)
 
     def finish(self, x: Stream, weight: Float[Array, " D"], eps: float) -> Float[Array, "B W D"]:
         """The norm behind the last block."""

@@ -40,7 +40,7 @@ class NextNLayers:
 
     @property
     def vocab(self) -> int:
-        """The trunk's vocabulary, which is theirs."""
+        """The trunk's vocabulary."""
         return self.cfg.vocab_size
 
     def layer(self, params: Params, k: int) -> Layer:

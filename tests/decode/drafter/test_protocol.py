@@ -64,9 +64,12 @@ def test_only_chains_are_verified():
     assert not other.covers(chain)
 
 
-def test_only_the_final_norm_is_handed_on():
-    with pytest.raises(ConfigError, match=r"features = \(1, -1\)"):
-        shapes(Recursive(NextNLayers(TINY, features=(1, -1))))
+def test_streams_that_the_trunk_has_are_handed_on():
+    for features in ((2, -1), (0,)):
+        shapes(Recursive(NextNLayers(TINY, features=features)))
+    for features in ((3, -1), (-2,)):
+        with pytest.raises(ConfigError, match=rf"features = \({features[0]}.*of 2 layers.* 0 to 2, and -1"):
+            shapes(Recursive(NextNLayers(TINY, features=features)))
 
 
 def test_rows_that_a_drafter_left_alone_are_not_written():
