@@ -16,6 +16,7 @@ from mtp_jax.model.narrow import Bf16, Fp8, Int4, Narrow
 from mtp_jax.model.spec import Spec, columns_spec, scale_spec
 
 PLAIN = ("F32", "BF16", "F16")
+IDS = ("I64", "I32")
 
 Tensors = Mapping[str, Tensor]
 

@@ -60,6 +60,8 @@ def save_checkpoint(
     if dtype not in type_of:
         raise ConfigError(f"dtype {dtype!r} is not supported; expected one of {', '.join(type_of)}")
     check_no_narrow(params)
+    if params.drafter is not None:
+        raise CheckpointError("a draft head is not written: it stays in the folder that it was loaded from")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     shards = _split(_pieces(cfg, params, dtype), max_shard_bytes)

@@ -3,6 +3,7 @@
 import math
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Literal
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
@@ -10,7 +11,7 @@ from mtp_jax.model import hf_config
 from mtp_jax.model.config_parts import GqaConfig, IndexerConfig, RowFormat, YarnConfig
 from mtp_jax.model.hf_quantization import FP8_BLOCK, INT4_PER_WORD
 
-__all__ = ["Eagle3Config", "GqaConfig", "IndexerConfig", "ModelConfig", "RowFormat", "YarnConfig"]
+__all__ = ["Captures", "Eagle3Config", "GqaConfig", "IndexerConfig", "ModelConfig", "RowFormat", "YarnConfig"]
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,11 @@ class ModelConfig:
         try:
             count = values.get("num_nextn_predict_layers", 0)
             values["nextn_moe"] = tuple(raw.get("nextn_moe", [moe] * min(count, _MOST + 1)))
+            if head := raw.get(_HEAD):
+                layer, taps = cls.from_dict(head["layer"]), tuple(head["taps"])
+                values["drafter"] = Eagle3Config(**{**head, "layer": layer, "taps": taps})
             return cls(**values)
-        except (TypeError, OverflowError) as e:
+        except (KeyError, TypeError, OverflowError) as e:
             raise ConfigError(f"config.json has a value of the wrong type: {e}") from e
 
     def to_dict(self) -> JsonObject:
@@ -109,7 +113,7 @@ class ModelConfig:
             "topk_method": "noaux_tc",
         }
         of_mla = () if self.gqa is None else (*OF_MLA, "q_lora_rank")
-        left_out = {"fp8", "int4_group", "indexer", "gqa", *of_mla}
+        left_out = {"fp8", "int4_group", "indexer", "gqa", "drafter", *of_mla}
         out |= {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
         out |= self._attention_keys() | self._index_keys()
         out["torch_dtype"] = out.pop("dtype")
@@ -119,6 +123,9 @@ class ModelConfig:
             yarn = {k: v for k, v in asdict(self.rope_scaling).items() if v is not None}
             out["rope_scaling"] = {"type": "yarn"} | yarn
         out["nextn_moe"] = list(self.nextn_moe)
+        if head := self.drafter:
+            said = {f.name: getattr(head, f.name) for f in fields(head)}
+            out[_HEAD] = said | {"layer": head.layer.to_dict()}
         return out
 
     def _kind(self) -> tuple[str, str]:
@@ -217,11 +224,24 @@ class ModelConfig:
         """The same model with ``len(moe)`` NextN layers."""
         return replace(self, num_nextn_predict_layers=len(moe), nextn_moe=moe)
 
+    @property
+    def drafts(self) -> bool:
+        """Whether the model has NextN layers or a draft head."""
+        return self.num_nextn_predict_layers > 0 or self.drafter is not None
+
+    def without_drafts(self) -> "ModelConfig":
+        """The trunk alone."""
+        return replace(self.with_nextn(()), drafter=None)
+
     def with_eos(self, eos: int | list[int] | None) -> "ModelConfig":
         """The same model with other end-of-text ids; None keeps them."""
         if eos is None:
             return self
         return replace(self, eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,))
+
+
+Captures = Literal["outputs", "inputs"]
+"""A list of taps in a draft head's config.json counts outputs of layers, or their inputs."""
 
 
 @dataclass(frozen=True)
@@ -250,6 +270,9 @@ class Eagle3Config:
     maps: bool = False
     embeds: bool = False
 
+
+_HEAD = "mtp_jax_draft_head"
+"""The key for the draft head in a config.json that this project writes beside Orbax arrays."""
 
 # Fields that are read into classes of their own.
 _PARTS = {"rope_scaling": YarnConfig, "indexer": IndexerConfig, "gqa": GqaConfig}

@@ -47,7 +47,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class GqaAttention:
-    """GqaAttention-query attention (arXiv 2305.13245): G heads of keys and values, each for N / G query heads.
+    """Grouped-query attention (GQA, arXiv 2305.13245): G heads of keys and values for N query heads.
 
     Biases and norms are None where the model has none. Keys and values are small, and whole on every device.
     """
@@ -159,6 +159,20 @@ class Params:
     def table(self) -> Weight:
         """The vocabulary table behind the logits."""
         return self.embed if self.head is None else self.head
+
+    @property
+    def drafts(self) -> "Drafting":
+        """The parameters that draft."""
+        return self.nextn, self.drafter
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether there are parameters that draft."""
+        return bool(self.nextn) or self.drafter is not None
+
+    def with_drafts(self, drafts: "Drafting" = ((), None)) -> "Params":
+        """The same trunk with other parameters that draft; without an argument it has none."""
+        return replace(self, nextn=drafts[0], drafter=drafts[1])
 
 
 def _norm(name: str, size: int) -> Spec:
@@ -276,6 +290,9 @@ def _nextn(cfg: ModelConfig, k: int, own_embed: bool, own_head: bool) -> NextN:
     )
 
 
+Drafting = tuple[tuple[NextN, ...], Eagle3 | None]
+"""NextN layers and a draft head, of which a model has one kind or none."""
+
 EAGLE3 = "eagle3"
 """The prefix, in names here, of the tensors of an EAGLE-3 head."""
 
@@ -319,7 +336,7 @@ def param_specs(cfg: ModelConfig, own: Iterable[tuple[bool, bool]] = ()) -> Para
 def parameter_counts(cfg: ModelConfig) -> tuple[int, int, int]:
     """Parameters of (trunk, trunk active per token, NextN layers without copies of embedding and head)."""
     specs = param_specs(cfg)
-    total = count(replace(specs, nextn=(), drafter=None))
+    total = count(specs.with_drafts())
     routed = sum(count(p.mlp.routed) for p in specs.layers if isinstance(p.mlp, Moe))
     idle = routed - routed // max(cfg.n_routed_experts, 1) * cfg.num_experts_per_tok
-    return total, total - idle, count((specs.nextn, specs.drafter))
+    return total, total - idle, count(specs.drafts)
