@@ -128,6 +128,10 @@ class HopperProducts(Products):
         """The results are left to the next norm to add, and perhaps to sum."""
         return Stream(constrain(stream(x).x, self.mesh, "slots", None, None), outs)
 
+    def tap(self, x: Any) -> Float[Array, "B W D"]:
+        """The stream with everything left to be added."""
+        return constrain(plus(*stream(x)), self.mesh, "slots", None, None)
+
     def finish(self, x: Any, weight: Float[Array, " D"], eps: float) -> Float[Array, "B W D"]:
         """The norm at the end, of the stream with everything left to be added."""
         return rms_norm(plus(*stream(x)), weight, eps)
