@@ -1,4 +1,4 @@
-"""What drafts beside the trunk: NextN layers in the three layouts in use, or an EAGLE-3 head.
+"""Parameters that draft beside the trunk: NextN layers in the three layouts in use, or an EAGLE-3 head.
 
 * in place: ``model.layers.{L + k}.*``, beside the trunk's layers or alone;
 * lmsys NextN (SGLang's export): ``model.layers.{k}.*``;
