@@ -137,6 +137,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Until the engine is warm and the port open. Raises what keeps the engine from it."""
         await self._allm.start(self._reporter)
+        await self._alarm.check(self._allm, self._settings.strict_draft)
         for listener in sockets or ():
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

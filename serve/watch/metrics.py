@@ -193,6 +193,12 @@ class _Engine:
             labels=[_LABEL, "kind"],
         )
         yield self._family(alarms, {(kind,): float(kind == self._alarm.kind) for kind in KINDS})
+        checked = GaugeMetricFamily(
+            "mtp_jax:draft_check_acceptance",
+            "Drafts of --draft-model that were accepted in a text of the model at the start, by position.",
+            labels=[_LABEL, "position"],
+        )
+        yield self._family(checked, {(str(i),): share for i, share in enumerate(self._alarm.at_start)})
         for name, (text, value) in counters.items():
             yield self._family(CounterMetricFamily(name, text, labels=[_LABEL]), {(): value})
         by = {
