@@ -22,7 +22,7 @@ class ModelConfig:
 
     ``nextn_moe[k]`` says whether NextN layer ``k`` has an MoE block; a checkpoint reader decides it from the
     tensors present, since some models ship a dense one. ``fp8`` and ``int4_group``, the inputs that share a
-    scale, say that the checkpoint has such weights; which they are, its tensors tell.
+    scale, say that the checkpoint has such weights; its tensors show which weights are stored so.
     """
 
     vocab_size: int
@@ -71,7 +71,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, raw: JsonObject) -> "ModelConfig":
-        """Build from the parsed JSON of either dialect; of a multimodal model its text part.
+        """Build from the parsed JSON of either dialect; a multimodal model is read as its text part.
 
         Raises ConfigError.
         """
@@ -212,11 +212,11 @@ class ModelConfig:
         )
 
     def with_nextn(self, moe: tuple[bool, ...]) -> "ModelConfig":
-        """The same model with ``len(moe)`` NextN layers."""
+        """The model's configuration with ``len(moe)`` NextN layers."""
         return replace(self, num_nextn_predict_layers=len(moe), nextn_moe=moe)
 
     def with_eos(self, eos: int | list[int] | None) -> "ModelConfig":
-        """The same model with other end-of-text ids; None keeps them."""
+        """The model's configuration with other end-of-text ids; None keeps them."""
         if eos is None:
             return self
         return replace(self, eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,))
@@ -257,7 +257,7 @@ _NATURAL = (
     "num_nextn_predict_layers",
 )
 
-# Each of them has tensors of its own.
+# Counts with a limit each, as each layer or expert has tensors of its own.
 _COUNTS, _MOST = ("num_hidden_layers", "num_nextn_predict_layers", "n_routed_experts"), 2**16
 # Most tensors of all layers together: about five times Kimi-K2's, 61 layers of 384.
 _MOST_EXPERTS = 2**17

@@ -1,7 +1,7 @@
 """An alarm when the first draft of a step is accepted too seldom, or nearly always.
 
-Too seldom: the NextN layer does not belong to the model, or was not loaded right. Drafts then cost, and gain
-nothing.
+Too seldom: the NextN layer does not belong to the model, or was not loaded right. Drafts then cost time and
+gain no tokens.
 Nearly always: the text repeats itself, which is easy to predict.
 """
 
@@ -16,14 +16,14 @@ _LOG = logging.getLogger(__name__)
 Kind = Literal["low", "high"]
 KINDS: tuple[Kind, ...] = ("low", "high")
 
-# A draft counts 1/e once this number more have followed. From this number, an acceptance of 100 % can be told
+# A draft counts 1/e after this number of further drafts. From this number, an acceptance of 100 % can be told
 # from one of 98 % with the confidence below.
 _MEMORY = 1000
 _DEVIATIONS = NormalDist().inv_cdf(0.999)
 
 
 class AcceptanceAlarm:
-    """Follows the NextN layer's first drafts; suffix matches say nothing of the layer.
+    """Follows the NextN layer's first drafts; suffix matches do not depend on the layer.
 
     An alarm begins when acceptance is beyond its limit with a confidence of 99.9 %, and ends when it is
     within with the same confidence.
@@ -32,12 +32,12 @@ class AcceptanceAlarm:
     def __init__(self, floor: float, ceiling: float) -> None:
         """Shares of first drafts accepted. floor 0 and ceiling 1 never raise an alarm."""
         self._limits = {"low": floor, "high": ceiling}
-        self._seen = (0, 0)  # drafts and accepted drafts at the last look
+        self._seen = (0, 0)  # drafts and accepted drafts at the last ``look``
         self._tried = self._held = 0.0
         self.kind: Kind | None = None
 
     def look(self, stats: EngineStats) -> None:
-        """Take the drafts since the last look, and log an alarm that begins or ends."""
+        """Add the drafts since the last call, and log an alarm that begins or ends."""
         before, self._seen = self._seen, (stats.first_drafts["nextn"], stats.accepted_first_drafts["nextn"])
         tried, held = (now - then for now, then in zip(self._seen, before, strict=True))
         if not tried:
@@ -79,7 +79,7 @@ class AcceptanceAlarm:
 
 
 def _interval(held: float, tried: float) -> tuple[float, float]:
-    """Where the true share lies (Wilson's score interval)."""
+    """The interval of the true share (Wilson's score interval)."""
     z = _DEVIATIONS**2
     middle = held + z / 2
     half = _DEVIATIONS * sqrt(held * (tried - held) / tried + z / 4)

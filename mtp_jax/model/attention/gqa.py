@@ -34,7 +34,7 @@ class KvHeads:
     """The kv head of each query head.
 
     Attributes:
-        of: kv head of each query head; the first one's tells where a device's begin.
+        of: kv head of each query head; the first entry shows where a device's kv heads begin.
         count: kv heads of a row.
         group: query heads that share a kv head.
     """
@@ -49,11 +49,11 @@ class Gqa(Kind):
     """Grouped-query attention in plain XLA."""
 
     def queries(self, a: Grouped, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]) -> Queries:
-        """Projected, with bias and norm where the model has them, their first channels rotated."""
+        """Queries: projected, with bias and norm where the model has them, the first channels rotated."""
         return Queries(_turned(_plus(self.on.linear(x, a.q, split="out"), a.q_bias), a.q_norm, cfg, angles))
 
     def entries(self, a: Grouped, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]) -> Entries:
-        """Keys, as queries are made, and values as they are projected."""
+        """Entries: keys, computed as queries are, and values as they are projected."""
         keys = _turned(_plus(self.on.linear(x, a.k), a.k_bias), a.k_norm, cfg, angles)
         values = _plus(self.on.linear(x, a.v), a.v_bias)
         return Entries(jnp.concatenate([a.reshape(*a.shape[:2], -1) for a in (keys, values)], axis=-1))
@@ -67,7 +67,7 @@ class Gqa(Kind):
     def attend(self, q: Queries, w: KvHeads, source: Source, scale: float) -> Float[Array, "B W N v"]:
         """Attention over rows [keys | values], softmax in float32. Rows that no token sees are zeros.
 
-        q: queries of all heads, or of one device's, which are whole groups or within one.
+        q: queries of all heads, or of one device's heads, which are whole groups or lie within one group.
         """
         assert not isinstance(source, Chosen), "there is no indexer that could have chosen"
         (rows, mask), whole = source.read(q.whole.dtype), q.whole
@@ -85,7 +85,7 @@ class Gqa(Kind):
 
 @dataclass(frozen=True)
 class HopperGqa(Gqa):
-    """Grouped-query attention without kernels: there are none. Raises ConfigError where they must attend."""
+    """Grouped-query attention in plain XLA. Raises ConfigError where kernels are required."""
 
     on: HopperProducts
 
@@ -98,7 +98,7 @@ class HopperGqa(Gqa):
         cache: Cache | None,
         views: Views,
     ) -> tuple[Queries, Entries | None, Cache | None]:
-        """Queries, entries and the cache, unless kernels must attend."""
+        """Queries, entries and the cache. Raises ConfigError where kernels are required."""
         self.on.do_without("grouped-query attention")
         return super().project(a, cfg, x, angles, cache, views)
 
