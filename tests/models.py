@@ -30,7 +30,7 @@ from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.validate import check_config
 from mtp_jax.model import nextn, trunk
-from mtp_jax.model.config import OF_MLA, GroupedConfig, ModelConfig
+from mtp_jax.model.config import OF_MLA, GqaConfig, ModelConfig
 from mtp_jax.model.params import Layer, Mlp, Moe, Params, Spec, param_specs
 from mtp_jax.model.sharding import data_size, param_sharding
 from mtp_jax.text.grammar import Grammars
@@ -66,11 +66,11 @@ RATES = (0.8, 0.6, 0.5)
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
 
 
-def grouped(cfg: ModelConfig = TINY, kv_heads: int = 4, **changes: Any) -> ModelConfig:
+def gqa(cfg: ModelConfig = TINY, kv_heads: int = 4, **changes: Any) -> ModelConfig:
     """The same model with grouped-query attention, its heads half rotated, normed and biased."""
-    given = GroupedConfig(kv_heads, head_dim=8, rotary=0.5, qk_norm=True, bias=True)
+    given = GqaConfig(kv_heads, head_dim=8, rotary=0.5, qk_norm=True, bias=True)
     no_mla: dict[str, Any] = {**dict.fromkeys(OF_MLA, 0), "q_lora_rank": None, "rope_interleave": False}
-    return replace(cfg, **no_mla, grouped=replace(given, **changes))
+    return replace(cfg, **no_mla, gqa=replace(given, **changes))
 
 
 def rigged(

@@ -61,6 +61,7 @@ WITHOUT_JAX = (
     "model.placement",
     "model.room",
     "model.hf_quantization",
+    "model.spec",
     "model.specs",
     "options",
     "planning.check",
@@ -118,9 +119,16 @@ OF_KERNELS = tuple(f"mtp_jax.model.{name}" for name in _NAMES)
 # Who asks what device a program is for: the choice of a backend. The mathematics does not.
 OF_DEVICES = "mtp_jax.model.backend"
 
-# Who knows the NextN layers: their drafter, and what scores, measures or trains the model without the engine.
-# Everything else knows a drafter.
-OF_NEXTN = ("mtp_jax.model", "mtp_jax.decode.drafter", "mtp_jax.api.score", "mtp_jax.bench", "mtp_jax.train")
+# Who knows the layers that draft: their drafter, and what scores, measures or trains the model without the
+# engine. Everything else knows a drafter.
+DRAFTING = tuple(f"mtp_jax.model.{name}" for name in ("draft_module", "eagle3", "nextn"))
+OF_DRAFTING = (
+    "mtp_jax.model",
+    "mtp_jax.decode.drafter",
+    "mtp_jax.api.score",
+    "mtp_jax.bench",
+    "mtp_jax.train",
+)
 
 # A checkpoint fills parameters and places them; it knows nothing of what the model computes.
 _OF_MODEL = (
@@ -132,6 +140,7 @@ _OF_MODEL = (
     "narrow",
     "params",
     "sharding",
+    "spec",
     "specs",
 )
 OF_MODEL = tuple(f"mtp_jax.model.{name}" for name in _OF_MODEL)
@@ -182,7 +191,7 @@ def faults_in_mtp_jax(module: str, source: str) -> Iterator[str]:
             yield f"{module} imports {name}, which is not below it"
         if here == "model" and name.startswith("mtp_jax.model.device") and module != OF_DEVICES:
             yield f"{module} imports {name}; only {OF_DEVICES} may ask for the device"
-        if name.startswith("mtp_jax.model.nextn") and not module.startswith(OF_NEXTN):
+        if name.startswith(DRAFTING) and not module.startswith(OF_DRAFTING):
             yield f"{module} imports {name}; drafts come from a decode.drafter.protocol.Drafter"
         if here == "checkpoint" and name.startswith("mtp_jax.model.") and not name.startswith(OF_MODEL):
             yield f"{module} imports {name}; of the model it may know only {' and '.join(OF_MODEL)}"
@@ -317,7 +326,7 @@ def test_faults_are_found(package, module, source):
         ),
         ("mtp_jax", "mtp_jax.model.trunk", "from . import layers\nfrom ..errors import ConfigError"),
         ("mtp_jax", "mtp_jax.checkpoint.hf", "from mtp_jax.model.params import Params"),
-        ("mtp_jax", "mtp_jax.decode.drafter.nextn", "from mtp_jax.model import nextn"),
+        ("mtp_jax", "mtp_jax.decode.drafter.build", "from mtp_jax.model import nextn"),
         ("serve", "serve.http.app", "from mtp_jax import LLM, RequestError"),
         ("serve", "serve.http.app", "from serve.http.access import Access\nfrom serve.routes import chat"),
     ],

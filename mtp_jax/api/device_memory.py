@@ -4,7 +4,7 @@ update: files or arrays -> the host, all checked -> in the place of the old ones
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import jax
@@ -16,10 +16,11 @@ from mtp_jax.decode.launches import AllocateCache, ReleaseCache
 from mtp_jax.engine.engine import Engine
 from mtp_jax.errors import ConfigError, EngineStopped, RequestError
 from mtp_jax.model.narrow import is_narrow, with_bits, without_bits
-from mtp_jax.model.params import NextN, Params, shapes
+from mtp_jax.model.params import Params, shapes
+from mtp_jax.model.specs import Drafting
 
 Tag = Literal["weights", "draft", "cache"]
-"""Parts of memory that can be released: the trunk's weights, the NextN layers', the cache."""
+"""Parts of memory that can be released: the trunk's weights, the drafter's, the cache."""
 
 _TAGS: tuple[Tag, ...] = get_args(Tag)
 
@@ -52,7 +53,7 @@ class DeviceMemory:
     def __init__(self, params: Params) -> None:
         self.params = params
         self.released: list[Tag] = []
-        self._known: list[Tag] = [tag for tag in _TAGS if tag != "draft" or params.nextn]
+        self._known: list[Tag] = [tag for tag in _TAGS if tag != "draft" or params.can_draft]
         self._shapes, self._sharding = shapes(params), jax.tree.map(lambda a: a.sharding, params)
         self._kept: dict[Tag, Any] = {}  # parts that are released, on the host
         self._updates = 0
@@ -106,12 +107,11 @@ class DeviceMemory:
     def replace(self, engine: Engine, new: Params, weight_version: str | None) -> None:
         """Replace the parameters, released or not, by parameters that are on the host.
 
-        new: the new parameters, without NextN layers if the old NextN layers stay. weight_version: name of
-            the new weights; None: the count of updates.
+        new: without parameters that draft if these stay. weight_version: None: the count of updates.
         """
-        self._place(engine, "weights", replace(new, nextn=()))
-        if new.nextn:
-            self._place(engine, "draft", new.nextn)
+        self._place(engine, "weights", new.with_drafts())
+        if new.can_draft:
+            self._place(engine, "draft", new.drafts)
         self._updates += 1
         engine.new_weights(str(self._updates) if weight_version is None else weight_version)
         self._wake(engine)
@@ -136,8 +136,8 @@ class DeviceMemory:
 
     def _set(self, engine: Engine, tag: Tag, part: PyTree) -> None:
         """Give this part to the engine."""
-        trunk, nextn = (part, self.params.nextn) if tag == "weights" else (self.params, part)
-        self.params = replace(trunk, nextn=nextn)
+        trunk, drafts = (part, self.params.drafts) if tag == "weights" else (self.params, part)
+        self.params = trunk.with_drafts(drafts)
         local_runner(engine).take(drafting(self.params, engine.config.num_speculative_tokens))
 
 
@@ -155,9 +155,9 @@ def _placed(w: PyTree, where: PyTree) -> PyTree:
 
 
 def drafting(params: Params, num_speculative_tokens: int) -> Params:
-    """Parameters of an engine: without speculation the NextN layers are left out and cost no memory."""
-    return params if num_speculative_tokens else replace(params, nextn=())
+    """Parameters of an engine: without speculation the drafter is left out and costs no memory."""
+    return params if num_speculative_tokens else params.with_drafts()
 
 
-def _part(params: Params, tag: Tag) -> Params | tuple[NextN, ...]:
-    return params.nextn if tag == "draft" else replace(params, nextn=())
+def _part(params: Params, tag: Tag) -> Params | Drafting:
+    return params.drafts if tag == "draft" else params.with_drafts()

@@ -26,7 +26,7 @@ def follow(model: str | Path | None = None, **rest: Any) -> int:
         raise ConfigError("follow() is for the ranks after the first; rank 0 makes an LLM")
     loaded = load_model(options, report)
     params = drafting(loaded.params, loaded.engine.num_speculative_tokens)
-    cfg = loaded.config if params.nextn else loaded.config.with_nextn(())
+    cfg = loaded.config if params.can_draft else loaded.config.without_drafts()
     with report.phase("allocate cache"):
         runner = make_runner(cfg, params, loaded.engine, options.mesh)
     with report.phase("follow"):

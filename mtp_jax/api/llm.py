@@ -81,7 +81,7 @@ class LLM:
             language = simulated_language(self.config, self._rates, self.tokenizer)
             return simulated_engine(self.config, config, language, self._seconds, self._grammars)
         params = drafting(self._memory.params, config.num_speculative_tokens)
-        cfg = self.config if params.nextn else self.config.with_nextn(())
+        cfg = self.config if params.can_draft else self.config.without_drafts()
         with self._report.phase("allocate cache"):
             runner = make_runner(cfg, params, config, self._mesh)
             return Engine(cfg, config, lead(runner, self._group), self._grammars)
@@ -253,9 +253,9 @@ class LLM:
         self.check_memory()
         if not self.engine.config.num_speculative_tokens:
             raise RequestError("draft needs num_speculative_tokens of 1 or more; the engine was made with 0")
-        if not self.engine.cfg.num_nextn_predict_layers:
+        if not self.engine.cfg.drafts:
             raise RequestError(
-                "draft needs a NextN layer; this model has none, its drafts are suffix matches"
+                "draft needs NextN layers or a head; this model has neither, its drafts are suffix matches"
             )
         if not isinstance(num_tokens, int) or not 1 <= num_tokens <= MAX_DRAFTS:
             raise RequestError(f"num_tokens = {num_tokens}; expected an integer from 1 to {MAX_DRAFTS}")
@@ -291,8 +291,8 @@ class LLM:
 
         Args:
             source: a folder of safetensors files, or arrays by the names that such files use.
-            draft_model: a folder with the NextN layers; None: they are in ``source``.
-            keep_draft: the NextN layers stay; ``source`` need not have them.
+            draft_model: a folder with the NextN layers or the draft head; None: they are in ``source``.
+            keep_draft: the drafter stays; ``source`` need not have it.
             weight_version: name of these weights in outputs; None: the count of updates.
             probe: prompts to complete before and after, for the acceptance length with the old weights and
                 the new weights; None: a few of our own, if the model has a tokenizer.

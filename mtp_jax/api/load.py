@@ -105,6 +105,7 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
             narrow="multiplied",
             mesh=options.mesh,
             num_nextn_layers=num_nextn_layers,
+            draft_captures=options.draft_captures,
             progress=update,
         )
     with report.phase("place"):
@@ -118,7 +119,7 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     if engine.memory_fraction is not None:
         with report.phase("size cache"):
             used = drafting(params, engine.num_speculative_tokens)
-            own = config if used.nextn else config.with_nextn(())
+            own = config if used.can_draft else config.without_drafts()
             engine, room = sized(own, used, engine, options.mesh, tokenizer is not None)
     config = _with_eos(config, tokenizer)
     return LoadedModel(config, engine, tokenizer, sampling, folders, params, on, room=room)
@@ -155,6 +156,7 @@ def _compare(options: LLMOptions, directory: Path, engine: EngineConfig, nextn: 
             "mesh": " ".join(f"{name}={n}" for name, n in mesh.shape.items()),
             "options": options_of(asdict(engine)),
             "NextN layers": str(nextn),
+            "draft_captures": str(options.draft_captures),
             "the checkpoint": folder_digest(directory),
             "draft_model": "none" if draft is None else folder_digest(Path(draft)),
         }

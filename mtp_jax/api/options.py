@@ -9,7 +9,7 @@ from mtp_jax.api.progress import Reporter
 from mtp_jax.engine.config import EngineConfig, EngineOptions
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
-from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.config import Captures, ModelConfig
 from mtp_jax.options import option
 
 if TYPE_CHECKING:
@@ -36,10 +36,16 @@ class LLMOptions(EngineOptions):
     _: KW_ONLY
     draft_model: str | Path | None = option(
         None,
-        "directory of NextN layers that were exported by themselves",
+        "directory of an EAGLE-3 head, or of NextN layers that were exported by themselves",
         kind=Path,
         unset="the model's own",
         metavar="DIR",
+    )
+    draft_captures: Captures | None = option(
+        None,
+        "whether the list of layers that a head reads counts their outputs or their inputs",
+        choices=get_args(Captures),
+        unset="outputs if it begins with 1",
     )
     num_nextn_layers: int | None = option(
         None,

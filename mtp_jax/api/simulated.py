@@ -23,6 +23,7 @@ def check_simulated(options: LLMOptions) -> None:
         "mesh": options.mesh is not None,
         "group (--hosts)": options.group is not None,
         "draft_model": options.draft_model is not None,
+        "draft_captures": options.draft_captures is not None,
         "suffix_drafts": options.suffix_drafts,
         "memory_fraction": options.memory_fraction is not None,
         "redundant_experts": options.redundant_experts > 0,

@@ -1,6 +1,6 @@
 """The subject of a measurement: a model in memory, engines over it, and prompts."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -47,7 +47,7 @@ class Subject:
         )
         if depth:
             return local_engine(self.config, self.params, sizes)
-        return local_engine(self.config.with_nextn(()), replace(self.params, nextn=()), sizes)
+        return local_engine(self.config.without_drafts(), self.params.with_drafts(), sizes)
 
 
 def directory_of(model: str) -> Path:

@@ -11,6 +11,7 @@ from mtp_jax.checkpoint.read import Loaded, Progress, load_folder
 from mtp_jax.checkpoint.summary import Summary, summarise
 from mtp_jax.checkpoint.write import export_nextn, save_checkpoint
 from mtp_jax.errors import ConfigError
+from mtp_jax.model.config import Captures
 from mtp_jax.model.device import is_hopper, platform
 from mtp_jax.model.sharding import with_auto_axes
 
@@ -40,14 +41,15 @@ def load(
     narrow: NarrowWeights | None = None,
     mesh: Mesh | None = None,
     num_nextn_layers: int | None = None,
+    draft_captures: Captures | None = None,
     progress: Progress | None = None,
 ) -> Loaded:
     """Load a model.
 
     Args:
         model_dir: a folder in Hugging Face layout, or a folder written by ``mtp-jax convert``.
-        draft_model: a folder with the NextN layers: in place, lmsys NextN or xLLM export. None: the layers of
-            ``model_dir``.
+        draft_model: a folder with the NextN layers (in place, lmsys NextN or xLLM export) or with an EAGLE-3
+            head. None: the layers of ``model_dir``.
         dtype: "float32" or "bfloat16", of everything but norms and routers, which are float32.
         narrow: "keep": weights in FP8 or int4, and for float32 weights in bfloat16, stay so in memory
             (``model.narrow``); "dequantise": they become ``dtype``; "multiplied": weights stay that the
@@ -56,6 +58,8 @@ def load(
             but on a CPU only int4, as arrays are easier to work with. An Orbax folder holds none.
         mesh: devices to place the parameters on; each device reads only its part. None: one device.
         num_nextn_layers: how many NextN layers to load; 0 for none, None for all.
+        draft_captures: whether a head's list of taps counts "outputs" of the trunk's layers or "inputs";
+            None: outputs if it begins with 1, as SGLang and vLLM read it.
         progress: called with (bytes read, bytes to read) after every array.
     Raises:
         ConfigError: an unsupported model, or one that does not divide over the mesh.
@@ -81,9 +85,10 @@ def load(
             keep=keep,
             mesh=mesh,
             num_nextn_layers=num_nextn_layers,
+            draft_captures=draft_captures,
             progress=progress,
         )
-    check_no_draft(model_dir, draft_model)
+    check_no_draft(model_dir, draft_model if draft_captures is None else "draft_captures")
     loaded = restore(model_dir, mesh, dtype, num_nextn_layers)
     if progress:
         progress(loaded.bytes_read, loaded.bytes_read)

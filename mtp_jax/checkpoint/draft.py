@@ -1,4 +1,4 @@
-"""NextN layers: their place in the three layouts in use, and their names in the release.
+"""Parameters that draft beside the trunk: NextN layers in the three layouts in use, or an EAGLE-3 head.
 
 * in place: ``model.layers.{L + k}.*``, beside the trunk's layers or alone;
 * lmsys NextN (SGLang's export): ``model.layers.{k}.*``;
@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from mtp_jax.checkpoint.folder import Folder, open_folder, shortlist
+from mtp_jax.checkpoint.head import check_ids, head_config, head_tensors, is_head
 from mtp_jax.checkpoint.safetensors_file import Tensor
-from mtp_jax.errors import CheckpointError
-from mtp_jax.model.config import IndexerConfig, ModelConfig
+from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.model.config import Captures, Eagle3Config, IndexerConfig, ModelConfig
+from mtp_jax.model.hf_config import read_json
 
-IN_PLACE, LMSYS, XLLM = "in place", "lmsys NextN", "xLLM export"
+IN_PLACE, LMSYS, XLLM, EAGLE = "in place", "lmsys NextN", "xLLM export", "EAGLE-3"
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.(.+)")
 _ONLY_NEXTN = re.compile(r"model\.(?:layers\.(\d{1,9})\.)?(?:enorm|hnorm|eh_proj|shared_head)\..+")
@@ -24,20 +26,21 @@ _XLLM_SPECIAL = re.compile(r"model\.((?:enorm|hnorm|eh_proj|shared_head|embed_to
 FREE = {
     "num_hidden_layers", "first_k_dense_replace", "moe_layer_freq", "num_nextn_predict_layers", "nextn_moe",
     "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_ids", "dtype", "fp8",
-    "int4_group",
+    "int4_group", "drafter",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Draft:
-    """The NextN layers of a model.
+    """The NextN layers of a model, or a draft head.
 
     Attributes:
-        folder: the folder with the NextN layers.
-        layout: IN_PLACE, LMSYS or XLLM.
-        tensors: tensors of the NextN layers under the names of the release.
+        folder: the folder with the NextN layers or the head.
+        layout: IN_PLACE, LMSYS or XLLM; EAGLE-3 of a head.
+        tensors: their tensors under the names of the release, of a head under the names of ``specs``.
         config: the configuration in this folder's config.json, which says how these weights are stored.
         unknown: tensors in the folder that do not belong to the layout.
+        head: the head; None of NextN layers.
     """
 
     folder: Path
@@ -45,6 +48,7 @@ class Draft:
     tensors: dict[str, Tensor]
     config: ModelConfig
     unknown: dict[str, Tensor] = field(default_factory=dict)
+    head: Eagle3Config | None = None
 
 
 def layer_of(name: str) -> int | None:
@@ -87,12 +91,25 @@ def _of_layer(cfg: ModelConfig, name: str) -> object:
     return replace(value, shared=()) if isinstance(value, IndexerConfig) else value
 
 
-def open_draft(path: str | Path, cfg: ModelConfig) -> Draft:
-    """The NextN layers of a separate folder for the model of ``cfg``; the layout is told from the tensors.
+def open_draft(path: str | Path, cfg: ModelConfig, captures: Captures | None = None) -> Draft:
+    """The NextN layers or the head of a separate folder for the model of ``cfg``.
 
-    Raises CheckpointError for a folder without NextN layers, or whose layers do not fit the model.
+    The layout of NextN layers is told from the tensors. captures: see ``head_config``. Raises CheckpointError
+    for a folder without NextN layers, or whose layers do not fit the model; ConfigError for a head that does
+    not.
     """
     folder = open_folder(path)
+    raw = read_json(folder.path / "config.json")
+    try:
+        if is_head(raw):
+            tensors = head_tensors(folder)
+            head = head_config(raw, cfg, tensors, captures)
+            check_ids(tensors, cfg.vocab_size)
+            return Draft(folder.path, EAGLE, tensors, head.layer, head=head)
+    except ConfigError as e:
+        raise ConfigError(f"{folder.path}: {e}") from e
+    if captures is not None:
+        raise ConfigError(f"draft_captures = {captures!r}, but {path} has NextN layers, which read no taps")
     own = ModelConfig.from_file(folder.path / "config.json")
     pairs = ((f.name, _of_layer(own, f.name), _of_layer(cfg, f.name)) for f in fields(cfg))
     differing = [

@@ -13,9 +13,10 @@ from mtp_jax.errors import CheckpointError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.hf_quantization import FP8_BLOCK, INT4_PER_WORD
 from mtp_jax.model.narrow import Bf16, Fp8, Int4, Narrow
-from mtp_jax.model.specs import Spec, columns_spec, scale_spec
+from mtp_jax.model.spec import Spec, columns_spec, scale_spec
 
 PLAIN = ("F32", "BF16", "F16")
+IDS = ("I64", "I32")
 
 Tensors = Mapping[str, Tensor]
 

@@ -20,7 +20,7 @@ from mtp_jax.checkpoint.folder import read_config, text_files
 from mtp_jax.checkpoint.read import Loaded, Progress, load_folder
 from mtp_jax.checkpoint.write import check_no_narrow, new_folder, write_json
 from mtp_jax.errors import CheckpointError, ConfigError
-from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.config import Captures, ModelConfig
 from mtp_jax.model.hf_config import read_json
 from mtp_jax.model.params import Params, Spec, dtype_of, param_specs, type_of
 from mtp_jax.model.sharding import check_divisible, param_sharding, with_auto_axes
@@ -53,15 +53,17 @@ class About:
             raise CheckpointError(
                 f"num_nextn_layers = {kept}, but {path} has {present} NextN layers; expected 0 to {present}"
             )
+        if self.config.drafter and num_nextn_layers == 0:  # a server that does not draft
+            return About(self.config.without_drafts(), self.specs.with_drafts(), self.dtype)
         specs = replace(self.specs, nextn=self.specs.nextn[:kept])
         return About(self.config.with_nextn(self.config.nextn_moe[:kept]), specs, self.dtype)
 
 
 def check_no_draft(path: str | Path, draft_model: str | Path | None) -> None:
-    """Raises CheckpointError if NextN layers of elsewhere are given for a folder of Orbax."""
+    """Raises CheckpointError if a drafter of elsewhere is given for a folder of Orbax."""
     if draft_model is not None:
         raise CheckpointError(
-            f"{path} is an Orbax folder, which holds its own NextN layers: draft_model = {draft_model} "
+            f"{path} is an Orbax folder, which holds its own drafter: draft_model = {draft_model} "
             "has no place in it; give draft_model to `mtp-jax convert` instead"
         )
 
@@ -157,6 +159,7 @@ def convert(
     draft_model: str | Path | None = None,
     *,
     num_nextn_layers: int | None = None,
+    draft_captures: Captures | None = None,
     dtype: str = "bfloat16",
     mesh: Mesh | None = None,
     progress: Progress | None = None,
@@ -171,6 +174,7 @@ def convert(
         model_dir,
         draft_model,
         num_nextn_layers=num_nextn_layers,
+        draft_captures=draft_captures,
         dtype=dtype,
         mesh=mesh,
         progress=progress,

@@ -2,19 +2,20 @@
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mtp_jax.checkpoint.draft import Draft, in_place, layer_of, nextn_layers, open_draft
 from mtp_jax.checkpoint.folder import Folder, open_folder, read_config, shortlist
-from mtp_jax.checkpoint.formats import FORMATS, PLAIN, SUFFIXES, Format, format_of, spec_names
+from mtp_jax.checkpoint.formats import FORMATS, IDS, PLAIN, SUFFIXES, Format, format_of, spec_names
 from mtp_jax.checkpoint.safetensors_file import Tensor
-from mtp_jax.errors import CheckpointError
-from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.specs import Params, leaves, may_be_narrow, param_specs
+from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.model.config import Captures, ModelConfig
+from mtp_jax.model.spec import leaves, may_be_narrow
+from mtp_jax.model.specs import EAGLE3, Params, param_specs
 
 _IGNORABLE = re.compile(r".*rotary_emb\.inv_freq")
-HEAD = "lm_head.weight"
+HEAD, HEAD_EMBED = "lm_head.weight", f"{EAGLE3}.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Plan:
         tensors: tensors that will be read, scales included, by name in the release.
         duplicates: tensor that may be a copy of another: name -> name of the trunk's.
         architecture: model_type of config.json.
-        layout: layout of the NextN layers, None without any.
+        layout: layout of the NextN layers or of the head, None without any.
         files: every safetensors file that is involved.
         unread: tensors of other parts of a multimodal model, which are left where they are.
     """
@@ -45,6 +46,13 @@ class Plan:
         copies = (nextn_copies(first, k) for k in range(count))
         return param_specs(self.config, [(embed in own, head in own) for embed, head in copies])
 
+    def keeping(self, own: frozenset[str]) -> "Plan":
+        """The plan whose draft head has an embedding of its own only if it differs; own: as in ``specs``."""
+        head = self.config.drafter
+        if head is None or HEAD_EMBED not in self.duplicates or HEAD_EMBED in own:
+            return self
+        return replace(self, config=replace(self.config, drafter=replace(head, embeds=False)))
+
 
 def nextn_copies(trunk_layers: int, k: int) -> tuple[str, str]:
     """Names of the copies of embedding and head that NextN layer ``k`` may carry."""
@@ -59,22 +67,36 @@ def copied_from(cfg: ModelConfig, copy: str) -> str:
 
 
 def make_plan(
-    model_dir: str | Path, draft_model: str | Path | None = None, num_nextn_layers: int | None = None
+    model_dir: str | Path,
+    draft_model: str | Path | None = None,
+    num_nextn_layers: int | None = None,
+    draft_captures: Captures | None = None,
 ) -> Plan:
     """Read config and headers and match them.
 
     Args:
         model_dir: folder in Hugging Face layout.
-        draft_model: folder with the NextN layers; None: the layers in ``model_dir``.
-        num_nextn_layers: how many NextN layers to load; None: all.
+        draft_model: folder with the NextN layers or a draft head; None: the layers in ``model_dir``.
+        num_nextn_layers: how many NextN layers to load; None: all, or none beside a head.
+        draft_captures: meaning of a head's list of taps, see ``head_config``.
     Raises:
-        ConfigError: an unsupported model.
+        ConfigError: an unsupported model or head, or NextN layers asked for beside a head.
         CheckpointError: one error with everything that does not match.
     """
     cfg, raw = read_config(model_dir)
     folder = open_folder(model_dir)
     own = in_place(folder, cfg)
-    draft = own if draft_model is None else open_draft(draft_model, cfg)
+    if draft_captures is not None and draft_model is None:
+        raise ConfigError(f"draft_captures = {draft_captures!r} without a draft_model that is a head")
+    draft = own if draft_model is None else open_draft(draft_model, cfg, draft_captures)
+    if draft.head is not None:
+        if num_nextn_layers:
+            raise ConfigError(
+                f"num_nextn_layers = {num_nextn_layers} beside the head of {draft.folder}; leave one of "
+                "them out"
+            )
+        cfg = replace(cfg.with_nextn(()), drafter=draft.head)
+        return match(cfg, folder, draft, architecture=str(raw.get("model_type", "deepseek_v3")))
     declared = raw.get("num_nextn_predict_layers") if draft_model is None else None
     wanted = _count_nextn(cfg, draft, declared, num_nextn_layers)
     cfg = cfg.with_nextn(tuple(_is_moe(cfg, k, draft.tensors) for k in range(wanted)))
@@ -102,19 +124,21 @@ def match(
     copies = [name for k in range(wanted) for name in nextn_copies(cfg.num_hidden_layers, k)]
     if cfg.tie_word_embeddings:
         copies.append(HEAD)
+    if cfg.drafter and cfg.drafter.layer.hidden_size == cfg.hidden_size:
+        copies.append(HEAD_EMBED)
     duplicates = {name: copied_from(cfg, name) for name in copies if name in found}
 
     check = _Accounting(cfg, found, dict.fromkeys(draft.tensors, draft.config))
     for spec in leaves(param_specs(cfg)):
         for name in spec_names(spec).flat:
-            check.expect(name, spec.tensor_shape)
+            check.expect(name, spec.tensor_shape, IDS if spec.ids else PLAIN)
     for name in duplicates:
         check.expect(name, (cfg.vocab_size, cfg.hidden_size))
     rest = {n: t for n, t in found.items() if n not in check.used and n not in unread} | draft.unknown
     unexpected = [t for n, t in rest.items() if not _IGNORABLE.fullmatch(n)]
     check.finish(folder.path, draft.folder, unexpected)
     files = sorted({t.file.path for t in found.values()})
-    layout = draft.layout if wanted else None
+    layout = draft.layout if wanted or draft.head else None
     tensors = {n: found[n] for n in check.used}
     return Plan(cfg, tensors, duplicates, architecture, layout, tuple(files), folder.unread)
 
@@ -167,7 +191,7 @@ class _Accounting:
         self.missing: dict[str, None] = {}
         self.wrong: list[str] = []
 
-    def expect(self, name: str, shape: tuple[int, ...]) -> None:
+    def expect(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = PLAIN) -> None:
         """A weight that must be there with this shape, stored in a way that it may be."""
         if name in self.seen:
             return
@@ -180,9 +204,9 @@ class _Accounting:
                 self.wrong.append(
                     f"{tensor} has shape {list(tensor.shape)}; expected {list(shape)} from config.json"
                 )
-            if tensor.dtype not in PLAIN:
+            if tensor.dtype not in dtypes:
                 also = ("F8_E4M3",) if may_be_narrow(name) else ()
-                allowed = ", ".join((*PLAIN, *also))
+                allowed = ", ".join((*dtypes, *also))
                 self.wrong.append(f"{tensor} has dtype {tensor.dtype}; expected one of {allowed}")
 
     def _find(self, name: str) -> Tensor | None:
@@ -221,7 +245,7 @@ class _Accounting:
                 )
         if not (self.missing or self.wrong or unexpected):
             return
-        where = str(folder) if draft == folder else f"{folder} with NextN layers of {draft}"
+        where = str(folder) if draft == folder else f"{folder} with drafts of {draft}"
         lines = [f"{where}: the tensors do not match config.json"]
         lines += [f"missing ({len(self.missing)}): {shortlist(self.missing)}"] if self.missing else []
         lines += [f"unexpected ({len(unexpected)}): {_by_file(unexpected)}"] if unexpected else []
@@ -262,13 +286,13 @@ def _hints(cfg: ModelConfig, found: dict[str, Tensor], missing: Collection[str])
         key = "first_k_dense_replace"
         got = f"the layers with experts are {shortlist(map(str, moe)) or 'none'}"
         out.append(say(key, f"{cfg.first_k_dense_replace} (moe_layer_freq {cfg.moe_layer_freq})", got))
-    if cfg.grouped is None and any("self_attn.q_proj.weight" in n for n in missing):
+    if cfg.gqa is None and any("self_attn.q_proj.weight" in n for n in missing):
         out.append(say("q_lora_rank", "null", "the tensors have no q_proj.weight"))
     if any("self_attn.q_a_proj.weight" in n for n in missing):
         out.append(say("q_lora_rank", cfg.q_lora_rank, "the tensors have no q_a_proj.weight"))
     if HEAD in missing:
         out.append(say("tie_word_embeddings", "false", f"the tensors have no {HEAD}"))
-    if g := cfg.grouped:
+    if g := cfg.gqa:
         for key, declared, name in (
             ("use_qk_norm", g.qk_norm, "q_norm.weight"),
             ("attention_bias", g.bias, "q_proj.bias"),

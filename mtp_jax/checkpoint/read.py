@@ -18,7 +18,7 @@ from mtp_jax.checkpoint.formats import SUFFIXES, Stored, format_of, spec_names, 
 from mtp_jax.checkpoint.plan import HEAD, Plan, make_plan
 from mtp_jax.checkpoint.safetensors_file import DTYPES, Tensor
 from mtp_jax.errors import CheckpointError, ConfigError
-from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.config import Captures, ModelConfig
 from mtp_jax.model.device import platform
 from mtp_jax.model.narrow import Fp8, Narrow, with_bits
 from mtp_jax.model.params import Params, Spec, dtype_of, type_of
@@ -49,6 +49,7 @@ def load_folder(
     keep: Collection[str] = (),
     mesh: Mesh | None = None,
     num_nextn_layers: int | None = None,
+    draft_captures: Captures | None = None,
     progress: Progress | None = None,
 ) -> Loaded:
     """Load a folder in Hugging Face layout; see ``mtp_jax.checkpoint.load``.
@@ -57,10 +58,10 @@ def load_folder(
     """
     if dtype not in type_of:
         raise ConfigError(f"dtype {dtype!r} is not supported; expected one of {', '.join(type_of)}")
-    plan = make_plan(model_dir, draft_model, num_nextn_layers)
+    plan = make_plan(model_dir, draft_model, num_nextn_layers, draft_captures)
     check_divisible(plan.config, mesh)
     own = frozenset(name for name in plan.duplicates if not is_copy(plan, name))
-    return load_plan(plan, own, dtype, keep, partial(_place, mesh=mesh), mesh, progress)
+    return load_plan(plan.keeping(own), own, dtype, keep, partial(_place, mesh=mesh), mesh, progress)
 
 
 Place = Callable[[Spec, Mapping[str, Tensor], Any], Any]

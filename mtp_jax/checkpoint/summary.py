@@ -24,10 +24,11 @@ from mtp_jax.checkpoint.orbax_store import check_no_draft, is_orbax, read_about
 from mtp_jax.checkpoint.plan import make_plan
 from mtp_jax.checkpoint.safetensors_file import DTYPES, Tensor
 from mtp_jax.errors import ConfigError
-from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.config import Captures, Eagle3Config, ModelConfig
 from mtp_jax.model.params import type_of
 from mtp_jax.model.sharding import check_divisible
-from mtp_jax.model.specs import Params, Spec, leaves, param_specs, parameter_counts
+from mtp_jax.model.spec import Spec, leaves
+from mtp_jax.model.specs import Params, param_specs, parameter_counts
 
 _NARROW, _ON_CPU = (frozenset(s.name for s in kinds) for kinds in (FORMATS, STORED))
 
@@ -48,19 +49,20 @@ class Summary:
     Attributes:
         architecture: model_type of config.json.
         config: the model, with the NextN layers that are present.
-        nextn_layout: where the NextN layers are: "in place", "lmsys NextN", "xLLM export", "Orbax", or
+        nextn_layout: where the drafter is: "in place", "lmsys NextN", "xLLM export", "Orbax", "EAGLE-3" or
             "declared" where there is no tensor at all; None without any.
         files: how many safetensors files there are.
         stored: tensors on disk that will be read, by dtype ("BF16", "F8_E4M3", ...).
         parameters: number in the trunk, embedding and head included (a tied one once).
         active_parameters: number in the trunk that one token uses.
-        nextn_parameters: number in the NextN layers without copies of the trunk's embedding and head.
+        nextn_parameters: number in the NextN layers without copies of the trunk's embedding and head, or in
+            the draft head.
         weight_bytes: memory for all parameters, by engine dtype, and where weights are narrow by their format
             ("fp8", "int4"): weights in a narrow format stay in it, the rest is bfloat16.
         weight_bytes_per_device: the same, of each device of a 1 x N mesh.
         weight_bytes_on_cpu: memory for all parameters on a CPU. An engine there computes in float32, but
             projections, embedding and head stay in memory as they are stored.
-        cache_bytes_per_token: cache of all layers, NextN included, by engine dtype and as FP8 rows.
+        cache_bytes_per_token: cache of all layers, the drafter's included, by engine dtype and as FP8 rows.
         unread: tensors of a multimodal checkpoint outside its text model, which are not read, by part.
     """
 
@@ -97,12 +99,13 @@ class Summary:
             "layers": f"{c.num_hidden_layers} ({c.num_hidden_layers - moe} dense, {moe} MoE)",
             "experts": experts if moe or any(c.nextn_moe) else "none",
             "hidden, heads": f"{c.hidden_size}, {c.num_attention_heads}"
-            + (f" in {c.grouped.kv_heads} groups" if c.grouped else ""),
+            + (f" in {c.gqa.kv_heads} groups" if c.gqa else ""),
             "vocabulary": f"{c.vocab_size:,}{' (tied)' if c.tie_word_embeddings else ''}",
             "context": f"{c.max_position_embeddings:,} tokens",
             "NextN layers": f"{len(c.nextn_moe)} ({kinds}; {self.nextn_layout})" if c.nextn_moe else "none",
+            **({"draft head": _head(c.drafter, self.nextn_layout)} if c.drafter else {}),
             "parameters": f"{self.parameters:,} ({self.active_parameters:,} active per token)",
-            "NextN parameters": f"{self.nextn_parameters:,}",
+            "draft parameters" if c.drafter else "NextN parameters": f"{self.nextn_parameters:,}",
             "on disk": f"{_size(self.stored_bytes)}: {', '.join(stored)}" if stored else "no weights",
             "memory for weights": by_dtype(self.weight_bytes),
             "weights on a CPU": f"{_size(self.weight_bytes_on_cpu)}, computed with in float32",
@@ -112,6 +115,12 @@ class Summary:
             parts = (f"{name} ({s.tensors:,} tensors, {_size(s.nbytes)})" for name, s in self.unread.items())
             rows["not read"] = ", ".join(parts)
         return "\n".join(f"{name:<20}{value}" for name, value in rows.items())
+
+
+def _head(head: Eagle3Config, layout: str | None) -> str:
+    kind = "GQA" if head.layer.gqa else "MLA"
+    taps = ", ".join(map(str, head.taps))
+    return f"{layout}, {kind}, {head.layer.vocab_size:,} tokens; reads the stream after layers {taps}"
 
 
 def by_dtype(nbytes: dict[str, int]) -> str:
@@ -124,11 +133,13 @@ def summarise(
     draft_model: str | Path | None = None,
     num_nextn_layers: int | None = None,
     devices: int = 1,
+    draft_captures: Captures | None = None,
 ) -> Summary:
     """Check a folder in Hugging Face layout, or an Orbax folder, and count its tensors; no weights are read.
 
     A folder without weights is described as its config.json declares it. num_nextn_layers: how many NextN
-    layers to count; None for all. devices: of the mesh that weights are split over.
+    layers to count; None for all. devices: of the mesh that weights are split over. draft_captures: as for
+    ``load``.
     Raises ConfigError or CheckpointError as ``load`` would, and ConfigError for a model that does not divide
     over the devices.
     """
@@ -142,7 +153,7 @@ def summarise(
         return _summary("deepseek_v3", about.config, about.specs, "Orbax", 0, stored, devices)
     if draft_model is None and _has_no_weights(Path(model_dir)):
         return _declared(Path(model_dir), num_nextn_layers, devices)
-    plan = make_plan(model_dir, draft_model, num_nextn_layers)
+    plan = make_plan(model_dir, draft_model, num_nextn_layers, draft_captures)
     for t in plan.tensors.values():
         _add(stored, t.dtype, math.prod(t.shape), t.nbytes)
     specs, layout = param_specs(plan.config), plan.layout
@@ -222,6 +233,9 @@ def _summary(
     total, active, nextn = parameter_counts(cfg)
     layers = cfg.num_hidden_layers + cfg.num_nextn_predict_layers
 
+    def of_head(dtype: str) -> int:
+        return cfg.drafter.layer.cache_bytes(0, dtype) if cfg.drafter else 0
+
     def narrow(spec: Spec, among: Collection[str] = _NARROW, others: str = "bfloat16") -> int:
         return sum(a.nbytes for a in kept(spec, among)) or spec.nbytes(others)
 
@@ -231,7 +245,7 @@ def _summary(
     return Summary(
         architecture=architecture,
         config=cfg,
-        nextn_layout=layout if cfg.nextn_moe else None,
+        nextn_layout=layout if cfg.drafts else None,
         files=files,
         stored=stored,
         parameters=total,
@@ -243,7 +257,8 @@ def _summary(
         },
         weight_bytes_on_cpu=sum(narrow(s, _ON_CPU, "float32") for s in specs),
         cache_bytes_per_token={
-            dtype: sum(cfg.cache_bytes(i, dtype) for i in range(layers)) for dtype in (*type_of, "fp8")
+            dtype: sum(cfg.cache_bytes(i, dtype) for i in range(layers)) + of_head(dtype)
+            for dtype in (*type_of, "fp8")
         },
         unread=unread or {},
     )

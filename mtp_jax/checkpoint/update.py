@@ -8,12 +8,12 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-from mtp_jax.checkpoint.draft import FREE, in_place, open_draft
+from mtp_jax.checkpoint.draft import FREE, Draft, in_place, open_draft
 from mtp_jax.checkpoint.folder import Folder, as_folder, open_folder, read_config, shortlist
 from mtp_jax.checkpoint.formats import STORED
 from mtp_jax.checkpoint.int4 import PACKED
 from mtp_jax.checkpoint.orbax_store import is_orbax
-from mtp_jax.checkpoint.plan import Plan, copied_from, match, nextn_copies, unread_layers
+from mtp_jax.checkpoint.plan import HEAD_EMBED, Plan, copied_from, match, nextn_copies, unread_layers
 from mtp_jax.checkpoint.read import is_copy, load_plan, on_host
 from mtp_jax.checkpoint.safetensors_file import hold
 from mtp_jax.errors import CheckpointError, ConfigError
@@ -55,16 +55,34 @@ def read_update(
         raise ConfigError("keep_draft and draft_model exclude each other; leave one of them out")
     folder, given = _open(source, cfg)
     if keep_draft:
-        given, now = given.with_nextn(()), replace(now, nextn=())
-    draft = in_place(folder, given) if draft_model is None else open_draft(draft_model, given)
+        given, now = given.without_drafts(), now.with_drafts()
+    draft = _draft(folder, given, draft_model)
     plan = match(given, folder, draft, unread_layers(given, draft, given.num_nextn_predict_layers))
     own = _own_copies(now)
     _share(plan, own)
+    plan = plan.keeping(own)
     kept = {type(x) for x in jax.tree.leaves(now, is_leaf=is_narrow)}
     loaded = load_plan(plan, own, dtype, {s.name for s in STORED if s.kept in kept}, on_host)
     now, new = (jax.tree.map(without_bits, p, is_leaf=is_narrow) for p in (now, loaded.params))
     _check_same(now, new)
     return new
+
+
+def _draft(folder: Folder, cfg: ModelConfig, draft_model: str | Path | None) -> Draft:
+    """The drafter's tensors, of the update itself or of a folder. Raises CheckpointError, ConfigError."""
+    head = cfg.drafter
+    if draft_model is None:
+        if head is not None:
+            raise ConfigError(
+                "the loaded model drafts with a head that has a folder of its own; give draft_model=, or "
+                "keep_draft=True"
+            )
+        return in_place(folder, cfg)
+    draft = open_draft(draft_model, cfg)
+    found = draft.head and head and replace(draft.head, taps=head.taps, embeds=head.embeds)
+    if found != head:
+        raise CheckpointError(f"{draft_model} does not fit the loaded drafter, {head}: it is {draft.head}")
+    return draft
 
 
 def _open(source: Source, cfg: ModelConfig) -> tuple[Folder, ModelConfig]:
@@ -101,6 +119,8 @@ def _own_copies(now: Params) -> frozenset[str]:
     for k, layer in enumerate(now.nextn):
         embed, head = nextn_copies(len(now.layers), k)
         names |= {name for name, table in ((embed, layer.embed), (head, layer.head)) if table is not None}
+    if now.drafter is not None and now.drafter.embed is not None:
+        names.add(HEAD_EMBED)
     return frozenset(names)
 
 

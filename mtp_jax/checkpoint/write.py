@@ -60,6 +60,8 @@ def save_checkpoint(
     if dtype not in type_of:
         raise ConfigError(f"dtype {dtype!r} is not supported; expected one of {', '.join(type_of)}")
     check_no_narrow(params)
+    if params.drafter is not None:
+        raise CheckpointError("a draft head is not written: it stays in the folder that it was loaded from")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     shards = _split(_pieces(cfg, params, dtype), max_shard_bytes)
@@ -114,7 +116,7 @@ def export_nextn(model_dir: str | Path, out_dir: str | Path) -> None:
     file = "nextn_layer_parameters.safetensors"
     write_file(out / file, pieces)
     _write_index(out, {file: pieces})
-    family = "Glm4Moe" if plan.config.grouped else "DeepseekV3"
+    family = "Glm4Moe" if plan.config.gqa else "DeepseekV3"
     changes = {"num_hidden_layers": layers, "architectures": [f"{family}ForCausalLMNextN"]}
     raw = read_config(model_dir)[1]
     write_json(out / "config.json", {k: v for k, v in raw.items() if k not in _OF_TRUNK_LAYERS} | changes)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mtp_jax.api.progress import Terminal
 from mtp_jax.commands import show
-from mtp_jax.commands.options import model_dir
+from mtp_jax.commands.options import add_captures, captures, model_dir
 from mtp_jax.commands.parser import Parser, Subparsers, folder, mesh_shape
 
 
@@ -29,7 +29,8 @@ def register(subparsers: Subparsers) -> None:
     )
     _add_model(convert)
     convert.add_argument("out", type=Path, help="an empty or a new directory")
-    convert.add_argument("--draft-model", type=Path, metavar="DIR", help="NextN layers to take along")
+    convert.add_argument("--draft-model", type=Path, metavar="DIR", help="a drafter to take along")
+    add_captures(convert)
     convert.add_argument(
         "--num-nextn-layers", type=int, metavar="N", help="NextN layers to take along (default: all)"
     )
@@ -69,6 +70,7 @@ def run_convert(args: argparse.Namespace) -> int:
             args.out,
             args.draft_model,
             num_nextn_layers=args.num_nextn_layers,
+            draft_captures=captures(args),
             dtype=args.dtype,
             mesh=mesh,
             progress=update,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtp_jax.commands import show
-from mtp_jax.commands.options import model_dir
+from mtp_jax.commands.options import add_captures, captures, model_dir
 from mtp_jax.commands.parser import Subparsers, add_model, positive, positive_number
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
@@ -31,8 +31,9 @@ def register(subparsers: Subparsers) -> None:
     )
     add_model(parser, "directory (default: the demo model)")
     parser.add_argument(
-        "--draft-model", type=Path, metavar="DIR", help="NextN layers in a directory of their own"
+        "--draft-model", type=Path, metavar="DIR", help="NextN layers or a head in a directory of their own"
     )
+    add_captures(parser)
     parser.add_argument(
         "--num-nextn-layers", type=int, metavar="N", help="NextN layers to count (default: all)"
     )
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     from mtp_jax.checkpoint.summary import by_dtype
 
     directory = model_dir(args)
-    summary = summarise(directory, args.draft_model, args.num_nextn_layers, args.gpus)
+    summary = summarise(directory, args.draft_model, args.num_nextn_layers, args.gpus, captures(args))
     tokenizer, room = Tokenizer.from_dir(directory), _room(args, summary)
     if args.json:
         show.write(json.dumps(_object(summary, tokenizer, room), indent=2) + "\n")

@@ -19,6 +19,7 @@ from mtp_jax.commands.parser import Parser, add_model, biases, integers, mesh_sh
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.json_object import JsonObject
+from mtp_jax.model.config import Captures, ModelConfig
 from mtp_jax.model.hf_config import missing_folder, read_json
 from mtp_jax.options import Option, declared
 from mtp_jax.text.grammar import StructuredOutput
@@ -42,11 +43,12 @@ _READ = {
 _JAX_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _OF_MANY = ("n", "logprobs", "prompt_logprobs")
 _NEED_TEMPERATURE = ("top_p", "top_k", "min_p", "seed", "drafting", "verifier")
-_NEED_DRAFTS = ("draft_model", "num_nextn_layers", "drafting", "adaptive_depth")
+_NEED_DRAFTS = ("draft_model", "draft_captures", "num_nextn_layers", "drafting", "adaptive_depth")
 _MOST_SLOTS = 8
 _SUBJECTS = {
     "model": (
         "draft_model",
+        "draft_captures",
         "num_nextn_layers",
         "mesh",
         "dtype",
@@ -156,6 +158,16 @@ def chosen(args: argparse.Namespace, cls: type[_T], without: Collection[str] = (
     return cls(**own | {name: value for name, value in given(args, cls).items() if name not in without})
 
 
+def add_captures(parser: Parser) -> None:
+    """The option for the taps of a draft head, for a command that makes no ``LLM``."""
+    add_options(parser, LLMOptions, {"draft_captures"})
+
+
+def captures(args: argparse.Namespace) -> Captures | None:
+    """The value of the option that ``add_captures`` declares."""
+    return given(args, LLMOptions).get("draft_captures")
+
+
 def add_sampling(parser: Parser, max_tokens: int, several: bool) -> None:
     """Options of SamplingParams; ``several``: options for many completions and for scores, too."""
     parser.set_defaults(default_max_tokens=max_tokens)
@@ -255,15 +267,20 @@ def ready(report: Reporter, llm: "LLM") -> None:
     if not isinstance(report, Terminal):
         return
     engine, c = llm.engine.config, llm.config
-    layers = f"{c.num_nextn_predict_layers} NextN layer{'s' if c.num_nextn_predict_layers != 1 else ''}"
     pages = llm.engine.pages * llm.engine.shards
     cache = "FP8 cache" if engine.kv_cache_dtype == "fp8" else "cache"
     report.ready(
-        f"{c.num_hidden_layers} layers and {layers} in {engine.dtype}, "
+        f"{c.num_hidden_layers} layers and {drafter(c)} in {engine.dtype}, "
         f"{depth(llm)}, {cache} for {pages * engine.page_size:,} tokens, "
         f"{engine.max_num_seqs} at a time{f' ({llm.room})' if llm.room else ''}"
         + (f"; {described(llm.sampling_defaults)}" if llm.sampling_defaults else "")
     )
+
+
+def drafter(c: ModelConfig) -> str:
+    """The drafter of a model, for people: "1 NextN layer", "an EAGLE-3 head"."""
+    layers = c.num_nextn_predict_layers
+    return "an EAGLE-3 head" if c.drafter else f"{layers} NextN layer{'s' * (layers != 1)}"
 
 
 def depth(llm: "LLM") -> str:

@@ -16,6 +16,7 @@ from mtp_jax.commands.options import (
     add_options,
     chosen,
     depth,
+    drafter,
     open_llm,
     reporter,
 )
@@ -132,8 +133,7 @@ def summary(allm: "AsyncLLM", settings: Settings, address: str, handover: "Hando
     c, model = about.engine, about.model
     tokens, (first, rest) = allm.stats().pages_total * c.page_size, llm.engine.warm_up_keys()
     size = llm.weight_bytes // 10**6
-    layers = model.num_nextn_predict_layers
-    drafts = f"{layers} NextN layer{'s' * (layers != 1)}, {depth(llm)}"
+    drafts = f"{drafter(model)}, {depth(llm)}"
     keys = f"{len(settings.api_keys)} API key{'s' * (len(settings.api_keys) != 1)}"
     who = keys if settings.api_keys else "no API key"
     only = ", this computer only" if settings.is_loopback else ""

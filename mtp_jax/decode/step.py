@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from mtp_jax.decode import prefill, verify
 from mtp_jax.decode.arrays import Chunk, TopLogprobs
 from mtp_jax.decode.drafter.nothing import Nothing
-from mtp_jax.decode.drafter.protocol import Committed, Drafter, Drafts, features_of
+from mtp_jax.decode.drafter.protocol import Committed, Drafter, Drafts, Features, features_of, taps_of
 from mtp_jax.decode.drafter.rules import DraftRules
 from mtp_jax.decode.expert_counts import counted
 from mtp_jax.decode.greedy import best_tokens
@@ -51,7 +51,7 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.model import trunk
 from mtp_jax.model.cache import PagedView
 from mtp_jax.model.params import Params
-from mtp_jax.model.parts import join, split
+from mtp_jax.model.parts import join, split, split_tree
 from mtp_jax.model.trunk import Model
 from mtp_jax.model.visible import chain
 
@@ -167,9 +167,11 @@ class Step:
             tokens, positions = (
                 join([getattr(p, of) for p in parts], on.mesh) for of in ("tokens", "positions")
             )
-            views = tuple(p.view for p in parts)
-            traced = trunk.run(params, self.model, tokens, positions, state.trunk, views)
-            hidden = split(traced.hidden, [p.tokens.shape for p in parts], on.mesh)
+            views, shapes = tuple(p.view for p in parts), [p.tokens.shape for p in parts]
+            wanted = taps_of(self.drafter, self.model.cfg.num_hidden_layers)
+            traced = trunk.run(params, self.model, tokens, positions, state.trunk, views, wanted)
+            hidden, taps = split(traced.hidden, shapes, on.mesh), split_tree(traced.taps, shapes, on.mesh)
+            features = [features_of(self.drafter, h, t) for h, t in zip(hidden, taps, strict=True)]
             scored = hidden if chunk is None else [*hidden[:-1], prefill.last_of(hidden[-1], chunk)]
             plain = self.key.mode == SamplingMode() and self.accept is accept_drafts and chunk is None
             logits = [] if plain and on.products.head_parts > 1 else self._logits(params, scored)
@@ -184,7 +186,7 @@ class Step:
             with jax.named_scope("commit"):
                 defer = windows.tokens.shape[1] == 1 and chunk is None
                 after = _advance(s, emitted)
-                state = self._commit(params, state, windows, hidden[0], emitted.count, after, defer)
+                state = self._commit(params, state, windows, features[0], emitted.count, after, defer)
             accepted, drafted = (jnp.where(s.active, n, 0) for n in (verdict.accepted, num_drafts(s, drafts)))
             packed = pack(emitted, accepted, drafted, drafts.source)
             results.append(StepResult(packed, self._top(scores, emitted)))
@@ -192,7 +194,7 @@ class Step:
             with jax.named_scope("first_token"):
                 after, emitted = prefill.first_tokens(prompts, hidden[-1], logits[-1], chunk)
             with jax.named_scope("prefill_drafter"):
-                state = self._commit(params, state, prompts, hidden[-1], chunk.count, after)
+                state = self._commit(params, state, prompts, features[-1], chunk.count, after)
             none, count = jnp.zeros_like(emitted.count), self.key.prompt_logprobs
             asked = None if count is None else prefill.scores(params, hidden[-1], chunk, on, count)
             packed = pack(emitted, none, none, none)
@@ -229,7 +231,7 @@ class Step:
         params: Params,
         state: State,
         rows: Rows,
-        hidden: Float[Array, "_B _W D"],
+        features: Features,
         count: Int[Array, " _B"],
         after: Slots,
         defer: bool = False,
@@ -237,7 +239,6 @@ class Step:
         """The state in which the first ``count`` tokens of each row belong to its sequence."""
         view, own = rows.view, state.drafter.of(rows.which)
         positions = jnp.where(jnp.arange(rows.tokens.shape[1]) < count[:, None], rows.positions, -1)
-        features = features_of(self.drafter, hidden)
         seen = Committed(rows.tokens, positions, features, count, view.page_table, view.form, defer)
         told = self.drafter.observe(params, own, seen, self.model.on)
         slots = put_slots(state.slots, rows.which, after, rows.slots)

@@ -33,7 +33,7 @@ def check_config(cfg: ModelConfig, config: EngineConfig, shards: int) -> None:
         raise ConfigError(
             f"micro_batches = {config.micro_batches} is not there for models with sparse attention; use 1"
         )
-    if config.num_speculative_tokens and not cfg.num_nextn_predict_layers and not config.suffix_drafts:
+    if config.num_speculative_tokens and not cfg.drafts and not config.suffix_drafts:
         raise ConfigError(
             f"num_speculative_tokens = {config.num_speculative_tokens}, but the checkpoint has no NextN "
             "layer; give draft_model=, suffix_drafts=True, or num_speculative_tokens=0"
@@ -137,9 +137,9 @@ class InputProcessor:
     def _suffix_drafts(self, params: SamplingParams) -> bool:
         """Whether drafts may come from suffix matches. Raises RequestError if the engine has none."""
         if params.suffix_drafts is None:
-            # A match is one continuation: sampling keeps its token x with probability p(x). A NextN layer
-            # draws its drafts from a distribution q; sampling keeps them with probability sum min(p, q).
-            drawn = params.temperature > 0 and self.cfg.num_nextn_predict_layers > 0
+            # A match is one continuation: sampling keeps it as often as it would have drawn it. A NextN layer
+            # draws its drafts from a distribution, which is kept as far as it overlaps with the model's own.
+            drawn = params.temperature > 0 and self.cfg.drafts
             return self.config.suffix_drafts and not drawn
         if params.suffix_drafts and not self.config.suffix_drafts:
             raise RequestError(

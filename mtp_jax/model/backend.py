@@ -4,6 +4,7 @@
     attend            write them, choose, attend over the cache   -> context, choice
     after_attention   output projection, added to the stream
     feed_forward      norm; router, routed and shared experts, or a dense MLP, added to the stream
+    tap               the stream, for a drafter that reads it
     finish            the norm at the end
 
 A backend is composed of products, a kind of attention for each kind of layer, and experts, all for one
@@ -40,11 +41,11 @@ from mtp_jax.model.experts.plain import Experts
 from mtp_jax.model.indexer import Choice, IndexQueries
 from mtp_jax.model.mla import Form
 from mtp_jax.model.moe import Routing, Way
-from mtp_jax.model.params import Attention, Grouped, Layer, Mlp, Params
+from mtp_jax.model.params import Attention, GqaAttention, Layer, Mlp, Params
 from mtp_jax.model.parts import join, split_tree
 from mtp_jax.model.products.cpu import CpuProducts
 from mtp_jax.model.products.hopper import PARTS, HopperProducts
-from mtp_jax.model.products.plain import Products, Readers, Stream
+from mtp_jax.model.products.plain import Products, Readers, Rows, Stream
 from mtp_jax.model.sharding import constrain, data_size, partition, sharded, with_auto_axes
 from mtp_jax.model.stack import alike, parts, stacked
 
@@ -75,9 +76,9 @@ class Backend:
         """The mesh of devices; None for one device."""
         return self.products.mesh
 
-    def kind(self, a: Attention | Grouped) -> Kind:
+    def kind(self, a: Attention | GqaAttention) -> Kind:
         """The kind of attention that a layer's parameters are of."""
-        return self.gqa if isinstance(a, Grouped) else self.latent
+        return self.gqa if isinstance(a, GqaAttention) else self.latent
 
     # Stages
 
@@ -89,18 +90,21 @@ class Backend:
         angles: Float[Array, "B W 2 r"],
         cache: Cache | None,
         views: Views,
+        rows: Rows | None = None,
     ) -> tuple[Stream, Any, Entries | None, Cache | None]:
         """Norm, queries, entries to cache, by the layer's kind of attention.
 
-        Returns (x, queries, entries, cache). There are no entries where they have been written already.
+        rows: to be projected; None: x, normed. Returns (x, queries, entries, cache). There are no entries
+        where they have been written already.
         """
         a, kind = p.attention, self.kind(p.attention)
-        x, normed = self.products.norm(x, p.attention_norm, cfg.rms_norm_eps, kind.readers(a))
-        return x, *kind.project(a, cfg, normed, angles, cache, views)
+        if rows is None:
+            x, rows = self.products.norm(x, p.attention_norm, cfg.rms_norm_eps, kind.readers(a))
+        return x, *kind.project(a, cfg, rows, angles, cache, views)
 
     def attend(
         self,
-        a: Attention | Grouped,
+        a: Attention | GqaAttention,
         cfg: ModelConfig,
         q: Any,
         entries: Entries | None,
@@ -181,6 +185,10 @@ class Backend:
                 return self.products.add(x, self.products.mlp(normed, mlp)), None
         added, routing = self.experts.moe(mlp, cfg, normed, counts)
         return self.products.add(x, *added), routing
+
+    def tap(self, x: Stream) -> Float[Array, "B W D"]:
+        """The residual stream between two blocks."""
+        return self.products.tap(x)
 
     def finish(self, x: Stream, weight: Float[Array, " D"], eps: float) -> Float[Array, "B W D"]:
         """The norm behind the last block."""

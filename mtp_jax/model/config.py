@@ -3,26 +3,28 @@
 import math
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Literal
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model import hf_config
-from mtp_jax.model.config_parts import GroupedConfig, IndexerConfig, RowFormat, YarnConfig
+from mtp_jax.model.config_parts import GqaConfig, IndexerConfig, RowFormat, YarnConfig
 from mtp_jax.model.hf_quantization import FP8_BLOCK, INT4_PER_WORD
 
-__all__ = ["GroupedConfig", "IndexerConfig", "ModelConfig", "RowFormat", "YarnConfig"]
+__all__ = ["Captures", "Eagle3Config", "GqaConfig", "IndexerConfig", "ModelConfig", "RowFormat", "YarnConfig"]
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """A DeepSeek-V3-family model; fields keep their Hugging Face names.
 
-    The dimensions of MLA, ``kv_lora_rank`` to ``q_lora_rank``, are 0 and None where ``grouped`` describes
+    The dimensions of MLA, ``kv_lora_rank`` to ``q_lora_rank``, are 0 and None where ``gqa`` describes
     attention instead.
 
     ``nextn_moe[k]`` says whether NextN layer ``k`` has an MoE block; a checkpoint reader decides it from the
     tensors present, since some models ship a dense one. ``fp8`` and ``int4_group``, the inputs that share a
-    scale, say that the checkpoint has such weights; its tensors show which weights are stored so.
+    scale, say that the checkpoint has such weights; which they are, its tensors tell. ``drafter`` describes
+    a draft head beside the model, which drafts in the place of NextN layers.
     """
 
     vocab_size: int
@@ -51,7 +53,7 @@ class ModelConfig:
     rope_scaling: YarnConfig | None = None
     max_position_embeddings: int = 4096
     indexer: IndexerConfig | None = None
-    grouped: GroupedConfig | None = None
+    gqa: GqaConfig | None = None
     num_nextn_predict_layers: int = 0
     nextn_moe: tuple[bool, ...] = ()
     tie_word_embeddings: bool = False
@@ -60,6 +62,7 @@ class ModelConfig:
     dtype: str = "bfloat16"
     fp8: bool = False
     int4_group: int | None = None
+    drafter: "Eagle3Config | None" = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -81,7 +84,7 @@ class ModelConfig:
         values = {k: v for k, v in raw.items() if k in known and v is not None} | translated
         moe = bool(values.get("n_routed_experts"))
         required = [n for n, f in known.items() if f.default is MISSING]
-        required += [*(_REQUIRED_OF_MOE if moe else ()), *(() if values["grouped"] else OF_MLA)]
+        required += [*(_REQUIRED_OF_MOE if moe else ()), *(() if values["gqa"] else OF_MLA)]
         missing = [n for n in required if n not in values]
         if missing:
             raise ConfigError(f"config.json lacks {', '.join(missing)}; a DeepSeek-V3 config has them all")
@@ -92,8 +95,11 @@ class ModelConfig:
         try:
             count = values.get("num_nextn_predict_layers", 0)
             values["nextn_moe"] = tuple(raw.get("nextn_moe", [moe] * min(count, _MOST + 1)))
+            if head := raw.get(_HEAD):
+                layer, taps = cls.from_dict(head["layer"]), tuple(head["taps"])
+                values["drafter"] = Eagle3Config(**{**head, "layer": layer, "taps": taps})
             return cls(**values)
-        except (TypeError, OverflowError) as e:
+        except (KeyError, TypeError, OverflowError) as e:
             raise ConfigError(f"config.json has a value of the wrong type: {e}") from e
 
     def to_dict(self) -> JsonObject:
@@ -106,8 +112,8 @@ class ModelConfig:
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
         }
-        of_mla = () if self.grouped is None else (*OF_MLA, "q_lora_rank")
-        left_out = {"fp8", "int4_group", "indexer", "grouped", *of_mla}
+        of_mla = () if self.gqa is None else (*OF_MLA, "q_lora_rank")
+        left_out = {"fp8", "int4_group", "indexer", "gqa", "drafter", *of_mla}
         out |= {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
         out |= self._attention_keys() | self._index_keys()
         out["torch_dtype"] = out.pop("dtype")
@@ -117,10 +123,13 @@ class ModelConfig:
             yarn = {k: v for k, v in asdict(self.rope_scaling).items() if v is not None}
             out["rope_scaling"] = {"type": "yarn"} | yarn
         out["nextn_moe"] = list(self.nextn_moe)
+        if head := self.drafter:
+            said = {f.name: getattr(head, f.name) for f in fields(head)}
+            out[_HEAD] = said | {"layer": head.layer.to_dict()}
         return out
 
     def _kind(self) -> tuple[str, str]:
-        if self.grouped:
+        if self.gqa:
             return "glm4_moe", "Glm4MoeForCausalLM"
         if self.indexer is None:
             return "deepseek_v3", "DeepseekV3ForCausalLM"
@@ -130,7 +139,7 @@ class ModelConfig:
 
     def _attention_keys(self) -> JsonObject:
         """Keys of ``config.json`` for attention beside the dimensions of MLA."""
-        g = self.grouped
+        g = self.gqa
         if g is None:
             return {"attention_bias": False, "num_key_value_heads": self.num_attention_heads}
         return {
@@ -164,12 +173,12 @@ class ModelConfig:
     @property
     def qk_head_dim(self) -> int:
         """Width of one query or key head, rope part included."""
-        return self.grouped.head_dim if self.grouped else self.qk_nope_head_dim + self.qk_rope_head_dim
+        return self.gqa.head_dim if self.gqa else self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def rope_dim(self) -> int:
         """Channels of a head that are rotated."""
-        return int(self.grouped.head_dim * self.grouped.rotary) if self.grouped else self.qk_rope_head_dim
+        return int(self.gqa.head_dim * self.gqa.rotary) if self.gqa else self.qk_rope_head_dim
 
     @property
     def latent_dim(self) -> int:
@@ -183,9 +192,9 @@ class ModelConfig:
         An FP8 cache holds latents in e4m3 and the rope key in bfloat16; keys and values all in e4m3, with a
         scale for every head of either, so that none spans both.
         """
-        if self.grouped:
-            width = self.grouped.width
-            return RowFormat(2 * width, (0, width), 2 * width, self.grouped.head_dim)
+        if self.gqa:
+            width = self.gqa.width
+            return RowFormat(2 * width, (0, width), 2 * width, self.gqa.head_dim)
         return RowFormat(self.latent_dim, (self.kv_lora_rank, self.latent_dim), self.kv_lora_rank, FP8_BLOCK)
 
     def cache_bytes(self, layer: int, dtype: str) -> int:
@@ -215,6 +224,15 @@ class ModelConfig:
         """The model's configuration with ``len(moe)`` NextN layers."""
         return replace(self, num_nextn_predict_layers=len(moe), nextn_moe=moe)
 
+    @property
+    def drafts(self) -> bool:
+        """Whether the model has NextN layers or a draft head."""
+        return self.num_nextn_predict_layers > 0 or self.drafter is not None
+
+    def without_drafts(self) -> "ModelConfig":
+        """The trunk alone."""
+        return replace(self.with_nextn(()), drafter=None)
+
     def with_eos(self, eos: int | list[int] | None) -> "ModelConfig":
         """The model's configuration with other end-of-text ids; None keeps them."""
         if eos is None:
@@ -222,8 +240,42 @@ class ModelConfig:
         return replace(self, eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,))
 
 
+Captures = Literal["outputs", "inputs"]
+"""A list of taps in a draft head's config.json counts outputs of layers, or their inputs."""
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """An EAGLE-3 head (arXiv 2503.01840, section 3.1): one layer over hidden states from inside the trunk.
+
+    Attributes:
+        layer: sizes of the head's layer; its vocabulary is the one that the head drafts from.
+        taps: residual streams of the trunk that the head reads, k the stream after k layers.
+        tap_norms: number of RMSNorms before the product that fuses the taps: one of each tap (``fc_norm``),
+            one of all taps in a row (``norm_before_fc``), or none.
+        normed_output: ``norm_output``: whether the state after the head's final norm is fed back, not the
+            state before it.
+        normed_residual: ``norm_before_residual``: whether the layer adds to the hidden state after its norm.
+        logit_scale: factor of the head's logits.
+        maps: whether the head has a table of its tokens' ids (``d2t``).
+        embeds: whether the head has an embedding of its own.
+    """
+
+    layer: ModelConfig
+    taps: tuple[int, ...]
+    tap_norms: int = 0
+    normed_output: bool = False
+    normed_residual: bool = False
+    logit_scale: float = 1.0
+    maps: bool = False
+    embeds: bool = False
+
+
+_HEAD = "mtp_jax_draft_head"
+"""The key for the draft head in a config.json that this project writes beside Orbax arrays."""
+
 # Fields that are read into classes of their own.
-_PARTS = {"rope_scaling": YarnConfig, "indexer": IndexerConfig, "grouped": GroupedConfig}
+_PARTS = {"rope_scaling": YarnConfig, "indexer": IndexerConfig, "gqa": GqaConfig}
 
 OF_MLA = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
@@ -271,7 +323,7 @@ def _check(c: ModelConfig) -> None:
     def whole(value: object, least: int) -> bool:
         return isinstance(value, int) and type(value) is int and value >= least
 
-    for name in (*_POSITIVE, *(() if c.grouped else OF_MLA)):
+    for name in (*_POSITIVE, *(() if c.gqa else OF_MLA)):
         need(whole(getattr(c, name), 1), name, "a positive integer")
     for name in _NATURAL:
         need(whole(getattr(c, name), 0), name, "an integer >= 0")
@@ -283,8 +335,8 @@ def _check(c: ModelConfig) -> None:
         need(type(getattr(c, name)) is bool, name, "true or false")
     need(c.q_lora_rank is None or whole(c.q_lora_rank, 1), "q_lora_rank", "a positive integer or null")
     need(c.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", "an even number")
-    if c.grouped:
-        _check_grouped(c, c.grouped)
+    if c.gqa:
+        _check_gqa(c, c.gqa)
     need(all(whole(i, 0) for i in c.eos_token_ids), "eos_token_ids", "token ids")
     need(c.bos_token_id is None or whole(c.bos_token_id, 0), "bos_token_id", "a token id or null")
     need(c.dtype in ("float32", "bfloat16"), "dtype", "float32 or bfloat16")
@@ -363,7 +415,7 @@ def _check_indexer(c: ModelConfig, i: IndexerConfig) -> None:
         )
 
 
-def _check_grouped(c: ModelConfig, g: GroupedConfig) -> None:
+def _check_gqa(c: ModelConfig, g: GqaConfig) -> None:
     for name, value in (("num_key_value_heads", g.kv_heads), ("head_dim", g.head_dim)):
         if type(value) is not int or not 1 <= value <= _MOST:
             raise ConfigError(f"{name} = {value!r:.80}; expected a whole number from 1 to {_MOST:,}")

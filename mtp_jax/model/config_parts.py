@@ -57,8 +57,8 @@ class IndexerConfig:
 
 
 @dataclass(frozen=True)
-class GroupedConfig:
-    """Grouped-query attention (arXiv 2305.13245) in place of MLA, as GLM-4.5 to 4.7 have it.
+class GqaConfig:
+    """Grouped-query attention (GQA, arXiv 2305.13245) in place of MLA, as GLM-4.5 to 4.7 have it.
 
     Attributes:
         kv_heads: num_key_value_heads. Consecutive query heads share one, in groups of equal size.

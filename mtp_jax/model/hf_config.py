@@ -21,8 +21,8 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 # Models with sparse attention, and whether the indexer's rope pairs neighbours if the config does not say.
 _SPARSE = {"deepseek_v32": False, "glm_moe_dsa": True}
-_GROUPED = "glm4_moe"
-_MODEL_TYPES = {"deepseek_v3", "kimi_k2", "glm4_moe_lite", "joyai_llm_flash", _GROUPED, *_SPARSE}
+_GQA = "glm4_moe"
+_MODEL_TYPES = {"deepseek_v3", "kimi_k2", "glm4_moe_lite", "joyai_llm_flash", _GQA, *_SPARSE}
 _HYBRID = "its layers mix other kinds of attention with MLA"
 _REFUSED = {
     "deepseek_v4": "its compressed sparse attention and hyper-connections are a different architecture",
@@ -105,7 +105,7 @@ def text_part(raw: JsonObject) -> JsonObject:
 def translate(raw: JsonObject) -> JsonObject:
     """Fields of ``ModelConfig`` that the dialects write in different ways.
 
-    ``rope_scaling``, ``indexer`` and ``grouped`` hold the arguments of their classes, None without. Raises
+    ``rope_scaling``, ``indexer`` and ``gqa`` hold the arguments of their classes, None without. Raises
     ConfigError for a model that the engine cannot run.
     """
     _refuse_unsupported(raw)
@@ -115,7 +115,7 @@ def translate(raw: JsonObject) -> JsonObject:
         **_rope(raw),
         **quantisation(raw),
         "indexer": _indexer(raw),
-        **_grouped(raw),
+        **_gqa(raw),
         "dtype": _dtype(raw),
         "eos_token_ids": () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
     }
@@ -133,7 +133,7 @@ def _refuse_unsupported(raw: JsonObject) -> None:
         ("scoring_func", "sigmoid"),
         ("topk_method", "noaux_tc"),
         ("hidden_act", "silu"),
-        *(() if kind == _GROUPED else (("attention_bias", False), ("partial_rotary_factor", 1))),
+        *(() if kind == _GQA else (("attention_bias", False), ("partial_rotary_factor", 1))),
     ):
         for given in (raw, raw.get("rope_parameters")):
             got = given.get(key) if isinstance(given, dict) else None
@@ -179,10 +179,10 @@ def _indexer(raw: JsonObject) -> JsonObject | None:
     }
 
 
-def _grouped(raw: JsonObject) -> JsonObject:
-    """Grouped-query attention: arguments of ``GroupedConfig``, None where attention is MLA."""
-    if _model_type(raw) != _GROUPED:
-        return {"grouped": None}
+def _gqa(raw: JsonObject) -> JsonObject:
+    """Grouped-query attention: arguments of ``GqaConfig``, None where attention is MLA."""
+    if _model_type(raw) != _GQA:
+        return {"gqa": None}
     names = {"kv_heads": "num_key_value_heads", "head_dim": "head_dim", "rotary": "partial_rotary_factor"}
     names |= {"qk_norm": "use_qk_norm", "bias": "attention_bias"}
     nested = raw.get("rope_parameters")
@@ -196,9 +196,9 @@ def _grouped(raw: JsonObject) -> JsonObject:
         found |= {field: values[0]} if values else {}
     # Without the other two keys the checkpoint lacks such tensors, which a load would report.
     if lacks := [names[field] for field in ("kv_heads", "head_dim", "rotary") if field not in found]:
-        raise ConfigError(f"config.json lacks {', '.join(lacks)}; {_GROUPED} has grouped-query attention")
+        raise ConfigError(f"config.json lacks {', '.join(lacks)}; {_GQA} has grouped-query attention")
     interleaved = raw.get("rope_interleave")
-    return {"grouped": found, "rope_interleave": False if interleaved is None else interleaved}
+    return {"gqa": found, "rope_interleave": False if interleaved is None else interleaved}
 
 
 def _listed(names: dict[str, str]) -> str:

@@ -1,6 +1,6 @@
 """Routed experts: the type of a router's choice, and two ways to run the experts of rows by XLA.
 
-``dense`` is the simple reference; ``grouped`` visits only the experts that some row chose.
+``dense`` is the obviously right one; ``by_visit`` visits only the experts that some row chose.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def dense(
     return product(act.reshape(len(x), -1), side_by_side, jnp.float32).astype(x.dtype)
 
 
-def grouped(
+def by_visit(
     gate_up: Weight, down: Weight, x: Float[Array, "T D"], r: Routing, product: Product
 ) -> Float[Array, "T D"]:
     """Visit each chosen expert with its own rows only, in tiles of about the mean number of an expert's rows.

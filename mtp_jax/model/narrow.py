@@ -123,9 +123,9 @@ class Int4(Narrow):
         """Values times the scale of their group."""
         shifts = jnp.arange(INT4_PER_WORD, dtype=jnp.int32) * (32 // INT4_PER_WORD)
         values = ((self.words[..., None] >> shifts) & 15) - 8
-        grouped = values.reshape(*self.scale.shape, -1).astype(jnp.float32)
+        in_groups = values.reshape(*self.scale.shape, -1).astype(jnp.float32)
         spread = self.scale[..., None].astype(jnp.float32)
-        return (grouped * spread).astype(dtype).reshape(self.shape)
+        return (in_groups * spread).astype(dtype).reshape(self.shape)
 
     def reshape(self, *shape: int) -> "Int4":
         """The same rows, grouped differently; whole inputs stay last."""

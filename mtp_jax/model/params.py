@@ -12,20 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.spec import Spec
 from mtp_jax.model.specs import (
     Attention,
-    Grouped,
+    Eagle3,
+    GqaAttention,
     Indexer,
     Layer,
     Mlp,
     Moe,
     NextN,
     Params,
-    Spec,
     param_specs,
 )
 
-for _tree in (Indexer, Attention, Grouped, Mlp, Moe, Layer, NextN, Params):
+for _tree in (Indexer, Attention, GqaAttention, Mlp, Moe, Layer, NextN, Eagle3, Params):
     jax.tree_util.register_dataclass(_tree)
 
 Tree = TypeVar("Tree")
@@ -35,7 +36,7 @@ type_of = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 def dtype_of(spec: Spec, dtype: str) -> np.dtype:
     """The jax dtype an array of this spec has in a model of ``dtype``."""
-    return np.dtype(type_of[spec.dtype(dtype)])
+    return np.dtype(np.int32 if spec.ids else type_of[spec.dtype(dtype)])
 
 
 def init_params(cfg: ModelConfig, key: jax.Array, dtype: str = "float32") -> Params:

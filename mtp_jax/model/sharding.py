@@ -1,4 +1,4 @@
-"""Mesh axes ``data`` and ``model``, and arrays split over them by ``specs.RULES``.
+"""Mesh axes ``data`` and ``model``, and arrays split over them by ``spec.RULES``.
 
 Slots and pages are split over ``data``; heads, MLP width and vocabulary over ``model``; experts over both.
 Without a mesh every function here is the identity, so that one code path serves one device and many.
@@ -11,9 +11,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import PyTree
 
 from mtp_jax.errors import ConfigError
-from mtp_jax.model import specs
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.specs import Spec, leaves, param_specs
+from mtp_jax.model.spec import RULES, Spec, leaves
+from mtp_jax.model.spec import ways as parts_of
+from mtp_jax.model.specs import param_specs
 
 
 def make_mesh(data: int, model: int) -> Mesh:
@@ -43,7 +44,7 @@ def _check_axes(mesh: Mesh | AbstractMesh) -> None:
 
 def partition(*axes: str | None) -> PartitionSpec:
     """The PartitionSpec of an array with these logical axes."""
-    return PartitionSpec(*(specs.RULES[a] for a in axes))
+    return PartitionSpec(*(RULES[a] for a in axes))
 
 
 def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
@@ -64,7 +65,7 @@ def sharded(
 
 def ways(axis: str | None, mesh: Mesh | AbstractMesh | None) -> int:
     """Number of parts that a dimension with this logical axis is split into."""
-    return 1 if mesh is None else specs.ways(axis, mesh.shape)
+    return 1 if mesh is None else parts_of(axis, mesh.shape)
 
 
 def data_size(mesh: Mesh | None) -> int:
@@ -90,9 +91,9 @@ def check_divisible(cfg: ModelConfig, mesh: Mesh | AbstractMesh | None) -> None:
                     f"{axis} = {size} does not divide over {devices} devices of mesh {dict(mesh.shape)}; "
                     "choose a mesh whose axes divide it"
                 )
-    if cfg.grouped:
+    if cfg.gqa:
         heads, all_heads = cfg.num_attention_heads // ways("heads", mesh), cfg.num_attention_heads
-        group = all_heads // cfg.grouped.kv_heads
+        group = all_heads // cfg.gqa.kv_heads
         if heads % group and group % heads:
             raise ConfigError(
                 f"mesh {dict(mesh.shape)} gives each device {heads} query heads, and each {group} share a kv "

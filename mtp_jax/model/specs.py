@@ -1,93 +1,19 @@
 """Parameters as they are declared, without jax: one ``Spec`` per array, in trees of dataclasses.
 
-A ``Spec`` gives shape, dtype, logical axes, initialiser and checkpoint tensors. Random initialisation,
-shardings, the tensors that a checkpoint must hold and every count of bytes derive from ``param_specs``.
-``params`` registers the same trees with jax, where arrays stand in place of specs.
+Random initialisation, shardings, the tensors that a checkpoint must hold and every count of bytes derive from
+``param_specs``. ``params`` registers the same trees with jax, where arrays stand in place of specs.
 """
 
 import itertools
-import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mtp_jax.model.config import GroupedConfig, IndexerConfig, ModelConfig
-from mtp_jax.model.hf_quantization import FP8_BLOCK
-
-RULES: dict[str | None, tuple[str, ...] | str | None] = {
-    None: None,
-    "slots": "data",
-    "pages": "data",
-    "heads": "model",
-    "mlp": "model",
-    "vocab": "model",
-    "experts": ("data", "model"),
-}
-"""The axes of a mesh that a logical axis is split over."""
+from mtp_jax.model.config import Eagle3Config, GqaConfig, IndexerConfig, ModelConfig
+from mtp_jax.model.spec import Spec, count
 
 Weight = Any
 """A parameter: its ``Spec``, or in its place an array, a ``Narrow``, a shape or a sharding; or None."""
-
-Names = str | tuple[Any, ...]
-"""A checkpoint tensor, or nested tuples of tensors."""
-
-_ITEMSIZE = {"float32": 4, "bfloat16": 2}
-
-
-def ways(axis: str | None, mesh: Mapping[str, int]) -> int:
-    """Number of parts that a dimension with this logical axis is split into; mesh: sizes of its axes."""
-    over = RULES[axis]
-    names = (over,) if isinstance(over, str) else over or ()
-    return math.prod(mesh[name] for name in names)
-
-
-@dataclass(frozen=True)
-class Spec:
-    """One parameter array.
-
-    Attributes:
-        shape: shape of the array.
-        axes: logical axis of each dimension (``RULES`` maps them to mesh axes).
-        names: checkpoint tensors, nested like the leading dimensions that stack them; a plain string if one
-            tensor is the whole array.
-        tensor_shape: shape of each such tensor in the checkpoint.
-        init: "normal" (1/sqrt(fan_in)), "embedding", "ones" or "zeros".
-        float32: kept in float32 under any dtype of the model.
-        rows: part ``[start, stop)`` of every head's rows, of a tensor that holds ``heads`` groups of rows.
-    """
-
-    shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
-    names: Names
-    tensor_shape: tuple[int, ...]
-    init: str = "normal"
-    float32: bool = False
-    rows: tuple[int, int] | None = None
-
-    @property
-    def size(self) -> int:
-        """Number of its elements."""
-        return math.prod(self.shape)
-
-    @property
-    def projects(self) -> bool:
-        """Whether its tensors may be narrow."""
-        name = self.names
-        while not isinstance(name, str):
-            name = name[0]
-        return may_be_narrow(name)
-
-    def dtype(self, dtype: str) -> str:
-        """The dtype of the array in a model of ``dtype``."""
-        return "float32" if self.float32 else dtype
-
-    def nbytes(self, dtype: str) -> int:
-        """Bytes of the array in a model of ``dtype``: "float32" or "bfloat16"."""
-        return self.size * _ITEMSIZE[self.dtype(dtype)]
-
-    def parts(self, mesh: Mapping[str, int]) -> int:
-        """Number of parts that a mesh splits the array into; mesh: sizes of its axes."""
-        return math.prod(ways(axis, mesh) for axis in self.axes)
 
 
 @dataclass(frozen=True)
@@ -120,8 +46,8 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Grouped:
-    """Grouped-query attention (arXiv 2305.13245): G heads of keys and values, each for N / G query heads.
+class GqaAttention:
+    """Grouped-query attention (GQA, arXiv 2305.13245): G heads of keys and values for N query heads.
 
     Biases and norms are None where the model has none. Keys and values are small, and whole on every device.
     """
@@ -171,7 +97,7 @@ class Layer:
     """A pre-norm decoder block."""
 
     attention_norm: Weight  # [D]
-    attention: Attention | Grouped
+    attention: Attention | GqaAttention
     mlp_norm: Weight  # [D]
     mlp: Mlp | Moe
 
@@ -197,24 +123,56 @@ class NextN:
     def entries(self) -> tuple[Weight, ...]:
         """Parameters that make NextN entries of tokens: the merge, and latents or keys and values."""
         a = self.layer.attention
-        kv = (a.k, a.v, a.k_bias, a.v_bias, a.k_norm) if isinstance(a, Grouped) else (a.kv_a, a.kv_norm)
+        kv = (a.k, a.v, a.k_bias, a.v_bias, a.k_norm) if isinstance(a, GqaAttention) else (a.kv_a, a.kv_norm)
         return self.token_norm, self.hidden_norm, self.merge, self.layer.attention_norm, *kv
 
 
 @dataclass(frozen=True)
+class Eagle3:
+    """An EAGLE-3 head (arXiv 2503.01840, section 3.1) for a trunk of width D, itself of width d.
+
+    ``embed`` is None where the trunk's serves, ``target_offset`` where head and trunk have one vocabulary.
+    """
+
+    tap_norms: tuple[Weight, ...]  # [D] of every tap, [taps * D] of all, or none
+    fuse: Weight  # [d, taps * D], fc
+    hidden_norm: Weight  # [d]
+    layer: Layer  # its attention reads 2d values: the normed embedding, the normed hidden state
+    norm: Weight  # [d]
+    head: Weight  # [v, d], of the head's own vocabulary
+    embed: Weight  # [V, d]
+    target_offset: Weight  # [v] int32, d2t: token i of the head is token i + d2t[i] of the trunk
+
+
+@dataclass(frozen=True)
 class Params:
-    """A whole model. ``head`` is None when the embedding is tied to it."""
+    """A whole model. ``head`` is None when the embedding is tied to it, ``drafter`` without a draft head."""
 
     embed: Weight  # [V, D]
     layers: tuple[Any, ...]  # Layer, or in a runner Stack[Layer]
     norm: Weight  # [D]
     head: Weight  # [V, D]
     nextn: tuple[NextN, ...]
+    drafter: Eagle3 | None = None
 
     @property
     def table(self) -> Weight:
         """The vocabulary table behind the logits."""
         return self.embed if self.head is None else self.head
+
+    @property
+    def drafts(self) -> "Drafting":
+        """The parameters that draft."""
+        return self.nextn, self.drafter
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether there are parameters that draft."""
+        return bool(self.nextn) or self.drafter is not None
+
+    def with_drafts(self, drafts: "Drafting" = ((), None)) -> "Params":
+        """The same trunk with other parameters that draft; without an argument it has none."""
+        return replace(self, nextn=drafts[0], drafter=drafts[1])
 
 
 def _norm(name: str, size: int) -> Spec:
@@ -232,16 +190,17 @@ def _indexer(cfg: ModelConfig, index: IndexerConfig, p: str) -> Indexer:
     )
 
 
-def _attention(cfg: ModelConfig, p: str, indexes: bool) -> Attention:
+def _attention(cfg: ModelConfig, p: str, indexes: bool, inputs: int) -> Attention:
     n, d, c, q = cfg.num_attention_heads, cfg.hidden_size, cfg.kv_lora_rank, cfg.q_lora_rank
     qk, nope, v = cfg.qk_head_dim, cfg.qk_nope_head_dim, cfg.v_head_dim
     kv_b, kv_shape = f"{p}.kv_b_proj.weight", (n * (nope + v), c)
+    kv_a = (cfg.latent_dim, inputs)
     q_name = f"{p}.q_proj.weight" if q is None else f"{p}.q_b_proj.weight"
     return Attention(
-        q_a=None if q is None else Spec((q, d), (None, None), f"{p}.q_a_proj.weight", (q, d)),
+        q_a=None if q is None else Spec((q, inputs), (None, None), f"{p}.q_a_proj.weight", (q, inputs)),
         q_norm=None if q is None else _norm(f"{p}.q_a_layernorm.weight", q),
-        q_b=Spec((n, qk, q or d), ("heads", None, None), q_name, (n * qk, q or d)),
-        kv_a=Spec((cfg.latent_dim, d), (None, None), f"{p}.kv_a_proj_with_mqa.weight", (cfg.latent_dim, d)),
+        q_b=Spec((n, qk, q or inputs), ("heads", None, None), q_name, (n * qk, q or inputs)),
+        kv_a=Spec(kv_a, (None, None), f"{p}.kv_a_proj_with_mqa.weight", kv_a),
         kv_norm=_norm(f"{p}.kv_a_layernorm.weight", c),
         k_up=Spec((n, nope, c), ("heads", None, None), kv_b, kv_shape, rows=(0, nope)),
         v_up=Spec((n, v, c), ("heads", None, None), kv_b, kv_shape, rows=(nope, nope + v)),
@@ -250,17 +209,18 @@ def _attention(cfg: ModelConfig, p: str, indexes: bool) -> Attention:
     )
 
 
-def _grouped(cfg: ModelConfig, g: GroupedConfig, p: str) -> Grouped:
+def _gqa(cfg: ModelConfig, g: GqaConfig, p: str, inputs: int) -> GqaAttention:
     n, d, h = cfg.num_attention_heads, cfg.hidden_size, g.head_dim
 
     def heads(name: str, count: int, axis: str | None) -> Spec:
-        return Spec((count, h, d), (axis, None, None), f"{p}.{name}_proj.weight", (count * h, d))
+        shape = (count * h, inputs)
+        return Spec((count, h, inputs), (axis, None, None), f"{p}.{name}_proj.weight", shape)
 
     def bias(name: str, count: int, axis: str | None) -> Spec | None:
         shape = (count * h,)
         return Spec(shape, (axis,), f"{p}.{name}_proj.bias", shape, "zeros") if g.bias else None
 
-    return Grouped(
+    return GqaAttention(
         q=heads("q", n, "heads"),
         k=heads("k", g.kv_heads, None),
         v=heads("v", g.kv_heads, None),
@@ -296,19 +256,23 @@ def _moe(cfg: ModelConfig, p: str) -> Moe:
 
 
 def _layer(cfg: ModelConfig, number: int, moe: bool) -> Layer:
-    d, p = cfg.hidden_size, f"model.layers.{number}"
-    own = f"{p}.self_attn"
-    grouped = _grouped(cfg, cfg.grouped, own) if cfg.grouped else None
+    return _block(cfg, f"model.layers.{number}", moe, cfg.indexes(number), cfg.hidden_size)
+
+
+def _block(cfg: ModelConfig, p: str, moe: bool, indexes: bool, inputs: int) -> Layer:
+    """inputs: number of values that the attention reads."""
+    d, own = cfg.hidden_size, f"{p}.self_attn"
+    gqa = _gqa(cfg, cfg.gqa, own, inputs) if cfg.gqa else None
     return Layer(
         attention_norm=_norm(f"{p}.input_layernorm.weight", d),
-        attention=grouped or _attention(cfg, own, cfg.indexes(number)),
+        attention=gqa or _attention(cfg, own, indexes, inputs),
         mlp_norm=_norm(f"{p}.post_attention_layernorm.weight", d),
         mlp=_moe(cfg, f"{p}.mlp") if moe else _mlp(f"{p}.mlp", cfg.intermediate_size, d),
     )
 
 
-def _table(name: str, cfg: ModelConfig) -> Spec:
-    shape = (cfg.vocab_size, cfg.hidden_size)
+def _table(name: str, cfg: ModelConfig, vocabulary: int | None = None) -> Spec:
+    shape = (cfg.vocab_size if vocabulary is None else vocabulary, cfg.hidden_size)
     return Spec(shape, ("vocab", None), name, shape, "embedding")
 
 
@@ -326,6 +290,31 @@ def _nextn(cfg: ModelConfig, k: int, own_embed: bool, own_head: bool) -> NextN:
     )
 
 
+Drafting = tuple[tuple[NextN, ...], Eagle3 | None]
+"""NextN layers and a draft head, of which a model has one kind or none."""
+
+EAGLE3 = "eagle3"
+"""The prefix, in names here, of the tensors of an EAGLE-3 head."""
+
+
+def _eagle3(cfg: ModelConfig, e: Eagle3Config) -> Eagle3:
+    d, width = e.layer.hidden_size, len(e.taps) * cfg.hidden_size
+    one = [f"{EAGLE3}.input_norm.weight"]
+    each = [f"{EAGLE3}.fc_norm.{i}.weight" for i in range(e.tap_norms)]
+    names, size = (one, width) if e.tap_norms == 1 else (each, cfg.hidden_size)
+    offset, v = f"{EAGLE3}.d2t", e.layer.vocab_size
+    return Eagle3(
+        tap_norms=tuple(_norm(name, size) for name in names if e.tap_norms),
+        fuse=Spec((d, width), (None, None), f"{EAGLE3}.fc.weight", (d, width)),
+        hidden_norm=_norm(f"{EAGLE3}.layer.hidden_norm.weight", d),
+        layer=_block(e.layer, f"{EAGLE3}.layer", moe=False, indexes=False, inputs=2 * d),
+        norm=_norm(f"{EAGLE3}.norm.weight", d),
+        head=_table(f"{EAGLE3}.lm_head.weight", e.layer),
+        embed=_table(f"{EAGLE3}.embed_tokens.weight", e.layer, cfg.vocab_size) if e.embeds else None,
+        target_offset=Spec((v,), (None,), offset, (v,), "zeros", ids=True) if e.maps else None,
+    )
+
+
 def param_specs(cfg: ModelConfig, own: Iterable[tuple[bool, bool]] = ()) -> Params:
     """The tree of ``Spec`` of a model.
 
@@ -340,72 +329,14 @@ def param_specs(cfg: ModelConfig, own: Iterable[tuple[bool, bool]] = ()) -> Para
         norm=_norm("model.norm.weight", cfg.hidden_size),
         head=None if cfg.tie_word_embeddings else _table("lm_head.weight", cfg),
         nextn=tuple(_nextn(cfg, k, embed, head) for k, (embed, head) in zip(nextn, tables, strict=False)),
+        drafter=_eagle3(cfg, cfg.drafter) if cfg.drafter else None,
     )
-
-
-def leaves(tree: object) -> Iterator[Spec]:
-    """Every spec of a tree of specs, or of several in a tuple, in the order of ``jax.tree.leaves``."""
-    if isinstance(tree, Spec):
-        yield tree
-    elif isinstance(tree, tuple):
-        for part in tree:
-            yield from leaves(part)
-    elif is_dataclass(tree):
-        for f in fields(tree):
-            yield from leaves(getattr(tree, f.name))
-
-
-def count(tree: object) -> int:
-    """Number of parameters in a tree of specs."""
-    return sum(spec.size for spec in leaves(tree))
 
 
 def parameter_counts(cfg: ModelConfig) -> tuple[int, int, int]:
     """Parameters of (trunk, trunk active per token, NextN layers without copies of embedding and head)."""
     specs = param_specs(cfg)
-    total = count(replace(specs, nextn=()))
+    total = count(specs.with_drafts())
     routed = sum(count(p.mlp.routed) for p in specs.layers if isinstance(p.mlp, Moe))
     idle = routed - routed // max(cfg.n_routed_experts, 1) * cfg.num_experts_per_tok
-    return total, total - idle, count(specs.nextn)
-
-
-def may_be_narrow(name: str) -> bool:
-    """Whether a tensor may be narrow: projections, but not tables, norms, routers or eh_proj."""
-    projects = name.endswith(
-        ("_proj.weight", "_proj_with_mqa.weight", ".indexer.wq_b.weight", ".indexer.wk.weight")
-    )
-    return projects and not name.endswith(("eh_proj.weight", ".indexer.weights_proj.weight"))
-
-
-def scale_spec(spec: Spec, suffix: str) -> Spec:
-    """The spec of the scales of an FP8 weight, whose tensors are called like the weight's with ``suffix``.
-
-    ``spec`` must be a whole weight: one without ``rows``.
-    """
-    stacked = _stacked(spec.names)
-    blocks = tuple(-(-n // FP8_BLOCK) for n in spec.tensor_shape)
-    inner = spec.axes[stacked:]
-    if len(inner) == 3:  # rows or columns are split into groups; blocks follow the groups
-        inner = (inner[0], inner[2]) if spec.shape[-1] == spec.tensor_shape[1] else (inner[0], inner[1])
-
-    shape, axes = (*spec.shape[:stacked], *blocks), (*spec.axes[:stacked], *inner)
-    return Spec(shape, axes, _renamed(spec.names, suffix), blocks, float32=True)
-
-
-def columns_spec(spec: Spec, suffix: str, columns: int) -> Spec:
-    """The spec of an array with the rows of a weight and ``columns`` columns, split as the weight is.
-
-    Its tensors are called like the weight's with ``suffix``. The last two axes of ``spec`` must belong to
-    its tensors.
-    """
-    shape, tensor_shape = (*spec.shape[:-1], columns), (spec.tensor_shape[0], columns)
-    return Spec(shape, spec.axes, _renamed(spec.names, suffix), tensor_shape)
-
-
-def _renamed(names: Names, suffix: str) -> Names:
-    return names + suffix if isinstance(names, str) else tuple(_renamed(n, suffix) for n in names)
-
-
-def _stacked(names: Names) -> int:
-    """Number of leading dimensions of a parameter along which tensors of the checkpoint are stacked."""
-    return 0 if isinstance(names, str) else 1 + _stacked(names[0])
+    return total, total - idle, count(specs.drafts)

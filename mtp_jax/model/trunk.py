@@ -5,7 +5,7 @@ each once, kernels included, and calls it for every layer.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -25,12 +25,15 @@ from mtp_jax.model.moe import Routing
 from mtp_jax.model.narrow import Table, rows_of
 from mtp_jax.model.params import Layer, Params
 from mtp_jax.model.parts import join
-from mtp_jax.model.products.plain import Stream
+from mtp_jax.model.products.plain import Rows, Stream
 from mtp_jax.model.sharding import constrain
 from mtp_jax.model.stack import Stack, one_of
 
 REFERENCE = xla()
 """The backend of calls that choose none."""
+
+Taps = dict[int, Float[Array, "B W D"]]
+"""Residual streams by number: k is the stream after k layers, 0 the embedding."""
 
 OneCache = TypeVar("OneCache", bound=Cache | None)
 
@@ -52,12 +55,14 @@ class Traced:
         routing: routing of every MoE layer, in order.
         caches: caches of the groups of layers after the pass; none without a cache.
         choices: choice of each layer, of sparse attention.
+        taps: residual streams [B, T, D] that were asked for, by number.
     """
 
     hidden: Float[Array, "B T D"]
     routing: tuple[Routing, ...]
     caches: tuple[LayerCache | Stack[LayerCache], ...]
     choices: tuple[Choice, ...] = ()
+    taps: Taps = field(default_factory=dict)
 
 
 def block(
@@ -68,12 +73,13 @@ def block(
     cache: OneCache,
     views: Views,
     choice: Choice = (),
+    rows: Rows | None = None,
 ) -> tuple[Stream, OneCache, Routing | None, Choice]:
     """A pre-norm decoder block. Returns (x, cache, routing of an MoE block, choice of sparse attention).
 
-    choice: rows to attend to, if another layer has chosen them.
+    choice: rows to attend to, if another layer has chosen them. rows: read by attention; None: x, normed.
     """
-    x, cache, choice = attended(p, model, x, angles, cache, views, choice)
+    x, cache, choice = attended(p, model, x, angles, cache, views, choice, rows)
     x, routing = fed(p, model, x, views)
     return x, cache, routing, choice
 
@@ -87,11 +93,12 @@ def attended(
     cache: Cache | None,
     views: Views,
     choice: Choice,
+    rows: Rows | None = None,
 ) -> tuple[Stream, Cache | None, Choice]:
     """The first half of a block. Returns (x, cache, choice of sparse attention)."""
     cfg, on = model.cfg, model.on
     with jax.named_scope("attention_project"):
-        x, q, entries, cache = on.before_attention(p, cfg, x, angles, cache, views)
+        x, q, entries, cache = on.before_attention(p, cfg, x, angles, cache, views, rows)
     context, cache, choice = on.attend(p.attention, cfg, q, entries, cache, views, choice)
     with jax.named_scope("attention_out"):
         x = on.after_attention(p, cfg, x, context, views)
@@ -118,26 +125,30 @@ def run(
     positions: Int[Array, "B W"],
     caches: tuple[LayerCache | Stack[LayerCache], ...] | None,
     views: Views,
+    taps: Sequence[int] = (),
 ) -> Traced:
     """The trunk over rows of tokens, reading and extending the cache.
 
     caches: one for each group of ``params.layers``, a stack for a stack. views: one for each part (see
     ``parts``) that the rows consist of. Without a cache there are none, and every token sees the tokens
-    before it.
+    before it. taps: numbers of the residual streams to hand on.
     """
     cfg, on = model.cfg, model.on
     x, angles = embed(params.embed, tokens, on.mesh), rope_angles(cfg, positions)
     batches = micro_batches.count(len(tokens), len(views), on)
     xs, rest = (micro_batches.cut(a, batches, on) for a in (x, (angles, views)))
     kept, routings, first = [], [], 0
+    taken = _taken(taps, 0, xs, on)
     choices: list[list[Choice]] = [[() for _ in xs]]
     for group, layers in enumerate(params.layers):
         mine: Any = caches[group] if caches else None
         before, routed, chosen = None, [], []
         if isinstance(layers, Stack):
             with jax.named_scope(f"layers_{first}_to_{first + len(layers) - 1}"):
-                xs[0], mine, found = _looped(layers, model, xs[0], angles, mine, views)
+                inside = {k: on.tap(xs[0]) for k in taps if first < k <= first + len(layers)}
+                xs[0], mine, found, inside = _looped(layers, model, xs[0], angles, mine, views, first, inside)
             kept, routings, first = [*kept, mine], [*routings, *found], first + len(layers)
+            taken |= inside
             continue
         with jax.named_scope(f"layer_{first}"):
             for b, (angles, views) in enumerate(rest):
@@ -153,11 +164,17 @@ def run(
                 routed.append(routing)
         choices.append(chosen)
         first += 1
+        taken |= _taken(taps, first, xs, on)
         kept += [] if mine is None else [mine]
         routings += [] if routed[0] is None else [_of_all(routed, on)]
     hidden = micro_batches.joined([on.finish(x, params.norm, cfg.rms_norm_eps) for x in xs], on)
     looked = [micro_batches.joined(chosen, on) for chosen in choices[1:]]
-    return Traced(hidden, tuple(routings), tuple(kept), tuple(looked))
+    return Traced(hidden, tuple(routings), tuple(kept), tuple(looked), taken)
+
+
+def _taken(taps: Sequence[int], number: int, xs: list[Stream], on: Backend) -> Taps:
+    """The residual stream of all batches, if it is to be handed on."""
+    return {number: micro_batches.joined([on.tap(x) for x in xs], on)} if number in taps else {}
 
 
 def _looped(
@@ -167,22 +184,28 @@ def _looped(
     angles: Float[Array, "B W 2 r"],
     cache: Stack[LayerCache],
     views: Views,
-) -> tuple[Stream, Stack[LayerCache], list[Routing]]:
-    """Layers alike, one after the other. The caches of all are one, of which each layer has its pages."""
+    first: int,
+    taps: Taps,
+) -> tuple[Stream, Stack[LayerCache], list[Routing], Taps]:
+    """Layers alike, one after the other. The caches of all are one, of which each layer has its pages.
+
+    first: number of the first layer. taps: streams to fill in, with arrays of their shape.
+    """
     pages = jax.tree.leaves(cache)[0].shape[1]
 
-    def one(carry: tuple[Stream, LayerCache], i: Int[Array, ""]) -> tuple[Any, Routing | None]:
+    def one(carry: tuple[Stream, LayerCache, Taps], i: Int[Array, ""]) -> tuple[Any, Routing | None]:
         p = one_of(layers, i)
         own = tuple(replace(v, page_table=v.page_table + i * pages) for v in views)
         x, mine, _ = attended(p, model, carry[0], angles, carry[1], own, ())
         x, routing = fed(p, model, x, own)
-        return (x, mine), routing
+        taken = {k: jnp.where(first + i + 1 == k, model.on.tap(x), tap) for k, tap in carry[2].items()}
+        return (x, mine, taken), routing
 
     flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), cache.tree)
-    (x, flat), routing = jax.lax.scan(one, (x, flat), jnp.arange(len(layers)))
+    (x, flat, taps), routing = jax.lax.scan(one, (x, flat, taps), jnp.arange(len(layers)))
     cache = Stack(jax.tree.map(lambda a: a.reshape(-1, pages, *a.shape[1:]), flat))
     numbers = () if routing is None else range(len(layers))
-    return x, cache, [jax.tree.map(itemgetter(i), routing) for i in numbers]
+    return x, cache, [jax.tree.map(itemgetter(i), routing) for i in numbers], taps
 
 
 def _of_all(routed: Sequence[Routing | None], on: Backend) -> Routing:
@@ -203,11 +226,15 @@ def forward(
 
 
 def forward_traced(
-    params: Params, cfg: ModelConfig, tokens: Int[Array, "B T"], on: Backend = REFERENCE
+    params: Params,
+    cfg: ModelConfig,
+    tokens: Int[Array, "B T"],
+    on: Backend = REFERENCE,
+    taps: Sequence[int] = (),
 ) -> Traced:
-    """``forward`` with the routing of every MoE layer."""
+    """``forward`` with the routing of every MoE layer, and with ``taps``."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return run(params, Model(cfg, on), tokens, positions, None, ())
+    return run(params, Model(cfg, on), tokens, positions, None, (), taps)
 
 
 def logits(params: Params, hidden: Float[Array, "*b D"], on: Backend = REFERENCE) -> Float[Array, "*b V"]:

@@ -1,9 +1,9 @@
 """Room that the weights leave in a GPU's memory, and the number of tokens that can be cached there."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mtp_jax.model.room import Room
-from mtp_jax.model.specs import leaves
+from mtp_jax.model.spec import leaves
 from mtp_jax.planning.deployment import Deployment
 from mtp_jax.planning.fit import OVERHEAD
 from mtp_jax.planning.weights import declared
@@ -55,7 +55,7 @@ def memory(d: Deployment) -> Memory:
     """Memory of each GPU of a deployment; the number of requests does not change it."""
     specs, mesh = declared(d.cfg), {"data": d.data, "model": d.model}
     routed, others = [], []
-    for spec in leaves(specs if d.depth else replace(specs, nextn=())):
+    for spec in leaves(specs if d.depth else specs.with_drafts()):
         (routed if spec.axes[0] == "experts" else others).append(d.storage.nbytes(spec) / spec.parts(mesh))
     experts = sum(routed) * (1 + d.redundant / max(d.cfg.n_routed_experts, 1))
     return Memory(

@@ -26,7 +26,7 @@ def prompt_tokens_per_second(d: Deployment) -> tuple[float, float]:
 def _attention_flops(c: ModelConfig, number: int, context: int) -> float:
     """Operations of one token in the middle of the prompt, in one layer, those of an indexer included."""
     seen = context / 2
-    value = c.grouped.head_dim if c.grouped else c.v_head_dim
+    value = c.gqa.head_dim if c.gqa else c.v_head_dim
     scoring, index = 0.0, c.indexer
     if index is not None and context > index.topk:
         scoring = 2 * index.heads * index.dim * seen if c.indexes(number) else 0.0

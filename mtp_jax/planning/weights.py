@@ -7,7 +7,8 @@ from typing import Literal
 
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.hf_quantization import FP8_BLOCK
-from mtp_jax.model.specs import Layer, Moe, Params, Spec, count, leaves, param_specs
+from mtp_jax.model.spec import Spec, count, leaves
+from mtp_jax.model.specs import Layer, Moe, Params, param_specs
 from mtp_jax.planning.hardware import Rate
 
 

@@ -40,8 +40,8 @@ def attention(cfg: ModelConfig, layer: int, width: int, cached: int) -> Attentio
 
 def pair_flops(cfg: ModelConfig) -> int:
     """Operations of all heads for one token and one row: a score and a mixed value, of MLA absorbed."""
-    if cfg.grouped:
-        return 4 * cfg.num_attention_heads * cfg.grouped.head_dim
+    if cfg.gqa:
+        return 4 * cfg.num_attention_heads * cfg.gqa.head_dim
     return 2 * cfg.num_attention_heads * (cfg.latent_dim + cfg.kv_lora_rank)
 
 

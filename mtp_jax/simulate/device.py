@@ -2,8 +2,8 @@
 
 Steps read rows from pages through page tables, and write the rows of their windows there, so that a wrong
 table, a stale page or a length off by one shows in the text, or as a ``Violation``. The drafter has entries
-and boundary states of its own, as ``drafter/nextn.py`` has: where they differ from the text's, no draft is
-right.
+and boundary states of its own, as ``drafter/recursive.py`` has: where they differ from the text's, no draft
+is right.
 """
 
 import time

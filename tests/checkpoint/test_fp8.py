@@ -15,7 +15,7 @@ from mtp_jax.checkpoint.fp8 import blocks, dequantise, scale_shape
 from mtp_jax.checkpoint.update import read_update
 from mtp_jax.model.narrow import is_narrow, without_bits
 from mtp_jax.model.params import shapes
-from mtp_jax.model.specs import may_be_narrow
+from mtp_jax.model.spec import may_be_narrow
 from tests.checkpoint.files import (
     Raw,
     Tensors,

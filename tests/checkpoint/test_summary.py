@@ -12,7 +12,8 @@ from mtp_jax.checkpoint.plan import nextn_copies
 from mtp_jax.checkpoint.summary import by_dtype
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.narrow import nbytes
-from mtp_jax.model.specs import leaves, may_be_narrow, param_specs, parameter_counts
+from mtp_jax.model.spec import leaves, may_be_narrow
+from mtp_jax.model.specs import param_specs, parameter_counts
 from tests.checkpoint.files import read_folder
 from tests.golden import VARIANTS, model_dir
 
@@ -79,7 +80,7 @@ def test_counts_are_those_of_the_loaded_model(variant: str):
     key = 32 if variant == "dsa_v32_fp8" else 16
     values = layers * (rank + rope) + indexed * key
     fp8 = layers * (rank + rope * 2 + 4) + indexed * (key + 4)
-    if found.config.grouped:  # keys and values of two heads of 16, and a scale for each
+    if found.config.gqa:  # keys and values of two heads of 16, and a scale for each
         values, fp8 = layers * 64, layers * (64 + 4 * 4)
     assert summary.cache_bytes_per_token == {"float32": values * 4, "bfloat16": values * 2, "fp8": fp8}
 

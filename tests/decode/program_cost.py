@@ -37,7 +37,7 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import compiler_options
 from mtp_jax.model.narrow import Bf16, Fp8
 from mtp_jax.model.params import Params, Spec, dtype_of, param_specs
-from mtp_jax.model.specs import scale_spec
+from mtp_jax.model.spec import scale_spec
 from mtp_jax.model.stack import Stack, stacked
 from mtp_jax.model.trunk import Model
 from tests.models import TINY

@@ -8,12 +8,12 @@ import pytest
 from mtp_jax.decode.drafter.build import build
 from mtp_jax.model.config import IndexerConfig
 from tests.decode.law import CFG, OPTIONS, Case, chi_square, emitted, exact_law
-from tests.models import grouped
+from tests.models import gqa
 
 # Of three prompt tokens and those that follow each token attends to three.
 INDEX = IndexerConfig(heads=4, dim=8, topk=3, shared=(False, True))
 SPARSE = replace(CFG, indexer=INDEX)
-GROUPED = grouped(CFG, kv_heads=1)
+GQA = gqa(CFG, kv_heads=1)
 SHARING = replace(CFG, indexer=replace(INDEX, share_drafts=True))
 
 
@@ -31,9 +31,9 @@ def check(cfg, verifier):
     ("cfg", "verifier"),
     [
         pytest.param(SPARSE, "block", id="sparse-block"),
-        pytest.param(GROUPED, "coupled", id="grouped-coupled", marks=pytest.mark.slow),
+        pytest.param(GQA, "coupled", id="gqa-coupled", marks=pytest.mark.slow),
         pytest.param(SPARSE, "coupled", id="sparse-coupled", marks=pytest.mark.slow),
-        pytest.param(GROUPED, "block", id="grouped-block", marks=pytest.mark.slow),
+        pytest.param(GQA, "block", id="gqa-block", marks=pytest.mark.slow),
     ],
 )
 def test_lossless(cfg, verifier):

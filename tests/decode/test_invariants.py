@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mtp_jax.api.local import local_runner
-from mtp_jax.decode.drafter.nextn import NextN
+from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.drafter.rules import DraftRules
 from mtp_jax.decode.state import State
 from mtp_jax.engine.engine import Engine
@@ -82,7 +82,7 @@ def test_committed_length(cfg, params):
 def next_drafts(params: Params, state: State, depth: int = 3) -> jax.Array:
     """NextN logits [B, K, V] of the drafts that the next step would make."""
     on, s = xla_cpu(experts="dense"), state.slots.replace(depth=jnp.full_like(state.slots.depth, depth))
-    drafts, _ = NextN(TINY).propose(params, state.drafter, s, DraftRules(depth, depth, logits=True), on)
+    drafts, _ = build(TINY).propose(params, state.drafter, s, DraftRules(depth, depth, logits=True), on)
     assert drafts.logits is not None
     return drafts.logits
 

@@ -11,7 +11,7 @@ import pytest
 
 from mtp_jax.api.local import local_runner
 from mtp_jax.decode.arrays import Chunk, SlotRow
-from mtp_jax.decode.drafter.nextn import DEFERRED
+from mtp_jax.decode.drafter.recursive import DEFERRED
 from mtp_jax.decode.keys import DraftKey, PageKey, SamplingMode, StepKey
 from mtp_jax.decode.launches import (
     Admit,

@@ -23,7 +23,7 @@ from tests.models import (
     Told,
     accepted,
     chosen_logprobs,
-    grouped,
+    gqa,
     make_engine,
     on_mesh,
     prompts,
@@ -35,13 +35,13 @@ from tests.models import (
 INDEX = IndexerConfig(heads=4, dim=8, topk=8, shared=(False, False, True))
 SPARSE = replace(TINY, num_hidden_layers=3, indexer=INDEX)
 SHARING = replace(SPARSE, indexer=replace(INDEX, interleaved=True, share_drafts=True))
-GROUPED = grouped()
+GQA = gqa()
 PROMPTS = prompts(8)
 
-each_kind = pytest.mark.parametrize("cfg", [SPARSE, GROUPED], ids=["sparse", "grouped"])
+each_kind = pytest.mark.parametrize("cfg", [SPARSE, GQA], ids=["sparse", "gqa"])
 # What a kind of attention has little to do with.
 one_kind = pytest.mark.parametrize(
-    "cfg", [SPARSE, pytest.param(GROUPED, marks=pytest.mark.slow)], ids=["sparse", "grouped"]
+    "cfg", [SPARSE, pytest.param(GQA, marks=pytest.mark.slow)], ids=["sparse", "gqa"]
 )
 
 
@@ -148,8 +148,8 @@ PAIRS = 64 + 8 * 4
 
 @pytest.mark.parametrize(
     ("cfg", "row_bytes"),
-    [(SPARSE, [INDEXED, INDEXED, LATENT, INDEXED]), (GROUPED, [PAIRS] * (GROUPED.num_hidden_layers + 1))],
-    ids=["sparse", "grouped"],
+    [(SPARSE, [INDEXED, INDEXED, LATENT, INDEXED]), (GQA, [PAIRS] * (GQA.num_hidden_layers + 1))],
+    ids=["sparse", "gqa"],
 )
 def test_an_fp8_cache_holds_all_in_eight_bits(cfg, row_bytes):
     engine = engine_of(cfg, kv_cache_dtype="fp8")
@@ -157,7 +157,7 @@ def test_an_fp8_cache_holds_all_in_eight_bits(cfg, row_bytes):
     rows = engine.config.page_size * (engine.pages + 1)
     caches = (*state.trunk, *state.drafter.pages.cache)
     assert [sum(a.nbytes for a in jax.tree.leaves(c)) for c in caches] == [rows * n for n in row_bytes]
-    assert GROUPED.row.fp8_bytes == PAIRS
+    assert GQA.row.fp8_bytes == PAIRS
 
 
 @each_kind

@@ -29,7 +29,7 @@ from tests.models import (
     Told,
     accepted,
     finish,
-    grouped,
+    gqa,
     make_engine,
     on_mesh,
     prepare,
@@ -112,9 +112,7 @@ def test_part_on_the_device_and_part_in_the_host():
     assert engine.stats().hits_by_tier == {"device": 16, "host": 16}
 
 
-@pytest.mark.parametrize(
-    "cfg", [pytest.param(SPARSE, marks=pytest.mark.slow), grouped()], ids=["sparse", "grouped"]
-)
+@pytest.mark.parametrize("cfg", [pytest.param(SPARSE, marks=pytest.mark.slow), gqa()], ids=["sparse", "gqa"])
 def test_pages_hold_index_keys_and_keys_and_values(cfg):
     engine, order = small(cfg), [0, 1, 2, 0]
     requests = each(engine, order, exactly=True)

@@ -1,6 +1,7 @@
 """Small checkpoints with the numbers an independent implementation computes from them (see README.md).
 
-The variants share most of their tensors, so their weights are in one archive, a fifth of their size.
+The variants share most of their tensors, so their weights are in one archive, a fifth of their size; draft
+heads and their trunks are in another.
 Checkpoints are assembled under build/ when a test first asks for one.
 """
 
@@ -15,8 +16,10 @@ from pathlib import Path
 import numpy as np
 
 GOLDEN = Path(__file__).parent
-WEIGHTS = GOLDEN / "weights.tar.xz"
-VARIANTS = tuple(sorted(path.parent.name for path in GOLDEN.glob("*/expected.npz")))
+ARCHIVES = tuple(GOLDEN / f"{name}.tar.xz" for name in ("weights", "heads"))
+HEADS = tuple(sorted(path.parent.name for path in GOLDEN.glob("*/draft")))
+"""Trunks without NextN layers, each with a draft head beside it."""
+VARIANTS = tuple(sorted({path.parent.name for path in GOLDEN.glob("*/expected.npz")} - {*HEADS}))
 # Variants that an engine decodes.
 DECODED = (
     "rigged", "rigged_mtp2", "v3", "mtp2", "no_q_lora", "tied", "glm47_flash",
@@ -30,7 +33,7 @@ _BUILD = GOLDEN.parent.parent / "build"
 
 
 def model_dir(variant: str = "v3", part: str = "model") -> Path:
-    """The checkpoint folder of a variant. part: "model"; of v3 also "nextn" and "xllm_mtp"."""
+    """The checkpoint folder of a variant. part: "model", of v3 also "nextn", "xllm_mtp", of heads "draft"."""
     return _assembled() / variant / part
 
 
@@ -38,18 +41,14 @@ def model_dir(variant: str = "v3", part: str = "model") -> Path:
 def _assembled() -> Path:
     """Every variant's folders with the weights in their place."""
     settings = sorted(GOLDEN.glob("*/*/*.json"))
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in (*settings, WEIGHTS))).hexdigest()
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in (*settings, *ARCHIVES))).hexdigest()
     whole = _BUILD / f"golden-{digest[:16]}"
     if not whole.exists():
         _BUILD.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=_BUILD) as scratch:
             new = Path(scratch) / "golden"
-            with tarfile.open(WEIGHTS) as archive:
-                for member in archive:
-                    weights = archive.extractfile(member)
-                    assert weights is not None, f"{member.name} is no file"
-                    (new / member.name).parent.mkdir(parents=True, exist_ok=True)
-                    (new / member.name).write_bytes(weights.read())
+            for packed in ARCHIVES:
+                _unpack(packed, new)
             for path in settings:
                 shutil.copyfile(path, new / path.relative_to(GOLDEN))
             try:
@@ -58,6 +57,15 @@ def _assembled() -> Path:
                 if not whole.exists():
                     raise
     return whole
+
+
+def _unpack(packed: Path, new: Path) -> None:
+    with tarfile.open(packed) as archive:
+        for member in archive:
+            weights = archive.extractfile(member)
+            assert weights is not None, f"{member.name} is no file"
+            (new / member.name).parent.mkdir(parents=True, exist_ok=True)
+            (new / member.name).write_bytes(weights.read())
 
 
 def raw_config(variant: str = "v3") -> dict:

@@ -1,6 +1,6 @@
 """Pack the weights of assembled checkpoints: ``python -m tests.golden.pack FOLDER``, a folder of variants.
 
-Writes weights.tar.xz and SHA256SUMS beside this file; the same folder gives the same bytes. A dictionary
+Writes the archives and SHA256SUMS beside this file; the same folder gives the same bytes. A dictionary
 larger than all weights together finds every tensor that two variants share; ``lp`` and ``pb`` suit floats of
 four bytes.
 """
@@ -11,7 +11,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-from tests.golden import GOLDEN, WEIGHTS
+from tests.golden import ARCHIVES, GOLDEN, HEADS
 
 _FILTER = {
     "id": lzma.FILTER_LZMA2,
@@ -24,18 +24,22 @@ _FILTER = {
 
 
 def pack(folder: Path) -> None:
-    """Write the archive and the checksums of every safetensors file below ``folder``."""
-    files = sorted(folder.glob("*/*/*.safetensors"))
-    sums = []
-    with lzma.open(WEIGHTS, "wb", filters=[_FILTER]) as out, tarfile.open(fileobj=out, mode="w") as archive:
-        for path in files:
-            name = path.relative_to(folder).as_posix()
+    """Write the archives and the checksums of every safetensors file below ``folder``."""
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.glob("*/*/*.safetensors"))}
+    for packed in ARCHIVES:
+        heads = packed.name.startswith("heads")
+        _pack(packed, {name: path for name, path in files.items() if (name.split("/")[0] in HEADS) == heads})
+    sums = (f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n" for name, path in files.items())
+    (GOLDEN / "SHA256SUMS").write_text("".join(sums))
+
+
+def _pack(packed: Path, files: dict[str, Path]) -> None:
+    with lzma.open(packed, "wb", filters=[_FILTER]) as out, tarfile.open(fileobj=out, mode="w") as archive:
+        for name, path in files.items():
             member = tarfile.TarInfo(name)
             member.size = path.stat().st_size
             with path.open("rb") as file:
                 archive.addfile(member, file)
-            sums.append(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n")
-    (GOLDEN / "SHA256SUMS").write_text("".join(sums))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from mtp_jax.model.mla import Form
 from mtp_jax.model.narrow import Fp8
 from mtp_jax.model.params import Layer, Params, Spec, dtype_of, param_specs
 from mtp_jax.model.sharding import partition
-from mtp_jax.model.specs import may_be_narrow, scale_spec
+from mtp_jax.model.spec import may_be_narrow, scale_spec
 from mtp_jax.model.trunk import Model, block
 from mtp_jax.model.visible import chain
 

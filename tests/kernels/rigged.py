@@ -11,7 +11,7 @@ from mtp_jax.checkpoint.fp8 import SCALE_SUFFIX
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.narrow import FP8_BLOCK, Fp8
 from mtp_jax.model.params import Params, Spec, param_specs
-from mtp_jax.model.specs import may_be_narrow, scale_spec
+from mtp_jax.model.spec import may_be_narrow, scale_spec
 
 E4M3_MAX = 448.0
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kernels_pallas.mla_prefill import api as mla_prefill
 from kernels_pallas.visible import MAX_AHEAD, Window, chain
 from mtp_jax.decode.keys import MAX_DRAFTS
-from mtp_jax.model import nextn
+from mtp_jax.model import draft_module
 
 ROWS = 80
 # Few, as each is a program of its own.
@@ -122,7 +122,7 @@ def test_drafts_see_the_rows_of_their_own_layer(layers, step):
     Rows 0 to the layer's number never exist.
     """
     lengths, active, layer = [1, 7, 40], [True, True, False], step % layers
-    got = nextn.seen_by_draft(step, layers, array(lengths), jnp.asarray(active)).mask(1, ROWS)
+    got = draft_module.seen_by_draft(step, layers, array(lengths), jnp.asarray(active)).mask(1, ROWS)
     for slot, (length, runs) in enumerate(zip(lengths, active, strict=True)):
         known = range(layer + 1, length + 1)
         before, own = range(1, min(layer, step) + 1), range(layer or layers, step + 1, layers)
@@ -132,7 +132,7 @@ def test_drafts_see_the_rows_of_their_own_layer(layers, step):
 
 def test_known_tokens_see_the_rows_of_a_layer_up_to_their_own():
     positions = array([[4, 5, 6], [0, 1, -1], [-1, -1, -1]])
-    got = nextn.seen(1, positions).mask(3, 8)
+    got = draft_module.seen(1, positions).mask(3, 8)
     for slot, row in np.ndindex(3, 3):
         want = list(range(2, int(positions[slot, row]) + 1))
         assert np.flatnonzero(got[slot, row]).tolist() == want

@@ -34,7 +34,7 @@ from mtp_jax.model.narrow import Bf16, Fp8, expand, is_narrow, without_bits
 from mtp_jax.model.params import Attention, Params, Spec, param_specs
 from mtp_jax.model.products.hopper import HopperProducts, check_experts
 from mtp_jax.model.sharding import make_mesh
-from mtp_jax.model.specs import may_be_narrow, scale_spec
+from mtp_jax.model.spec import may_be_narrow, scale_spec
 from mtp_jax.model.visible import chain
 from tests.golden import expected, model_dir
 from tests.models import GREEDY, TINY, Reference, make_engine, prompts, rigged, serve

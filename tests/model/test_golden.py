@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mtp_jax.checkpoint import Loaded, load
-from mtp_jax.model import indexer, nextn, trunk
+from mtp_jax.model import draft_module, indexer, nextn, trunk
 from mtp_jax.model.backend import Backend, xla, xla_cpu
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.mla import Form
@@ -34,8 +34,9 @@ def loaded(variant: str, dtype: str = "float32") -> Loaded:
 @functools.partial(jax.jit, static_argnames=("cfg", "on"))
 def forward(params: Params, tokens: jax.Array, cfg: ModelConfig, on: Backend) -> dict[str, Any]:
     """Everything that is compared, under the names of expected.npz. Variants of one form share a program."""
-    traced = trunk.forward_traced(params, cfg, tokens, on)
-    out = {"hidden": traced.hidden, "logits": trunk.logits(params, traced.hidden), "routing": traced.routing}
+    traced = trunk.forward_traced(params, cfg, tokens, on, range(cfg.num_hidden_layers + 1))
+    out = {"resid": jnp.stack([*traced.taps.values()], axis=1), "hidden": traced.hidden}
+    out |= {"logits": trunk.logits(params, traced.hidden), "routing": traced.routing}
     z = traced.hidden
     for k in range(cfg.num_nextn_predict_layers):
         rows = tokens.shape[1] - 1 - k
@@ -85,8 +86,9 @@ def test_the_same_entries_are_chosen(variant: str, on: Backend):
     @jax.jit
     def choices_of(params: Params) -> list[Any]:
         traced = trunk.forward_traced(params, cfg, tokens, on)
-        given = nextn.Pass(tokens[:, 1:], traced.hidden[:, :-1], positions)
-        return [*traced.choices, nextn.run(params, trunk.Model(cfg, on), 0, given, None)[-1]]
+        given = draft_module.Pass(tokens[:, 1:], traced.hidden[:, :-1], positions)
+        drafted = draft_module.run(nextn.NextNLayers(cfg), params, on, 0, given, None)
+        return [*traced.choices, drafted[-1]]
 
     choices = choices_of(found.params)
     jax.effects_barrier()

@@ -27,7 +27,7 @@ GATE_UP = RNG.normal(size=(E, 2, WIDTH, D)).astype(np.float32) / 4
 DOWN = RNG.normal(size=(E, D, WIDTH)).astype(np.float32) / 4
 WAYS = {
     "by_pair": cpu_experts.by_pair,
-    "grouped": xla().experts.routed,
+    "by_visit": xla().experts.routed,
     "sparse": xla_cpu().experts.routed,
     "dense": functools.partial(moe.dense, product=xla().products.product),
 }
@@ -81,11 +81,11 @@ def test_every_way_agrees_with_a_plain_loop(rows, seed, pool, outside):
     if outside:
         ids = ids - E // 2
         want = plain(x, ids, weights)
-    for way in ("by_pair", "grouped", "sparse"):
+    for way in ("by_pair", "by_visit", "sparse"):
         np.testing.assert_allclose(run(way, x, ids, weights), want, atol=1e-5)
 
 
-@pytest.mark.parametrize("way", ["by_pair", "grouped"])
+@pytest.mark.parametrize("way", ["by_pair", "by_visit"])
 @pytest.mark.parametrize("rows", ROWS)
 def test_all_rows_to_one_expert(way, rows):
     """The same expert in every place, which no router does: the largest load an expert can have."""
@@ -94,13 +94,13 @@ def test_all_rows_to_one_expert(way, rows):
     np.testing.assert_allclose(run(way, x, ids, weights), plain(x, ids, weights), atol=1e-5)
 
 
-@pytest.mark.parametrize("way", ["by_pair", "grouped"])
+@pytest.mark.parametrize("way", ["by_pair", "by_visit"])
 def test_no_expert_at_all(way):
     x, ids, weights = draw(5, 1, list(range(E)))
     np.testing.assert_array_equal(run(way, x, ids * 0 - 1, weights), np.zeros((5, D)))
 
 
-@pytest.mark.parametrize("way", ["by_pair", "grouped"])
+@pytest.mark.parametrize("way", ["by_pair", "by_visit"])
 @pytest.mark.parametrize("rows", [5, 200])
 @pytest.mark.parametrize("neighbours", ["others", "nan"])
 def test_batch_invariance(way, rows, neighbours):
@@ -143,7 +143,7 @@ def test_by_pair_in_slices_of_any_width(hidden, width):
 def test_pairs_apart_while_that_is_the_faster_way(width, pairs, monkeypatch):
     """On a CPU: up to 16 pairs per expert if its weights take at most a MiB, up to 4 of a larger one."""
     monkeypatch.setattr(cpu_experts, "by_pair", lambda gate_up, down, x, r: jnp.ones_like(x))
-    monkeypatch.setattr(moe, "grouped", lambda gate_up, down, x, r, product: jnp.zeros_like(x))
+    monkeypatch.setattr(moe, "by_visit", lambda gate_up, down, x, r, product: jnp.zeros_like(x))
     weights = jnp.zeros((E, 2, width, D)), jnp.zeros((E, D, width))
     for rows, apart in ((E * pairs, 1), (E * pairs + 1, 0)):
         r = Routing(jnp.zeros((rows, 1), jnp.int32), jnp.ones((rows, 1)))

@@ -10,7 +10,7 @@ import pytest
 
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Attention, Moe, Params, Spec, dtype_of, init_params, param_specs
-from tests.models import TINY, grouped
+from tests.models import TINY, gqa
 
 CONFIGS = {
     "tiny": TINY,
@@ -19,8 +19,8 @@ CONFIGS = {
     "two NextN layers": TINY.with_nextn((True, False)),
     "no NextN layer": TINY.with_nextn(()),
     "no shared expert": replace(TINY, n_shared_experts=0),
-    "grouped": grouped(),
-    "grouped without norms and biases": grouped(qk_norm=False, bias=False),
+    "gqa": gqa(),
+    "gqa without norms and biases": gqa(qk_norm=False, bias=False),
     "dense": replace(TINY, n_routed_experts=0, first_k_dense_replace=2),
 }
 

@@ -4,7 +4,8 @@ import pytest
 
 from mtp_jax.checkpoint import summarise
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.specs import count, param_specs, parameter_counts
+from mtp_jax.model.spec import count
+from mtp_jax.model.specs import param_specs, parameter_counts
 from mtp_jax.planning.deployment import Deployment
 from mtp_jax.planning.hardware import GPUS
 from mtp_jax.planning.memory import memory

@@ -73,7 +73,7 @@ def test_both_ways_give_what_dense_experts_give(data, model, domain):
     shard = B * W // data
     for skewed, room, over in ((False, 9.0, 0), (True, 9.0, 0), (True, 0.01, 1)):
         exchange = Exchange(data, domain, room)
-        assert (exchange.capacity(shard, TINY, grouped=True) < shard) == (room < 1)
+        assert (exchange.capacity(shard, TINY, neighbours=True) < shard) == (room < 1)
         y, r = run(data, model, exchange, skewed, np.ones((B, W), bool))
         np.testing.assert_allclose(y, reference(skewed)[1], atol=1e-5)
         assert int(r.over) == over
@@ -153,7 +153,7 @@ def test_room_follows_what_even_choices_need():
         best = np.argsort(scores.reshape(devices, rows, -1))[..., :8]
         ids = np.take_along_axis(groups, best // 32, axis=-1) * 32 + best % 32
         most = max(int(np.asarray(exchange.wanted(jnp.asarray(i), 256 // devices)).sum(0).max()) for i in ids)
-        assert most <= exchange.capacity(rows, V3, grouped=True) < rows
+        assert most <= exchange.capacity(rows, V3, neighbours=True) < rows
 
 
 @pytest.mark.parametrize(

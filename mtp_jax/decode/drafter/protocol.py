@@ -12,6 +12,13 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.mla import Form
 from mtp_jax.model.params import Params
+from mtp_jax.model.trunk import Taps
+
+FINAL = -1
+"""The number, among a drafter's features, of the hidden state after the final norm."""
+
+Features = tuple[Float[Array, "B W D"], ...]
+"""The hidden states that ``Drafter.features`` names, in that order."""
 
 
 class Drafts(struct.PyTreeNode):
@@ -38,7 +45,7 @@ class Committed(struct.PyTreeNode):
     Attributes:
         tokens: a window or a chunk of each row.
         positions: positions of the tokens; -1 for tokens that do not count.
-        features: the hidden states that ``Drafter.features`` names, in that order.
+        features: hidden states of the tokens.
         count: tokens that count.
         page_table: their slots' pages, as far as the program looks.
         form: MLA form in which layers attend to them.
@@ -47,7 +54,7 @@ class Committed(struct.PyTreeNode):
 
     tokens: Int[Array, "B W"]
     positions: Int[Array, "B W"]
-    features: tuple[Float[Array, "B W D"], ...]
+    features: Features
     count: Int[Array, " B"]
     page_table: Int[Array, "B n"]
     form: Form = struct.field(pytree_node=False, default="absorbed")
@@ -64,7 +71,7 @@ class Drafter(Protocol):
 
     @property
     def features(self) -> tuple[int, ...]:
-        """The trunk layers whose hidden states ``observe`` needs; -1: the state after the final norm."""
+        """The hidden states that ``observe`` needs: k: the residual stream after k layers; or FINAL."""
         ...
 
     @property
@@ -99,9 +106,17 @@ class Drafter(Protocol):
         ...
 
 
-def features_of(drafter: Drafter, hidden: Float[Array, "B W D"]) -> tuple[Float[Array, "B W D"], ...]:
-    """The hidden states that the drafter observes. Raises ConfigError for layers that are not handed on."""
-    if any(layer != -1 for layer in drafter.features):
-        name, wanted = type(drafter).__name__, drafter.features
-        raise ConfigError(f"features = {wanted} of {name}: only -1, the final norm's, is handed on")
-    return (hidden,) * len(drafter.features)
+def taps_of(drafter: Drafter, layers: int) -> tuple[int, ...]:
+    """The residual streams that the drafter observes. Raises ConfigError if a trunk has fewer."""
+    wanted = drafter.features
+    if any(not FINAL <= number <= layers for number in wanted):
+        raise ConfigError(
+            f"features = {wanted} of {type(drafter).__name__}; a trunk of {layers} layers hands on its "
+            f"residual streams 0 to {layers}, and {FINAL}, the state after the final norm"
+        )
+    return tuple(sorted({number for number in wanted if number != FINAL}))
+
+
+def features_of(drafter: Drafter, hidden: Float[Array, "B W D"], taps: Taps) -> Features:
+    """The hidden states that the drafter observes, from the final norm's and the streams of ``taps_of``."""
+    return tuple(hidden if number == FINAL else taps[number] for number in drafter.features)

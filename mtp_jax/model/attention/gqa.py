@@ -16,7 +16,7 @@ from mtp_jax.model.attention.source import Chosen, Source
 from mtp_jax.model.cache import Cache, Entries, Views
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import masked_softmax, rms_norm, rotate_first
-from mtp_jax.model.params import Grouped
+from mtp_jax.model.params import GqaAttention
 from mtp_jax.model.products.hopper import HopperProducts
 from mtp_jax.model.products.plain import Rows
 
@@ -48,21 +48,21 @@ class KvHeads:
 class Gqa(Kind):
     """Grouped-query attention in plain XLA."""
 
-    def queries(self, a: Grouped, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]) -> Queries:
-        """Queries: projected, with bias and norm where the model has them, the first channels rotated."""
+    def queries(self, a: GqaAttention, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]) -> Queries:
+        """Projected, with bias and norm where the model has them, their first channels rotated."""
         return Queries(_turned(_plus(self.on.linear(x, a.q, split="out"), a.q_bias), a.q_norm, cfg, angles))
 
-    def entries(self, a: Grouped, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]) -> Entries:
-        """Entries: keys, computed as queries are, and values as they are projected."""
+    def entries(self, a: GqaAttention, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]) -> Entries:
+        """Keys, as queries are made, and values as they are projected."""
         keys = _turned(_plus(self.on.linear(x, a.k), a.k_bias), a.k_norm, cfg, angles)
         values = _plus(self.on.linear(x, a.v), a.v_bias)
         return Entries(jnp.concatenate([a.reshape(*a.shape[:2], -1) for a in (keys, values)], axis=-1))
 
-    def by_head(self, a: Grouped, cfg: ModelConfig) -> KvHeads:
+    def by_head(self, a: GqaAttention, cfg: ModelConfig) -> KvHeads:
         """The kv head of each query head."""
-        assert cfg.grouped is not None, "a layer with grouped-query attention has a configuration of it"
-        group = len(a.q) // cfg.grouped.kv_heads
-        return KvHeads(jnp.arange(len(a.q)) // group, cfg.grouped.kv_heads, group)
+        assert cfg.gqa is not None, "a layer with grouped-query attention has a configuration of it"
+        group = len(a.q) // cfg.gqa.kv_heads
+        return KvHeads(jnp.arange(len(a.q)) // group, cfg.gqa.kv_heads, group)
 
     def attend(self, q: Queries, w: KvHeads, source: Source, scale: float) -> Float[Array, "B W N v"]:
         """Attention over rows [keys | values], softmax in float32. Rows that no token sees are zeros.
@@ -91,7 +91,7 @@ class HopperGqa(Gqa):
 
     def project(
         self,
-        a: Grouped,
+        a: GqaAttention,
         cfg: ModelConfig,
         x: Rows,
         angles: Float[Array, "B W 2 r"],

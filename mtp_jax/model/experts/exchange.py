@@ -48,13 +48,13 @@ class Exchange:
         """Number of domains."""
         return self.shards // self.domain
 
-    def capacity(self, rows: int, cfg: ModelConfig, grouped: bool) -> int:
+    def capacity(self, rows: int, cfg: ModelConfig, neighbours: bool) -> int:
         """Number of rows that a data shard can send to one domain, out of the ``rows`` that it has.
 
         It is ``room`` times the mean and three standard deviations, because a small number of rows is spread
-        less evenly. grouped: whether experts of a group are neighbours.
+        less evenly. neighbours: whether experts of a group are neighbours.
         """
-        mean = rows * reached(cfg, self.domains, grouped) / self.domains
+        mean = rows * reached(cfg, self.domains, neighbours) / self.domains
         return min(rows, math.ceil(self.room * mean + 3 * math.sqrt(mean)))
 
     @property
@@ -149,13 +149,13 @@ def _of_words(words: Int[Array, "R words"], dtype: Any) -> Shaped[Array, "R n"]:
     return jax.lax.bitcast_convert_type(words, dtype).reshape(len(words), -1)
 
 
-def reached(cfg: ModelConfig, domains: int, grouped: bool) -> float:
+def reached(cfg: ModelConfig, domains: int, neighbours: bool) -> float:
     """Domains that the experts of a row lie in, on the average, if all experts are chosen equally often.
 
     Experts come from ``topk_group`` groups; if these are neighbours, few domains can be reached.
     """
     within = max(cfg.topk_group, cfg.topk_group * domains // cfg.n_group)
-    can_be = min(domains, within) if grouped else domains
+    can_be = min(domains, within) if neighbours else domains
     return can_be * (1 - (1 - 1 / can_be) ** cfg.num_experts_per_tok)
 
 

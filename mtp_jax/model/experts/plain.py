@@ -104,7 +104,7 @@ class Experts:
         ``first`` on; rows and routing are those of all devices.
         """
         assert not isinstance(x, Quantised), "rows were quantised for a kernel"
-        return moe.grouped(gate_up, down, x, Routing(r.ids - first, r.weights), self.on.product)
+        return moe.by_visit(gate_up, down, x, Routing(r.ids - first, r.weights), self.on.product)
 
     def operand(self, p: Moe, x: Rows) -> Operand:
         """Rows in the form that the experts take."""
@@ -178,7 +178,7 @@ class Experts:
 
         given = x.rows_first(count), chosen.ids, chosen.weights
         wanted = exchange.wanted(chosen.ids, p.down.shape[0] * devices // exchange.domains)
-        capacity = exchange.capacity(count, cfg, grouped=p.copies is None)
+        capacity = exchange.capacity(count, cfg, neighbours=p.copies is None)
         most = jax.lax.pmax(wanted.sum(axis=0).max(), ("data", "model"))
 
         def there(rows: tuple[Array, ...], ids: Array, weights: Array) -> Array:

@@ -128,6 +128,10 @@ class HopperProducts(Products):
         """Keep results beside the stream, for the next norm to sum and to add."""
         return Stream(constrain(stream(x).x, self.mesh, "slots", None, None), outs)
 
+    def tap(self, x: Any) -> Float[Array, "B W D"]:
+        """The stream with everything left to be added."""
+        return constrain(plus(*stream(x)), self.mesh, "slots", None, None)
+
     def finish(self, x: Any, weight: Float[Array, " D"], eps: float) -> Float[Array, "B W D"]:
         """The norm at the end, of the stream with all addends."""
         return rms_norm(plus(*stream(x)), weight, eps)

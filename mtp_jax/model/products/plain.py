@@ -58,6 +58,10 @@ class Products:
         """The stream with the results of a stage."""
         return constrain(x + functools.reduce(jnp.add, outs), self.mesh, "slots", None, None)
 
+    def tap(self, x: Stream) -> Float[Array, "B W D"]:
+        """The stream as an array."""
+        return x
+
     def finish(self, x: Stream, weight: Float[Array, " D"], eps: float) -> Float[Array, "B W D"]:
         """The norm behind the last block."""
         return rms_norm(x, weight, eps)

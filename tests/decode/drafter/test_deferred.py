@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mtp_jax.api.local import local_runner
-from mtp_jax.decode.drafter.nextn import DEFERRED
+from mtp_jax.decode.drafter.recursive import DEFERRED
 from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.engine.engine import Engine
 from tests.models import GREEDY, TINY, make_engine, prepare, prompts

@@ -1,22 +1,21 @@
 """What the step asks of drafters, and what it refuses of them. Nothing is compiled: shapes tell."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 from mtp_jax.decode.bookkeeping import abstract_state, move
 from mtp_jax.decode.drafter.build import build
-from mtp_jax.decode.drafter.nextn import NextN
 from mtp_jax.decode.drafter.nothing import Nothing
 from mtp_jax.decode.drafter.protocol import Drafter
+from mtp_jax.decode.drafter.recursive import Recursive
 from mtp_jax.decode.keys import EXTRA_COLUMNS, Drafting, SamplingMode, StepKey, Topology
 from mtp_jax.decode.result import StepResult
 from mtp_jax.decode.state import State, StateShape, put_slots, take_slots
 from mtp_jax.decode.step import Step
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.backend import xla_cpu
+from mtp_jax.model.nextn import NextNLayers
 from mtp_jax.model.trunk import Model
 from tests.models import TINY, tiny_params
 
@@ -35,7 +34,7 @@ def shapes(
 
 @pytest.mark.parametrize("depth", [0, 1, 5])
 @pytest.mark.parametrize("drafting", [None, "sampled"])
-@pytest.mark.parametrize("drafter", [NextN(TINY), Nothing(TINY.vocab_size)], ids=["nextn", "nothing"])
+@pytest.mark.parametrize("drafter", [build(TINY), Nothing(TINY.vocab_size)], ids=["nextn", "nothing"])
 def test_a_step_keeps_the_shape_of_every_state(drafter, drafting, depth):
     before, after, result = shapes(drafter, depth, drafting=drafting)
     assert after == before
@@ -44,30 +43,33 @@ def test_a_step_keeps_the_shape_of_every_state(drafter, drafting, depth):
 
 def test_slots_and_pages_come_first():
     """What lets programs slice a drafter's state, move it and place it on a mesh, whatever it is."""
-    own = abstract_state(Model(TINY), NextN(TINY), StateShape(SLOTS, 7, 16, 1)).drafter
+    own = abstract_state(Model(TINY), build(TINY), StateShape(SLOTS, 7, 16, 1)).drafter
     assert {a.shape[0] for a in jax.tree.leaves(own.slots)} == {SLOTS}
     assert {a.shape[0] for a in jax.tree.leaves(own.pages)} == {7 + 1}
 
 
 def test_the_layers_decide():
-    assert build(TINY) == NextN(TINY)
+    assert build(TINY) == Recursive(NextNLayers(TINY))
     assert build(TINY.with_nextn(())) == Nothing(TINY.vocab_size)
 
 
 def test_only_chains_are_verified():
     tree = Topology((0, 0, 1))
     assert Topology.chain(3).parents == (0, 1, 2)
-    shapes(NextN(TINY), topology=Topology.chain(3))
+    shapes(build(TINY), topology=Topology.chain(3))
     with pytest.raises(ConfigError, match=r"parents=\(0, 0, 1\).*only chains"):
-        shapes(NextN(TINY), topology=tree)
+        shapes(build(TINY), topology=tree)
     chain, other = (StepKey(4, 3, 1, SamplingMode(), t) for t in (None, tree))
     assert not chain.covers(other)
     assert not other.covers(chain)
 
 
-def test_only_the_final_norm_is_handed_on():
-    with pytest.raises(ConfigError, match=r"features = \(1, -1\)"):
-        shapes(replace(NextN(TINY), features=(1, -1)))
+def test_streams_that_the_trunk_has_are_handed_on():
+    for features in ((2, -1), (0,)):
+        shapes(Recursive(NextNLayers(TINY, features=features)))
+    for features in ((3, -1), (-2,)):
+        with pytest.raises(ConfigError, match=rf"features = \({features[0]}.*of 2 layers.* 0 to 2, and -1"):
+            shapes(Recursive(NextNLayers(TINY, features=features)))
 
 
 def test_rows_that_a_drafter_left_alone_are_not_written():
@@ -83,7 +85,7 @@ def test_rows_that_a_drafter_left_alone_are_not_written():
 
 
 def test_a_drafters_rows_move_with_their_slot():
-    state = abstract_state(Model(TINY), NextN(TINY), StateShape(SLOTS, SLOTS, 16, 1))
+    state = abstract_state(Model(TINY), build(TINY), StateShape(SLOTS, SLOTS, 16, 1))
     state = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), state)
     own = state.drafter.slots
     own = own.replace(pending=own.pending.at[3].set(2.0), count=own.count.at[3].set(5))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_jax.api.local import local_runner
-from mtp_jax.decode.drafter.nextn import NextN
+from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.drafter.rules import DraftRules
 from mtp_jax.decode.drafter.suffix import REACH, SHORTEST, Suffix, continuation, longest_match
 from mtp_jax.decode.keys import Source
@@ -289,7 +289,7 @@ def next_drafts(engine: Engine, state: Any) -> np.ndarray:
 @jax.jit
 def _propose(params: Params, own: Any, slots: Any) -> jax.Array:
     on = xla_cpu(experts="dense")
-    drafts, _ = NextN(TINY).propose(params, own, slots, DraftRules(3, 3, logits=True), on)
+    drafts, _ = build(TINY).propose(params, own, slots, DraftRules(3, 3, logits=True), on)
     assert drafts.logits is not None
     return drafts.logits
 
@@ -400,5 +400,5 @@ def test_what_cannot_be_had_is_refused():
 
 
 def test_the_default_drafter_needs_four_tokens():
-    assert local_runner(engine_with()).programs.drafter == Suffix(NextN(TINY))
+    assert local_runner(engine_with()).programs.drafter == Suffix(build(TINY))
     assert SHORTEST == 4

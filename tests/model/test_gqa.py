@@ -20,7 +20,7 @@ from mtp_jax.model.visible import chain
 from tests import models
 from tests.models import rigged
 
-CFG = models.grouped()  # eight query heads of four kv heads
+CFG = models.gqa()  # eight query heads of four kv heads
 B, T, N, G, H = 2, 6, 8, 4, 8
 
 

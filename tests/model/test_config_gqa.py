@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mtp_jax.errors import ConfigError
-from mtp_jax.model.config import GroupedConfig, ModelConfig
+from mtp_jax.model.config import GqaConfig, ModelConfig
 
 # As zai-org/GLM-4.5 has it.
 GLM45: dict[str, Any] = {
@@ -46,11 +46,11 @@ GLM45: dict[str, Any] = {
 
 def test_grouped_query_attention():
     cfg = ModelConfig.from_dict(GLM45)
-    assert cfg.grouped == GroupedConfig(8, head_dim=128, rotary=0.5, qk_norm=True, bias=True)
+    assert cfg.gqa == GqaConfig(8, head_dim=128, rotary=0.5, qk_norm=True, bias=True)
     assert (cfg.rope_dim, cfg.rope_interleave, cfg.softmax_scale) == (64, False, 128**-0.5)
     assert (cfg.row.width, cfg.row.keys, cfg.row.fp8_bytes) == (2048, (0, 1024), 2048 + 16 * 4)
     unsaid = {k: v for k, v in GLM45.items() if k not in ("model_type", "use_qk_norm", "attention_bias")}
-    assert ModelConfig.from_dict(unsaid).grouped == GroupedConfig(8, head_dim=128, rotary=0.5)
+    assert ModelConfig.from_dict(unsaid).gqa == GqaConfig(8, head_dim=128, rotary=0.5)
     nested = {"rope_theta": 1e6, "partial_rotary_factor": 0.5, "rope_type": "default"}
     new = {k: v for k, v in GLM45.items() if k not in ("rope_theta", "rope_scaling", "partial_rotary_factor")}
     assert ModelConfig.from_dict(new | {"rope_parameters": nested}) == cfg

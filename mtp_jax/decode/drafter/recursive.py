@@ -1,4 +1,7 @@
-"""The model's own NextN layers as a drafter: keeping their cache, and drafting ahead of it.
+"""A draft module as a drafter, by recursion: keeping its cache, and drafting ahead of it.
+
+The module is the model's NextN layers or an EAGLE-3 head (``model.draft_module``); an entry of its cache is a
+*NextN entry* for either.
 
 Invariant *warm draft cache*: the NextN cache is extended for every committed token, at every depth, so that
 drafting can begin at any step. Entries are indexed by the token: entry j of layer 0 holds the pair
@@ -25,26 +28,25 @@ from mtp_jax.decode.drafter.protocol import Committed, Drafts
 from mtp_jax.decode.drafter.rules import DraftRules
 from mtp_jax.decode.keys import Source, Topology
 from mtp_jax.decode.state import DrafterState, Slots, StateShape
-from mtp_jax.model import nextn
+from mtp_jax.model import draft_module
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.cache import LayerCache, PagedView, empty_cache
-from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.draft_module import DraftModule, Pass
 from mtp_jax.model.indexer import Choice
 from mtp_jax.model.params import Params, type_of
-from mtp_jax.model.trunk import Model
 
 # Steps without drafts whose NextN entries one pass writes: one launch is paid for all of them.
 DEFERRED = 16
 
 
-class NextNSlots(struct.PyTreeNode):
-    """NextN's state of each slot.
+class RecursiveSlots(struct.PyTreeNode):
+    """The state of each slot.
 
     Attributes:
-        pending: the hidden states that the entry after the written ones merges, by layer: the trunk's of the
-            last token that has an entry for layer 0, z_{k-1} of it for layer k.
+        pending: the hidden states that the entry after the written ones merges, by layer: the fused one of
+            the last token that has an entry for layer 0, z_{k-1} of it for layer k.
         tokens: committed tokens whose entries are deferred: the last of each slot, in order.
-        hidden: the trunk's hidden states of these tokens.
+        hidden: the fused hidden states of these tokens.
         count: number of these tokens; elements past it are garbage.
     """
 
@@ -54,20 +56,24 @@ class NextNSlots(struct.PyTreeNode):
     count: Int[Array, " B"]
 
 
-class NextNPages(struct.PyTreeNode):
-    """NextN's state in each page: every layer's entries, and the boundary hidden states."""
+class RecursivePages(struct.PyTreeNode):
+    """The state in each page: every layer's entries, and the boundary hidden states."""
 
     cache: tuple[LayerCache, ...]
     boundary: Float[Array, "P one kD"]
 
 
 @dataclass(frozen=True)
-class NextN:
-    """Drafts by recursion through the NextN layers; with more drafts than layers these are reused."""
+class Recursive:
+    """Drafts by recursion through a module's layers; with more drafts than layers these are reused."""
 
-    cfg: ModelConfig
-    features: tuple[int, ...] = (-1,)
+    module: DraftModule
     deferral: int = DEFERRED
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """The module's."""
+        return self.module.features
 
     def topology(self, depth: int) -> Topology:
         """Each draft follows the one before it."""
@@ -75,14 +81,14 @@ class NextN:
 
     def empty(self, shape: StateShape, pages: int) -> DrafterState:
         """No entries, nothing deferred."""
-        layers, width, kind = self.cfg.num_nextn_predict_layers, self.cfg.hidden_size, type_of[shape.dtype]
+        cfg, numbers, kind = self.module.cfg, self.module.numbers, type_of[shape.dtype]
         number, tokens = jnp.zeros(shape.slots, jnp.int32), jnp.zeros((shape.slots, DEFERRED), jnp.int32)
-        pending, hidden = (jnp.zeros((shape.slots, n, width), kind) for n in (layers, DEFERRED))
-        first = self.cfg.num_hidden_layers
-        numbers = range(first, first + layers)
-        cache = tuple(empty_cache(pages, shape.page_size, self.cfg, i, kind, fp8=shape.fp8) for i in numbers)
-        boundary = jnp.zeros((pages, 1, layers * width), kind)
-        return DrafterState(NextNSlots(pending, tokens, hidden, number), NextNPages(cache, boundary))
+        pending, hidden = (
+            jnp.zeros((shape.slots, n, cfg.hidden_size), kind) for n in (len(numbers), DEFERRED)
+        )
+        cache = tuple(empty_cache(pages, shape.page_size, cfg, i, kind, fp8=shape.fp8) for i in numbers)
+        boundary = jnp.zeros((pages, 1, len(numbers) * cfg.hidden_size), kind)
+        return DrafterState(RecursiveSlots(pending, tokens, hidden, number), RecursivePages(cache, boundary))
 
     def propose(
         self, params: Params, own: DrafterState, s: Slots, rules: DraftRules, on: Backend
@@ -98,7 +104,7 @@ class NextN:
         its drafts there mean nothing.
         """
         layers = len(own.pages.cache)
-        passes, depth = _Passes(Model(self.cfg, on), params, s, rules, own.slots.pending), rules.depth
+        passes, depth = _Passes(self.module, on, params, s, rules, own.slots.pending), rules.depth
         made = passes.start(own.pages.cache)
         # Several layers, and a choice that the first pass makes for all, differ from pass to pass.
         unlike = depth if layers > 1 else min(int(passes.share), depth)
@@ -112,55 +118,58 @@ class NextN:
 
     def observe(self, params: Params, own: DrafterState, seen: Committed, on: Backend) -> DrafterState:
         """Write the entries of these tokens, or keep the state from which ``flush`` writes them."""
+        hidden = self.module.fuse(params, on, seen.features)
         if seen.defer:
-            return own.replace(slots=_deferred(own.slots, seen))
-        return self._extend(params, own, seen, on)
+            return own.replace(slots=_deferred(own.slots, seen, hidden))
+        return self._extend(params, own, seen, hidden, on)
 
     def flush(self, params: Params, own: DrafterState, s: Slots, on: Backend) -> DrafterState:
         """Write the deferred entries, and the boundary hidden states of pages that they fill."""
-        slots: NextNSlots = own.slots
+        slots: RecursiveSlots = own.slots
         index, count = jnp.arange(slots.tokens.shape[1]), slots.count[:, None]
         positions = jnp.where(index < count, s.length[:, None] - count + index, -1)
-        seen = Committed(slots.tokens, positions, (slots.hidden,), slots.count, s.page_table)
+        seen = Committed(slots.tokens, positions, (), slots.count, s.page_table)
         with jax.named_scope("flush"):
-            own = self._extend(params, own, seen, on)
+            own = self._extend(params, own, seen, slots.hidden, on)
         return own.replace(slots=own.slots.replace(count=jnp.zeros_like(slots.count)))
 
     def resume(self, own: DrafterState, slot: Int[Array, ""], page: Int[Array, ""]) -> DrafterState:
         """Take the pending hidden states from the page's end."""
-        slots: NextNSlots = own.slots
+        slots: RecursiveSlots = own.slots
         found = jax.lax.dynamic_index_in_dim(own.pages.boundary, page, axis=0)
         found = found.reshape(1, *slots.pending.shape[1:])
         pending = jax.lax.dynamic_update_slice_in_dim(slots.pending, found, slot, axis=0)
         return own.replace(slots=slots.replace(pending=pending))
 
-    def _extend(self, params: Params, own: DrafterState, seen: Committed, on: Backend) -> DrafterState:
-        """Write the entries of committed tokens, every layer.
+    def _extend(
+        self, params: Params, own: DrafterState, seen: Committed, hidden: Float[Array, "B W D"], on: Backend
+    ) -> DrafterState:
+        """Write the entries of committed tokens with these fused hidden states, every layer.
 
         The last layer's are written without its attention and MLP: nothing but a draft needs its output, and
         ``propose`` computes that from the entry itself. The last entry of a page leaves its boundary hidden
         states, too.
         """
-        model, pages, slots = Model(self.cfg, on), own.pages, own.slots
-        merged, cache = [*seen.features], list(pages.cache)
+        module, pages, slots = self.module, own.pages, own.slots
+        merged, cache = [hidden], list(pages.cache)
         last, size = len(cache) - 1, cache[0].page_size
 
-        def rows(k: int) -> nextn.Pass:
+        def rows(k: int) -> Pass:
             hidden = jnp.concatenate([slots.pending[:, k : k + 1], merged[k][:, :-1]], axis=1)
-            written, visible = nextn.existing(k, seen.positions), nextn.seen(k, seen.positions)
+            written, visible = draft_module.existing(k, seen.positions), draft_module.seen(k, seen.positions)
             view = PagedView(seen.page_table, written, visible, seen.form)
-            return nextn.Pass(seen.tokens, hidden, seen.positions, (view,))
+            return Pass(seen.tokens, hidden, seen.positions, (view,))
 
         for k in range(last):
-            z, cache[k], *_ = nextn.run(params, model, k, rows(k), cache[k])
+            z, cache[k], *_ = draft_module.run(module, params, on, k, rows(k), cache[k])
             merged.append(z)
-        cache[last] = nextn.write_cache(params, model, last, rows(last), cache[last])
+        cache[last] = draft_module.write_cache(module, params, on, last, rows(last), cache[last])
         stacked = jnp.stack(merged, axis=2)
         full = jnp.where(seen.positions % size == size - 1, seen.positions // size, -1)
         states = stacked.reshape(*seen.tokens.shape, -1)
         boundary = on.write(pages.boundary, states, seen.page_table, full)
         pending = _pending(stacked, seen.count, slots.pending)
-        return DrafterState(slots.replace(pending=pending), NextNPages(tuple(cache), boundary))
+        return DrafterState(slots.replace(pending=pending), RecursivePages(tuple(cache), boundary))
 
 
 class _Made(struct.PyTreeNode):
@@ -184,9 +193,10 @@ class _Made(struct.PyTreeNode):
 
 @dataclass(frozen=True)
 class _Passes:
-    """The passes of one step, through one layer each; see ``NextN.propose``."""
+    """The passes of one step, through one layer each; see ``Recursive.propose``."""
 
-    model: Model
+    module: DraftModule
+    on: Backend
     params: Params
     s: Slots
     rules: DraftRules
@@ -195,19 +205,20 @@ class _Passes:
     @property
     def share(self) -> bool:
         """Whether drafts attend to the choice of the first one. They do not see each other then."""
-        indexer = self.model.cfg.indexer
+        indexer = self.module.cfg.indexer
         return indexer is not None and indexer.share_drafts
 
     def start(self, cache: tuple[LayerCache, ...]) -> _Made:
         """Before the first pass."""
         rules = self.rules
         tokens = jnp.pad(self.s.newest[:, None], ((0, 0), (0, rules.depth)))
-        scores = jnp.zeros((len(tokens), rules.depth, self.model.cfg.vocab_size), jnp.float32)
+        scores = jnp.zeros((len(tokens), rules.depth, self.module.vocab), jnp.float32)
         probs, logits = (scores if wanted else None for wanted in (rules.drafting, rules.logits))
         return _Made(tokens, self.pending[:, :1], cache, probs, logits)
 
     def draft(self, k: Int[Array, ""] | int, made: _Made) -> _Made:
         """Draft ``k``, from 0. It is an array only where all passes run one layer over one row per slot."""
+        module, params, on = self.module, self.params, self.on
         cache, layers = list(made.cache), len(made.cache)
         layer, z, first = k % layers if isinstance(k, int) else 0, made.z[:, -1:], None
         if isinstance(k, int) and 0 < k < layers:  # over the rows of the newest token and of every draft
@@ -215,12 +226,12 @@ class _Passes:
             if layer == min(layers, self.rules.depth) - 1:
                 # No layer behind it needs the results of the first rows.
                 before = self.rows(k, made, z[:, :-1], first)
-                cache[layer] = nextn.write_cache(self.params, self.model, layer, before, cache[layer])
+                cache[layer] = draft_module.write_cache(module, params, on, layer, before, cache[layer])
                 z, first = z[:, -1:], None
         given = self.rows(k, made, z, first)
-        z, cache[layer], _, found = nextn.run(self.params, self.model, layer, given, cache[layer])
+        z, cache[layer], _, found = draft_module.run(module, params, on, layer, given, cache[layer])
         with jax.named_scope("draft_sample"):
-            logits = nextn.logits(self.params, layer, z[:, -1], self.model.on)
+            logits = module.logits(params, layer, z[:, -1], on)
         token, q = self.rules.draw(logits, self.s, made.tokens, k)
 
         def put(a: Any, new: Any, at: Any) -> Any:
@@ -235,9 +246,7 @@ class _Passes:
             found if self.share else (),
         )
 
-    def rows(
-        self, k: Int[Array, ""] | int, made: _Made, z: Float[Array, "B w D"], first: int | None
-    ) -> nextn.Pass:
+    def rows(self, k: Int[Array, ""] | int, made: _Made, z: Float[Array, "B w D"], first: int | None) -> Pass:
         """Rows of the pass for draft ``k`` that merge ``z``: from token ``first`` of the window; None: k."""
         s, at = self.s, k if first is None else first
         tokens = jax.lax.dynamic_slice_in_dim(made.tokens, at, z.shape[1], axis=1)
@@ -246,11 +255,11 @@ class _Passes:
         written = jnp.where(drafting[:, None], positions, -1)
         if first is None:
             step, layers = 0 if self.share else k, len(made.cache)
-            visible = nextn.seen_by_draft(step, layers, s.length, drafting)
+            visible = draft_module.seen_by_draft(step, layers, s.length, drafting)
         else:
             assert isinstance(k, int), "passes over several rows differ"
-            written, visible = nextn.existing(k, written), nextn.seen(k, written)
-        return nextn.Pass(tokens, z, positions, (PagedView(s.page_table, written, visible),), made.choice)
+            written, visible = draft_module.existing(k, written), draft_module.seen(k, written)
+        return Pass(tokens, z, positions, (PagedView(s.page_table, written, visible),), made.choice)
 
 
 def _pending(
@@ -258,18 +267,18 @@ def _pending(
 ) -> Float[Array, "B k D"]:
     """The state that the entry after the first ``count`` tokens merges: ``before`` if there are none.
 
-    merged: the trunk's hidden state of each token for layer 0, z_{k-1} for later layers.
+    merged: the fused hidden state of each token for layer 0, z_{k-1} for later layers.
     """
     last = jnp.maximum(count - 1, 0)[:, None, None, None]
     after = jnp.take_along_axis(merged, last, axis=1)[:, 0]
     return jnp.where((count > 0)[:, None, None], after, before)
 
 
-def _deferred(slots: NextNSlots, seen: Committed) -> NextNSlots:
+def _deferred(slots: RecursiveSlots, seen: Committed, hidden: Float[Array, "B one D"]) -> RecursiveSlots:
     """The slots with one more deferred token each where ``count`` is 1."""
     here = jnp.arange(slots.tokens.shape[1]) == slots.count[:, None]
     return slots.replace(
         tokens=jnp.where(here, seen.tokens, slots.tokens),
-        hidden=jnp.where(here[..., None], seen.features[0], slots.hidden),
+        hidden=jnp.where(here[..., None], hidden, slots.hidden),
         count=slots.count + seen.count,
     )

@@ -1,0 +1,170 @@
+"""Draft modules: the layers that a recursive drafter runs, and a pass through one of them.
+
+Row i of a layer merges a hidden state of token i with token i + 1, and predicts token i + 2. The hidden state
+comes from the trunk for layer 0, then from the layer before. Kinds of modules differ in the functions of
+``DraftModule`` alone.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from mtp_jax.model.backend import Backend
+from mtp_jax.model.cache import LayerCache, Views
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.indexer import Choice
+from mtp_jax.model.layers import rms_norm, rope_angles
+from mtp_jax.model.moe import Routing
+from mtp_jax.model.params import Layer, Params
+from mtp_jax.model.products.plain import Rows, Stream
+from mtp_jax.model.trunk import Model, OneCache, block
+from mtp_jax.model.visible import Visible, Window, chain
+
+
+@struct.dataclass
+class Pass:
+    """Rows of one pass through a layer, which merges each token with the hidden state of the token before it.
+
+    Attributes:
+        tokens: ids [B, W].
+        hidden: hidden states [B, W, D], those of ``DraftModule.fuse`` for layer 0, else the layer's before.
+        positions: positions of the tokens.
+        views: where entries are written, and the rows that tokens see; none without pages.
+        choice: rows for sparse attention, if an earlier pass chose them.
+    """
+
+    tokens: Int[Array, "B W"]
+    hidden: Float[Array, "B W D"]
+    positions: Int[Array, "B W"]
+    views: Views = ()
+    choice: Choice = ()
+
+
+@runtime_checkable
+class DraftModule(Protocol):
+    """The layers of a drafter, of width D, beside a trunk of vocabulary V. Hashable."""
+
+    @property
+    def name(self) -> str:
+        """The name of its scopes in programs."""
+        ...
+
+    @property
+    def cfg(self) -> ModelConfig:
+        """Sizes of the layers."""
+        ...
+
+    @property
+    def numbers(self) -> range:
+        """Numbers of the layers, as ``cfg`` counts them."""
+        ...
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """The trunk's hidden states that ``fuse`` reads; see ``Drafter.features``."""
+        ...
+
+    @property
+    def vocab(self) -> int:
+        """The trunk's vocabulary."""
+        ...
+
+    def layer(self, params: Params, k: int) -> Layer:
+        """The decoder block of layer ``k``."""
+        ...
+
+    def fuse(
+        self, params: Params, on: Backend, features: Sequence[Float[Array, "B W T"]]
+    ) -> Float[Array, "B W D"]:
+        """The hidden states that layer 0 merges."""
+        ...
+
+    def merge(
+        self, params: Params, on: Backend, k: int, given: Pass
+    ) -> tuple[Float[Array, "B W D"], Rows | None]:
+        """(Stream that layer ``k`` adds to, rows that its attention reads; None: the stream, normed)."""
+        ...
+
+    def fed_back(self, params: Params, on: Backend, k: int, x: Stream) -> Float[Array, "B W D"]:
+        """The hidden states that the next pass merges, from the stream behind layer ``k``."""
+        ...
+
+    def logits(self, params: Params, k: int, z: Float[Array, "*b D"], on: Backend) -> Float[Array, "*b V"]:
+        """Draft logits of layer ``k``, float32, from ``fed_back``; -inf for tokens that it never drafts."""
+        ...
+
+
+def run(
+    module: DraftModule, params: Params, on: Backend, k: int, given: Pass, cache: OneCache
+) -> tuple[Float[Array, "B W D"], OneCache, Routing | None, Choice]:
+    """Layer ``k``. Returns (hidden states fed back, cache, routing of an MoE layer, choice)."""
+    with jax.named_scope(f"{module.name}_{k}"):
+        model, p = Model(module.cfg, on), module.layer(params, k)
+        (x, rows), angles = module.merge(params, on, k, given), rope_angles(module.cfg, given.positions)
+        x, cache, routing, choice = block(p, model, x, angles, cache, given.views, given.choice, rows)
+        return module.fed_back(params, on, k, x), cache, routing, choice
+
+
+def write_cache(
+    module: DraftModule, params: Params, on: Backend, k: int, given: Pass, cache: LayerCache
+) -> LayerCache:
+    """The cache as ``run`` leaves it, of a pass with one view, without its attention and MLP.
+
+    Later rows see nothing of a row but its entries, which depend on the row's own token and hidden state
+    alone.
+    """
+    cfg, p, (view,) = module.cfg, module.layer(params, k), given.views
+    with jax.named_scope(f"{module.name}_{k}"):
+        x, rows = module.merge(params, on, k, given)
+        rows = rms_norm(x, p.attention_norm, cfg.rms_norm_eps) if rows is None else rows
+        entries = on.kind(p.attention).entries(p.attention, cfg, rows, rope_angles(cfg, given.positions))
+        return on.write(cache, cache.stored(entries, cfg.row), view.page_table, view.written)
+
+
+def teacher_forced(
+    module: DraftModule,
+    params: Params,
+    on: Backend,
+    k: int,
+    tokens: Int[Array, "B n"],
+    hidden: Float[Array, "B n D"],
+) -> Float[Array, "B n D"]:
+    """Layer ``k`` over a whole sequence without a cache: row i merges ``tokens[i]`` with ``hidden[i]``.
+
+    For layer 0 ``tokens`` are the sequence from its second token on.
+    """
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return run(module, params, on, k, Pass(tokens, hidden, positions), None)[0]
+
+
+def existing(k: int, positions: Int[Array, "B W"]) -> Int[Array, "B W"]:
+    """Rows of layer ``k``: the first is row k + 1, as each layer merges the token before it. -1 elsewhere."""
+    return jnp.where(positions > k, positions, -1)
+
+
+def seen(k: int, positions: Int[Array, "B W"]) -> Visible:
+    """Rows of layer ``k`` that known tokens see; ``positions`` run on, then -1 after the last."""
+    start, count = positions[:, 0], (positions >= 0).sum(axis=1)
+    return chain(start, count, k + 1)
+
+
+def seen_by_draft(
+    step: Int[Array, ""] | int, layers: int, length: Int[Array, " B"], active: Bool[Array, " B"]
+) -> Visible:
+    """Rows of its layer that the draft of ``step`` sees, ``step`` modulo ``layers``, in slots of that length.
+
+    Rows past the newest token's exist where the layer has drafted before, every ``layers`` positions, and of
+    the drafts before its first own, as the layers ran on each other's rows. step: an array with one layer
+    only.
+    """
+    if layers == 1:
+        layer, drafted = 0, (jnp.int32(1) << step) - 1
+    else:
+        layer = step % layers
+        drafted = sum(1 << (row - 1) for row in range(1, step + 1) if row <= layer or row % layers == layer)
+    first, count = jnp.full_like(length, layer + 1), active.astype(jnp.int32)
+    return Window(first, length + 1, count, jnp.full((*length.shape, 1), drafted, jnp.int32))

@@ -1,0 +1,202 @@
+"""EAGLE-3 heads: their configuration in every dialect, their tensors, and heads that are refused."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import jax
+import numpy as np
+import pytest
+
+from mtp_jax.checkpoint import convert, load, restore, summarise
+from mtp_jax.checkpoint.update import read_update
+from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.json_object import JsonObject
+from mtp_jax.model.config import Captures, Eagle3Config
+from mtp_jax.model.spec import count, leaves
+from mtp_jax.model.specs import param_specs
+from tests.checkpoint.files import Raw, Tensors, assert_same, copy_folder, edit_json, edit_tensors, read_raw
+from tests.golden import HEADS, expected, model_dir
+
+TRUNK, HEAD = model_dir("eagle3"), model_dir("eagle3", "draft")
+
+
+def head_of(variant: str) -> Eagle3Config:
+    found = load(model_dir(variant), model_dir(variant, "draft")).config.drafter
+    assert found is not None
+    return found
+
+
+def edited(tmp_path: Path, **changes: object) -> Path:
+    folder = copy_folder(HEAD, tmp_path / "head")
+    edit_json(folder / "config.json", **changes)
+    return folder
+
+
+@pytest.mark.parametrize("variant", HEADS)
+def test_a_head_is_read_as_it_is_declared(variant: str):
+    found = load(model_dir(variant), model_dir(variant, "draft"))
+    head, params = head_of(variant), found.params.drafter
+    assert head.taps == tuple(expected(variant)["eagle_capture"])
+    assert (head.tap_norms, head.normed_output) == ((3, True) if variant == "eagle3_mla" else (0, False))
+    assert (head.layer.gqa is None) == (variant == "eagle3_mla")
+    assert params is not None
+    assert found.params.nextn == ()
+    specs = param_specs(found.config)
+    for array, spec in zip(jax.tree.leaves(params), leaves(specs.drafter), strict=True):
+        assert array.shape == spec.shape
+    raw = read_raw(model_dir(variant, "draft") / "model.safetensors")
+    offset = np.frombuffer(raw["d2t"].data, np.int64)
+    assert params.target_offset.dtype == np.int32
+    np.testing.assert_array_equal(params.target_offset, offset)
+    np.testing.assert_array_equal(
+        params.fuse, np.frombuffer(raw["fc.weight"].data, np.float32).reshape(40, 120)
+    )
+    summary = summarise(model_dir(variant), model_dir(variant, "draft"))
+    assert summary.nextn_layout == "EAGLE-3"
+    assert summary.nextn_parameters == count(specs.drafter)
+    assert "draft head" in summary.text()
+
+
+def test_the_list_of_taps_counts_outputs_or_inputs():
+    assert head_of("eagle3").taps == (2, 3, 5)  # 1, 2, 4: a list that begins with 1 counts outputs
+    inputs, outputs = (load(TRUNK, HEAD, draft_captures=c).config.drafter for c in get_args(Captures)[::-1])
+    assert inputs is not None
+    assert inputs.taps == (1, 2, 4)
+    assert outputs is not None
+    assert outputs.taps == (2, 3, 5)
+
+
+def test_a_head_without_a_list_reads_three_layers(tmp_path: Path):
+    found = load(TRUNK, edited(tmp_path, eagle_config=None)).config.drafter
+    assert found is not None
+    assert found.taps == (2, 3, 3)
+
+
+def test_the_dialect_of_speculators(tmp_path: Path):
+    raw: JsonObject = json.loads((HEAD / "config.json").read_text())
+    layer = {key: raw[key] for key in raw if key not in ("architectures", "draft_vocab_size", "eagle_config")}
+    written = {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": layer,
+        "draft_vocab_size": 52,
+        "target_hidden_size": None,
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 4],
+        "norm_before_residual": True,
+    }
+    folder = copy_folder(HEAD, tmp_path / "head")
+    (folder / "config.json").write_text(json.dumps(written))
+    found = load(TRUNK, folder)
+    assert found.config.drafter == replace(head_of("eagle3"), normed_residual=True)
+    assert_same(found.params, load(TRUNK, HEAD).params)
+
+
+def test_names_of_the_release_with_their_prefix(tmp_path: Path):
+    def rename(t: Tensors) -> None:
+        for name in list(t):
+            t[f"model.{name.replace('midlayer', 'layers.0')}"] = t.pop(name)
+
+    assert_same(load(TRUNK, edit_tensors(HEAD, tmp_path / "head", rename)).params, load(TRUNK, HEAD).params)
+
+
+def test_an_embedding_of_the_head_is_kept_only_if_it_differs(tmp_path: Path):
+    trunk = read_raw(TRUNK / "model.safetensors")["model.embed_tokens.weight"]
+
+    def with_table(table: Raw) -> Callable[[Tensors], None]:
+        return lambda t: t.update({"embed_tokens.weight": table})
+
+    same = load(TRUNK, edit_tensors(HEAD, tmp_path / "same", with_table(trunk)))
+    other = load(TRUNK, edit_tensors(HEAD, tmp_path / "other", with_table(trunk.filled(0))))
+    assert same.config == load(TRUNK, HEAD).config
+    assert same.params.drafter is not None
+    assert same.params.drafter.embed is None
+    assert other.config.drafter is not None
+    assert other.config.drafter.embeds
+    assert other.params.drafter is not None
+    assert not other.params.drafter.embed.any()
+
+
+def test_a_head_takes_the_place_of_nextn_layers():
+    found = load(model_dir("eagle3"), HEAD, num_nextn_layers=0)
+    assert found.config.num_nextn_predict_layers == 0
+    assert found.config.drafter
+    with pytest.raises(ConfigError, match="num_nextn_layers = 1 beside the head"):
+        load(TRUNK, HEAD, num_nextn_layers=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 81}, "vocab_size = 81, the model has 80"),
+        ({"target_hidden_size": 48}, "target_hidden_size = 48, the model has 40"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 3, 7]}}, r"\[2, 3, 7\], inputs of layers"),
+        ({"num_aux_hidden_states": 4}, "num_aux_hidden_states = 4, but .* names 3"),
+        ({"fc_norm": True, "norm_before_fc": True}, "expected one of them at most"),
+        ({"norm_output": "yes"}, "norm_output = 'yes'; expected true or false"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers = 2 of a head; expected 1"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope scaling 'llama3' is not supported"),
+        ({"use_sliding_window": True}, "sliding window"),
+        ({"architectures": ["DFlashDraftModel"]}, "block drafters .DFlash. are not supported"),
+        ({"architectures": ["MedusaModel"]}, "Medusa heads are not supported"),
+        ({"logit_scale": 0}, "logit_scale = 0; expected a positive number"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused_before_its_weights_are_read(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message) as found:
+        summarise(TRUNK, edited(tmp_path, **changes))
+    assert str(tmp_path) in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t: t.pop("fc.weight"), r"missing \(1\): eagle3.fc.weight"),
+        (lambda t: t.pop("d2t"), r"missing \(1\): eagle3.d2t"),
+        (lambda t: t.update({"extra.weight": t["fc.weight"]}), r"unexpected \(1\): .*extra.weight"),
+        (lambda t: t.update({"norm.weight": t["fc.weight"]}), r"shape \[40, 120\]; expected \[40\]"),
+        (lambda t: t.update({"d2t": t["d2t"].filled(1)}), "maps token 0 of the head to"),
+        (lambda t: t.update({"t2d": t["t2d"].filled(1)}), "marks other tokens than"),
+    ],
+)
+def test_tensors_that_do_not_fit(tmp_path: Path, edit: Callable[[Tensors], object], message: str):
+    with pytest.raises(CheckpointError, match=message):
+        summarise(TRUNK, edit_tensors(HEAD, tmp_path / "head", edit))
+
+
+def test_draft_captures_without_a_head():
+    with pytest.raises(ConfigError, match="without a draft_model"):
+        load(TRUNK, draft_captures="inputs")
+    with pytest.raises(ConfigError, match="has NextN layers, which read no taps"):
+        load(model_dir("v3"), model_dir("v3", "nextn"), draft_captures="inputs")
+
+
+def test_a_pickle_is_refused(tmp_path: Path):
+    folder = copy_folder(HEAD, tmp_path / "head")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is not read: that format can run code"):
+        load(TRUNK, folder)
+
+
+def test_orbax_keeps_the_head(tmp_path: Path):
+    convert(TRUNK, tmp_path / "out", HEAD, dtype="float32")
+    whole, found = load(TRUNK, HEAD), restore(tmp_path / "out")
+    assert found.config == replace(whole.config, dtype="float32")
+    assert_same(found.params, whole.params)
+    alone = restore(tmp_path / "out", num_nextn_layers=0)
+    assert alone.config.drafter is None
+    assert not alone.params.can_draft
+
+
+def test_an_update_reads_the_head_from_its_folder_or_keeps_it(tmp_path: Path):
+    loaded = load(TRUNK, HEAD)
+    new = read_update(loaded.config, loaded.params, TRUNK, HEAD, dtype="float32")
+    assert_same(new, loaded.params)
+    kept = read_update(loaded.config, loaded.params, TRUNK, dtype="float32", keep_draft=True)
+    assert not kept.can_draft
+    with pytest.raises(ConfigError, match="give draft_model=, or keep_draft=True"):
+        read_update(loaded.config, loaded.params, TRUNK, dtype="float32")
+    with pytest.raises(CheckpointError, match="does not fit the loaded drafter"):
+        read_update(loaded.config, loaded.params, TRUNK, edited(tmp_path, norm_output=True), dtype="float32")
