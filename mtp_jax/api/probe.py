@@ -1,4 +1,4 @@
-"""How well the drafts of an engine fit its weights: acceptance over a few greedy completions."""
+"""A measurement of an engine's drafts: the acceptance length of a few greedy completions."""
 
 from collections.abc import Sequence
 

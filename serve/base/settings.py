@@ -159,16 +159,16 @@ class Settings:
 
     @property
     def model_name(self) -> str:
-        """The first of its names."""
+        """The first name of the model."""
         return self.names[0]
 
     def allows_origin(self, origin: str) -> bool:
-        """Whether pages of an origin, in small letters, may ask."""
+        """Whether web pages of this origin (in lower case) may send requests."""
         return "*" in self.allowed_origins or origin in map(str.lower, self.allowed_origins)
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this computer can connect."""
+        """Whether the address admits only clients of this computer."""
         if self.host == "localhost":
             return True
         try:
@@ -178,7 +178,7 @@ class Settings:
 
     @property
     def hosts(self) -> frozenset[str]:
-        """Host names to answer, without ports; empty: any."""
+        """Host names that requests may be for, without ports; empty: any host name."""
         if self.allowed_hosts:
             return frozenset(map(str.lower, self.allowed_hosts))
         own = f"[{self.host}]" if ":" in self.host else self.host

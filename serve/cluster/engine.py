@@ -33,13 +33,13 @@ class Served:
     """A running engine and the application in front of it; it ends the process if the engine fails."""
 
     def __init__(self, allm: AsyncLLM, app: ASGIApp) -> None:
-        """Use ``start``."""
+        """Call ``start`` instead."""
         self.allm, self.app = allm, app
         self._beside: list[asyncio.Task[None]] = []
 
     @classmethod
     async def start(cls, spec: EngineSpec, group: Group | None = None) -> "Served":
-        """Load, compile, serve; in the event loop that will be asked. Raises ConfigError, CheckpointError."""
+        """Load, compile and serve, in the event loop that answers. Raises ConfigError, CheckpointError."""
         set_up(False, spec.settings.access_log)
         llm = LLM(spec.model, group=group, **llm_options(spec.options))
         allm = AsyncLLM(llm, spec.max_queued_requests, spec.max_queued_tokens)
@@ -52,7 +52,7 @@ class Served:
         return served
 
     async def _end(self) -> None:
-        """The supervisor of this process makes a new one."""
+        """End the process, for which its supervisor starts a new one."""
         await self.allm.failed()
         await asyncio.sleep(_LAST_ANSWERS_SECONDS)
         os._exit(_LOST_STATUS)

@@ -17,7 +17,7 @@ _LOG = logging.getLogger(__name__)
 Kind = Literal["low", "high"]
 KINDS: tuple[Kind, ...] = ("low", "high")
 
-# A draft counts 1/e once this number more have followed. From this number, an acceptance of 100 % can be told
+# A draft counts 1/e after this number of further drafts. From this number, an acceptance of 100 % can be told
 # from one of 98 % with the confidence below.
 _MEMORY = 1000
 _DEVIATIONS = NormalDist().inv_cdf(0.999)
@@ -33,7 +33,7 @@ class AcceptanceAlarm:
     def __init__(self, floor: float, ceiling: float) -> None:
         """Shares of first drafts accepted. floor 0 and ceiling 1 never raise an alarm."""
         self._limits = {"low": floor, "high": ceiling}
-        self._seen = (0, 0)  # drafts and accepted drafts at the last look
+        self._seen = (0, 0)  # drafts and accepted drafts at the last ``look``
         self._tried = self._held = 0.0
         self.kind: Kind | None = None
         self.at_start: tuple[float, ...] = ()
@@ -67,7 +67,7 @@ class AcceptanceAlarm:
         _LOG.warning("%s", said)
 
     def look(self, stats: EngineStats) -> None:
-        """Take the drafts since the last look, and log an alarm that begins or ends."""
+        """Add the drafts since the last call, and log an alarm that begins or ends."""
         before, self._seen = self._seen, (stats.first_drafts["nextn"], stats.accepted_first_drafts["nextn"])
         tried, held = (now - then for now, then in zip(self._seen, before, strict=True))
         if not tried:
@@ -109,7 +109,7 @@ class AcceptanceAlarm:
 
 
 def _interval(held: float, tried: float) -> tuple[float, float]:
-    """Where the true share lies (Wilson's score interval)."""
+    """The interval of the true share (Wilson's score interval)."""
     z = _DEVIATIONS**2
     middle = held + z / 2
     half = _DEVIATIONS * sqrt(held * (tried - held) / tried + z / 4)
