@@ -19,7 +19,8 @@ from mtp_jax.commands.parser import Parser, add_model, biases, integers, mesh_sh
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.json_object import JsonObject
-from mtp_jax.model.config import Captures, ModelConfig
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.head_config import Captures
 from mtp_jax.model.hf_config import missing_folder, read_json
 from mtp_jax.options import Option, declared
 from mtp_jax.text.grammar import StructuredOutput
@@ -278,9 +279,9 @@ def ready(report: Reporter, llm: "LLM") -> None:
 
 
 def drafter(c: ModelConfig) -> str:
-    """The drafter of a model, for people: "1 NextN layer", "an EAGLE-3 head"."""
+    """The drafter of a model, for people: "1 NextN layer", "a DFlash head"."""
     layers = c.num_nextn_predict_layers
-    return "an EAGLE-3 head" if c.drafter else f"{layers} NextN layer{'s' * (layers != 1)}"
+    return f"a {c.drafter.name} head" if c.drafter else f"{layers} NextN layer{'s' * (layers != 1)}"
 
 
 def depth(llm: "LLM") -> str:

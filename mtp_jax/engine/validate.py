@@ -38,6 +38,12 @@ def check_config(cfg: ModelConfig, config: EngineConfig, shards: int) -> None:
             f"num_speculative_tokens = {config.num_speculative_tokens}, but the checkpoint has no NextN "
             "layer; give draft_model=, suffix_drafts=True, or num_speculative_tokens=0"
         )
+    most = cfg.drafter and cfg.drafter.most_drafts
+    if most is not None and config.num_speculative_tokens > most:
+        raise ConfigError(
+            f"num_speculative_tokens = {config.num_speculative_tokens}, but a block of this "
+            f"{cfg.drafter and cfg.drafter.name} head has {most} drafts; use {most} or less"
+        )
     if config.kv_cache_dtype == "fp8" and cfg.kv_lora_rank % 2:
         raise ConfigError(
             f"kv_cache_dtype = 'fp8' stores latents in pairs, but kv_lora_rank = {cfg.kv_lora_rank} "

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from mtp_jax.model.backend import Backend
-from mtp_jax.model.config import Eagle3Config, ModelConfig
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.draft_module import Pass, beside
+from mtp_jax.model.head_config import Eagle3Config
 from mtp_jax.model.layers import rms_norm
 from mtp_jax.model.params import Eagle3, Layer, Params
 from mtp_jax.model.products.plain import Stream
@@ -85,5 +86,5 @@ class Eagle3Head:
 
 
 def _of(params: Params) -> Eagle3:
-    assert params.drafter is not None, "the configuration has a head, the parameters have none"
+    assert isinstance(params.drafter, Eagle3), "the configuration has a head, the parameters have none"
     return params.drafter

@@ -14,7 +14,7 @@ from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.model.sharding import make_mesh
-from tests.golden import HEADS, expected, model_dir
+from tests.golden import EAGLES, expected, model_dir
 from tests.models import accepted, make_engine, on_mesh, serve
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -40,7 +40,7 @@ def told(requests: Sequence[Request]) -> list[tuple[list[int], list[int]]]:
     return [(r.progress.output, accepted(r)) for r in requests]
 
 
-@pytest.mark.parametrize("variant", HEADS)
+@pytest.mark.parametrize("variant", EAGLES)
 def test_drafts_text_and_acceptance_are_the_oracles(variant: str):
     """From chunks and from cached pages; of the latter also where steps without drafts have left them."""
     engine, want = engine_of(variant, max_num_seqs=1), expected(variant)
@@ -77,7 +77,7 @@ def crowd(variant: str, shortest: int) -> list[tuple[list[int], SamplingParams]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", HEADS)
+@pytest.mark.parametrize("variant", EAGLES)
 def test_preemption_changes_nothing(variant: str):
     engine = engine_of(variant, num_pages=6)
     jobs = [(prompt, replace(params, max_tokens=40)) for prompt, params in crowd(variant, 14)]
@@ -88,7 +88,7 @@ def test_preemption_changes_nothing(variant: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", HEADS)
+@pytest.mark.parametrize("variant", EAGLES)
 def test_a_mesh_changes_nothing(variant: str):
     found, mesh = loaded(variant), make_mesh(2, 2)
     params = on_mesh(found.params, mesh, found.config)

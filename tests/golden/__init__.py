@@ -19,6 +19,7 @@ GOLDEN = Path(__file__).parent
 ARCHIVES = tuple(GOLDEN / f"{name}.tar.xz" for name in ("weights", "heads"))
 HEADS = tuple(sorted(path.parent.name for path in GOLDEN.glob("*/draft")))
 """Trunks without NextN layers, each with a draft head beside it."""
+EAGLES, BLOCKS = (tuple(v for v in HEADS if v.startswith("eagle3") == eagle) for eagle in (True, False))
 VARIANTS = tuple(sorted({path.parent.name for path in GOLDEN.glob("*/expected.npz")} - {*HEADS}))
 # Variants that an engine decodes.
 DECODED = (

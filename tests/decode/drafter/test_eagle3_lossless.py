@@ -9,15 +9,15 @@ from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.drafter.protocol import Drafter, Drafts
 from mtp_jax.decode.drafter.recursive import Recursive
 from mtp_jax.decode.state import DrafterState
-from mtp_jax.model.config import Eagle3Config
 from mtp_jax.model.eagle3 import Eagle3Head
+from mtp_jax.model.head_config import Eagle3Config
 from tests.decode.law import CFG, OPTIONS, Case, V, chi_square, emitted, exact_law
 
 # Token 0 is never drafted.
 LAYER = replace(
     CFG.with_nextn(()), vocab_size=V - 1, num_hidden_layers=1, first_k_dense_replace=1, n_routed_experts=0
 )
-HEAD = Eagle3Config(LAYER, taps=(0, 1, 2), tap_norms=3, maps=True)
+HEAD = Eagle3Config(layer=LAYER, taps=(0, 1, 2), tap_norms=3, maps=True)
 TARGET = replace(CFG.with_nextn(()), drafter=HEAD)
 
 
