@@ -101,6 +101,13 @@ class Layer:
     mlp_norm: Weight  # [D]
     mlp: Mlp | Moe
 
+    @property
+    def entries(self) -> tuple[Weight, ...]:
+        """Parameters that make the layer's entries of its rows: the norm, and latents or keys and values."""
+        a = self.attention
+        kv = (a.k, a.v, a.k_bias, a.v_bias, a.k_norm) if isinstance(a, GqaAttention) else (a.kv_a, a.kv_norm)
+        return self.attention_norm, *kv
+
 
 @dataclass(frozen=True)
 class NextN:
@@ -122,9 +129,7 @@ class NextN:
     @property
     def entries(self) -> tuple[Weight, ...]:
         """Parameters that make NextN entries of tokens: the merge, and latents or keys and values."""
-        a = self.layer.attention
-        kv = (a.k, a.v, a.k_bias, a.v_bias, a.k_norm) if isinstance(a, GqaAttention) else (a.kv_a, a.kv_norm)
-        return self.token_norm, self.hidden_norm, self.merge, self.layer.attention_norm, *kv
+        return self.token_norm, self.hidden_norm, self.merge, *self.layer.entries
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,16 @@ class Eagle3:
     head: Weight  # [v, d], of the head's own vocabulary
     embed: Weight  # [V, d]
     target_offset: Weight  # [v] int32, d2t: token i of the head is token i + d2t[i] of the trunk
+
+    @property
+    def merging(self) -> tuple[Weight, ...]:
+        """The norms beside the layer that a draft reads."""
+        return self.hidden_norm, self.norm
+
+    @property
+    def entries(self) -> tuple[Weight, ...]:
+        """Parameters that make entries of tokens: the fusion of taps, and latents or keys and values."""
+        return *self.tap_norms, self.fuse, self.hidden_norm, *self.layer.entries
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ def loaded(variant: str) -> Loaded:
 
 def forward(params: Params, cfg: ModelConfig, ids: np.ndarray, following: np.ndarray) -> dict[str, Any]:
     """What the head makes of a text, with the token that follows each of its tokens."""
-    assert cfg.drafter is not None
-    module = Eagle3Head(cfg.drafter, cfg.vocab_size)
+    module = Eagle3Head(cfg)
 
     @jax.jit
     def run(params: Params) -> dict[str, Any]:

@@ -13,7 +13,7 @@ def build(cfg: ModelConfig, suffix: bool = False) -> Drafter:
     """The drafter that the model was loaded with: a draft head, or its layers. suffix: behind matches."""
     own: Drafter = Nothing(cfg.vocab_size)
     if cfg.drafter is not None:
-        own = Recursive(Eagle3Head(cfg.drafter, cfg.vocab_size))
+        own = Recursive(Eagle3Head(cfg))
     elif cfg.num_nextn_predict_layers:
         own = Recursive(NextNLayers(cfg))
     return Suffix(own) if suffix else own
