@@ -118,3 +118,26 @@ def test_a_head_beside_other_trunks(trunk: str, variant: str):
     (request,) = serve(engine, [(ids.tolist(), GREEDY)], exactly=True)
     assert request.progress.output == want["greedy_ids"].tolist()
     assert request.progress.speculation.drafted > 24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", HEADS)
+def test_pages_that_went_to_the_host_come_back_with_the_fused_state_at_their_end(variant: str):
+    engine, want = engine_of(variant, max_num_seqs=1, num_pages=6, host_cache_gib=0.01), expected(variant)
+    others = [(job(variant, 3)[0][::step], job(variant, 3)[1]) for step in (-1, -2)]
+    serve(engine, [job(variant, 3)], exactly=True)
+    for each in others:
+        serve(engine, [each], exactly=True)
+    (request,) = serve(engine, [job(variant, 3)], compiled=True)
+    assert engine.stats().hits_by_tier["host"] == request.progress.cached_tokens == 16
+    assert accepted(request) == want["spec_accept.3"].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [{"suffix_drafts": True}, {"kv_cache_dtype": "fp8"}], ids=repr)
+@pytest.mark.parametrize("variant", HEADS)
+def test_matches_and_an_fp8_cache_change_no_text(variant: str, config: dict[str, Any]):
+    engine = engine_of(variant, max_num_seqs=1, **config)
+    drafted, alone = (serve(engine, [job(variant, depth)], exactly=True)[0] for depth in (3, 0))
+    assert drafted.progress.output == alone.progress.output
+    assert sum(accepted(drafted)) > 5
