@@ -23,11 +23,16 @@ from mtp_jax.model.products.plain import Stream
 
 @dataclass(frozen=True)
 class Eagle3Head:
-    """A head beside a trunk as a ``DraftModule``. vocab: the trunk's."""
+    """The head of a trunk as a ``DraftModule``."""
 
-    head: Eagle3Config
-    vocab: int
+    trunk: ModelConfig
     name: str = "eagle3"
+
+    @property
+    def head(self) -> Eagle3Config:
+        """Sizes and options of the head."""
+        assert isinstance(self.trunk.drafter, Eagle3Config), "the trunk has no EAGLE-3 head"
+        return self.trunk.drafter
 
     @property
     def cfg(self) -> ModelConfig:
@@ -82,7 +87,7 @@ class Eagle3Head:
         if p.target_offset is None:
             return own
         ids = jnp.arange(own.shape[-1]) + p.target_offset
-        return jnp.full((*own.shape[:-1], self.vocab), -jnp.inf).at[..., ids].set(own)
+        return jnp.full((*own.shape[:-1], self.trunk.vocab_size), -jnp.inf).at[..., ids].set(own)
 
 
 def _of(params: Params) -> Eagle3:

@@ -107,7 +107,7 @@ def head_to_json(head: Head) -> JsonObject:
 def head_from_json(raw: JsonObject) -> Head:
     """The head that ``head_to_json`` wrote. Raises ConfigError for anything else."""
     values = {name: tuple(v) if isinstance(v, list) else v for name, v in raw.items()}
-    kind = {k.__name__: k for k in _KINDS}.get(values.pop("kind", ""))
+    kind = {k.__name__: k for k in _KINDS}.get(str(values.pop("kind", None)))
     try:
         sizes = {name: ModelConfig.from_dict(v) for name, v in values.items() if isinstance(v, dict)}
         if kind is not None:

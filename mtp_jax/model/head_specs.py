@@ -24,6 +24,16 @@ class Eagle3:
     embed: Weight  # [V, d]
     target_offset: Weight  # [v] int32, d2t: token i of the head is token i + d2t[i] of the trunk
 
+    @property
+    def merging(self) -> tuple[Weight, ...]:
+        """The norms beside the layer that a draft reads."""
+        return self.hidden_norm, self.norm
+
+    @property
+    def entries(self) -> tuple[Weight, ...]:
+        """Parameters that make entries of tokens: the fusion of taps, and latents or keys and values."""
+        return *self.tap_norms, self.fuse, self.hidden_norm, *self.layer.entries
+
 
 @dataclass(frozen=True)
 class Convolution:
@@ -88,6 +98,18 @@ class BlockHead:
     head: Weight  # [v, d]
     embed: Weight  # [V, d]
     target_offset: Weight  # [v] int32
+
+    @property
+    def merging(self) -> tuple[object, ...]:
+        """The parameters beside the layers that a draft reads, without tables."""
+        convolutions = [(each.attention_conv, each.mlp_conv) for each in self.layers]
+        return self.norm, self.selector and self.selector.hidden, convolutions
+
+    @property
+    def entries(self) -> tuple[Weight, ...]:
+        """Parameters that make entries of tokens: the fusion of taps, and keys and values of every layer."""
+        each = (each.layer.entries[1:] for each in self.layers)
+        return self.fuse, self.context_norm, *each
 
 
 DRAFT_HEAD = "draft_head"

@@ -95,6 +95,13 @@ class Layer:
     mlp_norm: Weight  # [D]
     mlp: Mlp | Moe
 
+    @property
+    def entries(self) -> tuple[Weight, ...]:
+        """Parameters that make the layer's entries of its rows: the norm, and latents or keys and values."""
+        a = self.attention
+        kv = (a.k, a.v, a.k_bias, a.v_bias, a.k_norm) if isinstance(a, GqaAttention) else (a.kv_a, a.kv_norm)
+        return self.attention_norm, *kv
+
 
 def norm(name: str, size: int) -> Spec:
     """The weight of an RMSNorm, or of a LayerNorm."""

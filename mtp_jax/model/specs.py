@@ -11,7 +11,7 @@ from typing import Any
 
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.head_specs import BlockHead, Eagle3, head_specs
-from mtp_jax.model.layer_specs import GqaAttention, Layer, Moe, Weight, block, norm, table
+from mtp_jax.model.layer_specs import Layer, Moe, Weight, block, norm, table
 from mtp_jax.model.spec import Spec, count
 
 
@@ -35,9 +35,7 @@ class NextN:
     @property
     def entries(self) -> tuple[Weight, ...]:
         """Parameters that make NextN entries of tokens: the merge, and latents or keys and values."""
-        a = self.layer.attention
-        kv = (a.k, a.v, a.k_bias, a.v_bias, a.k_norm) if isinstance(a, GqaAttention) else (a.kv_a, a.kv_norm)
-        return self.token_norm, self.hidden_norm, self.merge, self.layer.attention_norm, *kv
+        return self.token_norm, self.hidden_norm, self.merge, *self.layer.entries
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,15 @@ from mtp_jax.decode.drafter.recursive import Recursive
 from mtp_jax.decode.drafter.suffix import Suffix
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.eagle3 import Eagle3Head
-from mtp_jax.model.head_config import Eagle3Config, head_of
+from mtp_jax.model.head_config import Eagle3Config
 from mtp_jax.model.nextn import NextNLayers
 
 
 def build(cfg: ModelConfig, suffix: bool = False) -> Drafter:
     """The drafter that the model was loaded with: a draft head, or its layers. suffix: behind matches."""
     own: Drafter = Nothing(cfg.vocab_size)
-    head = head_of(cfg)
-    if isinstance(head, Eagle3Config):
-        own = Recursive(Eagle3Head(head, cfg.vocab_size))
+    if isinstance(cfg.drafter, Eagle3Config):
+        own = Recursive(Eagle3Head(cfg))
     elif cfg.num_nextn_predict_layers:
         own = Recursive(NextNLayers(cfg))
     return Suffix(own) if suffix else own
