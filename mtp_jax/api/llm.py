@@ -3,6 +3,7 @@
 generate -> Session.step -> Engine.step -> compiled step -> tokens -> CompletionState.advance -> text
 """
 
+import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -40,6 +41,7 @@ from mtp_jax.model.params import Params
 from mtp_jax.options import takes
 from mtp_jax.text.grammar import Grammars
 
+_LOG = logging.getLogger(__name__)
 Conversation = Sequence[JsonMapping]
 
 
@@ -73,6 +75,8 @@ class LLM:
             self.tokenizer, self.config.vocab_size, self.config.eos_token_ids
         )
         self.engine = self._make_engine(model.engine)
+        if model.engine.law:
+            _LOG.warning("%s, whatever the model says: for benchmarks alone", model.engine.law)
         self._session = Session(self.engine)
         self._scorer = on and Scorer(self.config, on)
 
@@ -80,11 +84,13 @@ class LLM:
         if self._rates is not None:
             language = simulated_language(self.config, self._rates, self.tokenizer)
             return simulated_engine(self.config, config, language, self._seconds, self._grammars)
+        # A forced verdict asks no grammar.
+        grammars = None if config.law else self._grammars
         params = drafting(self._memory.params, config.num_speculative_tokens)
         cfg = self.config if params.can_draft else self.config.without_drafts()
         with self._report.phase("allocate cache"):
             runner = make_runner(cfg, params, config, self._mesh)
-            return Engine(cfg, config, lead(runner, self._group), self._grammars)
+            return Engine(cfg, config, lead(runner, self._group), grammars)
 
     @property
     def group(self) -> Group | None:
@@ -127,7 +133,9 @@ class LLM:
         """The same weights, until they are updated, with an engine of its own that never drafts."""
         self._check_alone("a second engine without speculation")
         other = copy(self)
-        config = replace(self.engine.config, num_speculative_tokens=0, suffix_drafts=False)
+        config = replace(
+            self.engine.config, num_speculative_tokens=0, suffix_drafts=False, synthetic_acceptance=None
+        )
         if self.room:  # the first engine has taken all memory: pages for one request
             config = replace(config, num_pages=config.columns)
         other.engine = self._make_engine(config)
@@ -360,6 +368,8 @@ class LLM:
 
     def _probe(self, prompts: Sequence[Prompt] | None, prepare: bool) -> float | None:
         """Acceptance length over completions of some prompts; None if there is nothing to measure."""
+        if self.engine.config.law:
+            return None
         if prompts is None:
             prompts = probing.PROMPTS if self.tokenizer else ()
         # ``Engine.hold`` does not hold these prompts; all other requests stay in the queue while they run.
