@@ -1,5 +1,6 @@
 """A model in memory and the runner of its programs: ``LLM`` serves with them, a follower replays on them."""
 
+import logging
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -28,6 +29,8 @@ from mtp_jax.model.room import Room
 from mtp_jax.model.sharding import with_auto_axes
 from mtp_jax.text.tokenizer import Tokenizer
 
+_LOG = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Described:
@@ -48,7 +51,7 @@ class Described:
 
 @dataclass(frozen=True)
 class LoadedModel(Described):
-    """The same with parameters on their devices."""
+    """A described model with its parameters on their devices."""
 
     params: Params
     on: Backend
@@ -69,7 +72,7 @@ def _directory(options: LLMOptions) -> Path:
 
 
 def _with_eos(config: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:
-    """A configuration that names no end of a sequence takes the tokenizer's."""
+    """The configuration with the tokenizer's end-of-sequence tokens, if it has none of its own."""
     if tokenizer and not config.eos_token_ids:
         return config.with_eos(list(tokenizer.eos_ids))
     return config
@@ -84,6 +87,8 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     described = ModelConfig.from_file(directory / "config.json")
     engine = options.engine(described, jax.default_backend() == "cpu")
     _check_dtype(engine)
+    if engine.law:
+        _LOG.warning("%s, whatever the model says: for benchmarks alone", engine.law)
     num_nextn_layers = options.num_nextn_layers
     if not options.num_speculative_tokens and options.draft_model is None and num_nextn_layers is None:
         num_nextn_layers = 0  # the folder need not have the layers that its config.json declares
@@ -111,7 +116,7 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     with report.phase("place"):
         jax.block_until_ready(loaded.params)
         config, params = loaded.config, loaded.params
-        del loaded  # its weights are let go one by one
+        del loaded  # so that its weights are freed one by one
         params = on.laid_out(with_slots(params, engine.redundant_experts, options.mesh, consume=True))
     draft = options.draft_model
     folders = (directory,) if draft is None else (directory, Path(draft))

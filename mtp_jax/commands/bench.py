@@ -147,6 +147,8 @@ def _register_serve(sub: Parser) -> None:
         metavar="V",
         help="random prompts: of token ids below V instead of words",
     )
+    only = "of --speed-bench, the prompts of this category alone, such as coding"
+    sub.add_argument("--category", metavar="NAME", help=only)
     _add(sub, "--prompt-tokens", 256, "token ids or words of random prompts", positive, "N")
     _add(sub, "--spread", 0.0, "random lengths are uniform within this share of it, from 0 to 1", _share, "S")
     _add(sub, "--max-tokens", 128, "of an answer", positive, "N")
@@ -239,10 +241,12 @@ def _window(a: Arguments) -> Reports:
 def _serve(a: Arguments) -> Reports:
     from mtp_jax.bench import served, traffic
 
+    if a.category and not a.speed_bench:
+        raise ConfigError("--category has no effect without --speed-bench FILE; add it, or leave it out")
     if a.sharegpt:
         prompts = traffic.sharegpt(a.sharegpt)
     elif a.speed_bench:
-        prompts = traffic.speed_bench(a.speed_bench)
+        prompts = traffic.speed_bench(a.speed_bench, a.category)
     else:
         count = a.requests * len(a.rates)
         prompts = traffic.random_prompts(count, a.prompt_tokens, a.spread, a.vocabulary, a.seed)

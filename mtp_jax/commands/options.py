@@ -44,7 +44,14 @@ _READ = {
 _JAX_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _OF_MANY = ("n", "logprobs", "prompt_logprobs")
 _NEED_TEMPERATURE = ("top_p", "top_k", "min_p", "seed", "drafting", "verifier")
-_NEED_DRAFTS = ("draft_model", "draft_captures", "num_nextn_layers", "drafting", "adaptive_depth")
+_NEED_DRAFTS = (
+    "draft_model",
+    "draft_captures",
+    "num_nextn_layers",
+    "drafting",
+    "adaptive_depth",
+    "synthetic_acceptance",
+)
 _MOST_SLOTS = 8
 _SUBJECTS = {
     "model": (

@@ -62,7 +62,7 @@ class Law:
         told = f"synthetic_acceptance = {asked if plain else ','.join(map(str, asked))}"
         most = f"num_speculative_tokens = {drafts}"
         if not drafts:
-            raise ConfigError(f"{told}, but {most} verifies no drafts; raise it, or leave the former out")
+            raise ConfigError(f"{told}; expected drafts to keep, but {most}; raise that, or leave it out")
         length = _golden(asked, drafts) if isinstance(asked, str) else asked
         if isinstance(length, int | float):
             if not 1 <= length <= 1 + drafts:

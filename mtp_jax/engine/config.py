@@ -1,6 +1,6 @@
 """Sizes and choices of an engine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from mtp_jax.decode.keys import MAX_DRAFTS, Drafting
@@ -210,9 +210,13 @@ class EngineConfig(EngineOptions):
     )
     seed: int = narrowed(EngineOptions, "seed", 0, unset="")
 
+    def without_drafts(self) -> "EngineConfig":
+        """The same options for an engine that never drafts."""
+        return replace(self, num_speculative_tokens=0, suffix_drafts=False, synthetic_acceptance=None)
+
     @property
     def columns(self) -> int:
-        """Width of the page table: the pages of the longest request."""
+        """Columns of the page table: the pages of the longest request."""
         return self.pages_for(self.max_model_len)
 
     @property

@@ -19,7 +19,7 @@ def allowed(
 
     requests: requests and their rows. shape: (rows, width). drafts: [rows, width - 1], which the masks
     follow. Before there are any, the masks follow the tokens that a grammar leaves no choice about; outputs
-    that go on alone get none, as one that nobody keeps could end them.
+    whose matcher is ``alone`` get none, as a draft that is not kept could end them.
     """
     rows, width = shape
     windows, others = [], []
@@ -46,5 +46,5 @@ def allowed(
 
 
 def _tokens(drafts: list[int]) -> list[int]:
-    """Up to the first draft that a broken drafter left without a token."""
+    """The drafts before the first that a broken drafter left without a token."""
     return drafts[: next((i for i, t in enumerate(drafts) if t < 0), len(drafts))]

@@ -86,7 +86,7 @@ def test_a_draft_that_is_no_token_ends_what_is_kept():
 @pytest.mark.parametrize(
     ("asked", "depth", "message"),
     [
-        (2.99, 0, "synthetic_acceptance = 2.99, but num_speculative_tokens = 0 verifies no drafts"),
+        (2.99, 0, "synthetic_acceptance = 2.99; expected drafts to keep, but num_speculative_tokens = 0"),
         (4.01, 3, "expected a length from 1, the model's own token, to 4, as num_speculative_tokens = 3"),
         (0.99, 3, "synthetic_acceptance = 0.99; expected a length from 1"),
         (float("nan"), 3, "expected a length from 1"),
