@@ -81,13 +81,11 @@ class LLM:
         if self._rates is not None:
             language = simulated_language(self.config, self._rates, self.tokenizer)
             return simulated_engine(self.config, config, language, self._seconds, self._grammars)
-        # A forced verdict asks no grammar.
-        grammars = None if config.law else self._grammars
         params = drafting(self._memory.params, config.num_speculative_tokens)
         cfg = self.config if params.can_draft else self.config.without_drafts()
         with self._report.phase("allocate cache"):
             runner = make_runner(cfg, params, config, self._mesh)
-            return Engine(cfg, config, lead(runner, self._group), grammars)
+            return Engine(cfg, config, lead(runner, self._group), self._grammars)
 
     @property
     def group(self) -> Group | None:
