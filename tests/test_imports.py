@@ -22,6 +22,7 @@ WITHOUT_JAX = (
     "decode.arrays",
     "decode.keys",
     "decode.launches",
+    "decode.law",
     "engine.balance",
     "engine.buckets",
     "engine.config",

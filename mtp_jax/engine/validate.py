@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable
 from numbers import Real
 
+from mtp_jax.decode.law import MARK
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.request import Request, Terms
 from mtp_jax.engine.sampling_params import SamplingParams
@@ -73,6 +74,8 @@ class InputProcessor:
         _check_ids("stop_token_ids", params.stop_token_ids, self.cfg.vocab_size)
         _check_ids("allowed_token_ids", params.allowed_token_ids or (), self.cfg.vocab_size)
         _check_terms(terms)
+        if config.law:
+            _check_forced(params)
         spare = terms.get("spare", 0)
         max_tokens = self._max_tokens(len(ids), params, spare)
         # The random numbers of a sampled token depend on where its step begins, so a seed fixes the depth,
@@ -206,6 +209,21 @@ def _token_id(token: object) -> int:
         return operator.index(token)  # pyright: ignore[reportArgumentType]
     except TypeError as e:
         raise RequestError(f"a prompt is a list of token ids, integers; {token!r} is among them") from e
+
+
+def _check_forced(p: SamplingParams) -> None:
+    """Raises RequestError for options that mean nothing where drafts are kept by a law."""
+    wanted = {
+        "logprobs": p.logprobs is not None,
+        "structured output": p.structured is not None,
+        "bad_words": bool(p.bad_words),
+        "max_thinking_tokens": p.max_thinking_tokens is not None,
+    }
+    if names := [name for name, asked in wanted.items() if asked]:
+        raise RequestError(
+            f"{names[0]} means nothing here: acceptance is {MARK}, drafts are kept whatever the model says; "
+            "leave it out, or start without synthetic_acceptance"
+        )
 
 
 def _check_terms(terms: Terms) -> None:
