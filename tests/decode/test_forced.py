@@ -115,6 +115,7 @@ def test_laws():
     assert str(Law.of(2.99, 3)) == (
         "SYNTHETIC acceptance: length 2.99 (drafts kept in shares of 1, 0.99, 0 of the steps)"
     )
+    assert EngineConfig(synthetic_acceptance=2.5).without_drafts().law is None
     for lengths in GOLDEN.values():
         for drafts, length in enumerate(lengths, start=1):
             assert Law.of(length, drafts).length == pytest.approx(length)

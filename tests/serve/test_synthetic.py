@@ -98,6 +98,8 @@ def test_a_client_sees_the_length_in_the_metrics(forced: Running, tmp_path: Path
             refused = client.post("/v1/completions", json={**PLAIN, **wrong})
             assert refused.status_code == 400
             assert f"{named} means nothing here: acceptance is SYNTHETIC" in refused.text
+    assert forced.allm.llm.probe_drafts() is None  # of an update of the weights: it would be the law's
+    assert forced.uvicorn._alarm._limits == {"low": 0, "high": 1}
     out = tmp_path / "out.json"
     command = ["bench", "serve", forced.url, "--rates", "inf", "--requests", "2", "--max-tokens", "30"]
     assert cli.main([*command, "--prompt-tokens", "2", "--ignore-eos", "--json", str(out)]) == 0
